@@ -1,0 +1,1 @@
+"""Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
