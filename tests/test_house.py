@@ -4,6 +4,7 @@ the documentation runs."""
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -22,9 +23,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({""}),  # the package itself: public names only, and nothing below imports from it
     frozenset({"transformer"}),
     frozenset({"attention"}),
-    frozenset({"ops.functional", "compress", "cache", "masks"}),
+    frozenset({"ops.functional", "compress", "cache", "rotary"}),
     frozenset({"ops.backends"}),
     frozenset({"ops.reference", "ops.chunked", "ops.flex", "ops.library", "ops.local"}),
+    frozenset({"masks"}),
     frozenset(
         {
             "kernels.compressed",
@@ -214,6 +216,18 @@ def test_documentation_runs(document, line, code):
     # newlines in front, so that a traceback names the line of the document
     source = compile("\n" * (line - 1) + code, str(document), "exec")
     exec(source, {"__name__": "__main__"})
+
+
+def test_pictures_can_be_drawn(tmp_path, monkeypatch):
+    """`make docs` works; what the pictures show is what the other tests hold."""
+    spec = importlib.util.spec_from_file_location("draw_masks", ROOT / "docs" / "draw_masks.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "IMAGES", tmp_path)
+    script.main()
+    committed = sorted(path.name for path in (ROOT / "docs" / "images").glob("*.png"))
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert set(drawn) <= set(committed), "a new picture: run `make docs` and commit it"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
