@@ -32,7 +32,7 @@ from native_sparse_attention import (
 IMAGES = Path(__file__).parent / "images"
 
 T, D = 48, 16
-l, d, s, n, w, m = 8, 4, 8, 2, 6, 1  # noqa: E741
+l, d, s, n, w, m = 8, 4, 8, 2, 6, 1
 
 # Okabe and Ito's colours, told apart by colour-blind eyes
 MEMORY, CMP, CMP_LIGHT = "#CC79A7", "#56B4E9", "#C6E4F7"
@@ -206,7 +206,7 @@ def draw_compressed(sees: dict[str, Tensor]) -> None:
 
 def draw_selected(sees: dict[str, Tensor]) -> None:
     figure, ax = plt.subplots(figsize=(7.2, 7.4), layout="constrained")
-    figure.suptitle(f"Selected branch: blocks of $s={s}$ tokens, the best $n={n}$ and the own one")
+    figure.suptitle(f"Selected branch: blocks of $s={s}$ tokens, the best $n={n}$ and its own")
     paint(
         ax,
         [
