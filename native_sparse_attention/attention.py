@@ -1,7 +1,7 @@
 """SparseAttention: the layer. Weights live here; the maths is in `ops`, time is in `cache`.
 
-    b  batch            n  tokens         h  heads (query heads, or KV heads of keys and values)
-    w  windows          l  tokens of a window                d  width of a head
+b  batch            n  tokens         h  heads (query heads, or KV heads of keys and values)
+w  windows          l  tokens of a window                d  width of a head
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from .rotary import Rotary, rotation
 
 
 class SparseAttention(Module):
-    """Native Sparse Attention (arXiv 2502.11089): three attentions over one input, joined by a gate.
+    """Native Sparse Attention (arXiv 2502.11089): three attentions over one input, joined by a
+    gate.
 
     `out_i = sum_b sigmoid(gate_b(x_i)) attention_b(q_i)`, with the branches (1) compressed: learned
-    summaries of windows of tokens; (2) selected: the tokens of the blocks that branch 1's scores rank
-    highest, and of the query's own block; (3) a sliding window. `docs/semantics.md` has the formulas.
+    summaries of windows of tokens; (2) selected: the tokens of the blocks that branch 1's scores
+    rank highest, and of the query's own block; (3) a sliding window. `docs/semantics.md` has the
+    formulas.
 
     Args:
         dim: width of the input and output.
@@ -50,7 +52,8 @@ class SparseAttention(Module):
         compress_block_size: l, tokens of a compression window.
         selection_block_size: s, tokens of a selection block.
         num_selected_blocks: n, ranked blocks of a query; 0 leaves the forced blocks.
-        kv_heads: K, key and value heads; `heads` by default. Query head h uses KV head `h // (H / K)`.
+        kv_heads: K, key and value heads; `heads` by default. Query head h uses KV head
+            `h // (H / K)`.
         num_compressed_mem_kv: m, learned memory slots of branch 1, seen by every query.
         causal: whether queries see only tokens up to themselves.
         norm: RMSNorm of the input, before everything else.
@@ -62,12 +65,14 @@ class SparseAttention(Module):
             `native_sparse_attention.compress`.
         compress_mlp_expand_factor: hidden width of the default network over its input width.
         strategy_combine_mlp: network `[.. dim] -> [.. 3 heads]` for the gate, before its sigmoid.
-        compress_block_sliding_stride: d, tokens from window to window; l by default. s and d divide one
-            another, and l >= d.
+        compress_block_sliding_stride: d, tokens from window to window; l by default. s and d divide
+            one another, and l >= d.
         importance: "logits" (mean logit) or "probs" (the paper's softmax mass).
         num_initial_blocks: first blocks that every query attends to, not ranked.
-        num_local_blocks: blocks ending with the query's own that it attends to, not ranked (causal).
-        selection_stride: R; R neighbouring tokens share the ranking of the first of them. R divides s.
+        num_local_blocks: blocks ending with the query's own that it attends to, not ranked
+            (causal).
+        selection_stride: R; R neighbouring tokens share the ranking of the first of them.
+            R divides s.
         branch_kv: "shared", or "independent" for keys and values of their own for each branch (the
             paper's section 3.3.3).
         rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package to use in place of the
@@ -134,7 +139,8 @@ class SparseAttention(Module):
         check_choice("backend", backend, BACKENDS)
         if use_triton_kernel and backend not in ("auto", "triton"):
             raise ValueError(
-                f"use_triton_kernel=True asks for backend='triton', but backend={backend!r} was given"
+                "use_triton_kernel=True asks for backend='triton', "
+                f"but backend={backend!r} was given"
             )
         if rotary_emb is not None and rotary_emb.use_xpos:
             raise ValueError(
@@ -224,8 +230,8 @@ class SparseAttention(Module):
         """Attend, over the input alone or over a cache and the input behind it.
 
         Args:
-            inp: [b, n, dim]. With a cache these are the next n tokens, any number: prefill in chunks
-                and decoding are one path.
+            inp: [b, n, dim]. With a cache these are the next n tokens, any number: prefill in
+                chunks and decoding are one path.
             cache: what `return_cache=True` returned, or a `KVCache` of your own. It is updated in
                 place. Gradients do not flow to tokens of earlier calls.
             disable_triton_kernel: choose among the other backends.
@@ -239,13 +245,13 @@ class SparseAttention(Module):
             [b, n, dim], or (that, cache).
 
         Raises:
-            ValueError: an input or cache that does not fit, a full cache (nothing is written then), or
-                a cache for a layer that is not causal.
+            ValueError: an input or cache that does not fit, a full cache (nothing is written then),
+                or a cache for a layer that is not causal.
             NotImplementedError: an explicit backend that cannot run the call.
         """
         check_input(inp, self.dim)
         cache = check_cache(cache, return_cache, lengths, self.causal)
-        counts = None if cache is None else cache.check(inp.shape[0], inp.shape[1], lengths)
+        counts = [] if cache is None else cache.check(inp.shape[0], inp.shape[1], lengths)
         start = 0 if cache is None else cache.positions(inp.device, uniform=lengths is None)
 
         x = self.norm(inp)
@@ -257,7 +263,7 @@ class SparseAttention(Module):
         rotate = rotation(self.rotary_emb, q, start)
         raw = {"k": kv[0], "v": kv[1]}
         k, v, *window = kv[2:] or kv
-        tokens = {"k": rotate(k), "v": v}
+        tokens: dict[str, Any] = {"k": rotate(k), "v": v}
         if window:
             tokens |= {"window_k": rotate(window[0]), "window_v": window[1]}
 
@@ -269,11 +275,9 @@ class SparseAttention(Module):
             if self.selection_stride > 1 and len(cache) > 0:
                 leader = cache.recent("ranking", 1)[:, :, 0]
 
+        tensors: dict[str, Any] = {"q": rotate(q), "cq": q, **tokens, **compressed}
         out, indices = native_sparse_attention(
-            rearrange(rotate(q), "b h n d -> b n h d"),
-            cq=rearrange(q, "b h n d -> b n h d"),
-            **{name: rearrange(t, "b h n d -> b n h d") for name, t in tokens.items()},
-            **{name: rearrange(t, "b h w d -> b w h d") for name, t in compressed.items()},
+            **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
             **self.memory(q.dtype),
             branch_gates=self.to_strategy_combine(x),
             compress_block_size=self.compress_block_size,
@@ -315,7 +319,7 @@ class SparseAttention(Module):
 
     # keys, values and their summaries
 
-    def memory(self, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    def memory(self, dtype: torch.dtype) -> dict[str, Any]:
         if self.num_compressed_mem_kv == 0:
             return {"mem_k": None, "mem_v": None}
         mem_k, mem_v = self.compress_mem_kv.to(dtype)
@@ -342,12 +346,12 @@ class SparseAttention(Module):
         tokens: dict[str, Tensor],
         raw: dict[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Write new tokens, and the windows that they complete, to the cache; returns its streams."""
+        """Write new tokens, and the windows they complete, to the cache; returns its streams."""
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         starts = cache.starts(len(counts))
         tokens = cache.append(tokens, starts, counts, cache.max_length)
 
-        # the next window begins d - 1 - start % d tokens into the last l - 1 tokens and the new ones
+        # the next window begins d - 1 - start % d into the last l - 1 tokens and the new ones
         seen = cache.with_recent(raw, l - 1)
         skip = [d - 1 - start % d for start in starts]
         complete = [start // d for start in starts]
@@ -368,8 +372,8 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
 
 
 def gather_windows(t: Tensor, skip: list[int], num_windows: int, l: int, d: int) -> Tensor:
-    """Windows of rows that begin at different places, [b h n d] -> [b h w l d]; where a row has fewer
-    than `num_windows`, the rest is filled with tokens of its end."""
+    """Windows of rows that begin at different places, [b h n d] -> [b h w l d]; where a row has
+    fewer than `num_windows`, the rest is filled with tokens of its end."""
     first = torch.tensor(skip)[:, None] + d * torch.arange(num_windows)
     at = (first[..., None] + torch.arange(l)).clamp(max=t.shape[2] - 1).to(t.device)
     index = rearrange(at, "b w l -> b 1 (w l) 1").expand(-1, t.shape[1], -1, t.shape[3])

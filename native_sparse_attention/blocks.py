@@ -1,15 +1,17 @@
 """Block geometry: which tokens a window covers, who sees it, which block it belongs to.
 
-Every function is integer arithmetic only, so it takes Python ints and integer tensors alike. This is
-the one place where an off-by-one can live; `tests/test_blocks.py` holds each line to a brute force.
+Every function is integer arithmetic only, so it takes Python ints and integer tensors alike. This
+is the one place where an off-by-one can live; `tests/test_blocks.py` holds each line to a brute
+force.
 
     i, j    absolute position of a query, of a key            [0, S)
     l       compress_block_size             tokens a compression window covers
     d       compress_block_sliding_stride   tokens from one window's end to the next one's
     s       selection_block_size            tokens of a selection block
 
-Window `w` covers `[(w + 1) d - l, (w + 1) d)`: it is named by the stride segment it ends, and tokens
-before 0 are zeros. Selection block `c` covers `[c s, (c + 1) s)`. Either d divides s or s divides d.
+Window `w` covers `[(w + 1) d - l, (w + 1) d)`: it is named by the stride segment it ends, and
+tokens before 0 are zeros. Selection block `c` covers `[c s, (c + 1) s)`. Either d divides s or s
+divides d.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def first_window_of_block(c: Int, d: int, s: int) -> Int:
 
 def num_complete_blocks(i: Int, d: int, s: int) -> Int:
     """Blocks that query i may rank, causally: 0 .. this - 1 lie strictly before its own block, and
-    each of their windows is visible to it. For d <= s the second condition follows from the first."""
+    each of their windows is visible to it (for d <= s the one follows from the other)."""
     return i // max(d, s) * max(1, d // s)
 
 

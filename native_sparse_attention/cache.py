@@ -2,8 +2,9 @@
 
     b  batch    h  KV heads (or ranking heads)    n  tokens, or windows    d  width
 
-A token stream (keys, values) holds one entry a token, a window stream (compressed keys and values) one
-a compression window, and the tail the last raw keys and values, of which the next window is made.
+A token stream (keys, values) holds one entry a token, a window stream (compressed keys and values)
+one a compression window, and the tail the last raw keys and values, of which the next window is
+made.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor
 class KVCache:
     """Keys and values of one attention layer, for any number of rows of different lengths.
 
-    Storage is allocated when the layer first appends, and doubles (to powers of two) as rows grow, so
-    that a step never copies what is already there; with `max_length` it is allocated once, and a full
-    cache raises before anything is written. It is updated in place; `clone()` keeps a copy.
+    Storage is allocated when the layer first appends, and doubles (to powers of two) as rows grow,
+    so that a step never copies what is already there; with `max_length` it is allocated once, and a
+    full cache raises before anything is written. It is updated in place; `clone()` keeps a copy.
 
     Args:
         max_length: tokens a row may hold; None grows without limit.
@@ -77,8 +78,8 @@ class KVCache:
         return next((t.device for t in self._tensors()), None)
 
     def positions(self, device: torch.device, *, uniform: bool = True) -> int | Tensor:
-        """Where each row goes on: an int where all rows have one length (unless `uniform` is False),
-        else a tensor [b]."""
+        """Where each row goes on: an int where all rows have one length (unless `uniform` is
+        False), else a tensor [b]."""
         if not self.lengths or (uniform and self.is_uniform):
             return len(self)
         return torch.tensor(self.lengths, device=device)
@@ -92,7 +93,8 @@ class KVCache:
         if lengths is None:
             counts = [new] * batch
         else:
-            counts = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+            lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+            counts = [int(n) for n in lengths]
             if len(counts) != batch or any(n < 0 or n > new for n in counts):
                 raise ValueError(
                     f"lengths must be {batch} integers between 0 and {new} (the new tokens), "
@@ -120,20 +122,21 @@ class KVCache:
     ) -> dict[str, Tensor]:
         """Write entries [b h n d] to their streams, `counts[row]` of them from `starts[row]` on.
 
-        Returns each stream up to its last entry: views, except where gradients are to flow to the new
+        Returns each stream up to its last entry: views, except where gradients flow to the new
         entries. Storage holds `limit` entries, or grows.
         """
         for name, entries in new.items():
             self._check_entries(self._streams.get(name), name, entries)
         end = max((a + n for a, n in zip(starts, counts, strict=True)), default=0)
-        return {
-            name: self._write(self._room(name, entries, end, limit), entries, starts, counts)[:, :, :end]
-            for name, entries in new.items()
-        }
+        streams = {}
+        for name, entries in new.items():
+            store = self._room(name, entries, end, limit)
+            streams[name] = self._write(store, entries, starts, counts)[:, :, :end]
+        return streams
 
     def recent(self, name: str, length: int) -> Tensor:
-        """The last `length` entries of a tail, [b h length d]; zeros stand for those before the first
-        token."""
+        """The last `length` entries of a tail, [b h length d]; zeros stand for those before the
+        first token."""
         tail = self._tail[name]
         at = torch.tensor(self.lengths)[:, None] - length + torch.arange(length)
         slots = (at % max(1, tail.shape[2])).to(tail.device)[:, None, :, None]
@@ -147,8 +150,8 @@ class KVCache:
         return {name: torch.cat((self.recent(name, length), t), dim=2) for name, t in new.items()}
 
     def keep_recent(self, new: dict[str, Tensor], counts: list[int], length: int) -> None:
-        """Remember the last `length` entries [b h n d] of each row, and `rollback` more: the entry of
-        the token at position p lies in slot `p mod size`."""
+        """Remember the last `length` entries [b h n d] of each row, and `rollback` more: the entry
+        of the token at position p lies in slot `p mod size`."""
         size = length + self.rollback
         rows, at = _index([max(0, n - size) for n in counts], counts)
         slots = (at + torch.tensor(self.starts(len(counts)))[rows]) % max(1, size)
@@ -193,9 +196,9 @@ class KVCache:
                 raise ValueError(f"lengths[{row}] must be between 0 and {held}, got {new}")
             if self._tail and 0 < new < reached - self.rollback:
                 raise ValueError(
-                    f"lengths[{row}]={new} is out of reach: the row has held {reached} tokens, of which "
-                    f"rollback={self.rollback} can be taken back (or all). Build the cache with a "
-                    "larger rollback"
+                    f"lengths[{row}]={new} is out of reach: the row has held {reached} tokens, of "
+                    f"which rollback={self.rollback} can be taken back (or all). Build the cache "
+                    "with a larger rollback"
                 )
         self.lengths = wanted
         self._reached = [0 if n == 0 else r for n, r in zip(wanted, self._reached, strict=True)]
@@ -205,8 +208,8 @@ class KVCache:
         self.truncate(0)
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
-        """Make row r a copy of the former row `rows[r]`, as beam search does; the number of rows may
-        change.
+        """Make row r a copy of the former row `rows[r]`, as beam search does; the number of rows
+        may change.
 
         Raises:
             ValueError: a row that is not there.

@@ -1,4 +1,5 @@
-"""Rotary embedding (interleaved pairs, by rotary-embedding-torch) at any positions, in fp32 angles."""
+"""Rotary embedding (interleaved pairs, by rotary-embedding-torch) at any positions, in fp32
+angles."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ from torch import Tensor
 
 
 class Rotary(RotaryEmbedding):
-    """RotaryEmbedding that computes its angles at each call, from frequencies that are a buffer (they
-    are not learned: no optimizer or sharding should see them) and stay in fp32 whatever the model is
+    """RotaryEmbedding that computes its angles at each call, from frequencies that are a buffer
+    (they are not learned: no optimizer or sharding should see them) and stay in fp32 whatever the
+    model
+        is
     cast to: in bf16 the angle at position 10,000 would be off by whole turns."""
+
+    freqs: Tensor
 
     def __init__(self, dim: int):
         if dim % 2:

@@ -1,6 +1,6 @@
 """Transformer: a small language model on SparseAttention, or on its dense twin.
 
-    b  batch    n  tokens    h  heads    d  width of a head
+b  batch    n  tokens    h  heads    d  width of a head
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ DEFAULT_SPARSE_ATTN = dict(
 
 
 class Attention(Module):
-    """Dense attention with the interface of SparseAttention: grouped queries, rotary embedding, cache.
+    """Dense attention with the interface of SparseAttention: grouped queries, rotary embedding,
+    cache.
 
     State-dict names are those of the published package's dense attention.
     """
@@ -70,11 +71,11 @@ class Attention(Module):
         *,
         lengths: Sequence[int] | Tensor | None = None,
     ) -> Any:
-        """[b, n, dim] -> [b, n, dim], and the cache with `return_cache`; as SparseAttention's (there
-        is no Triton kernel here to disable)."""
+        """[b, n, dim] -> [b, n, dim], and the cache with `return_cache`; as SparseAttention's
+        (there is no Triton kernel here to disable)."""
         check_input(x, self.dim)
         cache = check_cache(cache, return_cache, lengths, self.causal)
-        counts = None if cache is None else cache.check(x.shape[0], x.shape[1], lengths)
+        counts = [] if cache is None else cache.check(x.shape[0], x.shape[1], lengths)
         start = 0 if cache is None else cache.positions(x.device, uniform=lengths is None)
 
         x = self.norm(x)
@@ -123,8 +124,8 @@ class Transformer(Module):
         ff_expansion_factor: hidden width of a feed-forward over dim.
         use_sparse_attn: SparseAttention, or dense attention.
         causal: whether tokens see only what lies before them.
-        use_flex_sliding_window, use_flex_fine_selection: run these branches in flex_attention, under
-            masks that are made once per length (not with a cache).
+        use_flex_sliding_window, use_flex_fine_selection: run these branches in flex_attention,
+            under masks that are made once per length (not with a cache).
         use_triton_fine_selection: `backend="triton"` for the sparse layers.
         sparse_attn_kwargs: arguments of SparseAttention; a small default for a byte-level model.
         activation_checkpointing: recompute each layer in the backward pass, for less memory.
@@ -162,12 +163,15 @@ class Transformer(Module):
         self.use_flex_sliding_window = use_sparse_attn and use_flex_sliding_window
         self.use_flex_fine_selection = use_sparse_attn and use_flex_fine_selection
         self.activation_checkpointing = activation_checkpointing
-        shape = dict(dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal)
+        shape: dict[str, Any] = dict(
+            dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal
+        )
         sparse = DEFAULT_SPARSE_ATTN if sparse_attn_kwargs is None else sparse_attn_kwargs
 
         self.token_emb = nn.Embedding(num_tokens, dim)
         self.layers = ModuleList()
         for _ in range(depth):
+            attn: Module
             if use_sparse_attn:
                 attn = SparseAttention(
                     **shape, use_triton_kernel=use_triton_fine_selection, **sparse
@@ -193,7 +197,8 @@ class Transformer(Module):
         *,
         lengths: Sequence[int] | Tensor | None = None,
     ) -> Any:
-        """Logits [b, n, num_tokens] of ids [b, n]; or the loss of predicting each from those before.
+        """Logits [b, n, num_tokens] of ids [b, n]; or the loss of predicting each from those
+        before.
 
         Args:
             ids: token ids. With a cache these are the next tokens only, any number of them.
@@ -216,7 +221,8 @@ class Transformer(Module):
             cache = self.new_cache()
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(
-                f"cache must hold one KVCache for each of {len(self.layers)} layers, got {len(cache)}"
+                f"cache must hold one KVCache for each of {len(self.layers)} layers, "
+                f"got {len(cache)}"
             )
 
         kwargs: dict[str, Any] = {"disable_triton_kernel": disable_triton_kernel}
@@ -227,7 +233,8 @@ class Transformer(Module):
 
         x = self.token_emb(ids)
         checkpointed = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
-        for index, (attn, ff) in enumerate(self.layers):
+        blocks: list[Any] = list(self.layers)
+        for index, (attn, ff) in enumerate(blocks):
             layer_cache = None if cache is None else cache[index]
             if checkpointed:
                 x = x + checkpoint(attn, x, use_reentrant=False, **kwargs)
@@ -243,7 +250,8 @@ class Transformer(Module):
 
     def flex_masks(self, seq_len: int, device: torch.device) -> dict[str, Any]:
         masks: dict[str, Any] = {}
-        attn: Any = self.layers[0][0]
+        layer: Any = self.layers[0]
+        attn = layer[0]
         if self.use_flex_sliding_window:
             masks["sliding_window_flex_mask"] = create_sliding_mask(
                 seq_len, attn.sliding_window_size, causal=self.causal, device=device
@@ -266,7 +274,8 @@ class Transformer(Module):
         use_cache_kv: bool = True,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """Sample token by token: yields [b], `seq_len - prompt length` times. Arguments as `sample`'s."""
+        """Sample token by token: yields [b], `seq_len - prompt length` times. Arguments as
+        `sample`'s."""
         if prompt.ndim != 2 or prompt.shape[1] == 0:
             raise ValueError(
                 f"prompt must have shape [b, n] with at least one token, got {list(prompt.shape)}"
@@ -305,12 +314,13 @@ class Transformer(Module):
         use_cache_kv: bool = True,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue prompts [b, n] up to `seq_len` tokens in all; returns the new ones [b, seq_len - n].
+        """Continue prompts [b, n] up to `seq_len` tokens in all; returns the new ones [b, seq_len -
+        n].
 
         Args:
             temperature: divides the logits; 0 (or less) takes the most likely token.
-            filter_thres: only the `1 - filter_thres` part of the vocabulary with the largest logits is
-                sampled from.
+            filter_thres: only the `1 - filter_thres` part of the vocabulary with the largest logits
+                is sampled from.
             top_p: of those, only the fewest that hold this much probability.
             use_cache_kv: run each token once, through a KVCache; False runs the whole text anew for
                 every token.

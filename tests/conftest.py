@@ -22,6 +22,10 @@ PACKAGE = "native_sparse_attention_pytorch"
 SUBMODULES = ("native_sparse_attention", "compress_networks", "transformer")
 
 
+# tensors here are tiny: threads would wait for one another longer than they compute
+torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

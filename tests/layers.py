@@ -7,7 +7,7 @@ from native_sparse_attention import SparseAttention
 DIM = 24
 
 SETTINGS = {
-    "default": dict(),
+    "default": {},
     "stride = window": dict(compress_block_size=8, compress_block_sliding_stride=None),
     "window of windows": dict(compress_block_sliding_stride=8, selection_block_size=4),
     "probs": dict(importance="probs"),

@@ -1,4 +1,5 @@
-"""The operations once more, from their definitions: one query and one head at a time, in Python sets.
+"""The operations once more, from their definitions: one query and one head at a time, in Python
+sets.
 
 Slow and small, sharing nothing with the library; it says which keys a query sees and with what
 weight, and the softmax is the textbook's.
@@ -19,7 +20,8 @@ def softmax_attention(q, keys, values, logit_factor=None, scale=None):
 
 
 def per_query(q, kv_heads, fn):
-    """Call fn(b, position t, head h, kv head) for each and lay the (out, lse) out as [B, T, H, ...]."""
+    """Call fn(b, position t, head h, kv head) for each and lay the (out, lse) out as [B, T, H,
+    ...]."""
     B, T, H, _ = q.shape
     outs, lses = [], []
     for b in range(B):

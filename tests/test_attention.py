@@ -350,7 +350,9 @@ def test_bad_calls():
 
 def test_triton_says_why_not():
     module = layer(backend="triton")
-    with pytest.raises(NotImplementedError, match="backend 'triton' cannot run.*Use backend='auto'"):
+    with pytest.raises(
+        NotImplementedError, match="backend 'triton' cannot run.*Use backend='auto'"
+    ):
         module(normal(1, 9, DIM))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

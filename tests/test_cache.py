@@ -1,4 +1,5 @@
-"""Prefill in any chunks and decoding are one forward, for every setting; and what a cache can do."""
+"""Prefill in any chunks and decoding are one forward, for every setting; and what a cache can
+do."""
 
 import re
 
@@ -153,7 +154,11 @@ def test_truncate_reaches_as_far_as_it_says():
         cache.truncate(150)
         out, _ = module(x[:, 150:], cache=cache, return_cache=True)
         close(out, expected[:, 150:])
-        for bad, message in [(201, "between 0 and 200, got 201"), ([1, 2], "got 2"), (-1, "got -1")]:
+        for bad, message in [
+            (201, "between 0 and 200, got 201"),
+            ([1, 2], "got 2"),
+            (-1, "got -1"),
+        ]:
             with pytest.raises(ValueError, match=message):
                 cache.truncate(bad)
         cache.reset()
@@ -201,7 +206,9 @@ def test_another_layers_cache():
         _, cache = layer()(x, return_cache=True)
         with pytest.raises(ValueError, match="cache holds k of 2 heads x 8, got 4 x 8"):
             layer(kv_heads=4)(x, cache=cache)
-        with pytest.raises(ValueError, match="cache holds k in torch.float64 on cpu, got torch.float32"):
+        with pytest.raises(
+            ValueError, match="cache holds k in torch.float64 on cpu, got torch.float32"
+        ):
             layer(dtype=torch.float32)(x.float(), cache=cache)
         with pytest.raises(ValueError, match="cache holds 2 rows but the input has 1"):
             layer()(x[:1], cache=cache)

@@ -174,7 +174,7 @@ def test_under_a_mask_of_the_users():
     q, k, v = draw(2, 37, 37, 2, 3)
     mask = create_sliding_mask(37, 4, device="cpu")
     expected = flex.sliding_window_attention(q, k, v, sliding_window_size=4)
-    torch.testing.assert_close(flex.under_mask(q, k, v, mask), expected)
+    torch.testing.assert_close(flex.under_mask(q, k, v, mask, None), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

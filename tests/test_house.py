@@ -23,8 +23,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({""}),  # the package itself: public names only, and nothing below imports from it
     frozenset({"transformer"}),
     frozenset({"attention"}),
+    frozenset({"ops.nsa"}),
     frozenset({"ops.functional", "compress", "cache", "rotary"}),
     frozenset({"ops.backends"}),
+    frozenset({"ops.ranking"}),
     frozenset({"ops.reference", "ops.chunked", "ops.flex", "ops.library", "ops.local"}),
     frozenset({"masks"}),
     frozenset(
@@ -237,14 +239,17 @@ def test_file_is_short_enough_to_read(path):
 
 
 def published_files() -> list[Path]:
-    """What a reader of the repository sees, less pictures and other people's data."""
+    """What a reader of the repository sees, less pictures, other people's data and packages."""
     folders = (PACKAGE, "tests", "docs", "benchmarks", ".ci", ".github")
     kinds = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ""}
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     return sorted(
         path
         for path in [*ROOT.iterdir(), ROOT / "data" / "README.md", *inside]
-        if path.is_file() and path.suffix in kinds and path.name != ".git"
+        if path.is_file()
+        and path.suffix in kinds
+        and path.name != ".git"
+        and ".published" not in path.parts
     )
 
 

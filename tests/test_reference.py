@@ -1,4 +1,5 @@
-"""The eager operations against `oracles.py`, in fp64: outputs, log-sum-exps, selections, gradients."""
+"""The eager operations against `oracles.py`, in fp64: outputs, log-sum-exps, selections,
+gradients."""
 
 import itertools
 

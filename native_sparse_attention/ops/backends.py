@@ -4,7 +4,8 @@
     flex     torch's flex_attention, compiled on CUDA
     eager    plain PyTorch, everywhere
 
-An explicit backend runs or raises; only `auto` falls back, in the order triton, flex (on CUDA), eager.
+An explicit backend runs or raises; only `auto` falls back, in the order triton, flex (on CUDA),
+eager.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from . import flex, local, reference
+from . import flex, local, ranking, reference
 from .checks import BACKENDS, check_choice
+
 
 def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
     """Reasons why a backend cannot run a call of an operation; empty where it can."""
@@ -53,8 +55,10 @@ def choose(
         reasons[name] = why_not(name, op, call)
         if not reasons[name]:
             return name
-    told = "; ".join(f"backend {name!r} cannot run this call of {op}: {', '.join(why)}"
-                     for name, why in reasons.items())
+    told = "; ".join(
+        f"backend {name!r} cannot run this call of {op}: {', '.join(why)}"
+        for name, why in reasons.items()
+    )
     raise NotImplementedError(f"{told}. Use backend='auto' to fall back.")
 
 
@@ -67,4 +71,5 @@ def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
         w, offset, lse = (kwargs[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
         if local.fits(q, k, w, offset, lse):
             return local.sliding_window_attention(*args, **kwargs)
-    return getattr(reference, op)(*args, **kwargs)
+    module = ranking if op == "select_blocks" else reference
+    return getattr(module, op)(*args, **kwargs)

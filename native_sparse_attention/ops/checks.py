@@ -1,4 +1,5 @@
-"""Checks of what a user hands in. Every message names the argument, what was expected, what came."""
+"""Checks of what a user hands in. Every message names the argument, what was expected, what
+came."""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ BRANCH_KV = ("shared", "independent")
 def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
     """Hold tensors to shapes written in axis letters; returns the size of every letter.
 
-    `check_shapes(q=(q, "B T H D"), k=(k, "B S K D"))` raises ValueError if q is not 4-dimensional or
-    if k's width differs from q's. A number stands for itself; a tensor of None is passed over.
+    `check_shapes(q=(q, "B T H D"), k=(k, "B S K D"))` raises ValueError if q is not 4-dimensional
+    or if k's width differs from q's. A number stands for itself; a tensor of None is passed over.
     """
     sizes: dict[str, tuple[int, str]] = {}
     for name, (tensor, spec) in tensors.items():
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a tensor of shape [{spec}], got {type(tensor).__name__}")
+            raise ValueError(
+                f"{name} must be a tensor of shape [{spec}], got {type(tensor).__name__}"
+            )
         axes = spec.split()
         if tensor.ndim != len(axes):
             raise ValueError(f"{name} must have shape [{spec}], got {list(tensor.shape)}")
@@ -87,8 +90,8 @@ def check_blocks(l: int, d: int, s: int) -> None:
     check_ints(1, compress_block_size=l, compress_block_sliding_stride=d, selection_block_size=s)
     if l < d:
         raise ValueError(
-            "compress_block_size must be at least compress_block_sliding_stride, so that every token "
-            f"lies in a window, got {l} and {d}"
+            "compress_block_size must be at least compress_block_sliding_stride, so that every "
+            f"token lies in a window, got {l} and {d}"
         )
     if s % d and d % s:
         raise ValueError(
@@ -126,8 +129,8 @@ def check_selection(
     check_int("selection_stride", selection_stride, 1)
     if s % selection_stride:
         raise ValueError(
-            f"selection_stride must divide selection_block_size={s}, so that the tokens that share a "
-            f"ranking share their own block, got {selection_stride}"
+            f"selection_stride must divide selection_block_size={s}, so that the tokens that share "
+            f"a ranking share their own block, got {selection_stride}"
         )
 
 
@@ -137,7 +140,9 @@ def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:
         raise ValueError(f"mem_k and mem_v go together: {given} was given, {missing} was not")
 
 
-def check_leaders(leader_indices: Tensor | None, dims: dict[str, int], n: int, shared: bool) -> None:
+def check_leaders(
+    leader_indices: Tensor | None, dims: dict[str, int], n: int, shared: bool
+) -> None:
     if leader_indices is None:
         return
     shape = [dims["B"], dims["K" if shared else "H"], n]
@@ -155,13 +160,17 @@ def default_seq_len(seq_len: int | None, T: int, q_offset: int | Tensor | None) 
     return q_offset + T if isinstance(q_offset, int) else T
 
 
-def check_offset(q_offset: int | Tensor | None, T: int, S: int, B: int, causal: bool) -> int | Tensor:
+def check_offset(
+    q_offset: int | Tensor | None, T: int, S: int, B: int, causal: bool
+) -> int | Tensor:
     """Absolute position of the first query, one for all rows or one a row; by default the queries
     are the last T of the S tokens. Returned as an int, or as an int64 tensor [B]."""
     if q_offset is None:
         q_offset = S - T
         if q_offset < 0:
-            raise ValueError(f"q has T={T} tokens but there are only S={S} keys: T must be at most S")
+            raise ValueError(
+                f"q has T={T} tokens but there are only S={S} keys: T must be at most S"
+            )
         return q_offset
     if isinstance(q_offset, Tensor):
         if not causal:

@@ -220,8 +220,54 @@ def sliding_window_attention(
     return dispatch("sliding_window_attention", q, k, v, block_mask, scale, return_lse)
 
 
+# masks that the user made
+
+
 def under_mask(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float | None
 ) -> Tensor:
-    """Attention under a block mask that the user made."""
+    """Attention under a block mask made elsewhere.
+
+    Raises:
+        NotImplementedError: a call that flex_attention cannot run.
+    """
+    reasons = why_not("under_mask", q, k, v)
+    if reasons:
+        raise NotImplementedError(
+            f"flex_attention cannot run a given mask: {'; '.join(reasons)}. Leave the mask out to "
+            "let the backend choose."
+        )
     return dispatch("under_mask", q, k, v, block_mask, scale, False)
+
+
+def selected_under_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    fine_mask: Callable[..., BlockMask],
+    *,
+    selection_block_size: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention under `fine_mask(indices [b r i n], num_grouped_queries)`, as `create_fine_mask`
+    makes them; the forced blocks it does not know of are handed to it as selected ones."""
+    T, s = q.shape[1], selection_block_size
+    if causal and num_local_blocks == 0:
+        raise NotImplementedError(
+            "fine_selection_flex_mask always holds a query's own block, but num_local_blocks=0"
+        )
+    own = torch.arange(T, device=q.device)[:, None] // s
+    forced = torch.arange(min(num_initial_blocks, blocks.num_blocks(T, s)), device=q.device)
+    forced = forced.expand(T, -1)
+    if causal:
+        forced = forced.masked_fill(forced > own, -1)
+        before = own - torch.arange(1, num_local_blocks, device=q.device)
+        forced = torch.cat((forced, before.clamp(min=-1)), dim=-1)
+    indices = block_indices.transpose(1, 2).long()
+    indices = torch.cat((indices, forced.expand(*indices.shape[:2], -1, -1)), dim=-1)
+    groups = q.shape[2] // block_indices.shape[2]
+    return under_mask(q, k, v, fine_mask(indices, num_grouped_queries=groups), scale)

@@ -1,16 +1,18 @@
 """The public operations: check the call, choose a backend, run it.
 
-All tensors are laid out [B, T, H, D]. Symbols as in the paper (arXiv 2502.11089) and `docs/semantics.md`:
+All tensors are laid out [B, T, H, D]. Symbols as in the paper (arXiv 2502.11089) and
+`docs/semantics.md`:
 
-    B batch           T query tokens    S key tokens, T <= S    H query heads    K KV heads    G = H / K
-    D key width       E value width     W windows               m memory slots   n selected blocks
+    B batch           T query tokens    S key tokens, T <= S    H query heads    K KV heads    G = H
+    / K D key width       E value width     W windows               m memory slots   n selected
+    blocks
 
 Query t stands at absolute position `q_offset + t`; by default the queries are the last T of the S
-tokens. Causally, `q_offset` may be a tensor [B] for rows that start at different positions; keys past
-a row's last query are then never seen.
+tokens. Causally, `q_offset` may be a tensor [B] for rows that start at different positions; keys
+past a row's last query are then never seen.
 
-Log-sum-exps are natural, float32 (float64 for float64 inputs). A row that sees nothing gives output 0,
-log-sum-exp -inf and no gradient. All backends are deterministic but flex's backward on CUDA.
+Log-sum-exps are natural, float32 (float64 for float64 inputs). A row that sees nothing gives output
+0, log-sum-exp -inf and no gradient. All backends are deterministic but flex's backward on CUDA.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def compressed_attention(
 ) -> Any:
     """Branch 1: softmax attention over learned memory and the windows that lie behind a query.
 
-    `out_i = softmax_w(q_i . ck_w * scale) cv_w`, over all m memory slots and, causally, the windows w
-    with `(w + 1) d - 1 < i` (strictly behind); otherwise all windows (Eq. 7).
+    `out_i = softmax_w(q_i . ck_w * scale) cv_w`, over all m memory slots and, causally, the windows
+    w with `(w + 1) d - 1 < i` (strictly behind); otherwise all windows (Eq. 7).
 
     Args:
         q: queries without rotary embedding, [B, T, H, D].
@@ -130,10 +132,10 @@ def select_blocks(
     * `"probs"`: `sum_w overlap(w, c) / d * p_w`, with p the softmax of branch 1, summed over the
       group's heads.
 
-    Causal candidates are the blocks strictly before the query's own block whose windows it sees all;
-    otherwise all blocks. The `num_initial_blocks` first and, causally, the `num_local_blocks` that end
-    with the query's own are not candidates: `selected_attention` attends to them in any case. Ties go
-    to the earlier block. Scores are formed in float32 or better.
+    Causal candidates are the blocks strictly before the query's own block whose windows it sees
+    all; otherwise all blocks. The `num_initial_blocks` first and, causally, the `num_local_blocks`
+    that end with the query's own are not candidates: `selected_attention` attends to them in any
+    case. Ties go to the earlier block. Scores are formed in float32 or better.
 
     Args:
         q: queries without rotary embedding, [B, T, H, D].
@@ -144,15 +146,15 @@ def select_blocks(
         selection_stride: R; tokens `[R t, R t + R)` share the ranking of the first of them.
         query_heads_share_selected_kv: False ranks for every query head on its own.
         seq_len: S; T where it is not given.
-        leader_indices: the ranking [B, R_, n] of the token that opens the first query's group, needed
-            where `q_offset` is not a multiple of `selection_stride`.
+        leader_indices: the ranking [B, R_, n] of the token that opens the first query's group,
+            needed where `q_offset` is not a multiple of `selection_stride`.
         return_gates: also return the gates of differentiable top-k.
 
     Returns:
-        Block indices [B, T, K, n] (or H for K where heads do not share), int32, best first, -1 for an
-        empty slot. With `return_gates` also gates of that shape: their value is 1, their gradient that
-        of the softmax of the scores over the candidates and one logit of -1e3 (`"logits"`), or of
-        the score itself (`"probs"`).
+        Block indices [B, T, K, n] (or H for K where heads do not share), int32, best first, -1 for
+        an empty slot. With `return_gates` also gates of that shape: their value is 1, their
+        gradient that of the softmax of the scores over the candidates and one logit of -1e3
+        (`"logits"`), or of the score itself (`"probs"`).
 
     Raises:
         ValueError: shapes or settings that do not fit.
@@ -179,7 +181,7 @@ def select_blocks(
     if isinstance(offset, int) and offset % selection_stride and leader_indices is None:
         raise ValueError(
             f"leader_indices must be given where q_offset={offset} is not a multiple of "
-            f"selection_stride={selection_stride}: the first query's group was ranked before this call"
+            f"selection_stride={selection_stride}: the first query's group was ranked before"
         )
     # scoring has no form in flex_attention: there is no top-k in it
     if backend == "flex":
@@ -229,13 +231,15 @@ def selected_attention(
 ) -> Any:
     """Branch 2: softmax attention over the tokens of each query's forced and selected blocks.
 
-    `out_i = softmax_j(g_ij q_i . k_j * scale) v_j`, over the tokens j of the blocks in `block_indices`,
-    of the first `num_initial_blocks` blocks and, causally, of the `num_local_blocks` blocks that end
-    with the query's own; causally only j <= i. g_ij is the gate of a selected block, else 1.
+    `out_i = softmax_j(g_ij q_i . k_j * scale) v_j`, over the tokens j of the blocks in
+    `block_indices`, of the first `num_initial_blocks` blocks and, causally, of the
+    `num_local_blocks` blocks that end with the query's own; causally only j <= i. g_ij is the gate
+    of a selected block, else 1.
 
     Args:
         q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E].
-        block_indices: [B, T, K, n] shared by a group, or [B, T, H, n]; integer, -1 for an empty slot.
+        block_indices: [B, T, K, n] shared by a group, or [B, T, H, n]; integer, -1 for an empty
+            slot.
         gates: of the shape of `block_indices`, for differentiable top-k.
 
     Returns:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=64)
 def local_attention(sliding_window_size: int, causal: bool) -> LocalAttention:
+    """The package's layer for a window; it has no weights, so all callers share one."""
     return LocalAttention(
         window_size=sliding_window_size,
         causal=causal,
@@ -23,9 +24,10 @@ def local_attention(sliding_window_size: int, causal: bool) -> LocalAttention:
 
 def fits(q: Tensor, k: Tensor, w: int, q_offset: int | Tensor, return_lse: bool) -> bool:
     """Whether this call is one that the package computes, and gains by: whole sequences of at least
-    two windows, no log-sum-exp."""
-    whole = q.shape[1] == k.shape[1] and isinstance(q_offset, int)
-    return whole and 0 < 2 * w <= q.shape[1] and q.shape[0] > 0 and not return_lse
+    two windows, no log-sum-exp. Not in a compiled graph: it branches on the length."""
+    if torch.compiler.is_compiling() or return_lse or not isinstance(q_offset, int):
+        return False
+    return q.shape[0] > 0 and q.shape[1] == k.shape[1] and 0 < 2 * w <= q.shape[1]
 
 
 def sliding_window_attention(

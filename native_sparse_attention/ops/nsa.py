@@ -51,7 +51,8 @@ def native_sparse_attention(
     fine_selection_flex_mask: Callable[..., Any] | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
-    """The whole layer between projection and output: three branches, selection, and the gate (Eq. 5).
+    """The whole layer between projection and output: three branches, selection, and the gate (Eq.
+    5).
 
     `out = g_cmp compressed(cq, ck, cv) + g_sel selected(q, k, v) + g_win window(q, k, v)`.
 
@@ -63,12 +64,13 @@ def native_sparse_attention(
         window_k, window_v: keys and values of branch 3; k and v where not given.
         use_diff_topk: let gradients reach the scores through straight-through gates.
         return_indices: also return the selected block indices, [B, T, K or H, n].
-        sliding_window_flex_mask, fine_selection_flex_mask: masks of `native_sparse_attention.masks`;
-            the branch is then computed by flex_attention under that mask.
+        sliding_window_flex_mask, fine_selection_flex_mask: masks of
+            `native_sparse_attention.masks`; the branch is then computed by flex_attention under
+            that mask.
 
-    The remaining arguments are those of `compressed_attention`, `select_blocks`, `selected_attention`
-    and `sliding_window_attention`. With `backend="flex"` the branches run in flex_attention and the
-    scoring, which it has no form of, in eager PyTorch.
+    The remaining arguments are those of `compressed_attention`, `select_blocks`,
+    `selected_attention` and `sliding_window_attention`. With `backend="flex"` the branches run in
+    flex_attention and the scoring, which it has no form of, in eager PyTorch.
 
     Returns:
         [B, T, H, E], and with `return_indices` also the block indices.
@@ -78,7 +80,10 @@ def native_sparse_attention(
         NotImplementedError: an explicit backend that cannot run the call.
     """
     dims = check_shapes(
-        q=(q, "B T H D"), cq=(cq, "B T H D"), k=(k, "B S K D"), branch_gates=(branch_gates, "B T H 3")
+        q=(q, "B T H D"),
+        cq=(cq, "B T H D"),
+        k=(k, "B S K D"),
+        branch_gates=(branch_gates, "B T H 3"),
     )
     cq = q if cq is None else cq
     place: dict[str, Any] = dict(
@@ -87,7 +92,9 @@ def native_sparse_attention(
         scale=scale,
         backend=backend,
     )
-    forced = dict(num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks)
+    forced: dict[str, Any] = dict(
+        num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks
+    )
     out_cmp = compressed_attention(
         cq,
         ck,
@@ -121,8 +128,8 @@ def native_sparse_attention(
     if fine_selection_flex_mask is not None:
         if gates is not None:
             raise NotImplementedError(
-                "flex_attention has no differentiable top-k: leave out fine_selection_flex_mask, or set "
-                "use_diff_topk=False"
+                "flex_attention has no differentiable top-k: leave out fine_selection_flex_mask, "
+                "or set use_diff_topk=False"
             )
         out_sel = flex.selected_under_mask(
             q,
