@@ -225,11 +225,12 @@ class Transformer(Module):
                 f"got {len(cache)}"
             )
 
-        kwargs: dict[str, Any] = {"disable_triton_kernel": disable_triton_kernel}
+        kwargs: dict[str, Any] = {
+            "disable_triton_kernel": disable_triton_kernel,
+            "lengths": lengths,
+        }
         if cache is None and not disable_flex:
             kwargs |= self.flex_masks(ids.shape[1], ids.device)
-        if cache is not None:
-            kwargs["lengths"] = lengths
 
         x = self.token_emb(ids)
         checkpointed = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
