@@ -1,1 +1,23 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
+
+from .attention import SparseAttention
+from .cache import KVCache
+from .ops.functional import (
+    compressed_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+from .ops.nsa import native_sparse_attention
+from .transformer import Transformer
+
+__all__ = [
+    "KVCache",
+    "SparseAttention",
+    "Transformer",
+    "compressed_attention",
+    "native_sparse_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+]

@@ -1,0 +1,27 @@
+# Needs `pip install -e '.[dev]'`; `make ci` needs only python3.
+PYTHON ?= python
+
+.PHONY: check test gpu bench docs ci
+
+check:  ## lint, format, types
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+test:  ## what runs anywhere; tests marked gpu skip themselves without one
+	$(PYTHON) -m pytest
+
+gpu:  ## the GPU-marked tests, then the benchmark's quick form; fails where there is no GPU
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu: torch sees no CUDA device")'
+	$(PYTHON) -m pytest tests -m gpu
+	@if [ -f benchmarks/__main__.py ]; then $(PYTHON) -m benchmarks --quick; else echo "benchmarks/ has no programs yet"; fi
+
+bench:  ## every benchmark; rows are appended to benchmarks/results/
+	@test -f benchmarks/__main__.py || { echo "make bench: benchmarks/ has no programs yet" >&2; exit 1; }
+	$(PYTHON) -m benchmarks
+
+docs:  ## redraw docs/images from the library's own geometry
+	$(PYTHON) docs/draw_masks.py
+
+ci:  ## the whole gate, in environments of its own
+	.ci/run

@@ -1,0 +1,376 @@
+"""SparseAttention: the layer. Weights live here; the maths is in `ops`, time is in `cache`.
+
+    b  batch            n  tokens         h  heads (query heads, or KV heads of keys and values)
+    w  windows          l  tokens of a window                d  width of a head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import einx
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from einops.layers.torch import Rearrange
+from rotary_embedding_torch import RotaryEmbedding
+from torch import Tensor, nn
+from torch.nn import Module
+
+from . import blocks
+from .cache import KVCache, check_cache
+from .compress import default_compress_mlp
+from .ops.checks import (
+    BACKENDS,
+    BRANCH_KV,
+    check_choice,
+    check_groups,
+    check_input,
+    check_ints,
+    check_selection,
+)
+from .ops.nsa import native_sparse_attention
+from .rotary import Rotary, rotation
+
+
+class SparseAttention(Module):
+    """Native Sparse Attention (arXiv 2502.11089): three attentions over one input, joined by a gate.
+
+    `out_i = sum_b sigmoid(gate_b(x_i)) attention_b(q_i)`, with the branches (1) compressed: learned
+    summaries of windows of tokens; (2) selected: the tokens of the blocks that branch 1's scores rank
+    highest, and of the query's own block; (3) a sliding window. `docs/semantics.md` has the formulas.
+
+    Args:
+        dim: width of the input and output.
+        dim_head: D, width of a head.
+        heads: H, query heads.
+        sliding_window_size: w; branch 3 attends to keys `i - w .. i`.
+        compress_block_size: l, tokens of a compression window.
+        selection_block_size: s, tokens of a selection block.
+        num_selected_blocks: n, ranked blocks of a query; 0 leaves the forced blocks.
+        kv_heads: K, key and value heads; `heads` by default. Query head h uses KV head `h // (H / K)`.
+        num_compressed_mem_kv: m, learned memory slots of branch 1, seen by every query.
+        causal: whether queries see only tokens up to themselves.
+        norm: RMSNorm of the input, before everything else.
+        use_diff_topk: let gradients reach the selection scores (straight-through gates).
+        use_triton_kernel: the published package's spelling of `backend="triton"`.
+        interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
+        query_heads_share_selected_kv: False lets every query head select for itself.
+        compress_mlp: network `[b h w l d] -> [b h w d]`, copied for keys and for values; see
+            `native_sparse_attention.compress`.
+        compress_mlp_expand_factor: hidden width of the default network over its input width.
+        strategy_combine_mlp: network `[.. dim] -> [.. 3 heads]` for the gate, before its sigmoid.
+        compress_block_sliding_stride: d, tokens from window to window; l by default. s and d divide one
+            another, and l >= d.
+        importance: "logits" (mean logit) or "probs" (the paper's softmax mass).
+        num_initial_blocks: first blocks that every query attends to, not ranked.
+        num_local_blocks: blocks ending with the query's own that it attends to, not ranked (causal).
+        selection_stride: R; R neighbouring tokens share the ranking of the first of them. R divides s.
+        branch_kv: "shared", or "independent" for keys and values of their own for each branch (the
+            paper's section 3.3.3).
+        rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package to use in place of the
+            layer's own; it may be shared between layers.
+        backend: "auto", "triton", "flex" or "eager"; `auto` takes the fastest that can run a call.
+
+    Raises:
+        ValueError: an argument out of range, or two that do not go together.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_head: int,
+        heads: int,
+        sliding_window_size: int,
+        compress_block_size: int,
+        selection_block_size: int,
+        num_selected_blocks: int,
+        kv_heads: int | None = None,
+        num_compressed_mem_kv: int = 1,
+        causal: bool = False,
+        norm: bool = True,
+        use_diff_topk: bool = False,
+        use_triton_kernel: bool = False,
+        interpolated_importance_score: bool = False,
+        query_heads_share_selected_kv: bool = True,
+        compress_mlp: Module | None = None,
+        compress_mlp_expand_factor: float = 1.0,
+        strategy_combine_mlp: Module | None = None,
+        *,
+        compress_block_sliding_stride: int | None = None,
+        importance: str = "logits",
+        num_initial_blocks: int = 0,
+        num_local_blocks: int = 1,
+        selection_stride: int = 1,
+        branch_kv: str = "shared",
+        rotary_emb: RotaryEmbedding | None = None,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        stride = compress_block_sliding_stride
+        stride = compress_block_size if stride is None else stride
+        check_ints(1, dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads)
+        check_ints(
+            0,
+            sliding_window_size=sliding_window_size,
+            num_compressed_mem_kv=num_compressed_mem_kv,
+        )
+        check_groups(heads, kv_heads)
+        check_selection(
+            l=compress_block_size,
+            d=stride,
+            s=selection_block_size,
+            n=num_selected_blocks,
+            importance=importance,
+            interpolated=interpolated_importance_score,
+            num_initial_blocks=num_initial_blocks,
+            num_local_blocks=num_local_blocks,
+            selection_stride=selection_stride,
+        )
+        check_choice("branch_kv", branch_kv, BRANCH_KV)
+        check_choice("backend", backend, BACKENDS)
+        if use_triton_kernel and backend not in ("auto", "triton"):
+            raise ValueError(
+                f"use_triton_kernel=True asks for backend='triton', but backend={backend!r} was given"
+            )
+        if rotary_emb is not None and rotary_emb.use_xpos:
+            raise ValueError(
+                "rotary_emb must have use_xpos=False: a key's scale would depend on the length"
+            )
+
+        self.dim = dim
+        self.dim_head = dim_head
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.causal = causal
+        self.sliding_window_size = sliding_window_size
+        self.compress_block_size = compress_block_size
+        self.compress_block_sliding_stride = stride
+        self.selection_block_size = selection_block_size
+        self.num_selected_blocks = num_selected_blocks
+        self.num_compressed_mem_kv = num_compressed_mem_kv
+        self.use_diff_topk = use_diff_topk
+        self.interpolated_importance_score = interpolated_importance_score
+        self.query_heads_share_selected_kv = query_heads_share_selected_kv
+        self.importance = importance
+        self.num_initial_blocks = num_initial_blocks
+        self.num_local_blocks = num_local_blocks
+        self.selection_stride = selection_stride
+        self.branch_kv = branch_kv
+        self.backend = "triton" if use_triton_kernel else backend
+
+        self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
+
+        # q, then a key and a value for all branches, or for each: compressed, selected, window
+        dim_kv = kv_heads * dim_head
+        kv_sets = 3 if branch_kv == "independent" else 1
+        self.qkv_split = (heads * dim_head, *(dim_kv,) * (2 * kv_sets))
+        self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=False)
+
+        self.rotary_emb = Rotary(dim_head) if rotary_emb is None else rotary_emb
+
+        self.compress_mem_kv = nn.Parameter(
+            torch.zeros(2, kv_heads, num_compressed_mem_kv, dim_head)
+        )
+        self.k_intrablock_positions = nn.Parameter(
+            torch.zeros(kv_heads, compress_block_size, dim_head)
+        )
+        self.v_intrablock_positions = nn.Parameter(
+            torch.zeros(kv_heads, compress_block_size, dim_head)
+        )
+        if compress_mlp is None:
+            compress_mlp = default_compress_mlp(
+                dim_head, compress_block_size, compress_mlp_expand_factor
+            )
+        self.k_compress = deepcopy(compress_mlp)
+        self.v_compress = deepcopy(compress_mlp)
+
+        # the gate starts at the window: a network picks up local patterns first
+        if strategy_combine_mlp is None:
+            strategy_combine_mlp = nn.Linear(dim, 3 * heads)
+            nn.init.zeros_(strategy_combine_mlp.weight)
+            with torch.no_grad():
+                bias = torch.tensor([-2.0, -2.0, 2.0])
+                bias = einx.multiply("h, s -> (h s)", torch.ones(heads), bias)
+                strategy_combine_mlp.bias.copy_(bias)
+        self.to_strategy_combine = nn.Sequential(
+            strategy_combine_mlp, nn.Sigmoid(), Rearrange("b n (h s) -> b n h s", h=heads)
+        )
+
+        self.combine_heads = nn.Linear(heads * dim_head, dim, bias=False)
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.heads}, kv_heads={self.kv_heads}, dim_head={self.dim_head}, "
+            f"window={self.sliding_window_size}, l={self.compress_block_size}, "
+            f"d={self.compress_block_sliding_stride}, s={self.selection_block_size}, "
+            f"n={self.num_selected_blocks}, causal={self.causal}, backend={self.backend!r}"
+        )
+
+    def forward(
+        self,
+        inp: Tensor,
+        cache: KVCache | None = None,
+        disable_triton_kernel: bool = False,
+        sliding_window_flex_mask: Any = None,
+        fine_selection_flex_mask: Callable[..., Any] | None = None,
+        return_cache: bool = False,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Any:
+        """Attend, over the input alone or over a cache and the input behind it.
+
+        Args:
+            inp: [b, n, dim]. With a cache these are the next n tokens, any number: prefill in chunks
+                and decoding are one path.
+            cache: what `return_cache=True` returned, or a `KVCache` of your own. It is updated in
+                place. Gradients do not flow to tokens of earlier calls.
+            disable_triton_kernel: choose among the other backends.
+            sliding_window_flex_mask, fine_selection_flex_mask: of `create_sliding_mask` and
+                `create_fine_mask`: these branches run in flex_attention under the given masks.
+            return_cache: also return the cache.
+            lengths: with a cache, how many of the n tokens are real in each row, the others being
+                padding on the right: they are not kept, and their output is 0.
+
+        Returns:
+            [b, n, dim], or (that, cache).
+
+        Raises:
+            ValueError: an input or cache that does not fit, a full cache (nothing is written then), or
+                a cache for a layer that is not causal.
+            NotImplementedError: an explicit backend that cannot run the call.
+        """
+        check_input(inp, self.dim)
+        cache = check_cache(cache, return_cache, lengths, self.causal)
+        counts = None if cache is None else cache.check(inp.shape[0], inp.shape[1], lengths)
+        start = 0 if cache is None else cache.positions(inp.device, uniform=lengths is None)
+
+        x = self.norm(inp)
+        q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)
+        q = rearrange(q, "b n (h d) -> b h n d", d=self.dim_head)
+        kv = [rearrange(t, "b n (h d) -> b h n d", d=self.dim_head) for t in kv]
+
+        # windows are made of raw keys (they have positions of their own), tokens are rotated
+        rotate = rotation(self.rotary_emb, q, start)
+        raw = {"k": kv[0], "v": kv[1]}
+        k, v, *window = kv[2:] or kv
+        tokens = {"k": rotate(k), "v": v}
+        if window:
+            tokens |= {"window_k": rotate(window[0]), "window_v": window[1]}
+
+        leader = None
+        if cache is None:
+            compressed = self.compress(self.windows(raw))
+        else:
+            tokens, compressed = self.extend(cache, counts, tokens, raw)
+            if self.selection_stride > 1 and len(cache) > 0:
+                leader = cache.recent("ranking", 1)[:, :, 0]
+
+        out, indices = native_sparse_attention(
+            rearrange(rotate(q), "b h n d -> b n h d"),
+            cq=rearrange(q, "b h n d -> b n h d"),
+            **{name: rearrange(t, "b h n d -> b n h d") for name, t in tokens.items()},
+            **{name: rearrange(t, "b h w d -> b w h d") for name, t in compressed.items()},
+            **self.memory(q.dtype),
+            branch_gates=self.to_strategy_combine(x),
+            compress_block_size=self.compress_block_size,
+            compress_block_sliding_stride=self.compress_block_sliding_stride,
+            selection_block_size=self.selection_block_size,
+            num_selected_blocks=self.num_selected_blocks,
+            sliding_window_size=self.sliding_window_size,
+            importance=self.importance,
+            interpolated_importance_score=self.interpolated_importance_score,
+            num_initial_blocks=self.num_initial_blocks,
+            num_local_blocks=self.num_local_blocks,
+            selection_stride=self.selection_stride,
+            query_heads_share_selected_kv=self.query_heads_share_selected_kv,
+            use_diff_topk=self.use_diff_topk,
+            causal=self.causal,
+            q_offset=start,
+            leader_indices=leader,
+            return_indices=True,
+            sliding_window_flex_mask=sliding_window_flex_mask,
+            fine_selection_flex_mask=fine_selection_flex_mask,
+            backend=self.backend_without_triton(inp) if disable_triton_kernel else self.backend,
+        )
+        out = self.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
+        if cache is None:
+            return out
+
+        if self.selection_stride > 1:
+            ranking = rearrange(indices, "b n h s -> b h n s")
+            cache.keep_recent({"ranking": ranking}, counts, 1)
+        cache.keep_recent(raw, counts, self.compress_block_size - 1)
+        cache.advance(counts)
+        out = cache.zero_padding(out, counts)
+        return (out, cache) if return_cache else out
+
+    def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:
+        if self.backend not in ("auto", "triton"):
+            return self.backend
+        return ("flex", "eager") if inp.is_cuda else "eager"
+
+    # keys, values and their summaries
+
+    def memory(self, dtype: torch.dtype) -> dict[str, Tensor | None]:
+        if self.num_compressed_mem_kv == 0:
+            return {"mem_k": None, "mem_v": None}
+        mem_k, mem_v = self.compress_mem_kv.to(dtype)
+        return {"mem_k": mem_k, "mem_v": mem_v}
+
+    def windows(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Windows [b h w l d] of a whole sequence [b h n d], zeros before its first token."""
+        l, d = self.compress_block_size, self.compress_block_sliding_stride
+        n = raw["k"].shape[2]
+        end = n if self.causal else blocks.num_windows(n, d, causal=False) * d
+        return {name: unfold(F.pad(t, (0, 0, l - d, end - n)), l, d) for name, t in raw.items()}
+
+    def compress(self, windows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Summaries [b h w d] of windows [b h w l d], as "ck" and "cv"."""
+        k = windows["k"] + rearrange(self.k_intrablock_positions, "h l d -> h 1 l d")
+        v = windows["v"] + rearrange(self.v_intrablock_positions, "h l d -> h 1 l d")
+        dtype = windows["k"].dtype
+        return {"ck": self.k_compress(k).to(dtype), "cv": self.v_compress(v).to(dtype)}
+
+    def extend(
+        self,
+        cache: KVCache,
+        counts: list[int],
+        tokens: dict[str, Tensor],
+        raw: dict[str, Tensor],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Write new tokens, and the windows that they complete, to the cache; returns its streams."""
+        l, d = self.compress_block_size, self.compress_block_sliding_stride
+        starts = cache.starts(len(counts))
+        tokens = cache.append(tokens, starts, counts, cache.max_length)
+
+        # the next window begins d - 1 - start % d tokens into the last l - 1 tokens and the new ones
+        seen = cache.with_recent(raw, l - 1)
+        skip = [d - 1 - start % d for start in starts]
+        complete = [start // d for start in starts]
+        new = [(a + n) // d - w for a, n, w in zip(starts, counts, complete, strict=True)]
+        if len(set(skip)) <= 1:
+            windows = {name: unfold(t[:, :, (skip or [0])[0] :], l, d) for name, t in seen.items()}
+        else:
+            windows = {name: gather_windows(t, skip, max(new), l, d) for name, t in seen.items()}
+        limit = None if cache.max_length is None else cache.max_length // d
+        return tokens, cache.append(self.compress(windows), complete, new, limit)
+
+
+def unfold(t: Tensor, l: int, d: int) -> Tensor:
+    """Windows of l tokens, d apart: [b h n d] -> [b h w l d], views."""
+    if t.shape[2] < l:
+        return t.new_zeros(*t.shape[:2], 0, l, t.shape[3])
+    return t.unfold(2, l, d).transpose(-2, -1)
+
+
+def gather_windows(t: Tensor, skip: list[int], num_windows: int, l: int, d: int) -> Tensor:
+    """Windows of rows that begin at different places, [b h n d] -> [b h w l d]; where a row has fewer
+    than `num_windows`, the rest is filled with tokens of its end."""
+    first = torch.tensor(skip)[:, None] + d * torch.arange(num_windows)
+    at = (first[..., None] + torch.arange(l)).clamp(max=t.shape[2] - 1).to(t.device)
+    index = rearrange(at, "b w l -> b 1 (w l) 1").expand(-1, t.shape[1], -1, t.shape[3])
+    return rearrange(t.gather(2, index), "b h (w l) d -> b h w l d", l=l)

@@ -1,0 +1,252 @@
+"""Compression networks: one window of keys or values becomes one vector (the paper's Eq. 7).
+
+All follow one protocol, `[b h w l d] -> [b h w d]`, so any of them, or any module of that protocol,
+is a `compress_mlp` of `SparseAttention`. None mixes windows, and none needs one: for w = 0 the
+result is empty and the weights receive zero gradients.
+
+    b  batch     h  KV heads     w  windows     l  tokens of a window     d  head width
+
+Weights are named as in the published package native-sparse-attention-pytorch 0.2.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum, rearrange
+from einops.layers.torch import EinMix, Rearrange
+from torch import Tensor, nn
+
+from .ops.checks import check_ints
+
+
+def hidden_width(width: int, expand_factor: float) -> int:
+    hidden = int(width * expand_factor)
+    if hidden < 1:
+        raise ValueError(
+            f"expand_factor must leave at least one hidden unit of {width}, got {expand_factor!r}"
+        )
+    return hidden
+
+
+def default_compress_mlp(
+    dim_head: int, compress_window_size: int, expand_factor: float = 1.0
+) -> nn.Sequential:
+    """`W2 relu(W1 x + b1) + b2` of the flattened window `x` [l d], the same for every head.
+
+    The hidden width is `int(expand_factor * l * d)`.
+
+    Raises:
+        ValueError: a width below 1.
+    """
+    check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
+    dim = dim_head * compress_window_size
+    dim_hidden = hidden_width(dim, expand_factor)
+    return nn.Sequential(
+        Rearrange("b h w l d -> b h w (l d)"),
+        nn.Linear(dim, dim_hidden),
+        nn.ReLU(),
+        nn.Linear(dim_hidden, dim_head),
+    )
+
+
+class MeanPool(nn.Module):
+    """The mean of a window's tokens, without weights."""
+
+    def forward(self, kv: Tensor) -> Tensor:
+        return kv.mean(dim=-2)
+
+
+class ConvLinearCompress(nn.Module):
+    """One linear map of the window per head: `y_o = sum_(i, l) W[h, o, i, l] x[l, i] + b[h, o]`.
+
+    The weights are those of a convolution with one group per head whose kernel and stride are the
+    window; as windows come apart already, it is evaluated as the matrix product that it is.
+    """
+
+    def __init__(self, heads: int, dim_head: int, compress_window_size: int):
+        super().__init__()
+        check_ints(1, heads=heads, dim_head=dim_head, compress_window_size=compress_window_size)
+        self.heads = heads
+        dim = heads * dim_head
+        self.conv = nn.Conv1d(
+            dim, dim, compress_window_size, stride=compress_window_size, groups=heads
+        )
+
+    def forward(self, kv: Tensor) -> Tensor:
+        weight = rearrange(self.conv.weight, "(h o) i l -> h l i o", h=self.heads)
+        out = einsum(kv, weight, "b h w l i, h l i o -> b h w o")
+        bias = rearrange(self.conv.get_parameter("bias"), "(h o) -> h 1 o", h=self.heads)
+        return out + bias.to(out.dtype)
+
+
+class AttentionPool(nn.Module):
+    """A weighted mean of the window, per feature: `sum_l softmax_l(W x)[l] * x[l]`, as in Enformer.
+
+    W [d d] is shared by the heads and begins as the identity. The order of tokens is immaterial.
+    """
+
+    def __init__(self, dim_head: int, compress_window_size: int):
+        super().__init__()
+        check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
+        self.to_attn_logits = nn.Linear(dim_head, dim_head, bias=False)
+        nn.init.eye_(self.to_attn_logits.weight)
+
+    def forward(self, kv: Tensor) -> Tensor:
+        logits = self.to_attn_logits(kv)
+        # autocast forms the softmax in fp32; the result keeps the lower dtype of the logits
+        return (logits.softmax(dim=-2) * kv).sum(dim=-2).to(logits.dtype)
+
+
+class GroupedMLP(nn.Module):
+    """`default_compress_mlp` with weights of its own for each head.
+
+    The hidden width is `int(expand_factor * l * d)`.
+    """
+
+    def __init__(
+        self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0
+    ):
+        super().__init__()
+        check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
+        dim = dim_head * compress_window_size
+        dim_hidden = hidden_width(dim, expand_factor)
+
+        def linear_per_head(i: int, o: int) -> nn.Module:
+            pattern = "b h w i -> b h w o"
+            return EinMix(pattern, weight_shape="h i o", bias_shape="h o", h=heads, i=i, o=o)
+
+        self.net = nn.Sequential(
+            linear_per_head(dim, dim_hidden), nn.ReLU(), linear_per_head(dim_hidden, dim_head)
+        )
+
+    def forward(self, kv: Tensor) -> Tensor:
+        return self.net(rearrange(kv, "b h w l d -> b h w (l d)"))
+
+
+class SingleProjection(nn.Module):
+    """A projection without bias or nonlinearity.
+
+    With `heads=1`, one map of the flattened window [l d] for all heads. With more, one map [d d] a
+    head of the **sum** of the window's tokens (as published): the order of tokens is immaterial.
+    """
+
+    def __init__(self, dim_head: int, compress_window_size: int, heads: int = 1):
+        super().__init__()
+        check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
+        self.compress: nn.Module
+        if heads == 1:
+            self.compress = nn.Sequential(
+                Rearrange("b h w l d -> b h w (l d)"),
+                nn.Linear(dim_head * compress_window_size, dim_head, bias=False),
+            )
+        else:
+            self.compress = EinMix(
+                "b h w l i -> b h w o", weight_shape="h i o", h=heads, i=dim_head, o=dim_head
+            )
+
+    def forward(self, kv: Tensor) -> Tensor:
+        return self.compress(kv)
+
+
+class WindowAttention(nn.Module):
+    """Multi-head self-attention among the tokens of a window, [n l e] -> [n l e].
+
+    `last_only` returns the last token's row alone, [n 1 e]. Written as two products and a softmax:
+    windows are short and many, and fused kernels limit how many a launch may hold.
+    """
+
+    def __init__(self, dim: int, num_heads: int, dropout: float):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj = nn.Linear(dim, dim)
+        self.k_proj = nn.Linear(dim, dim)
+        self.v_proj = nn.Linear(dim, dim)
+        self.out_proj = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, last_only: bool = False) -> Tensor:
+        q, k, v = self.q_proj(x[:, -1:] if last_only else x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (rearrange(t, "n l (h d) -> n h l d", h=self.num_heads) for t in (q, k, v))
+        sim = q @ k.mT * q.shape[-1] ** -0.5
+        at_least_fp32 = torch.promote_types(sim.dtype, torch.float32)
+        attn = self.dropout(sim.softmax(dim=-1, dtype=at_least_fp32).to(v.dtype))
+        return self.out_proj(rearrange(attn @ v, "n h l d -> n l (h d)"))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, hidden_dim: int, dropout: float):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.act = nn.GELU()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.fc2(self.dropout(self.act(self.fc1(x)))))
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and feed-forward; `last_only` returns the window's last token alone."""
+
+    def __init__(self, dim: int, num_heads: int, ff_hidden_dim: int, dropout: float):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(dim)
+        self.norm2 = nn.RMSNorm(dim)
+        self.attn = WindowAttention(dim, num_heads, dropout)
+        self.ff = FeedForward(dim, ff_hidden_dim, dropout)
+
+    def forward(self, x: Tensor, last_only: bool = False) -> Tensor:
+        residual = x[:, -1:] if last_only else x
+        x = residual + self.attn(self.norm1(x), last_only)
+        return x + self.ff(self.norm2(x))
+
+
+class CompressTransformer(nn.Module):
+    """A transformer over the `l` tokens of each window, all heads together; its last token is kept.
+
+    A token is the concatenation of the heads, so `dim` is `h * d` of the input. No position enters
+    but the intra-block positions that `SparseAttention` adds beforehand: permuting the tokens
+    before the last one changes nothing.
+
+    Args:
+        num_layers: layers, at least 1.
+        dim: width of a token, KV heads times head width.
+        num_heads: heads of the attention inside a window; divides `dim`.
+        ff_hidden_dim: hidden width of the feed-forward, by default `4 * dim`.
+        dropout: probability, on attention weights and in the feed-forward, while training.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        dim: int,
+        num_heads: int,
+        ff_hidden_dim: int | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
+        check_ints(
+            1, num_layers=num_layers, dim=dim, num_heads=num_heads, ff_hidden_dim=ff_hidden_dim
+        )
+        if dim % num_heads:
+            raise ValueError(f"num_heads must divide dim={dim}, got {num_heads}")
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be a probability, got {dropout!r}")
+        self.dim = dim
+        self.layers = nn.ModuleList(
+            TransformerLayer(dim, num_heads, ff_hidden_dim, dropout) for _ in range(num_layers)
+        )
+
+    def forward(self, kv: Tensor) -> Tensor:
+        b, h, w, _, d = kv.shape
+        if h * d != self.dim:
+            raise ValueError(f"kv must have h * d = dim = {self.dim}, got h={h} and d={d}")
+        # under autocast kv may come in less than the weights' precision: the residual keeps theirs
+        weight = self.get_parameter("layers.0.norm1.weight")
+        x = kv.to(torch.promote_types(kv.dtype, weight.dtype))
+        x = rearrange(x, "b h w l d -> (b w) l (h d)")
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        x = self.layers[-1](x, last_only=True)
+        return rearrange(x, "(b w) 1 (h d) -> b h w d", b=b, w=w, h=h).to(kv.dtype)

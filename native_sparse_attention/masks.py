@@ -1,0 +1,329 @@
+"""Masks for torch's flex_attention: who may attend to whom, and which tiles of 128 x 128 that is.
+
+    b, h    batch row, query head
+    i, j    query, key; absolute positions where said so, else indices of the tensors
+    r       heads that select: KV heads, or query heads where each selects for itself
+    c       selection blocks
+    tq, tk  tiles of queries, of keys
+
+A *mask mod* answers for one pair (b, h, i, j). A *block mask* adds the list of tiles in which some
+pair is allowed, and of those in which all are. Here tiles are found from the geometry: no T x S
+array is ever formed, nothing needs compiling, and no length need be a multiple of anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from . import blocks
+from .ops.checks import check_ints
+
+TILE = 128
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+# mask mods. `offset` is the absolute position of query 0; as a tensor it may change without a
+# recompilation
+
+
+def sliding_mask_mod(window_size: int, causal: bool = True, offset: int | Tensor = 0) -> MaskMod:
+    """Keys `i - w .. i`, or `i - w .. i + w` where not causal."""
+    ahead = 0 if causal else window_size
+
+    def sliding_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = q_idx + offset - kv_idx
+        return (distance <= window_size) & (distance >= -ahead)
+
+    return sliding_mask
+
+
+def compress_mask_mod(stride: int, mem_kv_len: int = 0, offset: int | Tensor = 0) -> MaskMod:
+    """The `mem_kv_len` memory keys, which come first, and the windows that end before the query."""
+
+    def compress_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        # memory keys are windows of negative index, and before any window
+        return kv_idx - mem_kv_len < blocks.num_visible_windows(q_idx + offset, stride)
+
+    return compress_mask
+
+
+def selected_mask_mod(
+    membership: Tensor,
+    block_size: int,
+    num_grouped_queries: int = 1,
+    causal: bool = True,
+    offset: int | Tensor = 0,
+) -> MaskMod:
+    """Keys of the blocks in `membership` [b r i c+1]; causally, those up to the query."""
+
+    def selected_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        member = membership[b_idx, h_idx // num_grouped_queries, q_idx, kv_idx // block_size]
+        if not causal:
+            return member
+        return member & (kv_idx <= q_idx + offset)
+
+    return selected_mask
+
+
+def block_membership(
+    block_indices: Tensor,
+    num_blocks: int,
+    block_size: int,
+    *,
+    causal: bool = True,
+    num_initial_blocks: int = 0,
+    num_local_blocks: int = 1,
+    offset: int = 0,
+) -> Tensor:
+    """Which blocks each query attends to, bool [b r i c+1], from those selected, [b r i n].
+
+    The last column is never read: it takes the entries that are no block, and keeps that axis from
+    having length 1, which would be compiled apart.
+
+    Attended are the selected ones (an entry that is no block, such as -1, is passed over), the
+    first `num_initial_blocks` and, causally, the `num_local_blocks` that end with the query's own.
+    Causally none begins after the query.
+    """
+    index = block_indices.long()
+    index = torch.where((index >= 0) & (index < num_blocks), index, num_blocks)
+    shape = (*index.shape[:-1], num_blocks + 1)
+    membership = torch.zeros(shape, dtype=torch.bool, device=index.device).scatter_(-1, index, True)
+    membership[..., :num_initial_blocks] = True
+    if causal:
+        i = torch.arange(index.shape[2], device=index.device) + offset
+        c = torch.arange(num_blocks + 1, device=index.device)
+        own = (i // block_size)[:, None]
+        membership |= (c <= own) & (c > own - num_local_blocks)
+        membership &= c <= own
+    return membership
+
+
+# block masks
+
+
+def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Tiles [b h tq tk] as their number in each row, and their indices, those of the row first."""
+    tiles = tiles.to(torch.int32)
+    order = tiles.argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def from_tiles(
+    touched: Tensor, full: Tensor, mask_mod: MaskMod, q_len: int, kv_len: int
+) -> BlockMask:
+    """A block mask of the tiles [b h tq tk] where some pair is allowed, and those where all are."""
+    return BlockMask.from_kv_blocks(
+        *ordered(touched & ~full),
+        *ordered(full),
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod,
+        seq_lengths=(q_len, kv_len),
+    )
+
+
+def tile_bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """First and last index of each tile of a sequence, and whether it is a whole one."""
+    first = torch.arange(0, length, TILE, device=device)
+    return first, (first + TILE - 1).clamp(max=length - 1), first + TILE <= length
+
+
+def from_intervals(
+    interval: Callable[[Tensor], tuple[Tensor, Tensor]],
+    mask_mod: MaskMod,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+) -> BlockMask:
+    """A block mask for queries that see one interval of keys each, `interval(i) = (first, last)`.
+
+    Both ends must rise with i, and neighbours' intervals overlap or adjoin, so that a tile's first
+    and last query tell about all between.
+    """
+    top, bottom, whole_q = (t[:, None] for t in tile_bounds(q_len, device))
+    left, right, whole_kv = tile_bounds(kv_len, device)
+    (first_top, last_top), (first_bottom, last_bottom) = interval(top), interval(bottom)
+    touched = (left <= last_bottom) & (right >= first_top)
+    full = (left >= first_bottom) & (right <= last_top) & whole_q & whole_kv
+    return from_tiles(touched[None, None], full[None, None], mask_mod, q_len, kv_len)
+
+
+def scalar(value: int, device: torch.device) -> Tensor:
+    return torch.full((), value, device=device)
+
+
+def sliding_block_mask(
+    q_len: int, kv_len: int, window_size: int, causal: bool, offset: int, device: torch.device
+) -> BlockMask:
+    """Of `sliding_mask_mod`: T queries from position `offset` on, over S keys."""
+
+    def interval(i: Tensor) -> tuple[Tensor, Tensor]:
+        i = i + offset
+        return i - window_size, i if causal else i + window_size
+
+    mask_mod = sliding_mask_mod(window_size, causal, scalar(offset, device))
+    return from_intervals(interval, mask_mod, q_len, kv_len, device)
+
+
+def compress_block_mask(
+    q_len: int, kv_len: int, stride: int, mem_kv_len: int, offset: int, device: torch.device
+) -> BlockMask:
+    """Of `compress_mask_mod`; `kv_len` counts the windows and the memory."""
+
+    def interval(i: Tensor) -> tuple[Tensor, Tensor]:
+        last = mem_kv_len + blocks.num_visible_windows(i + offset, stride) - 1
+        return torch.zeros_like(i), last
+
+    mask_mod = compress_mask_mod(stride, mem_kv_len, scalar(offset, device))
+    return from_intervals(interval, mask_mod, q_len, kv_len, device)
+
+
+def selected_block_mask(
+    membership: Tensor,
+    kv_len: int,
+    block_size: int,
+    num_grouped_queries: int = 1,
+    causal: bool = True,
+    offset: int = 0,
+) -> BlockMask:
+    """Of `selected_mask_mod`, from `block_membership` [b r i c+1]: memory O(T * S / s)."""
+    q_len, device = membership.shape[2], membership.device
+    top, bottom, whole_q = (t[:, None] for t in tile_bounds(q_len, device))
+    left, right, whole_kv = tile_bounds(kv_len, device)
+
+    # how many rows of each tile of queries attend to each block [b r tq c]
+    padding = -q_len % TILE
+    rows = F.pad(membership, (0, 0, 0, padding)).unflatten(2, (-1, TILE))
+    some, every = rows.any(dim=3), rows.all(dim=3)
+
+    def count(of: Tensor) -> Tensor:
+        """How many of the blocks that each tile of keys shares tokens with, [b r tq tk]"""
+        sums = F.pad(of.cumsum(dim=-1, dtype=torch.int32), (1, 0))
+        return sums[..., right // block_size + 1] - sums[..., left // block_size]
+
+    touched = count(some) > 0
+    full = (count(every) == right // block_size - left // block_size + 1) & whole_q & whole_kv
+    if causal:
+        touched &= left <= bottom + offset
+        full &= right <= top + offset
+    touched, full = (t.repeat_interleave(num_grouped_queries, dim=1) for t in (touched, full))
+    mask_mod = selected_mask_mod(
+        membership, block_size, num_grouped_queries, causal, scalar(offset, device)
+    )
+    return from_tiles(touched, full, mask_mod, q_len, kv_len)
+
+
+def cached(build: Callable[..., BlockMask]) -> Callable[..., BlockMask]:
+    """Keep the masks of the last few shapes. Not while a graph is traced, and never as inference
+    tensors: the next user of the mask may train."""
+
+    @lru_cache(maxsize=64)
+    def keep(*args: int | bool | torch.device) -> BlockMask:
+        with torch.inference_mode(False):
+            return build(*args)
+
+    def get(*args: int | bool | torch.device) -> BlockMask:
+        return build(*args) if torch.compiler.is_compiling() else keep(*args)
+
+    return get
+
+
+cached_sliding_block_mask = cached(sliding_block_mask)
+cached_compress_block_mask = cached(compress_block_mask)
+
+
+# the published package's names
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def create_sliding_mask(
+    seq_len: int,
+    window_size: int,
+    causal: bool = True,
+    device: torch.device | str | None = None,
+) -> BlockMask:
+    """The window branch's mask for `SparseAttention.forward(sliding_window_flex_mask=...)`.
+
+    Query i sees keys `i - window_size .. i`, non-causally to `i + window_size`. `device` is CUDA by
+    default where there is one.
+
+    Raises:
+        ValueError: seq_len below 1, window_size below 0.
+    """
+    check_ints(1, seq_len=seq_len)
+    check_ints(0, window_size=window_size)
+    return sliding_block_mask(seq_len, seq_len, window_size, causal, 0, default_device(device))
+
+
+def create_compress_mask(
+    seq_len: int,
+    kv_seq_len: int,
+    compress_block_sliding_stride: int,
+    mem_kv_len: int = 0,
+    causal: bool = True,
+    device: torch.device | str | None = None,
+) -> BlockMask | None:
+    """The compressed branch's mask: `mem_kv_len` memory keys, then `kv_seq_len` windows.
+
+    Query i sees all memory, and window j where `(j + 1) * stride - 1 < i`. None where not causal:
+    everything is visible. `device` is CUDA by default where there is one.
+
+    Raises:
+        ValueError: seq_len or the stride below 1, kv_seq_len or mem_kv_len below 0.
+    """
+    check_ints(1, seq_len=seq_len, compress_block_sliding_stride=compress_block_sliding_stride)
+    check_ints(0, kv_seq_len=kv_seq_len, mem_kv_len=mem_kv_len)
+    if not causal:
+        return None
+    return compress_block_mask(
+        seq_len,
+        mem_kv_len + kv_seq_len,
+        compress_block_sliding_stride,
+        mem_kv_len,
+        0,
+        default_device(device),
+    )
+
+
+def create_fine_mask(
+    seq_len: int, fine_block_size: int, causal: bool = True
+) -> Callable[..., BlockMask]:
+    """The selected branch's mask, for `SparseAttention.forward(fine_selection_flex_mask=...)`.
+
+    Returns:
+        `inner(selected_block_indices, num_grouped_queries=1)`, which takes the blocks [b h i sel]
+        that each query selected (-1 for an empty slot) and returns their block mask, with
+        `h * num_grouped_queries` heads, on their device. Causally, a query's own block is always
+        attended, and no key after the query.
+
+    Raises:
+        ValueError: seq_len or fine_block_size below 1, selected_block_indices of another length.
+    """
+    check_ints(1, seq_len=seq_len, fine_block_size=fine_block_size)
+
+    def inner(selected_block_indices: Tensor, num_grouped_queries: int = 1) -> BlockMask:
+        if selected_block_indices.ndim != 4 or selected_block_indices.shape[2] != seq_len:
+            raise ValueError(
+                f"selected_block_indices must have shape [b, h, {seq_len}, sel], "
+                f"got {list(selected_block_indices.shape)}"
+            )
+        num_blocks = blocks.num_blocks(seq_len, fine_block_size)
+        membership = block_membership(
+            selected_block_indices, num_blocks, fine_block_size, causal=causal
+        )
+        return selected_block_mask(
+            membership, seq_len, fine_block_size, num_grouped_queries, causal
+        )
+
+    return inner

@@ -1,0 +1,1 @@
+"""What is computed: the public operations and the backends that run them."""

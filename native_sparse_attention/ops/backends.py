@@ -1,0 +1,70 @@
+"""Who computes an operation: each backend says which calls it cannot run, and why.
+
+    triton   GPU kernels
+    flex     torch's flex_attention, compiled on CUDA
+    eager    plain PyTorch, everywhere
+
+An explicit backend runs or raises; only `auto` falls back, in the order triton, flex (on CUDA), eager.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import flex, local, reference
+from .checks import BACKENDS, check_choice
+
+def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
+    """Reasons why a backend cannot run a call of an operation; empty where it can."""
+    if backend == "triton":
+        return ["this version has no Triton kernels yet"]
+    if backend == "flex":
+        if not hasattr(flex, op):
+            return [f"flex_attention has no form of {op}"]
+        return flex.why_not(op, call["q"], call["k"], call["v"], call["gates"], call["q_offset"])
+    return []
+
+
+def choose(
+    backend: str | tuple[str, ...],
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    gates: Tensor | None = None,
+    q_offset: int | Tensor = 0,
+) -> str:
+    """The backend that runs this call: the one asked for, or of several the first that can.
+
+    Raises:
+        ValueError: an unknown backend.
+        NotImplementedError: an explicit backend that cannot run the call, with its reasons.
+    """
+    call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset)
+    if backend == "auto":
+        backend = ("triton", "flex", "eager") if q.is_cuda else ("triton", "eager")
+    names = (backend,) if isinstance(backend, str) else backend
+    reasons = {}
+    for name in names:
+        check_choice("backend", name, BACKENDS)
+        reasons[name] = why_not(name, op, call)
+        if not reasons[name]:
+            return name
+    told = "; ".join(f"backend {name!r} cannot run this call of {op}: {', '.join(why)}"
+                     for name, why in reasons.items())
+    raise NotImplementedError(f"{told}. Use backend='auto' to fall back.")
+
+
+def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
+    """Call operation `op` of a backend that `choose` returned."""
+    if backend == "flex":
+        return getattr(flex, op)(*args, **kwargs)
+    if op == "sliding_window_attention":
+        q, k = args[:2]
+        w, offset, lse = (kwargs[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
+        if local.fits(q, k, w, offset, lse):
+            return local.sliding_window_attention(*args, **kwargs)
+    return getattr(reference, op)(*args, **kwargs)

@@ -1,0 +1,227 @@
+"""The three branches on torch's flex_attention: compiled on CUDA, unfused on the CPU.
+
+Tensors are [B, T, H, D]; queries stand at absolute positions `q_offset + t`, and query head h reads
+KV head `h // (H / K)`. A row that sees nothing gives 0, log-sum-exp -inf (natural logarithm, fp32
+or better) and zero gradients. Nothing here checks its arguments: `functional.py` does, and asks
+`why_not` beforehand.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
+
+from .. import blocks, masks
+
+# smallest head width of torch's CUDA kernels
+MIN_WIDTH = 16
+
+# shapes that one compiled function may see: lengths become symbolic at the second, but a length, a
+# batch or a number of tiles of one is always a case of its own
+RECOMPILE_LIMIT = 64
+
+
+def why_not(
+    op_name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    gates: Tensor | None = None,
+    q_offset: int | Tensor = 0,
+) -> list[str]:
+    """Reasons why flex_attention cannot run this call; empty where it can."""
+    reasons = []
+    if q.device.type not in ("cuda", "cpu"):
+        reasons.append(f"q is on {q.device.type}, needs cuda or cpu")
+    if q.is_cuda:
+        if q.dtype == torch.float64:
+            reasons.append("its CUDA kernels have no float64")
+        for name, t in (("q", q), ("v", v)):
+            if t is not None and t.shape[-1] < MIN_WIDTH:
+                reasons.append(f"{name} has head width {t.shape[-1]}, needs at least {MIN_WIDTH}")
+    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v)):
+        reasons.append(f"it has no gradients on {q.device.type}")
+    if isinstance(q_offset, Tensor):
+        reasons.append("q_offset is a tensor, and its masks need one offset for all rows")
+    if gates is not None:
+        reasons.append(
+            "it cannot scale logits by gates and differentiate them (use_diff_topk=True)"
+        )
+    if 0 in q.shape:
+        reasons.append(f"q is empty, {list(q.shape)}")
+    elif 0 in k.shape and op_name != "compressed_attention":
+        reasons.append(f"k is empty, {list(k.shape)}")
+    return reasons
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    return_lse: bool,
+) -> Any:
+    """flex_attention on [B H T D]: the output, and its lse on request."""
+    options: dict[str, Any] = {"block_mask": block_mask, "scale": scale}
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    if not return_lse:
+        return flex.flex_attention(q, k, v, **options)
+    if hasattr(flex, "AuxRequest"):
+        out, aux = flex.flex_attention(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
+        return out, aux.lse
+    # torch 2.8
+    return flex.flex_attention(q, k, v, return_lse=True, **options)
+
+
+@cache
+def compiled(op_name: str, scale: float | None, return_lse: bool) -> Callable[..., Any]:
+    """`attend` compiled for one operation, made at first use.
+
+    Dynamo counts recompilations per code object, so each gets its own; and it raises at the limit
+    rather than form T x S scores unfused.
+    """
+
+    def run(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None) -> Any:
+        return attend(q, k, v, block_mask, scale, return_lse)
+
+    code = run.__code__.replace(co_name=f"flex_{op_name}")
+    own = types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+    return torch.compile(own, fullgraph=True)
+
+
+def dispatch(
+    op_name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    return_lse: bool,
+) -> Any:
+    """[B T H D] in and out, lse [B T H]."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if torch.compiler.is_compiling():
+        result = attend(q, k, v, block_mask, scale, return_lse)
+    elif q.is_cuda:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            result = compiled(op_name, scale, return_lse)(q, k, v, block_mask)
+    else:
+        if not torch.is_grad_enabled():
+            # flex asks whether tensors want gradients, not whether they are recorded
+            q, k, v = q.detach(), k.detach(), v.detach()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+            result = attend(q, k, v, block_mask, scale, return_lse)
+    if not return_lse:
+        return result.transpose(1, 2)
+    out, lse = result
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def compressed_attention(
+    q: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    *,
+    compress_block_sliding_stride: int,
+    mem_k: Tensor | None = None,
+    mem_v: Tensor | None = None,
+    causal: bool = True,
+    q_offset: int = 0,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention to memory [K m D], always visible, and to windows ck, cv [B W K D]: query i sees
+    window j iff `j < i // d`, or every window where not causal."""
+    num_mem = 0
+    if mem_k is not None and mem_v is not None:
+        num_mem = mem_k.shape[1]
+        mem_k, mem_v = (
+            m.transpose(0, 1).expand(ck.shape[0], -1, -1, -1).to(ck.dtype) for m in (mem_k, mem_v)
+        )
+        ck, cv = torch.cat((mem_k, ck), dim=1), torch.cat((mem_v, cv), dim=1)
+    T, kv_len = q.shape[1], ck.shape[1]
+    block_mask = None
+    if kv_len == 0:
+        # flex_attention needs a key: one that lies before every query's window
+        ck, cv = F.pad(ck, (0, 0, 0, 0, 0, 1)), F.pad(cv, (0, 0, 0, 0, 0, 1))
+        block_mask = masks.cached_sliding_block_mask(T, 1, 0, True, 1, q.device)
+    elif causal:
+        block_mask = masks.cached_compress_block_mask(
+            T, kv_len, compress_block_sliding_stride, num_mem, q_offset, q.device
+        )
+    return dispatch("compressed_attention", q, ck, cv, block_mask, scale, return_lse)
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    selection_block_size: int,
+    gates: None = None,
+    causal: bool = True,
+    num_initial_blocks: int = 0,
+    num_local_blocks: int = 1,
+    q_offset: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention to the tokens of the selected blocks, block_indices [B T K|H n] with -1 for none,
+    and of the forced ones: the first, and causally the local ones. Causally no key after the query.
+    """
+    S, s = k.shape[1], selection_block_size
+    offset = S - q.shape[1] if q_offset is None else q_offset
+    membership = masks.block_membership(
+        block_indices.transpose(1, 2),
+        blocks.num_blocks(S, s),
+        s,
+        causal=causal,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        offset=offset,
+    )
+    groups = q.shape[2] // block_indices.shape[2]
+    block_mask = masks.selected_block_mask(membership, S, s, groups, causal, offset)
+    return dispatch("selected_attention", q, k, v, block_mask, scale, return_lse)
+
+
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sliding_window_size: int,
+    causal: bool = True,
+    q_offset: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention to keys `i - w .. i`, or `i - w .. i + w` where not causal."""
+    T, S, w = q.shape[1], k.shape[1], sliding_window_size
+    offset = S - T if q_offset is None else q_offset
+    # without the keys that no query sees, every step of a long decode has one shape
+    first, last = max(0, offset - w), min(S, offset + T + (0 if causal else w))
+    block_mask = masks.cached_sliding_block_mask(
+        T, last - first, w, causal, offset - first, q.device
+    )
+    k, v = k[:, first:last], v[:, first:last]
+    return dispatch("sliding_window_attention", q, k, v, block_mask, scale, return_lse)
+
+
+def under_mask(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float | None = None
+) -> Tensor:
+    """Attention under a block mask that the user made."""
+    return dispatch("under_mask", q, k, v, block_mask, scale, False)

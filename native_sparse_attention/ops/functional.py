@@ -1,0 +1,332 @@
+"""The public operations: check the call, choose a backend, run it.
+
+All tensors are laid out [B, T, H, D]. Symbols as in the paper (arXiv 2502.11089) and `docs/semantics.md`:
+
+    B batch           T query tokens    S key tokens, T <= S    H query heads    K KV heads    G = H / K
+    D key width       E value width     W windows               m memory slots   n selected blocks
+
+Query t stands at absolute position `q_offset + t`; by default the queries are the last T of the S
+tokens. Causally, `q_offset` may be a tensor [B] for rows that start at different positions; keys past
+a row's last query are then never seen.
+
+Log-sum-exps are natural, float32 (float64 for float64 inputs). A row that sees nothing gives output 0,
+log-sum-exp -inf and no gradient. All backends are deterministic but flex's backward on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import backends
+from .checks import (
+    check_groups,
+    check_int,
+    check_ints,
+    check_leaders,
+    check_memory,
+    check_offset,
+    check_same,
+    check_selection,
+    check_shapes,
+    default_seq_len,
+)
+
+
+def compressed_attention(
+    q: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    *,
+    compress_block_sliding_stride: int,
+    mem_k: Tensor | None = None,
+    mem_v: Tensor | None = None,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    seq_len: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | tuple[str, ...] = "auto",
+) -> Any:
+    """Branch 1: softmax attention over learned memory and the windows that lie behind a query.
+
+    `out_i = softmax_w(q_i . ck_w * scale) cv_w`, over all m memory slots and, causally, the windows w
+    with `(w + 1) d - 1 < i` (strictly behind); otherwise all windows (Eq. 7).
+
+    Args:
+        q: queries without rotary embedding, [B, T, H, D].
+        ck, cv: compressed keys and values, [B, W, K, D] and [B, W, K, E].
+        compress_block_sliding_stride: d, tokens from one window's end to the next one's.
+        mem_k, mem_v: memory seen by every query, [K, m, D] and [K, m, E]; None for m = 0.
+        seq_len: S, for the default `q_offset = S - T`; T where it is not given.
+        scale: multiplies the dot products; `D ** -0.5` by default.
+
+    Returns:
+        [B, T, H, E], and with `return_lse` also [B, T, H].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        NotImplementedError: an explicit backend that cannot run the call.
+    """
+    dims = check_shapes(
+        q=(q, "B T H D"),
+        ck=(ck, "B W K D"),
+        cv=(cv, "B W K E"),
+        mem_k=(mem_k, "K m D"),
+        mem_v=(mem_v, "K m E"),
+    )
+    check_same(q=q, ck=ck, cv=cv, mem_k=mem_k, mem_v=mem_v)
+    check_groups(dims["H"], dims["K"])
+    check_memory(mem_k, mem_v)
+    check_int("compress_block_sliding_stride", compress_block_sliding_stride, 1)
+    seq_len = default_seq_len(seq_len, dims["T"], q_offset)
+    offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
+    backend = backends.choose(backend, "compressed_attention", q, ck, cv, q_offset=offset)
+    return backends.run(
+        backend,
+        "compressed_attention",
+        q,
+        ck,
+        cv,
+        mem_k=mem_k,
+        mem_v=mem_v,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        causal=causal,
+        q_offset=offset,
+        scale=scale,
+        return_lse=return_lse,
+    )
+
+
+def select_blocks(
+    q: Tensor,
+    ck: Tensor,
+    *,
+    compress_block_size: int,
+    compress_block_sliding_stride: int,
+    selection_block_size: int,
+    num_selected_blocks: int,
+    mem_k: Tensor | None = None,
+    importance: str = "logits",
+    interpolated_importance_score: bool = False,
+    num_initial_blocks: int = 0,
+    num_local_blocks: int = 1,
+    selection_stride: int = 1,
+    query_heads_share_selected_kv: bool = True,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    seq_len: int | None = None,
+    leader_indices: Tensor | None = None,
+    scale: float | None = None,
+    return_gates: bool = False,
+    backend: str | tuple[str, ...] = "auto",
+) -> Any:
+    """The n most important selection blocks of every query (Eq. 8-12).
+
+    A block's score, `importance`:
+
+    * `"logits"`: the mean over the group's heads and the block's windows of `q_i . ck_w * scale`;
+    * `"probs"`: `sum_w overlap(w, c) / d * p_w`, with p the softmax of branch 1, summed over the
+      group's heads.
+
+    Causal candidates are the blocks strictly before the query's own block whose windows it sees all;
+    otherwise all blocks. The `num_initial_blocks` first and, causally, the `num_local_blocks` that end
+    with the query's own are not candidates: `selected_attention` attends to them in any case. Ties go
+    to the earlier block. Scores are formed in float32 or better.
+
+    Args:
+        q: queries without rotary embedding, [B, T, H, D].
+        ck: compressed keys, [B, W, K, D].
+        mem_k: memory keys [K, m, D]; they take their share of the softmax of `"probs"`.
+        interpolated_importance_score: interpolate window scores linearly to tokens before averaging
+            (logits only).
+        selection_stride: R; tokens `[R t, R t + R)` share the ranking of the first of them.
+        query_heads_share_selected_kv: False ranks for every query head on its own.
+        seq_len: S; T where it is not given.
+        leader_indices: the ranking [B, R_, n] of the token that opens the first query's group, needed
+            where `q_offset` is not a multiple of `selection_stride`.
+        return_gates: also return the gates of differentiable top-k.
+
+    Returns:
+        Block indices [B, T, K, n] (or H for K where heads do not share), int32, best first, -1 for an
+        empty slot. With `return_gates` also gates of that shape: their value is 1, their gradient that
+        of the softmax of the scores over the candidates and one logit of -1e3 (`"logits"`), or of
+        the score itself (`"probs"`).
+
+    Raises:
+        ValueError: shapes or settings that do not fit.
+        NotImplementedError: an explicit backend that cannot run the call.
+    """
+    l, d, s = compress_block_size, compress_block_sliding_stride, selection_block_size
+    dims = check_shapes(q=(q, "B T H D"), ck=(ck, "B W K D"), mem_k=(mem_k, "K m D"))
+    check_same(q=q, ck=ck, mem_k=mem_k)
+    check_groups(dims["H"], dims["K"])
+    check_selection(
+        l=l,
+        d=d,
+        s=s,
+        n=num_selected_blocks,
+        importance=importance,
+        interpolated=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+    )
+    seq_len = default_seq_len(seq_len, dims["T"], q_offset)
+    offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
+    check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
+    if isinstance(offset, int) and offset % selection_stride and leader_indices is None:
+        raise ValueError(
+            f"leader_indices must be given where q_offset={offset} is not a multiple of "
+            f"selection_stride={selection_stride}: the first query's group was ranked before this call"
+        )
+    # scoring has no form in flex_attention: there is no top-k in it
+    if backend == "flex":
+        backend = "eager"
+    backend = backends.choose(backend, "select_blocks", q, ck, q_offset=offset)
+    indices, gates = backends.run(
+        backend,
+        "select_blocks",
+        q,
+        ck,
+        seq_len=seq_len,
+        mem_k=mem_k,
+        compress_block_size=l,
+        compress_block_sliding_stride=d,
+        selection_block_size=s,
+        num_selected_blocks=num_selected_blocks,
+        importance=importance,
+        interpolated_importance_score=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv,
+        causal=causal,
+        q_offset=offset,
+        leader_indices=leader_indices,
+        scale=scale,
+        return_gates=return_gates,
+    )
+    return (indices, gates) if return_gates else indices
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    selection_block_size: int,
+    gates: Tensor | None = None,
+    num_initial_blocks: int = 0,
+    num_local_blocks: int = 1,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | tuple[str, ...] = "auto",
+) -> Any:
+    """Branch 2: softmax attention over the tokens of each query's forced and selected blocks.
+
+    `out_i = softmax_j(g_ij q_i . k_j * scale) v_j`, over the tokens j of the blocks in `block_indices`,
+    of the first `num_initial_blocks` blocks and, causally, of the `num_local_blocks` blocks that end
+    with the query's own; causally only j <= i. g_ij is the gate of a selected block, else 1.
+
+    Args:
+        q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E].
+        block_indices: [B, T, K, n] shared by a group, or [B, T, H, n]; integer, -1 for an empty slot.
+        gates: of the shape of `block_indices`, for differentiable top-k.
+
+    Returns:
+        [B, T, H, E], and with `return_lse` also [B, T, H].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        NotImplementedError: an explicit backend that cannot run the call.
+    """
+    dims = check_shapes(
+        q=(q, "B T H D"),
+        k=(k, "B S K D"),
+        v=(v, "B S K E"),
+        block_indices=(block_indices, "B T R n"),
+        gates=(gates, "B T R n"),
+    )
+    check_same(q=q, k=k, v=v)
+    check_groups(dims["H"], dims["K"])
+    if dims["R"] not in (dims["K"], dims["H"]):
+        raise ValueError(
+            f"block_indices must have K={dims['K']} or H={dims['H']} heads, got {dims['R']}"
+        )
+    if block_indices.is_floating_point() or block_indices.device != q.device:
+        raise ValueError(
+            f"block_indices must be integers on {q.device}, "
+            f"got {block_indices.dtype} on {block_indices.device}"
+        )
+    check_int("selection_block_size", selection_block_size, 1)
+    check_ints(0, num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks)
+    offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
+    backend = backends.choose(backend, "selected_attention", q, k, v, gates=gates, q_offset=offset)
+    kwargs: dict[str, Any] = {} if backend == "flex" else {"gates": gates}
+    return backends.run(
+        backend,
+        "selected_attention",
+        q,
+        k,
+        v,
+        block_indices,
+        selection_block_size=selection_block_size,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        causal=causal,
+        q_offset=offset,
+        scale=scale,
+        return_lse=return_lse,
+        **kwargs,
+    )
+
+
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sliding_window_size: int,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | tuple[str, ...] = "auto",
+) -> Any:
+    """Branch 3: softmax attention over keys `i - w .. i` (w + 1 of them), or `i - w .. i + w` where
+    not causal.
+
+    Args:
+        q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E].
+        sliding_window_size: w, in tokens; 0 leaves the query's own key.
+
+    Returns:
+        [B, T, H, E], and with `return_lse` also [B, T, H].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        NotImplementedError: an explicit backend that cannot run the call.
+    """
+    dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
+    check_same(q=q, k=k, v=v)
+    check_groups(dims["H"], dims["K"])
+    check_int("sliding_window_size", sliding_window_size, 0)
+    offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
+    backend = backends.choose(backend, "sliding_window_attention", q, k, v, q_offset=offset)
+    return backends.run(
+        backend,
+        "sliding_window_attention",
+        q,
+        k,
+        v,
+        sliding_window_size=sliding_window_size,
+        causal=causal,
+        q_offset=offset,
+        scale=scale,
+        return_lse=return_lse,
+    )

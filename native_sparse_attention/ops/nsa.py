@@ -1,0 +1,159 @@
+"""The whole layer between projection and output: selection, three branches, and the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from . import flex, reference
+from .checks import check_offset, check_shapes
+from .functional import (
+    compressed_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+
+
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    branch_gates: Tensor,
+    *,
+    compress_block_size: int,
+    compress_block_sliding_stride: int,
+    selection_block_size: int,
+    num_selected_blocks: int,
+    sliding_window_size: int,
+    cq: Tensor | None = None,
+    mem_k: Tensor | None = None,
+    mem_v: Tensor | None = None,
+    window_k: Tensor | None = None,
+    window_v: Tensor | None = None,
+    importance: str = "logits",
+    interpolated_importance_score: bool = False,
+    num_initial_blocks: int = 0,
+    num_local_blocks: int = 1,
+    selection_stride: int = 1,
+    query_heads_share_selected_kv: bool = True,
+    use_diff_topk: bool = False,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    leader_indices: Tensor | None = None,
+    scale: float | None = None,
+    return_indices: bool = False,
+    sliding_window_flex_mask: Any = None,
+    fine_selection_flex_mask: Callable[..., Any] | None = None,
+    backend: str | tuple[str, ...] = "auto",
+) -> Any:
+    """The whole layer between projection and output: three branches, selection, and the gate (Eq. 5).
+
+    `out = g_cmp compressed(cq, ck, cv) + g_sel selected(q, k, v) + g_win window(q, k, v)`.
+
+    Args:
+        q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E], with rotary embedding applied.
+        ck, cv: compressed keys and values, [B, W, K, D] and [B, W, K, E].
+        branch_gates: [B, T, H, 3], in the order compressed, selected, window.
+        cq: queries of branch 1 and of the scoring, without rotary embedding; q where not given.
+        window_k, window_v: keys and values of branch 3; k and v where not given.
+        use_diff_topk: let gradients reach the scores through straight-through gates.
+        return_indices: also return the selected block indices, [B, T, K or H, n].
+        sliding_window_flex_mask, fine_selection_flex_mask: masks of `native_sparse_attention.masks`;
+            the branch is then computed by flex_attention under that mask.
+
+    The remaining arguments are those of `compressed_attention`, `select_blocks`, `selected_attention`
+    and `sliding_window_attention`. With `backend="flex"` the branches run in flex_attention and the
+    scoring, which it has no form of, in eager PyTorch.
+
+    Returns:
+        [B, T, H, E], and with `return_indices` also the block indices.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings that do not fit.
+        NotImplementedError: an explicit backend that cannot run the call.
+    """
+    dims = check_shapes(
+        q=(q, "B T H D"), cq=(cq, "B T H D"), k=(k, "B S K D"), branch_gates=(branch_gates, "B T H 3")
+    )
+    cq = q if cq is None else cq
+    place: dict[str, Any] = dict(
+        causal=causal,
+        q_offset=check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal),
+        scale=scale,
+        backend=backend,
+    )
+    forced = dict(num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks)
+    out_cmp = compressed_attention(
+        cq,
+        ck,
+        cv,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        mem_k=mem_k,
+        mem_v=mem_v,
+        seq_len=dims["S"],
+        **place,
+    )
+    selection = select_blocks(
+        cq if use_diff_topk else cq.detach(),
+        ck if use_diff_topk else ck.detach(),
+        mem_k=mem_k if use_diff_topk or mem_k is None else mem_k.detach(),
+        compress_block_size=compress_block_size,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        selection_block_size=selection_block_size,
+        num_selected_blocks=num_selected_blocks,
+        importance=importance,
+        interpolated_importance_score=interpolated_importance_score,
+        selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv,
+        seq_len=dims["S"],
+        leader_indices=leader_indices,
+        return_gates=use_diff_topk,
+        **forced,
+        **place,
+    )
+    block_indices, gates = selection if use_diff_topk else (selection, None)
+
+    if fine_selection_flex_mask is not None:
+        if gates is not None:
+            raise NotImplementedError(
+                "flex_attention has no differentiable top-k: leave out fine_selection_flex_mask, or set "
+                "use_diff_topk=False"
+            )
+        out_sel = flex.selected_under_mask(
+            q,
+            k,
+            v,
+            block_indices,
+            fine_selection_flex_mask,
+            selection_block_size=selection_block_size,
+            causal=causal,
+            scale=scale,
+            **forced,
+        )
+    else:
+        out_sel = selected_attention(
+            q,
+            k,
+            v,
+            block_indices,
+            selection_block_size=selection_block_size,
+            gates=gates,
+            **forced,
+            **place,
+        )
+
+    window_k, window_v = k if window_k is None else window_k, v if window_v is None else window_v
+    if sliding_window_flex_mask is not None:
+        out_win = flex.under_mask(q, window_k, window_v, sliding_window_flex_mask, scale)
+    else:
+        out_win = sliding_window_attention(
+            q, window_k, window_v, sliding_window_size=sliding_window_size, **place
+        )
+
+    out = reference.combine_branches((out_cmp, out_sel, out_win), branch_gates)
+    return (out, block_indices) if return_indices else out

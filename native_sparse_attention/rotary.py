@@ -1,0 +1,41 @@
+"""Rotary embedding (interleaved pairs, by rotary-embedding-torch) at any positions, in fp32 angles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
+from torch import Tensor
+
+
+class Rotary(RotaryEmbedding):
+    """RotaryEmbedding that computes its angles at each call, from frequencies that are a buffer (they
+    are not learned: no optimizer or sharding should see them) and stay in fp32 whatever the model is
+    cast to: in bf16 the angle at position 10,000 would be off by whole turns."""
+
+    def __init__(self, dim: int):
+        if dim % 2:
+            raise ValueError(f"dim_head must be even for rotary embedding, got {dim}")
+        super().__init__(dim, cache_if_possible=False, cache_max_seq_len=1)
+        freqs = self.freqs.detach()
+        del self.freqs
+        self.register_buffer("freqs", freqs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        before = self.freqs
+        super()._apply(fn, recurse)
+        if self.freqs.dtype.itemsize < before.dtype.itemsize:
+            self.freqs = before.to(self.freqs.device, torch.float32)
+        return self
+
+
+def rotation(
+    rotary: RotaryEmbedding, like: Tensor, start: int | Tensor
+) -> Callable[[Tensor], Tensor]:
+    """Rotary embedding of [b h n d] at positions `start + 0 .. n - 1` (start: an int, or [b])."""
+    position = torch.arange(like.shape[2], device=like.device)
+    position = position + (start[:, None, None] if isinstance(start, Tensor) else start)
+    position = position.to(torch.promote_types(torch.float32, like.dtype))
+    freqs = rotary(position / rotary.interpolate_factor)
+    return lambda t: apply_rotary_emb(freqs, t)

@@ -1,0 +1,352 @@
+"""Transformer: a small language model on SparseAttention, or on its dense twin.
+
+    b  batch    n  tokens    h  heads    d  width of a head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import Module, ModuleList
+from torch.utils.checkpoint import checkpoint
+
+from .attention import SparseAttention
+from .cache import KVCache, check_cache
+from .masks import create_fine_mask, create_sliding_mask
+from .ops.checks import check_groups, check_input, check_ints
+from .rotary import Rotary, rotation
+
+DEFAULT_SPARSE_ATTN = dict(
+    sliding_window_size=32,
+    compress_block_size=8,
+    compress_block_sliding_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=4,
+)
+
+
+class Attention(Module):
+    """Dense attention with the interface of SparseAttention: grouped queries, rotary embedding, cache.
+
+    State-dict names are those of the published package's dense attention.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_head: int = 64,
+        heads: int = 8,
+        causal: bool = True,
+        kv_heads: int | None = None,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_ints(1, dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads)
+        check_groups(heads, kv_heads)
+        self.dim = dim
+        self.dim_head = dim_head
+        self.causal = causal
+        self.grouped = kv_heads != heads
+
+        self.norm = nn.RMSNorm(dim)
+        self.rotary_embed = Rotary(dim_head)
+        self.to_q = nn.Linear(dim, heads * dim_head, bias=False)
+        self.to_k = nn.Linear(dim, kv_heads * dim_head, bias=False)
+        self.to_v = nn.Linear(dim, kv_heads * dim_head, bias=False)
+        self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        cache: KVCache | None = None,
+        disable_triton_kernel: bool = False,
+        return_cache: bool = False,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Any:
+        """[b, n, dim] -> [b, n, dim], and the cache with `return_cache`; as SparseAttention's (there
+        is no Triton kernel here to disable)."""
+        check_input(x, self.dim)
+        cache = check_cache(cache, return_cache, lengths, self.causal)
+        counts = None if cache is None else cache.check(x.shape[0], x.shape[1], lengths)
+        start = 0 if cache is None else cache.positions(x.device, uniform=lengths is None)
+
+        x = self.norm(x)
+        q, k, v = (
+            rearrange(to(x), "b n (h d) -> b h n d", d=self.dim_head)
+            for to in (self.to_q, self.to_k, self.to_v)
+        )
+        rotate = rotation(self.rotary_embed, q, start)
+        q, tokens = rotate(q), {"k": rotate(k), "v": v}
+        if cache is not None:
+            tokens = cache.append(tokens, cache.starts(len(counts)), counts, cache.max_length)
+        k, v = tokens["k"], tokens["v"]
+
+        # the first tokens of a sequence see a plain triangle; later ones also what lies before them
+        first, mask = isinstance(start, int) and start == 0, None
+        if self.causal and not first:
+            i = torch.arange(q.shape[2], device=q.device)[:, None]
+            i = i + (start[:, None, None, None] if isinstance(start, Tensor) else start)
+            mask = torch.arange(k.shape[2], device=k.device) <= i
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal and first, enable_gqa=self.grouped
+        )
+        out = self.to_out(rearrange(out, "b h n d -> b n (h d)"))
+        if cache is None:
+            return out
+        cache.advance(counts)
+        out = cache.zero_padding(out, counts)
+        return (out, cache) if return_cache else out
+
+
+def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
+    dim_hidden = int(dim * expansion_factor)
+    return nn.Sequential(
+        nn.RMSNorm(dim), nn.Linear(dim, dim_hidden), nn.GELU(), nn.Linear(dim_hidden, dim)
+    )
+
+
+class Transformer(Module):
+    """A decoder-only (or, with `causal=False`, bidirectional) language model.
+
+    State-dict names are those of the published package's Transformer.
+
+    Args:
+        num_tokens: size of the vocabulary.
+        dim, depth, dim_head, heads, kv_heads: as everywhere.
+        ff_expansion_factor: hidden width of a feed-forward over dim.
+        use_sparse_attn: SparseAttention, or dense attention.
+        causal: whether tokens see only what lies before them.
+        use_flex_sliding_window, use_flex_fine_selection: run these branches in flex_attention, under
+            masks that are made once per length (not with a cache).
+        use_triton_fine_selection: `backend="triton"` for the sparse layers.
+        sparse_attn_kwargs: arguments of SparseAttention; a small default for a byte-level model.
+        activation_checkpointing: recompute each layer in the backward pass, for less memory.
+
+    Raises:
+        ValueError: arguments out of range, or that do not go together.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        dim: int,
+        depth: int,
+        dim_head: int = 64,
+        heads: int = 8,
+        kv_heads: int | None = None,
+        ff_expansion_factor: float = 4.0,
+        use_sparse_attn: bool = False,
+        causal: bool = True,
+        use_flex_sliding_window: bool = False,
+        use_flex_fine_selection: bool = False,
+        use_triton_fine_selection: bool = False,
+        sparse_attn_kwargs: dict[str, Any] | None = None,
+        *,
+        activation_checkpointing: bool = False,
+    ):
+        super().__init__()
+        check_ints(1, num_tokens=num_tokens, dim=dim, depth=depth)
+        if use_flex_fine_selection and use_triton_fine_selection:
+            raise ValueError(
+                "use_flex_fine_selection and use_triton_fine_selection are two ways to compute one "
+                "branch: set at most one of them"
+            )
+        self.causal = causal
+        self.use_flex_sliding_window = use_sparse_attn and use_flex_sliding_window
+        self.use_flex_fine_selection = use_sparse_attn and use_flex_fine_selection
+        self.activation_checkpointing = activation_checkpointing
+        shape = dict(dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal)
+        sparse = DEFAULT_SPARSE_ATTN if sparse_attn_kwargs is None else sparse_attn_kwargs
+
+        self.token_emb = nn.Embedding(num_tokens, dim)
+        self.layers = ModuleList()
+        for _ in range(depth):
+            if use_sparse_attn:
+                attn = SparseAttention(
+                    **shape, use_triton_kernel=use_triton_fine_selection, **sparse
+                )
+            else:
+                attn = Attention(**shape)
+            self.layers.append(ModuleList([attn, FeedForward(dim, ff_expansion_factor)]))
+        self.norm = nn.RMSNorm(dim)
+        self.to_logits = nn.Linear(dim, num_tokens, bias=False)
+
+    def new_cache(self, max_length: int | None = None, rollback: int = 64) -> list[KVCache]:
+        """An empty cache, one KVCache a layer; see there for the arguments."""
+        return [KVCache(max_length=max_length, rollback=rollback) for _ in self.layers]
+
+    def forward(
+        self,
+        ids: Tensor,
+        return_loss: bool = False,
+        disable_flex: bool = False,
+        disable_triton_kernel: bool = False,
+        cache: list[KVCache] | None = None,
+        return_cache: bool = False,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Any:
+        """Logits [b, n, num_tokens] of ids [b, n]; or the loss of predicting each from those before.
+
+        Args:
+            ids: token ids. With a cache these are the next tokens only, any number of them.
+            return_loss: mean cross-entropy, in nats, of `ids[:, 1:]` given `ids[:, :-1]`.
+            disable_flex: leave the flex masks of the constructor unused.
+            disable_triton_kernel: see SparseAttention.
+            cache: of `new_cache`, or what `return_cache=True` returned; updated in place.
+            lengths: with a cache, the real tokens of each right-padded row.
+
+        Raises:
+            ValueError: ids or a cache that do not fit.
+        """
+        if ids.ndim != 2:
+            raise ValueError(f"ids must have shape [b, n], got {list(ids.shape)}")
+        if return_loss:
+            if ids.shape[1] < 2:
+                raise ValueError(f"ids must have at least 2 tokens for a loss, got {ids.shape[1]}")
+            ids, labels = ids[:, :-1], ids[:, 1:]
+        if cache is None and return_cache:
+            cache = self.new_cache()
+        if cache is not None and len(cache) != len(self.layers):
+            raise ValueError(
+                f"cache must hold one KVCache for each of {len(self.layers)} layers, got {len(cache)}"
+            )
+
+        kwargs: dict[str, Any] = {"disable_triton_kernel": disable_triton_kernel}
+        if cache is None and not disable_flex:
+            kwargs |= self.flex_masks(ids.shape[1], ids.device)
+        if cache is not None:
+            kwargs["lengths"] = lengths
+
+        x = self.token_emb(ids)
+        checkpointed = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
+        for index, (attn, ff) in enumerate(self.layers):
+            layer_cache = None if cache is None else cache[index]
+            if checkpointed:
+                x = x + checkpoint(attn, x, use_reentrant=False, **kwargs)
+                x = x + checkpoint(ff, x, use_reentrant=False)
+            else:
+                x = x + attn(x, cache=layer_cache, **kwargs)
+                x = x + ff(x)
+        logits = self.to_logits(self.norm(x))
+
+        if return_loss:
+            return F.cross_entropy(rearrange(logits, "b n t -> b t n").float(), labels)
+        return (logits, cache) if return_cache else logits
+
+    def flex_masks(self, seq_len: int, device: torch.device) -> dict[str, Any]:
+        masks: dict[str, Any] = {}
+        attn: Any = self.layers[0][0]
+        if self.use_flex_sliding_window:
+            masks["sliding_window_flex_mask"] = create_sliding_mask(
+                seq_len, attn.sliding_window_size, causal=self.causal, device=device
+            )
+        if self.use_flex_fine_selection:
+            masks["fine_selection_flex_mask"] = create_fine_mask(
+                seq_len, attn.selection_block_size, causal=self.causal
+            )
+        return masks
+
+    # sampling
+
+    def stream(
+        self,
+        prompt: Tensor,
+        seq_len: int,
+        temperature: float = 1.0,
+        filter_thres: float = 0.9,
+        top_p: float | None = None,
+        use_cache_kv: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Sample token by token: yields [b], `seq_len - prompt length` times. Arguments as `sample`'s."""
+        if prompt.ndim != 2 or prompt.shape[1] == 0:
+            raise ValueError(
+                f"prompt must have shape [b, n] with at least one token, got {list(prompt.shape)}"
+            )
+        if not self.causal:
+            raise ValueError("sampling needs causal=True, this model has causal=False")
+        check_sampling(filter_thres, top_p)
+        return self._stream(
+            prompt, seq_len, temperature, filter_thres, top_p, use_cache_kv, generator
+        )
+
+    @torch.no_grad()
+    def _stream(
+        self, prompt, seq_len, temperature, filter_thres, top_p, use_cache_kv, generator
+    ) -> Iterator[Tensor]:
+        out, new = prompt, prompt
+        cache = self.new_cache() if use_cache_kv else None
+        for _ in range(seq_len - prompt.shape[1]):
+            training = self.training
+            self.eval()
+            logits = self(new if use_cache_kv else out, cache=cache, disable_flex=True)[:, -1]
+            self.train(training)
+            token = sample_token(logits, temperature, filter_thres, top_p, generator)
+            new = token[:, None]
+            if not use_cache_kv:
+                out = torch.cat((out, new), dim=1)
+            yield token
+
+    def sample(
+        self,
+        prompt: Tensor,
+        seq_len: int,
+        temperature: float = 1.0,
+        filter_thres: float = 0.9,
+        top_p: float | None = None,
+        use_cache_kv: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue prompts [b, n] up to `seq_len` tokens in all; returns the new ones [b, seq_len - n].
+
+        Args:
+            temperature: divides the logits; 0 (or less) takes the most likely token.
+            filter_thres: only the `1 - filter_thres` part of the vocabulary with the largest logits is
+                sampled from.
+            top_p: of those, only the fewest that hold this much probability.
+            use_cache_kv: run each token once, through a KVCache; False runs the whole text anew for
+                every token.
+            generator: of random numbers, for a repeatable text.
+
+        Raises:
+            ValueError: an empty prompt, thresholds out of range, or a model that is not causal.
+        """
+        tokens = list(
+            self.stream(prompt, seq_len, temperature, filter_thres, top_p, use_cache_kv, generator)
+        )
+        return torch.stack(tokens, dim=1) if tokens else prompt[:, :0]
+
+
+def check_sampling(filter_thres: float, top_p: float | None) -> None:
+    if not 0.0 <= filter_thres < 1.0:
+        raise ValueError(f"filter_thres must be in [0, 1), got {filter_thres}")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+
+
+def sample_token(
+    logits: Tensor,
+    temperature: float,
+    filter_thres: float,
+    top_p: float | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """One token [b] from logits [b t]."""
+    if temperature <= 0.0:
+        return logits.argmax(dim=-1)
+    count = max(1, ceil((1.0 - filter_thres) * logits.shape[-1]))
+    values, tokens = logits.float().topk(count, dim=-1)
+    probs = (values / temperature).softmax(dim=-1)
+    if top_p is not None:
+        # drop a token where those before it already hold top_p
+        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
+    choice = probs.multinomial(1, generator=generator)
+    return tokens.gather(-1, choice)[:, 0]

@@ -1,0 +1,140 @@
+"""Fixtures: seeding, the GPU marker, and the published packages to compare with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention
+
+PUBLISHED = Path(__file__).parent / ".published"
+DISTRIBUTION = "native-sparse-attention-pytorch"
+PACKAGE = "native_sparse_attention_pytorch"
+SUBMODULES = ("native_sparse_attention", "compress_networks", "transformer")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def untraced_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU flex_attention traces its mask anew for most shapes, at a third of a second each;
+    here it runs the same mathematics without. Torch versions without this switch just take longer.
+    """
+    monkeypatch.setattr(
+        torch.nn.attention.flex_attention,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+        True,
+        raising=False,
+    )
+
+
+class Unavailable(Exception):
+    """A published version is neither installed nor to be had."""
+
+
+def download(version: str) -> Path:
+    """Where `version` lies under tests/.published, after one short attempt to put it there."""
+    target = PUBLISHED / version
+    if target.is_dir():
+        return target
+    PUBLISHED.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=PUBLISHED, prefix=f"{version}.") as unfinished:
+        folder = Path(unfinished, "site")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--retries", "0", "--timeout", "5"]
+        command += ["--target", str(folder), f"{DISTRIBUTION}=={version}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired as error:
+            raise Unavailable("pip gave no answer in 60 s") from error
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["pip failed without a word"]
+            raise Unavailable(lines[-1])
+        try:
+            folder.rename(target)
+        except OSError:
+            # another test process was first
+            if not target.is_dir():
+                raise
+    return target
+
+
+@contextmanager
+def isolated(folder: Path | None) -> Iterator[None]:
+    """Both versions go by one name: import here, and leave no trace of it in sys.modules."""
+
+    def entries() -> dict[str, ModuleType]:
+        return {n: m for n, m in sys.modules.items() if n.split(".")[0] == PACKAGE}
+
+    def purge() -> None:
+        for name in entries():
+            del sys.modules[name]
+
+    saved, path = entries(), list(sys.path)
+    purge()
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        purge()
+        sys.modules.update(saved)
+        sys.path[:] = path
+
+
+def installed(version: str) -> bool:
+    try:
+        return importlib.metadata.version(DISTRIBUTION) == version
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def load(version: str) -> ModuleType:
+    folder = None if installed(version) else download(version)
+    with isolated(folder):
+        module = importlib.import_module(PACKAGE)
+        for name in SUBMODULES:
+            importlib.import_module(f"{PACKAGE}.{name}")
+    return module
+
+
+@pytest.fixture(scope="session")
+def published() -> Callable[[str], ModuleType]:
+    """`published(version)` is the package of that version ('0.2.3' or '0.1.12'), its submodules
+    loaded as attributes. The test is skipped where it is neither installed nor downloadable."""
+    known: dict[str, ModuleType | str] = {}
+
+    def get(version: str) -> ModuleType:
+        if version not in known:
+            try:
+                known[version] = load(version)
+            except Unavailable as error:
+                known[version] = f"{DISTRIBUTION}=={version} is not installed, and: {error}"
+        found = known[version]
+        if isinstance(found, str):
+            pytest.skip(found)
+        return found
+
+    return get

@@ -1,0 +1,58 @@
+"""Layers with random weights, and the settings that every law is held for."""
+
+import torch
+
+from native_sparse_attention import SparseAttention
+
+DIM = 24
+
+SETTINGS = {
+    "default": dict(),
+    "stride = window": dict(compress_block_size=8, compress_block_sliding_stride=None),
+    "window of windows": dict(compress_block_sliding_stride=8, selection_block_size=4),
+    "probs": dict(importance="probs"),
+    "paper": dict(importance="probs", num_initial_blocks=1, num_local_blocks=2),
+    "shared rankings": dict(selection_stride=4),
+    "shared rankings, probs": dict(selection_stride=8, importance="probs", num_local_blocks=2),
+    "own rankings": dict(query_heads_share_selected_kv=False),
+    "interpolated": dict(interpolated_importance_score=True),
+    "diff top-k": dict(use_diff_topk=True),
+    "independent": dict(branch_kv="independent"),
+    "no memory": dict(num_compressed_mem_kv=0),
+    "no selection": dict(num_selected_blocks=0),
+    "no local block": dict(num_local_blocks=0),
+    "no window": dict(sliding_window_size=0),
+    "multi-query": dict(kv_heads=1),
+    "multi-head": dict(kv_heads=4),
+    "three groups": dict(heads=6, kv_heads=2),
+    "no norm": dict(norm=False),
+}
+
+
+def layer(dtype=torch.float64, **settings):
+    """A causal layer whose every weight, memory, position and gate is random and non-zero."""
+    kwargs = dict(
+        dim=DIM,
+        dim_head=8,
+        heads=4,
+        kv_heads=2,
+        sliding_window_size=5,
+        compress_block_size=8,
+        compress_block_sliding_stride=4,
+        selection_block_size=8,
+        num_selected_blocks=2,
+        num_compressed_mem_kv=2,
+        causal=True,
+    )
+    kwargs.update(settings)
+    module = SparseAttention(**kwargs)
+    randomize(module)
+    return module.to(dtype)
+
+
+def randomize(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.requires_grad:
+                p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.numel() else p)
+    return module

@@ -1,0 +1,106 @@
+"""Every line of the geometry against sets of tokens, over all small (length, l, d, s)."""
+
+import itertools
+
+import pytest
+import torch
+
+from native_sparse_attention import blocks
+
+SIZES = (1, 2, 3, 4, 6, 8)
+GEOMETRIES = [
+    (l, d, s)
+    for l, d, s in itertools.product(SIZES, SIZES, SIZES)
+    if l >= d and (s % d == 0 or d % s == 0)
+]
+LENGTHS = range(0, 27)
+
+
+def window_tokens(w, l, d):
+    """By the definition: the l tokens that end with stride segment w."""
+    return set(range((w + 1) * d - l, (w + 1) * d))
+
+
+def block_tokens(c, s):
+    return set(range(c * s, (c + 1) * s))
+
+
+@pytest.mark.parametrize("l, d, s", GEOMETRIES)
+def test_windows(l, d, s):
+    for length in LENGTHS:
+        complete = [w for w in range(30) if max(window_tokens(w, l, d)) < length]
+        assert blocks.num_windows(length, d) == len(complete)
+        # two-sided: every token in a window, and no window of padding alone
+        count = blocks.num_windows(length, d, causal=False)
+        covered = set().union(*(window_tokens(w, l, d) for w in range(count)))
+        assert covered >= set(range(length))
+        assert count == 0 or set(range((count - 1) * d, count * d)) & set(range(length))
+    for w in range(8):
+        tokens = window_tokens(w, l, d)
+        assert blocks.window_start(w, l, d) == min(tokens)
+        assert blocks.window_end(w, d) == max(tokens) + 1
+
+
+@pytest.mark.parametrize("l, d, s", GEOMETRIES)
+def test_visibility(l, d, s):
+    for i in LENGTHS:
+        visible = {w for w in range(30) if max(window_tokens(w, l, d)) < i}
+        assert visible == set(range(blocks.num_visible_windows(i, d)))
+
+
+@pytest.mark.parametrize("l, d, s", GEOMETRIES)
+def test_windows_of_a_block(l, d, s):
+    for c in range(7):
+        # segments inside the block or, for d > s, the one around it
+        mine = [
+            w
+            for w in range(60)
+            if (seg := set(range(w * d, (w + 1) * d))) <= block_tokens(c, s)
+            or seg >= block_tokens(c, s)
+        ]
+        first = blocks.first_window_of_block(c, d, s)
+        assert mine == list(range(first, first + blocks.windows_per_block(d, s)))
+
+
+@pytest.mark.parametrize("l, d, s", GEOMETRIES)
+def test_complete_blocks(l, d, s):
+    for i in LENGTHS:
+        visible = {w for w in range(60) if max(window_tokens(w, l, d)) < i}
+        complete = [
+            c
+            for c in range(30)
+            if max(block_tokens(c, s)) < i // s * s
+            and all(
+                blocks.first_window_of_block(c, d, s) + r in visible
+                for r in range(blocks.windows_per_block(d, s))
+            )
+        ]
+        assert complete == list(range(blocks.num_complete_blocks(i, d, s)))
+        # no candidate holds a token that the query may not see
+        assert all(max(block_tokens(c, s)) < i for c in complete)
+    for length in LENGTHS:
+        assert blocks.num_blocks(length, s) == len({t // s for t in range(length)})
+
+
+@pytest.mark.parametrize("l, d, s", GEOMETRIES)
+def test_overlap(l, d, s):
+    for w, c in itertools.product(range(8), range(8)):
+        shared = window_tokens(w, l, d) & block_tokens(c, s)
+        assert blocks.overlap(w, c, l, d, s) == len(shared)
+    # integers and tensors are one arithmetic
+    w, c = torch.arange(8), torch.arange(8)[:, None]
+    table = [[blocks.overlap(i, j, l, d, s) for i in range(8)] for j in range(8)]
+    assert blocks.overlap(w, c, l, d, s).tolist() == table
+
+
+def test_overlap_is_the_papers():
+    """Eq. 9 at l=32, d=16, s=64: a block weighs its windows 1, 2, 2, 2, 1."""
+    weights = [blocks.overlap(w, 1, 32, 16, 64) / 16 for w in range(3, 10)]
+    assert weights == [0, 1, 2, 2, 2, 1, 0]
+
+
+def test_leaders():
+    for stride in (1, 2, 4):
+        for i in LENGTHS:
+            group = [t for t in LENGTHS if t // stride == i // stride]
+            assert blocks.leader(i, stride) == group[0]

@@ -1,0 +1,243 @@
+"""The compression networks against those of the published package, and their protocol."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from native_sparse_attention.compress import (
+    AttentionPool,
+    CompressTransformer,
+    ConvLinearCompress,
+    GroupedMLP,
+    MeanPool,
+    SingleProjection,
+    default_compress_mlp,
+)
+
+H, L, D = 2, 5, 4
+
+# name: constructor and arguments, those of the published network
+NETWORKS = {
+    "conv": (ConvLinearCompress, {"heads": H, "dim_head": D, "compress_window_size": L}),
+    "pool": (AttentionPool, {"dim_head": D, "compress_window_size": L}),
+    "grouped": (
+        GroupedMLP,
+        {"dim_head": D, "compress_window_size": L, "heads": H, "expand_factor": 1.5},
+    ),
+    "single": (SingleProjection, {"dim_head": D, "compress_window_size": L}),
+    "single per head": (SingleProjection, {"dim_head": D, "compress_window_size": L, "heads": H}),
+    "transformer": (CompressTransformer, {"num_layers": 2, "dim": H * D, "num_heads": 4}),
+    "shallow": (
+        CompressTransformer,
+        {"num_layers": 1, "dim": H * D, "num_heads": 1, "ff_hidden_dim": 3, "dropout": 0.5},
+    ),
+}
+# and those that the published package does not name
+OURS = {
+    **NETWORKS,
+    "default": (default_compress_mlp, {"dim_head": D, "compress_window_size": L}),
+    "mean": (MeanPool, {}),
+}
+
+
+def build(name: str) -> nn.Module:
+    network, kwargs = OURS[name]
+    net = network(**kwargs).eval()
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.5)
+    return net
+
+
+def published_default(published, version: str, expand_factor: float) -> nn.Module:
+    kwargs = {
+        "dim": 8,
+        "dim_head": D,
+        "heads": H,
+        "sliding_window_size": 2,
+        "compress_block_size": L,
+        "selection_block_size": L,
+        "num_selected_blocks": 1,
+        "compress_mlp_expand_factor": expand_factor,
+    }
+    if version == "0.2.3":
+        kwargs["compress_block_sliding_stride"] = L
+    return published(version).SparseAttention(**kwargs).k_compress
+
+
+def assert_same_network(ours: nn.Module, theirs: nn.Module) -> None:
+    """State dicts load both ways; outputs and all gradients agree in fp64."""
+    ours, theirs = ours.double().eval(), theirs.double().eval()
+    for p in theirs.parameters():
+        nn.init.normal_(p, std=0.5)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+
+    outs, grads = [], []
+    kv = torch.randn(3, H, 7, L, D, dtype=torch.float64)
+    cotangent = torch.randn(3, H, 7, D, dtype=torch.float64)
+    for net in (ours, theirs):
+        leaf = kv.clone().requires_grad_()
+        out = net(leaf)
+        outs.append(out)
+        params = dict(net.named_parameters())
+        found = torch.autograd.grad(out, [leaf, *params.values()], cotangent)
+        grads.append(dict(zip(["kv", *params], found, strict=True)))
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_agrees_with_published(name, published):
+    network, kwargs = NETWORKS[name]
+    theirs = getattr(published("0.2.3").compress_networks, network.__name__)(**kwargs)
+    assert_same_network(network(**kwargs), theirs)
+
+
+@pytest.mark.parametrize("version", ["0.2.3", "0.1.12"])
+@pytest.mark.parametrize("expand_factor", [1.0, 0.3])
+def test_default_agrees_with_published(version, expand_factor, published):
+    theirs = published_default(published, version, expand_factor)
+    assert_same_network(default_compress_mlp(D, L, expand_factor), theirs)
+
+
+def test_published_versions_are_told_apart(published):
+    assert hasattr(published("0.2.3").compress_networks, "CompressTransformer")
+    assert not hasattr(published("0.1.12").compress_networks, "CompressTransformer")
+    assert published("0.2.3") is published("0.2.3")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_initial_weights_are_finite_and_copies_are_independent(name):
+    network, kwargs = OURS[name]
+    net = network(**kwargs).eval()
+    copy = deepcopy(net)
+    kv = torch.randn(2, H, 3, L, D)
+    torch.testing.assert_close(net(kv), copy(kv))
+    assert net(kv).isfinite().all()
+    assert not {id(p) for p in net.parameters()} & {id(p) for p in copy.parameters()}
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(("b", "w"), [(2, 0), (0, 3), (0, 0)])
+def test_empty_windows_give_zero_gradients(name, b, w):
+    net = build(name)
+    kv = torch.randn(b, H, w, L, D, requires_grad=True)
+    out = net(kv)
+    assert out.shape == (b, H, w, D)
+    out.sum().backward()
+    assert kv.grad.shape == kv.shape
+    for key, p in net.named_parameters():
+        assert p.grad is not None, key
+        torch.testing.assert_close(p.grad, torch.zeros_like(p))
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(name, dtype):
+    net, kv = build(name), torch.randn(1, H, 3, L, D).to(dtype)
+    exact = deepcopy(net).to(dtype).double()(kv.double())
+    out = net.to(dtype)(kv)
+    assert out.dtype == dtype
+    tolerance = 20 * torch.finfo(dtype).eps * exact.abs().max().item()
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_autocast(name):
+    net, kv = build(name), torch.randn(1, H, 3, L, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(kv.bfloat16())
+    torch.testing.assert_close(out.float(), net(kv), rtol=0.1, atol=0.1)
+    assert out.dtype == torch.bfloat16
+    if out.requires_grad:
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_compiles_without_a_break(name):
+    net, kv = build(name), torch.randn(1, H, 3, L, D)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(kv), net(kv))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_windows_do_not_mix(name):
+    """Windows are compressed one by one: permuting them permutes the result."""
+    net, kv = build(name), torch.randn(2, H, 6, L, D)
+    order = torch.randperm(6)
+    torch.testing.assert_close(net(kv[:, :, order]), net(kv)[:, :, order])
+
+
+@pytest.mark.parametrize("name", ["mean", "pool", "single per head"])
+def test_order_of_tokens_is_immaterial(name):
+    net, kv = build(name), torch.randn(2, H, 3, L, D)
+    torch.testing.assert_close(net(kv[..., torch.randperm(L), :]), net(kv))
+
+
+def test_order_before_the_last_token_is_immaterial_to_the_transformer():
+    net, kv = build("transformer"), torch.randn(2, H, 3, L, D)
+    out = net(kv)
+    torch.testing.assert_close(net(kv[..., [2, 0, 3, 1, 4], :]), out)
+    assert not torch.allclose(net(kv.flip(-2)), out, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["default", "mean", "pool", "single"])
+def test_heads_share_weights(name):
+    net, kv = build(name), torch.randn(2, H, 3, L, D)
+    torch.testing.assert_close(net(kv.flip(1)), net(kv).flip(1))
+
+
+def test_mean_pool_by_hand():
+    kv = torch.tensor([[1.0, 2.0], [3.0, 6.0]]).view(1, 1, 1, 2, 2)
+    torch.testing.assert_close(MeanPool()(kv), torch.tensor([2.0, 4.0]).view(1, 1, 1, 2))
+
+
+def test_attention_pool_by_hand():
+    """Identity weights: each feature is weighted by the softmax of itself over the window."""
+    kv = torch.tensor([[0.0, 5.0], [1.0, 5.0]]).view(1, 1, 1, 2, 2)
+    weight = torch.tensor(1.0).sigmoid().item()
+    out = AttentionPool(2, 2)(kv)
+    torch.testing.assert_close(out, torch.tensor([weight, 5.0]).view(1, 1, 1, 2))
+
+
+BAD = [
+    (default_compress_mlp, {"dim_head": 0, "compress_window_size": 2}, "dim_head"),
+    (default_compress_mlp, {"dim_head": 2, "compress_window_size": 0}, "compress_window_size"),
+    (
+        default_compress_mlp,
+        {"dim_head": 2, "compress_window_size": 2, "expand_factor": 0.1},
+        "expand_factor",
+    ),
+    (ConvLinearCompress, {"heads": 0, "dim_head": 2, "compress_window_size": 2}, "heads"),
+    (AttentionPool, {"dim_head": 2.0, "compress_window_size": 2}, "dim_head"),
+    (GroupedMLP, {"dim_head": 2, "compress_window_size": 2, "heads": 0}, "heads"),
+    (
+        GroupedMLP,
+        {"dim_head": 2, "compress_window_size": 2, "heads": 1, "expand_factor": 0.0},
+        "expand_factor",
+    ),
+    (SingleProjection, {"dim_head": 2, "compress_window_size": 2, "heads": -1}, "heads"),
+    (CompressTransformer, {"num_layers": 0, "dim": 4, "num_heads": 2}, "num_layers"),
+    (CompressTransformer, {"num_layers": 1, "dim": 4, "num_heads": 3}, "num_heads"),
+    (
+        CompressTransformer,
+        {"num_layers": 1, "dim": 4, "num_heads": 2, "ff_hidden_dim": 0},
+        "ff_hidden_dim",
+    ),
+    (CompressTransformer, {"num_layers": 1, "dim": 4, "num_heads": 2, "dropout": 1.5}, "dropout"),
+]
+
+
+@pytest.mark.parametrize(("network", "kwargs", "argument"), BAD)
+def test_bad_arguments_are_named(network, kwargs, argument):
+    with pytest.raises(ValueError, match=f"^{argument} "):
+        network(**kwargs)
+
+
+def test_transformer_names_a_wrong_width():
+    with pytest.raises(ValueError, match="kv must have h \\* d = dim = 8, got h=3 and d=4"):
+        CompressTransformer(1, 8, 2)(torch.randn(1, 3, 2, L, 4))

@@ -1,0 +1,284 @@
+"""Block masks against drawn masks, against brute force, and against torch's own construction."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+from native_sparse_attention import masks
+from native_sparse_attention.masks import (
+    TILE,
+    create_compress_mask,
+    create_fine_mask,
+    create_sliding_mask,
+)
+
+CPU = torch.device("cpu")
+
+
+def dense(block_mask: BlockMask) -> torch.Tensor:
+    """Every pair, asked of the mask mod: [b h i j]."""
+    b, h, q_len, kv_len = block_mask.shape
+    return create_mask(block_mask.mask_mod, b, h, q_len, kv_len, device="cpu")
+
+
+def tiles(block_mask: BlockMask, which: str) -> torch.Tensor:
+    """Tiles listed as partial ("") or full ("full_"), from the keys' lists: bool [b h tq tk]."""
+    count = getattr(block_mask, f"{which}kv_num_blocks")
+    index = getattr(block_mask, f"{which}kv_indices")
+    listed = torch.zeros(index.shape, dtype=torch.bool)
+    for row in itertools.product(*map(range, count.shape)):
+        listed[row][index[row][: count[row]].long()] = True
+    return listed
+
+
+def assert_same_block_mask(ours: BlockMask, superset: bool = False) -> None:
+    """Tile for tile what torch makes of the mask mod. With `superset`, partial tiles may also be
+    listed where no pair is allowed."""
+    b, h, q_len, kv_len = ours.shape
+    torchs = create_block_mask(ours.mask_mod, b, h, q_len, kv_len, device="cpu")
+    assert torch.equal(tiles(ours, "full_"), tiles(torchs, "full_"))
+    partial, expected = tiles(ours, ""), tiles(torchs, "")
+    assert (partial >= expected).all() if superset else torch.equal(partial, expected)
+
+
+def drawn(picture: str) -> torch.Tensor:
+    return torch.tensor([[mark == "x" for mark in row] for row in picture.split()])
+
+
+# by hand
+
+
+def test_sliding_mask_drawn():
+    expected = """
+        x....
+        xx...
+        xxx..
+        .xxx.
+        ..xxx
+    """
+    assert torch.equal(dense(create_sliding_mask(5, 2, device="cpu"))[0, 0], drawn(expected))
+
+
+def test_sliding_mask_drawn_non_causal():
+    expected = """
+        xx...
+        xxx..
+        .xxx.
+        ..xxx
+        ...xx
+    """
+    mask = create_sliding_mask(5, 1, causal=False, device="cpu")
+    assert torch.equal(dense(mask)[0, 0], drawn(expected))
+
+
+def test_compress_mask_drawn():
+    """Stride 2, one memory key: window j ends at token 2 j + 1 and is seen from 2 j + 2 on."""
+    expected = """
+        x..
+        x..
+        xx.
+        xx.
+        xxx
+        xxx
+        xxx
+    """
+    mask = create_compress_mask(7, 2, 2, mem_kv_len=1, device="cpu")
+    assert torch.equal(dense(mask)[0, 0], drawn(expected))
+
+
+def test_fine_mask_drawn():
+    """Blocks of 2, the last of 1; query 4 chose block 0, query 3 the future, the others nothing."""
+    expected = """
+        x....
+        xx...
+        ..x..
+        ..xx.
+        xx..x
+    """
+    selected = torch.tensor([-1, -1, -1, 2, 0]).view(1, 1, 5, 1)
+    mask = create_fine_mask(5, 2)(selected)
+    assert torch.equal(dense(mask)[0, 0], drawn(expected))
+
+
+def test_fine_mask_drawn_non_causal():
+    """Blocks of 2 or 1 where chosen, and nothing else: query 0 chose nothing."""
+    expected = """
+        .....
+        xxxx.
+        ....x
+        ..xx.
+        xx..x
+    """
+    selected = torch.tensor([[-1, -1], [1, 0], [2, 2], [-1, 1], [0, 2]]).view(1, 1, 5, 2)
+    mask = create_fine_mask(5, 2, causal=False)(selected)
+    assert torch.equal(dense(mask)[0, 0], drawn(expected))
+
+
+def test_published_masks_agree(published, monkeypatch):
+    """Where lengths divide, the published package draws the same masks (here without compiling)."""
+    module = published("0.2.3").native_sparse_attention
+
+    def create(*args, _compile, **kwargs):
+        return create_block_mask(*args, **kwargs, device="cpu")
+
+    monkeypatch.setattr(module, "create_block_mask", create)
+    selected = torch.randint(4, (2, 2, 16, 2))
+    pairs = [
+        (module.create_sliding_mask(16, 5), create_sliding_mask(16, 5, device="cpu")),
+        (module.create_sliding_mask(16, 5, False), create_sliding_mask(16, 5, False, "cpu")),
+        (module.create_compress_mask(16, 4, 4, 2), create_compress_mask(16, 4, 4, 2, True, "cpu")),
+        (module.create_fine_mask(16, 4)(selected, 3), create_fine_mask(16, 4)(selected, 3)),
+        (
+            module.create_fine_mask(16, 4, causal=False)(selected),
+            create_fine_mask(16, 4, causal=False)(selected),
+        ),
+    ]
+    for theirs, ours in pairs:
+        assert theirs.shape == ours.shape
+        assert torch.equal(dense(theirs), dense(ours))
+
+
+# brute force, and torch's tiles
+
+LENGTHS = [1, 2, 7, TILE - 1, TILE, TILE + 1, 2 * TILE + 1, 401]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_sliding_mask(length, causal):
+    for window in (0, 1, 5, TILE, 300, 1000):
+        mask = create_sliding_mask(length, window, causal, device="cpu")
+        i, j = torch.arange(length)[:, None], torch.arange(length)
+        expected = (j <= i) & (j >= i - window) if causal else (j - i).abs() <= window
+        assert torch.equal(dense(mask)[0, 0], expected)
+        assert_same_block_mask(mask)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("mem", [0, 1, 3, TILE])
+def test_compress_mask(length, mem):
+    for stride in (1, 3, 16):
+        windows = length // stride
+        if mem + windows == 0:
+            continue
+        mask = create_compress_mask(length, windows, stride, mem, device="cpu")
+        expected = torch.ones(length, mem + windows, dtype=torch.bool)
+        i, j = torch.arange(length)[:, None], torch.arange(windows)
+        expected[:, mem:] = (j + 1) * stride - 1 < i
+        assert torch.equal(dense(mask)[0, 0], expected)
+        assert_same_block_mask(mask)
+
+
+def test_compress_mask_edges():
+    assert create_compress_mask(8, 2, 4, causal=False) is None
+    nothing = create_compress_mask(3, 0, 4, device="cpu")
+    assert nothing.shape == (1, 1, 3, 0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("block_size", [1, 16, 48, 200])
+@pytest.mark.parametrize("length", [1, 7, TILE, TILE + 1, 401])
+def test_fine_mask(length, block_size, causal):
+    groups, num_blocks = 2, -(-length // block_size)
+    selected = torch.randint(-1, num_blocks, (3, 2, length, 3), dtype=torch.int32)
+    # the last batch row chooses everything, so that some tiles are full
+    selected = torch.nn.functional.pad(selected, (0, num_blocks), value=-1)
+    selected[-1, ..., :num_blocks] = torch.arange(num_blocks)
+
+    mask = create_fine_mask(length, block_size, causal)(selected, num_grouped_queries=groups)
+    assert mask.shape == (3, 4, length, length)
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    expected = (selected[..., None, :] == (j // block_size)[:, None]).any(dim=-1)
+    if causal:
+        expected = (expected | (i // block_size == j // block_size)) & (j <= i)
+    assert torch.equal(dense(mask), expected.repeat_interleave(groups, dim=1))
+    assert_same_block_mask(mask, superset=block_size > 1 and causal)
+
+
+def test_fine_mask_without_a_slot_is_block_diagonal():
+    mask = create_fine_mask(7, 3)(torch.zeros(1, 1, 7, 0, dtype=torch.int32))
+    i, j = torch.arange(7)[:, None], torch.arange(7)
+    assert torch.equal(dense(mask)[0, 0], (i // 3 == j // 3) & (j <= i))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_offset_is_a_slice(causal):
+    """The last T of S queries: rows of the whole mask, in tiles as torch makes them."""
+    S = 301
+    for T in (1, 5, TILE, 130):
+        offset = S - T
+        whole = create_sliding_mask(S, 40, causal, device="cpu")
+        mask = masks.sliding_block_mask(T, S, 40, causal, offset, CPU)
+        assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
+        assert_same_block_mask(mask)
+
+        whole = create_compress_mask(S, 75, 4, 2, device="cpu")
+        mask = masks.compress_block_mask(T, 77, 4, 2, offset, CPU)
+        assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
+        assert_same_block_mask(mask)
+
+        indices = torch.randint(-1, 10, (1, 2, S, 2))
+        kwargs = {"causal": causal, "num_initial_blocks": 1, "num_local_blocks": 2}
+        all_rows = masks.block_membership(indices, 10, 32, offset=0, **kwargs)
+        rows = masks.block_membership(indices[:, :, offset:], 10, 32, offset=offset, **kwargs)
+        assert torch.equal(rows, all_rows[:, :, offset:])
+        whole = masks.selected_block_mask(all_rows, S, 32, causal=causal)
+        mask = masks.selected_block_mask(rows, S, 32, causal=causal, offset=offset)
+        assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
+        assert_same_block_mask(mask, superset=True)
+
+
+def test_forced_blocks_by_hand():
+    """Blocks of 2, the first and the last two ones: query 6 is in block 3, query 0 in block 0."""
+    none = torch.full((1, 1, 7, 1), -1)
+    found = masks.block_membership(none, 4, 2, num_initial_blocks=1, num_local_blocks=2)
+    expected = """
+        x...
+        x...
+        xx..
+        xx..
+        xxx.
+        xxx.
+        x.xx
+    """
+    assert torch.equal(found[0, 0, :, :4], drawn(expected))
+    found = masks.block_membership(none, 4, 2, num_initial_blocks=6, num_local_blocks=0)
+    assert torch.equal(found[0, 0, :, :4], torch.arange(4) <= torch.arange(7)[:, None] // 2)
+    found = masks.block_membership(none, 4, 2, causal=False, num_initial_blocks=1)
+    assert torch.equal(found[0, 0, :, :4], (torch.arange(4) < 1).expand(7, 4))
+
+
+def test_masks_are_kept_by_shape_and_fit_for_training():
+    with torch.inference_mode():
+        first = masks.cached_sliding_block_mask(11, 13, 3, True, 2, CPU)
+    assert masks.cached_sliding_block_mask(11, 13, 3, True, 2, CPU) is first
+    assert masks.cached_sliding_block_mask(11, 13, 3, False, 2, CPU) is not first
+    assert not first.kv_indices.is_inference()
+
+
+def test_large_masks_are_cheap():
+    """2^20 pairs of tiles, not 2^34 of tokens."""
+    mask = create_sliding_mask(131072, 512, device="cpu")
+    assert mask.kv_indices.shape == (1, 1, 1024, 1024)
+    assert mask.sparsity() > 99
+
+
+BAD = [
+    (lambda: create_sliding_mask(0, 4), "seq_len"),
+    (lambda: create_sliding_mask(4, -1), "window_size"),
+    (lambda: create_compress_mask(4, 1, 0), "compress_block_sliding_stride"),
+    (lambda: create_compress_mask(4, 1, 1, mem_kv_len=-1), "mem_kv_len"),
+    (lambda: create_compress_mask(4, -1, 1), "kv_seq_len"),
+    (lambda: create_fine_mask(4, 0), "fine_block_size"),
+    (lambda: create_fine_mask(4, 2)(torch.zeros(1, 1, 5, 1).long()), "selected_block_indices"),
+]
+
+
+@pytest.mark.parametrize(("call", "argument"), BAD)
+def test_bad_arguments_are_named(call, argument):
+    with pytest.raises(ValueError, match=f"^{argument} "):
+        call()

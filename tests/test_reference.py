@@ -1,0 +1,369 @@
+"""The eager operations against `oracles.py`, in fp64: outputs, log-sum-exps, selections, gradients."""
+
+import itertools
+
+import oracles
+import pytest
+import torch
+
+from native_sparse_attention import (
+    compressed_attention,
+    native_sparse_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+
+# T, S, H, K, D, E
+SHAPES = [
+    (1, 1, 1, 1, 4, 4),
+    (7, 7, 2, 2, 4, 4),
+    (8, 8, 4, 1, 4, 6),
+    (9, 9, 3, 1, 4, 4),
+    (17, 17, 4, 2, 6, 4),
+    (5, 23, 4, 2, 4, 4),
+    (1, 16, 2, 1, 4, 4),
+    (13, 29, 6, 2, 4, 2),
+]
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("w", [0, 1, 4, 40])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_window(shape, w, causal):
+    T, S, H, K, D, E = shape
+    q, k, v = normal(2, T, H, D), normal(2, S, K, D), normal(2, S, K, E)
+    kwargs = dict(sliding_window_size=w, causal=causal)
+    out, lse = sliding_window_attention(q, k, v, return_lse=True, **kwargs)
+    expected, expected_lse = oracles.window(q, k, v, w, causal, S - T)
+    close(out, expected)
+    close(lse, expected_lse)
+    # without a log-sum-exp another path may serve
+    close(sliding_window_attention(q, k, v, **kwargs), expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("m", [0, 1, 3])
+@pytest.mark.parametrize("shape, d", [*zip(SHAPES, itertools.cycle([1, 3, 4]), strict=False)])
+def test_compressed(shape, d, m, causal):
+    T, S, H, K, D, E = shape
+    W = S // d if causal else -(-S // d)
+    q, ck, cv = normal(2, T, H, D), normal(2, W, K, D), normal(2, W, K, E)
+    mem_k, mem_v = (normal(K, m, D), normal(K, m, E)) if m else (None, None)
+    out, lse = compressed_attention(
+        q,
+        ck,
+        cv,
+        compress_block_sliding_stride=d,
+        mem_k=mem_k,
+        mem_v=mem_v,
+        causal=causal,
+        seq_len=S,
+        return_lse=True,
+    )
+    expected, expected_lse = oracles.compressed(q, ck, cv, mem_k, mem_v, d, causal, S - T)
+    close(out, expected)
+    close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("initial, local", [(0, 1), (1, 2), (0, 0), (2, 0)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_selected(shape, initial, local, shared, causal):
+    T, S, H, K, D, E = shape
+    s, n = 4, 2
+    q, k, v = normal(2, T, H, D), normal(2, S, K, D), normal(2, S, K, E)
+    C = -(-S // s)
+    R = K if shared else H
+    indices = torch.rand(2, T, R, C + 2).argsort(-1)[..., :n]  # distinct blocks
+    indices = indices.masked_fill(indices >= C, -1).int()  # and empty slots
+    gates = normal(2, T, R, n)
+    for gate in (None, gates):
+        out, lse = selected_attention(
+            q,
+            k,
+            v,
+            indices,
+            selection_block_size=s,
+            gates=gate,
+            num_initial_blocks=initial,
+            num_local_blocks=local,
+            causal=causal,
+            return_lse=True,
+        )
+        expected, expected_lse = oracles.selected(
+            q, k, v, indices, s, causal, S - T, initial, local, gate
+        )
+        close(out, expected)
+        close(lse, expected_lse)
+
+
+GEOMETRIES = [(4, 4, 4), (8, 4, 8), (8, 4, 4), (6, 2, 8), (8, 8, 4), (12, 8, 2)]
+RULES = [("logits", False), ("logits", True), ("probs", False)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rule, interpolated", RULES)
+@pytest.mark.parametrize("l, d, s", GEOMETRIES)
+def test_selection(l, d, s, rule, interpolated, shared, causal):
+    """The indices are the n best of the candidates, in order, and the gates have their gradient."""
+    T, S, H, K, D, n = 19, 37, 4, 2, 4, 3
+    initial, local = 1, 2
+    W = S // d if causal else -(-S // d)
+    q, ck, mem_k = normal(1, T, H, D), normal(1, W, K, D), normal(K, 2, D)
+    q.requires_grad_()
+    indices, gates = select_blocks(
+        q,
+        ck,
+        mem_k=mem_k,
+        compress_block_size=l,
+        compress_block_sliding_stride=d,
+        selection_block_size=s,
+        num_selected_blocks=n,
+        importance=rule,
+        interpolated_importance_score=interpolated,
+        num_initial_blocks=initial,
+        num_local_blocks=local,
+        query_heads_share_selected_kv=shared,
+        causal=causal,
+        seq_len=S,
+        return_gates=True,
+    )
+    assert indices.dtype == torch.int32
+    assert (gates == 1).all()
+    weight = torch.randn_like(gates)
+    expected_sum = 0.0
+    for t, r in itertools.product(range(T), range(K if shared else H)):
+        i = S - T + t
+        heads = range(r * H // K, (r + 1) * H // K) if shared else [r]
+        scores = oracles.block_scores(
+            q[0, t],
+            ck,
+            mem_k,
+            i=i,
+            b=0,
+            heads=list(heads),
+            kv=r if shared else r * K // H,
+            l=l,
+            d=d,
+            s=s,
+            S=S,
+            rule=rule,
+            interpolated=interpolated,
+            causal=causal,
+        )
+        forced = oracles.forced_blocks(i, -(-S // s), s, causal, initial, local)
+        scores = {c: score for c, score in scores.items() if c not in forced}
+        best = sorted(scores, key=lambda c: -scores[c].item())[:n]
+        assert indices[0, t, r].tolist() == best + [-1] * (n - len(best)), (i, r)
+        if not best:
+            continue
+        values = torch.stack([scores[c] for c in scores])
+        if rule == "logits":
+            values = torch.cat((values.new_tensor([-1e3]), values)).softmax(0)[1:]
+        found = torch.stack([values[list(scores).index(c)] for c in best])
+        expected_sum = expected_sum + (found * weight[0, t, r, : len(best)]).sum()
+    (actual,) = torch.autograd.grad((gates * weight).sum(), q)
+    (expected,) = torch.autograd.grad(expected_sum, q)
+    close(actual, expected)
+
+
+def test_ties_go_to_the_earlier_block():
+    q, ck = torch.ones(1, 64, 1, 4), torch.ones(1, 16, 1, 4)
+    indices = select_blocks(
+        q,
+        ck,
+        compress_block_size=4,
+        compress_block_sliding_stride=4,
+        selection_block_size=8,
+        num_selected_blocks=3,
+    )
+    assert indices[0, 63, 0].tolist() == [0, 1, 2]
+    assert indices[0, 17, 0].tolist() == [0, 1, -1]
+    assert indices[0, 7, 0].tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("offset", [0, 4, 5, 6, 7])
+def test_shared_rankings(offset):
+    """With selection_stride=R a token has the ranking of its group's first token."""
+    R, s, S = 4, 8, 64
+    q, ck = normal(2, S, 4, 4), normal(2, S // 4, 2, 4)
+    kwargs = dict(
+        compress_block_size=8,
+        compress_block_sliding_stride=4,
+        selection_block_size=s,
+        num_selected_blocks=2,
+        seq_len=S,
+    )
+    every = select_blocks(q, ck, **kwargs)
+    expected = every[:, torch.arange(S) // R * R]
+    torch.testing.assert_close(select_blocks(q, ck, selection_stride=R, **kwargs), expected)
+    # a later part of the sequence, its first group ranked before
+    part = select_blocks(
+        q[:, offset:],
+        ck,
+        selection_stride=R,
+        leader_indices=expected[:, offset] if offset % R else None,
+        **kwargs,
+    )
+    torch.testing.assert_close(part, expected[:, offset:])
+    # rows that start in different places
+    start = torch.tensor([offset, 4])
+    rows = torch.stack([q[b, o : o + 20] for b, o in enumerate(start.tolist())])
+    part = select_blocks(
+        rows,
+        ck,
+        selection_stride=R,
+        q_offset=start,
+        leader_indices=torch.stack([expected[b, o] for b, o in enumerate(start.tolist())]),
+        **kwargs,
+    )
+    for b, o in enumerate(start.tolist()):
+        torch.testing.assert_close(part[b], expected[b, o : o + 20])
+
+
+def inputs(T=11, S=19, H=4, K=2, D=3, E=2, l=4, d=2, m=1):
+    W = S // d
+    leaves = [
+        normal(1, T, H, D),
+        normal(1, S, K, D),
+        normal(1, S, K, E),
+        normal(1, W, K, D),
+        normal(1, W, K, E),
+        torch.rand(1, T, H, 3, dtype=torch.float64),
+        normal(1, T, H, D),
+        normal(K, m, D),
+        normal(K, m, E),
+    ]
+    return [t.requires_grad_() for t in leaves]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("use_diff_topk", [False, True])
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+def test_gradients(importance, use_diff_topk, causal):
+    """gradcheck of the whole; with differentiable top-k the gates' forward is constant, so their
+    part is held by test_selection and here only the rest is."""
+
+    def whole(q, k, v, ck, cv, gates, cq, mem_k, mem_v):
+        return native_sparse_attention(
+            q,
+            k,
+            v,
+            ck,
+            cv,
+            gates,
+            cq=cq,
+            mem_k=mem_k,
+            mem_v=mem_v,
+            compress_block_size=4,
+            compress_block_sliding_stride=2,
+            selection_block_size=4,
+            num_selected_blocks=2,
+            sliding_window_size=3,
+            importance=importance,
+            causal=causal,
+        )
+
+    if use_diff_topk:
+        q, k, v = (t.detach() for t in inputs()[:3])
+        indices = torch.randint(0, 4, (1, 11, 2, 1), dtype=torch.int32)
+        gates = normal(1, 11, 2, 1)
+        fn = lambda q, k, v, g: selected_attention(  # noqa: E731
+            q, k, v, indices, selection_block_size=4, gates=g, causal=causal
+        )
+        leaves = [t.requires_grad_() for t in (q, k, v, gates)]
+        assert torch.autograd.gradcheck(fn, leaves, fast_mode=True)
+        return
+    assert torch.autograd.gradcheck(whole, inputs(), fast_mode=True)
+
+
+def test_empty_rows():
+    """A query that sees nothing: output 0, log-sum-exp -inf, zero gradients, never NaN."""
+    q, k, v = (normal(1, 6, 2, 4).requires_grad_() for _ in range(3))
+    out, lse = compressed_attention(
+        q, k[:, :1], v[:, :1], compress_block_sliding_stride=4, return_lse=True
+    )
+    assert (out[:, :4] == 0).all() and lse[:, :4].isneginf().all() and lse[:, 4:].isfinite().all()
+    none = torch.full((1, 6, 2, 1), -1, dtype=torch.int32)
+    chosen, lse_sel = selected_attention(
+        q, k, v, none, selection_block_size=2, num_local_blocks=0, return_lse=True
+    )
+    assert (chosen == 0).all() and lse_sel.isneginf().all()
+    grads = torch.autograd.grad((out.sum() + chosen.sum()) + lse[:, 4:].sum(), (q, k, v))
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][:, :4] == 0).all()
+
+
+@pytest.mark.parametrize("B, T, S", [(0, 5, 5), (2, 0, 7), (2, 0, 0), (0, 0, 0)])
+def test_empty_tensors(B, T, S):
+    W = S // 2
+    out, indices = native_sparse_attention(
+        normal(B, T, 4, 3),
+        normal(B, S, 2, 3),
+        normal(B, S, 2, 5),
+        normal(B, W, 2, 3),
+        normal(B, W, 2, 5),
+        normal(B, T, 4, 3),
+        compress_block_size=4,
+        compress_block_sliding_stride=2,
+        selection_block_size=4,
+        num_selected_blocks=2,
+        sliding_window_size=3,
+        return_indices=True,
+    )
+    assert out.shape == (B, T, 4, 5) and indices.shape == (B, T, 2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    """Every dtype comes out as it went in, near the fp64 result (3 roundings of order eps)."""
+    args = [t.detach().to(dtype) for t in inputs(T=19)]
+    kwargs = dict(
+        compress_block_size=4,
+        compress_block_sliding_stride=2,
+        selection_block_size=4,
+        num_selected_blocks=9,  # all blocks: no near-tie can matter
+        sliding_window_size=3,
+    )
+    names = ("cq", "mem_k", "mem_v")
+    out = native_sparse_attention(*args[:6], **dict(zip(names, args[6:], strict=True)), **kwargs)
+    exact = [t.double() for t in args]
+    expected = native_sparse_attention(
+        *exact[:6], **dict(zip(names, exact[6:], strict=True)), **kwargs
+    )
+    assert out.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    assert (out.double() - expected).abs().max() <= 8 * eps * max(1.0, expected.abs().max())
+
+
+def test_laws_of_the_branches():
+    """n large enough is dense causal attention in branch 2, w >= S is in branch 3."""
+    T, H, K, D = 37, 4, 2, 8
+    q, k, v = normal(2, T, H, D), normal(2, T, K, D), normal(2, T, K, D)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    for importance in ("logits", "probs"):
+        indices = select_blocks(
+            q,
+            normal(2, T // 2, K, D),
+            compress_block_size=4,
+            compress_block_sliding_stride=2,
+            selection_block_size=4,
+            num_selected_blocks=10,
+            importance=importance,
+        )
+        close(selected_attention(q, k, v, indices, selection_block_size=4), dense)
+    close(sliding_window_attention(q, k, v, sliding_window_size=T), dense)
+    close(sliding_window_attention(q, k, v, sliding_window_size=T - 1), dense)
