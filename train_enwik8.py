@@ -391,6 +391,28 @@ def autocast(cfg: Namespace) -> AbstractContextManager[Any]:
     return torch.autocast(torch.device(cfg.device).type, dtype=torch.bfloat16, enabled=on)
 
 
+def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
+    """The model through torch.compile where asked for or, with auto, on CUDA if it works there."""
+    if cfg.compile == "off" or (cfg.compile == "auto" and not cfg.device.startswith("cuda")):
+        return model
+    forward = torch.compile(model)
+    ids = torch.zeros(cfg.batch_size, cfg.seq_len + 1, dtype=torch.long, device=cfg.device)
+    try:
+        for learning in (True, False):  # two programs
+            with autocast(cfg), torch.set_grad_enabled(learning):
+                loss = forward(ids, return_loss=True)
+            if learning:
+                loss.backward()
+        return forward
+    except Exception as error:  # of a compiler, of any kind
+        if cfg.compile == "on":
+            raise UserError(f"torch.compile failed, give --compile off: {reason(error)}") from None
+        print(f"torch.compile failed, going on without it: {reason(error)}")
+        return model
+    finally:
+        model.zero_grad()
+
+
 def build_optimizer(model: Transformer, cfg: Namespace) -> torch.optim.AdamW:
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -612,8 +634,7 @@ def train(given: Namespace) -> int:
 
     model = build(cfg)
     optimizer = build_optimizer(model, cfg)
-    compiled = cfg.compile == "on" or (cfg.compile == "auto" and cfg.device.startswith("cuda"))
-    forward = torch.compile(model) if compiled else model
+    forward = compiled(model, cfg)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters, {cfg.attention} attention on {cfg.device}")
     print(f"{cfg.data}: {len(train_data):,} bytes to train, {len(valid_data):,} to validate")
