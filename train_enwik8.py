@@ -75,7 +75,7 @@ SETTINGS: dict[str, tuple[Kind, Any, Any, str]] = {
     "data": (str, "auto", "auto", "auto, enwik8, stdlib or the path of any file of bytes"),
     "attention": (("sparse", "dense"), "sparse", "sparse", "native sparse or full attention"),
     "dim": (count, 128, 512, "model width"),
-    "depth": (count, 3, 6, "layers"),
+    "depth": (count, 2, 6, "layers"),
     "heads": (count, 4, 8, "query heads"),
     "kv_heads": (count, 2, 4, "key and value heads"),
     "dim_head": (count, 32, 64, "width of a head"),
@@ -101,14 +101,19 @@ SETTINGS: dict[str, tuple[Kind, Any, Any, str]] = {
     "compile": (("auto", "on", "off"), "auto", "auto", "torch.compile; auto: on CUDA"),
     "activation_checkpointing": (("on", "off"), "off", "off", "less memory, more time"),
     "log_every": (count, 1, 10, "steps between lines of metrics.jsonl"),
-    "eval_every": (count, 100, 250, "steps between validations"),
+    "eval_every": (count, 50, 250, "steps between validations"),
     "eval_bytes": (count, 2**15, 2**20, "validation bytes read each time"),
-    "test_bytes": (count, 2**17, 5 * 10**6, "test bytes read at the end"),
+    "test_bytes": (count, 2**16, 5 * 10**6, "test bytes read at the end"),
     "sample_every": (whole, 200, 1000, "steps between sampled texts; 0: none"),
     "sample_length": (count, 256, 512, "bytes of a sampled text"),
     "save_every": (count, 100, 500, "steps between checkpoints"),
     "keep": (count, 2, 2, "checkpoints kept, besides the best"),
-    "threads": (count, None, None, "CPU threads of torch; part of exactness (default: torch's)"),
+    "threads": (
+        count,
+        None,
+        None,
+        "CPU threads; others may sum in another order (default: half the cores)",
+    ),
     "device": (str, None, None, "cpu, cuda, cuda:1 ... (default: cuda where there is one)"),
 }
 SHAPE = ["dim", "depth", "heads", "kv_heads", "dim_head", "ff_expansion_factor"]
@@ -174,7 +179,8 @@ def new_settings(given: Namespace) -> Namespace:
     device = find_device(getattr(given, "device", None))
     column = 2 if device.startswith("cuda") else 1
     cfg = Namespace(**{name: getattr(given, name, row[column]) for name, row in SETTINGS.items()})
-    cfg.device, cfg.threads = device, cfg.threads or torch.get_num_threads()
+    # half the cores: threads wait for each other, and all of them for one whose core is taken
+    cfg.device, cfg.threads = device, cfg.threads or max(1, torch.get_num_threads() // 2)
     for name in ("compress_block_size", "selection_block_size"):
         if cfg.attention == "sparse" and cfg.seq_len < (size := getattr(cfg, name)):
             raise UserError(f"--seq-len {cfg.seq_len} is shorter than {option(name)} {size}")
@@ -385,6 +391,28 @@ def autocast(cfg: Namespace) -> AbstractContextManager[Any]:
     return torch.autocast(torch.device(cfg.device).type, dtype=torch.bfloat16, enabled=on)
 
 
+def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
+    """The model through torch.compile where asked for or, with auto, on CUDA if it works there."""
+    if cfg.compile == "off" or (cfg.compile == "auto" and not cfg.device.startswith("cuda")):
+        return model
+    forward = torch.compile(model)
+    ids = torch.zeros(cfg.batch_size, cfg.seq_len + 1, dtype=torch.long, device=cfg.device)
+    try:
+        for learning in (True, False):  # two programs
+            with autocast(cfg), torch.set_grad_enabled(learning):
+                loss = forward(ids, return_loss=True)
+            if learning:
+                loss.backward()
+        return forward
+    except Exception as error:  # of a compiler, of any kind
+        if cfg.compile == "on":
+            raise UserError(f"torch.compile failed, give --compile off: {reason(error)}") from None
+        print(f"torch.compile failed, going on without it: {reason(error)}")
+        return model
+    finally:
+        model.zero_grad()
+
+
 def build_optimizer(model: Transformer, cfg: Namespace) -> torch.optim.AdamW:
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -556,7 +584,9 @@ def draw(run: Path, records: list[dict[str, Any]]) -> None:
         axes.plot(train[:, 0], train[:, 1], color="#4c78a8", alpha=0.25, linewidth=0.8)
         axes.plot(train[:, 0], mean, color="#4c78a8", linewidth=1.6, label="train, running mean")
     red = "#e45756"
-    axes.plot(valid[:, 0], valid[:, 1], "o-", color=red, markersize=3.5, label="validation")
+    axes.plot(
+        valid[:, 0], valid[:, 1], "o-", color=red, markersize=3.5, label="validation", clip_on=False
+    )
     where: Any = {"xytext": (0, 8), "textcoords": "offset points", "ha": "right"}
     axes.annotate(f"{valid[-1, 1]:.3f}", valid[-1], color=red, weight="bold", **where)
     axes.set(title=run.name, xlabel="step", ylabel="bits per byte", ylim=(0, None))
@@ -604,8 +634,7 @@ def train(given: Namespace) -> int:
 
     model = build(cfg)
     optimizer = build_optimizer(model, cfg)
-    compiled = cfg.compile == "on" or (cfg.compile == "auto" and cfg.device.startswith("cuda"))
-    forward = torch.compile(model) if compiled else model
+    forward = compiled(model, cfg)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters, {cfg.attention} attention on {cfg.device}")
     print(f"{cfg.data}: {len(train_data):,} bytes to train, {len(valid_data):,} to validate")
