@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +30,16 @@ TILE = 128
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-# mask mods. `offset` is the absolute position of query 0; as a tensor it may change without a
-# recompilation
+# mask mods. `offset` is the absolute position of query 0. The block masks below hand all numbers
+# over as tensors of one element: these may change without a recompilation, and an integer that
+# dynamo has made symbolic cannot be lowered inside a mask mod (torch 2.11)
+
+Number = Any  # an int, or a tensor of one element
 
 
-def sliding_mask_mod(window_size: int, causal: bool = True, offset: int | Tensor = 0) -> MaskMod:
+def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 0) -> MaskMod:
     """Keys `i - w .. i`, or `i - w .. i + w` where not causal."""
-    ahead = 0 if causal else window_size
+    ahead = window_size * 0 if causal else window_size
 
     def sliding_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = q_idx + offset - kv_idx
@@ -44,7 +48,7 @@ def sliding_mask_mod(window_size: int, causal: bool = True, offset: int | Tensor
     return sliding_mask
 
 
-def compress_mask_mod(stride: int, mem_kv_len: int = 0, offset: int | Tensor = 0) -> MaskMod:
+def compress_mask_mod(stride: Number, mem_kv_len: Number = 0, offset: Number = 0) -> MaskMod:
     """The `mem_kv_len` memory keys, which come first, and the windows that end before the query."""
 
     def compress_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -56,10 +60,10 @@ def compress_mask_mod(stride: int, mem_kv_len: int = 0, offset: int | Tensor = 0
 
 def selected_mask_mod(
     membership: Tensor,
-    block_size: int,
-    num_grouped_queries: int = 1,
+    block_size: Number,
+    num_grouped_queries: Number = 1,
     causal: bool = True,
-    offset: int | Tensor = 0,
+    offset: Number = 0,
 ) -> MaskMod:
     """Keys of the blocks in `membership` [b r i c+1]; causally, those up to the query."""
 
@@ -167,7 +171,7 @@ def sliding_block_mask(
         i = i + offset
         return i - window_size, i if causal else i + window_size
 
-    mask_mod = sliding_mask_mod(window_size, causal, scalar(offset, device))
+    mask_mod = sliding_mask_mod(scalar(window_size, device), causal, scalar(offset, device))
     return from_intervals(interval, mask_mod, q_len, kv_len, device)
 
 
@@ -180,7 +184,8 @@ def compress_block_mask(
         last = mem_kv_len + blocks.num_visible_windows(i + offset, stride) - 1
         return torch.zeros_like(i), last
 
-    mask_mod = compress_mask_mod(stride, mem_kv_len, scalar(offset, device))
+    numbers = (scalar(n, device) for n in (stride, mem_kv_len, offset))
+    mask_mod = compress_mask_mod(*numbers)
     return from_intervals(interval, mask_mod, q_len, kv_len, device)
 
 
@@ -213,9 +218,8 @@ def selected_block_mask(
         touched &= left <= bottom + offset
         full &= right <= top + offset
     touched, full = (t.repeat_interleave(num_grouped_queries, dim=1) for t in (touched, full))
-    mask_mod = selected_mask_mod(
-        membership, block_size, num_grouped_queries, causal, scalar(offset, device)
-    )
+    size, groups, first = (scalar(n, device) for n in (block_size, num_grouped_queries, offset))
+    mask_mod = selected_mask_mod(membership, size, groups, causal, first)
     return from_tiles(touched, full, mask_mod, q_len, kv_len)
 
 

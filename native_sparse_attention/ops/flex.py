@@ -43,6 +43,8 @@ def why_not(
     if q.device.type not in ("cuda", "cpu"):
         reasons.append(f"q is on {q.device.type}, needs cuda or cpu")
     if q.is_cuda:
+        if torch.compiler.is_compiling():
+            reasons.append("inductor cannot lower it inside a larger compiled graph")
         if q.dtype == torch.float64:
             reasons.append("its CUDA kernels have no float64")
         for name, t in (("q", q), ("v", v)):
