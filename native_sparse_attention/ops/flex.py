@@ -44,7 +44,8 @@ def why_not(
         reasons.append(f"q is on {q.device.type}, needs cuda or cpu")
     if q.is_cuda:
         if torch.compiler.is_compiling():
-            reasons.append("inductor cannot lower it inside a larger compiled graph")
+            # torch 2.11: under no_grad, and under activation checkpointing
+            reasons.append("inside a larger compiled graph its lowering may fail")
         if q.dtype == torch.float64:
             reasons.append("its CUDA kernels have no float64")
         for name, t in (("q", q), ("v", v)):
