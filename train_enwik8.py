@@ -98,7 +98,12 @@ SETTINGS: dict[str, tuple[Kind, Any, Any, str]] = {
     "clip": (real, 1.0, 1.0, "largest gradient norm"),
     "seed": (whole, 0, 0, "of weights, data order and sampled text"),
     "precision": (("fp32", "bf16"), "fp32", "bf16", "of the forward pass; weights are fp32"),
-    "compile": (("auto", "on", "off"), "auto", "auto", "torch.compile; auto: on CUDA"),
+    "compile": (
+        ("auto", "on", "off"),
+        "auto",
+        "auto",
+        "torch.compile; auto: on CUDA to 8192 tokens",
+    ),
     "activation_checkpointing": (("on", "off"), "off", "off", "less memory, more time"),
     "log_every": (count, 1, 10, "steps between lines of metrics.jsonl"),
     "eval_every": (count, 50, 250, "steps between validations"),
@@ -392,8 +397,11 @@ def autocast(cfg: Namespace) -> AbstractContextManager[Any]:
 
 
 def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
-    """The model through torch.compile where asked for or, with auto, on CUDA if it works there."""
-    if cfg.compile == "off" or (cfg.compile == "auto" and not cfg.device.startswith("cuda")):
+    """The model through torch.compile where asked for or, with auto, on CUDA if it works there.
+
+    A compiled graph forms T x S scores: beyond some length only flex_attention, outside it, fits."""
+    helps = cfg.device.startswith("cuda") and cfg.seq_len <= 8192
+    if cfg.compile == "off" or (cfg.compile == "auto" and not helps):
         return model
     forward = torch.compile(model)
     ids = torch.zeros(cfg.batch_size, cfg.seq_len + 1, dtype=torch.long, device=cfg.device)

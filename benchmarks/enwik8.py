@@ -1,0 +1,90 @@
+"""Bits per byte of the sparse layer and of its dense twin, at equal steps of `train_enwik8.py`.
+
+    python benchmarks/enwik8.py                  train all seven, append a row each, print the table
+    python benchmarks/enwik8.py --table          print the table of the rows that are there
+    python benchmarks/enwik8.py --steps 50 ...   what follows is handed on to train_enwik8.py
+
+Rows go to `benchmarks/results/enwik8.jsonl`; the table of docs/training.md is drawn from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "enwik8.jsonl"
+SETTINGS = [
+    *(("sparse", rule, stride) for rule in ("logits", "probs") for stride in (1, 4, 16)),
+    ("dense", None, None),
+]
+COLUMNS = (250, 500, 1000, 2000, 3000)
+
+
+def train(attention: str, importance: str | None, stride: int | None, options: list[str]) -> Path:
+    name = "-".join(str(part) for part in ("bench", attention, importance, stride) if part)
+    command = [sys.executable, str(ROOT / "train_enwik8.py"), "--name", name]
+    command += ["--attention", attention]
+    if importance is not None:
+        command += ["--importance", importance, "--selection-stride", str(stride)]
+    subprocess.run([*command, *options], check=True, cwd=ROOT)
+    return ROOT / "runs" / name
+
+
+def row(run: Path) -> dict:
+    """What a finished run measured, with the settings and the machine that it ran on."""
+    config = json.loads((run / "config.json").read_text())
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return {
+        "config": config,
+        "val_bpb": {m["step"]: round(m["val_bpb"], 4) for m in metrics if "val_bpb" in m},
+        "test_bpb": round(metrics[-1]["test_bpb"], 4),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip() or None,
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: validation bits per byte at some steps, the best, and the test split at the end."""
+    steps = [c for c in COLUMNS if all(str(c) in r["val_bpb"] for r in rows)]
+    head = ["attention", "importance", "`selection_stride`", *(f"step {c}" for c in steps)]
+    lines = [[*head, "best", "test, at the end"], ["---"] * (len(head) + 2)]
+    for r in rows:
+        sparse = r["config"]["attention"] == "sparse"
+        keys = ("importance", "selection_stride")
+        lines.append(
+            [
+                r["config"]["attention"],
+                *(str(r["config"][key]) if sparse else "" for key in keys),
+                *(f"{r['val_bpb'][str(c)]:.3f}" for c in steps),
+                f"{min(r['val_bpb'].values()):.3f}",
+                f"{r['test_bpb']:.3f}",
+            ]
+        )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", action="store_true", help="print the rows that are there")
+    args, options = parser.parse_known_args()
+    if not args.table:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        for setting in SETTINGS:
+            result = row(train(*setting, options))
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+    if not RESULTS.exists():
+        sys.exit(f"{RESULTS} is not there: run without --table first")
+    print(table([json.loads(line) for line in RESULTS.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()
