@@ -399,7 +399,8 @@ def autocast(cfg: Namespace) -> AbstractContextManager[Any]:
 def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
     """The model through torch.compile where asked for or, with auto, on CUDA if it works there.
 
-    A compiled graph forms T x S scores: beyond some length only flex_attention, outside it, fits."""
+    A compiled graph forms T x S scores: for long texts only flex_attention, outside it, fits.
+    """
     helps = cfg.device.startswith("cuda") and cfg.seq_len <= 8192
     if cfg.compile == "off" or (cfg.compile == "auto" and not helps):
         return model
