@@ -1,6 +1,6 @@
 """On a CUDA device: what `auto` chooses there is the layer that the CPU computes in fp64.
 
-No Triton kernels yet: the branches run in flex_attention where it can, else in eager PyTorch.
+Triton kernels for two branches, flex_attention where it can for the third, else eager PyTorch.
 """
 
 import copy

@@ -31,10 +31,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"masks"}),
     frozenset(
         {
-            "kernels.compressed",
+            "kernels.interval",
             "kernels.scoring",
             "kernels.selected",
-            "kernels.window",
             "kernels.combine",
             "kernels.inverse",
             "kernels.decode",

@@ -4,28 +4,32 @@
     flex     torch's flex_attention, compiled on CUDA
     eager    plain PyTorch, everywhere
 
-An explicit backend runs or raises; only `auto` falls back, in the order triton, flex (on CUDA),
-eager.
+An explicit backend runs or raises; only `auto` falls back: triton, flex, eager on CUDA, and eager
+elsewhere (with TRITON_INTERPRET=1 an explicit triton runs there too, to be tested).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from . import flex, local, ranking, reference
+from . import flex, library, local, ranking, reference
 from .checks import BACKENDS, check_choice
+
+# scores T x S up to which `auto`, inside a compiled graph, leaves attention to the compiler
+FEW_SCORES = 1024 * 1024
 
 
 def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
     """Reasons why a backend cannot run a call of an operation; empty where it can."""
     if backend == "triton":
-        return ["this version has no Triton kernels yet"]
+        return library.why_not(op, **call)
     if backend == "flex":
         if not hasattr(flex, op):
             return [f"flex_attention has no form of {op}"]
-        return flex.why_not(op, call["q"], call["k"], call["v"], call["gates"], call["q_offset"])
+        return flex.why_not(op, **call)
     return []
 
 
@@ -47,7 +51,9 @@ def choose(
     """
     call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset)
     if backend == "auto":
-        backend = ("triton", "flex", "eager") if q.is_cuda else ("triton", "eager")
+        # there a launch costs more than scores that the compiler fuses (measured on an H200)
+        few = torch.compiler.is_compiling() and q.shape[1] * k.shape[1] <= FEW_SCORES
+        backend = ("triton", "flex", "eager") if q.is_cuda and not few else "eager"
     names = (backend,) if isinstance(backend, str) else backend
     reasons = {}
     for name in names:
@@ -64,8 +70,8 @@ def choose(
 
 def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
     """Call operation `op` of a backend that `choose` returned."""
-    if backend == "flex":
-        return getattr(flex, op)(*args, **kwargs)
+    if backend in ("triton", "flex"):
+        return getattr(library if backend == "triton" else flex, op)(*args, **kwargs)
     if op == "sliding_window_attention":
         q, k = args[:2]
         w, offset, lse = (kwargs[n] for n in ("sliding_window_size", "q_offset", "return_lse"))

@@ -1,0 +1,1 @@
+"""How a GPU computes it: Triton kernels. The only folder that imports triton."""

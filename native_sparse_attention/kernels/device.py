@@ -1,0 +1,81 @@
+"""Steps that the kernels share. A tile has M rows: the tokens of a tile times the G heads of a
+group.
+
+All logits are in units of log2 (multiplied by `scale * log2 e`), so that `exp2` is the exponential.
+"""
+
+import triton
+import triton.language as tl
+
+# which keys a query at position i sees, of N in a row: one interval [lo, hi), both ends rising with
+# i
+CAUSAL_WINDOW = tl.constexpr(0)  # i - reach .. i
+TWO_SIDED_WINDOW = tl.constexpr(1)  # i - reach .. i + reach
+BEHIND = tl.constexpr(2)  # the first `reach` keys, and one more for each `stride` tokens behind i
+EVERYTHING = tl.constexpr(3)
+
+
+@triton.jit
+def interval(i, N, reach, stride, KIND: tl.constexpr):
+    """First key and one past the last key that query i sees."""
+    lo = i * 0
+    hi = lo + N
+    if KIND == CAUSAL_WINDOW:
+        lo, hi = i - reach, i + 1
+    if KIND == TWO_SIDED_WINDOW:
+        lo, hi = i - reach, i + reach + 1
+    if KIND == BEHIND:
+        hi = reach + i // stride
+    return tl.maximum(lo, 0), tl.minimum(hi, N)
+
+
+@triton.jit
+def seen_by(n, last, reach, stride, KIND: tl.constexpr):
+    """First query position that sees key n, and one past the last that sees a key up to `last`."""
+    first = n * 0
+    end = last * 0 + 0x7FFFFFFF
+    if KIND == CAUSAL_WINDOW:
+        first, end = n, last + reach + 1
+    if KIND == TWO_SIDED_WINDOW:
+        first, end = n - reach, last + reach + 1
+    if KIND == BEHIND:
+        first = tl.where(n < reach, 0, (n - reach + 1) * stride)
+    return tl.maximum(first, 0), end
+
+
+@triton.jit
+def load_rows(base, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
+    """Rows [M, BLOCK] that begin at `base + offsets`; zeros where mask is False and past WIDTH."""
+    d = tl.arange(0, BLOCK)
+    inside = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
+    return tl.load(base + offsets[:, None] + d[None], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(base, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
+    """Write rows [M, BLOCK], up to WIDTH, to `base + offsets` where mask is True."""
+    d = tl.arange(0, BLOCK)
+    inside = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
+    tl.store(base + offsets[:, None] + d[None], value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_rows(tile, T, G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The rows of a tile of queries: token and group head of each, and whether it is one.
+
+    Rows run over the heads first: as many whole tokens as fit, for any G up to BLOCK_M.
+    """
+    TOKENS: tl.constexpr = BLOCK_M // G
+    row = tl.arange(0, BLOCK_M)
+    token = tile * TOKENS + row // G
+    return token, row % G, (row < TOKENS * G) & (token < T)
+
+
+@triton.jit
+def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
+    """Fold logits s [M, N] and values v [N, E] into the running (acc [M, E], m [M], l [M])."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+    p, alpha = tl.exp2(s - m_safe[:, None]), tl.exp2(m - m_safe)
+    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return acc, m_new, l * alpha + tl.sum(p, 1)
