@@ -252,7 +252,7 @@ class SparseAttention(Module):
         check_input(inp, self.dim)
         cache = check_cache(cache, return_cache, lengths, self.causal)
         counts = [] if cache is None else cache.check(inp.shape[0], inp.shape[1], lengths)
-        start = 0 if cache is None else cache.positions(inp.device, uniform=lengths is None)
+        start = 0 if cache is None else cache.positions(inp.device, counts, inp.shape[1])
 
         x = self.norm(inp)
         q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)

@@ -77,12 +77,12 @@ class KVCache:
     def device(self) -> torch.device | None:
         return next((t.device for t in self._tensors()), None)
 
-    def positions(self, device: torch.device, *, uniform: bool = True) -> int | Tensor:
-        """Where each row goes on: an int where all rows have one length (unless `uniform` is
-        False), else a tensor [b]."""
-        if not self.lengths or (uniform and self.is_uniform):
+    def positions(self, device: torch.device, counts: list[int], new: int) -> int | Tensor:
+        """Where each row goes on: an int where all rows have one length and the longest takes all
+        `new` tokens, else a tensor [b]."""
+        if self.is_uniform and max(counts, default=-1) == new:
             return len(self)
-        return torch.tensor(self.lengths, device=device)
+        return torch.tensor(self.starts(len(counts)), dtype=torch.long, device=device)
 
     # appending: a layer writes to its streams, then counts the tokens with `advance`
 
@@ -154,7 +154,7 @@ class KVCache:
         of the token at position p lies in slot `p mod size`."""
         size = length + self.rollback
         rows, at = _index([max(0, n - size) for n in counts], counts)
-        slots = (at + torch.tensor(self.starts(len(counts)))[rows]) % max(1, size)
+        slots = (at + torch.tensor(self.starts(len(counts)), dtype=torch.long)[rows]) % max(1, size)
         for name, entries in new.items():
             self._check_entries(self._tail.get(name), name, entries)
             if name not in self._tail:
@@ -292,9 +292,8 @@ class KVCache:
 
 def _index(first: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
     """Row and place of every entry in `first[row] .. last[row] - 1`, row by row."""
-    rows = torch.repeat_interleave(
-        torch.arange(len(first)), torch.tensor([b - a for a, b in zip(first, last, strict=True)])
-    )
+    counts = torch.tensor([b - a for a, b in zip(first, last, strict=True)], dtype=torch.long)
+    rows = torch.repeat_interleave(torch.arange(len(first)), counts)
     places = [torch.arange(a, b) for a, b in zip(first, last, strict=True)]
     return rows, torch.cat(places) if places else torch.arange(0)
 

@@ -76,7 +76,7 @@ class Attention(Module):
         check_input(x, self.dim)
         cache = check_cache(cache, return_cache, lengths, self.causal)
         counts = [] if cache is None else cache.check(x.shape[0], x.shape[1], lengths)
-        start = 0 if cache is None else cache.positions(x.device, uniform=lengths is None)
+        start = 0 if cache is None else cache.positions(x.device, counts, x.shape[1])
 
         x = self.norm(x)
         q, k, v = (

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layers import DIM, SETTINGS, layer
 
 from native_sparse_attention import KVCache
@@ -63,6 +64,31 @@ def test_rows_of_different_lengths(setting, max_length):
             assert (out[row, n:] == 0).all()
             done[row] += n
     assert cache.lengths == done == [30, 30, 30]
+
+
+@pytest.mark.parametrize("setting", ["default", "paper", "shared rankings"])
+def test_padding_beyond_the_longest_row(setting):
+    """A batch padded to a width of its own, as a fixed shape wants it; and rows that take
+    nothing."""
+    module = layer(**SETTINGS[setting])
+    x = normal(2, 20, DIM)
+    expected = module(x)
+    cache = KVCache()
+    with torch.no_grad():
+        assert (module(normal(2, 4, DIM), cache=cache, lengths=[0, 0]) == 0).all()
+        for start, n in ((0, [9, 9]), (9, [11, 3])):
+            inp = F.pad(x[:, start : start + max(n)], (0, 0, 0, 6), value=float("nan"))
+            out = module(inp, cache=cache, lengths=n)
+            for row in range(2):
+                close(out[row, : n[row]], expected[row, start : start + n[row]])
+                assert (out[row, n[row] :] == 0).all()
+
+
+def test_no_rows_at_all():
+    module = layer()
+    out, cache = module(normal(0, 9, DIM), return_cache=True)
+    assert out.shape == (0, 9, DIM) and cache.lengths == []
+    assert module(normal(0, 1, DIM), cache=cache).shape == (0, 1, DIM)
 
 
 def test_gradients_of_a_cached_call():
