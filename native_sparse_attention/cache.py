@@ -158,7 +158,7 @@ class KVCache:
         for name, entries in new.items():
             self._check_entries(self._tail.get(name), name, entries)
             if name not in self._tail:
-                self._tail[name] = entries.new_zeros(*entries.shape[:2], size, entries.shape[-1])
+                self._tail[name] = _zeros(entries, size)
             _put(self._tail[name], rows, slots, entries.detach(), at)
 
     def advance(self, counts: list[int]) -> None:
@@ -241,8 +241,9 @@ class KVCache:
         return [*self._streams.values(), *self._tail.values()]
 
     def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self._streams = {name: fn(t) for name, t in self._streams.items()}
-        self._tail = {name: fn(t) for name, t in self._tail.items()}
+        with torch.inference_mode(False), torch.no_grad():
+            self._streams = {name: fn(t) for name, t in self._streams.items()}
+            self._tail = {name: fn(t) for name, t in self._tail.items()}
 
     def _check_entries(self, store: Tensor | None, name: str, new: Tensor) -> None:
         if store is None:
@@ -264,7 +265,7 @@ class KVCache:
         held = 0 if store is None else store.shape[2]
         if store is None or end > held:
             size = limit if limit is not None else 1 << max(0, end - 1).bit_length()
-            grown = new.new_zeros(*new.shape[:2], size, new.shape[-1])
+            grown = _zeros(new, size)
             if store is not None:
                 grown[:, :, :held] = store
             self._streams[name] = store = grown
@@ -288,6 +289,13 @@ class KVCache:
         copied = store.clone()
         _put(copied, rows, slots, new, at)
         return copied
+
+
+def _zeros(like: Tensor, size: int) -> Tensor:
+    """Storage [b h size d] for entries like these; never an inference tensor, which only inference
+    mode could write to."""
+    with torch.inference_mode(False):
+        return like.new_zeros(*like.shape[:2], size, like.shape[-1])
 
 
 def _index(first: list[int], last: list[int]) -> tuple[Tensor, Tensor]:

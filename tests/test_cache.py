@@ -111,6 +111,24 @@ def test_gradients_of_a_cached_call():
     close(grad, expected[:, 16:])
 
 
+def test_inference_mode_leaves_a_cache_for_all():
+    """Prefill under inference_mode, then go on in any mode."""
+    module = layer()
+    x = normal(2, 25, DIM)
+    expected = module(x)
+    with torch.inference_mode():
+        _, cache = module(x[:, :16], return_cache=True)
+        cache.reorder([0, 1])
+        copied = cache.clone()
+    with torch.no_grad():
+        close(module(x[:, 16:], cache=cache), expected[:, 16:])
+    out = module(x[:, 16:], cache=copied)
+    close(out, expected[:, 16:])
+    out.sum().backward()
+    with torch.inference_mode():
+        close(module(x[:, :1], cache=cache), module(x[:, :1], cache=copied))
+
+
 def test_a_step_copies_nothing():
     """Fixed capacity: one allocation. Growing: powers of two."""
     module = layer()
