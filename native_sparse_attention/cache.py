@@ -10,6 +10,7 @@ made.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -88,13 +89,15 @@ class KVCache:
 
     def check(self, batch: int, new: int, lengths: Sequence[int] | Tensor | None) -> list[int]:
         """How many of `new` tokens each row takes; raises before anything is written."""
+        if not self.lengths:
+            # storage of a first call that failed half-way
+            self._streams, self._tail = {}, {}
         if self.batch is not None and self.batch != batch:
             raise ValueError(f"cache holds {self.batch} rows but the input has {batch}")
         if lengths is None:
             counts = [new] * batch
         else:
-            lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-            counts = [int(n) for n in lengths]
+            counts = _integers("lengths", lengths)
             if len(counts) != batch or any(n < 0 or n > new for n in counts):
                 raise ValueError(
                     f"lengths must be {batch} integers between 0 and {new} (the new tokens), "
@@ -187,7 +190,7 @@ class KVCache:
         if isinstance(lengths, Tensor):
             lengths = lengths.tolist()
         rows = len(self.lengths)
-        wanted = [lengths] * rows if isinstance(lengths, int) else [int(n) for n in lengths]
+        wanted = [lengths] * rows if isinstance(lengths, int) else _integers("lengths", lengths)
         if len(wanted) != rows:
             raise ValueError(f"lengths must be one integer or {rows} of them, got {len(wanted)}")
         for row, new in enumerate(wanted):
@@ -214,11 +217,13 @@ class KVCache:
         Raises:
             ValueError: a row that is not there.
         """
-        index = rows.tolist() if isinstance(rows, Tensor) else [int(r) for r in rows]
+        index = _integers("rows", rows)
         for r in index:
             if not 0 <= r < len(self.lengths):
                 raise ValueError(f"rows must be between 0 and {len(self.lengths) - 1}, got {r}")
-        self._apply(lambda t: t.index_select(0, torch.tensor(index, device=t.device)))
+        self._apply(
+            lambda t: t.index_select(0, torch.tensor(index, dtype=torch.long, device=t.device))
+        )
         self.lengths = [self.lengths[r] for r in index]
         self._reached = [self._reached[r] for r in index]
         self.batch = len(index)
@@ -289,6 +294,15 @@ class KVCache:
         copied = store.clone()
         _put(copied, rows, slots, new, at)
         return copied
+
+
+def _integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
+    """One integer for each row; a float is an error, not a number to cut short."""
+    try:
+        listed = values.tolist() if isinstance(values, Tensor) else values
+        return [operator.index(value) for value in listed]
+    except TypeError:
+        raise ValueError(f"{name} must be integers, one for each row, got {values!r}") from None
 
 
 def _zeros(like: Tensor, size: int) -> Tensor:

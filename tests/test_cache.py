@@ -211,6 +211,29 @@ def test_truncate_reaches_as_far_as_it_says():
         close(out, expected[:, :30])
 
 
+@pytest.mark.parametrize("bad", [[1.5, 2], torch.tensor([1.0, 2.0]), 2.5, torch.tensor(2.0), "ab"])
+def test_numbers_of_tokens_are_integers(bad):
+    module = layer()
+    _, cache = module(normal(2, 9, DIM), return_cache=True)
+    for call, name in [
+        (lambda: module(normal(2, 9, DIM), cache=cache, lengths=bad), "lengths"),
+        (lambda: cache.truncate(bad), "lengths"),
+        (lambda: cache.reorder(bad), "rows"),
+    ]:
+        with pytest.raises(ValueError, match=f"{name} must be integers, one for each row, got"):
+            call()
+    assert cache.lengths == [9, 9]
+
+
+def test_a_first_call_that_failed_leaves_nothing():
+    module, cache = layer(backend="flex", use_diff_topk=True), KVCache()
+    with pytest.raises(NotImplementedError):
+        module(normal(2, 9, DIM), cache=cache)
+    module.backend = "eager"
+    x = normal(1, 5, DIM)
+    close(module(x, cache=cache), module(x))
+
+
 @pytest.mark.parametrize("setting", ["default", "shared rankings"])
 def test_reorder(setting):
     module = layer(**SETTINGS[setting])
