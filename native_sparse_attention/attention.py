@@ -146,6 +146,11 @@ class SparseAttention(Module):
             raise ValueError(
                 "rotary_emb must have use_xpos=False: a key's scale would depend on the length"
             )
+        if rotary_emb is not None and 2 * len(rotary_emb.freqs) > dim_head:
+            raise ValueError(
+                f"rotary_emb must rotate at most dim_head={dim_head} features, "
+                f"got {2 * len(rotary_emb.freqs)}"
+            )
 
         self.dim = dim
         self.dim_head = dim_head

@@ -14,6 +14,7 @@ from torch import nn
 from native_sparse_attention import KVCache, SparseAttention
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
+from native_sparse_attention.rotary import rotation
 
 
 def normal(*shape, dtype=torch.float64):
@@ -288,6 +289,18 @@ def test_custom_networks():
     close(module(x), plain(x))
 
 
+def test_a_cast_rotary_embedding_tells_positions_apart():
+    """In bf16 its frequencies are rounded, its positions are not."""
+    q = torch.ones(1, 1, 600, 8, dtype=torch.bfloat16)
+    rotary = RotaryEmbedding(8).bfloat16()
+    exact = RotaryEmbedding(8)
+    exact.load_state_dict(rotary.state_dict())
+    out = rotation(rotary, q, 0)(q)
+    torch.testing.assert_close(out, rotation(exact, q, 0)(q))
+    expected = exact.rotate_queries_or_keys(q.float())
+    torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0)
+
+
 # bad arguments: named, with what was expected and what came
 
 GOOD = dict(
@@ -324,6 +337,7 @@ GOOD = dict(
             "interpolated_importance_score=True goes with importance='logits' only",
         ),
         (dict(rotary_emb=RotaryEmbedding(8, use_xpos=True)), "rotary_emb must have use_xpos=False"),
+        (dict(rotary_emb=RotaryEmbedding(16)), "rotary_emb must rotate at most dim_head=8"),
     ],
 )
 def test_bad_constructor(change, message):
