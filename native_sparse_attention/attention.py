@@ -342,7 +342,15 @@ class SparseAttention(Module):
         k = windows["k"] + rearrange(self.k_intrablock_positions, "h l d -> h 1 l d")
         v = windows["v"] + rearrange(self.v_intrablock_positions, "h l d -> h 1 l d")
         dtype = windows["k"].dtype
-        return {"ck": self.k_compress(k).to(dtype), "cv": self.v_compress(v).to(dtype)}
+        compressed = {"ck": self.k_compress(k).to(dtype), "cv": self.v_compress(v).to(dtype)}
+        b, h, w, _, d = k.shape
+        for t in compressed.values():
+            if t.shape != (b, h, w, d):
+                raise ValueError(
+                    "compress_mlp must map [b h w l d] to [b h w d], "
+                    f"got {list(k.shape)} to {list(t.shape)}"
+                )
+        return compressed
 
     def extend(
         self,
