@@ -144,6 +144,39 @@ def test_flex_backend():
         module(x)
 
 
+FLEX_SETTINGS = [
+    "default",
+    "stride = window",
+    "window of windows",
+    "paper",
+    "shared rankings",
+    "own rankings",
+    "independent",
+    "no memory",
+    "no selection",
+]
+
+
+@pytest.mark.parametrize("setting", FLEX_SETTINGS)
+@torch.no_grad()
+def test_laws_in_flex(setting, untraced_flex):
+    """Over two tiles of 128: one forward is the eager one, chunks are one forward, the future
+    cannot move the past, a row alone is the row in a batch."""
+    module = layer(**SETTINGS[setting], backend="flex")
+    x = normal(2, 139, DIM)
+    out = module(x)
+    cache = KVCache()
+    chunks = [module(part, cache=cache) for part in x.split([6, 1, 121, 1, 1, 9], dim=1)]
+    close(torch.cat(chunks, dim=1), out)
+    for end in (1, 23, 128):
+        other = torch.cat((x[:, :end], normal(2, 139 - end, DIM)), dim=1)
+        close(module(other)[:, :end], out[:, :end])
+        close(module(x[:, :end]), out[:, :end])
+    close(module(x[1:2]), out[1:2])
+    module.backend = "eager"
+    close(module(x), out)
+
+
 # what a user does to a module
 
 
