@@ -146,6 +146,11 @@ class SparseAttention(Module):
             raise ValueError(
                 "rotary_emb must have use_xpos=False: a key's scale would depend on the length"
             )
+        if rotary_emb is not None and 2 * len(rotary_emb.freqs) > dim_head:
+            raise ValueError(
+                f"rotary_emb must rotate at most dim_head={dim_head} features, "
+                f"got {2 * len(rotary_emb.freqs)}"
+            )
 
         self.dim = dim
         self.dim_head = dim_head
@@ -252,7 +257,7 @@ class SparseAttention(Module):
         check_input(inp, self.dim)
         cache = check_cache(cache, return_cache, lengths, self.causal)
         counts = [] if cache is None else cache.check(inp.shape[0], inp.shape[1], lengths)
-        start = 0 if cache is None else cache.positions(inp.device, uniform=lengths is None)
+        start = 0 if cache is None else cache.positions(inp.device, counts, inp.shape[1])
 
         x = self.norm(inp)
         q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)
@@ -337,7 +342,15 @@ class SparseAttention(Module):
         k = windows["k"] + rearrange(self.k_intrablock_positions, "h l d -> h 1 l d")
         v = windows["v"] + rearrange(self.v_intrablock_positions, "h l d -> h 1 l d")
         dtype = windows["k"].dtype
-        return {"ck": self.k_compress(k).to(dtype), "cv": self.v_compress(v).to(dtype)}
+        compressed = {"ck": self.k_compress(k).to(dtype), "cv": self.v_compress(v).to(dtype)}
+        b, h, w, _, d = k.shape
+        for t in compressed.values():
+            if t.shape != (b, h, w, d):
+                raise ValueError(
+                    "compress_mlp must map [b h w l d] to [b h w d], "
+                    f"got {list(k.shape)} to {list(t.shape)}"
+                )
+        return compressed
 
     def extend(
         self,

@@ -10,6 +10,7 @@ made.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -77,24 +78,26 @@ class KVCache:
     def device(self) -> torch.device | None:
         return next((t.device for t in self._tensors()), None)
 
-    def positions(self, device: torch.device, *, uniform: bool = True) -> int | Tensor:
-        """Where each row goes on: an int where all rows have one length (unless `uniform` is
-        False), else a tensor [b]."""
-        if not self.lengths or (uniform and self.is_uniform):
+    def positions(self, device: torch.device, counts: list[int], new: int) -> int | Tensor:
+        """Where each row goes on: an int where all rows have one length and the longest takes all
+        `new` tokens, else a tensor [b]."""
+        if self.is_uniform and max(counts, default=-1) == new:
             return len(self)
-        return torch.tensor(self.lengths, device=device)
+        return torch.tensor(self.starts(len(counts)), dtype=torch.long, device=device)
 
     # appending: a layer writes to its streams, then counts the tokens with `advance`
 
     def check(self, batch: int, new: int, lengths: Sequence[int] | Tensor | None) -> list[int]:
         """How many of `new` tokens each row takes; raises before anything is written."""
+        if not self.lengths:
+            # storage of a first call that failed half-way
+            self._streams, self._tail = {}, {}
         if self.batch is not None and self.batch != batch:
             raise ValueError(f"cache holds {self.batch} rows but the input has {batch}")
         if lengths is None:
             counts = [new] * batch
         else:
-            lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-            counts = [int(n) for n in lengths]
+            counts = _integers("lengths", lengths)
             if len(counts) != batch or any(n < 0 or n > new for n in counts):
                 raise ValueError(
                     f"lengths must be {batch} integers between 0 and {new} (the new tokens), "
@@ -154,11 +157,11 @@ class KVCache:
         of the token at position p lies in slot `p mod size`."""
         size = length + self.rollback
         rows, at = _index([max(0, n - size) for n in counts], counts)
-        slots = (at + torch.tensor(self.starts(len(counts)))[rows]) % max(1, size)
+        slots = (at + torch.tensor(self.starts(len(counts)), dtype=torch.long)[rows]) % max(1, size)
         for name, entries in new.items():
             self._check_entries(self._tail.get(name), name, entries)
             if name not in self._tail:
-                self._tail[name] = entries.new_zeros(*entries.shape[:2], size, entries.shape[-1])
+                self._tail[name] = _zeros(entries, size)
             _put(self._tail[name], rows, slots, entries.detach(), at)
 
     def advance(self, counts: list[int]) -> None:
@@ -187,7 +190,7 @@ class KVCache:
         if isinstance(lengths, Tensor):
             lengths = lengths.tolist()
         rows = len(self.lengths)
-        wanted = [lengths] * rows if isinstance(lengths, int) else [int(n) for n in lengths]
+        wanted = [lengths] * rows if isinstance(lengths, int) else _integers("lengths", lengths)
         if len(wanted) != rows:
             raise ValueError(f"lengths must be one integer or {rows} of them, got {len(wanted)}")
         for row, new in enumerate(wanted):
@@ -214,11 +217,13 @@ class KVCache:
         Raises:
             ValueError: a row that is not there.
         """
-        index = rows.tolist() if isinstance(rows, Tensor) else [int(r) for r in rows]
+        index = _integers("rows", rows)
         for r in index:
             if not 0 <= r < len(self.lengths):
                 raise ValueError(f"rows must be between 0 and {len(self.lengths) - 1}, got {r}")
-        self._apply(lambda t: t.index_select(0, torch.tensor(index, device=t.device)))
+        self._apply(
+            lambda t: t.index_select(0, torch.tensor(index, dtype=torch.long, device=t.device))
+        )
         self.lengths = [self.lengths[r] for r in index]
         self._reached = [self._reached[r] for r in index]
         self.batch = len(index)
@@ -241,8 +246,9 @@ class KVCache:
         return [*self._streams.values(), *self._tail.values()]
 
     def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self._streams = {name: fn(t) for name, t in self._streams.items()}
-        self._tail = {name: fn(t) for name, t in self._tail.items()}
+        with torch.inference_mode(False), torch.no_grad():
+            self._streams = {name: fn(t) for name, t in self._streams.items()}
+            self._tail = {name: fn(t) for name, t in self._tail.items()}
 
     def _check_entries(self, store: Tensor | None, name: str, new: Tensor) -> None:
         if store is None:
@@ -264,7 +270,7 @@ class KVCache:
         held = 0 if store is None else store.shape[2]
         if store is None or end > held:
             size = limit if limit is not None else 1 << max(0, end - 1).bit_length()
-            grown = new.new_zeros(*new.shape[:2], size, new.shape[-1])
+            grown = _zeros(new, size)
             if store is not None:
                 grown[:, :, :held] = store
             self._streams[name] = store = grown
@@ -290,11 +296,26 @@ class KVCache:
         return copied
 
 
+def _integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
+    """One integer for each row; a float is an error, not a number to cut short."""
+    try:
+        listed = values.tolist() if isinstance(values, Tensor) else values
+        return [operator.index(value) for value in listed]
+    except TypeError:
+        raise ValueError(f"{name} must be integers, one for each row, got {values!r}") from None
+
+
+def _zeros(like: Tensor, size: int) -> Tensor:
+    """Storage [b h size d] for entries like these; never an inference tensor, which only inference
+    mode could write to."""
+    with torch.inference_mode(False):
+        return like.new_zeros(*like.shape[:2], size, like.shape[-1])
+
+
 def _index(first: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
     """Row and place of every entry in `first[row] .. last[row] - 1`, row by row."""
-    rows = torch.repeat_interleave(
-        torch.arange(len(first)), torch.tensor([b - a for a, b in zip(first, last, strict=True)])
-    )
+    counts = torch.tensor([b - a for a, b in zip(first, last, strict=True)], dtype=torch.long)
+    rows = torch.repeat_interleave(torch.arange(len(first)), counts)
     places = [torch.arange(a, b) for a, b in zip(first, last, strict=True)]
     return rows, torch.cat(places) if places else torch.arange(0)
 

@@ -13,9 +13,7 @@ from torch import Tensor
 class Rotary(RotaryEmbedding):
     """RotaryEmbedding that computes its angles at each call, from frequencies that are a buffer
     (they are not learned: no optimizer or sharding should see them) and stay in fp32 whatever the
-    model
-        is
-    cast to: in bf16 the angle at position 10,000 would be off by whole turns."""
+    model is cast to: in bf16 the angle at position 10,000 would be off by whole turns."""
 
     freqs: Tensor
 
@@ -38,9 +36,15 @@ class Rotary(RotaryEmbedding):
 def rotation(
     rotary: RotaryEmbedding, like: Tensor, start: int | Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """Rotary embedding of [b h n d] at positions `start + 0 .. n - 1` (start: an int, or [b])."""
+    """Rotary embedding of [b h n d] at positions `start + 0 .. n - 1` (start: an int, or [b]).
+
+    The angles are formed here: the embedding's own forward does so in the dtype of its frequencies,
+    and bf16 cannot tell position 257 from 256.
+    """
     position = torch.arange(like.shape[2], device=like.device)
     position = position + (start[:, None, None] if isinstance(start, Tensor) else start)
     position = position.to(torch.promote_types(torch.float32, like.dtype))
-    freqs = rotary(position / rotary.interpolate_factor)
-    return lambda t: apply_rotary_emb(freqs, t)
+    position = position / rotary.interpolate_factor
+    angles = position[..., None] * rotary.freqs.to(position.dtype)
+    angles = angles.repeat_interleave(2, dim=-1)
+    return lambda t: apply_rotary_emb(angles, t)

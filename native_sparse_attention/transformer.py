@@ -6,6 +6,7 @@ b  batch    n  tokens    h  heads    d  width of a head
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from math import ceil
 from typing import Any
 
@@ -76,7 +77,7 @@ class Attention(Module):
         check_input(x, self.dim)
         cache = check_cache(cache, return_cache, lengths, self.causal)
         counts = [] if cache is None else cache.check(x.shape[0], x.shape[1], lengths)
-        start = 0 if cache is None else cache.positions(x.device, uniform=lengths is None)
+        start = 0 if cache is None else cache.positions(x.device, counts, x.shape[1])
 
         x = self.norm(x)
         q, k, v = (
@@ -125,9 +126,11 @@ class Transformer(Module):
         use_sparse_attn: SparseAttention, or dense attention.
         causal: whether tokens see only what lies before them.
         use_flex_sliding_window, use_flex_fine_selection: run these branches in flex_attention,
-            under masks that are made once per length (not with a cache).
+            under masks that a forward makes for all its layers (not with a cache; with gradients on
+            CUDA only).
         use_triton_fine_selection: `backend="triton"` for the sparse layers.
-        sparse_attn_kwargs: arguments of SparseAttention; a small default for a byte-level model.
+        sparse_attn_kwargs: arguments of SparseAttention, networks in it copied for each layer (a
+            rotary_emb is shared); a small default for a byte-level model.
         activation_checkpointing: recompute each layer in the backward pass, for less memory.
 
     Raises:
@@ -173,9 +176,10 @@ class Transformer(Module):
         for _ in range(depth):
             attn: Module
             if use_sparse_attn:
-                attn = SparseAttention(
-                    **shape, use_triton_kernel=use_triton_fine_selection, **sparse
-                )
+                # a network for the gate is copied, as SparseAttention copies compress_mlp
+                gate = deepcopy(sparse.get("strategy_combine_mlp"))
+                own = {**sparse, "strategy_combine_mlp": gate}
+                attn = SparseAttention(**shape, use_triton_kernel=use_triton_fine_selection, **own)
             else:
                 attn = Attention(**shape)
             self.layers.append(ModuleList([attn, FeedForward(dim, ff_expansion_factor)]))
@@ -243,11 +247,10 @@ class Transformer(Module):
             else:
                 x = x + attn(x, cache=layer_cache, **kwargs)
                 x = x + ff(x)
-        logits = self.to_logits(self.norm(x))
-
+        out = self.to_logits(self.norm(x))
         if return_loss:
-            return F.cross_entropy(rearrange(logits, "b n t -> b t n").float(), labels)
-        return (logits, cache) if return_cache else logits
+            out = F.cross_entropy(rearrange(out, "b n t -> b t n").float(), labels)
+        return (out, cache) if return_cache else out
 
     def flex_masks(self, seq_len: int, device: torch.device) -> dict[str, Any]:
         masks: dict[str, Any] = {}

@@ -46,13 +46,17 @@ def main(wrapper: str) -> None:
         weights = dict(model.named_parameters())
     else:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import FSDPModule, fully_shard
 
         mesh = init_device_mesh("cpu", (2,))
         for attention, feed_forward in model.layers:
             fully_shard(attention, mesh=mesh)
             fully_shard(feed_forward, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # torch 2.8 forgets to divide by the number of processes over gloo
+                module.set_force_sum_reduction_for_comms(True)
         step(model, ids[rank * 2 : rank * 2 + 2])
         weights = {name: p.full_tensor() for name, p in model.named_parameters()}
 

@@ -14,6 +14,7 @@ from torch import nn
 from native_sparse_attention import KVCache, SparseAttention
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
+from native_sparse_attention.rotary import rotation
 
 
 def normal(*shape, dtype=torch.float64):
@@ -141,6 +142,39 @@ def test_flex_backend():
         close(module(x), expected, 1e-5)
     with pytest.raises(NotImplementedError, match="backend 'flex' cannot run this call.*gradients"):
         module(x)
+
+
+FLEX_SETTINGS = [
+    "default",
+    "stride = window",
+    "window of windows",
+    "paper",
+    "shared rankings",
+    "own rankings",
+    "independent",
+    "no memory",
+    "no selection",
+]
+
+
+@pytest.mark.parametrize("setting", FLEX_SETTINGS)
+@torch.no_grad()
+def test_laws_in_flex(setting, untraced_flex):
+    """Over two tiles of 128: one forward is the eager one, chunks are one forward, the future
+    cannot move the past, a row alone is the row in a batch."""
+    module = layer(**SETTINGS[setting], backend="flex")
+    x = normal(2, 139, DIM)
+    out = module(x)
+    cache = KVCache()
+    chunks = [module(part, cache=cache) for part in x.split([6, 1, 121, 1, 1, 9], dim=1)]
+    close(torch.cat(chunks, dim=1), out)
+    for end in (1, 23, 128):
+        other = torch.cat((x[:, :end], normal(2, 139 - end, DIM)), dim=1)
+        close(module(other)[:, :end], out[:, :end])
+        close(module(x[:, :end]), out[:, :end])
+    close(module(x[1:2]), out[1:2])
+    module.backend = "eager"
+    close(module(x), out)
 
 
 # what a user does to a module
@@ -288,6 +322,18 @@ def test_custom_networks():
     close(module(x), plain(x))
 
 
+def test_a_cast_rotary_embedding_tells_positions_apart():
+    """In bf16 its frequencies are rounded, its positions are not."""
+    q = torch.ones(1, 1, 600, 8, dtype=torch.bfloat16)
+    rotary = RotaryEmbedding(8).bfloat16()
+    exact = RotaryEmbedding(8)
+    exact.load_state_dict(rotary.state_dict())
+    out = rotation(rotary, q, 0)(q)
+    torch.testing.assert_close(out, rotation(exact, q, 0)(q))
+    expected = exact.rotate_queries_or_keys(q.float())
+    torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0)
+
+
 # bad arguments: named, with what was expected and what came
 
 GOOD = dict(
@@ -324,6 +370,7 @@ GOOD = dict(
             "interpolated_importance_score=True goes with importance='logits' only",
         ),
         (dict(rotary_emb=RotaryEmbedding(8, use_xpos=True)), "rotary_emb must have use_xpos=False"),
+        (dict(rotary_emb=RotaryEmbedding(16)), "rotary_emb must rotate at most dim_head=8"),
     ],
 )
 def test_bad_constructor(change, message):
@@ -340,6 +387,9 @@ def test_bad_calls():
         (lambda: module(x[0]), f"inp must have shape [b, n, {DIM}], got [9, {DIM}]"),
         (lambda: two_sided(x, return_cache=True), "need causal=True"),
         (lambda: module(x, cache=((x, x),)), "cache must be a KVCache, got tuple"),
+        (lambda: module([1.0]), "inp must be a tensor of floating dtype, got list"),
+        (lambda: module(x.long()), "inp must be a tensor of floating dtype, got torch.int64"),
+        (lambda: layer(compress_mlp=nn.Identity())(x), "compress_mlp must map [b h w l d] to"),
         (lambda: module(x, lengths=[1, 2]), "lengths goes with a cache"),
         (lambda: module(x, cache=KVCache(), lengths=[1, 10]), "between 0 and 9"),
         (lambda: module(x, cache=KVCache(batch=3)), "cache holds 3 rows but the input has 2"),

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layers import DIM, SETTINGS, layer
 
 from native_sparse_attention import KVCache
@@ -65,6 +66,31 @@ def test_rows_of_different_lengths(setting, max_length):
     assert cache.lengths == done == [30, 30, 30]
 
 
+@pytest.mark.parametrize("setting", ["default", "paper", "shared rankings"])
+def test_padding_beyond_the_longest_row(setting):
+    """A batch padded to a width of its own, as a fixed shape wants it; and rows that take
+    nothing."""
+    module = layer(**SETTINGS[setting])
+    x = normal(2, 20, DIM)
+    expected = module(x)
+    cache = KVCache()
+    with torch.no_grad():
+        assert (module(normal(2, 4, DIM), cache=cache, lengths=[0, 0]) == 0).all()
+        for start, n in ((0, [9, 9]), (9, [11, 3])):
+            inp = F.pad(x[:, start : start + max(n)], (0, 0, 0, 6), value=float("nan"))
+            out = module(inp, cache=cache, lengths=n)
+            for row in range(2):
+                close(out[row, : n[row]], expected[row, start : start + n[row]])
+                assert (out[row, n[row] :] == 0).all()
+
+
+def test_no_rows_at_all():
+    module = layer()
+    out, cache = module(normal(0, 9, DIM), return_cache=True)
+    assert out.shape == (0, 9, DIM) and cache.lengths == []
+    assert module(normal(0, 1, DIM), cache=cache).shape == (0, 1, DIM)
+
+
 def test_gradients_of_a_cached_call():
     """The first call through an empty cache has all its gradients; later ones those of their own
     tokens, the past held fixed."""
@@ -83,6 +109,24 @@ def test_gradients_of_a_cached_call():
     whole = torch.cat((head, leaf.detach()), dim=1).requires_grad_()
     (expected,) = torch.autograd.grad(module(whole)[:, 16:].square().sum(), whole)
     close(grad, expected[:, 16:])
+
+
+def test_inference_mode_leaves_a_cache_for_all():
+    """Prefill under inference_mode, then go on in any mode."""
+    module = layer()
+    x = normal(2, 25, DIM)
+    expected = module(x)
+    with torch.inference_mode():
+        _, cache = module(x[:, :16], return_cache=True)
+        cache.reorder([0, 1])
+        copied = cache.clone()
+    with torch.no_grad():
+        close(module(x[:, 16:], cache=cache), expected[:, 16:])
+    out = module(x[:, 16:], cache=copied)
+    close(out, expected[:, 16:])
+    out.sum().backward()
+    with torch.inference_mode():
+        close(module(x[:, :1], cache=cache), module(x[:, :1], cache=copied))
 
 
 def test_a_step_copies_nothing():
@@ -165,6 +209,29 @@ def test_truncate_reaches_as_far_as_it_says():
         assert len(cache) == 0
         out, _ = module(x[:, :30], cache=cache, return_cache=True)
         close(out, expected[:, :30])
+
+
+@pytest.mark.parametrize("bad", [[1.5, 2], torch.tensor([1.0, 2.0]), 2.5, torch.tensor(2.0), "ab"])
+def test_numbers_of_tokens_are_integers(bad):
+    module = layer()
+    _, cache = module(normal(2, 9, DIM), return_cache=True)
+    for call, name in [
+        (lambda: module(normal(2, 9, DIM), cache=cache, lengths=bad), "lengths"),
+        (lambda: cache.truncate(bad), "lengths"),
+        (lambda: cache.reorder(bad), "rows"),
+    ]:
+        with pytest.raises(ValueError, match=f"{name} must be integers, one for each row, got"):
+            call()
+    assert cache.lengths == [9, 9]
+
+
+def test_a_first_call_that_failed_leaves_nothing():
+    module, cache = layer(backend="flex", use_diff_topk=True), KVCache()
+    with pytest.raises(NotImplementedError):
+        module(normal(2, 9, DIM), cache=cache)
+    module.backend = "eager"
+    x = normal(1, 5, DIM)
+    close(module(x, cache=cache), module(x))
 
 
 @pytest.mark.parametrize("setting", ["default", "shared rankings"])

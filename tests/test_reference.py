@@ -234,7 +234,7 @@ def test_shared_rankings(offset):
 
 
 def inputs(T=11, S=19, H=4, K=2, D=3, E=2, l=4, d=2, m=1):
-    W = S // d
+    W = -(-S // d)
     leaves = [
         normal(1, T, H, D),
         normal(1, S, K, D),
@@ -346,6 +346,33 @@ def test_dtypes(dtype):
     assert out.dtype == dtype
     eps = torch.finfo(dtype).eps
     assert (out.double() - expected).abs().max() <= 8 * eps * max(1.0, expected.abs().max())
+
+
+def test_windows_that_are_not_the_sequences():
+    """Too few would hide tokens; too many tell that S is not what it seems, as in a decoding step
+    without seq_len, whose query would stand at position 0 and see nothing."""
+    q, ck = normal(1, 1, 4, 8), normal(1, 9, 2, 8)
+    sizes = dict(
+        compress_block_size=4,
+        compress_block_sliding_stride=4,
+        selection_block_size=4,
+        num_selected_blocks=2,
+    )
+    stride = dict(compress_block_sliding_stride=4)
+    attend = lambda **kwargs: compressed_attention(q, ck, ck, **stride, **kwargs)  # noqa: E731
+    with pytest.raises(ValueError, match="ck must hold the 0 windows.* S=1 tokens, got 9"):
+        attend()
+    with pytest.raises(ValueError, match="ck must hold the 0 windows.* S=1 tokens, got 9"):
+        select_blocks(q, ck, **sizes)
+    with pytest.raises(ValueError, match="ck must hold the 10 windows.* S=37 tokens, got 9"):
+        select_blocks(q, ck, **sizes, seq_len=37, causal=False)
+    with pytest.raises(ValueError, match="ck must hold the 10 windows.* S=40 tokens, got 9"):
+        k, gates = normal(1, 40, 2, 8), normal(1, 1, 4, 3)
+        native_sparse_attention(q, k, k, ck, ck, gates, sliding_window_size=3, **sizes)
+    expected = attend(seq_len=37)
+    close(attend(q_offset=36), expected)
+    close(attend(q_offset=torch.tensor([36])), expected)
+    assert (select_blocks(q, ck, **sizes, seq_len=37) >= 0).all()
 
 
 def test_laws_of_the_branches():

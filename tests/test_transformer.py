@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from layers import randomize
 
 from native_sparse_attention import Transformer
-from native_sparse_attention.transformer import sample_token
+from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN, sample_token
 
 SHAPE = dict(num_tokens=32, dim=16, depth=2, dim_head=8, heads=2, kv_heads=1)
 
@@ -130,6 +130,22 @@ def test_sample_token():
     assert draw(temperature=0.0)[0] == 1
     cold = torch.tensor([0.5, 0.3, 0.15, 0.05]) ** 2
     torch.testing.assert_close(draw(temperature=0.5), cold / cold.sum(), atol=0.03, rtol=0)
+
+
+def test_each_layer_has_a_gate_of_its_own():
+    kwargs = {**DEFAULT_SPARSE_ATTN, "strategy_combine_mlp": torch.nn.Linear(16, 6)}
+    first, second = (attn for attn, _ in model(sparse_attn_kwargs=kwargs).layers)
+    assert first.to_strategy_combine[0] is not second.to_strategy_combine[0]
+
+
+@both
+def test_loss_and_cache(use_sparse_attn):
+    net = model(use_sparse_attn)
+    ids = tokens(2, 30)
+    with torch.no_grad():
+        loss, cache = net(ids, return_loss=True, return_cache=True)
+        torch.testing.assert_close(loss, net(ids, return_loss=True))
+        torch.testing.assert_close(net(ids[:, -1:], cache=cache), net(ids)[:, -1:])
 
 
 def test_flex_masks():

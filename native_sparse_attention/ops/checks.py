@@ -188,5 +188,8 @@ def check_offset(
 
 
 def check_input(inp: Tensor, dim: int) -> None:
+    if not isinstance(inp, Tensor) or inp.dtype not in FLOAT_DTYPES:
+        got = inp.dtype if isinstance(inp, Tensor) else type(inp).__name__
+        raise ValueError(f"inp must be a tensor of floating dtype, got {got}")
     if inp.ndim != 3 or inp.shape[-1] != dim:
         raise ValueError(f"inp must have shape [b, n, {dim}], got {list(inp.shape)}")

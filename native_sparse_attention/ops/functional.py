@@ -3,9 +3,9 @@
 All tensors are laid out [B, T, H, D]. Symbols as in the paper (arXiv 2502.11089) and
 `docs/semantics.md`:
 
-    B batch           T query tokens    S key tokens, T <= S    H query heads    K KV heads    G = H
-    / K D key width       E value width     W windows               m memory slots   n selected
-    blocks
+    B batch        T query tokens    S key tokens, T <= S    H query heads    K KV heads
+    G = H / K      D key width       E value width           W windows        m memory slots
+    n selected blocks
 
 Query t stands at absolute position `q_offset + t`; by default the queries are the last T of the S
 tokens. Causally, `q_offset` may be a tensor [B] for rows that start at different positions; keys
@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import blocks
 from . import backends
 from .checks import (
     check_groups,
@@ -34,6 +35,22 @@ from .checks import (
     check_shapes,
     default_seq_len,
 )
+
+
+def check_windows(
+    W: int, S: int, d: int, *, causal: bool, q_offset: int | Tensor | None = None
+) -> None:
+    """As many windows as S tokens have; causally an unfinished one, which nobody sees, may follow.
+    With a `q_offset` the last query need not end the sequence: causally nothing is known of S."""
+    if causal and q_offset is not None:
+        return
+    least = blocks.num_windows(S, d, causal=causal)
+    most = blocks.num_windows(S, d, causal=False)
+    if not least <= W <= most:
+        raise ValueError(
+            f"ck must hold the {least} windows, {d} apart, of a sequence of S={S} tokens, got {W}. "
+            "Where keys are not at hand, seq_len gives S"
+        )
 
 
 def compressed_attention(
@@ -83,6 +100,10 @@ def compressed_attention(
     check_memory(mem_k, mem_v)
     check_int("compress_block_sliding_stride", compress_block_sliding_stride, 1)
     seq_len = default_seq_len(seq_len, dims["T"], q_offset)
+    if causal:
+        check_windows(
+            dims["W"], seq_len, compress_block_sliding_stride, causal=causal, q_offset=q_offset
+        )
     offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
     backend = backends.choose(backend, "compressed_attention", q, ck, cv, q_offset=offset)
     return backends.run(
@@ -176,6 +197,7 @@ def select_blocks(
         selection_stride=selection_stride,
     )
     seq_len = default_seq_len(seq_len, dims["T"], q_offset)
+    check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
     offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
     check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
     if isinstance(offset, int) and offset % selection_stride and leader_indices is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import flex, reference
 from .checks import check_offset, check_shapes
 from .functional import (
+    check_windows,
     compressed_attention,
     select_blocks,
     selected_attention,
@@ -51,8 +52,8 @@ def native_sparse_attention(
     fine_selection_flex_mask: Callable[..., Any] | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
-    """The whole layer between projection and output: three branches, selection, and the gate (Eq.
-    5).
+    """The whole layer between projection and output: selection, three branches, and the gate
+    (Eq. 5).
 
     `out = g_cmp compressed(cq, ck, cv) + g_sel selected(q, k, v) + g_win window(q, k, v)`.
 
@@ -85,6 +86,8 @@ def native_sparse_attention(
         k=(k, "B S K D"),
         branch_gates=(branch_gates, "B T H 3"),
     )
+    if ck.ndim == 4:
+        check_windows(ck.shape[1], dims["S"], compress_block_sliding_stride, causal=causal)
     cq = q if cq is None else cq
     place: dict[str, Any] = dict(
         causal=causal,

@@ -47,8 +47,8 @@ def masked_softmax(sim: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def attend(
     sim: Tensor, v: Tensor, mask: Tensor, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of logits [b k g i j] over v [b j k e] -> [b i (k g) e], lse [b i (k
-    g)]."""
+    """Softmax attention of logits [b k g i j] over v [b j k e]: [b i (k g) e], and on request its
+    log-sum-exp [b i (k g)]."""
     probs, sim = masked_softmax(sim, mask)
     out = einsum(probs.to(v.dtype), v, "b k g i j, b j k e -> b k g i e")
     out = rearrange(out, "b k g i e -> b i (k g) e")
