@@ -81,7 +81,7 @@ class KVCache:
     def positions(self, device: torch.device, counts: list[int], new: int) -> int | Tensor:
         """Where each row goes on: an int where all rows have one length and the longest takes all
         `new` tokens, else a tensor [b]."""
-        if self.is_uniform and max(counts, default=-1) == new:
+        if counts and max(counts) == new and self.is_uniform:
             return len(self)
         return torch.tensor(self.starts(len(counts)), dtype=torch.long, device=device)
 

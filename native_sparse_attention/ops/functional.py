@@ -168,7 +168,9 @@ def select_blocks(
         query_heads_share_selected_kv: False ranks for every query head on its own.
         seq_len: S; T where it is not given.
         leader_indices: the ranking [B, R_, n] of the token that opens the first query's group,
-            needed where `q_offset` is not a multiple of `selection_stride`.
+            needed where `q_offset` is not a multiple of `selection_stride`. (Rows of a tensor
+            `q_offset` are not checked for it, which would wait for the GPU: without a leader such
+            a row's first tokens select nothing.)
         return_gates: also return the gates of differentiable top-k.
 
     Returns:
