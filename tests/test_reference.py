@@ -395,3 +395,13 @@ def test_laws_of_the_branches():
         close(selected_attention(q, k, v, indices, selection_block_size=4), dense)
     close(sliding_window_attention(q, k, v, sliding_window_size=T), dense)
     close(sliding_window_attention(q, k, v, sliding_window_size=T - 1), dense)
+
+
+@pytest.mark.parametrize("backend", [None, (), "cuda", ("eager", "cuda")])
+def test_bad_backend(backend):
+    q, k, v = (normal(1, 4, 1, 4) for _ in range(3))
+    if backend == ("eager", "cuda"):  # the first that can run is taken
+        sliding_window_attention(q, k, v, sliding_window_size=1, backend=backend)
+        return
+    with pytest.raises(ValueError, match="backend must be"):
+        sliding_window_attention(q, k, v, sliding_window_size=1, backend=backend)

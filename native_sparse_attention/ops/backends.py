@@ -54,7 +54,9 @@ def choose(
         # there a launch costs more than scores that the compiler fuses (measured on an H200)
         few = torch.compiler.is_compiling() and q.shape[1] * k.shape[1] <= FEW_SCORES
         backend = ("triton", "flex", "eager") if q.is_cuda and not few else "eager"
-    names = (backend,) if isinstance(backend, str) else backend
+    names = backend if isinstance(backend, tuple) else (backend,)
+    if not names:
+        raise ValueError("backend must be a name or a tuple of at least one, got ()")
     reasons = {}
     for name in names:
         check_choice("backend", name, BACKENDS)
