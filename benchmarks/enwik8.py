@@ -38,7 +38,7 @@ def train(attention: str, importance: str | None, stride: int | None, options: l
 
 def row(run: Path) -> dict:
     """What a finished run measured, with the settings and the machine that it ran on."""
-    config = json.loads((run / "config.json").read_text())
+    config = json.loads((run / "config.json").read_text())["settings"]
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     return {

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import http.server
+import importlib.util
 import io
 import json
 import os
@@ -466,3 +467,27 @@ def test_tensorboard_that_is_missing(short_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     args = ["--resume", short_run, "--steps", 8, "--tensorboard"]
     assert "--tensorboard needs the package" in refused(in_process(short_run, *args))
+
+
+# the benchmark that is made of such runs
+
+
+def benchmark():
+    spec = importlib.util.spec_from_file_location("bench", ROOT / "benchmarks/enwik8.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_row_of_a_run(trained):
+    bench = benchmark()
+    row = bench.row(trained[0] / "runs/whole")
+    assert row["config"]["attention"] == "sparse" and list(row["val_bpb"]) == [0, 20, 40, 60, 80]
+    line = bench.table([json.loads(json.dumps(row))]).splitlines()[-1]
+    assert line.startswith("| sparse | logits | 1 | ") and line.endswith(f"{row['test_bpb']:.3f} |")
+
+
+def test_documented_table_is_that_of_the_rows():
+    bench = benchmark()
+    rows = [json.loads(line) for line in bench.RESULTS.read_text().splitlines()]
+    assert bench.table(rows) in (ROOT / "docs/training.md").read_text()
