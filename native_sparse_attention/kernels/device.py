@@ -102,3 +102,14 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
     p, alpha = tl.exp2(s - m_safe[:, None]), tl.exp2(m - m_safe)
     acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return acc, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def softmax_step_transposed(s, v, acc, m, l, PRECISION: tl.constexpr):
+    """The same of logits s [N, M], acc being [E, M]: for tiles of few rows, which as the right
+    operand waste less of a matrix instruction."""
+    m_new = tl.maximum(m, tl.max(s, 0))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p, alpha = tl.exp2(s - m_safe[None]), tl.exp2(m - m_safe)
+    acc = acc * alpha[None] + tl.dot(tl.trans(v), p.to(v.dtype), input_precision=PRECISION)
+    return acc, m_new, l * alpha + tl.sum(p, 0)

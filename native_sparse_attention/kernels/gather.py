@@ -1,8 +1,9 @@
 """The selected branch, query by query: a tile of tokens that share a list of blocks reads those
 blocks of keys and values. Forward and dq.
 
-Rows of a tile are tokens x heads. `lists` [B T R n] holds block numbers, -1 for none; each of the R
-lists of a token serves H / R query heads. Tokens of an aligned group of `stride` share their list.
+Rows of a tile are tokens x heads, few, and so the right operand of every product. `lists`
+[B T R n] holds block numbers, -1 for none; each of the R lists of a token serves H / R query heads.
+Tokens of an aligned group of `stride` share their list.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import gate_rows, load_lse, load_rows, softmax_step, store_rows
+from .device import gate_rows, load_lse, load_rows, softmax_step_transposed, store_rows
 from .launch import LOG2_E, Cotangent, Selection, strides
 
 LENGTHS = ["T", "S", "start"]
@@ -34,13 +35,20 @@ def list_tile(tile, start, T, n, G: tl.constexpr, TOKENS: tl.constexpr, STRIDE: 
 
 
 @triton.jit
-def list_keys(entries, slot, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Positions of the keys of the blocks in slots from `slot` on, and which of them are there."""
-    j = tl.arange(0, BLOCK_N)
-    at = slot + j // BLOCK_S
-    c = tl.load(entries + at, mask=at < n, other=-1)
+def list_keys(entries, j, n, S, s, BLOCK_S: tl.constexpr):
+    """Positions of keys j of a list's blocks laid end to end, each padded to BLOCK_S, and which of
+    them are there."""
+    c = tl.load(entries + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
     key = c * s + j % BLOCK_S
     return key, (c >= 0) & (j % BLOCK_S < s) & (key < S)
+
+
+@triton.jit
+def slot_gates(gates, bt, r, slot, R, n, real):
+    """Gates [N, M] of slots [N] of the lists of rows [M]."""
+    at = ((bt * R + r) * n)[None] + slot[:, None]
+    there = real[None] & (slot < n)[:, None]
+    return tl.load(gates + at, mask=there, other=1.0).to(tl.float32)
 
 
 @triton.jit
@@ -75,33 +83,32 @@ def forward_kernel(
     row = (b * T + token) * (R * G) + head
     q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
     if ADD:
-        acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
+        acc = tl.trans(load_rows(out, row * E, E, BLOCK_E, real)).to(tl.float32)
         m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
         l = tl.where(m == float("-inf"), 0.0, 1.0)
     else:
-        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+        acc = tl.zeros([BLOCK_E, BLOCK_M], tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
 
-    for slot in range(0, filled(entries, n, SLOTS), BLOCK_N // BLOCK_S):
-        key, seen = list_keys(entries, slot, n, S, s, BLOCK_S, BLOCK_N)
+    for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
+        j = j0 + tl.arange(0, BLOCK_N)
+        key, seen = list_keys(entries, j, n, S, s, BLOCK_S)
         k_tile = load_rows(k + b * k_b + h * k_h, key.to(tl.int64) * k_n, D, BLOCK_D, seen)
         v_tile = load_rows(v + b * v_b + h * v_h, key.to(tl.int64) * v_n, E, BLOCK_E, seen)
-        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        # [N, M]
+        logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale_log2
         if GATES:
-            at = slot + tl.arange(0, BLOCK_N) // BLOCK_S
-            line = ((b * T + token) * R + r) * n
-            there = real[:, None] & (at < n)[None]
-            logits *= tl.load(gates + line[:, None] + at[None], mask=there, other=1.0)
-        visible = seen[None]
+            logits *= slot_gates(gates, b * T + token, r, j // BLOCK_S, R, n, real)
+        visible = seen[:, None]
         if DIAGONAL:
-            visible = visible & (key[None] <= start + token[:, None])
+            visible = visible & (key[:, None] <= start + token[None])
         logits = tl.where(visible, logits, float("-inf"))
-        acc, m, l = softmax_step(logits, v_tile, acc, m, l, PRECISION)
+        acc, m, l = softmax_step_transposed(logits, v_tile, acc, m, l, PRECISION)
 
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
-    store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
+    store_rows(out, row * E, tl.trans(acc / l[None]), E, BLOCK_E, real)
     log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(lse + row, log, mask=real)
 
@@ -133,38 +140,36 @@ def dq_kernel(
     lse_row = load_lse(lse, row, real)
     delta_row = tl.load(delta + row, mask=real, other=0.0)
     gate_row = gate_rows(gate, b, token, head, gate_b, gate_t, gate_h, real, GATED)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
 
-    for slot in range(0, filled(entries, n, SLOTS), BLOCK_N // BLOCK_S):
-        key, seen = list_keys(entries, slot, n, S, s, BLOCK_S, BLOCK_N)
+    for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
+        j = j0 + tl.arange(0, BLOCK_N)
+        key, seen = list_keys(entries, j, n, S, s, BLOCK_S)
         k_tile = load_rows(k + b * k_b + h * k_h, key.to(tl.int64) * k_n, D, BLOCK_D, seen)
         v_tile = load_rows(v + b * v_b + h * v_h, key.to(tl.int64) * v_n, E, BLOCK_E, seen)
-        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        # [N, M]
+        logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
         weight = 1.0
         if GATES:
-            at = slot + tl.arange(0, BLOCK_N) // BLOCK_S
-            line = ((b * T + token) * R + r) * n
-            there = real[:, None] & (at < n)[None]
-            weight = tl.load(gates + line[:, None] + at[None], mask=there, other=1.0)
-            weight = weight.to(tl.float32)
-        p = tl.exp2(logits * weight * 1.4426950408889634 - lse_row[:, None])
-        visible = seen[None]
+            weight = slot_gates(gates, b * T + token, r, j // BLOCK_S, R, n, real)
+        p = tl.exp2(logits * weight * 1.4426950408889634 - lse_row[None])
+        visible = seen[:, None]
         if DIAGONAL:
-            visible = visible & (key[None] <= start + token[:, None])
+            visible = visible & (key[:, None] <= start + token[None])
         p = tl.where(visible, p, 0.0)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
         if GATED:
-            dp *= gate_row[:, None]
-        ds = p * (dp - delta_row[:, None])
+            dp *= gate_row[None]
+        ds = p * (dp - delta_row[None])
         if GATES:
-            d_gate = tl.reshape(ds * logits, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S])
-            at = slot + tl.arange(0, BLOCK_N // BLOCK_S)
-            tl.store(d_gates + (row * n)[:, None] + at[None], tl.sum(d_gate, 2),
-                     mask=real[:, None] & (at < n)[None])  # fmt: skip
+            d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_N // BLOCK_S, BLOCK_S, BLOCK_M]), 1)
+            slot = j0 // BLOCK_S + tl.arange(0, BLOCK_N // BLOCK_S)
+            at = (row * n)[None] + slot[:, None]
+            tl.store(d_gates + at, d_gate, mask=real[None] & (slot < n)[:, None])
             ds *= weight
-        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+        acc += tl.dot(tl.trans(k_tile), ds.to(k_tile.dtype), input_precision=PRECISION)
 
-    acc *= scale
+    acc = tl.trans(acc * scale)
     if ADD:
         acc += load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
     store_rows(dq, row * D, acc, D, BLOCK_D, real)
@@ -210,7 +215,7 @@ def arguments(
         BLOCK_D=launch.padded(D),
         BLOCK_E=launch.padded(E),
         BLOCK_M=launch.padded(tokens * G),
-        BLOCK_N=max(tile.block_n, block_s),
+        BLOCK_N=tile.block_n if selection.gates is None else max(tile.block_n, block_s),
         BLOCK_S=block_s,
         SLOTS=triton.next_power_of_2(n),
         TOKENS=tokens,

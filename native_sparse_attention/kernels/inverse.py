@@ -34,6 +34,8 @@ def invert(lists: Tensor, num_heads: int, num_blocks: int, chunk: int) -> Invers
     group = torch.arange(B * R, device=lists.device).view(B, 1, R, 1) * num_heads // R
     named = torch.where(lists >= 0, group * num_blocks + lists, blocks).to(torch.int32)
     named, entries = named.view(-1).sort(stable=True)
+    if lists.numel() < 1 << 31:
+        entries = entries.to(torch.int32)
     number = torch.arange(blocks, device=lists.device, dtype=torch.int32)
     ends = torch.searchsorted(named, number, right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))

@@ -40,7 +40,7 @@ TILES = {
         "forward": Tile(128, 128, 8, 2),
         "window": Tile(64, 64, 4, 3),
         "dq": Tile(128, 64, 8, 3),
-        "dkv": Tile(128, 64, 8, 2),
+        "dkv": Tile(64, 128, 8, 3),
     },
     256: {
         "forward": Tile(64, 64, 8, 2),

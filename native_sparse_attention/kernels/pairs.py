@@ -37,22 +37,25 @@ def item_entries(item, owner, ends, item_ends, chunk):
 
 
 @triton.jit
-def entry_rows(entries, i, end, T, R, n, G: tl.constexpr, BLOCK_M: tl.constexpr):
+def entry_rows(
+    entries, i, end, R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """The rows of a tile of entries from i on: number of each entry, its batch row x token, its
-    list, its head, and whether it is one."""
+    head, and whether it is one."""
     row = tl.arange(0, BLOCK_M)
     at = i + row // G
     real = (row < BLOCK_M // G * G) & (at < end)
     e = tl.load(entries + at, mask=real, other=0)
     r = e // n % R
-    return e, e // n // R, r, r * G + row % G, real
+    bt = e // n // R
+    return e.to(tl.int64), bt.to(tl.int64), r * G + row % G, real
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q, k, v, gates, part, part_lse, entries, ends, owner, item_ends, chunk, starts, start,
-    T, S, K, R, n, s, C, BLOCKS, first, scale_log2, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    T, S, K, s, C, BLOCKS, first, scale_log2, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +71,7 @@ def forward_kernel(
         k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
         v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
         for i in range(begin, end, BLOCK_M // G):
-            e, bt, _, head, real = entry_rows(entries, i, end, T, R, n, G, BLOCK_M)
+            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
             t = first + bt - b * T
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
@@ -92,9 +95,9 @@ def forward_kernel(
 def dkv_kernel(
     q, k, v, gates, d_out, lse, delta, gate, dk, dv, spill_k, spill_v, part, d_gates,
     entries, ends, owner, item_ends, spill_ends, chunk, starts, start,
-    T, S, K, R, n, s, C, BLOCKS, first, ALL, scale,
+    T, S, K, s, C, BLOCKS, first, ALL, scale,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, gate_b, gate_t, gate_h,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -116,7 +119,7 @@ def dkv_kernel(
         dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
         for i in range(begin, end, BLOCK_M // G):
-            e, bt, _, head, real = entry_rows(entries, i, end, T, R, n, G, BLOCK_M)
+            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
             t = first + bt - b * T
             row = (b * ALL + t) * (R * G) + head
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
