@@ -6,12 +6,13 @@ query heads a KV head; the others are safe, not measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .device import BEHIND, EVERYTHING
 
@@ -51,12 +52,16 @@ TILES = {
 }
 FLOAT32 = Tile(32, 32, 4, 1)
 
-# the selected branch query by query (block_m bounds the rows, they follow from the group), and
-# block by block
+# the selected branch query by query: by rows of a tile (those of the tokens that share a list)
 GATHER = {
-    128: {"forward": Tile(128, 64, 4, 3), "dq": Tile(128, 64, 4, 2)},
-    256: {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 64, 8, 1)},
+    16: Tile(16, 64, 1, 3),
+    32: Tile(32, 64, 2, 3),
+    64: Tile(64, 64, 4, 3),
+    128: Tile(128, 64, 8, 2),
 }
+GATHER_ROWS = 128
+
+# and block by block
 PAIRS = {
     128: {"forward": Tile(128, 64, 4, 3), "dkv": Tile(64, 64, 4, 2)},
     256: {"forward": Tile(64, 64, 8, 2), "dkv": Tile(32, 64, 8, 1)},
@@ -89,11 +94,25 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
 
-def gather_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
-    """For `kernel` "forward" or "dq" query by query, lists that serve `groups` heads."""
-    bucket = next(limit for limit in GATHER if width <= limit)
-    tile = Tile(32, 32, 4, 1) if dtype == torch.float32 else GATHER[bucket][kernel]
-    return Tile(max(tile.block_m, groups), tile.block_n, tile.num_warps, tile.num_stages)
+def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
+    """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
+    tile = GATHER[padded(rows)]
+    if dtype == torch.float32:
+        return Tile(tile.block_m, 32, 4, 1)
+    stages = tile.num_stages if width <= 128 else 1
+    return Tile(tile.block_m, tile.block_n, tile.num_warps, stages)
+
+
+def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
+    """A descriptor of t [B N K D] by which the tensor memory accelerator reads `rows` positions of
+    one head; None where there is none or it cannot."""
+    if t.is_cuda and torch.cuda.get_device_capability(t.device) < (9, 0):
+        return None
+    size = t.element_size()
+    aligned = t.data_ptr() % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in t.stride()[:3])
+    if t.stride(-1) != 1 or not aligned or 0 in t.shape:
+        return None
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
 
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
@@ -178,12 +197,6 @@ class Selection:
     def diagonal(self) -> bool:
         """Whether a list may hold its query's own block, of which it sees the keys up to itself."""
         return self.causal and self.num_local == 0
-
-    def narrow(self, first: int, length: int) -> Selection:
-        """That of `length` tokens from `first` on, to be read entry by entry."""
-        end = first + length
-        gates = None if self.gates is None else self.gates[:, first:end].contiguous()
-        return replace(self, lists=self.lists[:, first:end].contiguous(), gates=gates)
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
