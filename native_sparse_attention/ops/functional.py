@@ -210,7 +210,15 @@ def select_blocks(
     # scoring has no form in flex_attention: there is no top-k in it
     if backend == "flex":
         backend = "eager"
-    backend = backends.choose(backend, "select_blocks", q, ck, q_offset=offset)
+    backend = backends.choose(
+        backend,
+        "select_blocks",
+        q,
+        ck,
+        q_offset=offset,
+        num_selected_blocks=num_selected_blocks,
+        return_gates=return_gates,
+    )
     indices, gates = backends.run(
         backend,
         "select_blocks",
