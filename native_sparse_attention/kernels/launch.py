@@ -202,3 +202,44 @@ class Selection:
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Unwritten out [B T H E] and lse [B T H]."""
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+# the ranking
+
+
+@dataclass(frozen=True)
+class RankingTile:
+    """BLOCK_M rows of queries against BLOCK_N blocks a step, whose n best are found by `columns`
+    lists of `depth` blocks, or by merging where `columns` is 0."""
+
+    block_m: int
+    block_n: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+MERGED = RankingTile(64, 64, 0, 0, 8, 2)
+# by rule; not measured: none spills registers when compiled for an H100 at width 128
+RANKING_TILES = {
+    "logits": RankingTile(64, 64, 8, 8, 4, 3),
+    "probs": RankingTile(64, 64, 32, 4, 4, 3),
+}
+# lists are too short for more
+MOST_IN_LISTS = 16
+
+
+def ranking_tile(
+    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, columns: bool = True
+) -> RankingTile:
+    """For heads of `width`, `groups` of which rank together, and the n best."""
+    tile = RANKING_TILES[rule] if columns and n <= MOST_IN_LISTS else MERGED
+    block_n = max(tile.block_n, triton.next_power_of_2(n))
+    block_m = tile.block_m
+    if rule == "probs":
+        # a tile holds at least one token with all heads of its group
+        block_m = max(block_m, triton.next_power_of_2(groups))
+    return RankingTile(
+        block_m, block_n, tile.columns, min(tile.depth, n), tile.num_warps, tile.num_stages
+    )
