@@ -234,7 +234,7 @@ def block_weights(setting: Setting, importance: str, num_windows: int, like: Ten
     """[w c]: what window w adds to the score of block c."""
     c = setting
     w = torch.arange(num_windows, device=like.device)[:, None]
-    start = torch.arange(num_windows * c.d // c.s, device=like.device) * c.s
+    start = torch.arange(max(1, num_windows * c.d // c.s), device=like.device) * c.s
     if importance == "logits":
         return ((w * c.d // c.s * c.s) == start).to(like) * c.d / c.s
     shared = torch.minimum((w + 1) * c.d, start + c.s) - torch.maximum((w + 1) * c.d - c.l, start)

@@ -320,7 +320,7 @@ class NsaPytorch(OursSelected):
     """The Triton kernel of native-sparse-attention-pytorch, the selected branch alone, for the
     blocks that ours attends to. It computes in fp16."""
 
-    name, factor = "nsa-pytorch", 4.0
+    name, factor, strided = "nsa-pytorch", 4.0, False
     module = "native_sparse_attention_pytorch.triton_native_sparse_attention"
 
     def why_not(self, setting: Setting, device: torch.device) -> str | None:
