@@ -31,15 +31,15 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"masks"}),
     frozenset(
         {
-            "kernels.interval",
             "kernels.scoring",
             "kernels.selected",
             "kernels.combine",
-            "kernels.inverse",
             "kernels.decode",
         }
     ),
-    frozenset({"kernels.device", "kernels.launch"}),
+    frozenset({"kernels.interval", "kernels.gather", "kernels.pairs"}),
+    frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
+    frozenset({"kernels.device"}),
     frozenset({"blocks", "ops.checks"}),
     frozenset({"ops", "kernels"}),  # the folders' own __init__: a docstring, no imports
 )

@@ -1,12 +1,17 @@
 """The Triton kernels against the reference: in the interpreter on a CPU (float32, small), on a GPU
 in every dtype by the error budget."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 
-from native_sparse_attention import compressed_attention, sliding_window_attention
+from native_sparse_attention import (
+    compressed_attention,
+    selected_attention,
+    sliding_window_attention,
+)
 from native_sparse_attention.ops import library
 
 CUDA = torch.cuda.is_available()
@@ -132,12 +137,94 @@ def test_compressed(dtype, heads, place, causal):
         )
 
 
+def draw_lists(T, S, heads, n, s):
+    """Block indices as a caller may give them: any order, empty slots, forced blocks, repeats,
+    blocks ahead of the query."""
+    lists = torch.randint(-1, -(-S // s), (2, T, heads, n), device=DEVICE)
+    lists[:, ::3, :, 1:2] = lists[:, ::3, :, :1]
+    return lists.to(torch.int32)
+
+
+def assert_selected(dtype, heads, place, *, n, s, each, causal, gated, **kwargs):
+    q, k, v = draw(*place, *heads, dtype)
+    lists = draw_lists(*place, heads[0] if each else heads[1], n, s)
+    gates = torch.rand(lists.shape, device=DEVICE).to(dtype) + 0.5 if gated else None
+    if gated:
+        # of blocks that are listed twice one gate counts; which, nobody says
+        lists = lists[..., :1]
+        gates = gates[..., :1]
+    assert_right(
+        functools.partial(selected_attention, block_indices=lists),
+        {"q": q, "k": k, "v": v, "gates": gates},
+        dtype,
+        selection_block_size=s,
+        causal=causal,
+        **kwargs,
+    )
+
+
+@both
+@cases
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_selected(dtype, heads, place, causal, each):
+    forced = {"num_initial_blocks": 1, "num_local_blocks": 2}
+    assert_selected(dtype, heads, place, n=3, s=16, each=each, causal=causal, gated=False, **forced)
+
+
+@both
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("heads", [(2, 2, 16, 16), (12, 1, 16, 16)], ids=["G=1", "G=12"])
+@pytest.mark.parametrize(
+    "n, s, initial, local",
+    [
+        (2, 4, 0, 1),
+        (1, 12, 0, 0),
+        (3, 8, 2, 0),
+        (2, 16, 0, 3),
+        (2, 128, 1, 1),
+        (0, 8, 1, 1),
+        (0, 8, 0, 0),
+    ],
+)
+def test_selected_settings(n, s, initial, local, heads, each, causal):
+    for gated in (False, True) if n else (False,):
+        assert_selected(
+            torch.float32, heads, (29, 50), n=n, s=s, each=each, causal=causal, gated=gated,
+            num_initial_blocks=initial, num_local_blocks=local,
+        )  # fmt: skip
+
+
+def test_block_that_all_choose(monkeypatch):
+    """A list of queries that is cut into several items, and tokens into several spans."""
+    from native_sparse_attention.kernels import launch
+
+    monkeypatch.setattr(launch, "ITEM_ROWS", 16)
+    monkeypatch.setattr(launch, "FEW_TOKENS", 16)
+    for heads in [(2, 2, 16, 16), (12, 1, 16, 16)]:
+        q, k, v = draw(45, 60, *heads)
+        lists = torch.zeros(2, 45, heads[1], 2, dtype=torch.int32, device=DEVICE)
+        lists[..., 1] = -1
+        assert_right(
+            functools.partial(selected_attention, block_indices=lists),
+            {"q": q, "k": k, "v": v},
+            torch.float32,
+            selection_block_size=8,
+        )
+
+
 def test_rows_that_start_at_different_places():
     q, k, v = draw(7, 40, 4, 2, 16, 16)
     tensors = {"q": q, "k": k, "v": v}
     starts = torch.tensor([30, 11], device=DEVICE)
     assert_right(
         sliding_window_attention, tensors, torch.float32, sliding_window_size=9, q_offset=starts
+    )
+    assert_right(
+        functools.partial(selected_attention, block_indices=draw_lists(7, 40, 2, 2, 8)),
+        tensors,
+        torch.float32,
+        selection_block_size=8,
+        q_offset=starts,
     )
     tensors = {"q": q, "ck": k[:, :10], "cv": v[:, :10]}
     assert_right(
@@ -170,7 +257,7 @@ def test_strided_inputs_and_a_repeat():
 def test_operator_is_well_formed():
     """Schema, fake, autograd registration: torch's own checks."""
     q, k, v = (t.requires_grad_() for t in draw(20, 20, 2, 1, 16, 16))
-    args = (q, k, v, None, library.CAUSAL_WINDOW, 7, 1, 0, 0.25)
+    args = (q, k, v, None, None, None, library.CAUSAL_WINDOW, 7, 1, 0, 0.25)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(library.interval_attention, args, test_utils=checks)
 

@@ -258,7 +258,7 @@ def selected_attention(
     `out_i = softmax_j(g_ij q_i . k_j * scale) v_j`, over the tokens j of the blocks in
     `block_indices`, of the first `num_initial_blocks` blocks and, causally, of the
     `num_local_blocks` blocks that end with the query's own; causally only j <= i. g_ij is the gate
-    of a selected block, else 1.
+    of a selected block, 1 of a forced one (listed or not).
 
     Args:
         q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E].
