@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 from torch import Tensor
 
 from . import common, oracle, problem
