@@ -6,7 +6,13 @@ query heads a KV head; the others are safe, not measured.
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from dataclasses import dataclass
+=======
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+>>>>>>> bench
 from typing import Any
 
 import torch
@@ -67,6 +73,9 @@ PAIRS = {
     256: {"forward": Tile(64, 64, 8, 2), "dkv": Tile(32, 64, 8, 1)},
 }
 
+# tiles that stand in for all of the above, by kernel: "dq", "gather.dq", "pairs.dkv"
+override: dict[str, Tile] = {}
+
 # rows that a program of the selected branch, block by block, works through at most
 ITEM_ROWS = 16384
 
@@ -75,6 +84,18 @@ FEW_TOKENS = 4096
 
 # rows of a query-by-query tile under which block by block is faster
 FEW_ROWS = 9
+
+
+@contextmanager
+def using(tiles: dict[str, Tile]) -> Iterator[None]:
+    """Launch with these tiles, to try them out. In all threads: backward passes have their own."""
+    before = dict(override)
+    override.update(tiles)
+    try:
+        yield
+    finally:
+        override.clear()
+        override.update(before)
 
 
 def padded(width: int) -> int:
@@ -89,11 +110,13 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
         kernel = "window"
     bucket = next(limit for limit in TILES if width <= limit)
     tile = FLOAT32 if dtype == torch.float32 else TILES[bucket][kernel]
+    tile = override.get(kernel, tile)
     # a tile holds at least one token with all heads of its group
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
 
+<<<<<<< HEAD
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
     tile = GATHER[padded(rows)]
@@ -113,12 +136,21 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
     if t.stride(-1) != 1 or not aligned or 0 in t.shape:
         return None
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
+=======
+def gather_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
+    """For `kernel` "forward" or "dq" query by query, lists that serve `groups` heads."""
+    bucket = next(limit for limit in GATHER if width <= limit)
+    tile = Tile(32, 32, 4, 1) if dtype == torch.float32 else GATHER[bucket][kernel]
+    tile = override.get(f"gather.{kernel}", tile)
+    return Tile(max(tile.block_m, groups), tile.block_n, tile.num_warps, tile.num_stages)
+>>>>>>> bench
 
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dkv" block by block."""
     bucket = next(limit for limit in PAIRS if width <= limit)
     tile = FLOAT32 if dtype == torch.float32 else PAIRS[bucket][kernel]
+    tile = override.get(f"pairs.{kernel}", tile)
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
