@@ -302,7 +302,7 @@ def test_tiles_stand_in_and_go_again():
             launch.pair_tile("dkv", 64, 2, torch.float32),
         ]
 
-    before, other = tiles(), launch.Tile(256, 16, 1, 1)
+    before, other = tiles(), launch.Tile(16, 16, 1, 1)
     for index, kernel in enumerate(("dq", "gather.dq", "pairs.dkv")):
         with launch.using({kernel: other}):
             assert [tile == other for tile in tiles()] == [n == index for n in range(3)]

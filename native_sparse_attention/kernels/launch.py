@@ -6,13 +6,9 @@ query heads a KV head; the others are safe, not measured.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from dataclasses import dataclass
-=======
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
->>>>>>> bench
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,10 +56,10 @@ FLOAT32 = Tile(32, 32, 4, 1)
 
 # the selected branch query by query: by rows of a tile (those of the tokens that share a list)
 GATHER = {
-    16: Tile(16, 64, 1, 3),
-    32: Tile(32, 64, 2, 3),
-    64: Tile(64, 64, 4, 3),
-    128: Tile(128, 64, 8, 2),
+    16: {"forward": Tile(16, 64, 1, 2), "dq": Tile(16, 64, 2, 3)},
+    32: {"forward": Tile(32, 64, 2, 3), "dq": Tile(32, 64, 2, 2)},
+    64: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2)},
+    128: {"forward": Tile(128, 64, 8, 2), "dq": Tile(128, 64, 8, 2)},
 }
 GATHER_ROWS = 128
 
@@ -116,14 +112,13 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
 
-<<<<<<< HEAD
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
-    tile = GATHER[padded(rows)]
+    tile = override.get(f"gather.{kernel}", GATHER[padded(rows)][kernel])
     if dtype == torch.float32:
-        return Tile(tile.block_m, 32, 4, 1)
+        return Tile(padded(rows), 32, 4, 1)
     stages = tile.num_stages if width <= 128 else 1
-    return Tile(tile.block_m, tile.block_n, tile.num_warps, stages)
+    return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
 
 
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
@@ -136,14 +131,6 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
     if t.stride(-1) != 1 or not aligned or 0 in t.shape:
         return None
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
-=======
-def gather_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
-    """For `kernel` "forward" or "dq" query by query, lists that serve `groups` heads."""
-    bucket = next(limit for limit in GATHER if width <= limit)
-    tile = Tile(32, 32, 4, 1) if dtype == torch.float32 else GATHER[bucket][kernel]
-    tile = override.get(f"gather.{kernel}", tile)
-    return Tile(max(tile.block_m, groups), tile.block_n, tile.num_warps, tile.num_stages)
->>>>>>> bench
 
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
