@@ -61,8 +61,8 @@ def forward_kernel(
     full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
     full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full)
     if INNER:
-        local, _ = interval(start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS)
-        local_first, _ = interval(
+        local, local_hi = interval(start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS)
+        local_first, local_hi_first = interval(
             start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         full_end = tl.minimum(full_end, local_first // BLOCK_N * BLOCK_N)

@@ -66,8 +66,8 @@ def dq_kernel(
     full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
     full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full)
     if INNER:
-        local, _ = interval(start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS)
-        local_first, _ = interval(
+        local, local_hi = interval(start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS)
+        local_first, local_hi_first = interval(
             start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         full_end = tl.minimum(full_end, local_first // BLOCK_N * BLOCK_N)
@@ -103,17 +103,17 @@ def dq_kernel(
                 seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
                 s = tl.where(seen, s, float("-inf"))
             if INNER and phase == 3:
-                _, ds = softmax_grad(
+                p, ds = softmax_grad(
                     s, dp, inner_lse_row[:, None], inner_delta_row[:, None],
                     inner_gate_row[:, None], GATED,
                 )  # fmt: skip
             else:
-                _, ds = softmax_grad(
+                p, ds = softmax_grad(
                     s, dp, lse_row[:, None], delta_row[:, None], gate_row[:, None], GATED
                 )
             if INNER and phase == 2:
                 s = tl.where(n[None] >= local[:, None], s, float("-inf"))
-                _, inner_ds = softmax_grad(
+                p, inner_ds = softmax_grad(
                     s, dp, inner_lse_row[:, None], inner_delta_row[:, None],
                     inner_gate_row[:, None], GATED,
                 )  # fmt: skip
@@ -164,7 +164,7 @@ def dkv_kernel(
     full_tile = tl.maximum(tl.cdiv(tl.maximum(full - start, 0), TOKENS), begin_tile)
     full_end_tile = tl.minimum(tl.minimum(tl.maximum(full_end - start, 0), T) // TOKENS, end_tile)
     if INNER:
-        _, local_end = seen_by(n0, last, inner_reach, inner_stride, LOCAL_BLOCKS)
+        local_begin, local_end = seen_by(n0, last, inner_reach, inner_stride, LOCAL_BLOCKS)
         local_end_tile = tl.cdiv(tl.maximum(local_end - start, 0), TOKENS)
         full_tile = tl.maximum(full_tile, local_end_tile)
     full_tile = tl.minimum(full_tile, end_tile)
@@ -205,7 +205,7 @@ def dkv_kernel(
                 gate_row = gate_rows(
                     inner_gate, b, token, head, inner_b, inner_t, inner_h, real, GATED
                 )
-                lo, _ = interval(
+                lo, hi = interval(
                     start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
                 )
                 s = tl.where(n[:, None] >= lo[None], s, float("-inf"))
