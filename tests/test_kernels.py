@@ -13,9 +13,7 @@ from native_sparse_attention import (
     sliding_window_attention,
 )
 from native_sparse_attention.ops import library
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
+from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytestmark = [
     # Triton's interpreter, on numpy
@@ -37,58 +35,6 @@ def runnable():
         if "0-dimensional arrays" not in str(error):
             raise
         pytest.skip(f"Triton's interpreter and this numpy do not go together: {error}")
-
-
-def draw(T, S, H, K, D, E, dtype=torch.float32):
-    shapes = (2, T, H, D), (2, S, K, D), (2, S, K, E)
-    return [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-
-
-def results(op, tensors, weights, dtype, backend, **kwargs):
-    """Output, log-sum-exp and every gradient, computed in `dtype`."""
-    leaves = {
-        name: t.to(dtype).detach().requires_grad_() for name, t in tensors.items() if t is not None
-    }
-    out, lse = op(**leaves, return_lse=True, backend=backend, **kwargs)
-    loss = (out * weights[0].to(dtype)).sum()
-    loss = loss + torch.where(lse.isneginf(), 0.0, lse * weights[1].to(lse.dtype)).sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    return {"out": out, "lse": lse, **{f"d{n}": g for n, g in zip(leaves, grads)}}
-
-
-def assert_right(op, tensors, dtype, **kwargs):
-    """Within twice the error of eager PyTorch in the same dtype, both against fp64, and one ulp of
-    the largest value. What is a difference of larger terms (a gradient, a dot product) may also err
-    by one float32 ulp of the terms: a row with one key has a gradient of exactly 0."""
-    q = tensors["q"]
-    values = [tensors[name] for name in ("v", "cv", "mem_v") if tensors.get(name) is not None]
-    weights = (
-        torch.randn(*q.shape[:3], values[0].shape[-1], device=DEVICE).to(dtype),
-        torch.randn(q.shape[:3], device=DEVICE),
-    )
-    actual = results(op, tensors, weights, dtype, "triton", **kwargs)
-    exact = results(op, tensors, weights, torch.float64, "eager", **kwargs)
-    low = results(op, tensors, weights, dtype, "eager", **kwargs)
-    sizes = [t.double().norm(dim=-1).max() for t in (weights[0], *values) if t.numel()]
-    terms = sizes[0] * max(sizes[1:], default=0.0)
-    keys = [tensors[name] for name in ("k", "ck", "mem_k") if tensors.get(name) is not None]
-    sizes = [t.double().norm(dim=-1).max() for t in (q, *keys) if t.numel()]
-    logits = sizes[0] * max(sizes[1:], default=0.0) * q.shape[-1] ** -0.5
-    for name, value in actual.items():
-        value, right = value.double(), exact[name].double()
-        empty = right.isneginf()
-        assert torch.equal(value.isneginf(), empty), name
-        value, right = value.masked_fill(empty, 0), right.masked_fill(empty, 0)
-        assert value.isfinite().all(), name
-        if not value.numel():
-            continue
-        lowp = (low[name].double().masked_fill(empty, 0) - right).abs().max()
-        # differences are formed in float32 whatever the dtype, so their rounding is float32's
-        rounding = {"out": 0.0, "lse": logits}.get(name, terms) * torch.finfo(torch.float32).eps
-        precision = torch.float32 if name == "lse" else dtype
-        ulp = torch.finfo(precision).eps * right.abs().max() + rounding
-        error = (value - right).abs().max()
-        assert error <= 2 * lowp + ulp, f"{name}: {error:.2e} > 2 x {lowp:.2e} + {ulp:.2e}"
 
 
 if CUDA:
@@ -116,7 +62,14 @@ cases = pytest.mark.parametrize(
 def test_window(dtype, heads, place, causal):
     q, k, v = draw(*place, *heads, dtype)
     tensors = {"q": q, "k": k, "v": v}
-    assert_right(sliding_window_attention, tensors, dtype, sliding_window_size=21, causal=causal)
+    assert_right(
+        sliding_window_attention,
+        tensors,
+        dtype,
+        sliding_window_size=21,
+        causal=causal,
+        return_lse=True,
+    )
 
 
 @both
@@ -131,6 +84,7 @@ def test_compressed(dtype, heads, place, causal):
             compressed_attention,
             tensors,
             dtype,
+            return_lse=True,
             compress_block_sliding_stride=d,
             causal=causal,
             seq_len=S,
@@ -154,7 +108,7 @@ def assert_selected(dtype, heads, place, *, n, s, each, causal, gated, **kwargs)
         lists = lists[..., :1]
         gates = gates[..., :1]
     assert_right(
-        functools.partial(selected_attention, block_indices=lists),
+        functools.partial(selected_attention, block_indices=lists, return_lse=True),
         {"q": q, "k": k, "v": v, "gates": gates},
         dtype,
         selection_block_size=s,
@@ -205,7 +159,7 @@ def test_block_that_all_choose(monkeypatch):
         lists = torch.zeros(2, 45, heads[1], 2, dtype=torch.int32, device=DEVICE)
         lists[..., 1] = -1
         assert_right(
-            functools.partial(selected_attention, block_indices=lists),
+            functools.partial(selected_attention, block_indices=lists, return_lse=True),
             {"q": q, "k": k, "v": v},
             torch.float32,
             selection_block_size=8,
@@ -217,10 +171,17 @@ def test_rows_that_start_at_different_places():
     tensors = {"q": q, "k": k, "v": v}
     starts = torch.tensor([30, 11], device=DEVICE)
     assert_right(
-        sliding_window_attention, tensors, torch.float32, sliding_window_size=9, q_offset=starts
+        sliding_window_attention,
+        tensors,
+        torch.float32,
+        sliding_window_size=9,
+        q_offset=starts,
+        return_lse=True,
     )
     assert_right(
-        functools.partial(selected_attention, block_indices=draw_lists(7, 40, 2, 2, 8)),
+        functools.partial(
+            selected_attention, block_indices=draw_lists(7, 40, 2, 2, 8), return_lse=True
+        ),
         tensors,
         torch.float32,
         selection_block_size=8,
@@ -231,6 +192,7 @@ def test_rows_that_start_at_different_places():
         compressed_attention,
         tensors,
         torch.float32,
+        return_lse=True,
         compress_block_sliding_stride=4,
         q_offset=starts,
     )

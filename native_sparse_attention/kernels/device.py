@@ -58,6 +58,22 @@ def load_rows(base, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
 
 
 @triton.jit
+def load_keys(
+    keys, b, h, n, n0, there, strides_b, strides_n, strides_h,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows n of head h of `keys` [B N K WIDTH], zeros where `there` is False; with TMA `keys` is a
+    descriptor, n is n0 and the positions that follow, and only those outside the tensor are
+    zeros."""
+    if TMA:
+        tile = keys.load([b.to(tl.int32), n0.to(tl.int32), h.to(tl.int32), 0])
+        return tl.reshape(tile, [n.shape[0], BLOCK])
+    else:
+        base = keys + b * strides_b + h * strides_h
+        return load_rows(base, n.to(tl.int64) * strides_n, WIDTH, BLOCK, there)
+
+
+@triton.jit
 def store_rows(base, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
     """Write rows [M, BLOCK], up to WIDTH, to `base + offsets` where mask is True."""
     d = tl.arange(0, BLOCK)
@@ -102,14 +118,3 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
     p, alpha = tl.exp2(s - m_safe[:, None]), tl.exp2(m - m_safe)
     acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return acc, m_new, l * alpha + tl.sum(p, 1)
-
-
-@triton.jit
-def softmax_step_transposed(s, v, acc, m, l, PRECISION: tl.constexpr):
-    """The same of logits s [N, M], acc being [E, M]: for tiles of few rows, which as the right
-    operand waste less of a matrix instruction."""
-    m_new = tl.maximum(m, tl.max(s, 0))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p, alpha = tl.exp2(s - m_safe[None]), tl.exp2(m - m_safe)
-    acc = acc * alpha[None] + tl.dot(tl.trans(v), p.to(v.dtype), input_precision=PRECISION)
-    return acc, m_new, l * alpha + tl.sum(p, 0)

@@ -1,9 +1,8 @@
 """The selected branch, query by query: a tile of tokens that share a list of blocks reads those
 blocks of keys and values. Forward and dq.
 
-Rows of a tile are tokens x heads, few, and so the right operand of every product. `lists`
-[B T R n] holds block numbers, -1 for none; each of the R lists of a token serves H / R query heads.
-Tokens of an aligned group of `stride` share their list.
+Rows of a tile are tokens x heads. `lists` [B T R n] holds block numbers, -1 for none; each of the R
+lists of a token serves H / R query heads. Tokens of an aligned group of `stride` share their list.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import gate_rows, load_lse, load_rows, softmax_step_transposed, store_rows
+from .device import gate_rows, load_keys, load_lse, load_rows, softmax_step, store_rows
 from .launch import LOG2_E, Cotangent, Selection, strides
 
 LENGTHS = ["T", "S", "start"]
@@ -35,19 +34,23 @@ def list_tile(tile, start, T, n, G: tl.constexpr, TOKENS: tl.constexpr, STRIDE: 
 
 
 @triton.jit
-def list_keys(entries, j, n, S, s, BLOCK_S: tl.constexpr):
-    """Positions of keys j of a list's blocks laid end to end, each padded to BLOCK_S, and which of
-    them are there."""
-    c = tl.load(entries + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
+def list_keys(entries, j0, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys j0 and on of a list's blocks laid end to end, each padded to BLOCK_S: the position of
+    the first, the positions of all, and which of them are there."""
+    j = j0 + tl.arange(0, BLOCK_N)
+    if BLOCK_N <= BLOCK_S:
+        c = tl.load(entries + j0 // BLOCK_S, mask=j0 // BLOCK_S < n, other=-1)
+    else:
+        c = tl.load(entries + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
     key = c * s + j % BLOCK_S
-    return key, (c >= 0) & (j % BLOCK_S < s) & (key < S)
+    return c * s + j0 % BLOCK_S, key, (c >= 0) & (j % BLOCK_S < s) & (key < S)
 
 
 @triton.jit
 def slot_gates(gates, bt, r, slot, R, n, real):
-    """Gates [N, M] of slots [N] of the lists of rows [M]."""
-    at = ((bt * R + r) * n)[None] + slot[:, None]
-    there = real[None] & (slot < n)[:, None]
+    """Gates [M, N] of slots [N] of the lists of rows [M]."""
+    at = ((bt * R + r) * n)[:, None] + slot[None]
+    there = real[:, None] & (slot < n)[None]
     return tl.load(gates + at, mask=there, other=1.0).to(tl.float32)
 
 
@@ -66,8 +69,8 @@ def forward_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
-    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, ADD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens that share a list. Writes out and lse, with ADD of the keys
     seen so far and these."""
@@ -83,32 +86,31 @@ def forward_kernel(
     row = (b * T + token) * (R * G) + head
     q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
     if ADD:
-        acc = tl.trans(load_rows(out, row * E, E, BLOCK_E, real)).to(tl.float32)
+        acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
         m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
         l = tl.where(m == float("-inf"), 0.0, 1.0)
     else:
-        acc = tl.zeros([BLOCK_E, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
 
     for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
-        j = j0 + tl.arange(0, BLOCK_N)
-        key, seen = list_keys(entries, j, n, S, s, BLOCK_S)
-        k_tile = load_rows(k + b * k_b + h * k_h, key.to(tl.int64) * k_n, D, BLOCK_D, seen)
-        v_tile = load_rows(v + b * v_b + h * v_h, key.to(tl.int64) * v_n, E, BLOCK_E, seen)
-        # [N, M]
-        logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale_log2
+        first, key, seen = list_keys(entries, j0, n, S, s, BLOCK_S, BLOCK_N)
+        k_tile = load_keys(k, b, h, key, first, seen, k_b, k_n, k_h, D, BLOCK_D, TMA)
+        v_tile = load_keys(v, b, h, key, first, seen, v_b, v_n, v_h, E, BLOCK_E, TMA)
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
         if GATES:
-            logits *= slot_gates(gates, b * T + token, r, j // BLOCK_S, R, n, real)
-        visible = seen[:, None]
+            slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+            logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
+        visible = seen[None]
         if DIAGONAL:
-            visible = visible & (key[:, None] <= start + token[None])
+            visible = visible & (key[None] <= start + token[:, None])
         logits = tl.where(visible, logits, float("-inf"))
-        acc, m, l = softmax_step_transposed(logits, v_tile, acc, m, l, PRECISION)
+        acc, m, l = softmax_step(logits, v_tile, acc, m, l, PRECISION)
 
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
-    store_rows(out, row * E, tl.trans(acc / l[None]), E, BLOCK_E, real)
+    store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
     log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(lse + row, log, mask=real)
 
@@ -120,8 +122,8 @@ def dq_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
-    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of a tile of tokens that share a list, added to what is there if ADD; with
     GATES also what each head adds to the gradient of each slot's gate, [B T H n]."""
@@ -140,36 +142,35 @@ def dq_kernel(
     lse_row = load_lse(lse, row, real)
     delta_row = tl.load(delta + row, mask=real, other=0.0)
     gate_row = gate_rows(gate, b, token, head, gate_b, gate_t, gate_h, real, GATED)
-    acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
-        j = j0 + tl.arange(0, BLOCK_N)
-        key, seen = list_keys(entries, j, n, S, s, BLOCK_S)
-        k_tile = load_rows(k + b * k_b + h * k_h, key.to(tl.int64) * k_n, D, BLOCK_D, seen)
-        v_tile = load_rows(v + b * v_b + h * v_h, key.to(tl.int64) * v_n, E, BLOCK_E, seen)
-        # [N, M]
-        logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
+        first, key, seen = list_keys(entries, j0, n, S, s, BLOCK_S, BLOCK_N)
+        k_tile = load_keys(k, b, h, key, first, seen, k_b, k_n, k_h, D, BLOCK_D, TMA)
+        v_tile = load_keys(v, b, h, key, first, seen, v_b, v_n, v_h, E, BLOCK_E, TMA)
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
         weight = 1.0
         if GATES:
-            weight = slot_gates(gates, b * T + token, r, j // BLOCK_S, R, n, real)
-        p = tl.exp2(logits * weight * 1.4426950408889634 - lse_row[None])
-        visible = seen[:, None]
+            slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+            weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
+        p = tl.exp2(logits * weight * 1.4426950408889634 - lse_row[:, None])
+        visible = seen[None]
         if DIAGONAL:
-            visible = visible & (key[:, None] <= start + token[None])
+            visible = visible & (key[None] <= start + token[:, None])
         p = tl.where(visible, p, 0.0)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         if GATED:
-            dp *= gate_row[None]
-        ds = p * (dp - delta_row[None])
+            dp *= gate_row[:, None]
+        ds = p * (dp - delta_row[:, None])
         if GATES:
-            d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_N // BLOCK_S, BLOCK_S, BLOCK_M]), 1)
+            d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S]), 2)
             slot = j0 // BLOCK_S + tl.arange(0, BLOCK_N // BLOCK_S)
-            at = (row * n)[None] + slot[:, None]
-            tl.store(d_gates + at, d_gate, mask=real[None] & (slot < n)[:, None])
+            at = (row * n)[:, None] + slot[None]
+            tl.store(d_gates + at, d_gate, mask=real[:, None] & (slot < n)[None])
             ds *= weight
-        acc += tl.dot(tl.trans(k_tile), ds.to(k_tile.dtype), input_precision=PRECISION)
+        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
 
-    acc = tl.trans(acc * scale)
+    acc *= scale
     if ADD:
         acc += load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
     store_rows(dq, row * D, acc, D, BLOCK_D, real)
@@ -186,16 +187,21 @@ def arguments(
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     R, n = selection.lists.shape[2:]
     s, stride, G = selection.s, selection.stride, H // R
-    tile = launch.gather_tile(kernel, max(D, E), G, q.dtype)
     # as many tokens as divide a group and fit
-    fits = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= tile.block_m)
+    fits = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= launch.GATHER_ROWS)
     tokens = max(fits, default=1)
+    tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype)
     aligned = T + (stride - 1 if selection.starts is not None else selection.start % stride)
     block_s = triton.next_power_of_2(s)
+    block_n = tile.block_n if selection.gates is None else max(tile.block_n, block_s)
+    # blocks as wide as a tile are read by the tensor memory accelerator
+    boxes = [launch.boxes(t, block_n) if block_n <= block_s else None for t in (k, v)]
+    tma = None not in boxes
     args = dict(
         q=q,
-        k=k,
-        v=v,
+        k=boxes[0] if tma else k,
+        v=boxes[1] if tma else v,
+        TMA=tma,
         **strides("q", q, "bth"),
         **strides("k", k, "bnh"),
         **strides("v", v, "bnh"),
@@ -214,8 +220,8 @@ def arguments(
         E=E,
         BLOCK_D=launch.padded(D),
         BLOCK_E=launch.padded(E),
-        BLOCK_M=launch.padded(tokens * G),
-        BLOCK_N=tile.block_n if selection.gates is None else max(tile.block_n, block_s),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=block_n,
         BLOCK_S=block_s,
         SLOTS=triton.next_power_of_2(n),
         TOKENS=tokens,

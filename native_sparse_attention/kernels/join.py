@@ -9,9 +9,9 @@ from .device import load_rows, store_rows
 JOIN_ROWS = 32
 
 
-@triton.jit(do_not_specialize=["T", "first", "ALL"])
+@triton.jit(do_not_specialize=["T", "first", "length"])
 def join_kernel(
-    part, part_lse, lists, out, lse, T, R, n, first, ALL,
+    part, part_lse, lists, out, lse, T, R, n, first, length,
     G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
@@ -20,9 +20,10 @@ def join_kernel(
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = tl.program_id(1).to(tl.int64)
     H = R * G
-    real = i < T * H
-    row = (b * ALL + first) * H + i
-    line = (b * T * R + i // G) * n
+    real = i < length * H
+    row = (b * T + first) * H + i
+    line = ((b * T + first) * R + i // G) * n
+    there = (b * length * R + i // G) * n
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -32,7 +33,7 @@ def join_kernel(
         l = tl.where(m == float("-inf"), 0.0, 1.0)
     for slot in range(0, n):
         listed = real & (tl.load(lists + line + slot, mask=real, other=-1) >= 0)
-        at = (line + slot) * G + i % G
+        at = (there + slot) * G + i % G
         new = tl.load(part_lse + at, mask=listed, other=float("-inf"))
         o = load_rows(part, at * E, E, BLOCK_E, listed).to(tl.float32)
         m_new = tl.maximum(m, new)
@@ -49,28 +50,26 @@ def join_kernel(
 
 @triton.jit(do_not_specialize=["S", "C"])
 def gather_spill_kernel(
-    spill, d, item_ends, spill_ends, S, K, s, C,
+    spill, d, spill_bounds, S, K, s, C,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: N keys of a block that has several items. Adds their shares, in order, to d."""
     block = tl.program_id(0).to(tl.int64)
-    last = tl.load(item_ends + block)
-    items = last - tl.load(item_ends + block - 1, mask=block > 0, other=0)
-    if items > 1:
+    begin, end = tl.load(spill_bounds + block), tl.load(spill_bounds + block + 1)
+    if begin < end:
         b, h, c = block // C // K, block // C % K, block % C
         j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         there = (j < s) & (c * s + j < S)
         at = (b * S + c * s + j) * K + h
         acc = load_rows(d, at * D, D, BLOCK_D, there)
-        end = tl.load(spill_ends + block)
-        for item in range(end - items, end):
+        for item in range(begin, end):
             acc += load_rows(spill, (item * s + j) * D, D, BLOCK_D, there)
         store_rows(d, at * D, acc, D, BLOCK_D, there)
 
 
-@triton.jit(do_not_specialize=["T", "first", "ALL"])
+@triton.jit(do_not_specialize=["T", "first", "length"])
 def sum_kernel(
-    part, lists, dq, T, R, n, first, ALL,
+    part, lists, dq, T, R, n, first, length,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
@@ -79,14 +78,15 @@ def sum_kernel(
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = tl.program_id(1).to(tl.int64)
     H = R * G
-    real = i < T * H
-    row = (b * ALL + first) * H + i
-    line = (b * T * R + i // G) * n
+    real = i < length * H
+    row = (b * T + first) * H + i
+    line = ((b * T + first) * R + i // G) * n
+    there = (b * length * R + i // G) * n
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if ADD:
         acc = load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
     for slot in range(0, n):
         listed = real & (tl.load(lists + line + slot, mask=real, other=-1) >= 0)
-        at = (line + slot) * G + i % G
+        at = (there + slot) * G + i % G
         acc += load_rows(part, at * D, D, BLOCK_D, listed).to(tl.float32)
     store_rows(dq, row * D, acc, D, BLOCK_D, real)

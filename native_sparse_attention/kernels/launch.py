@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .device import BEHIND, EVERYTHING
 
@@ -53,19 +54,23 @@ TILES = {
 }
 FLOAT32 = Tile(32, 32, 4, 1)
 
-# the selected branch query by query (block_m bounds the rows, they follow from the group), and
-# block by block
+# the selected branch query by query: by rows of a tile (those of the tokens that share a list)
 GATHER = {
-    128: {"forward": Tile(128, 64, 4, 3), "dq": Tile(128, 64, 4, 2)},
-    256: {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 64, 8, 1)},
+    16: Tile(16, 64, 1, 3),
+    32: Tile(32, 64, 2, 3),
+    64: Tile(64, 64, 4, 3),
+    128: Tile(128, 64, 8, 2),
 }
+GATHER_ROWS = 128
+
+# and block by block
 PAIRS = {
     128: {"forward": Tile(128, 64, 4, 3), "dkv": Tile(64, 64, 4, 2)},
     256: {"forward": Tile(64, 64, 8, 2), "dkv": Tile(32, 64, 8, 1)},
 }
 
-# tiles that stand in for all of the above, by kernel: "dq", "gather.dq", "pairs.dkv"
-override: dict[str, Tile] = {}
+# tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
+override: dict[str, Any] = {}
 
 # rows that a program of the selected branch, block by block, works through at most
 ITEM_ROWS = 16384
@@ -78,7 +83,7 @@ FEW_ROWS = 9
 
 
 @contextmanager
-def using(tiles: dict[str, Tile]) -> Iterator[None]:
+def using(tiles: dict[str, Any]) -> Iterator[None]:
     """Launch with these tiles, to try them out. In all threads: backward passes have their own."""
     before = dict(override)
     override.update(tiles)
@@ -107,12 +112,28 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
 
-def gather_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
-    """For `kernel` "forward" or "dq" query by query, lists that serve `groups` heads."""
-    bucket = next(limit for limit in GATHER if width <= limit)
-    tile = Tile(32, 32, 4, 1) if dtype == torch.float32 else GATHER[bucket][kernel]
-    tile = override.get(f"gather.{kernel}", tile)
-    return Tile(max(tile.block_m, groups), tile.block_n, tile.num_warps, tile.num_stages)
+def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
+    """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
+    tile = GATHER[padded(rows)]
+    other = override.get(f"gather.{kernel}")
+    if other is not None:
+        return Tile(tile.block_m, other.block_n, other.num_warps, other.num_stages)
+    if dtype == torch.float32:
+        return Tile(tile.block_m, 32, 4, 1)
+    stages = tile.num_stages if width <= 128 else 1
+    return Tile(tile.block_m, tile.block_n, tile.num_warps, stages)
+
+
+def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
+    """A descriptor of t [B N K D] by which the tensor memory accelerator reads `rows` positions of
+    one head; None where there is none or it cannot."""
+    if t.is_cuda and torch.cuda.get_device_capability(t.device) < (9, 0):
+        return None
+    size = t.element_size()
+    aligned = t.data_ptr() % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in t.stride()[:3])
+    if t.stride(-1) != 1 or not aligned or 0 in t.shape:
+        return None
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
 
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
@@ -199,13 +220,50 @@ class Selection:
         """Whether a list may hold its query's own block, of which it sees the keys up to itself."""
         return self.causal and self.num_local == 0
 
-    def narrow(self, first: int, length: int) -> Selection:
-        """That of `length` tokens from `first` on, to be read entry by entry."""
-        end = first + length
-        gates = None if self.gates is None else self.gates[:, first:end].contiguous()
-        return replace(self, lists=self.lists[:, first:end].contiguous(), gates=gates)
-
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Unwritten out [B T H E] and lse [B T H]."""
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+# the ranking
+
+
+@dataclass(frozen=True)
+class RankingTile:
+    """BLOCK_M rows of queries against BLOCK_N blocks a step, whose n best are found by `columns`
+    lists of `depth` blocks, or by merging where `columns` is 0."""
+
+    block_m: int
+    block_n: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+MERGED = RankingTile(64, 64, 0, 0, 8, 2)
+# by rule; not measured: none spills registers when compiled for an H100 at width 128
+RANKING_TILES = {
+    "logits": RankingTile(64, 64, 8, 8, 4, 3),
+    "probs": RankingTile(64, 64, 32, 4, 4, 3),
+}
+# lists are too short for more
+MOST_IN_LISTS = 16
+
+
+def ranking_tile(
+    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, columns: bool = True
+) -> RankingTile:
+    """For heads of `width`, `groups` of which rank together, and the n best."""
+    tile = MERGED
+    if columns and n <= MOST_IN_LISTS:
+        tile = override.get(f"ranking.{rule}", RANKING_TILES[rule])
+    block_n = max(tile.block_n, triton.next_power_of_2(n))
+    block_m = tile.block_m
+    if rule == "probs":
+        # a tile holds at least one token with all heads of its group
+        block_m = max(block_m, triton.next_power_of_2(groups))
+    return RankingTile(
+        block_m, block_n, tile.columns, min(tile.depth, n), tile.num_warps, tile.num_stages
+    )

@@ -8,7 +8,6 @@ list e // n % R of token e // (n R). Parts have one row an entry and head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,17 +22,15 @@ from .join import JOIN_ROWS, gather_spill_kernel, join_kernel, sum_kernel
 from .launch import LOG2_E, Cotangent, Selection, strides
 
 # one compiled kernel for all lengths
-LENGTHS = ["T", "S", "C", "BLOCKS", "first", "ALL", "start"]
+LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "start"]
 
 
 @triton.jit
-def item_entries(item, owner, ends, item_ends, chunk):
+def item_entries(item, owner, bounds, item_bounds, chunk):
     """The block of an item, and its first entry and one past the last."""
     block = tl.load(owner + item).to(tl.int64)
-    first = tl.load(ends + block - 1, mask=block > 0, other=0)
-    first_item = tl.load(item_ends + block - 1, mask=block > 0, other=0)
-    begin = first + (item - first_item) * chunk
-    return block, begin, tl.minimum(begin + chunk, tl.load(ends + block))
+    begin = tl.load(bounds + block) + (item - tl.load(item_bounds + block)) * chunk
+    return block, begin, tl.minimum(begin + chunk, tl.load(bounds + block + 1))
 
 
 @triton.jit
@@ -53,8 +50,8 @@ def entry_rows(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, gates, part, part_lse, entries, ends, owner, item_ends, chunk, starts, start,
-    T, S, K, s, C, BLOCKS, first, scale_log2, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    q, k, v, gates, part, part_lse, entries, bounds, owner, item_bounds, chunk, starts, start,
+    T, S, K, s, C, BLOCKS, first, length, scale_log2, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, PRECISION: tl.constexpr,
@@ -62,7 +59,7 @@ def forward_kernel(
     """One program: an item. Writes each row's attention to the item's block alone and its lse."""
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, ends, item_ends, chunk)
+        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk)
         b, h, c = block // C // K, block // C % K, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
@@ -72,7 +69,7 @@ def forward_kernel(
         v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
         for i in range(begin, end, BLOCK_M // G):
             e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
-            t = first + bt - b * T
+            t = bt - b * T
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
             if GATES:
@@ -86,7 +83,7 @@ def forward_kernel(
             p = tl.exp2(logits - tl.where(real, m, 0.0)[:, None])
             l = tl.where(real, tl.sum(p, 1), 1.0)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) / l[:, None]
-            row = e * G + head % G
+            row = (e - (b * (T - length) + first) * (R * n)) * G + head % G
             store_rows(part, row * E, o, E, BLOCK_E, real)
             tl.store(part_lse + row, m + tl.log2(l), mask=real)
 
@@ -94,8 +91,8 @@ def forward_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dkv_kernel(
     q, k, v, gates, d_out, lse, delta, gate, dk, dv, spill_k, spill_v, part, d_gates,
-    entries, ends, owner, item_ends, spill_ends, chunk, starts, start,
-    T, S, K, s, C, BLOCKS, first, ALL, scale,
+    entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
+    T, S, K, s, C, BLOCKS, first, length, scale,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, gate_b, gate_t, gate_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -107,7 +104,7 @@ def dkv_kernel(
     block, and each row's gradient of its entry's gate."""
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, ends, item_ends, chunk)
+        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk)
         b, h, c = block // C // K, block // C % K, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
@@ -120,8 +117,8 @@ def dkv_kernel(
         dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
         for i in range(begin, end, BLOCK_M // G):
             e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
-            t = first + bt - b * T
-            row = (b * ALL + t) * (R * G) + head
+            t = bt - b * T
+            row = bt * (R * G) + head
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
             do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
             lse_row = load_lse(lse, row, real)
@@ -152,19 +149,19 @@ def dkv_kernel(
             dk_acc += tl.dot(ds, q_tile, input_precision=PRECISION)
             if PARTS:
                 dq = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale
+                e -= (b * (T - length) + first) * (R * n)
                 store_rows(part, (e * G + head % G) * D, dq, D, BLOCK_D, real)
 
         dk_acc *= scale
-        last = tl.load(item_ends + block)
-        first_item = tl.load(item_ends + block - 1, mask=block > 0, other=0)
-        if last - first_item == 1:
+        first_item = tl.load(item_bounds + block)
+        if tl.load(item_bounds + block + 1) - first_item == 1:
             at = (b * S + key) * K + h
             dk_acc += load_rows(dk, at * D, D, BLOCK_D, there)
             dv_acc += load_rows(dv, at * E, E, BLOCK_E, there)
             store_rows(dk, at * D, dk_acc, D, BLOCK_D, there)
             store_rows(dv, at * E, dv_acc, E, BLOCK_E, there)
         else:
-            at = (tl.load(spill_ends + block) - last + item) * s + j
+            at = (tl.load(spill_bounds + block) + item - first_item) * s + j
             store_rows(spill_k, at * D, dk_acc, D, BLOCK_D, there)
             store_rows(spill_v, at * E, dv_acc, E, BLOCK_E, there)
 
@@ -178,9 +175,9 @@ def arguments(
     """What the kernels over items take."""
     H, D = q.shape[2:]
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    _, T, R, n = selection.lists.shape
+    B, T, R, n = selection.lists.shape
     tile = launch.pair_tile(kernel, max(D, E), H // R, q.dtype)
-    blocks = len(inverse.ends)
+    num_blocks = triton.cdiv(S, selection.s)
     return dict(
         q=q,
         k=k,
@@ -190,9 +187,9 @@ def arguments(
         **strides("v", v, "bnh"),
         gates=selection.gates,
         entries=inverse.entries,
-        ends=inverse.ends,
+        bounds=inverse.bounds,
         owner=inverse.owner,
-        item_ends=inverse.item_ends,
+        item_bounds=inverse.item_bounds,
         chunk=inverse.chunk,
         starts=selection.starts,
         start=selection.start,
@@ -202,8 +199,10 @@ def arguments(
         R=R,
         n=n,
         s=selection.s,
-        C=blocks // (k.shape[0] * K),
-        BLOCKS=blocks,
+        C=num_blocks,
+        BLOCKS=B * K * num_blocks,
+        first=inverse.first,
+        length=inverse.length,
         G=H // R,
         D=D,
         E=E,
@@ -219,17 +218,14 @@ def arguments(
     )
 
 
-def spans(
-    q: Tensor, k: Tensor, selection: Selection, parts: bool
-) -> Iterator[tuple[int, Selection, Inverse]]:
-    """Spans of tokens, whose parts together take about as much memory as q does (all tokens where
-    no parts are kept): first token, selection and its inverse."""
+def inverted(q: Tensor, k: Tensor, selection: Selection, parts: bool) -> list[Inverse]:
+    """By spans of tokens whose parts together take about as much memory as q does; in one where no
+    parts are kept."""
     T, (R, n) = q.shape[1], selection.lists.shape[2:]
     length = max(T // n, launch.FEW_TOKENS) if parts else T
     chunk = max(launch.ITEM_ROWS // (q.shape[2] // R), 1)
-    for first in range(0, T, length):
-        some = selection.narrow(first, length)
-        yield first, some, invert(some.lists, k.shape[2], triton.cdiv(k.shape[1], some.s), chunk)
+    num_blocks = triton.cdiv(k.shape[1], selection.s)
+    return invert(selection.lists, k.shape[2], num_blocks, chunk, min(length, T))
 
 
 def forward(
@@ -244,22 +240,22 @@ def forward(
     keys if `partial` holds them."""
     (B, T, H, _), E = q.shape, v.shape[-1]
     out, lse = partial or launch.empty_outputs(q, v)
-    for first, some, inverse in spans(q, k, selection, parts=True):
-        args = arguments(q, k, v, some, inverse, "forward")
-        G = args["G"]
-        part = q.new_empty(some.lists.numel() * G, E)
-        part_lse = q.new_empty(some.lists.numel() * G, dtype=torch.float32)
+    R, n = selection.lists.shape[2:]
+    for inverse in inverted(q, k, selection, parts=True):
+        args = arguments(q, k, v, selection, inverse, "forward")
+        span = (inverse.first, inverse.length)
+        part = q.new_empty(B * inverse.length * H * n, E)
+        part_lse = q.new_empty(len(part), dtype=torch.float32)
         forward_kernel[(len(inverse.owner),)](
             part=part,
             part_lse=part_lse,
-            first=first,
             scale_log2=scale * LOG2_E,
-            BLOCK_S=launch.padded(some.s),
+            BLOCK_S=launch.padded(selection.s),
             **args,
         )
-        join_kernel[(triton.cdiv(args["T"] * H, JOIN_ROWS), B)](
-            part, part_lse, some.lists, out, lse, args["T"], args["R"], args["n"], first, T,
-            G=G, E=E, BLOCK_E=args["BLOCK_E"], BLOCK_M=JOIN_ROWS, ADD=partial is not None,
+        join_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
+            part, part_lse, selection.lists, out, lse, T, R, n, *span,
+            G=H // R, E=E, BLOCK_E=args["BLOCK_E"], BLOCK_M=JOIN_ROWS, ADD=partial is not None,
         )  # fmt: skip
     return out, lse
 
@@ -280,26 +276,24 @@ def backward(
     it holds if `add`), and returns the gradient of the gates."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    d_gates = []
-    for first, some, inverse in spans(q, k, selection, parts=dq is not None):
-        args = arguments(q, k, v, some, inverse, "dkv")
-        s, G = some.s, args["G"]
-        block_n = launch.padded(s) if dq is not None else min(launch.padded(s), 64)
-        pieces = triton.cdiv(s, block_n)
+    R, n, s = *selection.lists.shape[2:], selection.s
+    d_gates = None
+    if selection.gates is not None and dq is not None:
+        d_gates = q.new_zeros(*selection.lists.shape, H // R, dtype=torch.float32)
+    block_n = launch.padded(s) if dq is not None else min(launch.padded(s), 64)
+    pieces = triton.cdiv(s, block_n)
+    for inverse in inverted(q, k, selection, parts=dq is not None):
+        args = arguments(q, k, v, selection, inverse, "dkv")
         spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
-        rows = some.lists.numel() * G if dq is not None else 0
-        part = q.new_empty(rows, D)
-        d_gate = q.new_zeros(rows, dtype=torch.float32) if some.gates is not None else None
+        part = q.new_empty(B * inverse.length * H * n if dq is not None else 0, D)
         dkv_kernel[(len(inverse.owner), pieces)](
             dk=dk,
             dv=dv,
             spill_k=spills[0],
             spill_v=spills[1],
             part=part,
-            d_gates=d_gate,
-            spill_ends=inverse.spill_ends,
-            first=first,
-            ALL=T,
+            d_gates=d_gates,
+            spill_bounds=inverse.spill_bounds,
             scale=scale,
             BLOCK_N=block_n,
             PARTS=dq is not None,
@@ -307,15 +301,13 @@ def backward(
             **cotangent.arguments(),
         )
         for spill, d, width in zip(spills, (dk, dv), (D, E), strict=True):
-            gather_spill_kernel[(len(inverse.ends), pieces)](
-                spill, d, inverse.item_ends, inverse.spill_ends, S, K, s, args["C"],
+            gather_spill_kernel[(args["BLOCKS"], pieces)](
+                spill, d, inverse.spill_bounds, S, K, s, args["C"],
                 D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
             )  # fmt: skip
         if dq is not None:
-            sum_kernel[(triton.cdiv(args["T"] * H, JOIN_ROWS), B)](
-                part, some.lists, dq, args["T"], args["R"], args["n"], first, T,
-                G=G, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
+            sum_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
+                part, selection.lists, dq, T, R, n, inverse.first, inverse.length,
+                G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
             )  # fmt: skip
-            if d_gate is not None:
-                d_gates.append(d_gate.view(*some.lists.shape, -1).sum(-1))
-    return torch.cat(d_gates, dim=1) if d_gates else None
+    return None if d_gates is None else d_gates.sum(-1)

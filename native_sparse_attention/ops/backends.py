@@ -26,7 +26,7 @@ def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
     """Reasons why a backend cannot run a call of an operation; empty where it can."""
     if backend == "triton":
         return library.why_not(op, **call)
-    if backend == "flex":
+    if backend == "flex" and op != "native_sparse_attention":
         if not hasattr(flex, op):
             return [f"flex_attention has no form of {op}"]
         return flex.why_not(op, **call)
@@ -42,14 +42,16 @@ def choose(
     *,
     gates: Tensor | None = None,
     q_offset: int | Tensor = 0,
+    **facts: Any,
 ) -> str:
     """The backend that runs this call: the one asked for, or of several the first that can.
+    `facts` are what else of the call `why_not` of this operation asks for.
 
     Raises:
         ValueError: an unknown backend.
         NotImplementedError: an explicit backend that cannot run the call, with its reasons.
     """
-    call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset)
+    call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset, **facts)
     if backend == "auto":
         # there a launch costs more than scores that the compiler fuses (measured on an H200)
         few = torch.compiler.is_compiling() and q.shape[1] * k.shape[1] <= FEW_SCORES

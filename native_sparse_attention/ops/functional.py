@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import blocks
 from . import backends
 from .checks import (
+    check_first_group,
     check_groups,
     check_int,
     check_ints,
@@ -202,15 +203,19 @@ def select_blocks(
     check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
     offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
     check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
-    if isinstance(offset, int) and offset % selection_stride and leader_indices is None:
-        raise ValueError(
-            f"leader_indices must be given where q_offset={offset} is not a multiple of "
-            f"selection_stride={selection_stride}: the first query's group was ranked before"
-        )
+    check_first_group(offset, selection_stride, leader_indices)
     # scoring has no form in flex_attention: there is no top-k in it
     if backend == "flex":
         backend = "eager"
-    backend = backends.choose(backend, "select_blocks", q, ck, q_offset=offset)
+    backend = backends.choose(
+        backend,
+        "select_blocks",
+        q,
+        ck,
+        q_offset=offset,
+        num_selected_blocks=num_selected_blocks,
+        return_gates=return_gates,
+    )
     indices, gates = backends.run(
         backend,
         "select_blocks",

@@ -14,14 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .selection import select_blocks
+
+__all__ = [
+    "compressed_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+    "why_not",
+]
+
 # `kernels.device` has the same numbers, under the same names
 CAUSAL_WINDOW, TWO_SIDED_WINDOW, BEHIND, EVERYTHING = range(4)
 
-OPERATIONS = ("compressed_attention", "selected_attention", "sliding_window_attention")
+OPERATIONS = (
+    "compressed_attention",
+    "native_sparse_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+)
 
 # query heads of a KV head, and width of a head, that fit a tile
 MAX_GROUP = 64
 MAX_WIDTH = 256
+# blocks that a query's ranking may hold
+MAX_SELECTED = 64
 
 
 def why_not(
@@ -31,6 +49,8 @@ def why_not(
     v: Tensor | None = None,
     gates: Tensor | None = None,
     q_offset: int | Tensor = 0,
+    num_selected_blocks: int = 0,
+    return_gates: bool = False,
 ) -> list[str]:
     """Reasons why the kernels cannot run this call; empty where they can."""
     if op_name not in OPERATIONS:
@@ -49,6 +69,10 @@ def why_not(
     width = max(t.shape[-1] for t in (q, v) if t is not None)
     if width > MAX_WIDTH:
         reasons.append(f"heads are {width} wide, at most {MAX_WIDTH}")
+    if num_selected_blocks > MAX_SELECTED:
+        reasons.append(f"num_selected_blocks is {num_selected_blocks}, at most {MAX_SELECTED}")
+    if return_gates:
+        reasons.append("the gates of differentiable top-k have no kernel yet")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     return reasons

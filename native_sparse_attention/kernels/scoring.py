@@ -1,0 +1,393 @@
+"""The selection: scores of blocks, formed tile by tile and folded into a running top n on chip.
+
+A tile ranks the tokens that lead a group of STRIDE tokens (every token where STRIDE = 1), and every
+token of the group is handed the list. `ops/ranking.py` says what is computed.
+
+Where `importance` is "logits", a block's score is one dot product: the mean query of the heads that
+rank together, and the mean key of the block's windows. Both are formed in float32 and cut into two
+float16 halves, whose products a tensor core adds up in float32: what is left out is 2^-24 of a
+term. A positive factor of a query's scores does not change its ranking, and is left out.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import launch
+from .device import load_rows
+from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
+
+LOG2_E = 1.4426950408889634
+
+# one compiled kernel for all lengths and places
+LENGTHS = ["T", "C", "W", "first_token"]
+
+
+# steps
+
+
+@triton.jit
+def leaders(index, first_token, T, STRIDE: tl.constexpr):
+    """Of each group: its leader's position, its token (negative where it came before this call),
+    and whether it is ranked here."""
+    position = (first_token // STRIDE + index) * STRIDE
+    token = position - first_token
+    return position, token, (token >= 0) & (token < T)
+
+
+@triton.jit
+def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+                   CAUSAL: tl.constexpr):  # fmt: skip
+    """One past the last block that a query may rank, of C; LOCAL counts its own block."""
+    end = position * 0 + C
+    if CAUSAL:
+        WIDER: tl.constexpr = d if d > s else s
+        complete = position // WIDER * (WIDER // s)
+        end = tl.minimum(end, tl.minimum(complete, position // s - (LOCAL - 1)))
+    return end
+
+
+@triton.jit
+def two_halves(x):
+    """Rows [M, D] as float16 `high + low`, each row times a power of two, [M], that is returned to
+    undo it. Of a row's largest element 2^-24 is left out."""
+    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
+    exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
+    x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    high = x.to(tl.float16)
+    low = (x - high.to(tl.float32)).to(tl.float16)
+    return high, low, (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot_of_halves(q_high, q_low, k_high, k_low, ONE_HALF: tl.constexpr):
+    """[M, N] in float32, smallest terms first; q_low is nothing where ONE_HALF."""
+    acc = tl.dot(q_high, tl.trans(k_low))
+    if not ONE_HALF:
+        acc = tl.dot(q_low, tl.trans(k_high), acc)
+    return tl.dot(q_high, tl.trans(k_high), acc)
+
+
+@triton.jit
+def write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS: tl.constexpr,
+                  STRIDE: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
+    """Hand each group's ranking [M, SLOTS_2] to its tokens; to a group whose leader came before
+    this call, `before`."""
+    slot = tl.arange(0, ranking.shape[1])
+    ranking = tl.where(ranking == NO_BLOCK, -1, ranking)
+    if STRIDE > 1:
+        earlier = tl.full([ranking.shape[1]], -1, tl.int32)
+        if BEFORE:
+            earlier = tl.load(before + (b * RANKS + r) * SLOTS + slot, mask=slot < SLOTS, other=-1)
+        ranking = tl.where((token < 0)[:, None], earlier[None], ranking)
+    for j in range(STRIDE):
+        t = token + j
+        row = (b * T + t) * RANKS + r
+        mask = ((t >= 0) & (t < T))[:, None] & (slot < SLOTS)[None]
+        tl.store(out + row[:, None] * SLOTS + slot[None], ranking, mask=mask)
+
+
+# logits
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def keys_kernel(
+    ck, keys, sizes, C, W, K, scale,
+    k_b, k_w, k_h,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr,
+):  # fmt: skip
+    """One program: keys of a tile of blocks of one row and KV head, halves [2, BLOCK_D] and the
+    power of two that undoes their scaling. Program 1 of axis 2 writes them for queries that do not
+    see the window after the block's, whom that window counts as the block's last."""
+    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    WINDOWS: tl.constexpr = s // d if s > d else 1
+    first = c * s // d
+    last = first * 0 + W - 1
+    if tl.program_id(2) == 1:
+        last = tl.minimum(last, first + WINDOWS - 1)
+    # [BLOCK_C, BLOCK_S]
+    u = tl.arange(0, BLOCK_S)[None]
+    t = c[:, None] * s + u
+    covered = (u < s) & (t < W * d)
+
+    total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    count = tl.zeros([BLOCK_C], tl.float32)
+    AROUND: tl.constexpr = 1 if INTERPOLATED else 0
+    for j in range(-AROUND, WINDOWS + AROUND):
+        w = first + j
+        if INTERPOLATED:
+            # twice the distance of token and window centre, in units of 1 / (2 d)
+            distance = tl.abs(2 * t + 1 - d - 2 * d * w[:, None])
+            near = tl.where(covered, tl.maximum(2 * d - distance, 0), 0)
+            weight = tl.sum(near, 1).to(tl.float32)
+            w = tl.minimum(tl.maximum(w, 0), last)
+        else:
+            weight = (w < W).to(tl.float32)
+        rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
+        tile = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W))
+        total += weight[:, None] * tile.to(tl.float32)
+        count += weight
+    key = total / tl.maximum(count, 1.0)[:, None] * scale
+
+    high, low, size = two_halves(key)
+    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * C + c
+    x = tl.arange(0, BLOCK_D)[None]
+    tl.store(keys + row[:, None] * (2 * BLOCK_D) + x, high, mask=(c < C)[:, None])
+    tl.store(keys + row[:, None] * (2 * BLOCK_D) + BLOCK_D + x, low, mask=(c < C)[:, None])
+    tl.store(sizes + row, size, mask=c < C)
+
+
+@triton.jit
+def score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D: tl.constexpr,
+                ONE_HALF: tl.constexpr):  # fmt: skip
+    """Scores [M, N] of blocks c [N]."""
+    inside = c < C
+    row = first_row + c
+    k_high = load_rows(keys, row * (2 * BLOCK_D), BLOCK_D, BLOCK_D, inside)
+    k_low = load_rows(keys + BLOCK_D, row * (2 * BLOCK_D), BLOCK_D, BLOCK_D, inside)
+    size = tl.load(sizes + row, mask=inside, other=0.0)
+    return dot_of_halves(q_high, q_low, k_high, k_low, ONE_HALF) * size[None]
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def logits_kernel(
+    q, keys, sizes, out, redo, before, starts, first_token, T, C, RANKS,
+    q_b, q_t, q_h,
+    G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
+    INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, AGAIN: tl.constexpr,
+    FLAG_M: tl.constexpr, ONE_HALF: tl.constexpr,
+):  # fmt: skip
+    """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, the mean
+    of G query heads. Reads those queries and the keys of their candidates. SHARE ranking heads have
+    one KV head. AGAIN: only where `redo` says so, which a program with lists writes."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most candidates go first
+    b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
+    if RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    flags = redo + tl.program_id(1) * tl.cdiv(T + STRIDE - 1, STRIDE * FLAG_M)
+    if AGAIN:  # noqa: SIM102
+        if tl.load(flags + tile * BLOCK_M // FLAG_M) == 0:
+            return
+    index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    position, token, ranked = leaders(index, first_token, T, STRIDE)
+    end = tl.where(ranked, candidates_end(position, C, LOCAL, d, s, CAUSAL), 0)
+
+    # [M, D]
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for g in range(G):
+        rows = b * q_b + token.to(tl.int64) * q_t + (r * G + g) * q_h
+        total += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
+    q_high, q_low, _ = two_halves(total)
+
+    KV_HEADS = RANKS // SHARE
+    first_row = (b * KV_HEADS + r // SHARE) * C
+    # the blocks before which the tile's first query sees no window
+    seen = tl.maximum(first_token // STRIDE + tile * BLOCK_M, 0) * STRIDE // d
+    WINDOWS: tl.constexpr = s // d if s > d else 1
+    first_edge = (seen - WINDOWS) * d // s
+
+    found = start(BLOCK_M, SLOTS_2, COLUMNS, DEPTH)
+    for c0 in range(INITIAL // BLOCK_N * BLOCK_N, tl.max(end, 0), BLOCK_N):
+        c = chunk_blocks(c0, BLOCK_N, COLUMNS)
+        score = score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D, ONE_HALF)
+        if INTERPOLATED and CAUSAL:  # noqa: SIM102
+            if c0 + BLOCK_N > first_edge:
+                edge_row = first_row + tl.num_programs(1) // SHARE * C.to(tl.int64)
+                edge = score_chunk(q_high, q_low, keys, sizes, edge_row, c, C, BLOCK_D, ONE_HALF)
+                is_edge = (c * s // d + WINDOWS)[None] == (position // d)[:, None]
+                score = tl.where(is_edge, edge, score)
+        candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
+        found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+
+    ranking, missed = finish(found, SLOTS, SLOTS_2, COLUMNS)
+    write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
+    if COLUMNS > 0:
+        tl.store(flags + tile, missed)
+
+
+# probs
+
+
+@triton.jit
+def sum_step(x, m, l):
+    """Fold logits x [M, N] into the running maximum and sum of a softmax, [M] each."""
+    m_new = tl.maximum(m, tl.max(x, 1))
+    m_safe = tl.where(m_new == NO_SCORE, 0.0, m_new)
+    return m_new, l * tl.exp2(m - m_safe) + tl.sum(tl.exp2(x - m_safe[:, None]), 1)
+
+
+@triton.jit
+def log_sum_exp(
+    q_tile, ck, k_base, k_w, mem_k, m_base, m_m, visible, W, MEMORY, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of all memory slots and the windows that each row sees, in units of log2, [M]."""
+    m = tl.full([q_tile.shape[0]], NO_SCORE, tl.float32)
+    l = tl.zeros([q_tile.shape[0]], tl.float32)
+    for n0 in range(0, MEMORY, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_rows(mem_k, m_base + n.to(tl.int64) * m_m, D, BLOCK_D, n < MEMORY)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        m, l = sum_step(tl.where((n < MEMORY)[None], x, NO_SCORE), m, l)
+    for n0 in range(0, tl.max(visible, 0), BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_rows(ck, k_base + n.to(tl.int64) * k_w, D, BLOCK_D, n < W)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        m, l = sum_step(tl.where(n[None] < visible[:, None], x, NO_SCORE), m, l)
+    return m + tl.log2(l)
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
+def probs_kernel(
+    q, ck, mem_k, lse, out, redo, before, starts, first_token, T, C, W, RANKS, MEMORY, scale_log2,
+    q_b, q_t, q_h, k_b, k_w, k_h, m_h, m_m,
+    G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
+    WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, AGAIN: tl.constexpr, FLAG_M: tl.constexpr,
+    HEADS: tl.constexpr, LSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
+    of G query heads. Rows are tokens x heads, G filled up to HEADS, a power of two. Reads those
+    queries, their log-sum-exp (or forms it) and the windows that they see."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
+    if RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    GROUPS: tl.constexpr = BLOCK_M // HEADS
+    flags = redo + tl.program_id(1) * tl.cdiv(T + STRIDE - 1, STRIDE * FLAG_M)
+    if AGAIN:  # noqa: SIM102
+        if tl.load(flags + tile * GROUPS // FLAG_M) == 0:
+            return
+    index = tile * GROUPS + tl.arange(0, GROUPS)
+    position, token, ranked = leaders(index, first_token, T, STRIDE)
+    end = tl.where(ranked, candidates_end(position, C, LOCAL, d, s, CAUSAL), 0)
+
+    # [M] and [M, D]
+    row = tl.arange(0, BLOCK_M)
+    row_position, row_token, real = leaders(tile * GROUPS + row // HEADS, first_token, T, STRIDE)
+    g = row % HEADS
+    real &= g < G
+    visible = tl.where(real, tl.minimum(row_position // d, W) if CAUSAL else W, 0)
+    head = r * G + g
+    q_rows = b * q_b + row_token.to(tl.int64) * q_t + head * q_h
+    q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
+    k_base = b * k_b + r // SHARE * k_h
+    if LSE:
+        entry = (b * T + row_token) * (RANKS * G) + head
+        total = tl.load(lse + entry, mask=real, other=0.0) * 1.4426950408889634
+    else:
+        total = log_sum_exp(
+            q_tile, ck, k_base, k_w, mem_k, r // SHARE * m_h, m_m, visible, W, MEMORY, scale_log2,
+            D, BLOCK_D, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    # rows that are none, or see nothing, have no probability to give
+    total = tl.where(real & (total > NO_SCORE), total, float("inf"))
+
+    # window j of those that share a token with a block, and how many tokens
+    WINDOWS: tl.constexpr = (s + WINDOW + d - 1) // d - 1 if s >= d else 1
+    found = start(GROUPS, SLOTS_2, COLUMNS, DEPTH)
+    mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first_chunk = INITIAL // BLOCK_N
+    for step in range(first_chunk * WINDOWS, tl.cdiv(tl.max(end, 0), BLOCK_N) * WINDOWS):
+        c, j = chunk_blocks(step // WINDOWS * BLOCK_N, BLOCK_N, COLUMNS), step % WINDOWS
+        w = c * s // d + j
+        share = 1
+        if s >= d:
+            share = tl.minimum((j + 1) * d, s) - tl.maximum((j + 1) * d - WINDOW, 0)
+        k_tile = load_rows(ck, k_base + w.to(tl.int64) * k_w, D, BLOCK_D, w < W)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        p = tl.where(w[None] < visible[:, None], tl.exp2(x - total[:, None]), 0.0)
+        mass = tl.where(j == 0, 0.0, mass) + share * p
+        if j == WINDOWS - 1:
+            score = tl.sum(tl.reshape(mass, [GROUPS, HEADS, BLOCK_N]), 1)
+            candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
+            found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+
+    ranking, missed = finish(found, SLOTS, SLOTS_2, COLUMNS)
+    write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
+    if COLUMNS > 0:
+        tl.store(flags + tile, missed)
+
+
+# launches
+
+
+def block_keys(ck, C, d, s, interpolated, scale):
+    """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
+    C]; a second set for queries that do not see the window after the block, where interpolated."""
+    B, W, K, D = ck.shape
+    block_d = max(16, triton.next_power_of_2(D))
+    sets = 2 if interpolated else 1
+    keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
+    sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
+    block_c = 16
+    keys_kernel[(triton.cdiv(C, block_c), B * K, sets)](
+        ck, keys, sizes, C, W, K, scale, *ck.stride()[:3],
+        D=D, BLOCK_D=block_d, BLOCK_C=block_c, BLOCK_S=triton.next_power_of_2(s), d=d, s=s,
+        INTERPOLATED=interpolated,
+    )  # fmt: skip
+    return keys, sizes
+
+
+def select_blocks(
+    q, ck, mem_k, lse, starts, before, first_token, num_ranked, num_selected, l, d, s, importance,
+    interpolated, num_initial, num_local, stride, shared, causal, scale,
+):  # fmt: skip
+    """Block indices [B T R n] of q [B T H D] and ck [B W K D]; `before` [B R n] is the ranking of
+    the token that leads the first query's group, lse [B T H] that of branch 1."""
+    B, T, H, D = q.shape
+    W, K = ck.shape[1:3]
+    ranks, n = (K if shared else H), num_selected
+    G = H // ranks
+    out = q.new_empty(B, T, ranks, n, dtype=torch.int32)
+    q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
+    tile = launch.ranking_tile(importance, D, G, n, q.dtype)
+    heads = triton.next_power_of_2(G) if importance == "probs" else 1
+
+    args = dict(
+        q=q, out=out, before=before, starts=starts, first_token=first_token, T=T, C=num_ranked,
+        RANKS=ranks, G=G, SHARE=ranks // K, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
+        SLOTS=n, SLOTS_2=max(2, triton.next_power_of_2(n)), d=d, s=s, INITIAL=num_initial,
+        LOCAL=max(num_local, 1), STRIDE=stride, CAUSAL=causal, RAGGED=starts is not None,
+        BEFORE=before is not None, **dict(zip(("q_b", "q_t", "q_h"), q.stride()[:3], strict=True)),
+    )  # fmt: skip
+    if importance == "logits":
+        kernel = logits_kernel
+        keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale)
+        one_half = G == 1 and q.dtype != torch.float32
+        args |= dict(keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half)
+    else:
+        kernel = probs_kernel
+        memory = 0 if mem_k is None else mem_k.shape[1]
+        m_h, m_m = (0, 0) if mem_k is None else mem_k.stride()[:2]
+        k_b, k_w, k_h = ck.stride()[:3]
+        args |= dict(
+            ck=ck, mem_k=mem_k, lse=lse, W=W, MEMORY=memory, scale_log2=scale * LOG2_E,
+            k_b=k_b, k_w=k_w, k_h=k_h, m_h=m_h, m_m=m_m, WINDOW=l, HEADS=heads,
+            LSE=lse is not None, PRECISION="ieee",
+        )  # fmt: skip
+
+    groups = triton.cdiv(T + stride - 1, stride)
+    flag_m = tile.block_m // heads
+    redo = q.new_empty(B * ranks, triton.cdiv(groups, flag_m), dtype=torch.int32)
+    # where the lists hold all candidates, or n in each, nothing can be lost
+    exact = num_ranked <= tile.columns * tile.depth or n <= tile.depth or not tile.columns
+    launches = [(False, tile)]
+    if not exact:
+        launches.append((True, launch.ranking_tile(importance, D, G, n, q.dtype, columns=False)))
+    for again, tile in launches:
+        grid = (triton.cdiv(groups, tile.block_m // heads), B * ranks)
+        kernel[grid](
+            redo=redo, AGAIN=again, FLAG_M=flag_m, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.num_warps,
+            num_stages=tile.num_stages, **args,
+        )  # fmt: skip
+    return out
