@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
 
-L, D_, S_, N, W = 8, 4, 8, 2, 11
+L, D_, S_, N, W = 8, 4, 8, 2, 21
 SETTINGS = {
     "compress_block_size": L,
     "compress_block_sliding_stride": D_,

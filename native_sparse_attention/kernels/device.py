@@ -118,3 +118,25 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
     p, alpha = tl.exp2(s - m_safe[:, None]), tl.exp2(m - m_safe)
     acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return acc, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constexpr, real):
+    """Write what a running softmax has come to: out, and lse in natural units, -inf for an empty
+    row."""
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
+    log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
+    tl.store(lse + row, log, mask=real)
+
+
+@triton.jit
+def softmax_grad(s, dp, lse, delta, gate, GATED: tl.constexpr):
+    """Probabilities (times the gate) and the gradient of logits s, from dp = d_out . v; `lse`,
+    `delta` and `gate` broadcast along the keys."""
+    p = tl.exp2(s - lse)
+    if GATED:
+        return p * gate, p * (dp * gate - delta)
+    else:
+        return p, p * (dp - delta)

@@ -56,10 +56,10 @@ FLOAT32 = Tile(32, 32, 4, 1)
 
 # the selected branch query by query: by rows of a tile (those of the tokens that share a list)
 GATHER = {
-    16: Tile(16, 64, 1, 3),
-    32: Tile(32, 64, 2, 3),
-    64: Tile(64, 64, 4, 3),
-    128: Tile(128, 64, 8, 2),
+    16: {"forward": Tile(16, 64, 1, 2), "dq": Tile(16, 64, 2, 3)},
+    32: {"forward": Tile(32, 64, 2, 3), "dq": Tile(32, 64, 2, 2)},
+    64: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2)},
+    128: {"forward": Tile(128, 64, 8, 2), "dq": Tile(128, 64, 8, 2)},
 }
 GATHER_ROWS = 128
 
@@ -114,14 +114,11 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
 
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
-    tile = GATHER[padded(rows)]
-    other = override.get(f"gather.{kernel}")
-    if other is not None:
-        return Tile(tile.block_m, other.block_n, other.num_warps, other.num_stages)
+    tile = override.get(f"gather.{kernel}", GATHER[padded(rows)][kernel])
     if dtype == torch.float32:
-        return Tile(tile.block_m, 32, 4, 1)
+        return Tile(padded(rows), 32, 4, 1)
     stages = tile.num_stages if width <= 128 else 1
-    return Tile(tile.block_m, tile.block_n, tile.num_warps, stages)
+    return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
 
 
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
