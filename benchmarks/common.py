@@ -22,10 +22,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 Row = dict[str, Any]
 
-# written before each timed call, so that none finds its inputs in a cache of the GPU
 # at most: a wait that ends early is no wait
 CYCLES_PER_SECOND = 2e9
 
+# written before each timed call, so that none finds its inputs in a cache of the GPU
 FLUSH_BYTES = 256 * 1024 * 1024
 
 

@@ -1,7 +1,8 @@
 """Which tile is fastest for each kernel: what `native_sparse_attention/kernels/launch.py` holds.
 
     python -m benchmarks.tune --kernels dq dkv --heads 64/4 32/8
-    python -m benchmarks.tune --kernels gather.dq --tiles 128,64,4,2 64,64,4,3
+    python -m benchmarks.tune --kernels gather.dq --tiles 64,64,4,2 64,128,4,3
+    python -m benchmarks.tune --kernels gather.dq --stride 4 --operations whole
     python -m benchmarks.tune --winners                    those of the rows that are there
 
 Every operation that launches a kernel is timed with each tile in place of the one in launch.py,
@@ -13,6 +14,7 @@ over all operations and lengths in which it ran; rows to paste are printed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -23,20 +25,38 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.launch import Tile
+from native_sparse_attention.kernels.launch import RankingTile, Tile
 
 from . import attention, common
 from .common import Row
 from .oracle import WrongResult
 from .problem import Setting, Tensors
-from .providers import OursCompressed, OursSelected, OursWindow, Provider
+from .providers import (
+    Ours,
+    OursCompressed,
+    OursProbs,
+    OursSelect,
+    OursSelected,
+    OursSelectProbs,
+    OursWindow,
+    Provider,
+)
 
 KERNELS: tuple[str, ...] = ("forward", "window", "dq", "dkv")
 KERNELS += ("gather.forward", "gather.dq", "pairs.forward", "pairs.dkv")
+KERNELS += ("ranking.logits", "ranking.probs")
 
-# selections of which neighbours share nothing
-OPERATIONS: tuple[Callable[[], Provider], ...]
-OPERATIONS = (OursCompressed, lambda: OursSelected(1), OursWindow)
+# by the name on the command line; "selected" for random selections, of which neighbours share none
+OPERATIONS: dict[str, Callable[[], Provider]] = {
+    "compressed": OursCompressed,
+    "selected": lambda: OursSelected(1),
+    "window": OursWindow,
+    "select": OursSelect,
+    "select-probs": OursSelectProbs,
+    "whole": Ours,
+    "whole-probs": OursProbs,
+}
+ALONE = [name for name in OPERATIONS if "whole" not in name]
 
 
 class Asked(Exception):
@@ -50,10 +70,25 @@ class Probe:
         raise Asked(name)
 
 
-def candidates(width: int) -> Iterator[Tile]:
-    sizes = ((64, 128), (64, 128)) if width <= 128 else ((32, 64, 128), (32, 64))
-    for block_m, block_n, warps, stages in itertools.product(*sizes, (4, 8), (1, 2, 3)):
-        yield Tile(block_m, block_n, warps, stages)
+def candidates(kernel: str, width: int) -> Iterator[Any]:
+    """A grid of tiles. Those of a gather have as many rows as share a list, whatever they say."""
+    if kernel.startswith("ranking"):
+        lists = ((8, 8), (16, 4), (16, 8), (32, 4))
+        for block_m, block_n, each, warps in itertools.product((32, 64, 128), (64,), lists, (4, 8)):
+            yield RankingTile(block_m, block_n, *each, warps, 3)
+        return
+    rows: tuple[int, ...] = (64, 128) if width <= 128 else (32, 64, 128)
+    keys = (64, 128) if width <= 128 else (32, 64)
+    few_warps: tuple[int, ...] = (4, 8)
+    if kernel.startswith("gather"):
+        rows, few_warps = (0,), (1, 2, 4, 8)
+    for sizes in itertools.product(rows, keys, few_warps, (1, 2, 3)):
+        yield Tile(*sizes)
+
+
+def parsed(kernel: str, text: str) -> Any:
+    numbers = [int(number) for number in text.split(",")]
+    return (RankingTile if kernel.startswith("ranking") else Tile)(*numbers)
 
 
 # one operation
@@ -68,11 +103,15 @@ class Operation:
         self.provider, self.direction, self.setting = provider, direction, setting
         provider.backend = "triton"
         self.x: Tensors = attention.prepared(provider, setting, device)
-        attention.verify(provider, self.x, setting, attention.spot_rows(setting.T, device))
+        self.spot_check()
         self.call: Callable[[], Any] = lambda: provider.call(self.x, setting)
         if direction == "backward":
             out = self.call()
             self.call = lambda: attention.backward(provider, self.x, out)
+
+    def spot_check(self) -> None:
+        rows = attention.spot_rows(self.setting.T, self.x["q"].device)
+        attention.verify(self.provider, self.x, self.setting, rows)
 
     def results(self) -> list[Tensor]:
         found = self.call()
@@ -101,17 +140,20 @@ def check(actual: list[Tensor], expected: list[Tensor]) -> None:
             raise WrongResult(f"differs from the default's result by {error:.1e}")
 
 
-def tried(operation: Operation, kernel: str, tiles: list[Tile], seconds: float) -> Iterator[Row]:
+def tried(operation: Operation, kernel: str, tiles: list[Any], seconds: float) -> Iterator[Row]:
     """A row for launch.py's own tile ("default"), then one for each of `tiles`."""
     device = operation.x["q"].device
     expected = operation.results()
     default = common.time_call(operation.call, seconds, device)
     yield {"tile": "default", **default, "over_default": 1.0}
     for tile in tiles:
-        row: Row = {"tile": [tile.block_m, tile.block_n, tile.num_warps, tile.num_stages]}
+        row: Row = {"tile": list(dataclasses.astuple(tile))}
         try:
             with launch.using({kernel: tile}):
-                check(operation.results(), expected)
+                if operation.provider.differentiable:
+                    check(operation.results(), expected)
+                else:  # near-ties may fall either way
+                    operation.spot_check()
                 row |= common.time_call(operation.call, seconds, device)
             row["over_default"] = round(row["p50_ms"] / default["p50_ms"], 4)
         except Exception as error:
@@ -129,42 +171,47 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
         H, K = (int(number) for number in heads.split("/"))
         dtype = getattr(torch, args.dtype)
         if torch.device(args.device).type == "cuda":
-            yield Setting(T, H, K, args.width, s=args.block, dtype=dtype)
+            yield Setting(T, H, K, args.width, s=args.block, dtype=dtype, stride=args.stride)
         else:
-            yield attention.tiny(T, H, K)
+            yield dataclasses.replace(attention.tiny(T, H, K), stride=args.stride)
 
 
 def tune(args: argparse.Namespace) -> Iterator[Row]:
     device = torch.device(args.device)
     environment = common.environment(device)
-    tiles = [Tile(*(int(n) for n in text.split(","))) for text in args.tiles]
-    tiles = tiles or list(candidates(args.width))
     for setting in settings(args):
-        for make, direction in itertools.product(OPERATIONS, attention.DIRECTIONS):
-            provider = make()
+        for name, direction in itertools.product(args.operations, attention.DIRECTIONS):
+            provider = OPERATIONS[name]()
+            if direction == "backward" and not provider.differentiable:
+                continue
             operation = Operation(provider, direction, setting, device)
             case = {"part": provider.part, "pass": direction, **setting.row()}
             for kernel in args.kernels:
                 if not operation.asks_for(kernel):
                     continue
+                tiles = [parsed(kernel, text) for text in args.tiles]
+                tiles = tiles or list(candidates(kernel, args.width))
                 for row in tried(operation, kernel, tiles, args.seconds):
                     yield {"kernel": kernel, **case, **row, **environment}
             del operation
             common.release()
 
 
+GROUP = ("gpu", "kernel", "D", "G", "s", "selection_stride", "dtype")
+
+
 def winners(rows: list[Row]) -> list[str]:
     """For each kernel, width, group and dtype on each GPU, the best tile, as launch.py has them."""
     groups: dict[tuple[Any, ...], dict[tuple[int, ...], dict[Any, float]]] = {}
     for row in rows:
-        key = tuple(row[name] for name in ("gpu", "kernel", "D", "G", "s", "dtype"))
+        key = tuple(row[name] for name in GROUP)
         tiles = groups.setdefault(key, {})
         if "failed" not in row:
             tile = () if row["tile"] == "default" else tuple(row["tile"])
             case = tuple(row[name] for name in ("part", "pass", "T", "H"))
             tiles.setdefault(tile, {})[case] = row["over_default"]
     lines = []
-    for (gpu, kernel, width, group, block, dtype), tiles in groups.items():
+    for (gpu, kernel, width, group, block, stride, dtype), tiles in groups.items():
         most = max(len(cases) for cases in tiles.values())
         means = {
             tile: math.exp(sum(map(math.log, cases.values())) / most)
@@ -172,8 +219,9 @@ def winners(rows: list[Row]) -> list[str]:
             if len(cases) == most
         }
         best = min(means, key=lambda tile: means[tile])
-        what = f"Tile{best}" if best else "the one that is there"
-        where = f"width {width}, G={group}, s={block}, {dtype}, {gpu}"
+        kind = "RankingTile" if kernel.startswith("ranking") else "Tile"
+        what = f"{kind}{best}" if best else "the one that is there"
+        where = f"width {width}, G={group}, s={block}, stride {stride}, {dtype}, {gpu}"
         lines.append(f'"{kernel}": {what},  # {means[best]:.3f} of the time; {where}')
     return lines
 
@@ -181,7 +229,7 @@ def winners(rows: list[Row]) -> list[str]:
 def line(row: Row) -> str:
     head = f"{row['kernel']:15} {row['part']:10} {row['pass']:8} T={row['T']:<7} G={row['G']:<3}"
     told = row.get("failed") or f"{row['p50_ms']:10.4f} ms {row['over_default']:7.3f}"
-    return f"{head} {row['tile']!s:20} {told}"
+    return f"{head} {row['tile']!s:24} {told}"
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
@@ -189,12 +237,14 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(prog="benchmarks.tune", description=summary)
     add = parser.add_argument
     add("--kernels", nargs="+", choices=KERNELS, default=KERNELS, metavar="NAME")
+    add("--operations", nargs="+", choices=list(OPERATIONS), default=ALONE, metavar="NAME")
+    add("--stride", type=int, default=1, help="selection_stride, of rankings and wholes")
     add("--lengths", type=int, nargs="+", default=[65536], metavar="T")
     add("--heads", nargs="+", default=["64/4", "32/8", "32/32"], metavar="H/K")
     add("--width", type=int, default=128, help="of a head")
     add("--block", type=int, default=64, help="selection_block_size")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    add("--tiles", nargs="*", default=[], metavar="M,N,WARPS,STAGES", help="to try; else a grid")
+    add("--tiles", nargs="*", default=[], metavar="M,N,..", help="fields of a tile; else a grid")
     add("--seconds", type=float, default=0.05, help="of timing for each tile")
     add("--out", type=Path, default=common.RESULTS / "tune.jsonl")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")

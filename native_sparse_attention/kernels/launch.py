@@ -69,8 +69,8 @@ PAIRS = {
     256: {"forward": Tile(64, 64, 8, 2), "dkv": Tile(32, 64, 8, 1)},
 }
 
-# tiles that stand in for all of the above, by kernel: "dq", "gather.dq", "pairs.dkv"
-override: dict[str, Tile] = {}
+# tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
+override: dict[str, Any] = {}
 
 # rows that a program of the selected branch, block by block, works through at most
 ITEM_ROWS = 16384
@@ -83,7 +83,7 @@ FEW_ROWS = 9
 
 
 @contextmanager
-def using(tiles: dict[str, Tile]) -> Iterator[None]:
+def using(tiles: dict[str, Any]) -> Iterator[None]:
     """Launch with these tiles, to try them out. In all threads: backward passes have their own."""
     before = dict(override)
     override.update(tiles)
@@ -253,7 +253,9 @@ def ranking_tile(
     rule: str, width: int, groups: int, n: int, dtype: torch.dtype, columns: bool = True
 ) -> RankingTile:
     """For heads of `width`, `groups` of which rank together, and the n best."""
-    tile = RANKING_TILES[rule] if columns and n <= MOST_IN_LISTS else MERGED
+    tile = MERGED
+    if columns and n <= MOST_IN_LISTS:
+        tile = override.get(f"ranking.{rule}", RANKING_TILES[rule])
     block_n = max(tile.block_n, triton.next_power_of_2(n))
     block_m = tile.block_m
     if rule == "probs":
