@@ -41,7 +41,7 @@ class Tile:
 TILES = {
     128: {
         "forward": Tile(128, 128, 8, 2),
-        "window": Tile(64, 64, 4, 3),
+        "window": Tile(64, 64, 4, 2),
         "dq": Tile(128, 64, 8, 3),
         "dkv": Tile(64, 128, 8, 3),
     },
