@@ -89,13 +89,12 @@ def load_lse(lse, row, real):
 
 
 @triton.jit
-def gate_rows(gate, b, token, head, gate_b, gate_t, gate_h, real, GATED: tl.constexpr):
+def gate_rows(gate, row, real, GATED: tl.constexpr):
     """The gate of each row; 0 where there is none to load."""
     if GATED:
-        at = gate + b * gate_b + token.to(tl.int64) * gate_t + head * gate_h
-        return tl.load(at, mask=real, other=0.0).to(tl.float32)
+        return tl.load(gate + row, mask=real, other=0.0)
     else:
-        return tl.zeros(token.shape, tl.float32)
+        return tl.zeros(row.shape, tl.float32)
 
 
 @triton.jit
@@ -133,10 +132,9 @@ def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def softmax_grad(s, dp, lse, delta, gate, GATED: tl.constexpr):
-    """Probabilities (times the gate) and the gradient of logits s, from dp = d_out . v; `lse`,
+    """Probabilities, times the gate, and the gradient of logits s, from dp = d_out . v; `lse`,
     `delta` and `gate` broadcast along the keys."""
     p = tl.exp2(s - lse)
     if GATED:
-        return p * gate, p * (dp * gate - delta)
-    else:
-        return p, p * (dp - delta)
+        p *= gate
+    return p, p * (dp - delta)

@@ -30,7 +30,7 @@ def dq_kernel(
     q, k, v, pk, pv, d_out, lse, delta, gate, inner_lse, inner_delta, inner_gate, dq, starts, start,
     T, N, P, K, scale, floor, reach, stride, inner_floor, inner_reach, inner_stride,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
-    pk_b, pk_n, pk_h, pv_b, pv_n, pv_h, gate_b, gate_t, gate_h, inner_b, inner_t, inner_h,
+    pk_b, pk_n, pk_h, pv_b, pv_n, pv_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
@@ -54,19 +54,19 @@ def dq_kernel(
     q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
     do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
     lse_row, delta_row = load_lse(lse, row, real), tl.load(delta + row, mask=real, other=0.0)
-    gate_row = gate_rows(gate, b, token, head, gate_b, gate_t, gate_h, real, GATED)
+    gate_row = gate_rows(gate, row, real, GATED)
     if INNER:
         inner_lse_row = load_lse(inner_lse, row, real)
         inner_delta_row = tl.load(inner_delta + row, mask=real, other=0.0)
-        inner_gate_row = gate_rows(
-            inner_gate, b, token, head, inner_b, inner_t, inner_h, real, GATED
-        )
+        inner_gate_row = gate_rows(inner_gate, row, real, GATED)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
     full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full)
     if INNER:
-        local, local_hi = interval(start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS)
+        local, local_hi = interval(
+            start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
+        )
         local_first, local_hi_first = interval(
             start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
@@ -130,8 +130,7 @@ def dq_kernel(
 def dkv_kernel(
     q, k, v, d_out, lse, delta, gate, inner_lse, inner_delta, inner_gate, dk, dv, starts, start,
     T, N, K, scale, floor, reach, stride, inner_floor, inner_reach, inner_stride,
-    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, gate_b, gate_t, gate_h,
-    inner_b, inner_t, inner_h,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, RAGGED: tl.constexpr, GATED: tl.constexpr,
@@ -188,7 +187,7 @@ def dkv_kernel(
                 load_lse(lse, row, real),
                 tl.load(delta + row, mask=real, other=0.0),
             )
-            gate_row = gate_rows(gate, b, token, head, gate_b, gate_t, gate_h, real, GATED)
+            gate_row = gate_rows(gate, row, real, GATED)
 
             # [N, M]: p and ds are the left operands of what follows
             s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -202,9 +201,7 @@ def dkv_kernel(
             if INNER and phase == 0:
                 lse_row = load_lse(inner_lse, row, real)
                 delta_row = tl.load(inner_delta + row, mask=real, other=0.0)
-                gate_row = gate_rows(
-                    inner_gate, b, token, head, inner_b, inner_t, inner_h, real, GATED
-                )
+                gate_row = gate_rows(inner_gate, row, real, GATED)
                 lo, hi = interval(
                     start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
                 )
@@ -231,7 +228,7 @@ def cotangents(cotangent: Cotangent, inner: Cotangent | None) -> dict[str, Any]:
     within = (inner or cotangent).arguments()
     for name in ("lse", "delta", "gate"):
         args[f"inner_{name}"] = None if inner is None else within[name]
-    return args | {f"inner_{axis}": within[f"gate_{axis}"] for axis in "bth"}
+    return args
 
 
 def backward_q(

@@ -176,9 +176,9 @@ def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Cotangent:
-    """What a backward starts from, of one branch: `d_out` [B T H E] contiguous, times the branch's
-    gate [B T H] if there is one, the rows' `lse`, and `delta`, what each row's dp is measured
-    from."""
+    """What a backward starts from, of one branch: `d_out` [B T H E], times the branch's gate if
+    there is one, the rows' `lse`, and `delta`, what each row's dp is measured from. All contiguous,
+    all but d_out [B T H] in float32: what a loop loads without waiting."""
 
     d_out: Tensor
     lse: Tensor
@@ -192,7 +192,6 @@ class Cotangent:
             delta=self.delta,
             gate=self.gate,
             GATED=self.gate is not None,
-            **strides("gate", self.gate, "bth"),
         )
 
 

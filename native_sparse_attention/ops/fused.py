@@ -218,9 +218,9 @@ def layer_backward(
             settings, q, k, v, ck, cv, query, memory, mem_k, window, starts, None, lists
         )
 
-    d_gates, delta = combine.backward(d_out, outs, branch_gates)
+    d_gates, delta, weight = combine.backward(d_out, outs, branch_gates)
     del outs
-    cmp, sel, win = (Cotangent(d_out, lses[i], delta[i], branch_gates[..., i]) for i in range(3))
+    cmp, sel, win = (Cotangent(d_out, lses[i], delta[i], weight[i]) for i in range(3))
     place_cmp, place_win = settings.places(starts)
     dcq = interval_backward.backward_q(query, ck, cv, place_cmp, scale, cmp, memory)
     dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, scale, cmp)
