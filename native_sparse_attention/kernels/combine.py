@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import launch
 from .device import load_rows, store_rows
+from .launch import Cotangent
 
 BLOCK_ROWS = 32
 
@@ -32,23 +33,29 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
 def combine_backward_kernel(
-    cmp, sel, win, gates, d_out, d_gates, delta, weight, ROWS, H, T, g_b, g_t, g_h, g_3,
+    cmp, sel, win, lse_cmp, lse_sel, lse_win, gates, d_out, d_gates, delta, gated, ROWS, H, T,
+    g_b, g_t, g_h, g_3,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3]; the same and the gates in
-    float32, branch by branch, [3, ROWS]."""
+    """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3]; and, branch by branch
+    [3, ROWS], what a backward starts from (`launch.Cotangent`): the same in float32, its last bit
+    set where the gate is negative, and lse less the logarithm of the gate's size."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
     do = load_rows(d_out, row * E, E, BLOCK_E, real).to(tl.float32)
     for branch in tl.static_range(3):
         out = cmp if branch == 0 else sel if branch == 1 else win
+        lse = lse_cmp if branch == 0 else lse_sel if branch == 1 else lse_win
         d_gate = tl.sum(load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32) * do, 1)
         g = tl.load(gate + branch * g_3, mask=real, other=0.0).to(tl.float32)
         tl.store(d_gates + row * 3 + branch, d_gate.to(d_gates.dtype.element_ty), mask=real)
         at = branch * tl.cast(ROWS, tl.int64) + row
-        tl.store(delta + at, d_gate, mask=real)
-        tl.store(weight + at, g, mask=real)
+        bits = d_gate.to(tl.int32, bitcast=True) & -2 | (g < 0.0).to(tl.int32)
+        tl.store(delta + at, bits.to(tl.float32, bitcast=True), mask=real)
+        log = tl.load(lse + row, mask=real, other=0.0)
+        size = tl.log2(tl.where(g < 0.0, -g, g)) * 0.6931471805599453
+        tl.store(gated + at, tl.where(log == float("-inf"), log, log - size), mask=real)
 
 
 @triton.jit(do_not_specialize=["ROWS"])
@@ -65,7 +72,7 @@ def delta_kernel(
     tl.store(delta + row, value, mask=real)
 
 
-def arguments(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> tuple[tuple[int], dict]:
+def arguments(outs: list[Tensor], gates: Tensor) -> tuple[tuple[int], dict]:
     B, T, H, E = outs[0].shape
     rows = B * T * H
     numbers = dict(
@@ -82,7 +89,7 @@ def arguments(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> tuple[tuple
     return (triton.cdiv(rows, BLOCK_ROWS),), numbers
 
 
-def forward(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+def forward(outs: list[Tensor], gates: Tensor) -> Tensor:
     """`sum_b gate_b out_b` of contiguous outs [B T H E] and gates [B T H 3]."""
     out = torch.empty_like(outs[0])
     grid, args = arguments(outs, gates)
@@ -91,14 +98,15 @@ def forward(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
 
 
 def backward(
-    d_out: Tensor, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """d_gates [B T H 3] and, for each branch, delta and gate [3 B T H] in float32."""
+    d_out: Tensor, outs: list[Tensor], lses: list[Tensor], gates: Tensor
+) -> tuple[Tensor, list[Cotangent]]:
+    """d_gates [B T H 3], and what the backward of each branch starts from."""
     d_gates = gates.new_empty(gates.shape)
-    delta, weight = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
+    delta, gated = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
     grid, args = arguments(outs, gates)
-    combine_backward_kernel[grid](d_out=d_out, d_gates=d_gates, delta=delta, weight=weight, **args)
-    return d_gates, delta, weight
+    args |= dict(zip(("lse_cmp", "lse_sel", "lse_win"), lses, strict=True))
+    combine_backward_kernel[grid](d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args)
+    return d_gates, [Cotangent(d_out, gated[i], delta[i], gated=True) for i in range(3)]
 
 
 def deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:

@@ -89,15 +89,6 @@ def load_lse(lse, row, real):
 
 
 @triton.jit
-def gate_rows(gate, row, real, GATED: tl.constexpr):
-    """The gate of each row; 0 where there is none to load."""
-    if GATED:
-        return tl.load(gate + row, mask=real, other=0.0)
-    else:
-        return tl.zeros(row.shape, tl.float32)
-
-
-@triton.jit
 def tile_rows(tile, T, G: tl.constexpr, BLOCK_M: tl.constexpr):
     """The rows of a tile of queries: token and group head of each, and whether it is one.
 
@@ -131,10 +122,11 @@ def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constex
 
 
 @triton.jit
-def softmax_grad(s, dp, lse, delta, gate, GATED: tl.constexpr):
-    """Probabilities, times the gate, and the gradient of logits s, from dp = d_out . v; `lse`,
-    `delta` and `gate` broadcast along the keys."""
+def softmax_grad(s, dp, lse, delta, GATED: tl.constexpr):
+    """Probabilities and the gradient of logits s, from dp = d_out . v; `lse` and `delta` broadcast
+    along the keys. With GATED both are those of a gated output: see `launch.Cotangent`."""
     p = tl.exp2(s - lse)
     if GATED:
-        p *= gate
+        sign = delta.to(tl.int32, bitcast=True) << 31
+        p = (p.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
     return p, p * (dp - delta)

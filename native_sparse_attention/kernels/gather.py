@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import gate_rows, load_keys, load_lse, load_rows, softmax_step, store_rows
+from .device import load_keys, load_lse, load_rows, softmax_grad, softmax_step, store_rows
 from .launch import LOG2_E, Cotangent, Selection, strides
 
 LENGTHS = ["T", "S", "start"]
@@ -117,7 +117,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
-    q, k, v, lists, gates, d_out, lse, delta, gate, dq, d_gates, starts, start, T, S, K, R, n, s,
+    q, k, v, lists, gates, d_out, lse, delta, dq, d_gates, starts, start, T, S, K, R, n, s,
     scale, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -141,7 +141,6 @@ def dq_kernel(
     do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
     lse_row = load_lse(lse, row, real)
     delta_row = tl.load(delta + row, mask=real, other=0.0)
-    gate_row = gate_rows(gate, row, real, GATED)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
@@ -153,15 +152,12 @@ def dq_kernel(
         if GATES:
             slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
             weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
-        p = tl.exp2(logits * weight * 1.4426950408889634 - lse_row[:, None])
         visible = seen[None]
         if DIAGONAL:
             visible = visible & (key[None] <= start + token[:, None])
-        p = tl.where(visible, p, 0.0)
-        if GATED:
-            p *= gate_row[:, None]
+        logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        ds = p * (dp - delta_row[:, None])
+        _p, ds = softmax_grad(logits2, dp, lse_row[:, None], delta_row[:, None], GATED)
         if GATES:
             d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S]), 2)
             slot = j0 // BLOCK_S + tl.arange(0, BLOCK_N // BLOCK_S)

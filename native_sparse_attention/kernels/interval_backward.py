@@ -12,7 +12,6 @@ from .device import (
     CAUSAL_WINDOW,
     EVERYTHING,
     LOCAL_BLOCKS,
-    gate_rows,
     interval,
     load_lse,
     load_rows,
@@ -27,7 +26,7 @@ from .launch import ALWAYS, Cotangent, Place
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
-    q, k, v, pk, pv, d_out, lse, delta, gate, inner_lse, inner_delta, inner_gate, dq, starts, start,
+    q, k, v, pk, pv, d_out, lse, delta, inner_lse, inner_delta, dq, starts, start,
     T, N, P, K, scale, floor, reach, stride, inner_floor, inner_reach, inner_stride,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     pk_b, pk_n, pk_h, pv_b, pv_n, pv_h,
@@ -54,11 +53,9 @@ def dq_kernel(
     q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
     do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
     lse_row, delta_row = load_lse(lse, row, real), tl.load(delta + row, mask=real, other=0.0)
-    gate_row = gate_rows(gate, row, real, GATED)
     if INNER:
         inner_lse_row = load_lse(inner_lse, row, real)
         inner_delta_row = tl.load(inner_delta + row, mask=real, other=0.0)
-        inner_gate_row = gate_rows(inner_gate, row, real, GATED)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
@@ -103,19 +100,15 @@ def dq_kernel(
                 seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
                 s = tl.where(seen, s, float("-inf"))
             if INNER and phase == 3:
-                p, ds = softmax_grad(
-                    s, dp, inner_lse_row[:, None], inner_delta_row[:, None],
-                    inner_gate_row[:, None], GATED,
+                _p, ds = softmax_grad(
+                    s, dp, inner_lse_row[:, None], inner_delta_row[:, None], GATED
                 )  # fmt: skip
             else:
-                p, ds = softmax_grad(
-                    s, dp, lse_row[:, None], delta_row[:, None], gate_row[:, None], GATED
-                )
+                _p, ds = softmax_grad(s, dp, lse_row[:, None], delta_row[:, None], GATED)
             if INNER and phase == 2:
                 s = tl.where(n[None] >= local[:, None], s, float("-inf"))
                 _p, inner_ds = softmax_grad(
-                    s, dp, inner_lse_row[:, None], inner_delta_row[:, None],
-                    inner_gate_row[:, None], GATED,
+                    s, dp, inner_lse_row[:, None], inner_delta_row[:, None], GATED
                 )  # fmt: skip
                 ds += inner_ds
             acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
@@ -128,7 +121,7 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dkv_kernel(
-    q, k, v, d_out, lse, delta, gate, inner_lse, inner_delta, inner_gate, dk, dv, starts, start,
+    q, k, v, d_out, lse, delta, inner_lse, inner_delta, dk, dv, starts, start,
     T, N, K, scale, floor, reach, stride, inner_floor, inner_reach, inner_stride,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -187,7 +180,6 @@ def dkv_kernel(
                 load_lse(lse, row, real),
                 tl.load(delta + row, mask=real, other=0.0),
             )
-            gate_row = gate_rows(gate, row, real, GATED)
 
             # [N, M]: p and ds are the left operands of what follows
             s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -197,18 +189,15 @@ def dkv_kernel(
                 lo, hi = interval(start + token, N, floor, reach, stride, KIND)
                 seen = (n[:, None] >= lo[None]) & (n[:, None] < hi[None]) & real[None]
                 s = tl.where(seen, s, float("-inf"))
-            p, ds = softmax_grad(s, dp, lse_row[None], delta_row[None], gate_row[None], GATED)
+            p, ds = softmax_grad(s, dp, lse_row[None], delta_row[None], GATED)
             if INNER and phase == 0:
                 lse_row = load_lse(inner_lse, row, real)
                 delta_row = tl.load(inner_delta + row, mask=real, other=0.0)
-                gate_row = gate_rows(inner_gate, row, real, GATED)
                 lo, hi = interval(
                     start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
                 )
                 s = tl.where(n[:, None] >= lo[None], s, float("-inf"))
-                inner_p, inner_ds = softmax_grad(
-                    s, dp, lse_row[None], delta_row[None], gate_row[None], GATED
-                )
+                inner_p, inner_ds = softmax_grad(s, dp, lse_row[None], delta_row[None], GATED)
                 p, ds = p + inner_p, ds + inner_ds
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
             dk_acc += tl.dot(ds.to(q_tile.dtype), q_tile, input_precision=PRECISION)
@@ -226,7 +215,7 @@ def cotangents(cotangent: Cotangent, inner: Cotangent | None) -> dict[str, Any]:
     """What both kernels take of what they start from."""
     args = cotangent.arguments()
     within = (inner or cotangent).arguments()
-    for name in ("lse", "delta", "gate"):
+    for name in ("lse", "delta"):
         args[f"inner_{name}"] = None if inner is None else within[name]
     return args
 

@@ -65,8 +65,8 @@ GATHER_ROWS = 128
 
 # and block by block
 PAIRS = {
-    128: {"forward": Tile(128, 64, 4, 3), "dkv": Tile(64, 64, 4, 2)},
-    256: {"forward": Tile(64, 64, 8, 2), "dkv": Tile(32, 64, 8, 1)},
+    128: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2), "dkv": Tile(64, 64, 4, 2)},
+    256: {"forward": Tile(64, 64, 8, 2), "dq": Tile(32, 64, 8, 1), "dkv": Tile(32, 64, 8, 1)},
 }
 
 # tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
@@ -134,7 +134,7 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
 
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
-    """For `kernel` "forward" or "dkv" block by block."""
+    """For `kernel` "forward", "dq" or "dkv" block by block."""
     bucket = next(limit for limit in PAIRS if width <= limit)
     tile = FLOAT32 if dtype == torch.float32 else PAIRS[bucket][kernel]
     tile = override.get(f"pairs.{kernel}", tile)
@@ -176,22 +176,24 @@ def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Cotangent:
-    """What a backward starts from, of one branch: `d_out` [B T H E], times the branch's gate if
-    there is one, the rows' `lse`, and `delta`, what each row's dp is measured from. All contiguous,
-    all but d_out [B T H] in float32: what a loop loads without waiting."""
+    """What the backward of one branch starts from: `d_out` [B T H E], the rows' log-sum-exp and
+    `delta`, what each row's dp is measured from, [B T H] in float32; all contiguous.
+
+    With `gated` the branch's output was multiplied by a gate. Its size is in `lse` already, that
+    probabilities come out gated, and its sign in the last bit of `delta`: kernels short of
+    registers need not hold a third number a row."""
 
     d_out: Tensor
     lse: Tensor
     delta: Tensor
-    gate: Tensor | None = None
+    gated: bool = False
 
     def arguments(self) -> dict[str, Any]:
         return dict(
             d_out=self.d_out,
             lse=self.lse,
             delta=self.delta,
-            gate=self.gate,
-            GATED=self.gate is not None,
+            GATED=self.gated,
         )
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import gate_rows, load_lse, load_rows, store_rows
+from .device import load_lse, load_rows, softmax_grad, store_rows
 from .inverse import Inverse, invert
 from .join import JOIN_ROWS, gather_spill_kernel, join_kernel, sum_kernel
 from .launch import LOG2_E, Cotangent, Selection, strides
@@ -90,18 +90,17 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dkv_kernel(
-    q, k, v, gates, d_out, lse, delta, gate, dk, dv, spill_k, spill_v, part, d_gates,
+    q, k, v, gates, d_out, lse, delta, dk, dv, spill_k, spill_v,
     entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
     T, S, K, s, C, BLOCKS, first, length, scale,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item, and a piece of N keys of its block. Adds to dk and dv of the block, or
-    writes the item's share where the block has several; with PARTS writes each row's dq from this
-    block, and each row's gradient of its entry's gate."""
+    writes the item's share where the block has several."""
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
         block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk)
@@ -123,33 +122,22 @@ def dkv_kernel(
             do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
             lse_row = load_lse(lse, row, real)
             delta_row = tl.load(delta + row, mask=real, other=0.0)
-            gate_row = gate_rows(gate, row, real, GATED)
 
             # [N, M]: p and ds are the left operands of what follows
             logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
             weight = 1.0
             if GATES:
                 weight = tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[None]
-            p = tl.exp2(logits * weight * 1.4426950408889634 - lse_row[None])
             visible = there[:, None] & real[None]
             if DIAGONAL:
                 visible = visible & (key[:, None] <= start + t[None])
-            p = tl.where(visible, p, 0.0)
-            if GATED:
-                p *= gate_row[None]
+            logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-            ds = p * (dp - delta_row[None])
+            p, ds = softmax_grad(logits2, dp, lse_row[None], delta_row[None], GATED)
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
             if GATES:
-                if PARTS:
-                    tl.store(d_gates + e * G + head % G, tl.sum(ds * logits, 0), mask=real)
                 ds *= weight
-            ds = ds.to(q_tile.dtype)
-            dk_acc += tl.dot(ds, q_tile, input_precision=PRECISION)
-            if PARTS:
-                dq = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale
-                e -= (b * (T - length) + first) * (R * n)
-                store_rows(part, (e * G + head % G) * D, dq, D, BLOCK_D, real)
+            dk_acc += tl.dot(ds.to(q_tile.dtype), q_tile, input_precision=PRECISION)
 
         dk_acc *= scale
         first_item = tl.load(item_bounds + block)
@@ -163,6 +151,56 @@ def dkv_kernel(
             at = (tl.load(spill_bounds + block) + item - first_item) * s + j
             store_rows(spill_k, at * D, dk_acc, D, BLOCK_D, there)
             store_rows(spill_v, at * E, dv_acc, E, BLOCK_E, there)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def dq_kernel(
+    q, k, v, gates, d_out, lse, delta, part, d_gates, entries, bounds, owner, item_bounds, chunk,
+    starts, start, T, S, K, s, C, BLOCKS, first, length, scale,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: an item. Writes each row's dq from the item's block, and with GATES each row's
+    gradient of its entry's gate."""
+    item = tl.program_id(0)
+    if tl.load(owner + item) < BLOCKS:
+        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk)
+        b, h, c = block // C // K, block // C % K, block % C
+        if RAGGED:
+            start = tl.load(starts + b).to(tl.int32)
+        key = c * s + tl.arange(0, BLOCK_S)
+        there = (tl.arange(0, BLOCK_S) < s) & (key < S)
+        k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
+        v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
+        for i in range(begin, end, BLOCK_M // G):
+            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
+            t = bt - b * T
+            row = bt * (R * G) + head
+            q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
+            do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
+            lse_row, delta_row = (
+                load_lse(lse, row, real),
+                tl.load(delta + row, mask=real, other=0.0),
+            )
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+            weight = 1.0
+            if GATES:
+                weight = tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[:, None]
+            visible = there[None]
+            if DIAGONAL:
+                visible = visible & (key[None] <= start + t[:, None])
+            logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
+            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+            _p, ds = softmax_grad(logits2, dp, lse_row[:, None], delta_row[:, None], GATED)
+            if GATES:
+                tl.store(d_gates + e * G + head % G, tl.sum(ds * logits, 1), mask=real)
+                ds *= weight
+            dq = tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION) * scale
+            e -= (b * (T - length) + first) * (R * n)
+            store_rows(part, (e * G + head % G) * D, dq, D, BLOCK_D, real)
 
 
 # launches
@@ -259,7 +297,42 @@ def forward(
     return out, lse
 
 
-def backward(
+def backward_q(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    cotangent: Cotangent,
+    dq: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """dq, added to the `dq` given, and the gradient of the gates."""
+    B, T, H, D = q.shape
+    R, n = selection.lists.shape[2:]
+    add = dq is not None
+    dq = q.new_empty(q.shape) if dq is None else dq
+    d_gates = None
+    if selection.gates is not None:
+        d_gates = q.new_zeros(*selection.lists.shape, H // R, dtype=torch.float32)
+    for inverse in inverted(q, k, selection, parts=True):
+        args = arguments(q, k, v, selection, inverse, "dq")
+        part = q.new_empty(B * inverse.length * H * n, D)
+        dq_kernel[(len(inverse.owner),)](
+            part=part,
+            d_gates=d_gates,
+            scale=scale,
+            BLOCK_S=launch.padded(selection.s),
+            **args,
+            **cotangent.arguments(),
+        )
+        sum_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
+            part, selection.lists, dq, T, R, n, inverse.first, inverse.length,
+            G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
+        )  # fmt: skip
+    return dq, None if d_gates is None else d_gates.sum(-1)
+
+
+def backward_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -268,45 +341,28 @@ def backward(
     cotangent: Cotangent,
     dk: Tensor,
     dv: Tensor,
-    dq: Tensor | None = None,
-    add: bool = False,
-) -> Tensor | None:
-    """Adds to dk [B S K D] and dv [B S K E], float32. Given a `dq`, writes it too (on top of what
-    it holds if `add`), and returns the gradient of the gates."""
-    B, T, H, D = q.shape
-    S, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    R, n, s = *selection.lists.shape[2:], selection.s
-    d_gates = None
-    if selection.gates is not None and dq is not None:
-        d_gates = q.new_zeros(*selection.lists.shape, H // R, dtype=torch.float32)
-    block_n = launch.padded(s) if dq is not None else min(launch.padded(s), 64)
+) -> None:
+    """Adds to dk [B S K D] and dv [B S K E], float32."""
+    D, E, s = q.shape[-1], v.shape[-1], selection.s
+    S, K = k.shape[1:3]
+    block_n = min(launch.padded(s), 64)
     pieces = triton.cdiv(s, block_n)
-    for inverse in inverted(q, k, selection, parts=dq is not None):
-        args = arguments(q, k, v, selection, inverse, "dkv")
-        spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
-        part = q.new_empty(B * inverse.length * H * n if dq is not None else 0, D)
-        dkv_kernel[(len(inverse.owner), pieces)](
-            dk=dk,
-            dv=dv,
-            spill_k=spills[0],
-            spill_v=spills[1],
-            part=part,
-            d_gates=d_gates,
-            spill_bounds=inverse.spill_bounds,
-            scale=scale,
-            BLOCK_N=block_n,
-            PARTS=dq is not None,
-            **args,
-            **cotangent.arguments(),
-        )
-        for spill, d, width in zip(spills, (dk, dv), (D, E), strict=True):
-            gather_spill_kernel[(args["BLOCKS"], pieces)](
-                spill, d, inverse.spill_bounds, S, K, s, args["C"],
-                D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
-            )  # fmt: skip
-        if dq is not None:
-            sum_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
-                part, selection.lists, dq, T, R, n, inverse.first, inverse.length,
-                G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
-            )  # fmt: skip
-    return None if d_gates is None else d_gates.sum(-1)
+    (inverse,) = inverted(q, k, selection, parts=False)
+    args = arguments(q, k, v, selection, inverse, "dkv")
+    spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
+    dkv_kernel[(len(inverse.owner), pieces)](
+        dk=dk,
+        dv=dv,
+        spill_k=spills[0],
+        spill_v=spills[1],
+        spill_bounds=inverse.spill_bounds,
+        scale=scale,
+        BLOCK_N=block_n,
+        **args,
+        **cotangent.arguments(),
+    )
+    for spill, d, width in zip(spills, (dk, dv), (D, E), strict=True):
+        gather_spill_kernel[(args["BLOCKS"], pieces)](
+            spill, d, inverse.spill_bounds, S, K, s, args["C"],
+            D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
+        )  # fmt: skip

@@ -42,10 +42,10 @@ def within_window(
     return (None, None) if forced is None else (forced["prefix"], forced["place"])
 
 
-def by_block(selection: Selection, q: Tensor, direction: str) -> bool:
+def by_block(selection: Selection, q: Tensor) -> bool:
     """Whether the listed blocks are better walked block by block than query by query."""
     rows = q.shape[2] // selection.lists.shape[2] * selection.stride
-    return rows < launch.FEW_ROWS and (direction == "forward" or selection.s <= 64)
+    return rows < launch.FEW_ROWS
 
 
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
@@ -103,7 +103,7 @@ def forward(
     if forced is not None:
         partial = interval.forward(q, scale=scale, **forced)
     if selection.lists.shape[-1]:
-        how = pairs if by_block(selection, q, "forward") else gather
+        how = pairs if by_block(selection, q) else gather
         return how.forward(q, k, v, selection, scale, partial)
     if partial is not None:
         return partial
@@ -155,11 +155,7 @@ def backward(
     if not selection.lists.shape[-1]:
         dq = torch.zeros_like(q) if dq is None else dq
         return dq, dk, dv, None if selection.gates is None else torch.zeros_like(selection.gates)
-    if by_block(selection, q, "backward"):
-        add = dq is not None
-        dq = q.new_empty(q.shape) if dq is None else dq
-        d_gates = pairs.backward(q, k, v, selection, scale, cotangent, dk, dv, dq, add)
-    else:
-        dq, d_gates = gather.backward_q(q, k, v, selection, scale, cotangent, dq)
-        pairs.backward(q, k, v, selection, scale, cotangent, dk, dv)
+    how = pairs if by_block(selection, q) else gather
+    dq, d_gates = how.backward_q(q, k, v, selection, scale, cotangent, dq)
+    pairs.backward_kv(q, k, v, selection, scale, cotangent, dk, dv)
     return dq, dk, dv, d_gates

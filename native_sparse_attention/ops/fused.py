@@ -198,7 +198,6 @@ def layer_backward(
 ) -> list[Tensor]:
     """Gradients of all differentiable tensors that are there, in their order."""
     from ..kernels import combine, interval_backward, selected
-    from ..kernels.launch import Cotangent
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
@@ -218,9 +217,8 @@ def layer_backward(
             settings, q, k, v, ck, cv, query, memory, mem_k, window, starts, None, lists
         )
 
-    d_gates, delta, weight = combine.backward(d_out, outs, branch_gates)
+    d_gates, (cmp, sel, win) = combine.backward(d_out, outs, lses, branch_gates)
     del outs
-    cmp, sel, win = (Cotangent(d_out, lses[i], delta[i], weight[i]) for i in range(3))
     place_cmp, place_win = settings.places(starts)
     dcq = interval_backward.backward_q(query, ck, cv, place_cmp, scale, cmp, memory)
     dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, scale, cmp)
