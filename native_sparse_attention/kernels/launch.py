@@ -112,6 +112,14 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
 
+def wide(*tensors: Tensor) -> bool:
+    """Whether an offset into one of the tensors needs 64 bits."""
+    last = (
+        sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in tensors
+    )
+    return max(last) >= 1 << 31
+
+
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
     tile = override.get(f"gather.{kernel}", GATHER[padded(rows)][kernel])

@@ -26,16 +26,26 @@ LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "start"]
 
 
 @triton.jit
-def item_entries(item, owner, bounds, item_bounds, chunk):
-    """The block of an item, and its first entry and one past the last."""
-    block = tl.load(owner + item).to(tl.int64)
+def item_entries(item, owner, bounds, item_bounds, chunk, WIDE: tl.constexpr):
+    """The block of an item, and its first entry and one past the last. Numbers have 64 bits where
+    offsets need them."""
+    block = tl.load(owner + item)
+    if WIDE:
+        block = block.to(tl.int64)
     begin = tl.load(bounds + block) + (item - tl.load(item_bounds + block)) * chunk
     return block, begin, tl.minimum(begin + chunk, tl.load(bounds + block + 1))
 
 
 @triton.jit
 def entry_rows(
-    entries, i, end, R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr
+    entries,
+    i,
+    end,
+    R: tl.constexpr,
+    n: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """The rows of a tile of entries from i on: number of each entry, its batch row x token, its
     head, and whether it is one."""
@@ -45,7 +55,9 @@ def entry_rows(
     e = tl.load(entries + at, mask=real, other=0)
     r = e // n % R
     bt = e // n // R
-    return e.to(tl.int64), bt.to(tl.int64), r * G + row % G, real
+    if WIDE:
+        e, bt = e.to(tl.int64), bt.to(tl.int64)
+    return e, bt, r * G + row % G, real
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -54,12 +66,13 @@ def forward_kernel(
     T, S, K, s, C, BLOCKS, first, length, scale_log2, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item. Writes each row's attention to the item's block alone and its lse."""
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk)
+        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
         b, h, c = block // C // K, block // C % K, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
@@ -68,7 +81,7 @@ def forward_kernel(
         k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
         v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
         for i in range(begin, end, BLOCK_M // G):
-            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
+            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M, WIDE)
             t = bt - b * T
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
@@ -97,13 +110,13 @@ def dkv_kernel(
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item, and a piece of N keys of its block. Adds to dk and dv of the block, or
     writes the item's share where the block has several."""
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk)
+        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
         b, h, c = block // C // K, block // C % K, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
@@ -115,7 +128,7 @@ def dkv_kernel(
         dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
         for i in range(begin, end, BLOCK_M // G):
-            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
+            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M, WIDE)
             t = bt - b * T
             row = bt * (R * G) + head
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
@@ -148,9 +161,9 @@ def dkv_kernel(
             store_rows(dk, at * D, dk_acc, D, BLOCK_D, there)
             store_rows(dv, at * E, dv_acc, E, BLOCK_E, there)
         else:
-            at = (tl.load(spill_bounds + block) + item - first_item) * s + j
-            store_rows(spill_k, at * D, dk_acc, D, BLOCK_D, there)
-            store_rows(spill_v, at * E, dv_acc, E, BLOCK_E, there)
+            share = (tl.load(spill_bounds + block) + item - first_item) * s + j
+            store_rows(spill_k, share * D, dk_acc, D, BLOCK_D, there)
+            store_rows(spill_v, share * E, dv_acc, E, BLOCK_E, there)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -161,13 +174,13 @@ def dq_kernel(
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item. Writes each row's dq from the item's block, and with GATES each row's
     gradient of its entry's gate."""
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk)
+        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
         b, h, c = block // C // K, block // C % K, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
@@ -176,7 +189,7 @@ def dq_kernel(
         k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
         v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
         for i in range(begin, end, BLOCK_M // G):
-            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
+            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M, WIDE)
             t = bt - b * T
             row = bt * (R * G) + head
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
@@ -249,6 +262,7 @@ def arguments(
         RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal,
         GATES=selection.gates is not None,
+        WIDE=launch.wide(q, k, v) or B * inverse.length * H * n * max(D, E) >= 1 << 31,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
