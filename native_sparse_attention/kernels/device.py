@@ -50,6 +50,12 @@ def seen_by(n, last, reach, stride, KIND: tl.constexpr):
 
 
 @triton.jit
+def large(x, WIDE: tl.constexpr):
+    """x in 64 bits, where offsets made of it may need them: 32 spare registers."""
+    return x.to(tl.int64) if WIDE else x
+
+
+@triton.jit
 def load_rows(base, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
     """Rows [M, BLOCK] that begin at `base + offsets`; zeros where mask is False and past WIDTH."""
     d = tl.arange(0, BLOCK)

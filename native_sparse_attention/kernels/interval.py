@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import LOCAL_BLOCKS, interval, load_rows, softmax_step, store_softmax, tile_rows
+from .device import LOCAL_BLOCKS, interval, large, load_rows, softmax_step, store_softmax, tile_rows
 from .launch import LOG2_E, Place, strides
 
 # one compiled kernel for all lengths and places
@@ -32,13 +32,13 @@ def forward_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
     with INNER those of the local blocks and the prefix apart."""
     # the queries that see most go first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
+    b, h = large(tl.program_id(1) // K, WIDE), large(tl.program_id(1) % K, WIDE)
     TOKENS: tl.constexpr = BLOCK_M // G
     token, g, real = tile_rows(tile, T, G, BLOCK_M)
     if RAGGED:
@@ -50,7 +50,7 @@ def forward_kernel(
 
     # [M, D]
     head = h * G + g
-    q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+    q_tile = load_rows(q, b * q_b + large(token, WIDE) * q_t + head * q_h, D, BLOCK_D, real)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -92,8 +92,8 @@ def forward_kernel(
         for n0 in range(begin, end, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
             # [N, D], [N, E]
-            k_tile = load_rows(k_base, n.to(tl.int64) * key, D, BLOCK_D, n < N)
-            v_tile = load_rows(v_base, n.to(tl.int64) * value, E, BLOCK_E, n < N)
+            k_tile = load_rows(k_base, large(n, WIDE) * key, D, BLOCK_D, n < N)
+            v_tile = load_rows(v_base, large(n, WIDE) * value, E, BLOCK_E, n < N)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
             if phase != 1:
                 seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
@@ -154,6 +154,7 @@ def arguments(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         RAGGED=place.starts is not None,
+        WIDE=launch.wide(q, k, v) or q.shape[0] * T * H * max(D, E) >= 1 << 31,
         PRECISION="ieee",  # of float32; tf32x3 errs up to four times as much
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

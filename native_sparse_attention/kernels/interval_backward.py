@@ -13,6 +13,7 @@ from .device import (
     EVERYTHING,
     LOCAL_BLOCKS,
     interval,
+    large,
     load_lse,
     load_rows,
     seen_by,
@@ -33,12 +34,12 @@ def dq_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of a tile of queries of one row and KV head, added to what is there if
     ADD."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
+    b, h = large(tl.program_id(1) // K, WIDE), large(tl.program_id(1) % K, WIDE)
     TOKENS: tl.constexpr = BLOCK_M // G
     token, g, real = tile_rows(tile, T, G, BLOCK_M)
     if RAGGED:
@@ -50,7 +51,7 @@ def dq_kernel(
 
     head = h * G + g
     row = (b * T + token) * (K * G) + head
-    q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+    q_tile = load_rows(q, b * q_b + large(token, WIDE) * q_t + head * q_h, D, BLOCK_D, real)
     do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
     lse_row, delta_row = load_lse(lse, row, real), tl.load(delta + row, mask=real, other=0.0)
     if INNER:
@@ -91,8 +92,8 @@ def dq_kernel(
             hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo + P
         for n0 in range(begin, end, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
-            k_tile = load_rows(k_base, n.to(tl.int64) * key, D, BLOCK_D, n < N)
-            v_tile = load_rows(v_base, n.to(tl.int64) * value, E, BLOCK_E, n < N)
+            k_tile = load_rows(k_base, large(n, WIDE) * key, D, BLOCK_D, n < N)
+            v_tile = load_rows(v_base, large(n, WIDE) * value, E, BLOCK_E, n < N)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s *= scale * 1.4426950408889634
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -127,11 +128,11 @@ def dkv_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, RAGGED: tl.constexpr, GATED: tl.constexpr,
-    PRECISION: tl.constexpr, SPLITS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of SPLITS equal shares of the queries that see a block of keys adds to
     its dk and dv, written to [SPLITS, B, N, K, ...]."""
-    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
+    b, h = large(tl.program_id(1) // K, WIDE), large(tl.program_id(1) % K, WIDE)
     split = tl.program_id(2)
     TOKENS: tl.constexpr = BLOCK_M // G
     if RAGGED:
@@ -139,8 +140,8 @@ def dkv_kernel(
     n0 = tl.program_id(0) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     inside = n < N
-    k_tile = load_rows(k, b * k_b + h * k_h + n.to(tl.int64) * k_n, D, BLOCK_D, inside)
-    v_tile = load_rows(v, b * v_b + h * v_h + n.to(tl.int64) * v_n, E, BLOCK_E, inside)
+    k_tile = load_rows(k, b * k_b + h * k_h + large(n, WIDE) * k_n, D, BLOCK_D, inside)
+    v_tile = load_rows(v, b * v_b + h * v_h + large(n, WIDE) * v_n, E, BLOCK_E, inside)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
 
@@ -174,7 +175,7 @@ def dkv_kernel(
             token, g, real = tile_rows(tile, T, G, BLOCK_M)
             head = h * G + g
             row = (b * T + token) * (K * G) + head
-            q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+            q_tile = load_rows(q, b * q_b + large(token, WIDE) * q_t + head * q_h, D, BLOCK_D, real)
             do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
             lse_row, delta_row = (
                 load_lse(lse, row, real),
@@ -261,6 +262,7 @@ def backward_kv(
     splits = launch.query_splits(blocks * B * K, tiles) if place.wide else 1
     dk = k.new_empty(splits, B, N, K, D, dtype=torch.float32)
     dv = v.new_empty(splits, B, N, K, E, dtype=torch.float32)
+    args["WIDE"] |= max(dk.numel(), dv.numel()) >= 1 << 31
     dkv_kernel[(blocks, B * K, splits)](
         dk=dk, dv=dv, scale=scale, SPLITS=splits, **args, **cotangents(cotangent, inner_cotangent)
     )
