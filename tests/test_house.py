@@ -39,6 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.decode",
         }
     ),
+    frozenset({"kernels.block_keys"}),
     frozenset({"kernels.device", "kernels.launch", "kernels.topn"}),
     frozenset({"blocks", "ops.checks"}),
     frozenset({"ops", "kernels"}),  # the folders' own __init__: a docstring, no imports

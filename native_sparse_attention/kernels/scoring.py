@@ -3,10 +3,7 @@
 A tile ranks the tokens that lead a group of STRIDE tokens (every token where STRIDE = 1), and every
 token of the group is handed the list. `ops/ranking.py` says what is computed.
 
-Where `importance` is "logits", a block's score is one dot product: the mean query of the heads that
-rank together, and the mean key of the block's windows. Both are formed in float32 and cut into two
-float16 halves, whose products a tensor core adds up in float32: what is left out is 2^-24 of a
-term. A positive factor of a query's scores does not change its ranking, and is left out.
+A positive factor of all scores of a query does not change its ranking, and is left out.
 """
 
 import torch
@@ -14,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import launch
+from .block_keys import block_keys, first_window, two_halves
 from .device import load_rows
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
 
@@ -48,18 +46,6 @@ def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.cons
 
 
 @triton.jit
-def two_halves(x):
-    """Rows [M, D] as float16 `high + low`, each row times a power of two, [M], that is returned to
-    undo it. Of a row's largest element 2^-24 is left out."""
-    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
-    exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
-    x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    high = x.to(tl.float16)
-    low = (x - high.to(tl.float32)).to(tl.float16)
-    return high, low, (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def dot_of_halves(q_high, q_low, k_high, k_low, ONE_HALF: tl.constexpr):
     """[M, N] in float32, smallest terms first; q_low is nothing where ONE_HALF."""
     acc = tl.dot(q_high, tl.trans(k_low))
@@ -88,55 +74,6 @@ def write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS: tl.constex
 
 
 # logits
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def keys_kernel(
-    ck, keys, sizes, C, W, K, scale,
-    k_b, k_w, k_h,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr,
-):  # fmt: skip
-    """One program: keys of a tile of blocks of one row and KV head, halves [2, BLOCK_D] and the
-    power of two that undoes their scaling. Program 1 of axis 2 writes them for queries that do not
-    see the window after the block's, whom that window counts as the block's last."""
-    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    WINDOWS: tl.constexpr = s // d if s > d else 1
-    first = c * s // d
-    last = first * 0 + W - 1
-    if tl.program_id(2) == 1:
-        last = tl.minimum(last, first + WINDOWS - 1)
-    # [BLOCK_C, BLOCK_S]
-    u = tl.arange(0, BLOCK_S)[None]
-    t = c[:, None] * s + u
-    covered = (u < s) & (t < W * d)
-
-    total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    count = tl.zeros([BLOCK_C], tl.float32)
-    AROUND: tl.constexpr = 1 if INTERPOLATED else 0
-    for j in range(-AROUND, WINDOWS + AROUND):
-        w = first + j
-        if INTERPOLATED:
-            # twice the distance of token and window centre, in units of 1 / (2 d)
-            distance = tl.abs(2 * t + 1 - d - 2 * d * w[:, None])
-            near = tl.where(covered, tl.maximum(2 * d - distance, 0), 0)
-            weight = tl.sum(near, 1).to(tl.float32)
-            w = tl.minimum(tl.maximum(w, 0), last)
-        else:
-            weight = (w < W).to(tl.float32)
-        rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
-        tile = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W))
-        total += weight[:, None] * tile.to(tl.float32)
-        count += weight
-    key = total / tl.maximum(count, 1.0)[:, None] * scale
-
-    high, low, size = two_halves(key)
-    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * C + c
-    x = tl.arange(0, BLOCK_D)[None]
-    tl.store(keys + row[:, None] * (2 * BLOCK_D) + x, high, mask=(c < C)[:, None])
-    tl.store(keys + row[:, None] * (2 * BLOCK_D) + BLOCK_D + x, low, mask=(c < C)[:, None])
-    tl.store(sizes + row, size, mask=c < C)
 
 
 @triton.jit
@@ -199,7 +136,7 @@ def logits_kernel(
             if c0 + BLOCK_N > first_edge:
                 edge_row = first_row + tl.num_programs(1) // SHARE * C.to(tl.int64)
                 edge = score_chunk(q_high, q_low, keys, sizes, edge_row, c, C, BLOCK_D, ONE_HALF)
-                is_edge = (c * s // d + WINDOWS)[None] == (position // d)[:, None]
+                is_edge = (first_window(c, d, s) + WINDOWS)[None] == (position // d)[:, None]
                 score = tl.where(is_edge, edge, score)
         candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
         found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
@@ -288,6 +225,7 @@ def probs_kernel(
             q_tile, ck, k_base, k_w, mem_k, r // SHARE * m_h, m_m, visible, W, MEMORY, scale_log2,
             D, BLOCK_D, BLOCK_N, PRECISION,
         )  # fmt: skip
+    fewest = tl.min(tl.where(real, visible, W), 0)
     # rows that are none, or see nothing, have no probability to give
     total = tl.where(real & (total > NO_SCORE), total, float("inf"))
 
@@ -298,18 +236,20 @@ def probs_kernel(
     first_chunk = INITIAL // BLOCK_N
     for step in range(first_chunk * WINDOWS, tl.cdiv(tl.max(end, 0), BLOCK_N) * WINDOWS):
         c, j = chunk_blocks(step // WINDOWS * BLOCK_N, BLOCK_N, COLUMNS), step % WINDOWS
-        w = c * s // d + j
+        w = first_window(c, d, s) + j
         share = 1
         if s >= d:
             share = tl.minimum((j + 1) * d, s) - tl.maximum((j + 1) * d - WINDOW, 0)
         k_tile = load_rows(ck, k_base + w.to(tl.int64) * k_w, D, BLOCK_D, w < W)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        p = tl.where(w[None] < visible[:, None], tl.exp2(x - total[:, None]), 0.0)
-        mass = tl.where(j == 0, 0.0, mass) + share * p
+        if first_window(step // WINDOWS * BLOCK_N + BLOCK_N - 1, d, s) + j >= fewest:
+            x = tl.where(w[None] < visible[:, None], x, NO_SCORE)
+        mass += share * tl.exp2(x - total[:, None])
         if j == WINDOWS - 1:
             score = tl.sum(tl.reshape(mass, [GROUPS, HEADS, BLOCK_N]), 1)
             candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
             found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+            mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     ranking, missed = finish(found, SLOTS, SLOTS_2, COLUMNS)
     write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
@@ -318,23 +258,6 @@ def probs_kernel(
 
 
 # launches
-
-
-def block_keys(ck, C, d, s, interpolated, scale):
-    """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
-    C]; a second set for queries that do not see the window after the block, where interpolated."""
-    B, W, K, D = ck.shape
-    block_d = max(16, triton.next_power_of_2(D))
-    sets = 2 if interpolated else 1
-    keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
-    sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
-    block_c = 16
-    keys_kernel[(triton.cdiv(C, block_c), B * K, sets)](
-        ck, keys, sizes, C, W, K, scale, *ck.stride()[:3],
-        D=D, BLOCK_D=block_d, BLOCK_C=block_c, BLOCK_S=triton.next_power_of_2(s), d=d, s=s,
-        INTERPOLATED=interpolated,
-    )  # fmt: skip
-    return keys, sizes
 
 
 def select_blocks(
