@@ -82,9 +82,11 @@ def to_device(scores):
 
 
 @pytest.mark.parametrize("columns, depth", [(0, 0), (8, 8), (32, 4), (64, 2)])
-@pytest.mark.parametrize("n, C", [(1, 3), (16, 3), (5, 64), (1, 200), (5, 200), (16, 200)])
+@pytest.mark.parametrize("n, C", [(1, 200), (5, 64), (16, 3), (16, 200)])
 def test_n_best(n, C, columns, depth):
     for name, scores in patterns(C, columns).items():
+        if not columns and name not in ("few values", "zeros of both signs", "some missing"):
+            continue  # slow in the interpreter
         scores = to_device(scores)
         ranking, missed = ranked(scores, n, columns, depth)
         if not missed:

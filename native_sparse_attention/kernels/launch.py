@@ -6,7 +6,7 @@ query heads a KV head; the others are safe, not measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -63,37 +63,60 @@ def query_splits(programs: int, tiles: int) -> int:
 
 @dataclass(frozen=True)
 class RankingTile:
-    """BLOCK_M rows of queries against BLOCK_N blocks a step, whose n best are found by `columns`
-    lists of `depth` blocks, or by merging where `columns` is 0."""
+    """BLOCK_M rows of queries against BLOCK_N blocks a step, whose n best are kept in `columns`
+    lists of `depth` blocks, or merged where `columns` is 0; `merge_n` blocks a step where lists
+    lost one and the tile is done again."""
 
     block_m: int
     block_n: int
     columns: int
     depth: int
+    merge_n: int
     num_warps: int
     num_stages: int
 
 
-MERGED = RankingTile(64, 64, 0, 0, 8, 2)
-# by rule; not measured: none spills registers when compiled for an H100 at width 128
-RANKING_TILES = {
-    "logits": RankingTile(64, 64, 8, 8, 4, 3),
-    "probs": RankingTile(64, 64, 32, 4, 4, 3),
+# not measured: chosen so that no registers spill, compiled for an H100. With 8 lists of 8, one
+# tile in 60 of random scores loses one of the 16 best, and one in 370 one of the 13 best.
+LOGITS_TILES = {
+    128: RankingTile(64, 64, 8, 8, 32, 4, 2),
+    256: RankingTile(64, 32, 8, 8, 32, 4, 2),
 }
+INTERPOLATED_TILES = {
+    128: RankingTile(64, 32, 8, 8, 32, 4, 2),
+    256: RankingTile(64, 32, 0, 0, 32, 8, 2),
+}
+# by the heads of a group, a power of two: many of them leave a tile few tokens, whose scores are
+# spread over more lists
+PROBS_TILES = {
+    2: RankingTile(64, 64, 8, 8, 32, 4, 2),
+    8: RankingTile(64, 32, 8, 8, 32, 4, 3),
+    64: RankingTile(64, 32, 32, 4, 32, 4, 3),
+}
+PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 32, 8, 1)
 # lists are too short for more
 MOST_IN_LISTS = 16
 
 
-def ranking_tile(
-    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, columns: bool = True
-) -> RankingTile:
-    """For heads of `width`, `groups` of which rank together, and the n best."""
-    tile = RANKING_TILES[rule] if columns and n <= MOST_IN_LISTS else MERGED
-    block_n = max(tile.block_n, triton.next_power_of_2(n))
-    block_m = tile.block_m
-    if rule == "probs":
-        # a tile holds at least one token with all heads of its group
-        block_m = max(block_m, triton.next_power_of_2(groups))
-    return RankingTile(
-        block_m, block_n, tile.columns, min(tile.depth, n), tile.num_warps, tile.num_stages
-    )
+def first_at_least(tiles: dict[int, RankingTile], size: int) -> RankingTile:
+    return next(tile for limit, tile in tiles.items() if size <= limit)
+
+
+def logits_tile(width: int, n: int, interpolated: bool) -> RankingTile:
+    """For heads of `width` and the n best."""
+    tile = first_at_least(INTERPOLATED_TILES if interpolated else LOGITS_TILES, width)
+    return for_the_n_best(tile, n)
+
+
+def probs_tile(heads: int, n: int, dtype: torch.dtype) -> RankingTile:
+    """For groups of `heads`, a power of two, and the n best."""
+    tile = PROBS_FLOAT32 if dtype == torch.float32 else first_at_least(PROBS_TILES, heads)
+    # a tile holds at least one token with all heads of its group
+    return for_the_n_best(replace(tile, block_m=max(tile.block_m, heads)), n)
+
+
+def for_the_n_best(tile: RankingTile, n: int) -> RankingTile:
+    if n > MOST_IN_LISTS or tile.columns == 0:
+        block_n = max(32, triton.next_power_of_2(n))
+        return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)
+    return replace(tile, depth=min(tile.depth, n))

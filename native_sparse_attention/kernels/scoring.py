@@ -88,28 +88,49 @@ def score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D: tl.constex
     return dot_of_halves(q_high, q_low, k_high, k_low, ONE_HALF) * size[None]
 
 
+@triton.jit
+def best_by_logits(
+    q_high, q_low, keys, sizes, first_row, edge_row, position, end, C, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr,
+    SLOTS_2: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
+    EDGES: tl.constexpr, ONE_HALF: tl.constexpr,
+):  # fmt: skip
+    """The ranking [M, SLOTS_2] of blocks INITIAL .. end - 1, and whether it must be done again."""
+    # the windows that a query sees end with those of an edge block
+    WINDOWS: tl.constexpr = s // d if s > d else 1
+    first_edge = (tl.min(position, 0) // d - WINDOWS) * d // s
+    found = start(position.shape[0], SLOTS_2, COLUMNS, DEPTH)
+    for c0 in range(INITIAL // BLOCK_N * BLOCK_N, tl.max(end, 0), BLOCK_N):
+        c = chunk_blocks(c0, BLOCK_N, COLUMNS)
+        score = score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D, ONE_HALF)
+        if EDGES:  # noqa: SIM102
+            if c0 + BLOCK_N > first_edge:
+                edge = score_chunk(q_high, q_low, keys, sizes, edge_row, c, C, BLOCK_D, ONE_HALF)
+                is_edge = (first_window(c, d, s) + WINDOWS)[None] == (position // d)[:, None]
+                score = tl.where(is_edge, edge, score)
+        candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
+        found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+    return finish(found, SLOTS, SLOTS_2, COLUMNS)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def logits_kernel(
-    q, keys, sizes, out, redo, before, starts, first_token, T, C, RANKS,
+    q, keys, sizes, out, before, starts, first_token, T, C, RANKS,
     q_b, q_t, q_h,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+    MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, AGAIN: tl.constexpr,
-    FLAG_M: tl.constexpr, ONE_HALF: tl.constexpr,
+    INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, ONE_HALF: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, the mean
     of G query heads. Reads those queries and the keys of their candidates. SHARE ranking heads have
-    one KV head. AGAIN: only where `redo` says so, which a program with lists writes."""
+    one KV head."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most candidates go first
     b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
-    flags = redo + tl.program_id(1) * tl.cdiv(T + STRIDE - 1, STRIDE * FLAG_M)
-    if AGAIN:  # noqa: SIM102
-        if tl.load(flags + tile * BLOCK_M // FLAG_M) == 0:
-            return
     index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position, token, ranked = leaders(index, first_token, T, STRIDE)
     end = tl.where(ranked, candidates_end(position, C, LOCAL, d, s, CAUSAL), 0)
@@ -121,30 +142,20 @@ def logits_kernel(
         total += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
     q_high, q_low, _ = two_halves(total)
 
-    KV_HEADS = RANKS // SHARE
-    first_row = (b * KV_HEADS + r // SHARE) * C
-    # the blocks before which the tile's first query sees no window
-    seen = tl.maximum(first_token // STRIDE + tile * BLOCK_M, 0) * STRIDE // d
-    WINDOWS: tl.constexpr = s // d if s > d else 1
-    first_edge = (seen - WINDOWS) * d // s
-
-    found = start(BLOCK_M, SLOTS_2, COLUMNS, DEPTH)
-    for c0 in range(INITIAL // BLOCK_N * BLOCK_N, tl.max(end, 0), BLOCK_N):
-        c = chunk_blocks(c0, BLOCK_N, COLUMNS)
-        score = score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D, ONE_HALF)
-        if INTERPOLATED and CAUSAL:  # noqa: SIM102
-            if c0 + BLOCK_N > first_edge:
-                edge_row = first_row + tl.num_programs(1) // SHARE * C.to(tl.int64)
-                edge = score_chunk(q_high, q_low, keys, sizes, edge_row, c, C, BLOCK_D, ONE_HALF)
-                is_edge = (first_window(c, d, s) + WINDOWS)[None] == (position // d)[:, None]
-                score = tl.where(is_edge, edge, score)
-        candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
-        found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
-
-    ranking, missed = finish(found, SLOTS, SLOTS_2, COLUMNS)
+    first_row = (tl.program_id(1) // SHARE).to(tl.int64) * C
+    edge_row = first_row + (tl.num_programs(1) // SHARE).to(tl.int64) * C
+    EDGES: tl.constexpr = INTERPOLATED and CAUSAL
+    ranking, missed = best_by_logits(
+        q_high, q_low, keys, sizes, first_row, edge_row, position, end, C, BLOCK_D, BLOCK_N,
+        COLUMNS, DEPTH, SLOTS, SLOTS_2, d, s, INITIAL, EDGES, ONE_HALF,
+    )  # fmt: skip
+    if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+        if missed > 0:
+            ranking, missed = best_by_logits(
+                q_high, q_low, keys, sizes, first_row, edge_row, position, end, C, BLOCK_D,
+                MERGE_N, 0, 0, SLOTS, SLOTS_2, d, s, INITIAL, EDGES, ONE_HALF,
+            )  # fmt: skip
     write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
-    if COLUMNS > 0:
-        tl.store(flags + tile, missed)
 
 
 # probs
@@ -179,17 +190,52 @@ def log_sum_exp(
     return m + tl.log2(l)
 
 
+@triton.jit
+def best_by_probs(
+    q_tile, total, visible, ck, k_base, k_w, position, end, fewest, W, scale_log2,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
+    WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The ranking [M / HEADS, SLOTS_2] of blocks INITIAL .. end - 1, and whether it must be done
+    again. Chunk by chunk of blocks, and of each block window by window."""
+    # those that share a token with a block
+    WINDOWS: tl.constexpr = (s + WINDOW + d - 1) // d - 1 if s >= d else 1
+    found = start(end.shape[0], SLOTS_2, COLUMNS, DEPTH)
+    mass = tl.zeros([q_tile.shape[0], BLOCK_N], tl.float32)
+    first_chunk = INITIAL // BLOCK_N
+    for step in range(first_chunk * WINDOWS, tl.cdiv(tl.max(end, 0), BLOCK_N) * WINDOWS):
+        c0, j = step // WINDOWS * BLOCK_N, step % WINDOWS
+        c = chunk_blocks(c0, BLOCK_N, COLUMNS)
+        w = first_window(c, d, s) + j
+        share = 1
+        if s >= d:
+            share = tl.minimum((j + 1) * d, s) - tl.maximum((j + 1) * d - WINDOW, 0)
+        k_tile = load_rows(ck, k_base + w.to(tl.int64) * k_w, D, BLOCK_D, w < W)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        if first_window(c0 + BLOCK_N - 1, d, s) + j >= fewest:
+            x = tl.where(w[None] < visible[:, None], x, NO_SCORE)
+        mass += share * tl.exp2(x - total[:, None])
+        if j == WINDOWS - 1:
+            score = tl.sum(tl.reshape(mass, [end.shape[0], HEADS, BLOCK_N]), 1)
+            candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
+            found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+            mass = tl.zeros([q_tile.shape[0], BLOCK_N], tl.float32)
+    return finish(found, SLOTS, SLOTS_2, COLUMNS)
+
+
 @triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
 def probs_kernel(
-    q, ck, mem_k, lse, out, redo, before, starts, first_token, T, C, W, RANKS, MEMORY, scale_log2,
+    q, ck, mem_k, lse, out, before, starts, first_token, T, C, W, RANKS, MEMORY, scale_log2,
     q_b, q_t, q_h, k_b, k_w, k_h, m_h, m_m,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
+    MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, BEFORE: tl.constexpr, AGAIN: tl.constexpr, FLAG_M: tl.constexpr,
-    HEADS: tl.constexpr, LSE: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, HEADS: tl.constexpr,
+    LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
     of G query heads. Rows are tokens x heads, G filled up to HEADS, a power of two. Reads those
@@ -199,10 +245,6 @@ def probs_kernel(
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
     GROUPS: tl.constexpr = BLOCK_M // HEADS
-    flags = redo + tl.program_id(1) * tl.cdiv(T + STRIDE - 1, STRIDE * FLAG_M)
-    if AGAIN:  # noqa: SIM102
-        if tl.load(flags + tile * GROUPS // FLAG_M) == 0:
-            return
     index = tile * GROUPS + tl.arange(0, GROUPS)
     position, token, ranked = leaders(index, first_token, T, STRIDE)
     end = tl.where(ranked, candidates_end(position, C, LOCAL, d, s, CAUSAL), 0)
@@ -229,32 +271,17 @@ def probs_kernel(
     # rows that are none, or see nothing, have no probability to give
     total = tl.where(real & (total > NO_SCORE), total, float("inf"))
 
-    # window j of those that share a token with a block, and how many tokens
-    WINDOWS: tl.constexpr = (s + WINDOW + d - 1) // d - 1 if s >= d else 1
-    found = start(GROUPS, SLOTS_2, COLUMNS, DEPTH)
-    mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first_chunk = INITIAL // BLOCK_N
-    for step in range(first_chunk * WINDOWS, tl.cdiv(tl.max(end, 0), BLOCK_N) * WINDOWS):
-        c, j = chunk_blocks(step // WINDOWS * BLOCK_N, BLOCK_N, COLUMNS), step % WINDOWS
-        w = first_window(c, d, s) + j
-        share = 1
-        if s >= d:
-            share = tl.minimum((j + 1) * d, s) - tl.maximum((j + 1) * d - WINDOW, 0)
-        k_tile = load_rows(ck, k_base + w.to(tl.int64) * k_w, D, BLOCK_D, w < W)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        if first_window(step // WINDOWS * BLOCK_N + BLOCK_N - 1, d, s) + j >= fewest:
-            x = tl.where(w[None] < visible[:, None], x, NO_SCORE)
-        mass += share * tl.exp2(x - total[:, None])
-        if j == WINDOWS - 1:
-            score = tl.sum(tl.reshape(mass, [GROUPS, HEADS, BLOCK_N]), 1)
-            candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
-            found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
-            mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-
-    ranking, missed = finish(found, SLOTS, SLOTS_2, COLUMNS)
+    ranking, missed = best_by_probs(
+        q_tile, total, visible, ck, k_base, k_w, position, end, fewest, W, scale_log2, HEADS, D,
+        BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, WINDOW, d, s, INITIAL, PRECISION,
+    )  # fmt: skip
+    if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+        if missed > 0:
+            ranking, missed = best_by_probs(
+                q_tile, total, visible, ck, k_base, k_w, position, end, fewest, W, scale_log2,
+                HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, WINDOW, d, s, INITIAL, PRECISION,
+            )  # fmt: skip
     write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
-    if COLUMNS > 0:
-        tl.store(flags + tile, missed)
 
 
 # launches
@@ -272,8 +299,6 @@ def select_blocks(
     G = H // ranks
     out = q.new_empty(B, T, ranks, n, dtype=torch.int32)
     q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
-    tile = launch.ranking_tile(importance, D, G, n, q.dtype)
-    heads = triton.next_power_of_2(G) if importance == "probs" else 1
 
     args = dict(
         q=q, out=out, before=before, starts=starts, first_token=first_token, T=T, C=num_ranked,
@@ -283,34 +308,27 @@ def select_blocks(
         BEFORE=before is not None, **dict(zip(("q_b", "q_t", "q_h"), q.stride()[:3], strict=True)),
     )  # fmt: skip
     if importance == "logits":
-        kernel = logits_kernel
+        kernel, rows = logits_kernel, 1
+        tile = launch.logits_tile(D, n, interpolated)
         keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale)
         one_half = G == 1 and q.dtype != torch.float32
         args |= dict(keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half)
     else:
-        kernel = probs_kernel
+        kernel, rows = probs_kernel, triton.next_power_of_2(G)
+        tile = launch.probs_tile(rows, n, q.dtype)
         memory = 0 if mem_k is None else mem_k.shape[1]
         m_h, m_m = (0, 0) if mem_k is None else mem_k.stride()[:2]
         k_b, k_w, k_h = ck.stride()[:3]
         args |= dict(
             ck=ck, mem_k=mem_k, lse=lse, W=W, MEMORY=memory, scale_log2=scale * LOG2_E,
-            k_b=k_b, k_w=k_w, k_h=k_h, m_h=m_h, m_m=m_m, WINDOW=l, HEADS=heads,
+            k_b=k_b, k_w=k_w, k_h=k_h, m_h=m_h, m_m=m_m, WINDOW=l, HEADS=rows,
             LSE=lse is not None, PRECISION="ieee",
         )  # fmt: skip
 
     groups = triton.cdiv(T + stride - 1, stride)
-    flag_m = tile.block_m // heads
-    redo = q.new_empty(B * ranks, triton.cdiv(groups, flag_m), dtype=torch.int32)
-    # where the lists hold all candidates, or n in each, nothing can be lost
-    exact = num_ranked <= tile.columns * tile.depth or n <= tile.depth or not tile.columns
-    launches = [(False, tile)]
-    if not exact:
-        launches.append((True, launch.ranking_tile(importance, D, G, n, q.dtype, columns=False)))
-    for again, tile in launches:
-        grid = (triton.cdiv(groups, tile.block_m // heads), B * ranks)
-        kernel[grid](
-            redo=redo, AGAIN=again, FLAG_M=flag_m, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.num_warps,
-            num_stages=tile.num_stages, **args,
-        )  # fmt: skip
+    grid = (triton.cdiv(groups, tile.block_m // rows), B * ranks)
+    kernel[grid](
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=tile.columns, DEPTH=tile.depth,
+        MERGE_N=tile.merge_n, num_warps=tile.num_warps, num_stages=tile.num_stages, **args,
+    )  # fmt: skip
     return out
