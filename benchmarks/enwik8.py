@@ -71,10 +71,10 @@ def table(rows: list[dict]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="print the rows that are there")
-    args, options = parser.parse_known_args()
+    args, options = parser.parse_known_args(argv)
     if not args.table:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         for setting in SETTINGS:

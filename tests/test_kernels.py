@@ -1,70 +1,21 @@
 """The Triton kernels against the reference: in the interpreter on a CPU (float32, small), on a GPU
 in every dtype by the error budget."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 
-from native_sparse_attention import compressed_attention, sliding_window_attention
+from native_sparse_attention import (
+    compressed_attention,
+    selected_attention,
+    sliding_window_attention,
+)
 from native_sparse_attention.ops import library
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
+from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytestmark = pytest.mark.kernels
-
-
-def draw(T, S, H, K, D, E, dtype=torch.float32):
-    shapes = (2, T, H, D), (2, S, K, D), (2, S, K, E)
-    return [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-
-
-def results(op, tensors, weights, dtype, backend, **kwargs):
-    """Output, log-sum-exp and every gradient, computed in `dtype`."""
-    leaves = {
-        name: t.to(dtype).detach().requires_grad_() for name, t in tensors.items() if t is not None
-    }
-    out, lse = op(**leaves, return_lse=True, backend=backend, **kwargs)
-    loss = (out * weights[0].to(dtype)).sum()
-    loss = loss + torch.where(lse.isneginf(), 0.0, lse * weights[1].to(lse.dtype)).sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    return {"out": out, "lse": lse, **{f"d{n}": g for n, g in zip(leaves, grads)}}
-
-
-def assert_right(op, tensors, dtype, **kwargs):
-    """Within twice the error of eager PyTorch in the same dtype, both against fp64, and one ulp of
-    the largest value. What is a difference of larger terms (a gradient, a dot product) may also err
-    by one float32 ulp of the terms: a row with one key has a gradient of exactly 0."""
-    q = tensors["q"]
-    values = [tensors[name] for name in ("v", "cv", "mem_v") if tensors.get(name) is not None]
-    weights = (
-        torch.randn(*q.shape[:3], values[0].shape[-1], device=DEVICE).to(dtype),
-        torch.randn(q.shape[:3], device=DEVICE),
-    )
-    actual = results(op, tensors, weights, dtype, "triton", **kwargs)
-    exact = results(op, tensors, weights, torch.float64, "eager", **kwargs)
-    low = results(op, tensors, weights, dtype, "eager", **kwargs)
-    sizes = [t.double().norm(dim=-1).max() for t in (weights[0], *values) if t.numel()]
-    terms = sizes[0] * max(sizes[1:], default=0.0)
-    keys = [tensors[name] for name in ("k", "ck", "mem_k") if tensors.get(name) is not None]
-    sizes = [t.double().norm(dim=-1).max() for t in (q, *keys) if t.numel()]
-    logits = sizes[0] * max(sizes[1:], default=0.0) * q.shape[-1] ** -0.5
-    for name, value in actual.items():
-        value, right = value.double(), exact[name].double()
-        empty = right.isneginf()
-        assert torch.equal(value.isneginf(), empty), name
-        value, right = value.masked_fill(empty, 0), right.masked_fill(empty, 0)
-        assert value.isfinite().all(), name
-        if not value.numel():
-            continue
-        lowp = (low[name].double().masked_fill(empty, 0) - right).abs().max()
-        # differences are formed in float32 whatever the dtype, so their rounding is float32's
-        rounding = {"out": 0.0, "lse": logits}.get(name, terms) * torch.finfo(torch.float32).eps
-        precision = torch.float32 if name == "lse" else dtype
-        ulp = torch.finfo(precision).eps * right.abs().max() + rounding
-        error = (value - right).abs().max()
-        assert error <= 2 * lowp + ulp, f"{name}: {error:.2e} > 2 x {lowp:.2e} + {ulp:.2e}"
 
 
 if CUDA:
@@ -92,7 +43,14 @@ cases = pytest.mark.parametrize(
 def test_window(dtype, heads, place, causal):
     q, k, v = draw(*place, *heads, dtype)
     tensors = {"q": q, "k": k, "v": v}
-    assert_right(sliding_window_attention, tensors, dtype, sliding_window_size=21, causal=causal)
+    assert_right(
+        sliding_window_attention,
+        tensors,
+        dtype,
+        sliding_window_size=21,
+        causal=causal,
+        return_lse=True,
+    )
 
 
 @both
@@ -107,9 +65,85 @@ def test_compressed(dtype, heads, place, causal):
             compressed_attention,
             tensors,
             dtype,
+            return_lse=True,
             compress_block_sliding_stride=d,
             causal=causal,
             seq_len=S,
+        )
+
+
+def draw_lists(T, S, heads, n, s):
+    """Block indices as a caller may give them: any order, empty slots, forced blocks, repeats,
+    blocks ahead of the query."""
+    lists = torch.randint(-1, -(-S // s), (2, T, heads, n), device=DEVICE)
+    lists[:, ::3, :, 1:2] = lists[:, ::3, :, :1]
+    return lists.to(torch.int32)
+
+
+def assert_selected(dtype, heads, place, *, n, s, each, causal, gated, **kwargs):
+    q, k, v = draw(*place, *heads, dtype)
+    lists = draw_lists(*place, heads[0] if each else heads[1], n, s)
+    gates = torch.rand(lists.shape, device=DEVICE).to(dtype) + 0.5 if gated else None
+    if gated:
+        # of blocks that are listed twice one gate counts; which, nobody says
+        lists = lists[..., :1]
+        gates = gates[..., :1]
+    assert_right(
+        functools.partial(selected_attention, block_indices=lists, return_lse=True),
+        {"q": q, "k": k, "v": v, "gates": gates},
+        dtype,
+        selection_block_size=s,
+        causal=causal,
+        **kwargs,
+    )
+
+
+@both
+@cases
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_selected(dtype, heads, place, causal, each):
+    forced = {"num_initial_blocks": 1, "num_local_blocks": 2}
+    assert_selected(dtype, heads, place, n=3, s=16, each=each, causal=causal, gated=False, **forced)
+
+
+@both
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("heads", [(2, 2, 16, 16), (12, 1, 16, 16)], ids=["G=1", "G=12"])
+@pytest.mark.parametrize(
+    "n, s, initial, local",
+    [
+        (2, 4, 0, 1),
+        (1, 12, 0, 0),
+        (3, 8, 2, 0),
+        (2, 16, 0, 3),
+        (2, 128, 1, 1),
+        (0, 8, 1, 1),
+        (0, 8, 0, 0),
+    ],
+)
+def test_selected_settings(n, s, initial, local, heads, each, causal):
+    for gated in (False, True) if n else (False,):
+        assert_selected(
+            torch.float32, heads, (29, 50), n=n, s=s, each=each, causal=causal, gated=gated,
+            num_initial_blocks=initial, num_local_blocks=local,
+        )  # fmt: skip
+
+
+def test_block_that_all_choose(monkeypatch):
+    """A list of queries that is cut into several items, and tokens into several spans."""
+    from native_sparse_attention.kernels import launch
+
+    monkeypatch.setattr(launch, "ITEM_ROWS", 16)
+    monkeypatch.setattr(launch, "FEW_TOKENS", 16)
+    for heads in [(2, 2, 16, 16), (12, 1, 16, 16)]:
+        q, k, v = draw(45, 60, *heads)
+        lists = torch.zeros(2, 45, heads[1], 2, dtype=torch.int32, device=DEVICE)
+        lists[..., 1] = -1
+        assert_right(
+            functools.partial(selected_attention, block_indices=lists, return_lse=True),
+            {"q": q, "k": k, "v": v},
+            torch.float32,
+            selection_block_size=8,
         )
 
 
@@ -118,13 +152,28 @@ def test_rows_that_start_at_different_places():
     tensors = {"q": q, "k": k, "v": v}
     starts = torch.tensor([30, 11], device=DEVICE)
     assert_right(
-        sliding_window_attention, tensors, torch.float32, sliding_window_size=9, q_offset=starts
+        sliding_window_attention,
+        tensors,
+        torch.float32,
+        sliding_window_size=9,
+        q_offset=starts,
+        return_lse=True,
+    )
+    assert_right(
+        functools.partial(
+            selected_attention, block_indices=draw_lists(7, 40, 2, 2, 8), return_lse=True
+        ),
+        tensors,
+        torch.float32,
+        selection_block_size=8,
+        q_offset=starts,
     )
     tensors = {"q": q, "ck": k[:, :10], "cv": v[:, :10]}
     assert_right(
         compressed_attention,
         tensors,
         torch.float32,
+        return_lse=True,
         compress_block_sliding_stride=4,
         q_offset=starts,
     )
@@ -151,7 +200,7 @@ def test_strided_inputs_and_a_repeat():
 def test_operator_is_well_formed():
     """Schema, fake, autograd registration: torch's own checks."""
     q, k, v = (t.requires_grad_() for t in draw(20, 20, 2, 1, 16, 16))
-    args = (q, k, v, None, library.CAUSAL_WINDOW, 7, 1, 0, 0.25)
+    args = (q, k, v, None, None, None, library.CAUSAL_WINDOW, 7, 1, 0, 0.25)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(library.interval_attention, args, test_utils=checks)
 

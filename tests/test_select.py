@@ -8,9 +8,8 @@ import torch
 
 from native_sparse_attention import blocks, compressed_attention, select_blocks
 from native_sparse_attention.ops import library, ranking, reference, selection
+from tests.budget import CUDA, DEVICE
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 # Triton's interpreter has no bfloat16
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 
@@ -202,7 +201,7 @@ def name(value):
 def test_heads(dtype, heads, rule):
     T, S = (131, 1031) if CUDA else (9, 77)
     for causal, shared in ((True, True), (False, False)):
-        q, ck, mem_k = draw(T, S, *heads, causal=causal, dtype=dtype)
+        q, ck, mem_k = draw(T, S, *heads, causal=causal, dtype=dtype, B=1)
         assert_right(
             q, ck, mem_k, S, causal=causal, query_heads_share_selected_kv=shared,
             num_selected_blocks=13 if CUDA else 3, **rule,
@@ -214,7 +213,7 @@ def test_heads(dtype, heads, rule):
 @pytest.mark.parametrize("place", PLACES, ids=name)
 def test_places(place, rule, causal):
     T, S = place
-    q, ck, mem_k = draw(T, S, 2, 1, 16, causal=causal)
+    q, ck, mem_k = draw(T, S, 2, 1, 16, causal=causal, B=1)
     assert_right(q, ck, mem_k, S, causal=causal, num_initial_blocks=0, **rule)
 
 
@@ -223,8 +222,8 @@ def test_places(place, rule, causal):
 def test_counts(n, importance):
     """More and fewer than there are blocks, in lists and by merging."""
     T, S = (200, 3000) if CUDA else (3, 61)
-    q, ck, mem_k = draw(T, S, 2, 1, 16)
-    for initial, local in ((0, 0), (2, 3)):
+    q, ck, mem_k = draw(T, S, 2, 1, 16, B=1)
+    for initial, local in ((0, 0), (2, 3)) if CUDA or n < 17 else ((1, 0),):
         assert_right(
             q, ck, mem_k, S, num_selected_blocks=n, importance=importance,
             num_initial_blocks=initial, num_local_blocks=local,
@@ -234,10 +233,10 @@ def test_counts(n, importance):
 @pytest.mark.parametrize("scale", [None, 0.7, -0.3])
 @pytest.mark.parametrize("m", [0, 1, 5])
 def test_probs_with_a_given_log_sum_exp(m, scale):
-    q, ck, mem_k = draw(20, 61, 4, 2, 16, m=m)
+    q, ck, mem_k = draw(20, 61, 4, 2, 16, m=m, B=1)
     for with_lse, causal in ((True, True), (False, True), (True, False)):
         if not causal:
-            ck = draw(20, 61, 4, 2, 16, causal=False)[1]
+            ck = draw(20, 61, 4, 2, 16, causal=False, B=1)[1]
         assert_right(
             q, ck, mem_k, 61, scale=scale, with_lse=with_lse, causal=causal, importance="probs"
         )
@@ -263,7 +262,8 @@ def test_shared_rankings(R, rule):
     q, ck, mem_k = draw(S, S, 4, 2, 16)
     settings = {**SETTINGS, **rule, "selection_stride": R}
     assert_right(q, ck, mem_k, S, **settings)
-    assert_right(q[:, 40:], ck, mem_k, S, **settings)
+    many, *_ = draw(150, S, 2, 1, 16)  # more groups than a tile has rows
+    assert_right(many, ck[..., :1, :], mem_k[:1], 150, **settings)
     call = dict(settings, seq_len=S, mem_k=mem_k)
     every, _ = library.select_blocks(q, ck, q_offset=0, **call)
     for offset in (41, 47):
@@ -306,7 +306,7 @@ def one_hot(values, H=1, dtype=torch.float16):
 @pytest.mark.parametrize("pattern", ["equal", "ascending", "descending", "one list", "most equal"])
 def test_hard_orders(pattern, importance, n):
     """Rankings that the lists of the kernels find hard, some of which they lose and do again."""
-    S = 300
+    S = 140
     c = torch.arange(S)
     lists = (c ^ (((c & -8) * 2531 >> 12) & 7)) % 8
     values = {
@@ -332,7 +332,7 @@ def test_hard_orders(pattern, importance, n):
 
 @rules
 def test_the_future_cannot_move_the_past(rule):
-    q, ck, mem_k = draw(70, 70, 4, 2, 16)
+    q, ck, mem_k = draw(70, 70, 4, 2, 16, B=1)
     settings = dict(SETTINGS, **rule, seq_len=70, mem_k=mem_k, q_offset=0)
     before, _ = library.select_blocks(q, ck, **settings)
     i = 37

@@ -7,8 +7,8 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from native_sparse_attention.kernels import topn  # noqa: E402
+from tests.budget import DEVICE  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M, CHUNK = 4, 64
 
 pytestmark = pytest.mark.kernels

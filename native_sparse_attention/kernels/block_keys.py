@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import launch
 from .device import load_rows
 
 
@@ -83,7 +84,7 @@ def block_keys(ck, C, d, s, interpolated, scale):
     """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
     C]; a second set for queries that do not see the window after the block, where interpolated."""
     B, W, K, D = ck.shape
-    block_d = max(16, triton.next_power_of_2(D))
+    block_d = launch.padded(D)
     sets = 2 if interpolated else 1
     keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
     sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)

@@ -11,13 +11,14 @@ import triton.language as tl
 # i
 CAUSAL_WINDOW = tl.constexpr(0)  # i - reach .. i
 TWO_SIDED_WINDOW = tl.constexpr(1)  # i - reach .. i + reach
-BEHIND = tl.constexpr(2)  # the first `reach` keys, and one more for each `stride` tokens behind i
+BEHIND = tl.constexpr(2)  # the keys that end, one each `stride` tokens, at or before i
 EVERYTHING = tl.constexpr(3)
+LOCAL_BLOCKS = tl.constexpr(4)  # the block of `stride` tokens around i, to i, and `reach` before it
 
 
 @triton.jit
-def interval(i, N, reach, stride, KIND: tl.constexpr):
-    """First key and one past the last key that query i sees."""
+def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
+    """First key and one past the last key that query i sees; none below `floor`."""
     lo = i * 0
     hi = lo + N
     if KIND == CAUSAL_WINDOW:
@@ -25,13 +26,16 @@ def interval(i, N, reach, stride, KIND: tl.constexpr):
     if KIND == TWO_SIDED_WINDOW:
         lo, hi = i - reach, i + reach + 1
     if KIND == BEHIND:
-        hi = reach + i // stride
-    return tl.maximum(lo, 0), tl.minimum(hi, N)
+        hi = i // stride
+    if KIND == LOCAL_BLOCKS:
+        lo, hi = i // stride * stride - reach, i + 1
+    return tl.maximum(lo, floor), tl.minimum(hi, N)
 
 
 @triton.jit
 def seen_by(n, last, reach, stride, KIND: tl.constexpr):
-    """First query position that sees key n, and one past the last that sees a key up to `last`."""
+    """First query position that sees key n, and one past the last that sees key `last`, if there
+    were no floor."""
     first = n * 0
     end = last * 0 + 0x7FFFFFFF
     if KIND == CAUSAL_WINDOW:
@@ -39,7 +43,9 @@ def seen_by(n, last, reach, stride, KIND: tl.constexpr):
     if KIND == TWO_SIDED_WINDOW:
         first, end = n - reach, last + reach + 1
     if KIND == BEHIND:
-        first = tl.where(n < reach, 0, (n - reach + 1) * stride)
+        first = (n + 1) * stride
+    if KIND == LOCAL_BLOCKS:
+        first, end = n, ((last + reach) // stride + 1) * stride
     return tl.maximum(first, 0), end
 
 
@@ -52,11 +58,44 @@ def load_rows(base, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
 
 
 @triton.jit
+def load_keys(
+    keys, b, h, n, n0, there, strides_b, strides_n, strides_h,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows n of head h of `keys` [B N K WIDTH], zeros where `there` is False; with TMA `keys` is a
+    descriptor, n is n0 and the positions that follow, and only those outside the tensor are
+    zeros."""
+    if TMA:
+        tile = keys.load([b.to(tl.int32), n0.to(tl.int32), h.to(tl.int32), 0])
+        return tl.reshape(tile, [n.shape[0], BLOCK])
+    else:
+        base = keys + b * strides_b + h * strides_h
+        return load_rows(base, n.to(tl.int64) * strides_n, WIDTH, BLOCK, there)
+
+
+@triton.jit
 def store_rows(base, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
     """Write rows [M, BLOCK], up to WIDTH, to `base + offsets` where mask is True."""
     d = tl.arange(0, BLOCK)
     inside = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
     tl.store(base + offsets[:, None] + d[None], value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_lse(lse, row, real):
+    """Log-sum-exps of rows in units of log2, 0 for an empty row: it has no keys, its tile may."""
+    value = tl.load(lse + row, mask=real, other=0.0) * 1.4426950408889634
+    return tl.where(value == float("-inf"), 0.0, value)
+
+
+@triton.jit
+def gate_rows(gate, b, token, head, gate_b, gate_t, gate_h, real, GATED: tl.constexpr):
+    """The gate of each row; 0 where there is none to load."""
+    if GATED:
+        at = gate + b * gate_b + token.to(tl.int64) * gate_t + head * gate_h
+        return tl.load(at, mask=real, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(token.shape, tl.float32)
 
 
 @triton.jit

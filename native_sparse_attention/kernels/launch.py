@@ -7,9 +7,19 @@ query heads a KV head; the others are safe, not measured.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .device import BEHIND, EVERYTHING
+
+LOG2_E = 1.4426950408889634
+
+# a reach past every sequence
+ALWAYS = 1 << 30
 
 # programs that keep a large GPU busy through the tail of a launch
 ENOUGH_PROGRAMS = 1024
@@ -31,7 +41,7 @@ TILES = {
         "forward": Tile(128, 128, 8, 2),
         "window": Tile(64, 64, 4, 3),
         "dq": Tile(128, 64, 8, 3),
-        "dkv": Tile(128, 64, 8, 2),
+        "dkv": Tile(64, 128, 8, 3),
     },
     256: {
         "forward": Tile(64, 64, 8, 2),
@@ -41,6 +51,35 @@ TILES = {
     },
 }
 FLOAT32 = Tile(32, 32, 4, 1)
+
+# the selected branch query by query: by rows of a tile (those of the tokens that share a list)
+GATHER = {
+    16: Tile(16, 64, 1, 3),
+    32: Tile(32, 64, 2, 3),
+    64: Tile(64, 64, 4, 3),
+    128: Tile(128, 64, 8, 2),
+}
+GATHER_ROWS = 128
+
+# and block by block
+PAIRS = {
+    128: {"forward": Tile(128, 64, 4, 3), "dkv": Tile(64, 64, 4, 2)},
+    256: {"forward": Tile(64, 64, 8, 2), "dkv": Tile(32, 64, 8, 1)},
+}
+
+# rows that a program of the selected branch, block by block, works through at most
+ITEM_ROWS = 16384
+
+# tokens up to which the parts of the selected branch are kept at once
+FEW_TOKENS = 4096
+
+# rows of a query-by-query tile under which block by block is faster
+FEW_ROWS = 9
+
+
+def padded(width: int) -> int:
+    """The power of two, at least 16, that a tile of `width` takes."""
+    return max(16, triton.next_power_of_2(width))
 
 
 def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype) -> Tile:
@@ -55,10 +94,117 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
 
+def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
+    """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
+    tile = GATHER[padded(rows)]
+    if dtype == torch.float32:
+        return Tile(tile.block_m, 32, 4, 1)
+    stages = tile.num_stages if width <= 128 else 1
+    return Tile(tile.block_m, tile.block_n, tile.num_warps, stages)
+
+
+def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
+    """A descriptor of t [B N K D] by which the tensor memory accelerator reads `rows` positions of
+    one head; None where there is none or it cannot."""
+    if t.is_cuda and torch.cuda.get_device_capability(t.device) < (9, 0):
+        return None
+    size = t.element_size()
+    aligned = t.data_ptr() % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in t.stride()[:3])
+    if t.stride(-1) != 1 or not aligned or 0 in t.shape:
+        return None
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
+
+
+def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
+    """For `kernel` "forward" or "dkv" block by block."""
+    bucket = next(limit for limit in PAIRS if width <= limit)
+    tile = FLOAT32 if dtype == torch.float32 else PAIRS[bucket][kernel]
+    block_m = max(tile.block_m, triton.next_power_of_2(groups))
+    return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
+
+
 def query_splits(programs: int, tiles: int) -> int:
     """Into how many shares the queries of a block of keys are cut, where few blocks of keys are
     seen by many queries."""
     return max(1, min(ENOUGH_PROGRAMS // max(1, programs), tiles // 8))
+
+
+# what a launch is told
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which keys each query sees, and where queries stand: at `start`, or at `starts` [B]."""
+
+    kind: int
+    reach: int = 0
+    stride: int = 1
+    floor: int = 0
+    start: int = 0
+    starts: Tensor | None = None
+    causal_prefix: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether queries see more keys than lie near them."""
+        return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == ALWAYS
+
+
+def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
+    sizes = (0,) * len(axes) if t is None else t.stride()[: len(axes)]
+    return {f"{name}_{axis}": size for axis, size in zip(axes, sizes, strict=True)}
+
+
+@dataclass(frozen=True)
+class Cotangent:
+    """What a backward starts from, of one branch: `d_out` [B T H E] contiguous, times the branch's
+    gate [B T H] if there is one, the rows' `lse`, and `delta`, what each row's dp is measured
+    from."""
+
+    d_out: Tensor
+    lse: Tensor
+    delta: Tensor
+    gate: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        return dict(
+            d_out=self.d_out,
+            lse=self.lse,
+            delta=self.delta,
+            gate=self.gate,
+            GATED=self.gate is not None,
+            **strides("gate", self.gate, "bth"),
+        )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a query attends to: its list of blocks of `s` keys [B T R n], the first `num_initial`
+    blocks and, causally, the `num_local` that end with its own. Tokens of an aligned group of
+    `stride` have the same list. Queries stand at `start`, or at `starts` [B]."""
+
+    lists: Tensor
+    s: int
+    num_initial: int
+    num_local: int
+    causal: bool
+    start: int = 0
+    starts: Tensor | None = None
+    gates: Tensor | None = None
+    stride: int = 1
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether a list may hold its query's own block, of which it sees the keys up to itself."""
+        return self.causal and self.num_local == 0
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Unwritten out [B T H E] and lse [B T H]."""
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+# the ranking
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from .block_keys import block_keys, first_window, two_halves
 from .device import load_rows
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
 
-LOG2_E = 1.4426950408889634
-
 # one compiled kernel for all lengths and places
 LENGTHS = ["T", "C", "W", "first_token"]
 
@@ -302,7 +300,7 @@ def select_blocks(
 
     args = dict(
         q=q, out=out, before=before, starts=starts, first_token=first_token, T=T, C=num_ranked,
-        RANKS=ranks, G=G, SHARE=ranks // K, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
+        RANKS=ranks, G=G, SHARE=ranks // K, D=D, BLOCK_D=launch.padded(D),
         SLOTS=n, SLOTS_2=max(2, triton.next_power_of_2(n)), d=d, s=s, INITIAL=num_initial,
         LOCAL=max(num_local, 1), STRIDE=stride, CAUSAL=causal, RAGGED=starts is not None,
         BEFORE=before is not None, **dict(zip(("q_b", "q_t", "q_h"), q.stride()[:3], strict=True)),
@@ -320,7 +318,7 @@ def select_blocks(
         m_h, m_m = (0, 0) if mem_k is None else mem_k.stride()[:2]
         k_b, k_w, k_h = ck.stride()[:3]
         args |= dict(
-            ck=ck, mem_k=mem_k, lse=lse, W=W, MEMORY=memory, scale_log2=scale * LOG2_E,
+            ck=ck, mem_k=mem_k, lse=lse, W=W, MEMORY=memory, scale_log2=scale * launch.LOG2_E,
             k_b=k_b, k_w=k_w, k_h=k_h, m_h=m_h, m_m=m_m, WINDOW=l, HEADS=rows,
             LSE=lse is not None, PRECISION="ieee",
         )  # fmt: skip

@@ -26,7 +26,7 @@ def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
     """Reasons why a backend cannot run a call of an operation; empty where it can."""
     if backend == "triton":
         return library.why_not(op, **call)
-    if backend == "flex":
+    if backend == "flex" and op != "native_sparse_attention":
         if not hasattr(flex, op):
             return [f"flex_attention has no form of {op}"]
         return flex.why_not(op, **call)

@@ -153,6 +153,16 @@ def check_leaders(
         )
 
 
+def check_first_group(
+    q_offset: int | Tensor, selection_stride: int, leader_indices: Tensor | None
+) -> None:
+    if isinstance(q_offset, int) and q_offset % selection_stride and leader_indices is None:
+        raise ValueError(
+            f"leader_indices must be given where q_offset={q_offset} is not a multiple of "
+            f"selection_stride={selection_stride}: the first query's group was ranked before"
+        )
+
+
 def default_seq_len(seq_len: int | None, T: int, q_offset: int | Tensor | None) -> int:
     """S where only the queries are at hand: they end the sequence."""
     if seq_len is not None:

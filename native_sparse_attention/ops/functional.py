@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import blocks
 from . import backends
 from .checks import (
+    check_first_group,
     check_groups,
     check_int,
     check_ints,
@@ -202,11 +203,7 @@ def select_blocks(
     check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
     offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
     check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
-    if isinstance(offset, int) and offset % selection_stride and leader_indices is None:
-        raise ValueError(
-            f"leader_indices must be given where q_offset={offset} is not a multiple of "
-            f"selection_stride={selection_stride}: the first query's group was ranked before"
-        )
+    check_first_group(offset, selection_stride, leader_indices)
     # scoring has no form in flex_attention: there is no top-k in it
     if backend == "flex":
         backend = "eager"
@@ -266,7 +263,7 @@ def selected_attention(
     `out_i = softmax_j(g_ij q_i . k_j * scale) v_j`, over the tokens j of the blocks in
     `block_indices`, of the first `num_initial_blocks` blocks and, causally, of the
     `num_local_blocks` blocks that end with the query's own; causally only j <= i. g_ij is the gate
-    of a selected block, else 1.
+    of a selected block, 1 of a forced one (listed or not).
 
     Args:
         q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E].

@@ -6,6 +6,7 @@ runs.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from typing import Any
@@ -15,10 +16,24 @@ from torch import Tensor
 
 from .selection import select_blocks
 
-__all__ = ["compressed_attention", "select_blocks", "sliding_window_attention", "why_not"]
+__all__ = [
+    "compressed_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+    "why_not",
+]
 
 # `kernels.device` has the same numbers, under the same names
 CAUSAL_WINDOW, TWO_SIDED_WINDOW, BEHIND, EVERYTHING = range(4)
+
+OPERATIONS = (
+    "compressed_attention",
+    "native_sparse_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+)
 
 # query heads of a KV head, and width of a head, that fit a tile
 MAX_GROUP = 64
@@ -38,7 +53,7 @@ def why_not(
     return_gates: bool = False,
 ) -> list[str]:
     """Reasons why the kernels cannot run this call; empty where they can."""
-    if op_name not in ("compressed_attention", "select_blocks", "sliding_window_attention"):
+    if op_name not in OPERATIONS:
         return [f"this version has no kernel for {op_name} yet"]
     reasons = []
     if importlib.util.find_spec("triton") is None:
@@ -68,6 +83,8 @@ def interval_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mem_k: Tensor | None,
+    mem_v: Tensor | None,
     starts: Tensor | None,
     kind: int,
     reach: int,
@@ -75,17 +92,18 @@ def interval_attention(
     start: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to one interval of keys a query, `kind` saying which; out [B T H E], lse [B T
-    H]."""
-    from ..kernels import interval
+    """Attention to one interval of keys a query, `kind` saying which, and to memory; out [B T H E],
+    lse [B T H]."""
+    from ..kernels import interval, launch
 
-    return interval.forward(q, k, v, starts, kind, reach, stride, start, scale)
+    place = launch.Place(kind, reach, stride, start=start, starts=starts)
+    q, k, v = rows(q, k, v)
+    return interval.forward(q, k, v, place, scale, prefix(mem_k, mem_v, k.shape[0]))
 
 
 @interval_attention.register_fake
-def _(q, k, v, starts, kind, reach, stride, start, scale):
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(q, k, v, mem_k, mem_v, starts, kind, reach, stride, start, scale):
+    return empty_outputs(q, v)
 
 
 @torch.library.custom_op("native_sparse_attention::interval_attention_backward", mutates_args=())
@@ -95,56 +113,170 @@ def interval_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mem_k: Tensor | None,
+    mem_v: Tensor | None,
+    starts: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    starts: Tensor | None,
     kind: int,
     reach: int,
     stride: int,
     start: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from ..kernels import interval
+) -> list[Tensor]:
+    """dq, dk, dv, and those of the memory."""
+    from ..kernels import combine, interval, launch
 
-    return interval.backward(
-        d_out, d_lse, q, k, v, out, lse, starts, kind, reach, stride, start, scale
-    )
+    place = launch.Place(kind, reach, stride, start=start, starts=starts)
+    q, k, v = rows(q, k, v)
+    d_out = d_out.contiguous()
+    cotangent = launch.Cotangent(d_out, lse, combine.deltas(out, d_out, d_lse.contiguous()))
+    memory = prefix(mem_k, mem_v, k.shape[0])
+    dq = interval.backward_q(q, k, v, place, scale, cotangent, memory)
+    grads = [dq, *interval.backward_kv(q, k, v, place, scale, cotangent)]
+    if memory is not None:
+        grads += memory_grads(*interval.backward_prefix(q, memory, place, scale, cotangent))
+    return [g.to(q.dtype) for g in grads]
 
 
 @interval_attention_backward.register_fake
-def _(d_out, d_lse, q, k, v, out, lse, starts, kind, reach, stride, start, scale):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+def _(d_out, d_lse, q, k, v, mem_k, mem_v, *others):
+    return [t.new_empty(t.shape) for t in (q, k, v, mem_k, mem_v) if t is not None]
 
 
-def setup_context(ctx, inputs, output):
-    q, k, v, starts, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, starts)
+def interval_setup(ctx, inputs, output):
+    q, k, v, mem_k, mem_v, starts, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, mem_k, mem_v, starts, *output)
 
 
-def backward(ctx, d_out, d_lse):
-    q, k, v, out, lse, starts = ctx.saved_tensors
-    grads = interval_attention_backward(d_out, d_lse, q, k, v, out, lse, starts, *ctx.numbers)
-    return (*grads, None, None, None, None, None, None)
+def interval_backward(ctx, d_out, d_lse):
+    grads = interval_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.numbers)
+    grads = [*grads, None, None][:5]
+    return (*grads, *(None,) * 6)
 
 
-interval_attention.register_autograd(backward, setup_context=setup_context)
+interval_attention.register_autograd(interval_backward, setup_context=interval_setup)
 
 
-def attend(
+@torch.library.custom_op("native_sparse_attention::selected_attention", mutates_args=())
+def listed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kind: int,
-    reach: int,
+    lists: Tensor,
+    gates: Tensor | None,
+    starts: Tensor | None,
+    block_size: int,
+    num_initial: int,
+    num_local: int,
+    causal: bool,
     stride: int,
-    q_offset: int | Tensor,
-    scale: float | None,
-    return_lse: bool,
-) -> Any:
-    starts, start = (q_offset, 0) if isinstance(q_offset, Tensor) else (None, q_offset)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = interval_attention(q, k, v, starts, kind, reach, stride, start, scale)
-    return (out, lse) if return_lse else out
+    start: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention to listed and forced blocks: out [B T H E], lse [B T H], and the lists as they were
+    used."""
+    from ..kernels import launch, selected
+
+    selection = launch.Selection(
+        lists, block_size, num_initial, num_local, causal, start, starts, gates, stride
+    )
+    valid = selected.valid_lists(selection, k.shape[1])
+    gates = None if gates is None else gates.contiguous()
+    selection = dataclasses.replace(selection, lists=valid, gates=gates)
+    return *selected.forward(*rows(q, k, v), selection, scale), valid
+
+
+@listed_attention.register_fake
+def _(q, k, v, lists, *others):
+    return *empty_outputs(q, v), lists.new_empty(lists.shape, dtype=torch.int32)
+
+
+@torch.library.custom_op("native_sparse_attention::selected_attention_backward", mutates_args=())
+def listed_attention_backward(
+    d_out: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor | None,
+    starts: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    valid: Tensor,
+    block_size: int,
+    num_initial: int,
+    num_local: int,
+    causal: bool,
+    stride: int,
+    start: int,
+    scale: float,
+) -> list[Tensor]:
+    """dq, dk, dv, and those of the gates."""
+    from ..kernels import combine, launch, selected
+
+    d_out = d_out.contiguous()
+    cotangent = launch.Cotangent(d_out, lse, combine.deltas(out, d_out, d_lse.contiguous()))
+    gates = None if gates is None else gates.contiguous()
+    selection = launch.Selection(
+        valid, block_size, num_initial, num_local, causal, start, starts, gates, stride
+    )
+    *grads, d_gates = selected.backward(*rows(q, k, v), selection, scale, cotangent)
+    grads = [g.to(q.dtype) for g in grads]
+    return grads if gates is None else [*grads, d_gates.to(gates.dtype)]
+
+
+@listed_attention_backward.register_fake
+def _(d_out, d_lse, q, k, v, gates, *others):
+    return [t.new_empty(t.shape) for t in (q, k, v, gates) if t is not None]
+
+
+def listed_setup(ctx, inputs, output):
+    q, k, v, _, gates, starts, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, gates, starts, *output)
+    ctx.mark_non_differentiable(output[2])
+
+
+def listed_backward(ctx, d_out, d_lse, _):
+    grads = listed_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.numbers)
+    d_gates = grads[3] if len(grads) > 3 else None
+    return (*grads[:3], None, d_gates, *(None,) * 8)
+
+
+listed_attention.register_autograd(listed_backward, setup_context=listed_setup)
+
+
+# what the operators share
+
+
+def rows(*tensors: Tensor) -> list[Tensor]:
+    """Kernels take any strides but the last."""
+    return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def prefix(mem_k: Tensor | None, mem_v: Tensor | None, batch: int) -> tuple[Tensor, Tensor] | None:
+    """Memory [K m D] as the keys and values [B m K D] before all others; None without any."""
+    if mem_k is None or mem_v is None or mem_k.shape[1] == 0:
+        return None
+    k, v = (m.transpose(0, 1).expand(batch, -1, -1, -1) for m in rows(mem_k, mem_v))
+    return k, v
+
+
+def memory_grads(dk: Tensor, dv: Tensor) -> list[Tensor]:
+    """Gradients [K m D] of memory from those of its rows [B m K D]."""
+    return [d.sum(0).transpose(0, 1).contiguous() for d in (dk, dv)]
+
+
+def offsets(q_offset: int | Tensor) -> tuple[Tensor | None, int]:
+    return (q_offset, 0) if isinstance(q_offset, Tensor) else (None, q_offset)
+
+
+# the branches
 
 
 def compressed_attention(
@@ -160,13 +292,46 @@ def compressed_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    num_mem = 0
-    if mem_k is not None and mem_v is not None:
-        num_mem = mem_k.shape[1]
-        mem_k, mem_v = (m.transpose(0, 1).expand(ck.shape[0], -1, -1, -1) for m in (mem_k, mem_v))
-        ck, cv = torch.cat((mem_k, ck), dim=1), torch.cat((mem_v, cv), dim=1)
+    starts, start = offsets(q_offset)
     kind, d = (BEHIND if causal else EVERYTHING), compress_block_sliding_stride
-    return attend(q, ck, cv, kind, num_mem, d, q_offset, scale, return_lse)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = interval_attention(q, ck, cv, mem_k, mem_v, starts, kind, 0, d, start, scale)
+    return (out, lse) if return_lse else out
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    gates: Tensor | None,
+    selection_block_size: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    causal: bool,
+    q_offset: int | Tensor,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    starts, start = offsets(q_offset)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse, _ = listed_attention(
+        q,
+        k,
+        v,
+        block_indices,
+        gates,
+        starts,
+        selection_block_size,
+        num_initial_blocks,
+        num_local_blocks,
+        causal,
+        1,
+        start,
+        scale,
+    )
+    return (out, lse) if return_lse else out
 
 
 def sliding_window_attention(
@@ -180,5 +345,9 @@ def sliding_window_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
+    starts, start = offsets(q_offset)
     kind = CAUSAL_WINDOW if causal else TWO_SIDED_WINDOW
-    return attend(q, k, v, kind, sliding_window_size, 1, q_offset, scale, return_lse)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    w = sliding_window_size
+    out, lse = interval_attention(q, k, v, None, None, starts, kind, w, 1, start, scale)
+    return (out, lse) if return_lse else out

@@ -7,8 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from . import flex, reference
-from .checks import check_offset, check_shapes
+from . import backends, flex, fused, reference
+from .checks import (
+    check_first_group,
+    check_groups,
+    check_int,
+    check_leaders,
+    check_memory,
+    check_offset,
+    check_same,
+    check_selection,
+    check_shapes,
+)
 from .functional import (
     check_windows,
     compressed_attention,
@@ -48,6 +58,7 @@ def native_sparse_attention(
     leader_indices: Tensor | None = None,
     scale: float | None = None,
     return_indices: bool = False,
+    recompute: bool = False,
     sliding_window_flex_mask: Any = None,
     fine_selection_flex_mask: Callable[..., Any] | None = None,
     backend: str | tuple[str, ...] = "auto",
@@ -65,6 +76,8 @@ def native_sparse_attention(
         window_k, window_v: keys and values of branch 3; k and v where not given.
         use_diff_topk: let gradients reach the scores through straight-through gates.
         return_indices: also return the selected block indices, [B, T, K or H, n].
+        recompute: keep no branch's output for the backward, which then forms them again (Triton
+            only; other backends keep what autograd keeps).
         sliding_window_flex_mask, fine_selection_flex_mask: masks of
             `native_sparse_attention.masks`; the branch is then computed by flex_attention under
             that mask.
@@ -84,17 +97,74 @@ def native_sparse_attention(
         q=(q, "B T H D"),
         cq=(cq, "B T H D"),
         k=(k, "B S K D"),
+        v=(v, "B S K E"),
+        ck=(ck, "B W K D"),
+        cv=(cv, "B W K E"),
+        mem_k=(mem_k, "K m D"),
+        mem_v=(mem_v, "K m E"),
+        window_k=(window_k, "B S K D"),
+        window_v=(window_v, "B S K E"),
         branch_gates=(branch_gates, "B T H 3"),
     )
-    if ck.ndim == 4:
-        check_windows(ck.shape[1], dims["S"], compress_block_sliding_stride, causal=causal)
-    cq = q if cq is None else cq
-    place: dict[str, Any] = dict(
-        causal=causal,
-        q_offset=check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal),
-        scale=scale,
-        backend=backend,
+    tensors: dict[str, Any] = dict(
+        cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v
     )
+    check_same(q=q, k=k, v=v, ck=ck, cv=cv, **tensors)
+    check_groups(dims["H"], dims["K"])
+    check_memory(mem_k, mem_v)
+    check_int("sliding_window_size", sliding_window_size, 0)
+    check_selection(
+        l=compress_block_size,
+        d=compress_block_sliding_stride,
+        s=selection_block_size,
+        n=num_selected_blocks,
+        importance=importance,
+        interpolated=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+    )
+    check_windows(dims["W"], dims["S"], compress_block_sliding_stride, causal=causal)
+    offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
+    check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
+    check_first_group(offset, selection_stride, leader_indices)
+    settings: dict[str, Any] = dict(
+        compress_block_size=compress_block_size,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        selection_block_size=selection_block_size,
+        num_selected_blocks=num_selected_blocks,
+        importance=importance,
+        interpolated_importance_score=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv,
+    )
+    ranking: dict[str, Any] = dict(
+        q_offset=offset, num_selected_blocks=num_selected_blocks, return_gates=use_diff_topk
+    )
+    name = backends.choose(backend, "native_sparse_attention", q, k, v, **ranking)
+    if name == "triton" and sliding_window_flex_mask is None and fine_selection_flex_mask is None:
+        out, lists = fused.native_sparse_attention(
+            q,
+            k,
+            v,
+            ck,
+            cv,
+            branch_gates,
+            **tensors,
+            sliding_window_size=sliding_window_size,
+            causal=causal,
+            q_offset=offset,
+            leader_indices=leader_indices,
+            scale=scale,
+            recompute=recompute,
+            **settings,
+        )
+        return (out, lists) if return_indices else out
+
+    cq = q if cq is None else cq
+    place: dict[str, Any] = dict(causal=causal, q_offset=offset, scale=scale, backend=backend)
     forced: dict[str, Any] = dict(
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks
     )
@@ -112,18 +182,10 @@ def native_sparse_attention(
         cq if use_diff_topk else cq.detach(),
         ck if use_diff_topk else ck.detach(),
         mem_k=mem_k if use_diff_topk or mem_k is None else mem_k.detach(),
-        compress_block_size=compress_block_size,
-        compress_block_sliding_stride=compress_block_sliding_stride,
-        selection_block_size=selection_block_size,
-        num_selected_blocks=num_selected_blocks,
-        importance=importance,
-        interpolated_importance_score=interpolated_importance_score,
-        selection_stride=selection_stride,
-        query_heads_share_selected_kv=query_heads_share_selected_kv,
         seq_len=dims["S"],
         leader_indices=leader_indices,
         return_gates=use_diff_topk,
-        **forced,
+        **settings,
         **place,
     )
     block_indices, gates = selection if use_diff_topk else (selection, None)

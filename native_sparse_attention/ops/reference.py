@@ -170,6 +170,7 @@ def selected_attention(
     sim = scores(q, k, scale)
     if gates is not None:
         gate = scatter_blocks(gates.to(sim.dtype), block_indices, len(c), 1.0)
+        gate = gate.masked_fill(forced[:, None], 1.0)
         sim = sim * rearrange(gate, "b (k g) i c -> b k g i c", k=kv)[..., j // s]
     return attend(sim, v, mask, return_lse)
 

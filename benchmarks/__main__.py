@@ -1,0 +1,29 @@
+"""`python -m benchmarks`: every benchmark, then the page that is drawn from the rows.
+
+`--quick`: those with a quick form, in it, and nothing recorded. (enwik8 trains; it has none.)
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from . import attention, enwik8, report
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks", description="every benchmark")
+    parser.add_argument("--quick", action="store_true", help="the quick forms, nothing recorded")
+    quick = parser.parse_args(argv).quick
+    every = ["--parts", "--agreement", "4"]
+    if quick:
+        attention.main([*every, "--quick"])
+        return
+    try:
+        attention.main(every)
+    finally:
+        report.main([])
+    enwik8.main([])
+
+
+if __name__ == "__main__":
+    main()

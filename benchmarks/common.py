@@ -1,0 +1,168 @@
+"""What every benchmark needs: times, peak memory, where it ran, and rows on disk."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+Row = dict[str, Any]
+
+# written before each timed call, so that none finds its inputs in a cache of the GPU
+FLUSH_BYTES = 256 * 1024 * 1024
+
+
+# where it ran
+
+
+def output_of(*command: str) -> str | None:
+    """What a command prints, None where there is no such command or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with "-dirty" after it where tracked files differ from it;
+    `BENCHMARK_COMMIT` says it where there is no git."""
+    head = output_of("git", "rev-parse", "--short=10", "HEAD")
+    if head is None:
+        return os.environ.get("BENCHMARK_COMMIT")
+    # results are what a benchmark writes, not what it runs
+    changed = output_of(
+        "git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"
+    )
+    return f"{head}-dirty" if changed else head
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def environment(device: torch.device) -> Row:
+    """The fields that every row of a run has in common."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    cuda = device.type == "cuda"
+    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "gpu": torch.cuda.get_device_name(device) if cuda else f"none ({platform.machine()})",
+        "driver": (output_of(*driver) or "").partition("\n")[0] or None if cuda else None,
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "commit": commit(),
+        "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+# rows
+
+
+def read_rows(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def append_row(path: Path | None, row: Row) -> None:
+    """One more line; a reader, or a run cut short, never finds half of one."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(before + json.dumps(row) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+# time and memory
+
+
+def quantiles(times: list[float]) -> Row:
+    """p20, p50, p80 of times in ms, and how many there were."""
+    if len(times) == 1:
+        times = times * 2
+    cuts = statistics.quantiles(times, n=10, method="inclusive")
+    names = ("p20_ms", "p50_ms", "p80_ms")
+    return {**{n: round(cuts[i], 5) for n, i in zip(names, (1, 4, 7), strict=True)}}
+
+
+def time_cpu(call: Callable[[], Any], seconds: float) -> list[float]:
+    call()
+    times: list[float] = []
+    while not times or (sum(times) < seconds * 1e3 and len(times) < 100):
+        began = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def time_cuda(call: Callable[[], Any], seconds: float, device: torch.device) -> list[float]:
+    """Times in ms by CUDA events around the call alone, the L2 cache overwritten before each."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def times(repeats: int) -> list[float]:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for start, end in events:
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize(device)
+        return [start.elapsed_time(end) for start, end in events]
+
+    call()  # compiles
+    estimate = min(times(2))
+    repeats = max(3, min(200, int(seconds * 1e3 / max(estimate, 1e-3))))
+    times(max(1, repeats // 4))  # to the clock that lasts
+    return times(repeats)
+
+
+def time_call(call: Callable[[], Any], seconds: float, device: torch.device) -> Row:
+    """p20, p50, p80 of about `seconds` of repeated calls."""
+    if device.type == "cuda":
+        times = time_cuda(call, seconds, device)
+    else:
+        times = time_cpu(call, seconds)
+    return {**quantiles(times), "repeats": len(times)}
+
+
+def release() -> None:
+    """Give back what dead tensors held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def why(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def still_alive(device: torch.device) -> bool:
+    """False where an error has taken the CUDA context with it: nothing more can run."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,287 @@
+"""What a provider must get right before it is timed.
+
+Every provider computes a gated sum of attentions, each a softmax over the keys that a mask lets a
+query see. `definition` writes that down once, in eager PyTorch, one KV head at a time; a provider's
+output and gradients may err, against fp64, at most `factor` times what `definition` itself errs in
+the provider's dtype, plus one ulp of the largest value.
+
+* At a small length, all outputs and all gradients.
+* At the timed length, the outputs and the gradients of some queries, recomputed from the definition
+  with the provider's own block indices; the ranking of those queries; and two laws that the
+  gradients of all keys and values obey (`check_laws`).
+
+i query, j key, r rows that are checked, g query heads of one KV head, c blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .problem import Setting, Tensors
+
+# laid out [1 T H ...]; all others [1 S K ...]
+OF_QUERIES = ("q", "branch_gates", "d_out")
+
+
+class WrongResult(Exception):
+    """A provider's result is not what it should be: not to be timed."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One softmax attention of a provider's definition.
+
+    seen:   i [r 1], j [j], block indices [r n] or None -> which keys [r j] a query sees.
+    count:  i -> how many it sees; of the selected branch, where all slots are full.
+    gate:   column of branch_gates that multiplies the output; None for 1.
+    pool:   keys and values are the means of so many tokens.
+    """
+
+    keys: str
+    values: str
+    seen: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    count: Callable[[Tensor], Tensor]
+    gate: int | None = None
+    pool: int = 1
+
+
+# the branches there are
+
+
+def window(w: int | None, keys: str = "k", values: str = "v", gate: int | None = None) -> Branch:
+    """Keys `i - w .. i`; all of the past where w is None."""
+    if w is None:
+        return Branch(keys, values, lambda i, j, _: j <= i, lambda i: i + 1, gate)
+    reach = w
+    return Branch(
+        keys,
+        values,
+        lambda i, j, _: (j <= i) & (i - j <= reach),
+        lambda i: (i + 1).clamp(max=reach + 1),
+        gate,
+    )
+
+
+def behind(d: int, gate: int | None = None) -> Branch:
+    """Compressed keys whose last token lies strictly before the query."""
+    return Branch("ck", "cv", lambda i, j, _: (j + 1) * d - 1 < i, lambda i: i // d, gate)
+
+
+def chosen(s: int, n: int, initial: int = 0, local: int = 0, gate: int | None = None) -> Branch:
+    """Tokens, up to the query, of the blocks in the indices, the initial and the local ones."""
+
+    def seen(i: Tensor, j: Tensor, indices: Tensor | None) -> Tensor:
+        if indices is None:
+            raise ValueError("the selected branch needs block indices")
+        blocks = torch.zeros(len(i), len(j) // s + 2, dtype=torch.bool, device=i.device)
+        blocks.scatter_(1, torch.where(indices >= 0, indices, blocks.shape[1] - 1).long(), True)
+        c = torch.arange(blocks.shape[1], device=i.device)
+        blocks |= (c < initial) | ((c > i // s - local) & (c <= i // s))
+        return blocks[:, j // s] & (j <= i)
+
+    full = n + initial + max(local - 1, 0)
+    return Branch("k", "v", seen, lambda i: i % s + 1 + s * (i // s).clamp(max=full), gate)
+
+
+# the definition
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [r g d], k [j d], v [j e], mask [r j] -> [r g e]; a row that sees nothing gives 0."""
+    sim = torch.einsum("rgd,jd->rgj", q, k)
+    sim = sim.to(torch.promote_types(sim.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    empty = ~mask.any(-1)[:, None, None]
+    sim = sim.masked_fill(~mask[:, None], float("-inf")).masked_fill(empty, 0.0)
+    probs = sim.softmax(-1).masked_fill(empty, 0.0)
+    return torch.einsum("rgj,je->rge", probs.to(v.dtype), v)
+
+
+def definition(branches: list[Branch], x: Tensors, i: Tensor, indices: Tensor | None) -> Tensor:
+    """The output [r g e] of queries at positions i, one KV head: x has q [r g d], keys and values
+    [j d]."""
+    outs = []
+    for branch in branches:
+        keys, values = x[branch.keys], x[branch.values]
+        if branch.pool > 1:
+            keys, values = (t.unflatten(0, (-1, branch.pool)).mean(1) for t in (keys, values))
+        j = torch.arange(len(keys), device=i.device)
+        out = attend(x["q"], keys, values, branch.seen(i[:, None], j, indices))
+        if branch.gate is not None:
+            out = out * x["branch_gates"][..., branch.gate, None]
+        outs.append(out)
+    return torch.stack(outs).sum(0) if len(outs) > 1 else outs[0]
+
+
+def of_head(x: Tensors, h: int, rows: Tensor) -> Tensors:
+    """One KV head's share: of_queries [r g ...], keys and values [j d]."""
+    heads = next(t for name, t in x.items() if name not in OF_QUERIES).shape[2]
+    share = {}
+    for name, t in x.items():
+        if name in OF_QUERIES:
+            share[name] = t[0, rows].unflatten(1, (heads, -1))[:, h]
+        else:
+            share[name] = t[0, :, h]
+    return share
+
+
+def compute(
+    branches: list[Branch],
+    x: Tensors,
+    names: tuple[str, ...],
+    rows: Tensor,
+    indices: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensors:
+    """By definition, in `dtype`: the rows' output "out" and the gradient "d..." of each of names,
+    in the layout of x (but for the missing rows and the batch)."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in ("out", *(f"d{n}" for n in names))}
+    heads = next(t for name, t in x.items() if name not in OF_QUERIES).shape[2]
+    for h in range(heads):
+        share = {name: t.detach().to(dtype) for name, t in of_head(x, h, rows).items()}
+        leaves = [share[name].requires_grad_() for name in names]
+        chosen_blocks = None if indices is None else indices[0, rows, h]
+        out = definition(branches, share, rows, chosen_blocks)
+        grads = torch.autograd.grad(out, leaves, share["d_out"], materialize_grads=True)
+        parts["out"].append(out.detach())
+        for name, grad in zip(names, grads, strict=True):
+            parts[f"d{name}"].append(grad)
+    return {
+        name: torch.cat(part, 1)
+        if name == "out" or name[1:] in OF_QUERIES
+        else torch.stack(part, 1)
+        for name, part in parts.items()
+    }
+
+
+# checks
+
+
+def check_values(actual: Tensors, x: Tensors, exact: Tensors, low: Tensors, factor: float) -> float:
+    """The largest error as a share of its budget.
+
+    Raises:
+        WrongResult: a value that is not finite, or an error above its budget.
+    """
+    worst = 0.0
+    values = [t for name, t in x.items() if name in ("v", "cv")]
+    terms = x["d_out"].double().norm(dim=-1).max() * max(
+        t.double().norm(dim=-1).max() for t in values
+    )
+    for name, right in exact.items():
+        value = actual[name].double()
+        if not value.isfinite().all():
+            raise WrongResult(f"{name} is not finite")
+        error = (value - right).abs().max()
+        lowp = (low[name].double() - right).abs().max()
+        # a gradient is a difference of larger terms, formed in float32
+        rounding = 0.0 if name == "out" else terms * torch.finfo(torch.float32).eps
+        ulp = torch.finfo(actual[name].dtype).eps * right.abs().max() + rounding
+        budget = factor * lowp + ulp
+        if error > budget:
+            raise WrongResult(
+                f"{name} errs by {error:.2e}, above {factor} x {lowp:.2e} + {ulp:.2e}"
+            )
+        worst = max(worst, (error / budget).item())
+    return worst
+
+
+def check_laws(branches: list[Branch], x: Tensors, grads: Tensors) -> None:
+    """Two laws of all gradients together, for each KV head, whatever the keys seen.
+
+    A query's probabilities sum to 1, so its d_out arrives whole at the values that it sees:
+    `sum_j dv_j = sum_i gate_i d_out_i`, over the rows that see any. And logits are bilinear:
+    `sum_i q_i . dq_i = sum_j k_j . dk_j`. Roundings are taken as independent.
+
+    Raises:
+        WrongResult: a law is broken.
+    """
+    eps = 4 * torch.finfo(x["q"].dtype).eps
+    every = torch.arange(x["q"].shape[1], device=x["q"].device)
+    keys = sorted({b.keys for b in branches})
+    for h in range(x[keys[0]].shape[2]):
+        share = of_head(x, h, every)
+        grad = of_head({name[1:]: t for name, t in grads.items()}, h, every)
+        for name in {b.values for b in branches}:
+            got, size = grad[name].double().sum(0), grad[name].double().square().sum()
+            expected = torch.zeros_like(got)
+            for branch in branches:
+                if branch.values != name:
+                    continue
+                arrives = share["d_out"].double() * (branch.count(every) > 0)[:, None, None]
+                if branch.gate is not None:
+                    arrives = arrives * share["branch_gates"][..., branch.gate, None]
+                expected += arrives.sum((0, 1))
+                size += arrives.square().sum()
+            if not (got - expected).norm() <= eps * size.sqrt():
+                raise WrongResult(f"d{name}: its sum over all keys is not what d_out sends there")
+        # [(r g)], [j]: each query's and each key's share of the second law
+        of_queries = (share["q"].double() * grad["q"].double()).sum(-1).flatten()
+        size = (share["q"].double().norm(dim=-1) * grad["q"].double().norm(dim=-1)).square().sum()
+        balance = of_queries.sum()
+        for name in keys:
+            balance = balance - (share[name].double() * grad[name].double()).sum()
+            terms = share[name].double().norm(dim=-1) * grad[name].double().norm(dim=-1)
+            size = size + terms.square().sum()
+        if not balance.abs() <= eps * size.sqrt():
+            raise WrongResult(f"sum of q dq and of {', '.join(keys)} times their gradients differ")
+
+
+def block_weights(setting: Setting, importance: str, num_windows: int, like: Tensor) -> Tensor:
+    """[w c]: what window w adds to the score of block c."""
+    c = setting
+    w = torch.arange(num_windows, device=like.device)[:, None]
+    start = torch.arange(max(1, num_windows * c.d // c.s), device=like.device) * c.s
+    if importance == "logits":
+        return ((w * c.d // c.s * c.s) == start).to(like) * c.d / c.s
+    shared = torch.minimum((w + 1) * c.d, start + c.s) - torch.maximum((w + 1) * c.d - c.l, start)
+    return shared.clamp(min=0).to(like) / c.d
+
+
+def block_scores(setting: Setting, importance: str, q: Tensor, ck: Tensor, i: Tensor) -> Tensor:
+    """Importance [r c] of every block for queries q [r g d] at positions i; d divides s."""
+    sim = torch.einsum("rgd,wd->rgw", q, ck)
+    sim = sim.to(torch.promote_types(sim.dtype, torch.float32)) * setting.D**-0.5
+    if importance == "logits":
+        sim = sim.mean(1)
+    else:
+        unseen = torch.arange(len(ck), device=i.device) >= (i // setting.d)[:, None, None]
+        sim = sim.masked_fill(unseen, -1e30).softmax(-1).sum(1)
+    return sim @ block_weights(setting, importance, len(ck), sim)
+
+
+def check_ranking(
+    setting: Setting, importance: str, x: Tensors, indices: Tensor, rows: Tensor
+) -> None:
+    """The chosen blocks are candidates, distinct, as many as there can be, and none that was left
+    out scores higher by more than twice the budget of a score.
+
+    Raises:
+        WrongResult: a selection that breaks one of these.
+    """
+    c = setting
+    i = rows - rows % c.stride
+    for h in range(c.K):
+        share = of_head({"q": x["q"].detach(), "ck": x["ck"].detach()}, h, i)
+        exact = block_scores(c, importance, share["q"].double(), share["ck"].double(), i)
+        low = block_scores(c, importance, share["q"], share["ck"], i).double()
+        block = torch.arange(exact.shape[1], device=i.device)
+        candidate = (block >= c.initial) & (block <= (i // c.s - max(c.local, 1))[:, None])
+        slots = indices[0, rows, h].long()
+        picks = torch.zeros(len(i), exact.shape[1] + 1, dtype=torch.int64, device=i.device)
+        inside = torch.where((slots >= 0) & (slots <= exact.shape[1]), slots, exact.shape[1])
+        picks.scatter_add_(1, inside, (slots >= 0).long())
+        if (picks[:, :-1] > candidate).any() or picks[:, -1].any():
+            raise WrongResult("a selected block is forced, not in the past, or selected twice")
+        if (picks.sum(1) != candidate.sum(1).clamp(max=c.n)).any():
+            raise WrongResult("fewer blocks are selected than could be")
+        chosen_blocks = picks[:, :-1] > 0
+        worst_in = exact.masked_fill(~chosen_blocks, float("inf")).amin(1)
+        best_out = exact.masked_fill(chosen_blocks | ~candidate, float("-inf")).amax(1)
+        sizes = (t.masked_fill(~candidate, 0.0).abs().max() for t in (low - exact, exact))
+        slack = 4 * next(sizes) + 1e-5 * next(sizes)
+        if (best_out > worst_in + slack).any():
+            raise WrongResult(f"a block with a higher score, by over {slack:.1e}, is left out")

@@ -1,0 +1,138 @@
+"""The problem that is timed: its settings, its random inputs, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of tokens, causal; the names of docs/semantics.md."""
+
+    T: int
+    H: int = 64
+    K: int = 4
+    D: int = 128
+    l: int = 32
+    d: int = 16
+    s: int = 64
+    n: int = 13
+    initial: int = 1
+    local: int = 2
+    w: int = 511
+    stride: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def G(self) -> int:
+        return self.H // self.K
+
+    @property
+    def forced(self) -> dict[str, Any]:
+        return dict(num_initial_blocks=self.initial, num_local_blocks=self.local)
+
+    @property
+    def ranking(self) -> dict[str, Any]:
+        """The settings of `select_blocks`, but for the importance."""
+        return dict(
+            compress_block_size=self.l,
+            compress_block_sliding_stride=self.d,
+            selection_block_size=self.s,
+            num_selected_blocks=self.n,
+            selection_stride=self.stride,
+            **self.forced,
+        )
+
+    def row(self) -> dict[str, Any]:
+        fields = asdict(self)
+        fields["selection_stride"] = fields.pop("stride")
+        return {**fields, "G": self.G, "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+# inputs
+
+
+def pooled(x: Tensor, l: int, d: int) -> Tensor:
+    """The means of the windows `[(j + 1) d - l, (j + 1) d)` of x [b t h e], zeros before token
+    0."""
+    x = F.pad(x, (0, 0, 0, 0, max(0, l - d), 0)).unfold(1, l, d)
+    return x.mean(-1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def draw(setting: Setting, names: tuple[str, ...], device: torch.device, seed: int = 0) -> Tensors:
+    """Random q, k, v [1 T H|K D], the mean pooled ck, cv of k and v, branch_gates [1 T H 3], and
+    the d_out [1 T H D] that the backward pass starts from: those of `names`."""
+    c = setting
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=c.dtype)
+
+    shapes = {"q": (1, c.T, c.H, c.D), "k": (1, c.T, c.K, c.D), "v": (1, c.T, c.K, c.D)}
+    shapes["d_out"] = (1, c.T, c.H, c.D)
+    shapes["branch_gates"] = (1, c.T, c.H, 3)
+    x = {name: normal(*shape) for name, shape in shapes.items()}
+    x["branch_gates"] = x["branch_gates"].sigmoid()
+    x |= {"ck": pooled(x["k"], c.l, c.d), "cv": pooled(x["v"], c.l, c.d)}
+    return {name: x[name] for name in names}
+
+
+def random_indices(setting: Setting, alike: int, device: torch.device, seed: int = 0) -> Tensor:
+    """Selections [1 T K n] without scores: n distinct blocks, none of them forced, all before the
+    query's own, the same ones for `alike` neighbours and drawn anew for the next. -1 where there
+    are no more."""
+    c = setting
+    if c.s % alike:
+        raise ValueError(f"alike must divide selection_block_size={c.s}, got {alike}")
+    generator = torch.Generator(device).manual_seed(seed)
+    num_blocks = -(-c.T // c.s)
+    block = torch.arange(num_blocks, device=device)
+    drawn = []
+    for leaders in torch.arange(0, c.T, alike, device=device).split(2048):
+        last = leaders[:, None] // c.s - max(c.local, 1)
+        ranks = torch.rand((len(leaders), c.K, num_blocks), generator=generator, device=device)
+        candidate = ((block >= c.initial) & (block <= last))[:, None]
+        ranks = ranks.masked_fill(~candidate, -1.0)
+        top, index = ranks.topk(min(c.n, num_blocks), dim=-1)
+        drawn.append(F.pad(torch.where(top >= 0, index, -1), (0, c.n - index.shape[-1]), value=-1))
+    indices = torch.cat(drawn).repeat_interleave(alike, 0)[: c.T]
+    return indices[None].int().contiguous()
+
+
+# what is counted
+
+
+def positions(T: int) -> Tensor:
+    return torch.arange(T, dtype=torch.int64)
+
+
+def attention_flops(setting: Setting, seen: list[Callable[[Tensor], Tensor]]) -> int:
+    """Forward: two products, of 2 D operations each, for every head and every key that a query
+    sees; `seen` says how many query i sees in each branch."""
+    i = positions(setting.T)
+    pairs = sum(int(count(i).sum()) for count in seen)
+    return 4 * setting.D * setting.H * pairs
+
+
+def scoring_flops(setting: Setting, importance: str) -> int:
+    """One product of a ranking query with each window that it sees: for `logits` the mean query of
+    a group, for `probs` every head (whose softmax also needs every window)."""
+    leaders = positions(setting.T)[:: setting.stride]
+    pairs = int((leaders // setting.d).sum())
+    return 2 * setting.D * (setting.K if importance == "logits" else setting.H) * pairs
+
+
+BACKWARD = 2.5  # five products where the forward pass has two
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Each tensor of a call read or written once: the least that any kernel moves."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

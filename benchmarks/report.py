@@ -1,0 +1,366 @@
+"""Tables and plot of docs/performance.md, drawn from benchmarks/results/attention.jsonl.
+
+    python -m benchmarks.report
+
+Each table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; what else the page says
+is left alone. Of several rows of one case the latest counts; a failure takes the place of older
+times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from . import common
+from .common import Row
+
+PAGE = common.ROOT / "docs" / "performance.md"
+PLOT = common.ROOT / "docs" / "images" / "attention.png"
+NO_ROWS = "no rows yet"
+PASSES = ("forward", "backward")
+
+# speed-up over dense cuDNN in the same run, forward and backward, by (H, K, selection_stride) and T
+Goals = dict[tuple[int, int, int], dict[int, tuple[float, float]]]
+TARGETS: Goals = {
+    (64, 4, 1): {
+        4096: (0.7, 0.8),
+        8192: (1.2, 1.4),
+        16384: (2.0, 2.3),
+        32768: (3.3, 3.9),
+        65536: (5.0, 5.6),
+        131072: (7.5, 8.0),
+    },
+    (64, 4, 4): {8192: (1.6, 1.7), 65536: (6.5, 6.5)},
+    (32, 8, 1): {8192: (0.8, 1.0), 65536: (3.5, 4.2)},
+    (32, 8, 16): {8192: (1.4, 1.5), 65536: (6.0, 6.0)},
+    (32, 32, 1): {8192: (0.6, 0.8), 65536: (2.8, 3.2)},
+}
+PUBLISHED: Goals = {
+    (64, 4, 1): {
+        4096: (0.41, 0.55),
+        8192: (0.79, 0.97),
+        16384: (1.3, 1.6),
+        32768: (2.1, 2.8),
+        65536: (3.1, 3.9),
+        131072: (4.6, 5.5),
+    },
+    (32, 8, 1): {8192: (0.27, 0.51), 65536: (1.2, 2.6)},
+}
+MOST_MEMORY = 1.5
+MOST_FOR_PROBS = 1.25
+
+# (H, K), provider, part, selection_stride, how many neighbours of random indices are alike
+Case = tuple[tuple[int, int], str, str, int, int | None]
+
+
+class Rows:
+    """The latest rows of one GPU: case -> T -> pass -> row ("failed" in place of a pass)."""
+
+    def __init__(self, rows: list[Row], gpu: str | None = None) -> None:
+        if gpu is None and rows:
+            gpu = rows[-1]["gpu"]
+        self.used = [row for row in rows if row["gpu"] == gpu]
+        self.cases: dict[Case, dict[int, dict[str, Row]]] = {}
+        for row in self.used:
+            heads = (row["H"], row["K"])
+            case = (heads, row["provider"], row["part"], row["selection_stride"], row.get("alike"))
+            passes = self.cases.setdefault(case, {}).setdefault(row["T"], {})
+            if "failed" in row or "failed" in passes:
+                passes.clear()
+            passes[row.get("pass", "failed")] = row
+
+    def of(self, **wanted: Any) -> list[Case]:
+        """Cases by heads, provider, part, stride, alike: providers as they were first timed."""
+        fields = ("heads", "provider", "part", "stride", "alike")
+        first: dict[tuple[str, str], int] = {}
+        for index, case in enumerate(self.cases):
+            first.setdefault(case[1:3], index)
+        found = [
+            case
+            for case in self.cases
+            if wanted.items() <= dict(zip(fields, case, strict=True)).items()
+        ]
+        return sorted(found, key=lambda case: (first[case[1:3]], case[3], case[4] or 0))
+
+    def lengths(self, cases: Iterable[Case]) -> list[int]:
+        timed = (
+            T for case in cases for T, rows in self.cases[case].items() if "failed" not in rows
+        )
+        return sorted(set(timed))
+
+    def heads(self) -> list[tuple[int, int]]:
+        return sorted({case[0] for case in self.cases}, key=lambda heads: (-heads[0], heads[1]))
+
+    def pair(self, case: Case, T: int, field: str) -> list[float | None]:
+        """A field of the forward and of the backward row."""
+        passes = self.cases.get(case, {}).get(T, {})
+        return [passes.get(name, {}).get(field) for name in PASSES]
+
+
+# cells
+
+
+def length(T: int) -> str:
+    return f"{T // 1024}k" if T % 1024 == 0 else str(T)
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def both(values: Iterable[float | None]) -> str:
+    cells = [number(value) for value in values]
+    return " / ".join(cell or "-" for cell in cells) if any(cells) else ""
+
+
+def named(case: Case) -> str:
+    _, provider, part, stride, alike = case
+    name = provider if part == "whole" else f"{part}, {provider}"
+    if stride > 1:
+        name += f", `selection_stride={stride}`"
+    return name if alike is None else f"{name}, {alike} alike"
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    """Markdown; columns and lines with nothing in them left out."""
+    lines = [line for line in lines if any(line[1:])]
+    if not lines:
+        return NO_ROWS
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+
+def by_heads(rows: Rows, draw: Callable[[tuple[int, int]], str]) -> str:
+    tables = [(heads, draw(heads)) for heads in rows.heads()]
+    drawn = [f"H={H}, K={K}:\n\n{text}" for (H, K), text in tables if text != NO_ROWS]
+    return "\n\n".join(drawn) or NO_ROWS
+
+
+# tables
+
+
+def speedups(rows: Rows) -> str:
+    """Ours over dense cuDNN, the targets and the best published beneath."""
+
+    def draw(heads: tuple[int, int]) -> str:
+        cases = [c for c in rows.of(heads=heads, part="whole") if c[1].startswith("ours")]
+        lengths = rows.lengths(cases)
+        lines = []
+        for case in cases:
+            key = (*heads, case[3])
+            lines.append(
+                [named(case), *(both(rows.pair(case, T, "speedup_over_cudnn")) for T in lengths)]
+            )
+            if case[1] != "ours" or not any(lines[-1][1:]):
+                continue
+            for name, goals in (("target", TARGETS), ("best published", PUBLISHED)):
+                lines.append([f"*{name}*", *(both(goals.get(key, {}).get(T, ())) for T in lengths)])
+        return table(["forward / backward", *map(length, lengths)], lines)
+
+    return by_heads(rows, draw)
+
+
+def times(rows: Rows, cases_of: Callable[[tuple[int, int]], list[Case]], field: str) -> str:
+    def draw(heads: tuple[int, int]) -> str:
+        cases = cases_of(heads)
+        lengths = rows.lengths(cases)
+        lines = [[named(c), *(both(rows.pair(c, T, field)) for T in lengths)] for c in cases]
+        return table(["forward / backward", *map(length, lengths)], lines)
+
+    return by_heads(rows, draw)
+
+
+def wholes(rows: Rows) -> str:
+    return times(rows, lambda heads: rows.of(heads=heads, part="whole"), "p50_ms")
+
+
+def parts(rows: Rows) -> str:
+    def cases(heads: tuple[int, int]) -> list[Case]:
+        return [c for c in rows.of(heads=heads, alike=None) if c[2] != "whole"]
+
+    return times(rows, cases, "p50_ms")
+
+
+def agreement(rows: Rows) -> str:
+    def cases(heads: tuple[int, int]) -> list[Case]:
+        return [c for c in rows.of(heads=heads, part="selected") if c[4] is not None]
+
+    return times(rows, cases, "p50_ms")
+
+
+def memory(rows: Rows) -> str:
+    """MiB, and as a multiple of dense cuDNN's."""
+
+    def draw(heads: tuple[int, int]) -> str:
+        cases = rows.of(heads=heads, part="whole")
+        lengths = rows.lengths(cases)
+        dense = next(iter(rows.of(heads=heads, provider="dense-cudnn")), None)
+        lines = []
+        for case in cases:
+            cells = []
+            for T in lengths:
+                peak = rows.pair(case, T, "peak_mib")[0]
+                against = rows.pair(dense, T, "peak_mib")[0] if dense else None
+                cell = "" if peak is None else f"{peak:.0f}"
+                if peak is not None and against and case != dense:
+                    cell += f" ({peak / against:.2f})"
+                cells.append(cell)
+            lines.append([named(case), *cells])
+        return table(["MiB (multiple of dense cuDNN)", *map(length, lengths)], lines)
+
+    return by_heads(rows, draw)
+
+
+def losses(rows: Rows) -> str:
+    """Where ours is slower than dense, misses a target, or asks for too much."""
+    found = []
+    for case in [c for c in rows.of(part="whole") if c[1].startswith("ours")]:
+        (H, K), _, _, stride, _ = case
+        logits = ((H, K), "ours", "whole", stride, None)
+        dense = ((H, K), "dense-cudnn", "whole", 1, None)
+        for T in rows.lengths([case]):
+            where = f"{named(case)}, H={H}, K={K}, T={length(T)}"
+            goals = TARGETS.get((H, K, stride), {}).get(T, (0.0, 0.0))
+            if case != logits:
+                goals = (0.0, 0.0)
+            for name, got, goal in zip(
+                PASSES, rows.pair(case, T, "speedup_over_cudnn"), goals, strict=True
+            ):
+                if got is None:
+                    continue
+                if got < goal:
+                    found.append(f"{where}, {name}: {number(got)}, target {number(goal)}")
+                elif got < 1:
+                    found.append(f"{where}, {name}: {number(got)}, slower than dense")
+            ms, of_logits = (rows.pair(c, T, "p50_ms")[0] for c in (case, logits))
+            if ms and of_logits and ms > MOST_FOR_PROBS * of_logits:
+                found.append(f"{where}: {number(ms / of_logits)} times the forward pass of logits")
+            peak, of_dense = (rows.pair(c, T, "peak_mib")[0] for c in (case, dense))
+            if peak and of_dense and peak > MOST_MEMORY * of_dense:
+                found.append(f"{where}: {number(peak / of_dense)} times the memory of dense")
+    if not rows.lengths(c for c in rows.cases if c[1].startswith("ours")):
+        return NO_ROWS
+    return "\n".join(f"* {line}" for line in found) or "nowhere in these rows"
+
+
+def failures(rows: Rows) -> str:
+    found: dict[str, list[str]] = {}
+    for case, lengths in rows.cases.items():
+        for T, passes in lengths.items():
+            if "failed" in passes:
+                H, K = case[0]
+                what = f"{named(case)}, H={H}, K={K}: {passes['failed']['failed']}"
+                found.setdefault(what, []).append(length(T))
+    if not rows.cases:
+        return NO_ROWS
+    return "\n".join(f"* {what} (T = {', '.join(Ts)})" for what, Ts in found.items()) or "none"
+
+
+def machine(rows: Rows) -> str:
+    """Where and at what commits the rows were taken."""
+    if not rows.used:
+        return NO_ROWS
+
+    def seen(field: str) -> str:
+        return ", ".join(dict.fromkeys(str(row[field]) for row in rows.used if row.get(field)))
+
+    days = sorted(row["date"][:10] for row in rows.used)
+    return (
+        f"{seen('gpu')}, driver {seen('driver')}, torch {seen('torch')}, triton {seen('triton')}; "
+        f"{days[0]} to {days[-1]}, commits {seen('commit')}."
+    )
+
+
+def picture(rows: Rows) -> str:
+    if not rows.lengths(rows.of(part="whole")):
+        return NO_ROWS
+    return f"![Time against T, log-log, forward and backward]({PLOT.parent.name}/{PLOT.name})"
+
+
+DRAWN: dict[str, Callable[[Rows], str]] = {
+    "machine": machine,
+    "speedups": speedups,
+    "plot": picture,
+    "wholes": wholes,
+    "parts": parts,
+    "agreement": agreement,
+    "memory": memory,
+    "losses": losses,
+    "failures": failures,
+}
+
+
+def render(page: str, rows: Rows) -> str:
+    """The page with what stands between its markers drawn anew.
+
+    Raises:
+        ValueError: a marker of a table that is not known.
+    """
+
+    def redraw(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in DRAWN:
+            raise ValueError(f"the page has a marker {name!r}, expected one of {', '.join(DRAWN)}")
+        return f"<!-- begin: {name} -->\n{DRAWN[name](rows)}\n<!-- end: {name} -->"
+
+    marked = r"<!-- begin: (?P<name>\w+) -->\n.*?<!-- end: (?P=name) -->"
+    return re.sub(marked, redraw, page, flags=re.DOTALL)
+
+
+# the plot
+
+
+def plot(rows: Rows, path: Path) -> None:
+    """p50 against T, log-log: forward and backward side by side, a line of them per (H, K)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = [heads for heads in rows.heads() if rows.lengths(rows.of(heads=heads, part="whole"))]
+    figure, axes = pyplot.subplots(
+        len(timed), 2, figsize=(10, 4.2 * len(timed)), squeeze=False, constrained_layout=True
+    )
+    for line, heads in zip(axes, timed, strict=True):
+        cases = rows.of(heads=heads, part="whole")
+        for index, (axis, name) in enumerate(zip(line, PASSES, strict=True)):
+            for case in cases:
+                points = [(T, rows.pair(case, T, "p50_ms")[index]) for T in rows.lengths([case])]
+                points = [(T, ms) for T, ms in points if ms is not None]
+                if points:
+                    style = "o-" if case[1].startswith("ours") else "s--"
+                    axis.plot(
+                        *zip(*points, strict=True), style, ms=4, label=named(case).replace("`", "")
+                    )
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            ticks = rows.lengths(cases)
+            axis.set_xticks(ticks, [length(T) for T in ticks])
+            axis.set(title=f"{name}, H={heads[0]}, K={heads[1]}", xlabel="T", ylabel="ms")
+            axis.grid(alpha=0.3)
+        line[0].legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.report")
+    parser.add_argument("--rows", type=Path, default=common.RESULTS / "attention.jsonl")
+    parser.add_argument("--gpu", help="rows of this GPU; by default that of the last row")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--plot", type=Path, default=PLOT)
+    args = parser.parse_args(argv)
+    rows = Rows(common.read_rows(args.rows), args.gpu)
+    args.page.write_text(render(args.page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    if picture(rows) != NO_ROWS:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The gate over the three branches, forward and backward, and what each row's dp is measured
+from."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .device import load_rows, store_rows
+
+BLOCK_ROWS = 32
+
+
+@triton.jit(do_not_specialize=["ROWS", "T"])
+def combine_kernel(
+    cmp, sel, win, gates, out, ROWS, H, T, g_b, g_t, g_h, g_3,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program: M rows of `out = g_cmp cmp + g_sel sel + g_win win`."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = row < ROWS
+    gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
+    g = tl.load(gate, mask=real, other=0.0).to(tl.float32)
+    acc = g[:, None] * load_rows(cmp, row * E, E, BLOCK_E, real).to(tl.float32)
+    g = tl.load(gate + g_3, mask=real, other=0.0).to(tl.float32)
+    acc += g[:, None] * load_rows(sel, row * E, E, BLOCK_E, real).to(tl.float32)
+    g = tl.load(gate + 2 * g_3, mask=real, other=0.0).to(tl.float32)
+    acc += g[:, None] * load_rows(win, row * E, E, BLOCK_E, real).to(tl.float32)
+    store_rows(out, row * E, acc, E, BLOCK_E, real)
+
+
+@triton.jit(do_not_specialize=["ROWS", "T"])
+def combine_backward_kernel(
+    cmp, sel, win, gates, d_out, d_gates, delta, ROWS, H, T, g_b, g_t, g_h, g_3,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3], and `delta_b = gate_b
+    d_gate_b` [3, ROWS]."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = row < ROWS
+    gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
+    do = load_rows(d_out, row * E, E, BLOCK_E, real).to(tl.float32)
+    for branch in tl.static_range(3):
+        out = cmp if branch == 0 else sel if branch == 1 else win
+        d_gate = tl.sum(load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32) * do, 1)
+        g = tl.load(gate + branch * g_3, mask=real, other=0.0).to(tl.float32)
+        tl.store(d_gates + row * 3 + branch, d_gate.to(d_gates.dtype.element_ty), mask=real)
+        tl.store(delta + branch * tl.cast(ROWS, tl.int64) + row, g * d_gate, mask=real)
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def delta_kernel(
+    out, d_out, d_lse, delta, ROWS,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program: M rows of `delta = sum(out * d_out) - d_lse`."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = row < ROWS
+    o = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
+    do = load_rows(d_out, row * E, E, BLOCK_E, real).to(tl.float32)
+    value = tl.sum(o * do, 1) - tl.load(d_lse + row, mask=real, other=0.0)
+    tl.store(delta + row, value, mask=real)
+
+
+def arguments(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> tuple[tuple[int], dict]:
+    B, T, H, E = outs[0].shape
+    rows = B * T * H
+    numbers = dict(
+        zip(("cmp", "sel", "win"), outs, strict=True),
+        gates=gates,
+        ROWS=rows,
+        H=H,
+        T=T,
+        **launch.strides("g", gates, "bth3"),
+        E=E,
+        BLOCK_E=launch.padded(E),
+        BLOCK_M=BLOCK_ROWS,
+    )
+    return (triton.cdiv(rows, BLOCK_ROWS),), numbers
+
+
+def forward(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+    """`sum_b gate_b out_b` of contiguous outs [B T H E] and gates [B T H 3]."""
+    out = torch.empty_like(outs[0])
+    grid, args = arguments(outs, gates)
+    combine_kernel[grid](out=out, **args)
+    return out
+
+
+def backward(
+    d_out: Tensor, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """d_gates [B T H 3] and, for each branch, delta [3 B T H]."""
+    d_gates = gates.new_empty(gates.shape)
+    delta = gates.new_empty(3, *gates.shape[:3], dtype=torch.float32)
+    grid, args = arguments(outs, gates)
+    combine_backward_kernel[grid](d_out=d_out, d_gates=d_gates, delta=delta, **args)
+    return d_gates, delta
+
+
+def deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:
+    """delta [B T H] of one branch."""
+    E = out.shape[-1]
+    delta = torch.empty_like(d_lse)
+    delta_kernel[(triton.cdiv(delta.numel(), BLOCK_ROWS),)](
+        out, d_out, d_lse, delta, delta.numel(),
+        E=E, BLOCK_E=launch.padded(E), BLOCK_M=BLOCK_ROWS,
+    )  # fmt: skip
+    return delta

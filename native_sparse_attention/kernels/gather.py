@@ -1,0 +1,275 @@
+"""The selected branch, query by query: a tile of tokens that share a list of blocks reads those
+blocks of keys and values. Forward and dq.
+
+Rows of a tile are tokens x heads. `lists` [B T R n] holds block numbers, -1 for none; each of the R
+lists of a token serves H / R query heads. Tokens of an aligned group of `stride` share their list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .device import gate_rows, load_keys, load_lse, load_rows, softmax_step, store_rows
+from .launch import LOG2_E, Cotangent, Selection, strides
+
+LENGTHS = ["T", "S", "start"]
+
+
+@triton.jit
+def list_tile(tile, start, T, n, G: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
+              BLOCK_M: tl.constexpr):  # fmt: skip
+    """Rows of a tile that begins where an aligned group does: token and group head of each, whether
+    it is one, and a token whose list is the tile's."""
+    first = tile * TOKENS - start % STRIDE
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // G
+    real = (row < TOKENS * G) & (token >= 0) & (token < T)
+    return token, row % G, real, tl.minimum(tl.maximum(first, 0), T - 1)
+
+
+@triton.jit
+def list_keys(entries, j0, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys j0 and on of a list's blocks laid end to end, each padded to BLOCK_S: the position of
+    the first, the positions of all, and which of them are there."""
+    j = j0 + tl.arange(0, BLOCK_N)
+    if BLOCK_N <= BLOCK_S:
+        c = tl.load(entries + j0 // BLOCK_S, mask=j0 // BLOCK_S < n, other=-1)
+    else:
+        c = tl.load(entries + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
+    key = c * s + j % BLOCK_S
+    return c * s + j0 % BLOCK_S, key, (c >= 0) & (j % BLOCK_S < s) & (key < S)
+
+
+@triton.jit
+def slot_gates(gates, bt, r, slot, R, n, real):
+    """Gates [M, N] of slots [N] of the lists of rows [M]."""
+    at = ((bt * R + r) * n)[:, None] + slot[None]
+    there = real[:, None] & (slot < n)[None]
+    return tl.load(gates + at, mask=there, other=1.0).to(tl.float32)
+
+
+@triton.jit
+def filled(entries, n, SLOTS: tl.constexpr):
+    """One past the last slot that holds a block."""
+    slot = tl.arange(0, SLOTS)
+    c = tl.load(entries + slot, mask=slot < n, other=-1)
+    return tl.max(tl.where(c >= 0, slot + 1, 0), 0)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    q, k, v, lists, gates, out, lse, starts, start, T, S, K, R, n, s, scale_log2,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
+    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of tokens that share a list. Writes out and lse, with ADD of the keys
+    seen so far and these."""
+    tile = tl.program_id(0)
+    b, r = (tl.program_id(1) // R).to(tl.int64), (tl.program_id(1) % R).to(tl.int64)
+    h = r * K // R
+    if RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    token, g, real, listed = list_tile(tile, start, T, n, G, TOKENS, STRIDE, BLOCK_M)
+    entries = lists + ((b * T + listed) * R + r) * n
+
+    head = r * G + g
+    row = (b * T + token) * (R * G) + head
+    q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+    if ADD:
+        acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
+        m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+
+    for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
+        first, key, seen = list_keys(entries, j0, n, S, s, BLOCK_S, BLOCK_N)
+        k_tile = load_keys(k, b, h, key, first, seen, k_b, k_n, k_h, D, BLOCK_D, TMA)
+        v_tile = load_keys(v, b, h, key, first, seen, v_b, v_n, v_h, E, BLOCK_E, TMA)
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        if GATES:
+            slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+            logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
+        visible = seen[None]
+        if DIAGONAL:
+            visible = visible & (key[None] <= start + token[:, None])
+        logits = tl.where(visible, logits, float("-inf"))
+        acc, m, l = softmax_step(logits, v_tile, acc, m, l, PRECISION)
+
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
+    log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
+    tl.store(lse + row, log, mask=real)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def dq_kernel(
+    q, k, v, lists, gates, d_out, lse, delta, gate, dq, d_gates, starts, start, T, S, K, R, n, s,
+    scale, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, gate_b, gate_t, gate_h,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
+    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: dq of a tile of tokens that share a list, added to what is there if ADD; with
+    GATES also what each head adds to the gradient of each slot's gate, [B T H n]."""
+    tile = tl.program_id(0)
+    b, r = (tl.program_id(1) // R).to(tl.int64), (tl.program_id(1) % R).to(tl.int64)
+    h = r * K // R
+    if RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    token, g, real, listed = list_tile(tile, start, T, n, G, TOKENS, STRIDE, BLOCK_M)
+    entries = lists + ((b * T + listed) * R + r) * n
+
+    head = r * G + g
+    row = (b * T + token) * (R * G) + head
+    q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+    do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
+    lse_row = load_lse(lse, row, real)
+    delta_row = tl.load(delta + row, mask=real, other=0.0)
+    gate_row = gate_rows(gate, b, token, head, gate_b, gate_t, gate_h, real, GATED)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
+        first, key, seen = list_keys(entries, j0, n, S, s, BLOCK_S, BLOCK_N)
+        k_tile = load_keys(k, b, h, key, first, seen, k_b, k_n, k_h, D, BLOCK_D, TMA)
+        v_tile = load_keys(v, b, h, key, first, seen, v_b, v_n, v_h, E, BLOCK_E, TMA)
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        weight = 1.0
+        if GATES:
+            slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+            weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
+        p = tl.exp2(logits * weight * 1.4426950408889634 - lse_row[:, None])
+        visible = seen[None]
+        if DIAGONAL:
+            visible = visible & (key[None] <= start + token[:, None])
+        p = tl.where(visible, p, 0.0)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        if GATED:
+            dp *= gate_row[:, None]
+        ds = p * (dp - delta_row[:, None])
+        if GATES:
+            d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S]), 2)
+            slot = j0 // BLOCK_S + tl.arange(0, BLOCK_N // BLOCK_S)
+            at = (row * n)[:, None] + slot[None]
+            tl.store(d_gates + at, d_gate, mask=real[:, None] & (slot < n)[None])
+            ds *= weight
+        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+
+    acc *= scale
+    if ADD:
+        acc += load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
+    store_rows(dq, row * D, acc, D, BLOCK_D, real)
+
+
+# launches
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, kernel: str
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid, and what both kernels take."""
+    B, T, H, D = q.shape
+    S, K, E = k.shape[1], k.shape[2], v.shape[-1]
+    R, n = selection.lists.shape[2:]
+    s, stride, G = selection.s, selection.stride, H // R
+    # as many tokens as divide a group and fit
+    fits = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= launch.GATHER_ROWS)
+    tokens = max(fits, default=1)
+    tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype)
+    aligned = T + (stride - 1 if selection.starts is not None else selection.start % stride)
+    block_s = triton.next_power_of_2(s)
+    block_n = tile.block_n if selection.gates is None else max(tile.block_n, block_s)
+    # blocks as wide as a tile are read by the tensor memory accelerator
+    boxes = [launch.boxes(t, block_n) if block_n <= block_s else None for t in (k, v)]
+    tma = None not in boxes
+    args = dict(
+        q=q,
+        k=boxes[0] if tma else k,
+        v=boxes[1] if tma else v,
+        TMA=tma,
+        **strides("q", q, "bth"),
+        **strides("k", k, "bnh"),
+        **strides("v", v, "bnh"),
+        lists=selection.lists,
+        gates=selection.gates,
+        starts=selection.starts,
+        start=selection.start,
+        T=T,
+        S=S,
+        K=K,
+        R=R,
+        n=n,
+        s=s,
+        G=G,
+        D=D,
+        E=E,
+        BLOCK_D=launch.padded(D),
+        BLOCK_E=launch.padded(E),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=block_n,
+        BLOCK_S=block_s,
+        SLOTS=triton.next_power_of_2(n),
+        TOKENS=tokens,
+        STRIDE=stride,
+        RAGGED=selection.starts is not None,
+        DIAGONAL=selection.diagonal,
+        GATES=selection.gates is not None,
+        PRECISION="ieee",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return (triton.cdiv(aligned, tokens), B * R), args
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    partial: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
+    keys if `partial` holds them."""
+    out, lse = partial or launch.empty_outputs(q, v)
+    grid, args = arguments(q, k, v, selection, "forward")
+    forward_kernel[grid](
+        out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=partial is not None, **args
+    )
+    return out, lse
+
+
+def backward_q(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    cotangent: Cotangent,
+    dq: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """dq, added to the `dq` given, and the gradient of the gates."""
+    add = dq is not None
+    dq = q.new_empty(q.shape) if dq is None else dq
+    R, n = selection.lists.shape[2:]
+    d_gates = None
+    if selection.gates is not None:
+        d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
+    grid, args = arguments(q, k, v, selection, "dq")
+    dq_kernel[grid](dq=dq, d_gates=d_gates, scale=scale, ADD=add, **args, **cotangent.arguments())
+    return dq, None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

@@ -1,0 +1,313 @@
+"""The selected branch, block by block: one block of keys and values against all queries that chose
+it. dk and dv; and for small groups of heads, whose tiles would be nearly empty query by query, also
+the forward and dq, in parts that are then joined for each query.
+
+Rows of a tile are entries (see `inverse.py`) x heads: entry e of lists [B T R n] is slot e % n of
+list e // n % R of token e // (n R). Parts have one row an entry and head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .device import gate_rows, load_lse, load_rows, store_rows
+from .inverse import Inverse, invert
+from .join import JOIN_ROWS, gather_spill_kernel, join_kernel, sum_kernel
+from .launch import LOG2_E, Cotangent, Selection, strides
+
+# one compiled kernel for all lengths
+LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "start"]
+
+
+@triton.jit
+def item_entries(item, owner, bounds, item_bounds, chunk):
+    """The block of an item, and its first entry and one past the last."""
+    block = tl.load(owner + item).to(tl.int64)
+    begin = tl.load(bounds + block) + (item - tl.load(item_bounds + block)) * chunk
+    return block, begin, tl.minimum(begin + chunk, tl.load(bounds + block + 1))
+
+
+@triton.jit
+def entry_rows(
+    entries, i, end, R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The rows of a tile of entries from i on: number of each entry, its batch row x token, its
+    head, and whether it is one."""
+    row = tl.arange(0, BLOCK_M)
+    at = i + row // G
+    real = (row < BLOCK_M // G * G) & (at < end)
+    e = tl.load(entries + at, mask=real, other=0)
+    r = e // n % R
+    bt = e // n // R
+    return e.to(tl.int64), bt.to(tl.int64), r * G + row % G, real
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    q, k, v, gates, part, part_lse, entries, bounds, owner, item_bounds, chunk, starts, start,
+    T, S, K, s, C, BLOCKS, first, length, scale_log2, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: an item. Writes each row's attention to the item's block alone and its lse."""
+    item = tl.program_id(0)
+    if tl.load(owner + item) < BLOCKS:
+        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk)
+        b, h, c = block // C // K, block // C % K, block % C
+        if RAGGED:
+            start = tl.load(starts + b).to(tl.int32)
+        key = c * s + tl.arange(0, BLOCK_S)
+        there = (tl.arange(0, BLOCK_S) < s) & (key < S)
+        k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
+        v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
+        for i in range(begin, end, BLOCK_M // G):
+            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
+            t = bt - b * T
+            q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+            if GATES:
+                logits *= tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[:, None]
+            visible = there[None]
+            if DIAGONAL:
+                visible = visible & (key[None] <= start + t[:, None])
+            logits = tl.where(visible, logits, float("-inf"))
+            m = tl.max(logits, 1)
+            # rows that are none may see nothing
+            p = tl.exp2(logits - tl.where(real, m, 0.0)[:, None])
+            l = tl.where(real, tl.sum(p, 1), 1.0)
+            o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) / l[:, None]
+            row = (e - (b * (T - length) + first) * (R * n)) * G + head % G
+            store_rows(part, row * E, o, E, BLOCK_E, real)
+            tl.store(part_lse + row, m + tl.log2(l), mask=real)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def dkv_kernel(
+    q, k, v, gates, d_out, lse, delta, gate, dk, dv, spill_k, spill_v, part, d_gates,
+    entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
+    T, S, K, s, C, BLOCKS, first, length, scale,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, gate_b, gate_t, gate_h,
+    R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: an item, and a piece of N keys of its block. Adds to dk and dv of the block, or
+    writes the item's share where the block has several; with PARTS writes each row's dq from this
+    block, and each row's gradient of its entry's gate."""
+    item = tl.program_id(0)
+    if tl.load(owner + item) < BLOCKS:
+        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk)
+        b, h, c = block // C // K, block // C % K, block % C
+        if RAGGED:
+            start = tl.load(starts + b).to(tl.int32)
+        j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        key = c * s + j
+        there = (j < s) & (key < S)
+        k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
+        v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
+        dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+        for i in range(begin, end, BLOCK_M // G):
+            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M)
+            t = bt - b * T
+            row = bt * (R * G) + head
+            q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
+            do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
+            lse_row = load_lse(lse, row, real)
+            delta_row = tl.load(delta + row, mask=real, other=0.0)
+            gate_row = gate_rows(gate, b, t, head, gate_b, gate_t, gate_h, real, GATED)
+
+            # [N, M]: p and ds are the left operands of what follows
+            logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
+            weight = 1.0
+            if GATES:
+                weight = tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[None]
+            p = tl.exp2(logits * weight * 1.4426950408889634 - lse_row[None])
+            visible = there[:, None] & real[None]
+            if DIAGONAL:
+                visible = visible & (key[:, None] <= start + t[None])
+            p = tl.where(visible, p, 0.0)
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+            ds = p * (dp - delta_row[None])
+            if GATED:
+                ds = p * (dp * gate_row[None] - delta_row[None])
+                p *= gate_row[None]
+            dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
+            if GATES:
+                if PARTS:
+                    tl.store(d_gates + e * G + head % G, tl.sum(ds * logits, 0), mask=real)
+                ds *= weight
+            ds = ds.to(q_tile.dtype)
+            dk_acc += tl.dot(ds, q_tile, input_precision=PRECISION)
+            if PARTS:
+                dq = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale
+                e -= (b * (T - length) + first) * (R * n)
+                store_rows(part, (e * G + head % G) * D, dq, D, BLOCK_D, real)
+
+        dk_acc *= scale
+        first_item = tl.load(item_bounds + block)
+        if tl.load(item_bounds + block + 1) - first_item == 1:
+            at = (b * S + key) * K + h
+            dk_acc += load_rows(dk, at * D, D, BLOCK_D, there)
+            dv_acc += load_rows(dv, at * E, E, BLOCK_E, there)
+            store_rows(dk, at * D, dk_acc, D, BLOCK_D, there)
+            store_rows(dv, at * E, dv_acc, E, BLOCK_E, there)
+        else:
+            at = (tl.load(spill_bounds + block) + item - first_item) * s + j
+            store_rows(spill_k, at * D, dk_acc, D, BLOCK_D, there)
+            store_rows(spill_v, at * E, dv_acc, E, BLOCK_E, there)
+
+
+# launches
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, inverse: Inverse, kernel: str
+) -> dict[str, Any]:
+    """What the kernels over items take."""
+    H, D = q.shape[2:]
+    S, K, E = k.shape[1], k.shape[2], v.shape[-1]
+    B, T, R, n = selection.lists.shape
+    tile = launch.pair_tile(kernel, max(D, E), H // R, q.dtype)
+    num_blocks = triton.cdiv(S, selection.s)
+    return dict(
+        q=q,
+        k=k,
+        v=v,
+        **strides("q", q, "bth"),
+        **strides("k", k, "bnh"),
+        **strides("v", v, "bnh"),
+        gates=selection.gates,
+        entries=inverse.entries,
+        bounds=inverse.bounds,
+        owner=inverse.owner,
+        item_bounds=inverse.item_bounds,
+        chunk=inverse.chunk,
+        starts=selection.starts,
+        start=selection.start,
+        T=T,
+        S=S,
+        K=K,
+        R=R,
+        n=n,
+        s=selection.s,
+        C=num_blocks,
+        BLOCKS=B * K * num_blocks,
+        first=inverse.first,
+        length=inverse.length,
+        G=H // R,
+        D=D,
+        E=E,
+        BLOCK_D=launch.padded(D),
+        BLOCK_E=launch.padded(E),
+        BLOCK_M=tile.block_m,
+        RAGGED=selection.starts is not None,
+        DIAGONAL=selection.diagonal,
+        GATES=selection.gates is not None,
+        PRECISION="ieee",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def inverted(q: Tensor, k: Tensor, selection: Selection, parts: bool) -> list[Inverse]:
+    """By spans of tokens whose parts together take about as much memory as q does; in one where no
+    parts are kept."""
+    T, (R, n) = q.shape[1], selection.lists.shape[2:]
+    length = max(T // n, launch.FEW_TOKENS) if parts else T
+    chunk = max(launch.ITEM_ROWS // (q.shape[2] // R), 1)
+    num_blocks = triton.cdiv(k.shape[1], selection.s)
+    return invert(selection.lists, k.shape[2], num_blocks, chunk, min(length, T))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    partial: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
+    keys if `partial` holds them."""
+    (B, T, H, _), E = q.shape, v.shape[-1]
+    out, lse = partial or launch.empty_outputs(q, v)
+    R, n = selection.lists.shape[2:]
+    for inverse in inverted(q, k, selection, parts=True):
+        args = arguments(q, k, v, selection, inverse, "forward")
+        span = (inverse.first, inverse.length)
+        part = q.new_empty(B * inverse.length * H * n, E)
+        part_lse = q.new_empty(len(part), dtype=torch.float32)
+        forward_kernel[(len(inverse.owner),)](
+            part=part,
+            part_lse=part_lse,
+            scale_log2=scale * LOG2_E,
+            BLOCK_S=launch.padded(selection.s),
+            **args,
+        )
+        join_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
+            part, part_lse, selection.lists, out, lse, T, R, n, *span,
+            G=H // R, E=E, BLOCK_E=args["BLOCK_E"], BLOCK_M=JOIN_ROWS, ADD=partial is not None,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    cotangent: Cotangent,
+    dk: Tensor,
+    dv: Tensor,
+    dq: Tensor | None = None,
+    add: bool = False,
+) -> Tensor | None:
+    """Adds to dk [B S K D] and dv [B S K E], float32. Given a `dq`, writes it too (on top of what
+    it holds if `add`), and returns the gradient of the gates."""
+    B, T, H, D = q.shape
+    S, K, E = k.shape[1], k.shape[2], v.shape[-1]
+    R, n, s = *selection.lists.shape[2:], selection.s
+    d_gates = None
+    if selection.gates is not None and dq is not None:
+        d_gates = q.new_zeros(*selection.lists.shape, H // R, dtype=torch.float32)
+    block_n = launch.padded(s) if dq is not None else min(launch.padded(s), 64)
+    pieces = triton.cdiv(s, block_n)
+    for inverse in inverted(q, k, selection, parts=dq is not None):
+        args = arguments(q, k, v, selection, inverse, "dkv")
+        spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
+        part = q.new_empty(B * inverse.length * H * n if dq is not None else 0, D)
+        dkv_kernel[(len(inverse.owner), pieces)](
+            dk=dk,
+            dv=dv,
+            spill_k=spills[0],
+            spill_v=spills[1],
+            part=part,
+            d_gates=d_gates,
+            spill_bounds=inverse.spill_bounds,
+            scale=scale,
+            BLOCK_N=block_n,
+            PARTS=dq is not None,
+            **args,
+            **cotangent.arguments(),
+        )
+        for spill, d, width in zip(spills, (dk, dv), (D, E), strict=True):
+            gather_spill_kernel[(args["BLOCKS"], pieces)](
+                spill, d, inverse.spill_bounds, S, K, s, args["C"],
+                D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
+            )  # fmt: skip
+        if dq is not None:
+            sum_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
+                part, selection.lists, dq, T, R, n, inverse.first, inverse.length,
+                G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
+            )  # fmt: skip
+    return None if d_gates is None else d_gates.sum(-1)

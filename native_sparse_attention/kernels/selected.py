@@ -1,0 +1,128 @@
+"""The selected branch: the forced blocks, which neighbours share, as an interval and a prefix; the
+listed blocks query by query (`gather.py`) or block by block (`pairs.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import gather, interval, launch, pairs
+from .device import EVERYTHING, LOCAL_BLOCKS
+from .launch import Cotangent, Place, Selection
+
+
+def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] | None:
+    """Keys, values, place and prefix of the forced blocks, for `interval`; None without any."""
+    s, where = selection.s, dict(start=selection.start, starts=selection.starts)
+    end = min(selection.num_initial * s, k.shape[1])
+    first = (k[:, :end], v[:, :end])
+    if not selection.causal:
+        place = Place(EVERYTHING.value, **where)
+        return dict(k=first[0], v=first[1], place=place, prefix=None) if end else None
+    if not end and not selection.num_local:
+        return None
+    reach = (selection.num_local - 1) * s
+    place = Place(LOCAL_BLOCKS.value, reach, s, floor=end, causal_prefix=True, **where)
+    return dict(k=k, v=v, place=place, prefix=first if end else None)
+
+
+def by_block(selection: Selection, q: Tensor, direction: str) -> bool:
+    """Whether the listed blocks are better walked block by block than query by query."""
+    rows = q.shape[2] // selection.lists.shape[2] * selection.stride
+    return rows < launch.FEW_ROWS and (direction == "forward" or selection.s <= 64)
+
+
+@triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
+def valid_kernel(
+    lists, valid, starts, start, ROWS, T, R, n, s, C, num_initial, num_local,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program: M lists. Keeps each block that exists, is not forced, not ahead of the query and
+    not in an earlier slot; others become -1."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.arange(0, SLOTS)
+    real = (row < ROWS)[:, None] & (slot < n)[None]
+    c = tl.load(lists + row[:, None] * n + slot[None], mask=real, other=-1)
+    bt = row // R
+    position = bt % T + start
+    if RAGGED:
+        position += tl.load(starts + bt // T, mask=row < ROWS, other=0)
+    own = (position // s)[:, None]
+    keep = (c >= num_initial) & (c >= 0) & (c < C)
+    if CAUSAL:
+        keep = keep & (c <= own) & (c <= own - num_local)
+    c = tl.where(keep, c, -1)
+    for other in range(0, n):
+        before = tl.load(lists + row * n + other, mask=row < ROWS, other=-1)
+        c = tl.where((c == before[:, None]) & (slot > other)[None], -1, c)
+    tl.store(valid + row[:, None] * n + slot[None], c.to(tl.int32), mask=real)
+
+
+def valid_lists(selection: Selection, S: int) -> Tensor:
+    """The lists without what is forced, ahead of its query, past the keys, or there twice."""
+    lists = selection.lists.contiguous()
+    B, T, R, n = lists.shape
+    valid = torch.empty_like(lists, dtype=torch.int32)
+    if valid.numel():
+        valid_kernel[(triton.cdiv(B * T * R, 64),)](
+            lists, valid, selection.starts, selection.start, B * T * R, T, R, n, selection.s,
+            triton.cdiv(S, selection.s), selection.num_initial, selection.num_local,
+            CAUSAL=selection.causal, RAGGED=selection.starts is not None,
+            SLOTS=triton.next_power_of_2(n), BLOCK_M=64,
+        )  # fmt: skip
+    return valid
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [B T H E] and natural lse [B T H]."""
+    forced, partial = forced_blocks(selection, k, v), None
+    if forced is not None:
+        partial = interval.forward(q, scale=scale, **forced)
+    if selection.lists.shape[-1]:
+        how = pairs if by_block(selection, q, "forward") else gather
+        return how.forward(q, k, v, selection, scale, partial)
+    if partial is not None:
+        return partial
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    return out, q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    cotangent: Cotangent,
+    dq: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq (added to the `dq` given), dk and dv in float32, and the gradient of the gates."""
+    dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
+    forced = forced_blocks(selection, k, v)
+    if forced is not None:
+        dq = interval.backward_q(q, scale=scale, cotangent=cotangent, dq=dq, **forced)
+        prefix = forced.pop("prefix")
+        grads = [interval.backward_kv(q, scale=scale, cotangent=cotangent, **forced)]
+        if prefix is not None:
+            grads.append(interval.backward_prefix(q, prefix, forced["place"], scale, cotangent))
+        for some_dk, some_dv in grads:
+            dk[:, : some_dk.shape[1]] += some_dk
+            dv[:, : some_dv.shape[1]] += some_dv
+
+    if not selection.lists.shape[-1]:
+        dq = torch.zeros_like(q) if dq is None else dq
+        return dq, dk, dv, None if selection.gates is None else torch.zeros_like(selection.gates)
+    if by_block(selection, q, "backward"):
+        add = dq is not None
+        dq = q.new_empty(q.shape) if dq is None else dq
+        d_gates = pairs.backward(q, k, v, selection, scale, cotangent, dk, dv, dq, add)
+    else:
+        dq, d_gates = gather.backward_q(q, k, v, selection, scale, cotangent, dq)
+        pairs.backward(q, k, v, selection, scale, cotangent, dk, dv)
+    return dq, dk, dv, d_gates

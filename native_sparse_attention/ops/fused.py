@@ -1,0 +1,322 @@
+"""The whole layer between projection and output in Triton, as one torch operator and one autograd
+node: delta, dq, dk and dv are formed once for all branches.
+
+The forward keeps what each branch gave, [B T H E], for the backward; with `recompute` the backward
+forms it again. Arguments are those of `ops.nsa.native_sparse_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import blocks
+from .library import empty_outputs, memory_grads, offsets, prefix, rows
+
+
+class Settings(NamedTuple):
+    """What is not a tensor, in the operators' order."""
+
+    start: int
+    num_ranked: int
+    num_selected: int
+    l: int
+    d: int
+    s: int
+    w: int
+    importance: str
+    interpolated: bool
+    num_initial: int
+    num_local: int
+    stride: int
+    shared: bool
+    causal: bool
+    scale: float
+    recompute: bool
+
+    def selection(self, lists: Tensor, starts: Tensor | None) -> Any:
+        from ..kernels.launch import Selection
+
+        return Selection(
+            lists, self.s, self.num_initial, self.num_local, self.causal, self.start, starts,
+            stride=self.stride,
+        )  # fmt: skip
+
+    def places(self, starts: Tensor | None) -> tuple[Any, Any]:
+        """Of the compressed branch and of the window."""
+        from ..kernels import device
+        from ..kernels.launch import Place
+
+        wide = device.BEHIND if self.causal else device.EVERYTHING
+        near = device.CAUSAL_WINDOW if self.causal else device.TWO_SIDED_WINDOW
+        where = dict(start=self.start, starts=starts)
+        return (
+            Place(wide.value, stride=self.d, **where),
+            Place(near.value, self.w, **where),
+        )
+
+
+def attend(
+    settings: Settings,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    cq: Tensor,
+    memory: tuple[Tensor, Tensor] | None,
+    mem_k: Tensor | None,
+    window: tuple[Tensor, Tensor],
+    starts: Tensor | None,
+    leaders: Tensor | None,
+    lists: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Outputs and log-sum-exps of the three branches, and the selection where `lists` is not it."""
+    from ..kernels import interval, scoring, selected
+
+    at = settings
+    place_cmp, place_win = at.places(starts)
+    out_cmp, lse_cmp = interval.forward(cq, ck, cv, place_cmp, at.scale, memory)
+    if lists is None and at.num_ranked and at.num_selected:
+        lists = scoring.select_blocks(
+            cq, ck, mem_k, lse_cmp, starts, leaders, at.start, at.num_ranked, at.num_selected,
+            at.l, at.d, at.s, at.importance, at.interpolated, at.num_initial, at.num_local,
+            at.stride, at.shared, at.causal, at.scale,
+        )  # fmt: skip
+    elif lists is None:
+        ranks = ck.shape[2] if at.shared else q.shape[2]
+        lists = q.new_full((*q.shape[:2], ranks, at.num_selected), -1, dtype=torch.int32)
+    out_sel, lse_sel = selected.forward(q, k, v, at.selection(lists, starts), at.scale)
+    out_win, lse_win = interval.forward(q, *window, place_win, at.scale)
+    return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists
+
+
+@torch.library.custom_op("native_sparse_attention::layer", mutates_args=())
+def layer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    branch_gates: Tensor,
+    cq: Tensor | None,
+    mem_k: Tensor | None,
+    mem_v: Tensor | None,
+    window_k: Tensor | None,
+    window_v: Tensor | None,
+    starts: Tensor | None,
+    leaders: Tensor | None,
+    start: int,
+    num_ranked: int,
+    num_selected: int,
+    l: int,
+    d: int,
+    s: int,
+    w: int,
+    importance: str,
+    interpolated: bool,
+    num_initial: int,
+    num_local: int,
+    stride: int,
+    shared: bool,
+    causal: bool,
+    scale: float,
+    recompute: bool,
+) -> list[Tensor]:
+    """The output [B T H E], the selection [B T R n], and outputs and log-sum-exps of the
+    branches, which `recompute` leaves out."""
+    from ..kernels import combine
+
+    settings = Settings(
+        start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
+        num_local, stride, shared, causal, scale, recompute,
+    )  # fmt: skip
+    q, k, v, ck, cv = rows(q, k, v, ck, cv)
+    cq = q if cq is None else rows(cq)[0]
+    window = (k, v) if window_k is None or window_v is None else tuple(rows(window_k, window_v))
+    memory = prefix(mem_k, mem_v, q.shape[0])
+    outs, lses, lists = attend(
+        settings, q, k, v, ck, cv, cq, memory, mem_k, window, starts, leaders, None
+    )
+    out = combine.forward(outs, branch_gates)
+    return [out, lists] if recompute else [out, lists, *outs, *lses]
+
+
+@layer.register_fake
+def _(
+    q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts, leaders, *others
+):
+    settings = Settings(*others)
+    out, lse = empty_outputs(q, v)
+    ranks = ck.shape[2] if settings.shared else q.shape[2]
+    lists = q.new_empty(*q.shape[:2], ranks, settings.num_selected, dtype=torch.int32)
+    kept = 0 if settings.recompute else 3
+    return [
+        out,
+        lists,
+        *(torch.empty_like(out) for _ in range(kept)),
+        *(torch.empty_like(lse) for _ in range(kept)),
+    ]
+
+
+@torch.library.custom_op("native_sparse_attention::layer_backward", mutates_args=())
+def layer_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    branch_gates: Tensor,
+    cq: Tensor | None,
+    mem_k: Tensor | None,
+    mem_v: Tensor | None,
+    window_k: Tensor | None,
+    window_v: Tensor | None,
+    starts: Tensor | None,
+    kept: list[Tensor],
+    start: int,
+    num_ranked: int,
+    num_selected: int,
+    l: int,
+    d: int,
+    s: int,
+    w: int,
+    importance: str,
+    interpolated: bool,
+    num_initial: int,
+    num_local: int,
+    stride: int,
+    shared: bool,
+    causal: bool,
+    scale: float,
+    recompute: bool,
+) -> list[Tensor]:
+    """Gradients of all differentiable tensors that are there, in their order."""
+    from ..kernels import combine, interval, selected
+    from ..kernels.launch import Cotangent
+
+    settings = Settings(
+        start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
+        num_local, stride, shared, causal, scale, recompute,
+    )  # fmt: skip
+    lists, *kept = kept
+    dtype = q.dtype
+    q, k, v, ck, cv, d_out = rows(q, k, v, ck, cv, d_out)
+    d_out = d_out.contiguous()
+    query = q if cq is None else rows(cq)[0]
+    own_window = window_k is not None and window_v is not None
+    window = tuple(rows(window_k, window_v)) if own_window else (k, v)
+    memory = prefix(mem_k, mem_v, q.shape[0])
+    outs, lses = kept[:3], kept[3:]
+    if recompute:
+        outs, lses, _ = attend(
+            settings, q, k, v, ck, cv, query, memory, mem_k, window, starts, None, lists
+        )
+
+    d_gates, delta = combine.backward(d_out, outs, branch_gates)
+    del outs
+    cmp, sel, win = (Cotangent(d_out, lses[i], delta[i], branch_gates[..., i]) for i in range(3))
+    place_cmp, place_win = settings.places(starts)
+    dcq = interval.backward_q(query, ck, cv, place_cmp, scale, cmp, memory)
+    dck, dcv = interval.backward_kv(query, ck, cv, place_cmp, scale, cmp)
+    dq = interval.backward_q(q, *window, place_win, scale, win, dq=dcq if cq is None else None)
+    d_window = interval.backward_kv(q, *window, place_win, scale, win)
+    chosen = settings.selection(lists, starts)
+    dq, dk, dv, _ = selected.backward(q, k, v, chosen, scale, sel, dq)
+    if not own_window:
+        dk, dv = dk + d_window[0], dv + d_window[1]
+
+    grads = [dq, dk, dv, dck, dcv, d_gates]
+    if cq is not None:
+        grads.append(dcq)
+    if memory is not None:
+        grads += memory_grads(*interval.backward_prefix(query, memory, place_cmp, scale, cmp))
+    elif mem_k is not None:
+        grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
+    if own_window:
+        grads += d_window
+    return [g.to(branch_gates.dtype if g is d_gates else dtype) for g in grads]
+
+
+def differentiable(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [t for t in tensors[:11] if t is not None]
+
+
+@layer_backward.register_fake
+def _(d_out, *others):
+    return [t.new_empty(t.shape) for t in differentiable(others)]
+
+
+def setup(ctx, inputs, output):
+    *tensors, _ = inputs[:13]
+    ctx.numbers = inputs[13:]
+    ctx.kept = len(output) - 1
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def backward(ctx, grads):
+    tensors = ctx.saved_tensors[: -ctx.kept]
+    kept = list(ctx.saved_tensors[-ctx.kept :])
+    some = iter(layer_backward(grads[0], *tensors, kept, *ctx.numbers))
+    return (*(None if t is None else next(some) for t in tensors[:11]), *(None,) * 18)
+
+
+layer.register_autograd(backward, setup_context=setup)
+
+
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    branch_gates: Tensor,
+    *,
+    cq: Tensor | None,
+    mem_k: Tensor | None,
+    mem_v: Tensor | None,
+    window_k: Tensor | None,
+    window_v: Tensor | None,
+    compress_block_size: int,
+    compress_block_sliding_stride: int,
+    selection_block_size: int,
+    num_selected_blocks: int,
+    sliding_window_size: int,
+    importance: str,
+    interpolated_importance_score: bool,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    selection_stride: int,
+    query_heads_share_selected_kv: bool,
+    causal: bool,
+    q_offset: int | Tensor,
+    leader_indices: Tensor | None,
+    scale: float | None,
+    recompute: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output [B T H E] and the selected block indices."""
+    starts, start = offsets(q_offset)
+    num_ranked = blocks.num_complete_blocks(
+        ck.shape[1] * compress_block_sliding_stride,
+        compress_block_sliding_stride,
+        selection_block_size,
+    )
+    if not causal:
+        num_ranked = blocks.num_blocks(k.shape[1], selection_block_size)
+    settings = Settings(
+        start, num_ranked, num_selected_blocks, compress_block_size,
+        compress_block_sliding_stride, selection_block_size, sliding_window_size, importance,
+        interpolated_importance_score, num_initial_blocks, num_local_blocks, selection_stride,
+        query_heads_share_selected_kv, causal, q.shape[-1] ** -0.5 if scale is None else scale,
+        recompute,
+    )  # fmt: skip
+    out, lists, *_ = layer(
+        q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts,
+        leader_indices, *settings,
+    )  # fmt: skip
+    return out, lists

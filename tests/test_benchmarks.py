@@ -1,0 +1,288 @@
+"""The benchmarks on a CPU: they run end to end, refuse what is wrong, count what is there, and draw
+the page that is committed."""
+
+import copy
+import json
+
+import oracles
+import pytest
+import torch
+
+from benchmarks import attention, common, oracle, problem, report
+from benchmarks.providers import Dense, Ours, OursProbs, OursSelect, OursSelected, OursWindow
+from benchmarks.providers import providers as known_providers
+from native_sparse_attention import blocks
+
+CPU = torch.device("cpu")
+SMALL = attention.tiny(200, 4, 2)
+
+
+def verify(provider, setting=SMALL, spot=False):
+    x = attention.prepared(provider, setting, CPU)
+    rows = attention.spot_rows(setting.T, CPU) if spot else None
+    return attention.verify(provider, x, setting, rows)
+
+
+# end to end
+
+
+def test_quick_form(tmp_path, capsys):
+    path = tmp_path / "results" / "rows.jsonl"
+    options = ["--quick", "--parts", "--agreement", "4", "--device", "cpu", "--seconds", "1e-4"]
+    rows = attention.main([*options, "--out", str(path)])
+    assert common.read_rows(path) == json.loads(json.dumps(rows))
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
+    timed = {(row["provider"], row["part"], row["pass"]) for row in rows if "failed" not in row}
+    for part in ("whole", "compressed", "selected", "window"):
+        assert {("ours", part, "forward"), ("ours", part, "backward")} <= timed
+    assert {("ours-probs", "whole", "backward"), ("ours-probs", "select", "forward")} <= timed
+    assert ("dense-sdpa", "whole", "forward") in timed
+    assert {row["alike"] for row in rows if "alike" in row} == {1, 4}
+    assert {row["selection_stride"] for row in rows if row["provider"] == "ours"} == {1, 4}
+    for row in rows:
+        assert row["T"] and row["gpu"] and row["torch"] and row["date"]
+        if "failed" in row:
+            assert "cuda" in row["failed"] and not row["provider"].startswith("ours")
+        else:
+            assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
+            assert row["part"] == "select" or row["error_share"] <= 1
+
+
+def test_a_wrong_provider_is_not_timed(tmp_path, monkeypatch):
+    class Wrong(OursWindow):
+        def call(self, x, setting):
+            return super().call(x, setting) * 1.001
+
+    wrong = {**known_providers(), "ours": [Wrong()]}
+    monkeypatch.setattr(attention, "providers", lambda: wrong)
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(SystemExit, match="ours not timed in 1 cases"):
+        attention.main(["--quick", "--providers", "ours", "--device", "cpu", "--out", str(path)])
+    (row,) = common.read_rows(path)
+    assert row["failed"].startswith("wrong at T=96: out errs by") and "p50_ms" not in row
+
+
+def test_speedup_is_over_the_baseline_of_the_run(monkeypatch):
+    plan = attention.Plan((), (), ())
+    run = attention.Run(plan, CPU)
+    dense = Dense("dense-cudnn", None)
+    time = {"pass": "forward", "tflops": 1.0, "peak_mib": None}
+    run.write(dense, SMALL, {**time, "p50_ms": 6.0})
+    run.write(Ours(), SMALL, {**time, "p50_ms": 4.0})
+    run.write(OursWindow(), SMALL, {**time, "p50_ms": 1.0})
+    assert [row.get("speedup_over_cudnn") for row in run.rows] == [1.0, 1.5, None]
+
+
+# the oracle
+
+
+@pytest.mark.parametrize("stride", [1, 8])
+@pytest.mark.parametrize("T", [5, 17, 100])
+def test_oracle_accepts_what_is_right(T, stride):
+    setting = attention.tiny(T, 6, 2)
+    setting = type(setting)(**{**vars(setting), "stride": stride})
+    for provider in (Ours(), OursProbs(), OursSelected(), OursSelected(4), Dense("sdpa", None)):
+        for spot in (False, True):
+            assert verify(provider, setting, spot) <= 1
+
+
+class ShortWindow(OursWindow):
+    def branches(self, setting):
+        return [oracle.window(setting.w + 1)]
+
+
+class DroppedBlock(OursSelected):
+    def call(self, x, setting):
+        few = {**x, "indices": x["indices"].clone()}
+        few["indices"][:, 90:, 0, 0] = -1
+        return super().call(few, setting)
+
+
+class OtherRule(OursSelect):
+    def indices(self, x, setting):
+        return OursProbs().indices({**x, **problem.draw(setting, Ours.names, CPU)}, setting)
+
+
+class Twice(OursSelect):
+    def indices(self, x, setting):
+        chosen = self.call(x, setting)
+        chosen[:, -1, :, 1] = chosen[:, -1, :, 0]
+        return chosen
+
+
+class Forced(OursSelect):
+    def indices(self, x, setting):
+        chosen = self.call(x, setting)
+        chosen[:, -1, :, 0] = 0
+        return chosen
+
+
+class TooFew(OursSelect):
+    def indices(self, x, setting):
+        chosen = self.call(x, setting)
+        chosen[:, -1, :, 2] = -1
+        return chosen
+
+
+WRONG = [(ShortWindow(), "out"), (DroppedBlock(), "out"), (OtherRule(), "higher score")]
+WRONG += [(Twice(), "selected twice"), (Forced(), "forced"), (TooFew(), "fewer blocks")]
+
+
+@pytest.mark.parametrize("spot", [False, True])
+@pytest.mark.parametrize("provider, told", WRONG, ids=lambda v: type(v).__name__)
+def test_oracle_refuses_what_is_wrong(provider, told, spot):
+    with pytest.raises(oracle.WrongResult, match=told):
+        verify(provider, spot=spot)
+
+
+@pytest.mark.parametrize("broken", ["dk", "dv", "dck", "dcv"])
+def test_laws_notice_a_key_that_gets_no_gradient(broken):
+    provider, setting = Ours(), SMALL
+    x = attention.prepared(provider, setting, CPU)
+    grads = attention.backward(provider, x, provider.call(x, setting))
+    named = {f"d{name}": grad.clone() for name, grad in zip(provider.names, grads)}
+    inputs = {name: x[name].detach() for name in (*provider.names, "d_out")}
+    oracle.check_laws(provider.branches(setting), inputs, named)
+    named[broken][0, 5, 1] = 0
+    with pytest.raises(oracle.WrongResult):
+        oracle.check_laws(provider.branches(setting), inputs, named)
+
+
+def test_definition_is_that_of_the_tests():
+    """Written twice, sharing nothing."""
+    c = attention.tiny(40, 4, 2)
+    x = problem.draw(c, ("q", "k", "v", "ck", "cv", "d_out"), CPU)
+    x = {name: t.double() for name, t in x.items()}
+    indices = problem.random_indices(c, 1, CPU)
+    every = torch.arange(c.T)
+
+    def ours(branch):
+        return oracle.compute([branch], x, ("q",), every, indices, torch.float64)["out"][None]
+
+    q, k, v = x["q"], x["k"], x["v"]
+    expected = oracles.compressed(q, x["ck"], x["cv"], None, None, c.d, True, 0)[0]
+    torch.testing.assert_close(ours(oracle.behind(c.d)), expected)
+    expected = oracles.window(q, k, v, c.w, True, 0)[0]
+    torch.testing.assert_close(ours(oracle.window(c.w)), expected)
+    expected = oracles.selected(q, k, v, indices, c.s, True, 0, c.initial, c.local)[0]
+    torch.testing.assert_close(ours(oracle.chosen(c.s, c.n, c.initial, c.local)), expected)
+
+
+# the problem
+
+
+def test_branches_count_the_keys_that_they_show():
+    c = attention.tiny(333, 4, 2)
+    i = torch.arange(c.T)
+    indices = problem.random_indices(c, 1, CPU)[0, :, 0]
+    for branch, keys in (
+        (oracle.behind(c.d), c.T // c.d),
+        (oracle.window(c.w), c.T),
+        (oracle.window(None), c.T),
+        (oracle.chosen(c.s, c.n, c.initial, c.local), c.T),
+    ):
+        seen = branch.seen(i[:, None], torch.arange(keys), indices)
+        assert torch.equal(seen.sum(1), branch.count(i))
+
+
+def test_operations_of_dense_attention():
+    c = attention.tiny(64, 4, 2)
+    assert Dense("", None).flops(c) == 4 * 16 * 4 * 64 * 65 // 2
+    # one product with every second window's leader, for 2 KV heads
+    pairs = sum(i // c.d for i in range(64))
+    assert problem.scoring_flops(c, "logits") == 2 * 16 * 2 * pairs
+    assert problem.scoring_flops(c, "probs") == 2 * 16 * 4 * pairs
+
+
+def test_pooled_windows():
+    x = torch.randn(1, 23, 2, 3)
+    means = problem.pooled(x, 8, 4)
+    assert means.shape == (1, 5, 2, 3)
+    for j in range(5):
+        start, end = max(0, blocks.window_start(j, 8, 4)), blocks.window_end(j, 4)
+        torch.testing.assert_close(means[:, j], x[:, start:end].sum(1) / 8)
+
+
+@pytest.mark.parametrize("alike", [1, 4])
+def test_random_selections(alike):
+    c = attention.tiny(333, 4, 2)
+    indices = problem.random_indices(c, alike, CPU)
+    assert indices.shape == (1, c.T, c.K, c.n) and indices.dtype == torch.int32
+    for t in range(c.T):
+        own = t // c.s
+        for chosen in indices[0, t].tolist():
+            real = [block for block in chosen if block >= 0]
+            assert len(set(real)) == len(real) == min(c.n, max(0, own - c.local + 1 - c.initial))
+            assert all(c.initial <= block <= own - c.local for block in real)
+    groups = indices[0, : c.T // 4 * 4].unflatten(0, (-1, 4))
+    assert (groups == groups[:, :1]).all().item() == (alike == 4)
+    with pytest.raises(ValueError, match="alike must divide"):
+        problem.random_indices(c, 3, CPU)
+
+
+# rows, tables, plot
+
+
+def test_rows_are_appended_whole(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    for n in range(3):
+        common.append_row(path, {"n": n})
+    assert common.read_rows(path) == [{"n": n} for n in range(3)]
+    assert [file.name for file in path.parent.iterdir()] == ["rows.jsonl"]
+    assert common.read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_quantiles():
+    assert common.quantiles([float(n) for n in range(11)]) == dict(p20_ms=2, p50_ms=5, p80_ms=8)
+    assert common.quantiles([3.0]) == dict(p20_ms=3, p50_ms=3, p80_ms=3)
+
+
+def test_the_page_is_that_of_the_rows():
+    """Where this fails: `make docs`."""
+    page = report.PAGE.read_text(encoding="utf-8")
+    rows = report.Rows(common.read_rows(common.RESULTS / "attention.jsonl"))
+    assert report.render(page, rows) == page
+    assert (report.picture(rows) == report.NO_ROWS) or report.PLOT.exists()
+    assert all(f"<!-- begin: {name} -->" in page for name in report.DRAWN)
+
+
+def made_up(provider, T, ms, speedup=None, **fields):
+    row = dict(provider=provider, part="whole", T=T, H=64, K=4, selection_stride=1, gpu="G")
+    row |= dict(driver="1", torch="2", triton="3", commit="c", date="2026-01-01T00:00:00Z")
+    row |= dict(p50_ms=ms, peak_mib=100.0, **fields)
+    row |= {} if speedup is None else {"speedup_over_cudnn": speedup}
+    return [{**row, "pass": name} for name in report.PASSES]
+
+
+def test_tables(tmp_path):
+    rows = made_up("dense-cudnn", 8192, 2.0, 1.0) + made_up("ours", 8192, 1.0, 1.3)
+    rows += made_up("ours-probs", 8192, 4.0, 0.5)
+    other = [{**row, "gpu": "another", "p50_ms": 77.0} for row in rows]
+    drawn = report.Rows(other + rows)
+    text = report.speedups(drawn)
+    assert "| ours | 1.30 / 1.30 |" in text and "| *target* | 1.20 / 1.40 |" in text
+    assert "| *best published* | 0.79 / 0.97 |" in text and "77" not in report.wholes(drawn)
+    lost = report.losses(drawn)
+    assert "ours, H=64, K=4, T=8k, backward: 1.30, target 1.40" in lost
+    assert "ours-probs, H=64, K=4, T=8k, forward: 0.50, slower than dense" in lost
+    assert "4.00 times the forward pass of logits" in lost
+    assert "| ours | 100 (1.00) |" in report.memory(drawn)
+    assert report.parts(drawn) == report.agreement(drawn) == report.NO_ROWS
+    assert report.failures(drawn) == "none"
+
+    failed = {**copy.copy(rows[2]), "failed": "out of memory"}
+    for name in ("pass", "p50_ms", "speedup_over_cudnn"):
+        del failed[name]
+    later = report.Rows([*rows, failed])
+    assert "* ours, H=64, K=4: out of memory (T = 8k)" in report.failures(later)
+    assert "1.30" not in report.speedups(later)
+    assert "1.30 / 1.30" in report.speedups(report.Rows([*rows, failed, *rows]))
+
+    report.plot(drawn, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
+    with pytest.raises(ValueError, match="the page has a marker 'nothing'"):
+        report.render("<!-- begin: nothing -->\n<!-- end: nothing -->", drawn)
+
+
+def test_no_rows_no_numbers():
+    assert {draw(report.Rows([])) for draw in report.DRAWN.values()} == {report.NO_ROWS}

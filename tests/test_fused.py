@@ -1,0 +1,158 @@
+"""The whole layer as one operator against its branches: in the interpreter on a CPU, on a GPU in
+every dtype by the error budget."""
+
+import functools
+
+import pytest
+import torch
+
+from native_sparse_attention import (
+    compressed_attention,
+    native_sparse_attention,
+    selected_attention,
+    sliding_window_attention,
+)
+from native_sparse_attention.ops import fused
+from native_sparse_attention.ops.reference import combine_branches
+from tests.budget import CUDA, DEVICE, assert_right
+
+pytestmark = pytest.mark.kernels
+
+L, D_, S_, N, W = 8, 4, 8, 2, 11
+SETTINGS = {
+    "compress_block_size": L,
+    "compress_block_sliding_stride": D_,
+    "selection_block_size": S_,
+    "num_selected_blocks": N,
+    "sliding_window_size": W,
+}
+FORCED = {"num_initial_blocks": 1, "num_local_blocks": 2}
+SIZES = (2, 150, 211) if CUDA else (2, 19, 45)
+
+
+def draw(dtype=torch.float32, heads=(4, 2, 16, 16), causal=True, memory=2, own=False, raw=True):
+    """The tensors of a call: with memory, with a window of its own, with raw queries."""
+    (B, T, S), (H, K, D, E) = SIZES, heads
+    if not causal:
+        T = S
+    W = S // D_ if causal else -(-S // D_)
+    shapes = {
+        "q": (B, T, H, D), "k": (B, S, K, D), "v": (B, S, K, E), "ck": (B, W, K, D),
+        "cv": (B, W, K, E), "cq": (B, T, H, D) if raw else None,
+        "mem_k": (K, memory, D) if memory else None, "mem_v": (K, memory, E) if memory else None,
+        "window_k": (B, S, K, D) if own else None, "window_v": (B, S, K, E) if own else None,
+    }  # fmt: skip
+    tensors = {n: torch.randn(s, device=DEVICE).to(dtype) for n, s in shapes.items() if s}
+    return tensors | {"branch_gates": torch.rand(B, T, H, 3, device=DEVICE).to(dtype)}
+
+
+def composed(
+    q, k, v, ck, cv, branch_gates, cq=None, mem_k=None, mem_v=None, window_k=None, window_v=None,
+    *, backend, lists, causal=True, **forced,
+):  # fmt: skip
+    """The layer by its branches, the selection given."""
+    cq = q if cq is None else cq
+    window = (k, v) if window_k is None else (window_k, window_v)
+    place = {"causal": causal, "backend": backend}
+    outs = (
+        compressed_attention(
+            cq, ck, cv, mem_k=mem_k, mem_v=mem_v, seq_len=k.shape[1],
+            compress_block_sliding_stride=D_, **place,
+        ),
+        selected_attention(q, k, v, lists, selection_block_size=S_, **forced, **place),
+        sliding_window_attention(q, *window, sliding_window_size=W, **place),
+    )  # fmt: skip
+    return combine_branches(outs, branch_gates)
+
+
+def assert_layer_right(tensors, causal=True, forced=None, **settings):
+    """One operator within the budget of the composition, under the selection that it made."""
+    forced = forced or {}
+    call = functools.partial(
+        native_sparse_attention, backend="triton", causal=causal, **SETTINGS, **forced, **settings
+    )
+    with torch.no_grad():
+        _, lists = call(**tensors, return_indices=True)
+
+    def op(*, backend, **leaves):
+        if backend == "triton":
+            return call(**leaves)
+        return composed(**leaves, backend=backend, lists=lists, causal=causal, **forced)
+
+    assert_right(op, tensors, tensors["q"].dtype)
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32] if CUDA else [torch.float32]
+HEADS = [(4, 2, 64, 64), (16, 1, 128, 128), (6, 2, 80, 48)] if CUDA else [(4, 2, 16, 16)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+def test_layer(dtype, heads, causal, importance):
+    tensors = draw(dtype, heads, causal)
+    assert_layer_right(tensors, causal, FORCED, importance=importance)
+
+
+@pytest.mark.parametrize("memory, own, raw", [(0, False, False), (0, True, False), (2, True, True)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_optional_tensors(memory, own, raw, recompute):
+    tensors = draw(memory=memory, own=own, raw=raw)
+    assert_layer_right(tensors, recompute=recompute)
+
+
+@pytest.mark.parametrize("heads", [(3, 3, 16, 16), (12, 1, 16, 16)], ids=["G=1", "G=12"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+@pytest.mark.parametrize("stride", [1, 4])
+def test_selections(heads, shared, stride):
+    tensors = draw(heads=heads)
+    kwargs = {"selection_stride": stride, "query_heads_share_selected_kv": shared}
+    B, T, S = SIZES
+    if stride > 1:
+        first = (S - T) % stride
+        assert first, "the first group was ranked before"
+        ranks = heads[1] if shared else heads[0]
+        leaders = torch.full((B, ranks, N), -1, dtype=torch.int32, device=DEVICE)
+        leaders[..., 0] = 1
+        kwargs["leader_indices"] = leaders
+    assert_layer_right(tensors, **kwargs)
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_few_and_many_blocks(n):
+    tensors = draw()
+    call = functools.partial(native_sparse_attention, **{**SETTINGS, "num_selected_blocks": n})
+    torch.testing.assert_close(
+        call(**tensors, backend="triton"), call(**tensors, backend="eager"), atol=2e-5, rtol=2e-5
+    )
+
+
+def test_twice_the_same():
+    """Bit for bit, gradients too."""
+    tensors = {n: t.requires_grad_() for n, t in draw().items()}
+    runs = []
+    for _ in range(2):
+        out = native_sparse_attention(**tensors, **SETTINGS, **FORCED, backend="triton")
+        runs.append([out, *torch.autograd.grad(out.square().sum(), tensors.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_one_node():
+    """Between the inputs and the output lies one node of autograd."""
+    tensors = {n: t.requires_grad_() for n, t in draw().items()}
+    out = native_sparse_attention(**tensors, **SETTINGS, backend="triton")
+    assert all(
+        node is None or "AccumulateGrad" in node.name() for node, _ in out.grad_fn.next_functions
+    )
+
+
+def test_operator_is_well_formed():
+    tensors = {n: t.requires_grad_() for n, t in draw(memory=0, raw=False).items()}
+    q, k, v, ck, cv, gates = (tensors[n] for n in ("q", "k", "v", "ck", "cv", "branch_gates"))
+    settings = fused.Settings(
+        26, k.shape[1] // S_, N, L, D_, S_, W, "logits", False, 1, 1, 1, True, True, 0.25, False
+    )
+    args = (q, k, v, ck, cv, gates, *(None,) * 7, *settings)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(fused.layer, args, test_utils=checks)
