@@ -107,13 +107,14 @@ def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, with_lse=False, **c
     call = dict(settings, seq_len=S, mem_k=mem_k, q_offset=start, scale=scale)
     lse = None
     if with_lse:
+        memory = None if mem_k is None else mem_k.float()
         _, lse = compressed_attention(
-            q,
-            ck,
-            ck,
+            q.float(),
+            ck.float(),
+            ck.float(),
             compress_block_sliding_stride=settings["compress_block_sliding_stride"],
-            mem_k=mem_k,
-            mem_v=mem_k,
+            mem_k=memory,
+            mem_v=memory,
             causal=settings["causal"],
             q_offset=start,
             seq_len=S,

@@ -76,16 +76,16 @@ def insert(found, s, c):
 
 
 @triton.jit
-def insert_all(found, s, c, COLUMNS: tl.constexpr):
-    """Put [M, N] into the lists, N / COLUMNS scores into each, from left to right."""
-    if s.shape[1] == COLUMNS:
-        found = insert(found, s, c)
-    else:
-        s_left, s_right = halves(s)
-        c_left, c_right = halves(c)
-        found = insert_all(found, s_left, c_left, COLUMNS)
-        found = insert_all(found, s_right, c_right, COLUMNS)
-    return found
+def slices(x, COLUMNS: tl.constexpr):
+    """[M, N] cut into a tuple of [M, COLUMNS], from left to right."""
+    parts = (x,)
+    for _ in tl.static_range(8):
+        if parts[0].shape[1] > COLUMNS:
+            finer = ()
+            for part in tl.static_range(len(parts)):
+                finer += halves(parts[part])
+            parts = finer
+    return parts
 
 
 @triton.jit
@@ -101,7 +101,9 @@ def fold(found, s, c, COLUMNS: tl.constexpr):
     """Fold scores s [M, N] of blocks c [N] into what was found."""
     c = tl.broadcast_to(c[None], s.shape)
     if COLUMNS > 0:
-        found = insert_all(found, s, c, COLUMNS)
+        s_parts, c_parts = slices(s, COLUMNS), slices(c, COLUMNS)
+        for part in tl.static_range(len(s_parts)):
+            found = insert(found, s_parts[part], c_parts[part])
     else:
         (best,) = found
         # one ascending, one descending: their maximum is the n best, ready to be merged
