@@ -22,6 +22,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 Row = dict[str, Any]
 
+# at most: a wait that ends early is no wait
+CYCLES_PER_SECOND = 2e9
+
 # written before each timed call, so that none finds its inputs in a cache of the GPU
 FLUSH_BYTES = 256 * 1024 * 1024
 
@@ -116,20 +119,27 @@ def time_cpu(call: Callable[[], Any], seconds: float) -> list[float]:
 
 
 def time_cuda(call: Callable[[], Any], seconds: float, device: torch.device) -> list[float]:
-    """Times in ms by CUDA events around the call alone, the L2 cache overwritten before each."""
+    """Times in ms by CUDA events around the call alone, the L2 cache overwritten before each. The
+    GPU is kept waiting until the call is launched, as it is kept busy in training: what is timed is
+    the GPU's work."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    call()  # compiles
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    call()
+    wait = int(2 * (time.perf_counter() - began) * CYCLES_PER_SECOND)
 
     def times(repeats: int) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for start, end in events:
             flush.zero_()
+            torch.cuda._sleep(wait)
             start.record()
             call()
             end.record()
         torch.cuda.synchronize(device)
         return [start.elapsed_time(end) for start, end in events]
 
-    call()  # compiles
     estimate = min(times(2))
     repeats = max(3, min(200, int(seconds * 1e3 / max(estimate, 1e-3))))
     times(max(1, repeats // 4))  # to the clock that lasts

@@ -157,6 +157,11 @@ def compute(
     }
 
 
+def joined(parts: list[Tensors]) -> Tensors:
+    """What `compute` gave for some rows after another; of several, only gradients of queries."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
 # checks
 
 
@@ -189,6 +194,11 @@ def check_values(actual: Tensors, x: Tensors, exact: Tensors, low: Tensors, fact
     return worst
 
 
+def squares(t: Tensor) -> Tensor:
+    """The sum of squares."""
+    return t.float().square().sum(dtype=torch.float64)
+
+
 def check_laws(branches: list[Branch], x: Tensors, grads: Tensors) -> None:
     """Two laws of all gradients together, for each KV head, whatever the keys seen.
 
@@ -206,26 +216,24 @@ def check_laws(branches: list[Branch], x: Tensors, grads: Tensors) -> None:
         share = of_head(x, h, every)
         grad = of_head({name[1:]: t for name, t in grads.items()}, h, every)
         for name in {b.values for b in branches}:
-            got, size = grad[name].double().sum(0), grad[name].double().square().sum()
-            expected = torch.zeros_like(got)
+            got = grad[name].sum(0, dtype=torch.float64)
+            size, expected = squares(grad[name]), torch.zeros_like(got)
             for branch in branches:
                 if branch.values != name:
                     continue
-                arrives = share["d_out"].double() * (branch.count(every) > 0)[:, None, None]
+                arrives = share["d_out"].float() * (branch.count(every) > 0)[:, None, None]
                 if branch.gate is not None:
-                    arrives = arrives * share["branch_gates"][..., branch.gate, None]
-                expected += arrives.sum((0, 1))
-                size += arrives.square().sum()
+                    arrives *= share["branch_gates"][..., branch.gate, None]
+                expected += arrives.sum((0, 1), dtype=torch.float64)
+                size += squares(arrives)
             if not (got - expected).norm() <= eps * size.sqrt():
                 raise WrongResult(f"d{name}: its sum over all keys is not what d_out sends there")
-        # [(r g)], [j]: each query's and each key's share of the second law
-        of_queries = (share["q"].double() * grad["q"].double()).sum(-1).flatten()
-        size = (share["q"].double().norm(dim=-1) * grad["q"].double().norm(dim=-1)).square().sum()
-        balance = of_queries.sum()
-        for name in keys:
-            balance = balance - (share[name].double() * grad[name].double()).sum()
-            terms = share[name].double().norm(dim=-1) * grad[name].double().norm(dim=-1)
-            size = size + terms.square().sum()
+        balance, size = torch.zeros_like(size), torch.zeros_like(size)
+        for name in ("q", *keys):
+            products = (share[name].float() * grad[name].float()).sum(-1)
+            norms = share[name].float().norm(dim=-1) * grad[name].float().norm(dim=-1)
+            size += squares(norms)
+            balance += (1 if name == "q" else -1) * products.sum(dtype=torch.float64)
         if not balance.abs() <= eps * size.sqrt():
             raise WrongResult(f"sum of q dq and of {', '.join(keys)} times their gradients differ")
 

@@ -35,6 +35,7 @@ class Provider:
     importance: str | None = None
     differentiable = True
     strided = False  # whether selection_stride means anything to it
+    backend = "auto"  # of ours
     factor = 4.0
     note = ""
 
@@ -82,7 +83,9 @@ class Ours(Provider):
 
     def run(self, x: Tensors, setting: Setting, **options: Any) -> Any:
         options |= {name: x[name] for name in self.names}
-        options |= dict(sliding_window_size=setting.w, importance=self.importance)
+        options |= dict(
+            sliding_window_size=setting.w, importance=self.importance, backend=self.backend
+        )
         return nsa.native_sparse_attention(**options, **setting.ranking)
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
@@ -108,7 +111,10 @@ class OursCompressed(Provider):
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
         inputs = [x[name] for name in self.names]
-        return nsa.compressed_attention(*inputs, compress_block_sliding_stride=setting.d)
+        options: dict[str, Any] = dict(
+            compress_block_sliding_stride=setting.d, backend=self.backend
+        )
+        return nsa.compressed_attention(*inputs, **options)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.behind(setting.d)]
@@ -122,7 +128,8 @@ class OursSelect(Provider):
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
         q, ck = x["q"].detach(), x["ck"].detach()
-        return nsa.select_blocks(q, ck, importance=str(self.importance), **setting.ranking)
+        options: dict[str, Any] = dict(importance=self.importance, backend=self.backend)
+        return nsa.select_blocks(q, ck, **options, **setting.ranking)
 
     def indices(self, x: Tensors, setting: Setting) -> Tensor:
         return self.call(x, setting)
@@ -155,8 +162,9 @@ class OursSelected(Provider):
         x["indices"] = nsa.select_blocks(q, ck, **setting.ranking)
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
-        inputs = [x[name] for name in (*self.names, "indices")]
-        return nsa.selected_attention(*inputs, selection_block_size=setting.s, **setting.forced)
+        options: dict[str, Any] = dict(selection_block_size=setting.s, backend=self.backend)
+        q, k, v, indices = (x[name] for name in (*self.names, "indices"))
+        return nsa.selected_attention(q, k, v, indices, **options, **setting.forced)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.chosen(setting.s, setting.n, setting.initial, setting.local)]
@@ -167,7 +175,8 @@ class OursWindow(Provider):
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
         inputs = [x[name] for name in self.names]
-        return nsa.sliding_window_attention(*inputs, sliding_window_size=setting.w)
+        options: dict[str, Any] = dict(sliding_window_size=setting.w, backend=self.backend)
+        return nsa.sliding_window_attention(*inputs, **options)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.window(setting.w)]
@@ -179,11 +188,11 @@ class OursWindow(Provider):
 class Dense(Provider):
     """Causal attention to everything, by one backend of `scaled_dot_product_attention`."""
 
-    def __init__(self, name: str, backend: SDPBackend | None) -> None:
-        self.name, self.backend = name, backend
+    def __init__(self, name: str, kernels: SDPBackend | None) -> None:
+        self.name, self.kernels = name, kernels
 
     def why_not(self, setting: Setting, device: torch.device) -> str | None:
-        if self.backend is not None and device.type != "cuda":
+        if self.kernels is not None and device.type != "cuda":
             return f"{self.name} needs cuda"
         return None
 
@@ -207,9 +216,9 @@ class Dense(Provider):
         q, k, v = (x[name].transpose(1, 2) for name in self.names)
         grouped = q.shape[1] != k.shape[1]
         attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        if self.backend is None:
+        if self.kernels is None:
             return attend(q, k, v, enable_gqa=grouped).transpose(1, 2)
-        with sdpa_kernel(self.backend):
+        with sdpa_kernel(self.kernels):
             return attend(q, k, v, enable_gqa=grouped).transpose(1, 2)
 
     def branches(self, setting: Setting) -> list[Branch]:

@@ -261,6 +261,18 @@ def failures(rows: Rows) -> str:
     return "\n".join(f"* {what} (T = {', '.join(Ts)})" for what, Ts in found.items()) or "none"
 
 
+def notes(rows: Rows) -> str:
+    """What providers say of how they were called."""
+    found: dict[str, list[str]] = {}
+    for row in rows.used:
+        if "note" in row and row["part"] == "whole" and "failed" not in row:
+            heads = found.setdefault(f"{row['provider']}: {row['note']}", [])
+            heads.append(f"{row['H']}/{row['K']}")
+    if not rows.used:
+        return NO_ROWS
+    return "\n".join(f"* {what} (H/K = {', '.join(dict.fromkeys(h))})" for what, h in found.items())
+
+
 def machine(rows: Rows) -> str:
     """Where and at what commits the rows were taken."""
     if not rows.used:
@@ -290,6 +302,7 @@ DRAWN: dict[str, Callable[[Rows], str]] = {
     "parts": parts,
     "agreement": agreement,
     "memory": memory,
+    "notes": notes,
     "losses": losses,
     "failures": failures,
 }

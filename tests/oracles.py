@@ -74,12 +74,14 @@ def selected(q, k, v, indices, s, causal, offset, initial=0, local=1, gates=None
         i = offset + t
         r = h // (q.shape[2] // indices.shape[2])
         chosen = {c: slot for slot, c in enumerate(indices[b, t, r].tolist()) if c >= 0}
-        attended = set(chosen) | forced_blocks(i, -(-S // s), s, causal, initial, local)
+        forced = forced_blocks(i, -(-S // s), s, causal, initial, local)
+        attended = set(chosen) | forced
         j = [j for j in range(S) if j // s in attended and (not causal or j <= i)]
         factor = None
         if gates is not None:
             one = gates.new_ones(())
-            factor = [gates[b, t, r, chosen[x // s]] if x // s in chosen else one for x in j]
+            gated = set(chosen) - forced
+            factor = [gates[b, t, r, chosen[x // s]] if x // s in gated else one for x in j]
             factor = torch.stack(factor) if factor else None
         return softmax_attention(q[b, t, h], k[b, j, kv], v[b, j, kv], factor, scale)
 

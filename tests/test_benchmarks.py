@@ -2,6 +2,7 @@
 the page that is committed."""
 
 import copy
+import importlib
 import json
 
 import oracles
@@ -286,3 +287,72 @@ def test_tables(tmp_path):
 
 def test_no_rows_no_numbers():
     assert {draw(report.Rows([])) for draw in report.DRAWN.values()} == {report.NO_ROWS}
+
+
+# tiles
+
+
+def test_tiles_stand_in_and_go_again():
+    launch = pytest.importorskip("native_sparse_attention.kernels.launch")
+
+    def tiles():
+        return [
+            launch.interval_tile("dq", True, 64, 2, torch.bfloat16),
+            launch.pair_tile("dkv", 64, 2, torch.float32),
+            launch.gather_tile("dq", 64, 2, torch.bfloat16),
+            launch.ranking_tile("probs", 64, 2, 16, torch.bfloat16),
+        ]
+
+    before, others = tiles(), [launch.Tile(256, 16, 1, 1)] * 4
+    # rows of a gather are what they are
+    gathered = launch.Tile(16, 16, 1, 1)
+    others[3] = launch.RankingTile(256, 16, 1, 1, 1, 1)
+    for index, kernel in enumerate(("dq", "pairs.dkv", "gather.dq", "ranking.probs")):
+        other = others[index]
+        with launch.using({kernel: other}):
+            after = tiles()
+        changed = [now != then for now, then in zip(after, before)]
+        assert changed == [n == index for n in range(4)]
+        assert after[index] == (gathered if index == 2 else other)
+        with pytest.raises(KeyError), launch.using({kernel: other}):
+            raise KeyError
+        assert tiles() == before
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+def test_tuner(tmp_path, capsys):
+    pytest.importorskip("triton")
+    tune = importlib.import_module("benchmarks.tune")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = ["--lengths", "24", "--heads", "2/1", "--seconds", "1e-4", "--device", device]
+    options += ["--kernels", "window", "gather.dq", "--tiles", "16,16,4,1", "16,7,4,1"]
+    options += ["--operations", "window"]
+    try:
+        rows = tune.main([*options, "--out", str(tmp_path / "tune.jsonl")])
+    except Exception as error:
+        if "0-dimensional arrays" not in str(error):
+            raise
+        pytest.skip(f"Triton's interpreter and this numpy do not go together: {error}")
+    assert [row["kernel"] for row in rows] == ["window"] * 3
+    assert [row["tile"] for row in rows] == ["default", [16, 16, 4, 1], [16, 7, 4, 1]]
+    assert "failed" in rows[2] and rows[1]["p50_ms"] > 0 and rows[1]["over_default"] > 0
+    assert '"window": ' in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_winning_tiles():
+    tune = pytest.importorskip("benchmarks.tune")
+    case = dict(gpu="GPU", kernel="dq", D=128, G=4, s=64, dtype="bfloat16", H=32)
+    case |= {"pass": "backward", "selection_stride": 1}
+
+    def row(part, T, tile, over):
+        return {**case, "part": part, "T": T, "tile": tile, "over_default": over}
+
+    rows = [row(part, 8192, "default", 1.0) for part in ("window", "selected")]
+    rows += [row(part, 8192, [64, 64, 4, 2], 0.9) for part in ("window", "selected")]
+    # faster, but it ran in one of the two; slower on the whole; and one that failed
+    rows += [row("window", 8192, [64, 64, 4, 1], 0.5)]
+    rows += [row("window", 8192, [64, 32, 4, 1], 0.5), row("selected", 8192, [64, 32, 4, 1], 2.0)]
+    rows += [{**row("window", 8192, [128, 64, 4, 1], 0.1), "failed": "wrong"}]
+    (told,) = tune.winners(rows)
+    assert told.startswith('"dq": Tile(64, 64, 4, 2),  # 0.900 of the time; width 128, G=4, s=64')

@@ -18,7 +18,7 @@ from tests.budget import CUDA, DEVICE, assert_right
 
 pytestmark = pytest.mark.kernels
 
-L, D_, S_, N, W = 8, 4, 8, 2, 11
+L, D_, S_, N, W = 8, 4, 8, 2, 21
 SETTINGS = {
     "compress_block_size": L,
     "compress_block_sliding_stride": D_,

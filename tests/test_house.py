@@ -37,6 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.decode",
         }
     ),
+    frozenset({"kernels.interval_backward"}),
     frozenset({"kernels.interval", "kernels.gather", "kernels.pairs", "kernels.block_keys"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset({"kernels.device", "kernels.topn"}),

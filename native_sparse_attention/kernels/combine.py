@@ -32,11 +32,11 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
 def combine_backward_kernel(
-    cmp, sel, win, gates, d_out, d_gates, delta, ROWS, H, T, g_b, g_t, g_h, g_3,
+    cmp, sel, win, gates, d_out, d_gates, delta, weight, ROWS, H, T, g_b, g_t, g_h, g_3,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3], and `delta_b = gate_b
-    d_gate_b` [3, ROWS]."""
+    """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3]; the same and the gates in
+    float32, branch by branch, [3, ROWS]."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
@@ -46,7 +46,9 @@ def combine_backward_kernel(
         d_gate = tl.sum(load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32) * do, 1)
         g = tl.load(gate + branch * g_3, mask=real, other=0.0).to(tl.float32)
         tl.store(d_gates + row * 3 + branch, d_gate.to(d_gates.dtype.element_ty), mask=real)
-        tl.store(delta + branch * tl.cast(ROWS, tl.int64) + row, g * d_gate, mask=real)
+        at = branch * tl.cast(ROWS, tl.int64) + row
+        tl.store(delta + at, d_gate, mask=real)
+        tl.store(weight + at, g, mask=real)
 
 
 @triton.jit(do_not_specialize=["ROWS"])
@@ -90,13 +92,13 @@ def forward(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
 
 def backward(
     d_out: Tensor, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor
-) -> tuple[Tensor, Tensor]:
-    """d_gates [B T H 3] and, for each branch, delta [3 B T H]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_gates [B T H 3] and, for each branch, delta and gate [3 B T H] in float32."""
     d_gates = gates.new_empty(gates.shape)
-    delta = gates.new_empty(3, *gates.shape[:3], dtype=torch.float32)
+    delta, weight = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
     grid, args = arguments(outs, gates)
-    combine_backward_kernel[grid](d_out=d_out, d_gates=d_gates, delta=delta, **args)
-    return d_gates, delta
+    combine_backward_kernel[grid](d_out=d_out, d_gates=d_gates, delta=delta, weight=weight, **args)
+    return d_gates, delta, weight
 
 
 def deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:

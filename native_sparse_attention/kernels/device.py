@@ -89,13 +89,12 @@ def load_lse(lse, row, real):
 
 
 @triton.jit
-def gate_rows(gate, b, token, head, gate_b, gate_t, gate_h, real, GATED: tl.constexpr):
+def gate_rows(gate, row, real, GATED: tl.constexpr):
     """The gate of each row; 0 where there is none to load."""
     if GATED:
-        at = gate + b * gate_b + token.to(tl.int64) * gate_t + head * gate_h
-        return tl.load(at, mask=real, other=0.0).to(tl.float32)
+        return tl.load(gate + row, mask=real, other=0.0)
     else:
-        return tl.zeros(token.shape, tl.float32)
+        return tl.zeros(row.shape, tl.float32)
 
 
 @triton.jit
@@ -118,3 +117,24 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
     p, alpha = tl.exp2(s - m_safe[:, None]), tl.exp2(m - m_safe)
     acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return acc, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constexpr, real):
+    """Write what a running softmax has come to: out, and lse in natural units, -inf for an empty
+    row."""
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
+    log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
+    tl.store(lse + row, log, mask=real)
+
+
+@triton.jit
+def softmax_grad(s, dp, lse, delta, gate, GATED: tl.constexpr):
+    """Probabilities, times the gate, and the gradient of logits s, from dp = d_out . v; `lse`,
+    `delta` and `gate` broadcast along the keys."""
+    p = tl.exp2(s - lse)
+    if GATED:
+        p *= gate
+    return p, p * (dp - delta)

@@ -118,7 +118,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
     q, k, v, lists, gates, d_out, lse, delta, gate, dq, d_gates, starts, start, T, S, K, R, n, s,
-    scale, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, gate_b, gate_t, gate_h,
+    scale, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
@@ -141,7 +141,7 @@ def dq_kernel(
     do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
     lse_row = load_lse(lse, row, real)
     delta_row = tl.load(delta + row, mask=real, other=0.0)
-    gate_row = gate_rows(gate, b, token, head, gate_b, gate_t, gate_h, real, GATED)
+    gate_row = gate_rows(gate, row, real, GATED)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
@@ -158,9 +158,9 @@ def dq_kernel(
         if DIAGONAL:
             visible = visible & (key[None] <= start + token[:, None])
         p = tl.where(visible, p, 0.0)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         if GATED:
-            dp *= gate_row[:, None]
+            p *= gate_row[:, None]
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta_row[:, None])
         if GATES:
             d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S]), 2)

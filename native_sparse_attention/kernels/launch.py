@@ -6,6 +6,8 @@ query heads a KV head; the others are safe, not measured.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +41,7 @@ class Tile:
 TILES = {
     128: {
         "forward": Tile(128, 128, 8, 2),
-        "window": Tile(64, 64, 4, 3),
+        "window": Tile(64, 64, 4, 2),
         "dq": Tile(128, 64, 8, 3),
         "dkv": Tile(64, 128, 8, 3),
     },
@@ -54,10 +56,10 @@ FLOAT32 = Tile(32, 32, 4, 1)
 
 # the selected branch query by query: by rows of a tile (those of the tokens that share a list)
 GATHER = {
-    16: Tile(16, 64, 1, 3),
-    32: Tile(32, 64, 2, 3),
-    64: Tile(64, 64, 4, 3),
-    128: Tile(128, 64, 8, 2),
+    16: {"forward": Tile(16, 64, 1, 2), "dq": Tile(16, 64, 2, 3)},
+    32: {"forward": Tile(32, 64, 2, 3), "dq": Tile(32, 64, 2, 2)},
+    64: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2)},
+    128: {"forward": Tile(128, 64, 8, 2), "dq": Tile(128, 64, 8, 2)},
 }
 GATHER_ROWS = 128
 
@@ -67,6 +69,9 @@ PAIRS = {
     256: {"forward": Tile(64, 64, 8, 2), "dkv": Tile(32, 64, 8, 1)},
 }
 
+# tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
+override: dict[str, Any] = {}
+
 # rows that a program of the selected branch, block by block, works through at most
 ITEM_ROWS = 16384
 
@@ -75,6 +80,18 @@ FEW_TOKENS = 4096
 
 # rows of a query-by-query tile under which block by block is faster
 FEW_ROWS = 9
+
+
+@contextmanager
+def using(tiles: dict[str, Any]) -> Iterator[None]:
+    """Launch with these tiles, to try them out. In all threads: backward passes have their own."""
+    before = dict(override)
+    override.update(tiles)
+    try:
+        yield
+    finally:
+        override.clear()
+        override.update(before)
 
 
 def padded(width: int) -> int:
@@ -89,6 +106,7 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
         kernel = "window"
     bucket = next(limit for limit in TILES if width <= limit)
     tile = FLOAT32 if dtype == torch.float32 else TILES[bucket][kernel]
+    tile = override.get(kernel, tile)
     # a tile holds at least one token with all heads of its group
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
@@ -96,11 +114,11 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
 
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
-    tile = GATHER[padded(rows)]
+    tile = override.get(f"gather.{kernel}", GATHER[padded(rows)][kernel])
     if dtype == torch.float32:
-        return Tile(tile.block_m, 32, 4, 1)
+        return Tile(padded(rows), 32, 4, 1)
     stages = tile.num_stages if width <= 128 else 1
-    return Tile(tile.block_m, tile.block_n, tile.num_warps, stages)
+    return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
 
 
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
@@ -119,6 +137,7 @@ def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dkv" block by block."""
     bucket = next(limit for limit in PAIRS if width <= limit)
     tile = FLOAT32 if dtype == torch.float32 else PAIRS[bucket][kernel]
+    tile = override.get(f"pairs.{kernel}", tile)
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
@@ -157,9 +176,9 @@ def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Cotangent:
-    """What a backward starts from, of one branch: `d_out` [B T H E] contiguous, times the branch's
-    gate [B T H] if there is one, the rows' `lse`, and `delta`, what each row's dp is measured
-    from."""
+    """What a backward starts from, of one branch: `d_out` [B T H E], times the branch's gate if
+    there is one, the rows' `lse`, and `delta`, what each row's dp is measured from. All contiguous,
+    all but d_out [B T H] in float32: what a loop loads without waiting."""
 
     d_out: Tensor
     lse: Tensor
@@ -173,7 +192,6 @@ class Cotangent:
             delta=self.delta,
             gate=self.gate,
             GATED=self.gate is not None,
-            **strides("gate", self.gate, "bth"),
         )
 
 
@@ -210,58 +228,49 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class RankingTile:
     """BLOCK_M rows of queries against BLOCK_N blocks a step, whose n best are kept in `columns`
-    lists of `depth` blocks, or merged where `columns` is 0; `merge_n` blocks a step where lists
-    lost one and the tile is done again."""
+    lists of `depth` blocks, or merged where `columns` is 0. Where lists lose a block, the tile is
+    done again by merging, `merge_n` blocks a step."""
 
     block_m: int
     block_n: int
     columns: int
     depth: int
-    merge_n: int
     num_warps: int
     num_stages: int
+    merge_n: int = 32
 
 
 # not measured: chosen so that no registers spill, compiled for an H100. With 8 lists of 8, one
-# tile in 60 of random scores loses one of the 16 best, and one in 370 one of the 13 best.
-LOGITS_TILES = {
-    128: RankingTile(64, 64, 8, 8, 32, 4, 2),
-    256: RankingTile(64, 32, 8, 8, 32, 4, 2),
-}
-INTERPOLATED_TILES = {
-    128: RankingTile(64, 32, 8, 8, 32, 4, 2),
-    256: RankingTile(64, 32, 0, 0, 32, 8, 2),
-}
-# by the heads of a group, a power of two: many of them leave a tile few tokens, whose scores are
-# spread over more lists
+# tile in 60 of random scores loses one of the 16 best, and one in 370 one of the 13 best. A row of
+# a tile's scores should lie in one warp, which 16 rows a warp achieve
+LOGITS_TILES = {128: RankingTile(64, 64, 8, 8, 4, 2), 256: RankingTile(64, 32, 8, 8, 4, 2)}
+INTERPOLATED_TILES = {128: RankingTile(64, 32, 8, 8, 4, 2), 256: RankingTile(64, 32, 0, 0, 8, 2)}
+# by the heads of a group: many of them leave a tile few tokens, whose scores are spread over more
+# lists
 PROBS_TILES = {
-    2: RankingTile(64, 64, 8, 8, 32, 4, 2),
-    8: RankingTile(64, 32, 8, 8, 32, 4, 3),
-    64: RankingTile(64, 32, 32, 4, 32, 4, 3),
+    2: RankingTile(64, 64, 8, 8, 4, 2),
+    8: RankingTile(64, 32, 8, 8, 4, 3),
+    64: RankingTile(64, 32, 32, 4, 4, 3),
 }
-PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 32, 8, 1)
+PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 8, 1)
 # lists are too short for more
 MOST_IN_LISTS = 16
 
 
-def first_at_least(tiles: dict[int, RankingTile], size: int) -> RankingTile:
-    return next(tile for limit, tile in tiles.items() if size <= limit)
-
-
-def logits_tile(width: int, n: int, interpolated: bool) -> RankingTile:
-    """For heads of `width` and the n best."""
-    tile = first_at_least(INTERPOLATED_TILES if interpolated else LOGITS_TILES, width)
-    return for_the_n_best(tile, n)
-
-
-def probs_tile(heads: int, n: int, dtype: torch.dtype) -> RankingTile:
-    """For groups of `heads`, a power of two, and the n best."""
-    tile = PROBS_FLOAT32 if dtype == torch.float32 else first_at_least(PROBS_TILES, heads)
-    # a tile holds at least one token with all heads of its group
-    return for_the_n_best(replace(tile, block_m=max(tile.block_m, heads)), n)
-
-
-def for_the_n_best(tile: RankingTile, n: int) -> RankingTile:
+def ranking_tile(
+    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False
+) -> RankingTile:
+    """For heads of `width`, `groups` of which rank together, and the n best."""
+    size, tiles = width, INTERPOLATED_TILES if interpolated else LOGITS_TILES
+    if rule == "probs":
+        size, tiles = groups, PROBS_TILES
+    tile = next(tile for limit, tile in tiles.items() if size <= limit)
+    if rule == "probs" and dtype == torch.float32:
+        tile = PROBS_FLOAT32
+    tile = override.get(f"ranking.{rule}", tile)
+    if rule == "probs":
+        # a tile holds at least one token with all heads of its group
+        tile = replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(groups)))
     if n > MOST_IN_LISTS or tile.columns == 0:
         block_n = max(32, triton.next_power_of_2(n))
         return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)

@@ -93,7 +93,7 @@ def dkv_kernel(
     q, k, v, gates, d_out, lse, delta, gate, dk, dv, spill_k, spill_v, part, d_gates,
     entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
     T, S, K, s, C, BLOCKS, first, length, scale,
-    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, gate_b, gate_t, gate_h,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
@@ -123,7 +123,7 @@ def dkv_kernel(
             do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
             lse_row = load_lse(lse, row, real)
             delta_row = tl.load(delta + row, mask=real, other=0.0)
-            gate_row = gate_rows(gate, b, t, head, gate_b, gate_t, gate_h, real, GATED)
+            gate_row = gate_rows(gate, row, real, GATED)
 
             # [N, M]: p and ds are the left operands of what follows
             logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
@@ -135,11 +135,10 @@ def dkv_kernel(
             if DIAGONAL:
                 visible = visible & (key[:, None] <= start + t[None])
             p = tl.where(visible, p, 0.0)
+            if GATED:
+                p *= gate_row[None]
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             ds = p * (dp - delta_row[None])
-            if GATED:
-                ds = p * (dp * gate_row[None] - delta_row[None])
-                p *= gate_row[None]
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
             if GATES:
                 if PARTS:

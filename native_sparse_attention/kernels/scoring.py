@@ -307,13 +307,13 @@ def select_blocks(
     )  # fmt: skip
     if importance == "logits":
         kernel, rows = logits_kernel, 1
-        tile = launch.logits_tile(D, n, interpolated)
+        tile = launch.ranking_tile(importance, D, G, n, q.dtype, interpolated)
         keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale)
         one_half = G == 1 and q.dtype != torch.float32
         args |= dict(keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half)
     else:
         kernel, rows = probs_kernel, triton.next_power_of_2(G)
-        tile = launch.probs_tile(rows, n, q.dtype)
+        tile = launch.ranking_tile(importance, D, G, n, q.dtype)
         memory = 0 if mem_k is None else mem_k.shape[1]
         m_h, m_m = (0, 0) if mem_k is None else mem_k.stride()[:2]
         k_b, k_w, k_h = ck.stride()[:3]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import gather, interval, launch, pairs
+from . import gather, interval, interval_backward, launch, pairs
 from .device import EVERYTHING, LOCAL_BLOCKS
 from .launch import Cotangent, Place, Selection
 
@@ -28,6 +28,18 @@ def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] 
     reach = (selection.num_local - 1) * s
     place = Place(LOCAL_BLOCKS.value, reach, s, floor=end, causal_prefix=True, **where)
     return dict(k=k, v=v, place=place, prefix=first if end else None)
+
+
+def within_window(
+    selection: Selection, k: Tensor, v: Tensor, window_k: Tensor, w: int
+) -> tuple[tuple[Tensor, Tensor] | None, Place | None]:
+    """Prefix and place of the forced blocks where the local ones lie in a causal window of w keys
+    back over the same keys, which can then see to them too; None otherwise."""
+    reach = selection.num_local * selection.s - 1
+    if not selection.causal or not selection.num_local or window_k is not k or reach > w:
+        return None, None
+    forced = forced_blocks(selection, k, v)
+    return (None, None) if forced is None else (forced["prefix"], forced["place"])
 
 
 def by_block(selection: Selection, q: Tensor, direction: str) -> bool:
@@ -78,10 +90,16 @@ def valid_lists(selection: Selection, S: int) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    partial: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and natural lse [B T H]."""
-    forced, partial = forced_blocks(selection, k, v), None
+    """out [B T H E] and natural lse [B T H]; in those of the forced blocks if `partial` holds
+    them."""
+    forced = forced_blocks(selection, k, v) if partial is None else None
     if forced is not None:
         partial = interval.forward(q, scale=scale, **forced)
     if selection.lists.shape[-1]:
@@ -93,6 +111,32 @@ def forward(
     return out, q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
 
 
+def forced_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    cotangent: Cotangent,
+    dq: Tensor | None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """dq (added to the `dq` given), dk and dv through the forced blocks."""
+    dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
+    forced = forced_blocks(selection, k, v)
+    if forced is None:
+        return dq, dk, dv
+    dq = interval_backward.backward_q(q, scale=scale, cotangent=cotangent, dq=dq, **forced)
+    prefix = forced.pop("prefix")
+    grads = [interval_backward.backward_kv(q, scale=scale, cotangent=cotangent, **forced)]
+    if prefix is not None:
+        place = forced["place"]
+        grads.append(interval_backward.backward_prefix(q, prefix, place, scale, cotangent))
+    for some_dk, some_dv in grads:
+        dk[:, : some_dk.shape[1]] += some_dk
+        dv[:, : some_dv.shape[1]] += some_dv
+    return dq, dk, dv
+
+
 def backward(
     q: Tensor,
     k: Tensor,
@@ -101,20 +145,13 @@ def backward(
     scale: float,
     cotangent: Cotangent,
     dq: Tensor | None = None,
+    partial: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq (added to the `dq` given), dk and dv in float32, and the gradient of the gates."""
-    dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
-    forced = forced_blocks(selection, k, v)
-    if forced is not None:
-        dq = interval.backward_q(q, scale=scale, cotangent=cotangent, dq=dq, **forced)
-        prefix = forced.pop("prefix")
-        grads = [interval.backward_kv(q, scale=scale, cotangent=cotangent, **forced)]
-        if prefix is not None:
-            grads.append(interval.backward_prefix(q, prefix, forced["place"], scale, cotangent))
-        for some_dk, some_dv in grads:
-            dk[:, : some_dk.shape[1]] += some_dk
-            dv[:, : some_dv.shape[1]] += some_dv
-
+    """dq (added to the `dq` given), dk and dv in float32, and the gradient of the gates. Where
+    dk and dv of the forced blocks are there already (`partial`), the rest is added to them."""
+    if partial is None:
+        dq, *partial = forced_backward(q, k, v, selection, scale, cotangent, dq)
+    dk, dv = partial
     if not selection.lists.shape[-1]:
         dq = torch.zeros_like(q) if dq is None else dq
         return dq, dk, dv, None if selection.gates is None else torch.zeros_like(selection.gates)

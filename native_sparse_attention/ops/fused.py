@@ -88,8 +88,10 @@ def attend(
     elif lists is None:
         ranks = ck.shape[2] if at.shared else q.shape[2]
         lists = q.new_full((*q.shape[:2], ranks, at.num_selected), -1, dtype=torch.int32)
-    out_sel, lse_sel = selected.forward(q, k, v, at.selection(lists, starts), at.scale)
-    out_win, lse_win = interval.forward(q, *window, place_win, at.scale)
+    selection = at.selection(lists, starts)
+    near = selected.within_window(selection, k, v, window[0], at.w)
+    out_win, lse_win, *partial = interval.forward(q, *window, place_win, at.scale, *near)
+    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, partial or None)
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists
 
 
@@ -195,7 +197,7 @@ def layer_backward(
     recompute: bool,
 ) -> list[Tensor]:
     """Gradients of all differentiable tensors that are there, in their order."""
-    from ..kernels import combine, interval, selected
+    from ..kernels import combine, interval_backward, selected
     from ..kernels.launch import Cotangent
 
     settings = Settings(
@@ -216,24 +218,36 @@ def layer_backward(
             settings, q, k, v, ck, cv, query, memory, mem_k, window, starts, None, lists
         )
 
-    d_gates, delta = combine.backward(d_out, outs, branch_gates)
+    d_gates, delta, weight = combine.backward(d_out, outs, branch_gates)
     del outs
-    cmp, sel, win = (Cotangent(d_out, lses[i], delta[i], branch_gates[..., i]) for i in range(3))
+    cmp, sel, win = (Cotangent(d_out, lses[i], delta[i], weight[i]) for i in range(3))
     place_cmp, place_win = settings.places(starts)
-    dcq = interval.backward_q(query, ck, cv, place_cmp, scale, cmp, memory)
-    dck, dcv = interval.backward_kv(query, ck, cv, place_cmp, scale, cmp)
-    dq = interval.backward_q(q, *window, place_win, scale, win, dq=dcq if cq is None else None)
-    d_window = interval.backward_kv(q, *window, place_win, scale, win)
+    dcq = interval_backward.backward_q(query, ck, cv, place_cmp, scale, cmp, memory)
+    dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, scale, cmp)
+    dq = dcq if cq is None else None
+
     chosen = settings.selection(lists, starts)
-    dq, dk, dv, _ = selected.backward(q, k, v, chosen, scale, sel, dq)
-    if not own_window:
+    first, inner = selected.within_window(chosen, k, v, window[0], w)
+    within = None if inner is None else (inner, sel)
+    dq = interval_backward.backward_q(q, *window, place_win, scale, win, first, dq, within)
+    d_window = interval_backward.backward_kv(q, *window, place_win, scale, win, within)
+    if within and first:
+        of_first = interval_backward.backward_prefix(q, first, inner, scale, sel)
+        for d, some in zip(d_window, of_first, strict=True):
+            d[:, : some.shape[1]] += some
+    # in the window's own gradients where they are those of k and v too
+    partial = d_window if within else None
+    dq, dk, dv, _ = selected.backward(q, k, v, chosen, scale, sel, dq, partial)
+    if not own_window and not within:
         dk, dv = dk + d_window[0], dv + d_window[1]
 
     grads = [dq, dk, dv, dck, dcv, d_gates]
     if cq is not None:
         grads.append(dcq)
     if memory is not None:
-        grads += memory_grads(*interval.backward_prefix(query, memory, place_cmp, scale, cmp))
+        grads += memory_grads(
+            *interval_backward.backward_prefix(query, memory, place_cmp, scale, cmp)
+        )
     elif mem_k is not None:
         grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
     if own_window:

@@ -125,17 +125,19 @@ def interval_attention_backward(
     scale: float,
 ) -> list[Tensor]:
     """dq, dk, dv, and those of the memory."""
-    from ..kernels import combine, interval, launch
+    from ..kernels import combine, interval_backward, launch
 
     place = launch.Place(kind, reach, stride, start=start, starts=starts)
     q, k, v = rows(q, k, v)
     d_out = d_out.contiguous()
     cotangent = launch.Cotangent(d_out, lse, combine.deltas(out, d_out, d_lse.contiguous()))
     memory = prefix(mem_k, mem_v, k.shape[0])
-    dq = interval.backward_q(q, k, v, place, scale, cotangent, memory)
-    grads = [dq, *interval.backward_kv(q, k, v, place, scale, cotangent)]
+    dq = interval_backward.backward_q(q, k, v, place, scale, cotangent, memory)
+    grads = [dq, *interval_backward.backward_kv(q, k, v, place, scale, cotangent)]
     if memory is not None:
-        grads += memory_grads(*interval.backward_prefix(q, memory, place, scale, cotangent))
+        grads += memory_grads(
+            *interval_backward.backward_prefix(q, memory, place, scale, cotangent)
+        )
     return [g.to(q.dtype) for g in grads]
 
 

@@ -1,0 +1,264 @@
+"""Which tile is fastest for each kernel: what `native_sparse_attention/kernels/launch.py` holds.
+
+    python -m benchmarks.tune --kernels dq dkv --heads 64/4 32/8
+    python -m benchmarks.tune --kernels gather.dq --tiles 64,64,4,2 64,128,4,3
+    python -m benchmarks.tune --kernels gather.dq --stride 4 --operations whole
+    python -m benchmarks.tune --winners                    those of the rows that are there
+
+Every operation that launches a kernel is timed with each tile in place of the one in launch.py,
+which is timed first and whose results the others must give. A row for each goes to
+results/tune.jsonl. The winner has the least product of its times over those of launch.py's tile,
+over all operations and lengths in which it ran; rows to paste are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels.launch import RankingTile, Tile
+
+from . import attention, common
+from .common import Row
+from .oracle import WrongResult
+from .problem import Setting, Tensors
+from .providers import (
+    Ours,
+    OursCompressed,
+    OursProbs,
+    OursSelect,
+    OursSelected,
+    OursSelectProbs,
+    OursWindow,
+    Provider,
+)
+
+KERNELS: tuple[str, ...] = ("forward", "window", "dq", "dkv")
+KERNELS += ("gather.forward", "gather.dq", "pairs.forward", "pairs.dkv")
+KERNELS += ("ranking.logits", "ranking.probs")
+
+# by the name on the command line; "selected" for random selections, of which neighbours share none
+OPERATIONS: dict[str, Callable[[], Provider]] = {
+    "compressed": OursCompressed,
+    "selected": lambda: OursSelected(1),
+    "window": OursWindow,
+    "select": OursSelect,
+    "select-probs": OursSelectProbs,
+    "whole": Ours,
+    "whole-probs": OursProbs,
+}
+ALONE = [name for name in OPERATIONS if "whole" not in name]
+
+
+class Asked(Exception):
+    """A launch has asked for the tile of a kernel."""
+
+
+class Probe:
+    """Stands for a tile, to learn who asks for it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Asked(name)
+
+
+def candidates(kernel: str, width: int) -> Iterator[Any]:
+    """A grid of tiles. Those of a gather have as many rows as share a list, whatever they say."""
+    if kernel.startswith("ranking"):
+        lists = ((0, 0), (8, 8), (16, 6), (32, 4))
+        tiles = itertools.product(((64, 4), (128, 8)), (32, 64), lists, (2, 3))
+        for (block_m, warps), block_n, each, stages in tiles:
+            yield RankingTile(block_m, block_n, *each, warps, stages)
+        return
+    rows: tuple[int, ...] = (64, 128) if width <= 128 else (32, 64, 128)
+    keys = (64, 128) if width <= 128 else (32, 64)
+    few_warps: tuple[int, ...] = (4, 8)
+    if kernel.startswith("gather"):
+        rows, few_warps = (0,), (1, 2, 4, 8)
+    for sizes in itertools.product(rows, keys, few_warps, (1, 2, 3)):
+        yield Tile(*sizes)
+
+
+def parsed(kernel: str, text: str) -> Any:
+    numbers = [int(number) for number in text.split(",")]
+    return (RankingTile if kernel.startswith("ranking") else Tile)(*numbers)
+
+
+# one operation
+
+
+class Operation:
+    """A pass of a provider on fixed inputs, the kernels of ours asked for by name."""
+
+    def __init__(
+        self, provider: Provider, direction: str, setting: Setting, device: torch.device
+    ) -> None:
+        self.provider, self.direction, self.setting = provider, direction, setting
+        provider.backend = "triton"
+        self.x: Tensors = attention.prepared(provider, setting, device)
+        self.spot_check()
+        self.call: Callable[[], Any] = lambda: provider.call(self.x, setting)
+        if direction == "backward":
+            out = self.call()
+            self.call = lambda: attention.backward(provider, self.x, out)
+
+    def spot_check(self) -> None:
+        rows = attention.spot_rows(self.setting.T, self.x["q"].device)
+        attention.verify(self.provider, self.x, self.setting, rows)
+
+    def results(self) -> list[Tensor]:
+        found = self.call()
+        return [t.detach() for t in (found if isinstance(found, tuple) else (found,))]
+
+    def asks_for(self, kernel: str) -> bool:
+        probe: Any = Probe()
+        try:
+            with launch.using({kernel: probe}):
+                self.call()
+        except Asked:
+            return True
+        return False
+
+
+def check(actual: list[Tensor], expected: list[Tensor]) -> None:
+    """Within the rounding of their dtype: sums are formed in another order.
+
+    Raises:
+        WrongResult: they differ by more.
+    """
+    for value, right in zip(actual, expected, strict=True):
+        allowed = max(2 * torch.finfo(right.dtype).eps, 1e-5) * right.double().abs().max()
+        error = (value.double() - right.double()).abs().max()
+        if not error <= allowed:
+            raise WrongResult(f"differs from the default's result by {error:.1e}")
+
+
+def tried(operation: Operation, kernel: str, tiles: list[Any], seconds: float) -> Iterator[Row]:
+    """A row for launch.py's own tile ("default"), then one for each of `tiles`."""
+    device = operation.x["q"].device
+    expected = operation.results()
+    default = common.time_call(operation.call, seconds, device)
+    yield {"tile": "default", **default, "over_default": 1.0}
+    for tile in tiles:
+        row: Row = {"tile": list(dataclasses.astuple(tile))}
+        try:
+            with launch.using({kernel: tile}):
+                if operation.provider.differentiable:
+                    check(operation.results(), expected)
+                else:  # near-ties may fall either way
+                    operation.spot_check()
+                row |= common.time_call(operation.call, seconds, device)
+            row["over_default"] = round(row["p50_ms"] / default["p50_ms"], 4)
+        except Exception as error:
+            row["failed"] = common.why(error)
+        yield row
+        if not common.still_alive(device):
+            raise SystemExit(f"the GPU takes no more work after {kernel}, {tile}")
+
+
+# all of them
+
+
+def settings(args: argparse.Namespace) -> Iterator[Setting]:
+    for heads, T in itertools.product(args.heads, args.lengths):
+        H, K = (int(number) for number in heads.split("/"))
+        dtype = getattr(torch, args.dtype)
+        if torch.device(args.device).type == "cuda":
+            yield Setting(T, H, K, args.width, s=args.block, dtype=dtype, stride=args.stride)
+        else:
+            yield dataclasses.replace(attention.tiny(T, H, K), stride=args.stride)
+
+
+def tune(args: argparse.Namespace) -> Iterator[Row]:
+    device = torch.device(args.device)
+    environment = common.environment(device)
+    for setting in settings(args):
+        for name, direction in itertools.product(args.operations, attention.DIRECTIONS):
+            provider = OPERATIONS[name]()
+            if direction == "backward" and not provider.differentiable:
+                continue
+            operation = Operation(provider, direction, setting, device)
+            case = {"part": provider.part, "pass": direction, **setting.row()}
+            for kernel in args.kernels:
+                if not operation.asks_for(kernel):
+                    continue
+                tiles = [parsed(kernel, text) for text in args.tiles]
+                tiles = tiles or list(candidates(kernel, args.width))
+                for row in tried(operation, kernel, tiles, args.seconds):
+                    yield {"kernel": kernel, **case, **row, **environment}
+            del operation
+            common.release()
+
+
+GROUP = ("gpu", "kernel", "D", "G", "s", "selection_stride", "dtype")
+
+
+def winners(rows: list[Row]) -> list[str]:
+    """For each kernel, width, group and dtype on each GPU, the best tile, as launch.py has them."""
+    groups: dict[tuple[Any, ...], dict[tuple[int, ...], dict[Any, float]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in GROUP)
+        tiles = groups.setdefault(key, {})
+        if "failed" not in row:
+            tile = () if row["tile"] == "default" else tuple(row["tile"])
+            case = tuple(row[name] for name in ("part", "pass", "T", "H"))
+            tiles.setdefault(tile, {})[case] = row["over_default"]
+    lines = []
+    for (gpu, kernel, width, group, block, stride, dtype), tiles in groups.items():
+        most = max(len(cases) for cases in tiles.values())
+        means = {
+            tile: math.exp(sum(map(math.log, cases.values())) / most)
+            for tile, cases in tiles.items()
+            if len(cases) == most
+        }
+        best = min(means, key=lambda tile: means[tile])
+        kind = "RankingTile" if kernel.startswith("ranking") else "Tile"
+        what = f"{kind}{best}" if best else "the one that is there"
+        where = f"width {width}, G={group}, s={block}, stride {stride}, {dtype}, {gpu}"
+        lines.append(f'"{kernel}": {what},  # {means[best]:.3f} of the time; {where}')
+    return lines
+
+
+def line(row: Row) -> str:
+    head = f"{row['kernel']:15} {row['part']:10} {row['pass']:8} T={row['T']:<7} G={row['G']:<3}"
+    told = row.get("failed") or f"{row['p50_ms']:10.4f} ms {row['over_default']:7.3f}"
+    return f"{head} {row['tile']!s:24} {told}"
+
+
+def main(argv: list[str] | None = None) -> list[Row]:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="benchmarks.tune", description=summary)
+    add = parser.add_argument
+    add("--kernels", nargs="+", choices=KERNELS, default=KERNELS, metavar="NAME")
+    add("--operations", nargs="+", choices=list(OPERATIONS), default=ALONE, metavar="NAME")
+    add("--stride", type=int, default=1, help="selection_stride, of rankings and wholes")
+    add("--lengths", type=int, nargs="+", default=[65536], metavar="T")
+    add("--heads", nargs="+", default=["64/4", "32/8", "32/32"], metavar="H/K")
+    add("--width", type=int, default=128, help="of a head")
+    add("--block", type=int, default=64, help="selection_block_size")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    add("--tiles", nargs="*", default=[], metavar="M,N,..", help="fields of a tile; else a grid")
+    add("--seconds", type=float, default=0.05, help="of timing for each tile")
+    add("--out", type=Path, default=common.RESULTS / "tune.jsonl")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--winners", action="store_true", help="time nothing, print the winners of the rows")
+    args = parser.parse_args(argv)
+    if not args.winners:
+        for row in tune(args):
+            common.append_row(args.out, row)
+            print(line(row), flush=True)
+    rows = common.read_rows(args.out)
+    print(*winners(rows), sep="\n")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Compiles the kernels for a GPU that is not there: `python tests/compile_kernels.py 90`.
+
+Stands in for the driver, so that a launch compiles and goes no further. What the interpreter lets
+pass and a compiler does not (types that change in a loop, shapes that are no power of two) shows
+here. Prints what each kernel takes: registers, and bytes of stack, which are spilt registers.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from native_sparse_attention.kernels import launch
+from native_sparse_attention.ops import fused, library
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Driver:
+    """What a launch asks of a driver before it launches."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def resources(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return " ".join(re.findall(r"(?:REG|STACK|SHARED):\d+", told))
+
+
+def compile_only(capability: int) -> None:
+    run, seen = JITFunction.run, set()
+
+    def compiled(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            print(f"{self.fn.__module__}.{self.fn.__name__}", resources(kernel.asm["cubin"]))
+        return kernel
+
+    JITFunction.run = compiled
+    driver.set_active(Driver(capability))
+    if capability < 90:
+        launch.boxes = lambda *_: None
+
+
+def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
+    """Forward and backward of the layer."""
+    H, K, D, E = heads
+    d = settings.get("compress_block_sliding_stride", 4)
+    shapes = [(1, S, H, D), (1, S, K, D), (1, S, K, E), (1, S // d, K, D), (1, S // d, K, E)]
+    tensors = [torch.randn(s).to(dtype).requires_grad_() for s in (*shapes, (1, S, H, 3))]
+    memory = [torch.randn(K, 1, width).to(dtype).requires_grad_() for width in (D, E)]
+    settings = {
+        "cq": None,
+        "mem_k": memory[0],
+        "mem_v": memory[1],
+        "window_k": None,
+        "window_v": None,
+        "compress_block_size": 8,
+        "compress_block_sliding_stride": d,
+        "selection_block_size": 32,
+        "num_selected_blocks": 2,
+        "sliding_window_size": 70,
+        "importance": "logits",
+        "interpolated_importance_score": False,
+        "num_initial_blocks": 1,
+        "num_local_blocks": 2,
+        "selection_stride": 1,
+        "query_heads_share_selected_kv": True,
+        "q_offset": 0,
+        "leader_indices": None,
+        "scale": None,
+        "recompute": False,
+        "causal": causal,
+        **settings,
+    }
+    out, _ = fused.native_sparse_attention(*tensors, **settings)
+    out.sum().backward()
+
+
+def branches(dtype, heads=(4, 2, 64, 64), S=200, gated=False):
+    """Forward and backward of the selected branch alone, with gates of its own."""
+    H, K, D, E = heads
+    q, k, v = (torch.randn(1, S, *s).to(dtype).requires_grad_() for s in ((H, D), (K, D), (K, E)))
+    lists = torch.zeros(1, S, K, 2, dtype=torch.int32)
+    gates = torch.ones(lists.shape).to(dtype).requires_grad_() if gated else None
+    for s in (16, 128):
+        out = library.selected_attention(
+            q, k, v, lists, gates=gates, selection_block_size=s, num_initial_blocks=1,
+            num_local_blocks=0, causal=True, q_offset=0,
+        )  # fmt: skip
+        out.sum().backward()
+
+
+if __name__ == "__main__":
+    compile_only(int(sys.argv[1]))
+    some = sys.argv[2:]
+    if not some or "layer" in some:
+        layer(torch.bfloat16)
+        layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)
+        layer(torch.bfloat16, (16, 1, 128, 128), selection_stride=4)
+        layer(torch.bfloat16, (3, 1, 192, 128), causal=False, query_heads_share_selected_kv=False)
+        layer(torch.float32, (5, 1, 80, 40), importance="probs")
+    if not some or "selected" in some:
+        branches(torch.bfloat16, gated=True)
+        branches(torch.float16, (16, 1, 64, 64), gated=True)
