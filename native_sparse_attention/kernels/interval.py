@@ -61,10 +61,10 @@ def forward_kernel(
     full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
     full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full)
     if INNER:
-        local, local_hi = interval(
+        local, _local_hi = interval(
             start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
-        local_first, local_hi_first = interval(
+        local_first, _local_hi_first = interval(
             start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         full_end = tl.minimum(full_end, local_first // BLOCK_N * BLOCK_N)

@@ -64,10 +64,10 @@ def dq_kernel(
     full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
     full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full)
     if INNER:
-        local, local_hi = interval(
+        local, _local_hi = interval(
             start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
-        local_first, local_hi_first = interval(
+        local_first, _local_hi_first = interval(
             start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         full_end = tl.minimum(full_end, local_first // BLOCK_N * BLOCK_N)
@@ -113,7 +113,7 @@ def dq_kernel(
                 )
             if INNER and phase == 2:
                 s = tl.where(n[None] >= local[:, None], s, float("-inf"))
-                p, inner_ds = softmax_grad(
+                _p, inner_ds = softmax_grad(
                     s, dp, inner_lse_row[:, None], inner_delta_row[:, None],
                     inner_gate_row[:, None], GATED,
                 )  # fmt: skip
@@ -163,7 +163,7 @@ def dkv_kernel(
     full_tile = tl.maximum(tl.cdiv(tl.maximum(full - start, 0), TOKENS), begin_tile)
     full_end_tile = tl.minimum(tl.minimum(tl.maximum(full_end - start, 0), T) // TOKENS, end_tile)
     if INNER:
-        local_begin, local_end = seen_by(n0, last, inner_reach, inner_stride, LOCAL_BLOCKS)
+        _local_begin, local_end = seen_by(n0, last, inner_reach, inner_stride, LOCAL_BLOCKS)
         local_end_tile = tl.cdiv(tl.maximum(local_end - start, 0), TOKENS)
         full_tile = tl.maximum(full_tile, local_end_tile)
     full_tile = tl.minimum(full_tile, end_tile)
