@@ -14,7 +14,7 @@ test:  ## what runs anywhere; tests marked gpu skip themselves without one
 gpu:  ## the GPU-marked tests and the kernels', then the benchmark's quick form; fails where there is no GPU
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu: torch sees no CUDA device")'
 	$(PYTHON) -m pytest tests -m gpu
-	$(PYTHON) -m pytest tests/test_kernels.py -m "not gpu"
+	$(PYTHON) -m pytest tests -m "kernels and not gpu"
 	$(PYTHON) -m benchmarks --quick
 
 bench:  ## every benchmark; rows are appended to benchmarks/results/

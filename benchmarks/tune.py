@@ -73,9 +73,10 @@ class Probe:
 def candidates(kernel: str, width: int) -> Iterator[Any]:
     """A grid of tiles. Those of a gather have as many rows as share a list, whatever they say."""
     if kernel.startswith("ranking"):
-        lists = ((8, 8), (16, 4), (16, 8), (32, 4))
-        for block_m, block_n, each, warps in itertools.product((32, 64, 128), (64,), lists, (4, 8)):
-            yield RankingTile(block_m, block_n, *each, warps, 3)
+        lists = ((0, 0), (8, 8), (16, 6), (32, 4))
+        tiles = itertools.product(((64, 4), (128, 8)), (32, 64), lists, (2, 3))
+        for (block_m, warps), block_n, each, stages in tiles:
+            yield RankingTile(block_m, block_n, *each, warps, stages)
         return
     rows: tuple[int, ...] = (64, 128) if width <= 128 else (32, 64, 128)
     keys = (64, 128) if width <= 128 else (32, 64)

@@ -16,10 +16,7 @@ from native_sparse_attention.ops import fused
 from native_sparse_attention.ops.reference import combine_branches
 from tests.budget import CUDA, DEVICE, assert_right
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
+pytestmark = pytest.mark.kernels
 
 L, D_, S_, N, W = 8, 4, 8, 2, 21
 SETTINGS = {

@@ -15,26 +15,7 @@ from native_sparse_attention import (
 from native_sparse_attention.ops import library
 from tests.budget import CUDA, DEVICE, assert_right, draw
 
-pytestmark = [
-    # Triton's interpreter, on numpy
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def runnable():
-    """Some releases of Triton's interpreter cannot run under some releases of numpy."""
-    pytest.importorskip("triton")
-    if CUDA:
-        return
-    q = torch.randn(1, 2, 1, 16)
-    try:
-        sliding_window_attention(q, q, q, sliding_window_size=1, backend="triton")
-    except Exception as error:
-        if "0-dimensional arrays" not in str(error):
-            raise
-        pytest.skip(f"Triton's interpreter and this numpy do not go together: {error}")
+pytestmark = pytest.mark.kernels
 
 
 if CUDA:

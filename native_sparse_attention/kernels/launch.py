@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -237,8 +237,9 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RankingTile:
-    """BLOCK_M rows of queries against BLOCK_N blocks a step, whose n best are found by `columns`
-    lists of `depth` blocks, or by merging where `columns` is 0."""
+    """BLOCK_M rows of queries against BLOCK_N blocks a step, whose n best are kept in `columns`
+    lists of `depth` blocks, or merged where `columns` is 0. Where lists lose a block, the tile is
+    done again by merging, `merge_n` blocks a step."""
 
     block_m: int
     block_n: int
@@ -246,30 +247,41 @@ class RankingTile:
     depth: int
     num_warps: int
     num_stages: int
+    merge_n: int = 32
 
 
-MERGED = RankingTile(64, 64, 0, 0, 8, 2)
-# by rule; not measured: none spills registers when compiled for an H100 at width 128
-RANKING_TILES = {
-    "logits": RankingTile(64, 64, 8, 8, 4, 3),
-    "probs": RankingTile(64, 64, 32, 4, 4, 3),
+# not measured: chosen so that no registers spill, compiled for an H100. With 8 lists of 8, one
+# tile in 60 of random scores loses one of the 16 best, and one in 370 one of the 13 best. A row of
+# a tile's scores should lie in one warp, which 16 rows a warp achieve
+LOGITS_TILES = {128: RankingTile(64, 64, 8, 8, 4, 2), 256: RankingTile(64, 32, 8, 8, 4, 2)}
+INTERPOLATED_TILES = {128: RankingTile(64, 32, 8, 8, 4, 2), 256: RankingTile(64, 32, 0, 0, 8, 2)}
+# by the heads of a group: many of them leave a tile few tokens, whose scores are spread over more
+# lists
+PROBS_TILES = {
+    2: RankingTile(64, 64, 8, 8, 4, 2),
+    8: RankingTile(64, 32, 8, 8, 4, 3),
+    64: RankingTile(64, 32, 32, 4, 4, 3),
 }
+PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 8, 1)
 # lists are too short for more
 MOST_IN_LISTS = 16
 
 
 def ranking_tile(
-    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, columns: bool = True
+    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False
 ) -> RankingTile:
     """For heads of `width`, `groups` of which rank together, and the n best."""
-    tile = MERGED
-    if columns and n <= MOST_IN_LISTS:
-        tile = override.get(f"ranking.{rule}", RANKING_TILES[rule])
-    block_n = max(tile.block_n, triton.next_power_of_2(n))
-    block_m = tile.block_m
+    size, tiles = width, INTERPOLATED_TILES if interpolated else LOGITS_TILES
+    if rule == "probs":
+        size, tiles = groups, PROBS_TILES
+    tile = next(tile for limit, tile in tiles.items() if size <= limit)
+    if rule == "probs" and dtype == torch.float32:
+        tile = PROBS_FLOAT32
+    tile = override.get(f"ranking.{rule}", tile)
     if rule == "probs":
         # a tile holds at least one token with all heads of its group
-        block_m = max(block_m, triton.next_power_of_2(groups))
-    return RankingTile(
-        block_m, block_n, tile.columns, min(tile.depth, n), tile.num_warps, tile.num_stages
-    )
+        tile = replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(groups)))
+    if n > MOST_IN_LISTS or tile.columns == 0:
+        block_n = max(32, triton.next_power_of_2(n))
+        return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)
+    return replace(tile, depth=min(tile.depth, n))

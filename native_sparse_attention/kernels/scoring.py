@@ -3,10 +3,7 @@
 A tile ranks the tokens that lead a group of STRIDE tokens (every token where STRIDE = 1), and every
 token of the group is handed the list. `ops/ranking.py` says what is computed.
 
-Where `importance` is "logits", a block's score is one dot product: the mean query of the heads that
-rank together, and the mean key of the block's windows. Both are formed in float32 and cut into two
-float16 halves, whose products a tensor core adds up in float32: what is left out is 2^-24 of a
-term. A positive factor of a query's scores does not change its ranking, and is left out.
+A positive factor of all scores of a query does not change its ranking, and is left out.
 """
 
 import torch
@@ -14,10 +11,9 @@ import triton
 import triton.language as tl
 
 from . import launch
+from .block_keys import block_keys, first_window, two_halves
 from .device import load_rows
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
-
-LOG2_E = 1.4426950408889634
 
 # one compiled kernel for all lengths and places
 LENGTHS = ["T", "C", "W", "first_token"]
@@ -45,18 +41,6 @@ def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.cons
         complete = position // WIDER * (WIDER // s)
         end = tl.minimum(end, tl.minimum(complete, position // s - (LOCAL - 1)))
     return end
-
-
-@triton.jit
-def two_halves(x):
-    """Rows [M, D] as float16 `high + low`, each row times a power of two, [M], that is returned to
-    undo it. Of a row's largest element 2^-24 is left out."""
-    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
-    exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
-    x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    high = x.to(tl.float16)
-    low = (x - high.to(tl.float32)).to(tl.float16)
-    return high, low, (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -90,55 +74,6 @@ def write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS: tl.constex
 # logits
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def keys_kernel(
-    ck, keys, sizes, C, W, K, scale,
-    k_b, k_w, k_h,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr,
-):  # fmt: skip
-    """One program: keys of a tile of blocks of one row and KV head, halves [2, BLOCK_D] and the
-    power of two that undoes their scaling. Program 1 of axis 2 writes them for queries that do not
-    see the window after the block's, whom that window counts as the block's last."""
-    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    WINDOWS: tl.constexpr = s // d if s > d else 1
-    first = c * s // d
-    last = first * 0 + W - 1
-    if tl.program_id(2) == 1:
-        last = tl.minimum(last, first + WINDOWS - 1)
-    # [BLOCK_C, BLOCK_S]
-    u = tl.arange(0, BLOCK_S)[None]
-    t = c[:, None] * s + u
-    covered = (u < s) & (t < W * d)
-
-    total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    count = tl.zeros([BLOCK_C], tl.float32)
-    AROUND: tl.constexpr = 1 if INTERPOLATED else 0
-    for j in range(-AROUND, WINDOWS + AROUND):
-        w = first + j
-        if INTERPOLATED:
-            # twice the distance of token and window centre, in units of 1 / (2 d)
-            distance = tl.abs(2 * t + 1 - d - 2 * d * w[:, None])
-            near = tl.where(covered, tl.maximum(2 * d - distance, 0), 0)
-            weight = tl.sum(near, 1).to(tl.float32)
-            w = tl.minimum(tl.maximum(w, 0), last)
-        else:
-            weight = (w < W).to(tl.float32)
-        rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
-        tile = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W))
-        total += weight[:, None] * tile.to(tl.float32)
-        count += weight
-    key = total / tl.maximum(count, 1.0)[:, None] * scale
-
-    high, low, size = two_halves(key)
-    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * C + c
-    x = tl.arange(0, BLOCK_D)[None]
-    tl.store(keys + row[:, None] * (2 * BLOCK_D) + x, high, mask=(c < C)[:, None])
-    tl.store(keys + row[:, None] * (2 * BLOCK_D) + BLOCK_D + x, low, mask=(c < C)[:, None])
-    tl.store(sizes + row, size, mask=c < C)
-
-
 @triton.jit
 def score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D: tl.constexpr,
                 ONE_HALF: tl.constexpr):  # fmt: skip
@@ -151,28 +86,49 @@ def score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D: tl.constex
     return dot_of_halves(q_high, q_low, k_high, k_low, ONE_HALF) * size[None]
 
 
+@triton.jit
+def best_by_logits(
+    q_high, q_low, keys, sizes, first_row, edge_row, position, end, C, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr,
+    SLOTS_2: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
+    EDGES: tl.constexpr, ONE_HALF: tl.constexpr,
+):  # fmt: skip
+    """The ranking [M, SLOTS_2] of blocks INITIAL .. end - 1, and whether it must be done again."""
+    # the windows that a query sees end with those of an edge block
+    WINDOWS: tl.constexpr = s // d if s > d else 1
+    first_edge = (tl.min(position, 0) // d - WINDOWS) * d // s
+    found = start(position.shape[0], SLOTS_2, COLUMNS, DEPTH)
+    for c0 in range(INITIAL // BLOCK_N * BLOCK_N, tl.max(end, 0), BLOCK_N):
+        c = chunk_blocks(c0, BLOCK_N, COLUMNS)
+        score = score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D, ONE_HALF)
+        if EDGES:  # noqa: SIM102
+            if c0 + BLOCK_N > first_edge:
+                edge = score_chunk(q_high, q_low, keys, sizes, edge_row, c, C, BLOCK_D, ONE_HALF)
+                is_edge = (first_window(c, d, s) + WINDOWS)[None] == (position // d)[:, None]
+                score = tl.where(is_edge, edge, score)
+        candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
+        found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+    return finish(found, SLOTS, SLOTS_2, COLUMNS)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def logits_kernel(
-    q, keys, sizes, out, redo, before, starts, first_token, T, C, RANKS,
+    q, keys, sizes, out, before, starts, first_token, T, C, RANKS,
     q_b, q_t, q_h,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+    MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, AGAIN: tl.constexpr,
-    FLAG_M: tl.constexpr, ONE_HALF: tl.constexpr,
+    INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, ONE_HALF: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, the mean
     of G query heads. Reads those queries and the keys of their candidates. SHARE ranking heads have
-    one KV head. AGAIN: only where `redo` says so, which a program with lists writes."""
+    one KV head."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most candidates go first
     b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
-    flags = redo + tl.program_id(1) * tl.cdiv(T + STRIDE - 1, STRIDE * FLAG_M)
-    if AGAIN:  # noqa: SIM102
-        if tl.load(flags + tile * BLOCK_M // FLAG_M) == 0:
-            return
     index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position, token, ranked = leaders(index, first_token, T, STRIDE)
     end = tl.where(ranked, candidates_end(position, C, LOCAL, d, s, CAUSAL), 0)
@@ -184,30 +140,20 @@ def logits_kernel(
         total += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
     q_high, q_low, _ = two_halves(total)
 
-    KV_HEADS = RANKS // SHARE
-    first_row = (b * KV_HEADS + r // SHARE) * C
-    # the blocks before which the tile's first query sees no window
-    seen = tl.maximum(first_token // STRIDE + tile * BLOCK_M, 0) * STRIDE // d
-    WINDOWS: tl.constexpr = s // d if s > d else 1
-    first_edge = (seen - WINDOWS) * d // s
-
-    found = start(BLOCK_M, SLOTS_2, COLUMNS, DEPTH)
-    for c0 in range(INITIAL // BLOCK_N * BLOCK_N, tl.max(end, 0), BLOCK_N):
-        c = chunk_blocks(c0, BLOCK_N, COLUMNS)
-        score = score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D, ONE_HALF)
-        if INTERPOLATED and CAUSAL:  # noqa: SIM102
-            if c0 + BLOCK_N > first_edge:
-                edge_row = first_row + tl.num_programs(1) // SHARE * C.to(tl.int64)
-                edge = score_chunk(q_high, q_low, keys, sizes, edge_row, c, C, BLOCK_D, ONE_HALF)
-                is_edge = (c * s // d + WINDOWS)[None] == (position // d)[:, None]
-                score = tl.where(is_edge, edge, score)
-        candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
-        found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
-
-    ranking, missed = finish(found, SLOTS, SLOTS_2, COLUMNS)
+    first_row = (tl.program_id(1) // SHARE).to(tl.int64) * C
+    edge_row = first_row + (tl.num_programs(1) // SHARE).to(tl.int64) * C
+    EDGES: tl.constexpr = INTERPOLATED and CAUSAL
+    ranking, missed = best_by_logits(
+        q_high, q_low, keys, sizes, first_row, edge_row, position, end, C, BLOCK_D, BLOCK_N,
+        COLUMNS, DEPTH, SLOTS, SLOTS_2, d, s, INITIAL, EDGES, ONE_HALF,
+    )  # fmt: skip
+    if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+        if missed > 0:
+            ranking, missed = best_by_logits(
+                q_high, q_low, keys, sizes, first_row, edge_row, position, end, C, BLOCK_D,
+                MERGE_N, 0, 0, SLOTS, SLOTS_2, d, s, INITIAL, EDGES, ONE_HALF,
+            )  # fmt: skip
     write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
-    if COLUMNS > 0:
-        tl.store(flags + tile, missed)
 
 
 # probs
@@ -242,17 +188,52 @@ def log_sum_exp(
     return m + tl.log2(l)
 
 
+@triton.jit
+def best_by_probs(
+    q_tile, total, visible, ck, k_base, k_w, position, end, fewest, W, scale_log2,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
+    WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The ranking [M / HEADS, SLOTS_2] of blocks INITIAL .. end - 1, and whether it must be done
+    again. Chunk by chunk of blocks, and of each block window by window."""
+    # those that share a token with a block
+    WINDOWS: tl.constexpr = (s + WINDOW + d - 1) // d - 1 if s >= d else 1
+    found = start(end.shape[0], SLOTS_2, COLUMNS, DEPTH)
+    mass = tl.zeros([q_tile.shape[0], BLOCK_N], tl.float32)
+    first_chunk = INITIAL // BLOCK_N
+    for step in range(first_chunk * WINDOWS, tl.cdiv(tl.max(end, 0), BLOCK_N) * WINDOWS):
+        c0, j = step // WINDOWS * BLOCK_N, step % WINDOWS
+        c = chunk_blocks(c0, BLOCK_N, COLUMNS)
+        w = first_window(c, d, s) + j
+        share = 1
+        if s >= d:
+            share = tl.minimum((j + 1) * d, s) - tl.maximum((j + 1) * d - WINDOW, 0)
+        k_tile = load_rows(ck, k_base + w.to(tl.int64) * k_w, D, BLOCK_D, w < W)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        if first_window(c0 + BLOCK_N - 1, d, s) + j >= fewest:
+            x = tl.where(w[None] < visible[:, None], x, NO_SCORE)
+        mass += share * tl.exp2(x - total[:, None])
+        if j == WINDOWS - 1:
+            score = tl.sum(tl.reshape(mass, [end.shape[0], HEADS, BLOCK_N]), 1)
+            candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
+            found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+            mass = tl.zeros([q_tile.shape[0], BLOCK_N], tl.float32)
+    return finish(found, SLOTS, SLOTS_2, COLUMNS)
+
+
 @triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
 def probs_kernel(
-    q, ck, mem_k, lse, out, redo, before, starts, first_token, T, C, W, RANKS, MEMORY, scale_log2,
+    q, ck, mem_k, lse, out, before, starts, first_token, T, C, W, RANKS, MEMORY, scale_log2,
     q_b, q_t, q_h, k_b, k_w, k_h, m_h, m_m,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
+    MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, BEFORE: tl.constexpr, AGAIN: tl.constexpr, FLAG_M: tl.constexpr,
-    HEADS: tl.constexpr, LSE: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, HEADS: tl.constexpr,
+    LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
     of G query heads. Rows are tokens x heads, G filled up to HEADS, a power of two. Reads those
@@ -262,10 +243,6 @@ def probs_kernel(
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
     GROUPS: tl.constexpr = BLOCK_M // HEADS
-    flags = redo + tl.program_id(1) * tl.cdiv(T + STRIDE - 1, STRIDE * FLAG_M)
-    if AGAIN:  # noqa: SIM102
-        if tl.load(flags + tile * GROUPS // FLAG_M) == 0:
-            return
     index = tile * GROUPS + tl.arange(0, GROUPS)
     position, token, ranked = leaders(index, first_token, T, STRIDE)
     end = tl.where(ranked, candidates_end(position, C, LOCAL, d, s, CAUSAL), 0)
@@ -288,53 +265,24 @@ def probs_kernel(
             q_tile, ck, k_base, k_w, mem_k, r // SHARE * m_h, m_m, visible, W, MEMORY, scale_log2,
             D, BLOCK_D, BLOCK_N, PRECISION,
         )  # fmt: skip
+    fewest = tl.min(tl.where(real, visible, W), 0)
     # rows that are none, or see nothing, have no probability to give
     total = tl.where(real & (total > NO_SCORE), total, float("inf"))
 
-    # window j of those that share a token with a block, and how many tokens
-    WINDOWS: tl.constexpr = (s + WINDOW + d - 1) // d - 1 if s >= d else 1
-    found = start(GROUPS, SLOTS_2, COLUMNS, DEPTH)
-    mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first_chunk = INITIAL // BLOCK_N
-    for step in range(first_chunk * WINDOWS, tl.cdiv(tl.max(end, 0), BLOCK_N) * WINDOWS):
-        c, j = chunk_blocks(step // WINDOWS * BLOCK_N, BLOCK_N, COLUMNS), step % WINDOWS
-        w = c * s // d + j
-        share = 1
-        if s >= d:
-            share = tl.minimum((j + 1) * d, s) - tl.maximum((j + 1) * d - WINDOW, 0)
-        k_tile = load_rows(ck, k_base + w.to(tl.int64) * k_w, D, BLOCK_D, w < W)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        p = tl.where(w[None] < visible[:, None], tl.exp2(x - total[:, None]), 0.0)
-        mass = tl.where(j == 0, 0.0, mass) + share * p
-        if j == WINDOWS - 1:
-            score = tl.sum(tl.reshape(mass, [GROUPS, HEADS, BLOCK_N]), 1)
-            candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
-            found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
-
-    ranking, missed = finish(found, SLOTS, SLOTS_2, COLUMNS)
+    ranking, missed = best_by_probs(
+        q_tile, total, visible, ck, k_base, k_w, position, end, fewest, W, scale_log2, HEADS, D,
+        BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, WINDOW, d, s, INITIAL, PRECISION,
+    )  # fmt: skip
+    if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+        if missed > 0:
+            ranking, missed = best_by_probs(
+                q_tile, total, visible, ck, k_base, k_w, position, end, fewest, W, scale_log2,
+                HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, WINDOW, d, s, INITIAL, PRECISION,
+            )  # fmt: skip
     write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
-    if COLUMNS > 0:
-        tl.store(flags + tile, missed)
 
 
 # launches
-
-
-def block_keys(ck, C, d, s, interpolated, scale):
-    """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
-    C]; a second set for queries that do not see the window after the block, where interpolated."""
-    B, W, K, D = ck.shape
-    block_d = max(16, triton.next_power_of_2(D))
-    sets = 2 if interpolated else 1
-    keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
-    sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
-    block_c = 16
-    keys_kernel[(triton.cdiv(C, block_c), B * K, sets)](
-        ck, keys, sizes, C, W, K, scale, *ck.stride()[:3],
-        D=D, BLOCK_D=block_d, BLOCK_C=block_c, BLOCK_S=triton.next_power_of_2(s), d=d, s=s,
-        INTERPOLATED=interpolated,
-    )  # fmt: skip
-    return keys, sizes
 
 
 def select_blocks(
@@ -349,45 +297,36 @@ def select_blocks(
     G = H // ranks
     out = q.new_empty(B, T, ranks, n, dtype=torch.int32)
     q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
-    tile = launch.ranking_tile(importance, D, G, n, q.dtype)
-    heads = triton.next_power_of_2(G) if importance == "probs" else 1
 
     args = dict(
         q=q, out=out, before=before, starts=starts, first_token=first_token, T=T, C=num_ranked,
-        RANKS=ranks, G=G, SHARE=ranks // K, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)),
+        RANKS=ranks, G=G, SHARE=ranks // K, D=D, BLOCK_D=launch.padded(D),
         SLOTS=n, SLOTS_2=max(2, triton.next_power_of_2(n)), d=d, s=s, INITIAL=num_initial,
         LOCAL=max(num_local, 1), STRIDE=stride, CAUSAL=causal, RAGGED=starts is not None,
         BEFORE=before is not None, **dict(zip(("q_b", "q_t", "q_h"), q.stride()[:3], strict=True)),
     )  # fmt: skip
     if importance == "logits":
-        kernel = logits_kernel
+        kernel, rows = logits_kernel, 1
+        tile = launch.ranking_tile(importance, D, G, n, q.dtype, interpolated)
         keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale)
         one_half = G == 1 and q.dtype != torch.float32
         args |= dict(keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half)
     else:
-        kernel = probs_kernel
+        kernel, rows = probs_kernel, triton.next_power_of_2(G)
+        tile = launch.ranking_tile(importance, D, G, n, q.dtype)
         memory = 0 if mem_k is None else mem_k.shape[1]
         m_h, m_m = (0, 0) if mem_k is None else mem_k.stride()[:2]
         k_b, k_w, k_h = ck.stride()[:3]
         args |= dict(
-            ck=ck, mem_k=mem_k, lse=lse, W=W, MEMORY=memory, scale_log2=scale * LOG2_E,
-            k_b=k_b, k_w=k_w, k_h=k_h, m_h=m_h, m_m=m_m, WINDOW=l, HEADS=heads,
+            ck=ck, mem_k=mem_k, lse=lse, W=W, MEMORY=memory, scale_log2=scale * launch.LOG2_E,
+            k_b=k_b, k_w=k_w, k_h=k_h, m_h=m_h, m_m=m_m, WINDOW=l, HEADS=rows,
             LSE=lse is not None, PRECISION="ieee",
         )  # fmt: skip
 
     groups = triton.cdiv(T + stride - 1, stride)
-    flag_m = tile.block_m // heads
-    redo = q.new_empty(B * ranks, triton.cdiv(groups, flag_m), dtype=torch.int32)
-    # where the lists hold all candidates, or n in each, nothing can be lost
-    exact = num_ranked <= tile.columns * tile.depth or n <= tile.depth or not tile.columns
-    launches = [(False, tile)]
-    if not exact:
-        launches.append((True, launch.ranking_tile(importance, D, G, n, q.dtype, columns=False)))
-    for again, tile in launches:
-        grid = (triton.cdiv(groups, tile.block_m // heads), B * ranks)
-        kernel[grid](
-            redo=redo, AGAIN=again, FLAG_M=flag_m, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.num_warps,
-            num_stages=tile.num_stages, **args,
-        )  # fmt: skip
+    grid = (triton.cdiv(groups, tile.block_m // rows), B * ranks)
+    kernel[grid](
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=tile.columns, DEPTH=tile.depth,
+        MERGE_N=tile.merge_n, num_warps=tile.num_warps, num_stages=tile.num_stages, **args,
+    )  # fmt: skip
     return out

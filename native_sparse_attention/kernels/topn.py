@@ -28,8 +28,8 @@ def chunk_blocks(c0, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
     """
     n = c0 + tl.arange(0, BLOCK_N)
     if COLUMNS > 1:
-        # multiples of 0.618 of a turn
-        n = n ^ ((n // COLUMNS * 2531 // (4096 // COLUMNS)) % COLUMNS)
+        # by 2531 / 4096 = 0.618 of a whole turn
+        n = n ^ (((n & -COLUMNS) * 2531 >> 12) & (COLUMNS - 1))
     return n
 
 
@@ -63,26 +63,29 @@ def insert(found, s, c):
     scores, blocks, lost = found
     new_scores = ()
     new_blocks = ()
+    # what takes a place is s or, from the place after its own on, what stood one before
+    s_above, c_above = s, c
     for depth in tl.static_range(len(scores)):
         # strictly: what is in a list is earlier
         better = s > scores[depth]
-        new_scores += (tl.where(better, s, scores[depth]),)
-        new_blocks += (tl.where(better, c, blocks[depth]),)
-        s, c = tl.where(better, scores[depth], s), tl.where(better, blocks[depth], c)
-    return new_scores, new_blocks, tl.maximum(lost, s)
+        new_scores += (tl.where(better, s_above, scores[depth]),)
+        new_blocks += (tl.where(better, c_above, blocks[depth]),)
+        s_above = tl.where(better, scores[depth], s)
+        c_above = tl.where(better, blocks[depth], c)
+    return new_scores, new_blocks, tl.maximum(lost, s_above)
 
 
 @triton.jit
-def insert_all(found, s, c, COLUMNS: tl.constexpr):
-    """Put [M, N] into the lists, N / COLUMNS scores into each, from left to right."""
-    if s.shape[1] == COLUMNS:
-        found = insert(found, s, c)
-    else:
-        s_left, s_right = halves(s)
-        c_left, c_right = halves(c)
-        found = insert_all(found, s_left, c_left, COLUMNS)
-        found = insert_all(found, s_right, c_right, COLUMNS)
-    return found
+def slices(x, COLUMNS: tl.constexpr):
+    """[M, N] cut into a tuple of [M, COLUMNS], from left to right."""
+    parts = (x,)
+    for _ in tl.static_range(8):
+        if parts[0].shape[1] > COLUMNS:
+            finer = ()
+            for part in tl.static_range(len(parts)):
+                finer += halves(parts[part])
+            parts = finer
+    return parts
 
 
 @triton.jit
@@ -90,7 +93,7 @@ def sort_keys(s, c):
     """One 64-bit integer of a score and its block: greater is better, then earlier."""
     bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (order.to(tl.int64) << 32) | (NO_BLOCK - c).to(tl.int64)
+    return (order.to(tl.int64) << 32) | (c ^ NO_BLOCK).to(tl.int64)
 
 
 @triton.jit
@@ -98,7 +101,9 @@ def fold(found, s, c, COLUMNS: tl.constexpr):
     """Fold scores s [M, N] of blocks c [N] into what was found."""
     c = tl.broadcast_to(c[None], s.shape)
     if COLUMNS > 0:
-        found = insert_all(found, s, c, COLUMNS)
+        s_parts, c_parts = slices(s, COLUMNS), slices(c, COLUMNS)
+        for part in tl.static_range(len(s_parts)):
+            found = insert(found, s_parts[part], c_parts[part])
     else:
         (best,) = found
         # one ascending, one descending: their maximum is the n best, ready to be merged
@@ -129,8 +134,10 @@ def merge_lists(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
         new_scores += (tl.where(taken, NO_SCORE, scores[DEPTH - 1]),)
         new_blocks += (tl.where(taken, NO_BLOCK, blocks[DEPTH - 1]),)
         scores, blocks = new_scores, new_blocks
-    # what a list let go of comes after all that it kept: it matters where all of that was taken
+    # what a list let go of comes after all that it kept: it matters where all of that was taken,
+    # and not where that is all that was asked for
     missed = (blocks[0] == NO_BLOCK) & (lost >= nth[:, None]) & (lost > NO_SCORE)
+    missed &= SLOTS > DEPTH
     return ranking, tl.max(tl.max(missed.to(tl.int32), 1), 0)
 
 
@@ -143,7 +150,7 @@ def finish(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, COLUMNS: tl.conste
     else:
         (best,) = found
         best = tl.sort(best, descending=True)
-        block = NO_BLOCK - (best & NO_BLOCK).to(tl.int32)
+        block = (best & NO_BLOCK).to(tl.int32) ^ NO_BLOCK
         filled = ((best >> 32).to(tl.int32) > NO_ORDER) & (tl.arange(0, SLOTS_2)[None] < SLOTS)
         ranking, missed = tl.where(filled, block, NO_BLOCK), 0
     return ranking, missed

@@ -1,0 +1,427 @@
+"""The selection in Triton against its specification: the blocks chosen are the best by the scores
+of `ops/ranking.py` in float64, except where two lie nearer than the kernel may err."""
+
+import itertools
+
+import pytest
+import torch
+
+from native_sparse_attention import blocks, compressed_attention, select_blocks
+from native_sparse_attention.ops import library, ranking, reference, selection
+from tests.budget import CUDA, DEVICE
+
+# Triton's interpreter has no bfloat16
+DTYPE = torch.bfloat16 if CUDA else torch.float16
+
+pytestmark = pytest.mark.kernels
+
+SETTINGS = dict(
+    compress_block_size=8,
+    compress_block_sliding_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=3,
+    importance="logits",
+    interpolated_importance_score=False,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+    selection_stride=1,
+    query_heads_share_selected_kv=True,
+    causal=True,
+)
+RULES = [
+    dict(importance="logits"),
+    dict(importance="logits", interpolated_importance_score=True),
+    dict(importance="probs"),
+]
+rules = pytest.mark.parametrize("rule", RULES, ids=["logits", "interpolated", "probs"])
+both = pytest.mark.parametrize("causal", [True, False])
+
+
+def sizes(l, d, s):
+    return dict(compress_block_size=l, compress_block_sliding_stride=d, selection_block_size=s)
+
+
+def draw(T, S, H, K, D, *, d=4, causal=True, m=2, dtype=DTYPE, B=2):
+    """q, ck and mem_k."""
+    W = blocks.num_windows(S, d, causal=causal)
+    shapes = (B, T, H, D), (B, W, K, D), (K, m, D)
+    q, ck, mem_k = (torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes)
+    return q, ck, mem_k if m else None
+
+
+def candidates(i, C, settings):
+    """Which of blocks 0 .. C - 1 queries at positions i may rank, [b|1 1 i c]."""
+    d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
+    c = torch.arange(C, device=i.device)
+    forced = reference.forced_blocks(
+        i,
+        c,
+        s,
+        causal=settings["causal"],
+        num_initial_blocks=settings["num_initial_blocks"],
+        num_local_blocks=settings["num_local_blocks"],
+    )
+    ranked = ~forced
+    if settings["causal"]:
+        own = (i // s)[..., None]
+        ranked = ranked & (c < own) & (c < blocks.num_complete_blocks(i, d, s)[..., None])
+    return ranked[:, None]
+
+
+def scores(q, ck, mem_k, i, C, settings, scale, dtype):
+    """[b r i c], formed in `dtype`."""
+    d = settings["compress_block_sliding_stride"]
+    return ranking.importance_scores(
+        q.to(dtype),
+        ck.to(dtype),
+        None if mem_k is None else mem_k.to(dtype),
+        reference.visible_windows(i, ck.shape[1], d, settings["causal"]),
+        torch.arange(C, device=q.device),
+        rule=settings["importance"],
+        interpolated=settings["interpolated_importance_score"],
+        shared=settings["query_heads_share_selected_kv"],
+        l=settings["compress_block_size"],
+        d=d,
+        s=settings["selection_block_size"],
+        scale=scale,
+    ).double()
+
+
+def rounding(q, ck, mem_k, settings, scale, exact):
+    """One float32 ulp of a score's terms: those of a logit or, `probs`, of an exponent."""
+    keys = max(t.double().norm(dim=-1).max() for t in (ck, mem_k) if t is not None)
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    logits = q.double().norm(dim=-1).max() * keys * scale
+    eps = torch.finfo(torch.float32).eps
+    if settings["importance"] == "logits":
+        return eps * logits
+    return eps * (1 + 2 * logits) * exact.max()
+
+
+def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, with_lse=False, **changed):
+    """A score may err by twice what eager PyTorch errs in the same dtype, and one float32 ulp of
+    its terms; so the block in place j differs by at most twice that from the j-th best."""
+    settings = {**SETTINGS, **changed}
+    T, R = q.shape[1], settings["selection_stride"]
+    start = S - T if q_offset is None else q_offset
+    call = dict(settings, seq_len=S, mem_k=mem_k, q_offset=start, scale=scale)
+    lse = None
+    if with_lse:
+        memory = None if mem_k is None else mem_k.float()
+        _, lse = compressed_attention(
+            q.float(),
+            ck.float(),
+            ck.float(),
+            compress_block_sliding_stride=settings["compress_block_sliding_stride"],
+            mem_k=memory,
+            mem_v=memory,
+            causal=settings["causal"],
+            q_offset=start,
+            seq_len=S,
+            scale=scale,
+            return_lse=True,
+            backend="eager",
+        )
+    actual, _ = library.select_blocks(q, ck, lse=lse, **call)
+    expected, _ = ranking.select_blocks(q, ck, **call)
+    assert actual.dtype == torch.int32 and actual.shape == expected.shape
+    assert torch.equal(actual < 0, expected < 0)
+
+    i = reference.query_positions(q, start)
+    if R > 1:
+        # hold the leaders to their scores, and their groups to the leaders
+        queries, leading, group = ranking.leaders(q, i, R)
+        first = (leading - i[:, :1]).expand(q.shape[0], -1)
+        ranked = actual.gather(1, first[..., None, None].expand(-1, -1, *actual.shape[2:]))
+        assert torch.equal(actual, ranking.share(ranked, group, actual.new_full((), -1)))
+        q, i, actual = queries, leading, ranked
+    actual = actual.transpose(1, 2).long()
+    d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
+    C = blocks.num_complete_blocks(ck.shape[1] * d, d, s)
+    C = C if settings["causal"] else blocks.num_blocks(S, s)
+    if C == 0:
+        return
+    exact, low = (
+        scores(q, ck, mem_k, i, C, settings, scale, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    ranked = candidates(i, C, settings).expand_as(exact)
+    found = actual >= 0
+    assert (ranked.gather(-1, actual.clamp(min=0)) | ~found).all(), "no candidate was chosen"
+    blocks_chosen = torch.where(found, actual, -1 - torch.arange(actual.shape[-1], device=DEVICE))
+    assert (blocks_chosen.sort(dim=-1).values.diff(dim=-1) != 0).all(), "a block was chosen twice"
+    if not found.any():
+        return
+    eager = (low - exact).abs().masked_fill(~ranked, 0).max()
+    budget = 2 * eager + rounding(q, ck, mem_k, settings, scale, exact[ranked])
+    best = exact.masked_fill(~ranked, float("-inf")).sort(dim=-1, descending=True).values
+    best = torch.nn.functional.pad(best, (0, actual.shape[-1]))[..., : actual.shape[-1]]
+    error = (exact.gather(-1, actual.clamp(min=0)) - best).abs()[found].max()
+    assert error <= 2 * budget, f"{error:.2e} > 2 x {budget:.2e}"
+
+
+@rules
+@both
+@pytest.mark.parametrize("l, d, s", [(8, 4, 8), (5, 2, 8), (8, 8, 4), (12, 6, 2), (4, 4, 4)])
+def test_geometry(l, d, s, rule, causal):
+    for shared, local in ((True, 1), (False, 2)):
+        q, ck, mem_k = draw(27, 61, 3, 1, 16, d=d, causal=causal)
+        assert_right(
+            q, ck, mem_k, 61, causal=causal, **sizes(l, d, s), **rule,
+            query_heads_share_selected_kv=shared, num_local_blocks=local,
+        )  # fmt: skip
+
+
+if CUDA:
+    HEADS = [
+        *((torch.bfloat16, heads) for heads in [(4, 4, 64), (6, 2, 128), (16, 1, 80), (5, 1, 40)]),
+        *(
+            (torch.bfloat16, heads)
+            for heads in [(64, 4, 128), (7, 1, 192), (12, 1, 96), (64, 1, 32)]
+        ),
+        *((torch.float16, heads) for heads in [(8, 2, 128), (3, 1, 256)]),
+        *((torch.float32, heads) for heads in [(6, 2, 64), (4, 4, 128), (2, 1, 256)]),
+    ]
+    PLACES = [(1, 1), (63, 63), (64, 64), (65, 65), (131, 131), (37, 2111), (300, 300), (700, 5003)]
+    COUNTS = [1, 2, 13, 16, 17, 32, 64]
+else:
+    HEADS = [
+        *((torch.float16, heads) for heads in [(2, 2, 16), (5, 1, 24), (7, 1, 40), (12, 1, 16)]),
+        (torch.float32, (3, 1, 16)),
+    ]
+    PLACES = [(1, 1), (8, 8), (9, 9), (67, 67), (5, 600)]
+    COUNTS = [1, 5, 16, 17]
+
+
+def name(value):
+    return str(value).replace("torch.", "")
+
+
+@rules
+@pytest.mark.parametrize("dtype, heads", HEADS, ids=name)
+def test_heads(dtype, heads, rule):
+    T, S = (131, 1031) if CUDA else (9, 77)
+    for causal, shared in ((True, True), (False, False)):
+        q, ck, mem_k = draw(T, S, *heads, causal=causal, dtype=dtype, B=1)
+        assert_right(
+            q, ck, mem_k, S, causal=causal, query_heads_share_selected_kv=shared,
+            num_selected_blocks=13 if CUDA else 3, **rule,
+        )  # fmt: skip
+
+
+@both
+@rules
+@pytest.mark.parametrize("place", PLACES, ids=name)
+def test_places(place, rule, causal):
+    T, S = place
+    q, ck, mem_k = draw(T, S, 2, 1, 16, causal=causal, B=1)
+    assert_right(q, ck, mem_k, S, causal=causal, num_initial_blocks=0, **rule)
+
+
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("n", COUNTS)
+def test_counts(n, importance):
+    """More and fewer than there are blocks, in lists and by merging."""
+    T, S = (200, 3000) if CUDA else (3, 61)
+    q, ck, mem_k = draw(T, S, 2, 1, 16, B=1)
+    for initial, local in ((0, 0), (2, 3)) if CUDA or n < 17 else ((1, 0),):
+        assert_right(
+            q, ck, mem_k, S, num_selected_blocks=n, importance=importance,
+            num_initial_blocks=initial, num_local_blocks=local,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [None, 0.7, -0.3])
+@pytest.mark.parametrize("m", [0, 1, 5])
+def test_probs_with_a_given_log_sum_exp(m, scale):
+    q, ck, mem_k = draw(20, 61, 4, 2, 16, m=m, B=1)
+    for with_lse, causal in ((True, True), (False, True), (True, False)):
+        if not causal:
+            ck = draw(20, 61, 4, 2, 16, causal=False, B=1)[1]
+        assert_right(
+            q, ck, mem_k, 61, scale=scale, with_lse=with_lse, causal=causal, importance="probs"
+        )
+
+
+def test_scale_of_the_logits():
+    """A negative scale turns the ranking round, one of 0 makes all equal."""
+    q, ck, _ = draw(20, 100, 2, 1, 16)
+    assert_right(q, ck, None, 100, scale=-0.2)
+    assert_right(1e4 * q.float(), 1e-30 * ck.float(), None, 100)
+    equal, _ = library.select_blocks(
+        q, ck, **SETTINGS, seq_len=100, mem_k=None, q_offset=80, scale=0.0
+    )
+    assert (equal == torch.tensor([1, 2, 3], device=DEVICE)).all()
+
+
+@rules
+@pytest.mark.parametrize("R", [2, 8])
+def test_shared_rankings(R, rule):
+    """A group has its leader's ranking; one whose leader came before this call has what is handed
+    in, or nothing."""
+    S = 64
+    q, ck, mem_k = draw(S, S, 4, 2, 16)
+    settings = {**SETTINGS, **rule, "selection_stride": R}
+    assert_right(q, ck, mem_k, S, **settings)
+    many, *_ = draw(150, S, 2, 1, 16)  # more groups than a tile has rows
+    assert_right(many, ck[..., :1, :], mem_k[:1], 150, **settings)
+    call = dict(settings, seq_len=S, mem_k=mem_k)
+    every, _ = library.select_blocks(q, ck, q_offset=0, **call)
+    for offset in (41, 47):
+        lead = every[:, offset]
+        part, _ = library.select_blocks(
+            q[:, offset:], ck, q_offset=offset, leader_indices=lead, **call
+        )
+        assert torch.equal(part, every[:, offset:])
+    # rows that start in different places, the second without a leader
+    starts = torch.tensor([41, 21], device=DEVICE)
+    rows = torch.stack([q[b, o : o + 20] for b, o in enumerate(starts.tolist())])
+    right = torch.stack([every[b, o : o + 20] for b, o in enumerate(starts.tolist())])
+    part, _ = library.select_blocks(rows, ck, q_offset=starts, leader_indices=right[:, 0], **call)
+    assert torch.equal(part, right)
+    part, _ = library.select_blocks(rows, ck, q_offset=starts, **call)
+    before = -starts % R
+    assert (part[0, : before[0]] == -1).all() and (part[1, : before[1]] == -1).all()
+    assert torch.equal(part[1, before[1] :], right[1, before[1] :])
+
+
+@rules
+def test_rows_that_start_at_different_places(rule):
+    q, ck, mem_k = draw(13, 80, 4, 2, 16)
+    starts = torch.tensor([60, 5], device=DEVICE)
+    assert_right(q, ck, mem_k, 80, q_offset=starts, **rule)
+    # past the last window that there is
+    assert_right(q, ck[:, :7], mem_k, 80, q_offset=starts, **rule)
+
+
+def one_hot(values, H=1, dtype=torch.float16):
+    """Queries and keys of one-token windows whose logits are these values, for any query."""
+    q = torch.zeros(1, 5, H, 16, device=DEVICE, dtype=dtype)
+    ck = torch.zeros(1, len(values), 1, 16, device=DEVICE, dtype=dtype)
+    q[..., 3] = 1
+    ck[..., 0, 3] = values.to(DEVICE)
+    return q, ck
+
+
+@pytest.mark.parametrize("importance, n", [("logits", 3), ("logits", 13), ("probs", 13)])
+@pytest.mark.parametrize("pattern", ["equal", "ascending", "descending", "one list", "most equal"])
+def test_hard_orders(pattern, importance, n):
+    """Rankings that the lists of the kernels find hard, some of which they lose and do again."""
+    S = 140
+    c = torch.arange(S)
+    lists = (c ^ (((c & -8) * 2531 >> 12) & 7)) % 8
+    values = {
+        "equal": torch.zeros(S),
+        "ascending": c / 64,
+        "descending": -c / 64,
+        "one list": torch.where(lists == 5, 4 + c / 64, c / 64),
+        "most equal": torch.where(c % 37 == 5, 1.0, 0.0),
+    }[pattern]
+    q, ck = one_hot(values)
+    settings = {
+        **SETTINGS,
+        **sizes(1, 1, 1),
+        "num_selected_blocks": n,
+        "importance": importance,
+        "scale": 1.0,
+    }
+    indices, _ = library.select_blocks(q, ck, seq_len=S, mem_k=None, q_offset=S - 5, **settings)
+    for t, i in enumerate(range(S - 5, S)):
+        best = values[1:i].sort(descending=True, stable=True).indices[:n] + 1
+        torch.testing.assert_close(indices[0, t, 0].cpu(), best.int())
+
+
+@rules
+def test_the_future_cannot_move_the_past(rule):
+    q, ck, mem_k = draw(70, 70, 4, 2, 16, B=1)
+    settings = dict(SETTINGS, **rule, seq_len=70, mem_k=mem_k, q_offset=0)
+    before, _ = library.select_blocks(q, ck, **settings)
+    i = 37
+    q, ck = q.clone(), ck.clone()
+    q[:, i + 1 :] += 100
+    ck[:, i // 4 :] *= -50
+    after, _ = library.select_blocks(q, ck, **settings)
+    assert torch.equal(before[:, : i + 1], after[:, : i + 1])
+
+
+@rules
+def test_strided_inputs_and_a_repeat(rule):
+    """Heads before tokens, as a layer lays them out; twice the same, bit for bit."""
+    q, ck, mem_k = draw(40, 70, 4, 2, 16)
+    settings = dict(SETTINGS, **rule, seq_len=70, q_offset=30)
+    first, _ = library.select_blocks(q, ck, mem_k=mem_k, **settings)
+    again, _ = library.select_blocks(q, ck, mem_k=mem_k, **settings)
+    assert torch.equal(first, again)
+    q, ck = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, ck))
+    mem_k = mem_k.transpose(0, 1).contiguous().transpose(0, 1)
+    strided, _ = library.select_blocks(q, ck, mem_k=mem_k, **settings)
+    assert torch.equal(first, strided)
+
+
+def test_public_operation():
+    """Nothing to select; gates fall back to eager; a ranking that is too long says so."""
+    q, ck, mem_k = draw(20, 40, 4, 2, 16)
+    q.requires_grad_()
+    call = dict(**sizes(8, 4, 8), mem_k=mem_k, seq_len=40)
+    none = select_blocks(q, ck, num_selected_blocks=0, backend="triton", **call)
+    assert none.shape == (2, 20, 2, 0) and none.dtype == torch.int32
+    empty = select_blocks(
+        q[:, :3], ck[:, :0], num_selected_blocks=2, **sizes(8, 4, 8), backend="triton"
+    )
+    assert (empty == -1).all()
+    indices = select_blocks(q, ck, num_selected_blocks=2, backend="triton", **call)
+    chosen, gates = select_blocks(q, ck, num_selected_blocks=2, return_gates=True, **call)
+    assert torch.equal(indices, chosen) and gates.requires_grad
+    with pytest.raises(NotImplementedError, match="gates of differentiable top-k have no kernel"):
+        select_blocks(q, ck, num_selected_blocks=2, return_gates=True, backend="triton", **call)
+    with pytest.raises(NotImplementedError, match="num_selected_blocks is 65, at most 64"):
+        select_blocks(q, ck, num_selected_blocks=65, backend="triton", **call)
+
+
+def test_operator_is_well_formed():
+    """Schema and fake: torch's own checks."""
+    q, ck, mem_k = draw(20, 40, 4, 2, 16)
+    numbers = (20, 5, 3, 8, 4, 8, "probs", False, 1, 1, 1, True, True, 0.25)
+    args = (q, ck, mem_k, None, None, None, *numbers)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(selection.ranked_blocks, args, test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+def test_auto_takes_the_kernel(importance, monkeypatch):
+    q, ck, mem_k = draw(100, 100, 4, 2, 64, dtype=torch.bfloat16)
+    called = []
+    select = library.select_blocks
+    monkeypatch.setattr(
+        library, "select_blocks", lambda *a, **kw: called.append(1) or select(*a, **kw)
+    )
+    select_blocks(
+        q, ck, mem_k=mem_k, num_selected_blocks=4, importance=importance, **sizes(8, 4, 8)
+    )
+    assert called
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+def test_many_tokens(importance):
+    """Past 2^31 elements in one tensor: 64-bit offsets. The last tokens rank as they do alone."""
+    T, H, K, D = 300_000, 64, 4, 128
+    q = torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16)
+    ck = torch.randn(1, T // 16, K, D, device="cuda", dtype=torch.bfloat16)
+    call = dict(
+        num_selected_blocks=13, importance=importance, backend="triton", **sizes(32, 16, 64)
+    )
+    every = select_blocks(q, ck, **call)
+    last = select_blocks(q[:, -100:].clone(), ck, seq_len=T, **call)
+    agree = (every[:, -100:] == last).float().mean()
+    assert agree > 0.999  # a tile's rows may be added up in another order
+
+
+@pytest.mark.gpu
+def test_lists_and_merging_agree():
+    """Long enough for thousands of tiles, among which some lists overflow."""
+    for n, heads in itertools.product((13, 16), ((16, 1, 128), (4, 4, 64))):
+        q, ck, mem_k = draw(8192, 32768, *heads, d=16, m=1, dtype=torch.bfloat16, B=1)
+        for rule in RULES:
+            assert_right(q, ck, mem_k, 32768, num_selected_blocks=n, **sizes(32, 16, 64), **rule)
