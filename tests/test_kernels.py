@@ -124,8 +124,8 @@ def test_selected(dtype, heads, place, causal, each):
 def test_selected_settings(n, s, initial, local, heads, each, causal):
     for gated in (False, True) if n else (False,):
         assert_selected(
-            torch.float32, heads, (29, 50), n=n, s=s, each=each, causal=causal, gated=gated,
-            num_initial_blocks=initial, num_local_blocks=local,
+            torch.float32, heads, (29, 50) if CUDA else (7, 26), n=n, s=s, each=each,
+            causal=causal, gated=gated, num_initial_blocks=initial, num_local_blocks=local,
         )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ GATHER_ROWS = 128
 
 # and block by block
 PAIRS = {
-    128: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2), "dkv": Tile(64, 64, 4, 2)},
+    128: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 3), "dkv": Tile(64, 64, 4, 2)},
     256: {"forward": Tile(64, 64, 8, 2), "dq": Tile(32, 64, 8, 1), "dkv": Tile(32, 64, 8, 1)},
 }
 
@@ -74,6 +74,9 @@ override: dict[str, Any] = {}
 
 # rows that a program of the selected branch, block by block, works through at most
 ITEM_ROWS = 16384
+
+# query heads a KV head up to which dk and dv are better formed of few rows at a time
+FEW_HEADS = 8
 
 # tokens up to which the parts of the selected branch are kept at once
 FEW_TOKENS = 4096
@@ -106,6 +109,8 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
         kernel = "window"
     bucket = next(limit for limit in TILES if width <= limit)
     tile = FLOAT32 if dtype == torch.float32 else TILES[bucket][kernel]
+    if kernel == "dkv" and groups <= FEW_HEADS and tile.block_m > 32:
+        tile = Tile(32, tile.block_n, tile.num_warps, tile.num_stages)
     tile = override.get(kernel, tile)
     # a tile holds at least one token with all heads of its group
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
