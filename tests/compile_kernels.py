@@ -72,7 +72,11 @@ def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
     d = settings.get("compress_block_sliding_stride", 4)
     shapes = [(1, S, H, D), (1, S, K, D), (1, S, K, E), (1, S // d, K, D), (1, S // d, K, E)]
     tensors = [torch.randn(s).to(dtype).requires_grad_() for s in (*shapes, (1, S, H, 3))]
-    memory = [torch.randn(K, 1, width).to(dtype).requires_grad_() for width in (D, E)]
+    slots = settings.pop("slots", 1)
+    memory = [
+        torch.randn(K, slots, width).to(dtype).requires_grad_() if slots else None
+        for width in (D, E)
+    ]
     settings = {
         "cq": None,
         "mem_k": memory[0],
@@ -118,12 +122,14 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, gated=False):
 if __name__ == "__main__":
     compile_only(int(sys.argv[1]))
     some = sys.argv[2:]
+    if "small" in some:
+        layer(torch.bfloat16)
     if not some or "layer" in some:
         layer(torch.bfloat16)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)
         layer(torch.bfloat16, (16, 1, 128, 128), selection_stride=4)
         layer(torch.bfloat16, (3, 1, 192, 128), causal=False, query_heads_share_selected_kv=False)
-        layer(torch.float32, (5, 1, 80, 40), importance="probs")
+        layer(torch.float32, (5, 1, 80, 40), importance="probs", slots=0)
     if not some or "selected" in some:
         branches(torch.bfloat16, gated=True)
         branches(torch.float16, (16, 1, 64, 64), gated=True)

@@ -27,7 +27,7 @@ SETTINGS = {
     "sliding_window_size": W,
 }
 FORCED = {"num_initial_blocks": 1, "num_local_blocks": 2}
-SIZES = (2, 150, 211) if CUDA else (2, 19, 45)
+SIZES = (2, 150, 211) if CUDA else (1, 11, 37)
 
 
 def draw(dtype=torch.float32, heads=(4, 2, 16, 16), causal=True, memory=2, own=False, raw=True):
@@ -102,7 +102,7 @@ def test_optional_tensors(memory, own, raw, recompute):
     assert_layer_right(tensors, recompute=recompute)
 
 
-@pytest.mark.parametrize("heads", [(3, 3, 16, 16), (12, 1, 16, 16)], ids=["G=1", "G=12"])
+@pytest.mark.parametrize("heads", [(2, 2, 16, 16), (12, 1, 16, 16)], ids=["G=1", "G=12"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
 @pytest.mark.parametrize("stride", [1, 4])
 def test_selections(heads, shared, stride):

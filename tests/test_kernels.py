@@ -29,7 +29,7 @@ if CUDA:
     PLACES = [(1, 1), (63, 63), (64, 64), (65, 65), (131, 131), (37, 211), (300, 300)]
 else:
     HEADS = [(torch.float32, heads) for heads in [(2, 2, 16, 16), (3, 1, 24, 16), (4, 2, 16, 40)]]
-    PLACES = [(1, 1), (15, 15), (16, 16), (17, 17), (67, 67), (9, 41)]
+    PLACES = [(1, 1), (17, 17), (9, 41)]
 both = pytest.mark.parametrize("causal", [True, False])
 cases = pytest.mark.parametrize(
     "dtype, heads, place",

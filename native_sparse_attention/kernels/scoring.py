@@ -318,7 +318,8 @@ def select_blocks(
         m_h, m_m = (0, 0) if mem_k is None else mem_k.stride()[:2]
         k_b, k_w, k_h = ck.stride()[:3]
         args |= dict(
-            ck=ck, mem_k=mem_k, lse=lse, W=W, MEMORY=memory, scale_log2=scale * launch.LOG2_E,
+            ck=ck, mem_k=ck if mem_k is None else mem_k, lse=lse, W=W, MEMORY=memory,
+            scale_log2=scale * launch.LOG2_E,
             k_b=k_b, k_w=k_w, k_h=k_h, m_h=m_h, m_m=m_m, WINDOW=l, HEADS=rows,
             LSE=lse is not None, PRECISION="ieee",
         )  # fmt: skip

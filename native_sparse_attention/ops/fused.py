@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
         wide = device.BEHIND if self.causal else device.EVERYTHING
         near = device.CAUSAL_WINDOW if self.causal else device.TWO_SIDED_WINDOW
-        where = dict(start=self.start, starts=starts)
+        where: dict[str, Any] = dict(start=self.start, starts=starts)
         return (
             Place(wide.value, stride=self.d, **where),
             Place(near.value, self.w, **where),
@@ -91,7 +91,8 @@ def attend(
     selection = at.selection(lists, starts)
     near = selected.within_window(selection, k, v, window[0], at.w)
     out_win, lse_win, *partial = interval.forward(q, *window, place_win, at.scale, *near)
-    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, partial or None)
+    done = (partial[0], partial[1]) if partial else None
+    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done)
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists
 
 
@@ -137,7 +138,7 @@ def layer(
     )  # fmt: skip
     q, k, v, ck, cv = rows(q, k, v, ck, cv)
     cq = q if cq is None else rows(cq)[0]
-    window = (k, v) if window_k is None or window_v is None else tuple(rows(window_k, window_v))
+    window: Any = (k, v) if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])
     outs, lses, lists = attend(
         settings, q, k, v, ck, cv, cq, memory, mem_k, window, starts, leaders, None
@@ -209,7 +210,7 @@ def layer_backward(
     d_out = d_out.contiguous()
     query = q if cq is None else rows(cq)[0]
     own_window = window_k is not None and window_v is not None
-    window = tuple(rows(window_k, window_v)) if own_window else (k, v)
+    window: Any = (k, v) if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])
     outs, lses = kept[:3], kept[3:]
     if recompute:
@@ -227,12 +228,13 @@ def layer_backward(
     chosen = settings.selection(lists, starts)
     first, inner = selected.within_window(chosen, k, v, window[0], w)
     within = None if inner is None else (inner, sel)
-    dq = interval_backward.backward_q(q, *window, place_win, scale, win, first, dq, within)
-    d_window = interval_backward.backward_kv(q, *window, place_win, scale, win, within)
-    if within and first:
+    wk, wv = window
+    dq = interval_backward.backward_q(q, wk, wv, place_win, scale, win, first, dq, within)
+    d_window = interval_backward.backward_kv(q, wk, wv, place_win, scale, win, within)
+    if inner is not None and first is not None:
         of_first = interval_backward.backward_prefix(q, first, inner, scale, sel)
-        for d, some in zip(d_window, of_first, strict=True):
-            d[:, : some.shape[1]] += some
+        for whole, some in zip(d_window, of_first, strict=True):
+            whole[:, : some.shape[1]] += some
     # in the window's own gradients where they are those of k and v too
     partial = d_window if within else None
     dq, dk, dv, _ = selected.backward(q, k, v, chosen, scale, sel, dq, partial)
@@ -246,7 +248,7 @@ def layer_backward(
         grads += memory_grads(
             *interval_backward.backward_prefix(query, memory, place_cmp, scale, cmp)
         )
-    elif mem_k is not None:
+    elif mem_k is not None and mem_v is not None:
         grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
     if own_window:
         grads += d_window

@@ -98,7 +98,8 @@ def interval_attention(
 
     place = launch.Place(kind, reach, stride, start=start, starts=starts)
     q, k, v = rows(q, k, v)
-    return interval.forward(q, k, v, place, scale, prefix(mem_k, mem_v, k.shape[0]))
+    out, lse = interval.forward(q, k, v, place, scale, prefix(mem_k, mem_v, k.shape[0]))
+    return out, lse
 
 
 @interval_attention.register_fake
@@ -186,7 +187,8 @@ def listed_attention(
     valid = selected.valid_lists(selection, k.shape[1])
     gates = None if gates is None else gates.contiguous()
     selection = dataclasses.replace(selection, lists=valid, gates=gates)
-    return *selected.forward(*rows(q, k, v), selection, scale), valid
+    q, k, v = rows(q, k, v)
+    return *selected.forward(q, k, v, selection, scale), valid
 
 
 @listed_attention.register_fake
@@ -223,9 +225,12 @@ def listed_attention_backward(
     selection = launch.Selection(
         valid, block_size, num_initial, num_local, causal, start, starts, gates, stride
     )
-    *grads, d_gates = selected.backward(*rows(q, k, v), selection, scale, cotangent)
+    q, k, v = rows(q, k, v)
+    *grads, d_gates = selected.backward(q, k, v, selection, scale, cotangent)
     grads = [g.to(q.dtype) for g in grads]
-    return grads if gates is None else [*grads, d_gates.to(gates.dtype)]
+    if gates is not None and d_gates is not None:
+        grads.append(d_gates.to(gates.dtype))
+    return grads
 
 
 @listed_attention_backward.register_fake
@@ -251,7 +256,7 @@ listed_attention.register_autograd(listed_backward, setup_context=listed_setup)
 # what the operators share
 
 
-def rows(*tensors: Tensor) -> list[Tensor]:
+def rows(*tensors: Tensor) -> Any:
     """Kernels take any strides but the last."""
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 

@@ -1,0 +1,29 @@
+"""The kernels compile for GPUs that are not there; `compile_kernels.py` compiles more of them."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_layer_compiles(capability):
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    # the interpreter compiles nothing
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(SCRIPT.parent.parent)}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(capability), "small"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for kernel in ("interval.forward", "interval_backward.dq", "interval_backward.dkv",
+                   "scoring.logits", "pairs.forward", "pairs.dq", "pairs.dkv"):  # fmt: skip
+        assert f"kernels.{kernel}_kernel" in done.stdout
