@@ -42,10 +42,10 @@ def output_of(*command: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with "-dirty" after it where tracked files differ from it;
-    `BENCHMARK_COMMIT` says it where there is no git."""
+    """The commit of this checkout, with "-dirty" after it where tracked files differ from it; what
+    `BENCHMARK_COMMIT` says where it is set, for copies of a checkout."""
     head = output_of("git", "rev-parse", "--short=10", "HEAD")
-    if head is None:
+    if "BENCHMARK_COMMIT" in os.environ or head is None:
         return os.environ.get("BENCHMARK_COMMIT")
     # results are what a benchmark writes, not what it runs
     changed = output_of(

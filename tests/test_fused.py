@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from native_sparse_attention import (
+    SparseAttention,
     compressed_attention,
     native_sparse_attention,
     selected_attention,
@@ -156,3 +157,28 @@ def test_operator_is_well_formed():
     args = (q, k, v, ck, cv, gates, *(None,) * 7, *settings)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(fused.layer, args, test_utils=checks)
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_module(stride):
+    """SparseAttention over these kernels is that over eager PyTorch, gradients and cache too."""
+    torch.manual_seed(0)
+    layer = SparseAttention(
+        32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        selection_stride=stride, use_triton_kernel=True, num_compressed_mem_kv=2,
+    ).to(DEVICE)  # fmt: skip
+    for parameter in (layer.compress_mem_kv, layer.k_intrablock_positions):
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(1, 29, 32, device=DEVICE)
+    results = []
+    for backend in ("triton", "eager"):
+        layer.backend = backend
+        out = layer(x)
+        grads = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
+        with torch.no_grad():
+            first, cache = layer(x[:, :22], return_cache=True)
+            rest, _ = layer(x[:, 22:], cache=cache, return_cache=True)
+        torch.testing.assert_close(torch.cat((first, rest), 1), out, atol=2e-5, rtol=2e-5)
+        results.append([out, *grads])
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
