@@ -25,6 +25,10 @@ from native_sparse_attention.ops import fused, library
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
+# bytes that a program may hold, by compute capability
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+
+
 class Driver:
     """What a launch asks of a driver before it launches."""
 
@@ -47,7 +51,7 @@ def resources(cubin: bytes) -> str:
         file.flush()
         command = [CUOBJDUMP, "--dump-resource-usage", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return " ".join(re.findall(r"(?:REG|STACK|SHARED):\d+", told))
+    return " ".join(re.findall(r"(?:REG|STACK):\d+", told))
 
 
 def compile_only(capability: int) -> None:
@@ -57,13 +61,16 @@ def compile_only(capability: int) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
-            print(f"{self.fn.__module__}.{self.fn.__name__}", resources(kernel.asm["cubin"]))
+            name, shared = f"{self.fn.__module__}.{self.fn.__name__}", kernel.metadata.shared
+            print(name, resources(kernel.asm["cubin"]), f"{shared // 1024} KB")
+            assert shared <= SHARED_MEMORY[capability], f"{name} takes {shared} bytes"
         return kernel
 
     JITFunction.run = compiled
     driver.set_active(Driver(capability))
     if capability < 90:
         launch.boxes = lambda *_: None
+    launch.is_small = lambda: SHARED_MEMORY[capability] < launch.ENOUGH_SHARED_MEMORY
 
 
 def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [86, 90])
 def test_layer_compiles(capability):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")

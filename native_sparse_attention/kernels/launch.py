@@ -6,6 +6,7 @@ query heads a KV head; the others are safe, not measured.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,9 @@ LOG2_E = 1.4426950408889634
 
 # a reach past every sequence
 ALWAYS = 1 << 30
+
+# what the tiles of a Hopper need
+ENOUGH_SHARED_MEMORY = 200 * 1024
 
 # programs that keep a large GPU busy through the tail of a launch
 ENOUGH_PROGRAMS = 1024
@@ -102,6 +106,28 @@ def padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
+@functools.cache
+def shared_memory(device: int) -> int:
+    """Bytes that a program may hold on a GPU."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def is_small() -> bool:
+    """Whether this GPU holds too little for the tiles of a Hopper: an Ampere or Ada of the desktop
+    has 99 KB."""
+    return torch.cuda.is_available() and (
+        shared_memory(torch.cuda.current_device()) < ENOUGH_SHARED_MEMORY
+    )
+
+
+def fitting(tile: Tile, width: int) -> Tile:
+    """A tile that a small GPU holds too; not measured there."""
+    if not is_small():
+        return tile
+    most = 64 if width <= 128 else 32
+    return Tile(min(tile.block_m, most), min(tile.block_n, most), 4, 1)
+
+
 def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward", "dq" or "dkv", heads of `width` (the wider of keys and values) and
     queries that see many keys (`wide`) or a window of them."""
@@ -111,7 +137,7 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
     tile = FLOAT32 if dtype == torch.float32 else TILES[bucket][kernel]
     if kernel == "dkv" and groups <= FEW_HEADS and tile.block_m > 32:
         tile = Tile(32, tile.block_n, tile.num_warps, tile.num_stages)
-    tile = override.get(kernel, tile)
+    tile = override.get(kernel, fitting(tile, width))
     # a tile holds at least one token with all heads of its group
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
@@ -130,7 +156,7 @@ def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     tile = override.get(f"gather.{kernel}", GATHER[padded(rows)][kernel])
     if dtype == torch.float32:
         return Tile(padded(rows), 32, 4, 1)
-    stages = tile.num_stages if width <= 128 else 1
+    stages = tile.num_stages if width <= 128 and not is_small() else 1
     return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
 
 
@@ -150,7 +176,7 @@ def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward", "dq" or "dkv" block by block."""
     bucket = next(limit for limit in PAIRS if width <= limit)
     tile = FLOAT32 if dtype == torch.float32 else PAIRS[bucket][kernel]
-    tile = override.get(f"pairs.{kernel}", tile)
+    tile = override.get(f"pairs.{kernel}", fitting(tile, width))
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
@@ -282,6 +308,8 @@ def ranking_tile(
     tile = next(tile for limit, tile in tiles.items() if size <= limit)
     if rule == "probs" and dtype == torch.float32:
         tile = PROBS_FLOAT32
+    if is_small():
+        tile = replace(tile, num_stages=1)
     tile = override.get(f"ranking.{rule}", tile)
     if rule == "probs":
         # a tile holds at least one token with all heads of its group
