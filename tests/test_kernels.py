@@ -179,6 +179,15 @@ def test_rows_that_start_at_different_places():
     )
 
 
+def test_call_that_no_tile_holds():
+    q = torch.randn(1, 4, 1, 16, device=DEVICE)
+    lists = torch.zeros(1, 4, 1, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="selection_block_size is 256, at most 128"):
+        selected_attention(q, q, q, lists, selection_block_size=256, backend="triton")
+    out = selected_attention(q, q, q, lists, selection_block_size=256, backend=("triton", "eager"))
+    assert out.shape == q.shape
+
+
 def test_strided_inputs_and_a_repeat():
     """Heads before tokens, as a layer lays them out; twice the same, bit for bit."""
     q, k, v = (

@@ -37,6 +37,7 @@ def why_not(
     v: Tensor | None = None,
     gates: Tensor | None = None,
     q_offset: int | Tensor = 0,
+    **facts: Any,
 ) -> list[str]:
     """Reasons why flex_attention cannot run this call; empty where it can."""
     reasons = []

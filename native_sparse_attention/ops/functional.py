@@ -299,7 +299,16 @@ def selected_attention(
     check_int("selection_block_size", selection_block_size, 1)
     check_ints(0, num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks)
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
-    backend = backends.choose(backend, "selected_attention", q, k, v, gates=gates, q_offset=offset)
+    backend = backends.choose(
+        backend,
+        "selected_attention",
+        q,
+        k,
+        v,
+        gates=gates,
+        q_offset=offset,
+        selection_block_size=selection_block_size,
+    )
     kwargs: dict[str, Any] = {} if backend == "flex" else {"gates": gates}
     return backends.run(
         backend,

@@ -38,6 +38,8 @@ OPERATIONS = (
 # query heads of a KV head, and width of a head, that fit a tile
 MAX_GROUP = 64
 MAX_WIDTH = 256
+# keys of a selection block that fit a tile
+MAX_BLOCK = 128
 # blocks that a query's ranking may hold
 MAX_SELECTED = 64
 
@@ -51,6 +53,7 @@ def why_not(
     q_offset: int | Tensor = 0,
     num_selected_blocks: int = 0,
     return_gates: bool = False,
+    selection_block_size: int = 0,
 ) -> list[str]:
     """Reasons why the kernels cannot run this call; empty where they can."""
     if op_name not in OPERATIONS:
@@ -71,6 +74,8 @@ def why_not(
         reasons.append(f"heads are {width} wide, at most {MAX_WIDTH}")
     if num_selected_blocks > MAX_SELECTED:
         reasons.append(f"num_selected_blocks is {num_selected_blocks}, at most {MAX_SELECTED}")
+    if selection_block_size > MAX_BLOCK:
+        reasons.append(f"selection_block_size is {selection_block_size}, at most {MAX_BLOCK}")
     if return_gates:
         reasons.append("the gates of differentiable top-k have no kernel yet")
     if 0 in q.shape:

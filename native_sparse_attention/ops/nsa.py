@@ -141,7 +141,10 @@ def native_sparse_attention(
         query_heads_share_selected_kv=query_heads_share_selected_kv,
     )
     ranking: dict[str, Any] = dict(
-        q_offset=offset, num_selected_blocks=num_selected_blocks, return_gates=use_diff_topk
+        q_offset=offset,
+        num_selected_blocks=num_selected_blocks,
+        return_gates=use_diff_topk,
+        selection_block_size=selection_block_size,
     )
     name = backends.choose(backend, "native_sparse_attention", q, k, v, **ranking)
     if name == "triton" and sliding_window_flex_mask is None and fine_selection_flex_mask is None:
