@@ -182,3 +182,27 @@ def test_module(stride):
         results.append([out, *grads])
     for actual, expected in zip(*results):
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_one_graph_for_all_lengths():
+    """`fullgraph=True`, forward and backward; a new length compiles nothing after the second."""
+    layer = SparseAttention(
+        32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        use_triton_kernel=True,
+    ).to(DEVICE)  # fmt: skip
+    graphs = []
+
+    def count(module, inputs):
+        graphs.append(module)
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
+    for length in (24, 29, 37):
+        x = torch.randn(1, length, 32, device=DEVICE, requires_grad=True)
+        results = []
+        for call in (compiled, layer):
+            out = call(x)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [x])])
+        for actual, expected in zip(*results):
+            torch.testing.assert_close(actual, expected)
+    assert len(graphs) <= 2
