@@ -96,14 +96,16 @@ def test_layer(dtype, heads, causal, importance):
     assert_layer_right(tensors, causal, FORCED, importance=importance)
 
 
-@pytest.mark.parametrize("memory, own, raw", [(0, False, False), (0, True, False), (2, True, True)])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "memory, own, raw, recompute",
+    [(0, False, False, False), (0, True, False, False), (2, True, True, True)],
+)
 def test_optional_tensors(memory, own, raw, recompute):
     tensors = draw(memory=memory, own=own, raw=raw)
     assert_layer_right(tensors, recompute=recompute)
 
 
-@pytest.mark.parametrize("heads", [(2, 2, 16, 16), (12, 1, 16, 16)], ids=["G=1", "G=12"])
+@pytest.mark.parametrize("heads", [(12, 1, 16, 16), (2, 2, 16, 16)][: 1 + CUDA], ids=str)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
 @pytest.mark.parametrize("stride", [1, 4])
 def test_selections(heads, shared, stride):
