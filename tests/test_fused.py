@@ -131,6 +131,41 @@ def test_few_and_many_blocks(n):
     )
 
 
+@pytest.mark.parametrize("given", [("window_k",), ("window_v",), ("window_k", "window_v")])
+def test_window_that_shares_a_tensor(given):
+    """k handed in again as the window's, or one of its tensors alone, is a window of its own."""
+    results = []
+    torch.manual_seed(0)
+    leaves = {n: t.requires_grad_() for n, t in draw(memory=0, raw=False).items()}
+    other = torch.randn_like(leaves["v"]).requires_grad_()
+    window = {"window_k": leaves["k"], "window_v": other}
+    for backend in ("triton", "eager"):
+        out = native_sparse_attention(
+            **leaves, **{n: window[n] for n in given}, **SETTINGS, **FORCED, backend=backend
+        )
+        grads = torch.autograd.grad(
+            out.square().sum(), [*leaves.values(), other], materialize_grads=True
+        )
+        results.append([out, *grads])
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_leaders_that_make_no_sense():
+    """Forced, repeated, past the keys or ahead of the query: as in eager PyTorch."""
+    tensors = draw(memory=0)
+    shape = (tensors["q"].shape[0], tensors["k"].shape[2], N)
+    for blocks in ((0, 0), (1, 1), (2, 999), (4, 3)):
+        leaders = torch.tensor(blocks, dtype=torch.int32, device=DEVICE).expand(shape)
+        outs = [
+            native_sparse_attention(
+                **tensors, **SETTINGS, selection_stride=4, leader_indices=leaders, backend=backend
+            )
+            for backend in ("triton", "eager")
+        ]
+        torch.testing.assert_close(*outs, atol=2e-5, rtol=2e-5)
+
+
 def test_twice_the_same():
     """Bit for bit, gradients too."""
     tensors = {n: t.requires_grad_() for n, t in draw().items()}

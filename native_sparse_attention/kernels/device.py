@@ -51,7 +51,7 @@ def seen_by(n, last, reach, stride, KIND: tl.constexpr):
 
 @triton.jit
 def large(x, WIDE: tl.constexpr):
-    """x in 64 bits, where offsets made of it may need them: 32 spare registers."""
+    """x in 64 bits, where offsets made of it may need them; 32 take fewer registers."""
     return x.to(tl.int64) if WIDE else x
 
 

@@ -22,7 +22,7 @@ LENGTHS = ["T", "S", "start"]
 
 
 @triton.jit
-def list_tile(tile, start, T, n, G: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
+def list_tile(tile, start, T, G: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
               BLOCK_M: tl.constexpr):  # fmt: skip
     """Rows of a tile that begins where an aligned group does: token and group head of each, whether
     it is one, and a token whose list is the tile's."""
@@ -79,7 +79,7 @@ def forward_kernel(
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    token, g, real, listed = list_tile(tile, start, T, n, G, TOKENS, STRIDE, BLOCK_M)
+    token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
     entries = lists + ((b * T + listed) * R + r) * n
 
     head = r * G + g
@@ -132,7 +132,7 @@ def dq_kernel(
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    token, g, real, listed = list_tile(tile, start, T, n, G, TOKENS, STRIDE, BLOCK_M)
+    token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
     entries = lists + ((b * T + listed) * R + r) * n
 
     head = r * G + g

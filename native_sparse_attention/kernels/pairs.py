@@ -228,6 +228,8 @@ def arguments(
     B, T, R, n = selection.lists.shape
     tile = launch.pair_tile(kernel, max(D, E), H // R, q.dtype)
     num_blocks = triton.cdiv(S, selection.s)
+    # rows of d_out, of parts, of dk
+    most = max(T * H, inverse.length * H * n, S * K)
     return dict(
         q=q,
         k=k,
@@ -262,7 +264,7 @@ def arguments(
         RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal,
         GATES=selection.gates is not None,
-        WIDE=launch.wide(q, k, v) or B * inverse.length * H * n * max(D, E) >= 1 << 31,
+        WIDE=launch.wide(q, k, v) or most * B * max(D, E) >= 1 << 31,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

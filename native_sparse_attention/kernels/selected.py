@@ -31,12 +31,12 @@ def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] 
 
 
 def within_window(
-    selection: Selection, k: Tensor, v: Tensor, window_k: Tensor, w: int
+    selection: Selection, k: Tensor, v: Tensor, w: int
 ) -> tuple[tuple[Tensor, Tensor] | None, Place | None]:
     """Prefix and place of the forced blocks where the local ones lie in a causal window of w keys
-    back over the same keys, which can then see to them too; None otherwise."""
+    back over the same k and v, which can then see to them too; None otherwise."""
     reach = selection.num_local * selection.s - 1
-    if not selection.causal or not selection.num_local or window_k is not k or reach > w:
+    if not selection.causal or not selection.num_local or reach > w:
         return None, None
     forced = forced_blocks(selection, k, v)
     return (None, None) if forced is None else (forced["prefix"], forced["place"])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import blocks
 from .library import empty_outputs, memory_grads, offsets, prefix, rows
+from .selection import on_its_device
 
 
 class Settings(NamedTuple):
@@ -68,7 +69,7 @@ def attend(
     cq: Tensor,
     memory: tuple[Tensor, Tensor] | None,
     mem_k: Tensor | None,
-    window: tuple[Tensor, Tensor],
+    window: tuple[Tensor, Tensor] | None,
     starts: Tensor | None,
     leaders: Tensor | None,
     lists: Tensor | None,
@@ -77,6 +78,7 @@ def attend(
     from ..kernels import interval, scoring, selected
 
     at = settings
+    leaders = None if leaders is None else leaders.contiguous()
     place_cmp, place_win = at.places(starts)
     out_cmp, lse_cmp = interval.forward(cq, ck, cv, place_cmp, at.scale, memory)
     if lists is None and at.num_ranked and at.num_selected:
@@ -89,14 +91,20 @@ def attend(
         ranks = ck.shape[2] if at.shared else q.shape[2]
         lists = q.new_full((*q.shape[:2], ranks, at.num_selected), -1, dtype=torch.int32)
     selection = at.selection(lists, starts)
-    near = selected.within_window(selection, k, v, window[0], at.w)
-    out_win, lse_win, *partial = interval.forward(q, *window, place_win, at.scale, *near)
+    if leaders is not None and lists.shape[-1]:
+        # handed in by a caller, not ranked here
+        lists = selected.valid_lists(selection, k.shape[1])
+        selection = at.selection(lists, starts)
+    near = selected.within_window(selection, k, v, at.w) if window is None else (None, None)
+    wk, wv = window or (k, v)
+    out_win, lse_win, *partial = interval.forward(q, wk, wv, place_win, at.scale, *near)
     done = (partial[0], partial[1]) if partial else None
     out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done)
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists
 
 
 @torch.library.custom_op("native_sparse_attention::layer", mutates_args=())
+@on_its_device
 def layer(
     q: Tensor,
     k: Tensor,
@@ -138,7 +146,7 @@ def layer(
     )  # fmt: skip
     q, k, v, ck, cv = rows(q, k, v, ck, cv)
     cq = q if cq is None else rows(cq)[0]
-    window: Any = (k, v) if window_k is None or window_v is None else rows(window_k, window_v)
+    window = None if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])
     outs, lses, lists = attend(
         settings, q, k, v, ck, cv, cq, memory, mem_k, window, starts, leaders, None
@@ -165,6 +173,7 @@ def _(
 
 
 @torch.library.custom_op("native_sparse_attention::layer_backward", mutates_args=())
+@on_its_device
 def layer_backward(
     d_out: Tensor,
     q: Tensor,
@@ -209,8 +218,7 @@ def layer_backward(
     q, k, v, ck, cv, d_out = rows(q, k, v, ck, cv, d_out)
     d_out = d_out.contiguous()
     query = q if cq is None else rows(cq)[0]
-    own_window = window_k is not None and window_v is not None
-    window: Any = (k, v) if window_k is None or window_v is None else rows(window_k, window_v)
+    window = None if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])
     outs, lses = kept[:3], kept[3:]
     if recompute:
@@ -226,9 +234,9 @@ def layer_backward(
     dq = dcq if cq is None else None
 
     chosen = settings.selection(lists, starts)
-    first, inner = selected.within_window(chosen, k, v, window[0], w)
+    first, inner = selected.within_window(chosen, k, v, w) if window is None else (None, None)
     within = None if inner is None else (inner, sel)
-    wk, wv = window
+    wk, wv = window or (k, v)
     dq = interval_backward.backward_q(q, wk, wv, place_win, scale, win, first, dq, within)
     d_window = interval_backward.backward_kv(q, wk, wv, place_win, scale, win, within)
     if inner is not None and first is not None:
@@ -238,7 +246,7 @@ def layer_backward(
     # in the window's own gradients where they are those of k and v too
     partial = d_window if within else None
     dq, dk, dv, _ = selected.backward(q, k, v, chosen, scale, sel, dq, partial)
-    if not own_window and not within:
+    if window is None and not within:
         dk, dv = dk + d_window[0], dv + d_window[1]
 
     grads = [dq, dk, dv, dck, dcv, d_gates]
@@ -250,7 +258,7 @@ def layer_backward(
         )
     elif mem_k is not None and mem_v is not None:
         grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
-    if own_window:
+    if window is not None:
         grads += d_window
     return [g.to(branch_gates.dtype if g is d_gates else dtype) for g in grads]
 
@@ -315,6 +323,11 @@ def native_sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """The output [B T H E] and the selected block indices."""
     starts, start = offsets(q_offset)
+    if window_k is not None or window_v is not None:
+        window_k, window_v = (
+            k if window_k is None else window_k,
+            v if window_v is None else window_v,
+        )
     num_ranked = blocks.num_complete_blocks(
         ck.shape[1] * compress_block_sliding_stride,
         compress_block_sliding_stride,

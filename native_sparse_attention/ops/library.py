@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .selection import select_blocks
+from .selection import on_its_device, select_blocks
 
 __all__ = [
     "compressed_attention",
@@ -84,6 +84,7 @@ def why_not(
 
 
 @torch.library.custom_op("native_sparse_attention::interval_attention", mutates_args=())
+@on_its_device
 def interval_attention(
     q: Tensor,
     k: Tensor,
@@ -113,6 +114,7 @@ def _(q, k, v, mem_k, mem_v, starts, kind, reach, stride, start, scale):
 
 
 @torch.library.custom_op("native_sparse_attention::interval_attention_backward", mutates_args=())
+@on_its_device
 def interval_attention_backward(
     d_out: Tensor,
     d_lse: Tensor,
@@ -167,6 +169,7 @@ interval_attention.register_autograd(interval_backward, setup_context=interval_s
 
 
 @torch.library.custom_op("native_sparse_attention::selected_attention", mutates_args=())
+@on_its_device
 def listed_attention(
     q: Tensor,
     k: Tensor,
@@ -202,6 +205,7 @@ def _(q, k, v, lists, *others):
 
 
 @torch.library.custom_op("native_sparse_attention::selected_attention_backward", mutates_args=())
+@on_its_device
 def listed_attention_backward(
     d_out: Tensor,
     d_lse: Tensor,

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import blocks
 
 
+def on_its_device(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an operator with the GPU of its first tensor the current one: Triton launches there."""
+
+    @functools.wraps(operator)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(args[0]):
+            return operator(*args, **kwargs)
+
+    return run
+
+
 @torch.library.custom_op("native_sparse_attention::select_blocks", mutates_args=())
+@on_its_device
 def ranked_blocks(
     q: Tensor,
     ck: Tensor,
