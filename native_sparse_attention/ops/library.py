@@ -35,6 +35,9 @@ OPERATIONS = (
     "sliding_window_attention",
 )
 
+# looked up once, here: a compiled graph cannot
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 # query heads of a KV head, and width of a head, that fit a tile
 MAX_GROUP = 64
 MAX_WIDTH = 256
@@ -59,7 +62,7 @@ def why_not(
     if op_name not in OPERATIONS:
         return [f"this version has no kernel for {op_name} yet"]
     reasons = []
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         reasons.append("triton is not installed")
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         reasons.append(f"q is on {q.device.type}, needs cuda")
