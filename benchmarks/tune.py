@@ -43,7 +43,7 @@ from .providers import (
 )
 
 KERNELS: tuple[str, ...] = ("forward", "window", "dq", "dkv")
-KERNELS += ("gather.forward", "gather.dq", "pairs.forward", "pairs.dkv")
+KERNELS += ("gather.forward", "gather.dq", "pairs.forward", "pairs.backward")
 KERNELS += ("ranking.logits", "ranking.probs")
 
 # by the name on the command line; "selected" for random selections, of which neighbours share none

@@ -307,7 +307,7 @@ def test_tiles_stand_in_and_go_again():
     # rows of a gather are what they are
     gathered = launch.Tile(16, 16, 1, 1)
     others[3] = launch.RankingTile(256, 16, 1, 1, 1, 1)
-    for index, kernel in enumerate(("dq", "pairs.dkv", "gather.dq", "ranking.probs")):
+    for index, kernel in enumerate(("dq", "pairs.backward", "gather.dq", "ranking.probs")):
         other = others[index]
         with launch.using({kernel: other}):
             after = tiles()

@@ -31,7 +31,7 @@ def join_kernel(
         acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
         m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
         l = tl.where(m == float("-inf"), 0.0, 1.0)
-    for slot in range(0, n):
+    for slot in tl.range(0, n, loop_unroll_factor=4):
         listed = real & (tl.load(lists + line + slot, mask=real, other=-1) >= 0)
         at = (there + slot) * G + i % G
         new = tl.load(part_lse + at, mask=listed, other=float("-inf"))
@@ -71,10 +71,10 @@ def gather_spill_kernel(
 def sum_kernel(
     part, lists, dq, T, R, n, first, length,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    ADD: tl.constexpr,
+    PIECES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows (token, head) from `first` on. The sum of a row's parts over its slots,
-    with ADD on top of what dq holds."""
+    """One program: M rows (token, head) from `first` on. The sum of a row's parts over its slots and
+    their pieces, with ADD on top of what dq holds."""
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = tl.program_id(1).to(tl.int64)
     H = R * G
@@ -85,8 +85,8 @@ def sum_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if ADD:
         acc = load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
-    for slot in range(0, n):
-        listed = real & (tl.load(lists + line + slot, mask=real, other=-1) >= 0)
-        at = (there + slot) * G + i % G
+    for slot in tl.range(0, n * PIECES, loop_unroll_factor=4):
+        listed = real & (tl.load(lists + line + slot // PIECES, mask=real, other=-1) >= 0)
+        at = (there * PIECES + slot) * G + i % G
         acc += load_rows(part, at * D, D, BLOCK_D, listed).to(tl.float32)
     store_rows(dq, row * D, acc, D, BLOCK_D, real)

@@ -69,8 +69,8 @@ GATHER_ROWS = 128
 
 # and block by block
 PAIRS = {
-    128: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 3), "dkv": Tile(64, 64, 4, 2)},
-    256: {"forward": Tile(64, 64, 8, 2), "dq": Tile(32, 64, 8, 1), "dkv": Tile(32, 64, 8, 1)},
+    128: {"forward": Tile(128, 64, 4, 2), "backward": Tile(64, 64, 4, 2)},
+    256: {"forward": Tile(64, 64, 8, 2), "backward": Tile(32, 64, 8, 1)},
 }
 
 # tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
@@ -82,7 +82,8 @@ ITEM_ROWS = 16384
 # query heads a KV head up to which dk and dv are better formed of few rows at a time
 FEW_HEADS = 8
 
-# tokens up to which the parts of the selected branch are kept at once
+# memory for the parts of the selected branch, over that of q; tokens whose parts are kept anyhow
+PARTS = 2
 FEW_TOKENS = 4096
 
 # rows of a query-by-query tile under which block by block is faster
@@ -173,7 +174,7 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
 
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
-    """For `kernel` "forward", "dq" or "dkv" block by block."""
+    """For `kernel` "forward" or "backward" block by block."""
     bucket = next(limit for limit in PAIRS if width <= limit)
     tile = FLOAT32 if dtype == torch.float32 else PAIRS[bucket][kernel]
     tile = override.get(f"pairs.{kernel}", fitting(tile, width))

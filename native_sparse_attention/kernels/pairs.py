@@ -102,25 +102,27 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def dkv_kernel(
-    q, k, v, gates, d_out, lse, delta, dk, dv, spill_k, spill_v,
+def backward_kernel(
+    q, k, v, gates, d_out, lse, delta, part, d_gates, dk, dv, spill_k, spill_v,
     entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
     T, S, K, s, C, BLOCKS, first, length, scale,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    DQ: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item, and a piece of N keys of its block. Adds to dk and dv of the block, or
-    writes the item's share where the block has several."""
+    writes the item's share where the block has several. With DQ also writes each row's dq from the
+    piece, and with GATES each row's gradient of its entry's gate."""
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
         block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
         b, h, c = block // C // K, block // C % K, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
-        j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        piece = tl.program_id(1)
+        j = piece * BLOCK_N + tl.arange(0, BLOCK_N)
         key = c * s + j
         there = (j < s) & (key < S)
         k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
@@ -149,8 +151,16 @@ def dkv_kernel(
             p, ds = softmax_grad(logits2, dp, lse_row[None], delta_row[None], GATED)
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
             if GATES:
+                if DQ:
+                    at = (e * PIECES + piece) * G + head % G
+                    tl.store(d_gates + at, tl.sum(ds * logits, 0), mask=real)
                 ds *= weight
-            dk_acc += tl.dot(ds.to(q_tile.dtype), q_tile, input_precision=PRECISION)
+            ds_tile = ds.to(q_tile.dtype)
+            dk_acc += tl.dot(ds_tile, q_tile, input_precision=PRECISION)
+            if DQ:
+                dq = tl.dot(tl.trans(ds_tile), k_tile, input_precision=PRECISION) * scale
+                e -= (b * (T - length) + first) * (R * n)
+                store_rows(part, ((e * PIECES + piece) * G + head % G) * D, dq, D, BLOCK_D, real)
 
         dk_acc *= scale
         first_item = tl.load(item_bounds + block)
@@ -166,56 +176,6 @@ def dkv_kernel(
             store_rows(spill_v, share * E, dv_acc, E, BLOCK_E, there)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def dq_kernel(
-    q, k, v, gates, d_out, lse, delta, part, d_gates, entries, bounds, owner, item_bounds, chunk,
-    starts, start, T, S, K, s, C, BLOCKS, first, length, scale,
-    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
-    R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program: an item. Writes each row's dq from the item's block, and with GATES each row's
-    gradient of its entry's gate."""
-    item = tl.program_id(0)
-    if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
-        b, h, c = block // C // K, block // C % K, block % C
-        if RAGGED:
-            start = tl.load(starts + b).to(tl.int32)
-        key = c * s + tl.arange(0, BLOCK_S)
-        there = (tl.arange(0, BLOCK_S) < s) & (key < S)
-        k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
-        v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
-        for i in range(begin, end, BLOCK_M // G):
-            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M, WIDE)
-            t = bt - b * T
-            row = bt * (R * G) + head
-            q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
-            do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
-            lse_row, delta_row = (
-                load_lse(lse, row, real),
-                tl.load(delta + row, mask=real, other=0.0),
-            )
-            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-            weight = 1.0
-            if GATES:
-                weight = tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[:, None]
-            visible = there[None]
-            if DIAGONAL:
-                visible = visible & (key[None] <= start + t[:, None])
-            logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
-            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-            _p, ds = softmax_grad(logits2, dp, lse_row[:, None], delta_row[:, None], GATED)
-            if GATES:
-                tl.store(d_gates + e * G + head % G, tl.sum(ds * logits, 1), mask=real)
-                ds *= weight
-            dq = tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION) * scale
-            e -= (b * (T - length) + first) * (R * n)
-            store_rows(part, (e * G + head % G) * D, dq, D, BLOCK_D, real)
-
-
 # launches
 
 
@@ -229,7 +189,7 @@ def arguments(
     tile = launch.pair_tile(kernel, max(D, E), H // R, q.dtype)
     num_blocks = triton.cdiv(S, selection.s)
     # rows of d_out, of parts, of dk
-    most = max(T * H, inverse.length * H * n, S * K)
+    most = max(T * H, inverse.length * H * n * triton.cdiv(selection.s, 64), S * K)
     return dict(
         q=q,
         k=k,
@@ -272,10 +232,10 @@ def arguments(
 
 
 def inverted(q: Tensor, k: Tensor, selection: Selection, parts: bool) -> list[Inverse]:
-    """By spans of tokens whose parts together take about as much memory as q does; in one where no
-    parts are kept."""
+    """By spans of tokens whose parts together take `launch.PARTS` times as much memory as q does;
+    in one where no parts are kept."""
     T, (R, n) = q.shape[1], selection.lists.shape[2:]
-    length = max(T // n, launch.FEW_TOKENS) if parts else T
+    length = max(launch.PARTS * T // n, launch.FEW_TOKENS) if parts else T
     chunk = max(launch.ITEM_ROWS // (q.shape[2] // R), 1)
     num_blocks = triton.cdiv(k.shape[1], selection.s)
     return invert(selection.lists, k.shape[2], num_blocks, chunk, min(length, T))
@@ -313,42 +273,7 @@ def forward(
     return out, lse
 
 
-def backward_q(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
-    cotangent: Cotangent,
-    dq: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """dq, added to the `dq` given, and the gradient of the gates."""
-    B, T, H, D = q.shape
-    R, n = selection.lists.shape[2:]
-    add = dq is not None
-    dq = q.new_empty(q.shape) if dq is None else dq
-    d_gates = None
-    if selection.gates is not None:
-        d_gates = q.new_zeros(*selection.lists.shape, H // R, dtype=torch.float32)
-    for inverse in inverted(q, k, selection, parts=True):
-        args = arguments(q, k, v, selection, inverse, "dq")
-        part = q.new_empty(B * inverse.length * H * n, D)
-        dq_kernel[(len(inverse.owner),)](
-            part=part,
-            d_gates=d_gates,
-            scale=scale,
-            BLOCK_S=launch.padded(selection.s),
-            **args,
-            **cotangent.arguments(),
-        )
-        sum_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
-            part, selection.lists, dq, T, R, n, inverse.first, inverse.length,
-            G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
-        )  # fmt: skip
-    return dq, None if d_gates is None else d_gates.sum(-1)
-
-
-def backward_kv(
+def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -357,28 +282,48 @@ def backward_kv(
     cotangent: Cotangent,
     dk: Tensor,
     dv: Tensor,
-) -> None:
-    """Adds to dk [B S K D] and dv [B S K E], float32."""
-    D, E, s = q.shape[-1], v.shape[-1], selection.s
-    S, K = k.shape[1:3]
+    dq: Tensor | None = None,
+    with_dq: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dq, added to the `dq` given, and the gradient of the gates, both only if `with_dq`; adds to
+    dk [B S K D] and dv [B S K E], float32."""
+    B, T, H, D = q.shape
+    S, K, E = k.shape[1], k.shape[2], v.shape[-1]
+    s, (R, n) = selection.s, selection.lists.shape[2:]
     block_n = min(launch.padded(s), 64)
     pieces = triton.cdiv(s, block_n)
-    (inverse,) = inverted(q, k, selection, parts=False)
-    args = arguments(q, k, v, selection, inverse, "dkv")
-    spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
-    dkv_kernel[(len(inverse.owner), pieces)](
-        dk=dk,
-        dv=dv,
-        spill_k=spills[0],
-        spill_v=spills[1],
-        spill_bounds=inverse.spill_bounds,
-        scale=scale,
-        BLOCK_N=block_n,
-        **args,
-        **cotangent.arguments(),
-    )
-    for spill, d, width in zip(spills, (dk, dv), (D, E), strict=True):
-        gather_spill_kernel[(args["BLOCKS"], pieces)](
-            spill, d, inverse.spill_bounds, S, K, s, args["C"],
-            D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
-        )  # fmt: skip
+    add, d_gates = dq is not None, None
+    if with_dq:
+        dq = q.new_empty(q.shape) if dq is None else dq
+        if selection.gates is not None:
+            d_gates = q.new_zeros(*selection.lists.shape, pieces * H // R, dtype=torch.float32)
+    for inverse in inverted(q, k, selection, parts=with_dq):
+        args = arguments(q, k, v, selection, inverse, "backward")
+        part = q.new_empty(B * inverse.length * H * n * pieces, D) if with_dq else None
+        spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
+        backward_kernel[(len(inverse.owner), pieces)](
+            part=part,
+            d_gates=d_gates,
+            dk=dk,
+            dv=dv,
+            spill_k=spills[0],
+            spill_v=spills[1],
+            spill_bounds=inverse.spill_bounds,
+            scale=scale,
+            BLOCK_N=block_n,
+            DQ=with_dq,
+            PIECES=pieces,
+            **args,
+            **cotangent.arguments(),
+        )
+        for spill, d, width in zip(spills, (dk, dv), (D, E), strict=True):
+            gather_spill_kernel[(args["BLOCKS"], pieces)](
+                spill, d, inverse.spill_bounds, S, K, s, args["C"],
+                D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
+            )  # fmt: skip
+        if with_dq:
+            sum_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
+                part, selection.lists, dq, T, R, n, inverse.first, inverse.length, PIECES=pieces,
+                G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
+            )  # fmt: skip
+    return dq, None if d_gates is None else d_gates.sum(-1)

@@ -155,7 +155,10 @@ def backward(
     if not selection.lists.shape[-1]:
         dq = torch.zeros_like(q) if dq is None else dq
         return dq, dk, dv, None if selection.gates is None else torch.zeros_like(selection.gates)
-    how = pairs if by_block(selection, q) else gather
-    dq, d_gates = how.backward_q(q, k, v, selection, scale, cotangent, dq)
-    pairs.backward_kv(q, k, v, selection, scale, cotangent, dk, dv)
+    given = (q, k, v, selection, scale, cotangent)
+    if by_block(selection, q):
+        dq, d_gates = pairs.backward(*given, dk, dv, dq)
+    else:
+        dq, d_gates = gather.backward_q(*given, dq)
+        pairs.backward(*given, dk, dv, with_dq=False)
     return dq, dk, dv, d_gates
