@@ -102,7 +102,7 @@ SETTINGS: dict[str, tuple[Kind, Any, Any, str]] = {
         ("auto", "on", "off"),
         "auto",
         "auto",
-        "torch.compile; auto: on CUDA to 8192 tokens",
+        "torch.compile; auto: on CUDA",
     ),
     "activation_checkpointing": (("on", "off"), "off", "off", "less memory, more time"),
     "log_every": (count, 1, 10, "steps between lines of metrics.jsonl"),
@@ -399,12 +399,21 @@ def autocast(cfg: Namespace) -> AbstractContextManager[Any]:
 def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
     """The model through torch.compile where asked for or, with auto, on CUDA if it works there.
 
-    A compiled graph forms T x S scores: for long texts only flex_attention, outside it, fits.
+    Without the kernels, a compiled graph forms T x S scores, which do not fit for long texts.
     """
-    helps = cfg.device.startswith("cuda") and cfg.seq_len <= 8192
+    scores = cfg.attention == "sparse" and cfg.backend in ("eager", "flex") and cfg.seq_len > 8192
+    helps = cfg.device.startswith("cuda") and not scores
     if cfg.compile == "off" or (cfg.compile == "auto" and not helps):
         return model
-    forward = torch.compile(model)
+    # CUDA graphs leave no launches to wait for, but write the next gradients over the last
+    graphs = cfg.device.startswith("cuda") and cfg.accumulate == 1
+    program = torch.compile(model, mode="reduce-overhead" if graphs else "default")
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        if graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        return program(*args, **kwargs)
+
     ids = torch.zeros(cfg.batch_size, cfg.seq_len + 1, dtype=torch.long, device=cfg.device)
     try:
         for learning in (True, False):  # two programs

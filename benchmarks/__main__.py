@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import attention, enwik8, report
+from . import attention, enwik8, report, training
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -17,11 +17,14 @@ def main(argv: list[str] | None = None) -> None:
     every = ["--parts", "--agreement", "4"]
     if quick:
         attention.main([*every, "--quick"])
+        training.main(["--quick", "--providers", "ours"])
         return
     try:
         attention.main(every)
     finally:
         report.main([])
+    training.main([])
+    training.main(["--table"])
     enwik8.main([])
 
 

@@ -42,8 +42,8 @@ from .providers import (
     Provider,
 )
 
-KERNELS: tuple[str, ...] = ("forward", "window", "dq", "dkv")
-KERNELS += ("gather.forward", "gather.dq", "pairs.forward", "pairs.backward")
+KERNELS: tuple[str, ...] = ("forward", "dq", "dkv", "window.forward", "window.dq", "window.dkv")
+KERNELS += ("gather.forward", "gather.dq", "pairs.forward", "pairs.backward", "prefix.dkv")
 KERNELS += ("ranking.logits", "ranking.probs")
 
 # by the name on the command line; "selected" for random selections, of which neighbours share none

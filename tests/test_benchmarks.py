@@ -298,7 +298,7 @@ def test_tiles_stand_in_and_go_again():
     def tiles():
         return [
             launch.interval_tile("dq", True, 64, 2, torch.bfloat16),
-            launch.pair_tile("dkv", 64, 2, torch.float32),
+            launch.pair_tile("backward", 64, 2, torch.float32),
             launch.gather_tile("dq", 64, 2, torch.bfloat16),
             launch.ranking_tile("probs", 64, 2, 16, torch.bfloat16),
         ]
@@ -326,7 +326,7 @@ def test_tuner(tmp_path, capsys):
     tune = importlib.import_module("benchmarks.tune")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = ["--lengths", "24", "--heads", "2/1", "--seconds", "1e-4", "--device", device]
-    options += ["--kernels", "window", "gather.dq", "--tiles", "16,16,4,1", "16,7,4,1"]
+    options += ["--kernels", "window.forward", "gather.dq", "--tiles", "16,16,4,1", "16,7,4,1"]
     options += ["--operations", "window"]
     try:
         rows = tune.main([*options, "--out", str(tmp_path / "tune.jsonl")])
@@ -334,10 +334,10 @@ def test_tuner(tmp_path, capsys):
         if "0-dimensional arrays" not in str(error):
             raise
         pytest.skip(f"Triton's interpreter and this numpy do not go together: {error}")
-    assert [row["kernel"] for row in rows] == ["window"] * 3
+    assert [row["kernel"] for row in rows] == ["window.forward"] * 3
     assert [row["tile"] for row in rows] == ["default", [16, 16, 4, 1], [16, 7, 4, 1]]
     assert "failed" in rows[2] and rows[1]["p50_ms"] > 0 and rows[1]["over_default"] > 0
-    assert '"window": ' in capsys.readouterr().out.splitlines()[-1]
+    assert '"window.forward": ' in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_winning_tiles():

@@ -56,6 +56,12 @@ def large(x, WIDE: tl.constexpr):
 
 
 @triton.jit
+def narrow(x, WIDE: tl.constexpr):
+    """x, of 64 bits, in 32 where offsets made of it need no more."""
+    return x if WIDE else x.to(tl.int32)
+
+
+@triton.jit
 def load_rows(base, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
     """Rows [M, BLOCK] that begin at `base + offsets`; zeros where mask is False and past WIDTH."""
     d = tl.arange(0, BLOCK)
@@ -72,7 +78,8 @@ def load_keys(
     descriptor, n is n0 and the positions that follow, and only those outside the tensor are
     zeros."""
     if TMA:
-        tile = keys.load([b.to(tl.int32), n0.to(tl.int32), h.to(tl.int32), 0])
+        at = tl.cast(b, tl.int32), tl.cast(n0, tl.int32), tl.cast(h, tl.int32)
+        tile = keys.load([at[0], at[1], at[2], 0])
         return tl.reshape(tile, [n.shape[0], BLOCK])
     else:
         base = keys + b * strides_b + h * strides_h

@@ -14,7 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import LOCAL_BLOCKS, interval, large, load_rows, softmax_step, store_softmax, tile_rows
+from .device import (
+    LOCAL_BLOCKS,
+    interval,
+    large,
+    load_keys,
+    load_rows,
+    softmax_step,
+    store_softmax,
+    tile_rows,
+)
 from .launch import LOG2_E, Place, strides
 
 # one compiled kernel for all lengths and places
@@ -32,7 +41,7 @@ def forward_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
     with INNER those of the local blocks and the prefix apart."""
@@ -68,7 +77,6 @@ def forward_kernel(
             start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         full_end = tl.minimum(full_end, local_first // BLOCK_N * BLOCK_N)
-    k_base, v_base, key, value = k + b * k_b + h * k_h, v + b * v_b + h * v_h, k_n, v_n
     for phase in tl.static_range(4 if PREFIX else 3):
         if phase == 0:
             begin, end = (
@@ -81,19 +89,17 @@ def forward_kernel(
             begin, end = full_end, hi_last
         else:
             begin, end = 0, P
-            k_base, v_base, key, value = (
-                pk + b * pk_b + h * pk_h,
-                pv + b * pv_b + h * pv_h,
-                pk_n,
-                pv_n,
-            )
             N, lo = P, lo * 0
             hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo + P
         for n0 in range(begin, end, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
             # [N, D], [N, E]
-            k_tile = load_rows(k_base, large(n, WIDE) * key, D, BLOCK_D, n < N)
-            v_tile = load_rows(v_base, large(n, WIDE) * value, E, BLOCK_E, n < N)
+            if phase == 3:
+                k_tile = load_keys(pk, b, h, n, n0, n < N, pk_b, pk_n, pk_h, D, BLOCK_D, False)
+                v_tile = load_keys(pv, b, h, n, n0, n < N, pv_b, pv_n, pv_h, E, BLOCK_E, False)
+            else:
+                k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
+                v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
             if phase != 1:
                 seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
@@ -117,6 +123,12 @@ def forward_kernel(
 
 
 # launches
+
+
+def by_boxes(k: Tensor, v: Tensor, block_n: int) -> dict[str, Any]:
+    """k and v, as descriptors for the tensor memory accelerator where it can read both."""
+    boxes = [launch.boxes(t, block_n) for t in (k, v)]
+    return dict(k=k, v=v, TMA=False) if None in boxes else dict(k=boxes[0], v=boxes[1], TMA=True)
 
 
 def arguments(
@@ -193,5 +205,6 @@ def forward(
         args |= dict(zip(("inner_out", "inner_lse"), inner_outputs, strict=True))
     grid = (triton.cdiv(q.shape[1], args["BLOCK_M"] // args["G"]), q.shape[0] * k.shape[2])
     args = dict(inner_out=None, inner_lse=None) | args
+    args |= by_boxes(k, v, args["BLOCK_N"])
     forward_kernel[grid](out=outputs[0], lse=outputs[1], scale_log2=scale * LOG2_E, **args)
     return *outputs, *inner_outputs

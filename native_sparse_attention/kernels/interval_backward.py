@@ -14,6 +14,7 @@ from .device import (
     LOCAL_BLOCKS,
     interval,
     large,
+    load_keys,
     load_lse,
     load_rows,
     seen_by,
@@ -21,7 +22,7 @@ from .device import (
     store_rows,
     tile_rows,
 )
-from .interval import CAUSAL_PREFIX, LENGTHS, arguments, prefix_arguments
+from .interval import CAUSAL_PREFIX, LENGTHS, arguments, by_boxes, prefix_arguments
 from .launch import ALWAYS, Cotangent, Place
 
 
@@ -34,7 +35,8 @@ def dq_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of a tile of queries of one row and KV head, added to what is there if
     ADD."""
@@ -69,7 +71,6 @@ def dq_kernel(
             start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         full_end = tl.minimum(full_end, local_first // BLOCK_N * BLOCK_N)
-    k_base, v_base, key, value = k + b * k_b + h * k_h, v + b * v_b + h * v_h, k_n, v_n
     for phase in tl.static_range(4 if PREFIX else 3):
         if phase == 0:
             begin, end = (
@@ -82,18 +83,16 @@ def dq_kernel(
             begin, end = full_end, hi_last
         else:
             begin, end = 0, P
-            k_base, v_base, key, value = (
-                pk + b * pk_b + h * pk_h,
-                pv + b * pv_b + h * pv_h,
-                pk_n,
-                pv_n,
-            )
             N, lo = P, lo * 0
             hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo + P
         for n0 in range(begin, end, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
-            k_tile = load_rows(k_base, large(n, WIDE) * key, D, BLOCK_D, n < N)
-            v_tile = load_rows(v_base, large(n, WIDE) * value, E, BLOCK_E, n < N)
+            if phase == 3:
+                k_tile = load_keys(pk, b, h, n, n0, n < N, pk_b, pk_n, pk_h, D, BLOCK_D, False)
+                v_tile = load_keys(pv, b, h, n, n0, n < N, pv_b, pv_n, pv_h, E, BLOCK_E, False)
+            else:
+                k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
+                v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s *= scale * 1.4426950408889634
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -239,6 +238,7 @@ def backward_q(
     within, inner_cotangent = inner or (None, None)
     args = arguments(q, k, v, place, "dq", within) | prefix_arguments(prefix, within or place)
     grid = (triton.cdiv(q.shape[1], args["BLOCK_M"] // args["G"]), q.shape[0] * k.shape[2])
+    args |= by_boxes(k, v, args["BLOCK_N"])
     dq_kernel[grid](dq=dq, scale=scale, ADD=add, **args, **cotangents(cotangent, inner_cotangent))
     return dq
 
@@ -256,7 +256,8 @@ def backward_kv(
     B, T, _, D = q.shape
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
     within, inner_cotangent = inner or (None, None)
-    args = arguments(q, k, v, place, "dkv", within)
+    kernel = "dkv" if N > launch.FEW_KEYS else "prefix.dkv"
+    args = arguments(q, k, v, place, kernel, within)
     tiles = triton.cdiv(T, args["BLOCK_M"] // args["G"])
     blocks = triton.cdiv(N, args["BLOCK_N"])
     splits = launch.query_splits(blocks * B * K, tiles) if place.wide else 1

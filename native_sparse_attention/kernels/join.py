@@ -73,8 +73,8 @@ def sum_kernel(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     PIECES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows (token, head) from `first` on. The sum of a row's parts over its slots and
-    their pieces, with ADD on top of what dq holds."""
+    """One program: M rows (token, head) from `first` on. The sum of a row's parts over its slots
+    and their pieces, with ADD on top of what dq holds."""
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = tl.program_id(1).to(tl.int64)
     H = R * G

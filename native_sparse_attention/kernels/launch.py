@@ -41,20 +41,32 @@ class Tile:
     num_stages: int
 
 
-# by kernel; "forward" of a window, whose queries see few keys, apart
+# by kernel; "window." where queries see few keys, "prefix." where there are few keys
 TILES = {
     128: {
-        "forward": Tile(128, 128, 8, 2),
-        "window": Tile(64, 64, 4, 2),
+        "forward": Tile(128, 128, 8, 3),
+        "window.forward": Tile(64, 64, 4, 3),
         "dq": Tile(128, 64, 8, 3),
+        "window.dq": Tile(64, 64, 4, 2),
         "dkv": Tile(64, 128, 8, 3),
+        "window.dkv": Tile(64, 128, 8, 3),
+        "prefix.dkv": Tile(64, 64, 4, 2),
     },
     256: {
         "forward": Tile(64, 64, 8, 2),
-        "window": Tile(64, 64, 8, 2),
+        "window.forward": Tile(64, 64, 8, 2),
         "dq": Tile(64, 32, 8, 2),
+        "window.dq": Tile(64, 32, 8, 2),
         "dkv": Tile(64, 32, 8, 2),
+        "window.dkv": Tile(64, 32, 8, 2),
+        "prefix.dkv": Tile(64, 32, 8, 2),
     },
+}
+# dk and dv of few query heads a KV head
+FEW_HEADS_TILES = {
+    "dkv": Tile(32, 128, 8, 3),
+    "window.dkv": Tile(32, 64, 4, 3),
+    "prefix.dkv": Tile(32, 64, 4, 2),
 }
 FLOAT32 = Tile(32, 32, 4, 1)
 
@@ -69,7 +81,7 @@ GATHER_ROWS = 128
 
 # and block by block
 PAIRS = {
-    128: {"forward": Tile(128, 64, 4, 2), "backward": Tile(64, 64, 4, 2)},
+    128: {"forward": Tile(64, 64, 4, 2), "backward": Tile(32, 64, 4, 3)},
     256: {"forward": Tile(64, 64, 8, 2), "backward": Tile(32, 64, 8, 1)},
 }
 
@@ -78,6 +90,9 @@ override: dict[str, Any] = {}
 
 # rows that a program of the selected branch, block by block, works through at most
 ITEM_ROWS = 16384
+
+# keys that are few: a prefix, of memory or of the initial block
+FEW_KEYS = 64
 
 # query heads a KV head up to which dk and dv are better formed of few rows at a time
 FEW_HEADS = 8
@@ -132,12 +147,12 @@ def fitting(tile: Tile, width: int) -> Tile:
 def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward", "dq" or "dkv", heads of `width` (the wider of keys and values) and
     queries that see many keys (`wide`) or a window of them."""
-    if kernel == "forward" and not wide:
-        kernel = "window"
+    if not wide and "." not in kernel:
+        kernel = f"window.{kernel}"
     bucket = next(limit for limit in TILES if width <= limit)
     tile = FLOAT32 if dtype == torch.float32 else TILES[bucket][kernel]
-    if kernel == "dkv" and groups <= FEW_HEADS and tile.block_m > 32:
-        tile = Tile(32, tile.block_n, tile.num_warps, tile.num_stages)
+    if kernel in FEW_HEADS_TILES and groups <= FEW_HEADS and bucket == 128 and tile != FLOAT32:
+        tile = FEW_HEADS_TILES[kernel]
     tile = override.get(kernel, fitting(tile, width))
     # a tile holds at least one token with all heads of its group
     block_m = max(tile.block_m, triton.next_power_of_2(groups))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import load_lse, load_rows, softmax_grad, store_rows
+from .device import large, load_lse, load_rows, narrow, softmax_grad, store_rows
 from .inverse import Inverse, invert
 from .join import JOIN_ROWS, gather_spill_kernel, join_kernel, sum_kernel
 from .launch import LOG2_E, Cotangent, Selection, strides
@@ -30,34 +30,29 @@ def item_entries(item, owner, bounds, item_bounds, chunk, WIDE: tl.constexpr):
     """The block of an item, and its first entry and one past the last. Numbers have 64 bits where
     offsets need them."""
     block = tl.load(owner + item)
-    if WIDE:
-        block = block.to(tl.int64)
     begin = tl.load(bounds + block) + (item - tl.load(item_bounds + block)) * chunk
-    return block, begin, tl.minimum(begin + chunk, tl.load(bounds + block + 1))
+    end = tl.minimum(begin + chunk, tl.load(bounds + block + 1))
+    return large(block, WIDE), narrow(begin, WIDE), narrow(end, WIDE)
+
+
+@triton.jit
+def load_entries(entries, i, end, G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The entry of each row of a tile of entries from i on, 0 for rows that are none."""
+    row = tl.arange(0, BLOCK_M)
+    at = i + row // G
+    return tl.load(entries + at, mask=(row < BLOCK_M // G * G) & (at < end), other=0)
 
 
 @triton.jit
 def entry_rows(
-    entries,
-    i,
-    end,
-    R: tl.constexpr,
-    n: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    e, i, end, R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
     WIDE: tl.constexpr,
-):
-    """The rows of a tile of entries from i on: number of each entry, its batch row x token, its
+):  # fmt: skip
+    """The rows of a tile of entries e from i on: number of each entry, its batch row x token, its
     head, and whether it is one."""
     row = tl.arange(0, BLOCK_M)
-    at = i + row // G
-    real = (row < BLOCK_M // G * G) & (at < end)
-    e = tl.load(entries + at, mask=real, other=0)
-    r = e // n % R
-    bt = e // n // R
-    if WIDE:
-        e, bt = e.to(tl.int64), bt.to(tl.int64)
-    return e, bt, r * G + row % G, real
+    real = (row < BLOCK_M // G * G) & (i + row // G < end)
+    return large(e, WIDE), large(e // n // R, WIDE), e // n % R * G + row % G, real
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -80,8 +75,11 @@ def forward_kernel(
         there = (tl.arange(0, BLOCK_S) < s) & (key < S)
         k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
         v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
+        ahead = load_entries(entries, begin, end, G, BLOCK_M)
         for i in range(begin, end, BLOCK_M // G):
-            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M, WIDE)
+            # those of the next tile now: where their rows lie must be known before these load
+            e, bt, head, real = entry_rows(ahead, i, end, R, n, G, BLOCK_M, WIDE)
+            ahead = load_entries(entries, i + BLOCK_M // G, end, G, BLOCK_M)
             t = bt - b * T
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
@@ -129,8 +127,11 @@ def backward_kernel(
         v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
         dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+        ahead = load_entries(entries, begin, end, G, BLOCK_M)
         for i in range(begin, end, BLOCK_M // G):
-            e, bt, head, real = entry_rows(entries, i, end, R, n, G, BLOCK_M, WIDE)
+            # those of the next tile now: where their rows lie must be known before these load
+            e, bt, head, real = entry_rows(ahead, i, end, R, n, G, BLOCK_M, WIDE)
+            ahead = load_entries(entries, i + BLOCK_M // G, end, G, BLOCK_M)
             t = bt - b * T
             row = bt * (R * G) + head
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
@@ -224,7 +225,7 @@ def arguments(
         RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal,
         GATES=selection.gates is not None,
-        WIDE=launch.wide(q, k, v) or most * B * max(D, E) >= 1 << 31,
+        WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

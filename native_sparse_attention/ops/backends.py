@@ -19,7 +19,7 @@ from . import flex, library, local, ranking, reference
 from .checks import BACKENDS, check_choice
 
 # scores T x S up to which `auto`, inside a compiled graph, leaves attention to the compiler
-FEW_SCORES = 1024 * 1024
+FEW_SCORES = 256 * 256
 
 
 def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
@@ -53,7 +53,7 @@ def choose(
     """
     call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset, **facts)
     if backend == "auto":
-        # there a launch costs more than scores that the compiler fuses (measured on an H200)
+        # there launches cost more than scores that the compiler fuses (measured on an H200)
         few = torch.compiler.is_compiling() and q.shape[1] * k.shape[1] <= FEW_SCORES
         backend = ("triton", "flex", "eager") if q.is_cuda and not few else "eager"
     names = backend if isinstance(backend, tuple) else (backend,)

@@ -1,0 +1,64 @@
+"""The benchmark of training: its oracle, its rows, its table."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from benchmarks import common, training
+
+
+def row(provider, T, **fields):
+    where = dict(gpu="a GPU", torch="2", triton="3", commit="abc")
+    return {"provider": provider, "T": T, **where, **fields}
+
+
+def test_table():
+    rows = [
+        row("ours", 512, tokens_per_s=1_234_567, peak_mib=2048),
+        row("peer", 512, failed="out of memory"),
+        row("ours", 1024, tokens_per_s=1, peak_mib=1),
+        row("ours", 512, tokens_per_s=2_000_000, peak_mib=1024),
+    ]
+    text = training.table(rows)
+    assert "| ours | 2000 (1.0) | 0 (0.0) |" in text and "| peer | out of memory |  |" in text
+    page = "before <!-- begin: throughput -->x<!-- end: throughput --> after"
+    assert text in training.render(page, rows) and "x" not in training.render(page, rows)[8:40]
+
+
+def test_page_is_drawn_from_the_rows():
+    rows = common.read_rows(training.RESULTS)
+    page = training.PAGE.read_text(encoding="utf-8")
+    assert "<!-- begin: throughput -->" in page
+    assert not rows or training.render(page, rows) == page
+
+
+def test_quick(tmp_path, capsys):
+    training.main(["--quick", "--providers", "ours", "--out", str(tmp_path / "rows.jsonl")])
+    assert "tokens_per_s" not in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_wrong_gradients_are_not_timed(monkeypatch):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d):
+            return 1.2 * d
+
+    net = training.ours(training.QUICK)
+    ids = torch.randint(0, 256, (1, 33))
+    right = lambda x: net(x, return_loss=True)  # noqa: E731
+    training.check("ours", net, training.QUICK, right, ids, 2.0)
+    with pytest.raises(training.WrongResult, match="gradients"):
+        wrong = lambda x: Wrong.apply(right(x))  # noqa: E731
+        training.check("ours", net, training.QUICK, wrong, ids, 2.0)
+
+
+def test_published_has_our_weights():
+    if importlib.util.find_spec("native_sparse_attention_pytorch") is None:
+        pytest.skip("native-sparse-attention-pytorch is not installed")
+    theirs, own = (make(training.QUICK) for make in (training.published, training.ours))
+    own.load_state_dict(theirs.state_dict())
