@@ -97,9 +97,10 @@ FEW_KEYS = 64
 # query heads a KV head up to which dk and dv are better formed of few rows at a time
 FEW_HEADS = 8
 
-# memory for the parts of the selected branch, over that of q; tokens whose parts are kept anyhow
-PARTS = 2
-FEW_TOKENS = 4096
+# memory for the parts of the selected branch, over that of q, by query heads a KV head: where keys
+# are as many as queries their gradients take most; and tokens whose parts are kept anyhow
+PARTS = {1: 1, 64: 3}
+FEW_TOKENS = 2048
 
 # rows of a query-by-query tile under which block by block is faster
 FEW_ROWS = 9

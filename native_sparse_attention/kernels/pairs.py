@@ -236,10 +236,14 @@ def inverted(q: Tensor, k: Tensor, selection: Selection, parts: bool) -> list[In
     """By spans of tokens whose parts together take `launch.PARTS` times as much memory as q does;
     in one where no parts are kept."""
     T, (R, n) = q.shape[1], selection.lists.shape[2:]
-    length = max(launch.PARTS * T // n, launch.FEW_TOKENS) if parts else T
-    chunk = max(launch.ITEM_ROWS // (q.shape[2] // R), 1)
+    groups = q.shape[2] // R
+    length = T
+    if parts:
+        times = next(times for limit, times in launch.PARTS.items() if groups <= limit)
+        length = min(max(times * T // n, launch.FEW_TOKENS), T)
+    chunk = max(launch.ITEM_ROWS // groups, 1)
     num_blocks = triton.cdiv(k.shape[1], selection.s)
-    return invert(selection.lists, k.shape[2], num_blocks, chunk, min(length, T))
+    return invert(selection.lists, k.shape[2], num_blocks, chunk, length)
 
 
 def forward(
@@ -271,6 +275,7 @@ def forward(
             part, part_lse, selection.lists, out, lse, T, R, n, *span,
             G=H // R, E=E, BLOCK_E=args["BLOCK_E"], BLOCK_M=JOIN_ROWS, ADD=partial is not None,
         )  # fmt: skip
+        del part, part_lse  # before the next span's are allocated
     return out, lse
 
 
@@ -327,4 +332,5 @@ def backward(
                 part, selection.lists, dq, T, R, n, inverse.first, inverse.length, PIECES=pieces,
                 G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
             )  # fmt: skip
+        del part, spills
     return dq, None if d_gates is None else d_gates.sum(-1)
