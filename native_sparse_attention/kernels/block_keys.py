@@ -2,7 +2,8 @@
 
 A block's score is one dot product: the mean query of the heads that rank together, and the mean key
 of the block's windows. Both are formed in float32 and, to be ranked, cut into two float16 halves,
-whose products a tensor core adds up in float32: what is left out is 2^-24 of a term.
+whose products a tensor core adds up in float32: what is left out is 2^-24 of a term. The backward
+takes two bfloat16 parts, which need no scaling: 2^-17.
 """
 
 import torch
@@ -32,6 +33,33 @@ def two_halves(x):
 
 
 @triton.jit
+def store_parts(base, offsets, x, D: tl.constexpr, BLOCK_D: tl.constexpr, mask,
+                PARTS: tl.constexpr):  # fmt: skip
+    """Write rows x [M, D] as what they are a sum of: one part or two."""
+    high = x.to(base.dtype.element_ty)
+    store_rows(base, offsets, high, D, BLOCK_D, mask)
+    if PARTS == 2:
+        store_rows(base + D, offsets, x - high.to(tl.float32), D, BLOCK_D, mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def mean_kernel(
+    q, means, T, RANKS, q_b, q_t, q_h,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: the mean queries of M tokens of one row and ranking head."""
+    b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
+    token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for g in range(G):
+        rows = b * q_b + token * q_t + (r * G + g) * q_h
+        total += load_rows(q, rows, D, BLOCK_D, token < T).to(tl.float32)
+    rows = ((b * T + token) * RANKS + r) * (PARTS * D)
+    store_parts(means, rows, total / G, D, BLOCK_D, token < T, PARTS)
+
+
+@triton.jit
 def window_weight(c, j, W, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
                   INTERPOLATED: tl.constexpr):  # fmt: skip
     """What window j of blocks c [C], counted from the first of each, weighs among theirs."""
@@ -54,12 +82,12 @@ def keys_kernel(
     ck, keys, sizes, C, W, K, scale,
     k_b, k_w, k_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, HALVES: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: keys of a tile of blocks of one row and KV head, float32 or, with HALVES, [2,
-    BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis 2 writes them for
-    queries that do not see the window after the block's, whom that window counts as the block's
-    last."""
+    """One program: keys of a tile of blocks of one row and KV head, in PARTS [PARTS, D] or, where
+    that is 0, halves [2, BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis
+    2 writes them for queries that do not see the window after the block's, whom that window counts
+    as the block's last."""
     b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     WINDOWS: tl.constexpr = s // d if s > d else 1
@@ -83,14 +111,14 @@ def keys_kernel(
     key = total / tl.maximum(count, 1.0)[:, None] * scale
 
     row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * C + c
-    if HALVES:
+    if PARTS == 0:
         high, low, size = two_halves(key)
         x = tl.arange(0, BLOCK_D)[None]
         tl.store(keys + row[:, None] * (2 * BLOCK_D) + x, high, mask=(c < C)[:, None])
         tl.store(keys + row[:, None] * (2 * BLOCK_D) + BLOCK_D + x, low, mask=(c < C)[:, None])
         tl.store(sizes + row, size, mask=c < C)
     else:
-        store_rows(keys, row * D, key, D, BLOCK_D, c < C)
+        store_parts(keys, row * (PARTS * D), key, D, BLOCK_D, c < C, PARTS)
 
 
 @triton.jit(do_not_specialize=["C", "W"])
@@ -131,22 +159,43 @@ def keys_backward_kernel(
     store_rows(d_ck, ((b * W + w) * K + h) * D, total * scale, D, BLOCK_D, w < W)
 
 
-def block_keys(ck, C, d, s, interpolated, scale, halves=True):
+def part_type(t, parts):
+    """The type of the parts of values formed of t."""
+    if parts == 1:
+        return torch.float32
+    # Triton's interpreter has no bfloat16
+    return torch.bfloat16 if t.is_cuda else torch.float16
+
+
+def mean_queries(q, ranks, parts):
+    """Means [B, T, ranks, parts * D] of the queries q [B T H D] that rank together: float32, or
+    bfloat16 parts."""
+    B, T, H, D = q.shape
+    means = q.new_empty(B, T, ranks, parts * D, dtype=part_type(q, parts))
+    mean_kernel[(triton.cdiv(T, 32), B * ranks)](
+        q, means, T, ranks, *q.stride()[:3],
+        G=H // ranks, D=D, BLOCK_D=launch.padded(D), BLOCK_M=32, PARTS=parts,
+    )  # fmt: skip
+    return means
+
+
+def block_keys(ck, C, d, s, interpolated, scale, parts=0):
     """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
     C]; a second set for queries that do not see the window after the block, where interpolated.
-    Without `halves` float32 [sets, B, K, C, D], and None."""
+    With `parts` instead [sets, B, K, C, parts * D], float32 or bfloat16 parts, and None."""
     B, W, K, D = ck.shape
     block_d = launch.padded(D)
     sets = 2 if interpolated else 1
-    shape = (2, block_d) if halves else (D,)
-    dtype = torch.float16 if halves else torch.float32
-    keys = ck.new_empty(sets, B, K, C, *shape, dtype=dtype)
-    sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32) if halves else None
+    if parts:
+        keys, sizes = ck.new_empty(sets, B, K, C, parts * D, dtype=part_type(ck, parts)), None
+    else:
+        keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
+        sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
     block_c = 16
     keys_kernel[(triton.cdiv(C, block_c), B * K, sets)](
         ck, keys, sizes, C, W, K, scale, *ck.stride()[:3],
         D=D, BLOCK_D=block_d, BLOCK_C=block_c, BLOCK_S=triton.next_power_of_2(s), d=d, s=s,
-        INTERPOLATED=interpolated, HALVES=halves,
+        INTERPOLATED=interpolated, PARTS=parts,
     )  # fmt: skip
     return keys, sizes
 

@@ -4,7 +4,7 @@ of a tile of keys from the gradients of the gates."""
 import triton
 import triton.language as tl
 
-from .device import candidates_end, leaders
+from .device import candidates_end, leaders, load_rows
 
 # which keys: windows behind the query, memory, candidate blocks; where interpolated and causal, the
 # candidates that have other keys for this query apart, as EDGES
@@ -54,6 +54,17 @@ def seeing_groups(n, last, first_token, d: tl.constexpr, s: tl.constexpr, LOCAL:
 
 
 @triton.jit
+def slot_grads(chosen, grads, entry, index, unit, first, GROUPS, slots, STEP: tl.constexpr):
+    """Gradients [TOKENS, UNITS] of the gates of units, as far as STEP slots name them."""
+    slot = first + tl.arange(0, STEP)
+    at = (entry + slot)[:, None] * GROUPS + index[None]
+    there = (slot < slots)[:, None] & (index < GROUPS)[None]
+    c = tl.load(chosen + at, mask=there, other=-1)
+    g = tl.load(grads + at, mask=there, other=0.0)
+    return tl.sum(tl.where(c[:, :, None] == unit[None, None], g[:, :, None], 0.0), 0)
+
+
+@triton.jit
 def gate_grads(
     chosen, grads, entry, index, n0, GROUPS, slots, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
@@ -70,13 +81,7 @@ def gate_grads(
         # [TOKENS, UNITS]
         grad = tl.zeros([TOKENS, UNITS], tl.float32)
         for first in range(0, SLOTS, STEP):
-            slot = first + tl.arange(0, STEP)
-            at = (entry + slot)[:, None] * GROUPS + index[None]
-            there = (slot < slots)[:, None] & (index < GROUPS)[None]
-            c = tl.load(chosen + at, mask=there, other=-1)
-            g = tl.load(grads + at, mask=there, other=0.0)
-            named = c[:, :, None] == (unit - back)[None, None]
-            grad += tl.sum(tl.where(named, g[:, :, None], 0.0), 0)
+            grad += slot_grads(chosen, grads, entry, index, unit - back, first, GROUPS, slots, STEP)
         if EXPAND > 1:
             grad = tl.broadcast_to(grad[:, :, None], [TOKENS, UNITS, EXPAND])
             grad = tl.reshape(grad, [TOKENS, BLOCK_N])
@@ -109,8 +114,29 @@ def row_tile(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, STRI
 
 
 @triton.jit
-def log2_scores(q_tile, k_tile, n, lo, hi, scale, PRECISION: tl.constexpr):
-    """Logits [M, N] in units of log2, -inf where a row does not see a key."""
-    x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
-    return tl.where(seen, x * (scale * 1.4426950408889634), float("-inf"))
+def load_parts(base, offsets, D: tl.constexpr, BLOCK_D: tl.constexpr, mask, PARTS: tl.constexpr):
+    """Rows [M, D] as what they are a sum of: of one part, the second is not to be used."""
+    high = load_rows(base, offsets, D, BLOCK_D, mask)
+    low = high
+    if PARTS == 2:
+        low = load_rows(base + D, offsets, D, BLOCK_D, mask)
+    return high, low
+
+
+@triton.jit
+def cut(x, like, PARTS: tl.constexpr):
+    """x as a sum of parts of the type of `like`."""
+    high = x.to(like.dtype)
+    low = high
+    if PARTS == 2:
+        low = (x - high.to(tl.float32)).to(like.dtype)
+    return high, low
+
+
+@triton.jit
+def dot_parts(a, a_low, b, b_low, PARTS: tl.constexpr):
+    """The product of sums of parts, in float32, without what two low parts give."""
+    x = tl.dot(a, b, input_precision="ieee")
+    if PARTS == 2:
+        x = tl.dot(a, b_low, tl.dot(a_low, b, x))
+    return x

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .block_keys import block_keys, block_keys_backward
+from .block_keys import block_keys, block_keys_backward, mean_queries
 from .device import large, leaders, load_rows, store_rows
 from .gate_steps import (
     BLOCKS,
@@ -32,9 +32,11 @@ from .gate_steps import (
     MEMORY,
     NOTHING,
     WINDOWS_BEHIND,
+    cut,
+    dot_parts,
     for_heads,
     gate_grads,
-    log2_scores,
+    load_parts,
     row_tile,
     seeing_groups,
     seen_keys,
@@ -44,8 +46,8 @@ from .launch import Ranking, Tile, strides
 # one compiled kernel for all lengths and places
 LENGTHS = ["T", "N", "P", "GROUPS", "first_token"]
 
-# slots that a tile of keys is compared with at a time
-MOST_SLOTS = 16
+# tokens x units of keys x slots that are compared at a time
+ENOUGH = 4096
 
 
 @triton.jit(do_not_specialize=["T", "GROUPS", "first_token"])
@@ -75,13 +77,13 @@ def chosen_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
     q, k, other, lse, delta, dq, chosen, grads, starts, first_token, T, N, P, GROUPS, RANKS, slots,
-    scale, dq_scale, q_b, q_t, q_h, k_b, k_n, k_h, other_b, other_n, other_h,
+    scale_log2, dq_scale, q_b, q_t, q_h, k_b, k_n, k_h, other_b, other_n, other_h,
     G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    KIND: tl.constexpr, OTHER: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, OTHER: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
     MEAN: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of rows of one batch row and ranking head, each the mean of MEAN heads.
@@ -97,7 +99,7 @@ def dq_kernel(
     group = tile * (BLOCK_M // HEADS) + tl.arange(0, BLOCK_M // HEADS)
     entry = (b * RANKS + r) * slots
     q_rows = b * q_b + large(token, WIDE) * q_t + head * q_h
-    q_tile = load_rows(q, q_rows, D, BLOCK_D, real).to(k.dtype.element_ty)
+    q_tile, q_low = load_parts(q, q_rows, D, BLOCK_D, real, PARTS)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -117,8 +119,11 @@ def dq_kernel(
         )  # fmt: skip
         for n0 in range(tl.min(lo, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0), BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
-            k_tile = load_rows(k_base, large(n, WIDE) * key, D, BLOCK_D, n < length)
-            x = log2_scores(q_tile, k_tile, n, lo, hi, scale, PRECISION)
+            k_rows = large(n, WIDE) * key
+            k_tile, k_low = load_parts(k_base, k_rows, D, BLOCK_D, n < length, PARTS)
+            x = dot_parts(q_tile, q_low, tl.trans(k_tile), tl.trans(k_low), PARTS) * scale_log2
+            seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
+            x = tl.where(seen, x, float("-inf"))
             dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             if phase % PHASES == 0 or OTHER == EDGES:
                 dp = gate_grads(
@@ -134,7 +139,8 @@ def dq_kernel(
                 m = m_new
             else:
                 ds = tl.exp2(x - m[:, None]) * (dp - total[:, None])
-                acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+                ds, ds_low = cut(ds, k_tile, PARTS)
+                acc += dot_parts(ds, ds_low, k_tile, k_low, PARTS)
         if phase == PHASES - 1:
             # from here on the log-sum-exp and delta
             empty = l == 0.0
@@ -155,14 +161,14 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=[n for n in LENGTHS if n != "P"])
 def dk_kernel(
-    q, k, lse, delta, dk, chosen, grads, starts, first_token, T, N, GROUPS, RANKS, slots, scale,
-    dk_scale, q_b, q_t, q_h, k_b, k_n, k_h,
+    q, k, lse, delta, dk, chosen, grads, starts, first_token, T, N, GROUPS, RANKS, slots,
+    scale_log2, dk_scale, q_b, q_t, q_h, k_b, k_n, k_h,
     G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    KIND: tl.constexpr, APART: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, APART: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of SPLITS equal shares of the rows of one ranking head that see a block
@@ -175,7 +181,7 @@ def dk_kernel(
     n0 = tl.program_id(0) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     k_rows = b * k_b + r // SHARE * k_h + large(n, WIDE) * k_n
-    k_tile = load_rows(k, k_rows, D, BLOCK_D, n < N)
+    k_tile, k_low = load_parts(k, k_rows, D, BLOCK_D, n < N, PARTS)
     entry = (b * RANKS + r) * slots
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
@@ -190,16 +196,16 @@ def dk_kernel(
             tile, r, first_token, T, G, HEADS, STRIDE, BLOCK_M
         )
         q_rows = b * q_b + large(token, WIDE) * q_t + head * q_h
-        q_tile = load_rows(q, q_rows, D, BLOCK_D, real).to(k_tile.dtype)
+        q_tile, q_low = load_parts(q, q_rows, D, BLOCK_D, real, PARTS)
         row = (b * GROUPS + index) * (RANKS * G) + head
         lse_row = tl.load(lse + row, mask=real, other=0.0)
         delta_row = tl.load(delta + row, mask=real, other=0.0)
         lo, hi = seen_keys(position, real, N, d, s, INITIAL, LOCAL, CAUSAL, APART, KIND)
 
         # [N, M]: ds is the left operand of what follows
-        x = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        x = dot_parts(k_tile, k_low, tl.trans(q_tile), tl.trans(q_low), PARTS) * scale_log2
         seen = (n[:, None] >= lo[None]) & (n[:, None] < hi[None])
-        x = tl.where(seen, x * (scale * 1.4426950408889634), float("-inf"))
+        x = tl.where(seen, x, float("-inf"))
         ds = -delta_row[None]
         if KIND != MEMORY:
             group = tile * TOKENS + tl.arange(0, TOKENS)
@@ -209,7 +215,8 @@ def dk_kernel(
             )  # fmt: skip
             ds += tl.trans(for_heads(dp, HEADS))
         ds *= tl.exp2(x - lse_row[None])
-        acc += tl.dot(ds.to(q_tile.dtype), q_tile, input_precision=PRECISION)
+        ds, ds_low = cut(ds, q_tile, PARTS)
+        acc += dot_parts(ds, ds_low, q_tile, q_low, PARTS)
 
     B = tl.num_programs(1) // RANKS
     to = ((split * B + b) * N + n) * RANKS + r
@@ -232,15 +239,24 @@ class Problem:
     kind: int
     other: Tensor | None
     beside: int
-    precision: str
+    parts: int = 1
+
+    @property
+    def scale(self) -> float:
+        """Of the logits; block keys have it in them."""
+        return 1.0 if self.ranking.importance == "logits" else self.ranking.scale
 
     def arguments(self, keys: Tensor, tile: Tile) -> dict[str, Any]:
         """What both kernels take, of `keys` or those beside them."""
         at, rows = self.ranking, self.rows
-        B, T, H, D = rows.shape
+        B, T, H, D = *rows.shape[:3], rows.shape[3] // self.parts
         logits = at.importance == "logits"
         ranks, slots = H // self.heads, triton.next_power_of_2(at.num_selected)
+        heads = triton.next_power_of_2(self.heads)
         per_unit = 1 if logits or at.d > at.s else at.s // at.d
+        expand = min(per_unit & -per_unit, tile.block_n)
+        # of dq and of the gates, for each row
+        most = max(self.mean * D, at.num_selected)
         return dict(
             q=rows,
             k=keys,
@@ -253,18 +269,18 @@ class Problem:
             GROUPS=at.groups(T),
             RANKS=ranks,
             slots=at.num_selected,
-            scale=1.0 if logits else at.scale,
+            scale_log2=self.scale * launch.LOG2_E,
             G=self.heads,
-            HEADS=triton.next_power_of_2(self.heads),
+            HEADS=heads,
             SHARE=ranks // keys.shape[2],
             D=D,
             BLOCK_D=launch.padded(D),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             SLOTS=slots,
-            STEP=min(slots, MOST_SLOTS),
+            STEP=max(1, min(slots, ENOUGH // (tile.block_m // heads * tile.block_n // expand))),
             PER_UNIT=per_unit,
-            EXPAND=min(per_unit & -per_unit, tile.block_n),
+            EXPAND=expand,
             REACH=1 if logits or at.d > at.s else 1 + triton.cdiv(at.l - at.d, at.s),
             WINDOW=0 if logits or at.d > at.s else at.l,
             d=at.d,
@@ -274,15 +290,16 @@ class Problem:
             STRIDE=at.stride,
             CAUSAL=at.causal,
             RAGGED=at.starts is not None,
-            WIDE=launch.wide(rows, keys) or B * T * H * self.mean * D >= 1 << 31,
-            PRECISION=self.precision,
+            WIDE=launch.wide(rows, keys) or B * T * H * most >= 1 << 31,
+            PARTS=self.parts,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
 
     def tile(self, kernel: str) -> Tile:
-        width, dtype = self.rows.shape[-1], self.keys.dtype
-        return launch.gates_tile(kernel, self.ranking.importance, width, self.heads, dtype)
+        width = self.rows.shape[-1] // self.parts
+        rule, dtype = self.ranking.importance, self.keys.dtype
+        return launch.gates_tile(kernel, rule, width, self.heads, dtype)
 
 
 def problem(q: Tensor, ck: Tensor, mem_k: Tensor | None, at: Ranking) -> Problem:
@@ -292,16 +309,15 @@ def problem(q: Tensor, ck: Tensor, mem_k: Tensor | None, at: Ranking) -> Problem
         if mem_k is not None and mem_k.shape[1]:
             other = mem_k.transpose(0, 1).expand(len(q), -1, -1, -1)
         beside = NOTHING if other is None else MEMORY
-        return Problem(at, q, mean, 1, ck, WINDOWS_BEHIND.value, other, beside.value, "ieee")
+        return Problem(at, q, mean, 1, ck, WINDOWS_BEHIND.value, other, beside.value)
     # the mean of dot products is the dot product with the mean
-    rows = q if mean == 1 else q.unflatten(2, (-1, mean)).mean(3, dtype=torch.float32)
-    keys, _ = block_keys(ck, at.num_ranked, at.d, at.s, at.interpolated, at.scale, halves=False)
+    parts = 1 if q.dtype == torch.float32 else 2
+    rows = mean_queries(q, q.shape[2] // mean, parts)
+    keys, _ = block_keys(ck, at.num_ranked, at.d, at.s, at.interpolated, at.scale, parts)
     keys = keys.transpose(2, 3)
     other = keys[1] if at.interpolated and at.causal else None
     beside = NOTHING if other is None else EDGES
-    # keys are float32, and their products as precise as their ranking
-    precision = "ieee" if q.dtype == torch.float32 else "tf32x3"
-    return Problem(at, rows, 1, mean, keys[0], BLOCKS.value, other, beside.value, precision)
+    return Problem(at, rows, 1, mean, keys[0], BLOCKS.value, other, beside.value, parts)
 
 
 def chosen_blocks(lists: Tensor, d_gates: Tensor, at: Ranking) -> dict[str, Tensor]:
@@ -322,16 +338,17 @@ def chosen_blocks(lists: Tensor, d_gates: Tensor, at: Ranking) -> dict[str, Tens
 
 def backward_k(it: Problem, keys: Tensor, kind: int, found: dict[str, Tensor]) -> Tensor:
     """dk [B N K D] of `keys` or those beside them, float32."""
-    B, N, K, D = keys.shape
+    B, N, K, D = *keys.shape[:3], keys.shape[3] // it.parts
     tile = it.tile("dk")
     args = it.arguments(keys, tile)
     ranks, share = args["RANKS"], args["SHARE"]
-    blocks, tiles = triton.cdiv(N, tile.block_n), triton.cdiv(args["GROUPS"], tile.block_m)
+    blocks = triton.cdiv(N, tile.block_n)
+    tiles = triton.cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
     splits = 1 if kind == EDGES.value else launch.query_splits(blocks * B * ranks, tiles)
     dk = keys.new_empty(splits, B, N, ranks, D, dtype=torch.float32)
     args["WIDE"] |= dk.numel() >= 1 << 31
     dk_kernel[(blocks, B * ranks, splits)](
-        dk=dk, dk_scale=args["scale"], KIND=kind, APART=it.beside == EDGES.value, SPLITS=splits,
+        dk=dk, dk_scale=it.scale, KIND=kind, APART=it.beside == EDGES.value, SPLITS=splits,
         **args, **found,
     )  # fmt: skip
     return dk[0] if splits == share == 1 else dk.unflatten(3, (K, share)).sum((0, 4))
@@ -363,8 +380,7 @@ def backward(
         found[name] = q.new_empty(shape, dtype=torch.float32)
     grid = (triton.cdiv(args["GROUPS"], tile.block_m // args["HEADS"]), len(q) * args["RANKS"])
     dq_kernel[grid](
-        dq=dq, dq_scale=args["scale"] / it.mean, MEAN=it.mean, ADD=add, KIND=it.kind, **args,
-        **found,
+        dq=dq, dq_scale=it.scale / it.mean, MEAN=it.mean, ADD=add, KIND=it.kind, **args, **found
     )  # fmt: skip
 
     grads = [backward_k(it, it.keys, it.kind, found)]

@@ -349,15 +349,23 @@ def ranking_tile(
 
 # the gates' backward, not measured: chosen so that no registers spill, compiled for an H100
 GATES = {
-    "probs": {128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
-    "logits": {128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
+    "probs": {
+        128: {"dq": Tile(128, 64, 8, 2), "dk": Tile(64, 128, 8, 2)},
+        256: {"dq": Tile(64, 32, 8, 2), "dk": Tile(64, 32, 8, 2)},
+    },
+    "logits": {
+        128: {"dq": Tile(64, 32, 4, 2), "dk": Tile(64, 32, 4, 2)},
+        256: {"dq": Tile(32, 64, 8, 1), "dk": Tile(64, 32, 8, 1)},
+    },
 }
+
+GATES_FLOAT32 = {64: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
 
 def gates_tile(kernel: str, rule: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "dq" or "dk", rows of `groups` heads a token, keys of `dtype`."""
-    tile = next(tile for limit, tile in GATES[rule].items() if width <= limit)
-    if rule == "probs" and dtype == torch.float32:
-        tile = FLOAT32
+    tile = next(tiles[kernel] for limit, tiles in GATES[rule].items() if width <= limit)
+    if dtype == torch.float32:
+        tile = next(tile for limit, tile in GATES_FLOAT32.items() if width <= limit)
     tile = override.get(f"gates.{kernel}", fitting(tile, width))
     return replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(groups)))

@@ -140,8 +140,8 @@ def _(d_gates, q, ck, mem_k, *others):
 
 
 def gates_setup(ctx, inputs, output):
-    *tensors, ctx.numbers = *inputs[:5], inputs[5:]
-    ctx.save_for_backward(*tensors)
+    ctx.numbers = inputs[5:]
+    ctx.save_for_backward(*inputs[:5])
 
 
 def gates_backward(ctx, d_gates):
