@@ -6,6 +6,8 @@ whose products a tensor core adds up in float32: what is left out is 2^-24 of a 
 takes two bfloat16 parts, which need no scaling: 2^-17.
 """
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -159,19 +161,19 @@ def keys_backward_kernel(
     store_rows(d_ck, ((b * W + w) * K + h) * D, total * scale, D, BLOCK_D, w < W)
 
 
-def part_type(t, parts):
-    """The type of the parts of values formed of t."""
+def part_type(parts):
+    """Of what float32 values are written as a sum of."""
     if parts == 1:
         return torch.float32
     # Triton's interpreter has no bfloat16
-    return torch.bfloat16 if t.is_cuda else torch.float16
+    return torch.float16 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16
 
 
 def mean_queries(q, ranks, parts):
     """Means [B, T, ranks, parts * D] of the queries q [B T H D] that rank together: float32, or
     bfloat16 parts."""
     B, T, H, D = q.shape
-    means = q.new_empty(B, T, ranks, parts * D, dtype=part_type(q, parts))
+    means = q.new_empty(B, T, ranks, parts * D, dtype=part_type(parts))
     mean_kernel[(triton.cdiv(T, 32), B * ranks)](
         q, means, T, ranks, *q.stride()[:3],
         G=H // ranks, D=D, BLOCK_D=launch.padded(D), BLOCK_M=32, PARTS=parts,
@@ -187,7 +189,7 @@ def block_keys(ck, C, d, s, interpolated, scale, parts=0):
     block_d = launch.padded(D)
     sets = 2 if interpolated else 1
     if parts:
-        keys, sizes = ck.new_empty(sets, B, K, C, parts * D, dtype=part_type(ck, parts)), None
+        keys, sizes = ck.new_empty(sets, B, K, C, parts * D, dtype=part_type(parts)), None
     else:
         keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
         sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
