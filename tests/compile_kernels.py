@@ -105,6 +105,7 @@ def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
         "leader_indices": None,
         "scale": None,
         "recompute": False,
+        "use_diff_topk": False,
         "causal": causal,
         **settings,
     }
@@ -130,13 +131,25 @@ if __name__ == "__main__":
     compile_only(int(sys.argv[1]))
     some = sys.argv[2:]
     if "small" in some:
-        layer(torch.bfloat16)
+        layer(torch.bfloat16, use_diff_topk=True)
     if not some or "layer" in some:
         layer(torch.bfloat16)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)
         layer(torch.bfloat16, (16, 1, 128, 128), selection_stride=4)
         layer(torch.bfloat16, (3, 1, 192, 128), causal=False, query_heads_share_selected_kv=False)
         layer(torch.float32, (5, 1, 80, 40), importance="probs", slots=0)
+    if not some or "gates" in some:
+        for rule in ("logits", "probs"):
+            layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)
+        layer(
+            torch.bfloat16, (4, 4, 128, 128), importance="probs", use_diff_topk=True,
+            num_selected_blocks=20,
+        )  # fmt: skip
+        layer(
+            torch.float16, (3, 1, 192, 128), selection_block_size=2, use_diff_topk=True,
+            query_heads_share_selected_kv=False, interpolated_importance_score=True,
+        )  # fmt: skip
+        layer(torch.float32, (5, 1, 80, 40), importance="probs", use_diff_topk=True)
     if not some or "selected" in some:
         branches(torch.bfloat16, gated=True)
         branches(torch.float16, (16, 1, 64, 64), gated=True)

@@ -189,20 +189,22 @@ def test_operator_is_well_formed():
     tensors = {n: t.requires_grad_() for n, t in draw(memory=0, raw=False).items()}
     q, k, v, ck, cv, gates = (tensors[n] for n in ("q", "k", "v", "ck", "cv", "branch_gates"))
     settings = fused.Settings(
-        26, k.shape[1] // S_, N, L, D_, S_, W, "logits", False, 1, 1, 1, True, True, 0.25, False
-    )
+        26, k.shape[1] // S_, N, L, D_, S_, W, "logits", False, 1, 1, 1, True, True, 0.25, False,
+        True,
+    )  # fmt: skip
     args = (q, k, v, ck, cv, gates, *(None,) * 7, *settings)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(fused.layer, args, test_utils=checks)
 
 
-@pytest.mark.parametrize("stride", [1, 4])
-def test_module(stride):
+@pytest.mark.parametrize("stride, use_diff_topk", [(1, False), (4, True)])
+def test_module(stride, use_diff_topk):
     """SparseAttention over these kernels is that over eager PyTorch, gradients and cache too."""
     torch.manual_seed(0)
     layer = SparseAttention(
         32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
-        selection_stride=stride, use_triton_kernel=True, num_compressed_mem_kv=2,
+        selection_stride=stride, use_diff_topk=use_diff_topk, use_triton_kernel=True,
+        num_compressed_mem_kv=2,
     ).to(DEVICE)  # fmt: skip
     for parameter in (layer.compress_mem_kv, layer.k_intrablock_positions):
         torch.nn.init.normal_(parameter)
@@ -225,7 +227,7 @@ def test_one_graph_for_all_lengths():
     """`fullgraph=True`, forward and backward; a new length compiles nothing after the second."""
     layer = SparseAttention(
         32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
-        use_triton_kernel=True,
+        use_diff_topk=True, use_triton_kernel=True,
     ).to(DEVICE)  # fmt: skip
     graphs = []
 

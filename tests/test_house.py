@@ -35,10 +35,12 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.selected",
             "kernels.combine",
             "kernels.decode",
+            "kernels.gates",
         }
     ),
     frozenset({"kernels.interval_backward"}),
     frozenset({"kernels.interval", "kernels.gather", "kernels.pairs", "kernels.block_keys"}),
+    frozenset({"kernels.gate_steps"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset({"kernels.device", "kernels.topn"}),
     frozenset({"blocks", "ops.checks"}),

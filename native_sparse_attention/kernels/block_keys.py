@@ -1,16 +1,19 @@
-"""Keys of selection blocks, for scores by `importance="logits"`.
+"""Keys of selection blocks, for scores by `importance="logits"`, and their backward.
 
 A block's score is one dot product: the mean query of the heads that rank together, and the mean key
-of the block's windows. Both are formed in float32 and cut into two float16 halves, whose products a
-tensor core adds up in float32: what is left out is 2^-24 of a term.
+of the block's windows. Both are formed in float32 and, to be ranked, cut into two float16 halves,
+whose products a tensor core adds up in float32: what is left out is 2^-24 of a term. The backward
+takes two bfloat16 parts, which need no scaling: 2^-17.
 """
+
+import os
 
 import torch
 import triton
 import triton.language as tl
 
 from . import launch
-from .device import load_rows
+from .device import load_rows, store_rows
 
 
 @triton.jit
@@ -31,16 +34,62 @@ def two_halves(x):
     return high, low, (exponent << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def store_parts(base, offsets, x, D: tl.constexpr, BLOCK_D: tl.constexpr, mask,
+                PARTS: tl.constexpr):  # fmt: skip
+    """Write rows x [M, D] as what they are a sum of: one part or two."""
+    high = x.to(base.dtype.element_ty)
+    store_rows(base, offsets, high, D, BLOCK_D, mask)
+    if PARTS == 2:
+        store_rows(base + D, offsets, x - high.to(tl.float32), D, BLOCK_D, mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def mean_kernel(
+    q, means, T, RANKS, q_b, q_t, q_h,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: the mean queries of M tokens of one row and ranking head."""
+    b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
+    token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for g in range(G):
+        rows = b * q_b + token * q_t + (r * G + g) * q_h
+        total += load_rows(q, rows, D, BLOCK_D, token < T).to(tl.float32)
+    rows = ((b * T + token) * RANKS + r) * (PARTS * D)
+    store_parts(means, rows, total / G, D, BLOCK_D, token < T, PARTS)
+
+
+@triton.jit
+def window_weight(c, j, W, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
+                  INTERPOLATED: tl.constexpr):  # fmt: skip
+    """What window j of blocks c [C], counted from the first of each, weighs among theirs."""
+    w = first_window(c, d, s) + j
+    if INTERPOLATED:
+        # [C, BLOCK_S]
+        u = tl.arange(0, BLOCK_S)[None]
+        t = c[:, None] * s + u
+        # twice the distance of token and window centre, in units of 1 / (2 d)
+        distance = tl.abs(2 * t + 1 - d - 2 * d * w[:, None])
+        near = tl.where((u < s) & (t < W * d), tl.maximum(2 * d - distance, 0), 0)
+        weight = tl.sum(near, 1).to(tl.float32)
+    else:
+        weight = (w < W).to(tl.float32)
+    return weight
+
+
 @triton.jit(do_not_specialize=["C", "W"])
 def keys_kernel(
     ck, keys, sizes, C, W, K, scale,
     k_b, k_w, k_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: keys of a tile of blocks of one row and KV head, halves [2, BLOCK_D] and the
-    power of two that undoes their scaling. Program 1 of axis 2 writes them for queries that do not
-    see the window after the block's, whom that window counts as the block's last."""
+    """One program: keys of a tile of blocks of one row and KV head, in PARTS [PARTS, D] or, where
+    that is 0, halves [2, BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis
+    2 writes them for queries that do not see the window after the block's, whom that window counts
+    as the block's last."""
     b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     WINDOWS: tl.constexpr = s // d if s > d else 1
@@ -48,50 +97,119 @@ def keys_kernel(
     last = first * 0 + W - 1
     if tl.program_id(2) == 1:
         last = tl.minimum(last, first + WINDOWS - 1)
-    # [BLOCK_C, BLOCK_S]
-    u = tl.arange(0, BLOCK_S)[None]
-    t = c[:, None] * s + u
-    covered = (u < s) & (t < W * d)
 
     total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_C], tl.float32)
     AROUND: tl.constexpr = 1 if INTERPOLATED else 0
     for j in range(-AROUND, WINDOWS + AROUND):
         w = first + j
+        weight = window_weight(c, j, W, d, s, BLOCK_S, INTERPOLATED)
         if INTERPOLATED:
-            # twice the distance of token and window centre, in units of 1 / (2 d)
-            distance = tl.abs(2 * t + 1 - d - 2 * d * w[:, None])
-            near = tl.where(covered, tl.maximum(2 * d - distance, 0), 0)
-            weight = tl.sum(near, 1).to(tl.float32)
             w = tl.minimum(tl.maximum(w, 0), last)
-        else:
-            weight = (w < W).to(tl.float32)
         rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
         tile = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W))
         total += weight[:, None] * tile.to(tl.float32)
         count += weight
     key = total / tl.maximum(count, 1.0)[:, None] * scale
 
-    high, low, size = two_halves(key)
     row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * C + c
-    x = tl.arange(0, BLOCK_D)[None]
-    tl.store(keys + row[:, None] * (2 * BLOCK_D) + x, high, mask=(c < C)[:, None])
-    tl.store(keys + row[:, None] * (2 * BLOCK_D) + BLOCK_D + x, low, mask=(c < C)[:, None])
-    tl.store(sizes + row, size, mask=c < C)
+    if PARTS == 0:
+        high, low, size = two_halves(key)
+        x = tl.arange(0, BLOCK_D)[None]
+        tl.store(keys + row[:, None] * (2 * BLOCK_D) + x, high, mask=(c < C)[:, None])
+        tl.store(keys + row[:, None] * (2 * BLOCK_D) + BLOCK_D + x, low, mask=(c < C)[:, None])
+        tl.store(sizes + row, size, mask=c < C)
+    else:
+        store_parts(keys, row * (PARTS * D), key, D, BLOCK_D, c < C, PARTS)
 
 
-def block_keys(ck, C, d, s, interpolated, scale):
+@triton.jit(do_not_specialize=["C", "W"])
+def keys_backward_kernel(
+    d_keys, d_ck, C, W, K, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, SETS: tl.constexpr,
+):  # fmt: skip
+    """One program: gradients of a tile of windows of one row and KV head, gathered from the blocks
+    around it. d_keys [SETS B K C D], d_ck [B W K D]."""
+    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
+    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    WINDOWS: tl.constexpr = s // d if s > d else 1
+    BLOCKS: tl.constexpr = d // s if d > s else 1
+    AROUND: tl.constexpr = 1 if INTERPOLATED else 0
+    total = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
+    for near in range(-AROUND * BLOCKS, (1 + AROUND) * BLOCKS):
+        c = w // WINDOWS * BLOCKS + near
+        there = (w < W) & (c >= 0) & (c < C)
+        first = first_window(c, d, s)
+        count = tl.zeros([BLOCK_W], tl.float32)
+        own = tl.zeros([BLOCK_W], tl.float32)
+        own_edge = tl.zeros([BLOCK_W], tl.float32)
+        for j in range(-AROUND, WINDOWS + AROUND):
+            weight = window_weight(c, j, W, d, s, BLOCK_S, INTERPOLATED)
+            count += weight
+            counts_as = tl.minimum(tl.maximum(first + j, 0), W - 1)
+            own += tl.where(counts_as == w, weight, 0.0)
+            counts_as = tl.minimum(counts_as, first + WINDOWS - 1)
+            own_edge += tl.where(counts_as == w, weight, 0.0)
+        rows = tl.program_id(1).to(tl.int64) * C + c
+        share = own / tl.maximum(count, 1.0)
+        total += share[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
+        if SETS == 2:
+            rows += tl.num_programs(1).to(tl.int64) * C
+            share = own_edge / tl.maximum(count, 1.0)
+            total += share[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
+    store_rows(d_ck, ((b * W + w) * K + h) * D, total * scale, D, BLOCK_D, w < W)
+
+
+def part_type(parts):
+    """Of what float32 values are written as a sum of."""
+    if parts == 1:
+        return torch.float32
+    # Triton's interpreter has no bfloat16
+    return torch.float16 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16
+
+
+def mean_queries(q, ranks, parts):
+    """Means [B, T, ranks, parts * D] of the queries q [B T H D] that rank together: float32, or
+    bfloat16 parts."""
+    B, T, H, D = q.shape
+    means = q.new_empty(B, T, ranks, parts * D, dtype=part_type(parts))
+    mean_kernel[(triton.cdiv(T, 32), B * ranks)](
+        q, means, T, ranks, *q.stride()[:3],
+        G=H // ranks, D=D, BLOCK_D=launch.padded(D), BLOCK_M=32, PARTS=parts,
+    )  # fmt: skip
+    return means
+
+
+def block_keys(ck, C, d, s, interpolated, scale, parts=0):
     """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
-    C]; a second set for queries that do not see the window after the block, where interpolated."""
+    C]; a second set for queries that do not see the window after the block, where interpolated.
+    With `parts` instead [sets, B, K, C, parts * D], float32 or bfloat16 parts, and None."""
     B, W, K, D = ck.shape
     block_d = launch.padded(D)
     sets = 2 if interpolated else 1
-    keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
-    sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
+    if parts:
+        keys, sizes = ck.new_empty(sets, B, K, C, parts * D, dtype=part_type(parts)), None
+    else:
+        keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
+        sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
     block_c = 16
     keys_kernel[(triton.cdiv(C, block_c), B * K, sets)](
         ck, keys, sizes, C, W, K, scale, *ck.stride()[:3],
         D=D, BLOCK_D=block_d, BLOCK_C=block_c, BLOCK_S=triton.next_power_of_2(s), d=d, s=s,
-        INTERPOLATED=interpolated,
+        INTERPOLATED=interpolated, PARTS=parts,
     )  # fmt: skip
     return keys, sizes
+
+
+def block_keys_backward(d_keys, W, d, s, interpolated, scale):
+    """Gradient [B W K D] of ck from that of its block keys, [sets, B, K, C, D], in float32."""
+    sets, B, K, C, D = d_keys.shape
+    d_ck = d_keys.new_empty(B, W, K, D)
+    block_w = 16
+    keys_backward_kernel[(triton.cdiv(W, block_w), B * K)](
+        d_keys, d_ck, C, W, K, scale,
+        D=D, BLOCK_D=launch.padded(D), BLOCK_W=block_w, BLOCK_S=triton.next_power_of_2(s),
+        d=d, s=s, INTERPOLATED=interpolated, SETS=sets,
+    )  # fmt: skip
+    return d_ck

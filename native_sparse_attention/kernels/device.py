@@ -50,6 +50,27 @@ def seen_by(n, last, reach, stride, KIND: tl.constexpr):
 
 
 @triton.jit
+def leaders(index, first_token, T, STRIDE: tl.constexpr):
+    """Of each group: its leader's position, its token (negative where it came before this call),
+    and whether it is ranked here."""
+    position = (first_token // STRIDE + index) * STRIDE
+    token = position - first_token
+    return position, token, (token >= 0) & (token < T)
+
+
+@triton.jit
+def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+                   CAUSAL: tl.constexpr):  # fmt: skip
+    """One past the last block that a query may rank, of C; LOCAL counts its own block."""
+    end = position * 0 + C
+    if CAUSAL:
+        WIDER: tl.constexpr = d if d > s else s
+        complete = position // WIDER * (WIDER // s)
+        end = tl.minimum(end, tl.minimum(complete, position // s - (LOCAL - 1)))
+    return end
+
+
+@triton.jit
 def large(x, WIDE: tl.constexpr):
     """x in 64 bits, where offsets made of it may need them; 32 take fewer registers."""
     return x.to(tl.int64) if WIDE else x

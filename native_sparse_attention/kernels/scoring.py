@@ -12,7 +12,7 @@ import triton.language as tl
 
 from . import launch
 from .block_keys import block_keys, first_window, two_halves
-from .device import load_rows
+from .device import candidates_end, leaders, load_rows
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
 
 # one compiled kernel for all lengths and places
@@ -20,27 +20,6 @@ LENGTHS = ["T", "C", "W", "first_token"]
 
 
 # steps
-
-
-@triton.jit
-def leaders(index, first_token, T, STRIDE: tl.constexpr):
-    """Of each group: its leader's position, its token (negative where it came before this call),
-    and whether it is ranked here."""
-    position = (first_token // STRIDE + index) * STRIDE
-    token = position - first_token
-    return position, token, (token >= 0) & (token < T)
-
-
-@triton.jit
-def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
-                   CAUSAL: tl.constexpr):  # fmt: skip
-    """One past the last block that a query may rank, of C; LOCAL counts its own block."""
-    end = position * 0 + C
-    if CAUSAL:
-        WIDER: tl.constexpr = d if d > s else s
-        complete = position // WIDER * (WIDER // s)
-        end = tl.minimum(end, tl.minimum(complete, position // s - (LOCAL - 1)))
-    return end
 
 
 @triton.jit

@@ -214,7 +214,6 @@ def select_blocks(
         ck,
         q_offset=offset,
         num_selected_blocks=num_selected_blocks,
-        return_gates=return_gates,
     )
     indices, gates = backends.run(
         backend,

@@ -7,6 +7,7 @@ forms it again. Arguments are those of `ops.nsa.native_sparse_attention`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,16 @@ class Settings(NamedTuple):
     causal: bool
     scale: float
     recompute: bool
+    diff_topk: bool
+
+    def ranking(self, starts: Tensor | None) -> Any:
+        from ..kernels.launch import Ranking
+
+        return Ranking(
+            self.start, self.num_ranked, self.num_selected, self.l, self.d, self.s,
+            self.importance, self.interpolated, self.num_initial, self.num_local, self.stride,
+            self.shared, self.causal, self.scale, starts,
+        )  # fmt: skip
 
     def selection(self, lists: Tensor, starts: Tensor | None) -> Any:
         from ..kernels.launch import Selection
@@ -135,6 +146,7 @@ def layer(
     causal: bool,
     scale: float,
     recompute: bool,
+    diff_topk: bool,
 ) -> list[Tensor]:
     """The output [B T H E], the selection [B T R n], and outputs and log-sum-exps of the
     branches, which `recompute` leaves out."""
@@ -142,7 +154,7 @@ def layer(
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
-        num_local, stride, shared, causal, scale, recompute,
+        num_local, stride, shared, causal, scale, recompute, diff_topk,
     )  # fmt: skip
     q, k, v, ck, cv = rows(q, k, v, ck, cv)
     cq = q if cq is None else rows(cq)[0]
@@ -205,13 +217,14 @@ def layer_backward(
     causal: bool,
     scale: float,
     recompute: bool,
+    diff_topk: bool,
 ) -> list[Tensor]:
     """Gradients of all differentiable tensors that are there, in their order."""
-    from ..kernels import combine, interval_backward, selected
+    from ..kernels import combine, gates, interval_backward, selected
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
-        num_local, stride, shared, causal, scale, recompute,
+        num_local, stride, shared, causal, scale, recompute, diff_topk,
     )  # fmt: skip
     lists, *kept = kept
     dtype = q.dtype
@@ -234,6 +247,8 @@ def layer_backward(
     dq = dcq if cq is None else None
 
     chosen = settings.selection(lists, starts)
+    if diff_topk and num_ranked and num_selected:
+        chosen = dataclasses.replace(chosen, gates=torch.ones_like(lists, dtype=torch.float32))
     first, inner = selected.within_window(chosen, k, v, w) if window is None else (None, None)
     within = None if inner is None else (inner, sel)
     wk, wv = window or (k, v)
@@ -245,17 +260,27 @@ def layer_backward(
             whole[:, : some.shape[1]] += some
     # in the window's own gradients where they are those of k and v too
     partial = d_window if within else None
-    dq, dk, dv, _ = selected.backward(q, k, v, chosen, scale, sel, dq, partial)
+    dq, dk, dv, d_chosen = selected.backward(q, k, v, chosen, scale, sel, dq, partial)
     if window is None and not within:
         dk, dv = dk + d_window[0], dv + d_window[1]
 
+    d_scored = None
+    if d_chosen is not None:
+        # through the gates of the blocks to the scores that chose them, in place in dq or dcq
+        into = dq if cq is None else dcq
+        at = settings.ranking(starts)
+        _, more, d_scored = gates.backward(query, ck, mem_k, lists, d_chosen, at, into)
+        dck = dck + more
     grads = [dq, dk, dv, dck, dcv, d_gates]
     if cq is not None:
         grads.append(dcq)
     if memory is not None:
-        grads += memory_grads(
+        d_mem = memory_grads(
             *interval_backward.backward_prefix(query, memory, place_cmp, scale, cmp)
         )
+        if d_scored is not None:
+            d_mem[0] += d_scored
+        grads += d_mem
     elif mem_k is not None and mem_v is not None:
         grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
     if window is not None:
@@ -285,7 +310,7 @@ def backward(ctx, grads):
     tensors = ctx.saved_tensors[: -ctx.kept]
     kept = list(ctx.saved_tensors[-ctx.kept :])
     some = iter(layer_backward(grads[0], *tensors, kept, *ctx.numbers))
-    return (*(None if t is None else next(some) for t in tensors[:11]), *(None,) * 18)
+    return (*(None if t is None else next(some) for t in tensors[:11]), *(None,) * 19)
 
 
 layer.register_autograd(backward, setup_context=setup)
@@ -320,6 +345,7 @@ def native_sparse_attention(
     leader_indices: Tensor | None,
     scale: float | None,
     recompute: bool,
+    use_diff_topk: bool,
 ) -> tuple[Tensor, Tensor]:
     """The output [B T H E] and the selected block indices."""
     starts, start = offsets(q_offset)
@@ -340,7 +366,7 @@ def native_sparse_attention(
         compress_block_sliding_stride, selection_block_size, sliding_window_size, importance,
         interpolated_importance_score, num_initial_blocks, num_local_blocks, selection_stride,
         query_heads_share_selected_kv, causal, q.shape[-1] ** -0.5 if scale is None else scale,
-        recompute,
+        recompute, use_diff_topk,
     )  # fmt: skip
     out, lists, *_ = layer(
         q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts,

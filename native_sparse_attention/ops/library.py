@@ -55,7 +55,6 @@ def why_not(
     gates: Tensor | None = None,
     q_offset: int | Tensor = 0,
     num_selected_blocks: int = 0,
-    return_gates: bool = False,
     selection_block_size: int = 0,
 ) -> list[str]:
     """Reasons why the kernels cannot run this call; empty where they can."""
@@ -79,8 +78,6 @@ def why_not(
         reasons.append(f"num_selected_blocks is {num_selected_blocks}, at most {MAX_SELECTED}")
     if selection_block_size > MAX_BLOCK:
         reasons.append(f"selection_block_size is {selection_block_size}, at most {MAX_BLOCK}")
-    if return_gates:
-        reasons.append("the gates of differentiable top-k have no kernel yet")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     return reasons

@@ -143,7 +143,6 @@ def native_sparse_attention(
     ranking: dict[str, Any] = dict(
         q_offset=offset,
         num_selected_blocks=num_selected_blocks,
-        return_gates=use_diff_topk,
         selection_block_size=selection_block_size,
     )
     name = backends.choose(backend, "native_sparse_attention", q, k, v, **ranking)
@@ -162,6 +161,7 @@ def native_sparse_attention(
             leader_indices=leader_indices,
             scale=scale,
             recompute=recompute,
+            use_diff_topk=use_diff_topk,
             **settings,
         )
         return (out, lists) if return_indices else out

@@ -1,4 +1,5 @@
-"""The selection in Triton, as a torch operator. `library.py` says which calls it can run."""
+"""The selection in Triton, as torch operators: the blocks, and the gates of differentiable top-k.
+`library.py` says which calls they can run."""
 
 from __future__ import annotations
 
@@ -64,6 +65,93 @@ def _(q, ck, mem_k, lse, starts, leader_indices, start, num_ranked, num_selected
     return q.new_empty(*q.shape[:2], ranks, num_selected, dtype=torch.int32)
 
 
+@torch.library.custom_op("native_sparse_attention::selection_gates", mutates_args=())
+def selection_gates(
+    q: Tensor,
+    ck: Tensor,
+    mem_k: Tensor | None,
+    indices: Tensor,
+    starts: Tensor | None,
+    start: int,
+    num_ranked: int,
+    num_selected: int,
+    l: int,
+    d: int,
+    s: int,
+    importance: str,
+    interpolated: bool,
+    num_initial: int,
+    num_local: int,
+    stride: int,
+    shared: bool,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Straight-through gates of ranked blocks [B T R n]: 1 in value, and differentiable."""
+    return q.new_ones(indices.shape, dtype=torch.float32)
+
+
+@selection_gates.register_fake
+def _(q, ck, mem_k, indices, *others):
+    return q.new_empty(indices.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("native_sparse_attention::selection_gates_backward", mutates_args=())
+@on_its_device
+def selection_gates_backward(
+    d_gates: Tensor,
+    q: Tensor,
+    ck: Tensor,
+    mem_k: Tensor | None,
+    indices: Tensor,
+    starts: Tensor | None,
+    start: int,
+    num_ranked: int,
+    num_selected: int,
+    l: int,
+    d: int,
+    s: int,
+    importance: str,
+    interpolated: bool,
+    num_initial: int,
+    num_local: int,
+    stride: int,
+    shared: bool,
+    causal: bool,
+    scale: float,
+) -> list[Tensor]:
+    """dq, dck, and dmem_k where there is memory."""
+    from ..kernels import gates, launch
+
+    ranking = launch.Ranking(
+        start, num_ranked, num_selected, l, d, s, importance, interpolated, num_initial, num_local,
+        stride, shared, causal, scale, starts,
+    )  # fmt: skip
+    dq, dck, d_mem = gates.backward(q, ck, mem_k, indices, d_gates, ranking)
+    grads = [dq.to(q.dtype), dck.to(ck.dtype)]
+    if mem_k is not None:
+        grads.append(torch.zeros_like(mem_k) if d_mem is None else d_mem.to(mem_k.dtype))
+    return [g.contiguous() for g in grads]
+
+
+@selection_gates_backward.register_fake
+def _(d_gates, q, ck, mem_k, *others):
+    return [t.new_empty(t.shape) for t in (q, ck, mem_k) if t is not None]
+
+
+def gates_setup(ctx, inputs, output):
+    ctx.numbers = inputs[5:]
+    ctx.save_for_backward(*inputs[:5])
+
+
+def gates_backward(ctx, d_gates):
+    grads = selection_gates_backward(d_gates, *ctx.saved_tensors, *ctx.numbers)
+    return (*[*grads, None][:3], *(None,) * 16)
+
+
+selection_gates.register_autograd(gates_backward, setup_context=gates_setup)
+
+
 def select_blocks(
     q: Tensor,
     ck: Tensor,
@@ -86,8 +174,8 @@ def select_blocks(
     scale: float | None = None,
     return_gates: bool = False,
     lse: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """As `ranking.select_blocks`, without gates. `lse` is branch 1's, [B, T, H]: where it is at
+) -> tuple[Tensor, Tensor | None]:
+    """As `ranking.select_blocks`. `lse` is branch 1's, [B, T, H]: where it is at
     hand, the ranking by `"probs"` need not form it again."""
     d, s = compress_block_sliding_stride, selection_block_size
     num_ranked = blocks.num_complete_blocks(ck.shape[1] * d, d, s)
@@ -96,15 +184,10 @@ def select_blocks(
     if num_ranked == 0 or num_selected_blocks == 0:
         ranks = ck.shape[2] if query_heads_share_selected_kv else q.shape[2]
         shape = (*q.shape[:2], ranks, num_selected_blocks)
-        return torch.full(shape, -1, dtype=torch.int32, device=q.device), None
+        indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+        return indices, q.new_ones(shape, dtype=torch.float32) if return_gates else None
     starts, start = (q_offset, 0) if isinstance(q_offset, Tensor) else (None, q_offset)
-    indices = ranked_blocks(
-        q.detach(),
-        ck.detach(),
-        None if mem_k is None else mem_k.detach(),
-        None if lse is None else lse.detach().contiguous(),
-        starts,
-        None if leader_indices is None else leader_indices.contiguous(),
+    numbers = (
         start,
         num_ranked,
         num_selected_blocks,
@@ -120,4 +203,16 @@ def select_blocks(
         causal,
         q.shape[-1] ** -0.5 if scale is None else scale,
     )
-    return indices, None
+    indices = ranked_blocks(
+        q.detach(),
+        ck.detach(),
+        None if mem_k is None else mem_k.detach(),
+        None if lse is None else lse.detach().contiguous(),
+        starts,
+        None if leader_indices is None else leader_indices.contiguous(),
+        *numbers,
+    )
+    gates = None
+    if return_gates:
+        gates = selection_gates(q, ck, mem_k, indices, starts, *numbers)
+    return indices, gates
