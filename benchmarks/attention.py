@@ -172,6 +172,7 @@ class Run:
         self.environment = common.environment(device)
         self.checked: dict[Any, str | None] = {}
         self.baseline: dict[Any, float] = {}
+        self.independent: dict[Any, float] = {}
         self.rows: list[Row] = []
 
     def check(self, provider: Provider, setting: Setting) -> str | None:
@@ -196,6 +197,10 @@ class Run:
         head: Row = {"provider": provider.name, "part": provider.part}
         if isinstance(provider, OursSelected) and provider.alike is not None:
             head["alike"] = provider.alike
+            if provider.alike == 1 and "p50_ms" in row:
+                self.independent[key] = row["p50_ms"]
+            elif key in self.independent and "p50_ms" in row:
+                row["speedup_over_independent"] = round(self.independent[key] / row["p50_ms"], 3)
         if provider.note:
             row["note"] = provider.note
         row = {**head, **case, **row, **self.environment}
@@ -240,8 +245,9 @@ def line(row: Row) -> str:
     text = f"{head} {row['pass']:8} {row['p50_ms']:10.3f} ms {row['tflops']:7.1f} TFLOP/s"
     if row["peak_mib"] is not None:
         text += f" {row['peak_mib']:9.0f} MiB"
-    if "speedup_over_cudnn" in row:
-        text += f" {row['speedup_over_cudnn']:6.2f} x"
+    for speedup in ("speedup_over_cudnn", "speedup_over_independent"):
+        if speedup in row:
+            text += f" {row[speedup]:6.2f} x"
     return text
 
 

@@ -187,10 +187,19 @@ def parts(rows: Rows) -> str:
 
 
 def agreement(rows: Rows) -> str:
-    def cases(heads: tuple[int, int]) -> list[Case]:
-        return [c for c in rows.of(heads=heads, part="selected") if c[4] is not None]
+    """Times, and where neighbours are alike over those of independent ones."""
 
-    return times(rows, cases, "p50_ms")
+    def draw(heads: tuple[int, int]) -> str:
+        cases = [c for c in rows.of(heads=heads, part="selected") if c[4] is not None]
+        lengths = rows.lengths(cases)
+        lines = []
+        for case in cases:
+            for text, field in (("", "p50_ms"), (": speed-up", "speedup_over_independent")):
+                cells = (both(rows.pair(case, T, field)) for T in lengths)
+                lines.append([named(case) + text, *cells])
+        return table(["forward / backward", *map(length, lengths)], lines)
+
+    return by_heads(rows, draw)
 
 
 def memory(rows: Rows) -> str:

@@ -153,3 +153,6 @@ if __name__ == "__main__":
     if not some or "selected" in some:
         branches(torch.bfloat16, gated=True)
         branches(torch.float16, (16, 1, 64, 64), gated=True)
+        for lists, heads in ((4, (16, 1, 128, 128)), (4, (12, 1, 192, 128)), (16, (4, 1, 64, 64))):
+            with launch.using({"unite": launch.Unite(lists, 1.6, least=0)}):
+                branches(torch.bfloat16, heads)

@@ -39,6 +39,7 @@ def test_quick_form(tmp_path, capsys):
     assert {("ours-probs", "whole", "backward"), ("ours-probs", "select", "forward")} <= timed
     assert ("dense-sdpa", "whole", "forward") in timed
     assert {row["alike"] for row in rows if "alike" in row} == {1, 4}
+    assert all(("speedup_over_independent" in row) == (row.get("alike") == 4) for row in rows)
     assert {row["selection_stride"] for row in rows if row["provider"] == "ours"} == {1, 4}
     for row in rows:
         assert row["T"] and row["gpu"] and row["torch"] and row["date"]
@@ -270,6 +271,12 @@ def test_tables(tmp_path):
     assert "| ours | 100 (1.00) |" in report.memory(drawn)
     assert report.parts(drawn) == report.agreement(drawn) == report.NO_ROWS
     assert report.failures(drawn) == "none"
+    one, four = {"part": "selected", "alike": 1}, {"part": "selected", "alike": 4}
+    alike = made_up("ours", 8192, 1.0, **one)
+    alike += made_up("ours", 8192, 0.4, speedup_over_independent=2.5, **four)
+    text = report.agreement(report.Rows(alike))
+    assert "| selected, ours, 4 alike | 0.40 / 0.40 |" in text and text.count("speed-up") == 1
+    assert "| selected, ours, 4 alike: speed-up | 2.50 / 2.50 |" in text
 
     failed = {**copy.copy(rows[2]), "failed": "out of memory"}
     for name in ("pass", "p50_ms", "speedup_over_cudnn"):

@@ -40,7 +40,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"kernels.interval_backward"}),
     frozenset({"kernels.interval", "kernels.gather", "kernels.pairs", "kernels.block_keys"}),
-    frozenset({"kernels.gate_steps"}),
+    frozenset({"kernels.gate_steps", "kernels.unite"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset({"kernels.device", "kernels.topn"}),
     frozenset({"blocks", "ops.checks"}),

@@ -3,6 +3,8 @@ blocks of keys and values. Forward and dq.
 
 Rows of a tile are tokens x heads. `lists` [B T R n] holds block numbers, -1 for none; each of the R
 lists of a token serves H / R query heads. Tokens of an aligned group of `stride` share their list.
+Groups of lists whose blocks `unite.py` has united are walked by a launch of their own, which reads
+each block of the union once; the other launch leaves them out.
 """
 
 from __future__ import annotations
@@ -17,8 +19,28 @@ from torch import Tensor
 from . import launch
 from .device import load_keys, load_lse, load_rows, softmax_grad, softmax_step, store_rows
 from .launch import LOG2_E, Cotangent, Selection, strides
+from .unite import Unions
 
-LENGTHS = ["T", "S", "start"]
+LENGTHS = ["T", "S", "start", "groups"]
+
+
+@triton.jit
+def own_tiles(counts, line, T, start, groups, LISTS: tl.constexpr, UNITED: tl.constexpr,
+              STEP: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+    """First tile of this program and one past its last. Where unions of LISTS lists have `counts`
+    entries, those are STEP unions with UNITED, otherwise STEP tiles of a group without one."""
+    first = tl.program_id(0) * STEP
+    if LISTS == 1:
+        end = first + 1
+    elif UNITED:
+        group = first + tl.arange(0, STEP)
+        count = tl.load(counts + line * groups + group, mask=group < groups, other=0)
+        end = tl.where(tl.max(count, 0) > 0, tl.minimum(first + STEP, groups), first)
+    else:
+        count = tl.load(counts + line * groups + first // LISTS)
+        end = tl.minimum(first + STEP, tl.cdiv(T + start % STRIDE, TOKENS))
+        end = tl.where(count > 0, first, end)
+    return first, end
 
 
 @triton.jit
@@ -35,15 +57,32 @@ def list_tile(tile, start, T, G: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.
 
 @triton.jit
 def list_keys(entries, j0, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys j0 and on of a list's blocks laid end to end, each padded to BLOCK_S: the position of
-    the first, the positions of all, and which of them are there."""
+    """Keys j0 and on of the blocks of n entries laid end to end, each padded to BLOCK_S: the
+    position of the first, the positions of all, which of them are there, and the entries."""
     j = j0 + tl.arange(0, BLOCK_N)
     if BLOCK_N <= BLOCK_S:
-        c = tl.load(entries + j0 // BLOCK_S, mask=j0 // BLOCK_S < n, other=-1)
+        entry = tl.load(entries + j0 // BLOCK_S, mask=j0 // BLOCK_S < n, other=-1)
+        held = tl.broadcast_to(entry, [1])
     else:
-        c = tl.load(entries + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
+        entry = tl.load(entries + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
+        held = entry
+    c = entry.to(tl.int32)
     key = c * s + j % BLOCK_S
-    return c * s + j0 % BLOCK_S, key, (c >= 0) & (j % BLOCK_S < s) & (key < S)
+    return c * s + j0 % BLOCK_S, key, (c >= 0) & (j % BLOCK_S < s) & (key < S), held
+
+
+@triton.jit
+def visible_keys(there, key, entry, position, G: tl.constexpr, STRIDE: tl.constexpr,
+                 BLOCK_M: tl.constexpr, UNITED: tl.constexpr, DIAGONAL: tl.constexpr):  # fmt: skip
+    """Which keys rows see, [M, N]: of an entry of a union, the rows whose list holds it."""
+    visible = there[None]
+    if UNITED:
+        number = tl.arange(0, BLOCK_M) // (G * STRIDE)
+        held = (entry >> 32).to(tl.int32)[None] >> number[:, None]
+        visible = visible & ((held & 1) != 0)
+    if DIAGONAL:
+        visible = visible & (key[None] <= position[:, None])
+    return visible
 
 
 @triton.jit
@@ -55,130 +94,159 @@ def slot_gates(gates, bt, r, slot, R, n, real):
 
 
 @triton.jit
-def filled(entries, n, SLOTS: tl.constexpr):
-    """One past the last slot that holds a block."""
-    slot = tl.arange(0, SLOTS)
-    c = tl.load(entries + slot, mask=slot < n, other=-1)
-    return tl.max(tl.where(c >= 0, slot + 1, 0), 0)
+def tile_entries(lists, counts, line, tile, bt, r, R, n, groups, SLOTS: tl.constexpr,
+                 UNITED: tl.constexpr):  # fmt: skip
+    """What the tile of token bt walks: where its entries are, and how many; of a list up to the
+    last that holds a block."""
+    if UNITED:
+        entries = lists + (line * groups + tile) * n
+        length = tl.load(counts + line * groups + tile)
+    else:
+        entries = lists + (bt * R + r) * n
+        slot = tl.arange(0, SLOTS)
+        c = tl.load(entries + slot, mask=slot < n, other=-1)
+        length = tl.max(tl.where(c >= 0, slot + 1, 0), 0)
+    return entries, length
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, lists, gates, out, lse, starts, start, T, S, K, R, n, s, scale_log2,
+    q, k, v, lists, counts, gates, out, lse, starts, start, T, S, K, R, n, s, groups, scale_log2,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
+    LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of tokens that share a list. Writes out and lse, with ADD of the keys
-    seen so far and these."""
-    tile = tl.program_id(0)
+    """One program: a tile of tokens that share a list, or STEP of them, or of unions. Writes out
+    and lse, with ADD of the keys seen so far and these."""
     b, r = (tl.program_id(1) // R).to(tl.int64), (tl.program_id(1) % R).to(tl.int64)
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
-    entries = lists + ((b * T + listed) * R + r) * n
+    line = b * R + r
+    first, end = own_tiles(counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE)
+    for tile in range(first, end):
+        token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
+        entries, length = tile_entries(
+            lists, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNITED
+        )
+        if UNITED:  # a group that is not, beside one that is
+            real = tl.where(real, length, 0) > 0
 
-    head = r * G + g
-    row = (b * T + token) * (R * G) + head
-    q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
-    if ADD:
-        acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
-        m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
-        l = tl.where(m == float("-inf"), 0.0, 1.0)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
+        head = r * G + g
+        row = (b * T + token) * (R * G) + head
+        q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+        if ADD:
+            acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
+            m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
+            l = tl.where(m == float("-inf"), 0.0, 1.0)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l = tl.zeros([BLOCK_M], tl.float32)
 
-    for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
-        first, key, seen = list_keys(entries, j0, n, S, s, BLOCK_S, BLOCK_N)
-        k_tile = load_keys(k, b, h, key, first, seen, k_b, k_n, k_h, D, BLOCK_D, TMA)
-        v_tile = load_keys(v, b, h, key, first, seen, v_b, v_n, v_h, E, BLOCK_E, TMA)
-        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        if GATES:
-            slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
-            logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
-        visible = seen[None]
-        if DIAGONAL:
-            visible = visible & (key[None] <= start + token[:, None])
-        logits = tl.where(visible, logits, float("-inf"))
-        acc, m, l = softmax_step(logits, v_tile, acc, m, l, PRECISION)
+        for j0 in range(0, length * BLOCK_S, BLOCK_N):
+            key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
+            k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
+            v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+            if GATES:
+                slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+                logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
+            visible = visible_keys(
+                there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL
+            )
+            logits = tl.where(visible, logits, float("-inf"))
+            acc, m, l = softmax_step(logits, v_tile, acc, m, l, PRECISION)
 
-    empty = l == 0.0
-    l = tl.where(empty, 1.0, l)
-    store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
-    log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
-    tl.store(lse + row, log, mask=real)
+        empty = l == 0.0
+        l = tl.where(empty, 1.0, l)
+        store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
+        log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
+        tl.store(lse + row, log, mask=real)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
-    q, k, v, lists, gates, d_out, lse, delta, dq, d_gates, starts, start, T, S, K, R, n, s,
-    scale, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    q, k, v, lists, counts, gates, d_out, lse, delta, dq, d_gates, starts, start, T, S, K, R, n, s,
+    groups, scale, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
+    LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dq of a tile of tokens that share a list, added to what is there if ADD; with
-    GATES also what each head adds to the gradient of each slot's gate, [B T H n]."""
-    tile = tl.program_id(0)
+    """One program: as the forward. Writes dq, added to what is there if ADD; with GATES also what
+    each head adds to the gradient of each slot's gate, [B T H n]."""
     b, r = (tl.program_id(1) // R).to(tl.int64), (tl.program_id(1) % R).to(tl.int64)
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
-    entries = lists + ((b * T + listed) * R + r) * n
+    line = b * R + r
+    first, end = own_tiles(counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE)
+    for tile in range(first, end):
+        token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
+        entries, length = tile_entries(
+            lists, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNITED
+        )
+        if UNITED:  # a group that is not, beside one that is
+            real = tl.where(real, length, 0) > 0
 
-    head = r * G + g
-    row = (b * T + token) * (R * G) + head
-    q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
-    do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
-    lse_row = load_lse(lse, row, real)
-    delta_row = tl.load(delta + row, mask=real, other=0.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        head = r * G + g
+        row = (b * T + token) * (R * G) + head
+        q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+        do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
+        lse_row = load_lse(lse, row, real)
+        delta_row = tl.load(delta + row, mask=real, other=0.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    for j0 in range(0, filled(entries, n, SLOTS) * BLOCK_S, BLOCK_N):
-        first, key, seen = list_keys(entries, j0, n, S, s, BLOCK_S, BLOCK_N)
-        k_tile = load_keys(k, b, h, key, first, seen, k_b, k_n, k_h, D, BLOCK_D, TMA)
-        v_tile = load_keys(v, b, h, key, first, seen, v_b, v_n, v_h, E, BLOCK_E, TMA)
-        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        weight = 1.0
-        if GATES:
-            slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
-            weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
-        visible = seen[None]
-        if DIAGONAL:
-            visible = visible & (key[None] <= start + token[:, None])
-        logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        _p, ds = softmax_grad(logits2, dp, lse_row[:, None], delta_row[:, None], GATED)
-        if GATES:
-            d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S]), 2)
-            slot = j0 // BLOCK_S + tl.arange(0, BLOCK_N // BLOCK_S)
-            at = (row * n)[:, None] + slot[None]
-            tl.store(d_gates + at, d_gate, mask=real[:, None] & (slot < n)[None])
-            ds *= weight
-        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+        for j0 in range(0, length * BLOCK_S, BLOCK_N):
+            key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
+            k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
+            v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+            weight = 1.0
+            if GATES:
+                slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+                weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
+            visible = visible_keys(
+                there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL
+            )
+            logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
+            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+            _p, ds = softmax_grad(logits2, dp, lse_row[:, None], delta_row[:, None], GATED)
+            if GATES:
+                d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S]), 2)
+                slot = j0 // BLOCK_S + tl.arange(0, BLOCK_N // BLOCK_S)
+                at = (row * n)[:, None] + slot[None]
+                tl.store(d_gates + at, d_gate, mask=real[:, None] & (slot < n)[None])
+                ds *= weight
+            acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
 
-    acc *= scale
-    if ADD:
-        acc += load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
-    store_rows(dq, row * D, acc, D, BLOCK_D, real)
+        acc *= scale
+        if ADD:
+            acc += load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
+        store_rows(dq, row * D, acc, D, BLOCK_D, real)
 
 
 # launches
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, kernel: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    kernel: str,
+    unions: Unions | None,
+    united: bool,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid, and what both kernels take."""
+    """Grid, and what both kernels take: for all lists, or where there are unions for the `united`
+    groups or the lists of the others."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     R, n = selection.lists.shape[2:]
@@ -186,8 +254,11 @@ def arguments(
     # as many tokens as divide a group and fit
     fits = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= launch.GATHER_ROWS)
     tokens = max(fits, default=1)
+    lists = 1 if unions is None else unions.lists
+    if united:
+        tokens *= lists
     tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype)
-    aligned = T + (stride - 1 if selection.starts is not None else selection.start % stride)
+    step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists)
     block_s = triton.next_power_of_2(s)
     block_n = tile.block_n if selection.gates is None else max(tile.block_n, block_s)
     # blocks as wide as a tile are read by the tensor memory accelerator
@@ -201,7 +272,9 @@ def arguments(
         **strides("q", q, "bth"),
         **strides("k", k, "bnh"),
         **strides("v", v, "bnh"),
-        lists=selection.lists,
+        lists=unions.entries if united else selection.lists,
+        counts=None if unions is None else unions.counts,
+        groups=0 if unions is None else unions.groups,
         gates=selection.gates,
         starts=selection.starts,
         start=selection.start,
@@ -209,7 +282,7 @@ def arguments(
         S=S,
         K=K,
         R=R,
-        n=n,
+        n=unions.limit if united else n,
         s=s,
         G=G,
         D=D,
@@ -222,6 +295,9 @@ def arguments(
         SLOTS=triton.next_power_of_2(n),
         TOKENS=tokens,
         STRIDE=stride,
+        LISTS=lists,
+        UNITED=united,
+        STEP=step,
         RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal,
         GATES=selection.gates is not None,
@@ -229,7 +305,7 @@ def arguments(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return (triton.cdiv(aligned, tokens), B * R), args
+    return (triton.cdiv(selection.aligned, tokens * step), B * R), args
 
 
 def forward(
@@ -239,14 +315,18 @@ def forward(
     selection: Selection,
     scale: float,
     partial: tuple[Tensor, Tensor] | None = None,
+    unions: Unions | None = None,
+    written: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
-    keys if `partial` holds them."""
-    out, lse = partial or launch.empty_outputs(q, v)
-    grid, args = arguments(q, k, v, selection, "forward")
-    forward_kernel[grid](
-        out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=partial is not None, **args
-    )
+    keys if `partial` holds them. `written` holds both but for the united groups."""
+    out, lse = written or partial or launch.empty_outputs(q, v)
+    launches = (False,) if unions is None else (False, True) if written is None else (True,)
+    for united in launches:
+        grid, args = arguments(q, k, v, selection, "forward", unions, united)
+        forward_kernel[grid](
+            out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=partial is not None, **args
+        )
     return out, lse
 
 
@@ -258,6 +338,7 @@ def backward_q(
     scale: float,
     cotangent: Cotangent,
     dq: Tensor | None = None,
+    unions: Unions | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """dq, added to the `dq` given, and the gradient of the gates."""
     add = dq is not None
@@ -266,6 +347,8 @@ def backward_q(
     d_gates = None
     if selection.gates is not None:
         d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
-    grid, args = arguments(q, k, v, selection, "dq")
-    dq_kernel[grid](dq=dq, d_gates=d_gates, scale=scale, ADD=add, **args, **cotangent.arguments())
+    for united in (False,) if unions is None else (False, True):
+        grid, args = arguments(q, k, v, selection, "dq", unions, united)
+        args |= cotangent.arguments()
+        dq_kernel[grid](dq=dq, d_gates=d_gates, scale=scale, ADD=add, **args)
     return dq, None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

@@ -79,6 +79,23 @@ GATHER = {
 }
 GATHER_ROWS = 128
 
+
+@dataclass(frozen=True)
+class Unite:
+    """As many lists of neighbouring tokens are walked as one where they are alike: where `cost` x
+    the blocks of their union are fewer than those of the lists. Not tried on fewer groups than
+    `least`."""
+
+    lists: int
+    cost: float
+    least: int = ENOUGH_PROGRAMS
+
+
+# by rows of a list's tile. `cost` is the time of a tile of lists x rows rows over one block, in
+# that which one list takes a block: query by query, or under FEW_ROWS rows block by block. That of
+# 16 rows is of an untuned kernel, the others are estimates
+UNITE = {4: Unite(16, 3.6), 8: Unite(8, 1.8), 16: Unite(4, 1.6), 32: Unite(2, 1.2)}
+
 # and block by block
 PAIRS = {
     128: {"forward": Tile(64, 64, 4, 2), "backward": Tile(32, 64, 4, 3)},
@@ -177,6 +194,20 @@ def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
 
 
+def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
+    """Whether and how lists are united whose tiles have `rows` rows. Not in float32, whose products
+    take longer than reading."""
+    rule = None if dtype == torch.float32 else UNITE.get(triton.next_power_of_2(rows))
+    rule = override.get("unite", rule)
+    return rule if rule and rule.lists * rows <= GATHER_ROWS else None
+
+
+def tiles_a_program(groups: int, lists: int) -> int:
+    """Tiles that a program walks where whole groups of lists may be left out: many programs that do
+    nothing take time too."""
+    return min(lists, 4) if groups >= 8 * ENOUGH_PROGRAMS else 1
+
+
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
     """A descriptor of t [B N K D] by which the tensor memory accelerator reads `rows` positions of
     one head; None where there is none or it cannot."""
@@ -268,6 +299,12 @@ class Selection:
     starts: Tensor | None = None
     gates: Tensor | None = None
     stride: int = 1
+
+    @property
+    def aligned(self) -> int:
+        """Tokens, from where an aligned group begins (with `starts`, at most)."""
+        before = self.start % self.stride if self.starts is None else self.stride - 1
+        return self.lists.shape[1] + before
 
     @property
     def diagonal(self) -> bool:

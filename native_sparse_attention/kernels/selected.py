@@ -1,5 +1,6 @@
 """The selected branch: the forced blocks, which neighbours share, as an interval and a prefix; the
-listed blocks query by query (`gather.py`) or block by block (`pairs.py`)."""
+listed blocks query by query (`gather.py`) or block by block (`pairs.py`), and those of neighbours
+that chose alike together (`unite.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import gather, interval, interval_backward, launch, pairs
+from . import gather, interval, interval_backward, launch, pairs, unite
 from .device import EVERYTHING, LOCAL_BLOCKS
 from .launch import Cotangent, Place, Selection
 
@@ -89,6 +90,25 @@ def valid_lists(selection: Selection, S: int) -> Tensor:
     return valid
 
 
+def listed_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    partial: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse over the listed blocks, joined in place with those that `partial` holds."""
+    unions = unite.unite(selection, q.shape[2], q.dtype)
+    if not by_block(selection, q):
+        return gather.forward(q, k, v, selection, scale, partial, unions)
+    rest = selection if unions is None else unite.others(selection, unions)
+    done = pairs.forward(q, k, v, rest, scale, partial)
+    if unions is not None:
+        gather.forward(q, k, v, selection, scale, partial, unions, done)
+    return done
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -103,8 +123,7 @@ def forward(
     if forced is not None:
         partial = interval.forward(q, scale=scale, **forced)
     if selection.lists.shape[-1]:
-        how = pairs if by_block(selection, q) else gather
-        return how.forward(q, k, v, selection, scale, partial)
+        return listed_forward(q, k, v, selection, scale, partial)
     if partial is not None:
         return partial
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
@@ -159,6 +178,7 @@ def backward(
     if by_block(selection, q):
         dq, d_gates = pairs.backward(*given, dk, dv, dq)
     else:
-        dq, d_gates = gather.backward_q(*given, dq)
+        unions = unite.unite(selection, q.shape[2], q.dtype)
+        dq, d_gates = gather.backward_q(*given, dq, unions)
         pairs.backward(*given, dk, dv, with_dq=False)
     return dq, dk, dv, d_gates

@@ -1,0 +1,184 @@
+"""Lists of neighbours that are alike, walked as one: which are united, and that the selected branch
+is right where some are."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from native_sparse_attention import selected_attention
+from native_sparse_attention.ops import library
+from tests.budget import CUDA, DEVICE, assert_right, draw
+
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels import launch, unite
+from native_sparse_attention.kernels.launch import Selection, Unite
+
+pytestmark = pytest.mark.kernels
+
+GROUP = 4
+RULE = Unite(GROUP, 1.6, least=0)
+
+
+def draw_lists(B, T, R, n, num_blocks, size=GROUP):
+    """For groups of `size` neighbours in turn: alike in another order, not alike, alike but for a
+    block, alike with empty slots, and empty; in each row of the batch groups begin elsewhere."""
+    lists = torch.full((B, T, R, n), -1, dtype=torch.int32)
+    for b, t, r in itertools.product(range(B), range(T), range(R)):
+        group, i = divmod(t + b, size)
+        alike = torch.Generator().manual_seed(100 * b + 10 * r + group)
+        blocks = torch.randperm(num_blocks, generator=alike)
+        kind = (group + r) % 5
+        if kind == 1:
+            blocks = blocks.roll(i * n)
+        elif kind == 2:
+            blocks[n - 1 :] = blocks[n - 1 :].roll(i)
+        blocks = blocks[:n][torch.randperm(n)]
+        if kind == 3:
+            blocks[torch.randperm(n)[: n // 2]] = -1
+        if kind != 4:
+            lists[b, t, r] = blocks
+    return lists.to(DEVICE)
+
+
+def expected(selection, rule):
+    """Of each group: its blocks in their order of appearance, with the lists that hold each; empty
+    where it is not united."""
+    B, T, R, _ = selection.lists.shape
+    starts = [selection.start] * B if selection.starts is None else selection.starts.tolist()
+    unions = {}
+    for b in range(B):
+        size = rule.lists * selection.stride
+        for r in range(R):
+            for group, first in enumerate(range(-(starts[b] % selection.stride), T, size)):
+                members, total = {}, 0
+                for i in range(rule.lists):
+                    token = max(first + i * selection.stride, 0)
+                    if token < T:
+                        blocks = [c for c in selection.lists[b, token, r].tolist() if c >= 0]
+                        total += len(blocks)
+                        for c in blocks:
+                            members[c] = members.get(c, 0) | 1 << i
+                united = len(members) * rule.cost < total
+                unions[b, r, group] = members if united else {}
+    return unions
+
+
+@pytest.mark.parametrize(
+    "stride, n, ragged", [(1, 5, False), (1, 33, True), (3, 2, True), (1, 1, False)]
+)
+def test_unions(stride, n, ragged):
+    """Entry for entry what sets give."""
+    B, T, R = 2, 14 * stride, 2
+    lists = draw_lists(B, T, R, n, max(3 * n, 8))
+    starts = torch.tensor([7, 2], device=DEVICE) if ragged else None
+    selection = Selection(lists, 8, 0, 1, True, 5, starts, stride=stride)
+    with launch.using({"unite": RULE}):
+        unions = unite.unite(selection, 2 * R, torch.float16)
+    right = expected(selection, RULE)
+    some = [bool(members) for members in right.values()]
+    assert any(some) and not all(some)
+    for (b, r, group), members in right.items():
+        count = int(unions.counts[b, r, group])
+        entries = unions.entries[b, r, group, :count].tolist()
+        assert [(e & 0xFFFFFFFF, e >> 32) for e in entries] == list(members.items())
+    of_groups = int((unions.counts > 0).sum())
+    assert of_groups == sum(some), "a group past the last token is united"
+
+    # what is left for others
+    rest = unite.others(selection, unions).lists
+    for b in range(B):
+        start = selection.start if starts is None else int(starts[b])
+        for t in range(T):
+            group = (t + start % stride) // (GROUP * stride)
+            for r in range(R):
+                left = torch.full_like(rest[b, t, r], -1) if right[b, r, group] else lists[b, t, r]
+                assert torch.equal(rest[b, t, r], left)
+
+
+def test_where_none_are_united():
+    lists = draw_lists(1, 16, 1, 3, 9)
+    selection = Selection(lists, 8, 0, 1, True)
+    with launch.using({"unite": RULE}):
+        assert unite.unite(selection, 16, torch.float16) is not None
+        gated = replace(selection, gates=torch.ones(lists.shape, device=DEVICE))
+        assert unite.unite(gated, 16, torch.float16) is None
+        assert unite.unite(selection, 64, torch.float16) is None, "more rows than a tile has"
+        assert unite.unite(replace(selection, lists=lists[..., :0]), 16, torch.float16) is None
+    assert unite.unite(selection, 16, torch.float16) is None, "few tokens"
+    assert launch.uniting(16, torch.float32) is None
+    with launch.using({"unite": None}):
+        assert launch.uniting(16, torch.float16) is None
+
+
+CASES = [
+    (torch.float32, (12, 1, 16, 16), 1, {}),
+    (torch.float16, (16, 1, 16, 24), GROUP, {"num_local": 0}),
+    (torch.float32, (6, 1, 16, 16), GROUP, {"starts": [43, 46], "num_local": 0, "stride": 2}),
+    (torch.float32, (4, 1, 16, 16), GROUP, {"num_initial": 1}),
+    (torch.float32, (4, 1, 16, 16), 1, {"num_local": 0}),
+]
+if CUDA:
+    CASES += [
+        (torch.bfloat16, (64, 4, 128, 128), 1, {}),
+        (torch.bfloat16, (64, 4, 128, 128), GROUP, {"num_local": 0}),
+        (torch.bfloat16, (48, 4, 192, 128), GROUP, {"causal": False, "num_initial": 1}),
+        (torch.bfloat16, (32, 4, 64, 64), GROUP, {"start": 203, "num_local": 2, "stride": 4}),
+        (torch.bfloat16, (8, 2, 64, 64), GROUP, {"starts": [200, 189]}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "dtype, heads, tiles, given", CASES, ids=lambda value: str(value).replace("torch.", "")
+)
+def test_selected(monkeypatch, dtype, heads, tiles, given):
+    """Groups that are united and groups that are not in one call; twice the same, bit for bit."""
+    united, once = [], unite.unite
+
+    def watched(*args):
+        unions = once(*args)
+        united.append((unions.counts > 0).tolist())
+        return unions
+
+    monkeypatch.setattr(unite, "unite", watched)
+    monkeypatch.setattr(launch, "tiles_a_program", lambda *_: tiles)
+    B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
+    place = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
+    place |= {"start": 0 if "starts" in given else S - T, **given}
+    if place["starts"] is not None:
+        B, place["starts"] = 2, torch.tensor(place["starts"], device=DEVICE)
+    q, k, v = (t[:B] for t in draw(T, S, *heads, dtype))
+    start = place["start"] if place["starts"] is None else int(place["starts"].min())
+    lists = draw_lists(B, T, heads[1], n, start // s, GROUP * place["stride"])
+    for b in range(B):
+        first = start if place["starts"] is None else int(place["starts"][b])
+        for t in range(T):
+            lists[b, t] = lists[b, max(t - (first + t) % place["stride"], 0)]
+            if place["num_local"] == 0 and (first + t) // 2 % 2:
+                lists[b, t, :, 0] = (first + t) // s
+
+    def op(q, k, v, backend):
+        if backend == "triton":
+            return library.listed_attention(
+                q, k, v, lists, None, place["starts"], s, place["num_initial"],
+                place["num_local"], place["causal"], place["stride"], place["start"],
+                q.shape[-1] ** -0.5,
+            )[:2]  # fmt: skip
+        return selected_attention(
+            q, k, v, lists, selection_block_size=s, num_initial_blocks=place["num_initial"],
+            num_local_blocks=place["num_local"], causal=place["causal"], return_lse=True,
+            q_offset=place["start"] if place["starts"] is None else place["starts"],
+            backend=backend,
+        )  # fmt: skip
+
+    with launch.using({"unite": RULE}):
+        assert_right(op, {"q": q, "k": k, "v": v}, dtype)
+        assert "True" in str(united) and "False" in str(united)
+        runs = []
+        for _ in range(2 if CUDA or (given == {"num_local": 0} and heads[0] == 4) else 0):
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out, lse = op(*leaves, backend="triton")
+            runs.append([out, lse, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
