@@ -8,9 +8,9 @@ Both rules are one problem: softmax attention p of rows to keys, in which the ga
     logits   means of the query heads    block keys   one constant logit, -1e3    j == c
 
 From gradients g of the chosen blocks' gates follow `dp_j = sum_c share(j, c) g_c` and `ds = p (dp -
-delta)` with `delta = sum p dp`, for all keys, chosen or not. One kernel forms dq
-and each row's log-sum-exp and delta, one dk; p and dp are formed anew. Rows are those of groups'
-leaders (see `scoring.py`), tokens x heads.
+delta)` with `delta = sum p dp`, for all keys, chosen or not. One kernel forms dq and each row's
+log-sum-exp and delta, one dk; p and dp are formed anew. Rows are those of groups' leaders (see
+`scoring.py`), tokens x heads.
 """
 
 from __future__ import annotations
