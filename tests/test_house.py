@@ -38,7 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.gates",
         }
     ),
-    frozenset({"kernels.interval_backward"}),
+    frozenset({"kernels.interval_backward", "kernels.gate_launch"}),
     frozenset({"kernels.interval", "kernels.gather", "kernels.pairs", "kernels.block_keys"}),
     frozenset({"kernels.gate_steps", "kernels.unite"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),

@@ -321,32 +321,6 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Ranking:
-    """What is ranked, and how: the numbers of `ops.selection`, in their order. Queries stand at
-    `start`, or at `starts` [B]."""
-
-    start: int
-    num_ranked: int
-    num_selected: int
-    l: int
-    d: int
-    s: int
-    importance: str
-    interpolated: bool
-    num_initial: int
-    num_local: int
-    stride: int
-    shared: bool
-    causal: bool
-    scale: float
-    starts: Tensor | None = None
-
-    def groups(self, T: int) -> int:
-        """As many groups of tokens with one ranking as T tokens may be in."""
-        return triton.cdiv(T + self.stride - 1, self.stride)
-
-
-@dataclass(frozen=True)
 class RankingTile:
     """BLOCK_M rows of queries against BLOCK_N blocks a step, whose n best are kept in `columns`
     lists of `depth` blocks, or merged where `columns` is 0. Where lists lose a block, the tile is
@@ -398,27 +372,3 @@ def ranking_tile(
         block_n = max(32, triton.next_power_of_2(n))
         return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)
     return replace(tile, depth=min(tile.depth, n))
-
-
-# the gates' backward, not measured: chosen so that no registers spill, compiled for an H100
-GATES = {
-    "probs": {
-        128: {"dq": Tile(128, 64, 8, 2), "dk": Tile(64, 128, 8, 2)},
-        256: {"dq": Tile(64, 32, 8, 2), "dk": Tile(64, 32, 8, 2)},
-    },
-    "logits": {
-        128: {"dq": Tile(64, 32, 4, 2), "dk": Tile(64, 32, 4, 2)},
-        256: {"dq": Tile(32, 64, 8, 1), "dk": Tile(64, 32, 8, 1)},
-    },
-}
-
-GATES_FLOAT32 = {64: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
-
-
-def gates_tile(kernel: str, rule: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
-    """For `kernel` "dq" or "dk", rows of `groups` heads a token, keys of `dtype`."""
-    tile = next(tiles[kernel] for limit, tiles in GATES[rule].items() if width <= limit)
-    if dtype == torch.float32:
-        tile = next(tile for limit, tile in GATES_FLOAT32.items() if width <= limit)
-    tile = override.get(f"gates.{kernel}", fitting(tile, width))
-    return replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(groups)))

@@ -40,7 +40,7 @@ class Settings(NamedTuple):
     diff_topk: bool
 
     def ranking(self, starts: Tensor | None) -> Any:
-        from ..kernels.launch import Ranking
+        from ..kernels.gate_launch import Ranking
 
         return Ranking(
             self.start, self.num_ranked, self.num_selected, self.l, self.d, self.s,

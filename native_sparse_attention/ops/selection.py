@@ -121,9 +121,9 @@ def selection_gates_backward(
     scale: float,
 ) -> list[Tensor]:
     """dq, dck, and dmem_k where there is memory."""
-    from ..kernels import gates, launch
+    from ..kernels import gate_launch, gates
 
-    ranking = launch.Ranking(
+    ranking = gate_launch.Ranking(
         start, num_ranked, num_selected, l, d, s, importance, interpolated, num_initial, num_local,
         stride, shared, causal, scale, starts,
     )  # fmt: skip
