@@ -74,7 +74,8 @@ def candidates(kernel: str, width: int) -> Iterator[Any]:
     """A grid of tiles. Those of a gather have as many rows as share a list, whatever they say."""
     if kernel.startswith("ranking"):
         lists = ((0, 0), (8, 8), (16, 6), (32, 4))
-        tiles = itertools.product(((64, 4), (128, 8)), (32, 64), lists, (2, 3))
+        steps = (64, 128) if kernel == "ranking.probs" else (32, 64)  # of windows, or of blocks
+        tiles = itertools.product(((64, 4), (128, 4), (128, 8)), steps, lists, (2, 3))
         for (block_m, warps), block_n, each, stages in tiles:
             yield RankingTile(block_m, block_n, *each, warps, stages)
         return

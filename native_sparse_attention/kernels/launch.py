@@ -322,9 +322,9 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RankingTile:
-    """BLOCK_M rows of queries against BLOCK_N blocks a step, whose n best are kept in `columns`
-    lists of `depth` blocks, or merged where `columns` is 0. Where lists lose a block, the tile is
-    done again by merging, `merge_n` blocks a step."""
+    """BLOCK_M rows of queries against BLOCK_N blocks (`probs`: windows) a step, whose n best are
+    kept in `columns` lists of `depth` blocks, or merged where `columns` is 0. Where lists lose a
+    block, the tile is done again by merging, `merge_n` a step."""
 
     block_m: int
     block_n: int
@@ -343,9 +343,14 @@ INTERPOLATED_TILES = {128: RankingTile(64, 32, 8, 8, 4, 2), 256: RankingTile(64,
 # by the heads of a group: many of them leave a tile few tokens, whose scores are spread over more
 # lists
 PROBS_TILES = {
-    2: RankingTile(64, 64, 8, 8, 4, 2),
-    8: RankingTile(64, 32, 8, 8, 4, 3),
-    64: RankingTile(64, 32, 32, 4, 4, 3),
+    2: RankingTile(64, 64, 8, 8, 4, 2, 64),
+    8: RankingTile(64, 128, 32, 4, 4, 2, 64),
+    64: RankingTile(128, 128, 32, 4, 4, 2, 64),
+}
+# of wide heads, and for GPUs that hold less
+NARROW_PROBS_TILES = {
+    2: RankingTile(64, 64, 8, 8, 8, 2, 64),
+    64: RankingTile(64, 64, 32, 4, 4, 2, 64),
 }
 PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 8, 1)
 # lists are too short for more
@@ -358,7 +363,8 @@ def ranking_tile(
     """For heads of `width`, `groups` of which rank together, and the n best."""
     size, tiles = width, INTERPOLATED_TILES if interpolated else LOGITS_TILES
     if rule == "probs":
-        size, tiles = groups, PROBS_TILES
+        narrow = width > 128 or is_small()
+        size, tiles = groups, NARROW_PROBS_TILES if narrow else PROBS_TILES
     tile = next(tile for limit, tile in tiles.items() if size <= limit)
     if rule == "probs" and dtype == torch.float32:
         tile = PROBS_FLOAT32
@@ -369,6 +375,6 @@ def ranking_tile(
         # a tile holds at least one token with all heads of its group
         tile = replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(groups)))
     if n > MOST_IN_LISTS or tile.columns == 0:
-        block_n = max(32, triton.next_power_of_2(n))
+        block_n = max(tile.merge_n, triton.next_power_of_2(n))
         return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)
     return replace(tile, depth=min(tile.depth, n))

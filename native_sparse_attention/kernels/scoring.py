@@ -13,6 +13,7 @@ import triton.language as tl
 from . import launch
 from .block_keys import block_keys, first_window, two_halves
 from .device import candidates_end, leaders, load_rows
+from .probs import best_by_probs, log_sum_exp
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
 
 # one compiled kernel for all lengths and places
@@ -138,70 +139,6 @@ def logits_kernel(
 # probs
 
 
-@triton.jit
-def sum_step(x, m, l):
-    """Fold logits x [M, N] into the running maximum and sum of a softmax, [M] each."""
-    m_new = tl.maximum(m, tl.max(x, 1))
-    m_safe = tl.where(m_new == NO_SCORE, 0.0, m_new)
-    return m_new, l * tl.exp2(m - m_safe) + tl.sum(tl.exp2(x - m_safe[:, None]), 1)
-
-
-@triton.jit
-def log_sum_exp(
-    q_tile, ck, k_base, k_w, mem_k, m_base, m_m, visible, W, MEMORY, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of all memory slots and the windows that each row sees, in units of log2, [M]."""
-    m = tl.full([q_tile.shape[0]], NO_SCORE, tl.float32)
-    l = tl.zeros([q_tile.shape[0]], tl.float32)
-    for n0 in range(0, MEMORY, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_rows(mem_k, m_base + n.to(tl.int64) * m_m, D, BLOCK_D, n < MEMORY)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        m, l = sum_step(tl.where((n < MEMORY)[None], x, NO_SCORE), m, l)
-    for n0 in range(0, tl.max(visible, 0), BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_rows(ck, k_base + n.to(tl.int64) * k_w, D, BLOCK_D, n < W)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        m, l = sum_step(tl.where(n[None] < visible[:, None], x, NO_SCORE), m, l)
-    return m + tl.log2(l)
-
-
-@triton.jit
-def best_by_probs(
-    q_tile, total, visible, ck, k_base, k_w, position, end, fewest, W, scale_log2,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
-    WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The ranking [M / HEADS, SLOTS_2] of blocks INITIAL .. end - 1, and whether it must be done
-    again. Chunk by chunk of blocks, and of each block window by window."""
-    # those that share a token with a block
-    WINDOWS: tl.constexpr = (s + WINDOW + d - 1) // d - 1 if s >= d else 1
-    found = start(end.shape[0], SLOTS_2, COLUMNS, DEPTH)
-    mass = tl.zeros([q_tile.shape[0], BLOCK_N], tl.float32)
-    first_chunk = INITIAL // BLOCK_N
-    for step in range(first_chunk * WINDOWS, tl.cdiv(tl.max(end, 0), BLOCK_N) * WINDOWS):
-        c0, j = step // WINDOWS * BLOCK_N, step % WINDOWS
-        c = chunk_blocks(c0, BLOCK_N, COLUMNS)
-        w = first_window(c, d, s) + j
-        share = 1
-        if s >= d:
-            share = tl.minimum((j + 1) * d, s) - tl.maximum((j + 1) * d - WINDOW, 0)
-        k_tile = load_rows(ck, k_base + w.to(tl.int64) * k_w, D, BLOCK_D, w < W)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        if first_window(c0 + BLOCK_N - 1, d, s) + j >= fewest:
-            x = tl.where(w[None] < visible[:, None], x, NO_SCORE)
-        mass += share * tl.exp2(x - total[:, None])
-        if j == WINDOWS - 1:
-            score = tl.sum(tl.reshape(mass, [end.shape[0], HEADS, BLOCK_N]), 1)
-            candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
-            found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
-            mass = tl.zeros([q_tile.shape[0], BLOCK_N], tl.float32)
-    return finish(found, SLOTS, SLOTS_2, COLUMNS)
-
-
 @triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
 def probs_kernel(
     q, ck, mem_k, lse, out, before, starts, first_token, T, C, W, RANKS, MEMORY, scale_log2,
@@ -209,10 +146,10 @@ def probs_kernel(
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
-    WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+    PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, BEFORE: tl.constexpr, HEADS: tl.constexpr,
-    LSE: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, HEADS: tl.constexpr, LSE: tl.constexpr,
+    WARPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
     of G query heads. Rows are tokens x heads, G filled up to HEADS, a power of two. Reads those
@@ -231,32 +168,35 @@ def probs_kernel(
     row_position, row_token, real = leaders(tile * GROUPS + row // HEADS, first_token, T, STRIDE)
     g = row % HEADS
     real &= g < G
-    visible = tl.where(real, tl.minimum(row_position // d, W) if CAUSAL else W, 0)
     head = r * G + g
     q_rows = b * q_b + row_token.to(tl.int64) * q_t + head * q_h
     q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
     k_base = b * k_b + r // SHARE * k_h
+    visible = tl.where(ranked, tl.minimum(position // d, W) if CAUSAL else W, 0)
+    fewest = tl.min(tl.where(ranked, visible, W), 0)
     if LSE:
         entry = (b * T + row_token) * (RANKS * G) + head
         total = tl.load(lse + entry, mask=real, other=0.0) * 1.4426950408889634
     else:
+        row_visible = tl.where(real, tl.minimum(row_position // d, W) if CAUSAL else W, 0)
         total = log_sum_exp(
-            q_tile, ck, k_base, k_w, mem_k, r // SHARE * m_h, m_m, visible, W, MEMORY, scale_log2,
-            D, BLOCK_D, BLOCK_N, PRECISION,
+            q_tile, ck, k_base, k_w, mem_k, r // SHARE * m_h, m_m, row_visible, fewest, W, MEMORY,
+            scale_log2, D, BLOCK_D, BLOCK_N, PRECISION,
         )  # fmt: skip
-    fewest = tl.min(tl.where(real, visible, W), 0)
     # rows that are none, or see nothing, have no probability to give
     total = tl.where(real & (total > NO_SCORE), total, float("inf"))
 
     ranking, missed = best_by_probs(
-        q_tile, total, visible, ck, k_base, k_w, position, end, fewest, W, scale_log2, HEADS, D,
-        BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, WINDOW, d, s, INITIAL, PRECISION,
+        q_tile, total, visible, ck, k_base, k_w, end, fewest, W, scale_log2, HEADS, D, BLOCK_D,
+        BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, INITIAL, WARPS, WIDE,
+        PRECISION,
     )  # fmt: skip
     if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
             ranking, missed = best_by_probs(
-                q_tile, total, visible, ck, k_base, k_w, position, end, fewest, W, scale_log2,
-                HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, WINDOW, d, s, INITIAL, PRECISION,
+                q_tile, total, visible, ck, k_base, k_w, end, fewest, W, scale_log2, HEADS, D,
+                BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, INITIAL, WARPS,
+                WIDE, PRECISION,
             )  # fmt: skip
     write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
 
@@ -300,7 +240,8 @@ def select_blocks(
             ck=ck, mem_k=ck if mem_k is None else mem_k, lse=lse, W=W, MEMORY=memory,
             scale_log2=scale * launch.LOG2_E,
             k_b=k_b, k_w=k_w, k_h=k_h, m_h=m_h, m_m=m_m, WINDOW=l, HEADS=rows,
-            LSE=lse is not None, PRECISION="ieee",
+            LSE=lse is not None, WIDE=launch.wide(ck), PRECISION="ieee", WARPS=tile.num_warps,
+            PER_BLOCK=triton.next_power_of_2(max(1, s // d)),
         )  # fmt: skip
 
     groups = triton.cdiv(T + stride - 1, stride)
