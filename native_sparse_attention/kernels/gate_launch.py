@@ -139,7 +139,7 @@ class Problem:
     def tile(self, kernel: str) -> Tile:
         width = self.rows.shape[-1] // self.parts
         rule, dtype = self.ranking.importance, self.keys.dtype
-        return launch.gates_tile(kernel, rule, width, self.heads, dtype)
+        return gates_tile(kernel, rule, width, self.heads, dtype)
 
 
 def problem(q: Tensor, ck: Tensor, mem_k: Tensor | None, at: Ranking) -> Problem:
