@@ -205,7 +205,7 @@ def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
 def tiles_a_program(groups: int, lists: int) -> int:
     """Tiles that a program walks where whole groups of lists may be left out: many programs that do
     nothing take time too."""
-    return min(lists, 4) if groups >= 8 * ENOUGH_PROGRAMS else 1
+    return min(lists, 2) if groups >= 8 * ENOUGH_PROGRAMS else 1
 
 
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
