@@ -1,7 +1,7 @@
 """Tile sizes and launch parameters, as data: a function of the problem, not tuned at a first call.
 
-Those of width 128 are the best of the four or five tried on an H200, bf16, at 65536 tokens and 16
-query heads a KV head; the others are safe, not measured.
+A GPU takes the rows of its architecture. A Hopper's of width 128 are the best of the four or five
+tried on an H200, bf16, at 65536 tokens and 16 query heads a KV head; all others are not measured.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ LOG2_E = 1.4426950408889634
 # a reach past every sequence
 ALWAYS = 1 << 30
 
-# what the tiles of a Hopper need
-ENOUGH_SHARED_MEMORY = 200 * 1024
-
 # programs that keep a large GPU busy through the tail of a launch
 ENOUGH_PROGRAMS = 1024
 
@@ -41,7 +38,7 @@ class Tile:
     num_stages: int
 
 
-# by kernel; "forward" of a window, whose queries see few keys, apart
+# a Hopper's by width and kernel; "forward" of a window, whose queries see few keys, apart
 TILES = {
     128: {
         "forward": Tile(128, 128, 8, 2),
@@ -107,25 +104,20 @@ def padded(width: int) -> int:
 
 
 @functools.cache
-def shared_memory(device: int) -> int:
-    """Bytes that a program may hold on a GPU."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+def capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
-def is_small() -> bool:
-    """Whether this GPU holds too little for the tiles of a Hopper: an Ampere or Ada of the desktop
-    has 99 KB."""
-    return torch.cuda.is_available() and (
-        shared_memory(torch.cuda.current_device()) < ENOUGH_SHARED_MEMORY
-    )
+def architecture() -> Architecture:
+    """The rows of the tables that the current GPU takes."""
+    if not torch.cuda.is_available():
+        return ELSEWHERE
+    return ARCHITECTURES.get(capability(torch.cuda.current_device()), ELSEWHERE)
 
 
-def fitting(tile: Tile, width: int) -> Tile:
-    """A tile that a small GPU holds too; not measured there."""
-    if not is_small():
-        return tile
-    most = 64 if width <= 128 else 32
-    return Tile(min(tile.block_m, most), min(tile.block_n, most), 4, 1)
+def row(table: dict[int, Any], size: int) -> Any:
+    """The first row of a table that reaches up to `size`."""
+    return next(found for limit, found in table.items() if size <= limit)
 
 
 def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype) -> Tile:
@@ -133,11 +125,12 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
     queries that see many keys (`wide`) or a window of them."""
     if kernel == "forward" and not wide:
         kernel = "window"
-    bucket = next(limit for limit in TILES if width <= limit)
-    tile = FLOAT32 if dtype == torch.float32 else TILES[bucket][kernel]
+    tile = row(architecture().intervals, width)[kernel]
+    if dtype == torch.float32:
+        tile = FLOAT32
     if kernel == "dkv" and groups <= FEW_HEADS and tile.block_m > 32:
         tile = Tile(32, tile.block_n, tile.num_warps, tile.num_stages)
-    tile = override.get(kernel, fitting(tile, width))
+    tile = override.get(kernel, tile)
     # a tile holds at least one token with all heads of its group
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
@@ -153,17 +146,17 @@ def wide(*tensors: Tensor) -> bool:
 
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
-    tile = override.get(f"gather.{kernel}", GATHER[padded(rows)][kernel])
+    tile = override.get(f"gather.{kernel}", row(architecture().gather, rows)[kernel])
     if dtype == torch.float32:
         return Tile(padded(rows), 32, 4, 1)
-    stages = tile.num_stages if width <= 128 and not is_small() else 1
+    stages = tile.num_stages if width <= 128 else 1
     return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
 
 
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
     """A descriptor of t [B N K D] by which the tensor memory accelerator reads `rows` positions of
     one head; None where there is none or it cannot."""
-    if t.is_cuda and torch.cuda.get_device_capability(t.device) < (9, 0):
+    if t.is_cuda and capability(t.device.index) < (9, 0):
         return None
     size = t.element_size()
     aligned = t.data_ptr() % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in t.stride()[:3])
@@ -174,9 +167,10 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward", "dq" or "dkv" block by block."""
-    bucket = next(limit for limit in PAIRS if width <= limit)
-    tile = FLOAT32 if dtype == torch.float32 else PAIRS[bucket][kernel]
-    tile = override.get(f"pairs.{kernel}", fitting(tile, width))
+    tile = row(architecture().pairs, width)[kernel]
+    if dtype == torch.float32:
+        tile = FLOAT32
+    tile = override.get(f"pairs.{kernel}", tile)
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
 
@@ -298,18 +292,75 @@ PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 8, 1)
 MOST_IN_LISTS = 16
 
 
+# other architectures; not measured, chosen to fit and to spill little
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Tables of tiles: by width, by rows of a tile (gather), by heads of a group (probs)."""
+
+    intervals: dict[int, dict[str, Tile]]
+    gather: dict[int, dict[str, Tile]]
+    pairs: dict[int, dict[str, Tile]]
+    logits: dict[int, RankingTile]
+    interpolated: dict[int, RankingTile]
+    probs: dict[int, RankingTile]
+
+
+def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
+    """A table whose tiles wait for their keys, for less shared memory."""
+    return {
+        limit: {kernel: replace(tile, num_stages=1) for kernel, tile in found.items()}
+        if isinstance(found, dict)
+        else replace(found, num_stages=1)
+        for limit, found in table.items()
+    }
+
+
+RANKING = (LOGITS_TILES, INTERPOLATED_TILES, PROBS_TILES)
+HOPPER = Architecture(TILES, GATHER, PAIRS, *RANKING)
+
+# an A100 holds 163 KB
+AMPERE = Architecture(
+    {
+        128: {
+            "forward": Tile(128, 64, 8, 2),
+            "window": Tile(64, 64, 8, 2),
+            "dq": Tile(64, 64, 8, 2),
+            "dkv": Tile(64, 64, 8, 2),
+        },
+        256: dict.fromkeys(TILES[256], Tile(32, 64, 8, 1)),
+    },
+    GATHER,
+    {
+        128: dict.fromkeys(PAIRS[128], Tile(64, 64, 8, 2)),
+        256: dict.fromkeys(PAIRS[256], Tile(32, 64, 8, 1)),
+    },
+    *RANKING,
+)
+
+# what holds least and runs bfloat16, an Ampere or Ada of the desktop, has 99 KB
+SMALL = {128: Tile(64, 64, 8, 1), 256: Tile(32, 32, 4, 1)}
+ELSEWHERE = Architecture(
+    {width: dict.fromkeys(TILES[width], tile) for width, tile in SMALL.items()},
+    in_one_stage(GATHER),
+    {width: dict.fromkeys(PAIRS[width], tile) for width, tile in SMALL.items()},
+    *(in_one_stage(table) for table in RANKING),
+)
+
+# by compute capability
+ARCHITECTURES = {(9, 0): HOPPER, (8, 0): AMPERE, (8, 7): AMPERE}
+
+
 def ranking_tile(
     rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False
 ) -> RankingTile:
     """For heads of `width`, `groups` of which rank together, and the n best."""
-    size, tiles = width, INTERPOLATED_TILES if interpolated else LOGITS_TILES
+    rows = architecture()
     if rule == "probs":
-        size, tiles = groups, PROBS_TILES
-    tile = next(tile for limit, tile in tiles.items() if size <= limit)
-    if rule == "probs" and dtype == torch.float32:
-        tile = PROBS_FLOAT32
-    if is_small():
-        tile = replace(tile, num_stages=1)
+        tile = PROBS_FLOAT32 if dtype == torch.float32 else row(rows.probs, groups)
+    else:
+        tile = row(rows.interpolated if interpolated else rows.logits, width)
     tile = override.get(f"ranking.{rule}", tile)
     if rule == "probs":
         # a tile holds at least one token with all heads of its group
