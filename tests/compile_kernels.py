@@ -106,6 +106,7 @@ def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
         "leader_indices": None,
         "scale": None,
         "recompute": False,
+        "block_sizes": None,
         "causal": causal,
         **settings,
     }

@@ -7,8 +7,9 @@ tried on an H200, bf16, at 65536 tokens and 16 query heads a KV head; all others
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,8 +71,18 @@ PAIRS = {
     256: {"forward": Tile(64, 64, 8, 2), "dq": Tile(32, 64, 8, 1), "dkv": Tile(32, 64, 8, 1)},
 }
 
+PAIRS_FLOAT32 = Tile(32, 64, 4, 1)
+
 # tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
 override: dict[str, Any] = {}
+
+# whose a call's own sizes are, which come as rows and keys of one after the other
+SIZED: tuple[tuple[str, ...], ...] = (("forward",), ("window",))
+SIZED += (("gather.forward", "pairs.forward"), ("dq",), ("dkv",))
+SIZED += (("gather.dq", "pairs.dq"), ("pairs.dkv",))
+
+# those of the call that this thread is launching, by kernel
+asked: ContextVar[dict[str, tuple[int, int]]] = ContextVar("asked")
 
 # rows that a program of the selected branch, block by block, works through at most
 ITEM_ROWS = 16384
@@ -96,6 +107,27 @@ def using(tiles: dict[str, Any]) -> Iterator[None]:
     finally:
         override.clear()
         override.update(before)
+
+
+@contextmanager
+def sized(sizes: Sequence[int] | None) -> Iterator[None]:
+    """Launch with these sizes (those of a `BlockSizes`, in its order), in this thread."""
+    sizes = sizes or ()
+    pairs = zip(sizes[::2], sizes[1::2], strict=True)
+    by_kernel = {name: pair for names, pair in zip(SIZED, pairs, strict=False) for name in names}
+    before = asked.set(by_kernel)
+    try:
+        yield
+    finally:
+        asked.reset(before)
+
+
+def chosen(kernel: str, tile: Tile) -> Tile:
+    """The tile of a launch: `tile`, or what is tried in its place, in the sizes that a call asks
+    for."""
+    tile = override.get(kernel, tile)
+    block_m, block_n = asked.get({}).get(kernel, (tile.block_m, tile.block_n))
+    return Tile(block_m, block_n, tile.num_warps, tile.num_stages)
 
 
 def padded(width: int) -> int:
@@ -130,7 +162,7 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
         tile = FLOAT32
     if kernel == "dkv" and groups <= FEW_HEADS and tile.block_m > 32:
         tile = Tile(32, tile.block_n, tile.num_warps, tile.num_stages)
-    tile = override.get(kernel, tile)
+    tile = chosen(kernel, tile)
     # a tile holds at least one token with all heads of its group
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
@@ -146,9 +178,10 @@ def wide(*tensors: Tensor) -> bool:
 
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
-    tile = override.get(f"gather.{kernel}", row(architecture().gather, rows)[kernel])
+    tile = row(architecture().gather, rows)[kernel]
     if dtype == torch.float32:
-        return Tile(padded(rows), 32, 4, 1)
+        tile = FLOAT32
+    tile = chosen(f"gather.{kernel}", tile)
     stages = tile.num_stages if width <= 128 else 1
     return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
 
@@ -169,10 +202,26 @@ def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward", "dq" or "dkv" block by block."""
     tile = row(architecture().pairs, width)[kernel]
     if dtype == torch.float32:
-        tile = FLOAT32
-    tile = override.get(f"pairs.{kernel}", tile)
+        tile = PAIRS_FLOAT32
+    tile = chosen(f"pairs.{kernel}", tile)
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
+
+
+def default_sizes(width: int, groups: int, dtype: torch.dtype) -> list[int]:
+    """The sizes that change nothing, as `sized` takes them, for heads of `width`."""
+    pair = {name: pair_tile(name, width, groups, dtype) for name in ("forward", "dq", "dkv")}
+    listed = {name: gather_tile(name, width, groups, dtype) for name in ("forward", "dq")}
+    tiles = [
+        interval_tile("forward", True, width, groups, dtype),
+        interval_tile("forward", False, width, groups, dtype),
+        replace(pair["forward"], block_n=listed["forward"].block_n),
+        interval_tile("dq", True, width, groups, dtype),
+        interval_tile("dkv", True, width, groups, dtype),
+        replace(pair["dq"], block_n=listed["dq"].block_n),
+        pair["dkv"],
+    ]
+    return [size for tile in tiles for size in (tile.block_m, tile.block_n)]
 
 
 def query_splits(programs: int, tiles: int) -> int:

@@ -361,7 +361,8 @@ def backward_kv(
     """Adds to dk [B S K D] and dv [B S K E], float32."""
     D, E, s = q.shape[-1], v.shape[-1], selection.s
     S, K = k.shape[1:3]
-    block_n = min(launch.padded(s), 64)
+    tile = launch.pair_tile("dkv", max(D, E), q.shape[2] // selection.lists.shape[2], q.dtype)
+    block_n = min(launch.padded(s), tile.block_n)
     pieces = triton.cdiv(s, block_n)
     (inverse,) = inverted(q, k, selection, parts=False)
     args = arguments(q, k, v, selection, inverse, "dkv")

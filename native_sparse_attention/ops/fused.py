@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import blocks
 from .library import empty_outputs, memory_grads, offsets, prefix, rows
-from .selection import on_its_device
+from .selection import in_its_sizes, on_its_device
 
 
 class Settings(NamedTuple):
@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     causal: bool
     scale: float
     recompute: bool
+    block_sizes: list[int] | None
 
     def selection(self, lists: Tensor, starts: Tensor | None) -> Any:
         from ..kernels.launch import Selection
@@ -105,6 +106,7 @@ def attend(
 
 @torch.library.custom_op("native_sparse_attention::layer", mutates_args=())
 @on_its_device
+@in_its_sizes
 def layer(
     q: Tensor,
     k: Tensor,
@@ -135,6 +137,7 @@ def layer(
     causal: bool,
     scale: float,
     recompute: bool,
+    block_sizes: list[int] | None,
 ) -> list[Tensor]:
     """The output [B T H E], the selection [B T R n], and outputs and log-sum-exps of the
     branches, which `recompute` leaves out."""
@@ -142,7 +145,7 @@ def layer(
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
-        num_local, stride, shared, causal, scale, recompute,
+        num_local, stride, shared, causal, scale, recompute, block_sizes,
     )  # fmt: skip
     q, k, v, ck, cv = rows(q, k, v, ck, cv)
     cq = q if cq is None else rows(cq)[0]
@@ -174,6 +177,7 @@ def _(
 
 @torch.library.custom_op("native_sparse_attention::layer_backward", mutates_args=())
 @on_its_device
+@in_its_sizes
 def layer_backward(
     d_out: Tensor,
     q: Tensor,
@@ -205,13 +209,14 @@ def layer_backward(
     causal: bool,
     scale: float,
     recompute: bool,
+    block_sizes: list[int] | None,
 ) -> list[Tensor]:
     """Gradients of all differentiable tensors that are there, in their order."""
     from ..kernels import combine, interval_backward, selected
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
-        num_local, stride, shared, causal, scale, recompute,
+        num_local, stride, shared, causal, scale, recompute, block_sizes,
     )  # fmt: skip
     lists, *kept = kept
     dtype = q.dtype
@@ -285,7 +290,7 @@ def backward(ctx, grads):
     tensors = ctx.saved_tensors[: -ctx.kept]
     kept = list(ctx.saved_tensors[-ctx.kept :])
     some = iter(layer_backward(grads[0], *tensors, kept, *ctx.numbers))
-    return (*(None if t is None else next(some) for t in tensors[:11]), *(None,) * 18)
+    return (*(None if t is None else next(some) for t in tensors[:11]), *(None,) * 19)
 
 
 layer.register_autograd(backward, setup_context=setup)
@@ -320,6 +325,7 @@ def native_sparse_attention(
     leader_indices: Tensor | None,
     scale: float | None,
     recompute: bool,
+    block_sizes: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """The output [B T H E] and the selected block indices."""
     starts, start = offsets(q_offset)
@@ -340,7 +346,7 @@ def native_sparse_attention(
         compress_block_sliding_stride, selection_block_size, sliding_window_size, importance,
         interpolated_importance_score, num_initial_blocks, num_local_blocks, selection_stride,
         query_heads_share_selected_kv, causal, q.shape[-1] ** -0.5 if scale is None else scale,
-        recompute,
+        recompute, block_sizes,
     )  # fmt: skip
     out, lists, *_ = layer(
         q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts,
