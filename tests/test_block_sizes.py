@@ -154,21 +154,21 @@ def test_layers_of_different_sizes(launched):
 
 @kernels
 def test_branches(launched):
-    q, k, v = (t.requires_grad_() for t in draw(7, 12, 12, 1, 16, 16))
+    q, k, v = (t.requires_grad_() for t in draw(7, 40, 12, 1, 16, 16))
     lists = torch.randint(-1, 2, (2, 7, 1, 2), dtype=torch.int32, device=DEVICE)
-    ck, cv = (t.detach()[:, :3].requires_grad_() for t in (k, v))
+    ck, cv = (t.detach()[:, :10].requires_grad_() for t in (k, v))
     calls = {
         ("window", "dq", "dkv"): (
             functools.partial(sliding_window_attention, q, k, v, sliding_window_size=9), [q, k, v]
         ),
         ("forward", "dq", "dkv"): (
             functools.partial(
-                compressed_attention, q, ck, cv, compress_block_sliding_stride=4, seq_len=12
+                compressed_attention, q, ck, cv, compress_block_sliding_stride=4, seq_len=40
             ),
             [q, ck, cv],
         ),
         ("window", "dq", "dkv", "gather.forward", "gather.dq", "pairs.dkv"): (
-            functools.partial(selected_attention, q, k, v, lists, selection_block_size=8),
+            functools.partial(selected_attention, q, k, v, lists, selection_block_size=32),
             [q, k, v],
         ),
     }  # fmt: skip
@@ -184,7 +184,9 @@ def test_branches(launched):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width, heads, kv_heads", [(64, 4, 4), (128, 16, 1), (192, 8, 2)])
 def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
-    launch = pytest.importorskip("native_sparse_attention.kernels.launch")
+    from native_sparse_attention.kernels import launch
+    from native_sparse_attention.kernels import sizes as current
+
     groups = heads // kv_heads
 
     def chosen():
@@ -201,7 +203,7 @@ def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
     sizes = BlockSizes.get_default(width, heads, kv_heads, dtype)
     assert sizes.has_backward_blocks
     before = chosen()
-    with launch.sized([getattr(sizes, name) for name in NAMES]):
+    with current.sized([getattr(sizes, name) for name in NAMES]):
         assert chosen() == before
     assert chosen() == before
     with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
@@ -209,8 +211,8 @@ def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
 
 
 @kernels
-def test_compiled():
-    """In one graph for all lengths, forward and backward; sizes may be a call's argument."""
+def test_compiled_with_sizes_as_an_argument():
+    """In one graph; `tests/test_fused.py` compiles a layer that has sizes."""
 
     def window(q, sizes):
         return sliding_window_attention(
@@ -218,11 +220,7 @@ def test_compiled():
         )
 
     compiled = torch.compile(window, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length, sizes in ((9, FEW), (14, FEW), (14, dataclasses.replace(FEW, block_q_window=64))):
-        q = torch.randn(1, length, 2, 16, device=DEVICE, requires_grad=True)
+    for sizes in (FEW, dataclasses.replace(FEW, block_q_window=64)):
+        q = torch.randn(1, 9, 2, 16, device=DEVICE, requires_grad=True)
         actual = results(functools.partial(compiled, q, sizes), [q])
         close(actual, results(functools.partial(window, q, None), [q]))
-    layer = small(backend="triton", block_sizes=MANY)
-    x = torch.randn(1, 13, 32, device=DEVICE, requires_grad=True)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    close(*(results(functools.partial(call, x), [x]) for call in (compiled, layer)))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from native_sparse_attention import (
+    BlockSizes,
     SparseAttention,
     compressed_attention,
     native_sparse_attention,
@@ -241,7 +242,7 @@ def test_one_graph_for_all_lengths():
     """`fullgraph=True`, forward and backward; a new length compiles nothing after the second."""
     layer = SparseAttention(
         32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
-        use_triton_kernel=True,
+        use_triton_kernel=True, block_sizes=BlockSizes(*[32] * 14),
     ).to(DEVICE)  # fmt: skip
     graphs = []
 

@@ -40,7 +40,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"kernels.interval_backward"}),
     frozenset({"kernels.interval", "kernels.gather", "kernels.pairs", "kernels.block_keys"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
-    frozenset({"kernels.device", "kernels.topn"}),
+    frozenset({"kernels.device", "kernels.sizes", "kernels.topn"}),
     frozenset({"blocks", "ops.checks"}),
     frozenset({"ops", "kernels"}),  # the folders' own __init__: a docstring, no imports
 )

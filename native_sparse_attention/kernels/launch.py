@@ -7,9 +7,8 @@ tried on an H200, bf16, at 65536 tokens and 16 query heads a KV head; all others
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .device import BEHIND, EVERYTHING
+from .sizes import asked
 
 LOG2_E = 1.4426950408889634
 
@@ -76,14 +76,6 @@ PAIRS_FLOAT32 = Tile(32, 64, 4, 1)
 # tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
 override: dict[str, Any] = {}
 
-# whose a call's own sizes are, which come as rows and keys of one after the other
-SIZED: tuple[tuple[str, ...], ...] = (("forward",), ("window",))
-SIZED += (("gather.forward", "pairs.forward"), ("dq",), ("dkv",))
-SIZED += (("gather.dq", "pairs.dq"), ("pairs.dkv",))
-
-# those of the call that this thread is launching, by kernel
-asked: ContextVar[dict[str, tuple[int, int]]] = ContextVar("asked")
-
 # rows that a program of the selected branch, block by block, works through at most
 ITEM_ROWS = 16384
 
@@ -109,24 +101,10 @@ def using(tiles: dict[str, Any]) -> Iterator[None]:
         override.update(before)
 
 
-@contextmanager
-def sized(sizes: Sequence[int] | None) -> Iterator[None]:
-    """Launch with these sizes (those of a `BlockSizes`, in its order), in this thread."""
-    sizes = sizes or ()
-    pairs = zip(sizes[::2], sizes[1::2], strict=True)
-    by_kernel = {name: pair for names, pair in zip(SIZED, pairs, strict=False) for name in names}
-    before = asked.set(by_kernel)
-    try:
-        yield
-    finally:
-        asked.reset(before)
-
-
 def chosen(kernel: str, tile: Tile) -> Tile:
-    """The tile of a launch: `tile`, or what is tried in its place, in the sizes that a call asks
-    for."""
+    """The tile of a launch: this one, or one to try out, in the sizes that the call asks for."""
     tile = override.get(kernel, tile)
-    block_m, block_n = asked.get({}).get(kernel, (tile.block_m, tile.block_n))
+    block_m, block_n = asked(kernel) or (tile.block_m, tile.block_n)
     return Tile(block_m, block_n, tile.num_warps, tile.num_stages)
 
 
@@ -206,22 +184,6 @@ def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     tile = chosen(f"pairs.{kernel}", tile)
     block_m = max(tile.block_m, triton.next_power_of_2(groups))
     return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
-
-
-def default_sizes(width: int, groups: int, dtype: torch.dtype) -> list[int]:
-    """The sizes that change nothing, as `sized` takes them, for heads of `width`."""
-    pair = {name: pair_tile(name, width, groups, dtype) for name in ("forward", "dq", "dkv")}
-    listed = {name: gather_tile(name, width, groups, dtype) for name in ("forward", "dq")}
-    tiles = [
-        interval_tile("forward", True, width, groups, dtype),
-        interval_tile("forward", False, width, groups, dtype),
-        replace(pair["forward"], block_n=listed["forward"].block_n),
-        interval_tile("dq", True, width, groups, dtype),
-        interval_tile("dkv", True, width, groups, dtype),
-        replace(pair["dq"], block_n=listed["dq"].block_n),
-        pair["dkv"],
-    ]
-    return [size for tile in tiles for size in (tile.block_m, tile.block_n)]
 
 
 def query_splits(programs: int, tiles: int) -> int:

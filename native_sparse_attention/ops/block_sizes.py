@@ -95,7 +95,20 @@ class BlockSizes:
             raise NotImplementedError(
                 "the kernels choose their tiles for a GPU, and triton is not installed"
             ) from error
-        return cls(*launch.default_sizes(dim_head, groups, dtype))
+        how = (dim_head, groups, dtype)
+        pair = {name: launch.pair_tile(name, *how) for name in ("forward", "dq", "dkv")}
+        listed = {name: launch.gather_tile(name, *how) for name in ("forward", "dq")}
+        many, few = (launch.interval_tile("forward", wide, *how) for wide in (True, False))
+        dq, dkv = (launch.interval_tile(name, True, *how) for name in ("dq", "dkv"))
+        return cls(
+            *(many.block_m, many.block_n),
+            *(few.block_m, few.block_n),
+            *(pair["forward"].block_m, listed["forward"].block_n),
+            *(dq.block_m, dq.block_n),
+            *(dkv.block_m, dkv.block_n),
+            *(pair["dq"].block_m, listed["dq"].block_n),
+            *(pair["dkv"].block_m, pair["dkv"].block_n),
+        )
 
 
 NAMES = tuple(field.name for field in fields(BlockSizes))
@@ -115,7 +128,7 @@ def check_block_sizes(block_sizes: Any) -> None:
 
 
 def flat(block_sizes: BlockSizes | None) -> list[int] | None:
-    """The sizes that are given, as an operator takes them; `kernels.launch.sized` reads them."""
+    """The sizes that are given, as an operator takes them; `kernels.sizes` reads them."""
     check_block_sizes(block_sizes)
     if block_sizes is None:
         return None

@@ -28,9 +28,9 @@ def in_its_sizes(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(operator)
     def run(*args: Any) -> Any:
-        from ..kernels import launch
+        from ..kernels import sizes
 
-        with launch.sized(args[-1]):
+        with sizes.sized(args[-1]):
             return operator(*args)
 
     return run
