@@ -54,7 +54,7 @@ TILES = {
         "dkv": Tile(64, 32, 8, 2),
     },
 }
-FLOAT32 = Tile(32, 32, 4, 1)
+FLOAT32 = {256: Tile(32, 32, 4, 1)}
 
 # the selected branch query by query: by rows of a tile (those of the tokens that share a list)
 GATHER = {
@@ -70,8 +70,6 @@ PAIRS = {
     128: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 3), "dkv": Tile(64, 64, 4, 2)},
     256: {"forward": Tile(64, 64, 8, 2), "dq": Tile(32, 64, 8, 1), "dkv": Tile(32, 64, 8, 1)},
 }
-
-PAIRS_FLOAT32 = Tile(32, 64, 4, 1)
 
 # tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
 override: dict[str, Any] = {}
@@ -130,20 +128,28 @@ def row(table: dict[int, Any], size: int) -> Any:
     return next(found for limit, found in table.items() if size <= limit)
 
 
+def for_groups(kernel: str, groups: int, tile: Tile) -> Tile:
+    """The tile of `kernel`, of at least one token with all heads of its group; of fewer keys where
+    it is grown for them."""
+    least = triton.next_power_of_2(groups)
+    grown = max(1, least // tile.block_m)
+    tile = replace(tile, block_m=tile.block_m * grown, block_n=max(16, tile.block_n // grown))
+    tile = chosen(kernel, tile)
+    return replace(tile, block_m=max(tile.block_m, least))
+
+
 def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward", "dq" or "dkv", heads of `width` (the wider of keys and values) and
     queries that see many keys (`wide`) or a window of them."""
     if kernel == "forward" and not wide:
         kernel = "window"
-    tile = row(architecture().intervals, width)[kernel]
+    tables = architecture()
+    tile = row(tables.intervals, width)[kernel]
     if dtype == torch.float32:
-        tile = FLOAT32
+        tile = row(tables.float32, width)
     if kernel == "dkv" and groups <= FEW_HEADS and tile.block_m > 32:
         tile = Tile(32, tile.block_n, tile.num_warps, tile.num_stages)
-    tile = chosen(kernel, tile)
-    # a tile holds at least one token with all heads of its group
-    block_m = max(tile.block_m, triton.next_power_of_2(groups))
-    return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
+    return for_groups(kernel, groups, tile)
 
 
 def wide(*tensors: Tensor) -> bool:
@@ -156,9 +162,10 @@ def wide(*tensors: Tensor) -> bool:
 
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
-    tile = row(architecture().gather, rows)[kernel]
+    tables = architecture()
+    tile = row(tables.gather, rows)[kernel]
     if dtype == torch.float32:
-        tile = FLOAT32
+        tile = row(tables.float32, width)
     tile = chosen(f"gather.{kernel}", tile)
     stages = tile.num_stages if width <= 128 else 1
     return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
@@ -178,12 +185,17 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward", "dq" or "dkv" block by block."""
-    tile = row(architecture().pairs, width)[kernel]
+    tables = architecture()
+    tile = row(tables.pairs, width)[kernel]
     if dtype == torch.float32:
-        tile = PAIRS_FLOAT32
-    tile = chosen(f"pairs.{kernel}", tile)
-    block_m = max(tile.block_m, triton.next_power_of_2(groups))
-    return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
+        tile = row(tables.float32, width)
+    return for_groups(f"pairs.{kernel}", groups, tile)
+
+
+def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
+    """Whether a tile of `pairs` can hold a block of s keys and their values."""
+    width = padded(k.shape[-1]) + padded(v.shape[-1])
+    return padded(s) * width * k.element_size() <= architecture().block_bytes
 
 
 def query_splits(programs: int, tiles: int) -> int:
@@ -313,6 +325,8 @@ class Architecture:
     intervals: dict[int, dict[str, Tile]]
     gather: dict[int, dict[str, Tile]]
     pairs: dict[int, dict[str, Tile]]
+    float32: dict[int, Tile]
+    block_bytes: int  # of keys and values, of a block that tiles of `pairs` can hold
     logits: dict[int, RankingTile]
     interpolated: dict[int, RankingTile]
     probs: dict[int, RankingTile]
@@ -329,7 +343,7 @@ def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
 
 
 RANKING = (LOGITS_TILES, INTERPOLATED_TILES, PROBS_TILES)
-HOPPER = Architecture(TILES, GATHER, PAIRS, *RANKING)
+HOPPER = Architecture(TILES, GATHER, PAIRS, FLOAT32, 128 * 1024, *RANKING)
 
 # an A100 holds 163 KB
 AMPERE = Architecture(
@@ -347,6 +361,8 @@ AMPERE = Architecture(
         128: dict.fromkeys(PAIRS[128], Tile(64, 64, 8, 2)),
         256: dict.fromkeys(PAIRS[256], Tile(32, 64, 8, 1)),
     },
+    FLOAT32,
+    64 * 1024,
     *RANKING,
 )
 
@@ -356,6 +372,8 @@ ELSEWHERE = Architecture(
     {width: dict.fromkeys(TILES[width], tile) for width, tile in SMALL.items()},
     in_one_stage(GATHER),
     {width: dict.fromkeys(PAIRS[width], tile) for width, tile in SMALL.items()},
+    {128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    32 * 1024,
     *(in_one_stage(table) for table in RANKING),
 )
 
@@ -367,11 +385,11 @@ def ranking_tile(
     rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False
 ) -> RankingTile:
     """For heads of `width`, `groups` of which rank together, and the n best."""
-    rows = architecture()
+    tables = architecture()
     if rule == "probs":
-        tile = PROBS_FLOAT32 if dtype == torch.float32 else row(rows.probs, groups)
+        tile = PROBS_FLOAT32 if dtype == torch.float32 else row(tables.probs, groups)
     else:
-        tile = row(rows.interpolated if interpolated else rows.logits, width)
+        tile = row(tables.interpolated if interpolated else tables.logits, width)
     tile = override.get(f"ranking.{rule}", tile)
     if rule == "probs":
         # a tile holds at least one token with all heads of its group

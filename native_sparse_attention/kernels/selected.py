@@ -42,10 +42,10 @@ def within_window(
     return (None, None) if forced is None else (forced["prefix"], forced["place"])
 
 
-def by_block(selection: Selection, q: Tensor) -> bool:
+def by_block(selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the listed blocks are better walked block by block than query by query."""
     rows = q.shape[2] // selection.lists.shape[2] * selection.stride
-    return rows < launch.FEW_ROWS
+    return rows < launch.FEW_ROWS and launch.holds_block(selection.s, k, v)
 
 
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
@@ -103,7 +103,7 @@ def forward(
     if forced is not None:
         partial = interval.forward(q, scale=scale, **forced)
     if selection.lists.shape[-1]:
-        how = pairs if by_block(selection, q) else gather
+        how = pairs if by_block(selection, q, k, v) else gather
         return how.forward(q, k, v, selection, scale, partial)
     if partial is not None:
         return partial
@@ -155,7 +155,7 @@ def backward(
     if not selection.lists.shape[-1]:
         dq = torch.zeros_like(q) if dq is None else dq
         return dq, dk, dv, None if selection.gates is None else torch.zeros_like(selection.gates)
-    how = pairs if by_block(selection, q) else gather
+    how = pairs if by_block(selection, q, k, v) else gather
     dq, d_gates = how.backward_q(q, k, v, selection, scale, cotangent, dq)
     pairs.backward_kv(q, k, v, selection, scale, cotangent, dk, dv)
     return dq, dk, dv, d_gates
