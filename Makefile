@@ -1,7 +1,7 @@
 # Needs `pip install -e '.[dev]'`; `make ci` needs only python3.
 PYTHON ?= python
 
-.PHONY: check test gpu bench docs ci
+.PHONY: check test gpu sanitize bench docs ci
 
 check:  ## lint, format, types
 	$(PYTHON) -m ruff check .
@@ -16,6 +16,10 @@ gpu:  ## the GPU-marked tests and the kernels', then the benchmark's quick form;
 	$(PYTHON) -m pytest tests -m gpu
 	$(PYTHON) -m pytest tests -m "kernels and not gpu"
 	$(PYTHON) -m benchmarks --quick
+
+sanitize:  ## every kernel under compute-sanitizer: no read or write out of bounds
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(PYTHON) tests/sanitize.py
 
 bench:  ## every benchmark; rows are appended to benchmarks/results/
 	$(PYTHON) -m benchmarks

@@ -2,6 +2,7 @@
 
 from .attention import SparseAttention
 from .cache import KVCache
+from .ops.block_sizes import BlockSizes
 from .ops.functional import (
     compressed_attention,
     select_blocks,
@@ -12,6 +13,7 @@ from .ops.nsa import native_sparse_attention
 from .transformer import Transformer
 
 __all__ = [
+    "BlockSizes",
     "KVCache",
     "SparseAttention",
     "Transformer",

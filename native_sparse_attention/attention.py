@@ -21,7 +21,8 @@ from torch.nn import Module
 
 from . import blocks
 from .cache import KVCache, check_cache
-from .compress import default_compress_mlp
+from .compress import default_compress_mlp, gather_windows, unfold
+from .ops.block_sizes import BlockSizes, check_block_sizes
 from .ops.checks import (
     BACKENDS,
     BRANCH_KV,
@@ -77,6 +78,9 @@ class SparseAttention(Module):
             paper's section 3.3.3).
         rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package to use in place of the
             layer's own; it may be shared between layers.
+        block_sizes: tiles of the Triton kernels in place of their own; other backends have none.
+        recompute: keep no branch's output for the backward, which forms them again: less memory,
+            more time (Triton only; other backends keep what autograd keeps).
         backend: "auto", "triton", "flex" or "eager"; `auto` takes the fastest that can run a call.
 
     Raises:
@@ -111,6 +115,8 @@ class SparseAttention(Module):
         selection_stride: int = 1,
         branch_kv: str = "shared",
         rotary_emb: RotaryEmbedding | None = None,
+        block_sizes: BlockSizes | None = None,
+        recompute: bool = False,
         backend: str = "auto",
     ):
         super().__init__()
@@ -137,6 +143,7 @@ class SparseAttention(Module):
         )
         check_choice("branch_kv", branch_kv, BRANCH_KV)
         check_choice("backend", backend, BACKENDS)
+        check_block_sizes(block_sizes)
         if use_triton_kernel and backend not in ("auto", "triton"):
             raise ValueError(
                 "use_triton_kernel=True asks for backend='triton', "
@@ -171,6 +178,8 @@ class SparseAttention(Module):
         self.num_local_blocks = num_local_blocks
         self.selection_stride = selection_stride
         self.branch_kv = branch_kv
+        self.block_sizes = block_sizes
+        self.recompute = recompute
         self.backend = "triton" if use_triton_kernel else backend
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
@@ -301,6 +310,8 @@ class SparseAttention(Module):
             q_offset=start,
             leader_indices=leader,
             return_indices=True,
+            recompute=self.recompute,
+            block_sizes=self.block_sizes,
             sliding_window_flex_mask=sliding_window_flex_mask,
             fine_selection_flex_mask=fine_selection_flex_mask,
             backend=self.backend_without_triton(inp) if disable_triton_kernel else self.backend,
@@ -375,19 +386,3 @@ class SparseAttention(Module):
             windows = {name: gather_windows(t, skip, max(new), l, d) for name, t in seen.items()}
         limit = None if cache.max_length is None else cache.max_length // d
         return tokens, cache.append(self.compress(windows), complete, new, limit)
-
-
-def unfold(t: Tensor, l: int, d: int) -> Tensor:
-    """Windows of l tokens, d apart: [b h n d] -> [b h w l d], views."""
-    if t.shape[2] < l:
-        return t.new_zeros(*t.shape[:2], 0, l, t.shape[3])
-    return t.unfold(2, l, d).transpose(-2, -1)
-
-
-def gather_windows(t: Tensor, skip: list[int], num_windows: int, l: int, d: int) -> Tensor:
-    """Windows of rows that begin at different places, [b h n d] -> [b h w l d]; where a row has
-    fewer than `num_windows`, the rest is filled with tokens of its end."""
-    first = torch.tensor(skip)[:, None] + d * torch.arange(num_windows)
-    at = (first[..., None] + torch.arange(l)).clamp(max=t.shape[2] - 1).to(t.device)
-    index = rearrange(at, "b w l -> b 1 (w l) 1").expand(-1, t.shape[1], -1, t.shape[3])
-    return rearrange(t.gather(2, index), "b h (w l) d -> b h w l d", l=l)

@@ -250,3 +250,19 @@ class CompressTransformer(nn.Module):
             x = layer(x)
         x = self.layers[-1](x, last_only=True)
         return rearrange(x, "(b w) 1 (h d) -> b h w d", b=b, w=w, h=h).to(kv.dtype)
+
+
+def unfold(t: Tensor, l: int, d: int) -> Tensor:
+    """Windows of l tokens, d apart: [b h n d] -> [b h w l d], views."""
+    if t.shape[2] < l:
+        return t.new_zeros(*t.shape[:2], 0, l, t.shape[3])
+    return t.unfold(2, l, d).transpose(-2, -1)
+
+
+def gather_windows(t: Tensor, skip: list[int], num_windows: int, l: int, d: int) -> Tensor:
+    """Windows of rows that begin at different places, [b h n d] -> [b h w l d]; where a row has
+    fewer than `num_windows`, the rest is filled with tokens of its end."""
+    first = torch.tensor(skip)[:, None] + d * torch.arange(num_windows)
+    at = (first[..., None] + torch.arange(l)).clamp(max=t.shape[2] - 1).to(t.device)
+    index = rearrange(at, "b w l -> b 1 (w l) 1").expand(-1, t.shape[1], -1, t.shape[3])
+    return rearrange(t.gather(2, index), "b h (w l) d -> b h w l d", l=l)

@@ -70,7 +70,8 @@ def compile_only(capability: int) -> None:
     driver.set_active(Driver(capability))
     if capability < 90:
         launch.boxes = lambda *_: None
-    launch.is_small = lambda: SHARED_MEMORY[capability] < launch.ENOUGH_SHARED_MEMORY
+    rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)
+    launch.architecture = lambda: rows
 
 
 def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
@@ -106,6 +107,7 @@ def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
         "scale": None,
         "recompute": False,
         "use_diff_topk": False,
+        "block_sizes": None,
         "causal": causal,
         **settings,
     }

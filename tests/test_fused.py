@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from native_sparse_attention import (
+    BlockSizes,
     SparseAttention,
     compressed_attention,
     native_sparse_attention,
@@ -190,7 +191,7 @@ def test_operator_is_well_formed():
     q, k, v, ck, cv, gates = (tensors[n] for n in ("q", "k", "v", "ck", "cv", "branch_gates"))
     settings = fused.Settings(
         26, k.shape[1] // S_, N, L, D_, S_, W, "logits", False, 1, 1, 1, True, True, 0.25, False,
-        True,
+        True, None,
     )  # fmt: skip
     args = (q, k, v, ck, cv, gates, *(None,) * 7, *settings)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -227,7 +228,7 @@ def test_one_graph_for_all_lengths():
     """`fullgraph=True`, forward and backward; a new length compiles nothing after the second."""
     layer = SparseAttention(
         32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
-        use_diff_topk=True, use_triton_kernel=True,
+        use_diff_topk=True, use_triton_kernel=True, block_sizes=BlockSizes(*[32] * 14),
     ).to(DEVICE)  # fmt: skip
     graphs = []
 

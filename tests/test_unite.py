@@ -166,7 +166,7 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
             return library.listed_attention(
                 q, k, v, lists, None, place["starts"], s, place["num_initial"],
                 place["num_local"], place["causal"], place["stride"], place["start"],
-                q.shape[-1] ** -0.5,
+                q.shape[-1] ** -0.5, None,
             )[:2]  # fmt: skip
         return selected_attention(
             q, k, v, lists, selection_block_size=s, num_initial_blocks=place["num_initial"],

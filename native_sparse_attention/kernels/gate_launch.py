@@ -12,7 +12,8 @@ from torch import Tensor
 from . import launch
 from .block_keys import block_keys, mean_queries
 from .gate_steps import BLOCKS, EDGES, MEMORY, NOTHING, WINDOWS_BEHIND
-from .launch import Tile, strides
+from .launch import strides
+from .tiles import ELSEWHERE, Tile
 
 # tokens x units of keys x slots that are compared at a time
 ENOUGH = 4096
@@ -36,7 +37,10 @@ def gates_tile(kernel: str, rule: str, width: int, groups: int, dtype: torch.dty
     tile = next(tiles[kernel] for limit, tiles in GATES[rule].items() if width <= limit)
     if dtype == torch.float32:
         tile = next(tile for limit, tile in GATES_FLOAT32.items() if width <= limit)
-    tile = launch.override.get(f"gates.{kernel}", launch.fitting(tile, width))
+    if launch.architecture() is ELSEWHERE:
+        most = 64 if width <= 128 else 32
+        tile = Tile(min(tile.block_m, most), min(tile.block_n, most), 4, 1)
+    tile = launch.override.get(f"gates.{kernel}", tile)
     return replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(groups)))
 
 

@@ -24,6 +24,7 @@ from .device import (
 )
 from .interval import CAUSAL_PREFIX, LENGTHS, arguments, by_boxes, prefix_arguments
 from .launch import ALWAYS, Cotangent, Place
+from .tiles import FEW_KEYS
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -256,7 +257,7 @@ def backward_kv(
     B, T, _, D = q.shape
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
     within, inner_cotangent = inner or (None, None)
-    kernel = "dkv" if N > launch.FEW_KEYS else "prefix.dkv"
+    kernel = "dkv" if N > FEW_KEYS else "prefix.dkv"
     args = arguments(q, k, v, place, kernel, within)
     tiles = triton.cdiv(T, args["BLOCK_M"] // args["G"])
     blocks = triton.cdiv(N, args["BLOCK_N"])

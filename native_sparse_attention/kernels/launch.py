@@ -1,8 +1,5 @@
-"""Tile sizes and launch parameters, as data: a function of the problem, not tuned at a first call.
-
-Those of width 128 are the best of the four or five tried on an H200, bf16, at 65536 tokens and 16
-query heads a KV head; the others are safe, not measured.
-"""
+"""Launch parameters: a function of the problem and the GPU, by the tables of `tiles.py`; nothing is
+tuned at a first call. And what a launch is told."""
 
 from __future__ import annotations
 
@@ -18,101 +15,32 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .device import BEHIND, EVERYTHING
+from .sizes import asked
+from .tiles import (
+    ARCHITECTURES,
+    ELSEWHERE,
+    ENOUGH_PROGRAMS,
+    FEW_HEADS,
+    GATHER_ROWS,
+    MOST_IN_LISTS,
+    PROBS_FLOAT32,
+    UNITE,
+    Architecture,
+    RankingTile,
+    Tile,
+    Unite,
+)
 
 LOG2_E = 1.4426950408889634
 
 # a reach past every sequence
 ALWAYS = 1 << 30
 
-# what the tiles of a Hopper need
-ENOUGH_SHARED_MEMORY = 200 * 1024
-
-# programs that keep a large GPU busy through the tail of a launch
-ENOUGH_PROGRAMS = 1024
-
-
-@dataclass(frozen=True)
-class Tile:
-    """BLOCK_M rows of queries (tokens x heads) against BLOCK_N keys."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-# by kernel; "window." where queries see few keys, "prefix." where there are few keys
-TILES = {
-    128: {
-        "forward": Tile(128, 128, 8, 3),
-        "window.forward": Tile(64, 64, 4, 3),
-        "dq": Tile(128, 64, 8, 3),
-        "window.dq": Tile(64, 64, 4, 2),
-        "dkv": Tile(64, 128, 8, 3),
-        "window.dkv": Tile(64, 128, 8, 3),
-        "prefix.dkv": Tile(64, 64, 4, 2),
-    },
-    256: {
-        "forward": Tile(64, 64, 8, 2),
-        "window.forward": Tile(64, 64, 8, 2),
-        "dq": Tile(64, 32, 8, 2),
-        "window.dq": Tile(64, 32, 8, 2),
-        "dkv": Tile(64, 32, 8, 2),
-        "window.dkv": Tile(64, 32, 8, 2),
-        "prefix.dkv": Tile(64, 32, 8, 2),
-    },
-}
-# dk and dv of few query heads a KV head
-FEW_HEADS_TILES = {
-    "dkv": Tile(32, 128, 8, 3),
-    "window.dkv": Tile(32, 64, 4, 3),
-    "prefix.dkv": Tile(32, 64, 4, 2),
-}
-FLOAT32 = Tile(32, 32, 4, 1)
-
-# the selected branch query by query: by rows of a tile (those of the tokens that share a list)
-GATHER = {
-    16: {"forward": Tile(16, 64, 1, 2), "dq": Tile(16, 64, 2, 3)},
-    32: {"forward": Tile(32, 64, 2, 3), "dq": Tile(32, 64, 2, 2)},
-    64: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2)},
-    128: {"forward": Tile(128, 64, 8, 2), "dq": Tile(128, 64, 8, 2)},
-}
-GATHER_ROWS = 128
-
-
-@dataclass(frozen=True)
-class Unite:
-    """As many lists of neighbouring tokens are walked as one where they are alike: where `cost` x
-    the blocks of their union are fewer than those of the lists. Not tried on fewer groups than
-    `least`."""
-
-    lists: int
-    cost: float
-    least: int = ENOUGH_PROGRAMS
-
-
-# by rows of a list's tile. `cost` is the time of a tile of lists x rows rows over one block, in
-# that which one list takes a block: query by query, or under FEW_ROWS rows block by block. That of
-# 16 rows is of an untuned kernel, the others are estimates
-UNITE = {4: Unite(16, 3.6), 8: Unite(8, 1.8), 16: Unite(4, 1.6), 32: Unite(2, 1.2)}
-
-# and block by block
-PAIRS = {
-    128: {"forward": Tile(64, 64, 4, 2), "backward": Tile(32, 64, 4, 3)},
-    256: {"forward": Tile(64, 64, 8, 2), "backward": Tile(32, 64, 8, 1)},
-}
-
 # tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
 override: dict[str, Any] = {}
 
 # rows that a program of the selected branch, block by block, works through at most
 ITEM_ROWS = 16384
-
-# keys that are few: a prefix, of memory or of the initial block
-FEW_KEYS = 64
-
-# query heads a KV head up to which dk and dv are better formed of few rows at a time
-FEW_HEADS = 8
 
 # memory for the parts of the selected branch, over that of q, by query heads a KV head: where keys
 # are as many as queries their gradients take most; and tokens whose parts are kept anyhow
@@ -135,31 +63,43 @@ def using(tiles: dict[str, Any]) -> Iterator[None]:
         override.update(before)
 
 
+def chosen(kernel: str, tile: Tile) -> Tile:
+    """The tile of a launch: this one, or one to try out, in the sizes that the call asks for."""
+    tile = override.get(kernel, tile)
+    block_m, block_n = asked(kernel) or (tile.block_m, tile.block_n)
+    return Tile(block_m, block_n, tile.num_warps, tile.num_stages)
+
+
 def padded(width: int) -> int:
     """The power of two, at least 16, that a tile of `width` takes."""
     return max(16, triton.next_power_of_2(width))
 
 
 @functools.cache
-def shared_memory(device: int) -> int:
-    """Bytes that a program may hold on a GPU."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+def capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
-def is_small() -> bool:
-    """Whether this GPU holds too little for the tiles of a Hopper: an Ampere or Ada of the desktop
-    has 99 KB."""
-    return torch.cuda.is_available() and (
-        shared_memory(torch.cuda.current_device()) < ENOUGH_SHARED_MEMORY
-    )
+def architecture() -> Architecture:
+    """The rows of the tables that the current GPU takes."""
+    if not torch.cuda.is_available():
+        return ELSEWHERE
+    return ARCHITECTURES.get(capability(torch.cuda.current_device()), ELSEWHERE)
 
 
-def fitting(tile: Tile, width: int) -> Tile:
-    """A tile that a small GPU holds too; not measured there."""
-    if not is_small():
-        return tile
-    most = 64 if width <= 128 else 32
-    return Tile(min(tile.block_m, most), min(tile.block_n, most), 4, 1)
+def row(table: dict[int, Any], size: int) -> Any:
+    """The first row of a table that reaches up to `size`."""
+    return next(found for limit, found in table.items() if size <= limit)
+
+
+def for_groups(kernel: str, groups: int, tile: Tile) -> Tile:
+    """The tile of `kernel`, of at least one token with all heads of its group; of fewer keys where
+    it is grown for them."""
+    least = triton.next_power_of_2(groups)
+    grown = max(1, least // tile.block_m)
+    tile = replace(tile, block_m=tile.block_m * grown, block_n=max(16, tile.block_n // grown))
+    tile = chosen(kernel, tile)
+    return replace(tile, block_m=max(tile.block_m, least))
 
 
 def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype) -> Tile:
@@ -167,14 +107,13 @@ def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch
     queries that see many keys (`wide`) or a window of them."""
     if not wide and "." not in kernel:
         kernel = f"window.{kernel}"
-    bucket = next(limit for limit in TILES if width <= limit)
-    tile = FLOAT32 if dtype == torch.float32 else TILES[bucket][kernel]
-    if kernel in FEW_HEADS_TILES and groups <= FEW_HEADS and bucket == 128 and tile != FLOAT32:
-        tile = FEW_HEADS_TILES[kernel]
-    tile = override.get(kernel, fitting(tile, width))
-    # a tile holds at least one token with all heads of its group
-    block_m = max(tile.block_m, triton.next_power_of_2(groups))
-    return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
+    tables = architecture()
+    tile = row(tables.intervals, width)[kernel]
+    if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
+        tile = tables.few_heads[kernel]
+    if dtype == torch.float32:
+        tile = row(tables.float32, width)
+    return for_groups(kernel, groups, tile)
 
 
 def wide(*tensors: Tensor) -> bool:
@@ -187,10 +126,12 @@ def wide(*tensors: Tensor) -> bool:
 
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
-    tile = override.get(f"gather.{kernel}", GATHER[padded(rows)][kernel])
+    tables = architecture()
+    tile = row(tables.gather, rows)[kernel]
     if dtype == torch.float32:
-        return Tile(padded(rows), 32, 4, 1)
-    stages = tile.num_stages if width <= 128 and not is_small() else 1
+        tile = row(tables.float32, width)
+    tile = chosen(f"gather.{kernel}", tile)
+    stages = tile.num_stages if width <= 128 else 1
     return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
 
 
@@ -211,7 +152,7 @@ def tiles_a_program(groups: int, lists: int) -> int:
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
     """A descriptor of t [B N K D] by which the tensor memory accelerator reads `rows` positions of
     one head; None where there is none or it cannot."""
-    if t.is_cuda and torch.cuda.get_device_capability(t.device) < (9, 0):
+    if t.is_cuda and capability(t.device.index) < (9, 0):
         return None
     size = t.element_size()
     aligned = t.data_ptr() % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in t.stride()[:3])
@@ -222,11 +163,17 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "backward" block by block."""
-    bucket = next(limit for limit in PAIRS if width <= limit)
-    tile = FLOAT32 if dtype == torch.float32 else PAIRS[bucket][kernel]
-    tile = override.get(f"pairs.{kernel}", fitting(tile, width))
-    block_m = max(tile.block_m, triton.next_power_of_2(groups))
-    return Tile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
+    tables = architecture()
+    tile = row(tables.pairs, width)[kernel]
+    if dtype == torch.float32:
+        tile = row(tables.float32, width)
+    return for_groups(f"pairs.{kernel}", groups, tile)
+
+
+def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
+    """Whether a tile of `pairs` can hold a block of s keys and their values."""
+    width = padded(k.shape[-1]) + padded(v.shape[-1])
+    return padded(s) * width * k.element_size() <= architecture().block_bytes
 
 
 def query_splits(programs: int, tiles: int) -> int:
@@ -317,59 +264,17 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-# the ranking
-
-
-@dataclass(frozen=True)
-class RankingTile:
-    """BLOCK_M rows of queries against BLOCK_N blocks (`probs`: windows) a step, whose n best are
-    kept in `columns` lists of `depth` blocks, or merged where `columns` is 0. Where lists lose a
-    block, the tile is done again by merging, `merge_n` a step."""
-
-    block_m: int
-    block_n: int
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
-    merge_n: int = 32
-
-
-# not measured: chosen so that no registers spill, compiled for an H100. With 8 lists of 8, one
-# tile in 60 of random scores loses one of the 16 best, and one in 370 one of the 13 best. A row of
-# a tile's scores should lie in one warp, which 16 rows a warp achieve
-LOGITS_TILES = {128: RankingTile(64, 64, 8, 8, 4, 2), 256: RankingTile(64, 32, 8, 8, 4, 2)}
-INTERPOLATED_TILES = {128: RankingTile(64, 32, 8, 8, 4, 2), 256: RankingTile(64, 32, 0, 0, 8, 2)}
-# by the heads of a group: many of them leave a tile few tokens, whose scores are spread over more
-# lists
-PROBS_TILES = {
-    2: RankingTile(64, 64, 8, 8, 4, 2, 64),
-    8: RankingTile(64, 128, 32, 4, 4, 2, 64),
-    64: RankingTile(128, 128, 32, 4, 4, 2, 64),
-}
-# of wide heads, and for GPUs that hold less
-NARROW_PROBS_TILES = {
-    2: RankingTile(64, 64, 8, 8, 8, 2, 64),
-    64: RankingTile(64, 64, 32, 4, 4, 2, 64),
-}
-PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 8, 1)
-# lists are too short for more
-MOST_IN_LISTS = 16
-
-
 def ranking_tile(
     rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False
 ) -> RankingTile:
     """For heads of `width`, `groups` of which rank together, and the n best."""
-    size, tiles = width, INTERPOLATED_TILES if interpolated else LOGITS_TILES
+    tables = architecture()
     if rule == "probs":
-        narrow = width > 128 or is_small()
-        size, tiles = groups, NARROW_PROBS_TILES if narrow else PROBS_TILES
-    tile = next(tile for limit, tile in tiles.items() if size <= limit)
-    if rule == "probs" and dtype == torch.float32:
-        tile = PROBS_FLOAT32
-    if is_small():
-        tile = replace(tile, num_stages=1)
+        tile = row(row(tables.probs, width), groups)
+        if dtype == torch.float32:
+            tile = PROBS_FLOAT32
+    else:
+        tile = row(tables.interpolated if interpolated else tables.logits, width)
     tile = override.get(f"ranking.{rule}", tile)
     if rule == "probs":
         # a tile holds at least one token with all heads of its group

@@ -190,7 +190,7 @@ def arguments(
     tile = launch.pair_tile(kernel, max(D, E), H // R, q.dtype)
     num_blocks = triton.cdiv(S, selection.s)
     # rows of d_out, of parts, of dk
-    most = max(T * H, inverse.length * H * n * triton.cdiv(selection.s, 64), S * K)
+    most = max(T * H, inverse.length * H * n * triton.cdiv(selection.s, tile.block_n), S * K)
     return dict(
         q=q,
         k=k,
@@ -296,7 +296,8 @@ def backward(
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     s, (R, n) = selection.s, selection.lists.shape[2:]
-    block_n = min(launch.padded(s), 64)
+    tile = launch.pair_tile("backward", max(D, E), H // R, q.dtype)
+    block_n = min(launch.padded(s), tile.block_n)
     pieces = triton.cdiv(s, block_n)
     add, d_gates = dq is not None, None
     if with_dq:

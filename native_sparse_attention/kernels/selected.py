@@ -43,10 +43,10 @@ def within_window(
     return (None, None) if forced is None else (forced["prefix"], forced["place"])
 
 
-def by_block(selection: Selection, q: Tensor) -> bool:
+def by_block(selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the listed blocks are better walked block by block than query by query."""
     rows = q.shape[2] // selection.lists.shape[2] * selection.stride
-    return rows < launch.FEW_ROWS
+    return rows < launch.FEW_ROWS and launch.holds_block(selection.s, k, v)
 
 
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
@@ -100,7 +100,7 @@ def listed_forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the listed blocks, joined in place with those that `partial` holds."""
     unions = unite.unite(selection, q.shape[2], q.dtype)
-    if not by_block(selection, q):
+    if not by_block(selection, q, k, v):
         return gather.forward(q, k, v, selection, scale, partial, unions)
     rest = selection if unions is None else unite.others(selection, unions)
     done = pairs.forward(q, k, v, rest, scale, partial)
@@ -175,7 +175,7 @@ def backward(
         dq = torch.zeros_like(q) if dq is None else dq
         return dq, dk, dv, None if selection.gates is None else torch.zeros_like(selection.gates)
     given = (q, k, v, selection, scale, cotangent)
-    if by_block(selection, q):
+    if by_block(selection, q, k, v):
         dq, d_gates = pairs.backward(*given, dk, dv, dq)
     else:
         unions = unite.unite(selection, q.shape[2], q.dtype)

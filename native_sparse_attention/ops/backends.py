@@ -74,8 +74,11 @@ def choose(
 
 def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
     """Call operation `op` of a backend that `choose` returned."""
-    if backend in ("triton", "flex"):
-        return getattr(library if backend == "triton" else flex, op)(*args, **kwargs)
+    if backend == "triton":
+        return getattr(library, op)(*args, **kwargs)
+    kwargs.pop("block_sizes", None)  # others have no tiles
+    if backend == "flex":
+        return getattr(flex, op)(*args, **kwargs)
     if op == "sliding_window_attention":
         q, k = args[:2]
         w, offset, lse = (kwargs[n] for n in ("sliding_window_size", "q_offset", "return_lse"))

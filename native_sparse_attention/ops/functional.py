@@ -11,6 +11,9 @@ Query t stands at absolute position `q_offset + t`; by default the queries are t
 tokens. Causally, `q_offset` may be a tensor [B] for rows that start at different positions; keys
 past a row's last query are then never seen.
 
+`block_sizes` are tiles for the Triton kernels, in place of their own; other backends pass them
+over.
+
 Log-sum-exps are natural, float32 (float64 for float64 inputs). A row that sees nothing gives output
 0, log-sum-exp -inf and no gradient. All backends are deterministic but flex's backward on CUDA.
 """
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from .. import blocks
 from . import backends
+from .block_sizes import BlockSizes, flat
 from .checks import (
     check_first_group,
     check_groups,
@@ -67,6 +71,7 @@ def compressed_attention(
     seq_len: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    block_sizes: BlockSizes | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
     """Branch 1: softmax attention over learned memory and the windows that lie behind a query.
@@ -106,6 +111,7 @@ def compressed_attention(
             dims["W"], seq_len, compress_block_sliding_stride, causal=causal, q_offset=q_offset
         )
     offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
+    sizes = flat(block_sizes)
     backend = backends.choose(backend, "compressed_attention", q, ck, cv, q_offset=offset)
     return backends.run(
         backend,
@@ -120,6 +126,7 @@ def compressed_attention(
         q_offset=offset,
         scale=scale,
         return_lse=return_lse,
+        block_sizes=sizes,
     )
 
 
@@ -255,6 +262,7 @@ def selected_attention(
     q_offset: int | Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    block_sizes: BlockSizes | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
     """Branch 2: softmax attention over the tokens of each query's forced and selected blocks.
@@ -298,6 +306,7 @@ def selected_attention(
     check_int("selection_block_size", selection_block_size, 1)
     check_ints(0, num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks)
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
+    sizes = flat(block_sizes)
     backend = backends.choose(
         backend,
         "selected_attention",
@@ -323,6 +332,7 @@ def selected_attention(
         q_offset=offset,
         scale=scale,
         return_lse=return_lse,
+        block_sizes=sizes,
         **kwargs,
     )
 
@@ -337,6 +347,7 @@ def sliding_window_attention(
     q_offset: int | Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    block_sizes: BlockSizes | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
     """Branch 3: softmax attention over keys `i - w .. i` (w + 1 of them), or `i - w .. i + w` where
@@ -358,6 +369,7 @@ def sliding_window_attention(
     check_groups(dims["H"], dims["K"])
     check_int("sliding_window_size", sliding_window_size, 0)
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
+    sizes = flat(block_sizes)
     backend = backends.choose(backend, "sliding_window_attention", q, k, v, q_offset=offset)
     return backends.run(
         backend,
@@ -370,4 +382,5 @@ def sliding_window_attention(
         q_offset=offset,
         scale=scale,
         return_lse=return_lse,
+        block_sizes=sizes,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import blocks
 from .library import empty_outputs, memory_grads, offsets, prefix, rows
-from .selection import on_its_device
+from .selection import in_its_sizes, on_its_device
 
 
 class Settings(NamedTuple):
@@ -38,6 +38,7 @@ class Settings(NamedTuple):
     scale: float
     recompute: bool
     diff_topk: bool
+    block_sizes: list[int] | None
 
     def ranking(self, starts: Tensor | None) -> Any:
         from ..kernels.gate_launch import Ranking
@@ -116,6 +117,7 @@ def attend(
 
 @torch.library.custom_op("native_sparse_attention::layer", mutates_args=())
 @on_its_device
+@in_its_sizes
 def layer(
     q: Tensor,
     k: Tensor,
@@ -147,6 +149,7 @@ def layer(
     scale: float,
     recompute: bool,
     diff_topk: bool,
+    block_sizes: list[int] | None,
 ) -> list[Tensor]:
     """The output [B T H E], the selection [B T R n], and outputs and log-sum-exps of the
     branches, which `recompute` leaves out."""
@@ -154,7 +157,7 @@ def layer(
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
-        num_local, stride, shared, causal, scale, recompute, diff_topk,
+        num_local, stride, shared, causal, scale, recompute, diff_topk, block_sizes,
     )  # fmt: skip
     q, k, v, ck, cv = rows(q, k, v, ck, cv)
     cq = q if cq is None else rows(cq)[0]
@@ -186,6 +189,7 @@ def _(
 
 @torch.library.custom_op("native_sparse_attention::layer_backward", mutates_args=())
 @on_its_device
+@in_its_sizes
 def layer_backward(
     d_out: Tensor,
     q: Tensor,
@@ -218,13 +222,14 @@ def layer_backward(
     scale: float,
     recompute: bool,
     diff_topk: bool,
+    block_sizes: list[int] | None,
 ) -> list[Tensor]:
     """Gradients of all differentiable tensors that are there, in their order."""
     from ..kernels import combine, gates, interval_backward, selected
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
-        num_local, stride, shared, causal, scale, recompute, diff_topk,
+        num_local, stride, shared, causal, scale, recompute, diff_topk, block_sizes,
     )  # fmt: skip
     lists, *kept = kept
     dtype = q.dtype
@@ -310,7 +315,8 @@ def backward(ctx, grads):
     tensors = ctx.saved_tensors[: -ctx.kept]
     kept = list(ctx.saved_tensors[-ctx.kept :])
     some = iter(layer_backward(grads[0], *tensors, kept, *ctx.numbers))
-    return (*(None if t is None else next(some) for t in tensors[:11]), *(None,) * 19)
+    others = (None,) * (2 + len(Settings._fields))
+    return (*(None if t is None else next(some) for t in tensors[:11]), *others)
 
 
 layer.register_autograd(backward, setup_context=setup)
@@ -346,6 +352,7 @@ def native_sparse_attention(
     scale: float | None,
     recompute: bool,
     use_diff_topk: bool,
+    block_sizes: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """The output [B T H E] and the selected block indices."""
     starts, start = offsets(q_offset)
@@ -366,7 +373,7 @@ def native_sparse_attention(
         compress_block_sliding_stride, selection_block_size, sliding_window_size, importance,
         interpolated_importance_score, num_initial_blocks, num_local_blocks, selection_stride,
         query_heads_share_selected_kv, causal, q.shape[-1] ** -0.5 if scale is None else scale,
-        recompute, use_diff_topk,
+        recompute, use_diff_topk, block_sizes,
     )  # fmt: skip
     out, lists, *_ = layer(
         q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts,

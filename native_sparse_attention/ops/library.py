@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .selection import on_its_device, select_blocks
+from .selection import in_its_sizes, on_its_device, select_blocks
 
 __all__ = [
     "compressed_attention",
@@ -85,6 +85,7 @@ def why_not(
 
 @torch.library.custom_op("native_sparse_attention::interval_attention", mutates_args=())
 @on_its_device
+@in_its_sizes
 def interval_attention(
     q: Tensor,
     k: Tensor,
@@ -97,6 +98,7 @@ def interval_attention(
     stride: int,
     start: int,
     scale: float,
+    block_sizes: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to one interval of keys a query, `kind` saying which, and to memory; out [B T H E],
     lse [B T H]."""
@@ -109,12 +111,13 @@ def interval_attention(
 
 
 @interval_attention.register_fake
-def _(q, k, v, mem_k, mem_v, starts, kind, reach, stride, start, scale):
+def _(q, k, v, mem_k, mem_v, starts, kind, reach, stride, start, scale, block_sizes):
     return empty_outputs(q, v)
 
 
 @torch.library.custom_op("native_sparse_attention::interval_attention_backward", mutates_args=())
 @on_its_device
+@in_its_sizes
 def interval_attention_backward(
     d_out: Tensor,
     d_lse: Tensor,
@@ -131,6 +134,7 @@ def interval_attention_backward(
     stride: int,
     start: int,
     scale: float,
+    block_sizes: list[int] | None,
 ) -> list[Tensor]:
     """dq, dk, dv, and those of the memory."""
     from ..kernels import combine, interval_backward, launch
@@ -162,7 +166,7 @@ def interval_setup(ctx, inputs, output):
 def interval_backward(ctx, d_out, d_lse):
     grads = interval_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.numbers)
     grads = [*grads, None, None][:5]
-    return (*grads, *(None,) * 6)
+    return (*grads, *(None,) * 7)
 
 
 interval_attention.register_autograd(interval_backward, setup_context=interval_setup)
@@ -170,6 +174,7 @@ interval_attention.register_autograd(interval_backward, setup_context=interval_s
 
 @torch.library.custom_op("native_sparse_attention::selected_attention", mutates_args=())
 @on_its_device
+@in_its_sizes
 def listed_attention(
     q: Tensor,
     k: Tensor,
@@ -184,6 +189,7 @@ def listed_attention(
     stride: int,
     start: int,
     scale: float,
+    block_sizes: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to listed and forced blocks: out [B T H E], lse [B T H], and the lists as they were
     used."""
@@ -206,6 +212,7 @@ def _(q, k, v, lists, *others):
 
 @torch.library.custom_op("native_sparse_attention::selected_attention_backward", mutates_args=())
 @on_its_device
+@in_its_sizes
 def listed_attention_backward(
     d_out: Tensor,
     d_lse: Tensor,
@@ -224,6 +231,7 @@ def listed_attention_backward(
     stride: int,
     start: int,
     scale: float,
+    block_sizes: list[int] | None,
 ) -> list[Tensor]:
     """dq, dk, dv, and those of the gates."""
     from ..kernels import combine, launch, selected
@@ -256,7 +264,7 @@ def listed_setup(ctx, inputs, output):
 def listed_backward(ctx, d_out, d_lse, _):
     grads = listed_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.numbers)
     d_gates = grads[3] if len(grads) > 3 else None
-    return (*grads[:3], None, d_gates, *(None,) * 8)
+    return (*grads[:3], None, d_gates, *(None,) * 9)
 
 
 listed_attention.register_autograd(listed_backward, setup_context=listed_setup)
@@ -307,11 +315,14 @@ def compressed_attention(
     q_offset: int | Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    block_sizes: list[int] | None = None,
 ) -> Any:
     starts, start = offsets(q_offset)
     kind, d = (BEHIND if causal else EVERYTHING), compress_block_sliding_stride
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = interval_attention(q, ck, cv, mem_k, mem_v, starts, kind, 0, d, start, scale)
+    out, lse = interval_attention(
+        q, ck, cv, mem_k, mem_v, starts, kind, 0, d, start, scale, block_sizes
+    )
     return (out, lse) if return_lse else out
 
 
@@ -329,6 +340,7 @@ def selected_attention(
     q_offset: int | Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    block_sizes: list[int] | None = None,
 ) -> Any:
     starts, start = offsets(q_offset)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -346,6 +358,7 @@ def selected_attention(
         1,
         start,
         scale,
+        block_sizes,
     )
     return (out, lse) if return_lse else out
 
@@ -360,10 +373,13 @@ def sliding_window_attention(
     q_offset: int | Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    block_sizes: list[int] | None = None,
 ) -> Any:
     starts, start = offsets(q_offset)
     kind = CAUSAL_WINDOW if causal else TWO_SIDED_WINDOW
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     w = sliding_window_size
-    out, lse = interval_attention(q, k, v, None, None, starts, kind, w, 1, start, scale)
+    out, lse = interval_attention(
+        q, k, v, None, None, starts, kind, w, 1, start, scale, block_sizes
+    )
     return (out, lse) if return_lse else out

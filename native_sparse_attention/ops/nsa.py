@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from . import backends, flex, fused, reference
+from .block_sizes import BlockSizes, flat
 from .checks import (
     check_first_group,
     check_groups,
@@ -59,6 +60,7 @@ def native_sparse_attention(
     scale: float | None = None,
     return_indices: bool = False,
     recompute: bool = False,
+    block_sizes: BlockSizes | None = None,
     sliding_window_flex_mask: Any = None,
     fine_selection_flex_mask: Callable[..., Any] | None = None,
     backend: str | tuple[str, ...] = "auto",
@@ -78,6 +80,7 @@ def native_sparse_attention(
         return_indices: also return the selected block indices, [B, T, K or H, n].
         recompute: keep no branch's output for the backward, which then forms them again (Triton
             only; other backends keep what autograd keeps).
+        block_sizes: tiles of the Triton kernels, in place of their own; other backends have none.
         sliding_window_flex_mask, fine_selection_flex_mask: masks of
             `native_sparse_attention.masks`; the branch is then computed by flex_attention under
             that mask.
@@ -128,6 +131,7 @@ def native_sparse_attention(
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
     check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
     check_first_group(offset, selection_stride, leader_indices)
+    sizes = flat(block_sizes)
     settings: dict[str, Any] = dict(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -162,6 +166,7 @@ def native_sparse_attention(
             scale=scale,
             recompute=recompute,
             use_diff_topk=use_diff_topk,
+            block_sizes=sizes,
             **settings,
         )
         return (out, lists) if return_indices else out
@@ -179,6 +184,7 @@ def native_sparse_attention(
         mem_k=mem_k,
         mem_v=mem_v,
         seq_len=dims["S"],
+        block_sizes=block_sizes,
         **place,
     )
     selection = select_blocks(
@@ -218,6 +224,7 @@ def native_sparse_attention(
             block_indices,
             selection_block_size=selection_block_size,
             gates=gates,
+            block_sizes=block_sizes,
             **forced,
             **place,
         )
@@ -227,7 +234,12 @@ def native_sparse_attention(
         out_win = flex.under_mask(q, window_k, window_v, sliding_window_flex_mask, scale)
     else:
         out_win = sliding_window_attention(
-            q, window_k, window_v, sliding_window_size=sliding_window_size, **place
+            q,
+            window_k,
+            window_v,
+            sliding_window_size=sliding_window_size,
+            block_sizes=block_sizes,
+            **place,
         )
 
     out = reference.combine_branches((out_cmp, out_sel, out_win), branch_gates)

@@ -24,6 +24,19 @@ def on_its_device(operator: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def in_its_sizes(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an operator with tiles of the sizes that are its last argument (`BlockSizes`)."""
+
+    @functools.wraps(operator)
+    def run(*args: Any) -> Any:
+        from ..kernels import sizes
+
+        with sizes.sized(args[-1]):
+            return operator(*args)
+
+    return run
+
+
 @torch.library.custom_op("native_sparse_attention::select_blocks", mutates_args=())
 @on_its_device
 def ranked_blocks(

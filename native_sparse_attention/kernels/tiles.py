@@ -1,0 +1,198 @@
+"""Tile sizes, as data: what `launch.py` takes for a problem on a GPU.
+
+A GPU takes the rows of its architecture. A Hopper's of width 128, in 16 bits, are the best of those
+that were tried on an H200 at 65536 and 8192 tokens; all others are not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+# programs that keep a large GPU busy through the tail of a launch
+ENOUGH_PROGRAMS = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BLOCK_M rows of queries (tokens x heads) against BLOCK_N keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# by width and kernel; "window." where queries see few keys, "prefix." where there are few keys
+TILES = {
+    128: {
+        "forward": Tile(128, 128, 8, 3),
+        "window.forward": Tile(64, 64, 4, 3),
+        "dq": Tile(128, 64, 8, 3),
+        "window.dq": Tile(64, 64, 4, 2),
+        "dkv": Tile(64, 128, 8, 3),
+        "window.dkv": Tile(64, 128, 8, 3),
+        "prefix.dkv": Tile(64, 64, 4, 2),
+    },
+    256: {
+        "forward": Tile(64, 64, 8, 2),
+        "window.forward": Tile(64, 64, 8, 2),
+        "dq": Tile(64, 32, 8, 2),
+        "window.dq": Tile(64, 32, 8, 2),
+        "dkv": Tile(64, 32, 8, 2),
+        "window.dkv": Tile(64, 32, 8, 2),
+        "prefix.dkv": Tile(64, 32, 8, 2),
+    },
+}
+# dk and dv of few query heads a KV head
+FEW_HEADS_TILES = {
+    "dkv": Tile(32, 128, 8, 3),
+    "window.dkv": Tile(32, 64, 4, 3),
+    "prefix.dkv": Tile(32, 64, 4, 2),
+}
+FLOAT32 = {256: Tile(32, 32, 4, 1)}
+
+# the selected branch query by query: by rows of a tile (those of the tokens that share a list)
+GATHER = {
+    16: {"forward": Tile(16, 64, 1, 2), "dq": Tile(16, 64, 2, 3)},
+    32: {"forward": Tile(32, 64, 2, 3), "dq": Tile(32, 64, 2, 2)},
+    64: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2)},
+    128: {"forward": Tile(128, 64, 8, 2), "dq": Tile(128, 64, 8, 2)},
+}
+GATHER_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Unite:
+    """As many lists of neighbouring tokens are walked as one where they are alike: where `cost` x
+    the blocks of their union are fewer than those of the lists. Not tried on fewer groups than
+    `least`."""
+
+    lists: int
+    cost: float
+    least: int = ENOUGH_PROGRAMS
+
+
+# by rows of a list's tile. `cost` is the time of a tile of lists x rows rows over one block, in
+# that which one list takes a block: query by query, or under FEW_ROWS rows block by block. That of
+# 16 rows is of an untuned kernel, the others are estimates
+UNITE = {4: Unite(16, 3.6), 8: Unite(8, 1.8), 16: Unite(4, 1.6), 32: Unite(2, 1.2)}
+
+# and block by block
+PAIRS = {
+    128: {"forward": Tile(64, 64, 4, 2), "backward": Tile(32, 64, 4, 3)},
+    256: {"forward": Tile(64, 64, 8, 2), "backward": Tile(32, 64, 8, 1)},
+}
+
+# keys that are few: a prefix, of memory or of the initial block
+FEW_KEYS = 64
+
+# query heads a KV head up to which dk and dv are better formed of few rows at a time
+FEW_HEADS = 8
+
+
+# the ranking
+
+
+@dataclass(frozen=True)
+class RankingTile:
+    """BLOCK_M rows of queries against BLOCK_N blocks (`probs`: windows) a step, whose n best are
+    kept in `columns` lists of `depth` blocks, or merged where `columns` is 0. Where lists lose a
+    block, the tile is done again by merging, `merge_n` a step."""
+
+    block_m: int
+    block_n: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    merge_n: int = 32
+
+
+# not measured: chosen so that no registers spill, compiled for an H100. With 8 lists of 8, one
+# tile in 60 of random scores loses one of the 16 best, and one in 370 one of the 13 best. A row of
+# a tile's scores should lie in one warp, which 16 rows a warp achieve
+LOGITS_TILES = {128: RankingTile(64, 64, 8, 8, 4, 2), 256: RankingTile(64, 32, 8, 8, 4, 2)}
+INTERPOLATED_TILES = {128: RankingTile(64, 32, 8, 8, 4, 2), 256: RankingTile(64, 32, 0, 0, 8, 2)}
+# by the heads of a group: many of them leave a tile few tokens, whose scores are spread over more
+# lists
+PROBS_TILES = {
+    2: RankingTile(64, 64, 8, 8, 4, 2, 64),
+    8: RankingTile(64, 128, 32, 4, 4, 2, 64),
+    64: RankingTile(128, 128, 32, 4, 4, 2, 64),
+}
+# of wide heads, and for GPUs that hold less
+NARROW_PROBS_TILES = {
+    2: RankingTile(64, 64, 8, 8, 8, 2, 64),
+    64: RankingTile(64, 64, 32, 4, 4, 2, 64),
+}
+PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 8, 1)
+# lists are too short for more
+MOST_IN_LISTS = 16
+
+
+# other architectures; not measured, chosen to fit and to spill little
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Tables of tiles: by width, by rows of a tile (gather), by width and heads of a group
+    (probs)."""
+
+    intervals: dict[int, dict[str, Tile]]
+    few_heads: dict[str, Tile]
+    gather: dict[int, dict[str, Tile]]
+    pairs: dict[int, dict[str, Tile]]
+    float32: dict[int, Tile]
+    block_bytes: int  # of keys and values, of a block that tiles of `pairs` can hold
+    logits: dict[int, RankingTile]
+    interpolated: dict[int, RankingTile]
+    probs: dict[int, dict[int, RankingTile]]
+
+
+def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
+    """A table whose tiles wait for their keys, for less shared memory."""
+    return {
+        limit: {key: replace(tile, num_stages=1) for key, tile in found.items()}
+        if isinstance(found, dict)
+        else replace(found, num_stages=1)
+        for limit, found in table.items()
+    }
+
+
+BY_WIDTH = {128: PROBS_TILES, 256: NARROW_PROBS_TILES}
+RANKING: tuple[dict[int, Any], ...] = (LOGITS_TILES, INTERPOLATED_TILES, BY_WIDTH)
+HOPPER = Architecture(TILES, FEW_HEADS_TILES, GATHER, PAIRS, FLOAT32, 128 * 1024, *RANKING)
+
+# an A100 holds 163 KB
+AMPERE = Architecture(
+    {
+        128: dict.fromkeys(TILES[128], Tile(64, 64, 8, 2)) | {"forward": Tile(128, 64, 8, 2)},
+        256: dict.fromkeys(TILES[256], Tile(32, 64, 8, 1)),
+    },
+    dict.fromkeys(FEW_HEADS_TILES, Tile(32, 64, 8, 2)),
+    GATHER,
+    {
+        128: dict.fromkeys(PAIRS[128], Tile(64, 64, 8, 2)),
+        256: dict.fromkeys(PAIRS[256], Tile(32, 64, 8, 1)),
+    },
+    FLOAT32,
+    64 * 1024,
+    *RANKING,
+)
+
+# what holds least and runs bfloat16, an Ampere or Ada of the desktop, has 99 KB
+SMALL = {128: Tile(64, 64, 8, 1), 256: Tile(32, 32, 4, 1)}
+ELSEWHERE = Architecture(
+    {width: dict.fromkeys(TILES[width], tile) for width, tile in SMALL.items()},
+    dict.fromkeys(FEW_HEADS_TILES, Tile(32, 64, 4, 1)),
+    in_one_stage(GATHER),
+    {width: dict.fromkeys(PAIRS[width], tile) for width, tile in SMALL.items()},
+    {128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    32 * 1024,
+    *(in_one_stage(table) for table in (LOGITS_TILES, INTERPOLATED_TILES)),
+    dict.fromkeys(BY_WIDTH, in_one_stage(NARROW_PROBS_TILES)),
+)
+
+# by compute capability
+ARCHITECTURES = {(9, 0): HOPPER, (8, 0): AMPERE, (8, 7): AMPERE}

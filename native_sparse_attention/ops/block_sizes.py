@@ -1,0 +1,137 @@
+"""Tile sizes that a user gives the Triton kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from .checks import check_groups, check_ints
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Tile sizes of the Triton kernels, in place of those that they choose by GPU, width and group.
+
+    A tile has `block_q` rows, tokens times the query heads of one KV head, and walks their keys
+    `block_k` at a step; rows are rounded up to hold a token with all heads of its group. What is
+    computed does not depend on them beyond rounding; time, registers and shared memory do, and
+    Triton refuses a tile that the GPU cannot hold. Warps, stages and the tiles of the ranking stay
+    the kernels' own. Other backends have no tiles and pass these sizes over.
+
+    Args:
+        block_q, block_k: the compressed branch, forward.
+        block_q_window, block_k_window: the window and the forced blocks, forward.
+        block_q_selected, block_k_selected: the selected blocks, forward. Query by query a tile has
+            as many rows as share a list, whatever `block_q_selected` says; block by block it takes
+            a whole block of keys, whatever `block_k_selected` says.
+        block_q_dq, block_k_dq, block_q_dkv, block_k_dkv: the backward of branches 1 and 3, and of
+            the forced blocks.
+        block_q_selected_dq, block_k_selected_dq, block_q_selected_dkv, block_k_selected_dkv: that
+            of the selected blocks; block by block dq is formed with dk and dv. The backward's sizes
+            are given all together or not at all.
+
+    Raises:
+        ValueError: a size that is no power of two of at least 16, or some of the backward's sizes
+            without the others.
+    """
+
+    block_q: int
+    block_k: int
+    block_q_window: int
+    block_k_window: int
+    block_q_selected: int
+    block_k_selected: int
+    block_q_dq: int | None = None
+    block_k_dq: int | None = None
+    block_q_dkv: int | None = None
+    block_k_dkv: int | None = None
+    block_q_selected_dq: int | None = None
+    block_k_selected_dq: int | None = None
+    block_q_selected_dkv: int | None = None
+    block_k_selected_dkv: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in NAMES:
+            size = getattr(self, name)
+            if size is not None or name in FORWARD:
+                check_size(name, size)
+        missing = [name for name in BACKWARD if getattr(self, name) is None]
+        if 0 < len(missing) < len(BACKWARD):
+            raise ValueError(
+                "the backward's sizes go together, all or none: "
+                f"{', '.join(missing)} must be given too"
+            )
+
+    @property
+    def has_backward_blocks(self) -> bool:
+        """Whether the backward's sizes are given; where not, the kernels choose them."""
+        return self.block_q_dq is not None
+
+    @classmethod
+    def get_default(
+        cls,
+        dim_head: int,
+        heads: int,
+        kv_heads: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> BlockSizes:
+        """What the kernels choose themselves on the current GPU, to change some of it.
+
+        Args:
+            dim_head: width of a head, the wider of keys and values.
+            heads, kv_heads: query heads, and KV heads (as many by default).
+            dtype: of queries, keys and values.
+
+        Raises:
+            ValueError: heads that do not go together.
+            NotImplementedError: where triton is not installed.
+        """
+        check_ints(1, dim_head=dim_head, heads=heads)
+        groups = check_groups(heads, heads if kv_heads is None else kv_heads)
+        try:
+            from ..kernels import launch
+        except ImportError as error:
+            raise NotImplementedError(
+                "the kernels choose their tiles for a GPU, and triton is not installed"
+            ) from error
+        how = (dim_head, groups, dtype)
+        pair = {name: launch.pair_tile(name, *how) for name in ("forward", "backward")}
+        listed = {name: launch.gather_tile(name, *how) for name in ("forward", "dq")}
+        many, few = (launch.interval_tile("forward", wide, *how) for wide in (True, False))
+        dq, dkv = (launch.interval_tile(name, True, *how) for name in ("dq", "dkv"))
+        return cls(
+            *(many.block_m, many.block_n),
+            *(few.block_m, few.block_n),
+            *(pair["forward"].block_m, listed["forward"].block_n),
+            *(dq.block_m, dq.block_n),
+            *(dkv.block_m, dkv.block_n),
+            *(listed["dq"].block_m, listed["dq"].block_n),
+            *(pair["backward"].block_m, pair["backward"].block_n),
+        )
+
+
+NAMES = tuple(field.name for field in fields(BlockSizes))
+FORWARD, BACKWARD = NAMES[:6], NAMES[6:]
+
+
+def check_size(name: str, size: Any) -> None:
+    """A power of two that a tensor core takes."""
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    if not whole or size < 16 or size & (size - 1):
+        raise ValueError(f"{name} must be a power of two of at least 16, got {size!r}")
+
+
+def check_block_sizes(block_sizes: Any) -> None:
+    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
+        raise ValueError(f"block_sizes must be a BlockSizes, got {type(block_sizes).__name__}")
+
+
+def flat(block_sizes: BlockSizes | None) -> list[int] | None:
+    """The sizes that are given, as an operator takes them; `kernels.sizes` reads them."""
+    check_block_sizes(block_sizes)
+    if block_sizes is None:
+        return None
+    names = NAMES if block_sizes.has_backward_blocks else FORWARD
+    return [getattr(block_sizes, name) for name in names]

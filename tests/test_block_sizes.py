@@ -1,0 +1,227 @@
+"""Tile sizes that a user gives: what is refused, that they are used and change nothing else."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+
+import pytest
+import torch
+from budget import DEVICE, draw
+
+from native_sparse_attention import (
+    BlockSizes,
+    SparseAttention,
+    Transformer,
+    compressed_attention,
+    selected_attention,
+    sliding_window_attention,
+)
+from native_sparse_attention.ops.block_sizes import BACKWARD, FORWARD, NAMES
+
+kernels = pytest.mark.kernels
+
+SOME = dict.fromkeys(FORWARD, 16)
+# every size another than its neighbour's
+FEW = BlockSizes(16, 16, 32, 16, 16, 32, 16, 32, 32, 16, 32, 16, 16, 16)
+MANY = BlockSizes(64, 32, 16, 64, 32, 64, 64, 16, 64, 64, 16, 64, 64, 64)
+
+
+@pytest.mark.parametrize("size", [0, -16, 8, 48, 16.0, True, None, "16"], ids=repr)
+@pytest.mark.parametrize("name", ["block_q", "block_k_selected", "block_k_dkv"])
+def test_what_is_no_size(name, size):
+    if name in BACKWARD and size is None:
+        return
+    sizes = dict.fromkeys(NAMES, 16) | {name: size}
+    with pytest.raises(ValueError, match=f"^{name} must be a power of two of at least 16, got"):
+        BlockSizes(**sizes)
+
+
+def test_backward_sizes_go_together():
+    assert not BlockSizes(**SOME).has_backward_blocks
+    assert FEW.has_backward_blocks
+    some = SOME | dict.fromkeys(BACKWARD[:-2], 16)
+    with pytest.raises(ValueError, match=f"none: {BACKWARD[-2]}, {BACKWARD[-1]} must be given too"):
+        BlockSizes(**some)
+
+
+@pytest.mark.parametrize("given", [{"block_q": 16}, 64, (16,) * 14], ids=repr)
+def test_what_are_no_block_sizes(given):
+    message = f"block_sizes must be a BlockSizes, got {type(given).__name__}"
+    q, k, v = draw(4, 4, 2, 1, 16, 16)
+    with pytest.raises(ValueError, match=message):
+        sliding_window_attention(q, k, v, sliding_window_size=1, block_sizes=given)
+    with pytest.raises(ValueError, match=message):
+        SparseAttention(32, 16, 2, 4, 4, 4, 1, block_sizes=given)
+
+
+def test_without_kernels_nothing_reads_them():
+    """Of the other backends; and they travel with a layer."""
+    layer = small(block_sizes=FEW, backend="eager")
+    x = torch.randn(1, 20, 32, device=DEVICE)
+    expected = layer(x)
+    layer = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    assert layer.block_sizes == FEW
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+    net = Transformer(
+        8, 32, 1, 16, 4, use_sparse_attn=True,
+        sparse_attn_kwargs=dict(
+            sliding_window_size=4, compress_block_size=4, selection_block_size=4,
+            num_selected_blocks=1, block_sizes=FEW, recompute=True,
+        ),
+    )  # fmt: skip
+    assert net.layers[0][0].block_sizes is FEW and net.layers[0][0].recompute
+
+
+def small(**settings):
+    torch.manual_seed(0)
+    layer = SparseAttention(
+        32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        num_initial_blocks=1, **settings,
+    ).to(DEVICE)  # fmt: skip
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
+    return layer
+
+
+def results(call, leaves):
+    out = call()
+    return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def close(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(kernel, rows, keys) of the tiles that were launched with."""
+    launch = pytest.importorskip("native_sparse_attention.kernels.launch")
+    chosen, seen = launch.chosen, set()
+
+    def spy(kernel, tile):
+        tile = chosen(kernel, tile)
+        seen.add((kernel, tile.block_m, tile.block_n))
+        return tile
+
+    monkeypatch.setattr(launch, "chosen", spy)
+    return seen
+
+
+def tiles(sizes, *kernels):
+    """What `launched` holds where these sizes were used."""
+    pair = {
+        "forward": (sizes.block_q, sizes.block_k),
+        "window.forward": (sizes.block_q_window, sizes.block_k_window),
+        "dq": (sizes.block_q_dq, sizes.block_k_dq),
+        "prefix.dkv": (sizes.block_q_dkv, sizes.block_k_dkv),  # all keys are few here
+        "gather.forward": (sizes.block_q_selected, sizes.block_k_selected),
+        "gather.dq": (sizes.block_q_selected_dq, sizes.block_k_selected_dq),
+        "pairs.backward": (sizes.block_q_selected_dkv, sizes.block_k_selected_dkv),
+    }
+    pair |= {"pairs.forward": pair["gather.forward"], "window.dq": pair["dq"]}
+    return {(kernel, *pair[kernel]) for kernel in kernels}
+
+
+@kernels
+def test_layers_of_different_sizes(launched):
+    """Forward and backward of one between those of the other: each in its own sizes, both right.
+    With `recompute` a backward forms the forward again, in the forward's sizes."""
+    forward = BlockSizes(*(getattr(MANY, name) for name in FORWARD))
+    kinds = [{"block_sizes": FEW}, {"block_sizes": forward, "recompute": True}]
+    x = torch.randn(1, 13, 32, device=DEVICE, requires_grad=True)
+    eager = small(backend="eager")
+    expected = results(lambda: eager(x), [x, *eager.parameters()])
+    layers = [small(backend="triton", **kind) for kind in kinds]
+    outs, used = [], []
+    for layer in layers:
+        outs.append(layer(x))
+        used.append(launched.copy())
+        launched.clear()
+    for layer, out in zip(layers, outs):
+        close([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])], expected)
+        used.append(launched.copy())
+        launched.clear()
+    parts = ("forward", "window.forward", "pairs.forward")
+    assert used[:2] == [tiles(FEW, *parts), tiles(MANY, *parts)]
+    assert used[2] == tiles(FEW, "dq", "window.dq", "prefix.dkv", "pairs.backward")
+    # what it was not given is the kernels' own
+    assert {tile for tile in used[3] if "forward" in tile[0]} == used[1]
+    assert len(used[3]) == 3 + 4 and not used[3] & tiles(FEW, "dq", "prefix.dkv", "pairs.backward")
+
+
+@kernels
+def test_branches(launched):
+    q, k, v = (t.requires_grad_() for t in draw(7, 40, 12, 1, 16, 16))
+    lists = torch.randint(-1, 2, (2, 7, 1, 2), dtype=torch.int32, device=DEVICE)
+    ck, cv = (t.detach()[:, :10].requires_grad_() for t in (k, v))
+    calls = {
+        ("window.forward", "window.dq", "prefix.dkv"): (
+            functools.partial(sliding_window_attention, q, k, v, sliding_window_size=9), [q, k, v]
+        ),
+        ("forward", "dq", "prefix.dkv"): (
+            functools.partial(
+                compressed_attention, q, ck, cv, compress_block_sliding_stride=4, seq_len=40
+            ),
+            [q, ck, cv],
+        ),
+        ("window.forward", "window.dq", "prefix.dkv", "gather.forward", "gather.dq",
+         "pairs.backward"): (
+            functools.partial(selected_attention, q, k, v, lists, selection_block_size=32),
+            [q, k, v],
+        ),
+    }  # fmt: skip
+    for names, (call, leaves) in calls.items():
+        expected = results(functools.partial(call, backend="eager"), leaves)
+        launched.clear()
+        call = functools.partial(call, backend="triton", block_sizes=FEW)
+        close(results(call, leaves), expected)
+        assert launched == tiles(FEW, *names)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width, heads, kv_heads", [(64, 4, 4), (128, 16, 1), (192, 8, 2)])
+def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
+    from native_sparse_attention.kernels import launch
+    from native_sparse_attention.kernels import sizes as current
+
+    groups = heads // kv_heads
+
+    def chosen():
+        how = (width, groups, dtype)
+        return [
+            *(launch.interval_tile("forward", wide, *how) for wide in (True, False)),
+            *(launch.interval_tile(kernel, True, *how) for kernel in ("dq", "dkv")),
+            *(launch.gather_tile(kernel, *how) for kernel in ("forward", "dq")),
+            launch.pair_tile("backward", *how),
+            # takes a whole block of keys
+            launch.pair_tile("forward", *how).block_m,
+        ]
+
+    sizes = BlockSizes.get_default(width, heads, kv_heads, dtype)
+    assert sizes.has_backward_blocks
+    before = chosen()
+    with current.sized([getattr(sizes, name) for name in NAMES]):
+        assert chosen() == before
+    assert chosen() == before
+    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
+        BlockSizes.get_default(64, 4, 3)
+
+
+@kernels
+def test_compiled_with_sizes_as_an_argument():
+    """In one graph; `tests/test_fused.py` compiles a layer that has sizes."""
+
+    def window(q, sizes):
+        return sliding_window_attention(
+            q, q, q, sliding_window_size=7, block_sizes=sizes, backend="triton"
+        )
+
+    compiled = torch.compile(window, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sizes in (FEW, dataclasses.replace(FEW, block_q_window=64)):
+        q = torch.randn(1, 9, 2, 16, device=DEVICE, requires_grad=True)
+        actual = results(functools.partial(compiled, q, sizes), [q])
+        close(actual, results(functools.partial(window, q, None), [q]))

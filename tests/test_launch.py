@@ -1,0 +1,55 @@
+"""Launch parameters are data: each architecture has a row for every kernel and size."""
+
+import pytest
+import torch
+
+launch = pytest.importorskip("native_sparse_attention.kernels.launch")
+tiles = pytest.importorskip("native_sparse_attention.kernels.tiles")
+
+ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.ELSEWHERE}
+
+
+@pytest.mark.parametrize("capability, name", [
+    ((9, 0), "hopper"), ((8, 0), "ampere"), ((8, 7), "ampere"), ((8, 6), "elsewhere"),
+    ((8, 9), "elsewhere"), ((10, 0), "elsewhere"), ((7, 5), "elsewhere"), (None, "elsewhere"),
+])  # fmt: skip
+def test_rows_by_capability(monkeypatch, capability, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "capability", lambda device: capability)
+    assert launch.architecture() is ARCHITECTURES[name]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_size_has_a_tile(monkeypatch, name):
+    monkeypatch.setattr(launch, "architecture", lambda: ARCHITECTURES[name])
+    for dtype in (torch.bfloat16, torch.float32):
+        for width in (16, 80, 128, 192, 256):
+            for groups in (1, 3, 16, 64):
+                found = [
+                    launch.interval_tile(kernel, wide, width, groups, dtype)
+                    for kernel in ("forward", "dq", "dkv", "prefix.dkv")
+                    for wide in (True, False)
+                ]
+                found += [
+                    launch.pair_tile(kernel, width, groups, dtype)
+                    for kernel in ("forward", "backward")
+                ]
+                found += [launch.gather_tile(k, width, groups, dtype) for k in ("forward", "dq")]
+                found += [
+                    launch.ranking_tile(*rule, dtype, interpolated)
+                    for rule in (("logits", width, groups, 16), ("probs", width, groups, 64))
+                    for interpolated in (False, True)
+                ]
+                for tile in found:
+                    assert tile.block_m >= groups
+                    sizes = (tile.block_m, tile.block_n, tile.num_warps)
+                    assert all(size & (size - 1) == 0 for size in sizes)
+
+
+def test_elsewhere_nothing_is_fetched_ahead():
+    """What a GPU of unknown size holds least of is shared memory."""
+    rows = tiles.ELSEWHERE
+    tables = [*rows.intervals.values(), *rows.gather.values(), *rows.pairs.values()]
+    tables += [rows.few_heads, rows.logits, rows.interpolated, *rows.probs.values()]
+    assert {tile.num_stages for table in tables for tile in table.values()} == {1}
