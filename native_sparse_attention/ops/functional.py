@@ -221,6 +221,8 @@ def select_blocks(
         ck,
         q_offset=offset,
         num_selected_blocks=num_selected_blocks,
+        importance=importance,
+        return_gates=return_gates,
     )
     indices, gates = backends.run(
         backend,

@@ -148,6 +148,8 @@ def native_sparse_attention(
         q_offset=offset,
         num_selected_blocks=num_selected_blocks,
         selection_block_size=selection_block_size,
+        importance=importance,
+        return_gates=use_diff_topk,
     )
     name = backends.choose(backend, "native_sparse_attention", q, k, v, **ranking)
     if name == "triton" and sliding_window_flex_mask is None and fine_selection_flex_mask is None:
