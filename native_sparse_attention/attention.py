@@ -350,9 +350,12 @@ class SparseAttention(Module):
 
     def compress(self, windows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Summaries [b h w d] of windows [b h w l d], as "ck" and "cv"."""
-        k = windows["k"] + rearrange(self.k_intrablock_positions, "h l d -> h 1 l d")
-        v = windows["v"] + rearrange(self.v_intrablock_positions, "h l d -> h 1 l d")
         dtype = windows["k"].dtype
+        k_positions, v_positions = (
+            rearrange(p.to(dtype), "h l d -> h 1 l d")
+            for p in (self.k_intrablock_positions, self.v_intrablock_positions)
+        )
+        k, v = windows["k"] + k_positions, windows["v"] + v_positions
         compressed = {"ck": self.k_compress(k).to(dtype), "cv": self.v_compress(v).to(dtype)}
         b, h, w, _, d = k.shape
         for t in compressed.values():

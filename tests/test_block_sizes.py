@@ -23,8 +23,8 @@ kernels = pytest.mark.kernels
 
 SOME = dict.fromkeys(FORWARD, 16)
 # every size another than its neighbour's
-FEW = BlockSizes(16, 16, 32, 16, 16, 32, 16, 32, 32, 16, 32, 16, 16, 16)
-MANY = BlockSizes(64, 32, 16, 64, 32, 64, 64, 16, 64, 64, 16, 64, 64, 64)
+FEW = BlockSizes(*(16, 32, 32, 16, 16, 32), *(32, 16, 16, 32, 32, 16), *(16, 32, 32, 16, 16, 16))
+MANY = BlockSizes(*(64, 32, 16, 64, 32, 64), *(64, 16, 32, 64, 16, 64), *(64, 16, 16, 64, 64, 64))
 
 
 @pytest.mark.parametrize("size", [0, -16, 8, 48, 16.0, True, None, "16"], ids=repr)
@@ -38,7 +38,7 @@ def test_what_is_no_size(name, size):
 
 
 def test_backward_sizes_go_together():
-    assert not BlockSizes(**SOME).has_backward_blocks
+    assert len(NAMES) == 18 and not BlockSizes(**SOME).has_backward_blocks
     assert FEW.has_backward_blocks
     some = SOME | dict.fromkeys(BACKWARD[:-2], 16)
     with pytest.raises(ValueError, match=f"none: {BACKWARD[-2]}, {BACKWARD[-1]} must be given too"):
@@ -98,7 +98,11 @@ def close(actual, expected):
 @pytest.fixture
 def launched(monkeypatch):
     """(kernel, rows, keys) of the tiles that were launched with."""
-    launch = pytest.importorskip("native_sparse_attention.kernels.launch")
+    pytest.importorskip("triton")
+    from native_sparse_attention.kernels import interval_backward, launch
+
+    # not even a prefix is one of few keys
+    monkeypatch.setattr(interval_backward, "FEW_KEYS", 0)
     chosen, seen = launch.chosen, set()
 
     def spy(kernel, tile):
@@ -115,13 +119,15 @@ def tiles(sizes, *kernels):
     pair = {
         "forward": (sizes.block_q, sizes.block_k),
         "window.forward": (sizes.block_q_window, sizes.block_k_window),
-        "dq": (sizes.block_q_dq, sizes.block_k_dq),
-        "prefix.dkv": (sizes.block_q_dkv, sizes.block_k_dkv),  # all keys are few here
         "gather.forward": (sizes.block_q_selected, sizes.block_k_selected),
+        "pairs.forward": (sizes.block_q_selected, sizes.block_k_selected),
+        "dq": (sizes.block_q_dq, sizes.block_k_dq),
+        "window.dq": (sizes.block_q_window_dq, sizes.block_k_window_dq),
         "gather.dq": (sizes.block_q_selected_dq, sizes.block_k_selected_dq),
+        "dkv": (sizes.block_q_dkv, sizes.block_k_dkv),
+        "window.dkv": (sizes.block_q_window_dkv, sizes.block_k_window_dkv),
         "pairs.backward": (sizes.block_q_selected_dkv, sizes.block_k_selected_dkv),
     }
-    pair |= {"pairs.forward": pair["gather.forward"], "window.dq": pair["dq"]}
     return {(kernel, *pair[kernel]) for kernel in kernels}
 
 
@@ -146,10 +152,11 @@ def test_layers_of_different_sizes(launched):
         launched.clear()
     parts = ("forward", "window.forward", "pairs.forward")
     assert used[:2] == [tiles(FEW, *parts), tiles(MANY, *parts)]
-    assert used[2] == tiles(FEW, "dq", "window.dq", "prefix.dkv", "pairs.backward")
+    parts = ("dq", "window.dq", "dkv", "window.dkv", "pairs.backward")
+    assert used[2] == tiles(FEW, *parts)
     # what it was not given is the kernels' own
     assert {tile for tile in used[3] if "forward" in tile[0]} == used[1]
-    assert len(used[3]) == 3 + 4 and not used[3] & tiles(FEW, "dq", "prefix.dkv", "pairs.backward")
+    assert len(used[3]) == 3 + 5 and not used[3] & tiles(FEW, *parts)
 
 
 @kernels
@@ -158,16 +165,16 @@ def test_branches(launched):
     lists = torch.randint(-1, 2, (2, 7, 1, 2), dtype=torch.int32, device=DEVICE)
     ck, cv = (t.detach()[:, :10].requires_grad_() for t in (k, v))
     calls = {
-        ("window.forward", "window.dq", "prefix.dkv"): (
+        ("window.forward", "window.dq", "window.dkv"): (
             functools.partial(sliding_window_attention, q, k, v, sliding_window_size=9), [q, k, v]
         ),
-        ("forward", "dq", "prefix.dkv"): (
+        ("forward", "dq", "dkv"): (
             functools.partial(
                 compressed_attention, q, ck, cv, compress_block_sliding_stride=4, seq_len=40
             ),
             [q, ck, cv],
         ),
-        ("window.forward", "window.dq", "prefix.dkv", "gather.forward", "gather.dq",
+        ("window.forward", "window.dq", "window.dkv", "gather.forward", "gather.dq",
          "pairs.backward"): (
             functools.partial(selected_attention, q, k, v, lists, selection_block_size=32),
             [q, k, v],
@@ -193,8 +200,11 @@ def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
     def chosen():
         how = (width, groups, dtype)
         return [
-            *(launch.interval_tile("forward", wide, *how) for wide in (True, False)),
-            *(launch.interval_tile(kernel, True, *how) for kernel in ("dq", "dkv")),
+            *(
+                launch.interval_tile(kernel, wide, *how)
+                for kernel in ("forward", "dq", "dkv", "prefix.dkv")
+                for wide in (True, False)
+            ),
             *(launch.gather_tile(kernel, *how) for kernel in ("forward", "dq")),
             launch.pair_tile("backward", *how),
             # takes a whole block of keys

@@ -35,7 +35,11 @@ def test_every_size_has_a_tile(monkeypatch, name):
                     launch.pair_tile(kernel, width, groups, dtype)
                     for kernel in ("forward", "backward")
                 ]
-                found += [launch.gather_tile(k, width, groups, dtype) for k in ("forward", "dq")]
+                found += [
+                    launch.gather_tile(kernel, width, rows, dtype)
+                    for kernel in ("forward", "dq")
+                    for rows in (groups, launch.architecture().gather_rows)
+                ]
                 found += [
                     launch.ranking_tile(*rule, dtype, interpolated)
                     for rule in (("logits", width, groups, 16), ("probs", width, groups, 64))
@@ -50,6 +54,7 @@ def test_every_size_has_a_tile(monkeypatch, name):
 def test_elsewhere_nothing_is_fetched_ahead():
     """What a GPU of unknown size holds least of is shared memory."""
     rows = tiles.ELSEWHERE
-    tables = [*rows.intervals.values(), *rows.gather.values(), *rows.pairs.values()]
+    tables = [*rows.intervals.values(), *rows.pairs.values()]
+    tables += [table for by_rows in rows.gather.values() for table in by_rows.values()]
     tables += [rows.few_heads, rows.logits, rows.interpolated, *rows.probs.values()]
     assert {tile.num_stages for table in tables for tile in table.values()} == {1}

@@ -252,7 +252,8 @@ def arguments(
     R, n = selection.lists.shape[2:]
     s, stride, G = selection.s, selection.stride, H // R
     # as many tokens as divide a group and fit
-    fits = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= launch.GATHER_ROWS)
+    most = launch.architecture().gather_rows
+    fits = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= most)
     tokens = max(fits, default=1)
     lists = 1 if unions is None else unions.lists
     if united:

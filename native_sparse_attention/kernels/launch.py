@@ -21,7 +21,6 @@ from .tiles import (
     ELSEWHERE,
     ENOUGH_PROGRAMS,
     FEW_HEADS,
-    GATHER_ROWS,
     MOST_IN_LISTS,
     PROBS_FLOAT32,
     UNITE,
@@ -127,12 +126,10 @@ def wide(*tensors: Tensor) -> bool:
 def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
     tables = architecture()
-    tile = row(tables.gather, rows)[kernel]
+    tile = row(row(tables.gather, width), rows)[kernel]
     if dtype == torch.float32:
         tile = row(tables.float32, width)
-    tile = chosen(f"gather.{kernel}", tile)
-    stages = tile.num_stages if width <= 128 else 1
-    return Tile(padded(rows), tile.block_n, tile.num_warps, stages)
+    return replace(chosen(f"gather.{kernel}", tile), block_m=padded(rows))
 
 
 def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
@@ -140,7 +137,7 @@ def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
     take longer than reading."""
     rule = None if dtype == torch.float32 else UNITE.get(triton.next_power_of_2(rows))
     rule = override.get("unite", rule)
-    return rule if rule and rule.lists * rows <= GATHER_ROWS else None
+    return rule if rule and rule.lists * rows <= architecture().gather_rows else None
 
 
 def tiles_a_program(groups: int, lists: int) -> int:

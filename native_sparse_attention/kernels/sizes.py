@@ -9,9 +9,11 @@ SIZED: tuple[tuple[str, ...], ...] = (
     ("forward",),
     ("window.forward",),
     ("gather.forward", "pairs.forward"),
-    ("dq", "window.dq"),
-    ("dkv", "window.dkv", "prefix.dkv"),
+    ("dq",),
+    ("window.dq",),
     ("gather.dq",),
+    ("dkv",),
+    ("window.dkv",),
     ("pairs.backward",),
 )
 

@@ -59,7 +59,6 @@ GATHER = {
     64: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2)},
     128: {"forward": Tile(128, 64, 8, 2), "dq": Tile(128, 64, 8, 2)},
 }
-GATHER_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -136,12 +135,12 @@ MOST_IN_LISTS = 16
 
 @dataclass(frozen=True)
 class Architecture:
-    """Tables of tiles: by width, by rows of a tile (gather), by width and heads of a group
-    (probs)."""
+    """Tables of tiles: by width, and by rows of a tile (gather) or heads of a group (probs)."""
 
     intervals: dict[int, dict[str, Tile]]
     few_heads: dict[str, Tile]
-    gather: dict[int, dict[str, Tile]]
+    gather: dict[int, dict[int, dict[str, Tile]]]
+    gather_rows: int  # at most
     pairs: dict[int, dict[str, Tile]]
     float32: dict[int, Tile]
     block_bytes: int  # of keys and values, of a block that tiles of `pairs` can hold
@@ -162,7 +161,17 @@ def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
 
 BY_WIDTH = {128: PROBS_TILES, 256: NARROW_PROBS_TILES}
 RANKING: tuple[dict[int, Any], ...] = (LOGITS_TILES, INTERPOLATED_TILES, BY_WIDTH)
-HOPPER = Architecture(TILES, FEW_HEADS_TILES, GATHER, PAIRS, FLOAT32, 128 * 1024, *RANKING)
+WIDE_GATHER = in_one_stage(GATHER)
+HOPPER = Architecture(
+    TILES,
+    FEW_HEADS_TILES,
+    {128: GATHER, 256: WIDE_GATHER},
+    128,
+    PAIRS,
+    FLOAT32,
+    128 * 1024,
+    *RANKING,
+)
 
 # an A100 holds 163 KB
 AMPERE = Architecture(
@@ -171,7 +180,11 @@ AMPERE = Architecture(
         256: dict.fromkeys(TILES[256], Tile(32, 64, 8, 1)),
     },
     dict.fromkeys(FEW_HEADS_TILES, Tile(32, 64, 8, 2)),
-    GATHER,
+    {
+        128: GATHER,
+        256: WIDE_GATHER | {128: dict.fromkeys(GATHER[128], Tile(128, 16, 8, 1))},
+    },
+    128,
     {
         128: dict.fromkeys(PAIRS[128], Tile(64, 64, 8, 2)),
         256: dict.fromkeys(PAIRS[256], Tile(32, 64, 8, 1)),
@@ -186,7 +199,15 @@ SMALL = {128: Tile(64, 64, 8, 1), 256: Tile(32, 32, 4, 1)}
 ELSEWHERE = Architecture(
     {width: dict.fromkeys(TILES[width], tile) for width, tile in SMALL.items()},
     dict.fromkeys(FEW_HEADS_TILES, Tile(32, 64, 4, 1)),
-    in_one_stage(GATHER),
+    {
+        128: in_one_stage(GATHER),
+        256: {
+            16: dict.fromkeys(GATHER[16], Tile(16, 32, 2, 1)),
+            32: dict.fromkeys(GATHER[32], Tile(32, 32, 2, 1)),
+            64: dict.fromkeys(GATHER[64], Tile(64, 16, 4, 1)),
+        },
+    },
+    64,
     {width: dict.fromkeys(PAIRS[width], tile) for width, tile in SMALL.items()},
     {128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
     32 * 1024,

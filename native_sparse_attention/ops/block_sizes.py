@@ -17,8 +17,9 @@ class BlockSizes:
     A tile has `block_q` rows, tokens times the query heads of one KV head, and walks their keys
     `block_k` at a step; rows are rounded up to hold a token with all heads of its group. What is
     computed does not depend on them beyond rounding; time, registers and shared memory do, and
-    Triton refuses a tile that the GPU cannot hold. Warps, stages and the tiles of the ranking stay
-    the kernels' own. Other backends have no tiles and pass these sizes over.
+    Triton refuses a tile that the GPU cannot hold. Warps, stages and the tiles of the ranking, its
+    gates, and of dk and dv of a few memory or initial keys stay the kernels' own. Other backends
+    have no tiles and pass these sizes over.
 
     Args:
         block_q, block_k: the compressed branch, forward.
@@ -26,11 +27,14 @@ class BlockSizes:
         block_q_selected, block_k_selected: the selected blocks, forward. Query by query a tile has
             as many rows as share a list, whatever `block_q_selected` says; block by block it takes
             a whole block of keys, whatever `block_k_selected` says.
-        block_q_dq, block_k_dq, block_q_dkv, block_k_dkv: the backward of branches 1 and 3, and of
-            the forced blocks.
-        block_q_selected_dq, block_k_selected_dq, block_q_selected_dkv, block_k_selected_dkv: that
-            of the selected blocks; block by block dq is formed with dk and dv. The backward's sizes
-            are given all together or not at all.
+        block_q_dq, block_k_dq: the compressed branch, gradient of queries; the backward's sizes are
+            given all together or not at all.
+        block_q_window_dq, block_k_window_dq: the window and the forced blocks.
+        block_q_selected_dq, block_k_selected_dq: the selected blocks query by query; block by block
+            it is formed with the gradients of keys and values.
+        block_q_dkv, block_k_dkv: the compressed branch, gradients of keys and values.
+        block_q_window_dkv, block_k_window_dkv: the window and the forced blocks.
+        block_q_selected_dkv, block_k_selected_dkv: the selected blocks.
 
     Raises:
         ValueError: a size that is no power of two of at least 16, or some of the backward's sizes
@@ -45,10 +49,14 @@ class BlockSizes:
     block_k_selected: int
     block_q_dq: int | None = None
     block_k_dq: int | None = None
-    block_q_dkv: int | None = None
-    block_k_dkv: int | None = None
+    block_q_window_dq: int | None = None
+    block_k_window_dq: int | None = None
     block_q_selected_dq: int | None = None
     block_k_selected_dq: int | None = None
+    block_q_dkv: int | None = None
+    block_k_dkv: int | None = None
+    block_q_window_dkv: int | None = None
+    block_k_window_dkv: int | None = None
     block_q_selected_dkv: int | None = None
     block_k_selected_dkv: int | None = None
 
@@ -97,19 +105,15 @@ class BlockSizes:
                 "the kernels choose their tiles for a GPU, and triton is not installed"
             ) from error
         how = (dim_head, groups, dtype)
-        pair = {name: launch.pair_tile(name, *how) for name in ("forward", "backward")}
-        listed = {name: launch.gather_tile(name, *how) for name in ("forward", "dq")}
-        many, few = (launch.interval_tile("forward", wide, *how) for wide in (True, False))
-        dq, dkv = (launch.interval_tile(name, True, *how) for name in ("dq", "dkv"))
-        return cls(
-            *(many.block_m, many.block_n),
-            *(few.block_m, few.block_n),
-            *(pair["forward"].block_m, listed["forward"].block_n),
-            *(dq.block_m, dq.block_n),
-            *(dkv.block_m, dkv.block_n),
-            *(listed["dq"].block_m, listed["dq"].block_n),
-            *(pair["backward"].block_m, pair["backward"].block_n),
-        )
+        sizes: list[int] = []
+        for kernel in ("forward", "dq", "dkv"):
+            for wide in (True, False):
+                tile = launch.interval_tile(kernel, wide, *how)
+                sizes += (tile.block_m, tile.block_n)
+            by_block = launch.pair_tile("forward" if kernel == "forward" else "backward", *how)
+            by_query = by_block if kernel == "dkv" else launch.gather_tile(kernel, *how)
+            sizes += (by_block.block_m, by_query.block_n)
+        return cls(*sizes)
 
 
 NAMES = tuple(field.name for field in fields(BlockSizes))

@@ -312,8 +312,8 @@ def setup(ctx, inputs, output):
 
 
 def backward(ctx, grads):
-    tensors = ctx.saved_tensors[: -ctx.kept]
-    kept = list(ctx.saved_tensors[-ctx.kept :])
+    saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
+    tensors, kept = saved[: -ctx.kept], list(saved[-ctx.kept :])
     some = iter(layer_backward(grads[0], *tensors, kept, *ctx.numbers))
     others = (None,) * (2 + len(Settings._fields))
     return (*(None if t is None else next(some) for t in tensors[:11]), *others)
