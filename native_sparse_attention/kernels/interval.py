@@ -9,6 +9,7 @@ same pass (`inner`): the prefix is then its own.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -126,8 +127,9 @@ def forward_kernel(
 
 
 def by_boxes(k: Tensor, v: Tensor, block_n: int) -> dict[str, Any]:
-    """k and v, as descriptors for the tensor memory accelerator where it can read both."""
-    boxes = [launch.boxes(t, block_n) for t in (k, v)]
+    """k and v, as descriptors for the tensor memory accelerator where it can read both; not in
+    float32, whose products take far longer than its reads."""
+    boxes = [None if t.dtype == torch.float32 else launch.boxes(t, block_n) for t in (k, v)]
     return dict(k=k, v=v, TMA=False) if None in boxes else dict(k=boxes[0], v=boxes[1], TMA=True)
 
 
