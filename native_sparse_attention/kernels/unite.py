@@ -44,7 +44,7 @@ def list_blocks(lists, b, r, token, slot, T, R, n):
     """Blocks in slots of the list r of tokens; -1 for none. The first group may begin before the
     call, at tokens that share their list with token 0."""
     line = (b * T + tl.maximum(token, 0)) * R + r
-    return tl.load(lists + line * n + slot, mask=(token < T) & (slot < n), other=-1)
+    return tl.load(lists + line * n + slot, mask=slot < tl.where(token < T, n, 0), other=-1)
 
 
 @triton.jit(do_not_specialize=["T", "start", "limit"])
