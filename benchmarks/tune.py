@@ -1,13 +1,13 @@
-"""Which tile is fastest for each kernel: what `native_sparse_attention/kernels/launch.py` holds.
+"""Which tile is fastest for each kernel: what `native_sparse_attention/kernels/tiles.py` holds.
 
     python -m benchmarks.tune --kernels dq dkv --heads 64/4 32/8
     python -m benchmarks.tune --kernels gather.dq --tiles 64,64,4,2 64,128,4,3
     python -m benchmarks.tune --kernels gather.dq --stride 4 --operations whole
     python -m benchmarks.tune --winners                    those of the rows that are there
 
-Every operation that launches a kernel is timed with each tile in place of the one in launch.py,
+Every operation that launches a kernel is timed with each tile in place of the one in tiles.py,
 which is timed first and whose results the others must give. A row for each goes to
-results/tune.jsonl. The winner has the least product of its times over those of launch.py's tile,
+results/tune.jsonl. The winner has the least product of its times over those of tiles.py's tile,
 over all operations and lengths in which it ran; rows to paste are printed.
 """
 
@@ -143,7 +143,7 @@ def check(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def tried(operation: Operation, kernel: str, tiles: list[Any], seconds: float) -> Iterator[Row]:
-    """A row for launch.py's own tile ("default"), then one for each of `tiles`."""
+    """A row for the kernel's own tile ("default"), then one for each of `tiles`."""
     device = operation.x["q"].device
     expected = operation.results()
     default = common.time_call(operation.call, seconds, device)
@@ -203,7 +203,7 @@ GROUP = ("gpu", "kernel", "D", "G", "s", "selection_stride", "dtype")
 
 
 def winners(rows: list[Row]) -> list[str]:
-    """For each kernel, width, group and dtype on each GPU, the best tile, as launch.py has them."""
+    """For each kernel, width, group and dtype on each GPU, the best tile, as tiles.py has them."""
     groups: dict[tuple[Any, ...], dict[tuple[int, ...], dict[Any, float]]] = {}
     for row in rows:
         key = tuple(row[name] for name in GROUP)

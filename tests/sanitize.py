@@ -102,6 +102,17 @@ def ragged(dtype: torch.dtype) -> None:
         select_blocks(q, ck, importance=importance, backend="triton", **settings, **where)
 
 
+def alike(dtype: torch.dtype) -> None:
+    """Neighbours that chose the same blocks, united, query by query and block by block."""
+    with launch.using({"unite": launch.Unite(4, 1.1, least=0)}):
+        for heads in (12, 1):
+            q, k, v = (draw(2, 19, h, 24, dtype=dtype) for h in (heads, 1, 1))
+            lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
+            lists = lists.expand(2, 19, 1, 3).clone()
+            lists[:, 8:12] = torch.randint(-1, 4, (2, 4, 1, 3), device=DEVICE, dtype=torch.int32)
+            run(selected_attention, q, k, v, lists, selection_block_size=5)
+
+
 def main() -> None:
     known, launched = watch()
     first, second = LOW
@@ -110,6 +121,10 @@ def main() -> None:
     layer(first, (4, 2, 16, 16), 33, 33, selection_stride=4, recompute=True)
     layer(torch.float32, (4, 1, 16, 16), 1, 1, query_heads_share_selected_kv=False)
     ragged(second)
+    alike(first)
+    gates = {"use_diff_topk": True, "num_selected_blocks": 2}
+    layer(first, (6, 2, 16, 16), 23, 29, **gates)
+    layer(second, (3, 1, 24, 16), 23, 23, importance="probs", selection_stride=2, **gates)
     # several spans of tokens, and several items of a block
     usual, launch.FEW_TOKENS, launch.ITEM_ROWS = (launch.FEW_TOKENS, launch.ITEM_ROWS), 16, 16
     layer(first, (2, 2, 16, 16), 37, 41)
@@ -120,6 +135,7 @@ def main() -> None:
         layer(first, (16, 1, 128, 128), 131, 211, selection_block_size=64, **wide)
         layer(first, (64, 1, 192, 128), 67, 67, importance="probs")
         layer(torch.float32, (5, 1, 80, 40), 65, 65, selection_block_size=32)
+        layer(first, (16, 1, 128, 128), 131, 131, importance="probs", **gates)
         torch.cuda.synchronize()
     missing = known - launched
     if missing:

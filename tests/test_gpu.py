@@ -10,7 +10,7 @@ import pytest
 import torch
 from layers import DIM, SETTINGS, layer
 
-from native_sparse_attention import KVCache, Transformer
+from native_sparse_attention import KVCache, SparseAttention, Transformer
 
 pytestmark = pytest.mark.gpu
 
@@ -97,14 +97,28 @@ def test_training_under_autocast_and_compile(use_sparse_attn):
     assert (cached == net.sample(prompt, 40, temperature=0.0, use_cache_kv=False)).all()
 
 
-def test_no_sync_between_projection_and_output():
-    module = layer(**WIDE, dtype=torch.float32).cuda()
-    x = normal(2, 64, DIM).requires_grad_()
-    module(x).sum().backward()  # builds masks and compiles
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("dim_head", [64, 128])
+@pytest.mark.parametrize("heads, kv_heads", [(8, 2), (16, 1)])
+def test_no_sync_between_projection_and_output(heads, kv_heads, dim_head, stride):
+    """Under bf16 autocast, block by block and query by query; and in fp32 with narrow heads."""
+    wide = SparseAttention(
+        DIM, dim_head, heads, 63, 32, 64, 4, kv_heads=kv_heads, causal=True,
+        compress_block_sliding_stride=16, num_initial_blocks=1, selection_stride=stride,
+    ).cuda()  # fmt: skip
+    narrow = layer(**WIDE, selection_stride=stride, dtype=torch.float32).cuda()
+    x = normal(2, 300, DIM).requires_grad_()
+
+    def steps():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = wide(x)
+        (out.float().square().sum() + narrow(x[:, :64]).sum()).backward()
+
+    steps()  # builds masks and compiles
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the mode is a prototype, torch says
         torch.cuda.set_sync_debug_mode("error")
     try:
-        module(x).sum().backward()
+        steps()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -32,6 +32,9 @@ from .tiles import (
 
 LOG2_E = 1.4426950408889634
 
+# rows that the tensor memory accelerator reads at once
+MOST_IN_BOX = 256
+
 # a reach past every sequence
 ALWAYS = 1 << 30
 
@@ -153,7 +156,7 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
         return None
     size = t.element_size()
     aligned = t.data_ptr() % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in t.stride()[:3])
-    if t.stride(-1) != 1 or not aligned or 0 in t.shape:
+    if t.stride(-1) != 1 or not aligned or 0 in t.shape or rows > MOST_IN_BOX:
         return None
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
 
