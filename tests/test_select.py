@@ -231,6 +231,41 @@ def test_counts(n, importance):
         )  # fmt: skip
 
 
+REACHES = [(4, 4, 4), (8, 4, 4), (12, 4, 4), (8, 4, 16), (12, 4, 12), (40, 4, 16), (2, 1, 16)]
+
+
+@pytest.mark.parametrize("l, d, s", REACHES, ids=name)
+def test_windows_that_reach_into_other_blocks(l, d, s):
+    """No further, into one block before theirs, and into more, over more blocks than a step takes;
+    and blocks of more windows than a step takes of each. In lists, and in such as lose many."""
+    from native_sparse_attention.kernels import launch
+
+    S = max(37 * s, 133 * d) + 3
+    q, ck, mem_k = draw(3, S, 3, 1, 16, d=d, m=1, B=1)
+    # what a step begins and ends with matters most
+    q[..., 0] += 3
+    ck[:, 63::64, :, 0] += 2
+    ck[:, 64::64, :, 0] += 3
+    call = dict(sizes(l, d, s), importance="probs", num_selected_blocks=5, with_lse=True)
+    assert_right(q, ck, mem_k, S, **call)
+    lossy = launch.RankingTile(16, 64, 16, 1, 4, 1, 32)
+    with launch.using({"ranking.probs": lossy}):
+        assert_right(q, ck, mem_k, S, **call)
+        # candidates that end with a step
+        assert_right(q, ck, mem_k, S, q_offset=64 * d, **call)
+
+
+@pytest.mark.parametrize("l", [1, 2, 6])
+def test_blocks_of_equal_probability(l):
+    """Of equal scores the earlier blocks win, up to those whose later windows are not seen."""
+    S = 141
+    q, ck, _ = draw(2, S, 4, 1, 16, d=1, B=1)
+    call = dict(SETTINGS, **sizes(l, 1, 2), importance="probs", num_initial_blocks=0)
+    call |= dict(num_selected_blocks=5, num_local_blocks=4, seq_len=S, q_offset=S - 2)
+    indices, _ = library.select_blocks(q, ck, **call, mem_k=None, scale=0.0)
+    assert (indices.cpu() == torch.arange(5)).all()
+
+
 @pytest.mark.parametrize("scale", [None, 0.7, -0.3])
 @pytest.mark.parametrize("m", [0, 1, 5])
 def test_probs_with_a_given_log_sum_exp(m, scale):

@@ -39,9 +39,10 @@ def log_sum_exp(
         n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_rows(ck, k_base + n.to(tl.int64) * k_w, D, BLOCK_D, n < W)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        if n0 + BLOCK_N > fewest:
-            x = tl.where(n[None] < visible[:, None], x, NO_SCORE)
-        m, l = sum_step(x, m, l)
+        if W > 0:  # always: see best_by_probs
+            if n0 + BLOCK_N > fewest:
+                x = tl.where(n[None] < visible[:, None], x, NO_SCORE)
+            m, l = sum_step(x, m, l)
     return m + tl.log2(l)
 
 
@@ -169,23 +170,24 @@ def best_by_probs(
         k_tile = load_rows(ck + k_base, rows, D, BLOCK_D, tl.full([BLOCK_N], True, tl.int1))
         x = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         x = x * scale_log2 - total[None]
-        if first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK > fewest:
-            x = hide(x, w[:, None] < visible[None])
-        p = in_order(sum_near(tl.exp2(x), HEADS, PARTS), WARPS)
-        p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTS])
-        more = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, WINDOW, d, s)
-        if STEPS > 1:
-            so_far = ()
-            for g in tl.static_range(BACK + 1):
-                so_far += (tl.where(j0 == 0, 0.0, sums[g]) + more[g],)
-            sums = so_far
-            more = so_far
-        if j0 == PER_BLOCK - SLICE:
-            score, kept = scores_so_far(more, kept)
-            c = chunk_blocks(c0, CHUNK, COLUMNS)
-            if COLUMNS > 1:
-                score = place(score, c - c0)
-            c -= BACK
-            candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
-            found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+        if W > 0:  # always: before a branch, not after, the compiler puts the next step's loads
+            if first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK > fewest:
+                x = hide(x, w[:, None] < visible[None])
+            p = in_order(sum_near(tl.exp2(x), HEADS, PARTS), WARPS)
+            p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTS])
+            more = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, WINDOW, d, s)
+            if STEPS > 1:
+                so_far = ()
+                for g in tl.static_range(BACK + 1):
+                    so_far += (tl.where(j0 == 0, 0.0, sums[g]) + more[g],)
+                sums = so_far
+                more = so_far
+            if j0 == PER_BLOCK - SLICE:
+                score, kept = scores_so_far(more, kept)
+                c = chunk_blocks(c0, CHUNK, COLUMNS)
+                if COLUMNS > 1:
+                    score = place(score, c - c0)
+                c -= BACK
+                candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
+                found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
     return finish(found, SLOTS, SLOTS_2, COLUMNS)

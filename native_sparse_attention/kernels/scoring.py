@@ -139,21 +139,59 @@ def logits_kernel(
 # probs
 
 
+@triton.jit
+def head_rows(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+              STRIDE: tl.constexpr):  # fmt: skip
+    """Rows of a tile are the leaders of groups x the G heads of ranking head r, filled up to HEADS,
+    a power of two. Of each: position, token and head, and whether it is one."""
+    row = tl.arange(0, BLOCK_M)
+    index = tile * (BLOCK_M // HEADS) + row // HEADS
+    position, token, ranked = leaders(index, first_token, T, STRIDE)
+    g = row % HEADS
+    return position, token, r * G + g, ranked & (g < G)
+
+
 @triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
-def probs_kernel(
-    q, ck, mem_k, lse, out, before, starts, first_token, T, C, W, RANKS, MEMORY, scale_log2,
+def lse_kernel(
+    q, ck, mem_k, lse, starts, first_token, T, W, RANKS, MEMORY, scale_log2,
     q_b, q_t, q_h, k_b, k_w, k_h, m_h, m_m,
+    G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr, STRIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the log-sum-exp of a tile of rows. Reads those queries, all memory and the
+    windows that they see."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
+    if RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    position, token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
+    q_rows = b * q_b + token.to(tl.int64) * q_t + head * q_h
+    q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
+    visible = tl.where(real, tl.minimum(position // d, W) if CAUSAL else W, 0)
+    total = log_sum_exp(
+        q_tile, ck, b * k_b + r // SHARE * k_h, k_w, mem_k, r // SHARE * m_h, m_m, visible,
+        tl.min(tl.where(real, visible, W), 0), W, MEMORY, scale_log2, D, BLOCK_D, BLOCK_N,
+        PRECISION,
+    )  # fmt: skip
+    entry = (b * T + token) * (RANKS * G) + head
+    tl.store(lse + entry, total * 0.6931471805599453, mask=real)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def probs_kernel(
+    q, ck, lse, out, before, starts, first_token, T, C, W, RANKS, scale_log2,
+    q_b, q_t, q_h, k_b, k_w, k_h,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, BEFORE: tl.constexpr, HEADS: tl.constexpr, LSE: tl.constexpr,
-    WARPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
-    of G query heads. Rows are tokens x heads, G filled up to HEADS, a power of two. Reads those
-    queries, their log-sum-exp (or forms it) and the windows that they see."""
+    of G query heads. Reads those queries, their log-sum-exp and the windows that they see."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
     if RAGGED:
@@ -162,30 +200,19 @@ def probs_kernel(
     index = tile * GROUPS + tl.arange(0, GROUPS)
     position, token, ranked = leaders(index, first_token, T, STRIDE)
     end = tl.where(ranked, candidates_end(position, C, LOCAL, d, s, CAUSAL), 0)
-
-    # [M] and [M, D]
-    row = tl.arange(0, BLOCK_M)
-    row_position, row_token, real = leaders(tile * GROUPS + row // HEADS, first_token, T, STRIDE)
-    g = row % HEADS
-    real &= g < G
-    head = r * G + g
-    q_rows = b * q_b + row_token.to(tl.int64) * q_t + head * q_h
-    q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
-    k_base = b * k_b + r // SHARE * k_h
     visible = tl.where(ranked, tl.minimum(position // d, W) if CAUSAL else W, 0)
     fewest = tl.min(tl.where(ranked, visible, W), 0)
-    if LSE:
-        entry = (b * T + row_token) * (RANKS * G) + head
-        total = tl.load(lse + entry, mask=real, other=0.0) * 1.4426950408889634
-    else:
-        row_visible = tl.where(real, tl.minimum(row_position // d, W) if CAUSAL else W, 0)
-        total = log_sum_exp(
-            q_tile, ck, k_base, k_w, mem_k, r // SHARE * m_h, m_m, row_visible, fewest, W, MEMORY,
-            scale_log2, D, BLOCK_D, BLOCK_N, PRECISION,
-        )  # fmt: skip
+
+    # [M, D] and [M]
+    _, row_token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
+    q_rows = b * q_b + row_token.to(tl.int64) * q_t + head * q_h
+    q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
+    entry = (b * T + row_token) * (RANKS * G) + head
+    total = tl.load(lse + entry, mask=real, other=0.0) * 1.4426950408889634
     # rows that are none, or see nothing, have no probability to give
     total = tl.where(real & (total > NO_SCORE), total, float("inf"))
 
+    k_base = b * k_b + r // SHARE * k_h
     ranking, missed = best_by_probs(
         q_tile, total, visible, ck, k_base, k_w, end, fewest, W, scale_log2, HEADS, D, BLOCK_D,
         BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, INITIAL, WARPS, WIDE,
@@ -204,6 +231,27 @@ def probs_kernel(
 # launches
 
 
+def ranking_grid(args, groups, B):
+    """Tiles of `groups` groups of tokens, of each row and ranking head."""
+    leaders = triton.cdiv(args["T"] + args["STRIDE"] - 1, args["STRIDE"])
+    return triton.cdiv(leaders, groups), B * args["RANKS"]
+
+
+def log_sum_exps(mem_k, args, B, H):
+    """Of the queries that are ranked, lse [B T H]; `args` are those that both kernels of `probs`
+    take."""
+    q, heads = args["q"], args["HEADS"]
+    lse = q.new_empty(B, q.shape[1], H, dtype=torch.float32)
+    tile = launch.interval_tile("forward", True, args["D"], heads, q.dtype)
+    lse_kernel[ranking_grid(args, tile.block_m // heads, B)](
+        mem_k=args["ck"] if mem_k is None else mem_k, lse=lse,
+        MEMORY=0 if mem_k is None else mem_k.shape[1], **launch.strides("m", mem_k, "hm"),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **args,
+    )  # fmt: skip
+    return lse
+
+
 def select_blocks(
     q, ck, mem_k, lse, starts, before, first_token, num_ranked, num_selected, l, d, s, importance,
     interpolated, num_initial, num_local, stride, shared, causal, scale,
@@ -218,11 +266,9 @@ def select_blocks(
     q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
 
     args = dict(
-        q=q, out=out, before=before, starts=starts, first_token=first_token, T=T, C=num_ranked,
-        RANKS=ranks, G=G, SHARE=ranks // K, D=D, BLOCK_D=launch.padded(D),
-        SLOTS=n, SLOTS_2=max(2, triton.next_power_of_2(n)), d=d, s=s, INITIAL=num_initial,
-        LOCAL=max(num_local, 1), STRIDE=stride, CAUSAL=causal, RAGGED=starts is not None,
-        BEFORE=before is not None, **dict(zip(("q_b", "q_t", "q_h"), q.stride()[:3], strict=True)),
+        q=q, starts=starts, first_token=first_token, T=T, RANKS=ranks, G=G, SHARE=ranks // K, D=D,
+        BLOCK_D=launch.padded(D), d=d, STRIDE=stride, CAUSAL=causal, RAGGED=starts is not None,
+        **launch.strides("q", q, "bth"),
     )  # fmt: skip
     if importance == "logits":
         kernel, rows = logits_kernel, 1
@@ -233,20 +279,19 @@ def select_blocks(
     else:
         kernel, rows = probs_kernel, triton.next_power_of_2(G)
         tile = launch.ranking_tile(importance, D, G, n, q.dtype)
-        memory = 0 if mem_k is None else mem_k.shape[1]
-        m_h, m_m = (0, 0) if mem_k is None else mem_k.stride()[:2]
-        k_b, k_w, k_h = ck.stride()[:3]
         args |= dict(
-            ck=ck, mem_k=ck if mem_k is None else mem_k, lse=lse, W=W, MEMORY=memory,
-            scale_log2=scale * launch.LOG2_E,
-            k_b=k_b, k_w=k_w, k_h=k_h, m_h=m_h, m_m=m_m, WINDOW=l, HEADS=rows,
-            LSE=lse is not None, WIDE=launch.wide(ck), PRECISION="ieee", WARPS=tile.num_warps,
-            PER_BLOCK=triton.next_power_of_2(max(1, s // d)),
+            ck=ck, W=W, scale_log2=scale * launch.LOG2_E, **launch.strides("k", ck, "bwh"),
+            HEADS=rows, PRECISION="ieee",
+        )  # fmt: skip
+        lse = log_sum_exps(mem_k, args, B, H) if lse is None else lse
+        args |= dict(
+            lse=lse, WINDOW=l, PER_BLOCK=triton.next_power_of_2(max(1, s // d)),
+            WARPS=tile.num_warps, WIDE=launch.wide(ck),
         )  # fmt: skip
 
-    groups = triton.cdiv(T + stride - 1, stride)
-    grid = (triton.cdiv(groups, tile.block_m // rows), B * ranks)
-    kernel[grid](
+    kernel[ranking_grid(args, tile.block_m // rows, B)](
+        out=out, before=before, C=num_ranked, SLOTS=n, SLOTS_2=max(2, triton.next_power_of_2(n)),
+        s=s, INITIAL=num_initial, LOCAL=max(num_local, 1), BEFORE=before is not None,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=tile.columns, DEPTH=tile.depth,
         MERGE_N=tile.merge_n, num_warps=tile.num_warps, num_stages=tile.num_stages, **args,
     )  # fmt: skip
