@@ -28,7 +28,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ops.backends"}),
     frozenset({"ops.fused", "ops.ranking"}),
     frozenset({"ops.reference", "ops.chunked", "ops.flex", "ops.library", "ops.local"}),
-    frozenset({"masks", "ops.selection", "ops.block_sizes"}),
+    frozenset({"masks", "ops.selection", "ops.block_sizes", "ops.packed"}),
+    frozenset({"ops.documents"}),
     frozenset(
         {
             "kernels.scoring",
@@ -43,7 +44,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"kernels.gate_steps", "kernels.unite"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset({"kernels.device", "kernels.sizes", "kernels.tiles", "kernels.topn"}),
-    frozenset({"blocks", "ops.checks"}),
+    frozenset({"ops.checks"}),
+    frozenset({"blocks"}),
     frozenset({"ops", "kernels"}),  # the folders' own __init__: a docstring, no imports
 )
 SAME_ROW: frozenset[tuple[str, str]] = frozenset()

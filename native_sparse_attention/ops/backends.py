@@ -77,12 +77,14 @@ def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
     if backend == "triton":
         return getattr(library, op)(*args, **kwargs)
     kwargs.pop("block_sizes", None)  # others have no tiles
+    if kwargs.get("documents") is None:
+        kwargs.pop("documents", None)
     if backend == "flex":
         return getattr(flex, op)(*args, **kwargs)
     if op == "sliding_window_attention":
         q, k = args[:2]
         w, offset, lse = (kwargs[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
-        if local.fits(q, k, w, offset, lse):
+        if "documents" not in kwargs and local.fits(q, k, w, offset, lse):
             return local.sliding_window_attention(*args, **kwargs)
     module = ranking if op == "select_blocks" else reference
     return getattr(module, op)(*args, **kwargs)

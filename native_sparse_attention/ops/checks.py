@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import blocks
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("auto", "triton", "flex", "eager")
 IMPORTANCE_RULES = ("logits", "probs")
@@ -195,6 +197,41 @@ def check_offset(
     if q_offset + T > S:
         raise ValueError(f"q_offset + T must be at most S={S}, got {q_offset} + {T}")
     return q_offset
+
+
+def check_windows(
+    W: int, S: int, d: int, *, causal: bool, q_offset: int | Tensor | None = None
+) -> None:
+    """As many windows as S tokens have; causally an unfinished one, which nobody sees, may follow.
+    With a `q_offset` the last query need not end the sequence: causally nothing is known of S."""
+    if causal and q_offset is not None:
+        return
+    least = blocks.num_windows(S, d, causal=causal)
+    most = blocks.num_windows(S, d, causal=False)
+    if not least <= W <= most:
+        raise ValueError(
+            f"ck must hold the {least} windows, {d} apart, of a sequence of S={S} tokens, got {W}. "
+            "Where keys are not at hand, seq_len gives S"
+        )
+
+
+def check_documents(documents: Any, dims: dict[str, int], q_offset: int | Tensor) -> None:
+    """Bounds of documents, of rows whose queries and keys are the same tokens."""
+    if documents is None:
+        return
+    shape = (dims["B"], dims["T"])
+    for name in ("first", "last"):
+        t = getattr(documents, name, None)
+        if not isinstance(t, Tensor) or t.shape != shape or t.dtype != torch.int32:
+            got = type(t).__name__
+            if isinstance(t, Tensor):
+                got = f"{t.dtype} of shape {list(t.shape)}"
+            raise ValueError(f"documents.{name} must be int32 of shape {list(shape)}, got {got}")
+    if isinstance(q_offset, Tensor) or q_offset or dims.get("S", dims["T"]) != dims["T"]:
+        raise ValueError(
+            f"documents need queries that are all tokens, got q_offset={q_offset}, "
+            f"T={dims['T']} and S={dims.get('S')}"
+        )
 
 
 def check_input(inp: Tensor, dim: int) -> None:

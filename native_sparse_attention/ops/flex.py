@@ -21,6 +21,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks, masks
+from .documents import Documents
 
 # smallest head width of torch's CUDA kernels
 MIN_WIDTH = 16
@@ -37,6 +38,7 @@ def why_not(
     v: Tensor | None = None,
     gates: Tensor | None = None,
     q_offset: int | Tensor = 0,
+    documents: Documents | None = None,
     **facts: Any,
 ) -> list[str]:
     """Reasons why flex_attention cannot run this call; empty where it can."""
@@ -60,6 +62,8 @@ def why_not(
         reasons.append(
             "it cannot scale logits by gates and differentiate them (use_diff_topk=True)"
         )
+    if documents is not None:
+        reasons.append("it has no packed documents yet")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     elif 0 in k.shape and op_name != "compressed_attention":

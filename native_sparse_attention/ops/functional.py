@@ -24,10 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import blocks
 from . import backends
 from .block_sizes import BlockSizes, flat
 from .checks import (
+    check_documents,
     check_first_group,
     check_groups,
     check_int,
@@ -38,26 +38,14 @@ from .checks import (
     check_same,
     check_selection,
     check_shapes,
+    check_windows,
     default_seq_len,
 )
+from .documents import Documents
+from .packed import takes_documents
 
 
-def check_windows(
-    W: int, S: int, d: int, *, causal: bool, q_offset: int | Tensor | None = None
-) -> None:
-    """As many windows as S tokens have; causally an unfinished one, which nobody sees, may follow.
-    With a `q_offset` the last query need not end the sequence: causally nothing is known of S."""
-    if causal and q_offset is not None:
-        return
-    least = blocks.num_windows(S, d, causal=causal)
-    most = blocks.num_windows(S, d, causal=False)
-    if not least <= W <= most:
-        raise ValueError(
-            f"ck must hold the {least} windows, {d} apart, of a sequence of S={S} tokens, got {W}. "
-            "Where keys are not at hand, seq_len gives S"
-        )
-
-
+@takes_documents
 def compressed_attention(
     q: Tensor,
     ck: Tensor,
@@ -72,6 +60,7 @@ def compressed_attention(
     scale: float | None = None,
     return_lse: bool = False,
     block_sizes: BlockSizes | None = None,
+    documents: Documents | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
     """Branch 1: softmax attention over learned memory and the windows that lie behind a query.
@@ -111,8 +100,11 @@ def compressed_attention(
             dims["W"], seq_len, compress_block_sliding_stride, causal=causal, q_offset=q_offset
         )
     offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
+    check_documents(documents, dims, offset)
     sizes = flat(block_sizes)
-    backend = backends.choose(backend, "compressed_attention", q, ck, cv, q_offset=offset)
+    backend = backends.choose(
+        backend, "compressed_attention", q, ck, cv, q_offset=offset, documents=documents
+    )
     return backends.run(
         backend,
         "compressed_attention",
@@ -126,10 +118,12 @@ def compressed_attention(
         q_offset=offset,
         scale=scale,
         return_lse=return_lse,
+        documents=documents,
         block_sizes=sizes,
     )
 
 
+@takes_documents
 def select_blocks(
     q: Tensor,
     ck: Tensor,
@@ -151,6 +145,7 @@ def select_blocks(
     leader_indices: Tensor | None = None,
     scale: float | None = None,
     return_gates: bool = False,
+    documents: Documents | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
     """The n most important selection blocks of every query (Eq. 8-12).
@@ -209,6 +204,7 @@ def select_blocks(
     seq_len = default_seq_len(seq_len, dims["T"], q_offset)
     check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
     offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
+    check_documents(documents, dims, offset)
     check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
     check_first_group(offset, selection_stride, leader_indices)
     # scoring has no form in flex_attention: there is no top-k in it
@@ -223,6 +219,7 @@ def select_blocks(
         num_selected_blocks=num_selected_blocks,
         importance=importance,
         return_gates=return_gates,
+        documents=documents,
     )
     indices, gates = backends.run(
         backend,
@@ -246,10 +243,12 @@ def select_blocks(
         leader_indices=leader_indices,
         scale=scale,
         return_gates=return_gates,
+        documents=documents,
     )
     return (indices, gates) if return_gates else indices
 
 
+@takes_documents
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -265,6 +264,7 @@ def selected_attention(
     scale: float | None = None,
     return_lse: bool = False,
     block_sizes: BlockSizes | None = None,
+    documents: Documents | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
     """Branch 2: softmax attention over the tokens of each query's forced and selected blocks.
@@ -308,6 +308,7 @@ def selected_attention(
     check_int("selection_block_size", selection_block_size, 1)
     check_ints(0, num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks)
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
+    check_documents(documents, dims, offset)
     sizes = flat(block_sizes)
     backend = backends.choose(
         backend,
@@ -318,6 +319,7 @@ def selected_attention(
         gates=gates,
         q_offset=offset,
         selection_block_size=selection_block_size,
+        documents=documents,
     )
     kwargs: dict[str, Any] = {} if backend == "flex" else {"gates": gates}
     return backends.run(
@@ -334,11 +336,13 @@ def selected_attention(
         q_offset=offset,
         scale=scale,
         return_lse=return_lse,
+        documents=documents,
         block_sizes=sizes,
         **kwargs,
     )
 
 
+@takes_documents
 def sliding_window_attention(
     q: Tensor,
     k: Tensor,
@@ -350,6 +354,7 @@ def sliding_window_attention(
     scale: float | None = None,
     return_lse: bool = False,
     block_sizes: BlockSizes | None = None,
+    documents: Documents | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
     """Branch 3: softmax attention over keys `i - w .. i` (w + 1 of them), or `i - w .. i + w` where
@@ -371,8 +376,11 @@ def sliding_window_attention(
     check_groups(dims["H"], dims["K"])
     check_int("sliding_window_size", sliding_window_size, 0)
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
+    check_documents(documents, dims, offset)
     sizes = flat(block_sizes)
-    backend = backends.choose(backend, "sliding_window_attention", q, k, v, q_offset=offset)
+    backend = backends.choose(
+        backend, "sliding_window_attention", q, k, v, q_offset=offset, documents=documents
+    )
     return backends.run(
         backend,
         "sliding_window_attention",
@@ -384,5 +392,6 @@ def sliding_window_attention(
         q_offset=offset,
         scale=scale,
         return_lse=return_lse,
+        documents=documents,
         block_sizes=sizes,
     )

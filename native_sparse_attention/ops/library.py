@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .documents import Documents
 from .selection import in_its_sizes, on_its_device, select_blocks
 
 __all__ = [
@@ -59,6 +60,7 @@ def why_not(
     selection_block_size: int = 0,
     importance: str = "logits",
     return_gates: bool = False,
+    documents: Documents | None = None,
 ) -> list[str]:
     """Reasons why the kernels cannot run this call; empty where they can."""
     if op_name not in OPERATIONS:
@@ -90,6 +92,8 @@ def why_not(
         )
     if q.is_cuda and return_gates:
         reasons.append("the gates of differentiable top-k are not yet right on a GPU")
+    if documents is not None:
+        reasons.append("it has no packed documents yet")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     return reasons

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import backends, flex, fused, reference
 from .block_sizes import BlockSizes, flat
 from .checks import (
+    check_documents,
     check_first_group,
     check_groups,
     check_int,
@@ -19,16 +20,19 @@ from .checks import (
     check_same,
     check_selection,
     check_shapes,
-)
-from .functional import (
     check_windows,
+)
+from .documents import Documents
+from .functional import (
     compressed_attention,
     select_blocks,
     selected_attention,
     sliding_window_attention,
 )
+from .packed import takes_documents
 
 
+@takes_documents
 def native_sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -61,6 +65,7 @@ def native_sparse_attention(
     return_indices: bool = False,
     recompute: bool = False,
     block_sizes: BlockSizes | None = None,
+    documents: Documents | None = None,
     sliding_window_flex_mask: Any = None,
     fine_selection_flex_mask: Callable[..., Any] | None = None,
     backend: str | tuple[str, ...] = "auto",
@@ -129,6 +134,7 @@ def native_sparse_attention(
     )
     check_windows(dims["W"], dims["S"], compress_block_sliding_stride, causal=causal)
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
+    check_documents(documents, dims, offset)
     check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
     check_first_group(offset, selection_stride, leader_indices)
     sizes = flat(block_sizes)
@@ -150,9 +156,16 @@ def native_sparse_attention(
         selection_block_size=selection_block_size,
         importance=importance,
         return_gates=use_diff_topk,
+        documents=documents,
     )
+    given_masks = sliding_window_flex_mask, fine_selection_flex_mask
+    if documents is not None and given_masks != (None, None):
+        raise ValueError(
+            "sliding_window_flex_mask and fine_selection_flex_mask must be None with documents, "
+            "which they know nothing of"
+        )
     name = backends.choose(backend, "native_sparse_attention", q, k, v, **ranking)
-    if name == "triton" and sliding_window_flex_mask is None and fine_selection_flex_mask is None:
+    if name == "triton" and given_masks == (None, None):
         out, lists = fused.native_sparse_attention(
             q,
             k,
@@ -174,7 +187,9 @@ def native_sparse_attention(
         return (out, lists) if return_indices else out
 
     cq = q if cq is None else cq
-    place: dict[str, Any] = dict(causal=causal, q_offset=offset, scale=scale, backend=backend)
+    place: dict[str, Any] = dict(
+        causal=causal, q_offset=offset, scale=scale, documents=documents, backend=backend
+    )
     forced: dict[str, Any] = dict(
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks
     )

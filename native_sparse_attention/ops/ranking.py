@@ -13,42 +13,44 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from .. import blocks
+from .documents import Documents
 from .reference import compressed_scores, masked_softmax, query_positions, scores, visible_windows
 
 
-def block_mean(window_scores: Tensor, c: Tensor, d: int, s: int) -> Tensor:
-    """Score of block c: the mean over its windows that exist, [b r i w] -> [b r i c]."""
+def block_mean(window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int) -> Tensor:
+    """Score of block c: the mean over its windows before `end` [b|1 i], [b r i w] -> [b r i c]."""
     w = blocks.first_window_of_block(c, d, s)[:, None]
     w = w + torch.arange(blocks.windows_per_block(d, s), device=c.device)
-    exists = w < window_scores.shape[-1]
+    exists = (w < end[..., None, None])[:, None]
     picked = window_scores[..., w.clamp(max=window_scores.shape[-1] - 1)]
     return (picked * exists).sum(dim=-1) / exists.sum(dim=-1).clamp(min=1)
 
 
 def block_mean_interpolated(
-    window_scores: Tensor, visible: Tensor, c: Tensor, d: int, s: int
+    window_scores: Tensor, visible: tuple[Tensor, Tensor], c: Tensor, d: int, s: int
 ) -> Tensor:
     """The mean over block c's tokens (those under a window) of window scores interpolated to
     tokens.
 
     Token t lies at `(t + 0.5) / d - 0.5` on the axis of window centres; a neighbour that the query
-    does not see (it sees `visible` [b|1 i] windows), or that does not exist, counts as the nearest
-    one it sees.
+    does not see (it sees windows `visible[0]` to `visible[1] - 1`, [b|1 i] each), or that does not
+    exist, counts as the nearest one it sees.
     """
     t = c[:, None] * s + torch.arange(s, device=c.device)
     # both neighbours in integers: twice the position in units of 1 / (2 d)
     left, remainder = (2 * t + 1 - d) // (2 * d), (2 * t + 1 - d) % (2 * d)
     weight = remainder.to(window_scores.dtype) / (2 * d)
-    last = (visible - 1).clamp(min=0)[..., None, None]
+    first, end = (n[..., None, None] for n in visible)
 
     def at(w: Tensor) -> Tensor:
-        index = rearrange(w.clamp(min=0).minimum(last), "b i c t -> b 1 i (c t)")
+        nearest = w.maximum(first).minimum(end - 1).clamp(min=0)
+        index = rearrange(nearest, "b i c t -> b 1 i (c t)")
         index = index.expand(*window_scores.shape[:3], -1)
         return rearrange(window_scores.gather(-1, index), "b r i (c t) -> b r i c t", t=s)
 
-    covered = t < window_scores.shape[-1] * d
+    covered = (t < end * d)[:, None]
     token_scores = torch.lerp(at(left), at(left + 1), weight) * covered
-    return token_scores.sum(dim=-1) / covered.sum(dim=-1)
+    return token_scores.sum(dim=-1) / covered.sum(dim=-1).clamp(min=1)
 
 
 def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
@@ -67,7 +69,7 @@ def importance_scores(
     q: Tensor,
     ck: Tensor,
     mem_k: Tensor | None,
-    visible: Tensor,
+    visible: tuple[Tensor, Tensor],
     c: Tensor,
     *,
     rule: str,
@@ -78,7 +80,8 @@ def importance_scores(
     s: int,
     scale: float | None,
 ) -> Tensor:
-    """Scores [b r i c] of blocks c for queries that see `visible` windows."""
+    """Scores [b r i c] of blocks c for queries that see the windows from `visible[0]` up to
+    `visible[1]`, [b|1 i] each."""
     if rule == "probs":
         sim, mask = compressed_scores(q, ck, mem_k, visible, scale)
         probs, _ = masked_softmax(sim, mask)
@@ -91,7 +94,7 @@ def importance_scores(
     window_scores = rearrange(scores(q, ck, scale), "b k g i w -> b (k g) i w")
     if interpolated:
         return block_mean_interpolated(window_scores, visible, c, d, s)
-    return block_mean(window_scores, c, d, s)
+    return block_mean(window_scores, visible[1], c, d, s)
 
 
 def rank(block_scores: Tensor, candidate: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -150,6 +153,7 @@ def select_blocks(
     leader_indices: Tensor | None = None,
     scale: float | None = None,
     return_gates: bool = False,
+    documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Block indices [b i r n], int32, and on request their straight-through gates."""
     l, d, s = compress_block_size, compress_block_sliding_stride, selection_block_size
@@ -167,10 +171,15 @@ def select_blocks(
     group = None
     if selection_stride > 1:
         q, i, group = leaders(q, i, selection_stride)
+        if documents is not None:  # of the leaders
+            documents = Documents(*(t.gather(1, i.expand(len(q), -1)) for t in documents))
 
     # candidates [b|1 1 i c]: not forced and, causally, past and wholly visible
     c = torch.arange(num_ranked, device=q.device)
     candidate = (c >= num_initial_blocks).expand(*i.shape, -1)
+    if documents is not None:
+        first, end = (t[..., None] for t in documents.blocks(s))
+        candidate = (c >= first + num_initial_blocks) & (c < end)
     if causal:
         past = c <= (i // s)[..., None] - max(num_local_blocks, 1)
         candidate = candidate & past & (c < blocks.num_complete_blocks(i, d, s)[..., None])
@@ -183,7 +192,7 @@ def select_blocks(
             q.to(accumulate),
             ck.to(accumulate),
             None if mem_k is None else mem_k.to(accumulate),
-            visible_windows(i, ck.shape[1], d, causal),
+            visible_windows(i, ck.shape[1], d, causal, documents),
             c,
             rule=importance,
             interpolated=interpolated_importance_score,

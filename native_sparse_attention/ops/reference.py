@@ -17,6 +17,7 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 from .. import blocks
+from .documents import Documents
 
 
 def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
@@ -64,18 +65,29 @@ def attend(
 # branch 1: compressed
 
 
-def visible_windows(i: Tensor, num_windows: int, d: int, causal: bool) -> Tensor:
-    """How many windows, counted from the first, each query at position i sees."""
-    if not causal:
-        return torch.full_like(i, num_windows)
-    return blocks.num_visible_windows(i, d).clamp(max=num_windows)
+def visible_windows(
+    i: Tensor, num_windows: int, d: int, causal: bool, documents: Documents | None = None
+) -> tuple[Tensor, Tensor]:
+    """The first window that each query at position i sees, and one past the last."""
+    first, end = torch.zeros_like(i), torch.full_like(i, num_windows)
+    if documents is not None:
+        first, last = documents.windows(d, causal=causal)
+        end = last.clamp(max=num_windows)
+    if causal:
+        end = end.minimum(blocks.num_visible_windows(i, d))
+    return first, end
 
 
 def compressed_scores(
-    q: Tensor, ck: Tensor, mem_k: Tensor | None, visible: Tensor, scale: float | None
+    q: Tensor,
+    ck: Tensor,
+    mem_k: Tensor | None,
+    visible: tuple[Tensor, Tensor],
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Logits [b k g i (m w)] over memory and windows, and who may see them [b|1 1 1 i (m w)]."""
-    mask = torch.arange(ck.shape[1], device=q.device) < visible[..., None]
+    w, (first, end) = torch.arange(ck.shape[1], device=q.device), visible
+    mask = (w >= first[..., None]) & (w < end[..., None])
     if mem_k is not None:
         ck = torch.cat((repeat(mem_k, "k m d -> b m k d", b=ck.shape[0]), ck), dim=1)
         mask = F.pad(mask, (mem_k.shape[1], 0), value=True)
@@ -94,9 +106,10 @@ def compressed_attention(
     q_offset: int | Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    documents: Documents | None = None,
 ):
     i = query_positions(q, q_offset)
-    visible = visible_windows(i, ck.shape[1], compress_block_sliding_stride, causal)
+    visible = visible_windows(i, ck.shape[1], compress_block_sliding_stride, causal, documents)
     sim, mask = compressed_scores(q, ck, mem_k, visible, scale)
     if mem_v is not None:
         cv = torch.cat((repeat(mem_v, "k m d -> b m k d", b=cv.shape[0]), cv), dim=1)
@@ -107,15 +120,28 @@ def compressed_attention(
 
 
 def forced_blocks(
-    i: Tensor, c: Tensor, s: int, *, causal: bool, num_initial_blocks: int, num_local_blocks: int
+    i: Tensor,
+    c: Tensor,
+    s: int,
+    *,
+    causal: bool,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Blocks attended without being ranked, [b|1 i] x [c] -> [b|1 i c]: the initial ones and,
     causally, the `num_local_blocks` that end with the query's own."""
-    forced = (c < num_initial_blocks).expand(*i.shape, -1)
+    first = 0 if documents is None else documents.blocks(s)[0][..., None]
+    forced = (c < first + num_initial_blocks).expand(*i.shape, -1)
     if causal:
         own = (i // s)[..., None]
         forced = (forced | (c > own - num_local_blocks)) & (c <= own)
-    return forced
+    return forced & (c >= first)
+
+
+def same_document(j: Tensor, documents: Documents) -> Tensor:
+    """Which keys j lie in each query's document, [b i j]."""
+    return (j >= documents.first[..., None]) & (j < documents.last[..., None])
 
 
 def scatter_blocks(
@@ -145,6 +171,7 @@ def selected_attention(
     q_offset: int | Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    documents: Documents | None = None,
 ):
     s, S, kv = selection_block_size, k.shape[1], k.shape[2]
     i = query_positions(q, q_offset)
@@ -160,12 +187,15 @@ def selected_attention(
         causal=causal,
         num_initial_blocks=num_initial_blocks,
         num_local_blocks=num_local_blocks,
+        documents=documents,
     )
     # [b r i c] -> [b k g' i j] with g' = 1 where the group shares
     attended = rearrange(chosen | forced[:, None], "b (k g) i c -> b k g i c", k=kv)
     mask = attended[..., j // s]
     if causal:
         mask = mask & (j <= i[..., None])[:, None, None]
+    if documents is not None:
+        mask = mask & same_document(j, documents)[:, None, None]
 
     sim = scores(q, k, scale)
     if gates is not None:
@@ -188,10 +218,13 @@ def sliding_window_attention(
     q_offset: int | Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    documents: Documents | None = None,
 ):
     i = query_positions(q, q_offset)[..., None]
     j = torch.arange(k.shape[1], device=q.device)
     mask = (i - j <= sliding_window_size) & (j - i <= (0 if causal else sliding_window_size))
+    if documents is not None:
+        mask = mask & same_document(j, documents)
     return attend(scores(q, k, scale), v, mask[:, None, None], return_lse)
 
 

@@ -1,0 +1,144 @@
+"""Operations over packed documents and padded batches: rows are laid out (`documents.py`), the
+operation runs over aligned rows, and its results are brought back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import documents as docs
+
+# arguments by what their second axis counts
+TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "block_indices", "gates")
+WINDOWS = ("ck", "cv")
+
+DOCUMENTATION = """
+    Packed documents and padding, where queries and keys are the same tokens:
+
+        cu_seqlens: [documents + 1], integers from 0 to the number of tokens: where each document
+            begins in one packed row, [1, total, ...] or [total, ...]. Results are those of each
+            document alone: positions and blocks count from its first token. Windows lie document
+            after document. On a GPU their values are waited for; on the CPU they are not.
+        segment_ids: [B, T], integers, in their place: a document is a run of tokens of one id.
+        mask: [B, T], True for tokens and False for padding, on either side, which nothing sees and
+            whose results are 0.
+        documents: `ops.documents.Documents` of rows that are aligned already.
+"""
+
+
+def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an operation over rows, which takes `documents`, the arguments above."""
+    signature = inspect.signature(op)
+    names = list(signature.parameters)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [
+        inspect.Parameter(name, keyword, default=None, annotation=Tensor | None)
+        for name in ("cu_seqlens", "segment_ids", "mask")
+    ]
+
+    @functools.wraps(op)
+    def run(
+        *args: Any,
+        cu_seqlens: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if cu_seqlens is None and segment_ids is None and mask is None:
+            return op(*args, **kwargs)
+        call = dict(zip(names, args, strict=False)) | kwargs
+        named: dict[str, Any] = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
+        return over_documents(op, call, named)
+
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), *own]
+    )
+    run.__doc__ = inspect.cleandoc(op.__doc__ or "") + "\n" + DOCUMENTATION
+    return run
+
+
+def over_documents(
+    op: Callable[..., Any], call: dict[str, Any], named: dict[str, Tensor | None]
+) -> Any:
+    """`op(**call)` over the documents `named`."""
+    for name in ("q_offset", "leader_indices", "seq_len", "documents"):
+        if call.get(name) is not None:
+            raise ValueError(
+                f"{name} must be None with cu_seqlens, segment_ids or mask: "
+                "queries and keys are the same tokens"
+            )
+    causal = call.get("causal", True)
+    d, s = call.get("compress_block_sliding_stride", 1), call.get("selection_block_size", 1)
+    q = call["q"]
+    flat = isinstance(q, Tensor) and q.ndim == 3 and named["cu_seqlens"] is not None
+    if flat:
+        rows = {name: call[name] for name in (*TOKENS, *WINDOWS) if call.get(name) is not None}
+        call = call | {name: t[None] for name, t in rows.items()}
+        q = call["q"]
+    if not isinstance(q, Tensor) or q.ndim != 4:
+        got = list(q.shape) if isinstance(q, Tensor) else type(q).__name__
+        raise ValueError(f"q must have shape [B, T, H, D], or [total, H, D] packed, got {got}")
+    shape = (q.shape[0], q.shape[1])
+    for name in TOKENS:
+        t = call.get(name)
+        if isinstance(t, Tensor) and tuple(t.shape[:2]) != shape:
+            raise ValueError(f"{name} must have B, T = {shape} as q has, got {list(t.shape)}")
+    layout = docs.layout(shape, q.device, max(d, s), **named)
+    assert layout is not None
+    documents = layout.documents
+
+    moved = {name: layout.spread(call[name]) for name in TOKENS if call.get(name) is not None}
+    if call.get("block_indices") is not None:
+        moved["block_indices"] = absolute(moved["block_indices"], documents, s)
+    if "ck" in call:
+        windows = layout.windows(d, call["ck"].shape[1], causal=causal)
+        check_windows(call["ck"].shape[1], windows, d, causal)
+        for name in WINDOWS:
+            if call.get(name) is not None:
+                moved[name] = windows.spread(call[name])
+    results = op(**call | moved, documents=documents)
+
+    hidden = layout.target < 0
+
+    def back(t: Tensor) -> Tensor:
+        if t.dtype == torch.int32:
+            # hidden tokens select nothing
+            t = layout.collect(local(t, documents, s) + 1) - 1
+        else:
+            t = layout.collect(t)
+            if t.ndim == 3:  # log-sum-exps
+                t = t.masked_fill(hidden[..., None], float("-inf"))
+        return t[0] if flat else t
+
+    return tuple(map(back, results)) if isinstance(results, tuple) else back(results)
+
+
+def check_windows(W: int, windows: docs.Layout, d: int, causal: bool) -> None:
+    """As many as the documents of the longest row have."""
+    if docs.is_traced(windows.source):
+        return
+    there = (windows.source >= 0).sum(1)
+    most = int(there.max()) if there.numel() else 0
+    if most != W:
+        kind = "complete " if causal else ""
+        raise ValueError(
+            f"ck must hold the {most} {kind}windows, {d} apart, of the documents of a row, got {W}"
+        )
+
+
+def absolute(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
+    """Block indices [b p r n] of documents as those of the row; -1 where a document ends before."""
+    first, end = (t[..., None, None] for t in documents.blocks(s))
+    there = (block_indices >= 0) & (block_indices < end - first)
+    return torch.where(there, block_indices + first, -1).to(block_indices.dtype)
+
+
+def local(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
+    """Block indices [b p r n] of the row as those of its documents."""
+    first = documents.blocks(s)[0][..., None, None]
+    return torch.where(block_indices >= 0, block_indices - first, -1).to(block_indices.dtype)
