@@ -74,11 +74,11 @@ def choose(
 
 def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
     """Call operation `op` of a backend that `choose` returned."""
+    if kwargs.get("documents") is None:
+        kwargs.pop("documents", None)
     if backend == "triton":
         return getattr(library, op)(*args, **kwargs)
     kwargs.pop("block_sizes", None)  # others have no tiles
-    if kwargs.get("documents") is None:
-        kwargs.pop("documents", None)
     if backend == "flex":
         return getattr(flex, op)(*args, **kwargs)
     if op == "sliding_window_attention":

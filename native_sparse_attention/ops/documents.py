@@ -211,8 +211,8 @@ def layout(
     cu_seqlens: Tensor | None = None,
     segment_ids: Tensor | None = None,
     mask: Tensor | None = None,
-) -> Layout | None:
-    """The layout of rows [b t] by the documents that the caller names; None where it names none.
+) -> Layout:
+    """The layout of rows [b t] by the documents that the caller names.
 
     Args:
         shape: b and t.
@@ -228,8 +228,6 @@ def layout(
         ValueError: dtypes, shapes or values that do not fit, or both cu_seqlens and segment_ids.
     """
     b, T = shape
-    if cu_seqlens is None and segment_ids is None and mask is None:
-        return None
     if cu_seqlens is not None and (segment_ids is not None or mask is not None):
         other = "mask" if segment_ids is None else "segment_ids"
         raise ValueError(f"cu_seqlens and {other} are two ways to name documents: give one")
@@ -246,6 +244,8 @@ def layout(
     if mask is not None:
         check_row_tensor("mask", mask, shape, (torch.bool,))
     if segment_ids is None:
+        if mask is None:
+            raise ValueError("one of cu_seqlens, segment_ids and mask must be given, got None")
         begins = torch.zeros_like(mask)
         length = blocks.ceil_div(T, step) * step
     else:

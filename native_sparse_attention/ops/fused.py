@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import blocks
-from .library import empty_outputs, memory_grads, offsets, prefix, rows
+from .operators import empty_outputs, memory_grads, offsets, prefix, rows
 from .selection import in_its_sizes, on_its_device
 
 

@@ -89,7 +89,6 @@ def over_documents(
         if isinstance(t, Tensor) and tuple(t.shape[:2]) != shape:
             raise ValueError(f"{name} must have B, T = {shape} as q has, got {list(t.shape)}")
     layout = docs.layout(shape, q.device, max(d, s), **named)
-    assert layout is not None
     documents = layout.documents
 
     moved = {name: layout.spread(call[name]) for name in TOKENS if call.get(name) is not None}
