@@ -10,18 +10,16 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
-import einx
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from einops.layers.torch import Rearrange
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
-from . import blocks
 from .cache import KVCache, check_cache
-from .compress import default_compress_mlp, gather_windows, unfold
+from .compress import default_compress_mlp, gather_windows, unfold, windows_of
+from .gate import default_gate
 from .ops.block_sizes import BlockSizes, check_block_sizes
 from .ops.checks import (
     BACKENDS,
@@ -32,8 +30,9 @@ from .ops.checks import (
     check_ints,
     check_selection,
 )
+from .ops.documents import Documents, layer_layout
 from .ops.nsa import native_sparse_attention
-from .rotary import Rotary, rotation
+from .rotary import Rotary, check_rotary, rotation
 
 
 class SparseAttention(Module):
@@ -149,15 +148,7 @@ class SparseAttention(Module):
                 "use_triton_kernel=True asks for backend='triton', "
                 f"but backend={backend!r} was given"
             )
-        if rotary_emb is not None and rotary_emb.use_xpos:
-            raise ValueError(
-                "rotary_emb must have use_xpos=False: a key's scale would depend on the length"
-            )
-        if rotary_emb is not None and 2 * len(rotary_emb.freqs) > dim_head:
-            raise ValueError(
-                f"rotary_emb must rotate at most dim_head={dim_head} features, "
-                f"got {2 * len(rotary_emb.freqs)}"
-            )
+        check_rotary(rotary_emb, dim_head)
 
         self.dim = dim
         self.dim_head = dim_head
@@ -183,7 +174,6 @@ class SparseAttention(Module):
         self.backend = "triton" if use_triton_kernel else backend
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
-
         # q, then a key and a value for all branches, or for each: compressed, selected, window
         dim_kv = kv_heads * dim_head
         kv_sets = 3 if branch_kv == "independent" else 1
@@ -208,19 +198,18 @@ class SparseAttention(Module):
         self.k_compress = deepcopy(compress_mlp)
         self.v_compress = deepcopy(compress_mlp)
 
-        # the gate starts at the window: a network picks up local patterns first
         if strategy_combine_mlp is None:
-            strategy_combine_mlp = nn.Linear(dim, 3 * heads)
-            nn.init.zeros_(strategy_combine_mlp.weight)
-            with torch.no_grad():
-                bias = torch.tensor([-2.0, -2.0, 2.0])
-                bias = einx.multiply("h, s -> (h s)", torch.ones(heads), bias)
-                strategy_combine_mlp.bias.copy_(bias)
+            strategy_combine_mlp = default_gate(dim, heads)
         self.to_strategy_combine = nn.Sequential(
             strategy_combine_mlp, nn.Sigmoid(), Rearrange("b n (h s) -> b n h s", h=heads)
         )
 
         self.combine_heads = nn.Linear(heads * dim_head, dim, bias=False)
+
+    @property
+    def alignment(self) -> int:
+        """What documents in a row are to begin at a multiple of, as `documents` says they do."""
+        return max(self.compress_block_sliding_stride, self.selection_block_size)
 
     def extra_repr(self) -> str:
         return (
@@ -240,6 +229,10 @@ class SparseAttention(Module):
         return_cache: bool = False,
         *,
         lengths: Sequence[int] | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Any:
         """Attend, over the input alone or over a cache and the input behind it.
 
@@ -254,6 +247,13 @@ class SparseAttention(Module):
             return_cache: also return the cache.
             lengths: with a cache, how many of the n tokens are real in each row, the others being
                 padding on the right: they are not kept, and their output is 0.
+            cu_seqlens, segment_ids: documents packed in a row, which see nothing of each other:
+                where each begins in [1, total, dim] ([documents + 1], from 0 to total), or an
+                integer for every token [b, n], the same for the tokens of a document.
+            mask: [b, n], False for padding, on either side, which is left out; its output is 0.
+                With a cache it is as if each row held its real tokens alone.
+            documents: `ops.documents.Documents` of rows whose documents begin at multiples of s and
+                d already.
 
         Returns:
             [b, n, dim], or (that, cache).
@@ -265,6 +265,11 @@ class SparseAttention(Module):
         """
         check_input(inp, self.dim)
         cache = check_cache(cache, return_cache, lengths, self.causal)
+        names = cu_seqlens, segment_ids, mask, documents
+        layout, lengths = layer_layout(inp, self.alignment, cache is not None, lengths, *names)
+        if layout is not None:
+            inp = layout.spread(inp)
+            documents = layout.documents if cache is None else None
         counts = [] if cache is None else cache.check(inp.shape[0], inp.shape[1], lengths)
         start = 0 if cache is None else cache.positions(inp.device, counts, inp.shape[1])
 
@@ -274,7 +279,8 @@ class SparseAttention(Module):
         kv = [rearrange(t, "b n (h d) -> b h n d", d=self.dim_head) for t in kv]
 
         # windows are made of raw keys (they have positions of their own), tokens are rotated
-        rotate = rotation(self.rotary_emb, q, start)
+        positions = None if documents is None else documents.positions()
+        rotate = rotation(self.rotary_emb, q, start, positions)
         raw = {"k": kv[0], "v": kv[1]}
         k, v, *window = kv[2:] or kv
         tokens: dict[str, Any] = {"k": rotate(k), "v": v}
@@ -283,7 +289,9 @@ class SparseAttention(Module):
 
         leader = None
         if cache is None:
-            compressed = self.compress(self.windows(raw))
+            l, d = self.compress_block_size, self.compress_block_sliding_stride
+            windows = {n: windows_of(t, l, d, self.causal, documents) for n, t in raw.items()}
+            compressed = self.compress(windows)
         else:
             tokens, compressed = self.extend(cache, counts, tokens, raw)
             if self.selection_stride > 1 and len(cache) > 0:
@@ -312,13 +320,15 @@ class SparseAttention(Module):
             return_indices=True,
             recompute=self.recompute,
             block_sizes=self.block_sizes,
+            documents=documents,
             sliding_window_flex_mask=sliding_window_flex_mask,
             fine_selection_flex_mask=fine_selection_flex_mask,
             backend=self.backend_without_triton(inp) if disable_triton_kernel else self.backend,
         )
-        out = self.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
+        out = rearrange(out, "b n h d -> b n (h d)")
         if cache is None:
-            return out
+            return self.combine_heads(out if layout is None else layout.collect(out))
+        out = self.combine_heads(out)
 
         if self.selection_stride > 1:
             ranking = rearrange(indices, "b n h s -> b h n s")
@@ -326,6 +336,8 @@ class SparseAttention(Module):
         cache.keep_recent(raw, counts, self.compress_block_size - 1)
         cache.advance(counts)
         out = cache.zero_padding(out, counts)
+        if layout is not None:
+            out = layout.collect(out)
         return (out, cache) if return_cache else out
 
     def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:
@@ -340,13 +352,6 @@ class SparseAttention(Module):
             return {"mem_k": None, "mem_v": None}
         mem_k, mem_v = self.compress_mem_kv.to(dtype)
         return {"mem_k": mem_k, "mem_v": mem_v}
-
-    def windows(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Windows [b h w l d] of a whole sequence [b h n d], zeros before its first token."""
-        l, d = self.compress_block_size, self.compress_block_sliding_stride
-        n = raw["k"].shape[2]
-        end = n if self.causal else blocks.num_windows(n, d, causal=False) * d
-        return {name: unfold(F.pad(t, (0, 0, l - d, end - n)), l, d) for name, t in raw.items()}
 
     def compress(self, windows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Summaries [b h w d] of windows [b h w l d], as "ck" and "cv"."""

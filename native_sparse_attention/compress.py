@@ -12,11 +12,14 @@ Weights are named as in the published package native-sparse-attention-pytorch 0.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from einops import einsum, rearrange
 from einops.layers.torch import EinMix, Rearrange
 from torch import Tensor, nn
 
+from . import blocks
 from .ops.checks import check_ints
+from .ops.documents import Documents
 
 
 def hidden_width(width: int, expand_factor: float) -> int:
@@ -257,6 +260,25 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
     if t.shape[2] < l:
         return t.new_zeros(*t.shape[:2], 0, l, t.shape[3])
     return t.unfold(2, l, d).transpose(-2, -1)
+
+
+def windows_of(
+    t: Tensor, l: int, d: int, causal: bool, documents: Documents | None = None
+) -> Tensor:
+    """Windows [b h w l d] of whole sequences [b h n d]; zeros stand for tokens outside of the
+    sequence, or of the document that a window ends in."""
+    n = t.shape[2]
+    end = n if causal else blocks.num_windows(n, d, causal=False) * d
+    windows = unfold(F.pad(t, (0, 0, l - d, end - n)), l, d)
+    # causally no query sees a window that its document does not fill
+    if documents is None or (causal and l == d):
+        return windows
+    w = windows.shape[2]
+    segment = torch.arange(w, device=t.device)[:, None] * d
+    token = segment + torch.arange(d - l, d, device=t.device)
+    first, last = (bound[:, : w * d : d, None] for bound in documents)
+    inside = (token >= first) & (token < last)
+    return windows.masked_fill(~inside[:, None, :, :, None], 0)
 
 
 def gather_windows(t: Tensor, skip: list[int], num_windows: int, l: int, d: int) -> Tensor:

@@ -34,17 +34,41 @@ class Rotary(RotaryEmbedding):
 
 
 def rotation(
-    rotary: RotaryEmbedding, like: Tensor, start: int | Tensor
+    rotary: RotaryEmbedding,
+    like: Tensor,
+    start: int | Tensor,
+    positions: Tensor | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """Rotary embedding of [b h n d] at positions `start + 0 .. n - 1` (start: an int, or [b]).
+    """Rotary embedding of [b h n d] at positions `start + 0 .. n - 1` (start: an int, or [b]), or
+    at `positions` [b n].
 
     The angles are formed here: the embedding's own forward does so in the dtype of its frequencies,
     and bf16 cannot tell position 257 from 256.
     """
-    position = torch.arange(like.shape[2], device=like.device)
-    position = position + (start[:, None, None] if isinstance(start, Tensor) else start)
+    if positions is None:
+        position = torch.arange(like.shape[2], device=like.device)
+        position = position + (start[:, None, None] if isinstance(start, Tensor) else start)
+    else:
+        position = positions[:, None]
     position = position.to(torch.promote_types(torch.float32, like.dtype))
     position = position / rotary.interpolate_factor
     angles = position[..., None] * rotary.freqs.to(position.dtype)
     angles = angles.repeat_interleave(2, dim=-1)
     return lambda t: apply_rotary_emb(angles, t)
+
+
+def check_rotary(rotary: RotaryEmbedding | None, dim_head: int) -> None:
+    """An embedding handed in fits heads of this width, at any length.
+
+    Raises:
+        ValueError: it scales keys by their position, or rotates more than there is.
+    """
+    if rotary is not None and rotary.use_xpos:
+        raise ValueError(
+            "rotary_emb must have use_xpos=False: a key's scale would depend on the length"
+        )
+    if rotary is not None and 2 * len(rotary.freqs) > dim_head:
+        raise ValueError(
+            f"rotary_emb must rotate at most dim_head={dim_head} features, "
+            f"got {2 * len(rotary.freqs)}"
+        )

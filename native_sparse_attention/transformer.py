@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from math import ceil
 from typing import Any
 
 import torch
@@ -21,7 +20,12 @@ from .attention import SparseAttention
 from .cache import KVCache, check_cache
 from .masks import create_fine_mask, create_sliding_mask
 from .ops.checks import check_groups, check_input, check_ints
+from .ops.documents import Documents, Layout, layer_layout
 from .rotary import Rotary, rotation
+from .sampling import check_sampling, sample_token
+
+# what cross_entropy passes over
+NO_LABEL = -100
 
 DEFAULT_SPARSE_ATTN = dict(
     sliding_window_size=32,
@@ -71,11 +75,14 @@ class Attention(Module):
         return_cache: bool = False,
         *,
         lengths: Sequence[int] | Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Any:
         """[b, n, dim] -> [b, n, dim], and the cache with `return_cache`; as SparseAttention's
         (there is no Triton kernel here to disable)."""
         check_input(x, self.dim)
         cache = check_cache(cache, return_cache, lengths, self.causal)
+        if cache is not None and documents is not None:
+            raise ValueError("documents must be None with a cache, whose rows hold one each")
         counts = [] if cache is None else cache.check(x.shape[0], x.shape[1], lengths)
         start = 0 if cache is None else cache.positions(x.device, counts, x.shape[1])
 
@@ -84,7 +91,8 @@ class Attention(Module):
             rearrange(to(x), "b n (h d) -> b h n d", d=self.dim_head)
             for to in (self.to_q, self.to_k, self.to_v)
         )
-        rotate = rotation(self.rotary_embed, q, start)
+        positions = None if documents is None else documents.positions()
+        rotate = rotation(self.rotary_embed, q, start, positions)
         q, tokens = rotate(q), {"k": rotate(k), "v": v}
         if cache is not None:
             tokens = cache.append(tokens, cache.starts(len(counts)), counts, cache.max_length)
@@ -96,6 +104,8 @@ class Attention(Module):
             i = torch.arange(q.shape[2], device=q.device)[:, None]
             i = i + (start[:, None, None, None] if isinstance(start, Tensor) else start)
             mask = torch.arange(k.shape[2], device=k.device) <= i
+        if documents is not None:
+            mask, first = same_document(documents, self.causal), False
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=self.causal and first, enable_gqa=self.grouped
         )
@@ -105,6 +115,16 @@ class Attention(Module):
         cache.advance(counts)
         out = cache.zero_padding(out, counts)
         return (out, cache) if return_cache else out
+
+
+def same_document(documents: Documents, causal: bool) -> Tensor:
+    """Who may attend to whom, [b 1 i j]; positions without a token see themselves."""
+    j = torch.arange(documents.first.shape[1], device=documents.first.device)
+    i = j[:, None]
+    seen = (j >= documents.first[..., None]) & (j < documents.last[..., None])
+    if causal:
+        seen = seen & (j <= i)
+    return (seen | (i == j))[:, None]
 
 
 def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
@@ -200,6 +220,9 @@ class Transformer(Module):
         return_cache: bool = False,
         *,
         lengths: Sequence[int] | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Any:
         """Logits [b, n, num_tokens] of ids [b, n]; or the loss of predicting each from those
         before.
@@ -211,16 +234,27 @@ class Transformer(Module):
             disable_triton_kernel: see SparseAttention.
             cache: of `new_cache`, or what `return_cache=True` returned; updated in place.
             lengths: with a cache, the real tokens of each right-padded row.
+            cu_seqlens, segment_ids, mask: documents packed in a row, and padding, as
+                SparseAttention takes them. Positions start anew with every document, and the loss
+                is that of the tokens that have one of their own document before them.
 
         Raises:
             ValueError: ids or a cache that do not fit.
         """
         if ids.ndim != 2:
             raise ValueError(f"ids must have shape [b, n], got {list(ids.shape)}")
-        if return_loss:
-            if ids.shape[1] < 2:
-                raise ValueError(f"ids must have at least 2 tokens for a loss, got {ids.shape[1]}")
+        layout, lengths = layer_layout(
+            ids, self.alignment, cache is not None or return_cache, lengths, cu_seqlens,
+            segment_ids, mask, None,
+        )  # fmt: skip
+        if return_loss and ids.shape[1] < 2:
+            raise ValueError(f"ids must have at least 2 tokens for a loss, got {ids.shape[1]}")
+        if layout is not None:
+            ids = layout.spread(ids)
+        if return_loss and layout is None:
             ids, labels = ids[:, :-1], ids[:, 1:]
+        elif return_loss:
+            labels = next_ids(ids, layout)
         if cache is None and return_cache:
             cache = self.new_cache()
         if cache is not None and len(cache) != len(self.layers):
@@ -233,7 +267,9 @@ class Transformer(Module):
             "disable_triton_kernel": disable_triton_kernel,
             "lengths": lengths,
         }
-        if cache is None and not disable_flex:
+        if layout is not None and cache is None:
+            kwargs["documents"] = layout.documents
+        elif cache is None and not disable_flex:
             kwargs |= self.flex_masks(ids.shape[1], ids.device)
 
         x = self.token_emb(ids)
@@ -247,10 +283,21 @@ class Transformer(Module):
             else:
                 x = x + attn(x, cache=layer_cache, **kwargs)
                 x = x + ff(x)
+        if layout is not None:
+            x = layout.collect(x)
         out = self.to_logits(self.norm(x))
         if return_loss:
-            out = F.cross_entropy(rearrange(out, "b n t -> b t n").float(), labels)
+            mean = "mean" if layout is None else "sum"
+            out = F.cross_entropy(rearrange(out, "b n t -> b t n").float(), labels, reduction=mean)
+            if layout is not None:
+                out = out / (labels != NO_LABEL).sum().clamp(min=1)
         return (out, cache) if return_cache else out
+
+    @property
+    def alignment(self) -> int:
+        """What documents in a row are to begin at a multiple of."""
+        layer: Any = self.layers[0]
+        return getattr(layer[0], "alignment", 1)
 
     def flex_masks(self, seq_len: int, device: torch.device) -> dict[str, Any]:
         masks: dict[str, Any] = {}
@@ -339,28 +386,10 @@ class Transformer(Module):
         return torch.stack(tokens, dim=1) if tokens else prompt[:, :0]
 
 
-def check_sampling(filter_thres: float, top_p: float | None) -> None:
-    if not 0.0 <= filter_thres < 1.0:
-        raise ValueError(f"filter_thres must be in [0, 1), got {filter_thres}")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-
-
-def sample_token(
-    logits: Tensor,
-    temperature: float,
-    filter_thres: float,
-    top_p: float | None,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """One token [b] from logits [b t]."""
-    if temperature <= 0.0:
-        return logits.argmax(dim=-1)
-    count = max(1, ceil((1.0 - filter_thres) * logits.shape[-1]))
-    values, tokens = logits.float().topk(count, dim=-1)
-    probs = (values / temperature).softmax(dim=-1)
-    if top_p is not None:
-        # drop a token where those before it already hold top_p
-        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
-    choice = probs.multinomial(1, generator=generator)
-    return tokens.gather(-1, choice)[:, 0]
+def next_ids(ids: Tensor, layout: Layout) -> Tensor:
+    """Of each token [b t], the next of its document, from ids [b p] of aligned rows; NO_LABEL where
+    there is none."""
+    p = torch.arange(ids.shape[1], device=ids.device)
+    there = p + 1 < layout.documents.last
+    following = torch.where(there, ids.roll(-1, dims=1), NO_LABEL)
+    return layout.collect(following).masked_fill(layout.target < 0, NO_LABEL)

@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"transformer"}),
     frozenset({"attention"}),
     frozenset({"ops.nsa"}),
-    frozenset({"ops.functional", "compress", "cache", "rotary"}),
+    frozenset({"ops.functional", "compress", "cache", "gate", "rotary", "sampling"}),
     frozenset({"ops.backends"}),
     frozenset({"ops.fused", "ops.library", "ops.ranking"}),
     frozenset({"ops.reference", "ops.chunked", "ops.flex", "ops.local", "ops.operators"}),

@@ -255,3 +255,37 @@ def layout(
             ids = ids.to(mask.device).gather(1, real_first(mask))
         begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
     return moved(lay_out(begins, mask, step, length), device)
+
+
+def layer_layout(
+    inp: Tensor,
+    step: int,
+    cached: bool,
+    lengths: Any,
+    cu_seqlens: Tensor | None,
+    segment_ids: Tensor | None,
+    mask: Tensor | None,
+    documents: Documents | None,
+) -> tuple[Layout | None, Any]:
+    """The layout of a layer's input [b n dim], None where it can stay as it is; and the `lengths`
+    that a cache counts, which a mask gives too.
+
+    Raises:
+        ValueError: names of documents that do not fit, or that do not go together.
+    """
+    named = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
+    given = [name for name, t in named.items() if t is not None]
+    if documents is not None:
+        given.append("documents")
+    if cached and given and given != ["mask"]:
+        raise ValueError(f"{given[0]} must be None with a cache, whose rows hold one document each")
+    if mask is not None and lengths is not None:
+        raise ValueError("mask and lengths are two ways to name padding: give one")
+    if documents is not None and len(given) > 1:
+        raise ValueError(f"documents and {given[0]} are two ways to name documents: give one")
+    if documents is not None or not given:
+        return None, lengths
+    found = layout((inp.shape[0], inp.shape[1]), inp.device, 1 if cached else step, **named)
+    if cached and mask is not None:
+        lengths = mask.sum(1)
+    return found, lengths

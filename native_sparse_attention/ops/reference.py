@@ -131,8 +131,9 @@ def forced_blocks(
 ) -> Tensor:
     """Blocks attended without being ranked, [b|1 i] x [c] -> [b|1 i c]: the initial ones and,
     causally, the `num_local_blocks` that end with the query's own."""
-    first = 0 if documents is None else documents.blocks(s)[0][..., None]
-    forced = (c < first + num_initial_blocks).expand(*i.shape, -1)
+    first = torch.zeros_like(i) if documents is None else documents.blocks(s)[0]
+    first = first[..., None]
+    forced = c < first + num_initial_blocks
     if causal:
         own = (i // s)[..., None]
         forced = (forced | (c > own - num_local_blocks)) & (c <= own)
