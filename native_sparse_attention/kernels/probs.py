@@ -189,5 +189,7 @@ def best_by_probs(
                     score = place(score, c - c0)
                 c -= BACK
                 candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
-                found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+                score = tl.where(candidate, score, NO_SCORE)
+                # a key has no room for the sign of a block
+                found = fold(found, score, tl.maximum(c, 0), COLUMNS)
     return finish(found, SLOTS, SLOTS_2, COLUMNS)
