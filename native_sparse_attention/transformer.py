@@ -251,10 +251,10 @@ class Transformer(Module):
             raise ValueError(f"ids must have at least 2 tokens for a loss, got {ids.shape[1]}")
         if layout is not None:
             ids = layout.spread(ids)
-        if return_loss and layout is None:
-            ids, labels = ids[:, :-1], ids[:, 1:]
-        elif return_loss:
+        if return_loss and layout is not None:
             labels = next_ids(ids, layout)
+        elif return_loss:
+            ids, labels = ids[:, :-1], ids[:, 1:]
         if cache is None and return_cache:
             cache = self.new_cache()
         if cache is not None and len(cache) != len(self.layers):

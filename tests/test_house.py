@@ -29,7 +29,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ops.fused", "ops.library", "ops.ranking"}),
     frozenset({"ops.reference", "ops.chunked", "ops.flex", "ops.local", "ops.operators"}),
     frozenset({"masks", "ops.selection", "ops.block_sizes", "ops.packed"}),
-    frozenset({"ops.documents"}),
     frozenset(
         {
             "kernels.scoring",
@@ -44,7 +43,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"kernels.gate_steps", "kernels.unite"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset({"kernels.device", "kernels.sizes", "kernels.tiles", "kernels.topn"}),
-    frozenset({"ops.checks"}),
+    frozenset({"ops.checks", "ops.documents"}),
     frozenset({"blocks"}),
     frozenset({"ops", "kernels"}),  # the folders' own __init__: a docstring, no imports
 )

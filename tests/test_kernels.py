@@ -12,7 +12,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import library
+from native_sparse_attention.ops import operators
 from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytestmark = pytest.mark.kernels
@@ -202,17 +202,17 @@ def test_strided_inputs_and_a_repeat():
 def test_operator_is_well_formed():
     """Schema, fake, autograd registration: torch's own checks."""
     q, k, v = (t.requires_grad_() for t in draw(20, 20, 2, 1, 16, 16))
-    args = (q, k, v, None, None, None, library.CAUSAL_WINDOW, 7, 1, 0, 0.25, [16, 32] * 9)
+    args = (q, k, v, *(None,) * 5, operators.CAUSAL_WINDOW, 7, 1, 0, 0.25, [16, 32] * 9)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(library.interval_attention, args, test_utils=checks)
+    torch.library.opcheck(operators.interval_attention, args, test_utils=checks)
 
 
 def test_numbers_of_the_kinds():
-    """`ops.library` writes the kinds out, so as not to import triton."""
+    """`ops.operators` writes the kinds out, so as not to import triton."""
     from native_sparse_attention.kernels import device
 
     names = ("CAUSAL_WINDOW", "TWO_SIDED_WINDOW", "BEHIND", "EVERYTHING")
-    assert [getattr(device, n).value for n in names] == [getattr(library, n) for n in names]
+    assert [getattr(device, n).value for n in names] == [getattr(operators, n) for n in names]
 
 
 @pytest.mark.gpu

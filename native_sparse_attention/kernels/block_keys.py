@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .device import load_rows, store_rows
+from .device import in_document, load_rows, store_rows
 
 
 @triton.jit
@@ -62,9 +62,21 @@ def mean_kernel(
 
 
 @triton.jit
-def window_weight(c, j, W, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
+def block_windows(c, W, b, T, doc_first, doc_last, d: tl.constexpr, s: tl.constexpr,
+                  DOCUMENTS: tl.constexpr):  # fmt: skip
+    """The first window that blocks c [C] of row b may count, of W, and one past the last."""
+    lo = c * 0
+    hi = lo + W
+    if DOCUMENTS:
+        lo, hi = in_document(lo, hi, c * s, T, doc_first + b * T, doc_last + b * T, d)
+    return lo, hi
+
+
+@triton.jit
+def window_weight(c, j, end, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
                   INTERPOLATED: tl.constexpr):  # fmt: skip
-    """What window j of blocks c [C], counted from the first of each, weighs among theirs."""
+    """What window j of blocks c [C], counted from the first of each, weighs among theirs, which lie
+    before windows `end` [C]."""
     w = first_window(c, d, s) + j
     if INTERPOLATED:
         # [C, BLOCK_S]
@@ -72,19 +84,20 @@ def window_weight(c, j, W, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constex
         t = c[:, None] * s + u
         # twice the distance of token and window centre, in units of 1 / (2 d)
         distance = tl.abs(2 * t + 1 - d - 2 * d * w[:, None])
-        near = tl.where((u < s) & (t < W * d), tl.maximum(2 * d - distance, 0), 0)
+        near = tl.where((u < s) & (t < end[:, None] * d), tl.maximum(2 * d - distance, 0), 0)
         weight = tl.sum(near, 1).to(tl.float32)
     else:
-        weight = (w < W).to(tl.float32)
+        weight = (w < end).to(tl.float32)
     return weight
 
 
-@triton.jit(do_not_specialize=["C", "W"])
+@triton.jit(do_not_specialize=["T", "C", "W"])
 def keys_kernel(
-    ck, keys, sizes, C, W, K, scale,
+    ck, keys, sizes, doc_first, doc_last, T, C, W, K, scale,
     k_b, k_w, k_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, PARTS: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program: keys of a tile of blocks of one row and KV head, in PARTS [PARTS, D] or, where
     that is 0, halves [2, BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis
@@ -94,7 +107,8 @@ def keys_kernel(
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     WINDOWS: tl.constexpr = s // d if s > d else 1
     first = first_window(c, d, s)
-    last = first * 0 + W - 1
+    lo, end = block_windows(c, W, b, T, doc_first, doc_last, d, s, DOCUMENTS)
+    last = end - 1
     if tl.program_id(2) == 1:
         last = tl.minimum(last, first + WINDOWS - 1)
 
@@ -103,9 +117,9 @@ def keys_kernel(
     AROUND: tl.constexpr = 1 if INTERPOLATED else 0
     for j in range(-AROUND, WINDOWS + AROUND):
         w = first + j
-        weight = window_weight(c, j, W, d, s, BLOCK_S, INTERPOLATED)
+        weight = window_weight(c, j, end, d, s, BLOCK_S, INTERPOLATED)
         if INTERPOLATED:
-            w = tl.minimum(tl.maximum(w, 0), last)
+            w = tl.minimum(tl.maximum(w, lo), last)
         rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
         tile = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W))
         total += weight[:, None] * tile.to(tl.float32)
@@ -123,11 +137,12 @@ def keys_kernel(
         store_parts(keys, row * (PARTS * D), key, D, BLOCK_D, c < C, PARTS)
 
 
-@triton.jit(do_not_specialize=["C", "W"])
+@triton.jit(do_not_specialize=["T", "C", "W"])
 def keys_backward_kernel(
-    d_keys, d_ck, C, W, K, scale,
+    d_keys, d_ck, doc_first, doc_last, T, C, W, K, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
-    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, SETS: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    SETS: tl.constexpr,
 ):  # fmt: skip
     """One program: gradients of a tile of windows of one row and KV head, gathered from the blocks
     around it. d_keys [SETS B K C D], d_ck [B W K D]."""
@@ -141,13 +156,14 @@ def keys_backward_kernel(
         c = w // WINDOWS * BLOCKS + near
         there = (w < W) & (c >= 0) & (c < C)
         first = first_window(c, d, s)
+        lo, end = block_windows(c, W, b, T, doc_first, doc_last, d, s, DOCUMENTS)
         count = tl.zeros([BLOCK_W], tl.float32)
         own = tl.zeros([BLOCK_W], tl.float32)
         own_edge = tl.zeros([BLOCK_W], tl.float32)
         for j in range(-AROUND, WINDOWS + AROUND):
-            weight = window_weight(c, j, W, d, s, BLOCK_S, INTERPOLATED)
+            weight = window_weight(c, j, end, d, s, BLOCK_S, INTERPOLATED)
             count += weight
-            counts_as = tl.minimum(tl.maximum(first + j, 0), W - 1)
+            counts_as = tl.minimum(tl.maximum(first + j, lo), end - 1)
             own += tl.where(counts_as == w, weight, 0.0)
             counts_as = tl.minimum(counts_as, first + WINDOWS - 1)
             own_edge += tl.where(counts_as == w, weight, 0.0)
@@ -181,7 +197,12 @@ def mean_queries(q, ranks, parts):
     return means
 
 
-def block_keys(ck, C, d, s, interpolated, scale, parts=0):
+def documents_of(documents):
+    """What the kernels take of where documents lie."""
+    return dict(T=0 if documents is None else documents.first.shape[1], **launch.bounds(documents))
+
+
+def block_keys(ck, C, d, s, interpolated, scale, parts=0, documents=None):
     """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
     C]; a second set for queries that do not see the window after the block, where interpolated.
     With `parts` instead [sets, B, K, C, parts * D], float32 or bfloat16 parts, and None."""
@@ -195,21 +216,21 @@ def block_keys(ck, C, d, s, interpolated, scale, parts=0):
         sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
     block_c = 16
     keys_kernel[(triton.cdiv(C, block_c), B * K, sets)](
-        ck, keys, sizes, C, W, K, scale, *ck.stride()[:3],
-        D=D, BLOCK_D=block_d, BLOCK_C=block_c, BLOCK_S=triton.next_power_of_2(s), d=d, s=s,
-        INTERPOLATED=interpolated, PARTS=parts,
+        ck, keys, sizes, C=C, W=W, K=K, scale=scale, **launch.strides("k", ck, "bwh"),
+        **documents_of(documents), D=D, BLOCK_D=block_d, BLOCK_C=block_c,
+        BLOCK_S=triton.next_power_of_2(s), d=d, s=s, INTERPOLATED=interpolated, PARTS=parts,
     )  # fmt: skip
     return keys, sizes
 
 
-def block_keys_backward(d_keys, W, d, s, interpolated, scale):
+def block_keys_backward(d_keys, W, d, s, interpolated, scale, documents=None):
     """Gradient [B W K D] of ck from that of its block keys, [sets, B, K, C, D], in float32."""
     sets, B, K, C, D = d_keys.shape
     d_ck = d_keys.new_empty(B, W, K, D)
     block_w = 16
     keys_backward_kernel[(triton.cdiv(W, block_w), B * K)](
-        d_keys, d_ck, C, W, K, scale,
-        D=D, BLOCK_D=launch.padded(D), BLOCK_W=block_w, BLOCK_S=triton.next_power_of_2(s),
+        d_keys, d_ck, C=C, W=W, K=K, scale=scale, **documents_of(documents), D=D,
+        BLOCK_D=launch.padded(D), BLOCK_W=block_w, BLOCK_S=triton.next_power_of_2(s),
         d=d, s=s, INTERPOLATED=interpolated, SETS=sets,
     )  # fmt: skip
     return d_ck

@@ -33,6 +33,15 @@ def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
 
 
 @triton.jit
+def in_document(lo, hi, token, T, firsts, lasts, unit):
+    """Of intervals [lo, hi) of keys, each of which stands for `unit` tokens, what lies in the
+    documents of these tokens of a row, whose bounds are at `firsts` and `lasts`."""
+    token = tl.minimum(tl.maximum(token, 0), T - 1)
+    lo = tl.maximum(lo, tl.load(firsts + token) // unit)
+    return lo, tl.minimum(hi, tl.cdiv(tl.load(lasts + token), unit))
+
+
+@triton.jit
 def seen_by(n, last, reach, stride, KIND: tl.constexpr):
     """First query position that sees key n, and one past the last that sees key `last`, if there
     were no floor."""
@@ -68,6 +77,22 @@ def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.cons
         complete = position // WIDER * (WIDER // s)
         end = tl.minimum(end, tl.minimum(complete, position // s - (LOCAL - 1)))
     return end
+
+
+@triton.jit
+def candidates_in_document(end, token, T, firsts, lasts, s: tl.constexpr, INITIAL: tl.constexpr):
+    """First block that a query may rank in its document, and one past the last of those before
+    `end`."""
+    token = tl.minimum(tl.maximum(token, 0), T - 1)
+    low = tl.load(firsts + token) // s + INITIAL
+    return low, tl.minimum(end, tl.cdiv(tl.load(lasts + token), s))
+
+
+@triton.jit
+def visible_windows(position, W, d: tl.constexpr, CAUSAL: tl.constexpr):
+    """First window that a query sees, of W, and one past the last."""
+    lo = position * 0
+    return lo, tl.minimum(lo + W, position // d if CAUSAL else W)
 
 
 @triton.jit

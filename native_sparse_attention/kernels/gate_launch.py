@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..ops.documents import Documents
 from . import launch
 from .block_keys import block_keys, mean_queries
 from .gate_steps import BLOCKS, EDGES, MEMORY, NOTHING, WINDOWS_BEHIND
@@ -64,6 +65,7 @@ class Ranking:
     causal: bool
     scale: float
     starts: Tensor | None = None
+    documents: Documents | None = None
 
     def groups(self, T: int) -> int:
         """As many groups of tokens with one ranking as T tokens may be in."""
@@ -134,6 +136,7 @@ class Problem:
             STRIDE=at.stride,
             CAUSAL=at.causal,
             RAGGED=at.starts is not None,
+            **launch.bounds(at.documents),
             WIDE=launch.wide(rows, keys) or B * T * H * most >= 1 << 31,
             PARTS=self.parts,
             num_warps=tile.num_warps,
@@ -157,7 +160,9 @@ def problem(q: Tensor, ck: Tensor, mem_k: Tensor | None, at: Ranking) -> Problem
     # the mean of dot products is the dot product with the mean
     parts = 1 if q.dtype == torch.float32 else 2
     rows = mean_queries(q, q.shape[2] // mean, parts)
-    keys, _ = block_keys(ck, at.num_ranked, at.d, at.s, at.interpolated, at.scale, parts)
+    keys, _ = block_keys(
+        ck, at.num_ranked, at.d, at.s, at.interpolated, at.scale, parts, at.documents
+    )
     keys = keys.transpose(2, 3)
     other = keys[1] if at.interpolated and at.causal else None
     beside = NOTHING if other is None else EDGES

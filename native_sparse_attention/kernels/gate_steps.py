@@ -4,7 +4,7 @@ of a tile of keys from the gradients of the gates."""
 import triton
 import triton.language as tl
 
-from .device import candidates_end, leaders, load_rows
+from .device import candidates_end, candidates_in_document, in_document, leaders, load_rows
 
 # which keys: windows behind the query, memory, candidate blocks; where interpolated and causal, the
 # candidates that have other keys for this query apart, as EDGES
@@ -13,17 +13,21 @@ NOTHING = tl.constexpr(-1)
 
 
 @triton.jit
-def seen_keys(position, real, N, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
-              LOCAL: tl.constexpr, CAUSAL: tl.constexpr, APART: tl.constexpr,
-              KIND: tl.constexpr):  # fmt: skip
+def seen_keys(position, token, real, N, T, firsts, lasts, d: tl.constexpr, s: tl.constexpr,
+              INITIAL: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
+              APART: tl.constexpr, KIND: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
     """The first key and one past the last key of each row, of N; with APART there are EDGES."""
     lo = position * 0
     hi = lo + N
     if KIND == WINDOWS_BEHIND and CAUSAL:
         hi = tl.minimum(hi, position // d)
+    if KIND == WINDOWS_BEHIND and DOCUMENTS:
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, d)
     if KIND >= BLOCKS:
         lo += INITIAL
         hi = candidates_end(position, N, LOCAL, d, s, CAUSAL)
+        if DOCUMENTS:
+            lo, hi = candidates_in_document(hi, token, T, firsts, lasts, s, INITIAL)
         if APART:
             # the first block whose last window is the last that the query sees
             PER_BLOCK: tl.constexpr = s // d if s > d else 1

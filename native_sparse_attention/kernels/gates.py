@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import launch
 from .block_keys import block_keys_backward
-from .device import large, leaders, load_rows, store_rows
+from .device import in_document, large, leaders, load_rows, store_rows
 from .gate_launch import Problem, Ranking, problem
 from .gate_steps import (
     BLOCKS,
@@ -70,15 +70,16 @@ def chosen_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
-    q, k, other, lse, delta, dq, chosen, grads, starts, first_token, T, N, P, GROUPS, RANKS, slots,
+    q, k, other, lse, delta, dq, chosen, grads, starts, first_token, doc_first, doc_last,
+    T, N, P, GROUPS, RANKS, slots,
     scale_log2, dq_scale, q_b, q_t, q_h, k_b, k_n, k_h, other_b, other_n, other_h,
     G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    KIND: tl.constexpr, OTHER: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-    MEAN: tl.constexpr, ADD: tl.constexpr,
+    DOCUMENTS: tl.constexpr, KIND: tl.constexpr, OTHER: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of rows of one batch row and ranking head, each the mean of MEAN heads.
     Walks their keys, and those beside them of kind OTHER, twice: for log-sum-exp (in units of log2)
@@ -101,6 +102,9 @@ def dq_kernel(
     if KIND == BLOCKS:
         m, l = l - 1e3 * 1.4426950408889634, l + 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    firsts, lasts = doc_first, doc_last
+    if DOCUMENTS:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
     PHASES: tl.constexpr = 1 if OTHER == NOTHING else 2
     for phase in tl.static_range(2 * PHASES):
         k_base, key, length = k + b * k_b + r // SHARE * k_h, k_n, N
@@ -108,8 +112,8 @@ def dq_kernel(
             k_base, key = other + b * other_b + r // SHARE * other_h, other_n
             length = P
         lo, hi = seen_keys(
-            position, real, length, d, s, INITIAL, LOCAL, CAUSAL, OTHER == EDGES,
-            KIND if phase % PHASES == 0 else OTHER,
+            position, token, real, length, T, firsts, lasts, d, s, INITIAL, LOCAL, CAUSAL,
+            OTHER == EDGES, KIND if phase % PHASES == 0 else OTHER, DOCUMENTS,
         )  # fmt: skip
         for n0 in range(tl.min(lo, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0), BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
@@ -155,15 +159,16 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=[n for n in LENGTHS if n != "P"])
 def dk_kernel(
-    q, k, lse, delta, dk, chosen, grads, starts, first_token, T, N, GROUPS, RANKS, slots,
+    q, k, lse, delta, dk, chosen, grads, starts, first_token, doc_first, doc_last,
+    T, N, GROUPS, RANKS, slots,
     scale_log2, dk_scale, q_b, q_t, q_h, k_b, k_n, k_h,
     G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    KIND: tl.constexpr, APART: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, KIND: tl.constexpr, APART: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of SPLITS equal shares of the rows of one ranking head that see a block
     of keys adds to their dk, written to [SPLITS, B, N, RANKS, D]."""
@@ -181,6 +186,12 @@ def dk_kernel(
 
     last = tl.minimum(n0 + BLOCK_N, N) - 1
     first, end = seeing_groups(n0, last, first_token, d, s, LOCAL, STRIDE, CAUSAL, KIND)
+    firsts, lasts = doc_first, doc_last
+    if DOCUMENTS and KIND != MEMORY:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
+        UNIT: tl.constexpr = s if KIND >= BLOCKS else d
+        first, _end = in_document(first, end, n0 * UNIT, T, firsts, lasts, STRIDE)
+        _first, end = in_document(first, end, last * UNIT, T, firsts, lasts, STRIDE)
     first_tile = first // TOKENS
     end_tile = tl.cdiv(tl.minimum(tl.maximum(end, 0), GROUPS), TOKENS)
     share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), SPLITS)
@@ -194,7 +205,10 @@ def dk_kernel(
         row = (b * GROUPS + index) * (RANKS * G) + head
         lse_row = tl.load(lse + row, mask=real, other=0.0)
         delta_row = tl.load(delta + row, mask=real, other=0.0)
-        lo, hi = seen_keys(position, real, N, d, s, INITIAL, LOCAL, CAUSAL, APART, KIND)
+        lo, hi = seen_keys(
+            position, token, real, N, T, firsts, lasts, d, s, INITIAL, LOCAL, CAUSAL, APART, KIND,
+            DOCUMENTS,
+        )  # fmt: skip
 
         # [N, M]: ds is the left operand of what follows
         x = dot_parts(k_tile, k_low, tl.trans(q_tile), tl.trans(q_low), PARTS) * scale_log2
@@ -289,5 +303,7 @@ def backward(
     if at.importance == "probs":
         return dq, grads[0], grads[1].sum(0).transpose(0, 1) if len(grads) > 1 else None
     d_keys = torch.stack(grads).transpose(2, 3).contiguous()
-    dck = block_keys_backward(d_keys, ck.shape[1], at.d, at.s, at.interpolated, at.scale)
+    dck = block_keys_backward(
+        d_keys, ck.shape[1], at.d, at.s, at.interpolated, at.scale, at.documents
+    )
     return dq, dck, None

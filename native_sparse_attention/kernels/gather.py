@@ -73,8 +73,10 @@ def list_keys(entries, j0, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def visible_keys(there, key, entry, position, G: tl.constexpr, STRIDE: tl.constexpr,
-                 BLOCK_M: tl.constexpr, UNITED: tl.constexpr, DIAGONAL: tl.constexpr):  # fmt: skip
-    """Which keys rows see, [M, N]: of an entry of a union, the rows whose list holds it."""
+                 BLOCK_M: tl.constexpr, UNITED: tl.constexpr, DIAGONAL: tl.constexpr,
+                 end, ENDS: tl.constexpr):  # fmt: skip
+    """Which keys rows see, [M, N]: of an entry of a union, the rows whose list holds it; with ENDS
+    those before each row's `end`."""
     visible = there[None]
     if UNITED:
         number = tl.arange(0, BLOCK_M) // (G * STRIDE)
@@ -82,6 +84,8 @@ def visible_keys(there, key, entry, position, G: tl.constexpr, STRIDE: tl.conste
         visible = visible & ((held & 1) != 0)
     if DIAGONAL:
         visible = visible & (key[None] <= position[:, None])
+    if ENDS:
+        visible = visible & (key[None] < end[:, None])
     return visible
 
 
@@ -111,13 +115,15 @@ def tile_entries(lists, counts, line, tile, bt, r, R, n, groups, SLOTS: tl.const
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, lists, counts, gates, out, lse, starts, start, T, S, K, R, n, s, groups, scale_log2,
+    q, k, v, lists, counts, gates, out, lse, starts, start, doc_last,
+    T, S, K, R, n, s, groups, scale_log2,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
-    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr,
+    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
+    GATES: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens that share a list, or STEP of them, or of unions. Writes out
@@ -135,6 +141,9 @@ def forward_kernel(
         )
         if UNITED:  # a group that is not, beside one that is
             real = tl.where(real, length, 0) > 0
+        ends = token
+        if ENDS:
+            ends = tl.load(doc_last + b * T + token, mask=real, other=0)
 
         head = r * G + g
         row = (b * T + token) * (R * G) + head
@@ -157,7 +166,7 @@ def forward_kernel(
                 slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
                 logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
             visible = visible_keys(
-                there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL
+                there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL, ends, ENDS
             )
             logits = tl.where(visible, logits, float("-inf"))
             acc, m, l = softmax_step(logits, v_tile, acc, m, l, PRECISION)
@@ -171,13 +180,14 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
-    q, k, v, lists, counts, gates, d_out, lse, delta, dq, d_gates, starts, start, T, S, K, R, n, s,
-    groups, scale, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    q, k, v, lists, counts, gates, d_out, lse, delta, dq, d_gates, starts, start, doc_last,
+    T, S, K, R, n, s, groups, scale, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
-    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr,
+    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
+    GATES: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: as the forward. Writes dq, added to what is there if ADD; with GATES also what
@@ -195,6 +205,9 @@ def dq_kernel(
         )
         if UNITED:  # a group that is not, beside one that is
             real = tl.where(real, length, 0) > 0
+        ends = token
+        if ENDS:
+            ends = tl.load(doc_last + b * T + token, mask=real, other=0)
 
         head = r * G + g
         row = (b * T + token) * (R * G) + head
@@ -214,7 +227,7 @@ def dq_kernel(
                 slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
                 weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
             visible = visible_keys(
-                there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL
+                there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL, ends, ENDS
             )
             logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -301,6 +314,7 @@ def arguments(
         STEP=step,
         RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal,
+        **launch.ends(selection),
         GATES=selection.gates is not None,
         PRECISION="ieee",
         num_warps=tile.num_warps,

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import launch
 from .device import (
     LOCAL_BLOCKS,
+    in_document,
     interval,
     large,
     load_keys,
@@ -36,13 +37,13 @@ NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, pk, pv, out, lse, inner_out, inner_lse, starts, start, T, N, P, K, scale_log2,
-    floor, reach, stride, inner_floor, inner_reach, inner_stride,
+    q, k, v, pk, pv, out, lse, inner_out, inner_lse, starts, start, doc_first, doc_last, unit,
+    T, N, P, K, scale_log2, floor, reach, stride, inner_floor, inner_reach, inner_stride,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, pk_b, pk_n, pk_h, pv_b, pv_n, pv_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    DOCUMENTS: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
     with INNER those of the local blocks and the prefix apart."""
@@ -55,8 +56,15 @@ def forward_kernel(
         start = tl.load(starts + b).to(tl.int32)
     lo, hi = interval(start + token, N, floor, reach, stride, KIND)
     lo_first, hi_first = interval(start + tile * TOKENS, N, floor, reach, stride, KIND)
-    last = start + tl.minimum(tile * TOKENS + TOKENS, T) - 1
-    lo_last, hi_last = interval(last, N, floor, reach, stride, KIND)
+    last = tl.minimum(tile * TOKENS + TOKENS, T) - 1
+    lo_last, hi_last = interval(start + last, N, floor, reach, stride, KIND)
+    if DOCUMENTS:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
+        lo_first, hi_first = in_document(
+            lo_first, hi_first, tile * TOKENS, T, firsts, lasts, unit
+        )  # fmt: skip
+        lo_last, hi_last = in_document(lo_last, hi_last, last, T, firsts, lasts, unit)
 
     # [M, D]
     head = h * G + g
@@ -156,6 +164,8 @@ def arguments(
         reach=place.reach,
         stride=place.stride,
         KIND=place.kind,
+        **launch.bounds(place.documents),
+        unit=place.unit,
         inner_floor=inner.floor if inner else 0,
         inner_reach=inner.reach if inner else 0,
         inner_stride=inner.stride if inner else 1,

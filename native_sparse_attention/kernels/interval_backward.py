@@ -12,6 +12,7 @@ from .device import (
     CAUSAL_WINDOW,
     EVERYTHING,
     LOCAL_BLOCKS,
+    in_document,
     interval,
     large,
     load_keys,
@@ -30,14 +31,14 @@ from .tiles import FEW_KEYS
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
     q, k, v, pk, pv, d_out, lse, delta, inner_lse, inner_delta, dq, starts, start,
-    T, N, P, K, scale, floor, reach, stride, inner_floor, inner_reach, inner_stride,
-    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
-    pk_b, pk_n, pk_h, pv_b, pv_n, pv_h,
+    doc_first, doc_last, unit, T, N, P, K, scale, floor, reach, stride,
+    inner_floor, inner_reach, inner_stride,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, pk_b, pk_n, pk_h, pv_b, pv_n, pv_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DOCUMENTS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of a tile of queries of one row and KV head, added to what is there if
     ADD."""
@@ -49,8 +50,15 @@ def dq_kernel(
         start = tl.load(starts + b).to(tl.int32)
     lo, hi = interval(start + token, N, floor, reach, stride, KIND)
     lo_first, hi_first = interval(start + tile * TOKENS, N, floor, reach, stride, KIND)
-    last = start + tl.minimum(tile * TOKENS + TOKENS, T) - 1
-    lo_last, hi_last = interval(last, N, floor, reach, stride, KIND)
+    last = tl.minimum(tile * TOKENS + TOKENS, T) - 1
+    lo_last, hi_last = interval(start + last, N, floor, reach, stride, KIND)
+    if DOCUMENTS:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
+        lo_first, hi_first = in_document(
+            lo_first, hi_first, tile * TOKENS, T, firsts, lasts, unit
+        )  # fmt: skip
+        lo_last, hi_last = in_document(lo_last, hi_last, last, T, firsts, lasts, unit)
 
     head = h * G + g
     row = (b * T + token) * (K * G) + head
@@ -123,12 +131,13 @@ def dq_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dkv_kernel(
     q, k, v, d_out, lse, delta, inner_lse, inner_delta, dk, dv, starts, start,
-    T, N, K, scale, floor, reach, stride, inner_floor, inner_reach, inner_stride,
+    doc_first, doc_last, unit, T, N, K, scale, floor, reach, stride,
+    inner_floor, inner_reach, inner_stride,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr, INNER: tl.constexpr, RAGGED: tl.constexpr, GATED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
+    KIND: tl.constexpr, INNER: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    GATED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of SPLITS equal shares of the queries that see a block of keys adds to
     its dk and dv, written to [SPLITS, B, N, K, ...]."""
@@ -149,6 +158,10 @@ def dkv_kernel(
     last = tl.minimum(n0 + BLOCK_N, N) - 1
     first, end = seen_by(n0, last, reach, stride, KIND)
     full, full_end = seen_by(last, n0, reach, stride, KIND)
+    if DOCUMENTS:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
+        first, full_end = in_document(first, full_end, n0 * unit, T, firsts, lasts, 1)
+        full, end = in_document(full, end, last * unit, T, firsts, lasts, 1)
     first_tile = tl.maximum(first - start, 0) // TOKENS
     end_tile = tl.cdiv(tl.minimum(tl.maximum(end - start, 0), T), TOKENS)
     share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), SPLITS)
@@ -188,6 +201,8 @@ def dkv_kernel(
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             if phase != 1:
                 lo, hi = interval(start + token, N, floor, reach, stride, KIND)
+                if DOCUMENTS:
+                    lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
                 seen = (n[:, None] >= lo[None]) & (n[:, None] < hi[None]) & real[None]
                 s = tl.where(seen, s, float("-inf"))
             p, ds = softmax_grad(s, dp, lse_row[None], delta_row[None], GATED)

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..ops.documents import Documents
 from .device import BEHIND, EVERYTHING
 from .sizes import asked
 from .tiles import (
@@ -187,7 +188,8 @@ def query_splits(programs: int, tiles: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Which keys each query sees, and where queries stand: at `start`, or at `starts` [B]."""
+    """Which keys each query sees, and where queries stand: at `start`, or at `starts` [B]. Those of
+    `documents` see keys of their own, each standing for `unit` tokens."""
 
     kind: int
     reach: int = 0
@@ -196,11 +198,27 @@ class Place:
     start: int = 0
     starts: Tensor | None = None
     causal_prefix: bool = False
+    documents: Documents | None = None
+    unit: int = 1
 
     @property
     def wide(self) -> bool:
         """Whether queries see more keys than lie near them."""
         return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == ALWAYS
+
+
+def bounds(documents: Documents | None) -> dict[str, Any]:
+    """What a kernel takes of where documents lie."""
+    if documents is None:
+        return dict(doc_first=None, doc_last=None, DOCUMENTS=False)
+    return dict(doc_first=documents.first, doc_last=documents.last, DOCUMENTS=True)
+
+
+def ends(selection: Selection) -> dict[str, Any]:
+    """What a kernel over blocks takes of where documents end: causally no query sees so far."""
+    if selection.documents is None or selection.causal:
+        return dict(doc_last=None, ENDS=False)
+    return dict(doc_last=selection.documents.last, ENDS=True)
 
 
 def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
@@ -246,6 +264,7 @@ class Selection:
     starts: Tensor | None = None
     gates: Tensor | None = None
     stride: int = 1
+    documents: Documents | None = None
 
     @property
     def aligned(self) -> int:

@@ -58,11 +58,12 @@ def entry_rows(
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q, k, v, gates, part, part_lse, entries, bounds, owner, item_bounds, chunk, starts, start,
-    T, S, K, s, C, BLOCKS, first, length, scale_log2, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr, GATES: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item. Writes each row's attention to the item's block alone and its lse."""
     item = tl.program_id(0)
@@ -88,6 +89,9 @@ def forward_kernel(
             visible = there[None]
             if DIAGONAL:
                 visible = visible & (key[None] <= start + t[:, None])
+            if ENDS:
+                ends = tl.load(doc_last + b * T + t, mask=real, other=0)
+                visible = visible & (key[None] < ends[:, None])
             logits = tl.where(visible, logits, float("-inf"))
             m = tl.max(logits, 1)
             # rows that are none may see nothing
@@ -103,11 +107,12 @@ def forward_kernel(
 def backward_kernel(
     q, k, v, gates, d_out, lse, delta, part, d_gates, dk, dv, spill_k, spill_v,
     entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
-    T, S, K, s, C, BLOCKS, first, length, scale,
+    doc_last, T, S, K, s, C, BLOCKS, first, length, scale,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
+    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr, GATES: tl.constexpr,
+    GATED: tl.constexpr,
     DQ: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item, and a piece of N keys of its block. Adds to dk and dv of the block, or
@@ -147,6 +152,9 @@ def backward_kernel(
             visible = there[:, None] & real[None]
             if DIAGONAL:
                 visible = visible & (key[:, None] <= start + t[None])
+            if ENDS:
+                ends = tl.load(doc_last + b * T + t, mask=real, other=0)
+                visible = visible & (key[:, None] < ends[None])
             logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             p, ds = softmax_grad(logits2, dp, lse_row[None], delta_row[None], GATED)
@@ -224,6 +232,7 @@ def arguments(
         BLOCK_M=tile.block_m,
         RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal,
+        **launch.ends(selection),
         GATES=selection.gates is not None,
         WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
         PRECISION="ieee",

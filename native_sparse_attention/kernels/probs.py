@@ -24,10 +24,12 @@ def sum_step(x, m, l):
 
 @triton.jit
 def log_sum_exp(
-    q_tile, ck, k_base, k_w, mem_k, m_base, m_m, visible, fewest, W, MEMORY, scale_log2,
+    q_tile, ck, k_base, k_w, mem_k, m_base, m_m, lo, hi, real, W, MEMORY, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of all memory slots and the windows that each row sees, in units of log2, [M]."""
+    """Of all memory slots and the windows lo .. hi - 1 of each row, in units of log2, [M]."""
+    # windows that all rows see
+    fewest, latest = tl.min(tl.where(real, hi, W), 0), tl.max(tl.where(real, lo, 0), 0)
     m = tl.full([q_tile.shape[0]], NO_SCORE, tl.float32)
     l = tl.zeros([q_tile.shape[0]], tl.float32)
     for n0 in range(0, MEMORY, BLOCK_N):
@@ -35,13 +37,13 @@ def log_sum_exp(
         k_tile = load_rows(mem_k, m_base + n.to(tl.int64) * m_m, D, BLOCK_D, n < MEMORY)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
         m, l = sum_step(tl.where((n < MEMORY)[None], x, NO_SCORE), m, l)
-    for n0 in range(0, tl.max(visible, 0), BLOCK_N):
+    for n0 in range(tl.min(lo, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0), BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_rows(ck, k_base + n.to(tl.int64) * k_w, D, BLOCK_D, n < W)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
         if W > 0:  # always: see best_by_probs
-            if n0 + BLOCK_N > fewest:
-                x = tl.where(n[None] < visible[:, None], x, NO_SCORE)
+            if (n0 + BLOCK_N > fewest) | (n0 < latest):
+                x = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), x, NO_SCORE)
             m, l = sum_step(x, m, l)
     return m + tl.log2(l)
 
@@ -135,16 +137,16 @@ def scores_so_far(sums, kept):
 
 @triton.jit
 def best_by_probs(
-    q_tile, total, visible, ck, k_base, k_w, end, fewest, W, scale_log2,
+    q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
-    INITIAL: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WARPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The ranking [TOKENS, SLOTS_2] of blocks INITIAL .. end - 1, and whether it must be done
-    again. `visible` and `end` are by token, `total` by row; from window `fewest` on some token does
-    not see it. A step takes SLICE of the PER_BLOCK windows, filled up to a power of two, of each
-    block of a chunk."""
+    """The ranking [TOKENS, SLOTS_2] of blocks low .. end - 1, and whether it must be done again.
+    Tokens see windows lo .. hi - 1, all of them those from `latest` to `fewest`; `total` is by row.
+    A step takes SLICE of the PER_BLOCK windows, filled up to a power of two, of each block of a
+    chunk."""
     TOKENS: tl.constexpr = end.shape[0]
     P: tl.constexpr = s // d if s > d else 1
     # blocks, besides the one it ends in, that a window reaches
@@ -163,7 +165,7 @@ def best_by_probs(
 
     u = step_windows(BLOCK_N, WARPS)
     chunks = tl.cdiv(tl.max(end, 0) + BACK, CHUNK)
-    for step in range(INITIAL // CHUNK * STEPS, chunks * STEPS):
+    for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
         c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
         w = first_window(c0 + u // SLICE, d, s) + (j0 + u % SLICE)
         rows = large(tl.minimum(w, W - 1), WIDE) * k_w
@@ -171,8 +173,9 @@ def best_by_probs(
         x = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         x = x * scale_log2 - total[None]
         if W > 0:  # always: before a branch, not after, the compiler puts the next step's loads
-            if first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK > fewest:
-                x = hide(x, w[:, None] < visible[None])
+            last = first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK
+            if (last > fewest) | (first_window(c0, d, s) < latest):
+                x = hide(x, (w[:, None] >= lo[None]) & (w[:, None] < hi[None]))
             p = in_order(sum_near(tl.exp2(x), HEADS, PARTS), WARPS)
             p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTS])
             more = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, WINDOW, d, s)
@@ -188,7 +191,7 @@ def best_by_probs(
                 if COLUMNS > 1:
                     score = place(score, c - c0)
                 c -= BACK
-                candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
+                candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
                 score = tl.where(candidate, score, NO_SCORE)
                 # a key has no room for the sign of a block
                 found = fold(found, score, tl.maximum(c, 0), COLUMNS)

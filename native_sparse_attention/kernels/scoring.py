@@ -12,7 +12,14 @@ import triton.language as tl
 
 from . import launch
 from .block_keys import block_keys, first_window, two_halves
-from .device import candidates_end, leaders, load_rows
+from .device import (
+    candidates_end,
+    candidates_in_document,
+    in_document,
+    leaders,
+    load_rows,
+    visible_windows,
+)
 from .probs import best_by_probs, log_sum_exp
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
 
@@ -68,17 +75,17 @@ def score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D: tl.constex
 
 @triton.jit
 def best_by_logits(
-    q_high, q_low, keys, sizes, first_row, edge_row, position, end, C, BLOCK_D: tl.constexpr,
+    q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, C, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr,
-    SLOTS_2: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
-    EDGES: tl.constexpr, ONE_HALF: tl.constexpr,
+    SLOTS_2: tl.constexpr, d: tl.constexpr, s: tl.constexpr, EDGES: tl.constexpr,
+    ONE_HALF: tl.constexpr,
 ):  # fmt: skip
-    """The ranking [M, SLOTS_2] of blocks INITIAL .. end - 1, and whether it must be done again."""
+    """The ranking [M, SLOTS_2] of blocks low .. end - 1, and whether it must be done again."""
     # the windows that a query sees end with those of an edge block
     WINDOWS: tl.constexpr = s // d if s > d else 1
     first_edge = (tl.min(position, 0) // d - WINDOWS) * d // s
     found = start(position.shape[0], SLOTS_2, COLUMNS, DEPTH)
-    for c0 in range(INITIAL // BLOCK_N * BLOCK_N, tl.max(end, 0), BLOCK_N):
+    for c0 in range(tl.min(low, 0) // BLOCK_N * BLOCK_N, tl.max(end, 0), BLOCK_N):
         c = chunk_blocks(c0, BLOCK_N, COLUMNS)
         score = score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D, ONE_HALF)
         if EDGES:  # noqa: SIM102
@@ -86,21 +93,22 @@ def best_by_logits(
                 edge = score_chunk(q_high, q_low, keys, sizes, edge_row, c, C, BLOCK_D, ONE_HALF)
                 is_edge = (first_window(c, d, s) + WINDOWS)[None] == (position // d)[:, None]
                 score = tl.where(is_edge, edge, score)
-        candidate = (c >= INITIAL)[None] & (c[None] < end[:, None])
+        candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
         found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
     return finish(found, SLOTS, SLOTS_2, COLUMNS)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def logits_kernel(
-    q, keys, sizes, out, before, starts, first_token, T, C, RANKS,
+    q, keys, sizes, out, before, starts, first_token, doc_first, doc_last, T, C, RANKS,
     q_b, q_t, q_h,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, ONE_HALF: tl.constexpr,
+    INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr,
+    ONE_HALF: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, the mean
     of G query heads. Reads those queries and the keys of their candidates. SHARE ranking heads have
@@ -111,7 +119,13 @@ def logits_kernel(
         first_token = tl.load(starts + b).to(tl.int32)
     index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position, token, ranked = leaders(index, first_token, T, STRIDE)
-    end = tl.where(ranked, candidates_end(position, C, LOCAL, d, s, CAUSAL), 0)
+    low = tl.full([BLOCK_M], INITIAL, tl.int32)
+    end = candidates_end(position, C, LOCAL, d, s, CAUSAL)
+    if DOCUMENTS:
+        low, end = candidates_in_document(
+            end, token, T, doc_first + b * T, doc_last + b * T, s, INITIAL
+        )
+    low, end = tl.where(ranked, low, C), tl.where(ranked, end, 0)
 
     # [M, D]
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -124,14 +138,14 @@ def logits_kernel(
     edge_row = first_row + (tl.num_programs(1) // SHARE).to(tl.int64) * C
     EDGES: tl.constexpr = INTERPOLATED and CAUSAL
     ranking, missed = best_by_logits(
-        q_high, q_low, keys, sizes, first_row, edge_row, position, end, C, BLOCK_D, BLOCK_N,
-        COLUMNS, DEPTH, SLOTS, SLOTS_2, d, s, INITIAL, EDGES, ONE_HALF,
+        q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, C, BLOCK_D, BLOCK_N,
+        COLUMNS, DEPTH, SLOTS, SLOTS_2, d, s, EDGES, ONE_HALF,
     )  # fmt: skip
     if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
             ranking, missed = best_by_logits(
-                q_high, q_low, keys, sizes, first_row, edge_row, position, end, C, BLOCK_D,
-                MERGE_N, 0, 0, SLOTS, SLOTS_2, d, s, INITIAL, EDGES, ONE_HALF,
+                q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, C, BLOCK_D,
+                MERGE_N, 0, 0, SLOTS, SLOTS_2, d, s, EDGES, ONE_HALF,
             )  # fmt: skip
     write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
 
@@ -153,11 +167,12 @@ def head_rows(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
 def lse_kernel(
-    q, ck, mem_k, lse, starts, first_token, T, W, RANKS, MEMORY, scale_log2,
+    q, ck, mem_k, lse, starts, first_token, doc_first, doc_last, T, W, RANKS, MEMORY, scale_log2,
     q_b, q_t, q_h, k_b, k_w, k_h, m_h, m_m,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr, STRIDE: tl.constexpr,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the log-sum-exp of a tile of rows. Reads those queries, all memory and the
     windows that they see."""
@@ -168,11 +183,13 @@ def lse_kernel(
     position, token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
     q_rows = b * q_b + token.to(tl.int64) * q_t + head * q_h
     q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
-    visible = tl.where(real, tl.minimum(position // d, W) if CAUSAL else W, 0)
+    lo, hi = visible_windows(position, W, d, CAUSAL)
+    if DOCUMENTS:
+        lo, hi = in_document(lo, hi, token, T, doc_first + b * T, doc_last + b * T, d)
     total = log_sum_exp(
-        q_tile, ck, b * k_b + r // SHARE * k_h, k_w, mem_k, r // SHARE * m_h, m_m, visible,
-        tl.min(tl.where(real, visible, W), 0), W, MEMORY, scale_log2, D, BLOCK_D, BLOCK_N,
-        PRECISION,
+        q_tile, ck, b * k_b + r // SHARE * k_h, k_w, mem_k, r // SHARE * m_h, m_m,
+        tl.where(real, lo, W), tl.where(real, hi, 0), real, W, MEMORY, scale_log2, D, BLOCK_D,
+        BLOCK_N, PRECISION,
     )  # fmt: skip
     entry = (b * T + token) * (RANKS * G) + head
     tl.store(lse + entry, total * 0.6931471805599453, mask=real)
@@ -180,15 +197,15 @@ def lse_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def probs_kernel(
-    q, ck, lse, out, before, starts, first_token, T, C, W, RANKS, scale_log2,
+    q, ck, lse, out, before, starts, first_token, doc_first, doc_last, T, C, W, RANKS, scale_log2,
     q_b, q_t, q_h, k_b, k_w, k_h,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, BEFORE: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr, HEADS: tl.constexpr,
+    WARPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
     of G query heads. Reads those queries, their log-sum-exp and the windows that they see."""
@@ -199,9 +216,17 @@ def probs_kernel(
     GROUPS: tl.constexpr = BLOCK_M // HEADS
     index = tile * GROUPS + tl.arange(0, GROUPS)
     position, token, ranked = leaders(index, first_token, T, STRIDE)
-    end = tl.where(ranked, candidates_end(position, C, LOCAL, d, s, CAUSAL), 0)
-    visible = tl.where(ranked, tl.minimum(position // d, W) if CAUSAL else W, 0)
-    fewest = tl.min(tl.where(ranked, visible, W), 0)
+    low = tl.full([GROUPS], INITIAL, tl.int32)
+    end = candidates_end(position, C, LOCAL, d, s, CAUSAL)
+    lo, hi = visible_windows(position, W, d, CAUSAL)
+    if DOCUMENTS:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
+        low, end = candidates_in_document(end, token, T, firsts, lasts, s, INITIAL)
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, d)
+    # from window `fewest` on, and before `latest`, there are some that not all tokens see
+    fewest, latest = tl.min(tl.where(ranked, hi, W), 0), tl.max(tl.where(ranked, lo, 0), 0)
+    low, end = tl.where(ranked, low, C), tl.where(ranked, end, 0)
+    hi = tl.where(ranked, hi, 0)
 
     # [M, D] and [M]
     _, row_token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
@@ -214,15 +239,15 @@ def probs_kernel(
 
     k_base = b * k_b + r // SHARE * k_h
     ranking, missed = best_by_probs(
-        q_tile, total, visible, ck, k_base, k_w, end, fewest, W, scale_log2, HEADS, D, BLOCK_D,
-        BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, INITIAL, WARPS, WIDE,
+        q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, HEADS, D,
+        BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, WARPS, WIDE,
         PRECISION,
     )  # fmt: skip
     if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
             ranking, missed = best_by_probs(
-                q_tile, total, visible, ck, k_base, k_w, end, fewest, W, scale_log2, HEADS, D,
-                BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, INITIAL, WARPS,
+                q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2,
+                HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, WARPS,
                 WIDE, PRECISION,
             )  # fmt: skip
     write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
@@ -254,7 +279,7 @@ def log_sum_exps(mem_k, args, B, H):
 
 def select_blocks(
     q, ck, mem_k, lse, starts, before, first_token, num_ranked, num_selected, l, d, s, importance,
-    interpolated, num_initial, num_local, stride, shared, causal, scale,
+    interpolated, num_initial, num_local, stride, shared, causal, scale, documents=None,
 ):  # fmt: skip
     """Block indices [B T R n] of q [B T H D] and ck [B W K D]; `before` [B R n] is the ranking of
     the token that leads the first query's group, lse [B T H] that of branch 1."""
@@ -268,12 +293,12 @@ def select_blocks(
     args = dict(
         q=q, starts=starts, first_token=first_token, T=T, RANKS=ranks, G=G, SHARE=ranks // K, D=D,
         BLOCK_D=launch.padded(D), d=d, STRIDE=stride, CAUSAL=causal, RAGGED=starts is not None,
-        **launch.strides("q", q, "bth"),
+        **launch.strides("q", q, "bth"), **launch.bounds(documents),
     )  # fmt: skip
     if importance == "logits":
         kernel, rows = logits_kernel, 1
         tile = launch.ranking_tile(importance, D, G, n, q.dtype, interpolated)
-        keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale)
+        keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale, documents=documents)
         one_half = G == 1 and q.dtype != torch.float32
         args |= dict(keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half)
     else:

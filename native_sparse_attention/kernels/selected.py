@@ -4,6 +4,7 @@ that chose alike together (`unite.py`)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,31 @@ from .device import EVERYTHING, LOCAL_BLOCKS
 from .launch import Cotangent, Place, Selection
 
 
+def with_initial(selection: Selection) -> Selection:
+    """The selection with the first blocks of each document, which are not those of the row, listed
+    behind the others."""
+    documents, count = selection.documents, selection.num_initial
+    if documents is None or not count:
+        return selection
+    lists, gates, s = selection.lists, selection.gates, selection.s
+    first, end = documents.blocks(s)
+    if selection.causal:
+        own = torch.arange(lists.shape[1], device=lists.device) // s
+        # the local ones are seen to
+        end = end.minimum(own + 1 - selection.num_local)
+    block = first[..., None] + torch.arange(count, device=lists.device)
+    initial = torch.where(block < end[..., None], block, -1).to(lists.dtype)
+    initial = initial[:, :, None].expand(-1, -1, lists.shape[2], -1)
+    if gates is not None:
+        gates = torch.cat((gates, gates.new_ones(initial.shape)), dim=-1)
+    lists = torch.cat((lists, initial), dim=-1)
+    return replace(selection, lists=lists, gates=gates, num_initial=0)
+
+
 def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] | None:
     """Keys, values, place and prefix of the forced blocks, for `interval`; None without any."""
-    s, where = selection.s, dict(start=selection.start, starts=selection.starts)
+    s = selection.s
+    where = dict(start=selection.start, starts=selection.starts, documents=selection.documents)
     end = min(selection.num_initial * s, k.shape[1])
     first = (k[:, :end], v[:, :end])
     if not selection.causal:
@@ -51,8 +74,9 @@ def by_block(selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
 def valid_kernel(
-    lists, valid, starts, start, ROWS, T, R, n, s, C, num_initial, num_local,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    lists, valid, starts, start, doc_first, doc_last, ROWS, T, R, n, s, C, num_initial, num_local,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program: M lists. Keeps each block that exists, is not forced, not ahead of the query and
     not in an earlier slot; others become -1."""
@@ -66,6 +90,10 @@ def valid_kernel(
         position += tl.load(starts + bt // T, mask=row < ROWS, other=0)
     own = (position // s)[:, None]
     keep = (c >= num_initial) & (c >= 0) & (c < C)
+    if DOCUMENTS:
+        first = tl.load(doc_first + bt, mask=row < ROWS, other=0) // s + num_initial
+        end = tl.cdiv(tl.load(doc_last + bt, mask=row < ROWS, other=0), s)
+        keep = keep & (c >= first[:, None]) & (c < end[:, None])
     if CAUSAL:
         keep = keep & (c <= own) & (c <= own - num_local)
     c = tl.where(keep, c, -1)
@@ -82,8 +110,10 @@ def valid_lists(selection: Selection, S: int) -> Tensor:
     valid = torch.empty_like(lists, dtype=torch.int32)
     if valid.numel():
         valid_kernel[(triton.cdiv(B * T * R, 64),)](
-            lists, valid, selection.starts, selection.start, B * T * R, T, R, n, selection.s,
-            triton.cdiv(S, selection.s), selection.num_initial, selection.num_local,
+            lists, valid, selection.starts, selection.start, ROWS=B * T * R, T=T, R=R, n=n,
+            s=selection.s, C=triton.cdiv(S, selection.s), num_initial=selection.num_initial,
+            num_local=selection.num_local,
+            **launch.bounds(selection.documents),
             CAUSAL=selection.causal, RAGGED=selection.starts is not None,
             SLOTS=triton.next_power_of_2(n), BLOCK_M=64,
         )  # fmt: skip

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import blocks
+from .documents import Documents
 from .operators import empty_outputs, memory_grads, offsets, prefix, rows
-from .selection import in_its_sizes, on_its_device
+from .selection import bounds, in_its_sizes, of_documents, on_its_device
 
 
 class Settings(NamedTuple):
@@ -40,33 +41,33 @@ class Settings(NamedTuple):
     diff_topk: bool
     block_sizes: list[int] | None
 
-    def ranking(self, starts: Tensor | None) -> Any:
+    def ranking(self, starts: Tensor | None, documents: Documents | None) -> Any:
         from ..kernels.gate_launch import Ranking
 
         return Ranking(
             self.start, self.num_ranked, self.num_selected, self.l, self.d, self.s,
             self.importance, self.interpolated, self.num_initial, self.num_local, self.stride,
-            self.shared, self.causal, self.scale, starts,
+            self.shared, self.causal, self.scale, starts, documents,
         )  # fmt: skip
 
-    def selection(self, lists: Tensor, starts: Tensor | None) -> Any:
+    def selection(self, lists: Tensor, starts: Tensor | None, documents: Documents | None) -> Any:
         from ..kernels.launch import Selection
 
         return Selection(
             lists, self.s, self.num_initial, self.num_local, self.causal, self.start, starts,
-            stride=self.stride,
+            stride=self.stride, documents=documents,
         )  # fmt: skip
 
-    def places(self, starts: Tensor | None) -> tuple[Any, Any]:
+    def places(self, starts: Tensor | None, documents: Documents | None) -> tuple[Any, Any]:
         """Of the compressed branch and of the window."""
         from ..kernels import device
         from ..kernels.launch import Place
 
         wide = device.BEHIND if self.causal else device.EVERYTHING
         near = device.CAUSAL_WINDOW if self.causal else device.TWO_SIDED_WINDOW
-        where: dict[str, Any] = dict(start=self.start, starts=starts)
+        where: dict[str, Any] = dict(start=self.start, starts=starts, documents=documents)
         return (
-            Place(wide.value, stride=self.d, **where),
+            Place(wide.value, stride=self.d, unit=self.d, **where),
             Place(near.value, self.w, **where),
         )
 
@@ -83,6 +84,7 @@ def attend(
     mem_k: Tensor | None,
     window: tuple[Tensor, Tensor] | None,
     starts: Tensor | None,
+    documents: Documents | None,
     leaders: Tensor | None,
     lists: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -91,22 +93,23 @@ def attend(
 
     at = settings
     leaders = None if leaders is None else leaders.contiguous()
-    place_cmp, place_win = at.places(starts)
+    place_cmp, place_win = at.places(starts, documents)
     out_cmp, lse_cmp = interval.forward(cq, ck, cv, place_cmp, at.scale, memory)
     if lists is None and at.num_ranked and at.num_selected:
         lists = scoring.select_blocks(
             cq, ck, mem_k, lse_cmp, starts, leaders, at.start, at.num_ranked, at.num_selected,
             at.l, at.d, at.s, at.importance, at.interpolated, at.num_initial, at.num_local,
-            at.stride, at.shared, at.causal, at.scale,
+            at.stride, at.shared, at.causal, at.scale, documents,
         )  # fmt: skip
     elif lists is None:
         ranks = ck.shape[2] if at.shared else q.shape[2]
         lists = q.new_full((*q.shape[:2], ranks, at.num_selected), -1, dtype=torch.int32)
-    selection = at.selection(lists, starts)
+    selection = at.selection(lists, starts, documents)
     if leaders is not None and lists.shape[-1]:
         # handed in by a caller, not ranked here
         lists = selected.valid_lists(selection, k.shape[1])
-        selection = at.selection(lists, starts)
+        selection = at.selection(lists, starts, documents)
+    selection = selected.with_initial(selection)
     near = selected.within_window(selection, k, v, at.w) if window is None else (None, None)
     wk, wv = window or (k, v)
     out_win, lse_win, *partial = interval.forward(q, wk, wv, place_win, at.scale, *near)
@@ -131,6 +134,8 @@ def layer(
     window_k: Tensor | None,
     window_v: Tensor | None,
     starts: Tensor | None,
+    doc_first: Tensor | None,
+    doc_last: Tensor | None,
     leaders: Tensor | None,
     start: int,
     num_ranked: int,
@@ -164,16 +169,18 @@ def layer(
     window = None if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])
     outs, lses, lists = attend(
-        settings, q, k, v, ck, cv, cq, memory, mem_k, window, starts, leaders, None
-    )
+        settings, q, k, v, ck, cv, cq, memory, mem_k, window, starts,
+        bounds(doc_first, doc_last), leaders, None,
+    )  # fmt: skip
     out = combine.forward(outs, branch_gates)
     return [out, lists] if recompute else [out, lists, *outs, *lses]
 
 
 @layer.register_fake
 def _(
-    q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts, leaders, *others
-):
+    q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts, doc_first,
+    doc_last, leaders, *others,
+):  # fmt: skip
     settings = Settings(*others)
     out, lse = empty_outputs(q, v)
     ranks = ck.shape[2] if settings.shared else q.shape[2]
@@ -204,6 +211,8 @@ def layer_backward(
     window_k: Tensor | None,
     window_v: Tensor | None,
     starts: Tensor | None,
+    doc_first: Tensor | None,
+    doc_last: Tensor | None,
     kept: list[Tensor],
     start: int,
     num_ranked: int,
@@ -232,6 +241,7 @@ def layer_backward(
         num_local, stride, shared, causal, scale, recompute, diff_topk, block_sizes,
     )  # fmt: skip
     lists, *kept = kept
+    documents = bounds(doc_first, doc_last)
     dtype = q.dtype
     q, k, v, ck, cv, d_out = rows(q, k, v, ck, cv, d_out)
     d_out = d_out.contiguous()
@@ -241,19 +251,20 @@ def layer_backward(
     outs, lses = kept[:3], kept[3:]
     if recompute:
         outs, lses, _ = attend(
-            settings, q, k, v, ck, cv, query, memory, mem_k, window, starts, None, lists
+            settings, q, k, v, ck, cv, query, memory, mem_k, window, starts, documents, None, lists
         )
 
     d_gates, (cmp, sel, win) = combine.backward(d_out, outs, lses, branch_gates)
     del outs
-    place_cmp, place_win = settings.places(starts)
+    place_cmp, place_win = settings.places(starts, documents)
     dcq = interval_backward.backward_q(query, ck, cv, place_cmp, scale, cmp, memory)
     dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, scale, cmp)
     dq = dcq if cq is None else None
 
-    chosen = settings.selection(lists, starts)
+    chosen = settings.selection(lists, starts, documents)
     if diff_topk and num_ranked and num_selected:
         chosen = dataclasses.replace(chosen, gates=torch.ones_like(lists, dtype=torch.float32))
+    chosen = selected.with_initial(chosen)
     first, inner = selected.within_window(chosen, k, v, w) if window is None else (None, None)
     within = None if inner is None else (inner, sel)
     wk, wv = window or (k, v)
@@ -273,7 +284,8 @@ def layer_backward(
     if d_chosen is not None:
         # through the gates of the blocks to the scores that chose them, in place in dq or dcq
         into = dq if cq is None else dcq
-        at = settings.ranking(starts)
+        at = settings.ranking(starts, documents)
+        d_chosen = d_chosen[..., : lists.shape[-1]]
         _, more, d_scored = gates.backward(query, ck, mem_k, lists, d_chosen, at, into)
         dck = dck + more
     grads = [dq, dk, dv, dck, dcv, d_gates]
@@ -303,8 +315,8 @@ def _(d_out, *others):
 
 
 def setup(ctx, inputs, output):
-    *tensors, _ = inputs[:13]
-    ctx.numbers = inputs[13:]
+    *tensors, _ = inputs[:15]
+    ctx.numbers = inputs[15:]
     ctx.kept = len(output) - 1
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
@@ -315,7 +327,7 @@ def backward(ctx, grads):
     saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
     tensors, kept = saved[: -ctx.kept], list(saved[-ctx.kept :])
     some = iter(layer_backward(grads[0], *tensors, kept, *ctx.numbers))
-    others = (None,) * (2 + len(Settings._fields))
+    others = (None,) * (4 + len(Settings._fields))
     return (*(None if t is None else next(some) for t in tensors[:11]), *others)
 
 
@@ -353,6 +365,7 @@ def native_sparse_attention(
     recompute: bool,
     use_diff_topk: bool,
     block_sizes: list[int] | None,
+    documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output [B T H E] and the selected block indices."""
     starts, start = offsets(q_offset)
@@ -377,6 +390,6 @@ def native_sparse_attention(
     )  # fmt: skip
     out, lists, *_ = layer(
         q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts,
-        leader_indices, *settings,
+        *of_documents(documents), leader_indices, *settings,
     )  # fmt: skip
     return out, lists

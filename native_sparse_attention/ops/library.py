@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 
 from .documents import Documents
-from .operators import interval_attention, listed_attention, offsets
-from .selection import select_blocks
+from .operators import (
+    BEHIND,
+    CAUSAL_WINDOW,
+    EVERYTHING,
+    TWO_SIDED_WINDOW,
+    interval_attention,
+    listed_attention,
+    offsets,
+)
+from .selection import of_documents, select_blocks
 
 __all__ = [
     "compressed_attention",
@@ -23,9 +31,6 @@ __all__ = [
     "sliding_window_attention",
     "why_not",
 ]
-
-# `kernels.device` has the same numbers, under the same names
-CAUSAL_WINDOW, TWO_SIDED_WINDOW, BEHIND, EVERYTHING = range(4)
 
 OPERATIONS = (
     "compressed_attention",
@@ -91,8 +96,6 @@ def why_not(
         )
     if q.is_cuda and return_gates:
         reasons.append("the gates of differentiable top-k are not yet right on a GPU")
-    if documents is not None:
-        reasons.append("it has no packed documents yet")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     return reasons
@@ -114,13 +117,15 @@ def compressed_attention(
     scale: float | None = None,
     return_lse: bool = False,
     block_sizes: list[int] | None = None,
+    documents: Documents | None = None,
 ) -> Any:
     starts, start = offsets(q_offset)
     kind, d = (BEHIND if causal else EVERYTHING), compress_block_sliding_stride
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = interval_attention(
-        q, ck, cv, mem_k, mem_v, starts, kind, 0, d, start, scale, block_sizes
-    )
+        q, ck, cv, mem_k, mem_v, starts, *of_documents(documents), kind, 0, d, start, scale,
+        block_sizes,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -139,6 +144,7 @@ def selected_attention(
     scale: float | None = None,
     return_lse: bool = False,
     block_sizes: list[int] | None = None,
+    documents: Documents | None = None,
 ) -> Any:
     starts, start = offsets(q_offset)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -149,6 +155,7 @@ def selected_attention(
         block_indices,
         gates,
         starts,
+        *of_documents(documents),
         selection_block_size,
         num_initial_blocks,
         num_local_blocks,
@@ -172,12 +179,14 @@ def sliding_window_attention(
     scale: float | None = None,
     return_lse: bool = False,
     block_sizes: list[int] | None = None,
+    documents: Documents | None = None,
 ) -> Any:
     starts, start = offsets(q_offset)
     kind = CAUSAL_WINDOW if causal else TWO_SIDED_WINDOW
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     w = sliding_window_size
     out, lse = interval_attention(
-        q, k, v, None, None, starts, kind, w, 1, start, scale, block_sizes
-    )
+        q, k, v, None, None, starts, *of_documents(documents), kind, w, 1, start, scale,
+        block_sizes,
+    )  # fmt: skip
     return (out, lse) if return_lse else out

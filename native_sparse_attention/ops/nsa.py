@@ -182,6 +182,7 @@ def native_sparse_attention(
             recompute=recompute,
             use_diff_topk=use_diff_topk,
             block_sizes=sizes,
+            documents=documents,
             **settings,
         )
         return (out, lists) if return_indices else out

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .selection import in_its_sizes, on_its_device
+from .selection import bounds, in_its_sizes, on_its_device
+
+# which keys: `kernels.device` has the same numbers, under the same names
+CAUSAL_WINDOW, TWO_SIDED_WINDOW, BEHIND, EVERYTHING = range(4)
 
 
 @torch.library.custom_op("native_sparse_attention::interval_attention", mutates_args=())
@@ -25,6 +28,8 @@ def interval_attention(
     mem_k: Tensor | None,
     mem_v: Tensor | None,
     starts: Tensor | None,
+    doc_first: Tensor | None,
+    doc_last: Tensor | None,
     kind: int,
     reach: int,
     stride: int,
@@ -36,14 +41,18 @@ def interval_attention(
     lse [B T H]."""
     from ..kernels import interval, launch
 
-    place = launch.Place(kind, reach, stride, start=start, starts=starts)
+    documents = bounds(doc_first, doc_last)
+    place = launch.Place(
+        kind, reach, stride, start=start, starts=starts, documents=documents,
+        unit=stride if kind in (BEHIND, EVERYTHING) else 1,
+    )  # fmt: skip
     q, k, v = rows(q, k, v)
     out, lse = interval.forward(q, k, v, place, scale, prefix(mem_k, mem_v, k.shape[0]))
     return out, lse
 
 
 @interval_attention.register_fake
-def _(q, k, v, mem_k, mem_v, starts, kind, reach, stride, start, scale, block_sizes):
+def _(q, k, v, *others):
     return empty_outputs(q, v)
 
 
@@ -59,6 +68,8 @@ def interval_attention_backward(
     mem_k: Tensor | None,
     mem_v: Tensor | None,
     starts: Tensor | None,
+    doc_first: Tensor | None,
+    doc_last: Tensor | None,
     out: Tensor,
     lse: Tensor,
     kind: int,
@@ -71,7 +82,11 @@ def interval_attention_backward(
     """dq, dk, dv, and those of the memory."""
     from ..kernels import combine, interval_backward, launch
 
-    place = launch.Place(kind, reach, stride, start=start, starts=starts)
+    documents = bounds(doc_first, doc_last)
+    place = launch.Place(
+        kind, reach, stride, start=start, starts=starts, documents=documents,
+        unit=stride if kind in (BEHIND, EVERYTHING) else 1,
+    )  # fmt: skip
     q, k, v = rows(q, k, v)
     d_out = d_out.contiguous()
     cotangent = launch.Cotangent(d_out, lse, combine.deltas(out, d_out, d_lse.contiguous()))
@@ -91,14 +106,14 @@ def _(d_out, d_lse, q, k, v, mem_k, mem_v, *others):
 
 
 def interval_setup(ctx, inputs, output):
-    q, k, v, mem_k, mem_v, starts, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, mem_k, mem_v, starts, *output)
+    ctx.numbers = inputs[8:]
+    ctx.save_for_backward(*inputs[:8], *output)
 
 
 def interval_backward(ctx, d_out, d_lse):
     grads = interval_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.numbers)
     grads = [*grads, None, None][:5]
-    return (*grads, *(None,) * 7)
+    return (*grads, *(None,) * 10)
 
 
 interval_attention.register_autograd(interval_backward, setup_context=interval_setup)
@@ -114,6 +129,8 @@ def listed_attention(
     lists: Tensor,
     gates: Tensor | None,
     starts: Tensor | None,
+    doc_first: Tensor | None,
+    doc_last: Tensor | None,
     block_size: int,
     num_initial: int,
     num_local: int,
@@ -128,11 +145,13 @@ def listed_attention(
     from ..kernels import launch, selected
 
     selection = launch.Selection(
-        lists, block_size, num_initial, num_local, causal, start, starts, gates, stride
-    )
+        lists, block_size, num_initial, num_local, causal, start, starts, gates, stride,
+        bounds(doc_first, doc_last),
+    )  # fmt: skip
     valid = selected.valid_lists(selection, k.shape[1])
     gates = None if gates is None else gates.contiguous()
     selection = dataclasses.replace(selection, lists=valid, gates=gates)
+    selection = selected.with_initial(selection)
     q, k, v = rows(q, k, v)
     return *selected.forward(q, k, v, selection, scale), valid
 
@@ -153,6 +172,8 @@ def listed_attention_backward(
     v: Tensor,
     gates: Tensor | None,
     starts: Tensor | None,
+    doc_first: Tensor | None,
+    doc_last: Tensor | None,
     out: Tensor,
     lse: Tensor,
     valid: Tensor,
@@ -172,13 +193,15 @@ def listed_attention_backward(
     cotangent = launch.Cotangent(d_out, lse, combine.deltas(out, d_out, d_lse.contiguous()))
     gates = None if gates is None else gates.contiguous()
     selection = launch.Selection(
-        valid, block_size, num_initial, num_local, causal, start, starts, gates, stride
-    )
+        valid, block_size, num_initial, num_local, causal, start, starts, gates, stride,
+        bounds(doc_first, doc_last),
+    )  # fmt: skip
+    selection = selected.with_initial(selection)
     q, k, v = rows(q, k, v)
     *grads, d_gates = selected.backward(q, k, v, selection, scale, cotangent)
     grads = [g.to(q.dtype) for g in grads]
     if gates is not None and d_gates is not None:
-        grads.append(d_gates.to(gates.dtype))
+        grads.append(d_gates[..., : gates.shape[-1]].to(gates.dtype).contiguous())
     return grads
 
 
@@ -188,15 +211,15 @@ def _(d_out, d_lse, q, k, v, gates, *others):
 
 
 def listed_setup(ctx, inputs, output):
-    q, k, v, _, gates, starts, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, gates, starts, *output)
+    q, k, v, _, gates, starts, doc_first, doc_last, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, gates, starts, doc_first, doc_last, *output)
     ctx.mark_non_differentiable(output[2])
 
 
 def listed_backward(ctx, d_out, d_lse, _):
     grads = listed_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.numbers)
     d_gates = grads[3] if len(grads) > 3 else None
-    return (*grads[:3], None, d_gates, *(None,) * 9)
+    return (*grads[:3], None, d_gates, *(None,) * 11)
 
 
 listed_attention.register_autograd(listed_backward, setup_context=listed_setup)

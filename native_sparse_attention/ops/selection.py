@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import blocks
+from .documents import Documents
 
 
 def on_its_device(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +38,17 @@ def in_its_sizes(operator: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def bounds(doc_first: Tensor | None, doc_last: Tensor | None) -> Documents | None:
+    if doc_first is None or doc_last is None:
+        return None
+    return Documents(doc_first.contiguous(), doc_last.contiguous())
+
+
+def of_documents(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
+    """What operators take of where documents lie."""
+    return (None, None) if documents is None else (documents.first, documents.last)
+
+
 @torch.library.custom_op("native_sparse_attention::select_blocks", mutates_args=())
 @on_its_device
 def ranked_blocks(
@@ -45,6 +57,8 @@ def ranked_blocks(
     mem_k: Tensor | None,
     lse: Tensor | None,
     starts: Tensor | None,
+    doc_first: Tensor | None,
+    doc_last: Tensor | None,
     leader_indices: Tensor | None,
     start: int,
     num_ranked: int,
@@ -67,13 +81,14 @@ def ranked_blocks(
     return scoring.select_blocks(
         q, ck, mem_k, lse, starts, leader_indices, start, num_ranked, num_selected, l, d, s,
         importance, interpolated, num_initial, num_local, stride, shared, causal, scale,
+        bounds(doc_first, doc_last),
     )  # fmt: skip
 
 
 @ranked_blocks.register_fake
-def _(q, ck, mem_k, lse, starts, leader_indices, start, num_ranked, num_selected, l, d, s,
-      importance, interpolated, num_initial, num_local, stride, shared, causal,
-      scale):  # fmt: skip
+def _(q, ck, mem_k, lse, starts, doc_first, doc_last, leader_indices, start, num_ranked,
+      num_selected, l, d, s, importance, interpolated, num_initial, num_local, stride, shared,
+      causal, scale):  # fmt: skip
     ranks = ck.shape[2] if shared else q.shape[2]
     return q.new_empty(*q.shape[:2], ranks, num_selected, dtype=torch.int32)
 
@@ -85,6 +100,8 @@ def selection_gates(
     mem_k: Tensor | None,
     indices: Tensor,
     starts: Tensor | None,
+    doc_first: Tensor | None,
+    doc_last: Tensor | None,
     start: int,
     num_ranked: int,
     num_selected: int,
@@ -118,6 +135,8 @@ def selection_gates_backward(
     mem_k: Tensor | None,
     indices: Tensor,
     starts: Tensor | None,
+    doc_first: Tensor | None,
+    doc_last: Tensor | None,
     start: int,
     num_ranked: int,
     num_selected: int,
@@ -138,7 +157,7 @@ def selection_gates_backward(
 
     ranking = gate_launch.Ranking(
         start, num_ranked, num_selected, l, d, s, importance, interpolated, num_initial, num_local,
-        stride, shared, causal, scale, starts,
+        stride, shared, causal, scale, starts, bounds(doc_first, doc_last),
     )  # fmt: skip
     dq, dck, d_mem = gates.backward(q, ck, mem_k, indices, d_gates, ranking)
     grads = [dq.to(q.dtype), dck.to(ck.dtype)]
@@ -153,13 +172,13 @@ def _(d_gates, q, ck, mem_k, *others):
 
 
 def gates_setup(ctx, inputs, output):
-    ctx.numbers = inputs[5:]
-    ctx.save_for_backward(*inputs[:5])
+    ctx.numbers = inputs[7:]
+    ctx.save_for_backward(*inputs[:7])
 
 
 def gates_backward(ctx, d_gates):
     grads = selection_gates_backward(d_gates, *ctx.saved_tensors, *ctx.numbers)
-    return (*[*grads, None][:3], *(None,) * 16)
+    return (*[*grads, None][:3], *(None,) * 18)
 
 
 selection_gates.register_autograd(gates_backward, setup_context=gates_setup)
@@ -187,6 +206,7 @@ def select_blocks(
     scale: float | None = None,
     return_gates: bool = False,
     lse: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `ranking.select_blocks`. `lse` is branch 1's, [B, T, H]: where it is at
     hand, the ranking by `"probs"` need not form it again."""
@@ -222,10 +242,11 @@ def select_blocks(
         None if mem_k is None else mem_k.detach(),
         None if lse is None else lse.detach().contiguous(),
         starts,
+        *of_documents(documents),
         None if leader_indices is None else leader_indices.contiguous(),
         *numbers,
     )
     gates = None
     if return_gates:
-        gates = selection_gates(q, ck, mem_k, indices, starts, *numbers)
+        gates = selection_gates(q, ck, mem_k, indices, starts, *of_documents(documents), *numbers)
     return indices, gates
