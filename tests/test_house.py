@@ -26,9 +26,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ops.nsa"}),
     frozenset({"ops.functional", "compress", "cache", "rotary"}),
     frozenset({"ops.backends"}),
+    frozenset({"ops.by_queries"}),
     frozenset({"ops.fused", "ops.ranking"}),
-    frozenset({"ops.reference", "ops.chunked", "ops.flex", "ops.library", "ops.local"}),
-    frozenset({"masks", "ops.selection", "ops.block_sizes"}),
+    frozenset({"ops.reference", "ops.flex", "ops.library", "ops.local"}),
+    frozenset({"ops.chunked", "ops.block_masked", "ops.mha"}),
+    frozenset({"masks", "ops.selection", "ops.block_sizes", "ops.online", "ops.segments"}),
     frozenset(
         {
             "kernels.scoring",

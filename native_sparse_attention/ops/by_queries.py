@@ -1,0 +1,147 @@
+"""The specification in memory linear in the length: its own functions, on a few queries at a time.
+
+`reference.py` and `ranking.py` form all T x S scores at once. Past a size these call them on chunks
+of queries, with the keys that those can see, and let the backward form each chunk again: what is
+computed is the same to rounding, and a backend "eager" can be handed any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .. import blocks
+from . import ranking, reference
+
+# Scores that one call may form: 64 MiB of fp32, of which a backward holds a handful of copies. Few
+# enough for any machine, and so many that launches and Python do not show. A call of up to this
+# size runs whole.
+MAX_SCORES = 2**24
+
+# what this module cuts by queries, or need not cut; a call with any other tensor runs whole
+TENSORS = frozenset({"mem_k", "mem_v", "gates", "q_offset", "leader_indices"})
+
+Chunk = tuple[int, int]
+
+
+def run(op: str, q: Tensor, *tensors: Tensor, **settings: Any) -> Any:
+    """An operation of the specification, by chunks of queries where it would form more than
+    `MAX_SCORES` scores. Not in a compiled graph, which would unroll them."""
+    whole: Callable[..., Any] = getattr(ranking if op == "select_blocks" else reference, op)
+    known = all(
+        name in TENSORS or value is None or isinstance(value, (int, float, str))
+        for name, value in settings.items()
+    )
+    if torch.compiler.is_compiling() or not known:
+        return whole(q, *tensors, **settings)
+    size = chunk_size(op, q, *tensors, **settings)
+    if size >= q.shape[1]:
+        return whole(q, *tensors, **settings)
+    by_chunks = select_blocks if op == "select_blocks" else attention
+    chunks = [(a, min(a + size, q.shape[1])) for a in range(0, q.shape[1], size)]
+    return by_chunks(whole, chunks, q, *tensors, **settings)
+
+
+def chunk_size(op: str, q: Tensor, k: Tensor, *_: Tensor, **settings: Any) -> int:
+    """Queries whose scores are at most `MAX_SCORES`, at least one."""
+    heads, keys, stride = q.shape[2], k.shape[1], 1
+    if settings.get("mem_k") is not None:
+        keys += settings["mem_k"].shape[1]
+    if op == "select_blocks":
+        d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
+        if settings["importance"] == "logits" and settings["query_heads_share_selected_kv"]:
+            heads = k.shape[2]
+        # interpolated there is a score for every token, else for every window and every block
+        keys *= d if settings["interpolated_importance_score"] else max(1, d // s)
+        # one token of a group is ranked; a chunk of whole groups ranks none of them twice
+        stride = settings["selection_stride"]
+    return max(1, MAX_SCORES // max(1, q.shape[0] * heads * keys)) * stride
+
+
+def again(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call fn, and keep nothing of it for the backward but its arguments."""
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def visible_keys(chunk: Chunk, length: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """The first key that a chunk of queries may see, and one past the last; windows where the keys
+    are those. Where positions are known on the device only, all."""
+    offset, causal = settings["q_offset"], settings["causal"]
+    if isinstance(offset, Tensor):
+        return 0, length
+    first, last = offset + chunk[0], offset + chunk[1] - 1
+    if "compress_block_sliding_stride" in settings:
+        d = settings["compress_block_sliding_stride"]
+        return 0, min(length, blocks.num_visible_windows(last, d)) if causal else length
+    w = settings.get("sliding_window_size")
+    if w is None:
+        return 0, min(length, last + 1) if causal else length
+    stop = min(length, last + 1 if causal else last + w + 1)
+    return min(max(0, first - w), stop), stop
+
+
+def attention(
+    whole: Callable[..., Any], chunks: list[Chunk], q: Tensor, k: Tensor, v: Tensor, *rest, **kwargs
+) -> Any:
+    """Any of the branches. `rest`, block indices, and gates run along the queries."""
+    gates = kwargs.pop("gates", None)
+    outs = []
+    for chunk in chunks:
+        a, b = chunk
+        start, stop = visible_keys(chunk, k.shape[1], kwargs)
+        own: dict[str, Any] = {"q_offset": kwargs["q_offset"] + a - start}
+        if gates is not None:
+            own["gates"] = gates[:, a:b]
+        elif rest:
+            own["gates"] = None
+        outs.append(
+            again(
+                whole,
+                q[:, a:b],
+                k[:, start:stop],
+                v[:, start:stop],
+                *(t[:, a:b] for t in rest),
+                **(kwargs | own),
+            )
+        )
+    if not kwargs["return_lse"]:
+        return torch.cat(outs, dim=1)
+    return tuple(torch.cat(parts, dim=1) for parts in zip(*outs, strict=True))
+
+
+def select_blocks(
+    whole: Callable[..., Any], chunks: list[Chunk], q: Tensor, ck: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The ranking. A group of tokens that share one may be cut by a chunk's end, where rows start
+    at different places for one; what the last token before it has, the rest of the group takes."""
+    offset, stride = kwargs.pop("q_offset"), kwargs["selection_stride"]
+    before = kwargs.pop("leader_indices")
+    place = {name: kwargs[name] for name in ("causal", "compress_block_sliding_stride")}
+    place["q_offset"] = offset
+    indices: list[Tensor] = []
+    gates: list[Tensor] = []
+    for chunk in chunks:
+        a, b = chunk
+        _, stop = visible_keys(chunk, ck.shape[1], place)
+        leader = indices[-1][:, -1] if indices and stride > 1 else before
+        ranked, gate = again(
+            whole,
+            q[:, a:b],
+            ck[:, :stop],
+            q_offset=offset + a,
+            leader_indices=leader,
+            **kwargs,
+        )
+        if gate is not None and gates and stride > 1:
+            i = reference.query_positions(q[:, a:b], offset + a)
+            continued = i // stride == (i[:, :1] - 1) // stride
+            gate = torch.where(continued[..., None, None], gates[-1][:, -1:], gate)
+        indices.append(ranked)
+        gates += [] if gate is None else [gate]
+    return torch.cat(indices, dim=1), torch.cat(gates, dim=1) if gates else None
