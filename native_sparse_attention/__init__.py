@@ -3,6 +3,7 @@
 from .attention import SparseAttention
 from .cache import KVCache
 from .ops.block_sizes import BlockSizes
+from .ops.chunked import chunked_attention
 from .ops.functional import (
     compressed_attention,
     select_blocks,
@@ -10,13 +11,17 @@ from .ops.functional import (
     sliding_window_attention,
 )
 from .ops.nsa import native_sparse_attention
+from .ops.segments import SegmentIds, below_or_on_diag
 from .transformer import Transformer
 
 __all__ = [
     "BlockSizes",
     "KVCache",
+    "SegmentIds",
     "SparseAttention",
     "Transformer",
+    "below_or_on_diag",
+    "chunked_attention",
     "compressed_attention",
     "native_sparse_attention",
     "select_blocks",
