@@ -2,6 +2,7 @@
 
 from .attention import SparseAttention
 from .cache import KVCache
+from .ops.block_masked import block_masked_attention, mask_blocker
 from .ops.block_sizes import BlockSizes
 from .ops.chunked import chunked_attention
 from .ops.functional import (
@@ -21,8 +22,10 @@ __all__ = [
     "SparseAttention",
     "Transformer",
     "below_or_on_diag",
+    "block_masked_attention",
     "chunked_attention",
     "compressed_attention",
+    "mask_blocker",
     "native_sparse_attention",
     "select_blocks",
     "selected_attention",
