@@ -11,6 +11,7 @@ from .ops.functional import (
     selected_attention,
     sliding_window_attention,
 )
+from .ops.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
 from .ops.nsa import native_sparse_attention
 from .ops.segments import SegmentIds, below_or_on_diag
 from .transformer import Transformer
@@ -26,6 +27,9 @@ __all__ = [
     "chunked_attention",
     "compressed_attention",
     "mask_blocker",
+    "mha_reference",
+    "mha_reference_bwd",
+    "mha_reference_no_custom_vjp",
     "native_sparse_attention",
     "select_blocks",
     "selected_attention",
