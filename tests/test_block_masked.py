@@ -59,6 +59,7 @@ def assert_right(leaves, ids, mask, bkv, bq, mask_value, cap=None, share=-math.i
     found = gradients(*actual[:2], leaves)
     for a, b in zip(found, gradients(*expected[:2], leaves), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    assert actual[1].requires_grad and not actual[2].requires_grad
     plain = block_masked_attention(*leaves, ids, bkv, bq, mask, mask_value, cap)
     assert torch.equal(plain, out)
 

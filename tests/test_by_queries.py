@@ -38,6 +38,7 @@ def calls(monkeypatch):
         return again(fn, *args, **kwargs)
 
     monkeypatch.setattr(by_queries, "again", counted)
+    monkeypatch.setattr(by_queries, "LEAST_QUERIES", 1)
     return counts
 
 
@@ -173,6 +174,7 @@ def test_keys_that_no_query_of_a_chunk_sees_are_cut(monkeypatch):
     """The window's chunks are handed the keys of their own window only, the others the past."""
     seen = []
     monkeypatch.setattr(by_queries, "MAX_SCORES", 8 * 2 * 4 * 32)
+    monkeypatch.setattr(by_queries, "LEAST_QUERIES", 1)
     monkeypatch.setattr(
         by_queries,
         "again",
@@ -185,6 +187,32 @@ def test_keys_that_no_query_of_a_chunk_sees_are_cut(monkeypatch):
     indices = torch.full((2, 32, 4, 1), -1)
     selected_attention(q, q, q, indices, selection_block_size=8)
     assert seen == [8, 16, 24, 32]
+
+
+def test_size_of_a_chunk():
+    """Within the scores of a chunk, whole groups, and never fewer queries than the least."""
+    q, k = torch.empty(2, 5000, 8, 4), torch.empty(2, 1024, 2, 4)
+    kwargs = dict(sliding_window_size=3, causal=True)
+    assert by_queries.chunk_size("sliding_window_attention", q, k, **kwargs) == 2**22 // 2**14
+    long = torch.empty(2, 2**20, 1, 1).expand(2, 2**20, 2, 4)
+    assert by_queries.chunk_size("sliding_window_attention", q, long, **kwargs) == 16
+    ranking = dict(BLOCKS, selection_stride=4, importance="logits")
+    ranking |= dict(interpolated_importance_score=False, query_heads_share_selected_kv=True)
+    assert by_queries.chunk_size("select_blocks", q, k, **ranking) == 4 * 2**22 // 2**12
+    ranking |= dict(importance="probs", mem_k=torch.empty(2, 1024, 4))
+    assert by_queries.chunk_size("select_blocks", q, k, **ranking) == 4 * 2**22 // 2**15
+
+
+def test_a_call_that_has_what_is_not_known_here_runs_whole(calls, monkeypatch):
+    monkeypatch.setattr(by_queries, "MAX_SCORES", 8)
+    given = []
+    monkeypatch.setattr(
+        by_queries.reference, "sliding_window_attention", lambda *args, **kw: given.append(args)
+    )
+    q = torch.randn(1, 6, 1, 4)
+    unknown = dict(sliding_window_size=2, causal=True, q_offset=0, along_queries=torch.ones(1, 6))
+    by_queries.run("sliding_window_attention", q, q, q, **unknown)
+    assert len(given) == 1 and given[0][0] is q and not calls
 
 
 def layer_step(module, T):

@@ -86,11 +86,13 @@ MASKS = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", MASKS)
-def test_against_a_dense_softmax(name, shape):
+@pytest.mark.parametrize("chunks", [(4, 8), (2, 3)])
+def test_against_a_dense_softmax(name, shape, chunks):
     leaves = draw(*SHAPES[shape])
     T, S = leaves[0].shape[1], leaves[1].shape[1]
     kw = MASKS[name]
-    actual = chunked_attention(*leaves, **kw, **CHUNKS, return_lse=True)
+    sizes = dict(q_chunk_size=chunks[0], k_chunk_size=chunks[1])
+    actual = chunked_attention(*leaves, **kw, **sizes, return_lse=True)
     mask = causal_mask(
         T, S, kw.get("q_offset"), kw.get("sliding_window_size"), kw.get("causal", False)
     )

@@ -56,14 +56,24 @@ def test_against_sdpa(shape, causal, mask_value):
 
 
 def test_a_mild_mask_value_has_a_share_like_any_logit():
+    """But in no row that sees nothing, here the third."""
     q, k, v = draw(2, 1, 5, 5, 4, 4)
+    ids = SegmentIds(torch.tensor([[0, 0, 9, 0, 0]] * 2), torch.zeros(2, 5).long())
     seen = torch.ones(5, 5, dtype=torch.bool).tril()
-    s = torch.where(seen, q @ k.mT, -0.5)
-    expected = s.softmax(-1) @ v
-    o = mha_reference(q, k, v, causal=True, mask_value=-0.5)
-    close(o, expected)
+    keep = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64)[:, None]
+    expected = torch.where(seen, q @ k.mT, -0.5).softmax(-1) @ v * keep
     right = torch.autograd.grad(expected.square().sum(), (q, k, v))
-    close(torch.autograd.grad(o.square().sum(), (q, k, v)), right)
+    kwargs = dict(causal=True, mask_value=-0.5)
+    for op in (mha_reference, mha_reference_no_custom_vjp):
+        o = op(q, k, v, None, ids, **kwargs)
+        close(o, expected)
+        close(torch.autograd.grad(o.square().sum(), (q, k, v)), right)
+    # the backward alone: what is handed in for such a row reaches no key and no value
+    o, l, m = mha_reference_no_custom_vjp(q, k, v, None, ids, save_residuals=True, **kwargs)
+    do = torch.zeros_like(o)
+    do[:, :, 2] = 1.0
+    found = mha_reference_bwd(q, k, v, None, ids, o, l, m, do, **kwargs)
+    assert all((g == 0).all() for g in found[:3])
 
 
 @pytest.mark.parametrize("mask_value", MASK_VALUES)

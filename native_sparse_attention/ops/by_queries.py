@@ -23,6 +23,9 @@ from . import ranking, reference
 # wait for the launches of small chunks, is given more.
 MAX_SCORES = 2**22
 GPU_FACTOR = 16
+# Queries of a chunk at least: each chunk adds to the gradients of all keys that it sees, which must
+# not be the most of its work. Past 2**18 keys times heads, a chunk's scores grow with those.
+LEAST_QUERIES = 16
 
 # what this module cuts by queries, or need not cut; a call with any other tensor runs whole
 TENSORS = frozenset({"mem_k", "mem_v", "gates", "q_offset", "leader_indices"})
@@ -34,11 +37,7 @@ def run(op: str, q: Tensor, *tensors: Tensor, **settings: Any) -> Any:
     """An operation of the specification, by chunks of queries where it would form more scores than
     a chunk may. Not in a compiled graph, which would unroll them."""
     whole: Callable[..., Any] = getattr(ranking if op == "select_blocks" else reference, op)
-    known = all(
-        name in TENSORS or value is None or isinstance(value, (int, float, str))
-        for name, value in settings.items()
-    )
-    if torch.compiler.is_compiling() or not known:
+    if torch.compiler.is_compiling() or not all(map(can_cut, settings, settings.values())):
         return whole(q, *tensors, **settings)
     size = chunk_size(op, q, *tensors, **settings)
     if size >= q.shape[1]:
@@ -48,8 +47,12 @@ def run(op: str, q: Tensor, *tensors: Tensor, **settings: Any) -> Any:
     return by_chunks(whole, chunks, q, *tensors, **settings)
 
 
+def can_cut(name: str, value: Any) -> bool:
+    return name in TENSORS or value is None or isinstance(value, (int, float, str))
+
+
 def chunk_size(op: str, q: Tensor, k: Tensor, *_: Tensor, **settings: Any) -> int:
-    """Queries that form as many scores as a chunk may; at least one, or one group."""
+    """Queries that form as many scores as a chunk may, or the least number of them."""
     heads, keys, stride = q.shape[2], k.shape[1], 1
     if settings.get("mem_k") is not None:
         keys += settings["mem_k"].shape[1]
@@ -62,7 +65,7 @@ def chunk_size(op: str, q: Tensor, k: Tensor, *_: Tensor, **settings: Any) -> in
         # one token of a group is ranked; a chunk of whole groups ranks none of them twice
         stride = settings["selection_stride"]
     most = MAX_SCORES if q.device.type == "cpu" else MAX_SCORES * GPU_FACTOR
-    return max(1, most // max(1, q.shape[0] * heads * keys)) * stride
+    return max(LEAST_QUERIES, most // max(1, q.shape[0] * heads * keys)) * stride
 
 
 def again(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
