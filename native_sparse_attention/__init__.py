@@ -2,22 +2,34 @@
 
 from .attention import SparseAttention
 from .cache import KVCache
+from .ops.block_masked import block_masked_attention, mask_blocker
 from .ops.block_sizes import BlockSizes
+from .ops.chunked import chunked_attention
 from .ops.functional import (
     compressed_attention,
     select_blocks,
     selected_attention,
     sliding_window_attention,
 )
+from .ops.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
 from .ops.nsa import native_sparse_attention
+from .ops.segments import SegmentIds, below_or_on_diag
 from .transformer import Transformer
 
 __all__ = [
     "BlockSizes",
     "KVCache",
+    "SegmentIds",
     "SparseAttention",
     "Transformer",
+    "below_or_on_diag",
+    "block_masked_attention",
+    "chunked_attention",
     "compressed_attention",
+    "mask_blocker",
+    "mha_reference",
+    "mha_reference_bwd",
+    "mha_reference_no_custom_vjp",
     "native_sparse_attention",
     "select_blocks",
     "selected_attention",

@@ -26,9 +26,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ops.nsa"}),
     frozenset({"ops.functional", "compress", "cache", "gate", "rotary", "sampling"}),
     frozenset({"ops.backends"}),
+    frozenset({"ops.by_queries"}),
     frozenset({"ops.fused", "ops.library", "ops.ranking"}),
-    frozenset({"ops.reference", "ops.chunked", "ops.flex", "ops.local", "ops.operators"}),
-    frozenset({"masks", "ops.selection", "ops.block_sizes", "ops.packed"}),
+    frozenset({"ops.reference", "ops.flex", "ops.local", "ops.operators"}),
+    frozenset({"ops.chunked", "ops.block_masked", "ops.mha"}),
+    frozenset(
+        {"masks", "ops.selection", "ops.block_sizes", "ops.online", "ops.packed", "ops.segments"}
+    ),
     frozenset(
         {
             "kernels.scoring",

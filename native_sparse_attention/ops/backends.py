@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import flex, library, local, ranking, reference
+from . import by_queries, flex, library, local
 from .checks import BACKENDS, check_choice
 
 # scores T x S up to which `auto`, inside a compiled graph, leaves attention to the compiler
@@ -86,5 +86,4 @@ def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
         w, offset, lse = (kwargs[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
         if "documents" not in kwargs and local.fits(q, k, w, offset, lse):
             return local.sliding_window_attention(*args, **kwargs)
-    module = ranking if op == "select_blocks" else reference
-    return getattr(module, op)(*args, **kwargs)
+    return by_queries.run(op, *args, **kwargs)

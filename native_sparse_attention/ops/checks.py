@@ -3,6 +3,7 @@ came."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,14 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
             if size != known:
                 raise ValueError(f"{name} has {axis}={size} but {owner} has {axis}={known}")
     return {axis: size for axis, (size, _) in sizes.items()}
+
+
+def check_given(**tensors: Any) -> None:
+    """Tensors, where nothing else has a meaning."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            got = None if tensor is None else type(tensor).__name__
+            raise ValueError(f"{name} must be a tensor, got {got}")
 
 
 def check_same(**tensors: Tensor | None) -> None:
@@ -240,3 +249,42 @@ def check_input(inp: Tensor, dim: int) -> None:
         raise ValueError(f"inp must be a tensor of floating dtype, got {got}")
     if inp.ndim != 3 or inp.shape[-1] != dim:
         raise ValueError(f"inp must have shape [b, n, {dim}], got {list(inp.shape)}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """A number above 0, or None."""
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a number above 0 or None, got {value!r}")
+
+
+def check_mask(name: str, mask: Any, device: torch.device, **axes: int) -> None:
+    """A bool tensor that broadcasts to the axes, or None."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != device:
+        got = f"{mask.dtype} on {mask.device}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"{name} must be a bool tensor on {device}, got {got}")
+    check_broadcasts(name, mask, **axes)
+
+
+def check_broadcasts(name: str, tensor: Tensor, **axes: int) -> None:
+    """A shape that broadcasts to the axes and no further."""
+    wanted = list(axes.values())
+    pairs = zip(reversed(tensor.shape), reversed(wanted), strict=False)
+    if tensor.ndim > len(wanted) or any(have not in (1, want) for have, want in pairs):
+        raise ValueError(
+            f"{name} must broadcast to [{' '.join(axes)}] = {wanted}, got {list(tensor.shape)}"
+        )
+
+
+def check_mask_value(mask_value: Any, dtype: torch.dtype) -> float:
+    """A number that is not NaN or inf; -inf where the dtype of the logits cannot tell it from
+    that."""
+    number = isinstance(mask_value, (int, float)) and not isinstance(mask_value, bool)
+    if not number or math.isnan(mask_value) or mask_value == float("inf"):
+        raise ValueError(f"mask_value must be a number below inf, got {mask_value!r}")
+    least = torch.finfo(torch.promote_types(dtype, torch.float32)).min
+    return float(mask_value) if mask_value >= least else float("-inf")

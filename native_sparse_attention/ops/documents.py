@@ -26,6 +26,10 @@ class Documents(NamedTuple):
     first: Tensor
     last: Tensor
 
+    def among(self, start: int, stop: int, first_key: int) -> Documents:
+        """Of positions start .. stop - 1, counted from key `first_key` on."""
+        return Documents(*(bound[:, start:stop] - first_key for bound in self))
+
     def windows(self, d: int, *, causal: bool) -> tuple[Tensor, Tensor]:
         """The first window of each position's document and one past its last."""
         length = self.last - self.first

@@ -170,9 +170,11 @@ def select_blocks(
 
     group = None
     if selection_stride > 1:
+        start = i[:, :1]
         q, i, group = leaders(q, i, selection_stride)
         if documents is not None:  # of the leaders
-            documents = Documents(*(t.gather(1, i.expand(len(q), -1)) for t in documents))
+            at = (i - start).expand(len(q), -1)
+            documents = Documents(*(bound.gather(1, at) for bound in documents))
 
     # candidates [b|1 1 i c]: not forced and, causally, past and wholly visible
     c = torch.arange(num_ranked, device=q.device)

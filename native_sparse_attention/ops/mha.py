@@ -1,0 +1,224 @@
+"""Multi-head attention written out, with a backward written out beside it: an oracle for kernels.
+
+Dense, memory O(T S), in the layout [B, H, T, D] of kernels; `chunked_attention` is the one to
+compute with. Names, arguments and residuals are those of the reference in JAX's TPU flash
+attention; the code is not.
+
+    b  batch    h  heads    i  query    j  key    d  key width    e  value width
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_broadcasts, check_given, check_mask_value, check_same, check_shapes
+from .segments import SegmentIds, check_segment_ids
+
+# far below any logit, and far enough from the least float32 that a logit may be added to it
+DEFAULT_MASK_VALUE = -0.7 * torch.finfo(torch.float32).max
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None,
+    segment_ids: SegmentIds | Tensor | None,
+    mask_value: float,
+) -> tuple[SegmentIds | None, float]:
+    check_given(q=q, k=k, v=v)
+    dims = check_shapes(q=(q, "B H T D"), k=(k, "B H S D"), v=(v, "B H S E"))
+    check_same(q=q, k=k, v=v)
+    B, H, T, S = (dims[axis] for axis in "BHTS")
+    if ab is not None:
+        check_given(ab=ab)
+        check_same(ab=ab)
+        check_broadcasts("ab", ab, B=B, H=H, T=T, S=S)
+        if ab.device != q.device:
+            raise ValueError(f"ab is on {ab.device} but q is on {q.device}")
+    return check_segment_ids(segment_ids, B, T, S, q.device), check_mask_value(mask_value, q.dtype)
+
+
+def masked_logits(
+    q: Tensor,
+    k: Tensor,
+    ab: Tensor | None,
+    segment_ids: SegmentIds | None,
+    causal: bool,
+    mask_value: float,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Logits [b h i j] in fp32 or better, and who sees whom, [b|1 1 i j]."""
+    s = torch.matmul(q, k.mT)
+    s = s.to(torch.promote_types(s.dtype, torch.float32))
+    if ab is not None:
+        s = s + ab
+    visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device)[None, None]
+    if causal:
+        visible = visible.tril()
+    if segment_ids is not None:
+        visible = visible & (segment_ids.q[:, None, :, None] == segment_ids.kv[:, None, None])
+    return (s * softmax_scale).masked_fill(~visible, mask_value), visible
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None,
+    segment_ids: SegmentIds | None,
+    causal: bool,
+    mask_value: float,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, sum of exponentials, greatest logit."""
+    with torch.autocast(q.device.type, enabled=False):
+        s, visible = masked_logits(q, k, ab, segment_ids, causal, mask_value, softmax_scale)
+        hidden = ~visible.any(dim=-1)
+        m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
+        m = m.masked_fill(hidden, float("-inf"))
+        p = torch.exp(s - m.masked_fill(hidden, 0.0)[..., None])
+        p = p.masked_fill(hidden[..., None], 0.0)
+        l = p.sum(dim=-1)
+        weights = p / l.masked_fill(hidden, 1.0)[..., None]
+        return torch.matmul(weights.to(v.dtype), v), l, m
+
+
+def mha_reference_no_custom_vjp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None = None,
+    segment_ids: SegmentIds | Tensor | None = None,
+    *,
+    causal: bool = False,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    softmax_scale: float = 1.0,
+    save_residuals: bool = False,
+) -> Any:
+    """`mha_reference` with the gradients that autograd finds.
+
+    Returns:
+        o [B, H, T, E], and with `save_residuals` (o, l, m): the sum of exponentials
+        `l_i = sum_j exp(s_ij - m_i)` and the greatest logit m, both [B, H, T] in float32 (float64
+        for float64 inputs). The log-sum-exp is `m + log(l)`. A query that sees nothing has o = 0,
+        l = 0 and m = -inf. m is a constant to autograd.
+    """
+    segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
+    o, l, m = forward(q, k, v, ab, segments, causal, mask_value, softmax_scale)
+    return (o, l, m) if save_residuals else o
+
+
+def mha_reference_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None,
+    segment_ids: SegmentIds | Tensor | None,
+    o: Tensor,
+    l: Tensor,
+    m: Tensor,
+    do: Tensor,
+    causal: bool = False,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    softmax_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of `mha_reference`, written out.
+
+    With `p_ij = exp(s_ij - m_i) / l_i`: `dv_j = sum_i p_ij do_i`,
+    `ds_ij = p_ij (do_i . v_j - do_i . o_i)` where i sees j, else 0, `dab = softmax_scale ds`,
+    `dq_i = sum_j dab_ij k_j`, `dk_j = sum_i dab_ij q_i`.
+
+    Args:
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale: as given to the forward.
+        o, l, m: what `mha_reference_no_custom_vjp(..., save_residuals=True)` returned.
+        do: gradient of o, [B, H, T, E].
+
+    Returns:
+        (dq, dk, dv, dab), each of the shape and dtype of what it is the gradient of; dab is None
+        where ab is.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings that do not fit.
+    """
+    segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
+    check_given(o=o, l=l, m=m, do=do)
+    check_shapes(
+        q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T")
+    )
+    check_shapes(o=(o, "B H T E"), do=(do, "B H T E"))
+    with torch.autocast(q.device.type, enabled=False):
+        s, visible = masked_logits(q, k, ab, segments, causal, mask_value, softmax_scale)
+        # exp(s - inf) is 0: a query that sees nothing gives and gets nothing
+        hidden = m == float("-inf")
+        p = torch.exp(s - m.masked_fill(hidden, float("inf"))[..., None])
+        p = p / l.masked_fill(hidden, 1.0)[..., None]
+        dv = torch.matmul(p.to(do.dtype).mT, do)
+        delta = (do.to(s.dtype) * o).sum(dim=-1, keepdim=True)
+        ds = p * (torch.matmul(do, v.mT).to(s.dtype) - delta) * softmax_scale
+        ds = ds.masked_fill(~visible, 0.0)
+        dab = None if ab is None else ds.sum_to_size(ab.shape).to(ab.dtype)
+        ds = ds.to(q.dtype)
+        return torch.matmul(ds, k), torch.matmul(ds.mT, q), dv.to(v.dtype), dab
+
+
+class Reference(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q, k, v, ab, segment_ids, *settings) -> Tensor:
+        o, l, m = forward(q, k, v, ab, segment_ids, *settings)
+        ctx.save_for_backward(q, k, v, ab, o, l, m)
+        ctx.segment_ids, ctx.settings = segment_ids, settings
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        q, k, v, ab, o, l, m = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # a backward that is differentiated itself: l must not be a constant to it
+            o, l, m = forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)
+        grads = mha_reference_bwd(q, k, v, ab, ctx.segment_ids, o, l, m, do, *ctx.settings)
+        return (*grads, None, None, None, None)
+
+
+def mha_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None = None,
+    segment_ids: SegmentIds | Tensor | None = None,
+    causal: bool = False,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    softmax_scale: float = 1.0,
+) -> Tensor:
+    """Softmax attention, dense, whose backward is `mha_reference_bwd`.
+
+    `o_i = softmax_j(s_ij) v_j` with `s_ij = (q_i . k_j + ab_ij) softmax_scale` where query i sees
+    key j, else `mask_value`. The bias is scaled too, and nothing else is scaled by default: for
+    usual attention hand in `softmax_scale = D ** -0.5` and the bias over that.
+
+    A causal query i sees keys j <= i, counted from the first of each, also where T and S differ
+    (aligned at the top left; `chunked_attention` by default aligns the last query to the last key).
+    A query that sees nothing gives 0: its row is not a softmax over mask values, which would give
+    the mean of values that it must not see.
+
+    Args:
+        q, k, v: [B, H, T, D], [B, H, S, D] and [B, H, S, E].
+        ab: attention bias, broadcasts to [B, H, T, S]; None for none.
+        segment_ids: `SegmentIds(q [B, T], kv [B, S])`, or one tensor [B, T] where T = S; keys of
+            the query's own segment only.
+        causal: keys j <= i only.
+        mask_value: logit of those who do not see each other.
+        softmax_scale: multiplies dot products and bias.
+
+    Returns:
+        [B, H, T, E]. Logits and softmax are formed in float32 or better, and not under autocast.
+        Deterministic.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings that do not fit.
+    """
+    segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
+    return Reference.apply(q, k, v, ab, segments, causal, mask_value, softmax_scale)
