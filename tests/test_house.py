@@ -28,7 +28,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ops.backends"}),
     frozenset({"ops.fused", "ops.ranking"}),
     frozenset({"ops.reference", "ops.chunked", "ops.flex", "ops.library", "ops.local"}),
+    frozenset({"masks.__main__"}),
     frozenset({"masks", "ops.selection", "ops.block_sizes"}),
+    frozenset({"masks.catalog"}),
+    frozenset({"masks.jagged", "masks.pictures"}),
+    frozenset({"masks.dense"}),
+    frozenset({"masks.gallery", "masks.nsa", "masks.scores"}),
+    frozenset({"masks.tanh", "masks.tiles"}),
     frozenset(
         {
             "kernels.scoring",
