@@ -24,9 +24,11 @@ sanitize:  ## every kernel under compute-sanitizer: no read or write out of boun
 bench:  ## every benchmark; rows are appended to benchmarks/results/
 	$(PYTHON) -m benchmarks
 
-docs:  ## redraw docs/images from the library's own geometry, docs/performance.md from the rows
+docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) docs/draw_masks.py
+	$(PYTHON) docs/draw_gallery.py
 	$(PYTHON) -m benchmarks.report
+	$(PYTHON) -m benchmarks.masks --table
 
 ci:  ## the whole gate, in environments of its own
 	.ci/run

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import attention, enwik8, report, training
+from . import attention, enwik8, masks, report, training
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -18,6 +18,7 @@ def main(argv: list[str] | None = None) -> None:
     if quick:
         attention.main([*every, "--quick"])
         training.main(["--quick", "--providers", "ours"])
+        masks.main(["--quick"])
         return
     try:
         attention.main(every)
@@ -25,6 +26,8 @@ def main(argv: list[str] | None = None) -> None:
         report.main([])
     training.main([])
     training.main(["--table"])
+    masks.main([])
+    masks.main(["--table"])
     enwik8.main([])
 
 

@@ -88,6 +88,20 @@ def untraced_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.fixture
+def flex_gradients(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """flex_attention with gradients on the CPU. Torch has the mathematics, in eager PyTorch, and
+    refuses the device; here it does not. The graphs of mods, forward and backward, are traced as
+    they are for CUDA."""
+    monkeypatch.setattr(
+        torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None, raising=False
+    )
+    torch._dynamo.reset()
+    return torch.compile(
+        torch.nn.attention.flex_attention.flex_attention, backend="aot_eager", fullgraph=True
+    )
+
+
 class Unavailable(Exception):
     """A published version is neither installed nor to be had."""
 

@@ -11,6 +11,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
+from native_sparse_attention.ops import by_queries
 from native_sparse_attention.ops import documents as docs
 
 LENGTHS = [13, 0, 1, 32, 5, 0, 41]
@@ -276,6 +277,15 @@ def test_bad_batches_and_windows():
         compressed_attention(
             q, ck, ck, compress_block_sliding_stride=4, cu_seqlens=torch.tensor([0, 3, 8])
         )
+
+
+@CAUSAL
+@pytest.mark.parametrize("setting", ["default", "stride", "interpolated", "diff"])
+def test_by_chunks_of_queries(setting, causal, monkeypatch):
+    """In linear memory: documents are cut as they come."""
+    monkeypatch.setattr(by_queries, "MAX_SCORES", 2000)
+    monkeypatch.setattr(by_queries, "LEAST_QUERIES", 1)
+    test_whole_layer(setting, causal)
 
 
 # on the kernels, by the budget of errors against the specification over the same documents

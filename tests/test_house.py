@@ -28,11 +28,16 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ops.backends"}),
     frozenset({"ops.by_queries"}),
     frozenset({"ops.fused", "ops.library", "ops.ranking"}),
-    frozenset({"ops.reference", "ops.flex", "ops.local", "ops.operators"}),
+    frozenset({"ops.reference", "ops.flex", "ops.local", "ops.operators", "masks.__main__"}),
     frozenset({"ops.chunked", "ops.block_masked", "ops.mha"}),
     frozenset(
         {"masks", "ops.selection", "ops.block_sizes", "ops.online", "ops.packed", "ops.segments"}
     ),
+    frozenset({"masks.catalog"}),
+    frozenset({"masks.jagged", "masks.pictures"}),
+    frozenset({"masks.dense"}),
+    frozenset({"masks.gallery", "masks.nsa", "masks.scores"}),
+    frozenset({"masks.tanh", "masks.tiles"}),
     frozenset(
         {
             "kernels.scoring",

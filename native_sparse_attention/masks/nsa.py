@@ -1,40 +1,38 @@
-"""Masks for torch's flex_attention: who may attend to whom, and which tiles of 128 x 128 that is.
+"""The masks of the three branches: sliding window, compressed, selected.
 
-    b, h    batch row, query head
-    i, j    query, key; absolute positions where said so, else indices of the tensors
-    r       heads that select: KV heads, or query heads where each selects for itself
-    c       selection blocks
-    tq, tk  tiles of queries, of keys
-
-A *mask mod* answers for one pair (b, h, i, j). A *block mask* adds the list of tiles in which some
-pair is allowed, and of those in which all are. Here tiles are found from the geometry: no T x S
-array is ever formed, nothing needs compiling, and no length need be a multiple of anything.
+b, h    batch row, query head
+i, j    query, key; absolute positions where said so, else indices of the tensors
+r       heads that select: KV heads, or query heads where each selects for itself
+c       selection blocks
+tq, tk  tiles of queries, of keys
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from . import blocks
-from .ops.checks import check_ints
-
-TILE = 128
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
+from .. import blocks
+from ..ops.checks import check_ints
+from .tiles import (
+    TILE,
+    MaskMod,
+    Number,
+    cached,
+    default_device,
+    from_intervals,
+    from_tiles,
+    scalar,
+    tile_bounds,
+)
 
 # mask mods. `offset` is the absolute position of query 0. The block masks below hand all numbers
 # over as tensors of one element: these may change without a recompilation, and an integer that
 # dynamo has made symbolic cannot be lowered inside a mask mod (torch 2.11)
-
-Number = Any  # an int, or a tensor of one element
 
 
 def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 0) -> MaskMod:
@@ -112,56 +110,6 @@ def block_membership(
 # block masks
 
 
-def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Tiles [b h tq tk] as their number in each row, and their indices, those of the row first."""
-    tiles = tiles.to(torch.int32)
-    order = tiles.argsort(dim=-1, descending=True, stable=True)
-    return tiles.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
-
-
-def from_tiles(
-    touched: Tensor, full: Tensor, mask_mod: MaskMod, q_len: int, kv_len: int
-) -> BlockMask:
-    """A block mask of the tiles [b h tq tk] where some pair is allowed, and those where all are."""
-    return BlockMask.from_kv_blocks(
-        *ordered(touched & ~full),
-        *ordered(full),
-        BLOCK_SIZE=TILE,
-        mask_mod=mask_mod,
-        seq_lengths=(q_len, kv_len),
-    )
-
-
-def tile_bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """First and last index of each tile of a sequence, and whether it is a whole one."""
-    first = torch.arange(0, length, TILE, device=device)
-    return first, (first + TILE - 1).clamp(max=length - 1), first + TILE <= length
-
-
-def from_intervals(
-    interval: Callable[[Tensor], tuple[Tensor, Tensor]],
-    mask_mod: MaskMod,
-    q_len: int,
-    kv_len: int,
-    device: torch.device,
-) -> BlockMask:
-    """A block mask for queries that see one interval of keys each, `interval(i) = (first, last)`.
-
-    Both ends must rise with i, and neighbours' intervals overlap or adjoin, so that a tile's first
-    and last query tell about all between.
-    """
-    top, bottom, whole_q = (t[:, None] for t in tile_bounds(q_len, device))
-    left, right, whole_kv = tile_bounds(kv_len, device)
-    (first_top, last_top), (first_bottom, last_bottom) = interval(top), interval(bottom)
-    touched = (left <= last_bottom) & (right >= first_top)
-    full = (left >= first_bottom) & (right <= last_top) & whole_q & whole_kv
-    return from_tiles(touched[None, None], full[None, None], mask_mod, q_len, kv_len)
-
-
-def scalar(value: int, device: torch.device) -> Tensor:
-    return torch.full((), value, device=device)
-
-
 def sliding_block_mask(
     q_len: int, kv_len: int, window_size: int, causal: bool, offset: int, device: torch.device
 ) -> BlockMask:
@@ -223,32 +171,11 @@ def selected_block_mask(
     return from_tiles(touched, full, mask_mod, q_len, kv_len)
 
 
-def cached(build: Callable[..., BlockMask]) -> Callable[..., BlockMask]:
-    """Keep the masks of the last few shapes. Not while a graph is traced, and never as inference
-    tensors: the next user of the mask may train."""
-
-    @lru_cache(maxsize=64)
-    def keep(*args: int | bool | torch.device) -> BlockMask:
-        with torch.inference_mode(False):
-            return build(*args)
-
-    def get(*args: int | bool | torch.device) -> BlockMask:
-        return build(*args) if torch.compiler.is_compiling() else keep(*args)
-
-    return get
-
-
 cached_sliding_block_mask = cached(sliding_block_mask)
 cached_compress_block_mask = cached(compress_block_mask)
 
 
 # the published package's names
-
-
-def default_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
 
 
 def create_sliding_mask(

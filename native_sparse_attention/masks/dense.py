@@ -1,0 +1,47 @@
+"""flex_attention by its definition: all scores, a mask, a softmax. Memory O(T S), any device and
+dtype, differentiable; to be compared with, and for gradients on a CPU, where flex has none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+from ..ops.checks import check_groups, check_shapes
+from .scores import ScoreMod
+from .tiles import MaskMod
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`softmax(score_mod(scale * q k^T) over the keys that mask_mod allows) v`.
+
+    q [B H T D], k [B K S D], v [B K S E], query head h reading KV head `h // (H / K)`; the output
+    is [B H T E]. Scores are float32 or wider. A row that sees nothing gives 0 and zero gradients.
+    The score mod is called once, with indices that broadcast against the scores [B H T S].
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    dims = check_shapes(q=(q, "B H T D"), k=(k, "B K S D"), v=(v, "B K S E"))
+    B, H, T, S = (dims[axis] for axis in "BHTS")
+    groups = check_groups(H, dims["K"])
+    k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
+    scale = dims["D"] ** -0.5 if scale is None else scale
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if score_mod is not None:
+        b, h, i, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
+        scores = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
+    if mask_mod is not None:
+        allowed = create_mask(mask_mod, B, H, T, S, device=str(q.device))
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    empty = scores.isneginf().all(dim=-1, keepdim=True)
+    probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    return probs.to(v.dtype) @ v

@@ -1,0 +1,82 @@
+"""`python -m native_sparse_attention.masks`."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from native_sparse_attention import masks
+from native_sparse_attention.masks import __main__ as command
+from native_sparse_attention.masks.pictures import fine
+
+CPU = torch.device("cpu")
+
+
+def test_command(tmp_path):
+    out = tmp_path / "natten.png"
+    options = ["natten", "--length", "12", "--canvas-width", "4", "--kernel-height", "3"]
+    options += ["--kernel-width", "1", "--block-size", "5", "--out", str(out)]
+    module = [sys.executable, "-m", "native_sparse_attention.masks"]
+    done = subprocess.run([*module, *options], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    picture = "\n".join(["#...#...#...", ".#...#...#..", "..#...#...#.", "...#...#...#"] * 3)
+    assert done.stdout == (
+        "natten: 12 queries, 12 keys, 25.0 % of the pairs allowed\n\n"
+        f"a cell is one pair (. none  + some  # all)\n{picture}\n\n"
+        "a cell is a tile of 5 x 5 (. none  + some  # all)\n+++\n+++\n+++\n\n"
+        "9 tiles: 0 empty, 9 partial, 0 full; 0.0 % skipped\n"
+    )
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_counts_what_is_skipped(capsys):
+    command.main(["causal", "--length", "100", "--block-size", "25"])
+    text = capsys.readouterr().out
+    assert text.endswith("16 tiles: 6 empty, 4 partial, 6 full; 37.5 % skipped\n")
+    assert "+...\n#+..\n##+.\n###+\n" in text
+    # the last tile hangs over the end, so that its mask is always asked for
+    command.main(["prefix_lm", "--length", "99", "--prefix-length", "99", "--block-size", "33"])
+    assert "9 tiles: 0 empty, 0 partial, 9 full" in capsys.readouterr().out
+    command.main(["prefix_lm", "--length", "99", "--prefix-length", "99", "--block-size", "50"])
+    assert "4 tiles: 0 empty, 3 partial, 1 full" in capsys.readouterr().out
+
+
+def test_large_pictures_are_of_cells():
+    assert len(fine(masks.causal, 1000, 1000, CPU).text().splitlines()) == 48
+    assert len(fine(masks.causal, 48, 48, CPU).text().splitlines()) == 48
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["nothing"], "invalid choice: 'nothing' .*causal.*natten.*selected"),
+        (["natten", "--kernel-height", "4"], "kernel_height must be odd, .* got 4"),
+        (["causal", "--length", "0"], "length must be an integer of at least 1, got 0"),
+        (["causal", "--block-size", "0"], "block_size must be at least 1, got 0"),
+    ],
+)
+def test_command_refuses(options, told, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(options)
+    assert stop.value.code == 2
+    assert re.search(told, capsys.readouterr().err, re.DOTALL)
+
+
+def test_command_without_matplotlib(tmp_path, capsys, monkeypatch):
+    imported = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(SystemExit):
+        command.main(["causal", "--length", "8", "--out", str(tmp_path / "causal.png")])
+    assert "pip install 'native-sparse-attention[train]'" in capsys.readouterr().err
