@@ -288,6 +288,34 @@ def test_by_chunks_of_queries(setting, causal, monkeypatch):
     test_whole_layer(setting, causal)
 
 
+@CAUSAL
+@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+def test_on_flex(branch, causal, untraced_flex):
+    """Forward; flex_attention has no backward on a CPU. Over several of its tiles."""
+    lengths = [*LENGTHS, 200, 0, 3, 129]
+    tensors, memory = draw(lengths, 4, causal, D=16, dtype=torch.float32)
+    tensors = {n: t.detach() for n, t in tensors.items()}
+    call = dict(causal=causal, cu_seqlens=bounds(lengths), return_lse=True)
+    if branch == "compressed":
+        op, names = compressed_attention, ("q", "ck", "cv")
+        call |= {n: t.detach() for n, t in memory.items()} | dict(compress_block_sliding_stride=4)
+    else:
+        op, names = sliding_window_attention, ("q", "k", "v")
+        call |= dict(sliding_window_size=40)
+    if branch == "selected":
+        op = selected_attention
+        lists = torch.rand(1, sum(lengths), 2, 30, device=DEVICE).argsort(-1)[..., :3] - 1
+        del call["sliding_window_size"]
+        call |= dict(
+            block_indices=lists.to(torch.int32), selection_block_size=8, num_initial_blocks=1,
+            num_local_blocks=2,
+        )  # fmt: skip
+    tensors = {n: tensors[n] for n in names}
+    expected = op(**tensors, backend="eager", **call)
+    for a, b in zip(op(**tensors, backend="flex", **call), expected):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
 # on the kernels, by the budget of errors against the specification over the same documents
 
 DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]

@@ -37,6 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"masks.jagged", "masks.pictures"}),
     frozenset({"masks.dense"}),
     frozenset({"masks.gallery", "masks.nsa", "masks.scores"}),
+    frozenset({"masks.spans"}),
     frozenset({"masks.tanh", "masks.tiles"}),
     frozenset(
         {

@@ -42,6 +42,7 @@ from .scores import (
     relative_position,
     soft_cap,
 )
+from .spans import before_mask_mod, full_before, span_block_mask, span_mask_mod
 from .tanh import tanh_approx
 from .tiles import (
     TILE,
@@ -67,6 +68,7 @@ __all__ = [
     "alibi_bias",
     "alibi_slopes",
     "and_masks",
+    "before_mask_mod",
     "block_mask_of",
     "block_membership",
     "cached",
@@ -85,6 +87,7 @@ __all__ = [
     "flamingo",
     "from_intervals",
     "from_tiles",
+    "full_before",
     "jagged_attention",
     "jagged_block_mask",
     "jagged_mask_mod",
@@ -103,6 +106,8 @@ __all__ = [
     "sliding_mask_mod",
     "sliding_window",
     "soft_cap",
+    "span_block_mask",
+    "span_mask_mod",
     "tanh_approx",
     "tile_bounds",
     "tile_counts",

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
 from ..ops.checks import check_ints
+from .spans import before_mask_mod, full_before
 from .tiles import (
     TILE,
     MaskMod,
@@ -83,6 +84,7 @@ def block_membership(
     num_initial_blocks: int = 0,
     num_local_blocks: int = 1,
     offset: int = 0,
+    bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Which blocks each query attends to, bool [b r i c+1], from those selected, [b r i n].
 
@@ -91,20 +93,25 @@ def block_membership(
 
     Attended are the selected ones (an entry that is no block, such as -1, is passed over), the
     first `num_initial_blocks` and, causally, the `num_local_blocks` that end with the query's own.
-    Causally none begins after the query.
+    Causally none begins after the query. With `bounds` [b i] each query has the blocks of its own
+    document, from the first of them up to the second.
     """
     index = block_indices.long()
     index = torch.where((index >= 0) & (index < num_blocks), index, num_blocks)
     shape = (*index.shape[:-1], num_blocks + 1)
     membership = torch.zeros(shape, dtype=torch.bool, device=index.device).scatter_(-1, index, True)
-    membership[..., :num_initial_blocks] = True
+    c = torch.arange(num_blocks + 1, device=index.device)
+    if bounds is None:
+        membership[..., :num_initial_blocks] = True
+    else:
+        first, end = (t[:, None, :, None] for t in bounds)
+        membership |= c < first + num_initial_blocks
     if causal:
         i = torch.arange(index.shape[2], device=index.device) + offset
-        c = torch.arange(num_blocks + 1, device=index.device)
         own = (i // block_size)[:, None]
         membership |= (c <= own) & (c > own - num_local_blocks)
         membership &= c <= own
-    return membership
+    return membership if bounds is None else membership & (c >= first) & (c < end)
 
 
 # block masks
@@ -144,8 +151,10 @@ def selected_block_mask(
     num_grouped_queries: int = 1,
     causal: bool = True,
     offset: int = 0,
+    ends: Tensor | None = None,
 ) -> BlockMask:
-    """Of `selected_mask_mod`, from `block_membership` [b r i c+1]: memory O(T * S / s)."""
+    """Of `selected_mask_mod`, from `block_membership` [b r i c+1]: memory O(T * S / s). With `ends`
+    [b i] a query sees only the keys before its own."""
     q_len, device = membership.shape[2], membership.device
     top, bottom, whole_q = (t[:, None] for t in tile_bounds(q_len, device))
     left, right, whole_kv = tile_bounds(kv_len, device)
@@ -168,6 +177,8 @@ def selected_block_mask(
     touched, full = (t.repeat_interleave(num_grouped_queries, dim=1) for t in (touched, full))
     size, groups, first = (scalar(n, device) for n in (block_size, num_grouped_queries, offset))
     mask_mod = selected_mask_mod(membership, size, groups, causal, first)
+    if ends is not None:
+        full, mask_mod = full & full_before(ends, q_len, kv_len), before_mask_mod(mask_mod, ends)
     return from_tiles(touched, full, mask_mod, q_len, kv_len)
 
 

@@ -38,7 +38,6 @@ def why_not(
     v: Tensor | None = None,
     gates: Tensor | None = None,
     q_offset: int | Tensor = 0,
-    documents: Documents | None = None,
     **facts: Any,
 ) -> list[str]:
     """Reasons why flex_attention cannot run this call; empty where it can."""
@@ -62,8 +61,6 @@ def why_not(
         reasons.append(
             "it cannot scale logits by gates and differentiate them (use_diff_topk=True)"
         )
-    if documents is not None:
-        reasons.append("it has no packed documents yet")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     elif 0 in k.shape and op_name != "compressed_attention":
@@ -148,6 +145,7 @@ def compressed_attention(
     q_offset: int = 0,
     scale: float | None = None,
     return_lse: bool = False,
+    documents: Documents | None = None,
 ) -> Any:
     """Attention to memory [K m D], always visible, and to windows ck, cv [B W K D]: query i sees
     window j iff `j < i // d`, or every window where not causal."""
@@ -164,6 +162,12 @@ def compressed_attention(
         # flex_attention needs a key: one that lies before every query's window
         ck, cv = F.pad(ck, (0, 0, 0, 0, 0, 1)), F.pad(cv, (0, 0, 0, 0, 0, 1))
         block_mask = masks.cached_sliding_block_mask(T, 1, 0, True, 1, q.device)
+    elif documents is not None:
+        d = compress_block_sliding_stride
+        lo, hi = documents.windows(d, causal=causal)
+        if causal:
+            hi = hi.minimum(blocks.num_visible_windows(torch.arange(T, device=q.device), d))
+        block_mask = masks.span_block_mask(lo, hi, num_mem, kv_len)
     elif causal:
         block_mask = masks.cached_compress_block_mask(
             T, kv_len, compress_block_sliding_stride, num_mem, q_offset, q.device
@@ -185,6 +189,7 @@ def selected_attention(
     q_offset: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    documents: Documents | None = None,
 ) -> Any:
     """Attention to the tokens of the selected blocks, block_indices [B T K|H n] with -1 for none,
     and of the forced ones: the first, and causally the local ones. Causally no key after the query.
@@ -199,9 +204,11 @@ def selected_attention(
         num_initial_blocks=num_initial_blocks,
         num_local_blocks=num_local_blocks,
         offset=offset,
+        bounds=None if documents is None else documents.blocks(s),
     )
     groups = q.shape[2] // block_indices.shape[2]
-    block_mask = masks.selected_block_mask(membership, S, s, groups, causal, offset)
+    ends = None if documents is None or causal else documents.last
+    block_mask = masks.selected_block_mask(membership, S, s, groups, causal, offset, ends)
     return dispatch("selected_attention", q, k, v, block_mask, scale, return_lse)
 
 
@@ -215,9 +222,18 @@ def sliding_window_attention(
     q_offset: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    documents: Documents | None = None,
 ) -> Any:
     """Attention to keys `i - w .. i`, or `i - w .. i + w` where not causal."""
     T, S, w = q.shape[1], k.shape[1], sliding_window_size
+    if documents is not None:
+        i = torch.arange(T, device=q.device)
+        lo, hi = (
+            documents.first.maximum(i - w),
+            documents.last.minimum(i + 1 + (0 if causal else w)),
+        )
+        block_mask = masks.span_block_mask(lo, hi, 0, S)
+        return dispatch("sliding_window_attention", q, k, v, block_mask, scale, return_lse)
     offset = S - T if q_offset is None else q_offset
     # without the keys that no query sees, every step of a long decode has one shape
     first, last = max(0, offset - w), min(S, offset + T + (0 if causal else w))

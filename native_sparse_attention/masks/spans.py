@@ -1,0 +1,56 @@
+"""Masks of queries that see one interval of keys each, given as tensors: those of packed documents.
+
+b       batch row
+i, j    query, key
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from .tiles import MaskMod, from_tiles, scalar, tile_bounds
+
+
+def span_mask_mod(lo: Tensor, hi: Tensor, memory: Tensor) -> MaskMod:
+    """The `memory` keys, which come first, and of those behind them `lo .. hi - 1`, [b i] each."""
+
+    def span_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        key = kv_idx - memory
+        inside = (key >= lo[b_idx, q_idx]) & (key < hi[b_idx, q_idx])
+        return inside | (key < 0)
+
+    return span_mask
+
+
+def span_block_mask(lo: Tensor, hi: Tensor, memory: int, kv_len: int) -> BlockMask:
+    """Of `span_mask_mod`; `kv_len` counts the memory too. Both ends must not fall along i."""
+    q_len, device = lo.shape[1], lo.device
+    lo, hi = lo.contiguous(), hi.contiguous()
+    first, last, whole_q = tile_bounds(q_len, device)
+    left, right, whole_kv = tile_bounds(kv_len, device)
+    # [b tq 1], against [tk]
+    lo_top, hi_top = (memory + t[:, first, None] for t in (lo, hi))
+    lo_bottom, hi_bottom = (memory + t[:, last, None] for t in (lo, hi))
+    touched = ((left < hi_bottom) & (right >= lo_top)) | (left < memory)
+    full = ((left >= lo_bottom) & (right < hi_top)) | (right < memory)
+    full = full & whole_q[:, None] & whole_kv
+    mask_mod = span_mask_mod(lo, hi, scalar(memory, device))
+    return from_tiles(touched[:, None], full[:, None], mask_mod, q_len, kv_len)
+
+
+def before_mask_mod(mask_mod: MaskMod, ends: Tensor) -> MaskMod:
+    """What a mask allows of the keys before `ends` [b i]."""
+
+    def before_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_mod(b_idx, h_idx, q_idx, kv_idx) & (kv_idx < ends[b_idx, q_idx])
+
+    return before_mask
+
+
+def full_before(ends: Tensor, q_len: int, kv_len: int) -> Tensor:
+    """Tiles [b 1 tq tk] whose keys all lie before the `ends` of their queries, which do not
+    fall."""
+    first, _, _ = tile_bounds(q_len, ends.device)
+    _, right, _ = tile_bounds(kv_len, ends.device)
+    return (right < ends[:, first, None])[:, None]
