@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from native_sparse_attention.kernels import launch
 from native_sparse_attention.ops import fused, library
+from native_sparse_attention.ops.documents import Documents
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -81,6 +82,8 @@ def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
     shapes = [(1, S, H, D), (1, S, K, D), (1, S, K, E), (1, S // d, K, D), (1, S // d, K, E)]
     tensors = [torch.randn(s).to(dtype).requires_grad_() for s in (*shapes, (1, S, H, 3))]
     slots = settings.pop("slots", 1)
+    if settings.pop("packed", False):
+        settings["documents"] = Documents(*torch.zeros(2, 1, S, dtype=torch.int32))
     memory = [
         torch.randn(K, slots, width).to(dtype).requires_grad_() if slots else None
         for width in (D, E)
@@ -133,13 +136,15 @@ if __name__ == "__main__":
     compile_only(int(sys.argv[1]))
     some = sys.argv[2:]
     if "small" in some:
-        layer(torch.bfloat16, use_diff_topk=True)
+        layer(torch.bfloat16, use_diff_topk=True, packed=True)
     if not some or "layer" in some:
         layer(torch.bfloat16)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)
         layer(torch.bfloat16, (16, 1, 128, 128), selection_stride=4)
         layer(torch.bfloat16, (3, 1, 192, 128), causal=False, query_heads_share_selected_kv=False)
         layer(torch.float32, (5, 1, 80, 40), importance="probs", slots=0)
+        layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", packed=True)
+        layer(torch.bfloat16, (4, 1, 64, 64), causal=False, packed=True)
     if not some or "gates" in some:
         for rule in ("logits", "probs"):
             layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)

@@ -39,6 +39,11 @@ INTERPRETER_WARNINGS = (
 )
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes for `-n auto`: each takes a GPU's memory for itself, or 1 to 2 GB of the CPU's."""
+    return min(os.cpu_count() or 1, 4 if torch.cuda.is_available() else 8)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("kernels"):

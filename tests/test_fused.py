@@ -193,7 +193,7 @@ def test_operator_is_well_formed():
         26, k.shape[1] // S_, N, L, D_, S_, W, "logits", False, 1, 1, 1, True, True, 0.25, False,
         True, None,
     )  # fmt: skip
-    args = (q, k, v, ck, cv, gates, *(None,) * 7, *settings)
+    args = (q, k, v, ck, cv, gates, *(None,) * 9, *settings)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(fused.layer, args, test_utils=checks)
 

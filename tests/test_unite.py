@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from native_sparse_attention import selected_attention
-from native_sparse_attention.ops import library
+from native_sparse_attention.ops import operators
 from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
@@ -163,8 +163,8 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
 
     def op(q, k, v, backend):
         if backend == "triton":
-            return library.listed_attention(
-                q, k, v, lists, None, place["starts"], s, place["num_initial"],
+            return operators.listed_attention(
+                q, k, v, lists, None, place["starts"], None, None, s, place["num_initial"],
                 place["num_local"], place["causal"], place["stride"], place["start"],
                 q.shape[-1] ** -0.5, None,
             )[:2]  # fmt: skip
