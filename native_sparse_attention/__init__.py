@@ -7,10 +7,10 @@ from .ops.block_sizes import BlockSizes
 from .ops.chunked import chunked_attention
 from .ops.functional import (
     compressed_attention,
-    select_blocks,
     selected_attention,
     sliding_window_attention,
 )
+from .ops.functional_selection import select_blocks
 from .ops.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
 from .ops.nsa import native_sparse_attention
 from .ops.segments import SegmentIds, below_or_on_diag

@@ -28,11 +28,20 @@ from .ops.checks import (
     check_groups,
     check_input,
     check_ints,
+    check_positive,
     check_selection,
 )
 from .ops.documents import Documents, layer_layout
 from .ops.nsa import native_sparse_attention
 from .rotary import Rotary, check_rotary, rotation
+
+# what the layer hands on as it is
+SETTINGS = (
+    "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
+    "num_selected_blocks", "sliding_window_size", "importance", "interpolated_importance_score",
+    "num_initial_blocks", "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
+    "use_diff_topk", "causal", "recompute", "block_sizes", "soft_cap", "sinks",
+)  # fmt: skip
 
 
 class SparseAttention(Module):
@@ -77,6 +86,9 @@ class SparseAttention(Module):
             paper's section 3.3.3).
         rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package to use in place of the
             layer's own; it may be shared between layers.
+        soft_cap: c, logits x of all branches become `c tanh(x / c)`.
+        attention_sinks: learn, for each branch and query head, the logit of one more key of value
+            0, by which a query may attend to nothing (`sinks` [3, heads], from 0).
         block_sizes: tiles of the Triton kernels in place of their own; other backends have none.
         recompute: keep no branch's output for the backward, which forms them again: less memory,
             more time (Triton only; other backends keep what autograd keeps).
@@ -114,6 +126,8 @@ class SparseAttention(Module):
         selection_stride: int = 1,
         branch_kv: str = "shared",
         rotary_emb: RotaryEmbedding | None = None,
+        soft_cap: float | None = None,
+        attention_sinks: bool = False,
         block_sizes: BlockSizes | None = None,
         recompute: bool = False,
         backend: str = "auto",
@@ -143,6 +157,7 @@ class SparseAttention(Module):
         check_choice("branch_kv", branch_kv, BRANCH_KV)
         check_choice("backend", backend, BACKENDS)
         check_block_sizes(block_sizes)
+        check_positive("soft_cap", soft_cap)
         if use_triton_kernel and backend not in ("auto", "triton"):
             raise ValueError(
                 "use_triton_kernel=True asks for backend='triton', "
@@ -169,6 +184,7 @@ class SparseAttention(Module):
         self.num_local_blocks = num_local_blocks
         self.selection_stride = selection_stride
         self.branch_kv = branch_kv
+        self.soft_cap = soft_cap
         self.block_sizes = block_sizes
         self.recompute = recompute
         self.backend = "triton" if use_triton_kernel else backend
@@ -179,12 +195,12 @@ class SparseAttention(Module):
         kv_sets = 3 if branch_kv == "independent" else 1
         self.qkv_split = (heads * dim_head, *(dim_kv,) * (2 * kv_sets))
         self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=False)
-
         self.rotary_emb = Rotary(dim_head) if rotary_emb is None else rotary_emb
 
         self.compress_mem_kv = nn.Parameter(
             torch.zeros(2, kv_heads, num_compressed_mem_kv, dim_head)
         )
+        self.sinks = nn.Parameter(torch.zeros(3, heads)) if attention_sinks else None
         self.k_intrablock_positions = nn.Parameter(
             torch.zeros(kv_heads, compress_block_size, dim_head)
         )
@@ -216,7 +232,8 @@ class SparseAttention(Module):
             f"heads={self.heads}, kv_heads={self.kv_heads}, dim_head={self.dim_head}, "
             f"window={self.sliding_window_size}, l={self.compress_block_size}, "
             f"d={self.compress_block_sliding_stride}, s={self.selection_block_size}, "
-            f"n={self.num_selected_blocks}, causal={self.causal}, backend={self.backend!r}"
+            f"n={self.num_selected_blocks}, causal={self.causal}, soft_cap={self.soft_cap}, "
+            f"backend={self.backend!r}"
         )
 
     def forward(
@@ -302,24 +319,10 @@ class SparseAttention(Module):
             **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
             **self.memory(q.dtype),
             branch_gates=self.to_strategy_combine(x),
-            compress_block_size=self.compress_block_size,
-            compress_block_sliding_stride=self.compress_block_sliding_stride,
-            selection_block_size=self.selection_block_size,
-            num_selected_blocks=self.num_selected_blocks,
-            sliding_window_size=self.sliding_window_size,
-            importance=self.importance,
-            interpolated_importance_score=self.interpolated_importance_score,
-            num_initial_blocks=self.num_initial_blocks,
-            num_local_blocks=self.num_local_blocks,
-            selection_stride=self.selection_stride,
-            query_heads_share_selected_kv=self.query_heads_share_selected_kv,
-            use_diff_topk=self.use_diff_topk,
-            causal=self.causal,
+            **{name: getattr(self, name) for name in SETTINGS},
             q_offset=start,
             leader_indices=leader,
             return_indices=True,
-            recompute=self.recompute,
-            block_sizes=self.block_sizes,
             documents=documents,
             sliding_window_flex_mask=sliding_window_flex_mask,
             fine_selection_flex_mask=fine_selection_flex_mask,

@@ -190,10 +190,10 @@ def test_operator_is_well_formed():
     tensors = {n: t.requires_grad_() for n, t in draw(memory=0, raw=False).items()}
     q, k, v, ck, cv, gates = (tensors[n] for n in ("q", "k", "v", "ck", "cv", "branch_gates"))
     settings = fused.Settings(
-        26, k.shape[1] // S_, N, L, D_, S_, W, "logits", False, 1, 1, 1, True, True, 0.25, False,
-        True, None,
+        26, k.shape[1] // S_, N, L, D_, S_, W, "logits", False, 1, 1, 1, True, True, 0.25, None,
+        False, True, None,
     )  # fmt: skip
-    args = (q, k, v, ck, cv, gates, *(None,) * 9, *settings)
+    args = (q, k, v, ck, cv, gates, *(None,) * 10, *settings)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(fused.layer, args, test_utils=checks)
 

@@ -191,7 +191,7 @@ def test_operator_is_well_formed():
     numbers = (20, 5, 3, 8, 4, 8, "probs", False, 1, 1, 1, True, True, 0.25)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for memory in (mem_k, None):
-        args = (q, ck, memory, lists, *(None,) * 3, *numbers)
+        args = (q, ck, memory, lists, *(None,) * 4, *numbers, None)
         torch.library.opcheck(selection.selection_gates, args, test_utils=checks)
 
 

@@ -24,10 +24,21 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"transformer"}),
     frozenset({"attention"}),
     frozenset({"ops.nsa"}),
-    frozenset({"ops.functional", "compress", "cache", "gate", "rotary", "sampling"}),
+    frozenset(
+        {
+            "ops.functional",
+            "ops.functional_selection",
+            "compress",
+            "cache",
+            "gate",
+            "rotary",
+            "sampling",
+        }
+    ),
     frozenset({"ops.backends"}),
     frozenset({"ops.by_queries"}),
     frozenset({"ops.fused", "ops.library", "ops.ranking"}),
+    frozenset({"ops.branches"}),
     frozenset({"ops.reference", "ops.flex", "ops.local", "ops.operators", "masks.__main__"}),
     frozenset({"ops.chunked", "ops.block_masked", "ops.mha"}),
     frozenset(
@@ -149,7 +160,7 @@ def test_imports_point_downward(module):
             continue
         if row_of(target) <= row_of(module):
             wrong.append(f"{where}: {module} imports {target or PACKAGE}, not below it")
-        callers = ("ops.block_sizes", "ops.fused", "ops.operators", "ops.selection")
+        callers = ("ops.block_sizes", "ops.branches", "ops.fused", "ops.operators", "ops.selection")
         if target.startswith("kernels") and not in_kernels and module not in callers:
             wrong.append(f"{where}: {module} imports {target}; only {callers} call kernels")
     assert not wrong, "\n".join(wrong)

@@ -419,7 +419,7 @@ def test_operator_is_well_formed():
     """Schema and fake: torch's own checks."""
     q, ck, mem_k = draw(20, 40, 4, 2, 16)
     numbers = (20, 5, 3, 8, 4, 8, "probs", False, 1, 1, 1, True, True, 0.25)
-    args = (q, ck, mem_k, *(None,) * 5, *numbers)
+    args = (q, ck, mem_k, *(None,) * 6, *numbers, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(selection.ranked_blocks, args, test_utils=checks)
 

@@ -164,9 +164,9 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
     def op(q, k, v, backend):
         if backend == "triton":
             return operators.listed_attention(
-                q, k, v, lists, None, place["starts"], None, None, s, place["num_initial"],
+                q, k, v, lists, None, place["starts"], None, None, None, s, place["num_initial"],
                 place["num_local"], place["causal"], place["stride"], place["start"],
-                q.shape[-1] ** -0.5, None,
+                q.shape[-1] ** -0.5, None, None,
             )[:2]  # fmt: skip
         return selected_attention(
             q, k, v, lists, selection_block_size=s, num_initial_blocks=place["num_initial"],

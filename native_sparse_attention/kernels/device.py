@@ -141,6 +141,35 @@ def store_rows(base, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, m
 
 
 @triton.jit
+def soft_capped(x, cap):
+    """`cap tanh(x / cap)`, tanh to float32's precision: by its series near 0 (the coefficients are
+    Cephes'), else by exp2."""
+    x /= cap
+    z = x * x
+    series = -5.70498872745e-3
+    series = series * z + 2.06390887954e-2
+    series = series * z - 5.37397155531e-2
+    series = series * z + 1.33314422036e-1
+    series = series * z - 3.33332819422e-1
+    rest = 2.0 / (tl.exp2(tl.minimum(tl.abs(x), 20.0) * 2.8853900817779268) + 1.0)
+    far = tl.where(x < 0.0, rest - 1.0, 1.0 - rest)
+    return cap * tl.where(tl.abs(x) < 0.625, series * z * x + x, far)
+
+
+@triton.jit
+def cap_slope(capped, cap):
+    """The derivative of `soft_capped` where it is `capped`."""
+    y = capped / cap
+    return 1.0 - y * y
+
+
+@triton.jit
+def load_sinks(sinks, head):
+    """Logits of the sinks of rows, in units of log2."""
+    return tl.load(sinks + head) * 1.4426950408889634
+
+
+@triton.jit
 def load_lse(lse, row, real):
     """Log-sum-exps of rows in units of log2, 0 for an empty row: it has no keys, its tile may."""
     value = tl.load(lse + row, mask=real, other=0.0) * 1.4426950408889634

@@ -66,6 +66,8 @@ class Ranking:
     scale: float
     starts: Tensor | None = None
     documents: Documents | None = None
+    soft_cap: float | None = None  # and sinks [H], of `probs`
+    sinks: Tensor | None = None
 
     def groups(self, T: int) -> int:
         """As many groups of tokens with one ranking as T tokens may be in."""
@@ -137,6 +139,7 @@ class Problem:
             CAUSAL=at.causal,
             RAGGED=at.starts is not None,
             **launch.bounds(at.documents),
+            **launch.cap(None if logits else at.soft_cap),
             WIDE=launch.wide(rows, keys) or B * T * H * most >= 1 << 31,
             PARTS=self.parts,
             num_warps=tile.num_warps,

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from . import launch
 from .block_keys import block_keys_backward
-from .device import in_document, large, leaders, load_rows, store_rows
+from .device import (
+    cap_slope,
+    in_document,
+    large,
+    leaders,
+    load_rows,
+    load_sinks,
+    soft_capped,
+    store_rows,
+)
 from .gate_launch import Problem, Ranking, problem
 from .gate_steps import (
     BLOCKS,
@@ -72,14 +81,15 @@ def chosen_kernel(
 def dq_kernel(
     q, k, other, lse, delta, dq, chosen, grads, starts, first_token, doc_first, doc_last,
     T, N, P, GROUPS, RANKS, slots,
-    scale_log2, dq_scale, q_b, q_t, q_h, k_b, k_n, k_h, other_b, other_n, other_h,
+    scale_log2, cap, dq_scale, sinks, q_b, q_t, q_h, k_b, k_n, k_h, other_b, other_n, other_h,
     G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    DOCUMENTS: tl.constexpr, KIND: tl.constexpr, OTHER: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr,
+    DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
+    OTHER: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of rows of one batch row and ranking head, each the mean of MEAN heads.
     Walks their keys, and those beside them of kind OTHER, twice: for log-sum-exp (in units of log2)
@@ -101,6 +111,9 @@ def dq_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if KIND == BLOCKS:
         m, l = l - 1e3 * 1.4426950408889634, l + 1.0
+    if SINKS:
+        # rows of heads that fill up a group have none
+        m, l = load_sinks(sinks, tl.where(real, head, 0)), l + 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     firsts, lasts = doc_first, doc_last
     if DOCUMENTS:
@@ -120,6 +133,10 @@ def dq_kernel(
             k_rows = large(n, WIDE) * key
             k_tile, k_low = load_parts(k_base, k_rows, D, BLOCK_D, n < length, PARTS)
             x = dot_parts(q_tile, q_low, tl.trans(k_tile), tl.trans(k_low), PARTS) * scale_log2
+            slope = 1.0
+            if CAP:
+                x = soft_capped(x, cap)
+                slope = cap_slope(x, cap)
             seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
             x = tl.where(seen, x, float("-inf"))
             dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -136,7 +153,7 @@ def dq_kernel(
                 l, total = l * alpha + tl.sum(p, 1), total * alpha + tl.sum(p * dp, 1)
                 m = m_new
             else:
-                ds = tl.exp2(x - m[:, None]) * (dp - total[:, None])
+                ds = tl.exp2(x - m[:, None]) * (dp - total[:, None]) * slope
                 ds, ds_low = cut(ds, k_tile, PARTS)
                 acc += dot_parts(ds, ds_low, k_tile, k_low, PARTS)
         if phase == PHASES - 1:
@@ -161,14 +178,14 @@ def dq_kernel(
 def dk_kernel(
     q, k, lse, delta, dk, chosen, grads, starts, first_token, doc_first, doc_last,
     T, N, GROUPS, RANKS, slots,
-    scale_log2, dk_scale, q_b, q_t, q_h, k_b, k_n, k_h,
+    scale_log2, cap, dk_scale, q_b, q_t, q_h, k_b, k_n, k_h,
     G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    DOCUMENTS: tl.constexpr, KIND: tl.constexpr, APART: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, CAP: tl.constexpr, KIND: tl.constexpr, APART: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of SPLITS equal shares of the rows of one ranking head that see a block
     of keys adds to their dk, written to [SPLITS, B, N, RANKS, D]."""
@@ -212,6 +229,10 @@ def dk_kernel(
 
         # [N, M]: ds is the left operand of what follows
         x = dot_parts(k_tile, k_low, tl.trans(q_tile), tl.trans(q_low), PARTS) * scale_log2
+        slope = 1.0
+        if CAP:
+            x = soft_capped(x, cap)
+            slope = cap_slope(x, cap)
         seen = (n[:, None] >= lo[None]) & (n[:, None] < hi[None])
         x = tl.where(seen, x, float("-inf"))
         ds = -delta_row[None]
@@ -222,7 +243,7 @@ def dk_kernel(
                 EXPAND, REACH, WINDOW, d, s,
             )  # fmt: skip
             ds += tl.trans(for_heads(dp, HEADS))
-        ds *= tl.exp2(x - lse_row[None])
+        ds *= tl.exp2(x - lse_row[None]) * slope
         ds, ds_low = cut(ds, q_tile, PARTS)
         acc += dot_parts(ds, ds_low, q_tile, q_low, PARTS)
 
@@ -276,9 +297,9 @@ def backward(
     d_gates: Tensor,
     at: Ranking,
     dq: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dq [B T H D], added to the `dq` given; dck [B W K D] and dmem_k [K m D] in float32. Of q [B T
-    H D], ck [B W K D], mem_k [K m D] and the gates of `lists` [B T R n]."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq [B T H D], added to the `dq` given; dck [B W K D], dmem_k [K m D] and d_sinks [H] in
+    float32. Of q [B T H D], ck [B W K D], mem_k [K m D] and the gates of `lists` [B T R n]."""
     q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
     it, add = problem(q, ck, mem_k, at), dq is not None
     if dq is None:
@@ -291,19 +312,26 @@ def backward(
     args |= strides("other", it.other, "bnh")
     for name in ("lse", "delta"):
         shape = (len(q), args["GROUPS"], it.rows.shape[2])
-        found[name] = q.new_empty(shape, dtype=torch.float32)
+        found[name] = q.new_zeros(shape, dtype=torch.float32)
     grid = (triton.cdiv(args["GROUPS"], tile.block_m // args["HEADS"]), len(q) * args["RANKS"])
     dq_kernel[grid](
-        dq=dq, dq_scale=it.scale / it.mean, MEAN=it.mean, ADD=add, KIND=it.kind, **args, **found
+        dq=dq, dq_scale=it.scale / it.mean, MEAN=it.mean, ADD=add, KIND=it.kind, sinks=at.sinks,
+        SINKS=at.sinks is not None, **args, **found,
     )  # fmt: skip
+    d_sinks = None
+    if at.sinks is not None:
+        # the sink's own gate is 0
+        share = torch.exp2(at.sinks * launch.LOG2_E - found["lse"])
+        d_sinks = -(share * found["delta"]).sum((0, 1))
 
     grads = [backward_k(it, it.keys, it.kind, found)]
     if it.other is not None:
         grads.append(backward_k(it, it.other, it.beside, found))
     if at.importance == "probs":
-        return dq, grads[0], grads[1].sum(0).transpose(0, 1) if len(grads) > 1 else None
+        d_mem = grads[1].sum(0).transpose(0, 1) if len(grads) > 1 else None
+        return dq, grads[0], d_mem, d_sinks
     d_keys = torch.stack(grads).transpose(2, 3).contiguous()
     dck = block_keys_backward(
         d_keys, ck.shape[1], at.d, at.s, at.interpolated, at.scale, at.documents
     )
-    return dq, dck, None
+    return dq, dck, None, None

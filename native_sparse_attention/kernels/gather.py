@@ -17,7 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import load_keys, load_lse, load_rows, softmax_grad, softmax_step, store_rows
+from .device import (
+    cap_slope,
+    load_keys,
+    load_lse,
+    load_rows,
+    soft_capped,
+    softmax_grad,
+    softmax_step,
+    store_rows,
+)
 from .launch import LOG2_E, Cotangent, Selection, strides
 from .unite import Unions
 
@@ -116,14 +125,14 @@ def tile_entries(lists, counts, line, tile, bt, r, R, n, groups, SLOTS: tl.const
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q, k, v, lists, counts, gates, out, lse, starts, start, doc_last,
-    T, S, K, R, n, s, groups, scale_log2,
+    T, S, K, R, n, s, groups, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
-    GATES: tl.constexpr,
+    CAP: tl.constexpr, GATES: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens that share a list, or STEP of them, or of unions. Writes out
@@ -162,6 +171,8 @@ def forward_kernel(
             k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
             v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+            if CAP:
+                logits = soft_capped(logits, cap)
             if GATES:
                 slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
                 logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
@@ -181,13 +192,13 @@ def forward_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
     q, k, v, lists, counts, gates, d_out, lse, delta, dq, d_gates, starts, start, doc_last,
-    T, S, K, R, n, s, groups, scale, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    T, S, K, R, n, s, groups, scale, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
-    GATES: tl.constexpr,
+    CAP: tl.constexpr, GATES: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: as the forward. Writes dq, added to what is there if ADD; with GATES also what
@@ -222,6 +233,8 @@ def dq_kernel(
             k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
             v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+            if CAP:
+                logits = soft_capped(logits, cap)
             weight = 1.0
             if GATES:
                 slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
@@ -238,6 +251,8 @@ def dq_kernel(
                 at = (row * n)[:, None] + slot[None]
                 tl.store(d_gates + at, d_gate, mask=real[:, None] & (slot < n)[None])
                 ds *= weight
+            if CAP:
+                ds *= cap_slope(logits, cap)
             acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
 
         acc *= scale
@@ -315,6 +330,7 @@ def arguments(
         RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal,
         **launch.ends(selection),
+        **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
         GATES=selection.gates is not None,
         PRECISION="ieee",
         num_warps=tile.num_warps,

@@ -22,6 +22,8 @@ from .device import (
     large,
     load_keys,
     load_rows,
+    load_sinks,
+    soft_capped,
     softmax_step,
     store_softmax,
     tile_rows,
@@ -37,13 +39,15 @@ NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, pk, pv, out, lse, inner_out, inner_lse, starts, start, doc_first, doc_last, unit,
-    T, N, P, K, scale_log2, floor, reach, stride, inner_floor, inner_reach, inner_stride,
+    q, k, v, pk, pv, out, lse, inner_out, inner_lse, sinks, inner_sinks, starts, start,
+    doc_first, doc_last, unit, T, N, P, K, scale_log2, cap, floor, reach, stride,
+    inner_floor, inner_reach, inner_stride,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, pk_b, pk_n, pk_h, pv_b, pv_n, pv_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
-    DOCUMENTS: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
     with INNER those of the local blocks and the prefix apart."""
@@ -72,8 +76,12 @@ def forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    if SINKS:
+        m, l = load_sinks(sinks, head), l + 1.0
     if INNER:
         inner_m, inner_l, inner_acc = m, l, acc
+        if SINKS:
+            inner_m = load_sinks(inner_sinks, head)
 
     # keys that some rows see, that all see, that some see; then the prefix
     full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
@@ -110,6 +118,8 @@ def forward_kernel(
                 k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
                 v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+            if CAP:
+                s = soft_capped(s, cap)
             if phase != 1:
                 seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
                 s = tl.where(seen, s, float("-inf"))
@@ -166,6 +176,7 @@ def arguments(
         KIND=place.kind,
         **launch.bounds(place.documents),
         unit=place.unit,
+        **launch.cap(place.soft_cap),
         inner_floor=inner.floor if inner else 0,
         inner_reach=inner.reach if inner else 0,
         inner_stride=inner.stride if inner else 1,
@@ -206,10 +217,12 @@ def forward(
     scale: float,
     prefix: tuple[Tensor, Tensor] | None = None,
     inner: Place | None = None,
+    sinks: Tensor | None = None,
+    inner_sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """out [B T H E] and natural lse [B T H] of q [B T H D], k [B N K D], v [B N K E], and of a
     prefix k [B P K D], v [B P K E]. Given an `inner` place, also those of its local blocks, and the
-    prefix counts there."""
+    prefix counts there. `sinks` [H] in float32, both or none."""
     outputs, inner_outputs = launch.empty_outputs(q, v), ()
     args = arguments(q, k, v, place, "forward", inner) | prefix_arguments(prefix, inner or place)
     if inner is not None:
@@ -217,6 +230,7 @@ def forward(
         args |= dict(zip(("inner_out", "inner_lse"), inner_outputs, strict=True))
     grid = (triton.cdiv(q.shape[1], args["BLOCK_M"] // args["G"]), q.shape[0] * k.shape[2])
     args = dict(inner_out=None, inner_lse=None) | args
+    args |= dict(sinks=sinks, inner_sinks=inner_sinks, SINKS=sinks is not None)
     args |= by_boxes(k, v, args["BLOCK_N"])
     forward_kernel[grid](out=outputs[0], lse=outputs[1], scale_log2=scale * LOG2_E, **args)
     return *outputs, *inner_outputs

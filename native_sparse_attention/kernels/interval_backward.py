@@ -12,6 +12,7 @@ from .device import (
     CAUSAL_WINDOW,
     EVERYTHING,
     LOCAL_BLOCKS,
+    cap_slope,
     in_document,
     interval,
     large,
@@ -19,6 +20,7 @@ from .device import (
     load_lse,
     load_rows,
     seen_by,
+    soft_capped,
     softmax_grad,
     store_rows,
     tile_rows,
@@ -31,14 +33,14 @@ from .tiles import FEW_KEYS
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
     q, k, v, pk, pv, d_out, lse, delta, inner_lse, inner_delta, dq, starts, start,
-    doc_first, doc_last, unit, T, N, P, K, scale, floor, reach, stride,
+    doc_first, doc_last, unit, T, N, P, K, scale, cap, floor, reach, stride,
     inner_floor, inner_reach, inner_stride,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, pk_b, pk_n, pk_h, pv_b, pv_n, pv_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
-    DOCUMENTS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    DOCUMENTS: tl.constexpr, CAP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of a tile of queries of one row and KV head, added to what is there if
     ADD."""
@@ -104,6 +106,9 @@ def dq_kernel(
                 v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s *= scale * 1.4426950408889634
+            if CAP:
+                s = soft_capped(s, cap)
+                slope = cap_slope(s, cap)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             if phase != 1:
                 seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
@@ -120,6 +125,8 @@ def dq_kernel(
                     s, dp, inner_lse_row[:, None], inner_delta_row[:, None], GATED
                 )  # fmt: skip
                 ds += inner_ds
+            if CAP:
+                ds *= slope
             acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
 
     acc *= scale
@@ -131,13 +138,14 @@ def dq_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dkv_kernel(
     q, k, v, d_out, lse, delta, inner_lse, inner_delta, dk, dv, starts, start,
-    doc_first, doc_last, unit, T, N, K, scale, floor, reach, stride,
+    doc_first, doc_last, unit, T, N, K, scale, cap, floor, reach, stride,
     inner_floor, inner_reach, inner_stride,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
-    GATED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
+    CAP: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of SPLITS equal shares of the queries that see a block of keys adds to
     its dk and dv, written to [SPLITS, B, N, K, ...]."""
@@ -198,6 +206,9 @@ def dkv_kernel(
             # [N, M]: p and ds are the left operands of what follows
             s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
             s *= scale * 1.4426950408889634
+            if CAP:
+                s = soft_capped(s, cap)
+                slope = cap_slope(s, cap)
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             if phase != 1:
                 lo, hi = interval(start + token, N, floor, reach, stride, KIND)
@@ -215,6 +226,8 @@ def dkv_kernel(
                 s = tl.where(n[:, None] >= lo[None], s, float("-inf"))
                 inner_p, inner_ds = softmax_grad(s, dp, lse_row[None], delta_row[None], GATED)
                 p, ds = p + inner_p, ds + inner_ds
+            if CAP:
+                ds *= slope
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
             dk_acc += tl.dot(ds.to(q_tile.dtype), q_tile, input_precision=PRECISION)
 
@@ -295,5 +308,7 @@ def backward_prefix(
 ) -> tuple[Tensor, Tensor]:
     """dk and dv of a prefix."""
     kind = CAUSAL_WINDOW if place.causal_prefix else EVERYTHING
-    seen = Place(kind.value, ALWAYS, start=place.start, starts=place.starts)
+    seen = Place(
+        kind.value, ALWAYS, start=place.start, starts=place.starts, soft_cap=place.soft_cap
+    )
     return backward_kv(q, *prefix, seen, scale, cotangent)

@@ -200,6 +200,7 @@ class Place:
     causal_prefix: bool = False
     documents: Documents | None = None
     unit: int = 1
+    soft_cap: float | None = None
 
     @property
     def wide(self) -> bool:
@@ -219,6 +220,13 @@ def ends(selection: Selection) -> dict[str, Any]:
     if selection.documents is None or selection.causal:
         return dict(doc_last=None, ENDS=False)
     return dict(doc_last=selection.documents.last, ENDS=True)
+
+
+def cap(soft_cap: float | None, *, in_log2: bool = True) -> dict[str, Any]:
+    """What a kernel takes of the cap of its logits."""
+    if soft_cap is None:
+        return dict(cap=0.0, CAP=False)
+    return dict(cap=float(soft_cap) * (LOG2_E if in_log2 else 1.0), CAP=True)
 
 
 def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
@@ -265,6 +273,7 @@ class Selection:
     gates: Tensor | None = None
     stride: int = 1
     documents: Documents | None = None
+    soft_cap: float | None = None
 
     @property
     def aligned(self) -> int:

@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import large, load_lse, load_rows, narrow, softmax_grad, store_rows
+from .device import (
+    cap_slope,
+    large,
+    load_lse,
+    load_rows,
+    narrow,
+    soft_capped,
+    softmax_grad,
+    store_rows,
+)
 from .inverse import Inverse, invert
 from .join import JOIN_ROWS, gather_spill_kernel, join_kernel, sum_kernel
 from .launch import LOG2_E, Cotangent, Selection, strides
@@ -58,12 +67,12 @@ def entry_rows(
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q, k, v, gates, part, part_lse, entries, bounds, owner, item_bounds, chunk, starts, start,
-    doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2,
+    doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr, GATES: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr, CAP: tl.constexpr,
+    GATES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item. Writes each row's attention to the item's block alone and its lse."""
     item = tl.program_id(0)
@@ -84,6 +93,8 @@ def forward_kernel(
             t = bt - b * T
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+            if CAP:
+                logits = soft_capped(logits, cap)
             if GATES:
                 logits *= tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[:, None]
             visible = there[None]
@@ -107,12 +118,12 @@ def forward_kernel(
 def backward_kernel(
     q, k, v, gates, d_out, lse, delta, part, d_gates, dk, dv, spill_k, spill_v,
     entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
-    doc_last, T, S, K, s, C, BLOCKS, first, length, scale,
+    doc_last, T, S, K, s, C, BLOCKS, first, length, scale, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr, GATES: tl.constexpr,
-    GATED: tl.constexpr,
+    RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr, CAP: tl.constexpr,
+    GATES: tl.constexpr, GATED: tl.constexpr,
     DQ: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item, and a piece of N keys of its block. Adds to dk and dv of the block, or
@@ -146,6 +157,8 @@ def backward_kernel(
 
             # [N, M]: p and ds are the left operands of what follows
             logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
+            if CAP:
+                logits = soft_capped(logits, cap)
             weight = 1.0
             if GATES:
                 weight = tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[None]
@@ -164,6 +177,8 @@ def backward_kernel(
                     at = (e * PIECES + piece) * G + head % G
                     tl.store(d_gates + at, tl.sum(ds * logits, 0), mask=real)
                 ds *= weight
+            if CAP:
+                ds *= cap_slope(logits, cap)
             ds_tile = ds.to(q_tile.dtype)
             dk_acc += tl.dot(ds_tile, q_tile, input_precision=PRECISION)
             if DQ:
@@ -233,6 +248,7 @@ def arguments(
         RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal,
         **launch.ends(selection),
+        **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
         GATES=selection.gates is not None,
         WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
         PRECISION="ieee",

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .block_keys import first_window
-from .device import large, load_rows
+from .device import large, load_rows, soft_capped
 from .topn import NO_SCORE, chunk_blocks, finish, fold, start
 
 
@@ -24,8 +24,9 @@ def sum_step(x, m, l):
 
 @triton.jit
 def log_sum_exp(
-    q_tile, ck, k_base, k_w, mem_k, m_base, m_m, lo, hi, real, W, MEMORY, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q_tile, ck, k_base, k_w, mem_k, m_base, m_m, lo, hi, real, W, MEMORY, scale_log2, cap,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of all memory slots and the windows lo .. hi - 1 of each row, in units of log2, [M]."""
     # windows that all rows see
@@ -36,11 +37,15 @@ def log_sum_exp(
         n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_rows(mem_k, m_base + n.to(tl.int64) * m_m, D, BLOCK_D, n < MEMORY)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        if CAP:
+            x = soft_capped(x, cap)
         m, l = sum_step(tl.where((n < MEMORY)[None], x, NO_SCORE), m, l)
     for n0 in range(tl.min(lo, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0), BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_rows(ck, k_base + n.to(tl.int64) * k_w, D, BLOCK_D, n < W)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        if CAP:
+            x = soft_capped(x, cap)
         if W > 0:  # always: see best_by_probs
             if (n0 + BLOCK_N > fewest) | (n0 < latest):
                 x = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), x, NO_SCORE)
@@ -137,11 +142,11 @@ def scores_so_far(sums, kept):
 
 @triton.jit
 def best_by_probs(
-    q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2,
+    q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
-    WARPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WARPS: tl.constexpr, WIDE: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The ranking [TOKENS, SLOTS_2] of blocks low .. end - 1, and whether it must be done again.
     Tokens see windows lo .. hi - 1, all of them those from `latest` to `fewest`; `total` is by row.
@@ -171,7 +176,10 @@ def best_by_probs(
         rows = large(tl.minimum(w, W - 1), WIDE) * k_w
         k_tile = load_rows(ck + k_base, rows, D, BLOCK_D, tl.full([BLOCK_N], True, tl.int1))
         x = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        x = x * scale_log2 - total[None]
+        x *= scale_log2
+        if CAP:
+            x = soft_capped(x, cap)
+        x -= total[None]
         if W > 0:  # always: before a branch, not after, the compiler puts the next step's loads
             last = first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK
             if (last > fewest) | (first_window(c0, d, s) < latest):

@@ -168,11 +168,12 @@ def head_rows(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, BLO
 @triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
 def lse_kernel(
     q, ck, mem_k, lse, starts, first_token, doc_first, doc_last, T, W, RANKS, MEMORY, scale_log2,
+    cap,
     q_b, q_t, q_h, k_b, k_w, k_h, m_h, m_m,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr, STRIDE: tl.constexpr,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, HEADS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
+    HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the log-sum-exp of a tile of rows. Reads those queries, all memory and the
     windows that they see."""
@@ -188,8 +189,8 @@ def lse_kernel(
         lo, hi = in_document(lo, hi, token, T, doc_first + b * T, doc_last + b * T, d)
     total = log_sum_exp(
         q_tile, ck, b * k_b + r // SHARE * k_h, k_w, mem_k, r // SHARE * m_h, m_m,
-        tl.where(real, lo, W), tl.where(real, hi, 0), real, W, MEMORY, scale_log2, D, BLOCK_D,
-        BLOCK_N, PRECISION,
+        tl.where(real, lo, W), tl.where(real, hi, 0), real, W, MEMORY, scale_log2, cap, D,
+        BLOCK_D, BLOCK_N, CAP, PRECISION,
     )  # fmt: skip
     entry = (b * T + token) * (RANKS * G) + head
     tl.store(lse + entry, total * 0.6931471805599453, mask=real)
@@ -198,14 +199,15 @@ def lse_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def probs_kernel(
     q, ck, lse, out, before, starts, first_token, doc_first, doc_last, T, C, W, RANKS, scale_log2,
+    cap,
     q_b, q_t, q_h, k_b, k_w, k_h,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr, HEADS: tl.constexpr,
-    WARPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
     of G query heads. Reads those queries, their log-sum-exp and the windows that they see."""
@@ -239,16 +241,16 @@ def probs_kernel(
 
     k_base = b * k_b + r // SHARE * k_h
     ranking, missed = best_by_probs(
-        q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, HEADS, D,
-        BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, WARPS, WIDE,
-        PRECISION,
+        q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
+        HEADS, D, BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, WARPS,
+        WIDE, CAP, PRECISION,
     )  # fmt: skip
     if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
             ranking, missed = best_by_probs(
                 q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2,
-                HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, WARPS,
-                WIDE, PRECISION,
+                cap, HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s,
+                WARPS, WIDE, CAP, PRECISION,
             )  # fmt: skip
     write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
 
@@ -280,9 +282,11 @@ def log_sum_exps(mem_k, args, B, H):
 def select_blocks(
     q, ck, mem_k, lse, starts, before, first_token, num_ranked, num_selected, l, d, s, importance,
     interpolated, num_initial, num_local, stride, shared, causal, scale, documents=None,
+    soft_cap=None, sinks=None,
 ):  # fmt: skip
     """Block indices [B T R n] of q [B T H D] and ck [B W K D]; `before` [B R n] is the ranking of
-    the token that leads the first query's group, lse [B T H] that of branch 1."""
+    the token that leads the first query's group, lse [B T H] that of branch 1, with its sinks
+    [H]."""
     B, T, H, D = q.shape
     W, K = ck.shape[1:3]
     ranks, n = (K if shared else H), num_selected
@@ -306,9 +310,11 @@ def select_blocks(
         tile = launch.ranking_tile(importance, D, G, n, q.dtype)
         args |= dict(
             ck=ck, W=W, scale_log2=scale * launch.LOG2_E, **launch.strides("k", ck, "bwh"),
-            HEADS=rows, PRECISION="ieee",
+            HEADS=rows, PRECISION="ieee", **launch.cap(soft_cap),
         )  # fmt: skip
-        lse = log_sum_exps(mem_k, args, B, H) if lse is None else lse
+        if lse is None:
+            lse = log_sum_exps(mem_k, args, B, H)
+            lse = lse if sinks is None else torch.logaddexp(lse, sinks)
         args |= dict(
             lse=lse, WINDOW=l, PER_BLOCK=triton.next_power_of_2(max(1, s // d)),
             WARPS=tile.num_warps, WIDE=launch.wide(ck),

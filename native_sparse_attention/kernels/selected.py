@@ -41,7 +41,10 @@ def with_initial(selection: Selection) -> Selection:
 def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] | None:
     """Keys, values, place and prefix of the forced blocks, for `interval`; None without any."""
     s = selection.s
-    where = dict(start=selection.start, starts=selection.starts, documents=selection.documents)
+    where = dict(
+        start=selection.start, starts=selection.starts, documents=selection.documents,
+        soft_cap=selection.soft_cap,
+    )  # fmt: skip
     end = min(selection.num_initial * s, k.shape[1])
     first = (k[:, :end], v[:, :end])
     if not selection.causal:
@@ -146,18 +149,19 @@ def forward(
     selection: Selection,
     scale: float,
     partial: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]; in those of the forced blocks if `partial` holds
-    them."""
+    them, with their sinks."""
     forced = forced_blocks(selection, k, v) if partial is None else None
     if forced is not None:
-        partial = interval.forward(q, scale=scale, **forced)
-    if selection.lists.shape[-1]:
-        return listed_forward(q, k, v, selection, scale, partial)
-    if partial is not None:
-        return partial
-    out = q.new_zeros(*q.shape[:3], v.shape[-1])
-    return out, q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        partial = interval.forward(q, scale=scale, sinks=sinks, **forced)
+    listed = selection.lists.shape[-1] > 0
+    if partial is None and (sinks is not None or not listed):
+        out = q.new_zeros(*q.shape[:3], v.shape[-1])
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        partial = out, lse if sinks is None else lse.copy_(sinks)
+    return listed_forward(q, k, v, selection, scale, partial) if listed else partial
 
 
 def forced_backward(

@@ -74,8 +74,9 @@ def choose(
 
 def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
     """Call operation `op` of a backend that `choose` returned."""
-    if kwargs.get("documents") is None:
-        kwargs.pop("documents", None)
+    for name in ("documents", "sinks", "soft_cap"):
+        if kwargs.get(name) is None:
+            kwargs.pop(name, None)
     if backend == "triton":
         return getattr(library, op)(*args, **kwargs)
     kwargs.pop("block_sizes", None)  # others have no tiles
@@ -84,6 +85,7 @@ def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
     if op == "sliding_window_attention":
         q, k = args[:2]
         w, offset, lse = (kwargs[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
-        if "documents" not in kwargs and local.fits(q, k, w, offset, lse):
+        plain = not kwargs.keys() & {"documents", "sinks", "soft_cap"}
+        if plain and local.fits(q, k, w, offset, lse):
             return local.sliding_window_attention(*args, **kwargs)
     return by_queries.run(op, *args, **kwargs)

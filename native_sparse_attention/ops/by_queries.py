@@ -28,7 +28,7 @@ GPU_FACTOR = 16
 LEAST_QUERIES = 16
 
 # what this module cuts by queries, or need not cut; a call with any other tensor runs whole
-TENSORS = frozenset({"mem_k", "mem_v", "gates", "q_offset", "leader_indices", "documents"})
+TENSORS = frozenset({"mem_k", "mem_v", "gates", "q_offset", "leader_indices", "documents", "sinks"})
 
 Chunk = tuple[int, int]
 

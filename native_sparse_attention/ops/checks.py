@@ -224,6 +224,17 @@ def check_windows(
         )
 
 
+def check_sinks(sinks: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    if sinks is None:
+        return
+    fits = isinstance(sinks, Tensor) and sinks.shape == shape and sinks.dtype in FLOAT_DTYPES
+    if not fits or sinks.device != device:
+        got = type(sinks).__name__
+        if isinstance(sinks, Tensor):
+            got = f"{sinks.dtype} of shape {list(sinks.shape)} on {sinks.device}"
+        raise ValueError(f"sinks must be floating, of shape {list(shape)} on {device}, got {got}")
+
+
 def check_documents(documents: Any, dims: dict[str, int], q_offset: int | Tensor) -> None:
     """Bounds of documents, of rows whose queries and keys are the same tokens."""
     if documents is None:

@@ -75,9 +75,12 @@ def attend(
     block_mask: BlockMask | None,
     scale: float | None,
     return_lse: bool,
+    soft_cap: float | None = None,
 ) -> Any:
     """flex_attention on [B H T D]: the output, and its lse on request."""
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale}
+    if soft_cap is not None:
+        options["score_mod"] = masks.soft_cap(soft_cap)
     options["enable_gqa"] = q.shape[1] != k.shape[1]
     if not return_lse:
         return flex.flex_attention(q, k, v, **options)
@@ -89,7 +92,9 @@ def attend(
 
 
 @cache
-def compiled(op_name: str, scale: float | None, return_lse: bool) -> Callable[..., Any]:
+def compiled(
+    op_name: str, scale: float | None, return_lse: bool, soft_cap: float | None
+) -> Callable[..., Any]:
     """`attend` compiled for one operation, made at first use.
 
     Dynamo counts recompilations per code object, so each gets its own; and it raises at the limit
@@ -97,7 +102,7 @@ def compiled(op_name: str, scale: float | None, return_lse: bool) -> Callable[..
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None) -> Any:
-        return attend(q, k, v, block_mask, scale, return_lse)
+        return attend(q, k, v, block_mask, scale, return_lse, soft_cap)
 
     code = run.__code__.replace(co_name=f"flex_{op_name}")
     own = types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
@@ -112,21 +117,28 @@ def dispatch(
     block_mask: BlockMask | None,
     scale: float | None,
     return_lse: bool,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
-    """[B T H D] in and out, lse [B T H]."""
+    """[B T H D] in and out, lse [B T H]; sinks [H]."""
+    if sinks is not None:
+        out, lse = dispatch(op_name, q, k, v, block_mask, scale, True, soft_cap)
+        sinks = sinks.to(lse.dtype)
+        out = (out * (lse - sinks).sigmoid()[..., None]).to(out.dtype)
+        return (out, torch.logaddexp(lse, sinks)) if return_lse else out
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if torch.compiler.is_compiling():
-        result = attend(q, k, v, block_mask, scale, return_lse)
+        result = attend(q, k, v, block_mask, scale, return_lse, soft_cap)
     elif q.is_cuda:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            result = compiled(op_name, scale, return_lse)(q, k, v, block_mask)
+            result = compiled(op_name, scale, return_lse, soft_cap)(q, k, v, block_mask)
     else:
         if not torch.is_grad_enabled():
             # flex asks whether tensors want gradients, not whether they are recorded
             q, k, v = q.detach(), k.detach(), v.detach()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-            result = attend(q, k, v, block_mask, scale, return_lse)
+            result = attend(q, k, v, block_mask, scale, return_lse, soft_cap)
     if not return_lse:
         return result.transpose(1, 2)
     out, lse = result
@@ -145,6 +157,8 @@ def compressed_attention(
     q_offset: int = 0,
     scale: float | None = None,
     return_lse: bool = False,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Any:
     """Attention to memory [K m D], always visible, and to windows ck, cv [B W K D]: query i sees
@@ -172,7 +186,9 @@ def compressed_attention(
         block_mask = masks.cached_compress_block_mask(
             T, kv_len, compress_block_sliding_stride, num_mem, q_offset, q.device
         )
-    return dispatch("compressed_attention", q, ck, cv, block_mask, scale, return_lse)
+    return dispatch(
+        "compressed_attention", q, ck, cv, block_mask, scale, return_lse, soft_cap, sinks
+    )  # fmt: skip
 
 
 def selected_attention(
@@ -189,6 +205,8 @@ def selected_attention(
     q_offset: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Any:
     """Attention to the tokens of the selected blocks, block_indices [B T K|H n] with -1 for none,
@@ -209,7 +227,9 @@ def selected_attention(
     groups = q.shape[2] // block_indices.shape[2]
     ends = None if documents is None or causal else documents.last
     block_mask = masks.selected_block_mask(membership, S, s, groups, causal, offset, ends)
-    return dispatch("selected_attention", q, k, v, block_mask, scale, return_lse)
+    return dispatch(
+        "selected_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks
+    )  # fmt: skip
 
 
 def sliding_window_attention(
@@ -222,6 +242,8 @@ def sliding_window_attention(
     q_offset: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Any:
     """Attention to keys `i - w .. i`, or `i - w .. i + w` where not causal."""
@@ -233,7 +255,9 @@ def sliding_window_attention(
             documents.last.minimum(i + 1 + (0 if causal else w)),
         )
         block_mask = masks.span_block_mask(lo, hi, 0, S)
-        return dispatch("sliding_window_attention", q, k, v, block_mask, scale, return_lse)
+        return dispatch(
+            "sliding_window_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks
+        )  # fmt: skip
     offset = S - T if q_offset is None else q_offset
     # without the keys that no query sees, every step of a long decode has one shape
     first, last = max(0, offset - w), min(S, offset + T + (0 if causal else w))
@@ -241,7 +265,9 @@ def sliding_window_attention(
         T, last - first, w, causal, offset - first, q.device
     )
     k, v = k[:, first:last], v[:, first:last]
-    return dispatch("sliding_window_attention", q, k, v, block_mask, scale, return_lse)
+    return dispatch(
+        "sliding_window_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks
+    )  # fmt: skip
 
 
 # masks that the user made

@@ -8,114 +8,23 @@ forms it again. Arguments are those of `ops.nsa.native_sparse_attention`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import blocks
+from .branches import Settings, attend
 from .documents import Documents
-from .operators import empty_outputs, memory_grads, offsets, prefix, rows
+from .operators import (
+    empty_outputs,
+    memory_grads,
+    of_heads,
+    offsets,
+    prefix,
+    rows,
+    sink_grads,
+)
 from .selection import bounds, in_its_sizes, of_documents, on_its_device
-
-
-class Settings(NamedTuple):
-    """What is not a tensor, in the operators' order."""
-
-    start: int
-    num_ranked: int
-    num_selected: int
-    l: int
-    d: int
-    s: int
-    w: int
-    importance: str
-    interpolated: bool
-    num_initial: int
-    num_local: int
-    stride: int
-    shared: bool
-    causal: bool
-    scale: float
-    recompute: bool
-    diff_topk: bool
-    block_sizes: list[int] | None
-
-    def ranking(self, starts: Tensor | None, documents: Documents | None) -> Any:
-        from ..kernels.gate_launch import Ranking
-
-        return Ranking(
-            self.start, self.num_ranked, self.num_selected, self.l, self.d, self.s,
-            self.importance, self.interpolated, self.num_initial, self.num_local, self.stride,
-            self.shared, self.causal, self.scale, starts, documents,
-        )  # fmt: skip
-
-    def selection(self, lists: Tensor, starts: Tensor | None, documents: Documents | None) -> Any:
-        from ..kernels.launch import Selection
-
-        return Selection(
-            lists, self.s, self.num_initial, self.num_local, self.causal, self.start, starts,
-            stride=self.stride, documents=documents,
-        )  # fmt: skip
-
-    def places(self, starts: Tensor | None, documents: Documents | None) -> tuple[Any, Any]:
-        """Of the compressed branch and of the window."""
-        from ..kernels import device
-        from ..kernels.launch import Place
-
-        wide = device.BEHIND if self.causal else device.EVERYTHING
-        near = device.CAUSAL_WINDOW if self.causal else device.TWO_SIDED_WINDOW
-        where: dict[str, Any] = dict(start=self.start, starts=starts, documents=documents)
-        return (
-            Place(wide.value, stride=self.d, unit=self.d, **where),
-            Place(near.value, self.w, **where),
-        )
-
-
-def attend(
-    settings: Settings,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    cq: Tensor,
-    memory: tuple[Tensor, Tensor] | None,
-    mem_k: Tensor | None,
-    window: tuple[Tensor, Tensor] | None,
-    starts: Tensor | None,
-    documents: Documents | None,
-    leaders: Tensor | None,
-    lists: Tensor | None,
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Outputs and log-sum-exps of the three branches, and the selection where `lists` is not it."""
-    from ..kernels import interval, scoring, selected
-
-    at = settings
-    leaders = None if leaders is None else leaders.contiguous()
-    place_cmp, place_win = at.places(starts, documents)
-    out_cmp, lse_cmp = interval.forward(cq, ck, cv, place_cmp, at.scale, memory)
-    if lists is None and at.num_ranked and at.num_selected:
-        lists = scoring.select_blocks(
-            cq, ck, mem_k, lse_cmp, starts, leaders, at.start, at.num_ranked, at.num_selected,
-            at.l, at.d, at.s, at.importance, at.interpolated, at.num_initial, at.num_local,
-            at.stride, at.shared, at.causal, at.scale, documents,
-        )  # fmt: skip
-    elif lists is None:
-        ranks = ck.shape[2] if at.shared else q.shape[2]
-        lists = q.new_full((*q.shape[:2], ranks, at.num_selected), -1, dtype=torch.int32)
-    selection = at.selection(lists, starts, documents)
-    if leaders is not None and lists.shape[-1]:
-        # handed in by a caller, not ranked here
-        lists = selected.valid_lists(selection, k.shape[1])
-        selection = at.selection(lists, starts, documents)
-    selection = selected.with_initial(selection)
-    near = selected.within_window(selection, k, v, at.w) if window is None else (None, None)
-    wk, wv = window or (k, v)
-    out_win, lse_win, *partial = interval.forward(q, wk, wv, place_win, at.scale, *near)
-    done = (partial[0], partial[1]) if partial else None
-    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done)
-    return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists
 
 
 @torch.library.custom_op("native_sparse_attention::layer", mutates_args=())
@@ -133,6 +42,7 @@ def layer(
     mem_v: Tensor | None,
     window_k: Tensor | None,
     window_v: Tensor | None,
+    sinks: Tensor | None,
     starts: Tensor | None,
     doc_first: Tensor | None,
     doc_last: Tensor | None,
@@ -152,6 +62,7 @@ def layer(
     shared: bool,
     causal: bool,
     scale: float,
+    soft_cap: float | None,
     recompute: bool,
     diff_topk: bool,
     block_sizes: list[int] | None,
@@ -162,14 +73,14 @@ def layer(
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
-        num_local, stride, shared, causal, scale, recompute, diff_topk, block_sizes,
+        num_local, stride, shared, causal, scale, soft_cap, recompute, diff_topk, block_sizes,
     )  # fmt: skip
     q, k, v, ck, cv = rows(q, k, v, ck, cv)
     cq = q if cq is None else rows(cq)[0]
     window = None if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])
     outs, lses, lists = attend(
-        settings, q, k, v, ck, cv, cq, memory, mem_k, window, starts,
+        settings, q, k, v, ck, cv, cq, memory, mem_k, window, sinks, starts,
         bounds(doc_first, doc_last), leaders, None,
     )  # fmt: skip
     out = combine.forward(outs, branch_gates)
@@ -178,7 +89,7 @@ def layer(
 
 @layer.register_fake
 def _(
-    q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts, doc_first,
+    q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks, starts, doc_first,
     doc_last, leaders, *others,
 ):  # fmt: skip
     settings = Settings(*others)
@@ -210,6 +121,7 @@ def layer_backward(
     mem_v: Tensor | None,
     window_k: Tensor | None,
     window_v: Tensor | None,
+    sinks: Tensor | None,
     starts: Tensor | None,
     doc_first: Tensor | None,
     doc_last: Tensor | None,
@@ -229,6 +141,7 @@ def layer_backward(
     shared: bool,
     causal: bool,
     scale: float,
+    soft_cap: float | None,
     recompute: bool,
     diff_topk: bool,
     block_sizes: list[int] | None,
@@ -238,7 +151,7 @@ def layer_backward(
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
-        num_local, stride, shared, causal, scale, recompute, diff_topk, block_sizes,
+        num_local, stride, shared, causal, scale, soft_cap, recompute, diff_topk, block_sizes,
     )  # fmt: skip
     lists, *kept = kept
     documents = bounds(doc_first, doc_last)
@@ -251,11 +164,29 @@ def layer_backward(
     outs, lses = kept[:3], kept[3:]
     if recompute:
         outs, lses, _ = attend(
-            settings, q, k, v, ck, cv, query, memory, mem_k, window, starts, documents, None, lists
+            settings,
+            q,
+            k,
+            v,
+            ck,
+            cv,
+            query,
+            memory,
+            mem_k,
+            window,
+            sinks,
+            starts,
+            documents,
+            None,
+            lists,
         )
 
     d_gates, (cmp, sel, win) = combine.backward(d_out, outs, lses, branch_gates)
     del outs
+    d_sinks = None
+    if sinks is not None:
+        of_branches = zip(sinks, lses, (cmp, sel, win), branch_gates.unbind(-1), strict=True)
+        d_sinks = torch.stack([sink_grads(a, b, c.delta, g).float() for a, b, c, g in of_branches])
     place_cmp, place_win = settings.places(starts, documents)
     dcq = interval_backward.backward_q(query, ck, cv, place_cmp, scale, cmp, memory)
     dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, scale, cmp)
@@ -284,9 +215,11 @@ def layer_backward(
     if d_chosen is not None:
         # through the gates of the blocks to the scores that chose them, in place in dq or dcq
         into = dq if cq is None else dcq
-        at = settings.ranking(starts, documents)
+        at = settings.ranking(starts, documents, None if sinks is None else of_heads(sinks)[0])
         d_chosen = d_chosen[..., : lists.shape[-1]]
-        _, more, d_scored = gates.backward(query, ck, mem_k, lists, d_chosen, at, into)
+        _, more, d_scored, d_sink = gates.backward(query, ck, mem_k, lists, d_chosen, at, into)
+        if d_sinks is not None and d_sink is not None:
+            d_sinks[0] += d_sink
         dck = dck + more
     grads = [dq, dk, dv, dck, dcv, d_gates]
     if cq is not None:
@@ -302,11 +235,12 @@ def layer_backward(
         grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
     if window is not None:
         grads += d_window
-    return [g.to(branch_gates.dtype if g is d_gates else dtype) for g in grads]
+    grads = [g.to(branch_gates.dtype if g is d_gates else dtype) for g in grads]
+    return grads if d_sinks is None or sinks is None else [*grads, d_sinks.to(sinks.dtype)]
 
 
 def differentiable(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [t for t in tensors[:11] if t is not None]
+    return [t for t in tensors[:12] if t is not None]
 
 
 @layer_backward.register_fake
@@ -315,8 +249,8 @@ def _(d_out, *others):
 
 
 def setup(ctx, inputs, output):
-    *tensors, _ = inputs[:15]
-    ctx.numbers = inputs[15:]
+    *tensors, _ = inputs[:16]
+    ctx.numbers = inputs[16:]
     ctx.kept = len(output) - 1
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
@@ -328,7 +262,7 @@ def backward(ctx, grads):
     tensors, kept = saved[: -ctx.kept], list(saved[-ctx.kept :])
     some = iter(layer_backward(grads[0], *tensors, kept, *ctx.numbers))
     others = (None,) * (4 + len(Settings._fields))
-    return (*(None if t is None else next(some) for t in tensors[:11]), *others)
+    return (*(None if t is None else next(some) for t in tensors[:12]), *others)
 
 
 layer.register_autograd(backward, setup_context=setup)
@@ -366,6 +300,8 @@ def native_sparse_attention(
     use_diff_topk: bool,
     block_sizes: list[int] | None,
     documents: Documents | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output [B T H E] and the selected block indices."""
     starts, start = offsets(q_offset)
@@ -386,10 +322,10 @@ def native_sparse_attention(
         compress_block_sliding_stride, selection_block_size, sliding_window_size, importance,
         interpolated_importance_score, num_initial_blocks, num_local_blocks, selection_stride,
         query_heads_share_selected_kv, causal, q.shape[-1] ** -0.5 if scale is None else scale,
-        recompute, use_diff_topk, block_sizes,
+        soft_cap, recompute, use_diff_topk, block_sizes,
     )  # fmt: skip
     out, lists, *_ = layer(
-        q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, starts,
+        q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks, starts,
         *of_documents(documents), leader_indices, *settings,
     )  # fmt: skip
     return out, lists

@@ -118,13 +118,15 @@ def compressed_attention(
     return_lse: bool = False,
     block_sizes: list[int] | None = None,
     documents: Documents | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     starts, start = offsets(q_offset)
     kind, d = (BEHIND if causal else EVERYTHING), compress_block_sliding_stride
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = interval_attention(
-        q, ck, cv, mem_k, mem_v, starts, *of_documents(documents), kind, 0, d, start, scale,
-        block_sizes,
+        q, ck, cv, mem_k, mem_v, starts, *of_documents(documents), sinks, kind, 0, d, start, scale,
+        soft_cap, block_sizes,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -145,6 +147,8 @@ def selected_attention(
     return_lse: bool = False,
     block_sizes: list[int] | None = None,
     documents: Documents | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     starts, start = offsets(q_offset)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -156,6 +160,7 @@ def selected_attention(
         gates,
         starts,
         *of_documents(documents),
+        sinks,
         selection_block_size,
         num_initial_blocks,
         num_local_blocks,
@@ -163,6 +168,7 @@ def selected_attention(
         1,
         start,
         scale,
+        soft_cap,
         block_sizes,
     )
     return (out, lse) if return_lse else out
@@ -180,13 +186,15 @@ def sliding_window_attention(
     return_lse: bool = False,
     block_sizes: list[int] | None = None,
     documents: Documents | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     starts, start = offsets(q_offset)
     kind = CAUSAL_WINDOW if causal else TWO_SIDED_WINDOW
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     w = sliding_window_size
     out, lse = interval_attention(
-        q, k, v, None, None, starts, *of_documents(documents), kind, w, 1, start, scale,
-        block_sizes,
+        q, k, v, None, None, starts, *of_documents(documents), sinks, kind, w, 1, start, scale,
+        soft_cap, block_sizes,
     )  # fmt: skip
     return (out, lse) if return_lse else out

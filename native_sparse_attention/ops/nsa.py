@@ -17,18 +17,20 @@ from .checks import (
     check_leaders,
     check_memory,
     check_offset,
+    check_positive,
     check_same,
     check_selection,
     check_shapes,
+    check_sinks,
     check_windows,
 )
 from .documents import Documents
 from .functional import (
     compressed_attention,
-    select_blocks,
     selected_attention,
     sliding_window_attention,
 )
+from .functional_selection import select_blocks
 from .packed import takes_documents
 
 
@@ -65,6 +67,8 @@ def native_sparse_attention(
     return_indices: bool = False,
     recompute: bool = False,
     block_sizes: BlockSizes | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
     sliding_window_flex_mask: Any = None,
     fine_selection_flex_mask: Callable[..., Any] | None = None,
@@ -89,6 +93,8 @@ def native_sparse_attention(
         sliding_window_flex_mask, fine_selection_flex_mask: masks of
             `native_sparse_attention.masks`; the branch is then computed by flex_attention under
             that mask.
+        soft_cap: c, logits x of all branches become `c tanh(x / c)`.
+        sinks: [3, H], for each branch and query head the logit of one more key, whose value is 0.
 
     The remaining arguments are those of `compressed_attention`, `select_blocks`,
     `selected_attention` and `sliding_window_attention`. With `backend="flex"` the branches run in
@@ -135,6 +141,8 @@ def native_sparse_attention(
     check_windows(dims["W"], dims["S"], compress_block_sliding_stride, causal=causal)
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
     check_documents(documents, dims, offset)
+    check_positive("soft_cap", soft_cap)
+    check_sinks(sinks, (3, dims["H"]), q.device)
     check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
     check_first_group(offset, selection_stride, leader_indices)
     sizes = flat(block_sizes)
@@ -159,10 +167,11 @@ def native_sparse_attention(
         documents=documents,
     )
     given_masks = sliding_window_flex_mask, fine_selection_flex_mask
-    if documents is not None and given_masks != (None, None):
+    beyond = [n for n, t in (("documents", documents), ("sinks", sinks)) if t is not None]
+    if given_masks != (None, None) and (beyond or soft_cap is not None):
         raise ValueError(
-            "sliding_window_flex_mask and fine_selection_flex_mask must be None with documents, "
-            "which they know nothing of"
+            "sliding_window_flex_mask and fine_selection_flex_mask must be None with "
+            f"{(beyond or ['soft_cap'])[0]}, which they know nothing of"
         )
     name = backends.choose(backend, "native_sparse_attention", q, k, v, **ranking)
     if name == "triton" and given_masks == (None, None):
@@ -182,15 +191,19 @@ def native_sparse_attention(
             recompute=recompute,
             use_diff_topk=use_diff_topk,
             block_sizes=sizes,
+            soft_cap=soft_cap,
+            sinks=sinks,
             documents=documents,
             **settings,
         )
         return (out, lists) if return_indices else out
 
     cq = q if cq is None else cq
+    sink_cmp, sink_sel, sink_win = (None,) * 3 if sinks is None else sinks
     place: dict[str, Any] = dict(
-        causal=causal, q_offset=offset, scale=scale, documents=documents, backend=backend
-    )
+        causal=causal, q_offset=offset, scale=scale, soft_cap=soft_cap, documents=documents,
+        backend=backend,
+    )  # fmt: skip
     forced: dict[str, Any] = dict(
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks
     )
@@ -202,6 +215,7 @@ def native_sparse_attention(
         mem_k=mem_k,
         mem_v=mem_v,
         seq_len=dims["S"],
+        sinks=sink_cmp,
         block_sizes=block_sizes,
         **place,
     )
@@ -212,6 +226,7 @@ def native_sparse_attention(
         seq_len=dims["S"],
         leader_indices=leader_indices,
         return_gates=use_diff_topk,
+        sinks=sink_cmp if use_diff_topk or sink_cmp is None else sink_cmp.detach(),
         **settings,
         **place,
     )
@@ -242,6 +257,7 @@ def native_sparse_attention(
             block_indices,
             selection_block_size=selection_block_size,
             gates=gates,
+            sinks=sink_sel,
             block_sizes=block_sizes,
             **forced,
             **place,
@@ -256,6 +272,7 @@ def native_sparse_attention(
             window_k,
             window_v,
             sliding_window_size=sliding_window_size,
+            sinks=sink_win,
             block_sizes=block_sizes,
             **place,
         )

@@ -30,11 +30,13 @@ def interval_attention(
     starts: Tensor | None,
     doc_first: Tensor | None,
     doc_last: Tensor | None,
+    sinks: Tensor | None,
     kind: int,
     reach: int,
     stride: int,
     start: int,
     scale: float,
+    soft_cap: float | None,
     block_sizes: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to one interval of keys a query, `kind` saying which, and to memory; out [B T H E],
@@ -44,10 +46,11 @@ def interval_attention(
     documents = bounds(doc_first, doc_last)
     place = launch.Place(
         kind, reach, stride, start=start, starts=starts, documents=documents,
-        unit=stride if kind in (BEHIND, EVERYTHING) else 1,
+        unit=stride if kind in (BEHIND, EVERYTHING) else 1, soft_cap=soft_cap,
     )  # fmt: skip
     q, k, v = rows(q, k, v)
-    out, lse = interval.forward(q, k, v, place, scale, prefix(mem_k, mem_v, k.shape[0]))
+    memory = prefix(mem_k, mem_v, k.shape[0])
+    out, lse = interval.forward(q, k, v, place, scale, memory, sinks=of_heads(sinks))
     return out, lse
 
 
@@ -70,6 +73,7 @@ def interval_attention_backward(
     starts: Tensor | None,
     doc_first: Tensor | None,
     doc_last: Tensor | None,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     kind: int,
@@ -77,6 +81,7 @@ def interval_attention_backward(
     stride: int,
     start: int,
     scale: float,
+    soft_cap: float | None,
     block_sizes: list[int] | None,
 ) -> list[Tensor]:
     """dq, dk, dv, and those of the memory."""
@@ -85,7 +90,7 @@ def interval_attention_backward(
     documents = bounds(doc_first, doc_last)
     place = launch.Place(
         kind, reach, stride, start=start, starts=starts, documents=documents,
-        unit=stride if kind in (BEHIND, EVERYTHING) else 1,
+        unit=stride if kind in (BEHIND, EVERYTHING) else 1, soft_cap=soft_cap,
     )  # fmt: skip
     q, k, v = rows(q, k, v)
     d_out = d_out.contiguous()
@@ -97,23 +102,28 @@ def interval_attention_backward(
         grads += memory_grads(
             *interval_backward.backward_prefix(q, memory, place, scale, cotangent)
         )
-    return [g.to(q.dtype) for g in grads]
+    elif mem_k is not None and mem_v is not None:
+        grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
+    grads = [g.to(q.dtype) for g in grads]
+    return grads if sinks is None else [*grads, sink_grads(sinks, lse, cotangent.delta)]
 
 
 @interval_attention_backward.register_fake
-def _(d_out, d_lse, q, k, v, mem_k, mem_v, *others):
-    return [t.new_empty(t.shape) for t in (q, k, v, mem_k, mem_v) if t is not None]
+def _(d_out, d_lse, q, k, v, mem_k, mem_v, starts, doc_first, doc_last, sinks, *others):
+    return [t.new_empty(t.shape) for t in (q, k, v, mem_k, mem_v, sinks) if t is not None]
 
 
 def interval_setup(ctx, inputs, output):
-    ctx.numbers = inputs[8:]
-    ctx.save_for_backward(*inputs[:8], *output)
+    ctx.numbers = inputs[9:]
+    ctx.save_for_backward(*inputs[:9], *output)
 
 
 def interval_backward(ctx, d_out, d_lse):
-    grads = interval_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.numbers)
-    grads = [*grads, None, None][:5]
-    return (*grads, *(None,) * 10)
+    tensors = ctx.saved_tensors
+    some = iter(interval_attention_backward(d_out, d_lse, *tensors, *ctx.numbers))
+    q, k, v, mem_k, mem_v = (None if t is None else next(some) for t in tensors[:5])
+    d_sinks = None if tensors[8] is None else next(some)
+    return (q, k, v, mem_k, mem_v, None, None, None, d_sinks, *(None,) * 7)
 
 
 interval_attention.register_autograd(interval_backward, setup_context=interval_setup)
@@ -131,6 +141,7 @@ def listed_attention(
     starts: Tensor | None,
     doc_first: Tensor | None,
     doc_last: Tensor | None,
+    sinks: Tensor | None,
     block_size: int,
     num_initial: int,
     num_local: int,
@@ -138,6 +149,7 @@ def listed_attention(
     stride: int,
     start: int,
     scale: float,
+    soft_cap: float | None,
     block_sizes: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to listed and forced blocks: out [B T H E], lse [B T H], and the lists as they were
@@ -146,14 +158,15 @@ def listed_attention(
 
     selection = launch.Selection(
         lists, block_size, num_initial, num_local, causal, start, starts, gates, stride,
-        bounds(doc_first, doc_last),
+        bounds(doc_first, doc_last), soft_cap,
     )  # fmt: skip
     valid = selected.valid_lists(selection, k.shape[1])
     gates = None if gates is None else gates.contiguous()
     selection = dataclasses.replace(selection, lists=valid, gates=gates)
     selection = selected.with_initial(selection)
     q, k, v = rows(q, k, v)
-    return *selected.forward(q, k, v, selection, scale), valid
+    out, lse = selected.forward(q, k, v, selection, scale, sinks=of_heads(sinks))
+    return out, lse, valid
 
 
 @listed_attention.register_fake
@@ -174,6 +187,7 @@ def listed_attention_backward(
     starts: Tensor | None,
     doc_first: Tensor | None,
     doc_last: Tensor | None,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     valid: Tensor,
@@ -184,6 +198,7 @@ def listed_attention_backward(
     stride: int,
     start: int,
     scale: float,
+    soft_cap: float | None,
     block_sizes: list[int] | None,
 ) -> list[Tensor]:
     """dq, dk, dv, and those of the gates."""
@@ -194,7 +209,7 @@ def listed_attention_backward(
     gates = None if gates is None else gates.contiguous()
     selection = launch.Selection(
         valid, block_size, num_initial, num_local, causal, start, starts, gates, stride,
-        bounds(doc_first, doc_last),
+        bounds(doc_first, doc_last), soft_cap,
     )  # fmt: skip
     selection = selected.with_initial(selection)
     q, k, v = rows(q, k, v)
@@ -202,24 +217,27 @@ def listed_attention_backward(
     grads = [g.to(q.dtype) for g in grads]
     if gates is not None and d_gates is not None:
         grads.append(d_gates[..., : gates.shape[-1]].to(gates.dtype).contiguous())
-    return grads
+    return grads if sinks is None else [*grads, sink_grads(sinks, lse, cotangent.delta)]
 
 
 @listed_attention_backward.register_fake
-def _(d_out, d_lse, q, k, v, gates, *others):
-    return [t.new_empty(t.shape) for t in (q, k, v, gates) if t is not None]
+def _(d_out, d_lse, q, k, v, gates, starts, doc_first, doc_last, sinks, *others):
+    return [t.new_empty(t.shape) for t in (q, k, v, gates, sinks) if t is not None]
 
 
 def listed_setup(ctx, inputs, output):
-    q, k, v, _, gates, starts, doc_first, doc_last, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, gates, starts, doc_first, doc_last, *output)
+    q, k, v, _, *others = inputs[:9]
+    ctx.numbers = inputs[9:]
+    ctx.save_for_backward(q, k, v, *others, *output)
     ctx.mark_non_differentiable(output[2])
 
 
 def listed_backward(ctx, d_out, d_lse, _):
-    grads = listed_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.numbers)
-    d_gates = grads[3] if len(grads) > 3 else None
-    return (*grads[:3], None, d_gates, *(None,) * 11)
+    tensors = ctx.saved_tensors
+    some = iter(listed_attention_backward(d_out, d_lse, *tensors, *ctx.numbers))
+    dq, dk, dv, d_gates = (None if t is None else next(some) for t in tensors[:4])
+    d_sinks = None if tensors[7] is None else next(some)
+    return (dq, dk, dv, None, d_gates, None, None, None, d_sinks, *(None,) * 9)
 
 
 listed_attention.register_autograd(listed_backward, setup_context=listed_setup)
@@ -249,6 +267,19 @@ def prefix(mem_k: Tensor | None, mem_v: Tensor | None, batch: int) -> tuple[Tens
 def memory_grads(dk: Tensor, dv: Tensor) -> list[Tensor]:
     """Gradients [K m D] of memory from those of its rows [B m K D]."""
     return [d.sum(0).transpose(0, 1).contiguous() for d in (dk, dv)]
+
+
+def of_heads(sinks: Tensor | None) -> Any:
+    """Sinks as the kernels read them."""
+    return None if sinks is None else sinks.to(torch.float32).contiguous()
+
+
+def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor, gates: Tensor | None = None) -> Tensor:
+    """Gradient of the sinks [H] of a branch, whose value is 0: `-sum p delta` over the queries,
+    times the gate of its output where it has one. lse, delta and gates [B T H]."""
+    share = torch.exp(sinks.float() - lse) * delta
+    share = share if gates is None else share * gates.float()
+    return -share.sum((0, 1)).to(sinks.dtype)
 
 
 def offsets(q_offset: int | Tensor) -> tuple[Tensor | None, int]:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from .. import blocks
 from .documents import Documents
-from .reference import compressed_scores, masked_softmax, query_positions, scores, visible_windows
+from .reference import (
+    compressed_scores,
+    masked_softmax,
+    query_positions,
+    scores,
+    visible_windows,
+    with_sinks,
+)
 
 
 def block_mean(window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int) -> Tensor:
@@ -79,13 +86,16 @@ def importance_scores(
     d: int,
     s: int,
     scale: float | None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Scores [b r i c] of blocks c for queries that see the windows from `visible[0]` up to
     `visible[1]`, [b|1 i] each."""
     if rule == "probs":
-        sim, mask = compressed_scores(q, ck, mem_k, visible, scale)
-        probs, _ = masked_softmax(sim, mask)
-        probs = probs[..., sim.shape[-1] - ck.shape[1] :]
+        sim, mask = compressed_scores(q, ck, mem_k, visible, scale, soft_cap)
+        keys = sim.shape[-1]
+        probs, _ = masked_softmax(*with_sinks(sim, mask, sinks))
+        probs = probs[..., keys - ck.shape[1] : keys]
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
         return block_mass(probs, c, l, d, s)
     if shared:
@@ -153,6 +163,8 @@ def select_blocks(
     leader_indices: Tensor | None = None,
     scale: float | None = None,
     return_gates: bool = False,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Block indices [b i r n], int32, and on request their straight-through gates."""
@@ -203,6 +215,8 @@ def select_blocks(
             d=d,
             s=s,
             scale=scale,
+            soft_cap=soft_cap,
+            sinks=None if sinks is None else sinks.to(accumulate),
         )
 
     def pad(t: Tensor, value: int) -> Tensor:

@@ -26,12 +26,25 @@ def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
     return i[None] + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)
 
 
-def scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """Scaled logits [b k g i j] of q [b i (k g) d] and k [b j k d], in fp32 or better."""
+def scores(
+    q: Tensor, k: Tensor, scale: float | None = None, soft_cap: float | None = None
+) -> Tensor:
+    """Scaled logits [b k g i j] of q [b i (k g) d] and k [b j k d], in fp32 or better, and with a
+    soft cap `c tanh(logit / c)` of them."""
     q = rearrange(q, "b i (k g) d -> b k g i d", k=k.shape[2])
     sim = einsum(q, k, "b k g i d, b j k d -> b k g i j")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return sim.to(torch.promote_types(sim.dtype, torch.float32)) * scale
+    sim = sim.to(torch.promote_types(sim.dtype, torch.float32)) * scale
+    return sim if soft_cap is None else soft_cap * (sim / soft_cap).tanh()
+
+
+def with_sinks(sim: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits [b k g i j] and who sees them, with the sinks [(k g)] as one more that all see."""
+    if sinks is None:
+        return sim, mask
+    column = rearrange(sinks.to(sim.dtype), "(k g) -> 1 k g 1 1", k=sim.shape[1])
+    sim = torch.cat((sim, column.expand(*sim.shape[:-1], 1)), dim=-1)
+    return sim, F.pad(mask, (0, 1), value=True)
 
 
 def masked_softmax(sim: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,12 +59,18 @@ def masked_softmax(sim: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    sim: Tensor, v: Tensor, mask: Tensor, return_lse: bool = False
+    sim: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of logits [b k g i j] over v [b j k e]: [b i (k g) e], and on request its
-    log-sum-exp [b i (k g)]."""
+    log-sum-exp [b i (k g)]. A sink takes its share of the softmax, and gives 0."""
+    keys = sim.shape[-1]
+    sim, mask = with_sinks(sim, mask, sinks)
     probs, sim = masked_softmax(sim, mask)
-    out = einsum(probs.to(v.dtype), v, "b k g i j, b j k e -> b k g i e")
+    out = einsum(probs[..., :keys].to(v.dtype), v, "b k g i j, b j k e -> b k g i e")
     out = rearrange(out, "b k g i e -> b i (k g) e")
     if not return_lse:
         return out
@@ -84,6 +103,7 @@ def compressed_scores(
     mem_k: Tensor | None,
     visible: tuple[Tensor, Tensor],
     scale: float | None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logits [b k g i (m w)] over memory and windows, and who may see them [b|1 1 1 i (m w)]."""
     w, (first, end) = torch.arange(ck.shape[1], device=q.device), visible
@@ -91,7 +111,7 @@ def compressed_scores(
     if mem_k is not None:
         ck = torch.cat((repeat(mem_k, "k m d -> b m k d", b=ck.shape[0]), ck), dim=1)
         mask = F.pad(mask, (mem_k.shape[1], 0), value=True)
-    return scores(q, ck, scale), rearrange(mask, "b i j -> b 1 1 i j")
+    return scores(q, ck, scale, soft_cap), rearrange(mask, "b i j -> b 1 1 i j")
 
 
 def compressed_attention(
@@ -106,14 +126,16 @@ def compressed_attention(
     q_offset: int | Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
 ):
     i = query_positions(q, q_offset)
     visible = visible_windows(i, ck.shape[1], compress_block_sliding_stride, causal, documents)
-    sim, mask = compressed_scores(q, ck, mem_k, visible, scale)
+    sim, mask = compressed_scores(q, ck, mem_k, visible, scale, soft_cap)
     if mem_v is not None:
         cv = torch.cat((repeat(mem_v, "k m d -> b m k d", b=cv.shape[0]), cv), dim=1)
-    return attend(sim, cv, mask, return_lse)
+    return attend(sim, cv, mask, return_lse, sinks)
 
 
 # branch 2: selected
@@ -172,6 +194,8 @@ def selected_attention(
     q_offset: int | Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
 ):
     s, S, kv = selection_block_size, k.shape[1], k.shape[2]
@@ -198,12 +222,12 @@ def selected_attention(
     if documents is not None:
         mask = mask & same_document(j, documents)[:, None, None]
 
-    sim = scores(q, k, scale)
+    sim = scores(q, k, scale, soft_cap)
     if gates is not None:
         gate = scatter_blocks(gates.to(sim.dtype), block_indices, len(c), 1.0)
         gate = gate.masked_fill(forced[:, None], 1.0)
         sim = sim * rearrange(gate, "b (k g) i c -> b k g i c", k=kv)[..., j // s]
-    return attend(sim, v, mask, return_lse)
+    return attend(sim, v, mask, return_lse, sinks)
 
 
 # branch 3: sliding window
@@ -219,6 +243,8 @@ def sliding_window_attention(
     q_offset: int | Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     documents: Documents | None = None,
 ):
     i = query_positions(q, q_offset)[..., None]
@@ -226,7 +252,8 @@ def sliding_window_attention(
     mask = (i - j <= sliding_window_size) & (j - i <= (0 if causal else sliding_window_size))
     if documents is not None:
         mask = mask & same_document(j, documents)
-    return attend(scores(q, k, scale), v, mask[:, None, None], return_lse)
+    sim = scores(q, k, scale, soft_cap)
+    return attend(sim, v, mask[:, None, None], return_lse, sinks)
 
 
 # the gate

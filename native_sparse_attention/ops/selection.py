@@ -59,6 +59,7 @@ def ranked_blocks(
     starts: Tensor | None,
     doc_first: Tensor | None,
     doc_last: Tensor | None,
+    sinks: Tensor | None,
     leader_indices: Tensor | None,
     start: int,
     num_ranked: int,
@@ -74,6 +75,7 @@ def ranked_blocks(
     shared: bool,
     causal: bool,
     scale: float,
+    soft_cap: float | None,
 ) -> Tensor:
     """Block indices [B T R n] of the n best of the first `num_ranked` blocks, int32."""
     from ..kernels import scoring
@@ -81,14 +83,14 @@ def ranked_blocks(
     return scoring.select_blocks(
         q, ck, mem_k, lse, starts, leader_indices, start, num_ranked, num_selected, l, d, s,
         importance, interpolated, num_initial, num_local, stride, shared, causal, scale,
-        bounds(doc_first, doc_last),
+        bounds(doc_first, doc_last), soft_cap, sinks,
     )  # fmt: skip
 
 
 @ranked_blocks.register_fake
-def _(q, ck, mem_k, lse, starts, doc_first, doc_last, leader_indices, start, num_ranked,
+def _(q, ck, mem_k, lse, starts, doc_first, doc_last, sinks, leader_indices, start, num_ranked,
       num_selected, l, d, s, importance, interpolated, num_initial, num_local, stride, shared,
-      causal, scale):  # fmt: skip
+      causal, scale, soft_cap):  # fmt: skip
     ranks = ck.shape[2] if shared else q.shape[2]
     return q.new_empty(*q.shape[:2], ranks, num_selected, dtype=torch.int32)
 
@@ -102,6 +104,7 @@ def selection_gates(
     starts: Tensor | None,
     doc_first: Tensor | None,
     doc_last: Tensor | None,
+    sinks: Tensor | None,
     start: int,
     num_ranked: int,
     num_selected: int,
@@ -116,6 +119,7 @@ def selection_gates(
     shared: bool,
     causal: bool,
     scale: float,
+    soft_cap: float | None,
 ) -> Tensor:
     """Straight-through gates of ranked blocks [B T R n]: 1 in value, and differentiable."""
     return q.new_ones(indices.shape, dtype=torch.float32)
@@ -137,6 +141,7 @@ def selection_gates_backward(
     starts: Tensor | None,
     doc_first: Tensor | None,
     doc_last: Tensor | None,
+    sinks: Tensor | None,
     start: int,
     num_ranked: int,
     num_selected: int,
@@ -151,34 +156,40 @@ def selection_gates_backward(
     shared: bool,
     causal: bool,
     scale: float,
+    soft_cap: float | None,
 ) -> list[Tensor]:
     """dq, dck, and dmem_k where there is memory."""
     from ..kernels import gate_launch, gates
 
     ranking = gate_launch.Ranking(
         start, num_ranked, num_selected, l, d, s, importance, interpolated, num_initial, num_local,
-        stride, shared, causal, scale, starts, bounds(doc_first, doc_last),
+        stride, shared, causal, scale, starts, bounds(doc_first, doc_last), soft_cap, sinks,
     )  # fmt: skip
-    dq, dck, d_mem = gates.backward(q, ck, mem_k, indices, d_gates, ranking)
+    dq, dck, d_mem, d_sinks = gates.backward(q, ck, mem_k, indices, d_gates, ranking)
     grads = [dq.to(q.dtype), dck.to(ck.dtype)]
     if mem_k is not None:
         grads.append(torch.zeros_like(mem_k) if d_mem is None else d_mem.to(mem_k.dtype))
+    if sinks is not None:
+        grads.append(torch.zeros_like(sinks) if d_sinks is None else d_sinks.to(sinks.dtype))
     return [g.contiguous() for g in grads]
 
 
 @selection_gates_backward.register_fake
-def _(d_gates, q, ck, mem_k, *others):
-    return [t.new_empty(t.shape) for t in (q, ck, mem_k) if t is not None]
+def _(d_gates, q, ck, mem_k, indices, starts, doc_first, doc_last, sinks, *others):
+    return [t.new_empty(t.shape) for t in (q, ck, mem_k, sinks) if t is not None]
 
 
 def gates_setup(ctx, inputs, output):
-    ctx.numbers = inputs[7:]
-    ctx.save_for_backward(*inputs[:7])
+    ctx.numbers = inputs[8:]
+    ctx.save_for_backward(*inputs[:8])
 
 
 def gates_backward(ctx, d_gates):
-    grads = selection_gates_backward(d_gates, *ctx.saved_tensors, *ctx.numbers)
-    return (*[*grads, None][:3], *(None,) * 18)
+    tensors = ctx.saved_tensors
+    some = iter(selection_gates_backward(d_gates, *tensors, *ctx.numbers))
+    dq, dck, d_mem = (None if t is None else next(some) for t in tensors[:3])
+    d_sinks = None if tensors[7] is None else next(some)
+    return (dq, dck, d_mem, None, None, None, None, d_sinks, *(None,) * 15)
 
 
 selection_gates.register_autograd(gates_backward, setup_context=gates_setup)
@@ -207,6 +218,8 @@ def select_blocks(
     return_gates: bool = False,
     lse: Tensor | None = None,
     documents: Documents | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `ranking.select_blocks`. `lse` is branch 1's, [B, T, H]: where it is at
     hand, the ranking by `"probs"` need not form it again."""
@@ -235,7 +248,12 @@ def select_blocks(
         query_heads_share_selected_kv,
         causal,
         q.shape[-1] ** -0.5 if scale is None else scale,
+        soft_cap,
     )
+    if importance == "logits":
+        sinks = None
+    elif sinks is not None:
+        sinks = sinks.to(torch.float32)
     indices = ranked_blocks(
         q.detach(),
         ck.detach(),
@@ -243,6 +261,7 @@ def select_blocks(
         None if lse is None else lse.detach().contiguous(),
         starts,
         *of_documents(documents),
+        None if sinks is None else sinks.detach(),
         None if leader_indices is None else leader_indices.contiguous(),
         *numbers,
     )

@@ -1,0 +1,121 @@
+"""The three branches of the layer in Triton, one after the other, without the operators around
+them: what the forward of `fused.py` runs, and its backward again with `recompute`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .documents import Documents
+from .operators import of_heads
+
+
+class Settings(NamedTuple):
+    """What is not a tensor, in the operators' order."""
+
+    start: int
+    num_ranked: int
+    num_selected: int
+    l: int
+    d: int
+    s: int
+    w: int
+    importance: str
+    interpolated: bool
+    num_initial: int
+    num_local: int
+    stride: int
+    shared: bool
+    causal: bool
+    scale: float
+    soft_cap: float | None
+    recompute: bool
+    diff_topk: bool
+    block_sizes: list[int] | None
+
+    def ranking(
+        self, starts: Tensor | None, documents: Documents | None, sinks: Tensor | None
+    ) -> Any:
+        from ..kernels.gate_launch import Ranking
+
+        return Ranking(
+            self.start, self.num_ranked, self.num_selected, self.l, self.d, self.s,
+            self.importance, self.interpolated, self.num_initial, self.num_local, self.stride,
+            self.shared, self.causal, self.scale, starts, documents, self.soft_cap,
+            None if self.importance == "logits" else sinks,
+        )  # fmt: skip
+
+    def selection(self, lists: Tensor, starts: Tensor | None, documents: Documents | None) -> Any:
+        from ..kernels.launch import Selection
+
+        return Selection(
+            lists, self.s, self.num_initial, self.num_local, self.causal, self.start, starts,
+            stride=self.stride, documents=documents, soft_cap=self.soft_cap,
+        )  # fmt: skip
+
+    def places(self, starts: Tensor | None, documents: Documents | None) -> tuple[Any, Any]:
+        """Of the compressed branch and of the window."""
+        from ..kernels import device
+        from ..kernels.launch import Place
+
+        wide = device.BEHIND if self.causal else device.EVERYTHING
+        near = device.CAUSAL_WINDOW if self.causal else device.TWO_SIDED_WINDOW
+        where: dict[str, Any] = dict(
+            start=self.start, starts=starts, documents=documents, soft_cap=self.soft_cap
+        )
+        return (
+            Place(wide.value, stride=self.d, unit=self.d, **where),
+            Place(near.value, self.w, **where),
+        )
+
+
+def attend(
+    settings: Settings,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    cq: Tensor,
+    memory: tuple[Tensor, Tensor] | None,
+    mem_k: Tensor | None,
+    window: tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    documents: Documents | None,
+    leaders: Tensor | None,
+    lists: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Outputs and log-sum-exps of the three branches, and the selection where `lists` is not it."""
+    from ..kernels import interval, scoring, selected
+
+    at = settings
+    leaders = None if leaders is None else leaders.contiguous()
+    place_cmp, place_win = at.places(starts, documents)
+    sink_cmp, sink_sel, sink_win = (None,) * 3 if sinks is None else of_heads(sinks)
+    out_cmp, lse_cmp = interval.forward(cq, ck, cv, place_cmp, at.scale, memory, sinks=sink_cmp)
+    if lists is None and at.num_ranked and at.num_selected:
+        lists = scoring.select_blocks(
+            cq, ck, mem_k, lse_cmp, starts, leaders, at.start, at.num_ranked, at.num_selected,
+            at.l, at.d, at.s, at.importance, at.interpolated, at.num_initial, at.num_local,
+            at.stride, at.shared, at.causal, at.scale, documents, at.soft_cap,
+        )  # fmt: skip
+    elif lists is None:
+        ranks = ck.shape[2] if at.shared else q.shape[2]
+        lists = q.new_full((*q.shape[:2], ranks, at.num_selected), -1, dtype=torch.int32)
+    selection = at.selection(lists, starts, documents)
+    if leaders is not None and lists.shape[-1]:
+        # handed in by a caller, not ranked here
+        lists = selected.valid_lists(selection, k.shape[1])
+        selection = at.selection(lists, starts, documents)
+    selection = selected.with_initial(selection)
+    near = selected.within_window(selection, k, v, at.w) if window is None else (None, None)
+    wk, wv = window or (k, v)
+    out_win, lse_win, *partial = interval.forward(
+        q, wk, wv, place_win, at.scale, *near, sinks=sink_win, inner_sinks=sink_sel
+    )
+    done = (partial[0], partial[1]) if partial else None
+    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done, sink_sel)
+    return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists

@@ -1,0 +1,157 @@
+"""The public form of the selection; see `functional.py`, whose layouts and symbols these are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import backends
+from .checks import (
+    check_documents,
+    check_first_group,
+    check_groups,
+    check_leaders,
+    check_offset,
+    check_positive,
+    check_same,
+    check_selection,
+    check_shapes,
+    check_sinks,
+    check_windows,
+    default_seq_len,
+)
+from .documents import Documents
+from .packed import takes_documents
+
+
+@takes_documents
+def select_blocks(
+    q: Tensor,
+    ck: Tensor,
+    *,
+    compress_block_size: int,
+    compress_block_sliding_stride: int,
+    selection_block_size: int,
+    num_selected_blocks: int,
+    mem_k: Tensor | None = None,
+    importance: str = "logits",
+    interpolated_importance_score: bool = False,
+    num_initial_blocks: int = 0,
+    num_local_blocks: int = 1,
+    selection_stride: int = 1,
+    query_heads_share_selected_kv: bool = True,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    seq_len: int | None = None,
+    leader_indices: Tensor | None = None,
+    scale: float | None = None,
+    return_gates: bool = False,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
+    backend: str | tuple[str, ...] = "auto",
+) -> Any:
+    """The n most important selection blocks of every query (Eq. 8-12).
+
+    A block's score, `importance`:
+
+    * `"logits"`: the mean over the group's heads and the block's windows of `q_i . ck_w * scale`;
+    * `"probs"`: `sum_w overlap(w, c) / d * p_w`, with p the softmax of branch 1, summed over the
+      group's heads.
+
+    Causal candidates are the blocks strictly before the query's own block whose windows it sees
+    all; otherwise all blocks. The `num_initial_blocks` first and, causally, the `num_local_blocks`
+    that end with the query's own are not candidates: `selected_attention` attends to them in any
+    case. Ties go to the earlier block. Scores are formed in float32 or better.
+
+    Args:
+        q: queries without rotary embedding, [B, T, H, D].
+        ck: compressed keys, [B, W, K, D].
+        mem_k: memory keys [K, m, D]; they take their share of the softmax of `"probs"`.
+        interpolated_importance_score: interpolate window scores linearly to tokens before averaging
+            (logits only).
+        selection_stride: R; tokens `[R t, R t + R)` share the ranking of the first of them.
+        query_heads_share_selected_kv: False ranks for every query head on its own.
+        seq_len: S; T where it is not given.
+        leader_indices: the ranking [B, R_, n] of the token that opens the first query's group,
+            needed where `q_offset` is not a multiple of `selection_stride`. (Rows of a tensor
+            `q_offset` are not checked for it, which would wait for the GPU: without a leader such
+            a row's first tokens select nothing.)
+        soft_cap, sinks: as branch 1 has them, for `"probs"`; `"logits"` ranks by logits without.
+        return_gates: also return the gates of differentiable top-k.
+
+    Returns:
+        Block indices [B, T, K, n] (or H for K where heads do not share), int32, best first, -1 for
+        an empty slot. With `return_gates` also gates of that shape: their value is 1, their
+        gradient that of the softmax of the scores over the candidates and one logit of -1e3
+        (`"logits"`), or of the score itself (`"probs"`).
+
+    Raises:
+        ValueError: shapes or settings that do not fit.
+        NotImplementedError: an explicit backend that cannot run the call.
+    """
+    l, d, s = compress_block_size, compress_block_sliding_stride, selection_block_size
+    dims = check_shapes(q=(q, "B T H D"), ck=(ck, "B W K D"), mem_k=(mem_k, "K m D"))
+    check_same(q=q, ck=ck, mem_k=mem_k)
+    check_groups(dims["H"], dims["K"])
+    check_selection(
+        l=l,
+        d=d,
+        s=s,
+        n=num_selected_blocks,
+        importance=importance,
+        interpolated=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+    )
+    seq_len = default_seq_len(seq_len, dims["T"], q_offset)
+    check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
+    offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
+    check_documents(documents, dims, offset)
+    check_positive("soft_cap", soft_cap)
+    check_sinks(sinks, (dims["H"],), q.device)
+    check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
+    check_first_group(offset, selection_stride, leader_indices)
+    # scoring has no form in flex_attention: there is no top-k in it
+    if backend == "flex":
+        backend = "eager"
+    backend = backends.choose(
+        backend,
+        "select_blocks",
+        q,
+        ck,
+        q_offset=offset,
+        num_selected_blocks=num_selected_blocks,
+        importance=importance,
+        return_gates=return_gates,
+        documents=documents,
+    )
+    indices, gates = backends.run(
+        backend,
+        "select_blocks",
+        q,
+        ck,
+        seq_len=seq_len,
+        mem_k=mem_k,
+        compress_block_size=l,
+        compress_block_sliding_stride=d,
+        selection_block_size=s,
+        num_selected_blocks=num_selected_blocks,
+        importance=importance,
+        interpolated_importance_score=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv,
+        causal=causal,
+        q_offset=offset,
+        leader_indices=leader_indices,
+        scale=scale,
+        return_gates=return_gates,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        documents=documents,
+    )
+    return (indices, gates) if return_gates else indices
