@@ -73,6 +73,7 @@ Kind = Callable[[str], Any] | tuple[str, ...]
 # name: (type or choices, on CPU, on CUDA, meaning)
 SETTINGS: dict[str, tuple[Kind, Any, Any, str]] = {
     "data": (str, "auto", "auto", "auto, enwik8, stdlib or the path of any file of bytes"),
+    "pack": (str, "", "", "text that begins a document, as <page> in enwik8; they keep apart then"),
     "attention": (("sparse", "dense"), "sparse", "sparse", "native sparse or full attention"),
     "dim": (count, 128, 512, "model width"),
     "depth": (count, 2, 6, "layers"),
@@ -360,9 +361,18 @@ def split(corpus: bytes, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def windows(data: np.ndarray, starts: np.ndarray, cfg: Namespace) -> Tensor:
-    """The `seq_len + 1` bytes from each start, [b, n + 1] on the device."""
+    """The `seq_len + 1` bytes from each start, [b, n + 1]."""
     ids = data[starts[:, None] + np.arange(cfg.seq_len + 1)]
-    return torch.from_numpy(ids.astype(np.int64)).to(cfg.device)
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def segments(ids: Tensor, marker: str) -> Tensor:
+    """The document of each byte [b, n], counted along a row: one begins with each marker in it."""
+    text = torch.tensor(list(marker.encode()))
+    begins = torch.zeros_like(ids)
+    if ids.shape[1] >= len(text):
+        begins[:, : ids.shape[1] - len(text) + 1] = (ids.unfold(1, len(text), 1) == text).all(-1)
+    return begins.cumsum(1)
 
 
 def batches(data: np.ndarray, cfg: Namespace, step: int) -> Iterator[Tensor]:
@@ -402,7 +412,8 @@ def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
     Without the kernels, a compiled graph forms T x S scores, which do not fit for long texts.
     """
     scores = cfg.attention == "sparse" and cfg.backend in ("eager", "flex") and cfg.seq_len > 8192
-    helps = cfg.device.startswith("cuda") and not scores
+    # nor is it known beforehand how long rows of packed documents are
+    helps = cfg.device.startswith("cuda") and not scores and not cfg.pack
     if cfg.compile == "off" or (cfg.compile == "auto" and not helps):
         return model
     # CUDA graphs leave no launches to wait for, but write the next gradients over the last
@@ -431,6 +442,13 @@ def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
         model.zero_grad()
 
 
+def loss_of(forward: Callable[..., Tensor], ids: Tensor, cfg: Namespace) -> Tensor:
+    """Of predicting bytes [b, n + 1], each from those of its row or of its document there."""
+    named = {"segment_ids": segments(ids, cfg.pack)} if cfg.pack else {}
+    with autocast(cfg):
+        return forward(ids.to(cfg.device), return_loss=True, **named)
+
+
 def build_optimizer(model: Transformer, cfg: Namespace) -> torch.optim.AdamW:
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -453,9 +471,8 @@ def evaluate(forward: Callable[..., Tensor], data: np.ndarray, cfg: Namespace, s
     """Bits per byte over about `size` bytes, in windows spread evenly over `data`."""
     shape = max(1, min(size, len(data)) // (cfg.batch_size * cfg.seq_len)), cfg.batch_size
     starts = np.linspace(0, len(data) - cfg.seq_len - 1, math.prod(shape)).astype(np.int64)
-    with autocast(cfg):
-        inputs = (windows(data, rows, cfg) for rows in starts.reshape(shape))
-        losses = [forward(ids, return_loss=True).item() for ids in inputs]
+    inputs = (windows(data, rows, cfg) for rows in starts.reshape(shape))
+    losses = [loss_of(forward, ids, cfg).item() for ids in inputs]
     return sum(losses) / len(losses) / math.log(2)
 
 
@@ -517,7 +534,8 @@ def open_run(run: Path, given: Namespace) -> tuple[Namespace, dict[str, Any]]:
         raise UserError(f"{run} is not a run directory: there is no {path}")
     try:
         config = json.loads(path.read_text())
-        saved = {name: config["settings"][name] for name in SETTINGS}
+        settings = {"pack": ""} | config["settings"]  # runs from before there was one
+        saved = {name: settings[name] for name in SETTINGS}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is broken: {reason(error)}") from None
     for name in sorted(SETTINGS.keys() & vars(given).keys()):
@@ -646,6 +664,8 @@ def train(given: Namespace) -> int:
 
     cfg.data, corpus = load_data(cfg.data)
     about = {"bytes": len(corpus), "sha256": hashlib.sha256(corpus).hexdigest()}
+    if cfg.pack.encode() not in corpus:
+        raise UserError(f"--pack {cfg.pack} begins no document: {cfg.data} does not hold it")
     train_data, valid_data, test_data = split(corpus, cfg.seq_len)
     if config.get("data", about) != about:
         raise UserError(f"{cfg.data} is not what it was when {run} began (other size or SHA-256)")
@@ -695,8 +715,7 @@ def train(given: Namespace) -> int:
                 group["lr"] = lr
             loss = torch.zeros((), device=cfg.device)
             for ids in batches(train_data, cfg, step):
-                with autocast(cfg):
-                    share = forward(ids, return_loss=True) / cfg.accumulate
+                share = loss_of(forward, ids, cfg) / cfg.accumulate
                 share.backward()
                 loss += share.detach()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -110,6 +111,35 @@ def test_every_window_can_be_drawn():
     cfg = script.Namespace(seed=0, accumulate=1, batch_size=200, seq_len=8, device="cpu")
     (ids,) = script.batches(data, cfg, 1)
     assert {row[0] for row in ids.tolist()} == {0, 1}
+
+
+def test_segments():
+    """A document begins with each whole marker of a row."""
+    ids = torch.tensor([list(b"ab<p>cd<p><p>e"), list(b"<p>abcdefghi<p")])
+    assert script.segments(ids, "<p>").tolist() == [[0] * 2 + [1] * 5 + [2] * 3 + [3] * 4, [1] * 14]
+    assert script.segments(ids[:, :2], "<p>").tolist() == [[0, 0], [0, 0]]
+
+
+def test_loss_of_packed_documents():
+    """What a document's bytes are predicted from is their document alone."""
+    cfg = script.Namespace(pack="<p>", device="cpu", precision="fp32")
+    net = script.Transformer(256, 16, 1, dim_head=8, heads=2, use_sparse_attn=True)
+    parts = [torch.tensor([list(text)]) for text in (b"abc", b"<p>de", b"<p>fghij" * 3)]
+    parts = [parts[0], parts[1], *parts[2].split(8, 1)]
+    losses = [net(ids, return_loss=True) * (ids.shape[1] - 1) for ids in parts]
+    expected = sum(losses) / sum(ids.shape[1] - 1 for ids in parts)
+    torch.testing.assert_close(script.loss_of(net, torch.cat(parts, 1), cfg), expected)
+
+
+def test_training_on_packed_documents(tmp_path):
+    page = b"<page>" + bytes(range(97, 123)) + b"</page>"
+    (tmp_path / "pages").write_bytes(page * 300)
+    plan = ("--data", "pages", "--pack", "<page>", "--name", "a", "--steps", 2, *TINY)
+    done = in_process(tmp_path, *plan)
+    assert done.returncode == 0, done
+    assert script.json.loads((tmp_path / "runs/a/config.json").read_text())["settings"]["pack"]
+    said = refused(in_process(tmp_path, *plan, "--pack", "<p>", "--name", "b"))
+    assert "--pack <p> begins no document" in said
 
 
 def test_packed_files(tmp_path):
