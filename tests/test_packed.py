@@ -4,7 +4,7 @@ import pytest
 import torch
 from layers import DIM, SETTINGS, layer, randomize
 
-from native_sparse_attention import KVCache, Transformer
+from native_sparse_attention import KVCache, Transformer, sliding_window_attention
 from native_sparse_attention.ops import documents as docs
 
 LENGTHS = [13, 0, 1, 32, 5]
@@ -137,3 +137,18 @@ def test_documents_that_do_not_go_together():
     ]:
         with pytest.raises(ValueError, match=message):
             module(x, **kwargs)
+
+
+# of torch's own tracing of autograd functions
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiles_in_one_graph():
+    """Where documents lie is data: one graph for all that are as many and as long together."""
+    q, k, v = (torch.randn(1, 51, 2, 8, dtype=torch.float64) for _ in range(3))
+
+    def window(cu_seqlens):
+        return sliding_window_attention(q, k, v, sliding_window_size=6, cu_seqlens=cu_seqlens)
+
+    compiled = torch.compile(window, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in (LENGTHS, [20, 9, 13, 0, 9]):
+            close(compiled(bounds(lengths)), window(bounds(lengths)))
