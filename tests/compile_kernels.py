@@ -82,6 +82,8 @@ def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
     shapes = [(1, S, H, D), (1, S, K, D), (1, S, K, E), (1, S // d, K, D), (1, S // d, K, E)]
     tensors = [torch.randn(s).to(dtype).requires_grad_() for s in (*shapes, (1, S, H, 3))]
     slots = settings.pop("slots", 1)
+    if settings.pop("sinks", False):
+        settings["sinks"] = torch.zeros(3, H, requires_grad=True)
     if settings.pop("packed", False):
         settings["documents"] = Documents(*torch.zeros(2, 1, S, dtype=torch.int32))
     memory = [
@@ -136,7 +138,7 @@ if __name__ == "__main__":
     compile_only(int(sys.argv[1]))
     some = sys.argv[2:]
     if "small" in some:
-        layer(torch.bfloat16, use_diff_topk=True, packed=True)
+        layer(torch.bfloat16, use_diff_topk=True, packed=True, soft_cap=2.0, sinks=True)
     if not some or "layer" in some:
         layer(torch.bfloat16)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)
@@ -145,9 +147,14 @@ if __name__ == "__main__":
         layer(torch.float32, (5, 1, 80, 40), importance="probs", slots=0)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", packed=True)
         layer(torch.bfloat16, (4, 1, 64, 64), causal=False, packed=True)
+        layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", soft_cap=2.0, sinks=True)
     if not some or "gates" in some:
         for rule in ("logits", "probs"):
             layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)
+            layer(
+                torch.bfloat16, (2, 1, 64, 64), importance=rule, use_diff_topk=True, soft_cap=2.0,
+                sinks=True, packed=True,
+            )  # fmt: skip
         layer(
             torch.bfloat16, (4, 4, 128, 128), importance="probs", use_diff_topk=True,
             num_selected_blocks=20,

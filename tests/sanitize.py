@@ -78,6 +78,22 @@ def layer(
     run(native_sparse_attention, *tensors, **memory, **settings)
 
 
+def packed(dtype: torch.dtype) -> None:
+    """Documents in a row, some of them of no token or one; with a cap and sinks."""
+    lengths = [3, 0, 1, 38, 17]
+    total, bounds = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    for importance, causal in (("probs", True), ("logits", False)):
+        W = sum(n // 4 if causal else -(-n // 4) for n in lengths)
+        shapes = [(total, 6, 24), (total, 2, 24), (total, 2, 16), (W, 2, 24), (W, 2, 16)]
+        tensors = [draw(1, *shape, dtype=dtype) for shape in (*shapes, (total, 6, 3))]
+        run(
+            native_sparse_attention, *tensors, compress_block_size=8,
+            compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+            sliding_window_size=9, num_initial_blocks=1, importance=importance, causal=causal,
+            soft_cap=2.0, sinks=draw(3, 6, dtype=torch.float32), cu_seqlens=bounds,
+        )  # fmt: skip
+
+
 def ragged(dtype: torch.dtype) -> None:
     """The branches alone, over rows that start at different positions; lists and gates of a
     caller's."""
@@ -121,6 +137,7 @@ def main() -> None:
     layer(first, (4, 2, 16, 16), 33, 33, selection_stride=4, recompute=True)
     layer(torch.float32, (4, 1, 16, 16), 1, 1, query_heads_share_selected_kv=False)
     ragged(second)
+    packed(first)
     alike(first)
     gates = {"use_diff_topk": True, "num_selected_blocks": 2}
     layer(first, (6, 2, 16, 16), 23, 29, **gates)
