@@ -138,6 +138,28 @@ def test_ranking_by_kernels(soft_cap):
     assert torch.equal(lists, select_blocks(**tensors, **call, backend="eager"))
 
 
+@pytest.mark.kernels
+@CAPS
+def test_gates_by_kernels(soft_cap):
+    """Gradients that reach the scores, and sinks, through the gates."""
+    tensors = {n: draw(21, 2, 1, dtype=torch.float32)[n] for n in ("q", "ck", "mem_k")}
+    tensors["sinks"] = sinks_of(2, torch.float32)
+    call = dict(SIZES, num_selected_blocks=2, importance="probs", soft_cap=soft_cap)
+    call["return_gates"] = True
+    weights = torch.randn(2, 21, 1, 2, device=DEVICE)
+
+    def gradients(dtype, backend):
+        leaves = {n: t.to(dtype).requires_grad_() for n, t in tensors.items()}
+        _, gates = select_blocks(**leaves, **call, backend=backend)
+        return torch.autograd.grad((gates * weights).sum(), leaves.values())
+
+    low, exact = gradients(torch.float32, "eager"), gradients(torch.float64, "eager")
+    for name, a, b, c in zip(tensors, gradients(torch.float32, "triton"), low, exact):
+        ulp = torch.finfo(torch.float32).eps * weights.norm(dim=-1).max() * 4
+        assert c.abs().max() > 0 and a.shape == c.shape
+        assert (a - c).abs().max() <= 2 * (b - c).abs().max() + ulp, name
+
+
 LAYERS = {
     "shared window": {},
     "apart, again": dict(recompute=True, sliding_window_size=3, num_initial_blocks=1),

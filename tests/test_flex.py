@@ -218,9 +218,9 @@ def test_traces_without_a_break(op):
 
 
 def test_compiled_functions_count_their_recompilations_apart():
-    first = flex.compiled("selected_attention", None, False)
-    assert flex.compiled("selected_attention", None, False) is first
-    assert flex.compiled("selected_attention", None, True) is not first
+    first = flex.compiled("selected_attention", None, False, None)
+    assert flex.compiled("selected_attention", None, False, None) is first
+    assert flex.compiled("selected_attention", None, True, None) is not first
 
 
 # what it cannot do

@@ -267,5 +267,7 @@ def select_blocks(
     )
     gates = None
     if return_gates:
-        gates = selection_gates(q, ck, mem_k, indices, starts, *of_documents(documents), *numbers)
+        gates = selection_gates(
+            q, ck, mem_k, indices, starts, *of_documents(documents), sinks, *numbers
+        )
     return indices, gates
