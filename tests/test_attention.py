@@ -246,7 +246,7 @@ def test_train_and_eval_are_one():
     close(module.eval()(x), module.train()(x))
 
 
-@pytest.mark.parametrize("setting", ["default", "paper", "shared rankings", "diff top-k"])
+@pytest.mark.parametrize("setting", ["shared rankings, probs", "diff top-k"])
 def test_compiles_in_one_graph(setting):
     """Forward and backward, and another length without a graph for each."""
     module = layer(**SETTINGS[setting], dtype=torch.float32)

@@ -387,7 +387,7 @@ def test_selected_by_kernels(H, initial, local, dtype, causal):
     )  # fmt: skip
 
 
-LAYERS = [*SELECTIONS, "diff", "diff, probs, initial"]
+LAYERS = ["default", "forced", "stride", "interpolated", "no local", "diff", "diff, probs, initial"]
 
 
 @pytest.mark.kernels
