@@ -203,7 +203,7 @@ def test_module(stride, use_diff_topk):
     """SparseAttention over these kernels is that over eager PyTorch, gradients and cache too."""
     torch.manual_seed(0)
     layer = SparseAttention(
-        32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        32, 16, 2, 9, 8, 8, 2, kv_heads=1, causal=True, compress_block_sliding_stride=4,
         selection_stride=stride, use_diff_topk=use_diff_topk, use_triton_kernel=True,
         num_compressed_mem_kv=2,
     ).to(DEVICE)  # fmt: skip
@@ -227,7 +227,7 @@ def test_module(stride, use_diff_topk):
 def test_one_graph_for_all_lengths():
     """`fullgraph=True`, forward and backward; a new length compiles nothing after the second."""
     layer = SparseAttention(
-        32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        32, 16, 2, 9, 8, 8, 2, kv_heads=1, causal=True, compress_block_sliding_stride=4,
         use_diff_topk=True, use_triton_kernel=True, block_sizes=BlockSizes(*[32] * 18),
     ).to(DEVICE)  # fmt: skip
     graphs = []
