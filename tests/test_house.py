@@ -49,7 +49,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"masks.dense"}),
     frozenset({"masks.gallery", "masks.nsa", "masks.scores"}),
     frozenset({"masks.spans"}),
-    frozenset({"masks.tanh", "masks.tiles"}),
+    frozenset({"masks.constants", "masks.tanh", "masks.tiles"}),
     frozenset(
         {
             "kernels.scoring",

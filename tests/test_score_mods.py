@@ -314,6 +314,7 @@ def test_gpu_agrees(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gpu_compiles_tanh_to_its_instruction(dtype):
     """In the code of flex_attention, forward and backward, and of a function of its own."""

@@ -214,7 +214,7 @@ def test_every_kernel_is_launched_for_the_sanitizer():
     done = subprocess.run(
         [sys.executable, root / "tests" / "sanitize.py"],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
         capture_output=True,
         text=True,
     )

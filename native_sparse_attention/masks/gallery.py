@@ -7,8 +7,7 @@
 Each is a function, or a factory of one, that says of one pair whether i may attend to j. torch's
 `and_masks` and `or_masks` put them together.
 
-Integers travel as defaults of the mod's parameters: dynamo takes those for constants. One that a
-closure holds becomes symbolic with its second value, which flex_attention cannot compile.
+Integers travel as defaults of the mod's parameters: `constants.py` says why.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import check_ints
+from .constants import constant_defaults
 from .tiles import MaskMod
 
 # sequences
@@ -39,6 +39,7 @@ def sliding_window(window: int, causal: bool = True) -> MaskMod:
     check_ints(0, window=window)
     ahead = 0 if causal else window
 
+    @constant_defaults
     def sliding_window_mask(
         b: Tensor,
         h: Tensor,
@@ -65,6 +66,7 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
     check_ints(1, dilation=dilation)
     behind, ahead = window * dilation, 0 if causal else window * dilation
 
+    @constant_defaults
     def dilated_window_mask(
         b: Tensor,
         h: Tensor,
@@ -91,6 +93,7 @@ def prefix_lm(prefix_length: int) -> MaskMod:
     """
     check_ints(0, prefix_length=prefix_length)
 
+    @constant_defaults
     def prefix_lm_mask(
         b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, prefix_length: int = prefix_length
     ) -> Tensor:
@@ -153,6 +156,7 @@ def sasa(
     check_odd(kernel_height=kernel_height, kernel_width=kernel_width)
     reach_y, reach_x = kernel_height // 2, kernel_width // 2
 
+    @constant_defaults
     def sasa_mask(
         b: Tensor,
         h: Tensor,
@@ -194,6 +198,7 @@ def natten(
     reach_y, reach_x = kernel_height // 2, kernel_width // 2
     last_y, last_x = canvas_height - 1 - reach_y, canvas_width - 1 - reach_x
 
+    @constant_defaults
     def natten_mask(
         b: Tensor,
         h: Tensor,
@@ -261,6 +266,7 @@ def flamingo(
     check_ints(1, image_token_length=image_token_length)
     length = image_token_length or 1
 
+    @constant_defaults
     def by_length(
         b: Tensor,
         h: Tensor,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops.checks import check_choice, check_ints
 from . import tanh
+from .constants import constant_defaults
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -109,6 +110,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
         )
     by_head = table.ndim == 2
 
+    @constant_defaults
     def relative_bias_mod(
         score: Tensor,
         b: Tensor,
@@ -144,6 +146,7 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
     # two integers, exactly: dynamo makes a float symbolic even as a default (torch 2.15)
     numerator, denominator = float(cap).as_integer_ratio()
 
+    @constant_defaults
     def soft_cap_mod(
         score: Tensor,
         b: Tensor,
