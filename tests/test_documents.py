@@ -277,6 +277,10 @@ def test_bad_batches_and_windows():
         compressed_attention(
             q, ck, ck, compress_block_sliding_stride=4, cu_seqlens=torch.tensor([0, 3, 8])
         )
+    with pytest.raises(ValueError, match="compress_block_sliding_stride must be an integer"):
+        compressed_attention(
+            q, ck, ck, compress_block_sliding_stride="4", cu_seqlens=torch.tensor([0, 3, 8])
+        )
 
 
 @CAUSAL

@@ -57,11 +57,12 @@ def log_sum_exp(
 def step_windows(N: tl.constexpr, WARPS: tl.constexpr):
     """Which window of a step, 0 .. N - 1, each row of its tile holds. A thread of a matrix
     instruction has rows r and r + 8 of every 16 WARPS: made windows in a row, it can add them up
-    by itself."""
-    MIDDLE: tl.constexpr = min(WARPS, N // 16)
+    by itself. Where there are fewer rows they are windows in order: what `in_order` would then ask
+    of the compiler (Triton 3.6) comes out wrong on an H200, 8 warps and 32 rows."""
     row = tl.arange(0, N)
-    thread = row // 16 % MIDDLE * 8 + row % 8
-    return thread * (N // (8 * MIDDLE)) + row // (16 * MIDDLE) * 2 + row // 8 % 2
+    thread = row // 16 % WARPS * 8 + row % 8
+    window = thread * (N // (8 * WARPS)) + row // (16 * WARPS) * 2 + row // 8 % 2
+    return window if N >= 16 * WARPS else row
 
 
 @triton.jit
@@ -69,9 +70,10 @@ def in_order(x, WARPS: tl.constexpr):
     """Rows [N, M] of a step's tile in the order of their windows."""
     N: tl.constexpr = x.shape[0]
     M: tl.constexpr = x.shape[1]
-    MIDDLE: tl.constexpr = min(WARPS, N // 16)
-    x = tl.reshape(x, [N // (16 * MIDDLE), MIDDLE, 2, 8, M])
-    return tl.reshape(tl.permute(x, [1, 3, 0, 2, 4]), [N, M])
+    if N >= 16 * WARPS:
+        x = tl.reshape(x, [N // (16 * WARPS), WARPS, 2, 8, M])
+        x = tl.reshape(tl.permute(x, [1, 3, 0, 2, 4]), [N, M])
+    return x
 
 
 @triton.jit

@@ -8,7 +8,7 @@ code alone to tell whether it has compiled it, and takes the graph of another de
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
@@ -18,7 +18,7 @@ Mod = TypeVar("Mod", bound=Callable[..., Any])
 
 
 # for ever: torch tells a code by its address
-@lru_cache(maxsize=None)
+@cache
 def code_with(code: CodeType, defaults: tuple[int, ...]) -> CodeType:
     """A copy of `code` for these defaults, the same one whenever they come again."""
     return code.replace(co_name=f"{code.co_name}_{'_'.join(map(str, defaults))}")

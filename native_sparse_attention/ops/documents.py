@@ -280,6 +280,9 @@ def layer_layout(
     named = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
     given = [name for name, t in named.items() if t is not None]
     if documents is not None:
+        if not isinstance(documents, Documents):
+            got = type(documents).__name__
+            raise ValueError(f"documents must be ops.documents.Documents, got {got}")
         given.append("documents")
     if cached and given and given != ["mask"]:
         raise ValueError(f"{given[0]} must be None with a cache, whose rows hold one document each")

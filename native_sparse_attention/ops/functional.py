@@ -110,9 +110,7 @@ def compressed_attention(
     check_positive("soft_cap", soft_cap)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
-    backend = backends.choose(
-        backend, "compressed_attention", q, ck, cv, q_offset=offset, documents=documents
-    )
+    backend = backends.choose(backend, "compressed_attention", q, ck, cv, q_offset=offset)
     return backends.run(
         backend,
         "compressed_attention",
@@ -208,7 +206,6 @@ def selected_attention(
         gates=gates,
         q_offset=offset,
         selection_block_size=selection_block_size,
-        documents=documents,
     )
     kwargs: dict[str, Any] = {} if backend == "flex" else {"gates": gates}
     return backends.run(
@@ -273,9 +270,7 @@ def sliding_window_attention(
     check_positive("soft_cap", soft_cap)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
-    backend = backends.choose(
-        backend, "sliding_window_attention", q, k, v, q_offset=offset, documents=documents
-    )
+    backend = backends.choose(backend, "sliding_window_attention", q, k, v, q_offset=offset)
     return backends.run(
         backend,
         "sliding_window_attention",

@@ -124,9 +124,6 @@ def select_blocks(
         ck,
         q_offset=offset,
         num_selected_blocks=num_selected_blocks,
-        importance=importance,
-        return_gates=return_gates,
-        documents=documents,
     )
     indices, gates = backends.run(
         backend,

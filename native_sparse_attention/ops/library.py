@@ -48,9 +48,8 @@ MAX_GROUP = 64
 MAX_WIDTH = 256
 # keys of a selection block that fit a tile
 MAX_BLOCK = 128
-# blocks that a query's ranking may hold, and by probabilities on a GPU
+# blocks that a query's ranking may hold
 MAX_SELECTED = 64
-MAX_PROBS_SELECTED = 16
 
 
 def why_not(
@@ -62,9 +61,6 @@ def why_not(
     q_offset: int | Tensor = 0,
     num_selected_blocks: int = 0,
     selection_block_size: int = 0,
-    importance: str = "logits",
-    return_gates: bool = False,
-    documents: Documents | None = None,
 ) -> list[str]:
     """Reasons why the kernels cannot run this call; empty where they can."""
     if op_name not in OPERATIONS:
@@ -87,15 +83,6 @@ def why_not(
         reasons.append(f"num_selected_blocks is {num_selected_blocks}, at most {MAX_SELECTED}")
     if selection_block_size > MAX_BLOCK:
         reasons.append(f"selection_block_size is {selection_block_size}, at most {MAX_BLOCK}")
-    # right in the interpreter, but their tests failed on an H200
-    merged = q.dtype == torch.float32 or num_selected_blocks > MAX_PROBS_SELECTED
-    if q.is_cuda and importance == "probs" and merged:
-        reasons.append(
-            "importance='probs' is ranked on a GPU in float16 or bfloat16 and for at most "
-            f"{MAX_PROBS_SELECTED} blocks, got {q.dtype} and {num_selected_blocks}"
-        )
-    if q.is_cuda and return_gates:
-        reasons.append("the gates of differentiable top-k are not yet right on a GPU")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     return reasons

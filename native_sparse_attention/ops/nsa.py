@@ -158,14 +158,6 @@ def native_sparse_attention(
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
     )
-    ranking: dict[str, Any] = dict(
-        q_offset=offset,
-        num_selected_blocks=num_selected_blocks,
-        selection_block_size=selection_block_size,
-        importance=importance,
-        return_gates=use_diff_topk,
-        documents=documents,
-    )
     given_masks = sliding_window_flex_mask, fine_selection_flex_mask
     beyond = [n for n, t in (("documents", documents), ("sinks", sinks)) if t is not None]
     if given_masks != (None, None) and (beyond or soft_cap is not None):
@@ -173,7 +165,16 @@ def native_sparse_attention(
             "sliding_window_flex_mask and fine_selection_flex_mask must be None with "
             f"{(beyond or ['soft_cap'])[0]}, which they know nothing of"
         )
-    name = backends.choose(backend, "native_sparse_attention", q, k, v, **ranking)
+    name = backends.choose(
+        backend,
+        "native_sparse_attention",
+        q,
+        k,
+        v,
+        q_offset=offset,
+        num_selected_blocks=num_selected_blocks,
+        selection_block_size=selection_block_size,
+    )
     if name == "triton" and given_masks == (None, None):
         out, lists = fused.native_sparse_attention(
             q,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import documents as docs
+from .checks import check_ints
 
 # arguments by what their second axis counts
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "block_indices", "gates")
@@ -73,7 +74,9 @@ def over_documents(
                 "queries and keys are the same tokens"
             )
     causal = call.get("causal", True)
-    d, s = call.get("compress_block_sliding_stride", 1), call.get("selection_block_size", 1)
+    steps = ("compress_block_sliding_stride", "selection_block_size")
+    check_ints(1, **{name: call[name] for name in steps if name in call})
+    d, s = (call.get(name, 1) for name in steps)
     q = call["q"]
     flat = isinstance(q, Tensor) and q.ndim == 3 and named["cu_seqlens"] is not None
     if flat:
