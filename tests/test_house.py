@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({""}),  # the package itself: public names only, and nothing below imports from it
     frozenset({"transformer"}),
     frozenset({"attention"}),
+    frozenset({"ops.decode"}),
     frozenset({"ops.nsa"}),
     frozenset(
         {
@@ -55,13 +56,14 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.scoring",
             "kernels.selected",
             "kernels.combine",
-            "kernels.decode",
+            "kernels.decode_launch",
             "kernels.gates",
         }
     ),
+    frozenset({"kernels.decode"}),
     frozenset({"kernels.interval_backward", "kernels.probs", "kernels.gate_launch"}),
     frozenset({"kernels.interval", "kernels.gather", "kernels.pairs", "kernels.block_keys"}),
-    frozenset({"kernels.gate_steps", "kernels.unite"}),
+    frozenset({"kernels.entries", "kernels.gate_steps", "kernels.unite"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset({"kernels.device", "kernels.sizes", "kernels.tiles", "kernels.topn"}),
     frozenset({"ops.checks", "ops.documents"}),

@@ -34,6 +34,7 @@ __all__ = [
 
 OPERATIONS = (
     "compressed_attention",
+    "decode_attention",
     "native_sparse_attention",
     "select_blocks",
     "selected_attention",
@@ -50,6 +51,8 @@ MAX_WIDTH = 256
 MAX_BLOCK = 128
 # blocks that a query's ranking may hold
 MAX_SELECTED = 64
+# new tokens of a row that decoding takes at once
+MAX_NEW = 16
 
 
 def why_not(
@@ -85,6 +88,11 @@ def why_not(
         reasons.append(f"selection_block_size is {selection_block_size}, at most {MAX_BLOCK}")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
+    if op_name == "decode_attention":
+        if q.shape[1] > MAX_NEW:
+            reasons.append(f"{q.shape[1]} new tokens in each row, at most {MAX_NEW}")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v) if t is not None):
+            reasons.append("its kernels have no gradients")
     return reasons
 
 

@@ -1,0 +1,305 @@
+"""Decoding: attention of a few new tokens over what a cache holds, whose rows have lengths of their
+own, on the device.
+
+    B  rows    T  new tokens of each    N  tokens that the storage of a row holds, or that of a page
+    H, K  query and KV heads    D, E  their widths    R_  heads that rank: K, or H    n  blocks
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .checks import (
+    check_groups,
+    check_int,
+    check_memory,
+    check_positive,
+    check_same,
+    check_selection,
+    check_shapes,
+    check_sinks,
+)
+from .nsa import native_sparse_attention
+
+__all__ = ["decode_attention"]
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    branch_gates: Tensor,
+    lengths: Tensor,
+    *,
+    sliding_window_size: int,
+    compress_block_size: int,
+    compress_block_sliding_stride: int,
+    selection_block_size: int,
+    num_selected_blocks: int,
+    counts: Tensor | None = None,
+    cq: Tensor | None = None,
+    mem_k: Tensor | None = None,
+    mem_v: Tensor | None = None,
+    window_k: Tensor | None = None,
+    window_v: Tensor | None = None,
+    page_table: Tensor | None = None,
+    ranking: Tensor | None = None,
+    importance: str = "logits",
+    interpolated_importance_score: bool = False,
+    num_initial_blocks: int = 0,
+    num_local_blocks: int = 1,
+    selection_stride: int = 1,
+    query_heads_share_selected_kv: bool = True,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str | tuple[str, ...] = "auto",
+) -> Tensor:
+    """`native_sparse_attention` of the T newest tokens of every row, causal, over a cache that
+    holds their keys, values and complete windows already.
+
+    Token t of row b stands at position `lengths[b] + t`, and nothing past it is seen: what lies in
+    the storage behind a row's end is of no matter (but it must be finite). The host never asks for
+    a length, and shapes do not depend on one: a step can be captured in a CUDA graph.
+
+    Args:
+        q: queries with rotary embedding, [B, T, H, D]. The kernels take up to 16 new tokens.
+        k, v: storage [B, N, K, D] and [B, N, K, E], views of any strides. With `page_table` it is
+            [pages, N, K, D]: N tokens a page.
+        ck, cv: storage of windows, [B, W, K, D] and [B, W, K, E]; paged, W = N / d.
+        branch_gates: [B, T, H, 3], in the order compressed, selected, window.
+        lengths: integers [B], tokens of each row before the new ones.
+        counts: integers [B], how many of the T new tokens are real; the others' output is 0.
+        page_table: int32 [B, pages of a row]: token p of row b lies in page `page_table[b, p // N]`
+            at `p % N`, and window j in page `page_table[b, j d // N]`.
+        ranking: with a `selection_stride` R above 1, int32 [B, R_, size, n]: a token's list lies at
+            its position modulo the size, which is at least T + 1. Read for a group that began
+            before, and written.
+
+    The remaining arguments are those of `native_sparse_attention`.
+
+    Returns:
+        [B, T, H, E].
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings that do not fit.
+        NotImplementedError: an explicit backend that cannot run the call.
+    """
+    rows = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
+    if page_table is not None:
+        rows = {name: axes.replace("B", "pages") for name, axes in rows.items()}
+    named: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
+    dims = check_shapes(
+        q=(q, "B T H D"),
+        cq=(cq, "B T H D"),
+        **{name: (t, rows[name]) for name, t in named.items()},
+        window_k=(window_k, rows["k"]),
+        window_v=(window_v, rows["v"]),
+        mem_k=(mem_k, "K m D"),
+        mem_v=(mem_v, "K m E"),
+        branch_gates=(branch_gates, "B T H 3"),
+        lengths=(lengths, "B"),
+        counts=(counts, "B"),
+        page_table=(page_table, "B most"),
+    )
+    others = dict(cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v)
+    check_same(q=q, **named, **others)
+    check_groups(dims["H"], dims["K"])
+    check_memory(mem_k, mem_v)
+    check_int("sliding_window_size", sliding_window_size, 0)
+    check_selection(
+        l=compress_block_size,
+        d=compress_block_sliding_stride,
+        s=selection_block_size,
+        n=num_selected_blocks,
+        importance=importance,
+        interpolated=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+    )
+    for name, t in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
+        check_integers(name, t, q.device)
+    check_pages(page_table, dims, compress_block_sliding_stride, selection_block_size)
+    check_positive("soft_cap", soft_cap)
+    check_sinks(sinks, (3, dims["H"]), q.device)
+    ranks = dims["K"] if query_heads_share_selected_kv else dims["H"]
+    check_ranking(ranking, dims, ranks, num_selected_blocks, selection_stride, q.device)
+    if (window_k is None) != (window_v is None):
+        raise ValueError("window_k and window_v go together: give both or none")
+
+    name = backends.choose(
+        ("triton", "eager") if backend == "auto" and q.is_cuda else backend,
+        "decode_attention",
+        q,
+        k,
+        v,
+        num_selected_blocks=num_selected_blocks,
+        selection_block_size=selection_block_size,
+    )
+    settings: dict[str, Any] = dict(
+        compress_block_size=compress_block_size,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        selection_block_size=selection_block_size,
+        num_selected_blocks=num_selected_blocks,
+        sliding_window_size=sliding_window_size,
+        importance=importance,
+        interpolated_importance_score=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv,
+        scale=scale,
+        soft_cap=soft_cap,
+    )
+    run = by_kernels if name == "triton" else by_gathering
+    return run(
+        q, k, v, ck, cv, branch_gates, lengths, counts, page_table, ranking, sinks, others, settings
+    )
+
+
+def by_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    branch_gates: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None,
+    page_table: Tensor | None,
+    ranking: Tensor | None,
+    sinks: Tensor | None,
+    others: dict[str, Tensor | None],
+    settings: dict[str, Any],
+) -> Tensor:
+    from ..kernels import decode_launch
+    from ..kernels.entries import Step
+
+    scale = settings["scale"]
+    at = decode_launch.Settings(
+        l=settings["compress_block_size"],
+        d=settings["compress_block_sliding_stride"],
+        s=settings["selection_block_size"],
+        n=settings["num_selected_blocks"],
+        w=settings["sliding_window_size"],
+        importance=settings["importance"],
+        interpolated=settings["interpolated_importance_score"],
+        num_initial=settings["num_initial_blocks"],
+        num_local=settings["num_local_blocks"],
+        stride=settings["selection_stride"],
+        shared=settings["query_heads_share_selected_kv"],
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        soft_cap=settings["soft_cap"],
+    )
+    step = Step(lengths, counts, page_table, 0 if page_table is None else k.shape[1])
+    return decode_launch.attend(
+        q, k, v, ck, cv, branch_gates, others["cq"], pair(others, "mem"), pair(others, "window"),
+        ranking, sinks, step, at,
+    )  # fmt: skip
+
+
+def pair(others: dict[str, Tensor | None], name: str) -> tuple[Tensor, Tensor] | None:
+    keys, values = others[f"{name}_k"], others[f"{name}_v"]
+    return None if keys is None or values is None else (keys, values)
+
+
+def by_gathering(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    branch_gates: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None,
+    page_table: Tensor | None,
+    ranking: Tensor | None,
+    sinks: Tensor | None,
+    others: dict[str, Tensor | None],
+    settings: dict[str, Any],
+) -> Tensor:
+    """In eager PyTorch: whole rows of storage, queries at their places."""
+    if page_table is not None:
+        k, v, ck, cv = (gathered(t, page_table) for t in (k, v, ck, cv))
+        for name in ("window_k", "window_v"):
+            t = others[name]
+            others = others | {name: None if t is None else gathered(t, page_table)}
+    d = settings["compress_block_sliding_stride"]
+    S = min(k.shape[1], (ck.shape[1] + 1) * d - 1)
+    rows = {name: t[:, :S] for name, t in others.items() if t is not None and "window" in name}
+    starts = lengths.long()
+    leader = None
+    if ranking is not None and settings["selection_stride"] > 1:
+        at = ((starts - 1) % ranking.shape[2])[:, None, None, None]
+        leader = ranking.gather(2, at.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
+    out, lists = native_sparse_attention(
+        q, k[:, :S], v[:, :S], ck[:, : S // d], cv[:, : S // d], branch_gates,
+        **others | rows, **settings, q_offset=starts, leader_indices=leader, sinks=sinks,
+        return_indices=True, backend="eager",
+    )  # fmt: skip
+    T = q.shape[1]
+    new = torch.arange(T, device=q.device)
+    if ranking is not None and settings["selection_stride"] > 1:
+        real = torch.full_like(starts, T) if counts is None else counts
+        keep = (new < real[:, None])[:, None, :, None]
+        at = ((starts[:, None] + new) % ranking.shape[2])[:, None, :, None]
+        at = at.expand(-1, ranking.shape[1], -1, ranking.shape[3])
+        ranking.scatter_(2, at, torch.where(keep, lists.transpose(1, 2), ranking.gather(2, at)))
+    if counts is None:
+        return out
+    return out.masked_fill((new >= counts[:, None])[..., None, None], 0.0)
+
+
+def gathered(t: Tensor, page_table: Tensor) -> Tensor:
+    """Rows [B, N, K, D] of what lies in pages [pages, N, K, D]."""
+    return t[page_table.long()].flatten(1, 2)
+
+
+def check_integers(name: str, t: Tensor | None, device: torch.device) -> None:
+    if t is None:
+        return
+    if t.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be int32 or int64, got {t.dtype}")
+    if t.device != device:
+        raise ValueError(f"{name} must be on {device} as q is, got {t.device}")
+
+
+def check_pages(page_table: Tensor | None, dims: dict[str, int], d: int, s: int) -> None:
+    """Pages hold whole selection blocks and windows."""
+    if page_table is None:
+        return
+    N, W = dims["N"], dims["W"]
+    if N % s or N % d:
+        raise ValueError(f"a page must hold a multiple of s={s} and of d={d} tokens, got {N}")
+    if W * d != N:
+        raise ValueError(f"ck must hold N / d = {N // d} windows a page, got {W}")
+
+
+def check_ranking(
+    ranking: Tensor | None,
+    dims: dict[str, int],
+    ranks: int,
+    n: int,
+    stride: int,
+    device: torch.device,
+) -> None:
+    if stride == 1 or n == 0:
+        return
+    if ranking is None:
+        raise ValueError("ranking must be given where selection_stride is above 1")
+    B, T = dims["B"], dims["T"]
+    shape = (B, ranks, max(ranking.shape[2], T + 1) if ranking.ndim == 4 else T + 1, n)
+    if tuple(ranking.shape) != shape or ranking.dtype != torch.int32:
+        raise ValueError(
+            f"ranking must be int32 of shape {list(shape)}, of at least T + 1 = {T + 1} tokens, "
+            f"got {ranking.dtype} of {list(ranking.shape)}"
+        )
+    if ranking.device != device or not ranking.is_contiguous():
+        raise ValueError(f"ranking must be contiguous on {device}, got {ranking.device}")
