@@ -14,11 +14,13 @@ from .ops.functional_selection import select_blocks
 from .ops.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
 from .ops.nsa import native_sparse_attention
 from .ops.segments import SegmentIds, below_or_on_diag
+from .paged_cache import PagedKVCache
 from .transformer import Transformer
 
 __all__ = [
     "BlockSizes",
     "KVCache",
+    "PagedKVCache",
     "SegmentIds",
     "SparseAttention",
     "Transformer",

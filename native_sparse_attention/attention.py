@@ -281,7 +281,7 @@ class SparseAttention(Module):
             NotImplementedError: an explicit backend that cannot run the call.
         """
         check_input(inp, self.dim)
-        cache = check_cache(cache, return_cache, lengths, self.causal)
+        cache = check_cache(cache, return_cache, lengths, self.causal, self.alignment)
         names = cu_seqlens, segment_ids, mask, documents
         layout, lengths = layer_layout(inp, self.alignment, cache is not None, lengths, *names)
         if layout is not None:
@@ -384,7 +384,7 @@ class SparseAttention(Module):
         """Write new tokens, and the windows they complete, to the cache; returns its streams."""
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         starts = cache.starts(len(counts))
-        tokens = cache.append(tokens, starts, counts, cache.max_length)
+        tokens = cache.append(tokens, starts, counts)
 
         # the next window begins d - 1 - start % d into the last l - 1 tokens and the new ones
         seen = cache.with_recent(raw, l - 1)
@@ -395,5 +395,4 @@ class SparseAttention(Module):
             windows = {name: unfold(t[:, :, (skip or [0])[0] :], l, d) for name, t in seen.items()}
         else:
             windows = {name: gather_windows(t, skip, max(new), l, d) for name, t in seen.items()}
-        limit = None if cache.max_length is None else cache.max_length // d
-        return tokens, cache.append(self.compress(windows), complete, new, limit)
+        return tokens, cache.append(self.compress(windows), complete, new, d)

@@ -5,17 +5,35 @@
 A token stream (keys, values) holds one entry a token, a window stream (compressed keys and values)
 one a compression window, and the tail the last raw keys and values, of which the next window is
 made.
+
+Who writes entries in kernels of his own takes the storage of `room` and `ring`, writes the entry of
+the token at position p to slot p of a token stream, of window w to slot w of a window stream, and
+to slot `p mod size` of a tail, and counts the tokens. `lengths_on` has the rows' lengths for them.
 """
 
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .entries import (
+    check_entries,
+    check_full,
+    counts_of,
+    differentiable,
+    fill,
+    integers,
+    pick,
+    places_of,
+    put,
+    row_numbers,
+    zeros,
+)
+from .ops.checks import check_ints
 
 
 class KVCache:
@@ -24,6 +42,8 @@ class KVCache:
     Storage is allocated when the layer first appends, and doubles (to powers of two) as rows grow,
     so that a step never copies what is already there; with `max_length` it is allocated once, and a
     full cache raises before anything is written. It is updated in place; `clone()` keeps a copy.
+    While nothing grows and the number of rows stays, every tensor stays where it is, so that a
+    captured CUDA graph may read and write it.
 
     Args:
         max_length: tokens a row may hold; None grows without limit.
@@ -35,16 +55,12 @@ class KVCache:
         ValueError: a size that is not an integer of at least 1 (rollback: 0).
     """
 
+    page_size: int | None = None
+
     def __init__(self, max_length: int | None = None, batch: int | None = None, rollback: int = 64):
-        for name, value, least in (
-            ("max_length", max_length, 1),
-            ("batch", batch, 1),
-            ("rollback", rollback, 0),
-        ):
-            if value is None and name != "rollback":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        sizes = {"max_length": max_length, "batch": batch}
+        check_ints(1, **{name: size for name, size in sizes.items() if size is not None})
+        check_ints(0, rollback=rollback)
         self.max_length = max_length
         self.batch = batch
         self.rollback = rollback
@@ -53,6 +69,8 @@ class KVCache:
         self._reached: list[int] = list(self.lengths)
         self._streams: dict[str, Tensor] = {}
         self._tail: dict[str, Tensor] = {}
+        # the device's own copy of what the host knows: "lengths", "page_table"
+        self._known: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
         """Tokens in the longest row."""
@@ -63,7 +81,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         limit = "" if self.max_length is None else f", max_length={self.max_length}"
-        return f"KVCache(lengths={self.lengths}{limit}, nbytes={self.nbytes})"
+        return f"{type(self).__name__}(lengths={self.lengths}{limit}, nbytes={self.nbytes})"
 
     @property
     def is_uniform(self) -> bool:
@@ -72,11 +90,40 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self._tensors())
+        return sum(self.memory().values())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes allocated, by name: of each stream, of each tail ("tail k"), and of what the device
+        knows of the rows ("lengths", after `lengths_on`; "page_table", of a paged cache)."""
+        return {name: t.nbytes for name, t in self._tensors().items()}
 
     @property
     def device(self) -> torch.device | None:
-        return next((t.device for t in self._tensors()), None)
+        return next((t.device for t in self._tensors().values()), None)
+
+    @property
+    def page_table(self) -> Tensor | None:
+        """Where the pages of each row lie; None where there are none."""
+        return self._known.get("page_table")
+
+    def lengths_on(self, device: torch.device | str) -> Tensor:
+        """The rows' lengths on a device, int32 [b]: one tensor while the number of rows stays,
+        which follows `lengths` through all but `count`.
+
+        Raises:
+            ValueError: a cache on another device, or one that has no rows yet.
+        """
+        if self.batch is None:
+            raise ValueError("cache has no rows yet, and no lengths: construct it with batch=...")
+        wanted = torch.device(device)
+        held = self.device or wanted
+        if wanted.type != held.type or wanted.index not in (None, held.index):
+            raise ValueError(f"cache is on {held}, got {wanted} for its lengths")
+        if "lengths" not in self._known:
+            with torch.inference_mode(False):
+                lengths = torch.tensor(self.lengths, dtype=torch.int32)
+                self._known["lengths"] = lengths.to(held)
+        return self._known["lengths"]
 
     def positions(self, device: torch.device, counts: list[int], new: int) -> int | Tensor:
         """Where each row goes on: an int where all rows have one length and the longest takes all
@@ -94,22 +141,8 @@ class KVCache:
             self._streams, self._tail = {}, {}
         if self.batch is not None and self.batch != batch:
             raise ValueError(f"cache holds {self.batch} rows but the input has {batch}")
-        if lengths is None:
-            counts = [new] * batch
-        else:
-            counts = _integers("lengths", lengths)
-            if len(counts) != batch or any(n < 0 or n > new for n in counts):
-                raise ValueError(
-                    f"lengths must be {batch} integers between 0 and {new} (the new tokens), "
-                    f"got {counts}"
-                )
-        if self.max_length is not None:
-            for row, (held, count) in enumerate(zip(self.starts(batch), counts, strict=True)):
-                if held + count > self.max_length:
-                    raise ValueError(
-                        f"cache is full: row {row} holds {held} of max_length={self.max_length} "
-                        f"tokens, {count} more were given"
-                    )
+        counts = counts_of(batch, new, lengths)
+        check_full(self.max_length, self.starts(batch), counts)
         return counts
 
     def starts(self, batch: int) -> list[int]:
@@ -117,25 +150,54 @@ class KVCache:
         return self.lengths or [0] * batch
 
     def append(
-        self,
-        new: dict[str, Tensor],
-        starts: list[int],
-        counts: list[int],
-        limit: int | None = None,
+        self, new: dict[str, Tensor], starts: list[int], counts: list[int], every: int = 1
     ) -> dict[str, Tensor]:
-        """Write entries [b h n d] to their streams, `counts[row]` of them from `starts[row]` on.
+        """Write entries [b h n d], one for each `every` tokens, to their streams: `counts[row]` of
+        them from `starts[row]` on.
 
-        Returns each stream up to its last entry: views, except where gradients flow to the new
-        entries. Storage holds `limit` entries, or grows.
+        Returns each stream up to its last entry: views of the storage where it lies in one piece
+        and no gradients flow to the new entries.
         """
-        for name, entries in new.items():
-            self._check_entries(self._streams.get(name), name, entries)
-        end = max((a + n for a, n in zip(starts, counts, strict=True)), default=0)
+        check_full(self.max_length, starts, counts, every)
+        ends = [a + n for a, n in zip(starts, counts, strict=True)]
+        stores = self._hold(new, ends, every)
         streams = {}
         for name, entries in new.items():
-            store = self._room(name, entries, end, limit)
-            streams[name] = self._write(store, entries, starts, counts)[:, :, :end]
+            self._write(stores[name], entries.detach(), starts, counts)
+            streams[name] = self._read(stores[name], ends)
+            if torch.is_grad_enabled() and entries.requires_grad:
+                streams[name] = differentiable(streams[name], entries, starts, counts)
         return streams
+
+    def room(self, new: dict[str, Tensor], counts: list[int], every: int = 1) -> dict[str, Tensor]:
+        """Storage of streams with one entry for each `every` tokens, in which `counts[row]` more
+        tokens fit, for entries like `new` [b h n d] (any n): [b h capacity d]. Nothing is written.
+
+        Raises:
+            ValueError: a full cache, or entries that do not fit what it holds.
+        """
+        self._check_counts(counts)
+        check_ints(1, every=every)
+        starts = self.starts(len(counts))
+        check_full(self.max_length, starts, counts)
+        ends = [(a + n) // every for a, n in zip(starts, counts, strict=True)]
+        return self._hold(new, ends, every)
+
+    def ring(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+        """Storage of tails that keep `length` entries like `new` [b h n d] (any n), and `rollback`
+        more: [b h length+rollback d]. Nothing is written."""
+        size = length + self.rollback
+        for name, entries in new.items():
+            check_entries(self._tail, {name: entries}, self.batch or len(entries), self.device)
+            held = self._tail[name].shape[2] if name in self._tail else size
+            if held != size:
+                raise ValueError(
+                    f"cache keeps the last {held} of {name}, not {size}: is it another layer's?"
+                )
+        for name, entries in new.items():
+            if name not in self._tail:
+                self._tail[name] = zeros(entries, len(entries), size)
+        return {name: self._tail[name] for name in new}
 
     def recent(self, name: str, length: int) -> Tensor:
         """The last `length` entries of a tail, [b h length d]; zeros stand for those before the
@@ -148,28 +210,36 @@ class KVCache:
 
     def with_recent(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
         """New entries [b h n d] behind the last `length` entries of their tails."""
-        if not self._tail:
-            return {name: F.pad(t, (0, 0, length, 0)) for name, t in new.items()}
-        return {name: torch.cat((self.recent(name, length), t), dim=2) for name, t in new.items()}
+        return {
+            name: torch.cat((self.recent(name, length), t), dim=2)
+            if name in self._tail
+            else F.pad(t, (0, 0, length, 0))
+            for name, t in new.items()
+        }
 
     def keep_recent(self, new: dict[str, Tensor], counts: list[int], length: int) -> None:
         """Remember the last `length` entries [b h n d] of each row, and `rollback` more: the entry
         of the token at position p lies in slot `p mod size`."""
+        tails = self.ring(new, length)
         size = length + self.rollback
-        rows, at = _index([max(0, n - size) for n in counts], counts)
-        slots = (at + torch.tensor(self.starts(len(counts)), dtype=torch.long)[rows]) % max(1, size)
+        starts = self.starts(len(counts))
+        rows, places, at = places_of(starts, counts, [max(0, n - size) for n in counts])
         for name, entries in new.items():
-            self._check_entries(self._tail.get(name), name, entries)
-            if name not in self._tail:
-                self._tail[name] = _zeros(entries, size)
-            _put(self._tail[name], rows, slots, entries.detach(), at)
+            put(tails[name], rows, places % max(1, size), entries.detach(), at)
 
-    def advance(self, counts: list[int]) -> None:
-        """Count the tokens appended."""
+    def count(self, counts: list[int]) -> None:
+        """Count the tokens appended, on the host alone: whoever appended them adds `counts` to the
+        tensor of `lengths_on` himself."""
+        self._check_counts(counts)
         self.lengths = [a + n for a, n in zip(self.starts(len(counts)), counts, strict=True)]
         self.batch = len(counts)
         reached = self._reached or [0] * self.batch
         self._reached = [max(a, b) for a, b in zip(reached, self.lengths, strict=True)]
+
+    def advance(self, counts: list[int]) -> None:
+        """Count the tokens appended."""
+        self.count(counts)
+        self._tell_lengths()
 
     @staticmethod
     def zero_padding(out: Tensor, counts: list[int]) -> Tensor:
@@ -190,7 +260,7 @@ class KVCache:
         if isinstance(lengths, Tensor):
             lengths = lengths.tolist()
         rows = len(self.lengths)
-        wanted = [lengths] * rows if isinstance(lengths, int) else _integers("lengths", lengths)
+        wanted = [lengths] * rows if isinstance(lengths, int) else integers("lengths", lengths)
         if len(wanted) != rows:
             raise ValueError(f"lengths must be one integer or {rows} of them, got {len(wanted)}")
         for row, new in enumerate(wanted):
@@ -205,10 +275,17 @@ class KVCache:
                 )
         self.lengths = wanted
         self._reached = [0 if n == 0 else r for n, r in zip(wanted, self._reached, strict=True)]
+        self._tell_lengths()
 
-    def reset(self) -> None:
-        """Forget all tokens; the storage stays."""
-        self.truncate(0)
+    def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
+        """Forget all tokens of all rows, or of those listed, whose places new sequences can take;
+        the storage stays.
+
+        Raises:
+            ValueError: a row that is not there.
+        """
+        gone = range(len(self.lengths)) if rows is None else row_numbers(rows, len(self.lengths))
+        self.truncate([0 if row in gone else n for row, n in enumerate(self.lengths)])
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
         """Make row r a copy of the former row `rows[r]`, as beam search does; the number of rows
@@ -217,16 +294,14 @@ class KVCache:
         Raises:
             ValueError: a row that is not there.
         """
-        index = _integers("rows", rows)
-        for r in index:
-            if not 0 <= r < len(self.lengths):
-                raise ValueError(f"rows must be between 0 and {len(self.lengths) - 1}, got {r}")
-        self._apply(
-            lambda t: t.index_select(0, torch.tensor(index, dtype=torch.long, device=t.device))
-        )
-        self.lengths = [self.lengths[r] for r in index]
-        self._reached = [self._reached[r] for r in index]
-        self.batch = len(index)
+        index = row_numbers(rows, len(self.lengths))
+        with torch.inference_mode(False), torch.no_grad():
+            self._reorder_streams(index)
+            self._tail = {name: pick(t, index) for name, t in self._tail.items()}
+            self.lengths = [self.lengths[r] for r in index]
+            self._reached = [self._reached[r] for r in index]
+            self.batch = len(index)
+            self._tell_lengths()
 
     def to(self, device: torch.device | str) -> KVCache:
         """Move the storage to a device; returns self."""
@@ -242,88 +317,61 @@ class KVCache:
 
     # storage
 
-    def _tensors(self) -> list[Tensor]:
-        return [*self._streams.values(), *self._tail.values()]
+    def _tensors(self) -> dict[str, Tensor]:
+        tails = {f"tail {name}": t for name, t in self._tail.items()}
+        return {**self._streams, **tails, **self._known}
 
     def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._streams = {name: fn(t) for name, t in self._streams.items()}
             self._tail = {name: fn(t) for name, t in self._tail.items()}
+            self._known = {name: fn(t) for name, t in self._known.items()}
 
-    def _check_entries(self, store: Tensor | None, name: str, new: Tensor) -> None:
-        if store is None:
+    def _tell_lengths(self) -> None:
+        """Bring the device's copy of `lengths` up to date."""
+        held = self._known.get("lengths")
+        if held is None:
             return
-        if new.device != store.device or new.dtype != store.dtype:
-            raise ValueError(
-                f"cache holds {name} in {store.dtype} on {store.device}, "
-                f"got {new.dtype} on {new.device}"
-            )
-        if (new.shape[1], new.shape[3]) != (store.shape[1], store.shape[3]):
-            raise ValueError(
-                f"cache holds {name} of {store.shape[1]} heads x {store.shape[3]}, "
-                f"got {new.shape[1]} x {new.shape[3]}: is it another layer's?"
-            )
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        if len(held) == len(lengths):
+            held.copy_(lengths, non_blocking=True)
+        else:
+            self._known["lengths"] = lengths.to(held.device)
 
-    def _room(self, name: str, new: Tensor, end: int, limit: int | None) -> Tensor:
-        """The storage of a stream, grown to hold `end` entries a row."""
+    def _hold(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
+        """Storage of streams in which `ends[row]` entries like `new` fit."""
+        check_entries(self._streams, new, len(ends), self.device)
+        for name, entries in new.items():
+            self._streams[name] = self._storage(name, entries, max(ends, default=0), every)
+        return {name: self._streams[name] for name in new}
+
+    def _storage(self, name: str, like: Tensor, end: int, every: int) -> Tensor:
+        """The storage of one stream, grown to hold `end` entries a row."""
         store = self._streams.get(name)
-        held = 0 if store is None else store.shape[2]
-        if store is None or end > held:
-            size = limit if limit is not None else 1 << max(0, end - 1).bit_length()
-            grown = _zeros(new, size)
-            if store is not None:
-                grown[:, :, :held] = store
-            self._streams[name] = store = grown
-        return store
-
-    @staticmethod
-    def _write(store: Tensor, new: Tensor, starts: list[int], counts: list[int]) -> Tensor:
-        """Put new entries in place; returns the storage, or a copy through which gradients flow."""
-        differentiable = torch.is_grad_enabled() and new.requires_grad
-        if len(set(starts)) <= 1 and len(set(counts)) <= 1:
-            start, count = (starts or [0])[0], (counts or [0])[0]
-            store[:, :, start : start + count] = new[:, :, :count].detach()
-            if not differentiable:
-                return store
-            return torch.cat((store[:, :, :start].clone(), new[:, :, :count]), dim=2)
-        rows, at = _index([0] * len(counts), counts)
-        slots = at + torch.tensor(starts)[rows]
-        _put(store, rows, slots, new.detach(), at)
-        if not differentiable:
+        if store is not None and end <= store.shape[2]:
             return store
-        copied = store.clone()
-        _put(copied, rows, slots, new, at)
-        return copied
+        doubled = 1 << max(0, end - 1).bit_length()
+        size = doubled if self.max_length is None else self.max_length // every
+        grown = zeros(like, len(like), size)
+        if store is not None:
+            grown[:, :, : store.shape[2]] = store
+        return grown
 
+    def _write(self, store: Tensor, new: Tensor, starts: list[int], counts: list[int]) -> None:
+        """Put `counts[row]` entries [b h n d] in their places from `starts[row]` on."""
+        fill(store, new, starts, counts)
 
-def _integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
-    """One integer for each row; a float is an error, not a number to cut short."""
-    try:
-        listed = values.tolist() if isinstance(values, Tensor) else values
-        return [operator.index(value) for value in listed]
-    except TypeError:
-        raise ValueError(f"{name} must be integers, one for each row, got {values!r}") from None
+    def _read(self, store: Tensor, ends: list[int]) -> Tensor:
+        """A stream up to its last entry, [b h max(ends) d]."""
+        return store[:, :, : max(ends, default=0)]
 
+    def _reorder_streams(self, index: list[int]) -> None:
+        self._streams = {name: pick(t, index) for name, t in self._streams.items()}
 
-def _zeros(like: Tensor, size: int) -> Tensor:
-    """Storage [b h size d] for entries like these; never an inference tensor, which only inference
-    mode could write to."""
-    with torch.inference_mode(False):
-        return like.new_zeros(*like.shape[:2], size, like.shape[-1])
-
-
-def _index(first: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
-    """Row and place of every entry in `first[row] .. last[row] - 1`, row by row."""
-    counts = torch.tensor([b - a for a, b in zip(first, last, strict=True)], dtype=torch.long)
-    rows = torch.repeat_interleave(torch.arange(len(first)), counts)
-    places = [torch.arange(a, b) for a, b in zip(first, last, strict=True)]
-    return rows, torch.cat(places) if places else torch.arange(0)
-
-
-def _put(store: Tensor, rows: Tensor, slots: Tensor, new: Tensor, at: Tensor) -> None:
-    """store[row, :, slot] = new[row, :, at] for each of the listed entries."""
-    rows, slots, at = (t.to(store.device, non_blocking=True) for t in (rows, slots, at))
-    store[rows, :, slots] = new[rows, :, at]
+    def _check_counts(self, counts: list[int]) -> None:
+        rows = len(counts) if self.batch is None else self.batch
+        if len(counts) != rows or any(n < 0 for n in counts):
+            raise ValueError(f"counts must be {rows} integers of at least 0, got {counts}")
 
 
 def check_cache(
@@ -331,14 +379,21 @@ def check_cache(
     return_cache: bool,
     lengths: Sequence[int] | Tensor | None,
     causal: bool,
+    alignment: int = 1,
 ) -> KVCache | None:
-    """The cache that a layer's call uses, a new one where only its return is asked for."""
+    """The cache that a layer's call uses, a new one where only its return is asked for. Its pages
+    hold whole blocks and windows, of `alignment` tokens."""
     if cache is not None and not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, got {type(cache).__name__}")
     if (return_cache or cache is not None) and not causal:
         raise ValueError("cache and return_cache need causal=True, this layer has causal=False")
     if cache is None and return_cache:
         cache = KVCache()
+    if cache is not None and (cache.page_size or 0) % alignment:
+        raise ValueError(
+            "page_size must be a multiple of the layer's selection_block_size and "
+            f"compress_block_sliding_stride, of {alignment}, got {cache.page_size}"
+        )
     if lengths is not None and cache is None:
         raise ValueError("lengths goes with a cache or return_cache=True")
     return cache

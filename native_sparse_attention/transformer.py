@@ -21,6 +21,7 @@ from .cache import KVCache, check_cache
 from .masks import create_fine_mask, create_sliding_mask
 from .ops.checks import check_groups, check_input, check_ints
 from .ops.documents import Documents, Layout, layer_layout
+from .paged_cache import new_cache
 from .rotary import Rotary, rotation
 from .sampling import check_sampling, sample_token
 
@@ -95,7 +96,7 @@ class Attention(Module):
         rotate = rotation(self.rotary_embed, q, start, positions)
         q, tokens = rotate(q), {"k": rotate(k), "v": v}
         if cache is not None:
-            tokens = cache.append(tokens, cache.starts(len(counts)), counts, cache.max_length)
+            tokens = cache.append(tokens, cache.starts(len(counts)), counts)
         k, v = tokens["k"], tokens["v"]
 
         # the first tokens of a sequence see a plain triangle; later ones also what lies before them
@@ -206,9 +207,12 @@ class Transformer(Module):
         self.norm = nn.RMSNorm(dim)
         self.to_logits = nn.Linear(dim, num_tokens, bias=False)
 
-    def new_cache(self, max_length: int | None = None, rollback: int = 64) -> list[KVCache]:
-        """An empty cache, one KVCache a layer; see there for the arguments."""
-        return [KVCache(max_length=max_length, rollback=rollback) for _ in self.layers]
+    def new_cache(
+        self, max_length: int | None = None, rollback: int = 64, *, batch: int | None = None,
+        page_size: int | None = None, num_pages: int | None = None,
+    ) -> list[KVCache]:  # fmt: skip
+        """An empty cache a layer: a KVCache or, with `page_size`, a PagedKVCache; see there."""
+        return [new_cache(max_length, rollback, batch, page_size, num_pages) for _ in self.layers]
 
     def forward(
         self,

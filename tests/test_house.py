@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"transformer"}),
     frozenset({"attention"}),
     frozenset({"ops.decode"}),
-    frozenset({"ops.nsa"}),
+    frozenset({"ops.nsa", "paged_cache"}),
     frozenset(
         {
             "ops.functional",
@@ -66,7 +66,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"kernels.entries", "kernels.gate_steps", "kernels.unite"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset({"kernels.device", "kernels.sizes", "kernels.tiles", "kernels.topn"}),
-    frozenset({"ops.checks", "ops.documents"}),
+    frozenset({"ops.checks", "ops.documents", "entries"}),
     frozenset({"blocks"}),
     frozenset({"ops", "kernels"}),  # the folders' own __init__: a docstring, no imports
 )
