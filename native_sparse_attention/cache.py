@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from operator import add
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +100,8 @@ class KVCache:
 
     @property
     def device(self) -> torch.device | None:
-        return next((t.device for t in self._tensors().values()), None)
+        groups = self._streams, self._tail, self._known
+        return next((t.device for group in groups for t in group.values()), None)
 
     @property
     def page_table(self) -> Tensor | None:
@@ -180,7 +182,7 @@ class KVCache:
         check_ints(1, every=every)
         starts = self.starts(len(counts))
         check_full(self.max_length, starts, counts)
-        ends = [(a + n) // every for a, n in zip(starts, counts, strict=True)]
+        ends = [n // every for n in map(add, starts, counts)]
         return self._hold(new, ends, every)
 
     def ring(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
@@ -231,10 +233,9 @@ class KVCache:
         """Count the tokens appended, on the host alone: whoever appended them adds `counts` to the
         tensor of `lengths_on` himself."""
         self._check_counts(counts)
-        self.lengths = [a + n for a, n in zip(self.starts(len(counts)), counts, strict=True)]
+        self.lengths = list(map(add, self.starts(len(counts)), counts))
         self.batch = len(counts)
-        reached = self._reached or [0] * self.batch
-        self._reached = [max(a, b) for a, b in zip(reached, self.lengths, strict=True)]
+        self._reached = list(map(max, self._reached or counts, self.lengths))
 
     def advance(self, counts: list[int]) -> None:
         """Count the tokens appended."""
@@ -370,7 +371,7 @@ class KVCache:
 
     def _check_counts(self, counts: list[int]) -> None:
         rows = len(counts) if self.batch is None else self.batch
-        if len(counts) != rows or any(n < 0 for n in counts):
+        if len(counts) != rows or min(counts, default=0) < 0:
             raise ValueError(f"counts must be {rows} integers of at least 0, got {counts}")
 
 

@@ -30,8 +30,11 @@ def check_full(
     max_length: int | None, starts: list[int], counts: list[int], every: int = 1
 ) -> None:
     """Rows have room for the new entries, one for each `every` tokens."""
+    longest = max(map(operator.add, starts, counts), default=0) * every
+    if max_length is None or longest <= max_length:
+        return
     for row, (held, count) in enumerate(zip(starts, counts, strict=True)):
-        if max_length is not None and (held + count) * every > max_length:
+        if (held + count) * every > max_length:
             raise ValueError(
                 f"cache is full: row {row} holds {held * every} of max_length={max_length} "
                 f"tokens, {count * every} more were given"

@@ -89,10 +89,11 @@ class PagedKVCache(KVCache):
 
     def _missing(self, lengths: list[int]) -> list[int]:
         """Pages that each row has yet to take before it can hold so many tokens."""
-        missing = [
-            max(0, ceil_div(n, self.page_size) - len(pages))
-            for n, pages in zip(lengths, self._pages, strict=True)
-        ]
+        sizes = map(len, self._pages)
+        missing = [-(-n // self.page_size) - size for n, size in zip(lengths, sizes, strict=True)]
+        if max(missing, default=0) <= 0:
+            return [0] * len(missing)
+        missing = [max(0, n) for n in missing]
         self._check_free(sum(missing), len(self._free))
         return missing
 

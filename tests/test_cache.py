@@ -303,3 +303,14 @@ def test_no_tail_at_all():
     with torch.no_grad():
         outs = [module(t, cache=cache, return_cache=True)[0] for t in x.split(3, dim=1)]
     close(torch.cat(outs, dim=1), module(x))
+
+
+def test_reordering_as_many_rows_moves_no_storage():
+    module, cache = layer(), KVCache()
+    x = normal(3, 20, DIM)
+    with torch.no_grad():
+        module(x[:, :15], cache=cache)
+        where = {name: t.data_ptr() for name, t in cache._tensors().items()}
+        cache.reorder([1, 1, 0])
+        assert {name: t.data_ptr() for name, t in cache._tensors().items()} == where
+        close(module(x[[1, 1, 0], 15:], cache=cache), module(x)[[1, 1, 0], 15:])
