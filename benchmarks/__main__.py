@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import attention, enwik8, masks, report, training
+from . import attention, decode, enwik8, masks, report, training
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,6 +19,8 @@ def main(argv: list[str] | None = None) -> None:
         attention.main([*every, "--quick"])
         training.main(["--quick", "--providers", "ours"])
         masks.main(["--quick"])
+        decode.main(["--quick"])
+        decode.main(["--quick", "--sampling"])
         return
     try:
         attention.main(every)
@@ -28,6 +30,11 @@ def main(argv: list[str] | None = None) -> None:
     training.main(["--table"])
     masks.main([])
     masks.main(["--table"])
+    try:
+        decode.main([])
+        decode.main(["--sampling"])
+    finally:
+        decode.main(["--table"])
     enwik8.main([])
 
 

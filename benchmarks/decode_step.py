@@ -1,0 +1,176 @@
+"""A step of decoding: its inputs, the bytes that it must read, and who computes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from . import common, oracle, problem
+from .common import Row
+from .oracle import Branch
+from .problem import Setting, Tensors
+from .providers import our_branches
+
+BASELINE = "dense-cudnn"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """B rows of S tokens, the T newest of which ask; `setting.T` is S."""
+
+    setting: Setting
+    B: int
+    T: int = 1
+
+    @property
+    def S(self) -> int:
+        return self.setting.T
+
+    @property
+    def positions(self) -> range:
+        return range(self.S - self.T, self.S)
+
+    def row(self) -> Row:
+        fields = self.setting.row()
+        return {"B": self.B, "S": fields.pop("T"), "T": self.T, **fields}
+
+
+# inputs
+
+
+def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
+    """q [B T H D], branch_gates, and k, v [B S K D], their mean pooled ck, cv [B W K D] as views of
+    storage [B K ...], as a cache has them."""
+    c = step.setting
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=c.dtype)
+
+    x = {"q": normal(step.B, step.T, c.H, c.D)}
+    x["branch_gates"] = normal(step.B, step.T, c.H, 3).sigmoid()
+    for name in ("k", "v"):
+        x[name] = normal(step.B, c.K, step.S, c.D).transpose(1, 2)
+        windows = x[name].new_empty(step.B, c.K, step.S // c.d, c.D).transpose(1, 2)
+        for row, tokens in zip(windows, x[name], strict=True):  # padding copies: a row at a time
+            row.copy_(problem.pooled(tokens[None], c.l, c.d)[0])
+        x[f"c{name}"] = windows
+    x["lengths"] = torch.full((step.B,), step.S - step.T, dtype=torch.int32, device=device)
+    return x
+
+
+def memory(step: Step) -> int:
+    """Bytes that a size takes at most: k, v and the values of `selected`, the windows, keys and
+    values of one row in fp64, the cache's flush, and 2 GiB."""
+    c = step.setting
+    tokens = step.S * c.K * c.D * c.dtype.itemsize
+    return int(step.B * tokens * (3 + 2 / c.d)) + 4 * step.S * c.D * 8 + common.FLUSH_BYTES + 2**31
+
+
+# bytes
+
+
+def tokens_read(step: Step) -> int:
+    """Tokens of a row that one KV head must read in the selected branch and the window: the window
+    and the local blocks of all new queries once, the initial blocks, and the n scored ones of each
+    query (as many as there can be), as if none of these lay in the window."""
+    c, (first, last) = step.setting, (step.positions[0], step.positions[-1])
+    near = min(max(0, first - c.w), max(0, (first // c.s - c.local + 1) * c.s))
+    candidates = max(0, last // c.s - max(c.local, 1) + 1 - c.initial)
+    return last + 1 - near + min(step.T * c.n, candidates) * c.s + min(c.initial * c.s, near)
+
+
+def bytes_of(step: Step, entries: int) -> int:
+    """A key and a value of so many tokens or windows of each row and KV head; q and the output."""
+    c = step.setting
+    return 2 * step.B * c.D * c.dtype.itemsize * (c.K * entries + step.T * c.H)
+
+
+# providers
+
+
+class Ours:
+    """The whole of `decode_attention`."""
+
+    factor = 2.0
+
+    def __init__(self, name: str, importance: str) -> None:
+        self.name, self.importance = name, importance
+
+    def why_not(self, step: Step, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, x: Tensors, step: Step) -> None:
+        pass
+
+    def call(self, x: Tensors, step: Step) -> Tensor:
+        decode: Any = importlib.import_module("native_sparse_attention.ops.decode")
+        names = ("q", "k", "v", "ck", "cv", "branch_gates", "lengths")
+        return decode.decode_attention(
+            *(x[name] for name in names),
+            sliding_window_size=step.setting.w,
+            importance=self.importance,
+            # by name: `auto` might time what it fell back to
+            backend="triton" if x["q"].is_cuda else "eager",
+            **step.setting.ranking,
+        )
+
+    def branches(self, step: Step) -> list[Branch]:
+        return our_branches(step.setting)
+
+    def bytes(self, step: Step) -> int:
+        """Every window that the last query sees, and some of the tokens."""
+        return bytes_of(step, step.positions[-1] // step.setting.d + tokens_read(step))
+
+
+class Dense:
+    """Attention to everything, by one backend of `scaled_dot_product_attention`."""
+
+    importance, factor = None, 4.0
+
+    def __init__(self, name: str, kernels: SDPBackend) -> None:
+        self.name, self.kernels = name, kernels
+
+    def why_not(self, step: Step, device: torch.device) -> str | None:
+        if self.kernels == SDPBackend.FLASH_ATTENTION and step.T > 1:
+            return "takes no mask, which several new tokens need"
+        return None
+
+    def prepare(self, x: Tensors, step: Step) -> None:
+        """Queries [B K (G T) D], and for several tokens the mask [(G T) S], as it is added."""
+        c = step.setting
+        x["rows"] = x["q"].unflatten(2, (c.K, c.G)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        i = torch.tensor(step.positions, device=x["q"].device)
+        hidden = torch.arange(step.S, device=i.device) > i[:, None]
+        x["mask"] = hidden.new_zeros(hidden.shape, dtype=c.dtype).masked_fill(hidden, -torch.inf)
+        x["mask"] = x["mask"].repeat(c.G, 1)
+
+    def call(self, x: Tensors, step: Step) -> Tensor:
+        c, cuda = step.setting, x["q"].is_cuda
+        keys, values = (x[name].transpose(1, 2) for name in ("k", "v"))
+        mask = x["mask"] if step.T > 1 else None
+        with sdpa_kernel(self.kernels if cuda else SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(x["rows"], keys, values, attn_mask=mask)
+        return out.unflatten(2, (c.G, step.T)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def branches(self, step: Step) -> list[Branch]:
+        return [oracle.window(None)]
+
+    def bytes(self, step: Step) -> int:
+        return bytes_of(step, step.S)
+
+
+Provider = Ours | Dense
+# the baseline first: others are compared with it
+PROVIDERS: tuple[Provider, ...] = (
+    Dense(BASELINE, SDPBackend.CUDNN_ATTENTION),
+    Dense("dense-flash", SDPBackend.FLASH_ATTENTION),
+    Ours("ours", "logits"),
+    Ours("ours-probs", "probs"),
+)
