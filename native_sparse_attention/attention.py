@@ -17,8 +17,9 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
+from . import decoding
 from .cache import KVCache, check_cache
-from .compress import default_compress_mlp, gather_windows, unfold, windows_of
+from .compress import default_compress_mlp, windows_of
 from .gate import default_gate
 from .ops.block_sizes import BlockSizes, check_block_sizes
 from .ops.checks import (
@@ -288,21 +289,25 @@ class SparseAttention(Module):
             inp = layout.spread(inp)
             documents = layout.documents if cache is None else None
         counts = [] if cache is None else cache.check(inp.shape[0], inp.shape[1], lengths)
-        start = 0 if cache is None else cache.positions(inp.device, counts, inp.shape[1])
+        backend = self.backend_without_triton(inp) if disable_triton_kernel else self.backend
 
         x = self.norm(inp)
         q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)
         q = rearrange(q, "b n (h d) -> b h n d", d=self.dim_head)
         kv = [rearrange(t, "b n (h d) -> b h n d", d=self.dim_head) for t in kv]
 
+        if cache is not None and decoding.is_step(self, cache, q, kv, backend):
+            out = decoding.step(self, cache, counts, q, kv, self.to_strategy_combine(x))
+            out = self.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
+            out = out if layout is None else layout.collect(out)
+            return (out, cache) if return_cache else out
+
         # windows are made of raw keys (they have positions of their own), tokens are rotated
+        start = 0 if cache is None else cache.positions(inp.device, counts, inp.shape[1])
         positions = None if documents is None else documents.positions()
         rotate = rotation(self.rotary_emb, q, start, positions)
         raw = {"k": kv[0], "v": kv[1]}
-        k, v, *window = kv[2:] or kv
-        tokens: dict[str, Any] = {"k": rotate(k), "v": v}
-        if window:
-            tokens |= {"window_k": rotate(window[0]), "window_v": window[1]}
+        tokens = decoding.tokens_of(kv, rotate)
 
         leader = None
         if cache is None:
@@ -310,7 +315,7 @@ class SparseAttention(Module):
             windows = {n: windows_of(t, l, d, self.causal, documents) for n, t in raw.items()}
             compressed = self.compress(windows)
         else:
-            tokens, compressed = self.extend(cache, counts, tokens, raw)
+            tokens, compressed = decoding.extend(self, cache, counts, tokens, raw)
             if self.selection_stride > 1 and len(cache) > 0:
                 leader = cache.recent("ranking", 1)[:, :, 0]
 
@@ -326,7 +331,7 @@ class SparseAttention(Module):
             documents=documents,
             sliding_window_flex_mask=sliding_window_flex_mask,
             fine_selection_flex_mask=fine_selection_flex_mask,
-            backend=self.backend_without_triton(inp) if disable_triton_kernel else self.backend,
+            backend=backend,
         )
         out = rearrange(out, "b n h d -> b n (h d)")
         if cache is None:
@@ -373,26 +378,3 @@ class SparseAttention(Module):
                     f"got {list(k.shape)} to {list(t.shape)}"
                 )
         return compressed
-
-    def extend(
-        self,
-        cache: KVCache,
-        counts: list[int],
-        tokens: dict[str, Tensor],
-        raw: dict[str, Tensor],
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Write new tokens, and the windows they complete, to the cache; returns its streams."""
-        l, d = self.compress_block_size, self.compress_block_sliding_stride
-        starts = cache.starts(len(counts))
-        tokens = cache.append(tokens, starts, counts)
-
-        # the next window begins d - 1 - start % d into the last l - 1 tokens and the new ones
-        seen = cache.with_recent(raw, l - 1)
-        skip = [d - 1 - start % d for start in starts]
-        complete = [start // d for start in starts]
-        new = [(a + n) // d - w for a, n, w in zip(starts, counts, complete, strict=True)]
-        if len(set(skip)) <= 1:
-            windows = {name: unfold(t[:, :, (skip or [0])[0] :], l, d) for name, t in seen.items()}
-        else:
-            windows = {name: gather_windows(t, skip, max(new), l, d) for name, t in seen.items()}
-        return tokens, cache.append(self.compress(windows), complete, new, d)

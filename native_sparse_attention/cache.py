@@ -43,8 +43,7 @@ class KVCache:
     Storage is allocated when the layer first appends, and doubles (to powers of two) as rows grow,
     so that a step never copies what is already there; with `max_length` it is allocated once, and a
     full cache raises before anything is written. It is updated in place; `clone()` keeps a copy.
-    While nothing grows and the number of rows stays, every tensor stays where it is, so that a
-    captured CUDA graph may read and write it.
+    While nothing grows and the number of rows stays, so does every tensor: a CUDA graph may use it.
 
     Args:
         max_length: tokens a row may hold; None grows without limit.
@@ -66,12 +65,11 @@ class KVCache:
         self.batch = batch
         self.rollback = rollback
         self.lengths: list[int] = [] if batch is None else [0] * batch
-        # how many tokens a row has ever held: its tail reaches back from here
-        self._reached: list[int] = list(self.lengths)
+        self._reached = list(self.lengths)  # most tokens that a row has ever held
         self._streams: dict[str, Tensor] = {}
         self._tail: dict[str, Tensor] = {}
-        # the device's own copy of what the host knows: "lengths", "page_table"
-        self._known: dict[str, Tensor] = {}
+        self._known: dict[str, Tensor] = {}  # the device's copy: "lengths", "page_table"
+        self.counts_itself = False  # whether the device counted the tokens that came last
 
     def __len__(self) -> int:
         """Tokens in the longest row."""
@@ -233,6 +231,7 @@ class KVCache:
         """Count the tokens appended, on the host alone: whoever appended them adds `counts` to the
         tensor of `lengths_on` himself."""
         self._check_counts(counts)
+        self.counts_itself = True
         self.lengths = list(map(add, self.starts(len(counts)), counts))
         self.batch = len(counts)
         self._reached = list(map(max, self._reached or counts, self.lengths))
@@ -240,6 +239,7 @@ class KVCache:
     def advance(self, counts: list[int]) -> None:
         """Count the tokens appended."""
         self.count(counts)
+        self.counts_itself = False
         self._tell_lengths()
 
     @staticmethod

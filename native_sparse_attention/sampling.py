@@ -1,11 +1,17 @@
-"""One token from a model's logits."""
+"""One token after the other: which to take of a model's logits, and steps as CUDA graphs."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from .cache import KVCache
 
 
 def check_sampling(filter_thres: float, top_p: float | None) -> None:
@@ -13,6 +19,35 @@ def check_sampling(filter_thres: float, top_p: float | None) -> None:
         raise ValueError(f"filter_thres must be in [0, 1), got {filter_thres}")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+
+
+def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list[int]:
+    """Tokens of each row of a prompt [b, n], padded on the right."""
+    if prompt.ndim != 2 or prompt.shape[1] == 0:
+        raise ValueError(
+            f"prompt must have shape [b, n] with at least one token, got {list(prompt.shape)}"
+        )
+    b, n = prompt.shape
+    if lengths is None:
+        return [n] * b
+    try:
+        listed = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        counts = [operator.index(count) for count in listed]
+    except TypeError:
+        raise ValueError(f"prompt_lengths must be integers, got {lengths!r}") from None
+    if len(counts) != b or any(not 1 <= count <= n for count in counts):
+        raise ValueError(
+            f"prompt_lengths must be {b} integers between 1 and {n}, the prompt's, got {counts}"
+        )
+    return counts
+
+
+def check_stop(tokens: int | Sequence[int] | None) -> list[int]:
+    listed = [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
+    for token in listed:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ValueError(f"stop_tokens must be token ids, got {token!r}")
+    return listed
 
 
 def sample_token(
@@ -33,3 +68,114 @@ def sample_token(
         probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
     choice = probs.multinomial(1, generator=generator)
     return tokens.gather(-1, choice)[:, 0]
+
+
+class GraphedSteps:
+    """`forward(ids)`, ids [b n], over caches whose rows each take n more tokens, replayed as a CUDA
+    graph where the device counts the rows' lengths by itself.
+
+    Two graphs: of steps that complete a window of some row, and of those that do not. The first
+    step of each kind runs as it is, and so do all where there is nothing to capture: on another
+    device, and where a layer's call was none of `decoding.step`.
+
+    `d`: tokens from one window to the next.
+    """
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], caches: list[KVCache], d: int):
+        self.forward, self.caches, self.d = forward, caches, d
+        self.seen: set[bool] = set()
+        self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.ids: Tensor | None = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """The step's result: the graph's own, which the next step writes over."""
+        counts = [ids.shape[1]] * len(ids)
+        lengths = self.caches[0].lengths
+        kind = any((held + ids.shape[1]) // self.d > held // self.d for held in lengths)
+        if kind not in self.seen or not self.can_capture(ids):
+            self.seen.add(kind)
+            return self.forward(ids)
+        for cache in self.caches:
+            cache.check(len(ids), ids.shape[1], None)
+            cache.room({}, counts)
+        if self.ids is None:
+            self.ids = ids.clone()
+        self.ids.copy_(ids)
+        if kind not in self.graphs:
+            self.graphs[kind] = self.capture(self.ids)
+        else:
+            for cache in self.caches:
+                cache.count(counts)
+        graph, out = self.graphs[kind]
+        graph.replay()
+        return out
+
+    def can_capture(self, ids: Tensor) -> bool:
+        fixed = self.ids is None or self.ids.shape == ids.shape
+        static = all(c.max_length is not None and c.counts_itself for c in self.caches)
+        return ids.is_cuda and fixed and static
+
+    def capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Of one step, which the host counts here and the first replay does."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self.forward(ids)
+        return graph, out
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    prompt: Tensor,
+    held: list[int],
+    steps: int,
+    rule: tuple[Any, ...],
+    use_cache_kv: bool,
+    stop: list[int],
+) -> Iterator[Tensor]:
+    """Tokens [b], so many `steps`, after prompts [b n] of which the first `held` tokens are real;
+    `rule` is what `sample_token` takes beside the logits."""
+    after = cached_logits(model, prompt, held, steps) if use_cache_kv else None
+    text, place = prompt, torch.tensor(held, device=prompt.device)
+    rows = torch.arange(len(prompt), device=prompt.device)
+    done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    token = None
+    for _ in range(steps):
+        training = model.training
+        model.eval()
+        if after is None:
+            logits = model(text, disable_flex=True)[rows, place - 1]
+        else:
+            logits = after(token)
+        model.train(training)
+        new = sample_token(logits, *rule)
+        # a text that has ended goes on with the token that ended it
+        token = new if token is None else torch.where(done, token, new)
+        yield token
+        if stop:
+            done |= (token[:, None] == token.new_tensor(stop)).any(1)
+            if done.all():
+                return
+        if after is None:
+            text = F.pad(text, (0, 1))
+            text[rows, place] = token
+            place = place + 1
+
+
+def cached_logits(
+    model: Any, prompt: Tensor, held: list[int], steps: int
+) -> Callable[[Tensor | None], Tensor]:
+    """A function that gives logits [b t] after the prompt, and then after each token [b]."""
+    cache = model.new_cache(max_length=max(1, max(held, default=1) + steps), batch=len(prompt))
+    d = getattr(model.layers[0][0], "compress_block_sliding_stride", 1)
+    graphed = GraphedSteps(lambda ids: model(ids, cache=cache, disable_flex=True), cache, d)
+    lengths = held if min(held, default=0) < prompt.shape[1] else None
+
+    def after(token: Tensor | None) -> Tensor:
+        if token is not None:
+            return graphed(token[:, None])[:, -1]
+        logits = model(prompt, cache=cache, disable_flex=True, lengths=lengths)
+        last = torch.tensor(held, device=prompt.device) - 1
+        return logits[torch.arange(len(prompt), device=prompt.device), last]
+
+    return after

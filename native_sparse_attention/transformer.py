@@ -23,7 +23,7 @@ from .ops.checks import check_groups, check_input, check_ints
 from .ops.documents import Documents, Layout, layer_layout
 from .paged_cache import new_cache
 from .rotary import Rotary, rotation
-from .sampling import check_sampling, sample_token
+from .sampling import check_prompt, check_sampling, check_stop, generate
 
 # what cross_entropy passes over
 NO_LABEL = -100
@@ -328,36 +328,18 @@ class Transformer(Module):
         top_p: float | None = None,
         use_cache_kv: bool = True,
         generator: torch.Generator | None = None,
+        *,
+        prompt_lengths: Sequence[int] | Tensor | None = None,
+        stop_tokens: int | Sequence[int] | None = None,
     ) -> Iterator[Tensor]:
-        """Sample token by token: yields [b], `seq_len - prompt length` times. Arguments as
-        `sample`'s."""
-        if prompt.ndim != 2 or prompt.shape[1] == 0:
-            raise ValueError(
-                f"prompt must have shape [b, n] with at least one token, got {list(prompt.shape)}"
-            )
+        """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s."""
+        held = check_prompt(prompt, prompt_lengths)
         if not self.causal:
             raise ValueError("sampling needs causal=True, this model has causal=False")
         check_sampling(filter_thres, top_p)
-        return self._stream(
-            prompt, seq_len, temperature, filter_thres, top_p, use_cache_kv, generator
-        )
-
-    @torch.no_grad()
-    def _stream(
-        self, prompt, seq_len, temperature, filter_thres, top_p, use_cache_kv, generator
-    ) -> Iterator[Tensor]:
-        out, new = prompt, prompt
-        cache = self.new_cache() if use_cache_kv else None
-        for _ in range(seq_len - prompt.shape[1]):
-            training = self.training
-            self.eval()
-            logits = self(new if use_cache_kv else out, cache=cache, disable_flex=True)[:, -1]
-            self.train(training)
-            token = sample_token(logits, temperature, filter_thres, top_p, generator)
-            new = token[:, None]
-            if not use_cache_kv:
-                out = torch.cat((out, new), dim=1)
-            yield token
+        rule = (temperature, filter_thres, top_p, generator)
+        steps = seq_len - prompt.shape[1]
+        return generate(self, prompt, held, steps, rule, use_cache_kv, check_stop(stop_tokens))
 
     def sample(
         self,
@@ -368,6 +350,9 @@ class Transformer(Module):
         top_p: float | None = None,
         use_cache_kv: bool = True,
         generator: torch.Generator | None = None,
+        *,
+        prompt_lengths: Sequence[int] | Tensor | None = None,
+        stop_tokens: int | Sequence[int] | None = None,
     ) -> Tensor:
         """Continue prompts [b, n] up to `seq_len` tokens in all; returns the new ones [b, seq_len -
         n].
@@ -377,16 +362,24 @@ class Transformer(Module):
             filter_thres: only the `1 - filter_thres` part of the vocabulary with the largest logits
                 is sampled from.
             top_p: of those, only the fewest that hold this much probability.
-            use_cache_kv: run each token once, through a KVCache; False runs the whole text anew for
-                every token.
+            use_cache_kv: run each token once, through a KVCache, and on a GPU as a CUDA graph;
+                False runs the whole text anew for every token.
             generator: of random numbers, for a repeatable text.
+            prompt_lengths: tokens of each prompt, where they are padded on the right; each goes on
+                where it ends, and as far as the longest may.
+            stop_tokens: ids that end a text, which then repeats the one that did; where all have
+                ended, fewer tokens are returned. (Each step waits for the GPU to say so.)
 
         Raises:
-            ValueError: an empty prompt, thresholds out of range, or a model that is not causal.
+            ValueError: an empty prompt, lengths, thresholds or ids out of range, or a model that is
+                not causal.
         """
         tokens = list(
-            self.stream(prompt, seq_len, temperature, filter_thres, top_p, use_cache_kv, generator)
-        )
+            self.stream(
+                prompt, seq_len, temperature, filter_thres, top_p, use_cache_kv, generator,
+                prompt_lengths=prompt_lengths, stop_tokens=stop_tokens,
+            )
+        )  # fmt: skip
         return torch.stack(tokens, dim=1) if tokens else prompt[:, :0]
 
 

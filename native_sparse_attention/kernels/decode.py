@@ -35,11 +35,12 @@ def store_part(parts, part_lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.con
 
 @triton.jit(do_not_specialize=["T", "W", "MEMORY"])
 def windows_kernel(
-    q, ck, cv, mem_k, mem_v, lengths, table, parts, part_lse, scores, T, K, W, MEMORY, scale_log2,
-    cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, m_h, m_m, u_h, u_m, t_b,
+    q, ck, cv, mem_k, mem_v, lengths, counts, table, parts, part_lse, scores, T, K, W, MEMORY,
+    scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, m_h, m_m, u_h, u_m, t_b,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr,
     PAGE: tl.constexpr, SCORES: tl.constexpr, CAPPED_SCORES: tl.constexpr, CAP: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     """One program: of a row and KV head, a tile of T x HEADS queries against one share of the
     windows that they see; the first share has the memory too."""
@@ -50,7 +51,7 @@ def windows_kernel(
     row = tl.arange(0, BLOCK_M)
     t, g = tile * TOKENS + row // HEADS, row % HEADS
     real = (t < T) & (g < G)
-    hi = tl.minimum((length + t) // d, W)
+    hi = (length + t) // d
     q_tile = load_rows(q, b * q_b + t.to(tl.int64) * q_t + (h * G + g) * q_h, D, BLOCK_D, real)
 
     m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
@@ -67,7 +68,8 @@ def windows_kernel(
             x = tl.where((n < MEMORY)[None], x, NO_SCORE)
             acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
 
-    most = tl.minimum((length + T - 1) // d, W)
+    count = tl.load(counts + b) if COUNTED else T  # past it windows may not be written yet
+    most = tl.minimum((length + count - 1) // d, W)
     share = tl.cdiv(tl.cdiv(most, BLOCK_N), tl.num_programs(0)) * BLOCK_N
     for n0 in range(split * share, tl.minimum((split + 1) * share, most), BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
@@ -214,9 +216,7 @@ def rank_kernel(
     where it leads one; else that which the ring holds."""
     t = tl.program_id(1)
     b, r = (tl.program_id(0) // RANKS).to(tl.int64), (tl.program_id(0) % RANKS).to(tl.int64)
-    length, count = tl.load(lengths + b), T
-    if COUNTED:
-        count = tl.load(counts + b)
+    length, count = tl.load(lengths + b), tl.load(counts + b) if COUNTED else T
     position = length + t
     ring_row = (b * RANKS + r) * RING
     row = (b * T + t) * RANKS + r
@@ -394,7 +394,7 @@ def join_kernel(
     both = g_sel * weights(near_sel, lse_sel) + g_win * weights(near_x, lse_win)
     acc = weighted(cmp_tile, g_cmp * weights(cmp_x, lse_cmp)) + weighted(near_tile, both)
     acc += weighted(far_tile, g_sel * weights(far_x, lse_sel))
+    e = tl.arange(0, BLOCK_E)
     if COUNTED:
         acc = tl.where(t < tl.load(counts + b), acc, 0.0)
-    e = tl.arange(0, BLOCK_E)
     tl.store(out + row.to(tl.int64) * E + e, acc.to(out.dtype.element_ty), mask=e < E)

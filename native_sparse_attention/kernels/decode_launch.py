@@ -91,16 +91,15 @@ def attend_windows(
     mem_k, mem_v = memory or (None, None)
     decode.windows_kernel[(splits, B * K, tiles)](
         q=q, ck=ck, cv=cv, mem_k=ck if mem_k is None else mem_k,
-        mem_v=cv if mem_v is None else mem_v, lengths=step.lengths, parts=parts, part_lse=lse,
+        mem_v=cv if mem_v is None else mem_v, parts=parts, part_lse=lse,
         scores=scores, T=T, K=K, W=W,
         MEMORY=0 if mem_k is None else mem_k.shape[1], scale_log2=at.scale * launch.LOG2_E,
         **launch.cap(at.soft_cap), **launch.strides("q", q, "bth"),
         **launch.strides("k", ck, "bnh"), **launch.strides("v", cv, "bnh"),
-        **launch.strides("m", mem_k, "hm"),
-        **launch.strides("u", mem_v, "hm"), **step.pages(at.d), **widths(ck, cv), G=G, HEADS=heads,
-        BLOCK_M=block_m, BLOCK_N=tile.block_n, d=at.d, SCORES=kind.value,
-        CAPPED_SCORES=at.importance == "probs", num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **launch.strides("m", mem_k, "hm"), **launch.strides("u", mem_v, "hm"),
+        **step.arguments(at.d), **widths(ck, cv), G=G, HEADS=heads, BLOCK_M=block_m,
+        BLOCK_N=tile.block_n, d=at.d, SCORES=kind.value, CAPPED_SCORES=at.importance == "probs",
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return parts, lse, scores
 

@@ -25,7 +25,7 @@ from .checks import (
 )
 from .nsa import native_sparse_attention
 
-__all__ = ["decode_attention"]
+__all__ = ["append", "decode_attention", "recent"]
 
 
 def decode_attention(
@@ -303,3 +303,37 @@ def check_ranking(
         )
     if ranking.device != device or not ranking.is_contiguous():
         raise ValueError(f"ranking must be contiguous on {device}, got {ranking.device}")
+
+
+# what a step writes to a cache, by kernels
+
+
+def append(
+    new: tuple[Tensor, Tensor],
+    stores: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    tokens: int,
+    *,
+    counts: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_size: int | None = None,
+    every: int = 1,
+    ring: bool = False,
+) -> None:
+    """Write two streams' entries [b h n d], those that `tokens` new tokens of each row may
+    complete, behind what the storage [b or pages, h, n, d] holds: one entry for each `every`
+    tokens. A ring takes a token's at its position modulo the ring's size."""
+    from ..kernels import entries
+
+    step = entries.Step(lengths, counts, page_table, page_size or 0)
+    entries.append(new, stores, step, tokens, every=every, ring=ring)
+
+
+def recent(
+    rings: tuple[Tensor, Tensor], lengths: Tensor, tokens: int, l: int, d: int
+) -> tuple[Tensor, Tensor]:
+    """The windows [b h w l d] of raw keys and values that so many new tokens, in the rings [b h
+    size d] already, may complete; zeros stand for tokens before the first."""
+    from ..kernels import entries
+
+    return entries.recent(rings, tokens, l, d, entries.Step(lengths))

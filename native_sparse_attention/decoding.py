@@ -1,0 +1,141 @@
+"""A layer over a cache: what new tokens write there, and a step of decoding by its own kernels.
+
+b  rows    n  new tokens    h  heads    d  width of a head
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from .cache import KVCache
+from .compress import gather_windows, unfold
+from .ops import backends, decode
+from .ops.decode import decode_attention
+from .rotary import rotation
+
+# what a layer and `decode_attention` call by one name
+SETTINGS = (
+    "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
+    "num_selected_blocks", "sliding_window_size", "importance", "interpolated_importance_score",
+    "num_initial_blocks", "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
+    "soft_cap", "sinks",
+)  # fmt: skip
+
+
+def tokens_of(kv: list[Tensor], rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """What is kept of every token [b h n d], keys rotated."""
+    k, v, *window = kv[2:] or kv
+    tokens = {"k": rotate(k), "v": v}
+    if window:
+        tokens |= {"window_k": rotate(window[0]), "window_v": window[1]}
+    return tokens
+
+
+def extend(
+    layer: Any,
+    cache: KVCache,
+    counts: list[int],
+    tokens: dict[str, Tensor],
+    raw: dict[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Write new tokens, and the windows they complete, to the cache; returns its streams."""
+    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    starts = cache.starts(len(counts))
+    tokens = cache.append(tokens, starts, counts)
+
+    # the next window begins d - 1 - start % d into the last l - 1 tokens and the new ones
+    seen = cache.with_recent(raw, l - 1)
+    skip = [d - 1 - start % d for start in starts]
+    complete = [start // d for start in starts]
+    new = [(a + n) // d - w for a, n, w in zip(starts, counts, complete, strict=True)]
+    if len(set(skip)) <= 1:
+        windows = {name: unfold(t[:, :, (skip or [0])[0] :], l, d) for name, t in seen.items()}
+    else:
+        windows = {name: gather_windows(t, skip, max(new), l, d) for name, t in seen.items()}
+    return tokens, cache.append(layer.compress(windows), complete, new, d)
+
+
+def is_step(
+    layer: Any, cache: KVCache, q: Tensor, kv: list[Tensor], backend: str | tuple[str, ...]
+) -> bool:
+    """Whether the decoding kernels take this call: few new tokens, no gradients."""
+    n = q.shape[2]
+    if cache.batch is None or n > cache.rollback or torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *kv)):
+        return False
+    asked = (backend,) if isinstance(backend, str) else backend
+    by_kernels = q.is_cuda or (os.environ.get("TRITON_INTERPRET") == "1" and "auto" not in asked)
+    if not by_kernels or asked[0] not in ("auto", "triton"):
+        return False
+    call = dict(
+        q=q.transpose(1, 2),
+        k=kv[0].transpose(1, 2),
+        v=kv[1].transpose(1, 2),
+        num_selected_blocks=layer.num_selected_blocks,
+        selection_block_size=layer.selection_block_size,
+    )
+    return not backends.why_not("triton", "decode_attention", call)
+
+
+def step(
+    layer: Any, cache: KVCache, counts: list[int], q: Tensor, kv: list[Tensor], gates: Tensor
+) -> Tensor:
+    """Write `counts` new tokens of each row and attend, [b n h d]; the cache is advanced. The host
+    knows lengths, the device uses its own: a CUDA graph of this goes on wherever rows have come to,
+    as long as the host counts along, and knows whether a window is complete."""
+    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    b, _, n, _ = q.shape
+    held = cache.lengths_on(q.device)
+    ragged = any(count != n for count in counts)
+    new = torch.tensor(counts, dtype=torch.int32).to(q.device) if ragged else None
+    rotate = rotation(layer.rotary_emb, q, held)
+    tokens, raw = tokens_of(kv, rotate), {"k": kv[0], "v": kv[1]}
+    stores, rings = cache.room(tokens, counts), cache.ring(raw, l - 1)
+    none = {name: t[:, :, :0] for name, t in (("ck", kv[0]), ("cv", kv[1]))}
+    stores |= cache.room(none, counts, every=d)
+    where: dict[str, Any] = dict(counts=new, page_table=cache.page_table, page_size=cache.page_size)
+    for names in [("k", "v"), ("window_k", "window_v")][: len(tokens) // 2]:
+        decode.append(pick(tokens, names), pick(stores, names), held, n, **where)
+    decode.append(pick(raw, ("k", "v")), pick(rings, ("k", "v")), held, n, counts=new, ring=True)
+    if completes_window(cache.starts(b), counts, d):
+        windows = decode.recent(pick(rings, ("k", "v")), held, n, l, d)
+        summaries = layer.compress(dict(zip("kv", windows, strict=True)))
+        names = ("ck", "cv")
+        decode.append(pick(summaries, names), pick(stores, names), held, n, every=d, **where)
+
+    ranking = None
+    if layer.selection_stride > 1:
+        ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
+        like = held.new_empty(b, ranks, 0, layer.num_selected_blocks)
+        ranking = cache.ring({"ranking": like}, 1)["ranking"]
+    tensors: dict[str, Any] = {"q": rotate(q), "cq": q, **stores}
+    out = decode_attention(
+        **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
+        branch_gates=gates,
+        lengths=held,
+        counts=new,
+        page_table=cache.page_table,
+        ranking=ranking,
+        **layer.memory(q.dtype),
+        **{name: getattr(layer, name) for name in SETTINGS},
+        backend="triton",
+    )
+    held += n if new is None else new
+    cache.count(counts)
+    return out
+
+
+def pick(tensors: dict[str, Tensor], names: tuple[str, str]) -> tuple[Tensor, Tensor]:
+    return tensors[names[0]], tensors[names[1]]
+
+
+def completes_window(starts: list[int], counts: list[int], d: int) -> bool:
+    """Whether the new tokens are the last of a window of some row."""
+    return any((a + n) // d > a // d for a, n in zip(starts, counts, strict=True))

@@ -1,0 +1,362 @@
+"""A step of decoding by its own kernels: what eager PyTorch makes of the same cache, and what the
+layer makes of whole sequences."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from layers import DIM, SETTINGS, layer
+
+from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
+from native_sparse_attention.ops.decode import decode_attention
+from tests.budget import CUDA, DEVICE
+
+kernels = pytest.mark.kernels
+DTYPE = torch.float16 if CUDA else torch.float32
+SIZES = dict(
+    compress_block_size=8,
+    compress_block_sliding_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=3,
+    sliding_window_size=11,
+)
+
+
+def problem(
+    dtype, T=2, heads=(2, 1, 16, 16), N=64, lengths=(37, 5), memory=2, window=False, page=None,
+    sinks=False, **changed,
+):  # fmt: skip
+    """Arguments of `decode_attention`; behind the ends of the rows its storage holds NaN."""
+    settings = {**SIZES, **changed}
+    B, (H, K, D, E), d = len(lengths), heads, settings["compress_block_sliding_stride"]
+
+    def draw(*shape):
+        return torch.randn(shape, device=DEVICE).to(dtype)
+
+    tensors = {
+        "k": draw(B, N, K, D), "v": draw(B, N, K, E),
+        "ck": draw(B, N // d, K, D), "cv": draw(B, N // d, K, E),
+    }  # fmt: skip
+    if window:
+        tensors |= {"window_k": draw(B, N, K, D), "window_v": draw(B, N, K, E)}
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    if page:
+        tensors = {n: paged(t, page // (d if n in ("ck", "cv") else 1)) for n, t in tensors.items()}
+        order = torch.arange(B * (N // page), dtype=torch.int32, device=DEVICE)
+        settings["page_table"] = order.flip(0).view(B, -1)
+    tensors |= {"q": draw(B, T, H, D), "cq": draw(B, T, H, D)}
+    tensors["branch_gates"] = torch.rand(B, T, H, 3, device=DEVICE).to(dtype)
+    if memory:
+        tensors |= {"mem_k": draw(K, memory, D), "mem_v": draw(K, memory, E)}
+    if sinks:
+        settings["sinks"] = torch.randn(3, H, device=DEVICE)
+    return tensors, dict(settings, lengths=lengths)
+
+
+def paged(t, size):
+    """Pages [pages, size, K, D] of rows [B, N, K, D], the last first."""
+    return t.reshape(-1, size, *t.shape[2:]).flip(0)
+
+
+def ring(settings, heads, B):
+    """Rankings that tokens before may have had: at most one block, which is no candidate twice."""
+    ranks = heads[1] if settings.get("query_heads_share_selected_kv", True) else heads[0]
+    rankings = torch.full((B, ranks, 9, settings["num_selected_blocks"]), -1, dtype=torch.int32)
+    rankings[..., 0] = 0
+    return rankings.to(DEVICE)
+
+
+def assert_right(dtype, counts=None, **changed):
+    """Within twice the error of eager PyTorch in the same dtype, both against fp64, and one ulp."""
+    tensors, settings = problem(dtype, **changed)
+    B = len(tensors["q"])
+    if counts is not None:
+        settings["counts"] = torch.tensor(counts, device=DEVICE)
+    outs, rings = {}, {}
+    for name, backend, to in (
+        ("kernels", "triton", dtype), ("exact", "eager", torch.float64), ("low", "eager", dtype),
+    ):  # fmt: skip
+        given = {n: t.to(to) for n, t in tensors.items()}
+        if settings.get("selection_stride", 1) > 1:
+            rings[name] = ring(settings, changed.get("heads", (2, 1)), B)
+            given["ranking"] = rings[name]
+        outs[name] = decode_attention(**given, **settings, backend=backend)
+    out, exact, low = (outs[n].double() for n in ("kernels", "exact", "low"))
+    assert outs["kernels"].dtype == dtype and out.isfinite().all()
+    error, lowp, most = (out - exact).abs().max(), (low - exact).abs().max(), exact.abs().max()
+    assert error <= 2 * lowp + torch.finfo(dtype).eps * most, f"{error:.2e} > 2 x {lowp:.2e}"
+    assert not rings or torch.equal(rings["kernels"], rings["exact"])
+
+
+CASES = {
+    "plain": {},
+    "one token, probs": dict(T=1, importance="probs"),
+    "interpolated, one head": dict(interpolated_importance_score=True, heads=(1, 1, 16, 16)),
+    "own rankings": dict(query_heads_share_selected_kv=False, T=1),
+    "own rankings, probs": dict(query_heads_share_selected_kv=False, importance="probs", T=1),
+    "rankings of groups": dict(selection_stride=4, T=7, counts=(7, 3)),
+    "window of its own": dict(window=True, heads=(2, 2, 16, 24)),
+    "pages": dict(page=16),
+    "pages, probs, cap, sinks": dict(
+        page=8, window=True, T=3, importance="probs", soft_cap=2.0, sinks=True, heads=(4, 2, 16, 16)
+    ),
+    "forced blocks": dict(heads=(3, 1, 24, 16), num_initial_blocks=1, num_local_blocks=2),
+    "nothing to select": dict(num_selected_blocks=0, memory=0, T=1),
+    "d > s": dict(
+        compress_block_size=12, compress_block_sliding_stride=12, selection_block_size=4, N=60
+    ),
+    "short rows": dict(lengths=(0, 3)),
+    "narrow window": dict(sliding_window_size=2, num_local_blocks=3, sinks=True),
+    "no local block": dict(num_local_blocks=0, scale=-0.4),
+    "a long list": dict(
+        num_selected_blocks=20, selection_block_size=4, compress_block_sliding_stride=2,
+        compress_block_size=4, N=128, lengths=(90, 5), T=1,
+    ),
+}  # fmt: skip
+
+
+@kernels
+@pytest.mark.parametrize("case", CASES)
+def test_kernels(case):
+    assert_right(torch.float32, **CASES[case])
+
+
+WIDE = dict(
+    compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
+    num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2, sliding_window_size=511,
+    N=8192, lengths=(8000, 77, 4095),
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("T", [1, 4, 16])
+@pytest.mark.parametrize(
+    "dtype, heads",
+    [(torch.bfloat16, (64, 4, 128, 128)), (torch.bfloat16, (6, 2, 80, 48)),
+     (torch.bfloat16, (8, 8, 64, 64)), (torch.float16, (5, 1, 256, 256)),
+     (torch.float16, (64, 1, 192, 128)), (torch.float32, (8, 2, 64, 64))],
+    ids=lambda value: str(value).replace("torch.", ""),
+)  # fmt: skip
+def test_heads_and_dtypes(dtype, heads, T, importance):
+    assert_right(dtype, T=T, heads=heads, importance=importance, **WIDE)
+    assert_right(dtype, T=T, heads=heads, importance=importance, page=256, sinks=True, **WIDE)
+
+
+@kernels
+def test_what_lies_behind_a_row_is_of_no_matter():
+    tensors, settings = problem(torch.float32, T=4, importance="probs")
+    settings["counts"] = torch.tensor([4, 1], device=DEVICE)
+    expected = decode_attention(**tensors, **settings, backend="triton")
+    ends = (settings["lengths"] + settings["counts"])[:, None, None, None]
+    for name, every in (("k", 1), ("v", 1), ("ck", 4), ("cv", 4)):
+        t = tensors[name]
+        place = torch.arange(t.shape[1], device=DEVICE)[None, :, None, None]
+        tensors[name] = t.masked_fill((place + 1) * every > ends, float("nan"))
+    out = decode_attention(**tensors, **settings, backend="triton")
+    assert torch.equal(out, expected)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The steps that layers took by the kernels."""
+    taken = []
+
+    def step(*args):
+        taken.append(args[2])
+        return real(*args)
+
+    real = decoding.step
+    monkeypatch.setattr(decoding, "step", step)
+    return taken
+
+
+def caches(module, b, length):
+    page = module.selection_block_size * module.compress_block_sliding_stride
+    pages = -(-length // page)
+    return KVCache(length, b), PagedKVCache(page, b * pages, b, length)
+
+
+STEPPED = [
+    ("default", "rows"), ("shared rankings, probs", "rows"), ("independent", "pages"),
+    ("paper", "pages"),
+]  # fmt: skip
+if CUDA:
+    STEPPED = [(setting, form) for setting in SETTINGS for form in ("rows", "pages")]
+
+
+@kernels
+@pytest.mark.parametrize("setting, form", STEPPED)
+def test_steps_are_one_forward(setting, form, steps):
+    """After a prefill, several tokens at once and one by one; rows that take fewer; and a row that
+    ends, whose place a new sequence takes."""
+    settings = dict(SETTINGS[setting], dim_head=16) if CUDA else SETTINGS[setting]
+    module = layer(**settings, dtype=torch.float32).to(DEVICE)
+    exact = copy.deepcopy(module)
+    exact.backend = "eager"
+    x = torch.randn(2, 32, DIM, device=DEVICE)
+    cache = caches(module, 2, 48)[form == "pages"]
+    close = dict(atol=1e-4, rtol=1e-4) if CUDA else dict(atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        expected, done = exact(x), [0, 0]
+        for counts in ([19, 17], [3, 2], [1, 1], [0, 1]):
+            module.backend = "triton" if CUDA or done[0] else "eager"
+            inp = x.new_zeros(2, max(counts), DIM)
+            for row, n in enumerate(counts):
+                inp[row, :n] = x[row, done[row] : done[row] + n]
+            out = module(inp, cache=cache, lengths=counts)
+            for row, n in enumerate(counts):
+                right = expected[row, done[row] : done[row] + n]
+                torch.testing.assert_close(out[row, :n], right, **close)
+                assert (out[row, n:] == 0).all()
+                done[row] += n
+        assert len(steps) == 3 and cache.lengths == done
+        cache.reset([1])
+        out = module(x[:, done[0] : done[0] + 2], cache=cache)
+        torch.testing.assert_close(out[0], expected[0, done[0] : done[0] + 2], **close)
+        fresh = exact(x[1:, done[0] : done[0] + 2])[0]
+        torch.testing.assert_close(out[1], fresh, **close)
+        assert cache.lengths_on(DEVICE).tolist() == cache.lengths == [done[0] + 2, 2]
+
+
+@kernels
+def test_steps_that_are_none(steps):
+    """With gradients, with more tokens than the kernels take, and by another backend."""
+    module = layer(dtype=torch.float32).to(DEVICE)
+    x = torch.randn(1, 40, DIM, device=DEVICE)
+    module(x[:, :2], cache=KVCache(64, 1))
+    with torch.no_grad():
+        cache = KVCache(64, 1)
+        module(x[:, :17], cache=cache)
+        module(x[:, :1], cache=cache, disable_triton_kernel=True)
+        module(x[:, :1], cache=KVCache(64, 1, rollback=0))
+    assert not steps
+
+
+def test_bad_input():
+    tensors, settings = problem(torch.float32)
+    q, rows = tensors["q"], len(tensors["q"])
+    table = torch.zeros(rows, 4, dtype=torch.int32)
+    for wrong, message in [
+        (dict(lengths=torch.zeros(rows + 1, dtype=torch.int32)), "lengths"),
+        (dict(lengths=torch.zeros(rows)), "lengths must be int32 or int64, got torch.float32"),
+        (dict(counts=torch.zeros(rows, dtype=torch.bool)), "counts must be int32 or int64"),
+        (dict(ck=tensors["ck"][:1]), "ck"),
+        (dict(window_k=tensors["k"]), "window_k and window_v go together"),
+        (dict(selection_stride=2), "ranking must be given where selection_stride is above 1"),
+        (
+            dict(selection_stride=2, ranking=torch.zeros(rows, 1, 2, 3, dtype=torch.int32)),
+            "ranking must be int32 of shape .* of at least T . 1 = 3 tokens",
+        ),
+        (
+            dict(page_table=table, ck=tensors["ck"][:, :3], cv=tensors["cv"][:, :3]),
+            "ck must hold N / d = 16",
+        ),
+        (dict(num_selected_blocks=-1), "num_selected_blocks"),
+    ]:
+        wrong = {n: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for n, t in wrong.items()}
+        with pytest.raises(ValueError, match=message):
+            decode_attention(**{**tensors, **settings, **wrong})
+    with pytest.raises(NotImplementedError, match="17 new tokens in each row, at most 16"):
+        many = {n: tensors[n].repeat(1, 9, 1, 1)[:, :17] for n in ("q", "cq", "branch_gates")}
+        decode_attention(**{**tensors, **many, **settings}, backend="triton")
+    with pytest.raises(NotImplementedError, match="its kernels have no gradients"):
+        decode_attention(**{**tensors, "q": q.requires_grad_()}, **settings, backend="triton")
+
+
+# sampling
+
+
+def model(**kwargs):
+    torch.manual_seed(0)
+    sparse = dict(
+        sliding_window_size=9, compress_block_size=8, compress_block_sliding_stride=4,
+        selection_block_size=8, num_selected_blocks=2, num_compressed_mem_kv=1, **kwargs,
+    )  # fmt: skip
+    net = Transformer(
+        40, 32, 2, dim_head=16, heads=4, kv_heads=2, use_sparse_attn=True, sparse_attn_kwargs=sparse
+    )
+    return net.to(DEVICE).eval()
+
+
+@pytest.mark.parametrize("use_sparse_attn", [True, False])
+def test_prompts_of_different_lengths(use_sparse_attn):
+    """Each goes on as it would alone, with the cache or without."""
+    net = model() if use_sparse_attn else Transformer(40, 32, 1, dim_head=16, heads=2).to(DEVICE)
+    prompt, lengths = torch.randint(0, 40, (3, 11), device=DEVICE), [11, 4, 7]
+    call = dict(temperature=0.0, prompt_lengths=lengths)
+    cached = net.sample(prompt, 40, **call)
+    assert cached.shape == (3, 29)
+    for row, n in enumerate(lengths):
+        alone = net.sample(prompt[row : row + 1, :n], n + 29, temperature=0.0)
+        assert torch.equal(cached[row : row + 1], alone)
+    assert torch.equal(net.sample(prompt, 40, use_cache_kv=False, **call), cached)
+
+
+@pytest.mark.parametrize("use_cache_kv", [True, False])
+def test_stop_tokens(use_cache_kv):
+    """A text repeats the token that ended it; where all have ended, none follows."""
+    net = model()
+    prompt = torch.randint(0, 40, (2, 5), device=DEVICE)
+    call = dict(temperature=0.0, use_cache_kv=use_cache_kv)
+    free = net.sample(prompt, 30, **call)
+    stop = free[0, 3].item()
+    out = net.sample(prompt, 30, stop_tokens=stop, **call)
+    for row, text in zip(out, free):
+        end = (text == stop).nonzero()[0].item() if (text == stop).any() else len(text)
+        assert torch.equal(row[: end + 1], text[: len(row)][: end + 1])
+        assert (row[end:] == stop).all()
+    everything = net.sample(prompt, 30, stop_tokens=range(40), **call)
+    assert torch.equal(everything, free[:, :1])
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(prompt_lengths=[5]), "prompt_lengths must be 2 integers between 1 and 5"),
+        (dict(prompt_lengths=[0, 5]), "prompt_lengths must be"),
+        (dict(prompt_lengths=[1.0, 5]), "prompt_lengths must be integers"),
+        (dict(stop_tokens=[1.5]), "stop_tokens must be token ids, got 1.5"),
+        (dict(stop_tokens=-1), "stop_tokens must be token ids, got -1"),
+    ],
+)
+def test_bad_prompts(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        model().sample(torch.zeros(2, 5, dtype=torch.long, device=DEVICE), 9, **wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changed", [{}, dict(selection_stride=4), dict(importance="probs")], ids=str
+)
+def test_graphs_sample_what_eager_pytorch_does(changed, steps):
+    """Greedy, in fp32: the same tokens; and the graphs are replayed, not passed by."""
+    net = model(**changed)
+    prompt = torch.randint(0, 40, (3, 21), device=DEVICE)
+    call = dict(temperature=0.0, prompt_lengths=[21, 6, 13])
+    graphed = net.sample(prompt, 90, **call)
+    # a step as it is and a captured one, of each kind and layer
+    assert len(steps) <= 8
+    for block in net.layers:
+        block[0].backend = "eager"
+    assert torch.equal(net.sample(prompt, 90, use_cache_kv=False, **call), graphed)
+    assert torch.equal(net.sample(prompt, 90, **call), graphed)
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_nothing():
+    module = layer(dim_head=16, dtype=torch.float32).cuda()
+    x = torch.randn(2, 60, DIM, device="cuda")
+    for cache in caches(module, 2, 96):
+        with torch.no_grad():
+            module(x[:, :30], cache=cache)
+            module(x[:, 30:36], cache=cache)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the mode is a prototype, torch says
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                for i in range(36, 60):
+                    module(x[:, i : i + 1], cache=cache)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
