@@ -118,7 +118,9 @@ def time_cpu(call: Callable[[], Any], seconds: float) -> list[float]:
     return times
 
 
-def time_cuda(call: Callable[[], Any], seconds: float, device: torch.device) -> list[float]:
+def time_cuda(
+    call: Callable[[], Any], seconds: float, device: torch.device, clean: bool
+) -> list[float]:
     """Times in ms by CUDA events around the call alone, the L2 cache overwritten before each. The
     GPU is kept waiting until the call is launched, as it is kept busy in training: what is timed is
     the GPU's work."""
@@ -133,6 +135,8 @@ def time_cuda(call: Callable[[], Any], seconds: float, device: torch.device) -> 
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for start, end in events:
             flush.zero_()
+            if clean:
+                flush.view(torch.int64).sum()
             torch.cuda._sleep(wait)
             start.record()
             call()
@@ -146,10 +150,14 @@ def time_cuda(call: Callable[[], Any], seconds: float, device: torch.device) -> 
     return times(repeats)
 
 
-def time_call(call: Callable[[], Any], seconds: float, device: torch.device) -> Row:
-    """p20, p50, p80 of about `seconds` of repeated calls."""
+def time_call(
+    call: Callable[[], Any], seconds: float, device: torch.device, clean: bool = False
+) -> Row:
+    """p20, p50, p80 of about `seconds` of repeated calls. With `clean` the flush of the GPU's cache
+    ends with a read: what a write leaves there the call would have to write back, which counts
+    where the call takes microseconds."""
     if device.type == "cuda":
-        times = time_cuda(call, seconds, device)
+        times = time_cuda(call, seconds, device, clean)
     else:
         times = time_cpu(call, seconds)
     return {**quantiles(times), "repeats": len(times)}

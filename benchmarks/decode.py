@@ -164,7 +164,7 @@ def measure(
     replay, out = captured(lambda: provider.call(x, step), device)
     queries = sorted({(b, t) for b in (0, step.B - 1) for t in (0, step.T - 1)})
     share = verify(provider, x, step, out, queries)
-    time = common.time_call(replay, seconds, device)
+    time = common.time_call(replay, seconds, device, clean=True)
     us = {f"{name}_us": round(1e3 * time[f"{name}_ms"], 2) for name in ("p20", "p50", "p80")}
     read = provider.bytes(step)
     gbps = float(f"{read / us['p50_us'] / 1e3:.3g}")

@@ -221,7 +221,7 @@ def rank_kernel(
     ring_row = (b * RANKS + r) * RING
     row = (b * T + t) * RANKS + r
     leader = position // STRIDE * STRIDE
-    if leader == position:
+    if (leader == position) & (t < count):
         hi = tl.minimum(position // d, W)
         end = candidates_end(position, NEVER, LOCAL, d, s, True)
         own = scores + row * W
@@ -238,15 +238,14 @@ def rank_kernel(
         ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [SLOTS_2])
         for j in range(STRIDE):
             if t + j < T:
-                ring_at = ring_row + (position + j) % max(RING, 1)
-                own_row, keep = row + j * RANKS, t + j < count
-                write_list(ranking, lists, ring, own_row, ring_at, keep, SLOTS, RING)
-    elif leader < length:
+                to, at = row + j * RANKS, ring_row + (position + j) % max(RING, 1)
+                write_list(ranking, lists, ring, to, at, t + j < count, SLOTS, RING)
+    elif (leader < length) & (t < count):
         slot = tl.arange(0, SLOTS_2)
         kept = ring + (ring_row + (length - 1) % max(RING, 1)) * SLOTS + slot
         ranking = tl.load(kept, mask=slot < SLOTS, other=-1)
         ring_at = ring_row + position % max(RING, 1)
-        write_list(ranking, lists, ring, row, ring_at, t < count, SLOTS, RING)
+        write_list(ranking, lists, ring, row, ring_at, True, SLOTS, RING)
 
 
 # branches 2 and 3
@@ -254,13 +253,13 @@ def rank_kernel(
 
 @triton.jit(do_not_specialize=["T", "ITEMS"])
 def blocks_kernel(
-    q, k, v, lists, lengths, table, parts, part_lse, T, RANKS, ITEMS, scale_log2, cap, q_b, q_t,
-    q_h, k_b, k_n, k_h, v_b, v_n, v_h, t_b,
+    q, k, v, lists, lengths, counts, table, parts, part_lse, T, RANKS, ITEMS, scale_log2, cap, q_b,
+    q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, t_b,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, SLOTS: tl.constexpr,
     SLOTS_2: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr, w: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, LISTED: tl.constexpr, NEAR: tl.constexpr,
-    FUSED: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
+    FUSED: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """One program: the G query heads of one token that rank together, against ITEMS blocks. With
     NEAR of those that reach into the window, whose keys alone count; else of the LISTED ones: those
@@ -269,7 +268,8 @@ def blocks_kernel(
     split, t = tl.program_id(0), tl.program_id(2)
     b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
     h = r // SHARE
-    last = tl.load(lengths + b) + t
+    # of tokens past `counts` there are no keys
+    last = tl.load(lengths + b) + (tl.minimum(t, tl.load(counts + b) - 1) if COUNTED else t)
     own, edge = last // s, tl.maximum(last - w, 0)
     begin, end = 0, last + 1
     if NEAR:

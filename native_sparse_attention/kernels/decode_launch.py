@@ -163,10 +163,10 @@ def attend_blocks(
     parts, lse = empty_parts(splits, q, E)
     if splits:
         decode.blocks_kernel[(splits, B * ranks, T)](
-            q=q, k=k, v=v, lists=lists, lengths=step.lengths, parts=parts, part_lse=lse, T=T,
+            q=q, k=k, v=v, lists=lists, parts=parts, part_lse=lse, T=T,
             RANKS=ranks, scale_log2=at.scale * launch.LOG2_E, **launch.cap(at.soft_cap),
             **launch.strides("q", q, "bth"), **launch.strides("k", k, "bnh"),
-            **launch.strides("v", v, "bnh"), **step.pages(), **widths(k, v), G=H // ranks,
+            **launch.strides("v", v, "bnh"), **step.arguments(), **widths(k, v), G=H // ranks,
             SHARE=ranks // K, BLOCK_M=launch.padded(H // ranks), SLOTS=at.n,
             SLOTS_2=max(2, triton.next_power_of_2(at.n)), s=at.s, BLOCK_S=launch.padded(at.s),
             w=at.w, INITIAL=at.num_initial, LOCAL=at.num_local,
