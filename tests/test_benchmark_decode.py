@@ -116,7 +116,7 @@ def test_wrong_dense_attention_is_not_timed():
     dense, kernels = decode_step.PROVIDERS[0], decode_step.PROVIDERS[0].kernels
     decode.check(dense, SMALL, CPU)
     with pytest.raises(WrongResult, match="out errs by"):
-        decode.check(Unmasked("wrong", kernels), SMALL, CPU)
+        decode.check(Unmasked("wrong", kernels, as_rows=False), SMALL, CPU)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -159,7 +159,7 @@ def test_bytes_by_hand():
     assert decode_step.tokens_read(two) == 33 + 6 * 16 + 16
     # query and output of 4 heads; 79 windows end before the query
     assert Ours("", "logits").bytes(one) == 4 * 16 * (2 * 4 + 2 * 2 * (96 + 79))
-    assert Dense("", None).bytes(two) == 5 * 4 * 16 * (2 * 2 * 4 + 2 * 2 * 320)
+    assert Dense("", None, as_rows=True).bytes(two) == 5 * 4 * 16 * (2 * 2 * 4 + 2 * 2 * 320)
     # few tokens: the local blocks are all there is
     assert decode_step.tokens_read(Step(dataclasses.replace(setting, T=32), 1)) == 32
     # what the project decodes

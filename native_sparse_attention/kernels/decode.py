@@ -263,19 +263,21 @@ def blocks_kernel(
 ):  # fmt: skip
     """One program: the G query heads of one token that rank together, against ITEMS blocks. With
     NEAR of those that reach into the window, whose keys alone count; else of the LISTED ones: those
-    of its list, the initial and the local. Where both branches have the same keys (FUSED), the
-    latter leave those of the window to the former."""
+    of its list, the initial and the local. Where both branches have the same keys and the window
+    covers the local blocks (FUSED), these are the last NEAR share, which counts for both."""
     split, t = tl.program_id(0), tl.program_id(2)
     b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
     h = r // SHARE
     # of tokens past `counts` there are no keys
     last = tl.load(lengths + b) + (tl.minimum(t, tl.load(counts + b) - 1) if COUNTED else t)
     own, edge = last // s, tl.maximum(last - w, 0)
-    begin, end = 0, last + 1
+    begin, near, near_end = 0, edge // s + split * ITEMS, own + 1
     if NEAR:
         begin = edge
-    elif FUSED:
-        end = edge
+    if FUSED:
+        is_both = split == tl.num_programs(0) - 1
+        near = tl.where(is_both, tl.maximum(own - LOCAL + 1, 0), near)
+        near_end = tl.where(is_both, own + 1, own - LOCAL + 1)
     row = tl.arange(0, BLOCK_M)
     head, real = r * G + row, row < G
     q_tile = load_rows(q, b * q_b + t.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
@@ -287,10 +289,10 @@ def blocks_kernel(
     m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for item in range(split * ITEMS, (split + 1) * ITEMS):
-        if NEAR:
-            c = edge // s + item
-        else:
+    for i in range(ITEMS):
+        item, c = split * ITEMS + i, near + i
+        c = tl.where(c < near_end, c, -1)
+        if not NEAR:
             c = tl.max(tl.where(slot == item, chosen, -1), 0)
             forced = item - SLOTS
             initial = (forced >= 0) & (forced < INITIAL) & (forced <= own - LOCAL)
@@ -298,7 +300,7 @@ def blocks_kernel(
             c = tl.where((forced >= INITIAL) & (item < LISTED), own - (forced - INITIAL), c)
         u = tl.arange(0, BLOCK_S)
         n = c * s + u
-        seen = (u < s) & (c >= 0) & (n >= begin) & (n < end)
+        seen = (u < s) & (c >= 0) & (n >= begin) & (n <= last)
         # a page holds whole blocks
         first = tl.minimum(tl.maximum(c, 0), own) * s
         k_rows = places(first, b, table, k_b, k_n, t_b, PAGE) + u.to(tl.int64) * k_n
@@ -356,15 +358,13 @@ def weighted(tile, weight):
 
 @triton.jit(do_not_specialize=["T", "ROWS"])
 def join_kernel(
-    cmp, cmp_lse, far, far_lse, near, near_lse, lists, lengths, sinks, gates, counts, out, T, H,
-    RANKS, ROWS, CMP_SPLITS, FAR_SPLITS, NEAR_SPLITS, g_b, g_t, g_h, g_3,
+    cmp, cmp_lse, far, far_lse, near, near_lse, sinks, gates, counts, out, T, H, ROWS, CMP_SPLITS,
+    FAR_SPLITS, NEAR_SPLITS, g_b, g_t, g_h, g_3,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_CMP: tl.constexpr, BLOCK_FAR: tl.constexpr,
-    BLOCK_NEAR: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, s: tl.constexpr,
-    w: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, FUSED: tl.constexpr,
-    SINKS: tl.constexpr, COUNTED: tl.constexpr,
+    BLOCK_NEAR: tl.constexpr, FUSED: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row of `out = g_cmp cmp + g_sel sel + g_win win`; 0 past `counts`. Shares of
-    the window are the selection's too where their block is of it (FUSED)."""
+    """One program: a row of `out = g_cmp cmp + g_sel sel + g_win win`; 0 past `counts`. The last
+    share of the window is the selection's too (FUSED)."""
     row = tl.program_id(0)
     token, head = row // H, row % H
     b, t = (token // T).to(tl.int64), token % T
@@ -376,14 +376,7 @@ def join_kernel(
     g_sel, g_win = tl.load(gate + g_3).to(tl.float32), tl.load(gate + 2 * g_3).to(tl.float32)
     near_sel = tl.full([BLOCK_NEAR], NO_SCORE, tl.float32)
     if FUSED:
-        last = tl.load(lengths + b) + t
-        slot = tl.arange(0, SLOTS_2)
-        listed = lists + (token.to(tl.int64) * RANKS + head // (H // RANKS)) * SLOTS
-        chosen = tl.load(listed + slot, mask=slot < SLOTS, other=-1)
-        c = tl.maximum(last - w, 0) // s + tl.arange(0, BLOCK_NEAR)
-        member = tl.max((chosen[:, None] == c[None]).to(tl.int32), 0) > 0
-        member = member | (c < INITIAL) | (c > last // s - LOCAL)
-        near_sel = tl.where(member, near_x, NO_SCORE)
+        near_sel = tl.where(tl.arange(0, BLOCK_NEAR) == NEAR_SPLITS - 1, near_x, NO_SCORE)
 
     lse_cmp, lse_sel, lse_win = lse_of(cmp_x), lse_of(far_x), lse_of(near_x)
     lse_sel = log_add(lse_sel, lse_of(near_sel))

@@ -17,13 +17,13 @@ from .entries import Step, widths
 from .tiles import MOST_IN_LISTS, RankingTile, Tile
 
 # programs that fill a GPU, of those that read windows and those that read blocks
-PROGRAMS = {"windows": 264, "blocks": 528}
+PROGRAMS = {"windows": 264, "blocks": 264}
 MOST_SPLITS = 64
 # rows of queries at most, but for the heads of one token, and windows; the blocks' own are of one
 # token and as wide as they are
 TILES = {
     "windows": {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
-    "blocks": {128: Tile(0, 0, 4, 3), 256: Tile(0, 0, 4, 1)},
+    "blocks": {128: Tile(0, 0, 4, 2), 256: Tile(0, 0, 4, 1)},
 }
 TILES_FLOAT32 = Tile(64, 32, 4, 1)
 RANKING = RankingTile(1, 128, 128, 4, 4, 1, 64)
@@ -149,17 +149,17 @@ def attend_blocks(
     near: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Shares of branch 3 (`near`) or of branch 2, and their lse. With `fused` the keys of the
-    window are the former's alone."""
+    """Shares of branch 3 (`near`) or of branch 2, and their lse. With `fused` the local blocks are
+    the last of the former."""
     B, T, H, D = q.shape
     K, E, ranks = k.shape[2], v.shape[-1], lists.shape[2]
-    # local blocks that the window covers are its own
-    covered = fused and at.w + 1 >= at.num_local * at.s
-    listed = at.n + at.num_initial + (0 if covered else at.num_local)
-    items = near_blocks(at) if near else listed
+    listed = at.n + at.num_initial + (0 if fused else at.num_local)
+    items = near_blocks(at) - at.num_local * fused if near else listed
     tile = decode_tile("blocks", max(D, E), q.dtype)
     each = max(1, triton.cdiv(items, splits_of(B * ranks * T, PROGRAMS["blocks"], items)))
-    splits = triton.cdiv(items, each)
+    if near and fused:
+        each = max(each, at.num_local)
+    splits = triton.cdiv(items, each) + (near and fused)
     parts, lse = empty_parts(splits, q, E)
     if splits:
         decode.blocks_kernel[(splits, B * ranks, T)](
@@ -170,7 +170,7 @@ def attend_blocks(
             SHARE=ranks // K, BLOCK_M=launch.padded(H // ranks), SLOTS=at.n,
             SLOTS_2=max(2, triton.next_power_of_2(at.n)), s=at.s, BLOCK_S=launch.padded(at.s),
             w=at.w, INITIAL=at.num_initial, LOCAL=at.num_local,
-            LISTED=listed, ITEMS=each, NEAR=near, FUSED=fused, num_warps=tile.num_warps,
+            LISTED=listed, ITEMS=each, NEAR=near, FUSED=near and fused, num_warps=tile.num_warps,
             num_stages=tile.num_stages if at.s <= 64 else 1,
         )  # fmt: skip
     return parts, lse
@@ -183,11 +183,9 @@ def near_blocks(at: Settings) -> int:
 
 def join(
     parts: list[tuple[Tensor, Tensor]],
-    lists: Tensor,
     sinks: Tensor | None,
     gates: Tensor,
     step: Step,
-    at: Settings,
     fused: bool,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -196,16 +194,15 @@ def join(
     B, T, H, E = near.shape[1:]
     out = gates.new_empty(B, T, H, E, dtype=dtype)
     counted, rows = step.counts is not None, B * T * H
+    most = max(t.shape[0] for t, _ in parts)
     decode.join_kernel[(rows,)](
-        cmp, cmp_lse, far, far_lse, near, near_lse, lists, step.lengths,
-        near_lse if sinks is None else sinks, gates, step.counts if counted else step.lengths, out,
-        T, H, lists.shape[2], rows, cmp.shape[0], far.shape[0], near.shape[0], *gates.stride(), E=E,
-        BLOCK_E=launch.padded(E), BLOCK_CMP=triton.next_power_of_2(cmp.shape[0]),
+        cmp, cmp_lse, far, far_lse, near, near_lse, near_lse if sinks is None else sinks, gates,
+        step.counts if counted else step.lengths, out, T, H, rows, cmp.shape[0], far.shape[0],
+        near.shape[0], *gates.stride(), E=E, BLOCK_E=launch.padded(E),
+        BLOCK_CMP=triton.next_power_of_2(cmp.shape[0]),
         BLOCK_FAR=triton.next_power_of_2(max(1, far.shape[0])),
-        BLOCK_NEAR=triton.next_power_of_2(near.shape[0]), SLOTS=at.n,
-        SLOTS_2=max(2, triton.next_power_of_2(at.n)), s=at.s, w=at.w, INITIAL=at.num_initial,
-        LOCAL=at.num_local, FUSED=fused, SINKS=sinks is not None, COUNTED=counted,
-        num_warps=min(4, max(1, triton.next_power_of_2(max(t.shape[0] for t, _ in parts)) // 16)),
+        BLOCK_NEAR=triton.next_power_of_2(near.shape[0]), FUSED=fused, SINKS=sinks is not None,
+        COUNTED=counted, num_warps=min(4, max(1, triton.next_power_of_2(most) // 16)),
     )  # fmt: skip
     return out
 
@@ -255,7 +252,8 @@ def attend(
     parts, lse, scores = attend_windows(q if cq is None else cq, ck, cv, memory, W, step, at)
     lists = q.new_full((*q.shape[:2], ranks, at.n), -1, dtype=torch.int32)
     wk, wv = window or (k, v)
-    fused = window is None
+    # the window covers the local blocks, and its keys are the selection's
+    fused = window is None and 0 < at.num_local * at.s <= at.w + 1
     # the ranking leaves the GPU idle
     with beside(q.device):
         near = attend_blocks(q, wk, wv, lists, step, at, True, fused)
@@ -265,4 +263,4 @@ def attend(
         rank(scores, lists, ranking if at.stride > 1 else None, step, at)
     far = attend_blocks(q, k, v, lists, step, at, False, fused)
     caught_up(q.device)
-    return join([(parts, lse), far, near], lists, sinks, gates, step, at, fused, q.dtype)
+    return join([(parts, lse), far, near], sinks, gates, step, fused, q.dtype)
