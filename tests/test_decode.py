@@ -9,7 +9,6 @@ import torch
 from layers import DIM, SETTINGS, layer
 
 from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
-from native_sparse_attention.kernels import decode_launch
 from native_sparse_attention.ops.decode import decode_attention
 from tests.budget import CUDA, DEVICE
 
@@ -149,6 +148,8 @@ def test_heads_and_dtypes(dtype, heads, T, importance):
 @pytest.mark.parametrize("changed", [{}, dict(window=True), dict(page=16, counts=(2, 1))], ids=str)
 def test_shares_of_several_blocks(changed, monkeypatch):
     """As where rows are many: few programs for each."""
+    from native_sparse_attention.kernels import decode_launch
+
     monkeypatch.setattr(decode_launch, "PROGRAMS", {"windows": 2, "blocks": 8})
     forced = dict(num_initial_blocks=1, num_local_blocks=2, sliding_window_size=29)
     assert_right(torch.float32, **forced, **changed)
