@@ -5,6 +5,7 @@ from .cache import KVCache
 from .ops.block_masked import block_masked_attention, mask_blocker
 from .ops.block_sizes import BlockSizes
 from .ops.chunked import chunked_attention
+from .ops.decode import decode_attention
 from .ops.functional import (
     compressed_attention,
     selected_attention,
@@ -28,6 +29,7 @@ __all__ = [
     "block_masked_attention",
     "chunked_attention",
     "compressed_attention",
+    "decode_attention",
     "mask_blocker",
     "mha_reference",
     "mha_reference_bwd",

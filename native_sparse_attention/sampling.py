@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
@@ -70,9 +71,23 @@ def sample_token(
     return tokens.gather(-1, choice)[:, 0]
 
 
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Without dropout, and then as before."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()
+
+
 class GraphedSteps:
-    """`forward(ids)`, ids [b n], over caches whose rows each take n more tokens, replayed as a CUDA
-    graph where the device counts the rows' lengths by itself.
+    """`forward(ids)`, ids [b n], over a model's caches, one a layer and all of one length, whose
+    rows each take n more tokens; replayed as a CUDA graph where the device counts the rows' lengths
+    by itself.
 
     Two graphs: of steps that complete a window of some row, and of those that do not. The first
     step of each kind runs as it is, and so do all where there is nothing to capture: on another
@@ -95,9 +110,10 @@ class GraphedSteps:
         if kind not in self.seen or not self.can_capture(ids):
             self.seen.add(kind)
             return self.forward(ids)
+        self.caches[0].check(len(ids), ids.shape[1], None)
         for cache in self.caches:
-            cache.check(len(ids), ids.shape[1], None)
-            cache.room({}, counts)
+            if cache.page_size is not None:
+                cache.room({}, counts)
         if self.ids is None:
             self.ids = ids.clone()
         self.ids.copy_(ids)
@@ -141,13 +157,11 @@ def generate(
     done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     token = None
     for _ in range(steps):
-        training = model.training
-        model.eval()
         if after is None:
-            logits = model(text, disable_flex=True)[rows, place - 1]
+            with evaluating(model):
+                logits = model(text, disable_flex=True)[rows, place - 1]
         else:
             logits = after(token)
-        model.train(training)
         new = sample_token(logits, *rule)
         # a text that has ended goes on with the token that ended it
         token = new if token is None else torch.where(done, token, new)
@@ -168,13 +182,18 @@ def cached_logits(
     """A function that gives logits [b t] after the prompt, and then after each token [b]."""
     cache = model.new_cache(max_length=max(1, max(held, default=1) + steps), batch=len(prompt))
     d = getattr(model.layers[0][0], "compress_block_sliding_stride", 1)
-    graphed = GraphedSteps(lambda ids: model(ids, cache=cache, disable_flex=True), cache, d)
+
+    def forward(ids: Tensor, lengths: list[int] | None = None) -> Tensor:
+        with evaluating(model):
+            return model(ids, cache=cache, disable_flex=True, lengths=lengths)
+
+    graphed = GraphedSteps(forward, cache, d)
     lengths = held if min(held, default=0) < prompt.shape[1] else None
 
     def after(token: Tensor | None) -> Tensor:
         if token is not None:
             return graphed(token[:, None])[:, -1]
-        logits = model(prompt, cache=cache, disable_flex=True, lengths=lengths)
+        logits = forward(prompt, lengths)
         last = torch.tensor(held, device=prompt.device) - 1
         return logits[torch.arange(len(prompt), device=prompt.device), last]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.masks import create_sliding_mask
-from native_sparse_attention.ops import flex, reference
+from native_sparse_attention.ops import flex, functional, reference
 
 D, E = 8, 6  # widths of keys and of values
 
@@ -301,6 +301,39 @@ def test_gpu_agrees_with_reference(shape, causal):
         expected_grads = torch.autograd.grad(expected, exact, cotangent.double())
         for grad, expected_grad in zip(grads, expected_grads, strict=True):
             torch.testing.assert_close(grad.double(), expected_grad, **close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", [{}, dict(soft_cap=2.0), dict(sinks=True)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_gpu_documents_caps_and_sinks(causal, extra):
+    """The public operations over packed documents, outputs and gradients, sinks' own included."""
+    cu_seqlens = torch.tensor([0, 200, 200, 201, 330, 337], device="cuda")
+    T, d = 337, 8
+    windows = sum(-(-n // d) if not causal else n // d for n in cu_seqlens.diff().tolist())
+    lists = torch.rand(1, T, 2, 25, device="cuda").argsort(-1)[..., :3].to(torch.int32)
+    call = dict(causal=causal, cu_seqlens=cu_seqlens, **extra)
+    selected = dict(selection_block_size=8, num_initial_blocks=1, num_local_blocks=2)
+    for op, length, kwargs in (
+        (functional.sliding_window_attention, T, dict(sliding_window_size=40)),
+        (functional.selected_attention, T, dict(block_indices=lists, **selected)),
+        (functional.compressed_attention, windows, dict(compress_block_sliding_stride=d)),
+    ):
+        tensors = draw(1, T, T, 2, 4, torch.float32, D=64, E=32, device="cuda")
+        tensors = [tensors[0], *(t[:, :length] for t in tensors[1:])]
+        if "sinks" in extra:
+            tensors.append(torch.randn(8, device="cuda"))
+        results = []
+        for dtype, backend in ((torch.float32, "flex"), (torch.float64, "eager")):
+            leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
+            given = {**kwargs, **call} | ({"sinks": leaves[3]} if "sinks" in extra else {})
+            out = op(*leaves[:3], backend=backend, **given)
+            weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape)
+            grads = torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)
+            results.append([out, *grads])
+        for got, right in zip(*results, strict=True):
+            atol = 2e-3 * max(1.0, right.abs().max().item())
+            torch.testing.assert_close(got.double(), right, rtol=0, atol=atol)
 
 
 @pytest.mark.gpu
