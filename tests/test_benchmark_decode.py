@@ -233,6 +233,7 @@ def test_page_is_drawn_from_the_rows(tmp_path, monkeypatch):
     decode.main(["--table", "--out", str(path)])
     drawn = copied.read_text(encoding="utf-8")
     assert "| ours | 40.0 (2.00); 1234 |" in drawn and (tmp_path / "decode.png").exists()
+    monkeypatch.undo()
     assert decode_report.render(drawn, *rows) == page
     assert decode_report.table([]) == decode_report.NO_ROWS
     assert decode_report.sampling_table([]) == decode_report.NO_SAMPLES

@@ -191,7 +191,6 @@ def caches(module, b, length):
 
 STEPPED = [
     ("default", "rows"), ("shared rankings, probs", "rows"), ("independent", "pages"),
-    ("paper", "pages"),
 ]  # fmt: skip
 if CUDA:
     STEPPED = [(setting, form) for setting in SETTINGS for form in ("rows", "pages")]

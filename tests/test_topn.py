@@ -98,7 +98,7 @@ def test_n_best(n, C, columns, depth):
             assert not missed, name
 
 
-@pytest.mark.parametrize("n", [33, 64])
+@pytest.mark.parametrize("n", [64, 33][: 1 + torch.cuda.is_available()])
 def test_long_rankings(n):
     for name in ("random", "equal", "some missing"):
         scores = to_device(patterns(150, 0)[name])
