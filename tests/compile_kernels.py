@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels import decode_launch, entries, launch
 from native_sparse_attention.ops import fused, library
 from native_sparse_attention.ops.documents import Documents
 
@@ -134,11 +134,36 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, gated=False):
         out.sum().backward()
 
 
+def step(dtype, heads, T=1, page=0, **settings):
+    """A step of decoding, over rows or pages."""
+    H, K, D, E = heads
+    B, N, d = 4, 1024, 16
+    pages, n = (B * N // page, page) if page else (B, N)
+    shapes = [(B, T, H, D), (pages, n, K, D), (pages, n, K, E)]
+    shapes += [(pages, n // d, K, D), (pages, n // d, K, E), (B, T, H, 3)]
+    table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
+    where = entries.Step(torch.zeros(B, dtype=torch.int32), None, table, page)
+    at = dict(
+        l=32, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
+        num_local=2, stride=1, shared=True, scale=0.1, soft_cap=None,
+    )  # fmt: skip
+    at = decode_launch.Settings(**{**at, **settings})
+    ring = torch.zeros(B, K, 20, at.n, dtype=torch.int32)
+    tensors = (torch.randn(shape).to(dtype) for shape in shapes)
+    decode_launch.attend(*tensors, None, None, None, ring, None, where, at)
+
+
 if __name__ == "__main__":
     compile_only(int(sys.argv[1]))
     some = sys.argv[2:]
     if "small" in some:
         layer(torch.bfloat16, use_diff_topk=True, packed=True, soft_cap=2.0, sinks=True)
+    if not some or "small" in some:
+        step(torch.bfloat16, (16, 1, 128, 128), stride=4, page=128)
+    if not some or "decode" in some:
+        step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=16, soft_cap=2.0)
+        step(torch.bfloat16, (3, 1, 192, 128), T=4, interpolated=True)
+        step(torch.float32, (4, 4, 80, 40), n=20)
     if not some or "layer" in some:
         layer(torch.bfloat16)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention import (
+    KVCache,
+    PagedKVCache,
+    SparseAttention,
     compressed_attention,
     kernels,
     native_sparse_attention,
@@ -129,6 +132,18 @@ def alike(dtype: torch.dtype) -> None:
             run(selected_attention, q, k, v, lists, selection_block_size=5)
 
 
+def steps(cache: KVCache, **settings: Any) -> None:
+    """Steps of decoding, of one token and of several, some of them not real, to a window's end."""
+    module = SparseAttention(
+        24, 16, 4, 5, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        num_compressed_mem_kv=1, backend="triton", **settings,
+    ).to(DEVICE)  # fmt: skip
+    with torch.no_grad():
+        for counts in ([13, 2], [3, 1], [1, 1]):
+            inp = draw(2, max(counts), 24, dtype=torch.float32).detach()
+            module(inp, cache=cache, lengths=counts)
+
+
 def main() -> None:
     known, launched = watch()
     first, second = LOW
@@ -142,6 +157,8 @@ def main() -> None:
     gates = {"use_diff_topk": True, "num_selected_blocks": 2}
     layer(first, (6, 2, 16, 16), 23, 29, **gates)
     layer(second, (3, 1, 24, 16), 23, 23, importance="probs", selection_stride=2, **gates)
+    steps(KVCache(24, 2), selection_stride=4)
+    steps(PagedKVCache(8, 6, 2, 24), importance="probs", branch_kv="independent")
     # several spans of tokens, and several items of a block
     usual, launch.FEW_TOKENS, launch.ITEM_ROWS = (launch.FEW_TOKENS, launch.ITEM_ROWS), 16, 16
     layer(first, (2, 2, 16, 16), 37, 41)

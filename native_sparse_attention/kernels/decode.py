@@ -196,12 +196,12 @@ def best_blocks(
 
 
 @triton.jit
-def write_list(ranking, lists, ring, row, ring_row, keep, SLOTS: tl.constexpr, RING: tl.constexpr):
-    """A ranking [SLOTS_2] as a token's list, and in the ring where it is to be kept."""
+def write_list(ranking, lists, ring, row, ring_row, kept, SLOTS: tl.constexpr, RING: tl.constexpr):
+    """A ranking [SLOTS_2] as a token's list, and the first `kept` entries of it in the ring."""
     slot = tl.arange(0, ranking.shape[0])
     tl.store(lists + row * SLOTS + slot, ranking, mask=slot < SLOTS)
     if RING > 0:
-        tl.store(ring + ring_row * SLOTS + slot, ranking, mask=(slot < SLOTS) & keep)
+        tl.store(ring + ring_row * SLOTS + slot, ranking, mask=slot < kept)
 
 
 @triton.jit(do_not_specialize=["T", "W"])
@@ -239,13 +239,15 @@ def rank_kernel(
         for j in range(STRIDE):
             if t + j < T:
                 to, at = row + j * RANKS, ring_row + (position + j) % max(RING, 1)
-                write_list(ranking, lists, ring, to, at, t + j < count, SLOTS, RING)
+                write_list(
+                    ranking, lists, ring, to, at, tl.where(t + j < count, SLOTS, 0), SLOTS, RING
+                )
     elif (leader < length) & (t < count):
         slot = tl.arange(0, SLOTS_2)
         kept = ring + (ring_row + (length - 1) % max(RING, 1)) * SLOTS + slot
         ranking = tl.load(kept, mask=slot < SLOTS, other=-1)
         ring_at = ring_row + position % max(RING, 1)
-        write_list(ranking, lists, ring, row, ring_at, True, SLOTS, RING)
+        write_list(ranking, lists, ring, row, ring_at, SLOTS, SLOTS, RING)
 
 
 # branches 2 and 3
@@ -300,7 +302,7 @@ def blocks_kernel(
             c = tl.where((forced >= INITIAL) & (item < LISTED), own - (forced - INITIAL), c)
         u = tl.arange(0, BLOCK_S)
         n = c * s + u
-        seen = (u < s) & (c >= 0) & (n >= begin) & (n <= last)
+        seen = (u < s) & (n >= begin) & (n <= last)  # none of block -1
         # a page holds whole blocks
         first = tl.minimum(tl.maximum(c, 0), own) * s
         k_rows = places(first, b, table, k_b, k_n, t_b, PAGE) + u.to(tl.int64) * k_n
