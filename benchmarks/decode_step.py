@@ -130,8 +130,8 @@ class Ours:
 
 
 class Dense:
-    """Attention to everything, by one backend of `scaled_dot_product_attention`, in the layout
-    that it is fastest in (on an H200): heads that share keys as such, or as rows of queries."""
+    """Attention to everything, by one backend of `scaled_dot_product_attention`, with heads
+    that share keys as such (cuDNN is faster so on an H200), or as rows of queries."""
 
     importance, factor = None, 4.0
 

@@ -296,7 +296,8 @@ class SparseAttention(Module):
         q = rearrange(q, "b n (h d) -> b h n d", d=self.dim_head)
         kv = [rearrange(t, "b n (h d) -> b h n d", d=self.dim_head) for t in kv]
 
-        if cache is not None and decoding.is_step(self, cache, q, kv, backend):
+        given_masks = sliding_window_flex_mask, fine_selection_flex_mask
+        if cache is not None and decoding.is_step(self, cache, q, kv, backend, given_masks):
             out = decoding.step(self, cache, counts, q, kv, self.to_strategy_combine(x))
             out = self.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
             out = out if layout is None else layout.collect(out)

@@ -62,11 +62,18 @@ def extend(
 
 
 def is_step(
-    layer: Any, cache: KVCache, q: Tensor, kv: list[Tensor], backend: str | tuple[str, ...]
+    layer: Any,
+    cache: KVCache,
+    q: Tensor,
+    kv: list[Tensor],
+    backend: str | tuple[str, ...],
+    given_masks: tuple[Any, Any],
 ) -> bool:
-    """Whether the decoding kernels take this call: few new tokens, no gradients."""
+    """Whether the decoding kernels take this call: few new tokens, no gradients, no flex masks."""
     n = q.shape[2]
     if cache.batch is None or n > cache.rollback or torch.compiler.is_compiling():
+        return False
+    if given_masks != (None, None):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *kv)):
         return False

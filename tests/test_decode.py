@@ -232,7 +232,8 @@ def test_steps_are_one_forward(setting, form, steps):
 
 @kernels
 def test_steps_that_are_none(steps):
-    """With gradients, with more tokens than the kernels take, and by another backend."""
+    """With gradients, with more tokens than the kernels take, by another backend, or under a mask
+    of flex_attention."""
     module = layer(dtype=torch.float32).to(DEVICE)
     x = torch.randn(1, 40, DIM, device=DEVICE)
     module(x[:, :2], cache=KVCache(64, 1))
@@ -241,7 +242,11 @@ def test_steps_that_are_none(steps):
         module(x[:, :17], cache=cache)
         module(x[:, :1], cache=cache, disable_triton_kernel=True)
         module(x[:, :1], cache=KVCache(64, 1, rollback=0))
-    assert not steps
+        assert not steps
+        q = torch.randn(1, 4, 1, 16, device=DEVICE)
+        call = (module, cache, q, [q[:, :2]] * 2, "triton")
+        assert decoding.is_step(*call, (None, None))
+        assert not decoding.is_step(*call, (object(), None))
 
 
 def test_bad_input():
