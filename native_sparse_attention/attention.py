@@ -34,7 +34,7 @@ from .ops.checks import (
 )
 from .ops.documents import Documents, layer_layout
 from .ops.nsa import native_sparse_attention
-from .rotary import Rotary, check_rotary, rotation
+from .rotary import Rotary, check_rotary
 
 # what the layer hands on as it is
 SETTINGS = (
@@ -306,9 +306,8 @@ class SparseAttention(Module):
         # windows are made of raw keys (they have positions of their own), tokens are rotated
         start = 0 if cache is None else cache.positions(inp.device, counts, inp.shape[1])
         positions = None if documents is None else documents.positions()
-        rotate = rotation(self.rotary_emb, q, start, positions)
+        rotated_q, tokens = decoding.rotated(self, q, kv, start, positions, backend)
         raw = {"k": kv[0], "v": kv[1]}
-        tokens = decoding.tokens_of(kv, rotate)
 
         leader = None
         if cache is None:
@@ -320,7 +319,7 @@ class SparseAttention(Module):
             if self.selection_stride > 1 and len(cache) > 0:
                 leader = cache.recent("ranking", 1)[:, :, 0]
 
-        tensors: dict[str, Any] = {"q": rotate(q), "cq": q, **tokens, **compressed}
+        tensors: dict[str, Any] = {"q": rotated_q, "cq": q, **tokens, **compressed}
         out, indices = native_sparse_attention(
             **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
             **self.memory(q.dtype),

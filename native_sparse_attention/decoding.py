@@ -5,8 +5,6 @@ b  rows    n  new tokens    h  heads    d  width of a head
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from .cache import KVCache
 from .compress import gather_windows, unfold
 from .ops import backends, decode
 from .ops.decode import decode_attention
-from .rotary import rotation
+from .rotary import rotate
 
 # what a layer and `decode_attention` call by one name
 SETTINGS = (
@@ -28,13 +26,20 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def tokens_of(kv: list[Tensor], rotate: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """What is kept of every token [b h n d], keys rotated."""
+def rotated(
+    layer: Any,
+    q: Tensor,
+    kv: list[Tensor],
+    start: int | Tensor,
+    positions: Tensor | None,
+    backend: str | tuple[str, ...],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Queries [b h n d], and what is kept of every token: rotated, all but values."""
     k, v, *window = kv[2:] or kv
-    tokens = {"k": rotate(k), "v": v}
-    if window:
-        tokens |= {"window_k": rotate(window[0]), "window_v": window[1]}
-    return tokens
+    tensors = [q, k, *window[:1]]
+    q, k, *window[:1] = rotate(layer.rotary_emb, tensors, start, positions, backend)
+    names = ("k", "v", "window_k", "window_v")
+    return q, dict(zip(names, (k, v, *window), strict=False))
 
 
 def extend(
@@ -77,18 +82,15 @@ def is_step(
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *kv)):
         return False
-    asked = (backend,) if isinstance(backend, str) else backend
-    by_kernels = q.is_cuda or (os.environ.get("TRITON_INTERPRET") == "1" and "auto" not in asked)
-    if not by_kernels or asked[0] not in ("auto", "triton"):
-        return False
-    call = dict(
-        q=q.transpose(1, 2),
-        k=kv[0].transpose(1, 2),
+    return backends.takes_kernels(
+        backend,
+        "decode_attention",
+        q.transpose(1, 2),
+        kv[0].transpose(1, 2),
         v=kv[1].transpose(1, 2),
         num_selected_blocks=layer.num_selected_blocks,
         selection_block_size=layer.selection_block_size,
     )
-    return not backends.why_not("triton", "decode_attention", call)
 
 
 def step(
@@ -102,8 +104,8 @@ def step(
     held = cache.lengths_on(q.device)
     ragged = any(count != n for count in counts)
     new = torch.tensor(counts, dtype=torch.int32).to(q.device) if ragged else None
-    rotate = rotation(layer.rotary_emb, q, held)
-    tokens, raw = tokens_of(kv, rotate), {"k": kv[0], "v": kv[1]}
+    rotated_q, tokens = rotated(layer, q, kv, held, None, "triton")
+    raw = {"k": kv[0], "v": kv[1]}
     stores, rings = cache.room(tokens, counts), cache.ring(raw, l - 1)
     none = {name: t[:, :, :0] for name, t in (("ck", kv[0]), ("cv", kv[1]))}
     stores |= cache.room(none, counts, every=d)
@@ -122,7 +124,7 @@ def step(
         ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
         like = held.new_empty(b, ranks, 0, layer.num_selected_blocks)
         ranking = cache.ring({"ranking": like}, 1)["ranking"]
-    tensors: dict[str, Any] = {"q": rotate(q), "cq": q, **stores}
+    tensors: dict[str, Any] = {"q": rotated_q, "cq": q, **stores}
     out = decode_attention(
         **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
         branch_gates=gates,

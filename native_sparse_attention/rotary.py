@@ -9,6 +9,10 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
 from torch import Tensor
 
+from .ops import backends
+from .ops.operators import offsets
+from .ops.rotary import rotate as by_kernel
+
 
 class Rotary(RotaryEmbedding):
     """RotaryEmbedding that computes its angles at each call, from frequencies that are a buffer
@@ -20,7 +24,8 @@ class Rotary(RotaryEmbedding):
     def __init__(self, dim: int):
         if dim % 2:
             raise ValueError(f"dim_head must be even for rotary embedding, got {dim}")
-        super().__init__(dim, cache_if_possible=False, cache_max_seq_len=1)
+        # to torch.compile an int of a module is a constant; at a float it traces twice
+        super().__init__(dim, interpolate_factor=1, cache_if_possible=False, cache_max_seq_len=1)
         freqs = self.freqs.detach()
         del self.freqs
         self.register_buffer("freqs", freqs)
@@ -55,6 +60,25 @@ def rotation(
     angles = position[..., None] * rotary.freqs.to(position.dtype)
     angles = angles.repeat_interleave(2, dim=-1)
     return lambda t: apply_rotary_emb(angles, t)
+
+
+def rotate(
+    rotary: RotaryEmbedding,
+    tensors: list[Tensor],
+    start: int | Tensor,
+    positions: Tensor | None,
+    backend: str | tuple[str, ...],
+) -> list[Tensor]:
+    """`rotation` of queries and then keys [b h n d]: a pair by one launch where the kernels run,
+    unless frequencies are learned."""
+    q, k = (t.transpose(1, 2) for t in tensors[:2])
+    learned = rotary.freqs.requires_grad and torch.is_grad_enabled()
+    if learned or not backends.takes_kernels(backend, "rotate", q, k):
+        turn = rotation(rotary, tensors[0], start, positions)
+        return [turn(t) for t in tensors]
+    starts, start = offsets(start)
+    factor = float(rotary.interpolate_factor)
+    return by_kernel(tensors, rotary.freqs, starts, positions, start, factor)
 
 
 def check_rotary(rotary: RotaryEmbedding | None, dim_head: int) -> None:

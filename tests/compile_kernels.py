@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from native_sparse_attention.kernels import decode_launch, entries, launch
+from native_sparse_attention.kernels import decode_launch, entries, launch, rotary
 from native_sparse_attention.ops import fused, library
 from native_sparse_attention.ops.documents import Documents
 
@@ -153,17 +153,30 @@ def step(dtype, heads, T=1, page=0, **settings):
     decode_launch.attend(*tensors, None, None, None, ring, None, where, at)
 
 
+def rotate(dtype, heads, tokens=64, starts=None):
+    """Queries and keys of a projection."""
+    H, K, D = heads
+    q, k = torch.zeros(2, tokens, (H + 2 * K) * D).to(dtype).split([H * D, 2 * K * D], -1)
+    pair = [t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k[..., : K * D])]
+    rotary.rotate(pair, torch.ones(D // 2), starts, None, 0, 1.0)
+
+
 if __name__ == "__main__":
     compile_only(int(sys.argv[1]))
     some = sys.argv[2:]
     if "small" in some:
         layer(torch.bfloat16, use_diff_topk=True, packed=True, soft_cap=2.0, sinks=True)
     if not some or "small" in some:
+        rotate(torch.bfloat16, (16, 1, 128))
         step(torch.bfloat16, (16, 1, 128, 128), stride=4, page=128)
     if not some or "decode" in some:
         step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=16, soft_cap=2.0)
         step(torch.bfloat16, (3, 1, 192, 128), T=4, interpolated=True)
         step(torch.float32, (4, 4, 80, 40), n=20)
+    if not some or "rotary" in some:
+        rotate(torch.bfloat16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
+        rotate(torch.float16, (3, 1, 80))
+        rotate(torch.float32, (4, 4, 256))
     if not some or "layer" in some:
         layer(torch.bfloat16)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)

@@ -26,5 +26,5 @@ def test_layer_compiles(capability):
     assert done.returncode == 0, done.stderr[-3000:]
     for kernel in ("interval.forward", "interval_backward.dq", "interval_backward.dkv",
                    "scoring.logits", "pairs.forward", "pairs.backward", "gates.dq",
-                   "gates.dk"):  # fmt: skip
+                   "gates.dk", "rotary.rotate"):  # fmt: skip
         assert f"kernels.{kernel}_kernel" in done.stdout

@@ -33,6 +33,22 @@ def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
     return []
 
 
+def automatic(q: Tensor, k: Tensor) -> tuple[str, ...]:
+    """What `auto` stands for."""
+    # there launches cost more than scores that the compiler fuses (measured on an H200)
+    few = torch.compiler.is_compiling() and q.shape[1] * k.shape[1] <= FEW_SCORES
+    return ("triton", "flex", "eager") if q.is_cuda and not few else ("eager",)
+
+
+def takes_kernels(
+    backend: str | tuple[str, ...], op: str, q: Tensor, k: Tensor, **facts: Any
+) -> bool:
+    """Whether the kernels come first, and can run this call."""
+    names = automatic(q, k) if backend == "auto" else backend
+    first = names if isinstance(names, str) else names[0]
+    return first == "triton" and not why_not("triton", op, dict(q=q, k=k, **facts))
+
+
 def choose(
     backend: str | tuple[str, ...],
     op: str,
@@ -53,9 +69,7 @@ def choose(
     """
     call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset, **facts)
     if backend == "auto":
-        # there launches cost more than scores that the compiler fuses (measured on an H200)
-        few = torch.compiler.is_compiling() and q.shape[1] * k.shape[1] <= FEW_SCORES
-        backend = ("triton", "flex", "eager") if q.is_cuda and not few else "eager"
+        backend = automatic(q, k)
     names = backend if isinstance(backend, tuple) else (backend,)
     if not names:
         raise ValueError("backend must be a name or a tuple of at least one, got ()")

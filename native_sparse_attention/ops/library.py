@@ -36,6 +36,7 @@ OPERATIONS = (
     "compressed_attention",
     "decode_attention",
     "native_sparse_attention",
+    "rotate",
     "select_blocks",
     "selected_attention",
     "sliding_window_attention",

@@ -1,0 +1,121 @@
+"""Rotary embedding: interleaved pairs of features, turned by the angle of their token. Where tokens
+stand is read on the device: a launch can be captured in a CUDA graph and replayed as rows grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .device import load_rows, store_rows
+
+# features of a tile, and tiles that a program turns by the angles that it formed
+FEATURES = 1024
+TILES = 8
+
+
+@triton.jit
+def turn(
+    x, out, position, freq, t, first, T, H, x_t, x_h,
+    HEADS: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """Heads of a row x from `first` on, TILES times HEADS of them, of tokens t at these positions,
+    to `out`, in which a token's heads lie together. A pair turns by `freq` radians a position. All
+    loads come before the first store, which they would wait for."""
+    TOKENS: tl.constexpr = t.shape[0]
+    token = tl.reshape(tl.broadcast_to(t[:, None], [TOKENS, HEADS]), [TOKENS * HEADS]).to(tl.int64)
+    head = (first + tl.arange(0, TOKENS * HEADS) % HEADS).to(tl.int64)
+    tiles = ()
+    for i in tl.static_range(TILES):
+        h = head + i * HEADS
+        tiles += (load_rows(x, token * x_t + h * x_h, D, BLOCK_D, (token < T) & (h < H)),)
+    angle = position[:, None] * freq[None]
+    cos, sin = tl.cos(angle)[:, None], tl.sin(angle)[:, None]
+    for i in tl.static_range(TILES):
+        rows, h = tiles[i].to(tl.float32), head + i * HEADS
+        even, odd = tl.split(tl.reshape(rows, [TOKENS, HEADS, BLOCK_D // 2, 2]))
+        turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+        turned = tl.reshape(turned, [TOKENS * HEADS, BLOCK_D])
+        if TURNED < D:
+            turned = tl.where((tl.arange(0, BLOCK_D) < TURNED)[None], turned, rows)
+        store_rows(out, (token * H + h) * D, turned, D, BLOCK_D, (token < T) & (h < H))
+
+
+@triton.jit(do_not_specialize=["start", "T"])
+def rotate_kernel(
+    q, k, q_out, k_out, freqs, starts, positions, start, factor, T, H, K, q_b, q_t, q_h, k_b, k_t,
+    k_h, p_b, p_t,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
+    Q_GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TURNED: tl.constexpr,
+    RAGGED: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """One program: some heads of q, or of k, of some tokens of a row. The angle of a pair is the
+    token's position over `factor`, times the pair's frequency."""
+    group, b = tl.program_id(0) % GROUPS, tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) // GROUPS * TOKENS + tl.arange(0, TOKENS)
+    if GIVEN:
+        position = tl.load(positions + b * p_b + t.to(tl.int64) * p_t, mask=t < T, other=0)
+    elif RAGGED:
+        position = tl.load(starts + b) + t
+    else:
+        position = start + t
+    position = tl.div_rn(position.to(tl.float32), factor)
+    pair = tl.arange(0, BLOCK_D // 2)
+    freq = tl.load(freqs + pair, mask=pair < TURNED // 2, other=0.0).to(tl.float32)
+    if group < Q_GROUPS:
+        out, first = q_out + b * T * H * D, group * (HEADS * TILES)
+        turn(
+            q + b * q_b, out, position, freq, t, first, T, H, q_t, q_h, HEADS, TILES, D, BLOCK_D,
+            TURNED,
+        )  # fmt: skip
+    else:
+        out, first = k_out + b * T * K * D, (group - Q_GROUPS) * (HEADS * TILES)
+        turn(
+            k + b * k_b, out, position, freq, t, first, T, K, k_t, k_h, HEADS, TILES, D, BLOCK_D,
+            TURNED,
+        )  # fmt: skip
+
+
+def rotate(
+    tensors: list[Tensor],
+    freqs: Tensor,
+    starts: Tensor | None,
+    positions: Tensor | None,
+    start: int,
+    factor: float,
+) -> list[Tensor]:
+    """Tensors [b h n d], turned two at a time: see `ops.rotary`."""
+    outs = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
+    where = dict(
+        freqs=freqs.contiguous(), starts=freqs if starts is None else starts.contiguous(),
+        positions=freqs if positions is None else positions, start=start, factor=float(factor),
+        **launch.strides("p", positions, "bt"), RAGGED=starts is not None,
+        GIVEN=positions is not None, TURNED=2 * len(freqs),
+    )  # fmt: skip
+    for i in range(0, len(tensors), 2):
+        launch_pair(tensors[i : i + 2], outs[i : i + 2], where)
+    return outs
+
+
+def launch_pair(tensors: list[Tensor], outs: list[Tensor], where: dict[str, Any]) -> None:
+    """Turn one tensor or two."""
+    q, k = tensors[0], tensors[-1]
+    (B, H, T, D), K = q.shape, k.shape[1]
+    if B * T == 0:
+        return
+    block_d = launch.padded(D)
+    rows = max(1, FEATURES // block_d)
+    # rows of a tile are tokens, or the heads of the only one
+    tokens, heads, tiles = (1, rows, 1) if T == 1 else (rows, 1, TILES)
+    tiles = min(tiles, max(H, K))
+    q_groups, k_groups = (triton.cdiv(n, heads * tiles) for n in (H, K))
+    groups = q_groups + k_groups * (len(tensors) - 1)
+    rotate_kernel[(triton.cdiv(T, tokens) * groups, B)](
+        q=q, k=k, q_out=outs[0], k_out=outs[-1], T=T, H=H, K=K, **launch.strides("q", q, "bht"),
+        **launch.strides("k", k, "bht"), TOKENS=tokens, HEADS=heads, TILES=tiles, GROUPS=groups,
+        Q_GROUPS=q_groups, D=D, BLOCK_D=block_d, **where, num_warps=4,
+    )  # fmt: skip
