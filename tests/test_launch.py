@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from native_sparse_attention import native_sparse_attention
+from tests.budget import DEVICE
+
 launch = pytest.importorskip("native_sparse_attention.kernels.launch")
 tiles = pytest.importorskip("native_sparse_attention.kernels.tiles")
 
@@ -58,3 +61,34 @@ def test_elsewhere_nothing_is_fetched_ahead():
     tables += [table for by_rows in rows.gather.values() for table in by_rows.values()]
     tables += [rows.few_heads, rows.logits, rows.interpolated, *rows.probs.values()]
     assert {tile.num_stages for table in tables for tile in table.values()} == {1}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+def test_a_length_compiles_nothing_anew(monkeypatch, importance):
+    """What a kernel is compiled for is the same at all lengths, forward and backward."""
+    from native_sparse_attention.kernels import interval
+
+    compiled: dict[int, set] = {}
+
+    def record(self, *args, grid, warmup, **kwargs):
+        given = dict(zip(self.arg_names, args)) | kwargs
+        constants = self.fn.__annotations__.keys() | (kwargs.keys() - set(self.arg_names))
+        compiled[T].add(
+            (self.fn.__module__, self.fn.__name__, *((n, given[n]) for n in sorted(constants)))
+        )
+
+    monkeypatch.setattr(type(interval.forward_kernel), "run", record)
+    for T in (1100, 2311, 3800):
+        compiled[T] = set()
+        shapes = (T, 4, 16), (T, 1, 16), (T, 1, 16), (T // 4, 1, 16), (T // 4, 1, 16), (T, 4, 3)
+        tensors = [torch.zeros(1, *shape, device=DEVICE, requires_grad=True) for shape in shapes]
+        memory = torch.zeros(2, 1, 2, 16, device=DEVICE, requires_grad=True)
+        out = native_sparse_attention(
+            *tensors, mem_k=memory[0], mem_v=memory[1], compress_block_size=8,
+            compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+            sliding_window_size=9, importance=importance, use_diff_topk=True, backend="triton",
+        )  # fmt: skip
+        out.sum().backward()
+    first, *others = compiled.values()
+    assert len(first) > 10 and all(other == first for other in others)

@@ -185,10 +185,10 @@ def dk_kernel(
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, KIND: tl.constexpr, APART: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: what one of SPLITS equal shares of the rows of one ranking head that see a block
-    of keys adds to their dk, written to [SPLITS, B, N, RANKS, D]."""
+    """One program: what one of equal shares (axis 2) of the rows of one ranking head that see a
+    block of keys adds to their dk, written to [shares, B, N, RANKS, D]."""
     b, r = large(tl.program_id(1) // RANKS, WIDE), large(tl.program_id(1) % RANKS, WIDE)
     split = tl.program_id(2)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
@@ -211,7 +211,7 @@ def dk_kernel(
         _first, end = in_document(first, end, last * UNIT, T, firsts, lasts, STRIDE)
     first_tile = first // TOKENS
     end_tile = tl.cdiv(tl.minimum(tl.maximum(end, 0), GROUPS), TOKENS)
-    share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), SPLITS)
+    share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
     begin_tile = first_tile + split * share
     for tile in range(begin_tile, tl.minimum(begin_tile + share, end_tile)):
         index, position, token, head, real = row_tile(
@@ -283,8 +283,7 @@ def backward_k(it: Problem, keys: Tensor, kind: int, found: dict[str, Tensor]) -
     dk = keys.new_empty(splits, B, N, ranks, D, dtype=torch.float32)
     args["WIDE"] |= dk.numel() >= 1 << 31
     dk_kernel[(blocks, B * ranks, splits)](
-        dk=dk, dk_scale=it.scale, KIND=kind, APART=it.beside == EDGES.value, SPLITS=splits,
-        **args, **found,
+        dk=dk, dk_scale=it.scale, KIND=kind, APART=it.beside == EDGES.value, **args, **found,
     )  # fmt: skip
     return dk[0] if splits == share == 1 else dk.unflatten(3, (K, share)).sum((0, 4))
 

@@ -145,10 +145,10 @@ def dkv_kernel(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
     CAP: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program: what one of SPLITS equal shares of the queries that see a block of keys adds to
-    its dk and dv, written to [SPLITS, B, N, K, ...]."""
+    """One program: what one of equal shares (axis 2) of the queries that see a block of keys adds
+    to its dk and dv, written to [shares, B, N, K, ...]."""
     b, h = large(tl.program_id(1) // K, WIDE), large(tl.program_id(1) % K, WIDE)
     split = tl.program_id(2)
     TOKENS: tl.constexpr = BLOCK_M // G
@@ -172,7 +172,9 @@ def dkv_kernel(
         full, end = in_document(full, end, last * unit, T, firsts, lasts, 1)
     first_tile = tl.maximum(first - start, 0) // TOKENS
     end_tile = tl.cdiv(tl.minimum(tl.maximum(end - start, 0), T), TOKENS)
-    share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), SPLITS)
+    share = tl.maximum(end_tile - first_tile, 0)
+    if SPLIT:
+        share = tl.cdiv(share, tl.num_programs(2))
     begin_tile = first_tile + split * share
     end_tile = tl.minimum(begin_tile + share, end_tile)
     full_tile = tl.maximum(tl.cdiv(tl.maximum(full - start, 0), TOKENS), begin_tile)
@@ -293,9 +295,8 @@ def backward_kv(
     dk = k.new_empty(splits, B, N, K, D, dtype=torch.float32)
     dv = v.new_empty(splits, B, N, K, E, dtype=torch.float32)
     args["WIDE"] |= max(dk.numel(), dv.numel()) >= 1 << 31
-    dkv_kernel[(blocks, B * K, splits)](
-        dk=dk, dv=dv, scale=scale, SPLITS=splits, **args, **cotangents(cotangent, inner_cotangent)
-    )
+    args |= cotangents(cotangent, inner_cotangent)
+    dkv_kernel[(blocks, B * K, splits)](dk=dk, dv=dv, scale=scale, SPLIT=place.wide, **args)
     return (dk[0], dv[0]) if splits == 1 else (dk.sum(0), dv.sum(0))
 
 
