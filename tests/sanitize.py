@@ -1,15 +1,31 @@
-"""Launches every kernel a few times at odd, small shapes, for a memory checker to watch:
+"""Launches every kernel a few times at odd, small shapes, for a memory checker to watch: in parts,
+each a process of its own, or with `--jobs 0` in this one:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 python tests/sanitize.py
+    python tests/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \\
+        python tests/sanitize.py --jobs 0
 
-or `make sanitize`. Computes no reference; fails where a kernel was not launched.
+or `make sanitize`, which does both: the first compiles, on all cores, what the second launches.
+Computes no reference; fails where a kernel was not launched.
+
+Nearly all of the time is the compiler's, and every dtype, width and group of heads is compiled
+anew. What is in bounds hardly depends on them: there is one dtype, and one shape of heads, which
+fills no tile. What it does depend on (kinds of masks, documents, rows that start anywhere, memory,
+pages, groups of tokens, strides that the tensor memory accelerator cannot take) each kernel has
+once, not in all combinations; on a GPU also heads that fill their tiles, and wider ones.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
+import os
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -28,8 +44,12 @@ from native_sparse_attention import (
 )
 from native_sparse_attention.kernels import launch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LOW = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32, torch.float32)
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+# Triton's interpreter has no bfloat16
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+# query heads, KV heads, and widths of keys and of values
+HEADS = (6, 2, 24, 40)
 
 
 def all_kernels() -> Iterator[tuple[str, Any]]:
@@ -41,15 +61,15 @@ def all_kernels() -> Iterator[tuple[str, Any]]:
                 yield f"{info.name}.{name}", value
 
 
-def watch() -> tuple[set[str], set[str]]:
-    """All kernels, and those launched from now on."""
-    known, launched = dict(all_kernels()), set()
-    for name, kernel in known.items():
+def watch() -> set[str]:
+    """The kernels launched from now on."""
+    launched: set[str] = set()
+    for name, kernel in all_kernels():
         kernel.add_pre_run_hook(lambda *_, _name=name, **__: launched.add(_name))
-    return set(known), launched
+    return launched
 
 
-def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+def draw(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_()
 
 
@@ -58,9 +78,7 @@ def run(call: Any, *tensors: Tensor, **kwargs: Any) -> None:
     out.sum().backward()
 
 
-def layer(
-    dtype: torch.dtype, heads: tuple[int, int, int, int], T: int, S: int, **settings: Any
-) -> None:
+def layer(T: int, S: int, heads: tuple[int, int, int, int] = HEADS, **settings: Any) -> None:
     """The whole layer, forward and backward, with memory slots."""
     settings = {
         "compress_block_size": 8,
@@ -76,102 +94,183 @@ def layer(
     (H, K, D, E), d = heads, settings["compress_block_sliding_stride"]
     W = S // d if settings["causal"] else -(-S // d)
     shapes = [(2, T, H, D), (2, S, K, D), (2, S, K, E), (2, W, K, D), (2, W, K, E), (2, T, H, 3)]
-    memory = {"mem_k": draw(K, 3, D, dtype=dtype), "mem_v": draw(K, 3, E, dtype=dtype)}
-    tensors = [draw(*shape, dtype=dtype) for shape in shapes]
-    run(native_sparse_attention, *tensors, **memory, **settings)
+    memory = {"mem_k": draw(K, 3, D), "mem_v": draw(K, 3, E)}
+    run(native_sparse_attention, *(draw(*shape) for shape in shapes), **memory, **settings)
 
 
-def packed(dtype: torch.dtype) -> None:
+def packed(**settings: Any) -> None:
     """Documents in a row, some of them of no token or one; with a cap and sinks."""
     lengths = [3, 0, 1, 38, 17]
-    total, bounds = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
-    for importance, causal in (("probs", True), ("logits", False)):
-        W = sum(n // 4 if causal else -(-n // 4) for n in lengths)
-        shapes = [(total, 6, 24), (total, 2, 24), (total, 2, 16), (W, 2, 24), (W, 2, 16)]
-        tensors = [draw(1, *shape, dtype=dtype) for shape in (*shapes, (total, 6, 3))]
-        run(
-            native_sparse_attention, *tensors, compress_block_size=8,
-            compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
-            sliding_window_size=9, num_initial_blocks=1, importance=importance, causal=causal,
-            soft_cap=2.0, sinks=draw(3, 6, dtype=torch.float32), cu_seqlens=bounds,
-        )  # fmt: skip
+    (H, K, D, E), total = HEADS, sum(lengths)
+    W = sum(n // 4 if settings["causal"] else -(-n // 4) for n in lengths)
+    shapes = [(total, H, D), (total, K, D), (total, K, E), (W, K, D), (W, K, E), (total, H, 3)]
+    run(
+        native_sparse_attention, *(draw(1, *shape) for shape in shapes), compress_block_size=8,
+        compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+        sliding_window_size=9, num_initial_blocks=1, soft_cap=2.0,
+        sinks=draw(3, H, dtype=torch.float32),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0), **settings,
+    )  # fmt: skip
 
 
-def ragged(dtype: torch.dtype) -> None:
+def steps(cache: KVCache, **settings: Any) -> None:
+    """Steps of decoding, of one token and of several, some of them not real, to a window's end."""
+    module = SparseAttention(
+        24, 24, 6, 5, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        num_compressed_mem_kv=1, backend="triton", **settings,
+    ).to(DEVICE)  # fmt: skip
+    with torch.no_grad():
+        for counts in ([8, 2], [8, 1], [1, 1]):
+            inp = draw(2, max(counts), 24, dtype=torch.float32).detach()
+            module(inp, cache=cache, lengths=counts)
+
+
+# parts
+
+
+def causal() -> None:
+    layer(21, 53, importance="probs")
+    layer(1, 29, query_heads_share_selected_kv=False)
+    layer(1, 1)
+    # several spans of tokens, and several items of a block
+    usual, launch.FEW_TOKENS, launch.ITEM_ROWS = (launch.FEW_TOKENS, launch.ITEM_ROWS), 16, 16
+    layer(37, 41)
+    launch.FEW_TOKENS, launch.ITEM_ROWS = usual
+
+
+def not_causal() -> None:
+    layer(19, 19, causal=False, interpolated_importance_score=True)
+
+
+def groups_of_tokens() -> None:
+    """And local blocks in the window's launch."""
+    layer(33, 33, selection_stride=4, recompute=True, sliding_window_size=17)
+
+
+def unaligned() -> None:
+    """Rows that the tensor memory accelerator cannot read."""
+    layer(23, 29, (3, 1, 17, 19))
+
+
+def gates() -> None:
+    layer(23, 29, use_diff_topk=True, num_selected_blocks=2)
+    settings = {"importance": "probs", "selection_stride": 4, "num_selected_blocks": 2}
+    layer(23, 23, use_diff_topk=True, **settings)
+
+
+def documents() -> None:
+    packed(causal=True, importance="probs", use_diff_topk=True)
+
+
+def documents_not_causal() -> None:
+    packed(causal=False, importance="logits")
+
+
+def ragged() -> None:
     """The branches alone, over rows that start at different positions; lists and gates of a
     caller's."""
-    B, T, S, H, K, D = 2, 5, 37, 6, 2, 24
-    q, k, v = (draw(B, n, h, D, dtype=dtype) for n, h in ((T, H), (S, K), (S, K)))
+    B, T, S, H, K, D = 2, 5, 37, 18, 2, 24
+    q, k, v = (draw(B, n, h, D) for n, h in ((T, H), (S, K), (S, K)))
     where = {"q_offset": torch.tensor([29, 3], device=DEVICE)}
     run(sliding_window_attention, q, k, v, sliding_window_size=7, **where)
     ck, cv = (t.detach()[:, :9] for t in (k, v))
     run(compressed_attention, q, ck, cv, compress_block_sliding_stride=4, **where)
     for ranks in (K, H):
         lists = torch.randint(-1, 7, (B, T, ranks, 3), device=DEVICE, dtype=torch.int32)
-        gates = torch.rand(lists.shape, device=DEVICE).to(dtype).requires_grad_()
-        for chosen in (None, gates):
-            run(selected_attention, q, k, v, lists, gates=chosen, selection_block_size=6, **where)
+        gates = torch.rand(lists.shape, device=DEVICE).to(DTYPE).requires_grad_()
+        run(selected_attention, q, k, v, lists, gates=gates, selection_block_size=6, **where)
+    sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
+    before = torch.randint(-1, 7, (B, K, 5), device=DEVICE, dtype=torch.int32)
     for importance in ("logits", "probs"):
-        settings = {
-            "compress_block_size": 4,
-            "compress_block_sliding_stride": 4,
-            "selection_block_size": 4,
-            "num_selected_blocks": 5,
-        }
-        select_blocks(q, ck, importance=importance, backend="triton", **settings, **where)
+        select_blocks(
+            q, ck, mem_k=draw(K, 3, D), num_selected_blocks=5, selection_stride=2,
+            leader_indices=before, importance=importance, backend="triton",
+            **dict.fromkeys(sizes, 4), **where,
+        )  # fmt: skip
 
 
-def alike(dtype: torch.dtype) -> None:
+def alike() -> None:
     """Neighbours that chose the same blocks, united, query by query and block by block."""
     with launch.using({"unite": launch.Unite(4, 1.1, least=0)}):
         for heads in (12, 1):
-            q, k, v = (draw(2, 19, h, 24, dtype=dtype) for h in (heads, 1, 1))
+            q, k, v = (draw(2, 19, h, 24) for h in (heads, 1, 1))
             lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
             lists = lists.expand(2, 19, 1, 3).clone()
             lists[:, 8:12] = torch.randint(-1, 4, (2, 4, 1, 3), device=DEVICE, dtype=torch.int32)
-            run(selected_attention, q, k, v, lists, selection_block_size=5)
+            run(
+                selected_attention, q, k, v, lists, selection_block_size=5, num_initial_blocks=0,
+                num_local_blocks=0,
+            )  # fmt: skip
 
 
-def steps(cache: KVCache, **settings: Any) -> None:
-    """Steps of decoding, of one token and of several, some of them not real, to a window's end."""
-    module = SparseAttention(
-        24, 16, 4, 5, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
-        num_compressed_mem_kv=1, backend="triton", **settings,
-    ).to(DEVICE)  # fmt: skip
-    with torch.no_grad():
-        for counts in ([13, 2], [3, 1], [1, 1]):
-            inp = draw(2, max(counts), 24, dtype=torch.float32).detach()
-            module(inp, cache=cache, lengths=counts)
+def rows() -> None:
+    steps(KVCache(24, 2), selection_stride=4)
+
+
+def pages() -> None:
+    steps(
+        PagedKVCache(8, 6, 2, 24), importance="probs", branch_kv="independent", soft_cap=2.0,
+        attention_sinks=True,
+    )  # fmt: skip
+
+
+def full() -> None:
+    """Blocks of as many keys as a tile has, read by the tensor memory accelerator."""
+    layer(
+        131, 211, (16, 1, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
+        selection_block_size=64, sliding_window_size=129, importance="probs", use_diff_topk=True,
+    )  # fmt: skip
+
+
+def wide() -> None:
+    layer(67, 67, (64, 1, 192, 128), importance="probs")
+
+
+PARTS = {
+    part.__name__: part
+    for part in (
+        causal, not_causal, groups_of_tokens, unaligned, gates, documents, documents_not_causal,
+        ragged, alike, rows, pages, *((full, wide) if CUDA else ()),
+    )
+}  # fmt: skip
+
+
+def here(parts: list[str]) -> set[str]:
+    """The kernels that these parts launch."""
+    launched = watch()
+    for part in parts:
+        PARTS[part]()
+        if CUDA:
+            torch.cuda.synchronize()
+    return launched
+
+
+def elsewhere(part: str) -> set[str]:
+    """The same, of a part in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, part], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{part}: exit status {done.returncode}")
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
-    known, launched = watch()
-    first, second = LOW
-    layer(first, (12, 1, 24, 40), 21, 53, importance="probs")
-    layer(second, (3, 1, 80, 16), 19, 19, causal=False, interpolated_importance_score=True)
-    layer(first, (4, 2, 16, 16), 33, 33, selection_stride=4, recompute=True)
-    layer(torch.float32, (4, 1, 16, 16), 1, 1, query_heads_share_selected_kv=False)
-    ragged(second)
-    packed(first)
-    alike(first)
-    gates = {"use_diff_topk": True, "num_selected_blocks": 2}
-    layer(first, (6, 2, 16, 16), 23, 29, **gates)
-    layer(second, (3, 1, 24, 16), 23, 23, importance="probs", selection_stride=2, **gates)
-    steps(KVCache(24, 2), selection_stride=4)
-    steps(PagedKVCache(8, 6, 2, 24), importance="probs", branch_kv="independent")
-    # several spans of tokens, and several items of a block
-    usual, launch.FEW_TOKENS, launch.ITEM_ROWS = (launch.FEW_TOKENS, launch.ITEM_ROWS), 16, 16
-    layer(first, (2, 2, 16, 16), 37, 41)
-    launch.FEW_TOKENS, launch.ITEM_ROWS = usual
-    if DEVICE == "cuda":
-        wide = {"compress_block_size": 32, "compress_block_sliding_stride": 16}
-        # blocks of 64 keys are read by the tensor memory accelerator, where there is one
-        layer(first, (16, 1, 128, 128), 131, 211, selection_block_size=64, **wide)
-        layer(first, (64, 1, 192, 128), 67, 67, importance="probs")
-        layer(torch.float32, (5, 1, 80, 40), 65, 65, selection_block_size=32)
-        layer(first, (16, 1, 128, 128), 131, 131, importance="probs", **gates)
-        torch.cuda.synchronize()
-    missing = known - launched
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"only these: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes at a time; 0: all in this one"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.parts:
+        print(json.dumps(sorted(here(args.parts))))
+        return
+    if args.jobs:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            # those that take longest come last
+            launched = set().union(*pool.map(elsewhere, reversed(PARTS)))
+    else:
+        launched = here(list(PARTS))
+    missing = {name for name, _ in all_kernels()} - launched
     if missing:
         raise SystemExit(f"never launched: {', '.join(sorted(missing))}")
     print(f"launched {len(launched)} kernels: {', '.join(sorted(launched))}")

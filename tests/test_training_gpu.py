@@ -212,7 +212,7 @@ def test_every_kernel_is_launched_for_the_sanitizer():
     """`make sanitize`, less the sanitizer."""
     root = Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, root / "tests" / "sanitize.py"],
+        [sys.executable, root / "tests" / "sanitize.py", "--jobs", "8"],
         cwd=root,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
         capture_output=True,
