@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from native_sparse_attention.ops import decode
 
 from . import common, oracle, problem
 from .common import Row
@@ -18,6 +19,7 @@ from .problem import Setting, Tensors
 from .providers import our_branches
 
 BASELINE = "dense-cudnn"
+STORED = ("k", "v", "ck", "cv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +68,13 @@ def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
 
 
 def memory(step: Step) -> int:
-    """Bytes that a size takes at most: k, v and the values of `selected`, the windows, keys and
-    values of one row in fp64, the cache's flush, and 2 GiB."""
+    """Bytes that a size takes at most: k, v and the values of `selected`, the windows, all of it in
+    pages too, keys and values of one row in fp64, the cache's flush, and 2 GiB."""
     c = step.setting
     tokens = step.S * c.K * c.D * c.dtype.itemsize
-    return int(step.B * tokens * (3 + 2 / c.d)) + 4 * step.S * c.D * 8 + common.FLUSH_BYTES + 2**31
+    return (
+        int(step.B * tokens * 2 * (3 + 2 / c.d)) + 4 * step.S * c.D * 8 + common.FLUSH_BYTES + 2**31
+    )
 
 
 # bytes
@@ -107,13 +111,17 @@ class Ours:
         return None
 
     def prepare(self, x: Tensors, step: Step) -> None:
-        pass
+        """What a cache keeps between steps."""
+        x["counters"] = decode.workspace(step.B, step.setting.K, x["q"].device)
+
+    def stored(self, x: Tensors, step: Step) -> Tensors:
+        """Keys and values as a cache has them."""
+        return {name: x[name] for name in STORED}
 
     def call(self, x: Tensors, step: Step) -> Tensor:
-        decode: Any = importlib.import_module("native_sparse_attention.ops.decode")
-        names = ("q", "k", "v", "ck", "cv", "branch_gates", "lengths")
+        tensors: Any = {name: x[name] for name in ("q", "branch_gates", "lengths", "counters")}
         return decode.decode_attention(
-            *(x[name] for name in names),
+            **tensors | self.stored(x, step),
             sliding_window_size=step.setting.w,
             importance=self.importance,
             # by name: `auto` might time what it fell back to
@@ -127,6 +135,40 @@ class Ours:
     def bytes(self, step: Step) -> int:
         """Every window that the last query sees, and some of the tokens."""
         return bytes_of(step, step.positions[-1] // step.setting.d + tokens_read(step))
+
+
+class Paged(Ours):
+    """Of pages that lie anywhere."""
+
+    def prepare(self, x: Tensors, step: Step) -> None:
+        super().prepare(x, step)
+        device, B = x["q"].device, step.B
+        pages = B * (step.S // self.page_size(step))
+        generator = torch.Generator(device).manual_seed(0)
+        order = torch.randperm(pages, generator=generator, device=device, dtype=torch.int32)
+        x["page_table"] = order.view(B, -1)
+        x |= {f"pages of {name}": self.paged(x[name], x["page_table"]) for name in STORED}
+        x["v in pages"] = x["v"]
+
+    def stored(self, x: Tensors, step: Step) -> Tensors:
+        pages = {name: x[f"pages of {name}"] for name in STORED}
+        if x["v"] is not x["v in pages"]:
+            pages["v"] = self.paged(x["v"], x["page_table"])
+        return {**pages, "page_table": x["page_table"]}
+
+    @staticmethod
+    def page_size(step: Step) -> int:
+        """Tokens."""
+        s = step.setting.s
+        return next(size for size in (4 * s, s) if step.S % size == 0)
+
+    @staticmethod
+    def paged(t: Tensor, table: Tensor) -> Tensor:
+        """Pages [pages, n, K, D], views of storage [pages, K, n, D], of rows [B, N, K, D]."""
+        rows = t.unflatten(1, (table.shape[1], -1)).transpose(2, 3)
+        pages = t.new_empty(table.numel(), *rows.shape[2:])
+        pages[table.long()] = rows
+        return pages.transpose(1, 2)
 
 
 class Dense:
@@ -181,4 +223,5 @@ PROVIDERS: tuple[Provider, ...] = (
     Dense("dense-flash", SDPBackend.FLASH_ATTENTION, as_rows=True),
     Ours("ours", "logits"),
     Ours("ours-probs", "probs"),
+    Paged("ours-paged", "logits"),
 )

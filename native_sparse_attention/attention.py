@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from . import decoding
-from .cache import KVCache, check_cache
+from .cache import KVCache
 from .compress import default_compress_mlp, windows_of
 from .gate import default_gate
 from .ops.block_sizes import BlockSizes, check_block_sizes
@@ -282,7 +282,7 @@ class SparseAttention(Module):
             NotImplementedError: an explicit backend that cannot run the call.
         """
         check_input(inp, self.dim)
-        cache = check_cache(cache, return_cache, lengths, self.causal, self.alignment)
+        cache = decoding.check_cache(cache, return_cache, lengths, self.causal, self.alignment)
         names = cu_seqlens, segment_ids, mask, documents
         layout, lengths = layer_layout(inp, self.alignment, cache is not None, lengths, *names)
         if layout is not None:

@@ -92,8 +92,9 @@ class KVCache:
         return sum(self.memory().values())
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated, by name: of each stream, of each tail ("tail k"), and of what the device
-        knows of the rows ("lengths", after `lengths_on`; "page_table", of a paged cache)."""
+        """Bytes allocated, by name: of each stream, of each tail ("tail k"), of what the device
+        knows of the rows ("lengths", after `lengths_on`; "page_table", of a paged cache), and of
+        the "workspace" of kernels."""
         return {name: t.nbytes for name, t in self._tensors().items()}
 
     @property
@@ -124,6 +125,16 @@ class KVCache:
                 lengths = torch.tensor(self.lengths, dtype=torch.int32)
                 self._known["lengths"] = lengths.to(held)
         return self._known["lengths"]
+
+    def workspace(self, device: torch.device | str, *size: int) -> Tensor:
+        """int32 zeros [b, *size] on a device, for kernels that leave them so: one tensor while the
+        number of rows stays."""
+        rows = self.lengths_on(device)
+        held = self._known.get("workspace")
+        if held is None or held.shape != (len(rows), *size):
+            with torch.inference_mode(False):
+                held = self._known["workspace"] = rows.new_zeros(len(rows), *size)
+        return held
 
     def positions(self, device: torch.device, counts: list[int], new: int) -> int | Tensor:
         """Where each row goes on: an int where all rows have one length and the longest takes all
@@ -373,28 +384,3 @@ class KVCache:
         rows = len(counts) if self.batch is None else self.batch
         if len(counts) != rows or min(counts, default=0) < 0:
             raise ValueError(f"counts must be {rows} integers of at least 0, got {counts}")
-
-
-def check_cache(
-    cache: KVCache | None,
-    return_cache: bool,
-    lengths: Sequence[int] | Tensor | None,
-    causal: bool,
-    alignment: int = 1,
-) -> KVCache | None:
-    """The cache that a layer's call uses, a new one where only its return is asked for. Its pages
-    hold whole blocks and windows, of `alignment` tokens."""
-    if cache is not None and not isinstance(cache, KVCache):
-        raise ValueError(f"cache must be a KVCache, got {type(cache).__name__}")
-    if (return_cache or cache is not None) and not causal:
-        raise ValueError("cache and return_cache need causal=True, this layer has causal=False")
-    if cache is None and return_cache:
-        cache = KVCache()
-    if cache is not None and (cache.page_size or 0) % alignment:
-        raise ValueError(
-            "page_size must be a multiple of the layer's selection_block_size and "
-            f"compress_block_sliding_stride, of {alignment}, got {cache.page_size}"
-        )
-    if lengths is not None and cache is None:
-        raise ValueError("lengths goes with a cache or return_cache=True")
-    return cache

@@ -5,6 +5,7 @@ b  rows    n  new tokens    h  heads    d  width of a head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,10 +37,11 @@ def rotated(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Queries [b h n d], and what is kept of every token: rotated, all but values."""
     k, v, *window = kv[2:] or kv
-    tensors = [q, k, *window[:1]]
-    q, k, *window[:1] = rotate(layer.rotary_emb, tensors, start, positions, backend)
-    names = ("k", "v", "window_k", "window_v")
-    return q, dict(zip(names, (k, v, *window), strict=False))
+    q, k, *keys = rotate(layer.rotary_emb, [q, k, *window[:1]], start, positions, backend)
+    tokens = {"k": k, "v": v}
+    if window:
+        tokens |= {"window_k": keys[0], "window_v": window[1]}
+    return q, tokens
 
 
 def extend(
@@ -132,6 +134,7 @@ def step(
         counts=new,
         page_table=cache.page_table,
         ranking=ranking,
+        counters=cache.workspace(q.device, kv[0].shape[1], decode.COUNTERS),
         **layer.memory(q.dtype),
         **{name: getattr(layer, name) for name in SETTINGS},
         backend="triton",
@@ -148,3 +151,28 @@ def pick(tensors: dict[str, Tensor], names: tuple[str, str]) -> tuple[Tensor, Te
 def completes_window(starts: list[int], counts: list[int], d: int) -> bool:
     """Whether the new tokens are the last of a window of some row."""
     return any((a + n) // d > a // d for a, n in zip(starts, counts, strict=True))
+
+
+def check_cache(
+    cache: KVCache | None,
+    return_cache: bool,
+    lengths: Sequence[int] | Tensor | None,
+    causal: bool,
+    alignment: int = 1,
+) -> KVCache | None:
+    """The cache that a layer's call uses, a new one where only its return is asked for. Its pages
+    hold whole blocks and windows, of `alignment` tokens."""
+    if cache is not None and not isinstance(cache, KVCache):
+        raise ValueError(f"cache must be a KVCache, got {type(cache).__name__}")
+    if (return_cache or cache is not None) and not causal:
+        raise ValueError("cache and return_cache need causal=True, this layer has causal=False")
+    if cache is None and return_cache:
+        cache = KVCache()
+    if cache is not None and (cache.page_size or 0) % alignment:
+        raise ValueError(
+            "page_size must be a multiple of the layer's selection_block_size and "
+            f"compress_block_sliding_stride, of {alignment}, got {cache.page_size}"
+        )
+    if lengths is not None and cache is None:
+        raise ValueError("lengths goes with a cache or return_cache=True")
+    return cache

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from .cache import KVCache
 
@@ -85,9 +86,9 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 class GraphedSteps:
-    """`forward(ids)`, ids [b n], over a model's caches, one a layer and all of one length, whose
-    rows each take n more tokens; replayed as a CUDA graph where the device counts the rows' lengths
-    by itself.
+    """`forward(ids, weights={})`, ids [b n], over a model's caches, one a layer and all of one
+    length, whose rows each take n more tokens; replayed as a CUDA graph where the device counts the
+    rows' lengths by itself. `weights` stand in for the model's own.
 
     Two graphs: of steps that complete a window of some row, and of those that do not. The first
     step of each kind runs as it is, and so do all where there is nothing to capture: on another
@@ -96,8 +97,15 @@ class GraphedSteps:
     `d`: tokens from one window to the next.
     """
 
-    def __init__(self, forward: Callable[[Tensor], Tensor], caches: list[KVCache], d: int):
-        self.forward, self.caches, self.d = forward, caches, d
+    def __init__(
+        self,
+        forward: Callable[..., Tensor],
+        caches: list[KVCache],
+        d: int,
+        model: nn.Module,
+    ):
+        self.forward, self.caches, self.d, self.model = forward, caches, d, model
+        self.weights: dict[str, Tensor] = {}
         self.seen: set[bool] = set()
         self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.ids: Tensor | None = None
@@ -134,9 +142,28 @@ class GraphedSteps:
     def capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Of one step, which the host counts here and the first replay does."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = self.forward(ids)
-        return graph, out
+        if not torch.is_autocast_enabled("cuda"):
+            with torch.cuda.graph(graph):
+                return graph, self.forward(ids)
+        dtype = torch.get_autocast_dtype("cuda")
+        self.weights = self.weights or cast_weights(self.model, dtype)
+        with (
+            torch.cuda.graph(graph),
+            torch.autocast("cuda", dtype, cache_enabled=False),
+        ):
+            return graph, self.forward(ids, weights=self.weights)
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What autocast makes of the weights of linear layers, by name. A CUDA graph needs copies that
+    last as it does: autocast's own are gone when its context ends."""
+    return {
+        f"{name}.{key}": weight.to(dtype)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        for key, weight in module.named_parameters(recurse=False)
+        if weight.dtype == torch.float32
+    }
 
 
 @torch.no_grad()
@@ -183,11 +210,16 @@ def cached_logits(
     cache = model.new_cache(max_length=max(1, max(held, default=1) + steps), batch=len(prompt))
     d = getattr(model.layers[0][0], "compress_block_sliding_stride", 1)
 
-    def forward(ids: Tensor, lengths: list[int] | None = None) -> Tensor:
+    def forward(
+        ids: Tensor,
+        lengths: list[int] | None = None,
+        weights: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        call = dict(cache=cache, disable_flex=True, lengths=lengths)
         with evaluating(model):
-            return model(ids, cache=cache, disable_flex=True, lengths=lengths)
+            return functional_call(model, weights or {}, (ids,), call)
 
-    graphed = GraphedSteps(forward, cache, d)
+    graphed = GraphedSteps(forward, cache, d, model)
     lengths = held if min(held, default=0) < prompt.shape[1] else None
 
     def after(token: Tensor | None) -> Tensor:

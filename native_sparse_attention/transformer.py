@@ -17,7 +17,8 @@ from torch.nn import Module, ModuleList
 from torch.utils.checkpoint import checkpoint
 
 from .attention import SparseAttention
-from .cache import KVCache, check_cache
+from .cache import KVCache
+from .decoding import check_cache
 from .masks import create_fine_mask, create_sliding_mask
 from .ops.checks import check_groups, check_input, check_ints
 from .ops.documents import Documents, Layout, layer_layout

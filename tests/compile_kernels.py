@@ -150,7 +150,8 @@ def step(dtype, heads, T=1, page=0, **settings):
     at = decode_launch.Settings(**{**at, **settings})
     ring = torch.zeros(B, K, 20, at.n, dtype=torch.int32)
     tensors = (torch.randn(shape).to(dtype) for shape in shapes)
-    decode_launch.attend(*tensors, None, None, None, ring, None, where, at)
+    counters = torch.zeros(B, K, 8, dtype=torch.int32)
+    decode_launch.attend(*tensors, None, None, None, ring, None, counters, where, at)
 
 
 def rotate(dtype, heads, tokens=64, starts=None):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -198,3 +199,19 @@ def published() -> Callable[[str], ModuleType]:
         return found
 
     return get
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The steps that layers took by the kernels."""
+    from native_sparse_attention import decoding
+
+    taken = []
+
+    def step(*args: Any) -> Any:
+        taken.append(args[2])
+        return real(*args)
+
+    real = decoding.step
+    monkeypatch.setattr(decoding, "step", step)
+    return taken

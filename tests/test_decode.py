@@ -8,8 +8,8 @@ import pytest
 import torch
 from layers import DIM, SETTINGS, layer
 
-from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
-from native_sparse_attention.ops.decode import decode_attention
+from native_sparse_attention import KVCache, PagedKVCache, decoding
+from native_sparse_attention.ops.decode import decode_attention, workspace
 from tests.budget import CUDA, DEVICE
 
 kernels = pytest.mark.kernels
@@ -156,6 +156,43 @@ def test_shares_of_several_blocks(changed, monkeypatch):
 
 
 @kernels
+def test_counters_are_left_as_they_were():
+    tensors, settings = problem(torch.float32, T=3, importance="probs", heads=(4, 2, 16, 16))
+    counters = workspace(2, 2, DEVICE)
+    outs = [
+        decode_attention(**tensors, **settings, counters=given, backend="triton")
+        for given in (None, counters, counters)
+    ]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    assert not counters.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+def test_programs_that_wait_for_one_another(importance):
+    """Far more programs than a GPU runs at once, two steps side by side: none waits for ever, and
+    no two runs differ."""
+    rows = dict(WIDE, N=1024, lengths=[17 + 5 * b for b in range(200)], importance=importance)
+    tensors, settings = problem(torch.float16, T=4, heads=(32, 2, 64, 64), **rows)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    counters = [workspace(200, 2, DEVICE) for _ in streams]
+    outs = []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, own in zip(streams, counters):
+            with torch.cuda.stream(stream):
+                out = decode_attention(**tensors, **settings, counters=own, backend="triton")
+                outs.append(out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    few = {n: t[:3] for n, t in tensors.items() if n not in ("mem_k", "mem_v")}
+    few |= {n: tensors[n] for n in ("mem_k", "mem_v")}
+    settings["lengths"] = settings["lengths"][:3]
+    alone = decode_attention(**few, **settings, backend="triton")
+    torch.testing.assert_close(outs[0][:3], alone, atol=2e-3, rtol=0)
+
+
+@kernels
 def test_what_lies_behind_a_row_is_of_no_matter():
     tensors, settings = problem(torch.float32, T=4, importance="probs", lengths=(61, 5))
     settings["counts"] = torch.tensor([3, 1], device=DEVICE)
@@ -167,20 +204,6 @@ def test_what_lies_behind_a_row_is_of_no_matter():
         tensors[name] = t.masked_fill((place + 1) * every > ends, float("nan"))
     out = decode_attention(**tensors, **settings, backend="triton")
     assert torch.equal(out, expected)
-
-
-@pytest.fixture
-def steps(monkeypatch):
-    """The steps that layers took by the kernels."""
-    taken = []
-
-    def step(*args):
-        taken.append(args[2])
-        return real(*args)
-
-    real = decoding.step
-    monkeypatch.setattr(decoding, "step", step)
-    return taken
 
 
 def caches(module, b, length):
@@ -269,6 +292,8 @@ def test_bad_input():
             "ck must hold N / d = 16",
         ),
         (dict(num_selected_blocks=-1), "num_selected_blocks"),
+        (dict(counters=torch.zeros(rows, 1, 8)), "counters must be int32 of shape .2, 1, 8."),
+        (dict(counters=workspace(rows, 2, DEVICE)), "counters must be int32 of shape .2, 1, 8."),
     ]:
         wrong = {n: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for n, t in wrong.items()}
         with pytest.raises(ValueError, match=message):
@@ -278,85 +303,6 @@ def test_bad_input():
         decode_attention(**{**tensors, **many, **settings}, backend="triton")
     with pytest.raises(NotImplementedError, match="its kernels have no gradients"):
         decode_attention(**{**tensors, "q": q.requires_grad_()}, **settings, backend="triton")
-
-
-# sampling
-
-
-def model(**kwargs):
-    torch.manual_seed(0)
-    sparse = dict(
-        sliding_window_size=9, compress_block_size=8, compress_block_sliding_stride=4,
-        selection_block_size=8, num_selected_blocks=2, num_compressed_mem_kv=1, **kwargs,
-    )  # fmt: skip
-    net = Transformer(
-        40, 32, 2, dim_head=16, heads=4, kv_heads=2, use_sparse_attn=True, sparse_attn_kwargs=sparse
-    )
-    return net.to(DEVICE).eval()
-
-
-@pytest.mark.parametrize("use_sparse_attn", [True, False])
-def test_prompts_of_different_lengths(use_sparse_attn):
-    """Each goes on as it would alone, with the cache or without."""
-    net = model() if use_sparse_attn else Transformer(40, 32, 1, dim_head=16, heads=2).to(DEVICE)
-    prompt, lengths = torch.randint(0, 40, (3, 11), device=DEVICE), [11, 4, 7]
-    call = dict(temperature=0.0, prompt_lengths=lengths)
-    cached = net.sample(prompt, 40, **call)
-    assert cached.shape == (3, 29)
-    for row, n in enumerate(lengths):
-        alone = net.sample(prompt[row : row + 1, :n], n + 29, temperature=0.0)
-        assert torch.equal(cached[row : row + 1], alone)
-    assert torch.equal(net.sample(prompt, 40, use_cache_kv=False, **call), cached)
-
-
-@pytest.mark.parametrize("use_cache_kv", [True, False])
-def test_stop_tokens(use_cache_kv):
-    """A text repeats the token that ended it; where all have ended, none follows."""
-    net = model()
-    prompt = torch.randint(0, 40, (2, 5), device=DEVICE)
-    call = dict(temperature=0.0, use_cache_kv=use_cache_kv)
-    free = net.sample(prompt, 30, **call)
-    stop = free[0, 3].item()
-    out = net.sample(prompt, 30, stop_tokens=stop, **call)
-    for row, text in zip(out, free):
-        end = (text == stop).nonzero()[0].item() if (text == stop).any() else len(text)
-        assert torch.equal(row[: end + 1], text[: len(row)][: end + 1])
-        assert (row[end:] == stop).all()
-    everything = net.sample(prompt, 30, stop_tokens=range(40), **call)
-    assert torch.equal(everything, free[:, :1])
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(prompt_lengths=[5]), "prompt_lengths must be 2 integers between 1 and 5"),
-        (dict(prompt_lengths=[0, 5]), "prompt_lengths must be"),
-        (dict(prompt_lengths=[1.0, 5]), "prompt_lengths must be integers"),
-        (dict(stop_tokens=[1.5]), "stop_tokens must be token ids, got 1.5"),
-        (dict(stop_tokens=-1), "stop_tokens must be token ids, got -1"),
-    ],
-)
-def test_bad_prompts(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        model().sample(torch.zeros(2, 5, dtype=torch.long, device=DEVICE), 9, **wrong)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "changed", [{}, dict(selection_stride=4), dict(importance="probs")], ids=str
-)
-def test_graphs_sample_what_eager_pytorch_does(changed, steps):
-    """Greedy, in fp32: the same tokens; and the graphs are replayed, not passed by."""
-    net = model(**changed)
-    prompt = torch.randint(0, 40, (3, 21), device=DEVICE)
-    call = dict(temperature=0.0, prompt_lengths=[21, 6, 13])
-    graphed = net.sample(prompt, 90, **call)
-    # a step as it is and a captured one, of each kind and layer
-    assert len(steps) <= 8
-    for block in net.layers:
-        block[0].backend = "eager"
-    assert torch.equal(net.sample(prompt, 90, use_cache_kv=False, **call), graphed)
-    assert torch.equal(net.sample(prompt, 90, **call), graphed)
 
 
 @pytest.mark.gpu

@@ -62,11 +62,21 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"kernels.decode"}),
-    frozenset({"kernels.interval_backward", "kernels.probs", "kernels.gate_launch"}),
+    frozenset(
+        {
+            "kernels.interval_backward",
+            "kernels.probs",
+            "kernels.gate_launch",
+            "kernels.decode_branches",
+            "kernels.decode_ranking",
+        }
+    ),
     frozenset({"kernels.interval", "kernels.gather", "kernels.pairs", "kernels.block_keys"}),
     frozenset({"kernels.entries", "kernels.gate_steps", "kernels.unite"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
-    frozenset({"kernels.device", "kernels.sizes", "kernels.tiles", "kernels.topn"}),
+    frozenset(
+        {"kernels.arrivals", "kernels.device", "kernels.sizes", "kernels.tiles", "kernels.topn"}
+    ),
     frozenset({"ops.checks", "ops.documents", "entries"}),
     frozenset({"blocks"}),
     frozenset({"ops", "kernels"}),  # the folders' own __init__: a docstring, no imports

@@ -89,11 +89,16 @@ def slices(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def in_order(s):
+    """Integers in the order of scores s."""
+    bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
 def sort_keys(s, c):
     """One 64-bit integer of a score and its block: greater is better, then earlier."""
-    bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (order.to(tl.int64) << 32) | (c ^ NO_BLOCK).to(tl.int64)
+    return (in_order(s).to(tl.int64) << 32) | (c ^ NO_BLOCK).to(tl.int64)
 
 
 @triton.jit

@@ -25,7 +25,15 @@ from .checks import (
 )
 from .nsa import native_sparse_attention
 
-__all__ = ["append", "decode_attention", "recent"]
+__all__ = ["append", "decode_attention", "recent", "workspace"]
+
+# numbers of a workspace for each row and KV head
+COUNTERS = 8
+
+
+def workspace(batch: int, kv_heads: int, device: torch.device) -> Tensor:
+    """What a step of `decode_attention` counts in, [B, K, 8] zeros."""
+    return torch.zeros(batch, kv_heads, COUNTERS, dtype=torch.int32, device=device)
 
 
 def decode_attention(
@@ -50,6 +58,7 @@ def decode_attention(
     window_v: Tensor | None = None,
     page_table: Tensor | None = None,
     ranking: Tensor | None = None,
+    counters: Tensor | None = None,
     importance: str = "logits",
     interpolated_importance_score: bool = False,
     num_initial_blocks: int = 0,
@@ -81,6 +90,8 @@ def decode_attention(
         ranking: with a `selection_stride` R above 1, int32 [B, R_, size, n]: a token's list lies at
             its position modulo the size, which is at least T + 1. Read for a group that began
             before, and written.
+        counters: `workspace(B, K, device)`, int32 zeros, and zeros again afterwards. Steps that may
+            run at the same time need one each. None: made by the call, which takes a launch.
 
     The remaining arguments are those of `native_sparse_attention`.
 
@@ -131,6 +142,7 @@ def decode_attention(
     check_sinks(sinks, (3, dims["H"]), q.device)
     ranks = dims["K"] if query_heads_share_selected_kv else dims["H"]
     check_ranking(ranking, dims, ranks, num_selected_blocks, selection_stride, q.device)
+    check_counters(counters, dims, q.device)
     if (window_k is None) != (window_v is None):
         raise ValueError("window_k and window_v go together: give both or none")
 
@@ -158,6 +170,8 @@ def decode_attention(
         scale=scale,
         soft_cap=soft_cap,
     )
+    if name == "triton":
+        others["counters"] = counters
     run = by_kernels if name == "triton" else by_gathering
     return run(
         q, k, v, ck, cv, branch_gates, lengths, counts, page_table, ranking, sinks, others, settings
@@ -199,9 +213,12 @@ def by_kernels(
         soft_cap=settings["soft_cap"],
     )
     step = Step(lengths, counts, page_table, 0 if page_table is None else k.shape[1])
+    counters = others["counters"]
+    if counters is None:
+        counters = workspace(q.shape[0], k.shape[2], q.device)
     return decode_launch.attend(
         q, k, v, ck, cv, branch_gates, others["cq"], pair(others, "mem"), pair(others, "window"),
-        ranking, sinks, step, at,
+        ranking, sinks, counters, step, at,
     )  # fmt: skip
 
 
@@ -303,6 +320,19 @@ def check_ranking(
         )
     if ranking.device != device or not ranking.is_contiguous():
         raise ValueError(f"ranking must be contiguous on {device}, got {ranking.device}")
+
+
+def check_counters(counters: Tensor | None, dims: dict[str, int], device: torch.device) -> None:
+    if counters is None:
+        return
+    shape = (dims["B"], dims["K"], COUNTERS)
+    if tuple(counters.shape) != shape or counters.dtype != torch.int32:
+        raise ValueError(
+            f"counters must be int32 of shape {list(shape)}, got {counters.dtype} of "
+            f"{list(counters.shape)}"
+        )
+    if counters.device != device or not counters.is_contiguous():
+        raise ValueError(f"counters must be contiguous on {device}, got {counters.device}")
 
 
 # what a step writes to a cache, by kernels
