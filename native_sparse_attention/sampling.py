@@ -141,6 +141,10 @@ class GraphedSteps:
 
     def capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Of one step, which the host counts here and the first replay does."""
+        with torch.cuda.device_of(ids):
+            return self.captured(ids)
+
+    def captured(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         if not torch.is_autocast_enabled("cuda"):
             with torch.cuda.graph(graph):

@@ -9,6 +9,7 @@ import torch
 from layers import DIM, SETTINGS, layer
 
 from native_sparse_attention import KVCache, PagedKVCache, decoding
+from native_sparse_attention.ops import decode
 from native_sparse_attention.ops.decode import decode_attention, workspace
 from tests.budget import CUDA, DEVICE
 
@@ -165,6 +166,33 @@ def test_counters_are_left_as_they_were():
     ]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     assert not counters.any()
+
+
+@kernels
+def test_operator(monkeypatch):
+    """`torch.library` knows what it writes to, and torch.compile takes it as it is, whatever the
+    rows' lengths are."""
+    tensors, settings = problem(torch.float32, T=2, memory=1, selection_stride=4, lengths=(38, 5))
+    ranking, counters = ring(settings, (2, 1), 2), workspace(2, 1, DEVICE)
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "by_kernels", lambda *args: calls.append(args))
+        decode_attention(
+            **tensors, **settings, ranking=ranking, counters=counters, backend="triton"
+        )
+    some = ("test_schema", "test_faketensor")
+    torch.library.opcheck(decode.by_kernels, calls[0], test_utils=some)
+
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
+    for past in (0, 3, 11):
+        settings["lengths"] = torch.tensor([38, 5 + past], dtype=torch.int32, device=DEVICE)
+        outs, rankings = [], []
+        for function in (decode_attention, compiled):
+            rankings.append(ring(settings, (2, 1), 2))
+            given = dict(ranking=rankings[-1], counters=counters, backend="triton")
+            outs.append(function(**tensors, **settings, **given))
+        assert torch.equal(*outs) and torch.equal(*rankings)
+        assert not counters.any()
 
 
 @pytest.mark.gpu

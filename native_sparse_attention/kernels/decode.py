@@ -130,7 +130,7 @@ def step_kernel(
     LISTED: tl.constexpr, STRIDE: tl.constexpr, RING: tl.constexpr, SCORES: tl.constexpr,
     PROBS: tl.constexpr, INTERPOLATED: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr,
     WINDOW_PAGE: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
-    OWN_WINDOW: tl.constexpr, COUNTERS: tl.constexpr,
+    ITEMS_2: tl.constexpr, OWN_WINDOW: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """One program: one part, of a row and KV head, or of a token and a head that ranks."""
     RANKING: tl.constexpr = 1 if SLOTS > 0 else 0
@@ -186,7 +186,7 @@ def step_kernel(
                 T * SHARE, share, NEAR_SPLITS, CMP_SPLITS, b, r, t, B, T, RANKS, NEAR_ITEMS,
                 FAR_ITEMS, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n,
                 x_h, y_b, y_n, y_h, t_b, GROUP, SHARE, D, BLOCK_D, E, BLOCK_E, BLOCK_G, KEYS,
-                BLOCK_STAGES, SLOTS, SLOTS_2, s, BLOCK_S, w, INITIAL, LOCAL, LISTED, OWN_WINDOW,
+                BLOCK_STAGES, SLOTS, ITEMS_2, s, BLOCK_S, w, INITIAL, LOCAL, LISTED, OWN_WINDOW,
                 FUSED, PAGE, CAP, COUNTED,
             )  # fmt: skip
             arrived(mine + BLOCKS)

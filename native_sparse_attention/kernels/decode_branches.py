@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .arrivals import wait
 from .device import load_rows, soft_capped, softmax_step, store_rows
-from .entries import places
+from .entries import offsets, pages_of, places
 from .topn import NO_SCORE
 
 # what `windows` stores of each window's logits
@@ -105,7 +105,7 @@ def blocks(
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
+    SLOTS: tl.constexpr, ITEMS_2: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
     w: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LISTED: tl.constexpr,
     OWN_WINDOW: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -134,33 +134,38 @@ def blocks(
         if is_near:
             k, k_b, k_n, k_h = wk, x_b, x_n, x_h
             v, v_b, v_n, v_h = wv, y_b, y_n, y_h
-    AT_ONCE: tl.constexpr = KEYS // BLOCK_S
-    which, u = tl.arange(0, KEYS) // BLOCK_S, tl.arange(0, KEYS) % BLOCK_S
-    slot = tl.arange(0, SLOTS_2)
-    chosen = slot * 0 - 1
+    own_blocks = tl.arange(0, ITEMS_2)
+    item, c = first + own_blocks, own_blocks * 0 - 1
     if SLOTS > 0:  # noqa: SIM102
         if not is_near:
             wait(before, programs)
-            listed = lists + ((b * T + t) * RANKS + r) * SLOTS + slot
-            chosen = tl.load(listed, mask=slot < SLOTS, other=-1)
+            listed = lists + ((b * T + t) * RANKS + r) * SLOTS + item
+            c = tl.load(listed, mask=(own_blocks < items) & (item < SLOTS), other=-1)
+    forced = item - SLOTS
+    initial = (forced >= 0) & (forced < INITIAL) & (forced <= own - LOCAL)
+    c = tl.where(initial, forced, c)
+    c = tl.where((forced >= INITIAL) & (item < LISTED), own - (forced - INITIAL), c)
+    close = near + own_blocks
+    c = tl.where(is_near, tl.where(close < near_end, close, -1), c)
+    chosen = tl.where(own_blocks < items, c, -1)
+    # a page holds whole blocks
+    inside = tl.maximum(tl.minimum(chosen, own), 0)
+    pages = pages_of(inside * s, b, table, t_b, PAGE)
 
     m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    AT_ONCE: tl.constexpr = KEYS // BLOCK_S
+    which, u = tl.arange(0, KEYS) // BLOCK_S, tl.arange(0, KEYS) % BLOCK_S
     for i in tl.range(0, items, AT_ONCE, num_stages=STAGES):
-        item = first + i + which
-        c = tl.max(tl.where(slot[None] == item[:, None], chosen[None], -1), 1)
-        forced = item - SLOTS
-        initial = (forced >= 0) & (forced < INITIAL) & (forced <= own - LOCAL)
-        c = tl.where(initial, forced, c)
-        c = tl.where((forced >= INITIAL) & (item < LISTED), own - (forced - INITIAL), c)
-        c = tl.where(is_near, near + i + which, c)
-        c = tl.where((i + which < items) & ((c < near_end) | (share >= NEAR_SHARES)), c, -1)
-        n = c * s + u
+        is_this = own_blocks[None] == (i + which)[:, None]
+        n = tl.max(tl.where(is_this, chosen[None], -1), 1) * s + u
         seen = (u < s) & (n >= begin) & (n <= last)  # none of block -1
-        here = tl.minimum(tl.maximum(n, 0), tl.maximum(last, 0))
-        k_rows = places(here, b, table, k_b, k_n, t_b, PAGE)
-        v_rows = places(here, b, table, v_b, v_n, t_b, PAGE)
+        here, page = tl.minimum(tl.maximum(n, 0), tl.maximum(last, 0)), b
+        if PAGE > 0:
+            page = tl.max(tl.where(is_this, pages[None], 0), 1)
+        k_rows = offsets(here, page, k_b, k_n, PAGE)
+        v_rows = offsets(here, page, v_b, v_n, PAGE)
         k_tile = load_rows(k + h * k_h, k_rows, D, BLOCK_D, seen)
         v_tile = load_rows(v + h * v_h, v_rows, E, BLOCK_E, seen)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2

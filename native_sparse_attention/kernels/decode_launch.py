@@ -171,6 +171,8 @@ def attend(
     heads, block_s = triton.next_power_of_2(G), launch.padded(at.s)
     block_m = max(16, heads, min(wide.block_m, triton.next_power_of_2(T) * heads))
     keys = max(block_s, narrow.block_n)
+    most_items = max(2, keys // block_s, near_blocks(at), listed_blocks(at, fused))
+    most_items = triton.next_power_of_2(most_items)
     to = share_out(q, K, E, W, ranks, block_m, keys, wide.block_n, fused, at)
     rank, rank_chunks = ranking_tile(W, at)
     joins = triton.cdiv(T * G, to.join_rows) * triton.cdiv(E, to.join_columns)
@@ -208,7 +210,7 @@ def attend(
         RANK_N=rank.block_n, COLUMNS=rank.columns, DEPTH=min(rank.depth, at.n),
         MERGE_N=rank.merge_n, l=at.l, d=at.d, s=at.s, BLOCK_S=block_s, w=at.w, SLOTS=at.n,
         SLOTS_2=max(2, triton.next_power_of_2(at.n)), INITIAL=at.num_initial, LOCAL=at.num_local,
-        LISTED=listed_blocks(at, fused), STRIDE=at.stride,
+        LISTED=listed_blocks(at, fused), ITEMS_2=most_items, STRIDE=at.stride,
         RING=0 if ring is lists else ring.shape[2], SCORES=scores_of.value, PROBS=probs,
         INTERPOLATED=at.interpolated, FUSED=fused, SINKS=sinks is not None,
         COUNTERS=counters.shape[2], OWN_WINDOW=window is not None, num_warps=wide.num_warps,

@@ -19,12 +19,27 @@ from .device import load_rows, store_rows
 
 
 @triton.jit
+def pages_of(n, b, table, t_b, PAGE: tl.constexpr):
+    """Where entries n of row b lie: their pages, or the row."""
+    if PAGE == 0:
+        page = b
+    else:
+        page = tl.load(table + b * t_b + n // PAGE).to(tl.int64)
+    return page
+
+
+@triton.jit
+def offsets(n, page, by_b, by_n, PAGE: tl.constexpr):
+    """Offsets in a cache of entries n of a row, which lie in these pages, or rows."""
+    if PAGE > 0:
+        n = n % PAGE
+    return page * by_b + n.to(tl.int64) * by_n
+
+
+@triton.jit
 def places(n, b, table, by_b, by_n, t_b, PAGE: tl.constexpr):
     """Offsets of entries n of row b in a cache."""
-    if PAGE == 0:
-        return b * by_b + n.to(tl.int64) * by_n
-    page = tl.load(table + b * t_b + n // PAGE).to(tl.int64)
-    return page * by_b + (n % PAGE).to(tl.int64) * by_n
+    return offsets(n, pages_of(n, b, table, t_b, PAGE), by_b, by_n, PAGE)
 
 
 @triton.jit(do_not_specialize=["T"])

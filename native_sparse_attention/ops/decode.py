@@ -24,6 +24,7 @@ from .checks import (
     check_sinks,
 )
 from .nsa import native_sparse_attention
+from .selection import on_its_device
 
 __all__ = ["append", "decode_attention", "recent", "workspace"]
 
@@ -167,17 +168,25 @@ def decode_attention(
         num_local_blocks=num_local_blocks,
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
-        scale=scale,
-        soft_cap=soft_cap,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
     )
     if name == "triton":
-        others["counters"] = counters
-    run = by_kernels if name == "triton" else by_gathering
-    return run(
+        if counters is None:
+            counters = workspace(q.shape[0], k.shape[2], q.device)
+        return by_kernels(
+            q, k, v, ck, cv, branch_gates, lengths, counters, counts, page_table, ranking, sinks,
+            *others.values(), *settings.values(),
+        )  # fmt: skip
+    return by_gathering(
         q, k, v, ck, cv, branch_gates, lengths, counts, page_table, ranking, sinks, others, settings
     )
 
 
+@torch.library.custom_op(
+    "native_sparse_attention::decode_attention", mutates_args=("counters", "ranking")
+)
+@on_its_device
 def by_kernels(
     q: Tensor,
     k: Tensor,
@@ -186,45 +195,49 @@ def by_kernels(
     cv: Tensor,
     branch_gates: Tensor,
     lengths: Tensor,
+    counters: Tensor,
     counts: Tensor | None,
     page_table: Tensor | None,
     ranking: Tensor | None,
     sinks: Tensor | None,
-    others: dict[str, Tensor | None],
-    settings: dict[str, Any],
+    cq: Tensor | None,
+    mem_k: Tensor | None,
+    mem_v: Tensor | None,
+    window_k: Tensor | None,
+    window_v: Tensor | None,
+    l: int,
+    d: int,
+    s: int,
+    n: int,
+    w: int,
+    importance: str,
+    interpolated: bool,
+    num_initial: int,
+    num_local: int,
+    stride: int,
+    shared: bool,
+    scale: float,
+    soft_cap: float | None,
 ) -> Tensor:
+    """In Triton, as a torch operator."""
     from ..kernels import decode_launch
     from ..kernels.entries import Step
 
-    scale = settings["scale"]
     at = decode_launch.Settings(
-        l=settings["compress_block_size"],
-        d=settings["compress_block_sliding_stride"],
-        s=settings["selection_block_size"],
-        n=settings["num_selected_blocks"],
-        w=settings["sliding_window_size"],
-        importance=settings["importance"],
-        interpolated=settings["interpolated_importance_score"],
-        num_initial=settings["num_initial_blocks"],
-        num_local=settings["num_local_blocks"],
-        stride=settings["selection_stride"],
-        shared=settings["query_heads_share_selected_kv"],
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        soft_cap=settings["soft_cap"],
-    )
-    step = Step(lengths, counts, page_table, 0 if page_table is None else k.shape[1])
-    counters = others["counters"]
-    if counters is None:
-        counters = workspace(q.shape[0], k.shape[2], q.device)
-    return decode_launch.attend(
-        q, k, v, ck, cv, branch_gates, others["cq"], pair(others, "mem"), pair(others, "window"),
-        ranking, sinks, counters, step, at,
+        l, d, s, n, w, importance, interpolated, num_initial, num_local, stride, shared, scale,
+        soft_cap,
     )  # fmt: skip
+    memory = None if mem_k is None or mem_v is None else (mem_k, mem_v)
+    window = None if window_k is None or window_v is None else (window_k, window_v)
+    step = Step(lengths, counts, page_table, 0 if page_table is None else k.shape[1])
+    return decode_launch.attend(
+        q, k, v, ck, cv, branch_gates, cq, memory, window, ranking, sinks, counters, step, at
+    )
 
 
-def pair(others: dict[str, Tensor | None], name: str) -> tuple[Tensor, Tensor] | None:
-    keys, values = others[f"{name}_k"], others[f"{name}_v"]
-    return None if keys is None or values is None else (keys, values)
+@by_kernels.register_fake
+def _(q, k, v, *others):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 def by_gathering(
@@ -356,7 +369,8 @@ def append(
     from ..kernels import entries
 
     step = entries.Step(lengths, counts, page_table, page_size or 0)
-    entries.append(new, stores, step, tokens, every=every, ring=ring)
+    with torch.cuda.device_of(lengths):
+        entries.append(new, stores, step, tokens, every=every, ring=ring)
 
 
 def recent(
@@ -366,4 +380,5 @@ def recent(
     size d] already, may complete; zeros stand for tokens before the first."""
     from ..kernels import entries
 
-    return entries.recent(rings, tokens, l, d, entries.Step(lengths))
+    with torch.cuda.device_of(lengths):
+        return entries.recent(rings, tokens, l, d, entries.Step(lengths))
