@@ -221,7 +221,7 @@ def cached_logits(
     ) -> Tensor:
         call = dict(cache=cache, disable_flex=True, lengths=lengths)
         with evaluating(model):
-            return functional_call(model, weights or {}, (ids,), call)
+            return functional_call(model, weights or {}, (ids,), call, tie_weights=False)
 
     graphed = GraphedSteps(forward, cache, d, model)
     lengths = held if min(held, default=0) < prompt.shape[1] else None

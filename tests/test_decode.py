@@ -158,13 +158,14 @@ def test_shares_of_several_blocks(changed, monkeypatch):
 
 @kernels
 def test_counters_are_left_as_they_were():
-    tensors, settings = problem(torch.float32, T=3, importance="probs", heads=(4, 2, 16, 16))
-    counters = workspace(2, 2, DEVICE)
+    importance = "probs" if CUDA else "logits"
+    tensors, settings = problem(torch.float32, T=1, importance=importance, lengths=(38, 5))
+    counters = workspace(2, 1, DEVICE)
     outs = [
         decode_attention(**tensors, **settings, counters=given, backend="triton")
-        for given in (None, counters, counters)
+        for given in (None, counters)
     ]
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    assert torch.equal(*outs)
     assert not counters.any()
 
 
@@ -184,7 +185,7 @@ def test_operator(monkeypatch):
     torch.library.opcheck(decode.by_kernels, calls[0], test_utils=some)
 
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
-    for past in (0, 3, 11):
+    for past in (0, 3, 11)[: 2 + CUDA]:
         settings["lengths"] = torch.tensor([38, 5 + past], dtype=torch.int32, device=DEVICE)
         outs, rankings = [], []
         for function in (decode_attention, compiled):
