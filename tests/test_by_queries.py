@@ -220,8 +220,9 @@ def layer_step(module, T):
     return lambda: module(x).sum().backward()
 
 
-def test_memory_of_the_layer_is_linear_on_the_cpu(monkeypatch):
-    module = layers.layer(torch.float32)
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+def test_memory_of_the_layer_is_linear_on_the_cpu(importance, monkeypatch):
+    module = layers.layer(torch.float32, importance=importance)
     monkeypatch.setattr(by_queries, "MAX_SCORES", 2**15)
     peaks = [memory.peak(layer_step(module, T)) for T in (256, 1024)]
     assert peaks[1] < 5 * peaks[0], peaks

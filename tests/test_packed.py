@@ -140,6 +140,14 @@ def test_documents_that_do_not_go_together():
             module(x, **kwargs)
 
 
+@pytest.mark.parametrize("given", [{}, dict(cu_seqlens=torch.tensor([0, 8]))], ids=["rows", "cu"])
+def test_tensors_that_are_none(given):
+    q = torch.randn(1, 8, 2, 4)
+    for k in (None, q.numpy()):
+        with pytest.raises(ValueError, match="k must be a tensor, got"):
+            sliding_window_attention(q, k, q, sliding_window_size=2, **given)
+
+
 # of torch's own tracing of autograd functions
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_in_one_graph():

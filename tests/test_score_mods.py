@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as flex
 
 from native_sparse_attention import masks
 from native_sparse_attention.masks import tanh
+from tests.budget import CUDA
 
 
 def grid(mod, scores: Tensor) -> Tensor:
@@ -194,6 +195,21 @@ def test_tanh_approx_under_vmap():
         assert torch.equal(nested(x), torch.tanh(x))
     across = torch.vmap(masks.tanh_approx, in_dims=1, out_dims=1)
     assert torch.equal(across(x), torch.tanh(x))
+
+
+def test_tanh_approx_in_a_mod_of_ones_own():
+    """Compiled where nobody has made a `soft_cap`."""
+    from torch._inductor.lowering import lowerings
+
+    def capped(score, b, h, i, j):
+        return 2 * masks.tanh_approx(score / 2)
+
+    lowerings.pop(torch.ops.native_sparse_attention.tanh_approx.default, None)
+    torch._dynamo.reset()
+    q, k, v = (t.detach().float() for t in draw())
+    out = torch.compile(flex.flex_attention)(q, k, v, score_mod=capped)
+    expected = masks.dense_attention(q, k, v, score_mod=masks.soft_cap(2.0))
+    torch.testing.assert_close(out, expected, atol=2e-3 if CUDA else 1e-5, rtol=1e-3)
 
 
 def test_capped_attention_made_and_compiled_in_one_graph():

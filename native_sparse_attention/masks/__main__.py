@@ -47,13 +47,15 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {args.block_size}")
+        if args.out is not None and (args.out.suffix != ".png" or not args.out.parent.is_dir()):
+            raise ValueError(f"--out must be a .png file in a folder there is, got {args.out}")
         mask_mod, q_len, kv_len = catalog.make(args.name, args.length, device, **given)
         tiles = pictures.draw(mask_mod, q_len, kv_len, args.block_size, device, whole=True)
         pairs = pictures.fine(mask_mod, q_len, kv_len, device)
         sys.stdout.write(pictures.describe(args.name, pairs, tiles) + "\n")
         if args.out is not None:
             pictures.save(args.out, args.name, mask_mod, tiles, device)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         whole.error(str(error))
 
 

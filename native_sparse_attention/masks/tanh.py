@@ -22,6 +22,8 @@ def tanh_approx(x: Tensor) -> Tensor:
 
 @tanh_approx.register_fake
 def tanh_approx_fake(x: Tensor) -> Tensor:
+    if torch._guards.TracingContext.try_get() is not None:
+        register_lowering()  # of a graph that is about to be compiled
     return torch.empty_like(x)
 
 

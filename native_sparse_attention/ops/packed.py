@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import documents as docs
-from .checks import check_ints
+from .checks import check_given, check_ints
 
 # arguments by what their second axis counts
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "block_indices", "gates")
@@ -36,6 +36,11 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
     """Give an operation over rows, which takes `documents`, the arguments above."""
     signature = inspect.signature(op)
     names = list(signature.parameters)
+    tensors = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty and parameter.annotation in (Tensor, "Tensor")
+    ]
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = [
         inspect.Parameter(name, keyword, default=None, annotation=Tensor | None)
@@ -50,9 +55,10 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        call = dict(zip(names, args, strict=False)) | kwargs
+        check_given(**{name: call[name] for name in tensors if name in call})
         if cu_seqlens is None and segment_ids is None and mask is None:
             return op(*args, **kwargs)
-        call = dict(zip(names, args, strict=False)) | kwargs
         named: dict[str, Any] = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         return over_documents(op, call, named)
 

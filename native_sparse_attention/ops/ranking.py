@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange
+from einops import rearrange
 from torch import Tensor
 
 from .. import blocks
@@ -64,12 +64,16 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
     """Score of block c: the probability of the windows over it, each by its share of the block,
     `sum_w overlap(w, c) / d * p_w`; where a window spans whole blocks, that window's
     probability."""
-    w = torch.arange(probs.shape[-1], device=probs.device)
-    if d > s:
-        weights = blocks.first_window_of_block(c, d, s)[:, None] == w
-    else:
-        weights = blocks.overlap(w, c[:, None], l, d, s) / d
-    return einsum(probs, weights.to(probs.dtype), "b r i w, c w -> b r i c")
+    W = probs.shape[-1]
+    mass = probs.new_zeros(*probs.shape[:-1], len(c))
+    if W == 0:
+        return mass
+    first = blocks.first_window_of_block(c, d, s) if d > s else c * s // d
+    for w in (first + j for j in range(1 if d > s else (s + l - 1) // d + 1)):
+        share = torch.ones_like(w) if d > s else blocks.overlap(w, c, l, d, s) / d
+        weight = torch.where((w >= 0) & (w < W), share, 0).to(probs.dtype)
+        mass = mass + probs[..., w.clamp(0, W - 1)] * weight
+    return mass
 
 
 def importance_scores(
