@@ -241,9 +241,7 @@ def caches(module, b, length):
     return KVCache(length, b), PagedKVCache(page, b * pages, b, length)
 
 
-STEPPED = [
-    ("default", "rows"), ("shared rankings, probs", "rows"), ("independent", "pages"),
-]  # fmt: skip
+STEPPED = [("shared rankings, probs", "rows"), ("independent", "pages")]
 if CUDA:
     STEPPED = [(setting, form) for setting in SETTINGS for form in ("rows", "pages")]
 
