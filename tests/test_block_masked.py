@@ -111,9 +111,9 @@ def test_empty_blocks_are_not_computed_and_full_ones_not_masked(monkeypatch):
     visits = []
     logits = online.tile_logits
 
-    def record(q, k, visible, plan):
+    def record(q, k, visible, *rest):
         visits.append((q.shape[3], k.shape[2], visible is not None))
-        return logits(q, k, visible, plan)
+        return logits(q, k, visible, *rest)
 
     monkeypatch.setattr(online, "tile_logits", record)
     leaves = draw(1, 1, 1, 10, 10, 4, 4)

@@ -228,9 +228,9 @@ def test_masks_are_left_out_where_all_see_all(monkeypatch):
     masks = []
     logits = online.tile_logits
 
-    def record(q, k, visible, plan):
+    def record(q, k, visible, *rest):
         masks.append(visible is not None)
-        return logits(q, k, visible, plan)
+        return logits(q, k, visible, *rest)
 
     monkeypatch.setattr(online, "tile_logits", record)
     q = torch.randn(1, 8, 1, 4)

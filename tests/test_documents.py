@@ -11,7 +11,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import by_queries
+from native_sparse_attention.ops import by_queries, eager, tiled
 from native_sparse_attention.ops import documents as docs
 
 LENGTHS = [13, 0, 1, 32, 5, 0, 41]
@@ -285,9 +285,15 @@ def test_bad_batches_and_windows():
 
 @CAUSAL
 @pytest.mark.parametrize("setting", ["default", "stride", "interpolated", "diff"])
-def test_by_chunks_of_queries(setting, causal, monkeypatch):
-    """In linear memory: documents are cut as they come."""
-    monkeypatch.setattr(by_queries, "MAX_SCORES", 2000)
+@pytest.mark.parametrize("gathers", [True, False])
+def test_in_linear_memory(setting, causal, gathers, monkeypatch):
+    """By tiles and chunks that cut documents as they come."""
+    monkeypatch.setattr(eager, "MAX_SCORES", 0)
+    monkeypatch.setattr(eager, "few_blocks", lambda *_: gathers)
+    monkeypatch.setattr(tiled, "TILE_SCORES", 2000)
+    monkeypatch.setattr(tiled, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(tiled, "KEYS", 16)
+    monkeypatch.setattr(by_queries, "CHUNK_SCORES", 2000)
     monkeypatch.setattr(by_queries, "LEAST_QUERIES", 1)
     test_whole_layer(setting, causal)
 

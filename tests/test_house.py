@@ -37,11 +37,13 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"ops.backends"}),
+    frozenset({"ops.eager"}),
     frozenset({"ops.by_queries"}),
-    frozenset({"ops.fused", "ops.library", "ops.ranking", "ops.rotary"}),
-    frozenset({"ops.branches"}),
+    frozenset({"ops.fused", "ops.library", "ops.ranking", "ops.rotary", "ops.tiled"}),
+    frozenset({"ops.branches", "ops.gathered"}),
     frozenset({"ops.reference", "ops.flex", "ops.local", "ops.operators", "masks.__main__"}),
     frozenset({"ops.chunked", "ops.block_masked", "ops.mha"}),
+    frozenset({"ops.bands"}),
     frozenset(
         {"masks", "ops.selection", "ops.block_sizes", "ops.online", "ops.packed", "ops.segments"}
     ),

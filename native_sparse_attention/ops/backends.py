@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import by_queries, flex, library, local
+from . import eager, flex, library
 from .checks import BACKENDS, check_choice
 
 # scores T x S up to which `auto`, inside a compiled graph, leaves attention to the compiler
@@ -96,10 +96,4 @@ def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("block_sizes", None)  # others have no tiles
     if backend == "flex":
         return getattr(flex, op)(*args, **kwargs)
-    if op == "sliding_window_attention":
-        q, k = args[:2]
-        w, offset, lse = (kwargs[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
-        plain = not kwargs.keys() & {"documents", "sinks", "soft_cap"}
-        if plain and local.fits(q, k, w, offset, lse):
-            return local.sliding_window_attention(*args, **kwargs)
-    return by_queries.run(op, *args, **kwargs)
+    return eager.run(op, *args, **kwargs)

@@ -1,156 +1,226 @@
-"""The specification in memory linear in the length: its own functions, on a few queries at a time.
-
-`reference.py` and `ranking.py` form all T x S scores at once. Past a size these call them on chunks
-of queries, with the keys that those can see, and let the backward form each chunk again: what is
-computed is the same to rounding, and a backend "eager" can be handed any length.
+"""The ranking and the selected branch of the specification in memory linear in the length: its own
+functions, on a few queries at a time and the keys that those can see, formed again by the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from .. import blocks
 from . import ranking, reference
+from .documents import Documents
+from .online import in_autocast_dtype
 
 # Scores that a chunk may form on the CPU: 16 MiB of fp32, of which a backward holds a handful of
-# copies. The layer's step is faster so than whole, as keys that a chunk cannot see are cut and what
-# passes between operations stays in the cache; four times as many are slower. A GPU, which would
-# wait for the launches of small chunks, is given more.
-MAX_SCORES = 2**22
+# copies. A GPU, which would wait for the launches of small chunks, is given more.
+CHUNK_SCORES = 2**22
 GPU_FACTOR = 16
 # Queries of a chunk at least: each chunk adds to the gradients of all keys that it sees, which must
 # not be the most of its work. Past 2**18 keys times heads, a chunk's scores grow with those.
 LEAST_QUERIES = 16
 
-# what this module cuts by queries, or need not cut; a call with any other tensor runs whole
-TENSORS = frozenset({"mem_k", "mem_v", "gates", "q_offset", "leader_indices", "documents", "sinks"})
 
-Chunk = tuple[int, int]
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A call that gives some rows of the outputs.
 
+    Args:
+        rows: which they are.
+        parts: of each tensor its rows that the call is given, or None for all of it.
+        call: the tensors' parts to those rows of all outputs.
+    """
 
-def run(op: str, q: Tensor, *tensors: Tensor, **settings: Any) -> Any:
-    """An operation of the specification, by chunks of queries where it would form more scores than
-    a chunk may. Not in a compiled graph, which would unroll them."""
-    whole: Callable[..., Any] = getattr(ranking if op == "select_blocks" else reference, op)
-    if torch.compiler.is_compiling() or not all(map(can_cut, settings, settings.values())):
-        return whole(q, *tensors, **settings)
-    size = chunk_size(op, q, *tensors, **settings)
-    if size >= q.shape[1]:
-        return whole(q, *tensors, **settings)
-    by_chunks = select_blocks if op == "select_blocks" else attention
-    chunks = [(a, min(a + size, q.shape[1])) for a in range(0, q.shape[1], size)]
-    return by_chunks(whole, chunks, q, *tensors, **settings)
+    rows: slice
+    parts: Sequence[slice | None]
+    call: Callable[..., tuple[Tensor, ...]]
 
-
-def can_cut(name: str, value: Any) -> bool:
-    return name in TENSORS or value is None or isinstance(value, (int, float, str))
+    def of(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [
+            t if t is None or some is None else t[:, some]
+            for t, some in zip(tensors, self.parts, strict=True)
+        ]
 
 
-def chunk_size(op: str, q: Tensor, k: Tensor, *_: Tensor, **settings: Any) -> int:
-    """Queries that form as many scores as a chunk may, or the least number of them."""
-    heads, keys, stride = q.shape[2], k.shape[1], 1
-    if settings.get("mem_k") is not None:
-        keys += settings["mem_k"].shape[1]
-    if op == "select_blocks":
-        d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
-        if settings["importance"] == "logits" and settings["query_heads_share_selected_kv"]:
-            heads = k.shape[2]
-        # interpolated there is a score for every token, else for every window and every block
-        keys *= d if settings["interpolated_importance_score"] else max(1, d // s)
-        # one token of a group is ranked; a chunk of whole groups ranks none of them twice
-        stride = settings["selection_stride"]
-    most = MAX_SCORES if q.device.type == "cpu" else MAX_SCORES * GPU_FACTOR
-    return max(LEAST_QUERIES, most // max(1, q.shape[0] * heads * keys)) * stride
+class ByChunks(torch.autograd.Function):
+    """The outputs [b i ...] of chunks, which together are all of them.
 
+    Kept for the backward are the inputs. Outputs and gradients have their memory before the first
+    chunk needs any: pieces of them between what chunks free would keep a heap from using that
+    again.
+    """
 
-def again(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call fn, and keep nothing of it for the backward but its arguments."""
-    if not torch.is_grad_enabled():
-        return fn(*args, **kwargs)
-    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    @staticmethod
+    def forward(length: int, chunks: Sequence[Chunk], *tensors: Tensor | None) -> Any:
+        outs: list[Tensor] = []
+        for chunk in chunks:
+            values = chunk.call(*chunk.of(tensors))
+            if not outs:
+                outs = [v.new_empty(len(v), length, *v.shape[2:]) for v in values]
+            for out, value in zip(outs, values, strict=True):
+                out[:, chunk.rows] = value
+        return tuple(outs)
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.chunks, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(t for t in output if not t.is_floating_point()))
 
-def visible_keys(chunk: Chunk, length: int, settings: dict[str, Any]) -> tuple[int, int]:
-    """The first key that a chunk of queries may see, and one past the last; windows where the keys
-    are those. Where positions are known on the device only, all."""
-    offset, causal = settings["q_offset"], settings["causal"]
-    if isinstance(offset, Tensor):
-        return 0, length
-    first, last = offset + chunk[0], offset + chunk[1] - 1
-    if "compress_block_sliding_stride" in settings:
-        d = settings["compress_block_sliding_stride"]
-        return 0, min(length, blocks.num_visible_windows(last, d)) if causal else length
-    w = settings.get("sliding_window_size")
-    if w is None:
-        return 0, min(length, last + 1) if causal else length
-    stop = min(length, last + 1 if causal else last + w + 1)
-    return min(max(0, first - w), stop), stop
-
-
-def attention(
-    whole: Callable[..., Any], chunks: list[Chunk], q: Tensor, k: Tensor, v: Tensor, *rest, **kwargs
-) -> Any:
-    """Any of the branches. `rest`, block indices, and gates run along the queries."""
-    gates, documents = kwargs.pop("gates", None), kwargs.pop("documents", None)
-    outs = []
-    for chunk in chunks:
-        a, b = chunk
-        start, stop = visible_keys(chunk, k.shape[1], kwargs)
-        own: dict[str, Any] = {"q_offset": kwargs["q_offset"] + a - start}
-        if gates is not None:
-            own["gates"] = gates[:, a:b]
-        elif rest:
-            own["gates"] = None
-        if documents is not None:
-            own["documents"] = documents.among(a, b, start)
-        outs.append(
-            again(
-                whole,
-                q[:, a:b],
-                k[:, start:stop],
-                v[:, start:stop],
-                *(t[:, a:b] for t in rest),
-                **(kwargs | own),
-            )
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Tensor) -> Any:
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        again = torch.is_grad_enabled()  # for gradients of gradients
+        wanted = [i for i, need in enumerate(needed) if need]
+        sums = {
+            i: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
+            for i, t in enumerate(tensors)
+            if needed[i]
+        }
+        for chunk in ctx.chunks:
+            with torch.enable_grad():
+                parts = chunk.of(tensors)
+                if not again:
+                    parts = [
+                        None if t is None else t.detach().requires_grad_(need)
+                        for t, need in zip(parts, needed, strict=True)
+                    ]
+                values = chunk.call(*parts)
+            pairs = [
+                (v, d[:, chunk.rows])
+                for v, d in zip(values, d_outs, strict=True)
+                if v.requires_grad
+            ]
+            if not pairs:
+                continue
+            outs, d_parts = zip(*pairs, strict=True)
+            given = [parts[i] for i in wanted]
+            grads = torch.autograd.grad(outs, given, d_parts, allow_unused=True, create_graph=again)
+            for i, grad in zip(wanted, grads, strict=True):
+                if grad is not None:
+                    some = chunk.parts[i]
+                    to = sums[i] if some is None else sums[i][:, some]
+                    to += grad
+        return (
+            None,
+            None,
+            *(sums[i].to(t.dtype) if i in sums else None for i, t in enumerate(tensors)),
         )
-    if not kwargs["return_lse"]:
-        return torch.cat(outs, dim=1)
-    return tuple(torch.cat(parts, dim=1) for parts in zip(*outs, strict=True))
+
+
+def by_chunks(chunks: Sequence[Chunk], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Autocast has been dealt with by whoever calls."""
+    device = next(t.device.type for t in tensors if t is not None)
+    with torch.autocast(device, enabled=False):
+        return ByChunks.apply(chunks[-1].rows.stop, chunks, *tensors)
+
+
+def chunk_size(q: Tensor, scores: int) -> int:
+    """Queries that form as many scores as a chunk may, or the least number of them."""
+    most = CHUNK_SCORES if q.device.type == "cpu" else CHUNK_SCORES * GPU_FACTOR
+    return max(LEAST_QUERIES, most // max(1, q.shape[0] * scores))
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    gates: Tensor | None,
+    causal: bool,
+    q_offset: int | Tensor,
+    return_lse: bool = False,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
+    **settings: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    q, k, v = in_autocast_dtype(q, k, v)
+
+    def call(a: int, b: int, q: Tensor, k: Tensor, v: Tensor, gates: Any, sinks: Any) -> Any:
+        out = reference.selected_attention(
+            q,
+            k,
+            v,
+            block_indices[:, a:b],
+            gates=gates,
+            causal=causal,
+            q_offset=q_offset + a,
+            return_lse=return_lse,
+            sinks=sinks,
+            documents=None if documents is None else documents.among(a, b, 0),
+            **settings,
+        )
+        return out if return_lse else (out,)
+
+    T, S = q.shape[1], k.shape[1]
+    size = chunk_size(q, q.shape[2] * S)
+    chunks = []
+    for a in range(0, T, size):
+        b = min(a + size, T)
+        seen = slice(0, min(S, q_offset + b) if causal and isinstance(q_offset, int) else S)
+        rows = slice(a, b)
+        chunks.append(Chunk(rows, (rows, seen, seen, rows, None), partial(call, a, b)))
+    outs = by_chunks(chunks, q, k, v, gates, sinks)
+    return outs if return_lse else outs[0]
+
+
+def scores_of_a_query(q: Tensor, ck: Tensor, settings: dict[str, Any]) -> int:
+    """Of one batch row: how many numbers its ranking forms at once."""
+    heads, keys = q.shape[2], ck.shape[1]
+    if settings["mem_k"] is not None:
+        keys += settings["mem_k"].shape[1]
+    if settings["importance"] == "logits" and settings["query_heads_share_selected_kv"]:
+        heads = ck.shape[2]
+    d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
+    # interpolated there is a score for every token, else for every window and every block
+    return heads * keys * (d if settings["interpolated_importance_score"] else max(1, d // s))
 
 
 def select_blocks(
-    whole: Callable[..., Any], chunks: list[Chunk], q: Tensor, ck: Tensor, **kwargs: Any
+    q: Tensor,
+    ck: Tensor,
+    *,
+    mem_k: Tensor | None,
+    q_offset: int | Tensor,
+    return_gates: bool = False,
+    leader_indices: Tensor | None = None,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The ranking. A group of tokens that share one may be cut by a chunk's end, where rows start
-    at different places for one; what the last token before it has, the rest of the group takes."""
-    offset, stride = kwargs.pop("q_offset"), kwargs["selection_stride"]
-    before, documents = kwargs.pop("leader_indices"), kwargs.pop("documents", None)
-    place = {name: kwargs[name] for name in ("causal", "compress_block_sliding_stride")}
-    place["q_offset"] = offset
-    indices: list[Tensor] = []
-    gates: list[Tensor] = []
-    for chunk in chunks:
-        a, b = chunk
-        _, stop = visible_keys(chunk, ck.shape[1], place)
-        leader = indices[-1][:, -1] if indices and stride > 1 else before
-        ranked, gate = again(
-            whole,
-            q[:, a:b],
-            ck[:, :stop],
-            q_offset=offset + a,
-            leader_indices=leader,
-            documents=None if documents is None else documents.among(a, b, 0),
-            **kwargs,
+    T, W, stride = q.shape[1], ck.shape[1], settings["selection_stride"]
+    # one token of a group is ranked
+    size = chunk_size(q, scores_of_a_query(q, ck, settings | {"mem_k": mem_k})) * stride
+
+    def call(start: int, a: int, b: int, q: Tensor, ck: Tensor, mem_k: Any, sinks: Any) -> Any:
+        indices, gates = ranking.select_blocks(
+            q,
+            ck,
+            mem_k=mem_k,
+            q_offset=q_offset + start,
+            return_gates=return_gates,
+            leader_indices=None if start else leader_indices,
+            sinks=sinks,
+            documents=None if documents is None else documents.among(start, b, 0),
+            **settings,
         )
-        if gate is not None and gates and stride > 1:
-            i = reference.query_positions(q[:, a:b], offset + a)
-            continued = i // stride == (i[:, :1] - 1) // stride
-            gate = torch.where(continued[..., None, None], gates[-1][:, -1:], gate)
-        indices.append(ranked)
-        gates += [] if gate is None else [gate]
-    return torch.cat(indices, dim=1), torch.cat(gates, dim=1) if gates else None
+        values = (indices,) if gates is None else (indices, gates)
+        return tuple(t[:, a - start :] for t in values)
+
+    chunks = []
+    for a in range(0, T, size):
+        # from where the first query's group may have begun
+        start, b, stop = max(0, a - stride + 1), min(a + size, T), W
+        if settings["causal"] and isinstance(q_offset, int):
+            d = settings["compress_block_sliding_stride"]
+            stop = min(W, blocks.num_visible_windows(q_offset + b - 1, d))
+        parts = (slice(start, b), slice(0, stop), None, None)
+        chunks.append(Chunk(slice(a, b), parts, partial(call, start, a, b)))
+    indices, *gates = by_chunks(chunks, q, ck, mem_k, sinks)
+    return indices, gates[0] if gates else None

@@ -7,13 +7,12 @@ D key width    E value width
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
+from .bands import Band, Visible, band_attention
 from .checks import (
     check_given,
     check_groups,
@@ -24,53 +23,10 @@ from .checks import (
     check_same,
     check_shapes,
 )
-from .online import Plan, attend, chunks, in_autocast_dtype, slice_axis
+from .online import in_autocast_dtype, slice_axis
 from .segments import SegmentIds, check_segment_ids
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Band:
-    """The keys `i - behind .. i + ahead` of a query at position i, None for no bound; query t
-    stands at `offset + t`."""
-
-    behind: int | None
-    ahead: int | None
-    offset: int | Tensor
-
-    def key_range(self, rows: slice, S: int) -> tuple[int, int]:
-        """Keys that some of these queries may see; all where positions are known on the device
-        only."""
-        if isinstance(self.offset, Tensor):
-            return 0, S
-        first, last = self.offset + rows.start, self.offset + rows.stop - 1
-        start = 0 if self.behind is None else max(0, first - self.behind)
-        stop = S if self.ahead is None else min(S, last + self.ahead + 1)
-        return start, max(start, stop)
-
-    def contains(self, rows: slice, keys: slice) -> bool:
-        """Whether each of these queries sees each of these keys, as far as the host knows."""
-        if self.behind is None and self.ahead is None:
-            return True
-        if isinstance(self.offset, Tensor):
-            return False
-        first, last = self.offset + rows.start, self.offset + rows.stop - 1
-        return (self.behind is None or last - keys.start <= self.behind) and (
-            self.ahead is None or keys.stop - 1 - first <= self.ahead
-        )
-
-    def mask(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
-        """[b|1 1 i j]"""
-        offset = self.offset[:, None] if isinstance(self.offset, Tensor) else self.offset
-        i = torch.arange(rows.start, rows.stop, device=device)[None] + offset
-        ahead_by = torch.arange(keys.start, keys.stop, device=device) - i[..., None]
-        seen = torch.ones_like(ahead_by, dtype=torch.bool)
-        if self.behind is not None:
-            seen = seen & (ahead_by >= -self.behind)
-        if self.ahead is not None:
-            seen = seen & (ahead_by <= self.ahead)
-        return seen[:, None]
 
 
 def call_mask_mod(
@@ -158,7 +114,7 @@ def chunked_attention(
     dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
     check_same(q=q, k=k, v=v)
     check_groups(dims["H"], dims["K"])
-    B, T, S, H, K = (dims[axis] for axis in "BTSHK")
+    B, T, S, H = (dims[axis] for axis in "BTSH")
     check_ints(1, q_chunk_size=q_chunk_size, k_chunk_size=k_chunk_size)
     if sliding_window_size is not None:
         check_int("sliding_window_size", sliding_window_size, 0)
@@ -173,41 +129,21 @@ def chunked_attention(
         offset=check_any_offset(q_offset, B, S - T, q.device),
     )
 
-    def visible(rows: slice, keys: slice) -> Tensor | None:
-        allowed = []
-        if not band.contains(rows, keys):
-            allowed.append(band.mask(rows, keys, q.device))
-        if segments is not None:
-            own = segments.q[:, rows, None] == segments.kv[:, None, keys]
-            allowed.append(own[:, None])
-        if mask is not None:
-            part = with_axes(mask, 4)
-            allowed.append(slice_axis(slice_axis(part, 2, rows), 3, keys))
-        if mask_mod is not None:
-            allowed.append(call_mask_mod(mask_mod, B, H, rows, keys, q.device))
-        if not allowed:
-            return None
-        seen = allowed[0]
-        for other in allowed[1:]:
-            seen = seen & other
-        # [b h i j] -> [b k g i j], an axis of 1 becoming two of them
-        return seen.unflatten(1, (K, -1) if seen.shape[1] > 1 else (1, 1))
-
-    tiles = []
-    for rows in chunks(0, T, q_chunk_size):
-        start, stop = band.key_range(rows, S)
-        tiles.append((rows, chunks(start, stop, k_chunk_size)))
-    plan = Plan(tiles, visible, dims["D"] ** -0.5 if scale is None else scale, soft_cap)
-
-    # a group's heads are rows of one product with its KV head
-    out, lse, _ = attend(
-        rearrange(q, "b i (k g) d -> b k g i d", k=K),
-        rearrange(k, "b j k d -> b k j d"),
-        rearrange(v, "b j k e -> b k j e"),
-        plan,
+    others: list[Visible] = []
+    if segments is not None:
+        others.append(
+            lambda rows, keys: (segments.q[:, rows, None] == segments.kv[:, None, keys])[:, None]
+        )
+    if mask is not None:
+        full = with_axes(mask, 4)
+        others.append(lambda rows, keys: slice_axis(slice_axis(full, 2, rows), 3, keys))
+    if mask_mod is not None:
+        others.append(lambda rows, keys: call_mask_mod(mask_mod, B, H, rows, keys, q.device))
+    sizes = (q_chunk_size, k_chunk_size)
+    out, lse = band_attention(
+        q, k, v, band, others, chunk_sizes=sizes, scale=scale, soft_cap=soft_cap
     )
-    out = rearrange(out, "b k g i e -> b i (k g) e")
-    return (out, rearrange(lse, "b k g i -> b i (k g)")) if return_lse else out
+    return (out, lse) if return_lse else out
 
 
 def check_any_offset(

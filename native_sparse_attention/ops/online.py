@@ -62,16 +62,18 @@ def product_over_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def tile_logits(
-    q: Tensor, k: Tensor, visible: Tensor | None, plan: Plan
+    q: Tensor, k: Tensor, visible: Tensor | None, plan: Plan, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [b k g i j] as the softmax sees them, those before the mask, and the slope of the
-    cap."""
+    """Logits [b k g i j] as the softmax sees them, those before weights and mask, and the slope of
+    the cap."""
     s = product(q, k.mT) * plan.scale
     slope = s.new_ones(())
     if plan.soft_cap is not None:
         t = torch.tanh(s / plan.soft_cap)
         s, slope = t * plan.soft_cap, 1.0 - t.square()
-    return (s if visible is None else s.masked_fill(~visible, plan.mask_value)), s, slope
+    weighted = s if weights is None else s * weights
+    masked = weighted if visible is None else weighted.masked_fill(~visible, plan.mask_value)
+    return masked, s, slope
 
 
 def fold(s: Tensor, v: Tensor, visible: Tensor | None, run: Running) -> Running:
@@ -87,8 +89,17 @@ def fold(s: Tensor, v: Tensor, visible: Tensor | None, run: Running) -> Running:
     )
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice, keys: Sequence[slice], plan: Plan):
-    """Output [b k g i e], log-sum-exp and greatest logit [b k g i] of one chunk of queries."""
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: slice,
+    keys: Sequence[slice],
+    plan: Plan,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [b k g i e], log-sum-exp and greatest logit [b k g i] of one chunk of queries.
+    `weights` [b k g|1 i|1 j] of all queries and keys, multiply the capped logits."""
     q = q[..., rows, :]
     wide = torch.promote_types(q.dtype, torch.float32)
     m = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
@@ -96,7 +107,8 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice, keys: Sequence[sli
     run = Running(acc, m, torch.zeros_like(m), torch.zeros_like(m, dtype=torch.bool))
     for some in keys:
         visible = plan.visible(rows, some)
-        s, _, _ = tile_logits(q, k[:, :, some], visible, plan)
+        weight = None if weights is None else slice_axis(weights[..., some], 3, rows)
+        s, _, _ = tile_logits(q, k[:, :, some], visible, plan, weight)
         run = fold(s, v[:, :, some], visible, run)
     out = run.acc / run.l.masked_fill(~run.seen, 1.0)[..., None]
     lse, top = run.m + run.l.log(), run.m
@@ -147,7 +159,8 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Any) -> Any:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            return (*gradients(q, k, v, out, lse, d_out, d_lse, ctx.plan), None)
+            d_q, d_k, d_v, _ = gradients(q, k, v, out, lse, d_out, d_lse, ctx.plan)
+            return d_q, d_k, d_v, None
 
 
 def gradients(
@@ -159,11 +172,13 @@ def gradients(
     d_out: Tensor,
     d_lse: Tensor,
     plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`ds = p (do . v - do . o + dlse)`, tile by tile."""
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of q, k, v and weights: `ds = p (do . v - do . o + dlse)`, tile by tile."""
     wide = lse.dtype
     d_q = torch.zeros_like(q)
     d_k, d_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    d_weights = None if weights is None else torch.zeros_like(weights)
     # exp(s - inf) is 0: rows that saw nothing get nothing, whatever their logits
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     for rows, keys in plan.tiles:
@@ -172,17 +187,22 @@ def gradients(
         d_rows = torch.zeros_like(q_rows, dtype=wide)
         for some in keys:
             visible = plan.visible(rows, some)
-            s, _, slope = tile_logits(q_rows, k[:, :, some], visible, plan)
+            weight = None if weights is None else slice_axis(weights[..., some], 3, rows)
+            s, unweighted, slope = tile_logits(q_rows, k[:, :, some], visible, plan, weight)
             p = torch.exp(s - lse[..., rows, None])
             d_v[:, :, some] += product_over_rows(p.to(v.dtype), do)
-            ds = p * (product(do, v[:, :, some].mT) - delta[..., None]) * slope * plan.scale
+            ds = p * (product(do, v[:, :, some].mT) - delta[..., None])
             if visible is not None:
                 ds = ds.masked_fill(~visible, 0.0)
-            ds = ds.to(q.dtype)
+            if weight is not None and d_weights is not None:
+                d_weight = slice_axis(d_weights[..., some], 3, rows)
+                d_weight += (ds * unweighted).sum_to_size(d_weight.shape)
+                ds = ds * weight
+            ds = (ds * slope * plan.scale).to(q.dtype)
             d_rows = d_rows + product(ds, k[:, :, some])
             d_k[:, :, some] += product_over_rows(ds, q_rows)
         d_q[..., rows, :] = d_rows.to(q.dtype)
-    return d_q, d_k.to(k.dtype), d_v.to(v.dtype)
+    return d_q, d_k.to(k.dtype), d_v.to(v.dtype), d_weights
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,56 @@
+"""Eager PyTorch: the specification as it is written (`reference.py`, `ranking.py`) while its scores
+are few, and past that the same in memory linear in the length (`tiled.py`, `by_queries.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import by_queries, local, ranking, reference, tiled
+
+# Scores that the specification may form at once on the CPU: 16 MiB of fp32. A GPU, whose launches
+# cost more than its arithmetic, is given more.
+MAX_SCORES = 2**22
+GPU_FACTOR = 16
+
+
+def few_scores(op: str, q: Tensor, k: Tensor, settings: dict[str, Any]) -> bool:
+    each = q.shape[2] * k.shape[1]
+    if op == "select_blocks":
+        each = by_queries.scores_of_a_query(q, k, settings)
+        each = each // settings["selection_stride"]
+    most = MAX_SCORES if q.device.type == "cpu" else MAX_SCORES * GPU_FACTOR
+    return q.shape[0] * q.shape[1] * each <= most
+
+
+def few_blocks(q: Tensor, k: Tensor, block_indices: Tensor, settings: dict[str, Any]) -> bool:
+    """Whether gathering the keys that a query reads costs less than masking those that it does not
+    read: the sooner, the more heads share what is gathered (measured on a CPU)."""
+    causal = settings["causal"]
+    slots = block_indices.shape[3] + settings["num_initial_blocks"]
+    slots += settings["num_local_blocks"] if causal else 0
+    heads = q.shape[2] // block_indices.shape[2]
+    seen = k.shape[1] - q.shape[1] // 2 if causal else k.shape[1]
+    return heads * seen >= 3 * (heads + 4) * slots * settings["selection_block_size"]
+
+
+def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any:
+    """An operation of the specification. A compiled graph has it whole, as it would unroll chunks
+    and tiles."""
+    if op == "sliding_window_attention":
+        w, offset, lse = (settings[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
+        plain = not settings.keys() & {"documents", "sinks", "soft_cap"}
+        if plain and local.fits(q, k, w, offset, lse):
+            return local.sliding_window_attention(q, k, *tensors, **settings)
+    whole = torch.compiler.is_compiling() or few_scores(op, q, k, settings)
+    if op == "select_blocks":
+        module: Any = ranking if whole else by_queries
+    elif whole:
+        module = reference
+    elif op == "selected_attention" and not few_blocks(q, k, tensors[1], settings):
+        module = by_queries
+    else:
+        module = tiled
+    return getattr(module, op)(q, k, *tensors, **settings)
