@@ -30,6 +30,7 @@ docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) docs/draw_gallery.py
 	$(PYTHON) -m benchmarks.report
 	$(PYTHON) -m benchmarks.masks --table
+	$(PYTHON) -m benchmarks.memory --table
 	$(PYTHON) -m benchmarks.training --table
 	$(PYTHON) -m benchmarks.decode --table
 

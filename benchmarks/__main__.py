@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import attention, decode, enwik8, masks, report, training
+from . import attention, decode, enwik8, masks, memory, report, training
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,6 +19,7 @@ def main(argv: list[str] | None = None) -> None:
         attention.main([*every, "--quick"])
         training.main(["--quick", "--providers", "ours"])
         masks.main(["--quick"])
+        memory.main(["--quick"])
         decode.main(["--quick"])
         decode.main(["--quick", "--sampling"])
         return
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> None:
     training.main(["--table"])
     masks.main([])
     masks.main(["--table"])
+    memory.main([])
+    memory.main(["--table"])
     try:
         decode.main([])
         decode.main(["--sampling"])

@@ -4,8 +4,9 @@
     python -m benchmarks.masks --table        redraw the table of docs/masks.md from the rows
     python -m benchmarks.masks --quick        small ones, nothing recorded
 
-One row of tokens, random q, k, v, as many keys as queries. "flash" is causal attention to all of
-the past by FlashAttention, whatever the mask: what a user has without it. "sdpa" is
+One row of tokens, random q, k, v, as many keys as queries; the modifications of scores each under
+the causal mask, and in flex alone, as SDPA has no form for them. "flash" is causal attention to all
+of the past by FlashAttention, whatever the mask: what a user has without it. "sdpa" is
 `scaled_dot_product_attention` with a boolean mask [T S], "flex" is flex_attention, compiled, under
 a block mask; both masks are made outside the timing.
 
@@ -58,11 +59,33 @@ CHECK_LENGTH = 512
 STRIP = 1024  # queries whose masks are spelled out at once
 
 
+# of the causal mask's logits, by the number of heads
+SCORES: dict[str, Callable[[int, torch.device], masks.ScoreMod]] = {
+    "alibi": lambda H, device: masks.alibi(H, device=device),
+    "alibi, functional": lambda H, device: functools.partial(
+        masks.alibi_bias, slopes=masks.alibi_slopes(H, device)
+    ),
+    "relative_bias": lambda H, device: masks.relative_bias(
+        torch.linspace(-1, 1, 129 * H, device=device).view(H, 129)
+    ),
+    "soft_cap": lambda H, device: masks.soft_cap(2.0),
+    "soft_cap, approximate": lambda H, device: masks.soft_cap(2.0, approximate=True),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A mask of the catalogue, at any length."""
+    """A mask of the catalogue, at any length, and what becomes of scores under it."""
 
     name: str
+    score: str | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name if self.score is None else f"{self.name} + {self.score}"
+
+    def score_mod(self, setting: Setting, device: torch.device) -> masks.ScoreMod | None:
+        return None if self.score is None else SCORES[self.score](setting.H, device)
 
     def mod(self, T: int, device: torch.device) -> masks.MaskMod:
         mod, q_len, kv_len = catalog.make(self.name, T, device)
@@ -103,7 +126,11 @@ class UnderMask(Provider):
         def count(i: Tensor) -> Tensor:
             return rows_of(self.mask, setting.T, i.device)[i]
 
-        return [Branch("k", "v", keys, count)]
+        def score(sim: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            mod = self.mask.score_mod(setting, sim.device)
+            return sim if mod is None else mod(sim, torch.zeros_like(h), h, i, j)
+
+        return [Branch("k", "v", keys, count, score=score)]
 
 
 class Flash(Provider):
@@ -157,10 +184,12 @@ class Flex(UnderMask):
         device = x["q"].device
         mod = self.mask.mod(setting.T, device)
         self.block_mask = masks.block_mask_of(mod, setting.T, setting.T, device)
+        self.score_mod = self.mask.score_mod(setting, device)
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
         q, k, v = (x[name].transpose(1, 2) for name in self.names)
-        return self.attend(q, k, v, block_mask=self.block_mask).transpose(1, 2)
+        options = {"score_mod": self.score_mod, "block_mask": self.block_mask}
+        return self.attend(q, k, v, **options).transpose(1, 2)
 
 
 # all of them
@@ -170,7 +199,7 @@ def facts(mask: Mask, T: int, device: torch.device) -> Row:
     """What share of the pairs is allowed, and what share of tiles holds none."""
     counts = masks.tile_counts(mask.mod(T, device), T, T, device)
     return {
-        "mask": mask.name,
+        "mask": mask.label,
         "pairs": int(counts.sum()),
         "allowed": round(int(counts.sum()) / T**2, 5),
         "skipped": round(float((counts == 0).double().mean()), 5),
@@ -201,6 +230,7 @@ def one(
 
 def run(
     names: list[str],
+    scores: list[str],
     settings: list[Setting],
     out: Path | None,
     check_length: int,
@@ -214,6 +244,9 @@ def run(
         cases: list[tuple[Row, list[Provider]]] = [({"mask": NO_MASK}, [Flash()])]
         for mask in map(Mask, names):
             cases.append((facts(mask, setting.T, device), [Sdpa(mask), Flex(mask)]))
+        for score in scores:
+            mask = Mask("causal", score)
+            cases.append((facts(mask, setting.T, device), [Flex(mask)]))
         for about, providers in cases:
             torch._dynamo.reset()
             for provider in providers:
@@ -229,7 +262,7 @@ def run(
 
 def line(row: Row) -> str:
     """A row as a person reads it."""
-    head = f"{row['mask']:18} T={row['T']:<6} {row['provider']:6}"
+    head = f"{row['mask']:30} T={row['T']:<6} {row['provider']:6}"
     if "failed" in row:
         return f"{head} {row['failed']}"
     return f"{head} {row['pass']:8} {row['p50_ms']:9.3f} ms {row['tflops']:7.1f} TFLOP/s"
@@ -274,7 +307,8 @@ def table(rows: list[Row]) -> str:
         for (length, name), case in latest.items():
             if length == T and name != NO_MASK:
                 shares = [percent(case, field) for field in ("allowed", "skipped")]
-                lines.append([f"`{name}`", *shares, *cells(case, "sdpa"), *cells(case, "flex")])
+                label = " + ".join(f"`{part}`" for part in name.split(" + "))
+                lines.append([label, *shares, *cells(case, "sdpa"), *cells(case, "flex")])
         last = next(row for row in reversed(rows) if row["T"] == T)
         parts.append("T = {T}, H = {H}, D = {D}, {dtype}:".format(**last))
         parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
@@ -292,7 +326,8 @@ def render(page: str, rows: list[Row]) -> str:
 def main(argv: list[str] | None = None) -> list[Row]:
     known = [name for name in catalog.CATALOG if name not in ASYMMETRIC]
     parser = argparse.ArgumentParser(prog="benchmarks.masks")
-    parser.add_argument("--masks", nargs="+", choices=known, default=known)
+    parser.add_argument("--masks", nargs="*", choices=known, default=known)
+    parser.add_argument("--scores", nargs="*", choices=list(SCORES), default=list(SCORES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--width", type=int, default=64, help="of a head")
@@ -318,7 +353,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
         sizes = [(2048, 4, 64)] if device.type == "cuda" else [(144, 2, 16)]
         check_length = 96
     settings = [Setting(T, H, H, D, dtype=dtype) for T, H, D in sizes]
-    rows = run(args.masks, settings, out, check_length, seconds, device)
+    rows = run(args.masks, args.scores, settings, out, check_length, seconds, device)
     if device.type == "cuda" and any("failed" in row for row in rows):
         sys.exit("not all were timed: " + line(next(row for row in rows if "failed" in row)))
     return rows

@@ -39,6 +39,7 @@ class Branch:
     count:  i -> how many it sees; of the selected branch, where all slots are full.
     gate:   column of branch_gates that multiplies the output; None for 1.
     pool:   keys and values are the means of so many tokens.
+    score:  logits [r g j], heads [g 1], i [r 1 1], j [j] -> what becomes of the logits.
     """
 
     keys: str
@@ -47,6 +48,7 @@ class Branch:
     count: Callable[[Tensor], Tensor]
     gate: int | None = None
     pool: int = 1
+    score: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 # the branches there are
@@ -90,17 +92,23 @@ def chosen(s: int, n: int, initial: int = 0, local: int = 0, gate: int | None = 
 # the definition
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q [r g d], k [j d], v [j e], mask [r j] -> [r g e]; a row that sees nothing gives 0."""
+def logits(q: Tensor, k: Tensor) -> Tensor:
+    """q [r g d], k [j d] -> [r g j]"""
     sim = torch.einsum("rgd,jd->rgj", q, k)
-    sim = sim.to(torch.promote_types(sim.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    return sim.to(torch.promote_types(sim.dtype, torch.float32)) * q.shape[-1] ** -0.5
+
+
+def attend(sim: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Logits [r g j], v [j e], mask [r j] -> [r g e]; a row that sees nothing gives 0."""
     empty = ~mask.any(-1)[:, None, None]
     sim = sim.masked_fill(~mask[:, None], float("-inf")).masked_fill(empty, 0.0)
     probs = sim.softmax(-1).masked_fill(empty, 0.0)
     return torch.einsum("rgj,je->rge", probs.to(v.dtype), v)
 
 
-def definition(branches: list[Branch], x: Tensors, i: Tensor, indices: Tensor | None) -> Tensor:
+def definition(
+    branches: list[Branch], x: Tensors, i: Tensor, indices: Tensor | None, head: int = 0
+) -> Tensor:
     """The output [r g e] of queries at positions i, one KV head: x has q [r g d], keys and values
     [j d]."""
     outs = []
@@ -109,7 +117,12 @@ def definition(branches: list[Branch], x: Tensors, i: Tensor, indices: Tensor | 
         if branch.pool > 1:
             keys, values = (t.unflatten(0, (-1, branch.pool)).mean(1) for t in (keys, values))
         j = torch.arange(len(keys), device=i.device)
-        out = attend(x["q"], keys, values, branch.seen(i[:, None], j, indices))
+        sim = logits(x["q"], keys)
+        if branch.score is not None:
+            group = sim.shape[1]
+            heads = head * group + torch.arange(group, device=i.device)[:, None]
+            sim = branch.score(sim, heads, i[:, None, None], j)
+        out = attend(sim, values, branch.seen(i[:, None], j, indices))
         if branch.gate is not None:
             out = out * x["branch_gates"][..., branch.gate, None]
         outs.append(out)
@@ -144,7 +157,7 @@ def compute(
         share = {name: t.detach().to(dtype) for name, t in of_head(x, h, rows).items()}
         leaves = [share[name].requires_grad_() for name in names]
         chosen_blocks = None if indices is None else indices[0, rows, h]
-        out = definition(branches, share, rows, chosen_blocks)
+        out = definition(branches, share, rows, chosen_blocks, h)
         grads = torch.autograd.grad(out, leaves, share["d_out"], materialize_grads=True)
         parts["out"].append(out.detach())
         for name, grad in zip(names, grads, strict=True):

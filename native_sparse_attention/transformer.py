@@ -148,8 +148,9 @@ class Transformer(Module):
         use_sparse_attn: SparseAttention, or dense attention.
         causal: whether tokens see only what lies before them.
         use_flex_sliding_window, use_flex_fine_selection: run these branches in flex_attention,
-            under masks that a forward makes for all its layers (not with a cache; with gradients on
-            CUDA only).
+            under masks that a forward makes for all its layers; with gradients on CUDA only. A
+            forward with a cache or with packed documents, for which there is no such mask, takes
+            the layer's own backend.
         use_triton_fine_selection: `backend="triton"` for the sparse layers.
         sparse_attn_kwargs: arguments of SparseAttention, networks in it copied for each layer (a
             rotary_emb is shared); a small default for a byte-level model.

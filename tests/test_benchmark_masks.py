@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_quick_form(tmp_path, capsys):
     path = tmp_path / "results" / "rows.jsonl"
     names = {"sliding_window", "natten", "jagged"}
-    rows = masks.main([*QUICK, "--masks", *names, "--out", str(path)])
+    rows = masks.main([*QUICK, "--masks", *names, "--scores", "--out", str(path)])
     assert common.read_rows(path) == json.loads(json.dumps(rows))
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
     timed = {(row["mask"], row["provider"], row["pass"]) for row in rows if "failed" not in row}
@@ -49,7 +49,10 @@ def flex_on_cpu(flex_gradients, monkeypatch):
 def test_flex_passes_the_oracle():
     rows = masks.main([*QUICK, "--masks", "natten", "selected"])
     timed = [row for row in rows if row["provider"] == "flex"]
-    assert [row["pass"] for row in timed] == ["forward", "backward"] * 2
+    names = ["natten", "selected", *(f"causal + {name}" for name in masks.SCORES)]
+    assert [(row["mask"], row["pass"]) for row in timed] == [
+        (name, way) for name in names for way in ("forward", "backward")
+    ]
     assert all(row["error_share"] <= 1 for row in timed)
 
 
@@ -62,16 +65,27 @@ class Wider(masks.Flex):
         self.mask = masks.Mask("sliding_window")
 
 
+class Uncapped(masks.Flex):
+    """Without what should become of the scores."""
+
+    def prepare(self, x, setting):
+        super().prepare(x, setting)
+        self.score_mod = None
+
+
 class Scaled(masks.Sdpa):
     def call(self, x, setting):
         return super().call(x, setting) * 1.001
 
 
 @pytest.mark.usefixtures("flex_on_cpu")
-@pytest.mark.parametrize("provider", [Wider, Scaled])
+@pytest.mark.parametrize("provider", [Wider, Uncapped, Scaled])
 def test_what_is_wrong_is_not_timed(provider, monkeypatch):
     monkeypatch.setattr(masks, provider.__bases__[0].__name__, provider)
-    rows = masks.main([*QUICK, "--masks", "sliding_window"])
+    what = ["--masks", "sliding_window", "--scores"]
+    if provider is Uncapped:
+        what = ["--masks", "--scores", "alibi"]
+    rows = masks.main([*QUICK, *what])
     (row,) = (row for row in rows if row["provider"] == provider.name)
     assert row["failed"].startswith("wrong: out errs by") and "p50_ms" not in row
 

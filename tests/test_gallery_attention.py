@@ -10,7 +10,7 @@ from pictures import SMALL, dense
 from torch.nn.attention import flex_attention as flex
 
 from native_sparse_attention import masks
-from native_sparse_attention.masks import and_masks, catalog
+from native_sparse_attention.masks import and_masks, catalog, or_masks
 
 
 def problem(name, length=90, dtype=torch.float64, device="cpu", width=8):
@@ -131,11 +131,43 @@ def test_numbers_never_become_symbolic(name):
 # on a GPU
 
 
+COMPOSED = {
+    "and": and_masks(masks.causal, masks.sliding_window(7)),
+    "or": or_masks(masks.sliding_window(5), masks.prefix_lm(20)),
+    "both": or_masks(
+        and_masks(masks.causal, masks.dilated_window(40, 3)), lambda b, h, i, j: j < 2
+    ),
+}
+
+
+def composed(name, length, dtype, device="cpu", width=8):
+    tensors = [
+        torch.randn(2, 2, length, width, dtype=dtype, device=device, requires_grad=True)
+        for _ in range(3)
+    ]
+    mod = COMPOSED[name]
+    return tensors, mod, flex.create_mask(mod, 1, 1, length, length, device=device)[0, 0]
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_composed_masks(name, flex_gradients):
+    tensors, mod, mask = composed(name, 90, torch.float64)
+    block_mask = masks.block_mask_of(mod, 90, 90, "cpu")
+    cotangent = torch.randn_like(tensors[0])
+    expected = with_gradients(spelled_out(mask), tensors, cotangent)
+    got = with_gradients(
+        lambda q, k, v: flex_gradients(q, k, v, block_mask=block_mask), tensors, cotangent
+    )
+    for actual, right in zip(got, expected):
+        torch.testing.assert_close(actual, right, rtol=0, atol=1e-12)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", catalog.CATALOG)
+@pytest.mark.parametrize("name", [*catalog.CATALOG, *COMPOSED])
 def test_gpu_agrees(name):
     """The compiled kernels, forward and backward, within the rounding of TF32-free fp32."""
-    tensors, mod, mask = problem(name, 300, torch.float32, "cuda", 32)
+    make = composed if name in COMPOSED else problem
+    tensors, mod, mask = make(name, 300, torch.float32, "cuda", 32)
     block_mask = masks.block_mask_of(mod, *mask.shape)
     torch._dynamo.reset()
     compiled = torch.compile(flex.flex_attention, fullgraph=True)

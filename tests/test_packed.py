@@ -65,22 +65,45 @@ def test_padding_on_either_side(causal):
 
 def test_padding_with_a_cache():
     """Left and right padding of a prefill, and of what follows."""
-    module = layer(selection_stride=4)
-    x = torch.randn(3, 41, DIM, dtype=torch.float64)
-    first = torch.ones(3, 30, dtype=torch.bool)
-    first[0, :13] = first[1, 21:] = False
-    second = torch.ones(3, 11, dtype=torch.bool)
-    second[1, :4] = second[2, 9:] = False
+    check_padding_with_a_cache(layer(selection_stride=4))
+
+
+@pytest.mark.kernels
+def test_padding_with_a_cache_by_kernels():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module = layer(torch.float32, selection_stride=4, backend="triton").to(device)
+    check_padding_with_a_cache(module, 13, 4, 1e-4)
+
+
+@torch.no_grad()
+def check_padding_with_a_cache(module, prefill=30, step=11, tolerance=1e-12):
+    weight = module.to_qkv.weight
+    x = torch.randn(3, prefill + step, DIM, dtype=weight.dtype, device=weight.device)
+    mask = torch.ones(3, prefill + step, dtype=torch.bool, device=weight.device)
+    mask[0, : prefill // 2] = mask[1, -step - 3 : -step] = False
+    mask[1, -step : 2 - step] = mask[2, -2:] = False
     cache = KVCache()
     outs = [
-        module(x[:, :30], cache=cache, mask=first),
-        module(x[:, 30:], cache=cache, mask=second),
+        module(x[:, :prefill], cache=cache, mask=mask[:, :prefill]),
+        module(x[:, prefill:], cache=cache, mask=mask[:, prefill:]),
     ]
-    assert cache.lengths == [28, 28, 39]
-    mask, out = torch.cat((first, second), 1), torch.cat(outs, 1)
+    assert cache.lengths == mask.sum(1).tolist()
+    out = torch.cat(outs, 1)
     assert (out[~mask] == 0).all()
     for row in range(3):
-        close(out[row, mask[row]], module(x[row : row + 1, mask[row]])[0])
+        alone = module(x[row : row + 1, mask[row]])[0]
+        close(out[row, mask[row]], alone, tolerance)
+
+
+def test_every_document_is_empty():
+    """There is nothing to run, whichever backend is asked for."""
+    q = torch.zeros(0, 2, 16, requires_grad=True)
+    for backend in ("auto", "eager", "flex", "triton"):
+        call = dict(sliding_window_size=4, backend=backend, cu_seqlens=torch.zeros(3).int())
+        out = sliding_window_attention(q, q, q, **call)
+        assert out.shape == (0, 2, 16)
+        (grad,) = torch.autograd.grad(out.sum(), q)
+        assert grad.shape == q.shape
 
 
 both = pytest.mark.parametrize("use_sparse_attn", [True, False])

@@ -158,9 +158,9 @@ def step_kernel(
             b, r, t = token_of(token, T, RANKS)
             mine = counters + (b * K + r // SHARE) * COUNTERS
             probabilities(
-                scores, part_lse, sinks, lengths, importances, mine + WINDOWS, TILES * CMP_SPLITS,
-                share, PROB_SPLITS, b, r, t, T, W, RANKS, CMP_SPLITS, B * T * H, GROUP,
-                HEADS // SHARE, BLOCK_CMP, BLOCK_W, d, SINKS,
+                scores, part_lse, sinks, lengths, counts, importances, mine + WINDOWS,
+                TILES * CMP_SPLITS, share, PROB_SPLITS, b, r, t, T, W, RANKS, CMP_SPLITS, B * T * H,
+                GROUP, HEADS // SHARE, BLOCK_CMP, BLOCK_W, d, SINKS, COUNTED,
             )  # fmt: skip
             arrived(mine + PROBABILITIES)
     elif number < far_end:

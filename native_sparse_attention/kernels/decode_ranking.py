@@ -13,14 +13,16 @@ NEVER = tl.constexpr(1 << 30)
 
 @triton.jit
 def probabilities(
-    scores, part_lse, sinks, lengths, out, before, programs, share, SHARES, b, r, t, T, W, RANKS,
-    SPLITS, ROWS,
+    scores, part_lse, sinks, lengths, counts, out, before, programs, share, SHARES, b, r, t, T, W,
+    RANKS, SPLITS, ROWS,
     HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, d: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, d: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """The probabilities of a share of the windows, summed over the HEADS heads of token t that rank
-    together; once the `programs` before have arrived."""
+    together; once the `programs` before have arrived. None for a token past `counts`."""
     hi = tl.minimum((tl.load(lengths + b) + t) // d, W)
+    if COUNTED:
+        hi = tl.where(t < tl.load(counts + b), hi, 0)
     token = (b * T + t) * RANKS + r
     g = tl.arange(0, BLOCK_HEADS)
     row, real = token * HEADS + g, g < HEADS

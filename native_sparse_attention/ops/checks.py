@@ -271,6 +271,13 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number above 0 or None, got {value!r}")
 
 
+def check_scale(scale: Any) -> None:
+    """A finite number, or None."""
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if scale is not None and not (number and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+
+
 def check_mask(name: str, mask: Any, device: torch.device, **axes: int) -> None:
     """A bool tensor that broadcasts to the axes, or None."""
     if mask is None:

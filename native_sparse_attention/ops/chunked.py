@@ -21,6 +21,7 @@ from .checks import (
     check_mask,
     check_positive,
     check_same,
+    check_scale,
     check_shapes,
 )
 from .online import in_autocast_dtype, slice_axis
@@ -119,6 +120,7 @@ def chunked_attention(
     if sliding_window_size is not None:
         check_int("sliding_window_size", sliding_window_size, 0)
     check_positive("soft_cap", soft_cap)
+    check_scale(scale)
     check_mask("mask", mask, q.device, B=B, H=H, T=T, S=S)
     if mask_mod is not None and not callable(mask_mod):
         raise ValueError(f"mask_mod must be a function of (b, h, i, j), got {mask_mod!r}")

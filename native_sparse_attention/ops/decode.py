@@ -19,6 +19,7 @@ from .checks import (
     check_memory,
     check_positive,
     check_same,
+    check_scale,
     check_selection,
     check_shapes,
     check_sinks,
@@ -140,6 +141,7 @@ def decode_attention(
         check_integers(name, t, q.device)
     check_pages(page_table, dims, compress_block_sliding_stride, selection_block_size)
     check_positive("soft_cap", soft_cap)
+    check_scale(scale)
     check_sinks(sinks, (3, dims["H"]), q.device)
     ranks = dims["K"] if query_heads_share_selected_kv else dims["H"]
     check_ranking(ranking, dims, ranks, num_selected_blocks, selection_stride, q.device)

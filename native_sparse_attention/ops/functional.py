@@ -40,6 +40,7 @@ from .checks import (
     check_offset,
     check_positive,
     check_same,
+    check_scale,
     check_shapes,
     check_sinks,
     check_windows,
@@ -108,6 +109,7 @@ def compressed_attention(
     offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
     check_documents(documents, dims, offset)
     check_positive("soft_cap", soft_cap)
+    check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
     backend = backends.choose(backend, "compressed_attention", q, ck, cv, q_offset=offset)
@@ -195,6 +197,7 @@ def selected_attention(
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
     check_documents(documents, dims, offset)
     check_positive("soft_cap", soft_cap)
+    check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
     backend = backends.choose(
@@ -268,6 +271,7 @@ def sliding_window_attention(
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
     check_documents(documents, dims, offset)
     check_positive("soft_cap", soft_cap)
+    check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
     backend = backends.choose(backend, "sliding_window_attention", q, k, v, q_offset=offset)

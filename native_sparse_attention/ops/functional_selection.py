@@ -15,6 +15,7 @@ from .checks import (
     check_offset,
     check_positive,
     check_same,
+    check_scale,
     check_selection,
     check_shapes,
     check_sinks,
@@ -111,6 +112,7 @@ def select_blocks(
     offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
     check_documents(documents, dims, offset)
     check_positive("soft_cap", soft_cap)
+    check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
     check_first_group(offset, selection_stride, leader_indices)

@@ -19,6 +19,7 @@ from .checks import (
     check_offset,
     check_positive,
     check_same,
+    check_scale,
     check_selection,
     check_shapes,
     check_sinks,
@@ -142,6 +143,7 @@ def native_sparse_attention(
     offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
     check_documents(documents, dims, offset)
     check_positive("soft_cap", soft_cap)
+    check_scale(scale)
     check_sinks(sinks, (3, dims["H"]), q.device)
     check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
     check_first_group(offset, selection_stride, leader_indices)
