@@ -72,6 +72,10 @@ SCORES: dict[str, Callable[[int, torch.device], masks.ScoreMod]] = {
     "soft_cap, approximate": lambda H, device: masks.soft_cap(2.0, approximate=True),
 }
 
+# of flex_attention: entries of a table go through shared memory, and torch's three stages of them
+# take more of it than a GPU has
+KERNEL_OPTIONS = {"relative_bias": {"num_stages": 2}}
+
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
@@ -188,7 +192,9 @@ class Flex(UnderMask):
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
         q, k, v = (x[name].transpose(1, 2) for name in self.names)
-        options = {"score_mod": self.score_mod, "block_mask": self.block_mask}
+        options: dict[str, Any] = {"score_mod": self.score_mod, "block_mask": self.block_mask}
+        if q.is_cuda and self.mask.score in KERNEL_OPTIONS:
+            options["kernel_options"] = KERNEL_OPTIONS[self.mask.score]
         return self.attend(q, k, v, **options).transpose(1, 2)
 
 
