@@ -4,10 +4,10 @@
     python -m benchmarks.memory --table       redraw the table of docs/attention.md from the rows
     python -m benchmarks.memory --quick       two short ones, nothing recorded
 
-A step is forward and backward of `SparseAttention` in float32, in a process of its own. On a CPU its
-memory is what the process has grown by at most (its resident set, after a step of a short row has
-loaded everything); on a GPU, where the eager backend is asked for, what tensors held at most. Time
-is that of one step, the first.
+A step is forward and backward of `SparseAttention` in float32, in a process of its own. On a CPU
+its memory is what the process has grown by at most (its resident set, after a step of a short row
+has loaded everything); on a GPU, where the eager backend is asked for, what tensors held at most.
+Time is that of one step, the first.
 """
 
 from __future__ import annotations

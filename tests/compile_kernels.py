@@ -134,10 +134,10 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, gated=False):
         out.sum().backward()
 
 
-def step(dtype, heads, T=1, page=0, **settings):
-    """A step of decoding, over rows or pages."""
+def step(dtype, heads, T=1, page=0, B=16, **settings):
+    """A step of decoding, over rows or pages; so few rows that the GPU has room, or more."""
     H, K, D, E = heads
-    B, N, d = 4, 1024, 16
+    N, d = 1024, 16
     pages, n = (B * N // page, page) if page else (B, N)
     shapes = [(B, T, H, D), (pages, n, K, D), (pages, n, K, E)]
     shapes += [(pages, n // d, K, D), (pages, n // d, K, E), (B, T, H, 3)]
@@ -173,7 +173,9 @@ if __name__ == "__main__":
     if not some or "decode" in some:
         step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=16, soft_cap=2.0)
         step(torch.bfloat16, (3, 1, 192, 128), T=4, interpolated=True)
+        step(torch.bfloat16, (16, 1, 128, 128), importance="probs", B=1)
         step(torch.float32, (4, 4, 80, 40), n=20)
+        step(torch.float32, (4, 4, 80, 40), n=20, B=1)
     if not some or "rotary" in some:
         rotate(torch.bfloat16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
         rotate(torch.float16, (3, 1, 80))

@@ -123,6 +123,20 @@ def test_kernels(case):
     assert_right(torch.float32, **CASES[case])
 
 
+# others rank alike, and wait alike, whether there is room or not
+RANKED = ["one token, probs", "own rankings", "pages, probs, cap, sinks", "nothing to select"]
+
+
+@kernels
+@pytest.mark.parametrize("case", CASES if CUDA else RANKED)
+def test_no_room_for_all_programs(case, monkeypatch):
+    """Then one ranks for all that read what it chose, and nobody does anything for nothing."""
+    from native_sparse_attention.kernels import decode_launch
+
+    monkeypatch.setattr(decode_launch, "ROOM", 0)
+    assert_right(torch.float32, **CASES[case])
+
+
 WIDE = dict(
     compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
     num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2, sliding_window_size=511,
@@ -198,13 +212,16 @@ def test_operator(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("importance", ["logits", "probs"])
-def test_programs_that_wait_for_one_another(importance):
-    """Far more programs than a GPU runs at once, two steps side by side: none waits for ever, and
+@pytest.mark.parametrize("B", [4, 200])
+def test_programs_that_wait_for_one_another(importance, B):
+    """Few, or far more than a GPU runs at once, two steps side by side: none waits for ever, and
     no two runs differ."""
-    rows = dict(WIDE, N=1024, lengths=[17 + 5 * b for b in range(200)], importance=importance)
-    tensors, settings = problem(torch.float16, T=4, heads=(32, 2, 64, 64), **rows)
+    lengths = [1017 - 5 * b for b in range(B)]
+    rows = dict(WIDE, N=1024, lengths=lengths, importance=importance)
+    T = 4 if B > 4 else 1
+    tensors, settings = problem(torch.float16, T=T, heads=(32, 2, 64, 64), **rows)
     streams = [torch.cuda.Stream() for _ in range(2)]
-    counters = [workspace(200, 2, DEVICE) for _ in streams]
+    counters = [workspace(B, 2, DEVICE) for _ in streams]
     outs = []
     torch.cuda.synchronize()
     for _ in range(20):

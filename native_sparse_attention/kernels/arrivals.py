@@ -16,6 +16,17 @@ def arrived(counter):
 
 
 @triton.jit
+def first_turn(counter, programs, ROOM: tl.constexpr):
+    """Of the turns up to 1, in which a program does its work: 0 where it would wait now and the GPU
+    has ROOM. In turn 0 it does all that comes after the wait, of nothing: the instructions, which a
+    GPU reads from its memory, are there when it counts."""
+    turn = 1
+    if ROOM:
+        turn = (tl.atomic_add(counter, 0, sem="relaxed") >= programs).to(tl.int32)
+    return turn
+
+
+@triton.jit
 def wait(counter, programs):
     """Until so many programs have arrived: what they wrote can be read."""
     while tl.atomic_add(counter, 0, sem="acquire") < programs:

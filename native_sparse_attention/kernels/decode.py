@@ -17,7 +17,7 @@ A row's queries stand at positions `lengths[b] + 0 .. T - 1`; their keys are in 
 import triton
 import triton.language as tl
 
-from .arrivals import arrived, wait
+from .arrivals import arrived, first_turn, wait
 from .decode_branches import blocks, windows
 from .decode_ranking import probabilities, rank
 from .device import load_sinks
@@ -67,7 +67,7 @@ def join(
     parts, part_lse, sinks, gates, counts, out, before, programs, part, b, h, B, T, H, CMP_SPLITS,
     NEAR_SPLITS, FAR_SPLITS, g_b, g_t, g_h, g_3, G: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, FUSED: tl.constexpr,
-    SINKS: tl.constexpr, COUNTED: tl.constexpr,
+    SINKS: tl.constexpr, COUNTED: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Of the rows of a KV head ROWS, and COLUMNS features of them, once the `programs` before have
     arrived: `out = g_cmp cmp + g_sel sel + g_win win`; 0 past `counts`. The last share of the
@@ -83,28 +83,30 @@ def join(
     g_cmp = tl.load(gate, mask=real).to(tl.float32)
     g_sel = tl.load(gate + g_3, mask=real).to(tl.float32)
     g_win = tl.load(gate + 2 * g_3, mask=real).to(tl.float32)
-    there = real[:, None] & (share < far + FAR_SPLITS)[None]
-    wait(before, programs)
-    # a share holds anything where its lse is -inf
-    x = tl.load(part_lse + at, mask=there, other=NO_SCORE)
-    there = there[:, :, None] & (e < E)[None, None]
-    tile = tl.load(parts + at[:, :, None] * E + e[None, None], mask=there, other=0.0)
-    is_cmp, is_sel = share < CMP_SPLITS, share >= (far - 1 if FUSED else far)
-    cmp = tl.where(is_cmp[None], x, NO_SCORE)
-    sel = tl.where(is_sel[None], x, NO_SCORE)
-    win = tl.where(((share >= CMP_SPLITS) & (share < far))[None], x, NO_SCORE)
-    lse_cmp, lse_sel, lse_win = lse_of(cmp), lse_of(sel), lse_of(win)
-    if SINKS:
-        lse_cmp = log_add(lse_cmp, load_sinks(sinks, head))
-        lse_sel = log_add(lse_sel, load_sinks(sinks, H + head))
-        lse_win = log_add(lse_win, load_sinks(sinks, 2 * H + head))
-    weight = shares(cmp, lse_cmp, g_cmp) + shares(sel, lse_sel, g_sel)
-    weight = (weight + shares(win, lse_win, g_win))[:, :, None]
-    acc = tl.sum(tl.where(weight != 0.0, tile * weight, 0.0), 1)
-    if COUNTED:
-        acc = tl.where((t < tl.load(counts + b))[:, None], acc, 0.0)
-    inside = real[:, None] & (e < E)[None]
-    tl.store(out + row[:, None] * E + e[None], acc.to(out.dtype.element_ty), mask=inside)
+    for turn in range(first_turn(before, programs, ROOM), 2):
+        if turn == 1:
+            wait(before, programs)
+        # a share holds anything where its lse is -inf
+        there = real[:, None] & (share < far + FAR_SPLITS)[None] & (turn == 1)
+        x = tl.load(part_lse + at, mask=there, other=NO_SCORE)
+        there = there[:, :, None] & (e < E)[None, None]
+        tile = tl.load(parts + at[:, :, None] * E + e[None, None], mask=there, other=0.0)
+        is_cmp, is_sel = share < CMP_SPLITS, share >= (far - 1 if FUSED else far)
+        cmp = tl.where(is_cmp[None], x, NO_SCORE)
+        sel = tl.where(is_sel[None], x, NO_SCORE)
+        win = tl.where(((share >= CMP_SPLITS) & (share < far))[None], x, NO_SCORE)
+        lse_cmp, lse_sel, lse_win = lse_of(cmp), lse_of(sel), lse_of(win)
+        if SINKS:
+            lse_cmp = log_add(lse_cmp, load_sinks(sinks, head))
+            lse_sel = log_add(lse_sel, load_sinks(sinks, H + head))
+            lse_win = log_add(lse_win, load_sinks(sinks, 2 * H + head))
+        weight = shares(cmp, lse_cmp, g_cmp) + shares(sel, lse_sel, g_sel)
+        weight = (weight + shares(win, lse_win, g_win))[:, :, None]
+        acc = tl.sum(tl.where(weight != 0.0, tile * weight, 0.0), 1)
+        if COUNTED:
+            acc = tl.where((t < tl.load(counts + b))[:, None], acc, 0.0)
+        inside = real[:, None] & (e < E)[None] & (turn == 1)
+        tl.store(out + row[:, None] * E + e[None], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
@@ -130,12 +132,16 @@ def step_kernel(
     LISTED: tl.constexpr, STRIDE: tl.constexpr, RING: tl.constexpr, SCORES: tl.constexpr,
     PROBS: tl.constexpr, INTERPOLATED: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr,
     WINDOW_PAGE: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
-    ITEMS_2: tl.constexpr, OWN_WINDOW: tl.constexpr, COUNTERS: tl.constexpr,
+    ITEMS_2: tl.constexpr, OWN_WINDOW: tl.constexpr, COUNTERS: tl.constexpr, ROOM: tl.constexpr,
+    RANKS_ITSELF: tl.constexpr,
 ):  # fmt: skip
-    """One program: one part, of a row and KV head, or of a token and a head that ranks."""
-    RANKING: tl.constexpr = 1 if SLOTS > 0 else 0
+    """One program: one part, of a row and KV head, or of a token and a head that ranks. With ROOM
+    for all programs at once what takes time is what waits for what, not work that is done twice."""
+    RANKING: tl.constexpr = 1 if SLOTS > 0 and not RANKS_ITSELF else 0
+    SCORED: tl.constexpr = PROBABILITIES if PROBS else WINDOWS
     GROUP: tl.constexpr = G // SHARE  # query heads that rank together
     number = tl.program_id(0)
+    scored = PROB_SPLITS * T * SHARE if PROBS else TILES * CMP_SPLITS  # programs
     windows_end = B * K * TILES * CMP_SPLITS
     probabilities_end = windows_end + B * RANKS * T * PROB_SPLITS
     near_end = probabilities_end + B * RANKS * T * (RANKING + NEAR_SPLITS)
@@ -173,34 +179,36 @@ def step_kernel(
         if RANKING:  # noqa: SIM102
             if share < 0:
                 rank(
-                    importances if PROBS else scores, lengths, counts, lists, ring,
-                    mine + (PROBABILITIES if PROBS else WINDOWS),
-                    PROB_SPLITS * T * SHARE if PROBS else TILES * CMP_SPLITS, b, r, t, T, W, RANKS,
+                    importances if PROBS else scores, lengths, counts, lists, ring, mine + SCORED,
+                    scored, b, r, t, T, W, RANKS,
                     RANK_CHUNKS, RANK_N, COLUMNS, DEPTH, MERGE_N, SLOTS, SLOTS_2, l, d, s, BLOCK_S,
                     INITIAL, LOCAL if LOCAL > 0 else 1, STRIDE, RING, PROBS, INTERPOLATED, COUNTED,
+                    ROOM,
                 )  # fmt: skip
                 arrived(mine + RANKED)
         if share >= 0:
             blocks(
-                q, k, v, wk, wv, lists, lengths, counts, table, parts, part_lse, mine + RANKED,
-                T * SHARE, share, NEAR_SPLITS, CMP_SPLITS, b, r, t, B, T, RANKS, NEAR_ITEMS,
-                FAR_ITEMS, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n,
-                x_h, y_b, y_n, y_h, t_b, GROUP, SHARE, D, BLOCK_D, E, BLOCK_E, BLOCK_G, KEYS,
-                BLOCK_STAGES, SLOTS, ITEMS_2, s, BLOCK_S, w, INITIAL, LOCAL, LISTED, OWN_WINDOW,
-                FUSED, PAGE, CAP, COUNTED,
+                q, k, v, wk, wv, importances if PROBS else scores, lists, lengths, counts, table,
+                parts, part_lse, mine + (SCORED if RANKS_ITSELF else RANKED),
+                scored if RANKS_ITSELF else T * SHARE, share, NEAR_SPLITS, CMP_SPLITS, b, r, t, B,
+                T, W, RANKS, NEAR_ITEMS, FAR_ITEMS, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h,
+                v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b, GROUP, SHARE, D, BLOCK_D, E,
+                BLOCK_E, BLOCK_G, KEYS, BLOCK_STAGES, SLOTS, ITEMS_2, s, BLOCK_S, w, INITIAL, LOCAL,
+                LISTED, OWN_WINDOW, FUSED, PAGE, CAP, COUNTED, ROOM, RANKS_ITSELF, RANK_CHUNKS,
+                RANK_N, COLUMNS, DEPTH, MERGE_N, SLOTS_2, l, d, PROBS, INTERPOLATED,
             )  # fmt: skip
             arrived(mine + BLOCKS)
     else:
         part, pair = split(number - far_end, JOINS)
         b, h = (pair // K).to(tl.int64), pair % K
         mine = counters + pair * COUNTERS
-        if not RANKING:
+        if SLOTS == 0:  # else the blocks have
             wait(mine + WINDOWS, TILES * CMP_SPLITS)
         join(
             parts, part_lse, sinks, gates, counts, out, mine + BLOCKS,
             (NEAR_SPLITS + FAR_SPLITS) * T * SHARE, part, b, h, B, T, H, CMP_SPLITS,
             NEAR_SPLITS, FAR_SPLITS, g_b, g_t, g_h, g_3, G, E, JOIN_ROWS, JOIN_COLUMNS,
-            BLOCK_SPLITS, FUSED, SINKS, COUNTED,
+            BLOCK_SPLITS, FUSED, SINKS, COUNTED, ROOM,
         )  # fmt: skip
         if arrived(mine + JOINED) == JOINS - 1:  # nobody waits any more: as they were
             tl.store(mine + tl.arange(0, COUNTERS), 0)

@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from .arrivals import wait
-from .device import load_rows, soft_capped, softmax_step, store_rows
+from .arrivals import first_turn, wait
+from .decode_ranking import NEVER, ranking_of
+from .device import candidates_end, load_rows, soft_capped, softmax_step, store_rows
 from .entries import offsets, pages_of, places
 from .topn import NO_SCORE
 
@@ -100,21 +101,25 @@ def windows(
 
 @triton.jit
 def blocks(
-    q, k, v, wk, wv, lists, lengths, counts, table, parts, part_lse, before, programs, share,
-    NEAR_SHARES, first_part, b, r, t, B, T, RANKS, NEAR_ITEMS, FAR_ITEMS, scale_log2, cap,
+    q, k, v, wk, wv, scores, lists, lengths, counts, table, parts, part_lse, before, programs,
+    share, NEAR_SHARES, first_part, b, r, t, B, T, W, RANKS, NEAR_ITEMS, FAR_ITEMS, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SLOTS: tl.constexpr, ITEMS_2: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
     w: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LISTED: tl.constexpr,
     OWN_WINDOW: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    COUNTED: tl.constexpr,
+    COUNTED: tl.constexpr, ROOM: tl.constexpr, RANKS_ITSELF: tl.constexpr, CHUNKS: tl.constexpr,
+    RANK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, MERGE_N: tl.constexpr,
+    SLOTS_2: tl.constexpr, l: tl.constexpr, d: tl.constexpr, PROBS: tl.constexpr,
+    INTERPOLATED: tl.constexpr,
 ):  # fmt: skip
     """The G query heads of token t that rank together, against one share of blocks, KEYS keys at
     once. The NEAR_SHARES are of the blocks that reach into the window, whose keys alone count; the
-    others of the LISTED ones: those of its list, which is there once the `programs` before have
-    arrived, the initial and the local. Where both branches have the same keys and the window covers
-    the local blocks (FUSED), these are the last of the near shares, which counts for both."""
+    others of the LISTED ones: those of its list, the initial and the local. Where both branches
+    have the same keys and the window covers the local blocks (FUSED), these are the last of the
+    near shares, which counts for both. The list is there, or the scores that it is made of
+    (RANKS_ITSELF), once the `programs` before have arrived."""
     h = r // SHARE
     is_near = share < NEAR_SHARES
     items = tl.where(is_near, NEAR_ITEMS, FAR_ITEMS)
@@ -134,45 +139,64 @@ def blocks(
         if is_near:
             k, k_b, k_n, k_h = wk, x_b, x_n, x_h
             v, v_b, v_n, v_h = wv, y_b, y_n, y_h
-    own_blocks = tl.arange(0, ITEMS_2)
-    item, c = first + own_blocks, own_blocks * 0 - 1
-    if SLOTS > 0:  # noqa: SIM102
-        if not is_near:
-            wait(before, programs)
-            listed = lists + ((b * T + t) * RANKS + r) * SLOTS + item
-            c = tl.load(listed, mask=(own_blocks < items) & (item < SLOTS), other=-1)
+    own_blocks, slot = tl.arange(0, ITEMS_2), tl.arange(0, SLOTS_2)
+    item = first + own_blocks
     forced = item - SLOTS
     initial = (forced >= 0) & (forced < INITIAL) & (forced <= own - LOCAL)
-    c = tl.where(initial, forced, c)
-    c = tl.where((forced >= INITIAL) & (item < LISTED), own - (forced - INITIAL), c)
     close = near + own_blocks
-    c = tl.where(is_near, tl.where(close < near_end, close, -1), c)
-    chosen = tl.where(own_blocks < items, c, -1)
-    # a page holds whole blocks
-    inside = tl.maximum(tl.minimum(chosen, own), 0)
-    pages = pages_of(inside * s, b, table, t_b, PAGE)
-
-    m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     AT_ONCE: tl.constexpr = KEYS // BLOCK_S
     which, u = tl.arange(0, KEYS) // BLOCK_S, tl.arange(0, KEYS) % BLOCK_S
-    for i in tl.range(0, items, AT_ONCE, num_stages=STAGES):
-        is_this = own_blocks[None] == (i + which)[:, None]
-        n = tl.max(tl.where(is_this, chosen[None], -1), 1) * s + u
-        seen = (u < s) & (n >= begin) & (n <= last)  # none of block -1
-        here, page = tl.minimum(tl.maximum(n, 0), tl.maximum(last, 0)), b
-        if PAGE > 0:
-            page = tl.max(tl.where(is_this, pages[None], 0), 1)
-        k_rows = offsets(here, page, k_b, k_n, PAGE)
-        v_rows = offsets(here, page, v_b, v_n, PAGE)
-        k_tile = load_rows(k + h * k_h, k_rows, D, BLOCK_D, seen)
-        v_tile = load_rows(v + h * v_h, v_rows, E, BLOCK_E, seen)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
-        if CAP:
-            x = soft_capped(x, cap)
-        x = tl.where(seen[None], x, NO_SCORE)
-        acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
-
     out_row = (((first_part + share) * B + b) * T + t) * (RANKS * G) + head
-    store_part(parts, part_lse, out_row, acc, m, l, E, BLOCK_E, real)
+    turn = 1
+    if SLOTS > 0:  # noqa: SIM102
+        if not is_near:
+            turn = first_turn(before, programs, ROOM)
+    for now in range(turn, 2):
+        c = own_blocks * 0 - 1
+        if SLOTS > 0:  # noqa: SIM102
+            if not is_near:
+                if now == 1:
+                    wait(before, programs)
+                row_of_scores = (b * T + t) * RANKS + r
+                if RANKS_ITSELF:
+                    end = candidates_end(last, NEVER, LOCAL if LOCAL > 0 else 1, d, s, True)
+                    if COUNTED:  # what has no scores
+                        end = tl.where(t < tl.load(counts + b), end, INITIAL)
+                    ranking = ranking_of(
+                        scores, row_of_scores, last, end, W, CHUNKS, RANK_N, COLUMNS, DEPTH,
+                        MERGE_N, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED,
+                    )  # fmt: skip
+                    is_item = (slot[None] == item[:, None]) & (slot < SLOTS)[None]
+                    c = tl.max(tl.where(is_item, ranking[None], -1), 1)
+                else:
+                    listed = lists + row_of_scores * SLOTS + item
+                    mask = (own_blocks < items) & (item < SLOTS)
+                    c = tl.load(listed, mask=mask & (now == 1), other=-1)
+        c = tl.where(initial, forced, c)
+        c = tl.where((forced >= INITIAL) & (item < LISTED), own - (forced - INITIAL), c)
+        c = tl.where(is_near, tl.where(close < near_end, close, -1), c)
+        chosen = tl.where((own_blocks < items) & (now == 1), c, -1)
+        # a page holds whole blocks
+        inside = tl.maximum(tl.minimum(chosen, own), 0)
+        pages = pages_of(inside * s, b, table, t_b, PAGE)
+
+        m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
+        l_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+        for i in tl.range(0, tl.where(now == 1, items, AT_ONCE), AT_ONCE, num_stages=STAGES):
+            is_this = own_blocks[None] == (i + which)[:, None]
+            n = tl.max(tl.where(is_this, chosen[None], -1), 1) * s + u
+            seen = (u < s) & (n >= begin) & (n <= last)  # none of block -1
+            here, page = tl.minimum(tl.maximum(n, 0), tl.maximum(last, 0)), b
+            if PAGE > 0:
+                page = tl.max(tl.where(is_this, pages[None], 0), 1)
+            k_rows = offsets(here, page, k_b, k_n, PAGE)
+            v_rows = offsets(here, page, v_b, v_n, PAGE)
+            k_tile = load_rows(k + h * k_h, k_rows, D, BLOCK_D, seen)
+            v_tile = load_rows(v + h * v_h, v_rows, E, BLOCK_E, seen)
+            x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+            if CAP:
+                x = soft_capped(x, cap)
+            x = tl.where(seen[None], x, NO_SCORE)
+            acc, m, l_sum = softmax_step(x, v_tile, acc, m, l_sum, "ieee")
+        store_part(parts, part_lse, out_row, acc, m, l_sum, E, BLOCK_E, real & (now == 1))

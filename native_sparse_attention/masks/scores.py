@@ -91,9 +91,9 @@ def relative_bias(table: Tensor) -> ScoreMod:
     """`score + table[h, clip(i - j, -m, m) + m]`: a learned bias of the clipped distance.
 
     Clipped as in arXiv 1803.02155, one number a head as in T5, arXiv 1910.10683. A table that
-    requires gradients gets them: compiled on CUDA, and in `dense_attention` anywhere. Where compiling
-    fails with "out of resource" (heads of 64 in bf16 on an H200 do, with torch 2.11), flex_attention
-    has to keep less in shared memory: `kernel_options={"num_stages": 2}`.
+    requires gradients gets them: compiled on CUDA, and in `dense_attention` anywhere. Where
+    compiling fails with "out of resource" (heads of 64 in bf16 on an H200, torch 2.11),
+    flex_attention has to keep less in shared memory: `kernel_options={"num_stages": 2}`.
 
     Args:
         table: floating, [H, 2 m + 1], or [2 m + 1] for all heads; the first entry is of keys m or
