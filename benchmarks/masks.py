@@ -318,7 +318,9 @@ def table(rows: list[Row]) -> str:
         last = next(row for row in reversed(rows) if row["T"] == T)
         parts.append("T = {T}, H = {H}, D = {D}, {dtype}:".format(**last))
         parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-    where = "{gpu}, torch {torch}, triton {triton}, commit {commit}.".format(**rows[-1])
+    commits = dict.fromkeys(row["commit"] for case in latest.values() for row in case.values())
+    where = "{gpu}, torch {torch}, triton {triton}, ".format(**rows[-1])
+    where += f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}."
     return "\n\n".join([*parts, where])
 
 

@@ -107,14 +107,15 @@ def table(rows: list[Row]) -> str:
     lines = [["MiB; seconds", *(f"{T // 1024}k" for T in lengths)]]
     lines.append(["---"] * len(lines[0]))
     for gpu, importance in dict.fromkeys((gpu, importance) for gpu, importance, _ in latest):
-        where = "CPU" if gpu.startswith("none") else gpu
-        cells = [f"{where}, `{importance}`"]
+        cells = []
         for T in lengths:
             row = latest.get((gpu, importance, T))
             cells.append("" if row is None else f"{row['mib']:.0f}; {row['seconds']:.3g}")
-        lines.append(cells)
-    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    return f"{text}\n\n" + "torch {torch}, commit {commit}.".format(**rows[-1])
+        last = next(row for row in reversed(rows) if row["gpu"] == gpu)
+        where = "CPU" if gpu.startswith("none") else gpu
+        where += f", torch {last['torch']}, commit {last['commit'][:7]}"
+        lines.append([f"`{importance}`; {where}", *cells])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def render(page: str, rows: list[Row]) -> str:

@@ -134,7 +134,7 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, gated=False):
         out.sum().backward()
 
 
-def step(dtype, heads, T=1, page=0, B=16, **settings):
+def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     """A step of decoding, over rows or pages; so few rows that the GPU has room, or more."""
     H, K, D, E = heads
     N, d = 1024, 16
@@ -142,7 +142,8 @@ def step(dtype, heads, T=1, page=0, B=16, **settings):
     shapes = [(B, T, H, D), (pages, n, K, D), (pages, n, K, E)]
     shapes += [(pages, n // d, K, D), (pages, n // d, K, E), (B, T, H, 3)]
     table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
-    where = entries.Step(torch.zeros(B, dtype=torch.int32), None, table, page)
+    lengths = torch.zeros(B, dtype=torch.int32)
+    where = entries.Step(lengths, lengths.long() if counted else None, table, page)
     at = dict(
         l=32, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
         num_local=2, stride=1, shared=True, scale=0.1, soft_cap=None,
@@ -173,7 +174,7 @@ if __name__ == "__main__":
     if not some or "decode" in some:
         step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=16, soft_cap=2.0)
         step(torch.bfloat16, (3, 1, 192, 128), T=4, interpolated=True)
-        step(torch.bfloat16, (16, 1, 128, 128), importance="probs", B=1)
+        step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=2, B=1, counted=True)
         step(torch.float32, (4, 4, 80, 40), n=20)
         step(torch.float32, (4, 4, 80, 40), n=20, B=1)
     if not some or "rotary" in some:

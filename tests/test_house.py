@@ -70,9 +70,9 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.probs",
             "kernels.gate_launch",
             "kernels.decode_branches",
+            "kernels.decode_ranking",
         }
     ),
-    frozenset({"kernels.decode_ranking"}),
     frozenset({"kernels.interval", "kernels.gather", "kernels.pairs", "kernels.block_keys"}),
     frozenset({"kernels.entries", "kernels.gate_steps", "kernels.unite"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),

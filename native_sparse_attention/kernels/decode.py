@@ -133,15 +133,11 @@ def step_kernel(
     PROBS: tl.constexpr, INTERPOLATED: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr,
     WINDOW_PAGE: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
     ITEMS_2: tl.constexpr, OWN_WINDOW: tl.constexpr, COUNTERS: tl.constexpr, ROOM: tl.constexpr,
-    RANKS_ITSELF: tl.constexpr,
 ):  # fmt: skip
-    """One program: one part, of a row and KV head, or of a token and a head that ranks. With ROOM
-    for all programs at once what takes time is what waits for what, not work that is done twice."""
-    RANKING: tl.constexpr = 1 if SLOTS > 0 and not RANKS_ITSELF else 0
-    SCORED: tl.constexpr = PROBABILITIES if PROBS else WINDOWS
+    """One program: one part, of a row and KV head, or of a token and a head that ranks."""
+    RANKING: tl.constexpr = 1 if SLOTS > 0 else 0
     GROUP: tl.constexpr = G // SHARE  # query heads that rank together
     number = tl.program_id(0)
-    scored = PROB_SPLITS * T * SHARE if PROBS else TILES * CMP_SPLITS  # programs
     windows_end = B * K * TILES * CMP_SPLITS
     probabilities_end = windows_end + B * RANKS * T * PROB_SPLITS
     near_end = probabilities_end + B * RANKS * T * (RANKING + NEAR_SPLITS)
@@ -179,8 +175,9 @@ def step_kernel(
         if RANKING:  # noqa: SIM102
             if share < 0:
                 rank(
-                    importances if PROBS else scores, lengths, counts, lists, ring, mine + SCORED,
-                    scored, b, r, t, T, W, RANKS,
+                    importances if PROBS else scores, lengths, counts, lists, ring,
+                    mine + (PROBABILITIES if PROBS else WINDOWS),
+                    PROB_SPLITS * T * SHARE if PROBS else TILES * CMP_SPLITS, b, r, t, T, W, RANKS,
                     RANK_CHUNKS, RANK_N, COLUMNS, DEPTH, MERGE_N, SLOTS, SLOTS_2, l, d, s, BLOCK_S,
                     INITIAL, LOCAL if LOCAL > 0 else 1, STRIDE, RING, PROBS, INTERPOLATED, COUNTED,
                     ROOM,
@@ -188,21 +185,19 @@ def step_kernel(
                 arrived(mine + RANKED)
         if share >= 0:
             blocks(
-                q, k, v, wk, wv, importances if PROBS else scores, lists, lengths, counts, table,
-                parts, part_lse, mine + (SCORED if RANKS_ITSELF else RANKED),
-                scored if RANKS_ITSELF else T * SHARE, share, NEAR_SPLITS, CMP_SPLITS, b, r, t, B,
-                T, W, RANKS, NEAR_ITEMS, FAR_ITEMS, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h,
-                v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b, GROUP, SHARE, D, BLOCK_D, E,
-                BLOCK_E, BLOCK_G, KEYS, BLOCK_STAGES, SLOTS, ITEMS_2, s, BLOCK_S, w, INITIAL, LOCAL,
-                LISTED, OWN_WINDOW, FUSED, PAGE, CAP, COUNTED, ROOM, RANKS_ITSELF, RANK_CHUNKS,
-                RANK_N, COLUMNS, DEPTH, MERGE_N, SLOTS_2, l, d, PROBS, INTERPOLATED,
+                q, k, v, wk, wv, lists, lengths, counts, table, parts, part_lse, mine + RANKED,
+                T * SHARE, share, NEAR_SPLITS, CMP_SPLITS, b, r, t, B, T, RANKS, NEAR_ITEMS,
+                FAR_ITEMS, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n,
+                x_h, y_b, y_n, y_h, t_b, GROUP, SHARE, D, BLOCK_D, E, BLOCK_E, BLOCK_G, KEYS,
+                BLOCK_STAGES, SLOTS, ITEMS_2, s, BLOCK_S, w, INITIAL, LOCAL, LISTED, OWN_WINDOW,
+                FUSED, PAGE, CAP, COUNTED, ROOM,
             )  # fmt: skip
             arrived(mine + BLOCKS)
     else:
         part, pair = split(number - far_end, JOINS)
         b, h = (pair // K).to(tl.int64), pair % K
         mine = counters + pair * COUNTERS
-        if SLOTS == 0:  # else the blocks have
+        if not RANKING:
             wait(mine + WINDOWS, TILES * CMP_SPLITS)
         join(
             parts, part_lse, sinks, gates, counts, out, mine + BLOCKS,

@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 
 from .arrivals import first_turn, wait
-from .decode_ranking import NEVER, ranking_of
-from .device import candidates_end, load_rows, soft_capped, softmax_step, store_rows
+from .device import load_rows, soft_capped, softmax_step, store_rows
 from .entries import offsets, pages_of, places
 from .topn import NO_SCORE
 
@@ -101,25 +100,21 @@ def windows(
 
 @triton.jit
 def blocks(
-    q, k, v, wk, wv, scores, lists, lengths, counts, table, parts, part_lse, before, programs,
-    share, NEAR_SHARES, first_part, b, r, t, B, T, W, RANKS, NEAR_ITEMS, FAR_ITEMS, scale_log2, cap,
+    q, k, v, wk, wv, lists, lengths, counts, table, parts, part_lse, before, programs, share,
+    NEAR_SHARES, first_part, b, r, t, B, T, RANKS, NEAR_ITEMS, FAR_ITEMS, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SLOTS: tl.constexpr, ITEMS_2: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
     w: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LISTED: tl.constexpr,
     OWN_WINDOW: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    COUNTED: tl.constexpr, ROOM: tl.constexpr, RANKS_ITSELF: tl.constexpr, CHUNKS: tl.constexpr,
-    RANK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, MERGE_N: tl.constexpr,
-    SLOTS_2: tl.constexpr, l: tl.constexpr, d: tl.constexpr, PROBS: tl.constexpr,
-    INTERPOLATED: tl.constexpr,
+    COUNTED: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """The G query heads of token t that rank together, against one share of blocks, KEYS keys at
     once. The NEAR_SHARES are of the blocks that reach into the window, whose keys alone count; the
-    others of the LISTED ones: those of its list, the initial and the local. Where both branches
-    have the same keys and the window covers the local blocks (FUSED), these are the last of the
-    near shares, which counts for both. The list is there, or the scores that it is made of
-    (RANKS_ITSELF), once the `programs` before have arrived."""
+    others of the LISTED ones: those of its list, which is there once the `programs` before have
+    arrived, the initial and the local. Where both branches have the same keys and the window covers
+    the local blocks (FUSED), these are the last of the near shares, which counts for both."""
     h = r // SHARE
     is_near = share < NEAR_SHARES
     items = tl.where(is_near, NEAR_ITEMS, FAR_ITEMS)
@@ -139,7 +134,7 @@ def blocks(
         if is_near:
             k, k_b, k_n, k_h = wk, x_b, x_n, x_h
             v, v_b, v_n, v_h = wv, y_b, y_n, y_h
-    own_blocks, slot = tl.arange(0, ITEMS_2), tl.arange(0, SLOTS_2)
+    own_blocks = tl.arange(0, ITEMS_2)
     item = first + own_blocks
     forced = item - SLOTS
     initial = (forced >= 0) & (forced < INITIAL) & (forced <= own - LOCAL)
@@ -157,21 +152,9 @@ def blocks(
             if not is_near:
                 if now == 1:
                     wait(before, programs)
-                row_of_scores = (b * T + t) * RANKS + r
-                if RANKS_ITSELF:
-                    end = candidates_end(last, NEVER, LOCAL if LOCAL > 0 else 1, d, s, True)
-                    if COUNTED:  # what has no scores
-                        end = tl.where(t < tl.load(counts + b), end, INITIAL)
-                    ranking = ranking_of(
-                        scores, row_of_scores, last, end, W, CHUNKS, RANK_N, COLUMNS, DEPTH,
-                        MERGE_N, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED,
-                    )  # fmt: skip
-                    is_item = (slot[None] == item[:, None]) & (slot < SLOTS)[None]
-                    c = tl.max(tl.where(is_item, ranking[None], -1), 1)
-                else:
-                    listed = lists + row_of_scores * SLOTS + item
-                    mask = (own_blocks < items) & (item < SLOTS)
-                    c = tl.load(listed, mask=mask & (now == 1), other=-1)
+                listed = lists + ((b * T + t) * RANKS + r) * SLOTS + item
+                mask = (own_blocks < items) & (item < SLOTS) & (now == 1)
+                c = tl.load(listed, mask=mask, other=-1)
         c = tl.where(initial, forced, c)
         c = tl.where((forced >= INITIAL) & (item < LISTED), own - (forced - INITIAL), c)
         c = tl.where(is_near, tl.where(close < near_end, close, -1), c)

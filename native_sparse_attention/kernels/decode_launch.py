@@ -17,7 +17,7 @@ from .tiles import MOST_IN_LISTS, RankingTile, Tile
 # programs that fill a GPU, of those that read windows and those that read blocks
 PROGRAMS = {"windows": 396, "blocks": 396}
 MOST_SPLITS = 64
-# programs that a GPU runs side by side with room to spare: they may take more registers then
+# programs that a GPU runs side by side with room to spare: two a multiprocessor, of any registers
 ROOM = 264
 # rows of queries at most, but for the heads of one token, and keys; rows against blocks are of one
 # token, keys of one block at least, and the warps are those of the windows
@@ -181,16 +181,13 @@ def attend(
     of_tokens = to.probabilities + (at.n > 0) + to.near + to.far
     programs = B * K * (to.cmp * to.tiles + joins) + B * ranks * T * of_tokens
     room = programs <= ROOM
-    kept = ranking is not None and at.stride > 1 and at.n > 0
-    ranks_itself = room and at.n > 0 and at.stride == 1
-    programs -= B * ranks * T * ranks_itself
 
     parts = q.new_empty(to.parts, B, T, H, E, dtype=torch.float32)
     part_lse = parts.new_empty(to.parts, B, T, H)
     scored = {NOTHING.value: 0, SUM.value: K, EACH.value: H}[scores_of.value]
     scores = parts.new_empty(B, T, scored, W)
     lists = counters.new_empty(B, T, ranks, at.n)
-    ring = ranking if kept else lists
+    ring = ranking if ranking is not None and at.stride > 1 and at.n else lists
     strides = {}
     for name, t in (("p", cq), ("q", q)):
         strides |= launch.strides(name, t, "bth")
@@ -220,7 +217,6 @@ def attend(
         RING=0 if ring is lists else ring.shape[2], SCORES=scores_of.value, PROBS=probs,
         INTERPOLATED=at.interpolated, FUSED=fused, SINKS=sinks is not None,
         COUNTERS=counters.shape[2], OWN_WINDOW=window is not None, ROOM=room,
-        RANKS_ITSELF=ranks_itself, num_warps=wide.num_warps,
-        num_stages=1,
+        num_warps=wide.num_warps, num_stages=1,
     )  # fmt: skip
     return out

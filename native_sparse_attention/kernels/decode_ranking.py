@@ -151,29 +151,6 @@ def best_blocks(
 
 
 @triton.jit
-def ranking_of(
-    scores, row, position, end, W, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, MERGE_N: tl.constexpr, SLOTS: tl.constexpr,
-    SLOTS_2: tl.constexpr, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
-    INITIAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
-):  # fmt: skip
-    """The ranking [SLOTS_2] of blocks INITIAL .. end - 1 for the query at `position`, `row` of the
-    windows' scores; -1 in empty slots."""
-    hi, own = tl.minimum(position // d, W), scores + row * W
-    ranking, missed = best_blocks(
-        own, end, hi, CHUNKS, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL,
-        PROBS, INTERPOLATED,
-    )  # fmt: skip
-    if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
-        if missed > 0:
-            ranking, missed = best_blocks(
-                own, end, hi, 1, MERGE_N, 0, 0, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL, PROBS,
-                INTERPOLATED,
-            )  # fmt: skip
-    return tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [SLOTS_2])
-
-
-@triton.jit
 def write_list(ranking, lists, ring, row, ring_row, kept, SLOTS: tl.constexpr, RING: tl.constexpr):
     """A ranking [SLOTS_2] as a token's list, and the first `kept` entries of it in the ring."""
     slot = tl.arange(0, ranking.shape[0])
@@ -200,14 +177,23 @@ def rank(
     row = (b * T + t) * RANKS + r
     leader = position // STRIDE * STRIDE
     if (leader == position) & (t < count):
+        hi = tl.minimum(position // d, W)
         end = candidates_end(position, NEVER, LOCAL, d, s, True)
+        own = scores + row * W
         for turn in range(first_turn(before, programs, ROOM), 2):
             if turn == 1:
                 wait(before, programs)
-            ranking = ranking_of(
-                scores, row, position, end, W, CHUNKS, BLOCK_N, COLUMNS, DEPTH, MERGE_N, SLOTS,
-                SLOTS_2, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED,
+            ranking, missed = best_blocks(
+                own, tl.where(turn == 1, end, tl.minimum(end, INITIAL + 1)), hi, CHUNKS, BLOCK_N,
+                COLUMNS, DEPTH, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED,
             )  # fmt: skip
+            if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+                if missed > 0:
+                    ranking, missed = best_blocks(
+                        own, end, hi, 1, MERGE_N, 0, 0, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL,
+                        PROBS, INTERPOLATED,
+                    )  # fmt: skip
+            ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [SLOTS_2])
             for j in range(STRIDE):
                 if (t + j < T) & (turn == 1):
                     to, at = row + j * RANKS, ring_row + (position + j) % max(RING, 1)
