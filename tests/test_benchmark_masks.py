@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_quick_form(tmp_path, capsys):
     path = tmp_path / "results" / "rows.jsonl"
-    names = {"sliding_window", "natten", "jagged"}
+    names = {"sliding_window", "jagged"}
     rows = masks.main([*QUICK, "--masks", *names, "--scores", "--out", str(path)])
     assert common.read_rows(path) == json.loads(json.dumps(rows))
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
@@ -48,9 +48,9 @@ def flex_on_cpu(flex_gradients, monkeypatch):
 @pytest.mark.usefixtures("flex_on_cpu")
 def test_flex_passes_the_oracle():
     scores = ["alibi, functional", "soft_cap"]
-    rows = masks.main([*QUICK, "--masks", "natten", "selected", "--scores", *scores])
+    rows = masks.main([*QUICK, "--masks", "natten", "--scores", *scores])
     timed = [row for row in rows if row["provider"] == "flex"]
-    names = ["natten", "selected", *(f"causal + {name}" for name in scores)]
+    names = ["natten", *(f"causal + {name}" for name in scores)]
     assert [(row["mask"], row["pass"]) for row in timed] == [
         (name, way) for name in names for way in ("forward", "backward")
     ]

@@ -112,7 +112,7 @@ CASES = {
     "no local block": dict(num_local_blocks=0, scale=-0.4),
     "a long list": dict(
         num_selected_blocks=20, selection_block_size=4, compress_block_sliding_stride=2,
-        compress_block_size=4, N=128, lengths=(90, 5), T=1,
+        compress_block_size=4, N=128, lengths=(90,), T=1,
     ),
 }  # fmt: skip
 
@@ -124,7 +124,7 @@ def test_kernels(case):
 
 
 # others rank alike, and wait alike, whether there is room or not
-RANKED = ["own rankings, probs", "pages, probs, cap, sinks", "nothing to select"]
+RANKED = ["own rankings, probs", "pages"]
 
 
 @kernels
@@ -240,8 +240,8 @@ def test_programs_that_wait_for_one_another(importance, B):
 
 @kernels
 def test_what_lies_behind_a_row_is_of_no_matter():
-    tensors, settings = problem(torch.float32, T=4, importance="probs", lengths=(61, 5))
-    settings["counts"] = torch.tensor([3, 1], device=DEVICE)
+    tensors, settings = problem(torch.float32, T=3, importance="probs", lengths=(43, 5))
+    settings["counts"] = torch.tensor([2, 1], device=DEVICE)
     expected = decode_attention(**tensors, **settings, backend="triton")
     ends = (settings["lengths"] + settings["counts"])[:, None, None, None]
     for name, every in (("k", 1), ("v", 1), ("ck", 4), ("cv", 4)):

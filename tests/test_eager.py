@@ -294,8 +294,8 @@ def test_size_of_a_chunk():
 
 
 LONG = dict(
-    compress_block_size=64,
-    compress_block_sliding_stride=64,
+    compress_block_size=128,
+    compress_block_sliding_stride=128,
     selection_block_size=128,
     heads=1,
     kv_heads=1,
