@@ -256,7 +256,7 @@ def test_compiles_in_one_graph(setting):
     module = layer(**SETTINGS[setting], dtype=torch.float32)
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (40, 57, 83):
+    for length in (40, 57):
         x = normal(2, length, DIM, dtype=torch.float32).requires_grad_()
         y = x.detach().clone().requires_grad_()
         out, expected = compiled(x), module(y)
