@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import interpreter
 import pytest
 import torch
 import torch.nn.attention.flex_attention
@@ -72,6 +73,7 @@ def runnable() -> None:
 
     if torch.cuda.is_available():
         return
+    interpreter.hasten()
     q, geometry = torch.randn(1, 9, 1, 16), dict.fromkeys(("seq_len", "num_selected_blocks"), 9)
     for name in ("compress_block_size", "compress_block_sliding_stride", "selection_block_size"):
         geometry[name] = 1
