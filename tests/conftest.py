@@ -204,6 +204,14 @@ def published() -> Callable[[str], ModuleType]:
 
 
 @pytest.fixture
+def nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting garbage between the rows of a benchmark takes longer here than all else."""
+    from benchmarks import common
+
+    monkeypatch.setattr(common, "release", lambda: None)
+
+
+@pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The steps that layers took by the kernels."""
     from native_sparse_attention import decoding

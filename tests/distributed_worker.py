@@ -1,7 +1,5 @@
 """Run by torchrun: a step of a wrapped model equals the plain model's on the whole batch."""
 
-import sys
-
 import torch
 import torch.distributed as dist
 
@@ -31,8 +29,7 @@ def step(model, ids):
     optimizer.step()
 
 
-def main(wrapper: str) -> None:
-    dist.init_process_group("gloo")
+def check(wrapper: str) -> None:
     rank = dist.get_rank()
     ids = torch.randint(0, 64, (4, 41), generator=torch.Generator().manual_seed(1))
 
@@ -63,9 +60,11 @@ def main(wrapper: str) -> None:
     for name, expected in plain.named_parameters():
         torch.testing.assert_close(weights[name], expected, atol=1e-6, rtol=1e-5)
     print(f"{wrapper} equals one process", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    dist.init_process_group("gloo")
+    for wrapper in ("ddp", "fsdp"):
+        check(wrapper)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -246,7 +246,7 @@ def test_train_and_eval_are_one():
     close(module.eval()(x), module.train()(x))
 
 
-# half a minute each
+# a quarter of a minute each
 COMPILED = ["shared rankings, probs", "diff top-k"][: 1 + torch.cuda.is_available()]
 
 
@@ -259,7 +259,10 @@ def test_compiles_in_one_graph(setting):
     for length in (40, 57):
         x = normal(2, length, DIM, dtype=torch.float32).requires_grad_()
         y = x.detach().clone().requires_grad_()
-        out, expected = compiled(x), module(y)
+        # in this order: the first call ever changes what einops knows, for which it compiles anew
+        expected = module(y)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            out = compiled(x)
         close(out, expected, 1e-5)
         out.sum().backward()
         expected.sum().backward()

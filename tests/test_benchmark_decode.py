@@ -16,15 +16,11 @@ from benchmarks.oracle import WrongResult
 from benchmarks.problem import Setting
 from native_sparse_attention import native_sparse_attention
 
+pytestmark = pytest.mark.usefixtures("nothing_to_release")
+
 CPU = torch.device("cpu")
 QUICK = ["--quick", "--device", "cpu", "--seconds", "1e-4"]
 SMALL = Step(attention.tiny(320, 4, 2), B=2, T=2)
-
-
-@pytest.fixture(autouse=True)
-def nothing_to_release(monkeypatch):
-    """Collecting garbage takes longer here than all else."""
-    monkeypatch.setattr(common, "release", lambda: None)
 
 
 def check_rows(rows):

@@ -15,6 +15,8 @@ from benchmarks import common, masks
 from benchmarks.problem import Setting
 from native_sparse_attention.masks import catalog
 
+pytestmark = pytest.mark.usefixtures("nothing_to_release")
+
 CPU = torch.device("cpu")
 QUICK = ["--quick", "--device", "cpu", "--seconds", "1e-4"]
 SMALL = Setting(144, 2, 2, 16, dtype=torch.float32)

@@ -14,6 +14,8 @@ from benchmarks.providers import Dense, Ours, OursProbs, OursSelect, OursSelecte
 from benchmarks.providers import providers as known_providers
 from native_sparse_attention import blocks
 
+pytestmark = pytest.mark.usefixtures("nothing_to_release")
+
 CPU = torch.device("cpu")
 SMALL = attention.tiny(200, 4, 2)
 

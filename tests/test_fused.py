@@ -30,13 +30,15 @@ SETTINGS = {
 }
 FORCED = {"num_initial_blocks": 1, "num_local_blocks": 2}
 SIZES = (2, 150, 211) if CUDA else (1, 11, 37)
+# not causal, where all keys are queries too
+LENGTH = 211 if CUDA else 25
 
 
 def draw(dtype=torch.float32, heads=(4, 2, 16, 16), causal=True, memory=2, own=False, raw=True):
     """The tensors of a call: with memory, with a window of its own, with raw queries."""
     (B, T, S), (H, K, D, E) = SIZES, heads
     if not causal:
-        T = S
+        T = S = LENGTH
     W = S // D_ if causal else -(-S // D_)
     shapes = {
         "q": (B, T, H, D), "k": (B, S, K, D), "v": (B, S, K, E), "ck": (B, W, K, D),
@@ -106,7 +108,7 @@ def test_optional_tensors(memory, own, raw, recompute):
     assert_layer_right(tensors, recompute=recompute)
 
 
-GROUPED = [(12, 1, 16, 16), (2, 2, 16, 16)] if CUDA else [(6, 1, 16, 16)]
+GROUPED = [(12, 1, 16, 16), (2, 2, 16, 16)] if CUDA else [(3, 1, 16, 16)]
 
 
 @pytest.mark.parametrize("heads", GROUPED, ids=str)
@@ -228,7 +230,7 @@ def test_module(stride, use_diff_topk):
 
 
 def test_one_graph_for_all_lengths():
-    """`fullgraph=True`, forward and backward; a new length compiles nothing after the second."""
+    """`fullgraph=True`, forward and backward; a new length compiles nothing."""
     layer = SparseAttention(
         32, 16, 2, 9, 8, 8, 2, kv_heads=1, causal=True, compress_block_sliding_stride=4,
         use_diff_topk=True, use_triton_kernel=True, block_sizes=BlockSizes(*[32] * 18),
@@ -240,12 +242,13 @@ def test_one_graph_for_all_lengths():
         return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
-    for length in (24, 29, 37):
+    for length in (24, 29):
         x = torch.randn(1, length, 32, device=DEVICE, requires_grad=True)
         results = []
-        for call in (compiled, layer):
+        # in this order: the first call ever changes what einops knows, for which it compiles anew
+        for call in (layer, compiled):
             out = call(x)
             results.append([out, *torch.autograd.grad(out.square().sum(), [x])])
         for actual, expected in zip(*results):
             torch.testing.assert_close(actual, expected)
-    assert len(graphs) <= 2
+    assert len(graphs) == 1
