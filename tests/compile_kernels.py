@@ -135,7 +135,8 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, gated=False):
 
 
 def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
-    """A step of decoding, over rows or pages; so few rows that the GPU has room, or more."""
+    """A step of decoding, over rows or pages; so few rows that the GPU has room, or more; with all
+    blocks read ahead where that fits, and without."""
     H, K, D, E = heads
     N, d = 1024, 16
     pages, n = (B * N // page, page) if page else (B, N)
@@ -152,7 +153,10 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     ring = torch.zeros(B, K, 20, at.n, dtype=torch.int32)
     tensors = (torch.randn(shape).to(dtype) for shape in shapes)
     counters = torch.zeros(B, K, 8, dtype=torch.int32)
-    decode_launch.attend(*tensors, None, None, None, ring, None, counters, where, at)
+    tensors = list(tensors)
+    ahead = decode_launch.AHEAD
+    for decode_launch.AHEAD in (0, ahead):
+        decode_launch.attend(*tensors, None, None, None, ring, None, counters, where, at)
 
 
 def rotate(dtype, heads, tokens=64, starts=None):
@@ -177,6 +181,9 @@ if __name__ == "__main__":
         step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=2, B=1, counted=True)
         step(torch.float32, (4, 4, 80, 40), n=20)
         step(torch.float32, (4, 4, 80, 40), n=20, B=1)
+        step(torch.bfloat16, (64, 4, 128, 128), B=1, counted=True)
+        step(torch.bfloat16, (64, 4, 128, 128), B=8, page=256, interpolated=True)
+        step(torch.float32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
     if not some or "rotary" in some:
         rotate(torch.bfloat16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
         rotate(torch.float16, (3, 1, 80))

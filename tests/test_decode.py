@@ -123,6 +123,16 @@ def test_kernels(case):
     assert_right(torch.float32, **CASES[case])
 
 
+@kernels
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_one_after_the_other(case, monkeypatch):
+    """As where there is much to read: blocks are selected before they are read."""
+    from native_sparse_attention.kernels import decode_launch
+
+    monkeypatch.setattr(decode_launch, "AHEAD", 0)
+    assert_right(torch.float32, **CASES[case])
+
+
 # others rank alike, and wait alike, whether there is room or not
 RANKED = ["own rankings, probs", "pages"]
 
@@ -133,7 +143,17 @@ def test_no_room_for_all_programs(case, monkeypatch):
     """Then nobody does anything for nothing."""
     from native_sparse_attention.kernels import decode_launch
 
+    monkeypatch.setattr(decode_launch, "AHEAD", 0)
     monkeypatch.setattr(decode_launch, "ROOM", 0)
+    assert_right(torch.float32, **CASES[case])
+
+
+@kernels
+@pytest.mark.parametrize("case", ["plain", "pages", "short rows", "no local block"])
+def test_several_blocks_a_program_ahead(case, monkeypatch):
+    from native_sparse_attention.kernels import decode_launch
+
+    monkeypatch.setattr(decode_launch, "AHEAD_ITEMS", 8)
     assert_right(torch.float32, **CASES[case])
 
 
@@ -159,12 +179,29 @@ def test_heads_and_dtypes(dtype, heads, T, importance):
     assert_right(dtype, T=T, heads=heads, importance=importance, page=256, sinks=True, **WIDE)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, T", [(2048, 4), (4096, 1), (8192, 1)])
+@pytest.mark.parametrize(
+    "dtype, heads",
+    [(torch.bfloat16, (64, 4, 128, 128)), (torch.bfloat16, (6, 2, 80, 48)),
+     (torch.float16, (5, 1, 128, 64)), (torch.float32, (8, 2, 64, 64))],
+    ids=lambda value: str(value).replace("torch.", ""),
+)  # fmt: skip
+def test_heads_and_dtypes_of_short_rows(dtype, heads, N, T):
+    """Of which every block is read."""
+    for length in (N - 64, N // 2 + 7, 3):
+        short = dict(T=T, heads=heads, **{**WIDE, "N": N, "lengths": (length,)})
+        assert_right(dtype, sinks=True, memory=2, **short)
+        assert_right(dtype, page=256, soft_cap=3.0, counts=(T - T // 3,), **short)
+
+
 @kernels
 @pytest.mark.parametrize("changed", [{}, dict(window=True), dict(page=16, counts=(2, 1))], ids=str)
 def test_shares_of_several_blocks(changed, monkeypatch):
     """As where rows are many: few programs for each."""
     from native_sparse_attention.kernels import decode_launch
 
+    monkeypatch.setattr(decode_launch, "AHEAD", 0)
     monkeypatch.setattr(decode_launch, "PROGRAMS", {"windows": 2, "blocks": 8})
     forced = dict(num_initial_blocks=1, num_local_blocks=2, sliding_window_size=29)
     assert_right(torch.float32, **forced, **changed)

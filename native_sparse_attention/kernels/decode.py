@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 
 from .arrivals import arrived, first_turn, wait
-from .decode_branches import blocks, windows
+from .decode_branches import blocks, weights, windows
 from .decode_ranking import probabilities, rank
-from .device import load_sinks
 from .topn import NO_SCORE
 
 # which of the counters of a row and KV head is whose
@@ -39,74 +38,48 @@ def token_of(token, T, RANKS):
     return (token // T // RANKS).to(tl.int64), (token // T % RANKS).to(tl.int64), token % T
 
 
-# the gates
-
-
-@triton.jit
-def lse_of(x):
-    """The log-sum-exp [M] of x [M, N], in units of log2."""
-    m = tl.max(x, 1)
-    total = tl.sum(tl.exp2(x - tl.where(m == NO_SCORE, 0.0, m)[:, None]), 1)
-    return tl.where(m == NO_SCORE, NO_SCORE, m + tl.log2(total))
-
-
-@triton.jit
-def log_add(x, y):
-    m, least = tl.maximum(x, y), tl.minimum(x, y)
-    return tl.where(m == NO_SCORE, NO_SCORE, m + tl.log2(1.0 + tl.exp2(least - m)))
-
-
-@triton.jit
-def shares(x, lse, gate):
-    """What parts of log-sum-exp x [M, N] are of one of `lse` [M], times its gate."""
-    return tl.where(x == NO_SCORE, 0.0, tl.exp2(x - lse[:, None]) * gate[:, None])
-
-
 @triton.jit
 def join(
-    parts, part_lse, sinks, gates, counts, out, before, programs, part, b, h, B, T, H, CMP_SPLITS,
-    NEAR_SPLITS, FAR_SPLITS, g_b, g_t, g_h, g_3, G: tl.constexpr, E: tl.constexpr,
+    parts, part_lse, sinks, gates, counts, out, before, programs, joined, part, b, h, B, T, H,
+    CMP_SPLITS, NEAR_SPLITS, FAR_SPLITS, g_b, g_t, g_h, g_3, G: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, FUSED: tl.constexpr,
     SINKS: tl.constexpr, COUNTED: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Of the rows of a KV head ROWS, and COLUMNS features of them, once the `programs` before have
     arrived: `out = g_cmp cmp + g_sel sel + g_win win`; 0 past `counts`. The last share of the
-    window is the selection's too (FUSED)."""
+    window is the selection's too (FUSED). Returns how many programs had waited before."""
     SLICES: tl.constexpr = (E + COLUMNS - 1) // COLUMNS
-    i, e = part // SLICES * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    i, e = part // SLICES * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
     e += part % SLICES * COLUMNS
     real, t, head = i < T * G, tl.minimum(i // G, T - 1), h * G + i % G
     row, share = (b * T + t) * H + head, tl.arange(0, BLOCK_SPLITS)
     far = CMP_SPLITS + NEAR_SPLITS
-    at = share.to(tl.int64)[None] * B * T * H + row[:, None]
+    at = share.to(tl.int64)[None] * B * T * H + row
     gate = gates + b * g_b + t * g_t + head * g_h
     g_cmp = tl.load(gate, mask=real).to(tl.float32)
     g_sel = tl.load(gate + g_3, mask=real).to(tl.float32)
     g_win = tl.load(gate + 2 * g_3, mask=real).to(tl.float32)
+    is_cmp, is_sel = share < CMP_SPLITS, share >= (far - 1 if FUSED else far)
+    is_win, ahead = (share >= CMP_SPLITS) & (share < far), 0
     for turn in range(first_turn(before, programs, ROOM), 2):
         if turn == 1:
             wait(before, programs)
         # a share holds anything where its lse is -inf
-        there = real[:, None] & (share < far + FAR_SPLITS)[None] & (turn == 1)
+        there = real & (share < far + FAR_SPLITS)[None] & (turn == 1)
         x = tl.load(part_lse + at, mask=there, other=NO_SCORE)
         there = there[:, :, None] & (e < E)[None, None]
         tile = tl.load(parts + at[:, :, None] * E + e[None, None], mask=there, other=0.0)
-        is_cmp, is_sel = share < CMP_SPLITS, share >= (far - 1 if FUSED else far)
-        cmp = tl.where(is_cmp[None], x, NO_SCORE)
-        sel = tl.where(is_sel[None], x, NO_SCORE)
-        win = tl.where(((share >= CMP_SPLITS) & (share < far))[None], x, NO_SCORE)
-        lse_cmp, lse_sel, lse_win = lse_of(cmp), lse_of(sel), lse_of(win)
-        if SINKS:
-            lse_cmp = log_add(lse_cmp, load_sinks(sinks, head))
-            lse_sel = log_add(lse_sel, load_sinks(sinks, H + head))
-            lse_win = log_add(lse_win, load_sinks(sinks, 2 * H + head))
-        weight = shares(cmp, lse_cmp, g_cmp) + shares(sel, lse_sel, g_sel)
-        weight = (weight + shares(win, lse_win, g_win))[:, :, None]
+        if turn == 1:
+            ahead = tl.atomic_add(joined, 1, sem="relaxed")
+        weight = weights(
+            x, is_cmp[None], is_sel[None], is_win[None], g_cmp, g_sel, g_win, sinks, head, H, SINKS
+        )[:, :, None]
         acc = tl.sum(tl.where(weight != 0.0, tile * weight, 0.0), 1)
         if COUNTED:
-            acc = tl.where((t < tl.load(counts + b))[:, None], acc, 0.0)
-        inside = real[:, None] & (e < E)[None] & (turn == 1)
-        tl.store(out + row[:, None] * E + e[None], acc.to(out.dtype.element_ty), mask=inside)
+            acc = tl.where(t < tl.load(counts + b), acc, 0.0)
+        inside = real & (e < E)[None] & (turn == 1)
+        tl.store(out + row * E + e[None], acc.to(out.dtype.element_ty), mask=inside)
+    return ahead
 
 
 @triton.jit(
@@ -133,6 +106,7 @@ def step_kernel(
     PROBS: tl.constexpr, INTERPOLATED: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr,
     WINDOW_PAGE: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
     ITEMS_2: tl.constexpr, OWN_WINDOW: tl.constexpr, COUNTERS: tl.constexpr, ROOM: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: one part, of a row and KV head, or of a token and a head that ranks."""
     RANKING: tl.constexpr = 1 if SLOTS > 0 else 0
@@ -151,7 +125,7 @@ def step_kernel(
             number % CMP_SPLITS, CMP_SPLITS, b, h, tile, B, T, K, W, MEMORY, scale_log2, cap,
             p_b, p_t, p_h, c_b, c_n, c_h, o_b, o_n, o_h, m_h, m_m, u_h, u_m, t_b, G, HEADS, D,
             BLOCK_D, E, BLOCK_E, BLOCK_M, BLOCK_N, STAGES, d, WINDOW_PAGE, SCORES, PROBS,
-            CAP, COUNTED,
+            CAP, COUNTED, ONE_TILE,
         )  # fmt: skip
         arrived(counters + pair * COUNTERS + WINDOWS)
     elif number < probabilities_end:
@@ -199,11 +173,11 @@ def step_kernel(
         mine = counters + pair * COUNTERS
         if not RANKING:
             wait(mine + WINDOWS, TILES * CMP_SPLITS)
-        join(
+        ahead = join(
             parts, part_lse, sinks, gates, counts, out, mine + BLOCKS,
-            (NEAR_SPLITS + FAR_SPLITS) * T * SHARE, part, b, h, B, T, H, CMP_SPLITS,
+            (NEAR_SPLITS + FAR_SPLITS) * T * SHARE, mine + JOINED, part, b, h, B, T, H, CMP_SPLITS,
             NEAR_SPLITS, FAR_SPLITS, g_b, g_t, g_h, g_3, G, E, JOIN_ROWS, JOIN_COLUMNS,
             BLOCK_SPLITS, FUSED, SINKS, COUNTED, ROOM,
         )  # fmt: skip
-        if arrived(mine + JOINED) == JOINS - 1:  # nobody waits any more: as they were
+        if ahead == JOINS - 1:  # nobody waits any more: as they were
             tl.store(mine + tl.arange(0, COUNTERS), 0)

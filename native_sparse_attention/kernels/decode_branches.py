@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .arrivals import first_turn, wait
-from .device import load_rows, soft_capped, softmax_step, store_rows
+from .device import load_rows, load_sinks, soft_capped, softmax_step, store_rows
 from .entries import offsets, pages_of, places
 from .topn import NO_SCORE
 
@@ -17,7 +17,7 @@ def store_part(parts, part_lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.con
     """Write a share's output, of rows that saw something; and its lse in units of log2, -inf of
     others."""
     some = tl.where(l == 0.0, 1.0, l)
-    store_rows(parts, row * E, acc / some[:, None], E, BLOCK_E, real & (l > 0.0))
+    store_rows(parts, row * E, acc * (1.0 / some)[:, None], E, BLOCK_E, real & (l > 0.0))
     tl.store(part_lse + row, tl.where(l == 0.0, NO_SCORE, m + tl.log2(some)), mask=real)
 
 
@@ -32,10 +32,11 @@ def windows(
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     d: tl.constexpr, PAGE: tl.constexpr, SCORES: tl.constexpr, CAPPED_SCORES: tl.constexpr,
-    CAP: tl.constexpr, COUNTED: tl.constexpr,
+    CAP: tl.constexpr, COUNTED: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Of a row and KV head, a tile of T x HEADS queries against one share of the windows that they
-    see; the first share has the memory too."""
+    see; the first share has the memory too. Where a share is ONE_TILE, it is asked for before the
+    length is known."""
     length = tl.load(lengths + b)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     row = tl.arange(0, BLOCK_M)
@@ -60,17 +61,20 @@ def windows(
 
     count = tl.load(counts + b) if COUNTED else T  # past it windows may not be written yet
     most = tl.minimum((length + count - 1) // d, W)
-    share = tl.cdiv(tl.cdiv(most, BLOCK_N), SPLITS) * BLOCK_N
-    end = tl.minimum((split + 1) * share, most)
+    share = BLOCK_N if ONE_TILE else tl.cdiv(tl.cdiv(most, BLOCK_N), SPLITS) * BLOCK_N
+    limit = W if ONE_TILE else most
+    end = tl.minimum((split + 1) * share, limit)
     for n0 in tl.range(split * share, end, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
-        here = tl.minimum(n, most - 1)
+        here = tl.minimum(n, limit - 1)
         k_tile = load_rows(
-            ck + h * k_h, places(here, b, table, k_b, k_n, t_b, PAGE), D, BLOCK_D, n < most
+            ck + h * k_h, places(here, b, table, k_b, k_n, t_b, PAGE), D, BLOCK_D, n < limit
         )
         v_tile = load_rows(
-            cv + h * v_h, places(here, b, table, v_b, v_n, t_b, PAGE), E, BLOCK_E, n < most
+            cv + h * v_h, places(here, b, table, v_b, v_n, t_b, PAGE), E, BLOCK_E, n < limit
         )
+        if ONE_TILE:  # what nobody has written counts for nothing
+            v_tile = tl.where((n < most)[:, None], v_tile, 0.0)
         plain = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         x = plain
         if CAP:
@@ -183,3 +187,53 @@ def blocks(
             x = tl.where(seen[None], x, NO_SCORE)
             acc, m, l_sum = softmax_step(x, v_tile, acc, m, l_sum, "ieee")
         store_part(parts, part_lse, out_row, acc, m, l_sum, E, BLOCK_E, real & (now == 1))
+
+
+# the gates
+
+
+@triton.jit
+def most_of_three(a, b, c, x, y, z):
+    return tl.maximum(a, x), tl.maximum(b, y), tl.maximum(c, z)
+
+
+@triton.jit
+def sum_of_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def powers(x, m):
+    """2^(x - m); 0 where x is -inf."""
+    return tl.exp2(x - tl.where(m == NO_SCORE, 0.0, m))
+
+
+@triton.jit
+def of_sum(gate, total):
+    return gate / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def weights(
+    x, is_cmp, is_sel, is_win, g_cmp, g_sel, g_win, sinks, head, H, SINKS: tl.constexpr,
+):  # fmt: skip
+    """What shares of log-sum-exp x [M, N], in units of log2, weigh in rows' outputs: of each branch
+    that a share is of [1, N], what it is of the branch's sum, times the gate [M, 1]. Maxima and
+    sums of the three are taken in one pass each: a pass is a wait of threads for one another."""
+    cmp = tl.where(is_cmp, x, NO_SCORE)
+    sel = tl.where(is_sel, x, NO_SCORE)
+    win = tl.where(is_win, x, NO_SCORE)
+    m_cmp, m_sel, m_win = tl.reduce((cmp, sel, win), 1, most_of_three, keep_dims=True)
+    if SINKS:
+        s_cmp = load_sinks(sinks, head)
+        s_sel = load_sinks(sinks, H + head)
+        s_win = load_sinks(sinks, 2 * H + head)
+        m_cmp, m_sel = tl.maximum(m_cmp, s_cmp), tl.maximum(m_sel, s_sel)
+        m_win = tl.maximum(m_win, s_win)
+    cmp, sel, win = powers(cmp, m_cmp), powers(sel, m_sel), powers(win, m_win)
+    l_cmp, l_sel, l_win = tl.reduce((cmp, sel, win), 1, sum_of_three, keep_dims=True)
+    if SINKS:
+        l_cmp += powers(s_cmp, m_cmp)
+        l_sel += powers(s_sel, m_sel)
+        l_win += powers(s_win, m_win)
+    return cmp * of_sum(g_cmp, l_cmp) + sel * of_sum(g_sel, l_sel) + win * of_sum(g_win, l_win)

@@ -4,12 +4,13 @@ CUDA graph."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from . import decode, launch
+from . import decode, decode_ahead, launch
 from .decode_branches import EACH, NOTHING, SUM
 from .entries import Step, widths
 from .tiles import MOST_IN_LISTS, RankingTile, Tile
@@ -19,6 +20,11 @@ PROGRAMS = {"windows": 396, "blocks": 396}
 MOST_SPLITS = 64
 # programs that a GPU runs side by side with room to spare: two a multiprocessor, of any registers
 ROOM = 264
+# where every block is read before it is known which are selected: blocks of all tokens and KV
+# heads, those of one, bytes of a block's keys, places for a token's shares, registers of a thread
+# where three programs run on a multiprocessor; programs for blocks, rows and features to be joined
+AHEAD, AHEAD_BLOCKS, AHEAD_BYTES, AHEAD_SHARES, AHEAD_REGISTERS = 512, 128, 16384, 64, 168
+AHEAD_ITEMS, AHEAD_ROWS, AHEAD_COLUMNS = 256, 4, 32
 # rows of queries at most, but for the heads of one token, and keys; rows against blocks are of one
 # token, keys of one block at least, and the warps are those of the windows
 TILES = {
@@ -166,6 +172,11 @@ def attend(
     at = at if W else replace(at, n=0)
     probs = at.n > 0 and at.importance == "probs"
     scores_of = NOTHING if at.n == 0 else EACH if probs or not at.shared else SUM
+    if window is None and scores_of is not EACH and at.stride == 1:
+        to = shares_ahead(q, k, v, W, 0 if memory is None else mem_k.shape[1], step, at)
+        if to is not None:
+            tensors = (q, k, v, ck, cv, mem_k, mem_v, gates, cq, sinks, counters, out)
+            return attend_ahead(tensors, memory is not None, to, step, at)
     # the window covers the local blocks, and its keys are the selection's
     fused = window is None and 0 < at.num_local * at.s <= at.w + 1
 
@@ -217,6 +228,88 @@ def attend(
         RING=0 if ring is lists else ring.shape[2], SCORES=scores_of.value, PROBS=probs,
         INTERPOLATED=at.interpolated, FUSED=fused, SINKS=sinks is not None,
         COUNTERS=counters.shape[2], OWN_WINDOW=window is not None, ROOM=room,
+        ONE_TILE=room and step.table is None and to.cmp * wide.block_n >= W,
         num_warps=wide.num_warps, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class SharesAhead:
+    """Of a step whose blocks are all read: shares of each token and KV head, of windows, memory and
+    blocks, the last so many to a program, and the places that those have which are joined."""
+
+    cmp: int
+    memory: int
+    blocks: int
+    items: int
+    listed: int
+
+    @property
+    def before(self) -> int:
+        """Blocks: one more has what the window cuts of its."""
+        return self.cmp + self.memory + 1
+
+    @property
+    def programs(self) -> int:
+        return self.before + triton.cdiv(self.blocks, self.items)
+
+
+def shares_ahead(
+    q: Tensor, k: Tensor, v: Tensor, W: int, memory: int, step: Step, at: Settings
+) -> SharesAhead | None:
+    """Where little is to be read; None where it is too much."""
+    (B, T, _, D), K, E = q.shape, k.shape[2], v.shape[-1]
+    block_s = launch.padded(at.s)
+    tokens = k.shape[1] * (1 if step.table is None else step.table.shape[1])
+    blocks, cmp, mem = (
+        triton.cdiv(n, size) for n, size in ((tokens, at.s), (W, block_s), (memory, block_s))
+    )
+    # each selected block has a place, and so has each that the window may reach into
+    selected = at.n + at.num_initial + max(at.num_local, near_blocks(at) - 1)
+    listed = triton.next_power_of_2(cmp + mem + 1 + selected)
+    bytes_of_block = block_s * launch.padded(max(D, E)) * q.element_size()
+    far = tokens * max(t.stride(1) for t in (k, v))
+    fits = blocks <= AHEAD_BLOCKS and listed <= AHEAD_SHARES and bytes_of_block <= AHEAD_BYTES
+    if B * T * K * blocks > AHEAD or not fits or far >= 2**31:
+        return None
+    return SharesAhead(cmp, mem, blocks, triton.cdiv(B * T * K * blocks, AHEAD_ITEMS), listed)
+
+
+def attend_ahead(
+    tensors: tuple[Any, ...], has_memory: bool, to: SharesAhead, step: Step, at: Settings
+) -> Tensor:
+    """The step by `decode_ahead.py`."""
+    q, k, v, ck, cv, mem_k, mem_v, gates, cq, sinks, counters, out = tensors
+    (B, T, H, _), K, E = q.shape, k.shape[2], v.shape[-1]
+    W = ck.shape[1] * (1 if step.table is None else step.table.shape[1])
+    N = k.shape[1] * (1 if step.table is None else step.table.shape[1])
+    columns = min(launch.padded(E), AHEAD_COLUMNS)
+    joins = triton.cdiv(H // K, AHEAD_ROWS) * triton.cdiv(E, columns)
+    parts = q.new_empty(to.before + to.blocks, B, T, H, E, dtype=torch.float32)
+    part_lse = parts.new_empty(parts.shape[:-1])
+    cq = q if cq is None else cq
+    strides = {}
+    for name, t in (("p", cq), ("q", q)):
+        strides |= launch.strides(name, t, "bth")
+    for name, t in (("k", k), ("v", v), ("c", ck), ("o", cv)):
+        strides |= launch.strides(name, t, "bnh")
+    for name, t in (("m", mem_k), ("u", mem_v)):
+        strides |= launch.strides(name, t if has_memory else None, "hm")
+    programs = B * T * K * (to.programs + joins)
+    decode_ahead.ahead_kernel[(programs,)](
+        cq=cq, q=q, k=k, v=v, ck=ck, cv=cv, mem_k=mem_k, mem_v=mem_v, gates=gates,
+        sinks=part_lse if sinks is None else sinks.float().contiguous(),
+        scores=parts.new_empty(B, T, K, W), lists=counters.new_empty(programs, to.listed),
+        parts=parts, part_lse=part_lse, counters=counters, out=out, B=B, T=T, K=K, W=W, N=N,
+        MEMORY=mem_k.shape[1] if has_memory else 0, CMP_SHARES=to.cmp, MEM_SHARES=to.memory,
+        BLOCK_SHARES=to.blocks, scale_log2=at.scale * launch.LOG2_E, **launch.cap(at.soft_cap),
+        **strides, **launch.strides("g", gates, "bth3"), **step.arguments(),
+        WINDOW_PAGE=0 if step.table is None else step.page // at.d, **widths(k, v), G=H // K,
+        BLOCK_G=launch.padded(H // K), ROWS=AHEAD_ROWS, COLUMNS=columns, ITEMS=to.items,
+        SLOTS=at.n, BLOCKS=max(32, triton.next_power_of_2(to.blocks)), LISTED=to.listed, l=at.l,
+        d=at.d, s=at.s, BLOCK_S=launch.padded(at.s), w=at.w, INITIAL=at.num_initial,
+        LOCAL=at.num_local, INTERPOLATED=at.interpolated, SINKS=sinks is not None,
+        COUNTERS=counters.shape[2], num_warps=4, num_stages=1, maxnreg=AHEAD_REGISTERS,
     )  # fmt: skip
     return out
