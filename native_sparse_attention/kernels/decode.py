@@ -23,7 +23,7 @@ from .decode_ranking import probabilities, rank
 from .topn import NO_SCORE
 
 # which of the counters of a row and KV head is whose
-WINDOWS, PROBABILITIES, RANKED, BLOCKS, JOINED = (tl.constexpr(i) for i in range(5))
+WINDOWS, ATTENDED, PROBABILITIES, RANKED, BLOCKS, JOINED = (tl.constexpr(i) for i in range(6))
 
 
 @triton.jit
@@ -40,14 +40,16 @@ def token_of(token, T, RANKS):
 
 @triton.jit
 def join(
-    parts, part_lse, sinks, gates, counts, out, before, programs, joined, part, b, h, B, T, H,
-    CMP_SPLITS, NEAR_SPLITS, FAR_SPLITS, g_b, g_t, g_h, g_3, G: tl.constexpr, E: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, FUSED: tl.constexpr,
-    SINKS: tl.constexpr, COUNTED: tl.constexpr, ROOM: tl.constexpr,
+    parts, part_lse, sinks, gates, counts, out, before, programs, attended, windows, joined, part,
+    b, h, B, T, H, CMP_SPLITS, NEAR_SPLITS, FAR_SPLITS, g_b, g_t, g_h, g_3, G: tl.constexpr,
+    E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    FUSED: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr, ROOM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of the rows of a KV head ROWS, and COLUMNS features of them, once the `programs` before have
-    arrived: `out = g_cmp cmp + g_sel sel + g_win win`; 0 past `counts`. The last share of the
-    window is the selection's too (FUSED). Returns how many programs had waited before."""
+    arrived, and with EARLY the `windows` that counted themselves before they had attended:
+    `out = g_cmp cmp + g_sel sel + g_win win`; 0 past `counts`. The last share of the window is the
+    selection's too (FUSED). Returns how many programs had waited before."""
     SLICES: tl.constexpr = (E + COLUMNS - 1) // COLUMNS
     i, e = part // SLICES * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
     e += part % SLICES * COLUMNS
@@ -64,6 +66,8 @@ def join(
     for turn in range(first_turn(before, programs, ROOM), 2):
         if turn == 1:
             wait(before, programs)
+            if EARLY:
+                wait(attended, windows)
         # a share holds anything where its lse is -inf
         there = real & (share < far + FAR_SPLITS)[None] & (turn == 1)
         x = tl.load(part_lse + at, mask=there, other=NO_SCORE)
@@ -106,7 +110,7 @@ def step_kernel(
     PROBS: tl.constexpr, INTERPOLATED: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr,
     WINDOW_PAGE: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
     ITEMS_2: tl.constexpr, OWN_WINDOW: tl.constexpr, COUNTERS: tl.constexpr, ROOM: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: one part, of a row and KV head, or of a token and a head that ranks."""
     RANKING: tl.constexpr = 1 if SLOTS > 0 else 0
@@ -125,9 +129,9 @@ def step_kernel(
             number % CMP_SPLITS, CMP_SPLITS, b, h, tile, B, T, K, W, MEMORY, scale_log2, cap,
             p_b, p_t, p_h, c_b, c_n, c_h, o_b, o_n, o_h, m_h, m_m, u_h, u_m, t_b, G, HEADS, D,
             BLOCK_D, E, BLOCK_E, BLOCK_M, BLOCK_N, STAGES, d, WINDOW_PAGE, SCORES, PROBS,
-            CAP, COUNTED, ONE_TILE,
+            CAP, COUNTED, EARLY, counters + pair * COUNTERS + WINDOWS,
         )  # fmt: skip
-        arrived(counters + pair * COUNTERS + WINDOWS)
+        arrived(counters + pair * COUNTERS + (ATTENDED if EARLY else WINDOWS))
     elif number < probabilities_end:
         if PROBS:
             share, token = split(number - windows_end, PROB_SPLITS)
@@ -175,9 +179,9 @@ def step_kernel(
             wait(mine + WINDOWS, TILES * CMP_SPLITS)
         ahead = join(
             parts, part_lse, sinks, gates, counts, out, mine + BLOCKS,
-            (NEAR_SPLITS + FAR_SPLITS) * T * SHARE, mine + JOINED, part, b, h, B, T, H, CMP_SPLITS,
-            NEAR_SPLITS, FAR_SPLITS, g_b, g_t, g_h, g_3, G, E, JOIN_ROWS, JOIN_COLUMNS,
-            BLOCK_SPLITS, FUSED, SINKS, COUNTED, ROOM,
+            (NEAR_SPLITS + FAR_SPLITS) * T * SHARE, mine + ATTENDED, TILES * CMP_SPLITS,
+            mine + JOINED, part, b, h, B, T, H, CMP_SPLITS, NEAR_SPLITS, FAR_SPLITS, g_b, g_t, g_h,
+            g_3, G, E, JOIN_ROWS, JOIN_COLUMNS, BLOCK_SPLITS, FUSED, SINKS, COUNTED, ROOM, EARLY,
         )  # fmt: skip
         if ahead == JOINS - 1:  # nobody waits any more: as they were
             tl.store(mine + tl.arange(0, COUNTERS), 0)

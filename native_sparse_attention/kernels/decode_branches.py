@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .arrivals import first_turn, wait
+from .arrivals import arrived, first_turn, wait
 from .device import load_rows, load_sinks, soft_capped, softmax_step, store_rows
 from .entries import offsets, pages_of, places
 from .topn import NO_SCORE
@@ -32,11 +32,11 @@ def windows(
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     d: tl.constexpr, PAGE: tl.constexpr, SCORES: tl.constexpr, CAPPED_SCORES: tl.constexpr,
-    CAP: tl.constexpr, COUNTED: tl.constexpr, ONE_TILE: tl.constexpr,
+    CAP: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr, scored,
 ):  # fmt: skip
     """Of a row and KV head, a tile of T x HEADS queries against one share of the windows that they
-    see; the first share has the memory too. Where a share is ONE_TILE, it is asked for before the
-    length is known."""
+    see; the first share has the memory too. EARLY, where a share is one tile: it is asked for
+    before the length is known (but for pages), and counted as `scored` as soon as it is."""
     length = tl.load(lengths + b)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     row = tl.arange(0, BLOCK_M)
@@ -61,6 +61,7 @@ def windows(
 
     count = tl.load(counts + b) if COUNTED else T  # past it windows may not be written yet
     most = tl.minimum((length + count - 1) // d, W)
+    ONE_TILE: tl.constexpr = EARLY and PAGE == 0
     share = BLOCK_N if ONE_TILE else tl.cdiv(tl.cdiv(most, BLOCK_N), SPLITS) * BLOCK_N
     limit = W if ONE_TILE else most
     end = tl.minimum((split + 1) * share, limit)
@@ -92,8 +93,13 @@ def windows(
                 scores + to[:, None] + n[None], x if CAPPED_SCORES else plain,
                 mask=real[:, None] & (n < most)[None],
             )  # fmt: skip
+        if EARLY:
+            arrived(scored)
         x = tl.where(n[None] < hi[:, None], x, NO_SCORE)
         acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
+    if EARLY:  # noqa: SIM102
+        if split * share >= end:  # there was none
+            arrived(scored)
 
     out_row = ((split * B + b) * T + t) * (K * G) + h * G + g
     store_part(parts, part_lse, out_row, acc, m, l, E, BLOCK_E, real)

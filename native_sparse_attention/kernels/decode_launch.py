@@ -228,7 +228,7 @@ def attend(
         RING=0 if ring is lists else ring.shape[2], SCORES=scores_of.value, PROBS=probs,
         INTERPOLATED=at.interpolated, FUSED=fused, SINKS=sinks is not None,
         COUNTERS=counters.shape[2], OWN_WINDOW=window is not None, ROOM=room,
-        ONE_TILE=room and step.table is None and to.cmp * wide.block_n >= W,
+        EARLY=room and at.n > 0 and not probs and to.cmp * wide.block_n >= W,
         num_warps=wide.num_warps, num_stages=1,
     )  # fmt: skip
     return out
