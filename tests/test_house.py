@@ -63,7 +63,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.rotary",
         }
     ),
-    frozenset({"kernels.decode"}),
+    frozenset({"kernels.decode", "kernels.decode_ahead"}),
     frozenset(
         {
             "kernels.interval_backward",

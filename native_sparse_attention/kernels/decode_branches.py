@@ -35,8 +35,8 @@ def windows(
     CAP: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr, scored,
 ):  # fmt: skip
     """Of a row and KV head, a tile of T x HEADS queries against one share of the windows that they
-    see; the first share has the memory too. EARLY, where a share is one tile: it is asked for
-    before the length is known (but for pages), and counted as `scored` as soon as it is."""
+    see; the first share has the memory too. EARLY, where a share is one tile: it counts itself
+    as `scored` as soon as it is."""
     length = tl.load(lengths + b)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     row = tl.arange(0, BLOCK_M)
@@ -61,21 +61,17 @@ def windows(
 
     count = tl.load(counts + b) if COUNTED else T  # past it windows may not be written yet
     most = tl.minimum((length + count - 1) // d, W)
-    ONE_TILE: tl.constexpr = EARLY and PAGE == 0
-    share = BLOCK_N if ONE_TILE else tl.cdiv(tl.cdiv(most, BLOCK_N), SPLITS) * BLOCK_N
-    limit = W if ONE_TILE else most
-    end = tl.minimum((split + 1) * share, limit)
+    share = tl.cdiv(tl.cdiv(most, BLOCK_N), SPLITS) * BLOCK_N
+    end = tl.minimum((split + 1) * share, most)
     for n0 in tl.range(split * share, end, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
-        here = tl.minimum(n, limit - 1)
+        here = tl.minimum(n, most - 1)
         k_tile = load_rows(
-            ck + h * k_h, places(here, b, table, k_b, k_n, t_b, PAGE), D, BLOCK_D, n < limit
+            ck + h * k_h, places(here, b, table, k_b, k_n, t_b, PAGE), D, BLOCK_D, n < most
         )
         v_tile = load_rows(
-            cv + h * v_h, places(here, b, table, v_b, v_n, t_b, PAGE), E, BLOCK_E, n < limit
+            cv + h * v_h, places(here, b, table, v_b, v_n, t_b, PAGE), E, BLOCK_E, n < most
         )
-        if ONE_TILE:  # what nobody has written counts for nothing
-            v_tile = tl.where((n < most)[:, None], v_tile, 0.0)
         plain = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         x = plain
         if CAP:

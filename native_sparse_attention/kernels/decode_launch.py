@@ -192,6 +192,8 @@ def attend(
     of_tokens = to.probabilities + (at.n > 0) + to.near + to.far
     programs = B * K * (to.cmp * to.tiles + joins) + B * ranks * T * of_tokens
     room = programs <= ROOM
+    # pages take longer to be read; rows are faster with their values asked for before they count
+    early = room and at.n > 0 and not probs and to.cmp * wide.block_n >= W and step.page > 0
 
     parts = q.new_empty(to.parts, B, T, H, E, dtype=torch.float32)
     part_lse = parts.new_empty(to.parts, B, T, H)
@@ -228,7 +230,7 @@ def attend(
         RING=0 if ring is lists else ring.shape[2], SCORES=scores_of.value, PROBS=probs,
         INTERPOLATED=at.interpolated, FUSED=fused, SINKS=sinks is not None,
         COUNTERS=counters.shape[2], OWN_WINDOW=window is not None, ROOM=room,
-        EARLY=room and at.n > 0 and not probs and to.cmp * wide.block_n >= W,
+        EARLY=early,
         num_warps=wide.num_warps, num_stages=1,
     )  # fmt: skip
     return out
