@@ -73,27 +73,29 @@ def attend_shares(
     share = program + tl.maximum(block, 0) * (ITEMS - 1)
     if PAGE > 0:
         size, pages = tl.where(is_cmp, WINDOW_PAGE, PAGE), table + b * t_b
-        is_there = (first + u < tl.where(is_cmp, W, N)) & (is_memory == 0)
+        is_there = first + u < tl.where(is_memory, 0, tl.where(is_cmp, W, N))
         page = tl.load(pages + (first + u) // size, mask=is_there, other=0)
     for i in range(items):
         n = first + i * s + u
         there = n < tl.where(is_memory, MEMORY, tl.where(is_cmp, W, N))
-        there &= is_cmp | (u < s)
+        there &= u < tl.where(is_cmp, BLOCK_N, s)
         k_rows, v_rows = n * k_row, n * v_row
         if PAGE > 0:
             at = tl.where(is_memory, n, n % size)
             # what lies behind the row's end may be no page
             here = tl.where(n < tl.where(is_cmp, last // d, last + 1), page, 0).to(tl.int64)
             k_rows, v_rows = here * k_of + at * k_row, here * v_of + at * v_row
-            there &= is_memory | (n < tl.where(is_cmp, last // d, last + 1))
+            there &= n < tl.where(is_memory, MEMORY, tl.where(is_cmp, last // d, last + 1))
             if ITEMS > 1:
-                page = tl.load(pages + (n + s) // size, mask=(n + s < N) & (is_cmp == 0), other=0)
+                page = tl.load(
+                    pages + (n + s) // size, mask=n + s < tl.where(is_cmp, 0, N), other=0
+                )
         q_tile = load_rows(q_at, head * q_row, D, BLOCK_D, real)
         k_tile = load_rows(k_at, k_rows, D, BLOCK_D, there)
         v_tile = load_rows(v_at, v_rows, E, BLOCK_E, there)
         row = (((share + i) * B + b) * T + t) * (K * G) + h * G + head
         seen = there & (n < tl.where(is_memory, MEMORY, tl.where(is_cmp, last // d, last + 1)))
-        seen &= (n >= last - w) | (is_cut == 0)
+        seen &= n >= tl.where(is_cut, last - w, 0)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         if RANKING:  # noqa: SIM102
             if is_window:
