@@ -184,6 +184,7 @@ if __name__ == "__main__":
         step(torch.bfloat16, (64, 4, 128, 128), B=1, counted=True)
         step(torch.bfloat16, (64, 4, 128, 128), B=8, page=256, interpolated=True)
         step(torch.float32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
+        step(torch.bfloat16, (16, 1, 128, 128), B=1, page=256, importance="probs")
     if not some or "rotary" in some:
         rotate(torch.bfloat16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
         rotate(torch.float16, (3, 1, 80))

@@ -126,21 +126,24 @@ def test_kernels(case):
 @kernels
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_one_after_the_other(case, monkeypatch):
-    """As where there is much to read: blocks are selected before they are read."""
+    """As where there is much to read: blocks are selected before they are read. Several programs
+    rank those of a token, each some of them, against all in several passes."""
     from native_sparse_attention.kernels import decode_launch
 
     monkeypatch.setattr(decode_launch, "AHEAD", 0)
+    monkeypatch.setattr(decode_launch, "RANKED", (2, 64))
+    monkeypatch.setattr(decode_launch, "COMPARED", (4, 2))
     assert_right(torch.float32, **CASES[case])
 
 
-# others rank alike, and wait alike, whether there is room or not
-RANKED = ["own rankings, probs", "pages"]
+# others rank alike, and wait alike
+IN_LISTS = ["own rankings, probs", "pages", "d > s", "a long list", "forced blocks"]
 
 
 @kernels
-@pytest.mark.parametrize("case", CASES if CUDA else RANKED)
+@pytest.mark.parametrize("case", CASES if CUDA else IN_LISTS)
 def test_no_room_for_all_programs(case, monkeypatch):
-    """Then nobody does anything for nothing."""
+    """Then one program ranks for a token, and nobody does anything for nothing."""
     from native_sparse_attention.kernels import decode_launch
 
     monkeypatch.setattr(decode_launch, "AHEAD", 0)
@@ -180,7 +183,7 @@ def test_heads_and_dtypes(dtype, heads, T, importance):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N, T", [(2048, 4), (4096, 1), (8192, 1)])
+@pytest.mark.parametrize("N, T", [(2048, 4), (4096, 1), (8192, 1), (16384, 1), (32768, 1)])
 @pytest.mark.parametrize(
     "dtype, heads",
     [(torch.bfloat16, (64, 4, 128, 128)), (torch.bfloat16, (6, 2, 80, 48)),
@@ -188,7 +191,7 @@ def test_heads_and_dtypes(dtype, heads, T, importance):
     ids=lambda value: str(value).replace("torch.", ""),
 )  # fmt: skip
 def test_heads_and_dtypes_of_short_rows(dtype, heads, N, T):
-    """Of which every block is read."""
+    """Of which every block is read, or several programs rank the blocks."""
     for length in (N - 64, N // 2 + 7, 3):
         short = dict(T=T, heads=heads, **{**WIDE, "N": N, "lengths": (length,)})
         assert_right(dtype, sinks=True, memory=2, **short)

@@ -4,7 +4,7 @@ One launch, whose programs have parts to play in turn:
 
     windows          branch 1, a share of the windows; and what each window scores
     probabilities    with importance="probs": of some windows, the weight in the softmax
-    rank             block scores, and the n best of them
+    rank             block scores, and the n best of them, or those of some blocks that are
     blocks           branches 2 and 3, a share of the blocks: keys that both see are read once
     join             the shares of each branch to one, and the gates
 
@@ -19,11 +19,11 @@ import triton.language as tl
 
 from .arrivals import arrived, first_turn, wait
 from .decode_branches import blocks, weights, windows
-from .decode_ranking import probabilities, rank
+from .decode_ranking import probabilities, rank, rank_share
 from .topn import NO_SCORE
 
 # which of the counters of a row and KV head is whose
-WINDOWS, ATTENDED, PROBABILITIES, RANKED, BLOCKS, JOINED = (tl.constexpr(i) for i in range(6))
+WINDOWS, ATTENDED, PROBABILITIES, LISTS, BLOCKS, JOINED = (tl.constexpr(i) for i in range(6))
 
 
 @triton.jit
@@ -89,15 +89,16 @@ def join(
 @triton.jit(
     do_not_specialize=[
         "B", "T", "W", "MEMORY", "TILES", "PROB_SPLITS", "CMP_SPLITS", "NEAR_SPLITS", "FAR_SPLITS",
-        "NEAR_ITEMS", "FAR_ITEMS", "JOINS",
+        "NEAR_ITEMS", "FAR_ITEMS", "JOINS", "PAGES", "RANKERS",
     ]
 )  # fmt: skip
 def step_kernel(
     cq, q, k, v, wk, wv, ck, cv, mem_k, mem_v, gates, sinks, lengths, counts, table, ring, scores,
     importances, lists, parts, part_lse, counters, out, B, T, H, K, RANKS, W, MEMORY, scale_log2,
     cap, TILES, PROB_SPLITS, CMP_SPLITS, NEAR_SPLITS, FAR_SPLITS, NEAR_ITEMS, FAR_ITEMS, JOINS,
-    p_b, p_t, p_h, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h,
-    c_b, c_n, c_h, o_b, o_n, o_h, m_h, m_m, u_h, u_m, g_b, g_t, g_h, g_3, t_b, G: tl.constexpr,
+    PAGES, RANKERS, p_b, p_t, p_h, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h,
+    y_b, y_n, y_h, c_b, c_n, c_h, o_b, o_n, o_h, m_h, m_m, u_h, u_m, g_b, g_t, g_h, g_3, t_b,
+    G: tl.constexpr,
     HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_CMP: tl.constexpr,
@@ -110,15 +111,15 @@ def step_kernel(
     PROBS: tl.constexpr, INTERPOLATED: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr,
     WINDOW_PAGE: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
     ITEMS_2: tl.constexpr, OWN_WINDOW: tl.constexpr, COUNTERS: tl.constexpr, ROOM: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, TABLE: tl.constexpr, RANKED: tl.constexpr, CHUNKS: tl.constexpr,
+    COMPARED: tl.constexpr,
 ):  # fmt: skip
     """One program: one part, of a row and KV head, or of a token and a head that ranks."""
-    RANKING: tl.constexpr = 1 if SLOTS > 0 else 0
     GROUP: tl.constexpr = G // SHARE  # query heads that rank together
     number = tl.program_id(0)
     windows_end = B * K * TILES * CMP_SPLITS
     probabilities_end = windows_end + B * RANKS * T * PROB_SPLITS
-    near_end = probabilities_end + B * RANKS * T * (RANKING + NEAR_SPLITS)
+    near_end = probabilities_end + B * RANKS * T * (RANKERS + NEAR_SPLITS)
     far_end = near_end + B * RANKS * T * FAR_SPLITS
 
     if number < windows_end:
@@ -145,37 +146,47 @@ def step_kernel(
             arrived(mine + PROBABILITIES)
     elif number < far_end:
         is_early = number < near_end
-        programs = tl.where(is_early, RANKING + NEAR_SPLITS, FAR_SPLITS)
+        programs = tl.where(is_early, RANKERS + NEAR_SPLITS, FAR_SPLITS)
         part, token = split(number - tl.where(is_early, probabilities_end, near_end), programs)
-        share = part + tl.where(is_early, -RANKING, NEAR_SPLITS)
+        share = part + tl.where(is_early, -RANKERS, NEAR_SPLITS)
         b, r, t = token_of(token, T, RANKS)
         mine = counters + (b * K + r // SHARE) * COUNTERS
-        if RANKING:  # noqa: SIM102
+        if SLOTS > 0:  # noqa: SIM102
             if share < 0:
-                rank(
-                    importances if PROBS else scores, lengths, counts, lists, ring,
-                    mine + (PROBABILITIES if PROBS else WINDOWS),
-                    PROB_SPLITS * T * SHARE if PROBS else TILES * CMP_SPLITS, b, r, t, T, W, RANKS,
-                    RANK_CHUNKS, RANK_N, COLUMNS, DEPTH, MERGE_N, SLOTS, SLOTS_2, l, d, s, BLOCK_S,
-                    INITIAL, LOCAL if LOCAL > 0 else 1, STRIDE, RING, PROBS, INTERPOLATED, COUNTED,
-                    ROOM,
-                )  # fmt: skip
-                arrived(mine + RANKED)
+                x, scored = scores, mine + WINDOWS
+                scorers = TILES * CMP_SPLITS
+                if PROBS:
+                    x, scored = importances, mine + PROBABILITIES
+                    scorers = PROB_SPLITS * T * SHARE
+                if RANKED > 0:
+                    rank_share(
+                        x, lengths, counts, lists, scored, scorers, part, b, r, t, T, W, RANKS,
+                        RANKED, CHUNKS, COMPARED, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL,
+                        LOCAL if LOCAL > 0 else 1, PROBS, INTERPOLATED, COUNTED, ROOM,
+                    )  # fmt: skip
+                else:
+                    rank(
+                        x, lengths, counts, lists, ring, scored, scorers, b, r, t, T, W, RANKS,
+                        RANK_CHUNKS, RANK_N, COLUMNS, DEPTH, MERGE_N, SLOTS, SLOTS_2, l, d, s,
+                        BLOCK_S, INITIAL, LOCAL if LOCAL > 0 else 1, STRIDE, RING, PROBS,
+                        INTERPOLATED, COUNTED, ROOM,
+                    )  # fmt: skip
+                arrived(mine + LISTS)
         if share >= 0:
             blocks(
-                q, k, v, wk, wv, lists, lengths, counts, table, parts, part_lse, mine + RANKED,
-                T * SHARE, share, NEAR_SPLITS, CMP_SPLITS, b, r, t, B, T, RANKS, NEAR_ITEMS,
-                FAR_ITEMS, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n,
-                x_h, y_b, y_n, y_h, t_b, GROUP, SHARE, D, BLOCK_D, E, BLOCK_E, BLOCK_G, KEYS,
-                BLOCK_STAGES, SLOTS, ITEMS_2, s, BLOCK_S, w, INITIAL, LOCAL, LISTED, OWN_WINDOW,
-                FUSED, PAGE, CAP, COUNTED, ROOM,
+                q, k, v, wk, wv, lists, lengths, counts, table, parts, part_lse, mine + LISTS,
+                RANKERS * T * SHARE, share, NEAR_SPLITS, CMP_SPLITS, b, r, t, B, T, RANKS,
+                NEAR_ITEMS, FAR_ITEMS, PAGES, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b,
+                v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b, GROUP, SHARE, D, BLOCK_D, E, BLOCK_E,
+                BLOCK_G, KEYS, BLOCK_STAGES, SLOTS, ITEMS_2, s, BLOCK_S, w, INITIAL, LOCAL, LISTED,
+                OWN_WINDOW, FUSED, PAGE, CAP, COUNTED, ROOM, TABLE,
             )  # fmt: skip
             arrived(mine + BLOCKS)
     else:
         part, pair = split(number - far_end, JOINS)
         b, h = (pair // K).to(tl.int64), pair % K
         mine = counters + pair * COUNTERS
-        if not RANKING:
+        if SLOTS == 0:
             wait(mine + WINDOWS, TILES * CMP_SPLITS)
         ahead = join(
             parts, part_lse, sinks, gates, counts, out, mine + BLOCKS,

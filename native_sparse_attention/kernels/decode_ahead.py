@@ -78,7 +78,8 @@ def attend_shares(
     for i in range(items):
         n = first + i * s + u
         there = n < tl.where(is_memory, MEMORY, tl.where(is_cmp, W, N))
-        there &= u < tl.where(is_cmp, BLOCK_N, s)
+        if s < BLOCK_N:
+            there &= u < tl.where(is_cmp, BLOCK_N, s)
         k_rows, v_rows = n * k_row, n * v_row
         if PAGE > 0:
             at = tl.where(is_memory, n, n % size)
@@ -95,7 +96,8 @@ def attend_shares(
         v_tile = load_rows(v_at, v_rows, E, BLOCK_E, there)
         row = (((share + i) * B + b) * T + t) * (K * G) + h * G + head
         seen = there & (n < tl.where(is_memory, MEMORY, tl.where(is_cmp, last // d, last + 1)))
-        seen &= n >= tl.where(is_cut, last - w, 0)
+        cut = u * 0 + tl.where(is_cut, 1, 0)  # not every interpreter has masks made of a scalar
+        seen &= (n >= last - w) | (cut == 0)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         if RANKING:  # noqa: SIM102
             if is_window:

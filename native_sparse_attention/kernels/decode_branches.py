@@ -107,14 +107,14 @@ def windows(
 @triton.jit
 def blocks(
     q, k, v, wk, wv, lists, lengths, counts, table, parts, part_lse, before, programs, share,
-    NEAR_SHARES, first_part, b, r, t, B, T, RANKS, NEAR_ITEMS, FAR_ITEMS, scale_log2, cap,
-    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b,
+    NEAR_SHARES, first_part, b, r, t, B, T, RANKS, NEAR_ITEMS, FAR_ITEMS, PAGES,
+    scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SLOTS: tl.constexpr, ITEMS_2: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
     w: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LISTED: tl.constexpr,
     OWN_WINDOW: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    COUNTED: tl.constexpr, ROOM: tl.constexpr,
+    COUNTED: tl.constexpr, ROOM: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """The G query heads of token t that rank together, against one share of blocks, KEYS keys at
     once. The NEAR_SHARES are of the blocks that reach into the window, whose keys alone count; the
@@ -148,6 +148,9 @@ def blocks(
     AT_ONCE: tl.constexpr = KEYS // BLOCK_S
     which, u = tl.arange(0, KEYS) // BLOCK_S, tl.arange(0, KEYS) % BLOCK_S
     out_row = (((first_part + share) * B + b) * T + t) * (RANKS * G) + head
+    if TABLE > 0:  # the row's PAGES: nothing to look up once its list is there
+        slot = tl.arange(0, TABLE)
+        row_pages = tl.load(table + b * t_b + slot, mask=slot < PAGES, other=0)
     turn = 1
     if SLOTS > 0:  # noqa: SIM102
         if not is_near:
@@ -167,7 +170,10 @@ def blocks(
         chosen = tl.where((own_blocks < items) & (now == 1), c, -1)
         # a page holds whole blocks
         inside = tl.maximum(tl.minimum(chosen, own), 0)
-        pages = pages_of(inside * s, b, table, t_b, PAGE)
+        if TABLE > 0:
+            pages = tl.gather(row_pages, (inside * s // PAGE).to(tl.int32), 0).to(tl.int64)
+        else:
+            pages = pages_of(inside * s, b, table, t_b, PAGE)
 
         m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
         l_sum = tl.zeros([BLOCK_M], tl.float32)

@@ -18,12 +18,18 @@ from .tiles import MOST_IN_LISTS, RankingTile, Tile
 # programs that fill a GPU, of those that read windows and those that read blocks
 PROGRAMS = {"windows": 396, "blocks": 396}
 MOST_SPLITS = 64
-# programs that a GPU runs side by side with room to spare: two a multiprocessor, of any registers
-ROOM = 264
+# programs that a GPU runs side by side, or nearly: two a multiprocessor, of any registers, while
+# the last to begin have to wait anyway
+ROOM = 290
+# where there is room: blocks that a program ranks, at least and at most, against how many at once,
+# and how often those are asked for together; and pages of a row that a program holds, so as not to
+# look them up when it knows its blocks
+RANKED, COMPARED, MOST_PAGES = (16, 32), (256, 4), 1024
 # where every block is read before it is known which are selected: blocks of all tokens and KV
 # heads, those of one, bytes of a block's keys, places for a token's shares, registers of a thread
 # where three programs run on a multiprocessor; programs for blocks, rows and features to be joined
-AHEAD, AHEAD_BLOCKS, AHEAD_BYTES, AHEAD_SHARES, AHEAD_REGISTERS = 512, 128, 16384, 64, 168
+AHEAD, AHEAD_PAGED, AHEAD_BLOCKS, AHEAD_BYTES, AHEAD_SHARES = 512, 256, 128, 16384, 64
+AHEAD_REGISTERS = 168
 AHEAD_ITEMS, AHEAD_ROWS, AHEAD_COLUMNS = 256, 4, 32
 # rows of queries at most, but for the heads of one token, and keys; rows against blocks are of one
 # token, keys of one block at least, and the warps are those of the windows
@@ -130,6 +136,22 @@ def share_out(
     )
 
 
+def capacity(k: Tensor, step: Step) -> int:
+    """Entries that a row has room for, in rows k [b n ..] or pages [p n ..]."""
+    return k.shape[1] * (1 if step.table is None else step.table.shape[1])
+
+
+def rankers(blocks: int, tokens: int, room: int, at: Settings) -> tuple[int, int]:
+    """Programs that rank the blocks of a token, and how many each, where there is room for more
+    than one; else that one, which keeps lists of the best."""
+    least, most = RANKED
+    programs = min(triton.cdiv(blocks, least), 1 + max(0, room) // tokens)
+    ranked = max(least, triton.next_power_of_2(triton.cdiv(blocks, programs)))
+    if programs == 1 or ranked > most or at.stride > 1:
+        return 1, 0
+    return triton.cdiv(blocks, ranked), ranked
+
+
 def listed_blocks(at: Settings, fused: bool) -> int:
     """Blocks that a token selects, but for the local ones where the window has them."""
     return at.n + at.num_initial + (0 if fused else at.num_local)
@@ -168,12 +190,12 @@ def attend(
     if out.numel() == 0:
         return out
     cq, (wk, wv), (mem_k, mem_v) = q if cq is None else cq, window or (k, v), memory or (ck, cv)
-    W = ck.shape[1] if step.table is None else ck.shape[1] * step.table.shape[1]
+    W = capacity(ck, step)
     at = at if W else replace(at, n=0)
     probs = at.n > 0 and at.importance == "probs"
     scores_of = NOTHING if at.n == 0 else EACH if probs or not at.shared else SUM
     if window is None and scores_of is not EACH and at.stride == 1:
-        to = shares_ahead(q, k, v, W, 0 if memory is None else mem_k.shape[1], step, at)
+        to = shares_ahead(q, k, v, ck, cv, 0 if memory is None else mem_k.shape[1], step, at)
         if to is not None:
             tensors = (q, k, v, ck, cv, mem_k, mem_v, gates, cq, sinks, counters, out)
             return attend_ahead(tensors, memory is not None, to, step, at)
@@ -189,11 +211,18 @@ def attend(
     to = share_out(q, K, E, W, ranks, block_m, keys, wide.block_n, fused, at)
     rank, rank_chunks = ranking_tile(W, at)
     joins = triton.cdiv(T * G, to.join_rows) * triton.cdiv(E, to.join_columns)
-    of_tokens = to.probabilities + (at.n > 0) + to.near + to.far
-    programs = B * K * (to.cmp * to.tiles + joins) + B * ranks * T * of_tokens
+    tokens = B * ranks * T
+    programs = B * K * (to.cmp * to.tiles + joins)
+    programs += tokens * (to.probabilities + (at.n > 0) + to.near + to.far)
     room = programs <= ROOM
+    blocks, ranking_programs, ranked = triton.cdiv(capacity(k, step), at.s), 0, 0
+    if at.n:
+        ranking_programs, ranked = rankers(blocks, tokens, ROOM - programs, at)
+        programs += tokens * (ranking_programs - 1)
     # pages take longer to be read; rows are faster with their values asked for before they count
     early = room and at.n > 0 and not probs and to.cmp * wide.block_n >= W and step.page > 0
+    pages = 0 if step.table is None else step.table.shape[1]
+    held = max(32, triton.next_power_of_2(pages)) if room and 0 < pages <= MOST_PAGES else 0
 
     parts = q.new_empty(to.parts, B, T, H, E, dtype=torch.float32)
     part_lse = parts.new_empty(to.parts, B, T, H)
@@ -229,8 +258,9 @@ def attend(
         LISTED=listed_blocks(at, fused), ITEMS_2=most_items, STRIDE=at.stride,
         RING=0 if ring is lists else ring.shape[2], SCORES=scores_of.value, PROBS=probs,
         INTERPOLATED=at.interpolated, FUSED=fused, SINKS=sinks is not None,
-        COUNTERS=counters.shape[2], OWN_WINDOW=window is not None, ROOM=room,
-        EARLY=early,
+        COUNTERS=counters.shape[2], OWN_WINDOW=window is not None, ROOM=room, EARLY=early,
+        PAGES=pages, TABLE=held, RANKERS=ranking_programs, RANKED=ranked, COMPARED=COMPARED[0],
+        CHUNKS=min(COMPARED[1], triton.next_power_of_2(triton.cdiv(blocks, COMPARED[0]))),
         num_warps=wide.num_warps, num_stages=1,
     )  # fmt: skip
     return out
@@ -258,12 +288,16 @@ class SharesAhead:
 
 
 def shares_ahead(
-    q: Tensor, k: Tensor, v: Tensor, W: int, memory: int, step: Step, at: Settings
+    q: Tensor, k: Tensor, v: Tensor, ck: Tensor, cv: Tensor, memory: int, step: Step, at: Settings
 ) -> SharesAhead | None:
     """Where little is to be read; None where it is too much."""
     (B, T, _, D), K, E = q.shape, k.shape[2], v.shape[-1]
     block_s = launch.padded(at.s)
-    tokens = k.shape[1] * (1 if step.table is None else step.table.shape[1])
+    tokens, W, most = (
+        capacity(k, step),
+        capacity(ck, step),
+        AHEAD if step.table is None else AHEAD_PAGED,
+    )
     blocks, cmp, mem = (
         triton.cdiv(n, size) for n, size in ((tokens, at.s), (W, block_s), (memory, block_s))
     )
@@ -271,9 +305,9 @@ def shares_ahead(
     selected = at.n + at.num_initial + max(at.num_local, near_blocks(at) - 1)
     listed = triton.next_power_of_2(cmp + mem + 1 + selected)
     bytes_of_block = block_s * launch.padded(max(D, E)) * q.element_size()
-    far = tokens * max(t.stride(1) for t in (k, v))
+    far = max(tokens * max(k.stride(1), v.stride(1)), W * max(ck.stride(1), cv.stride(1)))
     fits = blocks <= AHEAD_BLOCKS and listed <= AHEAD_SHARES and bytes_of_block <= AHEAD_BYTES
-    if B * T * K * blocks > AHEAD or not fits or far >= 2**31:
+    if B * T * K * blocks > most or not fits or far >= 2**31:
         return None
     return SharesAhead(cmp, mem, blocks, triton.cdiv(B * T * K * blocks, AHEAD_ITEMS), listed)
 
@@ -284,8 +318,7 @@ def attend_ahead(
     """The step by `decode_ahead.py`."""
     q, k, v, ck, cv, mem_k, mem_v, gates, cq, sinks, counters, out = tensors
     (B, T, H, _), K, E = q.shape, k.shape[2], v.shape[-1]
-    W = ck.shape[1] * (1 if step.table is None else step.table.shape[1])
-    N = k.shape[1] * (1 if step.table is None else step.table.shape[1])
+    W, N = capacity(ck, step), capacity(k, step)
     columns = min(launch.padded(E), AHEAD_COLUMNS)
     joins = triton.cdiv(H // K, AHEAD_ROWS) * triton.cdiv(E, columns)
     parts = q.new_empty(to.before + to.blocks, B, T, H, E, dtype=torch.float32)

@@ -6,7 +6,18 @@ import triton.language as tl
 from .arrivals import first_turn, wait
 from .block_keys import first_window, window_weight
 from .device import candidates_end
-from .topn import NO_BLOCK, NO_ORDER, NO_SCORE, chunk_blocks, finish, fold, in_order, start
+from .topn import (
+    NO_BLOCK,
+    NO_KEY,
+    NO_ORDER,
+    NO_SCORE,
+    chunk_blocks,
+    finish,
+    fold,
+    in_order,
+    sort_keys,
+    start,
+)
 
 NEVER = tl.constexpr(1 << 30)
 
@@ -206,3 +217,64 @@ def rank(
         ranking = tl.load(kept, mask=slot < SLOTS, other=-1)
         ring_at = ring_row + position % max(RING, 1)
         write_list(ranking, lists, ring, row, ring_at, SLOTS, SLOTS, RING)
+
+
+@triton.jit
+def block_keys(
+    scores, c, end, hi, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
+    INITIAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
+):  # fmt: skip
+    """Of blocks c the scores, as integers of which no two are equal; NO_KEY of no candidate, which
+    are INITIAL .. end - 1."""
+    candidate = (c >= INITIAL) & (c < end)
+    inside = tl.where(candidate, c, INITIAL)
+    score = block_scores(scores, inside, hi, l, d, s, PROBS, INTERPOLATED, BLOCK_S)
+    return tl.where(candidate, sort_keys(score, c), NO_KEY)
+
+
+@triton.jit
+def rank_share(
+    scores, lengths, counts, lists, before, programs, share, b, r, t, T, W, RANKS,
+    OWN: tl.constexpr, CHUNKS: tl.constexpr, OTHERS: tl.constexpr, SLOTS: tl.constexpr,
+    SLOTS_2: tl.constexpr, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
+    COUNTED: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Of OWN blocks those that are among the SLOTS best of token t, each to its place in the list:
+    the number of blocks that are better, counted. Once the `programs` before have arrived."""
+    length, count = tl.load(lengths + b), tl.load(counts + b) if COUNTED else T
+    row, position = (b * T + t) * RANKS + r, length + t
+    if t < count:
+        hi, own_scores = tl.minimum(position // d, W), scores + row * W
+        all_end = candidates_end(position, NEVER, LOCAL, d, s, True)
+        c, slot = share * OWN + tl.arange(0, OWN), tl.arange(0, SLOTS_2)
+        for turn in range(first_turn(before, programs, ROOM), 2):
+            if turn == 1:
+                wait(before, programs)
+            end = tl.where(turn == 1, all_end, 0)
+            mine, again = tl.full([OWN], NO_KEY, tl.int64), 1
+            # a loop of one turn: what comes out of a `while` is not formed anew for each layout in
+            # which a compiler would have it
+            while again > 0:
+                mine = block_keys(
+                    own_scores, c, end, hi, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED
+                )
+                again -= 1
+            better = tl.zeros([OWN], tl.int32)
+            for c0 in range(0, tl.maximum(end, 1), CHUNKS * OTHERS):
+                chunks = ()
+                for i in tl.static_range(CHUNKS):
+                    them = c0 + i * OTHERS + tl.arange(0, OTHERS)
+                    chunks += (
+                        block_keys(
+                            own_scores, them, end, hi, l, d, s, BLOCK_S, INITIAL, PROBS,
+                            INTERPOLATED,
+                        ),
+                    )  # fmt: skip
+                for i in tl.static_range(CHUNKS):
+                    better += tl.sum((chunks[i][:, None] > mine[None]).to(tl.int32), 0)
+            best = (c >= INITIAL) & (c < end) & (better < SLOTS)
+            tl.store(lists + row * SLOTS + better, c, mask=best)
+            if share == 0:
+                none = (slot >= end - INITIAL) & (slot < SLOTS) & (turn == 1)
+                tl.store(lists + row * SLOTS + slot, -1, mask=none)
