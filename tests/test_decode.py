@@ -132,7 +132,8 @@ def test_kernels_one_after_the_other(case, monkeypatch):
 
     monkeypatch.setattr(decode_launch, "AHEAD", 0)
     monkeypatch.setattr(decode_launch, "RANKED", (2, 64))
-    monkeypatch.setattr(decode_launch, "COMPARED", (4, 2))
+    monkeypatch.setattr(decode_launch, "COMPARED", 4)
+    monkeypatch.setattr(decode_launch, "ASKED", 2)
     assert_right(torch.float32, **CASES[case])
 
 
@@ -148,6 +149,7 @@ def test_no_room_for_all_programs(case, monkeypatch):
 
     monkeypatch.setattr(decode_launch, "AHEAD", 0)
     monkeypatch.setattr(decode_launch, "ROOM", 0)
+    monkeypatch.setattr(decode_launch, "ROOM_TO_RANK", 0)
     assert_right(torch.float32, **CASES[case])
 
 

@@ -19,12 +19,13 @@ from .tiles import MOST_IN_LISTS, RankingTile, Tile
 PROGRAMS = {"windows": 396, "blocks": 396}
 MOST_SPLITS = 64
 # programs that a GPU runs side by side, or nearly: two a multiprocessor, of any registers, while
-# the last to begin have to wait anyway
-ROOM = 290
-# where there is room: blocks that a program ranks, at least and at most, against how many at once,
-# and how often those are asked for together; and pages of a row that a program holds, so as not to
-# look them up when it knows its blocks
-RANKED, COMPARED, MOST_PAGES = (16, 32), (256, 4), 1024
+# the last to begin have to wait anyway; and how many there may be before more are added that rank
+ROOM, ROOM_TO_RANK = 340, 290
+# blocks that a program ranks, at least and at most, against how many at once, and how many times as
+# many it asks for together
+RANKED, COMPARED, ASKED = (16, 32), 256, 4
+# pages of a row that a program holds, so as not to look them up when it knows its blocks
+MOST_PAGES = 1024
 # where every block is read before it is known which are selected: blocks of all tokens and KV
 # heads, those of one, bytes of a block's keys, places for a token's shares, registers of a thread
 # where three programs run on a multiprocessor; programs for blocks, rows and features to be joined
@@ -217,7 +218,7 @@ def attend(
     room = programs <= ROOM
     blocks, ranking_programs, ranked = triton.cdiv(capacity(k, step), at.s), 0, 0
     if at.n:
-        ranking_programs, ranked = rankers(blocks, tokens, ROOM - programs, at)
+        ranking_programs, ranked = rankers(blocks, tokens, ROOM_TO_RANK - programs, at)
         programs += tokens * (ranking_programs - 1)
     # pages take longer to be read; rows are faster with their values asked for before they count
     early = room and at.n > 0 and not probs and to.cmp * wide.block_n >= W and step.page > 0
@@ -259,8 +260,8 @@ def attend(
         RING=0 if ring is lists else ring.shape[2], SCORES=scores_of.value, PROBS=probs,
         INTERPOLATED=at.interpolated, FUSED=fused, SINKS=sinks is not None,
         COUNTERS=counters.shape[2], OWN_WINDOW=window is not None, ROOM=room, EARLY=early,
-        PAGES=pages, TABLE=held, RANKERS=ranking_programs, RANKED=ranked, COMPARED=COMPARED[0],
-        CHUNKS=min(COMPARED[1], triton.next_power_of_2(triton.cdiv(blocks, COMPARED[0]))),
+        PAGES=pages, TABLE=held, RANKERS=ranking_programs, RANKED=ranked, COMPARED=COMPARED,
+        CHUNKS=min(ASKED, triton.next_power_of_2(triton.cdiv(blocks, COMPARED))),
         num_warps=wide.num_warps, num_stages=1,
     )  # fmt: skip
     return out
