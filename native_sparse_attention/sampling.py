@@ -145,14 +145,15 @@ class GraphedSteps:
             return self.captured(ids)
 
     def captured(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        graph = torch.cuda.CUDAGraph()
+        # torch's own stream is one for all GPUs, on that which captured first
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         if not torch.is_autocast_enabled("cuda"):
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):
                 return graph, self.forward(ids)
         dtype = torch.get_autocast_dtype("cuda")
         self.weights = self.weights or cast_weights(self.model, dtype)
         with (
-            torch.cuda.graph(graph),
+            torch.cuda.graph(graph, stream=stream),
             torch.autocast("cuda", dtype, cache_enabled=False),
         ):
             return graph, self.forward(ids, weights=self.weights)

@@ -62,6 +62,7 @@ def test_forward_and_backward(settings, dtype):
         assert torch.equal(first, second)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled():
     x = torch.randn(1, 200, 128)
 
