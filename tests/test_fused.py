@@ -2,6 +2,8 @@
 every dtype by the error budget."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -191,6 +193,35 @@ def test_one_node():
     )
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monkeypatch):
+    """Unless it is asked for again: the second of two passes finds what the first one found."""
+    form, finish = fused.layer_cotangents, fused.layer_backward
+    alive = []
+
+    def layer_cotangents(d_out, outs, *others):
+        alive[:] = [weakref.ref(t.untyped_storage()) for t in outs]
+        return form(d_out, outs, *others)
+
+    def layer_backward(*args):
+        if not CUDA:
+            gc.collect()  # frames of the interpreter
+        found.append([ref() is not None for ref in alive])
+        return finish(*args)
+
+    monkeypatch.setattr(fused, "layer_cotangents", layer_cotangents)
+    monkeypatch.setattr(fused, "layer_backward", layer_backward)
+    tensors = {n: t.requires_grad_() for n, t in draw().items()}
+    out = native_sparse_attention(**tensors, **SETTINGS, recompute=recompute, backend="triton")
+    found, leaves, cotangent = [], list(tensors.values()), torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
+    second = torch.autograd.grad(out, leaves, cotangent)
+    assert found == ([[], []] if recompute else [[True] * 3, [False] * 3])
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, leaves, cotangent)
+
+
 def test_operator_is_well_formed():
     tensors = {n: t.requires_grad_() for n, t in draw(memory=0, raw=False).items()}
     q, k, v, ck, cv, gates = (tensors[n] for n in ("q", "k", "v", "ck", "cv", "branch_gates"))
@@ -201,6 +232,9 @@ def test_operator_is_well_formed():
     args = (q, k, v, ck, cv, gates, *(None,) * 10, *settings)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(fused.layer, args, test_utils=checks)
+    out, _, *kept = fused.layer(*args)
+    given = (torch.randn_like(out), kept[:3], kept[3:], gates.detach())
+    torch.library.opcheck(fused.layer_cotangents, given, test_utils=checks)
 
 
 @pytest.mark.parametrize("stride, use_diff_topk", [(1, False), (4, True)])

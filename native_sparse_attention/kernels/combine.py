@@ -99,14 +99,22 @@ def forward(outs: list[Tensor], gates: Tensor) -> Tensor:
 
 def backward(
     d_out: Tensor, outs: list[Tensor], lses: list[Tensor], gates: Tensor
-) -> tuple[Tensor, list[Cotangent]]:
-    """d_gates [B T H 3], and what the backward of each branch starts from."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_gates [B T H 3], and of each branch the gated lse and delta [3 B T H], of which
+    `cotangents` makes what its backward starts from."""
     d_gates = gates.new_empty(gates.shape)
     delta, gated = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
     grid, args = arguments(outs, gates)
     args |= dict(zip(("lse_cmp", "lse_sel", "lse_win"), lses, strict=True))
     combine_backward_kernel[grid](d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args)
-    return d_gates, [Cotangent(d_out, gated[i], delta[i], gated=True) for i in range(3)]
+    return d_gates, gated, delta
+
+
+def cotangents(d_out: Tensor, gated: Tensor, delta: Tensor) -> list[Cotangent]:
+    """What the backward of each branch starts from."""
+    return [
+        Cotangent(d_out, *of_branch, gated=True) for of_branch in zip(gated, delta, strict=True)
+    ]
 
 
 def deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:

@@ -2,12 +2,15 @@
 node: delta, dq, dk and dv are formed once for all branches.
 
 The forward keeps what each branch gave, [B T H E], for the backward; with `recompute` the backward
-forms it again. Arguments are those of `ops.nsa.native_sparse_attention`.
+forms it again. Most of the backward needs two numbers a row of it, which an operator of its own
+forms: what each branch gave is gone by then. Arguments are those of
+`ops.nsa.native_sparse_attention`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -105,6 +108,23 @@ def _(
     ]
 
 
+@torch.library.custom_op("native_sparse_attention::layer_cotangents", mutates_args=())
+@on_its_device
+def layer_cotangents(
+    d_out: Tensor, outs: list[Tensor], lses: list[Tensor], branch_gates: Tensor
+) -> list[Tensor]:
+    """The gradient of the gates, and gated log-sum-exps and deltas of the branches [3 B T H]."""
+    from ..kernels import combine
+
+    return list(combine.backward(d_out.contiguous(), outs, lses, branch_gates))
+
+
+@layer_cotangents.register_fake
+def _(d_out, outs, lses, branch_gates):
+    of_rows = [branch_gates.new_empty(3, *d_out.shape[:3], dtype=torch.float32) for _ in range(2)]
+    return [torch.empty_like(branch_gates, memory_format=torch.contiguous_format), *of_rows]
+
+
 @torch.library.custom_op("native_sparse_attention::layer_backward", mutates_args=())
 @on_its_device
 @in_its_sizes
@@ -146,7 +166,9 @@ def layer_backward(
     diff_topk: bool,
     block_sizes: list[int] | None,
 ) -> list[Tensor]:
-    """Gradients of all differentiable tensors that are there, in their order."""
+    """Gradients of all differentiable tensors that are there, in their order; of the gates only
+    with `recompute`. `kept`: the selection, and without `recompute` the branches' log-sum-exps and
+    what `layer_cotangents` formed beside that gradient."""
     from ..kernels import combine, gates, interval_backward, selected
 
     settings = Settings(
@@ -161,8 +183,10 @@ def layer_backward(
     query = q if cq is None else rows(cq)[0]
     window = None if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])
-    outs, lses = kept[:3], kept[3:]
-    if recompute:
+    d_gates = None
+    if not recompute:
+        *lses, gated, delta = kept
+    else:
         outs, lses, _ = attend(
             settings,
             q,
@@ -181,8 +205,9 @@ def layer_backward(
             lists,
         )
 
-    d_gates, (cmp, sel, win) = combine.backward(d_out, outs, lses, branch_gates)
-    del outs
+        d_gates, gated, delta = combine.backward(d_out, outs, lses, branch_gates)
+        del outs
+    cmp, sel, win = combine.cotangents(d_out, gated, delta)
     d_sinks = None
     if sinks is not None:
         of_branches = zip(sinks, lses, (cmp, sel, win), branch_gates.unbind(-1), strict=True)
@@ -221,7 +246,9 @@ def layer_backward(
         if d_sinks is not None and d_sink is not None:
             d_sinks[0] += d_sink
         dck = dck + more
-    grads = [dq, dk, dv, dck, dcv, d_gates]
+    grads = [dq, dk, dv, dck, dcv]
+    if d_gates is not None:
+        grads.append(d_gates)
     if cq is not None:
         grads.append(dcq)
     if memory is not None:
@@ -239,13 +266,20 @@ def layer_backward(
     return grads if d_sinks is None or sinks is None else [*grads, d_sinks.to(sinks.dtype)]
 
 
-def differentiable(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
+# of an operator's arguments
+GATES = 5
+
+
+def differentiable(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors[:12] if t is not None]
 
 
 @layer_backward.register_fake
 def _(d_out, *others):
-    return [t.new_empty(t.shape) for t in differentiable(others)]
+    tensors, settings = list(others[:12]), Settings(*others[16:])
+    if not settings.recompute:
+        tensors[GATES] = None
+    return [t.new_empty(t.shape) for t in differentiable(tensors)]
 
 
 def setup(ctx, inputs, output):
@@ -259,10 +293,21 @@ def setup(ctx, inputs, output):
 
 def backward(ctx, grads):
     saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
-    tensors, kept = saved[: -ctx.kept], list(saved[-ctx.kept :])
-    some = iter(layer_backward(grads[0], *tensors, kept, *ctx.numbers))
+    tensors, (lists, *kept) = saved[: -ctx.kept], saved[-ctx.kept :]
+    d_out, d_gates = grads[0].contiguous(), None
+    if kept:
+        outs, lses = kept[:3], kept[3:]
+        d_gates, *rest = layer_cotangents(d_out, outs, lses, tensors[GATES])
+        kept = [*lses, *rest]
+        # nothing else has what the branches gave
+        del saved, outs
+        ctx.maybe_clear_saved_tensors()
+    some = layer_backward(d_out, *tensors, [lists, *kept], *ctx.numbers)
+    if d_gates is not None:
+        some.insert(GATES, d_gates)
+    found = iter(some)
     others = (None,) * (4 + len(Settings._fields))
-    return (*(None if t is None else next(some) for t in tensors[:12]), *others)
+    return (*(None if t is None else next(found) for t in tensors[:12]), *others)
 
 
 layer.register_autograd(backward, setup_context=setup)
