@@ -63,7 +63,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.rotary",
         }
     ),
-    frozenset({"kernels.decode", "kernels.decode_ahead"}),
+    frozenset({"kernels.decode", "kernels.decode_ahead_launch"}),
+    frozenset({"kernels.decode_ahead", "kernels.decode_call"}),
     frozenset(
         {
             "kernels.interval_backward",

@@ -223,18 +223,18 @@ def by_kernels(
 ) -> Tensor:
     """In Triton, as a torch operator."""
     from ..kernels import decode_launch
+    from ..kernels.decode_call import Call, Settings
     from ..kernels.entries import Step
 
-    at = decode_launch.Settings(
+    at = Settings(
         l, d, s, n, w, importance, interpolated, num_initial, num_local, stride, shared, scale,
         soft_cap,
     )  # fmt: skip
     memory = None if mem_k is None or mem_v is None else (mem_k, mem_v)
     window = None if window_k is None or window_v is None else (window_k, window_v)
     step = Step(lengths, counts, page_table, 0 if page_table is None else k.shape[1])
-    return decode_launch.attend(
-        q, k, v, ck, cv, branch_gates, cq, memory, window, ranking, sinks, counters, step, at
-    )
+    call = Call(q, k, v, ck, cv, branch_gates, cq, memory, window, ranking, sinks, counters, step)
+    return decode_launch.attend(call, at)
 
 
 @by_kernels.register_fake
