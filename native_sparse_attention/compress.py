@@ -269,7 +269,10 @@ def windows_of(
     sequence, or of the document that a window ends in."""
     n = t.shape[2]
     end = n if causal else blocks.num_windows(n, d, causal=False) * d
-    windows = unfold(F.pad(t, (0, 0, l - d, end - n)), l, d)
+    before, behind = l - d, end - n
+    if before or behind:  # padding copies, if by nothing
+        t = F.pad(t, (0, 0, before, behind))
+    windows = unfold(t, l, d)
     # causally no query sees a window that its document does not fill
     if documents is None or (causal and l == d):
         return windows

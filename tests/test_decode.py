@@ -131,8 +131,8 @@ def test_kernels_one_after_the_other(case, monkeypatch):
     from native_sparse_attention.kernels import decode_ahead_launch, decode_launch
 
     monkeypatch.setattr(decode_ahead_launch, "BLOCKS", 0)
-    monkeypatch.setattr(decode_launch, "RANKED", (2, 64))
-    monkeypatch.setattr(decode_launch, "COMPARED", 4)
+    monkeypatch.setattr(decode_launch, "RANKED", (4, 64))
+    monkeypatch.setattr(decode_launch, "COMPARED", 8)
     monkeypatch.setattr(decode_launch, "ASKED", 2)
     assert_right(torch.float32, **CASES[case])
 
