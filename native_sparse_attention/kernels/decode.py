@@ -4,7 +4,7 @@ One launch, whose programs have parts to play in turn:
 
     windows          branch 1, a share of the windows; and what each window scores
     probabilities    with importance="probs": of some windows, the weight in the softmax
-    rank             block scores, and the n best of them, or those of some blocks that are
+    rank             block scores, and the n best of them; or several programs, some blocks each
     blocks           branches 2 and 3, a share of the blocks: keys that both see are read once
     join             the shares of each branch to one, and the gates
 

@@ -15,9 +15,9 @@ import triton.language as tl
 
 from .arrivals import arrived, wait
 from .decode_branches import store_part, weights
-from .decode_ranking import NEVER, block_scores
+from .decode_ranking import NEVER, score_keys
 from .device import candidates_end, load_rows, soft_capped
-from .topn import NO_KEY, NO_SCORE, sort_keys
+from .topn import NO_KEY, NO_SCORE
 
 # which of the counters of a row and KV head is whose
 WINDOWS, SHARES, JOINED = (tl.constexpr(i) for i in range(3))
@@ -88,9 +88,8 @@ def attend_shares(
             k_rows, v_rows = here * k_of + at * k_row, here * v_of + at * v_row
             there &= n < tl.where(is_memory, MEMORY, tl.where(is_cmp, last // d, last + 1))
             if ITEMS > 1:
-                page = tl.load(
-                    pages + (n + s) // size, mask=n + s < tl.where(is_cmp, 0, N), other=0
-                )
+                ahead = n + s < tl.where(is_cmp, 0, N)
+                page = tl.load(pages + (n + s) // size, mask=ahead, other=0)
         q_tile = load_rows(q_at, head * q_row, D, BLOCK_D, real)
         k_tile = load_rows(k_at, k_rows, D, BLOCK_D, there)
         v_tile = load_rows(v_at, v_rows, E, BLOCK_E, there)
@@ -130,13 +129,14 @@ def members(
     if SLOTS > 0:
         end = candidates_end(last, NEVER, LOCAL if LOCAL > 0 else 1, d, s, True)
         candidate = (c >= INITIAL) & (c < end)
-        inside = tl.where(candidate, c, INITIAL)
-        score = block_scores(scores, inside, last // d, l, d, s, False, INTERPOLATED, BLOCK_S)
         # loops of one turn: what comes out of a `while` is not formed anew for each layout in which
         # a compiler would have it
         key, again = tl.full([BLOCKS], NO_KEY, tl.int64), 1
         while again > 0:
-            key, again = tl.where(candidate, sort_keys(score, c), NO_KEY), again - 1
+            key = score_keys(
+                scores, c, end, last // d, l, d, s, BLOCK_S, INITIAL, False, INTERPOLATED
+            )
+            again -= 1
         again = 1
         while again > 0:
             # how many are better, along the first axis: a thread counts for blocks of its own

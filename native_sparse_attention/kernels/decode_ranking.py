@@ -91,6 +91,19 @@ def block_scores(
 
 
 @triton.jit
+def score_keys(
+    scores, c, end, hi, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
+    INITIAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
+):  # fmt: skip
+    """Of blocks c the scores, as integers of which no two are equal; NO_KEY of no candidate, which
+    are INITIAL .. end - 1."""
+    candidate = (c >= INITIAL) & (c < end)
+    inside = tl.where(candidate, c, INITIAL)
+    score = block_scores(scores, inside, hi, l, d, s, PROBS, INTERPOLATED, BLOCK_S)
+    return tl.where(candidate, sort_keys(score, c), NO_KEY)
+
+
+@triton.jit
 def merge_by_warps(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
     """As `topn.merge_lists` of one row: the SLOTS best [1, SLOTS_2] and whether a list may have
     lost one of them. Lists are merged by 32, within a warp, to one each; of what these hold, the
@@ -220,19 +233,6 @@ def rank(
 
 
 @triton.jit
-def block_keys(
-    scores, c, end, hi, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
-    INITIAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
-):  # fmt: skip
-    """Of blocks c the scores, as integers of which no two are equal; NO_KEY of no candidate, which
-    are INITIAL .. end - 1."""
-    candidate = (c >= INITIAL) & (c < end)
-    inside = tl.where(candidate, c, INITIAL)
-    score = block_scores(scores, inside, hi, l, d, s, PROBS, INTERPOLATED, BLOCK_S)
-    return tl.where(candidate, sort_keys(score, c), NO_KEY)
-
-
-@triton.jit
 def rank_share(
     scores, lengths, counts, lists, before, programs, share, b, r, t, T, W, RANKS,
     OWN: tl.constexpr, CHUNKS: tl.constexpr, OTHERS: tl.constexpr, SLOTS: tl.constexpr,
@@ -256,7 +256,7 @@ def rank_share(
             # a loop of one turn: what comes out of a `while` is not formed anew for each layout in
             # which a compiler would have it
             while again > 0:
-                mine = block_keys(
+                mine = score_keys(
                     own_scores, c, end, hi, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED
                 )
                 again -= 1
@@ -266,7 +266,7 @@ def rank_share(
                 for i in tl.static_range(CHUNKS):
                     them = c0 + i * OTHERS + tl.arange(0, OTHERS)
                     chunks += (
-                        block_keys(
+                        score_keys(
                             own_scores, them, end, hi, l, d, s, BLOCK_S, INITIAL, PROBS,
                             INTERPOLATED,
                         ),

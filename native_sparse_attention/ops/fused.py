@@ -188,23 +188,9 @@ def layer_backward(
         *lses, gated, delta = kept
     else:
         outs, lses, _ = attend(
-            settings,
-            q,
-            k,
-            v,
-            ck,
-            cv,
-            query,
-            memory,
-            mem_k,
-            window,
-            sinks,
-            starts,
-            documents,
-            None,
-            lists,
-        )
-
+            settings, q, k, v, ck, cv, query, memory, mem_k, window, sinks, starts, documents,
+            None, lists,
+        )  # fmt: skip
         d_gates, gated, delta = combine.backward(d_out, outs, lses, branch_gates)
         del outs
     cmp, sel, win = combine.cotangents(d_out, gated, delta)
