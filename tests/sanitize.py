@@ -207,6 +207,12 @@ def rows() -> None:
     steps(KVCache(24, 2), selection_stride=4)
 
 
+def little() -> None:
+    """Steps that read every block before they know which are selected."""
+    steps(KVCache(24, 2), attention_sinks=True)
+    steps(PagedKVCache(8, 6, 2, 24), soft_cap=2.0)
+
+
 def pages() -> None:
     steps(
         PagedKVCache(8, 6, 2, 24), importance="probs", branch_kv="independent", soft_cap=2.0,
@@ -230,7 +236,7 @@ PARTS = {
     part.__name__: part
     for part in (
         causal, not_causal, groups_of_tokens, unaligned, gates, documents, documents_not_causal,
-        ragged, alike, rows, pages, *((full, wide) if CUDA else ()),
+        ragged, alike, rows, little, pages, *((full, wide) if CUDA else ()),
     )
 }  # fmt: skip
 
