@@ -4,6 +4,10 @@ An entry is one slot of one list of `lists` [B T R n], numbered as it lies there
 by span of tokens and by the block that they name, in their own order within a block, and cut into
 items of at most `chunk` entries: what one program works through. Sizes depend on shapes alone, so
 that nothing waits for the GPU.
+
+They are sorted by counting. A line is the lists of one row and KV head in one span; it is cut into
+shares of tokens. A program numbers the entries of its share by the block that they name; those
+before it in the line, then those of the blocks before, are added; that is an entry's place.
 """
 
 from __future__ import annotations
@@ -11,7 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+# entries of a share, or as many times as many as there are blocks; entries that are numbered at
+# once, and compared with so many at a time; those that are placed at once; blocks and shares that
+# are added up at once
+SHARE, SHARE_OF_BLOCKS, NUMBERED, PLACED, SUMMED = 1024, 4, (128, 16), 1024, (32, 64)
+LENGTHS = ["T", "C", "length", "tokens", "shares"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,123 @@ class Inverse:
     spills: int  # bound of the last of spill_bounds
 
 
+@triton.jit
+def share_entries(x, end, first, b, h, T, R: tl.constexpr, K: tl.constexpr, n: tl.constexpr):
+    """Numbers of entries x, counted from a token on, of a row and KV head, and which are there."""
+    EACH: tl.constexpr = R // K * n
+    token = b * T + first + x // EACH
+    return (token * R + h * (R // K)) * n + x % EACH, x < end
+
+
+@triton.jit
+def share_of_tokens(line, T, length, tokens, B, K: tl.constexpr):
+    """Row and KV head of this program's share, its first token, and how many."""
+    span, b, h = line // K // B, line // K % B, line % K
+    first = span * length + tl.program_id(1) * tokens
+    end = tl.minimum(tl.minimum(first + tokens, span * length + length), T)
+    return b.to(tl.int64), h, first, tl.maximum(end - first, 0)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def number_kernel(
+    lists, numbers, counts, T, C, length, tokens, shares, B,
+    R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """One program: a share. Numbers its entries by block; and counts those of each block."""
+    line = tl.program_id(0)
+    b, h, first, held = share_of_tokens(line, T, length, tokens, B, K)
+    counted = counts + (line.to(tl.int64) * shares + tl.program_id(1)) * C
+    i = tl.arange(0, BLOCK)
+    for c0 in range(0, C, BLOCK):
+        tl.store(counted + c0 + i, tl.zeros_like(i), mask=c0 + i < C)
+    end = held * (R // K * n)
+    entry, there = share_entries(i, end, first, b, h, T, R, K, n)
+    ahead = tl.load(lists + entry, mask=there, other=-1)
+    for x in range(0, end, BLOCK):
+        c = ahead
+        tl.debug_barrier()  # what the last turn has counted
+        before = tl.load(counted + c, mask=c >= 0, other=0)
+        # of the same block among those read with it: those before it, and those after
+        earlier, later = tl.zeros_like(i), tl.zeros_like(i)
+        for x0 in tl.static_range(0, BLOCK, EACH):
+            j = x0 + tl.arange(0, EACH)
+            of_j, there = share_entries(x + j, end, first, b, h, T, R, K, n)
+            same = c[:, None] == tl.load(lists + of_j, mask=there, other=-1)[None]
+            earlier += tl.sum((same & (j[None] < i[:, None])).to(tl.int32), 1)
+            later += tl.sum((same & (j[None] > i[:, None])).to(tl.int32), 1)
+        entry, there = share_entries(x + i, end, first, b, h, T, R, K, n)
+        tl.store(numbers + entry, before + earlier, mask=c >= 0)
+        # those of the next turn now
+        entry, there = share_entries(x + BLOCK + i, end, first, b, h, T, R, K, n)
+        ahead = tl.load(lists + entry, mask=there, other=-1)
+        tl.debug_barrier()  # all have read
+        tl.store(counted + c, before + earlier + 1, mask=(c >= 0) & (later == 0))
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def total_kernel(
+    counts, totals, C, shares, BLOCKS: tl.constexpr, SHARES: tl.constexpr
+):  # fmt: skip
+    """One program: some blocks of a line. Instead of what each share counted, what those before it
+    did; and of all."""
+    line = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    total = tl.zeros([BLOCKS], tl.int32)
+    for first in range(0, shares, SHARES):
+        share = first + tl.arange(0, SHARES)
+        at = counts + (line * shares + share)[:, None] * C + c[None]
+        there = (share < shares)[:, None] & (c < C)[None]
+        counted = tl.load(at, mask=there, other=0)
+        tl.store(at, total[None] + tl.cumsum(counted, 0) - counted, mask=there)
+        total += tl.sum(counted, 0)
+    tl.store(totals + line * C + c, total, mask=c < C)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def place_kernel(
+    lists, numbers, counts, bounds, entries, T, C, length, tokens, shares, B,
+    R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a share. Writes each entry to its place."""
+    line = tl.program_id(0)
+    b, h, first, held = share_of_tokens(line, T, length, tokens, B, K)
+    before = counts + (line.to(tl.int64) * shares + tl.program_id(1)) * C
+    blocks = bounds + line.to(tl.int64) * C
+    end = held * (R // K * n)
+    for x in range(0, end, BLOCK):
+        entry, there = share_entries(x + tl.arange(0, BLOCK), end, first, b, h, T, R, K, n)
+        c = tl.load(lists + entry, mask=there, other=-1)
+        there = c >= 0
+        number = tl.load(numbers + entry, mask=there, other=0)
+        number += tl.load(before + c, mask=there, other=0)
+        place = tl.load(blocks + c, mask=there, other=0) + number
+        tl.store(entries + place, entry.to(entries.dtype.element_ty), mask=there)
+
+
+def by_block(lists: Tensor, num_heads: int, num_blocks: int, length: int) -> tuple[Tensor, Tensor]:
+    """Entries, sorted, and where those of each block of each line begin, and one past the last."""
+    B, T, R, n = lists.shape
+    lines = -(-T // length) * B * num_heads
+    tokens = max(max(SHARE, SHARE_OF_BLOCKS * num_blocks) // (R // num_heads * n), 1)
+    shares = triton.cdiv(length, tokens)
+    counts = lists.new_empty(lines, shares, num_blocks, dtype=torch.int32)
+    totals = lists.new_empty(lines * num_blocks, dtype=torch.int32)
+    numbers = torch.empty_like(lists, dtype=torch.int32)
+    small = torch.int32 if lists.numel() < 1 << 31 else torch.int64
+    entries = lists.new_empty(lists.numel(), dtype=small)
+    args = dict(T=T, C=num_blocks, length=length, tokens=tokens, shares=shares, B=B)
+    args |= dict(R=R, K=num_heads, n=n)
+    number_kernel[(lines, shares)](
+        lists, numbers, counts, BLOCK=NUMBERED[0], EACH=NUMBERED[1], num_stages=1, **args
+    )
+    total_kernel[(lines, triton.cdiv(num_blocks, SUMMED[0]))](
+        counts, totals, num_blocks, shares, BLOCKS=SUMMED[0], SHARES=SUMMED[1], num_stages=1
+    )
+    bounds = starts(totals[None])[0]
+    place_kernel[(lines, shares)](lists, numbers, counts, bounds, entries, BLOCK=PLACED, **args)
+    return entries, bounds
+
+
 def starts(counts: Tensor) -> Tensor:
     """Where each of [spans, blocks] counts begins within its span, and one past the last."""
     return torch.nn.functional.pad(counts.cumsum(1), (1, 0))
@@ -40,17 +169,7 @@ def invert(
     """Entries of each of B x num_heads x num_blocks blocks, for each span of `length` tokens."""
     B, T, R, n = lists.shape
     spans, blocks = -(-T // length), B * num_heads * num_blocks
-    token = torch.arange(T, device=lists.device).view(1, T, 1, 1)
-    head = torch.arange(B * R, device=lists.device).view(B, 1, R, 1) * num_heads // R
-    named = token // length * blocks + head * num_blocks + lists
-    named = torch.where(lists >= 0, named, spans * blocks)
-    if spans * blocks < 1 << 31:
-        named = named.to(torch.int32)
-    named, entries = named.view(-1).sort(stable=True)
-    if lists.numel() < 1 << 31:
-        entries = entries.to(torch.int32)
-    number = torch.arange(spans * blocks + 1, device=lists.device, dtype=named.dtype)
-    bounds = torch.searchsorted(named, number)
+    entries, bounds = by_block(lists.contiguous(), num_heads, num_blocks, length)
 
     items = (bounds.diff().view(spans, blocks) + chunk - 1) // chunk
     item_bounds = starts(items)
