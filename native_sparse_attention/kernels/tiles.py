@@ -26,7 +26,7 @@ class Tile:
 # by width and kernel; "window." where queries see few keys, "prefix." where there are few keys
 TILES = {
     128: {
-        "forward": Tile(128, 128, 8, 3),
+        "forward": Tile(64, 64, 4, 3),
         "window.forward": Tile(64, 64, 4, 3),
         "dq": Tile(128, 64, 8, 3),
         "window.dq": Tile(64, 64, 4, 2),
@@ -54,7 +54,7 @@ FLOAT32 = {256: Tile(32, 32, 4, 1)}
 
 # the selected branch query by query: by rows of a tile (those of the tokens that share a list)
 GATHER = {
-    16: {"forward": Tile(16, 64, 1, 2), "dq": Tile(16, 64, 2, 3)},
+    16: {"forward": Tile(16, 32, 1, 3), "dq": Tile(16, 64, 2, 3)},
     32: {"forward": Tile(32, 64, 2, 3), "dq": Tile(32, 64, 2, 2)},
     64: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2)},
     128: {"forward": Tile(128, 64, 8, 2), "dq": Tile(128, 64, 8, 2)},
