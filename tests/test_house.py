@@ -57,7 +57,6 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "kernels.scoring",
             "kernels.selected",
-            "kernels.combine",
             "kernels.decode_launch",
             "kernels.gates",
             "kernels.rotary",
@@ -74,7 +73,15 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.decode_ranking",
         }
     ),
-    frozenset({"kernels.interval", "kernels.gather", "kernels.pairs", "kernels.block_keys"}),
+    frozenset(
+        {
+            "kernels.combine",
+            "kernels.interval",
+            "kernels.gather",
+            "kernels.pairs",
+            "kernels.block_keys",
+        }
+    ),
     frozenset({"kernels.entries", "kernels.gate_steps", "kernels.unite"}),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset(

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import load_rows, store_rows
+from .device import load_rows, store_mixed
 from .launch import Cotangent
 
 BLOCK_ROWS = 32
@@ -22,13 +22,8 @@ def combine_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
-    g = tl.load(gate, mask=real, other=0.0).to(tl.float32)
-    acc = g[:, None] * load_rows(cmp, row * E, E, BLOCK_E, real).to(tl.float32)
-    g = tl.load(gate + g_3, mask=real, other=0.0).to(tl.float32)
-    acc += g[:, None] * load_rows(sel, row * E, E, BLOCK_E, real).to(tl.float32)
-    g = tl.load(gate + 2 * g_3, mask=real, other=0.0).to(tl.float32)
-    acc += g[:, None] * load_rows(win, row * E, E, BLOCK_E, real).to(tl.float32)
-    store_rows(out, row * E, acc, E, BLOCK_E, real)
+    of_sel = load_rows(sel, row * E, E, BLOCK_E, real).to(tl.float32)
+    store_mixed(out, of_sel, cmp, win, gate, row, g_3, E, BLOCK_E, real)
 
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
@@ -89,12 +84,10 @@ def arguments(outs: list[Tensor], gates: Tensor) -> tuple[tuple[int], dict]:
     return (triton.cdiv(rows, BLOCK_ROWS),), numbers
 
 
-def forward(outs: list[Tensor], gates: Tensor) -> Tensor:
-    """`sum_b gate_b out_b` of contiguous outs [B T H E] and gates [B T H 3]."""
-    out = torch.empty_like(outs[0])
+def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
+    """Write `sum_b gate_b out_b` of contiguous outs [B T H E] and gates [B T H 3] to out."""
     grid, args = arguments(outs, gates)
     combine_kernel[grid](out=out, **args)
-    return out
 
 
 def backward(

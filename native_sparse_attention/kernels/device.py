@@ -199,6 +199,15 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def joined(acc, m, l, other_acc, other_m, other_l):
+    """Two running softmaxes as one."""
+    top = tl.maximum(m, other_m)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    a, b = tl.exp2(m - safe), tl.exp2(other_m - safe)
+    return acc * a[:, None] + other_acc * b[:, None], top, l * a + other_l * b
+
+
+@triton.jit
 def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constexpr, real):
     """Write what a running softmax has come to: out, and lse in natural units, -inf for an empty
     row."""
@@ -207,6 +216,20 @@ def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constex
     store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
     log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(lse + row, log, mask=real)
+
+
+@triton.jit
+def store_mixed(
+    mixed, sel, cmp, win, gate, row, g_3, E: tl.constexpr, BLOCK_E: tl.constexpr, real
+):  # fmt: skip
+    """Write rows of `g_cmp cmp + g_sel sel + g_win win`, the gates of a row at `gate`."""
+    g = tl.load(gate + g_3, mask=real, other=0.0).to(tl.float32)
+    acc = g[:, None] * sel
+    g = tl.load(gate, mask=real, other=0.0).to(tl.float32)
+    acc += g[:, None] * load_rows(cmp, row * E, E, BLOCK_E, real).to(tl.float32)
+    g = tl.load(gate + 2 * g_3, mask=real, other=0.0).to(tl.float32)
+    acc += g[:, None] * load_rows(win, row * E, E, BLOCK_E, real).to(tl.float32)
+    store_rows(mixed, row * E, acc, E, BLOCK_E, real)
 
 
 @triton.jit

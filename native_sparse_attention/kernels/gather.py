@@ -25,9 +25,10 @@ from .device import (
     soft_capped,
     softmax_grad,
     softmax_step,
+    store_mixed,
     store_rows,
 )
-from .launch import LOG2_E, Cotangent, Selection, strides
+from .launch import LOG2_E, Cotangent, Mixture, Selection, strides
 from .unite import Unions
 
 LENGTHS = ["T", "S", "start", "groups"]
@@ -124,19 +125,19 @@ def tile_entries(lists, counts, line, tile, bt, r, R, n, groups, SLOTS: tl.const
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, lists, counts, gates, out, lse, starts, start, doc_last,
-    T, S, K, R, n, s, groups, scale_log2, cap,
-    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    q, k, v, lists, counts, gates, out, lse, mix_cmp, mix_win, mix_gates, mixed,
+    starts, start, doc_last, T, S, K, R, n, s, groups, scale_log2, cap,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_t, g_h, g_3,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
     CAP: tl.constexpr, GATES: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, MIX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens that share a list, or STEP of them, or of unions. Writes out
-    and lse, with ADD of the keys seen so far and these."""
+    and lse, with ADD of the keys seen so far and these; and with MIX the layer's output."""
     b, r = (tl.program_id(1) // R).to(tl.int64), (tl.program_id(1) % R).to(tl.int64)
     h = r * K // R
     if RAGGED:
@@ -184,9 +185,13 @@ def forward_kernel(
 
         empty = l == 0.0
         l = tl.where(empty, 1.0, l)
-        store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
+        acc /= l[:, None]
+        store_rows(out, row * E, acc, E, BLOCK_E, real)
         log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
         tl.store(lse + row, log, mask=real)
+        if MIX:
+            gate = mix_gates + b * g_b + token.to(tl.int64) * g_t + head * g_h
+            store_mixed(mixed, acc, mix_cmp, mix_win, gate, row, g_3, E, BLOCK_E, real)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -348,16 +353,19 @@ def forward(
     partial: tuple[Tensor, Tensor] | None = None,
     unions: Unions | None = None,
     written: tuple[Tensor, Tensor] | None = None,
+    mix: Mixture | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
-    keys if `partial` holds them. `written` holds both but for the united groups."""
+    keys if `partial` holds them. `written` holds both but for the united groups. Writes the
+    layer's output to `mix`."""
     out, lse = written or partial or launch.empty_outputs(q, v)
     launches = (False,) if unions is None else (False, True) if written is None else (True,)
     for united in launches:
         grid, args = arguments(q, k, v, selection, "forward", unions, united)
         forward_kernel[grid](
-            out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=partial is not None, **args
-        )
+            out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=partial is not None,
+            **launch.mixture(mix), **args,
+        )  # fmt: skip
     return out, lse
 
 

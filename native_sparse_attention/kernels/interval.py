@@ -19,6 +19,7 @@ from .device import (
     LOCAL_BLOCKS,
     in_document,
     interval,
+    joined,
     large,
     load_keys,
     load_rows,
@@ -76,25 +77,29 @@ def forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    if SINKS:
-        m, l = load_sinks(sinks, head), l + 1.0
+    row = (b * T + token) * (K * G) + head
     if INNER:
         inner_m, inner_l, inner_acc = m, l, acc
-        if SINKS:
-            inner_m = load_sinks(inner_sinks, head)
+    if SINKS:
+        m, l = load_sinks(sinks, head), l + 1.0
 
-    # keys that some rows see, that all see, that some see; then the prefix
+    # keys that some rows see, that all see, that some see; with INNER those before all local
+    # blocks, among them, and in the local blocks of all rows; then the prefix
     full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
     full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full)
     if INNER:
-        local, _local_hi = interval(
+        local, _hi = interval(
             start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
-        local_first, _local_hi_first = interval(
+        local_first, _hi_first = interval(
             start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
+        local_last, _hi_last = interval(
+            start + last, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
+        )
         full_end = tl.minimum(full_end, local_first // BLOCK_N * BLOCK_N)
-    for phase in tl.static_range(4 if PREFIX else 3):
+        all_local = tl.maximum(tl.cdiv(local_last, BLOCK_N) * BLOCK_N, full_end)
+    for phase in tl.static_range(5):
         if phase == 0:
             begin, end = (
                 lo_first // BLOCK_N * BLOCK_N,
@@ -104,41 +109,57 @@ def forward_kernel(
             begin, end = full, tl.minimum(full_end, hi_last)
         elif phase == 2:
             begin, end = full_end, hi_last
-        else:
+            if INNER:
+                end = tl.minimum(all_local, hi_last)
+        elif phase == 3 and INNER:
+            begin, end = all_local, hi_last
+        elif phase == 4 and PREFIX:
             begin, end = 0, P
             N, lo = P, lo * 0
             hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo + P
-        for n0 in range(begin, end, BLOCK_N):
-            n = n0 + tl.arange(0, BLOCK_N)
-            # [N, D], [N, E]
-            if phase == 3:
-                k_tile = load_keys(pk, b, h, n, n0, n < N, pk_b, pk_n, pk_h, D, BLOCK_D, False)
-                v_tile = load_keys(pv, b, h, n, n0, n < N, pv_b, pv_n, pv_h, E, BLOCK_E, False)
-            else:
-                k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
-                v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-            if CAP:
-                s = soft_capped(s, cap)
-            if phase != 1:
-                seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
-                s = tl.where(seen, s, float("-inf"))
-            if INNER and phase == 3:
-                inner_acc, inner_m, inner_l = softmax_step(
-                    s, v_tile, inner_acc, inner_m, inner_l, PRECISION
-                )
-            else:
-                acc, m, l = softmax_step(s, v_tile, acc, m, l, PRECISION)
-            if INNER and phase == 2:
-                s = tl.where(n[None] >= local[:, None], s, float("-inf"))
-                inner_acc, inner_m, inner_l = softmax_step(
-                    s, v_tile, inner_acc, inner_m, inner_l, PRECISION
+        if phase < 3 or (phase == 3 and INNER) or (phase == 4 and PREFIX):
+            for n0 in range(begin, end, BLOCK_N):
+                n = n0 + tl.arange(0, BLOCK_N)
+                # [N, D], [N, E]
+                if phase == 4:
+                    k_tile = load_keys(pk, b, h, n, n0, n < N, pk_b, pk_n, pk_h, D, BLOCK_D, False)
+                    v_tile = load_keys(pv, b, h, n, n0, n < N, pv_b, pv_n, pv_h, E, BLOCK_E, False)
+                else:
+                    k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
+                    v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+                if CAP:
+                    s = soft_capped(s, cap)
+                if phase != 1:
+                    seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
+                    s = tl.where(seen, s, float("-inf"))
+                if INNER and phase == 2:
+                    within = n[None] >= local[:, None]
+                    inner_acc, inner_m, inner_l = softmax_step(
+                        tl.where(within, s, float("-inf")), v_tile, inner_acc, inner_m, inner_l,
+                        PRECISION,
+                    )  # fmt: skip
+                    s = tl.where(within, float("-inf"), s)
+                if INNER and phase >= 3:
+                    inner_acc, inner_m, inner_l = softmax_step(
+                        s, v_tile, inner_acc, inner_m, inner_l, PRECISION
+                    )
+                else:
+                    acc, m, l = softmax_step(s, v_tile, acc, m, l, PRECISION)
+        if INNER and phase == 3:
+            # the window is what lies before its local blocks, and these
+            acc, m, l = joined(acc, m, l, inner_acc, inner_m, inner_l)
+            store_softmax(out, lse, row, acc, m, l, E, BLOCK_E, real)
+            if SINKS:
+                nothing, one = tl.zeros_like(inner_acc), tl.full([BLOCK_M], 1.0, tl.float32)
+                inner_acc, inner_m, inner_l = joined(
+                    inner_acc, inner_m, inner_l, nothing, load_sinks(inner_sinks, head), one
                 )
 
-    row = (b * T + token) * (K * G) + head
-    store_softmax(out, lse, row, acc, m, l, E, BLOCK_E, real)
     if INNER:
         store_softmax(inner_out, inner_lse, row, inner_acc, inner_m, inner_l, E, BLOCK_E, real)
+    else:
+        store_softmax(out, lse, row, acc, m, l, E, BLOCK_E, real)
 
 
 # launches

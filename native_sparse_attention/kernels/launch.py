@@ -258,6 +258,29 @@ class Cotangent:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """What the selected branch is combined with, by its own kernel where that knows a whole row:
+    outputs of the other branches [B T H E], gates [B T H 3], and `out` for the layer's; all but the
+    gates contiguous."""
+
+    cmp: Tensor
+    win: Tensor
+    gates: Tensor
+    out: Tensor
+
+
+def mixture(mix: Mixture | None) -> dict[str, Any]:
+    """What a kernel takes of it."""
+    tensors = (None,) * 4 if mix is None else (mix.cmp, mix.win, mix.gates, mix.out)
+    names = ("mix_cmp", "mix_win", "mix_gates", "mixed")
+    return dict(
+        zip(names, tensors, strict=True),
+        **strides("g", None if mix is None else mix.gates, "bth3"),
+        MIX=mix is not None,
+    )
+
+
+@dataclass(frozen=True)
 class Selection:
     """What a query attends to: its list of blocks of `s` keys [B T R n], the first `num_initial`
     blocks and, causally, the `num_local` that end with its own. Tokens of an aligned group of

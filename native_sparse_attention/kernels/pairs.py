@@ -286,7 +286,6 @@ def forward(
     R, n = selection.lists.shape[2:]
     for inverse in inverted(q, k, selection, parts=True):
         args = arguments(q, k, v, selection, inverse, "forward")
-        span = (inverse.first, inverse.length)
         part = q.new_empty(B * inverse.length * H * n, E)
         part_lse = q.new_empty(len(part), dtype=torch.float32)
         forward_kernel[(len(inverse.owner),)](
@@ -297,8 +296,9 @@ def forward(
             **args,
         )
         join_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
-            part, part_lse, selection.lists, out, lse, T, R, n, *span,
-            G=H // R, E=E, BLOCK_E=args["BLOCK_E"], BLOCK_M=JOIN_ROWS, ADD=partial is not None,
+            part, part_lse, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
+            length=inverse.length, G=H // R, E=E, BLOCK_E=args["BLOCK_E"], BLOCK_M=JOIN_ROWS,
+            ADD=partial is not None,
         )  # fmt: skip
         del part, part_lse  # before the next span's are allocated
     return out, lse

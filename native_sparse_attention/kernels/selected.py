@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import gather, interval, interval_backward, launch, pairs, unite
+from . import combine, gather, interval, interval_backward, launch, pairs, unite
 from .device import EVERYTHING, LOCAL_BLOCKS
-from .launch import Cotangent, Place, Selection
+from .launch import Cotangent, Mixture, Place, Selection
 
 
 def with_initial(selection: Selection) -> Selection:
@@ -123,6 +123,13 @@ def valid_lists(selection: Selection, S: int) -> Tensor:
     return valid
 
 
+def combined(done: tuple[Tensor, Tensor], mix: Mixture | None) -> tuple[Tensor, Tensor]:
+    """What is done; the layer's output of it besides."""
+    if mix is not None:
+        combine.forward([mix.cmp, done[0], mix.win], mix.gates, mix.out)
+    return done
+
+
 def listed_forward(
     q: Tensor,
     k: Tensor,
@@ -130,16 +137,17 @@ def listed_forward(
     selection: Selection,
     scale: float,
     partial: tuple[Tensor, Tensor] | None,
+    mix: Mixture | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the listed blocks, joined in place with those that `partial` holds."""
     unions = unite.unite(selection, q.shape[2], q.dtype)
     if not by_block(selection, q, k, v):
-        return gather.forward(q, k, v, selection, scale, partial, unions)
+        return gather.forward(q, k, v, selection, scale, partial, unions, mix=mix)
     rest = selection if unions is None else unite.others(selection, unions)
     done = pairs.forward(q, k, v, rest, scale, partial)
     if unions is not None:
         gather.forward(q, k, v, selection, scale, partial, unions, done)
-    return done
+    return combined(done, mix)
 
 
 def forward(
@@ -150,9 +158,10 @@ def forward(
     scale: float,
     partial: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
+    mix: Mixture | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]; in those of the forced blocks if `partial` holds
-    them, with their sinks."""
+    them, with their sinks. Given a `mix` also writes the layer's output."""
     forced = forced_blocks(selection, k, v) if partial is None else None
     if forced is not None:
         partial = interval.forward(q, scale=scale, sinks=sinks, **forced)
@@ -161,7 +170,9 @@ def forward(
         out = q.new_zeros(*q.shape[:3], v.shape[-1])
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
         partial = out, lse if sinks is None else lse.copy_(sinks)
-    return listed_forward(q, k, v, selection, scale, partial) if listed else partial
+    if not listed:
+        return combined(partial, mix)
+    return listed_forward(q, k, v, selection, scale, partial, mix)
 
 
 def forced_backward(

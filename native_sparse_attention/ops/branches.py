@@ -87,9 +87,12 @@ def attend(
     documents: Documents | None,
     leaders: Tensor | None,
     lists: Tensor | None,
+    mixed: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Outputs and log-sum-exps of the three branches, and the selection where `lists` is not it."""
+    """Outputs and log-sum-exps of the three branches, and the selection where `lists` is not it.
+    Given gates [B T H 3] and a tensor for the layer's output in `mixed`, writes that."""
     from ..kernels import interval, scoring, selected
+    from ..kernels.launch import Mixture
 
     at = settings
     leaders = None if leaders is None else leaders.contiguous()
@@ -117,5 +120,6 @@ def attend(
         q, wk, wv, place_win, at.scale, *near, sinks=sink_win, inner_sinks=sink_sel
     )
     done = (partial[0], partial[1]) if partial else None
-    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done, sink_sel)
+    mix = None if mixed is None else Mixture(out_cmp, out_win, *mixed)
+    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done, sink_sel, mix)
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists

@@ -72,8 +72,6 @@ def layer(
 ) -> list[Tensor]:
     """The output [B T H E], the selection [B T R n], and outputs and log-sum-exps of the
     branches, which `recompute` leaves out."""
-    from ..kernels import combine
-
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
         num_local, stride, shared, causal, scale, soft_cap, recompute, diff_topk, block_sizes,
@@ -82,11 +80,11 @@ def layer(
     cq = q if cq is None else rows(cq)[0]
     window = None if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])
+    out, _ = empty_outputs(q, v)
     outs, lses, lists = attend(
         settings, q, k, v, ck, cv, cq, memory, mem_k, window, sinks, starts,
-        bounds(doc_first, doc_last), leaders, None,
+        bounds(doc_first, doc_last), leaders, None, (branch_gates, out),
     )  # fmt: skip
-    out = combine.forward(outs, branch_gates)
     return [out, lists] if recompute else [out, lists, *outs, *lses]
 
 
