@@ -23,7 +23,9 @@ from torch import Tensor
 # once, and compared with so many at a time; those that are placed at once; blocks and shares that
 # are added up at once
 SHARE, SHARE_OF_BLOCKS, NUMBERED, PLACED, SUMMED = 1024, 4, (128, 16), 1024, (32, 64)
-LENGTHS = ["T", "C", "length", "tokens", "shares"]
+# blocks whose items are counted at once
+ITEMS = 2048
+LENGTHS = ["T", "C", "length", "tokens", "shares", "blocks", "room", "most"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Inverse:
 
     first: int  # token
     length: int  # tokens
-    entries: Tensor  # [B T R n], those of all spans
+    entries: Tensor  # of all spans, room for all there could be in each
     bounds: Tensor  # [blocks + 1], where each block's entries begin, and the next one's
     owner: Tensor  # [items], the block of each item; `blocks` for an item that is none
     item_bounds: Tensor  # [blocks + 1], where each block's items begin
@@ -114,6 +116,39 @@ def total_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
+def item_kernel(
+    totals, bounds, item_bounds, spill_bounds, owner, blocks, chunk, room, most,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program: a span. Where the entries of each block begin, and its items; `room` entries
+    belong to a span."""
+    span = tl.program_id(0).to(tl.int64)
+    begins, items, spills = span * room, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+    line = span * (blocks + 1)
+    for first in range(0, blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        real = block < blocks
+        total = tl.load(totals + span * blocks + block, mask=real, other=0)
+        own = tl.cdiv(total, chunk)
+        spilt = tl.where(own > 1, own, 0)
+        at = items + tl.cumsum(own, 0) - own
+        tl.store(bounds + line + block, begins + tl.cumsum(total, 0) - total, mask=real)
+        tl.store(item_bounds + line + block, at, mask=real)
+        tl.store(spill_bounds + line + block, spills + tl.cumsum(spilt, 0) - spilt, mask=real)
+        for i in range(0, tl.max(own, 0)):
+            tl.store(owner + span * most + at + i, block, mask=real & (i < own))
+        begins += tl.sum(total, 0)
+        items += tl.sum(own, 0)
+        spills += tl.sum(spilt, 0)
+    tl.store(bounds + line + blocks, begins)
+    tl.store(item_bounds + line + blocks, items)
+    tl.store(spill_bounds + line + blocks, spills)
+    for first in range(items, most, BLOCKS):
+        item = first + tl.arange(0, BLOCKS)
+        tl.store(owner + span * most + item, tl.zeros_like(item) + blocks, mask=item < most)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def place_kernel(
     lists, numbers, counts, bounds, entries, T, C, length, tokens, shares, B,
     R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
@@ -122,7 +157,9 @@ def place_kernel(
     line = tl.program_id(0)
     b, h, first, held = share_of_tokens(line, T, length, tokens, B, K)
     before = counts + (line.to(tl.int64) * shares + tl.program_id(1)) * C
-    blocks = bounds + line.to(tl.int64) * C
+    # of each span there is one bound more than blocks
+    lines = B * K
+    blocks = bounds + line.to(tl.int64) * C + line // lines
     end = held * (R // K * n)
     for x in range(0, end, BLOCK):
         entry, there = share_entries(x + tl.arange(0, BLOCK), end, first, b, h, T, R, K, n)
@@ -134,56 +171,50 @@ def place_kernel(
         tl.store(entries + place, entry.to(entries.dtype.element_ty), mask=there)
 
 
-def by_block(lists: Tensor, num_heads: int, num_blocks: int, length: int) -> tuple[Tensor, Tensor]:
-    """Entries, sorted, and where those of each block of each line begin, and one past the last."""
-    B, T, R, n = lists.shape
-    lines = -(-T // length) * B * num_heads
-    tokens = max(max(SHARE, SHARE_OF_BLOCKS * num_blocks) // (R // num_heads * n), 1)
-    shares = triton.cdiv(length, tokens)
-    counts = lists.new_empty(lines, shares, num_blocks, dtype=torch.int32)
-    totals = lists.new_empty(lines * num_blocks, dtype=torch.int32)
-    numbers = torch.empty_like(lists, dtype=torch.int32)
-    small = torch.int32 if lists.numel() < 1 << 31 else torch.int64
-    entries = lists.new_empty(lists.numel(), dtype=small)
-    args = dict(T=T, C=num_blocks, length=length, tokens=tokens, shares=shares, B=B)
-    args |= dict(R=R, K=num_heads, n=n)
-    number_kernel[(lines, shares)](
-        lists, numbers, counts, BLOCK=NUMBERED[0], EACH=NUMBERED[1], num_stages=1, **args
-    )
-    total_kernel[(lines, triton.cdiv(num_blocks, SUMMED[0]))](
-        counts, totals, num_blocks, shares, BLOCKS=SUMMED[0], SHARES=SUMMED[1], num_stages=1
-    )
-    bounds = starts(totals[None])[0]
-    place_kernel[(lines, shares)](lists, numbers, counts, bounds, entries, BLOCK=PLACED, **args)
-    return entries, bounds
-
-
-def starts(counts: Tensor) -> Tensor:
-    """Where each of [spans, blocks] counts begins within its span, and one past the last."""
-    return torch.nn.functional.pad(counts.cumsum(1), (1, 0))
-
-
 def invert(
     lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int
 ) -> list[Inverse]:
     """Entries of each of B x num_heads x num_blocks blocks, for each span of `length` tokens."""
+    lists = lists.contiguous()
     B, T, R, n = lists.shape
-    spans, blocks = -(-T // length), B * num_heads * num_blocks
-    entries, bounds = by_block(lists.contiguous(), num_heads, num_blocks, length)
-
-    items = (bounds.diff().view(spans, blocks) + chunk - 1) // chunk
-    item_bounds = starts(items)
-    spill_bounds = starts(torch.where(items > 1, items, 0))
+    spans, lines, blocks = triton.cdiv(T, length), B * num_heads, B * num_heads * num_blocks
+    tokens = max(max(SHARE, SHARE_OF_BLOCKS * num_blocks) // (R // num_heads * n), 1)
+    shares = triton.cdiv(length, tokens)
     entries_of_span = B * min(length, T) * R * n
+    small = torch.int32 if spans * entries_of_span < 1 << 31 else torch.int64
     most = entries_of_span // chunk + min(blocks, entries_of_span)
-    item = torch.arange(most, device=lists.device).expand(spans, -1).contiguous()
-    owner = torch.searchsorted(item_bounds[:, 1:].contiguous(), item, right=True, out_int32=True)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return lists.new_empty(shape, dtype=dtype)
+
+    numbers, counts = empty(*lists.shape), empty(spans * lines, shares, num_blocks)
+    totals, owner = empty(spans, blocks), empty(spans, most)
+    bounds, item_bounds, spill_bounds = (
+        empty(spans, blocks + 1, dtype=torch.int64) for _ in range(3)
+    )
+    entries = empty(spans * entries_of_span, dtype=small)
+
+    args = dict(T=T, C=num_blocks, length=length, tokens=tokens, shares=shares, B=B)
+    args |= dict(R=R, K=num_heads, n=n)
+    number_kernel[(spans * lines, shares)](
+        lists, numbers, counts, BLOCK=NUMBERED[0], EACH=NUMBERED[1], num_stages=1, **args
+    )
+    total_kernel[(spans * lines, triton.cdiv(num_blocks, SUMMED[0]))](
+        counts, totals, num_blocks, shares, BLOCKS=SUMMED[0], SHARES=SUMMED[1], num_stages=1
+    )
+    item_kernel[(spans,)](
+        totals, bounds, item_bounds, spill_bounds, owner, blocks, chunk, entries_of_span, most,
+        BLOCKS=ITEMS, num_warps=8, num_stages=1,
+    )  # fmt: skip
+    place_kernel[(spans * lines, shares)](
+        lists, numbers, counts, bounds, entries, BLOCK=PLACED, **args
+    )
     return [
         Inverse(
             i * length,
             min(length, T - i * length),
             entries,
-            bounds[i * blocks :],
+            bounds[i],
             owner[i],
             item_bounds[i],
             spill_bounds[i],
