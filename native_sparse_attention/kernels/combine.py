@@ -10,7 +10,8 @@ from . import launch
 from .device import load_rows, store_mixed
 from .launch import Cotangent
 
-BLOCK_ROWS = 32
+# rows of a program; of the backward, which reads more of each
+BLOCK_ROWS, BACKWARD_ROWS = 32, 16
 
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
@@ -67,7 +68,7 @@ def delta_kernel(
     tl.store(delta + row, value, mask=real)
 
 
-def arguments(outs: list[Tensor], gates: Tensor) -> tuple[tuple[int], dict]:
+def arguments(outs: list[Tensor], gates: Tensor, block: int) -> tuple[tuple[int], dict]:
     B, T, H, E = outs[0].shape
     rows = B * T * H
     numbers = dict(
@@ -79,14 +80,14 @@ def arguments(outs: list[Tensor], gates: Tensor) -> tuple[tuple[int], dict]:
         **launch.strides("g", gates, "bth3"),
         E=E,
         BLOCK_E=launch.padded(E),
-        BLOCK_M=BLOCK_ROWS,
+        BLOCK_M=block,
     )
-    return (triton.cdiv(rows, BLOCK_ROWS),), numbers
+    return (triton.cdiv(rows, block),), numbers
 
 
 def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
     """Write `sum_b gate_b out_b` of contiguous outs [B T H E] and gates [B T H 3] to out."""
-    grid, args = arguments(outs, gates)
+    grid, args = arguments(outs, gates, BLOCK_ROWS)
     combine_kernel[grid](out=out, **args)
 
 
@@ -97,7 +98,7 @@ def backward(
     `cotangents` makes what its backward starts from."""
     d_gates = gates.new_empty(gates.shape)
     delta, gated = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
-    grid, args = arguments(outs, gates)
+    grid, args = arguments(outs, gates, BACKWARD_ROWS)
     args |= dict(zip(("lse_cmp", "lse_sel", "lse_win"), lses, strict=True))
     combine_backward_kernel[grid](d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args)
     return d_gates, gated, delta

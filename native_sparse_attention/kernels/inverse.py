@@ -22,7 +22,7 @@ from torch import Tensor
 # entries of a share, or as many times as many as there are blocks; entries that are numbered at
 # once, and compared with so many at a time; those that are placed at once; blocks and shares that
 # are added up at once
-SHARE, SHARE_OF_BLOCKS, NUMBERED, PLACED, SUMMED = 1024, 4, (128, 16), 1024, (32, 64)
+SHARE, SHARE_OF_BLOCKS, NUMBERED, PLACED, SUMMED = 1024, 4, (64, 32), 1024, (32, 64)
 # blocks whose items are counted at once
 ITEMS = 2048
 LENGTHS = ["T", "C", "length", "tokens", "shares", "blocks", "room", "most"]

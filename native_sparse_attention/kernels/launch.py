@@ -4,6 +4,7 @@ tuned at a first call. And what a launch is told."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,6 +50,9 @@ ITEM_ROWS = 16384
 # are as many as queries their gradients take most; and tokens whose parts are kept anyhow
 PARTS = {1: 1, 64: 3}
 FEW_TOKENS = 2048
+
+# programs for dk and dv at most, where blocks of keys are cut into shares of their queries
+MOST_SHARES = 2048
 
 # rows of a query-by-query tile under which block by block is faster
 FEW_ROWS = 9
@@ -179,8 +183,10 @@ def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
 
 def query_splits(programs: int, tiles: int) -> int:
     """Into how many shares the queries of a block of keys are cut, where few blocks of keys are
-    seen by many queries."""
-    return max(1, min(ENOUGH_PROGRAMS // max(1, programs), tiles // 8))
+    seen by many queries: short ones are as long as each other, long ones cost less to begin and to
+    add up. Both cost the same at about this many tiles."""
+    share = max(8, math.isqrt(programs * tiles // 8))
+    return max(1, min(MOST_SHARES // max(1, programs), tiles // share))
 
 
 # what a launch is told
