@@ -52,6 +52,8 @@ PUBLISHED: Goals = {
 }
 MOST_MEMORY = 1.5
 MOST_FOR_PROBS = 1.25
+# times as fast as with independent selections, where neighbours' are alike
+LEAST_FOR_ALIKE = 2.0
 
 # (H, K), provider, part, selection_stride, how many neighbours of random indices are alike
 Case = tuple[tuple[int, int], str, str, int, int | None]
@@ -252,6 +254,15 @@ def losses(rows: Rows) -> str:
             peak, of_dense = (rows.pair(c, T, "peak_mib")[0] for c in (case, dense))
             if peak and of_dense and peak > MOST_MEMORY * of_dense:
                 found.append(f"{where}: {number(peak / of_dense)} times the memory of dense")
+    for case in [c for c in rows.of(part="selected", provider="ours") if (c[4] or 1) > 1]:
+        H, K = case[0]
+        for T in rows.lengths([case]):
+            where = f"{named(case)}, H={H}, K={K}, T={length(T)}"
+            gains = rows.pair(case, T, "speedup_over_independent")
+            for name, got in zip(PASSES, gains, strict=True):
+                if got is not None and got < LEAST_FOR_ALIKE:
+                    least = number(LEAST_FOR_ALIKE)
+                    found.append(f"{where}, {name}: {number(got)} times independent, target {least}")
     if not rows.lengths(c for c in rows.cases if c[1].startswith("ours")):
         return NO_ROWS
     return "\n".join(f"* {line}" for line in found) or "nowhere in these rows"

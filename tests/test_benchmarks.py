@@ -279,6 +279,10 @@ def test_tables(tmp_path):
     text = report.agreement(report.Rows(alike))
     assert "| selected, ours, 4 alike | 0.40 / 0.40 |" in text and text.count("speed-up") == 1
     assert "| selected, ours, 4 alike: speed-up | 2.50 / 2.50 |" in text
+    assert "alike" not in report.losses(report.Rows(alike))
+    alike += made_up("ours", 8192, 0.8, speedup_over_independent=1.25, **four)
+    lost = "selected, ours, 4 alike, H=64, K=4, T=8k, forward: 1.25 times independent, target 2.00"
+    assert lost in report.losses(report.Rows(alike))
 
     failed = {**copy.copy(rows[2]), "failed": "out of memory"}
     for name in ("pass", "p50_ms", "speedup_over_cudnn"):
