@@ -261,8 +261,8 @@ def losses(rows: Rows) -> str:
             gains = rows.pair(case, T, "speedup_over_independent")
             for name, got in zip(PASSES, gains, strict=True):
                 if got is not None and got < LEAST_FOR_ALIKE:
-                    least = number(LEAST_FOR_ALIKE)
-                    found.append(f"{where}, {name}: {number(got)} times independent, target {least}")
+                    goal_of = f"target {number(LEAST_FOR_ALIKE)}"
+                    found.append(f"{where}, {name}: {number(got)} times independent, {goal_of}")
     if not rows.lengths(c for c in rows.cases if c[1].startswith("ours")):
         return NO_ROWS
     return "\n".join(f"* {line}" for line in found) or "nowhere in these rows"

@@ -43,7 +43,8 @@ from .providers import (
 )
 
 KERNELS: tuple[str, ...] = ("forward", "dq", "dkv", "window.forward", "window.dq", "window.dkv")
-KERNELS += ("gather.forward", "gather.dq", "pairs.forward", "pairs.backward", "prefix.dkv")
+KERNELS += ("gather.forward", "gather.dq", "united.forward", "united.dq")
+KERNELS += ("pairs.forward", "pairs.backward", "prefix.dkv")
 KERNELS += ("ranking.logits", "ranking.probs")
 
 # by the name on the command line; "selected" for random selections, of which neighbours share none
@@ -82,7 +83,7 @@ def candidates(kernel: str, width: int) -> Iterator[Any]:
     rows: tuple[int, ...] = (64, 128) if width <= 128 else (32, 64, 128)
     keys = (64, 128) if width <= 128 else (32, 64)
     few_warps: tuple[int, ...] = (4, 8)
-    if kernel.startswith("gather"):
+    if kernel.startswith(("gather", "united")):
         rows, few_warps = (0,), (1, 2, 4, 8)
     for sizes in itertools.product(rows, keys, few_warps, (1, 2, 3)):
         yield Tile(*sizes)

@@ -186,3 +186,13 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
             grads = torch.autograd.grad(out.square().sum(), leaves) if CUDA else ()
             runs.append([out, lse, *grads])
     assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_unions_have_a_tile_of_their_own():
+    """One to try out leaves that of single lists alone, and the other way round."""
+    sizes = (64, 64, torch.bfloat16)
+    for united, name in ((True, "united.dq"), (False, "gather.dq")):
+        before = launch.gather_tile("dq", *sizes, not united)
+        with launch.using({name: launch.Tile(64, 16, 2, 1)}):
+            assert launch.gather_tile("dq", *sizes, united).block_n == 16
+            assert launch.gather_tile("dq", *sizes, not united) == before

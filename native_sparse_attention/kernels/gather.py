@@ -299,7 +299,7 @@ def arguments(
     lists = 1 if unions is None else unions.lists
     if united:
         tokens *= lists
-    tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype)
+    tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype, united)
     step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists)
     block_s = triton.next_power_of_2(s)
     block_n = tile.block_n if selection.gates is None else max(tile.block_n, block_s)

@@ -134,13 +134,17 @@ def wide(*tensors: Tensor) -> bool:
     return max(last) >= 1 << 31
 
 
-def gather_tile(kernel: str, width: int, rows: int, dtype: torch.dtype) -> Tile:
-    """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows."""
+def gather_tile(
+    kernel: str, width: int, rows: int, dtype: torch.dtype, united: bool = False
+) -> Tile:
+    """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows, of one list or of lists
+    that are `united`."""
     tables = architecture()
     tile = row(row(tables.gather, width), rows)[kernel]
     if dtype == torch.float32:
         tile = row(tables.float32, width)
-    return replace(chosen(f"gather.{kernel}", tile), block_m=padded(rows))
+    tile = chosen(f"{'united' if united else 'gather'}.{kernel}", tile)
+    return replace(tile, block_m=padded(rows))
 
 
 def uniting(rows: int, dtype: torch.dtype) -> Unite | None:

@@ -8,10 +8,10 @@ from contextvars import ContextVar
 SIZED: tuple[tuple[str, ...], ...] = (
     ("forward",),
     ("window.forward",),
-    ("gather.forward", "pairs.forward"),
+    ("gather.forward", "united.forward", "pairs.forward"),
     ("dq",),
     ("window.dq",),
-    ("gather.dq",),
+    ("gather.dq", "united.dq"),
     ("dkv",),
     ("window.dkv",),
     ("pairs.backward",),
