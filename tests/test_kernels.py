@@ -124,6 +124,25 @@ def test_selected_settings(n, s, initial, local, heads, each, causal):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("scale", [None, -0.7, 0.0])
+@pytest.mark.parametrize("heads", [(2, 1, 16, 16), (12, 1, 16, 16)], ids=["G=2", "G=12"])
+def test_whole_blocks_and_any_scale(heads, scale):
+    """Blocks that fill a tile and end with the keys: nothing of a tile is masked. And scales that a
+    maximum does not go through."""
+    T, S, s = 5, 64, 16
+    q, k, v = draw(T, S, *heads, torch.float32)
+    lists = draw_lists(T, S, heads[1], 3, s)
+    tensors = {"q": q, "k": k, "v": v}
+    settings = {"return_lse": True, "scale": scale}
+    assert_right(
+        lambda q, k, v, **kwargs: selected_attention(q, k, v, lists, **kwargs), tensors,
+        torch.float32, selection_block_size=s, **settings,
+    )  # fmt: skip
+    assert_right(
+        sliding_window_attention, tensors, torch.float32, sliding_window_size=21, **settings
+    )
+
+
 def test_block_that_all_choose(monkeypatch):
     """A list of queries that is cut into several items, and tokens into several spans."""
     from native_sparse_attention.kernels import launch
