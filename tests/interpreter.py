@@ -16,6 +16,10 @@ def hasten() -> None:
         sort_in_numpy(interpreter.ReduceOps, standard._xor_combine)
     if hasattr(interpreter, "GridExecutor") and hasattr(interpreter, "_patch_lang"):
         patch_once_a_launch(interpreter)
+    # an operation takes as long for many elements as for few
+    from native_sparse_attention.kernels import inverse
+
+    inverse.NUMBERED = (128, 128)
 
 
 def sort_in_numpy(reducer: Any, xor: Any) -> None:

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from native_sparse_attention.kernels import inverse
 from native_sparse_attention.kernels.inverse import SHARE, invert
 
 pytestmark = pytest.mark.kernels
+# what the library has: see tests/interpreter.py
+NUMBERED = (64, 32)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # B, T, lists of a token, slots, KV heads, blocks, entries of an item, tokens of a span
@@ -21,6 +24,12 @@ CASES = [
     pytest.param((1, 65536, 4, 13, 4, 1024, 1024, 65536), marks=pytest.mark.gpu),
     pytest.param((1, 8192, 32, 13, 32, 128, 16384, 2048), marks=pytest.mark.gpu),
 ]
+
+
+@pytest.fixture(autouse=True)
+def numbered(monkeypatch):
+    """As on a GPU, also in the interpreter."""
+    monkeypatch.setattr(inverse, "NUMBERED", NUMBERED)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
