@@ -209,17 +209,6 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def scaled_step(s, scale, bias, v, acc, m, l, PRECISION: tl.constexpr):
-    """`softmax_step` of logits `scale s + bias[:, None]`, formed as the maximum is subtracted; only
-    for a scale > 0, which the maximum goes through."""
-    m_new = tl.maximum(m, tl.max(s, 1) * scale + bias)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p, alpha = tl.exp2(s * scale + (bias - m_safe)[:, None]), tl.exp2(m - m_safe)
-    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return acc, m_new, l * alpha + tl.sum(p, 1)
-
-
-@triton.jit
 def joined(acc, m, l, other_acc, other_m, other_l):
     """Two running softmaxes as one."""
     top = tl.maximum(m, other_m)
@@ -234,7 +223,7 @@ def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constex
     row."""
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
-    store_rows(out, row * E, acc * (1.0 / l)[:, None], E, BLOCK_E, real)
+    store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
     log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(lse + row, log, mask=real)
 

@@ -25,8 +25,8 @@ from .device import (
     load_keys,
     load_rows,
     load_sinks,
-    scaled_step,
     soft_capped,
+    softmax_step,
     store_softmax,
     tile_rows,
 )
@@ -49,7 +49,7 @@ def forward_kernel(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TMA: tl.constexpr,
-    POSITIVE: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
     with INNER those of the local blocks and the prefix apart."""
@@ -84,11 +84,6 @@ def forward_kernel(
         inner_m, inner_l, inner_acc = m, l, acc
     if SINKS:
         m, l = load_sinks(sinks, head), l + 1.0
-
-    # of products that are no logits yet
-    unit_scale = scale_log2
-    if CAP or not POSITIVE:
-        unit_scale = 1.0
 
     # keys that some rows see, that all see, that some see; with INNER those before all local
     # blocks, among them, and in the local blocks of all rows; then the prefix
@@ -134,27 +129,25 @@ def forward_kernel(
                 else:
                     k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
                     v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
                 if CAP:
-                    s = soft_capped(s * scale_log2, cap)
-                elif not POSITIVE:
-                    s *= scale_log2
+                    s = soft_capped(s, cap)
                 if phase != 1:
                     seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
                     s = tl.where(seen, s, float("-inf"))
                 if INNER and phase == 2:
                     within = n[None] >= local[:, None]
-                    inner_acc, inner_m, inner_l = scaled_step(
-                        tl.where(within, s, float("-inf")), unit_scale, 0.0, v_tile, inner_acc,
-                        inner_m, inner_l, PRECISION,
+                    inner_acc, inner_m, inner_l = softmax_step(
+                        tl.where(within, s, float("-inf")), v_tile, inner_acc, inner_m, inner_l,
+                        PRECISION,
                     )  # fmt: skip
                     s = tl.where(within, float("-inf"), s)
                 if INNER and phase >= 3:
-                    inner_acc, inner_m, inner_l = scaled_step(
-                        s, unit_scale, 0.0, v_tile, inner_acc, inner_m, inner_l, PRECISION
+                    inner_acc, inner_m, inner_l = softmax_step(
+                        s, v_tile, inner_acc, inner_m, inner_l, PRECISION
                     )
                 else:
-                    acc, m, l = scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, PRECISION)
+                    acc, m, l = softmax_step(s, v_tile, acc, m, l, PRECISION)
         if INNER and phase == 3:
             # the window is what lies before its local blocks, and these
             acc, m, l = joined(acc, m, l, inner_acc, inner_m, inner_l)
@@ -269,11 +262,6 @@ def forward(
     args |= dict(sinks=sinks, inner_sinks=inner_sinks, SINKS=sinks is not None)
     args |= by_boxes(k, v, args["BLOCK_N"])
     forward_kernel[grid](
-        out=outputs[0],
-        lse=outputs[1],
-        scale_log2=scale * LOG2_E,
-        POSITIVE=scale > 0,
-        FLIPPED=flipped,
-        **args,
+        out=outputs[0], lse=outputs[1], scale_log2=scale * LOG2_E, FLIPPED=flipped, **args
     )
     return *outputs, *inner_outputs
