@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import interpreter
 import pytest
 import torch
 
@@ -10,8 +11,6 @@ from native_sparse_attention.kernels import inverse
 from native_sparse_attention.kernels.inverse import SHARE, invert
 
 pytestmark = pytest.mark.kernels
-# what the library has: see tests/interpreter.py
-NUMBERED = (64, 32)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # B, T, lists of a token, slots, KV heads, blocks, entries of an item, tokens of a span
@@ -27,9 +26,9 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def numbered(monkeypatch):
+def numbered(monkeypatch, runnable):
     """As on a GPU, also in the interpreter."""
-    monkeypatch.setattr(inverse, "NUMBERED", NUMBERED)
+    monkeypatch.setattr(inverse, "NUMBERED", interpreter.OWN.get("NUMBERED", inverse.NUMBERED))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

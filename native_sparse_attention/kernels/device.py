@@ -17,16 +17,6 @@ LOCAL_BLOCKS = tl.constexpr(4)  # the block of `stride` tokens around i, to i, a
 
 
 @triton.jit
-def grid_place(FLIPPED: tl.constexpr):
-    """In a grid of tiles x lines, rows of the batch x heads: this program's tile and line, and the
-    numbers of both; see `launch.grid`."""
-    TILES: tl.constexpr = 1 if FLIPPED else 0
-    LINES: tl.constexpr = 0 if FLIPPED else 1
-    tile, line = tl.program_id(TILES), tl.program_id(LINES)
-    return tile, line, tl.num_programs(TILES), tl.num_programs(LINES)
-
-
-@triton.jit
 def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
     """First key and one past the last key that query i sees; none below `floor`."""
     lo = i * 0

@@ -17,7 +17,6 @@ from torch import Tensor
 from . import launch
 from .device import (
     LOCAL_BLOCKS,
-    grid_place,
     in_document,
     interval,
     joined,
@@ -49,14 +48,13 @@ def forward_kernel(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TMA: tl.constexpr,
-    WIDE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
     with INNER those of the local blocks and the prefix apart."""
     # the queries that see most go first
-    tile, line, tiles, _lines = grid_place(FLIPPED)
-    tile = tiles - 1 - tile
-    b, h = large(line // K, WIDE), large(line % K, WIDE)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, h = large(tl.program_id(1) // K, WIDE), large(tl.program_id(1) % K, WIDE)
     TOKENS: tl.constexpr = BLOCK_M // G
     token, g, real = tile_rows(tile, T, G, BLOCK_M)
     if RAGGED:
@@ -219,12 +217,6 @@ def arguments(
     )
 
 
-def tiles_of_queries(q: Tensor, k: Tensor, args: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
-    """Grid of a launch over tiles of queries, and whether it is flipped."""
-    tiles = triton.cdiv(q.shape[1], args["BLOCK_M"] // args["G"])
-    return launch.grid(tiles, q.shape[0] * k.shape[2])
-
-
 def prefix_arguments(prefix: tuple[Tensor, Tensor] | None, place: Place) -> dict[str, Any]:
     pk, pv = (None, None) if prefix is None else prefix
     form = NO_PREFIX if pk is None else CAUSAL_PREFIX if place.causal_prefix else OPEN_PREFIX
@@ -257,11 +249,9 @@ def forward(
     if inner is not None:
         inner_outputs = launch.empty_outputs(q, v)
         args |= dict(zip(("inner_out", "inner_lse"), inner_outputs, strict=True))
-    grid, flipped = tiles_of_queries(q, k, args)
+    grid = (triton.cdiv(q.shape[1], args["BLOCK_M"] // args["G"]), q.shape[0] * k.shape[2])
     args = dict(inner_out=None, inner_lse=None) | args
     args |= dict(sinks=sinks, inner_sinks=inner_sinks, SINKS=sinks is not None)
     args |= by_boxes(k, v, args["BLOCK_N"])
-    forward_kernel[grid](
-        out=outputs[0], lse=outputs[1], scale_log2=scale * LOG2_E, FLIPPED=flipped, **args
-    )
+    forward_kernel[grid](out=outputs[0], lse=outputs[1], scale_log2=scale * LOG2_E, **args)
     return *outputs, *inner_outputs

@@ -295,11 +295,10 @@ def forward(
             BLOCK_S=launch.padded(selection.s),
             **args,
         )
-        grid, flipped = launch.grid(triton.cdiv(inverse.length * H, JOIN_ROWS), B)
-        join_kernel[grid](
+        join_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
             part, part_lse, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
             length=inverse.length, G=H // R, E=E, BLOCK_E=args["BLOCK_E"], BLOCK_M=JOIN_ROWS,
-            ADD=partial is not None, FLIPPED=flipped,
+            ADD=partial is not None,
         )  # fmt: skip
         del part, part_lse  # before the next span's are allocated
     return out, lse
@@ -355,11 +354,9 @@ def backward(
                 D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
             )  # fmt: skip
         if with_dq:
-            grid, flipped = launch.grid(triton.cdiv(inverse.length * H, JOIN_ROWS), B)
-            sum_kernel[grid](
+            sum_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
                 part, selection.lists, dq, T, R, n, inverse.first, inverse.length, PIECES=pieces,
                 G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
-                FLIPPED=flipped,
             )  # fmt: skip
         del part, spills
     return dq, None if d_gates is None else d_gates.sum(-1)
