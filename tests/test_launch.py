@@ -1,5 +1,7 @@
 """Launch parameters are data: each architecture has a row for every kernel and size."""
 
+import functools
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from native_sparse_attention import native_sparse_attention
 from tests.budget import DEVICE
 
 launch = pytest.importorskip("native_sparse_attention.kernels.launch")
+entries = pytest.importorskip("native_sparse_attention.kernels.entries")
+rotary = pytest.importorskip("native_sparse_attention.kernels.rotary")
 tiles = pytest.importorskip("native_sparse_attention.kernels.tiles")
 
 ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.ELSEWHERE}
@@ -92,3 +96,53 @@ def test_a_length_compiles_nothing_anew(monkeypatch, importance):
         out.sum().backward()
     first, *others = compiled.values()
     assert len(first) > 10 and all(other == first for other in others)
+
+
+def layer(B, T, H, K, **settings):
+    """The layer, forward and backward: its output, the selection and every gradient."""
+    draw = functools.partial(torch.randn, device=DEVICE)
+    shapes = (T, H, 16), (T, K, 16), (T, K, 16), (T // 4, K, 16), (T // 4, K, 16), (T, H, 3)
+    leaves = [draw(B, *shape) for shape in shapes] + [draw(K, 2, 16) for _ in range(2)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out, lists = native_sparse_attention(
+        *leaves[:6], mem_k=leaves[6], mem_v=leaves[7], compress_block_size=8,
+        compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+        sliding_window_size=17, return_indices=True, backend="triton", **settings,
+    )  # fmt: skip
+    return [out, lists, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def written(B, K):
+    """New entries in their places, windows that they may complete, and heads that are turned."""
+    draw = functools.partial(torch.randn, device=DEVICE)
+    new, store, rings = ([draw(B, K, n, 16) for _ in range(2)] for n in (3, 9, 12))
+    step = entries.Step(torch.arange(B, device=DEVICE, dtype=torch.int32) % 5)
+    entries.append(tuple(new), tuple(store), step, 3)
+    turned = rotary.rotate(new, torch.ones(8, device=DEVICE), step.lengths, None, 0, 1.0)
+    return [*store, *turned, *entries.recent(tuple(rings), 3, 8, 4, step)]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("call", [
+    functools.partial(layer, 2, 12, 2, 1, use_diff_topk=True, interpolated_importance_score=True),
+    functools.partial(layer, 2, 12, 9, 1, importance="probs"),
+    functools.partial(written, 3, 2),
+], ids=["pairs", "gather", "entries"])  # fmt: skip
+def test_a_flipped_grid_gives_the_same(monkeypatch, call):
+    """As for more rows x heads than fit along an axis."""
+    results = []
+    with launch.using({"unite": launch.Unite(4, 1.1, least=0)}):
+        for most in (launch.MOST_LINES, 0):
+            monkeypatch.setattr(launch, "MOST_LINES", most)
+            torch.manual_seed(0)
+            results.append(call())
+    for value, flipped in zip(*results, strict=True):
+        assert torch.equal(value, flipped)
+
+
+@pytest.mark.gpu
+def test_more_rows_than_fit_along_an_axis():
+    rows = launch.MOST_LINES + 2
+    assert all(found.isfinite().all() for found in layer(rows, 12, 2, 1, use_diff_topk=True))
+    assert all(found.isfinite().all() for found in layer(rows, 12, 10, 1, importance="probs"))
+    assert all(found.isfinite().all() for found in written(rows, 2))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .device import in_document, load_rows, store_rows
+from .device import grid_place, in_document, load_rows, store_rows
 
 
 @triton.jit
@@ -48,11 +48,12 @@ def store_parts(base, offsets, x, D: tl.constexpr, BLOCK_D: tl.constexpr, mask,
 def mean_kernel(
     q, means, T, RANKS, q_b, q_t, q_h,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: the mean queries of M tokens of one row and ranking head."""
-    b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
-    token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    place, line, _places, _lines = grid_place(FLIPPED)
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    token = (place * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for g in range(G):
         rows = b * q_b + token * q_t + (r * G + g) * q_h
@@ -97,14 +98,15 @@ def keys_kernel(
     k_b, k_w, k_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
     d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: keys of a tile of blocks of one row and KV head, in PARTS [PARTS, D] or, where
     that is 0, halves [2, BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis
     2 writes them for queries that do not see the window after the block's, whom that window counts
     as the block's last."""
-    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    place, line, _places, lines = grid_place(FLIPPED)
+    b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
+    c = place * BLOCK_C + tl.arange(0, BLOCK_C)
     WINDOWS: tl.constexpr = s // d if s > d else 1
     first = first_window(c, d, s)
     lo, end = block_windows(c, W, b, T, doc_first, doc_last, d, s, DOCUMENTS)
@@ -126,7 +128,7 @@ def keys_kernel(
         count += weight
     key = total / tl.maximum(count, 1.0)[:, None] * scale
 
-    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * C + c
+    row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
     if PARTS == 0:
         high, low, size = two_halves(key)
         x = tl.arange(0, BLOCK_D)[None]
@@ -142,12 +144,13 @@ def keys_backward_kernel(
     d_keys, d_ck, doc_first, doc_last, T, C, W, K, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
     d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
-    SETS: tl.constexpr,
+    SETS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: gradients of a tile of windows of one row and KV head, gathered from the blocks
     around it. d_keys [SETS B K C D], d_ck [B W K D]."""
-    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    place, line, _places, lines = grid_place(FLIPPED)
+    b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
+    w = place * BLOCK_W + tl.arange(0, BLOCK_W)
     WINDOWS: tl.constexpr = s // d if s > d else 1
     BLOCKS: tl.constexpr = d // s if d > s else 1
     AROUND: tl.constexpr = 1 if INTERPOLATED else 0
@@ -167,11 +170,11 @@ def keys_backward_kernel(
             own += tl.where(counts_as == w, weight, 0.0)
             counts_as = tl.minimum(counts_as, first + WINDOWS - 1)
             own_edge += tl.where(counts_as == w, weight, 0.0)
-        rows = tl.program_id(1).to(tl.int64) * C + c
+        rows = line.to(tl.int64) * C + c
         share = own / tl.maximum(count, 1.0)
         total += share[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
         if SETS == 2:
-            rows += tl.num_programs(1).to(tl.int64) * C
+            rows += lines.to(tl.int64) * C
             share = own_edge / tl.maximum(count, 1.0)
             total += share[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
     store_rows(d_ck, ((b * W + w) * K + h) * D, total * scale, D, BLOCK_D, w < W)
@@ -190,9 +193,11 @@ def mean_queries(q, ranks, parts):
     bfloat16 parts."""
     B, T, H, D = q.shape
     means = q.new_empty(B, T, ranks, parts * D, dtype=part_type(parts))
-    mean_kernel[(triton.cdiv(T, 32), B * ranks)](
+    grid, flipped = launch.grid(triton.cdiv(T, 32), B * ranks)
+    mean_kernel[grid](
         q, means, T, ranks, *q.stride()[:3],
         G=H // ranks, D=D, BLOCK_D=launch.padded(D), BLOCK_M=32, PARTS=parts,
+        FLIPPED=flipped,
     )  # fmt: skip
     return means
 
@@ -215,10 +220,12 @@ def block_keys(ck, C, d, s, interpolated, scale, parts=0, documents=None):
         keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
         sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
     block_c = 16
-    keys_kernel[(triton.cdiv(C, block_c), B * K, sets)](
+    grid, flipped = launch.grid(triton.cdiv(C, block_c), B * K, sets)
+    keys_kernel[grid](
         ck, keys, sizes, C=C, W=W, K=K, scale=scale, **launch.strides("k", ck, "bwh"),
         **documents_of(documents), D=D, BLOCK_D=block_d, BLOCK_C=block_c,
         BLOCK_S=triton.next_power_of_2(s), d=d, s=s, INTERPOLATED=interpolated, PARTS=parts,
+        FLIPPED=flipped,
     )  # fmt: skip
     return keys, sizes
 
@@ -228,9 +235,10 @@ def block_keys_backward(d_keys, W, d, s, interpolated, scale, documents=None):
     sets, B, K, C, D = d_keys.shape
     d_ck = d_keys.new_empty(B, W, K, D)
     block_w = 16
-    keys_backward_kernel[(triton.cdiv(W, block_w), B * K)](
+    grid, flipped = launch.grid(triton.cdiv(W, block_w), B * K)
+    keys_backward_kernel[grid](
         d_keys, d_ck, C=C, W=W, K=K, scale=scale, **documents_of(documents), D=D,
         BLOCK_D=launch.padded(D), BLOCK_W=block_w, BLOCK_S=triton.next_power_of_2(s),
-        d=d, s=s, INTERPOLATED=interpolated, SETS=sets,
+        d=d, s=s, INTERPOLATED=interpolated, SETS=sets, FLIPPED=flipped,
     )  # fmt: skip
     return d_ck

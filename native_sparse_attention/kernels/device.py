@@ -17,6 +17,16 @@ LOCAL_BLOCKS = tl.constexpr(4)  # the block of `stride` tokens around i, to i, a
 
 
 @triton.jit
+def grid_place(FLIPPED: tl.constexpr):
+    """In a grid of tiles x lines, rows of the batch x heads: this program's tile and line, and the
+    numbers of both; see `launch.grid`."""
+    TILES: tl.constexpr = 1 if FLIPPED else 0
+    LINES: tl.constexpr = 0 if FLIPPED else 1
+    tile, line = tl.program_id(TILES), tl.program_id(LINES)
+    return tile, line, tl.num_programs(TILES), tl.num_programs(LINES)
+
+
+@triton.jit
 def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
     """First key and one past the last key that query i sees; none below `floor`."""
     lo = i * 0
@@ -199,6 +209,17 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def scaled_step(s, scale, bias, v, acc, m, l, PRECISION: tl.constexpr):
+    """`softmax_step` of logits `scale s + bias[:, None]`, formed as the maximum is subtracted; only
+    for a scale > 0, which the maximum goes through."""
+    m_new = tl.maximum(m, tl.max(s, 1) * scale + bias)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p, alpha = tl.exp2(s * scale + (bias - m_safe)[:, None]), tl.exp2(m - m_safe)
+    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return acc, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
 def joined(acc, m, l, other_acc, other_m, other_l):
     """Two running softmaxes as one."""
     top = tl.maximum(m, other_m)
@@ -213,7 +234,7 @@ def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constex
     row."""
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
-    store_rows(out, row * E, acc / l[:, None], E, BLOCK_E, real)
+    store_rows(out, row * E, acc * (1.0 / l)[:, None], E, BLOCK_E, real)
     log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(lse + row, log, mask=real)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import load_rows, store_rows
+from .device import grid_place, load_rows, store_rows
 
 
 @triton.jit
@@ -48,11 +48,12 @@ def append_kernel(
     x_n, y_b, y_h, y_n, t_b,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     EVERY: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr,
+    FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: one new entry of each of two streams, of a row and head, to its place; an entry
     stands for EVERY tokens, and is there once the row has them all."""
-    i = tl.program_id(0)
-    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
+    i, line, _each, _lines = grid_place(FLIPPED)
+    b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length, count = tl.load(lengths + b), T
     if COUNTED:
         count = tl.load(counts + b)
@@ -76,17 +77,18 @@ def recent_kernel(
     x, y, lengths, x_out, y_out, T, K, x_b, x_h, x_n, y_b, y_h, y_n,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     l: tl.constexpr, BLOCK_L: tl.constexpr, d: tl.constexpr, RING: tl.constexpr,
+    FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: the raw keys and values of the i-th window that T new tokens may complete, of a
     row and head, out of their rings; zeros stand for tokens before the first and past the last."""
-    i = tl.program_id(0)
-    b, h = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
+    i, line, each, _lines = grid_place(FLIPPED)
+    b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length = tl.load(lengths + b)
     u = tl.arange(0, BLOCK_L)
     token = (length // d + i + 1) * d - l + u
     there = (u < l) & (token >= 0) & (token < length + T)
     slot = (tl.maximum(token, 0) % RING).to(tl.int64)
-    row = ((tl.program_id(1) * tl.num_programs(0) + i) * l + u).to(tl.int64)
+    row = ((line * each + i) * l + u).to(tl.int64)
     tile = load_rows(x, b * x_b + h * x_h + slot * x_n, D, BLOCK_D, there)
     store_rows(x_out, row * D, tile, D, BLOCK_D, u < l)
     tile = load_rows(y, b * y_b + h * y_h + slot * y_n, E, BLOCK_E, there)
@@ -137,11 +139,12 @@ def append(new: tuple[Tensor, Tensor], stores: tuple[Tensor, Tensor], step: Step
     arguments = step.arguments(every)
     if ring:
         arguments |= dict(table=step.lengths, t_b=0, PAGE=0)
-    append_kernel[(n, B * K)](
+    grid, flipped = launch.grid(n, B * K)
+    append_kernel[grid](
         x=x, y=y, x_store=x_store, y_store=y_store, T=tokens, K=K, **launch.strides("n", x, "bht"),
         **launch.strides("o", y, "bht"), **launch.strides("x", x_store, "bhn"),
         **launch.strides("y", y_store, "bhn"), **arguments, **widths(x, y), EVERY=every,
-        RING=x_store.shape[2] if ring else 0, num_warps=1,
+        RING=x_store.shape[2] if ring else 0, FLIPPED=flipped, num_warps=1,
     )  # fmt: skip
 
 
@@ -153,9 +156,10 @@ def recent(
     B, K, size = x.shape[:3]
     most = (tokens + d - 1) // d
     outs = tuple(t.new_empty(B, K, most, l, t.shape[-1]) for t in rings)
-    recent_kernel[(most, B * K)](
+    grid, flipped = launch.grid(most, B * K)
+    recent_kernel[grid](
         x=x, y=y, lengths=step.lengths, x_out=outs[0], y_out=outs[1], T=tokens, K=K,
         **launch.strides("x", x, "bhn"), **launch.strides("y", y, "bhn"), **widths(x, y), l=l,
-        BLOCK_L=triton.next_power_of_2(l), d=d, RING=size, num_warps=4,
+        BLOCK_L=triton.next_power_of_2(l), d=d, RING=size, FLIPPED=flipped, num_warps=4,
     )  # fmt: skip
     return outs[0], outs[1]

@@ -24,6 +24,7 @@ from . import launch
 from .block_keys import block_keys_backward
 from .device import (
     cap_slope,
+    grid_place,
     in_document,
     large,
     leaders,
@@ -57,14 +58,16 @@ LENGTHS = ["T", "N", "P", "GROUPS", "first_token"]
 def chosen_kernel(
     lists, d_gates, chosen, grads, starts, first_token, T, RANKS, GROUPS, n, weight,
     STRIDE: tl.constexpr, SPANNED: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
+    FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a slot of M groups of one row and ranking head. Writes the unit of keys that
     SPANNED blocks have in common, and the sum of the group's gradients; [B R n GROUPS]."""
-    b, r = (tl.program_id(1) // RANKS).to(tl.int64), tl.program_id(1) % RANKS
+    tile, line, _tiles, _lines = grid_place(FLIPPED)
+    b, r = (line // RANKS).to(tl.int64), line % RANKS
     slot = tl.program_id(2)
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
-    index = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     _position, token, ranked = leaders(index, first_token, T, STRIDE)
     at = ((b * T + token) * RANKS + r) * n + slot
     c = tl.load(lists + at, mask=ranked, other=-1)
@@ -89,13 +92,14 @@ def dq_kernel(
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
     OTHER: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
-    ADD: tl.constexpr,
+    ADD: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of rows of one batch row and ranking head, each the mean of MEAN heads.
     Walks their keys, and those beside them of kind OTHER, twice: for log-sum-exp (in units of log2)
     and delta, then for dq [B T H D], added to what is there if ADD."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most keys go first
-    b, r = large(tl.program_id(1) // RANKS, WIDE), large(tl.program_id(1) % RANKS, WIDE)
+    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile = tiles - 1 - tile  # those with most keys go first
+    b, r = large(line // RANKS, WIDE), large(line % RANKS, WIDE)
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
     index, position, token, head, real = row_tile(
@@ -185,16 +189,17 @@ def dk_kernel(
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, KIND: tl.constexpr, APART: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of equal shares (axis 2) of the rows of one ranking head that see a
     block of keys adds to their dk, written to [shares, B, N, RANKS, D]."""
-    b, r = large(tl.program_id(1) // RANKS, WIDE), large(tl.program_id(1) % RANKS, WIDE)
+    block, line, _blocks, lines = grid_place(FLIPPED)
+    b, r = large(line // RANKS, WIDE), large(line % RANKS, WIDE)
     split = tl.program_id(2)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
-    n0 = tl.program_id(0) * BLOCK_N
+    n0 = block * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     k_rows = b * k_b + r // SHARE * k_h + large(n, WIDE) * k_n
     k_tile, k_low = load_parts(k, k_rows, D, BLOCK_D, n < N, PARTS)
@@ -247,7 +252,7 @@ def dk_kernel(
         ds, ds_low = cut(ds, q_tile, PARTS)
         acc += dot_parts(ds, ds_low, q_tile, q_low, PARTS)
 
-    B = tl.num_programs(1) // RANKS
+    B = lines // RANKS
     to = ((split * B + b) * N + n) * RANKS + r
     store_rows(dk, to * D, acc * dk_scale, D, BLOCK_D, n < N)
 
@@ -264,9 +269,11 @@ def chosen_blocks(lists: Tensor, d_gates: Tensor, at: Ranking) -> dict[str, Tens
     probs = at.importance == "probs"
     spanned = at.d // at.s if probs and at.d > at.s else 1
     weight = 1 / at.d if probs and at.d <= at.s else 1.0
-    chosen_kernel[(triton.cdiv(groups, 128), B * R, n)](
+    grid, flipped = launch.grid(triton.cdiv(groups, 128), B * R, n)
+    chosen_kernel[grid](
         lists.contiguous(), d_gates.contiguous(), chosen, grads, at.starts, at.start, T, R, groups,
         n, weight, STRIDE=at.stride, SPANNED=spanned, RAGGED=at.starts is not None, BLOCK_M=128,
+        FLIPPED=flipped,
     )  # fmt: skip
     return dict(chosen=chosen, grads=grads)
 
@@ -282,8 +289,10 @@ def backward_k(it: Problem, keys: Tensor, kind: int, found: dict[str, Tensor]) -
     splits = 1 if kind == EDGES.value else launch.query_splits(blocks * B * ranks, tiles)
     dk = keys.new_empty(splits, B, N, ranks, D, dtype=torch.float32)
     args["WIDE"] |= dk.numel() >= 1 << 31
-    dk_kernel[(blocks, B * ranks, splits)](
-        dk=dk, dk_scale=it.scale, KIND=kind, APART=it.beside == EDGES.value, **args, **found,
+    grid, flipped = launch.grid(blocks, B * ranks, splits)
+    dk_kernel[grid](
+        dk=dk, dk_scale=it.scale, KIND=kind, APART=it.beside == EDGES.value, FLIPPED=flipped,
+        **args, **found,
     )  # fmt: skip
     return dk[0] if splits == share == 1 else dk.unflatten(3, (K, share)).sum((0, 4))
 
@@ -312,10 +321,11 @@ def backward(
     for name in ("lse", "delta"):
         shape = (len(q), args["GROUPS"], it.rows.shape[2])
         found[name] = q.new_zeros(shape, dtype=torch.float32)
-    grid = (triton.cdiv(args["GROUPS"], tile.block_m // args["HEADS"]), len(q) * args["RANKS"])
+    tiles = triton.cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
+    grid, flipped = launch.grid(tiles, len(q) * args["RANKS"])
     dq_kernel[grid](
         dq=dq, dq_scale=it.scale / it.mean, MEAN=it.mean, ADD=add, KIND=it.kind, sinks=at.sinks,
-        SINKS=at.sinks is not None, **args, **found,
+        SINKS=at.sinks is not None, FLIPPED=flipped, **args, **found,
     )  # fmt: skip
     d_sinks = None
     if at.sinks is not None:

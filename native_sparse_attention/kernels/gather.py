@@ -19,6 +19,7 @@ from torch import Tensor
 from . import launch
 from .device import (
     cap_slope,
+    grid_place,
     load_keys,
     load_lse,
     load_rows,
@@ -35,11 +36,12 @@ LENGTHS = ["T", "S", "start", "groups"]
 
 
 @triton.jit
-def own_tiles(counts, line, T, start, groups, LISTS: tl.constexpr, UNITED: tl.constexpr,
+def own_tiles(place, counts, line, T, start, groups, LISTS: tl.constexpr, UNITED: tl.constexpr,
               STEP: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """First tile of this program and one past its last. Where unions of LISTS lists have `counts`
-    entries, those are STEP unions with UNITED, otherwise STEP tiles of a group without one."""
-    first = tl.program_id(0) * STEP
+    """First tile of the program at `place` and one past its last. Where unions of LISTS lists have
+    `counts` entries, those are STEP unions with UNITED, otherwise STEP tiles of a group without
+    one."""
+    first = place * STEP
     if LISTS == 1:
         end = first + 1
     elif UNITED:
@@ -134,16 +136,19 @@ def forward_kernel(
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
     CAP: tl.constexpr, GATES: tl.constexpr,
-    ADD: tl.constexpr, MIX: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, MIX: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens that share a list, or STEP of them, or of unions. Writes out
     and lse, with ADD of the keys seen so far and these; and with MIX the layer's output."""
-    b, r = (tl.program_id(1) // R).to(tl.int64), (tl.program_id(1) % R).to(tl.int64)
+    place, pair, _places, _pairs = grid_place(FLIPPED)
+    b, r = (pair // R).to(tl.int64), (pair % R).to(tl.int64)
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     line = b * R + r
-    first, end = own_tiles(counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE)
+    first, end = own_tiles(
+        place, counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE
+    )
     for tile in range(first, end):
         token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
         entries, length = tile_entries(
@@ -204,16 +209,19 @@ def dq_kernel(
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
     CAP: tl.constexpr, GATES: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: as the forward. Writes dq, added to what is there if ADD; with GATES also what
     each head adds to the gradient of each slot's gate, [B T H n]."""
-    b, r = (tl.program_id(1) // R).to(tl.int64), (tl.program_id(1) % R).to(tl.int64)
+    place, pair, _places, _pairs = grid_place(FLIPPED)
+    b, r = (pair // R).to(tl.int64), (pair % R).to(tl.int64)
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     line = b * R + r
-    first, end = own_tiles(counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE)
+    first, end = own_tiles(
+        place, counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE
+    )
     for tile in range(first, end):
         token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
         entries, length = tile_entries(
@@ -277,7 +285,7 @@ def arguments(
     kernel: str,
     unions: Unions | None,
     united: bool,
-) -> tuple[tuple[int, int], dict[str, Any]]:
+) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid, and what both kernels take: for all lists, or where there are unions for the `united`
     groups or the lists of the others."""
     B, T, H, D = q.shape
@@ -299,49 +307,22 @@ def arguments(
     boxes = [launch.boxes(t, block_n) if block_n <= block_s else None for t in (k, v)]
     tma = None not in boxes
     args = dict(
-        q=q,
-        k=boxes[0] if tma else k,
-        v=boxes[1] if tma else v,
-        TMA=tma,
-        **strides("q", q, "bth"),
-        **strides("k", k, "bnh"),
-        **strides("v", v, "bnh"),
-        lists=unions.entries if united else selection.lists,
+        q=q, k=boxes[0] if tma else k, v=boxes[1] if tma else v, TMA=tma,
+        **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
+        lists=unions.entries if united else selection.lists, gates=selection.gates,
         counts=None if unions is None else unions.counts,
-        groups=0 if unions is None else unions.groups,
-        gates=selection.gates,
-        starts=selection.starts,
-        start=selection.start,
-        T=T,
-        S=S,
-        K=K,
-        R=R,
-        n=unions.limit if united else n,
-        s=s,
-        G=G,
-        D=D,
-        E=E,
-        BLOCK_D=launch.padded(D),
-        BLOCK_E=launch.padded(E),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=block_n,
-        BLOCK_S=block_s,
-        SLOTS=triton.next_power_of_2(n),
-        TOKENS=tokens,
-        STRIDE=stride,
-        LISTS=lists,
-        UNITED=united,
-        STEP=step,
-        RAGGED=selection.starts is not None,
-        DIAGONAL=selection.diagonal,
-        **launch.ends(selection),
+        groups=0 if unions is None else unions.groups, starts=selection.starts,
+        start=selection.start, T=T, S=S, K=K, R=R, n=unions.limit if united else n, s=s, G=G, D=D,
+        E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
+        BLOCK_N=block_n, BLOCK_S=block_s, SLOTS=triton.next_power_of_2(n), TOKENS=tokens,
+        STRIDE=stride, LISTS=lists, UNITED=united, STEP=step, RAGGED=selection.starts is not None,
+        DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
-        GATES=selection.gates is not None,
-        PRECISION="ieee",
-        num_warps=tile.num_warps,
+        GATES=selection.gates is not None, PRECISION="ieee", num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
-    return (triton.cdiv(selection.aligned, tokens * step), B * R), args
+    )  # fmt: skip
+    grid, args["FLIPPED"] = launch.grid(triton.cdiv(selection.aligned, tokens * step), B * R)
+    return grid, args
 
 
 def forward(

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import launch
 from .device import (
     LOCAL_BLOCKS,
+    grid_place,
     in_document,
     interval,
     joined,
@@ -24,8 +25,8 @@ from .device import (
     load_keys,
     load_rows,
     load_sinks,
+    scaled_step,
     soft_capped,
-    softmax_step,
     store_softmax,
     tile_rows,
 )
@@ -48,13 +49,14 @@ def forward_kernel(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TMA: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    POSITIVE: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
     with INNER those of the local blocks and the prefix apart."""
     # the queries that see most go first
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = large(tl.program_id(1) // K, WIDE), large(tl.program_id(1) % K, WIDE)
+    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile = tiles - 1 - tile
+    b, h = large(line // K, WIDE), large(line % K, WIDE)
     TOKENS: tl.constexpr = BLOCK_M // G
     token, g, real = tile_rows(tile, T, G, BLOCK_M)
     if RAGGED:
@@ -82,6 +84,11 @@ def forward_kernel(
         inner_m, inner_l, inner_acc = m, l, acc
     if SINKS:
         m, l = load_sinks(sinks, head), l + 1.0
+
+    # of products that are no logits yet
+    unit_scale = scale_log2
+    if CAP or not POSITIVE:
+        unit_scale = 1.0
 
     # keys that some rows see, that all see, that some see; with INNER those before all local
     # blocks, among them, and in the local blocks of all rows; then the prefix
@@ -127,25 +134,27 @@ def forward_kernel(
                 else:
                     k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
                     v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 if CAP:
-                    s = soft_capped(s, cap)
+                    s = soft_capped(s * scale_log2, cap)
+                elif not POSITIVE:
+                    s *= scale_log2
                 if phase != 1:
                     seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
                     s = tl.where(seen, s, float("-inf"))
                 if INNER and phase == 2:
                     within = n[None] >= local[:, None]
-                    inner_acc, inner_m, inner_l = softmax_step(
-                        tl.where(within, s, float("-inf")), v_tile, inner_acc, inner_m, inner_l,
-                        PRECISION,
+                    inner_acc, inner_m, inner_l = scaled_step(
+                        tl.where(within, s, float("-inf")), unit_scale, 0.0, v_tile, inner_acc,
+                        inner_m, inner_l, PRECISION,
                     )  # fmt: skip
                     s = tl.where(within, float("-inf"), s)
                 if INNER and phase >= 3:
-                    inner_acc, inner_m, inner_l = softmax_step(
-                        s, v_tile, inner_acc, inner_m, inner_l, PRECISION
+                    inner_acc, inner_m, inner_l = scaled_step(
+                        s, unit_scale, 0.0, v_tile, inner_acc, inner_m, inner_l, PRECISION
                     )
                 else:
-                    acc, m, l = softmax_step(s, v_tile, acc, m, l, PRECISION)
+                    acc, m, l = scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, PRECISION)
         if INNER and phase == 3:
             # the window is what lies before its local blocks, and these
             acc, m, l = joined(acc, m, l, inner_acc, inner_m, inner_l)
@@ -217,6 +226,12 @@ def arguments(
     )
 
 
+def tiles_of_queries(q: Tensor, k: Tensor, args: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Grid of a launch over tiles of queries, and whether it is flipped."""
+    tiles = triton.cdiv(q.shape[1], args["BLOCK_M"] // args["G"])
+    return launch.grid(tiles, q.shape[0] * k.shape[2])
+
+
 def prefix_arguments(prefix: tuple[Tensor, Tensor] | None, place: Place) -> dict[str, Any]:
     pk, pv = (None, None) if prefix is None else prefix
     form = NO_PREFIX if pk is None else CAUSAL_PREFIX if place.causal_prefix else OPEN_PREFIX
@@ -249,9 +264,16 @@ def forward(
     if inner is not None:
         inner_outputs = launch.empty_outputs(q, v)
         args |= dict(zip(("inner_out", "inner_lse"), inner_outputs, strict=True))
-    grid = (triton.cdiv(q.shape[1], args["BLOCK_M"] // args["G"]), q.shape[0] * k.shape[2])
+    grid, flipped = tiles_of_queries(q, k, args)
     args = dict(inner_out=None, inner_lse=None) | args
     args |= dict(sinks=sinks, inner_sinks=inner_sinks, SINKS=sinks is not None)
     args |= by_boxes(k, v, args["BLOCK_N"])
-    forward_kernel[grid](out=outputs[0], lse=outputs[1], scale_log2=scale * LOG2_E, **args)
+    forward_kernel[grid](
+        out=outputs[0],
+        lse=outputs[1],
+        scale_log2=scale * LOG2_E,
+        POSITIVE=scale > 0,
+        FLIPPED=flipped,
+        **args,
+    )
     return *outputs, *inner_outputs

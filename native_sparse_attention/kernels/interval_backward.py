@@ -13,6 +13,7 @@ from .device import (
     EVERYTHING,
     LOCAL_BLOCKS,
     cap_slope,
+    grid_place,
     in_document,
     interval,
     large,
@@ -25,7 +26,14 @@ from .device import (
     store_rows,
     tile_rows,
 )
-from .interval import CAUSAL_PREFIX, LENGTHS, arguments, by_boxes, prefix_arguments
+from .interval import (
+    CAUSAL_PREFIX,
+    LENGTHS,
+    arguments,
+    by_boxes,
+    prefix_arguments,
+    tiles_of_queries,
+)
 from .launch import ALWAYS, Cotangent, Place
 from .tiles import FEW_KEYS
 
@@ -40,12 +48,13 @@ def dq_kernel(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of a tile of queries of one row and KV head, added to what is there if
     ADD."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = large(tl.program_id(1) // K, WIDE), large(tl.program_id(1) % K, WIDE)
+    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile = tiles - 1 - tile
+    b, h = large(line // K, WIDE), large(line % K, WIDE)
     TOKENS: tl.constexpr = BLOCK_M // G
     token, g, real = tile_rows(tile, T, G, BLOCK_M)
     if RAGGED:
@@ -144,17 +153,18 @@ def dkv_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
-    CAP: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr,
+    CAP: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of equal shares (axis 2) of the queries that see a block of keys adds
     to its dk and dv, written to [shares, B, N, K, ...]."""
-    b, h = large(tl.program_id(1) // K, WIDE), large(tl.program_id(1) % K, WIDE)
+    block, line, _blocks, lines = grid_place(FLIPPED)
+    b, h = large(line // K, WIDE), large(line % K, WIDE)
     split = tl.program_id(2)
     TOKENS: tl.constexpr = BLOCK_M // G
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    n0 = tl.program_id(0) * BLOCK_N
+    n0 = block * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     inside = n < N
     k_tile = load_rows(k, b * k_b + h * k_h + large(n, WIDE) * k_n, D, BLOCK_D, inside)
@@ -233,7 +243,7 @@ def dkv_kernel(
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
             dk_acc += tl.dot(ds.to(q_tile.dtype), q_tile, input_precision=PRECISION)
 
-    B = tl.num_programs(1) // K
+    B = lines // K
     entry = ((split * B + b) * N + n) * K + h
     store_rows(dk, entry * D, dk_acc * scale, D, BLOCK_D, inside)
     store_rows(dv, entry * E, dv_acc, E, BLOCK_E, inside)
@@ -268,7 +278,7 @@ def backward_q(
     dq = q.new_empty(q.shape) if dq is None else dq
     within, inner_cotangent = inner or (None, None)
     args = arguments(q, k, v, place, "dq", within) | prefix_arguments(prefix, within or place)
-    grid = (triton.cdiv(q.shape[1], args["BLOCK_M"] // args["G"]), q.shape[0] * k.shape[2])
+    grid, args["FLIPPED"] = tiles_of_queries(q, k, args)
     args |= by_boxes(k, v, args["BLOCK_N"])
     dq_kernel[grid](dq=dq, scale=scale, ADD=add, **args, **cotangents(cotangent, inner_cotangent))
     return dq
@@ -296,7 +306,8 @@ def backward_kv(
     dv = v.new_empty(splits, B, N, K, E, dtype=torch.float32)
     args["WIDE"] |= max(dk.numel(), dv.numel()) >= 1 << 31
     args |= cotangents(cotangent, inner_cotangent)
-    dkv_kernel[(blocks, B * K, splits)](dk=dk, dv=dv, scale=scale, SPLIT=place.wide, **args)
+    grid, args["FLIPPED"] = launch.grid(blocks, B * K, splits)
+    dkv_kernel[grid](dk=dk, dv=dv, scale=scale, SPLIT=place.wide, **args)
     return (dk[0], dv[0]) if splits == 1 else (dk.sum(0), dv.sum(0))
 
 

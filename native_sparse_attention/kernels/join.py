@@ -4,7 +4,7 @@ order: attentions and dq of a query's slots, dk and dv of a block's items."""
 import triton
 import triton.language as tl
 
-from .device import load_rows, store_rows
+from .device import grid_place, load_rows, store_rows
 
 JOIN_ROWS = 32
 
@@ -13,12 +13,12 @@ JOIN_ROWS = 32
 def join_kernel(
     part, part_lse, lists, out, lse, T, R, n, first, length,
     G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    ADD: tl.constexpr,
+    ADD: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: M rows (token, head) from `first` on. Joins the parts of a row's slots, and with
     ADD what out and lse hold, into out and lse; part_lse is in units of log2."""
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b = tl.program_id(1).to(tl.int64)
+    tile, b, _tiles, _rows = grid_place(FLIPPED)
+    i, b = tile * BLOCK_M + tl.arange(0, BLOCK_M), b.to(tl.int64)
     H = R * G
     real = i < length * H
     row = (b * T + first) * H + i
@@ -71,12 +71,12 @@ def gather_spill_kernel(
 def sum_kernel(
     part, lists, dq, T, R, n, first, length,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    PIECES: tl.constexpr, ADD: tl.constexpr,
+    PIECES: tl.constexpr, ADD: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: M rows (token, head) from `first` on. The sum of a row's parts over its slots
     and their pieces, with ADD on top of what dq holds."""
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b = tl.program_id(1).to(tl.int64)
+    tile, b, _tiles, _rows = grid_place(FLIPPED)
+    i, b = tile * BLOCK_M + tl.arange(0, BLOCK_M), b.to(tl.int64)
     H = R * G
     real = i < length * H
     row = (b * T + first) * H + i

@@ -34,6 +34,9 @@ from .tiles import (
 
 LOG2_E = 1.4426950408889634
 
+# programs along any axis of a grid but the first
+MOST_LINES = 65535
+
 # rows that the tensor memory accelerator reads at once
 MOST_IN_BOX = 256
 
@@ -183,6 +186,13 @@ def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
     """Whether a tile of `pairs` can hold a block of s keys and their values."""
     width = padded(k.shape[-1]) + padded(v.shape[-1])
     return padded(s) * width * k.element_size() <= architecture().block_bytes
+
+
+def grid(tiles: int, lines: int, *others: int) -> tuple[tuple[int, ...], bool]:
+    """A grid of tiles x lines (rows of the batch x heads), those of one line side by side; and
+    whether it is flipped, as it is for more lines than fit: tiles are few then."""
+    flipped = lines > MOST_LINES
+    return (*((lines, tiles) if flipped else (tiles, lines)), *others), flipped
 
 
 def query_splits(programs: int, tiles: int) -> int:

@@ -72,7 +72,8 @@ def forward_kernel(
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr, CAP: tl.constexpr,
-    GATES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    GATES: tl.constexpr, WHOLE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item. Writes each row's attention to the item's block alone and its lse."""
     item = tl.program_id(0)
@@ -92,23 +93,27 @@ def forward_kernel(
             ahead = load_entries(entries, i + BLOCK_M // G, end, G, BLOCK_M)
             t = bt - b * T
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
-            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            unit_scale = scale_log2
+            if CAP or GATES or not POSITIVE:
+                logits, unit_scale = logits * scale_log2, 1.0
             if CAP:
                 logits = soft_capped(logits, cap)
             if GATES:
                 logits *= tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[:, None]
-            visible = there[None]
-            if DIAGONAL:
-                visible = visible & (key[None] <= start + t[:, None])
-            if ENDS:
-                ends = tl.load(doc_last + b * T + t, mask=real, other=0)
-                visible = visible & (key[None] < ends[:, None])
-            logits = tl.where(visible, logits, float("-inf"))
-            m = tl.max(logits, 1)
+            if not WHOLE:
+                visible = there[None]
+                if DIAGONAL:
+                    visible = visible & (key[None] <= start + t[:, None])
+                if ENDS:
+                    ends = tl.load(doc_last + b * T + t, mask=real, other=0)
+                    visible = visible & (key[None] < ends[:, None])
+                logits = tl.where(visible, logits, float("-inf"))
+            m = tl.max(logits, 1) * unit_scale
             # rows that are none may see nothing
-            p = tl.exp2(logits - tl.where(real, m, 0.0)[:, None])
+            p = tl.exp2(logits * unit_scale - tl.where(real, m, 0.0)[:, None])
             l = tl.where(real, tl.sum(p, 1), 1.0)
-            o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) / l[:, None]
+            o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) * (1.0 / l)[:, None]
             row = (e - (b * (T - length) + first) * (R * n)) * G + head % G
             store_rows(part, row * E, o, E, BLOCK_E, real)
             tl.store(part_lse + row, m + tl.log2(l), mask=real)
@@ -123,7 +128,7 @@ def backward_kernel(
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr, CAP: tl.constexpr,
-    GATES: tl.constexpr, GATED: tl.constexpr,
+    GATES: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr,
     DQ: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: an item, and a piece of N keys of its block. Adds to dk and dv of the block, or
@@ -156,19 +161,25 @@ def backward_kernel(
             delta_row = tl.load(delta + row, mask=real, other=0.0)
 
             # [N, M]: p and ds are the left operands of what follows
-            logits = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
-            if CAP:
-                logits = soft_capped(logits, cap)
-            weight = 1.0
-            if GATES:
-                weight = tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[None]
-            visible = there[:, None] & real[None]
-            if DIAGONAL:
-                visible = visible & (key[:, None] <= start + t[None])
-            if ENDS:
-                ends = tl.load(doc_last + b * T + t, mask=real, other=0)
-                visible = visible & (key[:, None] < ends[None])
-            logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
+            product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+            if CAP or GATES:
+                logits = product * scale
+                if CAP:
+                    logits = soft_capped(logits, cap)
+                weight = 1.0
+                if GATES:
+                    weight = tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[None]
+                logits2 = logits * weight * 1.4426950408889634
+            else:
+                logits2 = product * (scale * 1.4426950408889634)
+            if not WHOLE:  # rows that are none add nothing: their q, d_out and delta are zeros
+                visible = there[:, None] & real[None]
+                if DIAGONAL:
+                    visible = visible & (key[:, None] <= start + t[None])
+                if ENDS:
+                    ends = tl.load(doc_last + b * T + t, mask=real, other=0)
+                    visible = visible & (key[:, None] < ends[None])
+                logits2 = tl.where(visible, logits2, float("-inf"))
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             p, ds = softmax_grad(logits2, dp, lse_row[None], delta_row[None], GATED)
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
@@ -212,6 +223,9 @@ def arguments(
     B, T, R, n = selection.lists.shape
     tile = launch.pair_tile(kernel, max(D, E), H // R, q.dtype)
     num_blocks = triton.cdiv(S, selection.s)
+    # no key of a tile is none, and rows see all
+    whole = launch.padded(selection.s) == selection.s and S % selection.s == 0
+    whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
     # rows of d_out, of parts, of dk
     most = max(T * H, inverse.length * H * n * triton.cdiv(selection.s, tile.block_n), S * K)
     return dict(
@@ -250,6 +264,7 @@ def arguments(
         **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
         GATES=selection.gates is not None,
+        WHOLE=whole,
         WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
         PRECISION="ieee",
         num_warps=tile.num_warps,
@@ -292,13 +307,15 @@ def forward(
             part=part,
             part_lse=part_lse,
             scale_log2=scale * LOG2_E,
+            POSITIVE=scale > 0,
             BLOCK_S=launch.padded(selection.s),
             **args,
         )
-        join_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
+        grid, flipped = launch.grid(triton.cdiv(inverse.length * H, JOIN_ROWS), B)
+        join_kernel[grid](
             part, part_lse, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
             length=inverse.length, G=H // R, E=E, BLOCK_E=args["BLOCK_E"], BLOCK_M=JOIN_ROWS,
-            ADD=partial is not None,
+            ADD=partial is not None, FLIPPED=flipped,
         )  # fmt: skip
         del part, part_lse  # before the next span's are allocated
     return out, lse
@@ -354,9 +371,11 @@ def backward(
                 D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
             )  # fmt: skip
         if with_dq:
-            sum_kernel[(triton.cdiv(inverse.length * H, JOIN_ROWS), B)](
+            grid, flipped = launch.grid(triton.cdiv(inverse.length * H, JOIN_ROWS), B)
+            sum_kernel[grid](
                 part, selection.lists, dq, T, R, n, inverse.first, inverse.length, PIECES=pieces,
                 G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
+                FLIPPED=flipped,
             )  # fmt: skip
         del part, spills
     return dq, None if d_gates is None else d_gates.sum(-1)

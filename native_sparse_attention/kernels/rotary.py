@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import load_rows, store_rows
+from .device import grid_place, load_rows, store_rows
 
 # features of a tile, and tiles that a program turns by the angles that it formed
 FEATURES = 1024
@@ -51,12 +51,13 @@ def rotate_kernel(
     k_h, p_b, p_t,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
     Q_GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TURNED: tl.constexpr,
-    RAGGED: tl.constexpr, GIVEN: tl.constexpr,
+    RAGGED: tl.constexpr, GIVEN: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: some heads of q, or of k, of some tokens of a row. The angle of a pair is the
     token's position over `factor`, times the pair's frequency."""
-    group, b = tl.program_id(0) % GROUPS, tl.program_id(1).to(tl.int64)
-    t = tl.program_id(0) // GROUPS * TOKENS + tl.arange(0, TOKENS)
+    tile, b, _tiles, _rows = grid_place(FLIPPED)
+    group, b = tile % GROUPS, b.to(tl.int64)
+    t = tile // GROUPS * TOKENS + tl.arange(0, TOKENS)
     if GIVEN:
         position = tl.load(positions + b * p_b + t.to(tl.int64) * p_t, mask=t < T, other=0)
     elif RAGGED:
@@ -114,8 +115,9 @@ def launch_pair(tensors: list[Tensor], outs: list[Tensor], where: dict[str, Any]
     tiles = min(tiles, max(H, K))
     q_groups, k_groups = (triton.cdiv(n, heads * tiles) for n in (H, K))
     groups = q_groups + k_groups * (len(tensors) - 1)
-    rotate_kernel[(triton.cdiv(T, tokens) * groups, B)](
+    grid, flipped = launch.grid(triton.cdiv(T, tokens) * groups, B)
+    rotate_kernel[grid](
         q=q, k=k, q_out=outs[0], k_out=outs[-1], T=T, H=H, K=K, **launch.strides("q", q, "bht"),
         **launch.strides("k", k, "bht"), TOKENS=tokens, HEADS=heads, TILES=tiles, GROUPS=groups,
-        Q_GROUPS=q_groups, D=D, BLOCK_D=block_d, **where, num_warps=4,
+        Q_GROUPS=q_groups, D=D, BLOCK_D=block_d, FLIPPED=flipped, **where, num_warps=4,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from .block_keys import block_keys, first_window, two_halves
 from .device import (
     candidates_end,
     candidates_in_document,
+    grid_place,
     in_document,
     leaders,
     load_rows,
@@ -108,13 +109,14 @@ def logits_kernel(
     d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
     INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_HALF: tl.constexpr,
+    ONE_HALF: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, the mean
     of G query heads. Reads those queries and the keys of their candidates. SHARE ranking heads have
     one KV head."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most candidates go first
-    b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
+    tile, line, tiles, lines = grid_place(FLIPPED)
+    tile = tiles - 1 - tile  # those with most candidates go first
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
     index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -134,8 +136,8 @@ def logits_kernel(
         total += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
     q_high, q_low, _ = two_halves(total)
 
-    first_row = (tl.program_id(1) // SHARE).to(tl.int64) * C
-    edge_row = first_row + (tl.num_programs(1) // SHARE).to(tl.int64) * C
+    first_row = (line // SHARE).to(tl.int64) * C
+    edge_row = first_row + (lines // SHARE).to(tl.int64) * C
     EDGES: tl.constexpr = INTERPOLATED and CAUSAL
     ranking, missed = best_by_logits(
         q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, C, BLOCK_D, BLOCK_N,
@@ -173,12 +175,13 @@ def lse_kernel(
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr, STRIDE: tl.constexpr,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
-    HEADS: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the log-sum-exp of a tile of rows. Reads those queries, all memory and the
     windows that they see."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
+    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile = tiles - 1 - tile
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
     position, token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
@@ -207,12 +210,14 @@ def probs_kernel(
     PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
     RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
-    HEADS: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
     of G query heads. Reads those queries, their log-sum-exp and the windows that they see."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, r = (tl.program_id(1) // RANKS).to(tl.int64), (tl.program_id(1) % RANKS).to(tl.int64)
+    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile = tiles - 1 - tile
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
     GROUPS: tl.constexpr = BLOCK_M // HEADS
@@ -259,9 +264,9 @@ def probs_kernel(
 
 
 def ranking_grid(args, groups, B):
-    """Tiles of `groups` groups of tokens, of each row and ranking head."""
+    """Tiles of `groups` groups of tokens, of each row and ranking head; and whether flipped."""
     leaders = triton.cdiv(args["T"] + args["STRIDE"] - 1, args["STRIDE"])
-    return triton.cdiv(leaders, groups), B * args["RANKS"]
+    return launch.grid(triton.cdiv(leaders, groups), B * args["RANKS"])
 
 
 def log_sum_exps(mem_k, args, B, H):
@@ -270,11 +275,12 @@ def log_sum_exps(mem_k, args, B, H):
     q, heads = args["q"], args["HEADS"]
     lse = q.new_empty(B, q.shape[1], H, dtype=torch.float32)
     tile = launch.interval_tile("forward", True, args["D"], heads, q.dtype)
-    lse_kernel[ranking_grid(args, tile.block_m // heads, B)](
+    grid, flipped = ranking_grid(args, tile.block_m // heads, B)
+    lse_kernel[grid](
         mem_k=args["ck"] if mem_k is None else mem_k, lse=lse,
         MEMORY=0 if mem_k is None else mem_k.shape[1], **launch.strides("m", mem_k, "hm"),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **args,
+        num_stages=tile.num_stages, FLIPPED=flipped, **args,
     )  # fmt: skip
     return lse
 
@@ -320,10 +326,12 @@ def select_blocks(
             WARPS=tile.num_warps, WIDE=launch.wide(ck),
         )  # fmt: skip
 
-    kernel[ranking_grid(args, tile.block_m // rows, B)](
+    grid, flipped = ranking_grid(args, tile.block_m // rows, B)
+    kernel[grid](
         out=out, before=before, C=num_ranked, SLOTS=n, SLOTS_2=max(2, triton.next_power_of_2(n)),
         s=s, INITIAL=num_initial, LOCAL=max(num_local, 1), BEFORE=before is not None,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=tile.columns, DEPTH=tile.depth,
-        MERGE_N=tile.merge_n, num_warps=tile.num_warps, num_stages=tile.num_stages, **args,
+        MERGE_N=tile.merge_n, FLIPPED=flipped, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **args,
     )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .device import grid_place
 from .launch import Selection
 
 # pairs of entries that one program compares at once
@@ -51,11 +52,12 @@ def list_blocks(lists, b, r, token, slot, T, R, n):
 def unite_kernel(
     lists, entries, counts, starts, start, T, R, n, limit, cost,
     LISTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr, RAGGED: tl.constexpr,
+    FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a group of LISTS lists, none of which holds a block twice. Writes its union
     where that has fewer than 1 / cost of the lists' blocks, and its size, or else 0."""
-    group = tl.program_id(0)
-    b, r = (tl.program_id(1) // R).to(tl.int64), tl.program_id(1) % R
+    group, pair, groups, _pairs = grid_place(FLIPPED)
+    b, r = (pair // R).to(tl.int64), pair % R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     first = group * (LISTS * STRIDE) - start % STRIDE
@@ -72,7 +74,7 @@ def unite_kernel(
     leads = ((c >= 0) & ((held & ((1 << number) - 1)) == 0)).to(tl.int32)
     size = tl.sum(leads, 0)
     size = tl.where(size * cost < tl.sum((c >= 0).to(tl.int32), 0), size, 0)
-    line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + group
+    line = pair.to(tl.int64) * groups + group
     at = line * limit + tl.cumsum(leads, 0) - 1
     tl.store(entries + at, (held.to(tl.int64) << 32) | c, mask=leads * size > 0)
     tl.store(counts + line, size)
@@ -93,10 +95,12 @@ def unite(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
     limit = min(int(rule.lists * n / rule.cost) + 1, rule.lists * n)
     entries = selection.lists.new_empty(B, R, groups, limit, dtype=torch.int64)
     counts = selection.lists.new_empty(B, R, groups, dtype=torch.int32)
-    unite_kernel[(groups, B * R)](
+    grid, flipped = launch.grid(groups, B * R)
+    unite_kernel[grid](
         selection.lists, entries, counts, selection.starts, selection.start, T, R, n, limit,
         float(rule.cost), LISTS=rule.lists, STRIDE=selection.stride, SLOTS=slots,
-        RAGGED=selection.starts is not None, num_warps=1 if rule.lists * slots <= 64 else 4,
+        RAGGED=selection.starts is not None, FLIPPED=flipped,
+        num_warps=1 if rule.lists * slots <= 64 else 4,
     )  # fmt: skip
     return Unions(entries, counts, rule.lists)
 
