@@ -82,7 +82,15 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.block_keys",
         }
     ),
-    frozenset({"kernels.entries", "kernels.gate_steps", "kernels.unite"}),
+    frozenset(
+        {
+            "kernels.entries",
+            "kernels.gate_steps",
+            "kernels.gather_steps",
+            "kernels.norms",
+            "kernels.unite",
+        }
+    ),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset(
         {"kernels.arrivals", "kernels.device", "kernels.sizes", "kernels.tiles", "kernels.topn"}

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .device import load_rows, store_mixed
+from .device import finite_log2, load_rows, store_mixed
 from .launch import Cotangent
 
 # rows of a program; of the backward, which reads more of each
@@ -35,7 +35,8 @@ def combine_backward_kernel(
 ):  # fmt: skip
     """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3]; and, branch by branch
     [3, ROWS], what a backward starts from (`launch.Cotangent`): the same in float32, its last bit
-    set where the gate is negative, and lse less the logarithm of the gate's size."""
+    set where the gate is negative, and lse less the logarithm of the gate's size, in units of
+    log2."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
@@ -50,22 +51,25 @@ def combine_backward_kernel(
         bits = d_gate.to(tl.int32, bitcast=True) & -2 | (g < 0.0).to(tl.int32)
         tl.store(delta + at, bits.to(tl.float32, bitcast=True), mask=real)
         log = tl.load(lse + row, mask=real, other=0.0)
-        size = tl.log2(tl.where(g < 0.0, -g, g)) * 0.6931471805599453
-        tl.store(gated + at, tl.where(log == float("-inf"), log, log - size), mask=real)
+        size = tl.log2(tl.where(g < 0.0, -g, g))
+        tl.store(
+            gated + at, finite_log2(log) - tl.where(log == float("-inf"), 0.0, size), mask=real
+        )
 
 
 @triton.jit(do_not_specialize=["ROWS"])
 def delta_kernel(
-    out, d_out, d_lse, delta, ROWS,
+    out, d_out, lse, d_lse, log, delta, ROWS,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows of `delta = sum(out * d_out) - d_lse`."""
+    """One program: M rows of `delta = sum(out * d_out) - d_lse`, and of lse in units of log2."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     o = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
     do = load_rows(d_out, row * E, E, BLOCK_E, real).to(tl.float32)
     value = tl.sum(o * do, 1) - tl.load(d_lse + row, mask=real, other=0.0)
     tl.store(delta + row, value, mask=real)
+    tl.store(log + row, finite_log2(tl.load(lse + row, mask=real, other=0.0)), mask=real)
 
 
 def arguments(outs: list[Tensor], gates: Tensor, block: int) -> tuple[tuple[int], dict]:
@@ -111,12 +115,12 @@ def cotangents(d_out: Tensor, gated: Tensor, delta: Tensor) -> list[Cotangent]:
     ]
 
 
-def deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:
-    """delta [B T H] of one branch."""
+def cotangent(d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor) -> Cotangent:
+    """What the backward of one branch alone starts from, given all of it contiguous."""
     E = out.shape[-1]
-    delta = torch.empty_like(d_lse)
+    log, delta = torch.empty_like(lse), torch.empty_like(lse)
     delta_kernel[(triton.cdiv(delta.numel(), BLOCK_ROWS),)](
-        out, d_out, d_lse, delta, delta.numel(),
+        out, d_out, lse, d_lse, log, delta, delta.numel(),
         E=E, BLOCK_E=launch.padded(E), BLOCK_M=BLOCK_ROWS,
     )  # fmt: skip
-    return delta
+    return Cotangent(d_out, log, delta)

@@ -27,6 +27,13 @@ def grid_place(FLIPPED: tl.constexpr):
 
 
 @triton.jit
+def rare(somewhere, n):
+    """Says of a branch that it is rarely taken: a store that never happens (n is not negative)
+    keeps compilers from computing it always and selecting."""
+    tl.store(somewhere, 0.0, mask=n < 0)
+
+
+@triton.jit
 def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
     """First key and one past the last key that query i sees; none below `floor`."""
     lo = i * 0
@@ -180,10 +187,9 @@ def load_sinks(sinks, head):
 
 
 @triton.jit
-def load_lse(lse, row, real):
-    """Log-sum-exps of rows in units of log2, 0 for an empty row: it has no keys, its tile may."""
-    value = tl.load(lse + row, mask=real, other=0.0) * 1.4426950408889634
-    return tl.where(value == float("-inf"), 0.0, value)
+def finite_log2(lse):
+    """Log-sum-exps in units of log2, 0 for an empty row: it has no keys, its tile may."""
+    return tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
 
 
 @triton.jit
@@ -209,14 +215,53 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def scaled_step(s, scale, bias, v, acc, m, l, PRECISION: tl.constexpr):
-    """`softmax_step` of logits `scale s + bias[:, None]`, formed as the maximum is subtracted; only
-    for a scale > 0, which the maximum goes through."""
-    m_new = tl.maximum(m, tl.max(s, 1) * scale + bias)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p, alpha = tl.exp2(s * scale + (bias - m_safe)[:, None]), tl.exp2(m - m_safe)
-    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return acc, m_new, l * alpha + tl.sum(p, 1)
+def measured_from(q, norms, line, scale, keys, m, EMPTY: tl.constexpr):
+    """What logits of rows q [M, D] with the keys of a line (a row and KV head), `scale` times their
+    products, are measured from: a bound of theirs if it is small enough, else the largest so far, m
+    (-inf with EMPTY). And what sums measured from m are multiplied by, and whether the maximum is
+    to be followed: where logits may be large, or rows see fewer than 16 `keys`.
+
+    From a bound of B the largest term is at least 2**(-2 B), and terms are lost that are 2**(126 -
+    2 B) times as small. It is no power of two as the largest is when measured from itself; the
+    rounding of that shows where there are few."""
+    q = q.to(tl.float32)
+    # one number for all rows: it need not change layouts
+    squares = tl.where(keys < 16, float("inf"), tl.sum(q * q, 1))
+    bound = tl.sqrt(tl.max(squares, 0)) * (tl.load(norms + line) * tl.abs(scale))
+    small = bound <= 48.0
+    factor = m
+    if not EMPTY:
+        small = small & (tl.max(m, 0) - bound <= 48.0)
+        factor = tl.where(small, tl.exp2(m - bound), 1.0)
+    return tl.where(small, bound, m), factor, small == 0
+
+
+@triton.jit
+def raised(s, scale, bias, acc, m, l):
+    """The running softmax as measured from the maximum of m and logits `scale s + bias[:, None]`,
+    and what it is measured from then."""
+    before, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
+    origin = tl.where(m == float("-inf"), 0.0, m)
+    alpha = tl.exp2(before - origin)
+    return acc * alpha[:, None], m, l * alpha, origin
+
+
+@triton.jit
+def scaled_step(s, scale, bias, v, acc, m, l, large, somewhere, n, BOUNDED: tl.constexpr,
+                PRECISION: tl.constexpr):  # fmt: skip
+    """`softmax_step` of logits `scale s + bias[:, None]`, formed as what they are measured from is
+    subtracted; only for a scale > 0, which their maximum goes through. With BOUNDED they are
+    measured from m, unless they may be `large` (see `rare` for `somewhere` and n)."""
+    if BOUNDED:
+        origin = m
+        if large:
+            rare(somewhere, n)
+            acc, m, l, origin = raised(s, scale, bias, acc, m, l)
+    else:
+        acc, m, l, origin = raised(s, scale, bias, acc, m, l)
+    p = tl.exp2(s * scale + (bias - origin)[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m, l + tl.sum(p, 1)
 
 
 @triton.jit
@@ -254,10 +299,11 @@ def store_mixed(
 
 
 @triton.jit
-def softmax_grad(s, dp, lse, delta, GATED: tl.constexpr):
-    """Probabilities and the gradient of logits s, from dp = d_out . v; `lse` and `delta` broadcast
-    along the keys. With GATED both are those of a gated output: see `launch.Cotangent`."""
-    p = tl.exp2(s - lse)
+def softmax_grad(s, scale, dp, lse, delta, GATED: tl.constexpr):
+    """Probabilities and the gradient of logits `scale s`, from dp = d_out . v; `lse` and `delta`
+    broadcast along the keys. With GATED both are those of a gated output: see
+    `launch.Cotangent`."""
+    p = tl.exp2(s * scale - lse)
     if GATED:
         sign = delta.to(tl.int32, bitcast=True) << 31
         p = (p.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)

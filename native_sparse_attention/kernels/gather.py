@@ -21,113 +21,36 @@ from .device import (
     cap_slope,
     grid_place,
     load_keys,
-    load_lse,
     load_rows,
+    measured_from,
+    scaled_step,
     soft_capped,
     softmax_grad,
-    softmax_step,
     store_mixed,
     store_rows,
 )
+from .gather_steps import (
+    list_keys,
+    list_tile,
+    own_tiles,
+    row_bias,
+    slot_gates,
+    tile_entries,
+    visible_keys,
+)
 from .launch import LOG2_E, Cotangent, Mixture, Selection, strides
+from .norms import bounds
 from .unite import Unions
 
 LENGTHS = ["T", "S", "start", "groups"]
 
-
-@triton.jit
-def own_tiles(place, counts, line, T, start, groups, LISTS: tl.constexpr, UNITED: tl.constexpr,
-              STEP: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """First tile of the program at `place` and one past its last. Where unions of LISTS lists have
-    `counts` entries, those are STEP unions with UNITED, otherwise STEP tiles of a group without
-    one."""
-    first = place * STEP
-    if LISTS == 1:
-        end = first + 1
-    elif UNITED:
-        group = first + tl.arange(0, STEP)
-        count = tl.load(counts + line * groups + group, mask=group < groups, other=0)
-        end = tl.where(tl.max(count, 0) > 0, tl.minimum(first + STEP, groups), first)
-    else:
-        count = tl.load(counts + line * groups + first // LISTS)
-        end = tl.minimum(first + STEP, tl.cdiv(T + start % STRIDE, TOKENS))
-        end = tl.where(count > 0, first, end)
-    return first, end
-
-
-@triton.jit
-def list_tile(tile, start, T, G: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
-              BLOCK_M: tl.constexpr):  # fmt: skip
-    """Rows of a tile that begins where an aligned group does: token and group head of each, whether
-    it is one, and a token whose list is the tile's."""
-    first = tile * TOKENS - start % STRIDE
-    row = tl.arange(0, BLOCK_M)
-    token = first + row // G
-    real = (row < TOKENS * G) & (token >= 0) & (token < T)
-    return token, row % G, real, tl.minimum(tl.maximum(first, 0), T - 1)
-
-
-@triton.jit
-def list_keys(entries, j0, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys j0 and on of the blocks of n entries laid end to end, each padded to BLOCK_S: the
-    position of the first, the positions of all, which of them are there, and the entries."""
-    j = j0 + tl.arange(0, BLOCK_N)
-    if BLOCK_N <= BLOCK_S:
-        entry = tl.load(entries + j0 // BLOCK_S, mask=j0 // BLOCK_S < n, other=-1)
-        held = tl.broadcast_to(entry, [1])
-    else:
-        entry = tl.load(entries + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
-        held = entry
-    c = entry.to(tl.int32)
-    key = c * s + j % BLOCK_S
-    return c * s + j0 % BLOCK_S, key, (c >= 0) & (j % BLOCK_S < s) & (key < S), held
-
-
-@triton.jit
-def visible_keys(there, key, entry, position, G: tl.constexpr, STRIDE: tl.constexpr,
-                 BLOCK_M: tl.constexpr, UNITED: tl.constexpr, DIAGONAL: tl.constexpr,
-                 end, ENDS: tl.constexpr):  # fmt: skip
-    """Which keys rows see, [M, N]: of an entry of a union, the rows whose list holds it; with ENDS
-    those before each row's `end`."""
-    visible = there[None]
-    if UNITED:
-        number = tl.arange(0, BLOCK_M) // (G * STRIDE)
-        held = (entry >> 32).to(tl.int32)[None] >> number[:, None]
-        visible = visible & ((held & 1) != 0)
-    if DIAGONAL:
-        visible = visible & (key[None] <= position[:, None])
-    if ENDS:
-        visible = visible & (key[None] < end[:, None])
-    return visible
-
-
-@triton.jit
-def slot_gates(gates, bt, r, slot, R, n, real):
-    """Gates [M, N] of slots [N] of the lists of rows [M]."""
-    at = ((bt * R + r) * n)[:, None] + slot[None]
-    there = real[:, None] & (slot < n)[None]
-    return tl.load(gates + at, mask=there, other=1.0).to(tl.float32)
-
-
-@triton.jit
-def tile_entries(lists, counts, line, tile, bt, r, R, n, groups, SLOTS: tl.constexpr,
-                 UNITED: tl.constexpr):  # fmt: skip
-    """What the tile of token bt walks: where its entries are, and how many; of a list up to the
-    last that holds a block."""
-    if UNITED:
-        entries = lists + (line * groups + tile) * n
-        length = tl.load(counts + line * groups + tile)
-    else:
-        entries = lists + (bt * R + r) * n
-        slot = tl.arange(0, SLOTS)
-        c = tl.load(entries + slot, mask=slot < n, other=-1)
-        length = tl.max(tl.where(c >= 0, slot + 1, 0), 0)
-    return entries, length
+# rows of a tile from which logits are measured from a bound
+BOUNDED_ROWS = 64
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, lists, counts, gates, out, lse, mix_cmp, mix_win, mix_gates, mixed,
+    q, k, v, norms, lists, counts, gates, out, lse, mix_cmp, mix_win, mix_gates, mixed,
     starts, start, doc_last, T, S, K, R, n, s, groups, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_t, g_h, g_3,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -135,7 +58,8 @@ def forward_kernel(
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
-    CAP: tl.constexpr, GATES: tl.constexpr,
+    CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr, POSITIVE: tl.constexpr,
+    BOUNDED: tl.constexpr,
     ADD: tl.constexpr, MIX: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens that share a list, or STEP of them, or of unions. Writes out
@@ -171,26 +95,44 @@ def forward_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_M], tl.float32)
+        large_logits = True
+        if BOUNDED:
+            m, factor, large_logits = measured_from(
+                q_tile, norms, b * K + h, scale_log2, s, m, not ADD
+            )
+            if ADD:
+                l *= factor
+                acc *= factor[:, None]
 
         for j0 in range(0, length * BLOCK_S, BLOCK_N):
             key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
             k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
             v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
-            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            unit_scale, bias = scale_log2, 0.0
+            if CAP or GATES or not POSITIVE:
+                logits, unit_scale = logits * scale_log2, 1.0
             if CAP:
                 logits = soft_capped(logits, cap)
             if GATES:
                 slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
                 logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
-            visible = visible_keys(
-                there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL, ends, ENDS
-            )
-            logits = tl.where(visible, logits, float("-inf"))
-            acc, m, l = softmax_step(logits, v_tile, acc, m, l, PRECISION)
+            if WHOLE:
+                bias = row_bias(entry, G, STRIDE, BLOCK_M, UNITED)
+            else:
+                visible = visible_keys(
+                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL,
+                    ends, ENDS,
+                )  # fmt: skip
+                logits = tl.where(visible, logits, float("-inf"))
+            acc, m, l = scaled_step(
+                logits, unit_scale, bias, v_tile, acc, m, l, large_logits, lse, j0, BOUNDED,
+                PRECISION,
+            )  # fmt: skip
 
         empty = l == 0.0
         l = tl.where(empty, 1.0, l)
-        acc /= l[:, None]
+        acc *= (1.0 / l)[:, None]
         store_rows(out, row * E, acc, E, BLOCK_E, real)
         log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
         tl.store(lse + row, log, mask=real)
@@ -208,7 +150,7 @@ def dq_kernel(
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
-    CAP: tl.constexpr, GATES: tl.constexpr,
+    CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: as the forward. Writes dq, added to what is there if ADD; with GATES also what
@@ -237,7 +179,7 @@ def dq_kernel(
         row = (b * T + token) * (R * G) + head
         q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
         do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
-        lse_row = load_lse(lse, row, real)
+        lse_row = tl.load(lse + row, mask=real, other=0.0)
         delta_row = tl.load(delta + row, mask=real, other=0.0)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -245,19 +187,29 @@ def dq_kernel(
             key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
             k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
             v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
-            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-            if CAP:
-                logits = soft_capped(logits, cap)
-            weight = 1.0
-            if GATES:
-                slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
-                weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
-            visible = visible_keys(
-                there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL, ends, ENDS
-            )
-            logits2 = tl.where(visible, logits * weight * 1.4426950408889634, float("-inf"))
+            product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            if CAP or GATES:
+                logits = product * scale
+                if CAP:
+                    logits = soft_capped(logits, cap)
+                weight = 1.0
+                if GATES:
+                    slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+                    weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
+                logits2 = logits * weight * 1.4426950408889634
+            else:
+                logits2 = product * (scale * 1.4426950408889634)
+            seen_lse = lse_row
+            if WHOLE:
+                seen_lse -= row_bias(entry, G, STRIDE, BLOCK_M, UNITED)
+            else:
+                visible = visible_keys(
+                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL, ends,
+                    ENDS,
+                )  # fmt: skip
+                logits2 = tl.where(visible, logits2, float("-inf"))
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-            _p, ds = softmax_grad(logits2, dp, lse_row[:, None], delta_row[:, None], GATED)
+            _p, ds = softmax_grad(logits2, 1.0, dp, seen_lse[:, None], delta_row[:, None], GATED)
             if GATES:
                 d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S]), 2)
                 slot = j0 // BLOCK_S + tl.arange(0, BLOCK_N // BLOCK_S)
@@ -303,6 +255,9 @@ def arguments(
     step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists)
     block_s = triton.next_power_of_2(s)
     block_n = tile.block_n if selection.gates is None else max(tile.block_n, block_s)
+    # rows see a tile's keys or they do not
+    whole = block_n <= block_s == s and S % s == 0
+    whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
     # blocks as wide as a tile are read by the tensor memory accelerator
     boxes = [launch.boxes(t, block_n) if block_n <= block_s else None for t in (k, v)]
     tma = None not in boxes
@@ -318,7 +273,7 @@ def arguments(
         STRIDE=stride, LISTS=lists, UNITED=united, STEP=step, RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
-        GATES=selection.gates is not None, PRECISION="ieee", num_warps=tile.num_warps,
+        GATES=selection.gates is not None, WHOLE=whole, PRECISION="ieee", num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
     grid, args["FLIPPED"] = launch.grid(triton.cdiv(selection.aligned, tokens * step), B * R)
@@ -334,17 +289,22 @@ def forward(
     partial: tuple[Tensor, Tensor] | None = None,
     unions: Unions | None = None,
     written: tuple[Tensor, Tensor] | None = None,
+    norms: Tensor | None = None,
     mix: Mixture | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
-    keys if `partial` holds them. `written` holds both but for the united groups. Writes the
-    layer's output to `mix`."""
+    keys if `partial` holds them. `written` holds both but for the united groups; `norms` are those
+    of the keys. Writes the layer's output to `mix`."""
     out, lse = written or partial or launch.empty_outputs(q, v)
     launches = (False,) if unions is None else (False, True) if written is None else (True,)
     for united in launches:
         grid, args = arguments(q, k, v, selection, "forward", unions, united)
+        # one list's tile waits for its keys, not for a maximum
+        bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
+        args |= bounds(norms if bounded else None)
         forward_kernel[grid](
-            out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=partial is not None,
+            out=out, lse=lse, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
+            ADD=partial is not None,
             **launch.mixture(mix), **args,
         )  # fmt: skip
     return out, lse

@@ -25,12 +25,15 @@ from .device import (
     load_keys,
     load_rows,
     load_sinks,
+    measured_from,
+    rare,
     scaled_step,
     soft_capped,
     store_softmax,
     tile_rows,
 )
 from .launch import LOG2_E, Place, strides
+from .norms import bounds, key_norms
 
 # one compiled kernel for all lengths and places
 LENGTHS = ["T", "N", "P", "start", "floor", "reach", "inner_floor", "inner_reach"]
@@ -41,7 +44,7 @@ NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, pk, pv, out, lse, inner_out, inner_lse, sinks, inner_sinks, starts, start,
+    q, k, v, norms, pk, pv, out, lse, inner_out, inner_lse, sinks, inner_sinks, starts, start,
     doc_first, doc_last, unit, T, N, P, K, scale_log2, cap, floor, reach, stride,
     inner_floor, inner_reach, inner_stride,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, pk_b, pk_n, pk_h, pv_b, pv_n, pv_h,
@@ -49,7 +52,8 @@ def forward_kernel(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TMA: tl.constexpr,
-    POSITIVE: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    POSITIVE: tl.constexpr, BOUNDED: tl.constexpr, WIDE: tl.constexpr,
+    FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
     with INNER those of the local blocks and the prefix apart."""
@@ -80,8 +84,6 @@ def forward_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row = (b * T + token) * (K * G) + head
-    if INNER:
-        inner_m, inner_l, inner_acc = m, l, acc
     if SINKS:
         m, l = load_sinks(sinks, head), l + 1.0
 
@@ -90,11 +92,12 @@ def forward_kernel(
     if CAP or not POSITIVE:
         unit_scale = 1.0
 
-    # keys that some rows see, that all see, that some see; with INNER those before all local
-    # blocks, among them, and in the local blocks of all rows; then the prefix
-    full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
-    full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full)
+    # tiles of keys that some row sees; keys that all see
+    begin = lo_first // BLOCK_N * BLOCK_N
+    tiles_seen = tl.maximum(tl.cdiv(hi_last - begin, BLOCK_N), 0)
+    all_lo, all_hi = lo_last, hi_first
     if INNER:
+        # keys before the local blocks, those in them, the initial ones, one part after the other
         local, _hi = interval(
             start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
@@ -104,70 +107,90 @@ def forward_kernel(
         local_last, _hi_last = interval(
             start + last, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
-        full_end = tl.minimum(full_end, local_first // BLOCK_N * BLOCK_N)
-        all_local = tl.maximum(tl.cdiv(local_last, BLOCK_N) * BLOCK_N, full_end)
-    for phase in tl.static_range(5):
-        if phase == 0:
-            begin, end = (
-                lo_first // BLOCK_N * BLOCK_N,
-                tl.minimum(tl.minimum(full, full_end), hi_last),
-            )
-        elif phase == 1:
-            begin, end = full, tl.minimum(full_end, hi_last)
-        elif phase == 2:
-            begin, end = full_end, hi_last
-            if INNER:
-                end = tl.minimum(all_local, hi_last)
-        elif phase == 3 and INNER:
-            begin, end = all_local, hi_last
-        elif phase == 4 and PREFIX:
-            begin, end = 0, P
-            N, lo = P, lo * 0
-            hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo + P
-        if phase < 3 or (phase == 3 and INNER) or (phase == 4 and PREFIX):
-            for n0 in range(begin, end, BLOCK_N):
+        local, end = tl.maximum(local, lo), hi
+        hi = tl.minimum(hi, local)
+        local_begin = local_first // BLOCK_N * BLOCK_N
+        to_local = tl.maximum(tl.cdiv(tl.minimum(hi_last, local_last) - begin, BLOCK_N), 0)
+        to_initial = to_local + tl.maximum(tl.cdiv(hi_last - local_begin, BLOCK_N), 1)
+        tiles_seen = to_initial + tl.cdiv(inner_floor, BLOCK_N)
+        all_hi = tl.minimum(all_hi, local_first)
+
+    large_logits = True
+    if BOUNDED:
+        keys = hi - lo
+        if INNER:
+            keys = end - local + tl.minimum(start + token + 1, inner_floor)
+        m, factor, large_logits = measured_from(
+            q_tile, norms, b * K + h, scale_log2, tl.where(real, keys, 16), m, not SINKS
+        )
+        if SINKS:
+            l *= factor
+    if INNER:
+        outer_m, outer_l, outer_acc = m, l, acc
+        inner_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if BOUNDED:
+            inner_m = tl.where(large_logits, inner_m, m)
+
+    for j in range(0, tiles_seen):
+        n0 = begin + j * BLOCK_N
+        if INNER:
+            if j >= to_local:
+                n0 = local_begin + (j - to_local) * BLOCK_N
+            if j >= to_initial:
+                n0 = (j - to_initial) * BLOCK_N
+        n = n0 + tl.arange(0, BLOCK_N)
+        # [N, D], [N, E]
+        k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
+        v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if CAP:
+            s = soft_capped(s * scale_log2, cap)
+        elif not POSITIVE:
+            s *= scale_log2
+        if INNER:
+            if j == to_local:
+                rare(lse, n0)
+                outer_acc, outer_m, outer_l = acc, m, l
+                acc, l = tl.zeros_like(acc), tl.zeros_like(l)
+                m = inner_m
+                lo, hi = local, end
+                all_lo, all_hi = local_last, hi_first
+            if j == to_initial:
+                rare(lse, n0)
+                outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+                lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
+                all_lo, all_hi = 0, tl.minimum(start + tile * TOKENS + 1, inner_floor)
+        if (n0 < all_lo) | (n0 + BLOCK_N > all_hi):
+            rare(lse, n0)
+            s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
+        acc, m, l = scaled_step(
+            s, unit_scale, 0.0, v_tile, acc, m, l, large_logits, lse, n0, BOUNDED, PRECISION
+        )
+
+    if INNER:
+        if tiles_seen == to_initial:
+            outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+        store_softmax(out, lse, row, outer_acc, outer_m, outer_l, E, BLOCK_E, real)
+        if SINKS:
+            nothing, one = tl.zeros_like(acc), tl.full([BLOCK_M], 1.0, tl.float32)
+            acc, m, l = joined(acc, m, l, nothing, load_sinks(inner_sinks, head), one)
+        store_softmax(inner_out, inner_lse, row, acc, m, l, E, BLOCK_E, real)
+    else:
+        if PREFIX:
+            hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo * 0 + P
+            for n0 in range(0, P, BLOCK_N):
                 n = n0 + tl.arange(0, BLOCK_N)
-                # [N, D], [N, E]
-                if phase == 4:
-                    k_tile = load_keys(pk, b, h, n, n0, n < N, pk_b, pk_n, pk_h, D, BLOCK_D, False)
-                    v_tile = load_keys(pv, b, h, n, n0, n < N, pv_b, pv_n, pv_h, E, BLOCK_E, False)
-                else:
-                    k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
-                    v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
+                k_tile = load_keys(pk, b, h, n, n0, n < P, pk_b, pk_n, pk_h, D, BLOCK_D, False)
+                v_tile = load_keys(pv, b, h, n, n0, n < P, pv_b, pv_n, pv_h, E, BLOCK_E, False)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 if CAP:
                     s = soft_capped(s * scale_log2, cap)
                 elif not POSITIVE:
                     s *= scale_log2
-                if phase != 1:
-                    seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
-                    s = tl.where(seen, s, float("-inf"))
-                if INNER and phase == 2:
-                    within = n[None] >= local[:, None]
-                    inner_acc, inner_m, inner_l = scaled_step(
-                        tl.where(within, s, float("-inf")), unit_scale, 0.0, v_tile, inner_acc,
-                        inner_m, inner_l, PRECISION,
-                    )  # fmt: skip
-                    s = tl.where(within, float("-inf"), s)
-                if INNER and phase >= 3:
-                    inner_acc, inner_m, inner_l = scaled_step(
-                        s, unit_scale, 0.0, v_tile, inner_acc, inner_m, inner_l, PRECISION
-                    )
-                else:
-                    acc, m, l = scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, PRECISION)
-        if INNER and phase == 3:
-            # the window is what lies before its local blocks, and these
-            acc, m, l = joined(acc, m, l, inner_acc, inner_m, inner_l)
-            store_softmax(out, lse, row, acc, m, l, E, BLOCK_E, real)
-            if SINKS:
-                nothing, one = tl.zeros_like(inner_acc), tl.full([BLOCK_M], 1.0, tl.float32)
-                inner_acc, inner_m, inner_l = joined(
-                    inner_acc, inner_m, inner_l, nothing, load_sinks(inner_sinks, head), one
+                s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+                acc, m, l = scaled_step(
+                    s, unit_scale, 0.0, v_tile, acc, m, l, True, lse, n0, False, PRECISION
                 )
-
-    if INNER:
-        store_softmax(inner_out, inner_lse, row, inner_acc, inner_m, inner_l, E, BLOCK_E, real)
-    else:
         store_softmax(out, lse, row, acc, m, l, E, BLOCK_E, real)
 
 
@@ -187,7 +210,7 @@ def arguments(
     """What all three kernels take, and their tile."""
     _, T, H, D = q.shape
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    tile = launch.interval_tile(kernel, place.wide, max(D, E), H // K, q.dtype)
+    tile = launch.interval_tile(kernel, place.wide, max(D, E), H // K, q.dtype, N)
     return dict(
         q=q,
         k=k,
@@ -255,12 +278,15 @@ def forward(
     inner: Place | None = None,
     sinks: Tensor | None = None,
     inner_sinks: Tensor | None = None,
+    norms: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """out [B T H E] and natural lse [B T H] of q [B T H D], k [B N K D], v [B N K E], and of a
-    prefix k [B P K D], v [B P K E]. Given an `inner` place, also those of its local blocks, and the
-    prefix counts there. `sinks` [H] in float32, both or none."""
+    prefix k [B P K D], v [B P K E]. Given an `inner` place, also those of its local blocks and of
+    the keys before its floor. `sinks` [H] in float32, both or none; `norms` those of `norms.py`, if
+    they are known."""
     outputs, inner_outputs = launch.empty_outputs(q, v), ()
-    args = arguments(q, k, v, place, "forward", inner) | prefix_arguments(prefix, inner or place)
+    args = arguments(q, k, v, place, "forward", inner) | prefix_arguments(prefix, place)
+    args |= bounds(key_norms(q, k) if norms is None else norms)
     if inner is not None:
         inner_outputs = launch.empty_outputs(q, v)
         args |= dict(zip(("inner_out", "inner_lse"), inner_outputs, strict=True))

@@ -18,8 +18,8 @@ from .device import (
     interval,
     large,
     load_keys,
-    load_lse,
     load_rows,
+    rare,
     seen_by,
     soft_capped,
     softmax_grad,
@@ -48,7 +48,8 @@ def dq_kernel(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of a tile of queries of one row and KV head, added to what is there if
     ADD."""
@@ -75,14 +76,23 @@ def dq_kernel(
     row = (b * T + token) * (K * G) + head
     q_tile = load_rows(q, b * q_b + large(token, WIDE) * q_t + head * q_h, D, BLOCK_D, real)
     do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
-    lse_row, delta_row = load_lse(lse, row, real), tl.load(delta + row, mask=real, other=0.0)
+    lse_row, delta_row = (
+        tl.load(lse + row, mask=real, other=0.0),
+        tl.load(delta + row, mask=real, other=0.0),
+    )
     if INNER:
-        inner_lse_row = load_lse(inner_lse, row, real)
+        inner_lse_row = tl.load(inner_lse + row, mask=real, other=0.0)
         inner_delta_row = tl.load(inner_delta + row, mask=real, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # of products that are no logits yet
+    scale_log2 = scale * 1.4426950408889634
+    unit_scale = scale_log2
+    if CAP or not POSITIVE:
+        unit_scale = 1.0
 
-    full = tl.cdiv(lo_last, BLOCK_N) * BLOCK_N
-    full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full)
+    begin = lo_first // BLOCK_N * BLOCK_N
+    steps = tl.maximum(tl.cdiv(hi_last - begin, BLOCK_N), 0)
+    all_lo, all_hi = lo_last, hi_first
     if INNER:
         local, _local_hi = interval(
             start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
@@ -90,50 +100,57 @@ def dq_kernel(
         local_first, _local_hi_first = interval(
             start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
-        full_end = tl.minimum(full_end, local_first // BLOCK_N * BLOCK_N)
-    for phase in tl.static_range(4 if PREFIX else 3):
-        if phase == 0:
-            begin, end = (
-                lo_first // BLOCK_N * BLOCK_N,
-                tl.minimum(tl.minimum(full, full_end), hi_last),
-            )
-        elif phase == 1:
-            begin, end = full, tl.minimum(full_end, hi_last)
-        elif phase == 2:
-            begin, end = full_end, hi_last
-        else:
-            begin, end = 0, P
-            N, lo = P, lo * 0
-            hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo + P
-        for n0 in range(begin, end, BLOCK_N):
+        to_initial = steps
+        steps += tl.cdiv(inner_floor, BLOCK_N)
+    for j in range(0, steps):
+        n0 = begin + j * BLOCK_N
+        if INNER and j >= to_initial:
+            n0 = (j - to_initial) * BLOCK_N
+        n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
+        v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if CAP:
+            s = soft_capped(s * scale_log2, cap)
+            slope = cap_slope(s, cap)
+        elif not POSITIVE:
+            s *= scale_log2
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        if INNER and j == to_initial:
+            rare(delta, n0)
+            lse_row, delta_row = inner_lse_row, inner_delta_row
+            lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
+            all_lo, all_hi = 0, tl.minimum(start + tile * TOKENS + 1, inner_floor)
+        if (n0 < all_lo) | (n0 + BLOCK_N > all_hi):
+            rare(delta, n0)
+            s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
+        _p, ds = softmax_grad(s, unit_scale, dp, lse_row[:, None], delta_row[:, None], GATED)
+        if INNER and (j < to_initial) & (n0 + BLOCK_N > local_first):
+            rare(delta, n0)
+            s = tl.where(n[None] >= local[:, None], s, float("-inf"))
+            _p, inner_ds = softmax_grad(
+                s, unit_scale, dp, inner_lse_row[:, None], inner_delta_row[:, None], GATED
+            )  # fmt: skip
+            ds += inner_ds
+        if CAP:
+            ds *= slope
+        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+
+    if PREFIX and not INNER:
+        hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo * 0 + P
+        for n0 in range(0, P, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
-            if phase == 3:
-                k_tile = load_keys(pk, b, h, n, n0, n < N, pk_b, pk_n, pk_h, D, BLOCK_D, False)
-                v_tile = load_keys(pv, b, h, n, n0, n < N, pv_b, pv_n, pv_h, E, BLOCK_E, False)
-            else:
-                k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
-                v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
+            k_tile = load_keys(pk, b, h, n, n0, n < P, pk_b, pk_n, pk_h, D, BLOCK_D, False)
+            v_tile = load_keys(pv, b, h, n, n0, n < P, pv_b, pv_n, pv_h, E, BLOCK_E, False)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s *= scale * 1.4426950408889634
             if CAP:
-                s = soft_capped(s, cap)
+                s = soft_capped(s * scale_log2, cap)
                 slope = cap_slope(s, cap)
+            elif not POSITIVE:
+                s *= scale_log2
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-            if phase != 1:
-                seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
-                s = tl.where(seen, s, float("-inf"))
-            if INNER and phase == 3:
-                _p, ds = softmax_grad(
-                    s, dp, inner_lse_row[:, None], inner_delta_row[:, None], GATED
-                )  # fmt: skip
-            else:
-                _p, ds = softmax_grad(s, dp, lse_row[:, None], delta_row[:, None], GATED)
-            if INNER and phase == 2:
-                s = tl.where(n[None] >= local[:, None], s, float("-inf"))
-                _p, inner_ds = softmax_grad(
-                    s, dp, inner_lse_row[:, None], inner_delta_row[:, None], GATED
-                )  # fmt: skip
-                ds += inner_ds
+            s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+            _p, ds = softmax_grad(s, unit_scale, dp, lse_row[:, None], delta_row[:, None], GATED)
             if CAP:
                 ds *= slope
             acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
@@ -153,8 +170,8 @@ def dkv_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
-    CAP: tl.constexpr, GATED: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
-    PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    CAP: tl.constexpr, GATED: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
+    FLIPPED: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of equal shares (axis 2) of the queries that see a block of keys adds
     to its dk and dv, written to [shares, B, N, K, ...]."""
@@ -171,6 +188,11 @@ def dkv_kernel(
     v_tile = load_rows(v, b * v_b + h * v_h + large(n, WIDE) * v_n, E, BLOCK_E, inside)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    # of products that are no logits yet
+    scale_log2 = scale * 1.4426950408889634
+    unit_scale = scale_log2
+    if CAP or not POSITIVE:
+        unit_scale = 1.0
 
     # tiles of queries that see some of the keys, and among them those that see all
     last = tl.minimum(n0 + BLOCK_N, N) - 1
@@ -211,16 +233,17 @@ def dkv_kernel(
             q_tile = load_rows(q, b * q_b + large(token, WIDE) * q_t + head * q_h, D, BLOCK_D, real)
             do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
             lse_row, delta_row = (
-                load_lse(lse, row, real),
+                tl.load(lse + row, mask=real, other=0.0),
                 tl.load(delta + row, mask=real, other=0.0),
             )
 
             # [N, M]: p and ds are the left operands of what follows
             s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-            s *= scale * 1.4426950408889634
             if CAP:
-                s = soft_capped(s, cap)
+                s = soft_capped(s * scale_log2, cap)
                 slope = cap_slope(s, cap)
+            elif not POSITIVE:
+                s *= scale_log2
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             if phase != 1:
                 lo, hi = interval(start + token, N, floor, reach, stride, KIND)
@@ -228,15 +251,17 @@ def dkv_kernel(
                     lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
                 seen = (n[:, None] >= lo[None]) & (n[:, None] < hi[None]) & real[None]
                 s = tl.where(seen, s, float("-inf"))
-            p, ds = softmax_grad(s, dp, lse_row[None], delta_row[None], GATED)
+            p, ds = softmax_grad(s, unit_scale, dp, lse_row[None], delta_row[None], GATED)
             if INNER and phase == 0:
-                lse_row = load_lse(inner_lse, row, real)
+                lse_row = tl.load(inner_lse + row, mask=real, other=0.0)
                 delta_row = tl.load(inner_delta + row, mask=real, other=0.0)
                 lo, hi = interval(
                     start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
                 )
                 s = tl.where(n[:, None] >= lo[None], s, float("-inf"))
-                inner_p, inner_ds = softmax_grad(s, dp, lse_row[None], delta_row[None], GATED)
+                inner_p, inner_ds = softmax_grad(
+                    s, unit_scale, dp, lse_row[None], delta_row[None], GATED
+                )
                 p, ds = p + inner_p, ds + inner_ds
             if CAP:
                 ds *= slope
@@ -273,14 +298,21 @@ def backward_q(
     inner: tuple[Place, Cotangent] | None = None,
 ) -> Tensor:
     """dq, added to the `dq` given, with an `inner` place and its cotangent also through its local
-    blocks."""
+    blocks and the keys before its floor."""
     add = dq is not None
     dq = q.new_empty(q.shape) if dq is None else dq
     within, inner_cotangent = inner or (None, None)
-    args = arguments(q, k, v, place, "dq", within) | prefix_arguments(prefix, within or place)
+    args = arguments(q, k, v, place, "dq", within) | prefix_arguments(prefix, place)
     grid, args["FLIPPED"] = tiles_of_queries(q, k, args)
     args |= by_boxes(k, v, args["BLOCK_N"])
-    dq_kernel[grid](dq=dq, scale=scale, ADD=add, **args, **cotangents(cotangent, inner_cotangent))
+    dq_kernel[grid](
+        dq=dq,
+        scale=scale,
+        POSITIVE=scale > 0,
+        ADD=add,
+        **args,
+        **cotangents(cotangent, inner_cotangent),
+    )
     return dq
 
 
@@ -307,7 +339,7 @@ def backward_kv(
     args["WIDE"] |= max(dk.numel(), dv.numel()) >= 1 << 31
     args |= cotangents(cotangent, inner_cotangent)
     grid, args["FLIPPED"] = launch.grid(blocks, B * K, splits)
-    dkv_kernel[grid](dk=dk, dv=dv, scale=scale, SPLIT=place.wide, **args)
+    dkv_kernel[grid](dk=dk, dv=dv, scale=scale, POSITIVE=scale > 0, SPLIT=place.wide, **args)
     return (dk[0], dv[0]) if splits == 1 else (dk.sum(0), dv.sum(0))
 
 

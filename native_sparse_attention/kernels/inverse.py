@@ -219,7 +219,7 @@ def invert(
             item_bounds[i],
             spill_bounds[i],
             chunk,
-            2 * entries_of_span // chunk,
+            entries_of_span // chunk + min(blocks, entries_of_span // chunk),
         )
         for i in range(spans)
     ]

@@ -23,6 +23,7 @@ from .tiles import (
     ELSEWHERE,
     ENOUGH_PROGRAMS,
     FEW_HEADS,
+    MANY_KEYS,
     MOST_IN_LISTS,
     PROBS_FLOAT32,
     UNITE,
@@ -46,8 +47,10 @@ ALWAYS = 1 << 30
 # tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
 override: dict[str, Any] = {}
 
-# rows that a program of the selected branch, block by block, works through at most
+# rows that a program of the selected branch, block by block, works through at most; and at least,
+# where blocks are few
 ITEM_ROWS = 16384
+FEW_ITEM_ROWS = 2048
 
 # memory for the parts of the selected branch, over that of q, by query heads a KV head: where keys
 # are as many as queries their gradients take most; and tokens whose parts are kept anyhow
@@ -112,13 +115,16 @@ def for_groups(kernel: str, groups: int, tile: Tile) -> Tile:
     return replace(tile, block_m=max(tile.block_m, least))
 
 
-def interval_tile(kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype) -> Tile:
+def interval_tile(
+    kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype, keys: int = ALWAYS
+) -> Tile:
     """For `kernel` "forward", "dq" or "dkv", heads of `width` (the wider of keys and values) and
-    queries that see many keys (`wide`) or a window of them."""
+    queries that see many of the `keys` (`wide`) or a window of them."""
     if not wide and "." not in kernel:
         kernel = f"window.{kernel}"
     tables = architecture()
-    tile = row(tables.intervals, width)[kernel]
+    few = kernel == "dq" and keys <= MANY_KEYS
+    tile = row(tables.intervals, width)["window.dq" if few else kernel]
     if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
         tile = tables.few_heads[kernel]
     if dtype == torch.float32:
@@ -203,6 +209,15 @@ def query_splits(programs: int, tiles: int) -> int:
     return max(1, min(MOST_SHARES // max(1, programs), tiles // share))
 
 
+def item_rows(rows: int, blocks: int) -> int:
+    """Rows that a program of the selected branch, block by block, works through at most: fewer
+    where few blocks would leave few programs, the longest of which all wait for."""
+    if blocks >= ENOUGH_PROGRAMS:
+        return ITEM_ROWS
+    share = triton.next_power_of_2(max(1, rows // ENOUGH_PROGRAMS))
+    return min(max(share, FEW_ITEM_ROWS), ITEM_ROWS)
+
+
 # what a launch is told
 
 
@@ -256,8 +271,9 @@ def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Cotangent:
-    """What the backward of one branch starts from: `d_out` [B T H E], the rows' log-sum-exp and
-    `delta`, what each row's dp is measured from, [B T H] in float32; all contiguous.
+    """What the backward of one branch starts from: `d_out` [B T H E], the rows' log-sum-exp (in
+    units of log2, 0 for an empty row) and `delta`, what each row's dp is measured from, [B T H] in
+    float32; all contiguous.
 
     With `gated` the branch's output was multiplied by a gate. Its size is in `lse` already, that
     probabilities come out gated, and its sign in the last bit of `delta`: kernels short of

@@ -19,7 +19,6 @@ from . import launch
 from .device import (
     cap_slope,
     large,
-    load_lse,
     load_rows,
     narrow,
     soft_capped,
@@ -157,7 +156,7 @@ def backward_kernel(
             row = bt * (R * G) + head
             q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
             do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
-            lse_row = load_lse(lse, row, real)
+            lse_row = tl.load(lse + row, mask=real, other=0.0)
             delta_row = tl.load(delta + row, mask=real, other=0.0)
 
             # [N, M]: p and ds are the left operands of what follows
@@ -181,7 +180,7 @@ def backward_kernel(
                     visible = visible & (key[:, None] < ends[None])
                 logits2 = tl.where(visible, logits2, float("-inf"))
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-            p, ds = softmax_grad(logits2, dp, lse_row[None], delta_row[None], GATED)
+            p, ds = softmax_grad(logits2, 1.0, dp, lse_row[None], delta_row[None], GATED)
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
             if GATES:
                 if DQ:
@@ -281,9 +280,10 @@ def inverted(q: Tensor, k: Tensor, selection: Selection, parts: bool) -> list[In
     if parts:
         times = next(times for limit, times in launch.PARTS.items() if groups <= limit)
         length = min(max(times * T // n, launch.FEW_TOKENS), T)
-    chunk = max(launch.ITEM_ROWS // groups, 1)
     num_blocks = triton.cdiv(k.shape[1], selection.s)
-    return invert(selection.lists, k.shape[2], num_blocks, chunk, length)
+    rows = q.shape[0] * length * q.shape[2] * n
+    most = launch.item_rows(rows, q.shape[0] * k.shape[2] * num_blocks)
+    return invert(selection.lists, k.shape[2], num_blocks, max(most // groups, 1), length)
 
 
 def forward(

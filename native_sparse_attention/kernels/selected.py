@@ -15,6 +15,7 @@ from torch import Tensor
 from . import combine, gather, interval, interval_backward, launch, pairs, unite
 from .device import EVERYTHING, LOCAL_BLOCKS
 from .launch import Cotangent, Mixture, Place, Selection
+from .norms import key_norms
 
 
 def with_initial(selection: Selection) -> Selection:
@@ -137,16 +138,17 @@ def listed_forward(
     selection: Selection,
     scale: float,
     partial: tuple[Tensor, Tensor] | None,
+    norms: Tensor | None,
     mix: Mixture | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the listed blocks, joined in place with those that `partial` holds."""
     unions = unite.unite(selection, q.shape[2], q.dtype)
     if not by_block(selection, q, k, v):
-        return gather.forward(q, k, v, selection, scale, partial, unions, mix=mix)
+        return gather.forward(q, k, v, selection, scale, partial, unions, norms=norms, mix=mix)
     rest = selection if unions is None else unite.others(selection, unions)
     done = pairs.forward(q, k, v, rest, scale, partial)
     if unions is not None:
-        gather.forward(q, k, v, selection, scale, partial, unions, done)
+        gather.forward(q, k, v, selection, scale, partial, unions, done, norms)
     return combined(done, mix)
 
 
@@ -159,9 +161,12 @@ def forward(
     partial: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
     mix: Mixture | None = None,
+    norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]; in those of the forced blocks if `partial` holds
-    them, with their sinks. Given a `mix` also writes the layer's output."""
+    them, with their sinks. Given a `mix` also writes the layer's output. `norms` are those of the
+    keys, if they are known."""
+    norms = key_norms(q, k) if norms is None else norms
     forced = forced_blocks(selection, k, v) if partial is None else None
     if forced is not None:
         partial = interval.forward(q, scale=scale, sinks=sinks, **forced)
@@ -172,7 +177,7 @@ def forward(
         partial = out, lse if sinks is None else lse.copy_(sinks)
     if not listed:
         return combined(partial, mix)
-    return listed_forward(q, k, v, selection, scale, partial, mix)
+    return listed_forward(q, k, v, selection, scale, partial, norms, mix)
 
 
 def forced_backward(

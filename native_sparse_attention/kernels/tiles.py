@@ -52,11 +52,12 @@ FEW_HEADS_TILES = {
 }
 FLOAT32 = {256: Tile(32, 32, 4, 1)}
 
-# the selected branch query by query: by rows of a tile (those of the tokens that share a list)
+# the selected branch query by query: by rows of a tile (those of the tokens that share a list).
+# Entries of lists are fetched before their keys: of five stages two hold keys
 GATHER = {
-    16: {"forward": Tile(16, 32, 1, 3), "dq": Tile(16, 64, 2, 3)},
-    32: {"forward": Tile(32, 64, 2, 3), "dq": Tile(32, 64, 2, 2)},
-    64: {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 64, 4, 2)},
+    16: {"forward": Tile(16, 32, 1, 5), "dq": Tile(16, 64, 2, 5)},
+    32: {"forward": Tile(32, 64, 2, 5), "dq": Tile(32, 64, 2, 3)},
+    64: {"forward": Tile(64, 64, 4, 5), "dq": Tile(64, 64, 4, 2)},
     128: {"forward": Tile(128, 64, 8, 2), "dq": Tile(128, 64, 8, 2)},
 }
 
@@ -85,6 +86,9 @@ PAIRS = {
 
 # keys that are few: a prefix, of memory or of the initial block
 FEW_KEYS = 64
+
+# keys past which dq is better formed of many rows at a time
+MANY_KEYS = 1024
 
 # query heads a KV head up to which dk and dv are better formed of few rows at a time
 FEW_HEADS = 8

@@ -93,6 +93,7 @@ def attend(
     Given gates [B T H 3] and a tensor for the layer's output in `mixed`, writes that."""
     from ..kernels import interval, scoring, selected
     from ..kernels.launch import Mixture
+    from ..kernels.norms import key_norms
 
     at = settings
     leaders = None if leaders is None else leaders.contiguous()
@@ -114,12 +115,22 @@ def attend(
         lists = selected.valid_lists(selection, k.shape[1])
         selection = at.selection(lists, starts, documents)
     selection = selected.with_initial(selection)
-    near = selected.within_window(selection, k, v, at.w) if window is None else (None, None)
-    wk, wv = window or (k, v)
+    norms = key_norms(q, k)
+    if window is None:
+        near, of_window = selected.within_window(selection, k, v, at.w)[1], (k, v)
+    else:
+        near, of_window = None, window
     out_win, lse_win, *partial = interval.forward(
-        q, wk, wv, place_win, at.scale, *near, sinks=sink_win, inner_sinks=sink_sel
+        q,
+        *of_window,
+        place_win,
+        at.scale,
+        inner=near,
+        sinks=sink_win,
+        inner_sinks=sink_sel,
+        norms=norms if window is None else None,
     )
     done = (partial[0], partial[1]) if partial else None
     mix = None if mixed is None else Mixture(out_cmp, out_win, *mixed)
-    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done, sink_sel, mix)
+    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done, sink_sel, mix, norms)
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists

@@ -208,7 +208,7 @@ def layer_backward(
     first, inner = selected.within_window(chosen, k, v, w) if window is None else (None, None)
     within = None if inner is None else (inner, sel)
     wk, wv = window or (k, v)
-    dq = interval_backward.backward_q(q, wk, wv, place_win, scale, win, first, dq, within)
+    dq = interval_backward.backward_q(q, wk, wv, place_win, scale, win, dq=dq, inner=within)
     d_window = interval_backward.backward_kv(q, wk, wv, place_win, scale, win, within)
     if inner is not None and first is not None:
         of_first = interval_backward.backward_prefix(q, first, inner, scale, sel)

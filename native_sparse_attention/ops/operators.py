@@ -94,7 +94,7 @@ def interval_attention_backward(
     )  # fmt: skip
     q, k, v = rows(q, k, v)
     d_out = d_out.contiguous()
-    cotangent = launch.Cotangent(d_out, lse, combine.deltas(out, d_out, d_lse.contiguous()))
+    cotangent = combine.cotangent(d_out, out, lse, d_lse.contiguous())
     memory = prefix(mem_k, mem_v, k.shape[0])
     dq = interval_backward.backward_q(q, k, v, place, scale, cotangent, memory)
     grads = [dq, *interval_backward.backward_kv(q, k, v, place, scale, cotangent)]
@@ -205,7 +205,7 @@ def listed_attention_backward(
     from ..kernels import combine, launch, selected
 
     d_out = d_out.contiguous()
-    cotangent = launch.Cotangent(d_out, lse, combine.deltas(out, d_out, d_lse.contiguous()))
+    cotangent = combine.cotangent(d_out, out, lse, d_lse.contiguous())
     gates = None if gates is None else gates.contiguous()
     selection = launch.Selection(
         valid, block_size, num_initial, num_local, causal, start, starts, gates, stride,
