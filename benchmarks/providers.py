@@ -106,6 +106,15 @@ class OursProbs(Ours):
     name, importance = "ours-probs", "probs"
 
 
+class OursLarge(Ours):
+    """Of queries so long that logits cannot be measured from a bound: a maximum is followed."""
+
+    name, note = "ours-large", "q times 4"
+
+    def prepare(self, x: Tensors, setting: Setting) -> None:
+        x["q"] = (4 * x["q"].detach()).requires_grad_()
+
+
 class OursCompressed(Provider):
     name, part, names, factor = "ours", "compressed", ("q", "ck", "cv"), 2.0
 
@@ -367,6 +376,7 @@ def providers() -> dict[str, list[Provider]]:
         "flex-dense": [Flex()],
         "ours": [Ours()],
         "ours-probs": [OursProbs()],
+        "ours-large": [OursLarge()],
         "fla": [FlashLinearAttention()],
         "nsa-pytorch": [NsaPytorch()],
         "parts": [

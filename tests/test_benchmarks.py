@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from benchmarks import attention, common, oracle, problem, report
-from benchmarks.providers import Dense, Ours, OursProbs, OursSelect, OursSelected, OursWindow
+from benchmarks.providers import (
+    Dense,
+    Ours,
+    OursLarge,
+    OursProbs,
+    OursSelect,
+    OursSelected,
+    OursWindow,
+)
 from benchmarks.providers import providers as known_providers
 from native_sparse_attention import blocks
 
@@ -85,7 +93,8 @@ def test_speedup_is_over_the_baseline_of_the_run(monkeypatch):
 def test_oracle_accepts_what_is_right(T, stride):
     setting = attention.tiny(T, 6, 2)
     setting = type(setting)(**{**vars(setting), "stride": stride})
-    for provider in (Ours(), OursProbs(), OursSelected(), OursSelected(4), Dense("sdpa", None)):
+    ours = Ours(), OursProbs(), OursLarge(), OursSelected(), OursSelected(4)
+    for provider in (*ours, Dense("sdpa", None)):
         for spot in (False, True):
             assert verify(provider, setting, spot) <= 1
 
