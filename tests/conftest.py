@@ -37,7 +37,6 @@ torch.set_num_threads(1)
 INTERPRETER_WARNINGS = (
     "ignore:divide by zero:RuntimeWarning",
     "ignore:invalid value:RuntimeWarning",
-    "ignore:All-NaN slice:RuntimeWarning",
     "ignore:Conversion of an array with ndim:DeprecationWarning",
 )
 

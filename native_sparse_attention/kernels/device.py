@@ -215,49 +215,62 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def bound_of(q, norms, line, scale, keys, m, EMPTY: tl.constexpr, PRECISION: tl.constexpr):
-    """A bound of the logits of rows q [M, D] with the keys of a line (a row and KV head), `scale`
-    times their products, and whether it must not be measured from: where it is large, or rows see
-    fewer than 16 `keys`, or sums are measured from an m that is far above it (-inf with EMPTY).
+def measured_from(q, norms, line, scale, keys, m, EMPTY: tl.constexpr):
+    """What logits of rows q [M, D] with the keys of a line (a row and KV head), `scale` times their
+    products, are measured from: a bound of theirs if it is small enough, else the largest so far, m
+    (-inf with EMPTY). And what sums measured from m are multiplied by, and whether the maximum is
+    to be followed: where logits may be large, or rows see fewer than 16 `keys`.
 
     From a bound of B the largest term is at least 2**(-2 B), and terms are lost that are 2**(126 -
     2 B) times as small. It is no power of two as the largest is when measured from itself; the
     rounding of that shows where there are few."""
-    # of all products of two rows the largest is that of the longest with itself
-    squares = tl.max(tl.dot(q, tl.trans(q), input_precision=PRECISION), 1)
-    squares = tl.where(keys < 16, float("inf"), squares)
+    q = q.to(tl.float32)
+    # one number for all rows: it need not change layouts
+    squares = tl.where(keys < 16, float("inf"), tl.sum(q * q, 1))
     bound = tl.sqrt(tl.max(squares, 0)) * (tl.load(norms + line) * tl.abs(scale))
     small = bound <= 48.0
+    factor = m
     if not EMPTY:
         small = small & (tl.max(m, 0) - bound <= 48.0)
-    return bound, small == 0
+        factor = tl.where(small, tl.exp2(m - bound), 1.0)
+    return tl.where(small, bound, m), factor, small == 0
 
 
 @triton.jit
-def measured_from(bound, by_maximum, m, l, EMPTY: tl.constexpr):
-    """A running softmax's m and l (nothing with EMPTY), as measured from the bound unless
-    `by_maximum`."""
-    if not EMPTY:
-        l = tl.where(by_maximum, l, l * tl.exp2(m - bound))
-    return tl.where(by_maximum, m, bound), l
+def raised(s, scale, bias, acc, m, l):
+    """The running softmax as measured from the maximum of m and logits `scale s + bias[:, None]`,
+    and what it is measured from then."""
+    before, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
+    origin = tl.where(m == float("-inf"), 0.0, m)
+    alpha = tl.exp2(before - origin)
+    return acc * alpha[:, None], m, l * alpha, origin
 
 
 @triton.jit
-def scaled_step(s, scale, bias, v, acc, m, l, BY_BOUND: tl.constexpr, PRECISION: tl.constexpr):
+def scaled_step(s, scale, bias, v, acc, m, l, large, somewhere, n, BOUNDED: tl.constexpr,
+                PRECISION: tl.constexpr):  # fmt: skip
     """`softmax_step` of logits `scale s + bias[:, None]`, formed as what they are measured from is
-    subtracted; only for a scale > 0, which their maximum goes through. With BY_BOUND that is m as
-    it is."""
-    if BY_BOUND:
-        p = tl.exp2(s * scale + (bias - m)[:, None])
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        l += tl.sum(p, 1)
+    subtracted; only for a scale > 0, which their maximum goes through. With BOUNDED they are
+    measured from m, unless they may be `large` (see `rare` for `somewhere` and n)."""
+    if BOUNDED:
+        origin = m
+        if large:
+            rare(somewhere, n)
+            acc, m, l, origin = raised(s, scale, bias, acc, m, l)
     else:
-        before, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
-        origin = tl.where(m == float("-inf"), 0.0, m)  # rows that have seen nothing yet
-        p, alpha = tl.exp2(s * scale + (bias - origin)[:, None]), tl.exp2(before - origin)
-        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        l = l * alpha + tl.sum(p, 1)
-    return acc, m, l
+        acc, m, l, origin = raised(s, scale, bias, acc, m, l)
+    p = tl.exp2(s * scale + (bias - origin)[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m, l + tl.sum(p, 1)
+
+
+@triton.jit
+def joined(acc, m, l, other_acc, other_m, other_l):
+    """Two running softmaxes as one."""
+    top = tl.maximum(m, other_m)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    a, b = tl.exp2(m - safe), tl.exp2(other_m - safe)
+    return acc * a[:, None] + other_acc * b[:, None], top, l * a + other_l * b
 
 
 @triton.jit

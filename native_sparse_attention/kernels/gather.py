@@ -18,7 +18,6 @@ from torch import Tensor
 
 from . import launch
 from .device import (
-    bound_of,
     cap_slope,
     grid_place,
     load_keys,
@@ -96,43 +95,40 @@ def forward_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_M], tl.float32)
-        by_maximum = True
+        large_logits = True
         if BOUNDED:
-            bound, by_maximum = bound_of(
-                q_tile, norms, b * K + h, scale_log2, s, m, not ADD, PRECISION
+            m, factor, large_logits = measured_from(
+                q_tile, norms, b * K + h, scale_log2, s, m, not ADD
             )
             if ADD:
-                acc *= tl.where(by_maximum, 1.0, tl.exp2(m - bound))[:, None]
-            m, l = measured_from(bound, by_maximum, m, l, not ADD)
-        # by the bound, or else by the maximum
-        for way in tl.static_range(0 if BOUNDED else 1, 2):
-            count = length * BLOCK_S
-            if BOUNDED:
-                count = tl.where(by_maximum == (way == 1), count, 0)
-            for j0 in range(0, count, BLOCK_N):
-                key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
-                k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
-                v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
-                logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                unit_scale, bias = scale_log2, 0.0
-                if CAP or GATES or not POSITIVE:
-                    logits, unit_scale = logits * scale_log2, 1.0
-                if CAP:
-                    logits = soft_capped(logits, cap)
-                if GATES:
-                    slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
-                    logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
-                if WHOLE:
-                    bias = row_bias(entry, G, STRIDE, BLOCK_M, UNITED)
-                else:
-                    visible = visible_keys(
-                        there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL,
-                        ends, ENDS,
-                    )  # fmt: skip
-                    logits = tl.where(visible, logits, float("-inf"))
-                acc, m, l = scaled_step(
-                    logits, unit_scale, bias, v_tile, acc, m, l, way == 0, PRECISION
-                )
+                l *= factor
+                acc *= factor[:, None]
+
+        for j0 in range(0, length * BLOCK_S, BLOCK_N):
+            key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
+            k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
+            v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            unit_scale, bias = scale_log2, 0.0
+            if CAP or GATES or not POSITIVE:
+                logits, unit_scale = logits * scale_log2, 1.0
+            if CAP:
+                logits = soft_capped(logits, cap)
+            if GATES:
+                slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+                logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
+            if WHOLE:
+                bias = row_bias(entry, G, STRIDE, BLOCK_M, UNITED)
+            else:
+                visible = visible_keys(
+                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL,
+                    ends, ENDS,
+                )  # fmt: skip
+                logits = tl.where(visible, logits, float("-inf"))
+            acc, m, l = scaled_step(
+                logits, unit_scale, bias, v_tile, acc, m, l, large_logits, lse, j0, BOUNDED,
+                PRECISION,
+            )  # fmt: skip
 
         empty = l == 0.0
         l = tl.where(empty, 1.0, l)

@@ -17,10 +17,10 @@ from torch import Tensor
 from . import launch
 from .device import (
     LOCAL_BLOCKS,
-    bound_of,
     grid_place,
     in_document,
     interval,
+    joined,
     large,
     load_keys,
     load_rows,
@@ -40,44 +40,6 @@ LENGTHS = ["T", "N", "P", "start", "floor", "reach", "inner_floor", "inner_reach
 
 # the prefix: none, seen by every query, or causal (key n by the queries from position n on)
 NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
-
-
-@triton.jit
-def walk(
-    q_tile, k, v, b, h, N, begin, tiles, to_first, lo, hi, all_lo, all_hi, first_hi, all_first_hi,
-    acc, m, l, scale_log2, unit_scale, cap, k_b, k_n, k_h, v_b, v_n, v_h, somewhere,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr, CAP: tl.constexpr, POSITIVE: tl.constexpr, TMA: tl.constexpr,
-    BY_BOUND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Fold `tiles` tiles of keys into a running softmax: those from `begin` on, of which rows see
-    [lo, hi) and all rows [all_lo, all_hi); after `to_first` of them those from the first key on, of
-    which rows see [0, first_hi) and all rows [0, all_first_hi)."""
-    for j in range(0, tiles):
-        n0 = begin + j * BLOCK_N
-        if j >= to_first:
-            n0 = (j - to_first) * BLOCK_N
-        n = n0 + tl.arange(0, BLOCK_N)
-        # [N, D], [N, E]
-        k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
-        v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if CAP:
-            s = soft_capped(s * scale_log2, cap)
-        elif not POSITIVE:
-            s *= scale_log2
-        low, high = (
-            tl.where(j >= to_first, 0, all_lo),
-            tl.where(j >= to_first, all_first_hi, all_hi),
-        )
-        if (n0 < low) | (n0 + BLOCK_N > high):
-            rare(somewhere, n0)
-            from_row = tl.where(j >= to_first, 0, lo)
-            to_row = tl.where(j >= to_first, first_hi, hi)
-            seen = (n[None] >= from_row[:, None]) & (n[None] < to_row[:, None])
-            s = tl.where(seen, s, float("-inf"))
-        acc, m, l = scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, BY_BOUND, PRECISION)
-    return acc, m, l
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -118,27 +80,24 @@ def forward_kernel(
     # [M, D]
     head = h * G + g
     q_tile = load_rows(q, b * q_b + large(token, WIDE) * q_t + head * q_h, D, BLOCK_D, real)
-    row = (b * T + token) * (K * G) + head
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    inner_m, inner_l, nothing = m, l, acc
+    row = (b * T + token) * (K * G) + head
     if SINKS:
         m, l = load_sinks(sinks, head), l + 1.0
-        if INNER:
-            inner_m, inner_l = load_sinks(inner_sinks, head), inner_l + 1.0
 
     # of products that are no logits yet
     unit_scale = scale_log2
     if CAP or not POSITIVE:
         unit_scale = 1.0
 
-    # tiles of keys that some row sees
+    # tiles of keys that some row sees; keys that all see
     begin = lo_first // BLOCK_N * BLOCK_N
     tiles_seen = tl.maximum(tl.cdiv(hi_last - begin, BLOCK_N), 0)
-    keys = hi - lo
+    all_lo, all_hi = lo_last, hi_first
     if INNER:
-        # the local blocks and, apart, the keys before the floor
+        # keys before the local blocks, those in them, the initial ones, one part after the other
         local, _hi = interval(
             start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
@@ -148,53 +107,91 @@ def forward_kernel(
         local_last, _hi_last = interval(
             start + last, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
-        local = tl.maximum(local, lo)
-        first_hi = tl.minimum(start + token + 1, inner_floor)
+        local, end = tl.maximum(local, lo), hi
+        hi = tl.minimum(hi, local)
         local_begin = local_first // BLOCK_N * BLOCK_N
-        to_first = tl.maximum(tl.cdiv(hi_last - local_begin, BLOCK_N), 0)
-        inner_tiles = to_first + tl.cdiv(inner_floor, BLOCK_N)
-        keys = hi - local + first_hi
+        to_local = tl.maximum(tl.cdiv(tl.minimum(hi_last, local_last) - begin, BLOCK_N), 0)
+        to_initial = to_local + tl.maximum(tl.cdiv(hi_last - local_begin, BLOCK_N), 1)
+        tiles_seen = to_initial + tl.cdiv(inner_floor, BLOCK_N)
+        all_hi = tl.minimum(all_hi, local_first)
 
-    by_maximum = True
+    large_logits = True
     if BOUNDED:
-        bound, by_maximum = bound_of(
-            q_tile, norms, b * K + h, scale_log2, tl.where(real, keys, 16), tl.maximum(m, inner_m),
-            not SINKS, PRECISION,
-        )  # fmt: skip
-        m, l = measured_from(bound, by_maximum, m, l, not SINKS)
-        inner_m, inner_l = measured_from(bound, by_maximum, inner_m, inner_l, not (SINKS and INNER))
-    # by the bound, or else by the maximum
-    for way in tl.static_range(0 if BOUNDED else 1, 2):
-        count = tiles_seen
+        keys = hi - lo
+        if INNER:
+            keys = end - local + tl.minimum(start + token + 1, inner_floor)
+        m, factor, large_logits = measured_from(
+            q_tile, norms, b * K + h, scale_log2, tl.where(real, keys, 16), m, not SINKS
+        )
+        if SINKS:
+            l *= factor
+    if INNER:
+        outer_m, outer_l, outer_acc = m, l, acc
+        inner_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         if BOUNDED:
-            count = tl.where(by_maximum == (way == 1), count, 0)
-        acc, m, l = walk(
-            q_tile, k, v, b, h, N, begin, count, tiles_seen, lo, hi, lo_last, hi_first, 0, 0, acc,
-            m, l, scale_log2, unit_scale, cap, k_b, k_n, k_h, v_b, v_n, v_h, lse, D, E, BLOCK_D,
-            BLOCK_E, BLOCK_N, CAP, POSITIVE, TMA, way == 0, PRECISION,
-        )  # fmt: skip
-    if PREFIX:
-        hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo * 0 + P
-        acc, m, l = walk(
-            q_tile, pk, pv, b, h, P, 0, tl.cdiv(P, BLOCK_N), tl.cdiv(P, BLOCK_N), lo * 0, hi, 0, 0,
-            0, 0, acc, m, l, scale_log2, unit_scale, cap, pk_b, pk_n, pk_h, pv_b, pv_n, pv_h, lse,
-            D, E, BLOCK_D, BLOCK_E, BLOCK_N, CAP, POSITIVE, False, False, PRECISION,
-        )  # fmt: skip
-    store_softmax(out, lse, row, acc, m, l, E, BLOCK_E, real)
+            inner_m = tl.where(large_logits, inner_m, m)
+
+    for j in range(0, tiles_seen):
+        n0 = begin + j * BLOCK_N
+        if INNER:
+            if j >= to_local:
+                n0 = local_begin + (j - to_local) * BLOCK_N
+            if j >= to_initial:
+                n0 = (j - to_initial) * BLOCK_N
+        n = n0 + tl.arange(0, BLOCK_N)
+        # [N, D], [N, E]
+        k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
+        v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if CAP:
+            s = soft_capped(s * scale_log2, cap)
+        elif not POSITIVE:
+            s *= scale_log2
+        if INNER:
+            if j == to_local:
+                rare(lse, n0)
+                outer_acc, outer_m, outer_l = acc, m, l
+                acc, l = tl.zeros_like(acc), tl.zeros_like(l)
+                m = inner_m
+                lo, hi = local, end
+                all_lo, all_hi = local_last, hi_first
+            if j == to_initial:
+                rare(lse, n0)
+                outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+                lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
+                all_lo, all_hi = 0, tl.minimum(start + tile * TOKENS + 1, inner_floor)
+        if (n0 < all_lo) | (n0 + BLOCK_N > all_hi):
+            rare(lse, n0)
+            s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
+        acc, m, l = scaled_step(
+            s, unit_scale, 0.0, v_tile, acc, m, l, large_logits, lse, n0, BOUNDED, PRECISION
+        )
 
     if INNER:
-        acc, m, l = nothing, inner_m, inner_l
-        for way in tl.static_range(0 if BOUNDED else 1, 2):
-            count = inner_tiles
-            if BOUNDED:
-                count = tl.where(by_maximum == (way == 1), count, 0)
-            acc, m, l = walk(
-                q_tile, k, v, b, h, N, local_begin, count, to_first, local, hi, local_last,
-                hi_first, first_hi, tl.minimum(start + tile * TOKENS + 1, inner_floor), acc, m, l,
-                scale_log2, unit_scale, cap, k_b, k_n, k_h, v_b, v_n, v_h, lse, D, E, BLOCK_D,
-                BLOCK_E, BLOCK_N, CAP, POSITIVE, TMA, way == 0, PRECISION,
-            )  # fmt: skip
+        if tiles_seen == to_initial:
+            outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+        store_softmax(out, lse, row, outer_acc, outer_m, outer_l, E, BLOCK_E, real)
+        if SINKS:
+            nothing, one = tl.zeros_like(acc), tl.full([BLOCK_M], 1.0, tl.float32)
+            acc, m, l = joined(acc, m, l, nothing, load_sinks(inner_sinks, head), one)
         store_softmax(inner_out, inner_lse, row, acc, m, l, E, BLOCK_E, real)
+    else:
+        if PREFIX:
+            hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo * 0 + P
+            for n0 in range(0, P, BLOCK_N):
+                n = n0 + tl.arange(0, BLOCK_N)
+                k_tile = load_keys(pk, b, h, n, n0, n < P, pk_b, pk_n, pk_h, D, BLOCK_D, False)
+                v_tile = load_keys(pv, b, h, n, n0, n < P, pv_b, pv_n, pv_h, E, BLOCK_E, False)
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                if CAP:
+                    s = soft_capped(s * scale_log2, cap)
+                elif not POSITIVE:
+                    s *= scale_log2
+                s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+                acc, m, l = scaled_step(
+                    s, unit_scale, 0.0, v_tile, acc, m, l, True, lse, n0, False, PRECISION
+                )
+        store_softmax(out, lse, row, acc, m, l, E, BLOCK_E, real)
 
 
 # launches

@@ -59,9 +59,6 @@ FEW_TOKENS = 2048
 
 # programs for dk and dv at most, where blocks of keys are cut into shares of their queries
 MOST_SHARES = 2048
-# and so many that run at once; tiles of queries of a share, at least
-AT_ONCE = 128
-LEAST_SHARE = 8
 
 # rows of a query-by-query tile under which block by block is faster
 FEW_ROWS = 9
@@ -204,14 +201,11 @@ def grid(tiles: int, lines: int, *others: int) -> tuple[tuple[int, ...], bool]:
     return (*((lines, tiles) if flipped else (tiles, lines)), *others), flipped
 
 
-def query_splits(programs: int, tiles: int, wide: bool = True) -> int:
-    """Into how many shares the queries of a block of keys are cut. Where few blocks of keys are
-    seen by many queries (`wide`): short shares are as long as each other, long ones cost less to
-    begin and to add up. Both cost the same at about this many tiles. In a window, where all blocks
-    are seen by as many, just so many that no part of the GPU is idle."""
-    if not wide:
-        return max(1, min(AT_ONCE // max(1, programs), tiles // LEAST_SHARE))
-    share = max(LEAST_SHARE, math.isqrt(programs * tiles // 8))
+def query_splits(programs: int, tiles: int) -> int:
+    """Into how many shares the queries of a block of keys are cut, where few blocks of keys are
+    seen by many queries: short ones are as long as each other, long ones cost less to begin and to
+    add up. Both cost the same at about this many tiles."""
+    share = max(8, math.isqrt(programs * tiles // 8))
     return max(1, min(MOST_SHARES // max(1, programs), tiles // share))
 
 
