@@ -121,14 +121,16 @@ def test_any_scale(scale):
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_only_who_sees_it_is_not_finite(name, value):
     tensors = dict(zip("qkv", draw(T, T, 4, 2, 16, 16, DTYPE)))
-    fine = sliding_window_attention(**tensors, sliding_window_size=5, backend="triton")
+    # of enough keys to be measured from a bound
+    call = dict(sliding_window_size=19, backend="triton")
+    fine = sliding_window_attention(**tensors, **call)
     tensors[name] = tensors[name].clone()
-    tensors[name][0, 11, 0] = value
-    out = sliding_window_attention(**tensors, sliding_window_size=5, backend="triton")
+    tensors[name][0, 20, 0] = value
+    out = sliding_window_attention(**tensors, **call)
     hit = torch.zeros(2, T, 4, dtype=torch.bool, device=DEVICE)
     if name == "q":
-        hit[0, 11, 0] = True
+        hit[0, 20, 0] = True
     else:
-        hit[0, 11:17, :2] = True
+        hit[0, 20:40, :2] = True
     assert out[hit].isnan().any(-1).all()
     torch.testing.assert_close(out[~hit], fine[~hit])

@@ -121,15 +121,9 @@ def attend(
     else:
         near, of_window = None, window
     out_win, lse_win, *partial = interval.forward(
-        q,
-        *of_window,
-        place_win,
-        at.scale,
-        inner=near,
-        sinks=sink_win,
-        inner_sinks=sink_sel,
+        q, *of_window, place_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
         norms=norms if window is None else None,
-    )
+    )  # fmt: skip
     done = (partial[0], partial[1]) if partial else None
     mix = None if mixed is None else Mixture(out_cmp, out_win, *mixed)
     out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done, sink_sel, mix, norms)
