@@ -93,7 +93,14 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
     frozenset(
-        {"kernels.arrivals", "kernels.device", "kernels.sizes", "kernels.tiles", "kernels.topn"}
+        {
+            "kernels.arrivals",
+            "kernels.device",
+            "kernels.sizes",
+            "kernels.streams",
+            "kernels.tiles",
+            "kernels.topn",
+        }
     ),
     frozenset({"ops.checks", "ops.documents", "entries"}),
     frozenset({"blocks"}),

@@ -161,6 +161,19 @@ def test_block_that_all_choose(monkeypatch):
         )
 
 
+@both
+def test_window_in_shares(monkeypatch, causal):
+    """Queries that see a block of keys are cut into shares of one tile each."""
+    from native_sparse_attention.kernels import launch
+
+    monkeypatch.setattr(launch, "LEAST_SHARE", 1)
+    q, k, v = draw(131 if CUDA else 45, 131 if CUDA else 45, 4, 2, 16, 16)
+    assert_right(
+        sliding_window_attention, {"q": q, "k": k, "v": v}, torch.float32, sliding_window_size=21,
+        causal=causal,
+    )  # fmt: skip
+
+
 def test_rows_that_start_at_different_places():
     q, k, v = draw(7, 40, 4, 2, 16, 16)
     tensors = {"q": q, "k": k, "v": v}

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch
+from . import launch, streams
 from .device import (
     cap_slope,
     grid_place,
@@ -38,7 +38,7 @@ from .gather_steps import (
     tile_entries,
     visible_keys,
 )
-from .launch import LOG2_E, Cotangent, Mixture, Selection, strides
+from .launch import LOG2_E, Cotangent, Mixture, Selection, Sum, strides
 from .norms import bounds
 from .unite import Unions
 
@@ -296,8 +296,8 @@ def forward(
     keys if `partial` holds them. `written` holds both but for the united groups; `norms` are those
     of the keys. Writes the layer's output to `mix`."""
     out, lse = written or partial or launch.empty_outputs(q, v)
-    launches = (False,) if unions is None else (False, True) if written is None else (True,)
-    for united in launches:
+
+    def run(united: bool) -> None:
         grid, args = arguments(q, k, v, selection, "forward", unions, united)
         # one list's tile waits for its keys, not for a maximum
         bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
@@ -307,6 +307,14 @@ def forward(
             ADD=partial is not None,
             **launch.mixture(mix), **args,
         )  # fmt: skip
+
+    if unions is None or written is not None:
+        run(unions is not None)
+        return out, lse
+    with streams.forked(q.device) as beside:
+        with beside:
+            run(True)
+        run(False)
     return out, lse
 
 
@@ -317,18 +325,17 @@ def backward_q(
     selection: Selection,
     scale: float,
     cotangent: Cotangent,
-    dq: Tensor | None = None,
+    dq: Sum,
     unions: Unions | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """dq, added to the `dq` given, and the gradient of the gates."""
-    add = dq is not None
-    dq = q.new_empty(q.shape) if dq is None else dq
+) -> Tensor | None:
+    """Adds to dq; the gradient of the gates."""
     R, n = selection.lists.shape[2:]
     d_gates = None
     if selection.gates is not None:
         d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
+    into = dq.arguments()
     for united in (False,) if unions is None else (False, True):
         grid, args = arguments(q, k, v, selection, "dq", unions, united)
-        args |= cotangent.arguments()
-        dq_kernel[grid](dq=dq, d_gates=d_gates, scale=scale, ADD=add, **args)
-    return dq, None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)
+        args |= cotangent.arguments() | into
+        dq_kernel[grid](d_gates=d_gates, scale=scale, **args)
+    return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

@@ -34,7 +34,7 @@ from .interval import (
     prefix_arguments,
     tiles_of_queries,
 )
-from .launch import ALWAYS, Cotangent, Place
+from .launch import ALWAYS, Cotangent, Place, Sum
 from .tiles import FEW_KEYS
 
 
@@ -171,7 +171,7 @@ def dkv_kernel(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, INNER: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
     CAP: tl.constexpr, GATED: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
-    FLIPPED: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of equal shares (axis 2) of the queries that see a block of keys adds
     to its dk and dv, written to [shares, B, N, K, ...]."""
@@ -204,9 +204,7 @@ def dkv_kernel(
         full, end = in_document(full, end, last * unit, T, firsts, lasts, 1)
     first_tile = tl.maximum(first - start, 0) // TOKENS
     end_tile = tl.cdiv(tl.minimum(tl.maximum(end - start, 0), T), TOKENS)
-    share = tl.maximum(end_tile - first_tile, 0)
-    if SPLIT:
-        share = tl.cdiv(share, tl.num_programs(2))
+    share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
     begin_tile = first_tile + split * share
     end_tile = tl.minimum(begin_tile + share, end_tile)
     full_tile = tl.maximum(tl.cdiv(tl.maximum(full - start, 0), TOKENS), begin_tile)
@@ -293,27 +291,23 @@ def backward_q(
     place: Place,
     scale: float,
     cotangent: Cotangent,
+    dq: Sum,
     prefix: tuple[Tensor, Tensor] | None = None,
-    dq: Tensor | None = None,
     inner: tuple[Place, Cotangent] | None = None,
-) -> Tensor:
-    """dq, added to the `dq` given, with an `inner` place and its cotangent also through its local
-    blocks and the keys before its floor."""
-    add = dq is not None
-    dq = q.new_empty(q.shape) if dq is None else dq
+) -> None:
+    """Adds to dq, with an `inner` place and its cotangent also through its local blocks and the
+    keys before its floor."""
     within, inner_cotangent = inner or (None, None)
     args = arguments(q, k, v, place, "dq", within) | prefix_arguments(prefix, place)
     grid, args["FLIPPED"] = tiles_of_queries(q, k, args)
     args |= by_boxes(k, v, args["BLOCK_N"])
     dq_kernel[grid](
-        dq=dq,
         scale=scale,
         POSITIVE=scale > 0,
-        ADD=add,
+        **dq.arguments(),
         **args,
         **cotangents(cotangent, inner_cotangent),
     )
-    return dq
 
 
 def backward_kv(
@@ -331,15 +325,16 @@ def backward_kv(
     within, inner_cotangent = inner or (None, None)
     kernel = "dkv" if N > FEW_KEYS else "prefix.dkv"
     args = arguments(q, k, v, place, kernel, within)
-    tiles = triton.cdiv(T, args["BLOCK_M"] // args["G"])
+    seeing = T if place.wide else min(T, place.reach + args["BLOCK_N"])
+    tiles = triton.cdiv(seeing, args["BLOCK_M"] // args["G"])
     blocks = triton.cdiv(N, args["BLOCK_N"])
-    splits = launch.query_splits(blocks * B * K, tiles) if place.wide else 1
+    splits = launch.query_splits(blocks * B * K, tiles, place.wide)
     dk = k.new_empty(splits, B, N, K, D, dtype=torch.float32)
     dv = v.new_empty(splits, B, N, K, E, dtype=torch.float32)
     args["WIDE"] |= max(dk.numel(), dv.numel()) >= 1 << 31
     args |= cotangents(cotangent, inner_cotangent)
     grid, args["FLIPPED"] = launch.grid(blocks, B * K, splits)
-    dkv_kernel[grid](dk=dk, dv=dv, scale=scale, POSITIVE=scale > 0, SPLIT=place.wide, **args)
+    dkv_kernel[grid](dk=dk, dv=dv, scale=scale, POSITIVE=scale > 0, **args)
     return (dk[0], dv[0]) if splits == 1 else (dk.sum(0), dv.sum(0))
 
 

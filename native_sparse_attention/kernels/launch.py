@@ -59,6 +59,9 @@ FEW_TOKENS = 2048
 
 # programs for dk and dv at most, where blocks of keys are cut into shares of their queries
 MOST_SHARES = 2048
+# and so many that run at once; tiles of queries of a share, at least
+AT_ONCE = 128
+LEAST_SHARE = 8
 
 # rows of a query-by-query tile under which block by block is faster
 FEW_ROWS = 9
@@ -123,8 +126,10 @@ def interval_tile(
     if not wide and "." not in kernel:
         kernel = f"window.{kernel}"
     tables = architecture()
-    few = kernel == "dq" and keys <= MANY_KEYS
-    tile = row(tables.intervals, width)["window.dq" if few else kernel]
+    name = kernel
+    if keys <= MANY_KEYS.get(kernel, 0):
+        name = {"dq": "window.dq", "forward": "few.forward"}[kernel]
+    tile = row(tables.intervals, width)[name]
     if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
         tile = tables.few_heads[kernel]
     if dtype == torch.float32:
@@ -201,11 +206,14 @@ def grid(tiles: int, lines: int, *others: int) -> tuple[tuple[int, ...], bool]:
     return (*((lines, tiles) if flipped else (tiles, lines)), *others), flipped
 
 
-def query_splits(programs: int, tiles: int) -> int:
-    """Into how many shares the queries of a block of keys are cut, where few blocks of keys are
-    seen by many queries: short ones are as long as each other, long ones cost less to begin and to
-    add up. Both cost the same at about this many tiles."""
-    share = max(8, math.isqrt(programs * tiles // 8))
+def query_splits(programs: int, tiles: int, wide: bool = True) -> int:
+    """Into how many shares the queries of a block of keys are cut. Where few blocks of keys are
+    seen by many queries (`wide`): short shares are as long as each other, long ones cost less to
+    begin and to add up. Both cost the same at about this many tiles. In a window, where all blocks
+    are seen by as many, just so many that no part of the GPU is idle."""
+    if not wide:
+        return max(1, min(AT_ONCE // max(1, programs), tiles // LEAST_SHARE))
+    share = max(LEAST_SHARE, math.isqrt(programs * tiles // 8))
     return max(1, min(MOST_SHARES // max(1, programs), tiles // share))
 
 
@@ -255,6 +263,22 @@ def ends(selection: Selection) -> dict[str, Any]:
     if selection.documents is None or selection.causal:
         return dict(doc_last=None, ENDS=False)
     return dict(doc_last=selection.documents.last, ENDS=True)
+
+
+class Sum:
+    """A tensor that several launches add to, one after the other: the first one writes it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.value = like.new_empty(like.shape)
+        self.begun = False
+
+    def arguments(self) -> dict[str, Any]:
+        """What the next launch takes of it."""
+        add, self.begun = self.begun, True
+        return dict(dq=self.value, ADD=add)
+
+    def total(self) -> Tensor:
+        return self.value if self.begun else self.value.zero_()
 
 
 def cap(soft_cap: float | None, *, in_log2: bool = True) -> dict[str, Any]:

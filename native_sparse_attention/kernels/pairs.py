@@ -27,7 +27,7 @@ from .device import (
 )
 from .inverse import Inverse, invert
 from .join import JOIN_ROWS, gather_spill_kernel, join_kernel, sum_kernel
-from .launch import LOG2_E, Cotangent, Selection, strides
+from .launch import LOG2_E, Cotangent, Selection, Sum, strides
 
 # one compiled kernel for all lengths
 LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "start"]
@@ -330,25 +330,23 @@ def backward(
     cotangent: Cotangent,
     dk: Tensor,
     dv: Tensor,
-    dq: Tensor | None = None,
-    with_dq: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
-    """dq, added to the `dq` given, and the gradient of the gates, both only if `with_dq`; adds to
-    dk [B S K D] and dv [B S K E], float32."""
+    dq: Sum | None,
+) -> Tensor | None:
+    """Adds to dk [B S K D] and dv [B S K E], float32, and to dq if it is given; then also gives the
+    gradient of the gates."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     s, (R, n) = selection.s, selection.lists.shape[2:]
     tile = launch.pair_tile("backward", max(D, E), H // R, q.dtype)
     block_n = min(launch.padded(s), tile.block_n)
     pieces = triton.cdiv(s, block_n)
-    add, d_gates = dq is not None, None
-    if with_dq:
-        dq = q.new_empty(q.shape) if dq is None else dq
-        if selection.gates is not None:
-            d_gates = q.new_zeros(*selection.lists.shape, pieces * H // R, dtype=torch.float32)
-    for inverse in inverted(q, k, selection, parts=with_dq):
+    d_gates = None
+    if dq is not None and selection.gates is not None:
+        d_gates = q.new_zeros(*selection.lists.shape, pieces * H // R, dtype=torch.float32)
+    into = None if dq is None else dq.arguments()
+    for inverse in inverted(q, k, selection, parts=dq is not None):
         args = arguments(q, k, v, selection, inverse, "backward")
-        part = q.new_empty(B * inverse.length * H * n * pieces, D) if with_dq else None
+        part = None if into is None else q.new_empty(B * inverse.length * H * n * pieces, D)
         spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
         backward_kernel[(len(inverse.owner), pieces)](
             part=part,
@@ -360,7 +358,7 @@ def backward(
             spill_bounds=inverse.spill_bounds,
             scale=scale,
             BLOCK_N=block_n,
-            DQ=with_dq,
+            DQ=into is not None,
             PIECES=pieces,
             **args,
             **cotangent.arguments(),
@@ -370,12 +368,12 @@ def backward(
                 spill, d, inverse.spill_bounds, S, K, s, args["C"],
                 D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
             )  # fmt: skip
-        if with_dq:
+        if into is not None:
             grid, flipped = launch.grid(triton.cdiv(inverse.length * H, JOIN_ROWS), B)
             sum_kernel[grid](
-                part, selection.lists, dq, T, R, n, inverse.first, inverse.length, PIECES=pieces,
-                G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS, ADD=add,
-                FLIPPED=flipped,
+                part, selection.lists, T=T, R=R, n=n, first=inverse.first, length=inverse.length,
+                PIECES=pieces, G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS,
+                FLIPPED=flipped, **into,
             )  # fmt: skip
         del part, spills
-    return dq, None if d_gates is None else d_gates.sum(-1)
+    return None if d_gates is None else d_gates.sum(-1)

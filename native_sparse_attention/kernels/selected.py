@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import combine, gather, interval, interval_backward, launch, pairs, unite
 from .device import EVERYTHING, LOCAL_BLOCKS
-from .launch import Cotangent, Mixture, Place, Selection
+from .launch import Cotangent, Mixture, Place, Selection, Sum
 from .norms import key_norms
 
 
@@ -180,21 +180,34 @@ def forward(
     return listed_forward(q, k, v, selection, scale, partial, norms, mix)
 
 
-def forced_backward(
+def forced_backward_q(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     selection: Selection,
     scale: float,
     cotangent: Cotangent,
-    dq: Tensor | None,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """dq (added to the `dq` given), dk and dv through the forced blocks."""
+    dq: Sum,
+) -> None:
+    """Adds to dq, through the forced blocks."""
+    forced = forced_blocks(selection, k, v)
+    if forced is not None:
+        interval_backward.backward_q(q, scale=scale, cotangent=cotangent, dq=dq, **forced)
+
+
+def forced_backward_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    cotangent: Cotangent,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv through the forced blocks, in float32."""
     dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
     forced = forced_blocks(selection, k, v)
     if forced is None:
-        return dq, dk, dv
-    dq = interval_backward.backward_q(q, scale=scale, cotangent=cotangent, dq=dq, **forced)
+        return dk, dv
     prefix = forced.pop("prefix")
     grads = [interval_backward.backward_kv(q, scale=scale, cotangent=cotangent, **forced)]
     if prefix is not None:
@@ -203,32 +216,54 @@ def forced_backward(
     for some_dk, some_dv in grads:
         dk[:, : some_dk.shape[1]] += some_dk
         dv[:, : some_dv.shape[1]] += some_dv
-    return dq, dk, dv
+    return dk, dv
 
 
-def backward(
+def listed_backward_q(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     selection: Selection,
     scale: float,
     cotangent: Cotangent,
-    dq: Tensor | None = None,
-    partial: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq (added to the `dq` given), dk and dv in float32, and the gradient of the gates. Where
-    dk and dv of the forced blocks are there already (`partial`), the rest is added to them."""
-    if partial is None:
-        dq, *partial = forced_backward(q, k, v, selection, scale, cotangent, dq)
-    dk, dv = partial
-    if not selection.lists.shape[-1]:
-        dq = torch.zeros_like(q) if dq is None else dq
-        return dq, dk, dv, None if selection.gates is None else torch.zeros_like(selection.gates)
-    given = (q, k, v, selection, scale, cotangent)
+    dq: Sum,
+) -> Tensor | None:
+    """Adds to dq, through the listed blocks where those are walked query by query; the gradient of
+    the gates."""
     if by_block(selection, q, k, v):
-        dq, d_gates = pairs.backward(*given, dk, dv, dq)
-    else:
-        unions = unite.unite(selection, q.shape[2], q.dtype)
-        dq, d_gates = gather.backward_q(*given, dq, unions)
-        pairs.backward(*given, dk, dv, with_dq=False)
-    return dq, dk, dv, d_gates
+        return None
+    if not selection.lists.shape[-1]:
+        return None if selection.gates is None else torch.zeros_like(selection.gates)
+    unions = unite.unite(selection, q.shape[2], q.dtype)
+    return gather.backward_q(q, k, v, selection, scale, cotangent, dq, unions)
+
+
+def listed_backward_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    cotangent: Cotangent,
+    dk: Tensor,
+    dv: Tensor,
+    dq: Sum,
+) -> Tensor | None:
+    """Adds to dk and dv, in float32, through the listed blocks, and to dq what `listed_backward_q`
+    has not; then also gives the gradient of the gates."""
+    if not selection.lists.shape[-1]:
+        return None if selection.gates is None else torch.zeros_like(selection.gates)
+    rest = dq if by_block(selection, q, k, v) else None
+    return pairs.backward(q, k, v, selection, scale, cotangent, dk, dv, rest)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, cotangent: Cotangent
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk and dv, these in float32, and the gradient of the gates."""
+    given, dq = (q, k, v, selection, scale, cotangent), Sum(q)
+    forced_backward_q(*given, dq)
+    d_gates = listed_backward_q(*given, dq)
+    dk, dv = forced_backward_kv(*given)
+    rest = listed_backward_kv(*given, dk, dv, dq)
+    return dq.total(), dk, dv, rest if d_gates is None else d_gates

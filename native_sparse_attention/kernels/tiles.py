@@ -23,10 +23,11 @@ class Tile:
     num_stages: int
 
 
-# by width and kernel; "window." where queries see few keys, "prefix." where there are few keys
+# by width and kernel; "window." where queries see few keys, "few.", "prefix." where there are few
 TILES = {
     128: {
         "forward": Tile(64, 64, 4, 3),
+        "few.forward": Tile(64, 32, 4, 2),
         "window.forward": Tile(64, 64, 4, 3),
         "dq": Tile(128, 64, 8, 3),
         "window.dq": Tile(64, 64, 4, 2),
@@ -36,6 +37,7 @@ TILES = {
     },
     256: {
         "forward": Tile(64, 64, 8, 2),
+        "few.forward": Tile(64, 64, 8, 2),
         "window.forward": Tile(64, 64, 8, 2),
         "dq": Tile(64, 32, 8, 2),
         "window.dq": Tile(64, 32, 8, 2),
@@ -87,8 +89,8 @@ PAIRS = {
 # keys that are few: a prefix, of memory or of the initial block
 FEW_KEYS = 64
 
-# keys past which dq is better formed of many rows at a time
-MANY_KEYS = 1024
+# keys past which dq is better formed of many rows at a time, and the forward of many keys
+MANY_KEYS = {"dq": 1024, "forward": 512}
 
 # query heads a KV head up to which dk and dv are better formed of few rows at a time
 FEW_HEADS = 8

@@ -1,8 +1,9 @@
-"""The three branches of the layer in Triton, one after the other, without the operators around
-them: what the forward of `fused.py` runs, and its backward again with `recompute`."""
+"""The three branches of the layer in Triton, without the operators around them: what the forward of
+`fused.py` runs, and its backward again with `recompute`; and their backward."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -128,3 +129,82 @@ def attend(
     mix = None if mixed is None else Mixture(out_cmp, out_win, *mixed)
     out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done, sink_sel, mix, norms)
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists
+
+
+class BranchGradients(NamedTuple):
+    """Of the tensors that the branches read, from their outputs; dcq is dq where the compressed
+    branch has no queries of its own. Those of keys and values of a window are there whether it has
+    its own or not. `chosen`: of the slots of the selection, with differentiable top-k."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dck: Tensor
+    dcv: Tensor
+    dcq: Tensor
+    window: tuple[Tensor, Tensor]
+    chosen: Tensor | None
+
+
+def attend_backward(
+    settings: Settings,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    cq: Tensor | None,
+    memory: tuple[Tensor, Tensor] | None,
+    window: tuple[Tensor, Tensor] | None,
+    starts: Tensor | None,
+    documents: Documents | None,
+    lists: Tensor,
+    cmp: Any,
+    sel: Any,
+    win: Any,
+) -> BranchGradients:
+    """Gradients from those of the branches' outputs, `launch.Cotangent`s. What adds to dq, one
+    launch after the other, runs beside what forms dk and dv."""
+    from ..kernels import interval_backward, selected, streams
+    from ..kernels.launch import Sum
+
+    at = settings
+    place_cmp, place_win = at.places(starts, documents)
+    chosen = at.selection(lists, starts, documents)
+    if at.diff_topk and at.num_ranked and at.num_selected:
+        chosen = dataclasses.replace(chosen, gates=torch.ones_like(lists, dtype=torch.float32))
+    chosen = selected.with_initial(chosen)
+    first, inner = selected.within_window(chosen, k, v, at.w) if window is None else (None, None)
+    within = None if inner is None else (inner, sel)
+    near = window or (k, v)
+    listed = (q, k, v, chosen, at.scale, sel)
+    by_block = selected.by_block(chosen, q, k, v)
+    dq = Sum(q)
+    query, dcq = (q, dq) if cq is None else (cq, Sum(cq))
+
+    d_chosen = None
+    if chosen.gates is not None:
+        d_chosen = selected.listed_backward_q(*listed, dq)
+    with streams.forked(q.device) as beside:
+        with beside:
+            if chosen.gates is None:
+                selected.listed_backward_q(*listed, dq)
+            interval_backward.backward_q(query, ck, cv, place_cmp, at.scale, cmp, dcq, memory)
+            interval_backward.backward_q(q, *near, place_win, at.scale, win, dq, inner=within)
+            if within is None:
+                selected.forced_backward_q(*listed, dq)
+        dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, at.scale, cmp)
+        d_window = interval_backward.backward_kv(q, *near, place_win, at.scale, win, within)
+        if inner is not None and first is not None:
+            of_first = interval_backward.backward_prefix(q, first, inner, at.scale, sel)
+            for whole, some in zip(d_window, of_first, strict=True):
+                whole[:, : some.shape[1]] += some
+        # in the window's own gradients where they are those of k and v too
+        dk, dv = d_window if within else selected.forced_backward_kv(*listed)
+        if not by_block:
+            selected.listed_backward_kv(*listed, dk, dv, dq)
+    if by_block:
+        d_chosen = selected.listed_backward_kv(*listed, dk, dv, dq)
+    if window is None and not within:
+        dk, dv = dk + d_window[0], dv + d_window[1]
+    return BranchGradients(dq.total(), dk, dv, dck, dcv, dcq.total(), d_window, d_chosen)

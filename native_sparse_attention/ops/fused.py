@@ -9,14 +9,13 @@ forms: what each branch gave is gone by then. Arguments are those of
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import blocks
-from .branches import Settings, attend
+from .branches import Settings, attend, attend_backward
 from .documents import Documents
 from .operators import (
     empty_outputs,
@@ -167,7 +166,7 @@ def layer_backward(
     """Gradients of all differentiable tensors that are there, in their order; of the gates only
     with `recompute`. `kept`: the selection, and without `recompute` the branches' log-sum-exps and
     what `layer_cotangents` formed beside that gradient."""
-    from ..kernels import combine, gates, interval_backward, selected
+    from ..kernels import combine, gates, interval_backward
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
@@ -196,37 +195,16 @@ def layer_backward(
     if sinks is not None:
         of_branches = zip(sinks, lses, (cmp, sel, win), branch_gates.unbind(-1), strict=True)
         d_sinks = torch.stack([sink_grads(a, b, c.delta, g).float() for a, b, c, g in of_branches])
-    place_cmp, place_win = settings.places(starts, documents)
-    dcq = interval_backward.backward_q(query, ck, cv, place_cmp, scale, cmp, memory)
-    dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, scale, cmp)
-    dq = dcq if cq is None else None
-
-    chosen = settings.selection(lists, starts, documents)
-    if diff_topk and num_ranked and num_selected:
-        chosen = dataclasses.replace(chosen, gates=torch.ones_like(lists, dtype=torch.float32))
-    chosen = selected.with_initial(chosen)
-    first, inner = selected.within_window(chosen, k, v, w) if window is None else (None, None)
-    within = None if inner is None else (inner, sel)
-    wk, wv = window or (k, v)
-    dq = interval_backward.backward_q(q, wk, wv, place_win, scale, win, dq=dq, inner=within)
-    d_window = interval_backward.backward_kv(q, wk, wv, place_win, scale, win, within)
-    if inner is not None and first is not None:
-        of_first = interval_backward.backward_prefix(q, first, inner, scale, sel)
-        for whole, some in zip(d_window, of_first, strict=True):
-            whole[:, : some.shape[1]] += some
-    # in the window's own gradients where they are those of k and v too
-    partial = d_window if within else None
-    dq, dk, dv, d_chosen = selected.backward(q, k, v, chosen, scale, sel, dq, partial)
-    if window is None and not within:
-        dk, dv = dk + d_window[0], dv + d_window[1]
-
+    dq, dk, dv, dck, dcv, dcq, d_window, d_chosen = attend_backward(
+        settings, q, k, v, ck, cv, None if cq is None else query, memory, window, starts, documents,
+        lists, cmp, sel, win,
+    )  # fmt: skip
     d_scored = None
     if d_chosen is not None:
         # through the gates of the blocks to the scores that chose them, in place in dq or dcq
-        into = dq if cq is None else dcq
         at = settings.ranking(starts, documents, None if sinks is None else of_heads(sinks)[0])
         d_chosen = d_chosen[..., : lists.shape[-1]]
-        _, more, d_scored, d_sink = gates.backward(query, ck, mem_k, lists, d_chosen, at, into)
+        _, more, d_scored, d_sink = gates.backward(query, ck, mem_k, lists, d_chosen, at, dcq)
         if d_sinks is not None and d_sink is not None:
             d_sinks[0] += d_sink
         dck = dck + more
@@ -237,7 +215,9 @@ def layer_backward(
         grads.append(dcq)
     if memory is not None:
         d_mem = memory_grads(
-            *interval_backward.backward_prefix(query, memory, place_cmp, scale, cmp)
+            *interval_backward.backward_prefix(
+                query, memory, settings.places(starts, documents)[0], scale, cmp
+            )
         )
         if d_scored is not None:
             d_mem[0] += d_scored

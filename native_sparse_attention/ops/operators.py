@@ -96,8 +96,9 @@ def interval_attention_backward(
     d_out = d_out.contiguous()
     cotangent = combine.cotangent(d_out, out, lse, d_lse.contiguous())
     memory = prefix(mem_k, mem_v, k.shape[0])
-    dq = interval_backward.backward_q(q, k, v, place, scale, cotangent, memory)
-    grads = [dq, *interval_backward.backward_kv(q, k, v, place, scale, cotangent)]
+    dq = launch.Sum(q)
+    interval_backward.backward_q(q, k, v, place, scale, cotangent, dq, memory)
+    grads = [dq.total(), *interval_backward.backward_kv(q, k, v, place, scale, cotangent)]
     if memory is not None:
         grads += memory_grads(
             *interval_backward.backward_prefix(q, memory, place, scale, cotangent)

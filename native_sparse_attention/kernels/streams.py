@@ -1,0 +1,34 @@
+"""Launches beside each other: where programs of one kernel leave part of a GPU idle, at its end or
+while they wait for memory, those of another run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+
+@functools.cache
+def second(device: int, _first: int) -> torch.cuda.Stream:
+    """The stream that runs beside another: always the same one, as memory belongs to streams."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def forked(device: torch.device) -> Iterator[AbstractContextManager[object]]:
+    """Gives a context. What is launched within that runs beside what is launched outside of it; at
+    the end both are waited for, on the GPU.
+
+    Tensors that are allocated within it must not be needed after the end."""
+    if device.type != "cuda":
+        yield nullcontext()
+        return
+    first = torch.cuda.current_stream(device)
+    beside = second(first.device_index, first.cuda_stream)
+    beside.wait_stream(first)
+    try:
+        yield torch.cuda.stream(beside)
+    finally:
+        first.wait_stream(beside)
