@@ -64,13 +64,14 @@ def test_forward_and_backward(settings, dtype):
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled():
+    """To float32's precision: the compiler times its own kernels, and may choose others there."""
     x = torch.randn(1, 200, 128)
 
     def run(device):
         return [torch.compile(attention().to(device), fullgraph=True)(x.to(device))]
 
     for first, second in on_each(run):
-        assert torch.equal(first, second)
+        torch.testing.assert_close(first, second)
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -123,7 +123,7 @@ def test_only_who_sees_it_is_not_finite(name, value):
     tensors = dict(zip("qkv", draw(T, T, 4, 2, 16, 16, DTYPE)))
     # of enough keys to be measured from a bound
     call = dict(sliding_window_size=19, backend="triton")
-    fine = sliding_window_attention(**tensors, **call)
+    fine, whole = sliding_window_attention(**tensors, **call), dict(tensors)
     tensors[name] = tensors[name].clone()
     tensors[name][0, 20, 0] = value
     out = sliding_window_attention(**tensors, **call)
@@ -133,4 +133,9 @@ def test_only_who_sees_it_is_not_finite(name, value):
     else:
         hit[0, 20:40, :2] = True
     assert out[hit].isnan().any(-1).all()
-    torch.testing.assert_close(out[~hit], fine[~hit])
+    # another order of roundings, where only one of the two is measured from a bound
+    exact = sliding_window_attention(
+        **{n: t.double() for n, t in whole.items()}, sliding_window_size=19, backend="eager"
+    )[~hit]
+    error, other = ((t[~hit].double() - exact).abs().max() for t in (out, fine))
+    assert error <= 2 * other + torch.finfo(DTYPE).eps * exact.abs().max()

@@ -127,7 +127,7 @@ def interval_tile(
         kernel = f"window.{kernel}"
     tables = architecture()
     name = kernel
-    if keys <= MANY_KEYS.get(kernel, 0):
+    if kernel in MANY_KEYS and keys <= MANY_KEYS[kernel]:
         name = {"dq": "window.dq", "forward": "few.forward"}[kernel]
     tile = row(tables.intervals, width)[name]
     if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
