@@ -80,7 +80,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.gather",
             "kernels.pairs",
             "kernels.block_keys",
-            "kernels.shared_launch",
         }
     ),
     frozenset(
@@ -89,8 +88,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.gate_steps",
             "kernels.gather_steps",
             "kernels.norms",
-            "kernels.shared_backward",
-            "kernels.shared_blocks",
             "kernels.unite",
         }
     ),
@@ -99,7 +96,6 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "kernels.arrivals",
             "kernels.device",
-            "kernels.shared_steps",
             "kernels.sizes",
             "kernels.streams",
             "kernels.tiles",

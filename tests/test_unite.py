@@ -196,31 +196,3 @@ def test_unions_have_a_tile_of_their_own():
         with launch.using({name: launch.Tile(64, 16, 2, 1)}):
             assert launch.gather_tile("dq", *sizes, united).block_n == 16
             assert launch.gather_tile("dq", *sizes, not united) == before
-
-
-@pytest.mark.parametrize("n, T, blocks", [(5, 37, 40), (1, 8, 3), (13, 19, 13)])
-def test_shared(n, T, blocks):
-    """All blocks of 8 neighbours, each once, with those that hold it; in an order in which fewer of
-    a chunk have a list in common than in that of their numbers."""
-    B, R, chunk = 2, 2, 3
-    lists = torch.full((B, T, R, n), -1, dtype=torch.int32)
-    for b, t, r in itertools.product(range(B), range(T), range(R)):
-        held = int(torch.randint(n + 1, ()))
-        lists[b, t, r, :held] = torch.randperm(blocks)[:held].int()
-    selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
-    unions = unite.shared(selection, blocks, chunk)
-    right = expected(selection, Unite(unite.SHARED, 0.0, least=0))
-
-    def meetings(held):
-        chunks = [held[i : i + chunk] for i in range(0, len(held), chunk)]
-        return sum((a & b) > 0 for some in chunks for a, b in itertools.combinations(some, 2))
-
-    found, sorted_ = 0, 0
-    for (b, r, group), members in right.items():
-        size = int(unions.counts[b, r, group])
-        entries = unions.entries[b, r, group, :size].tolist()
-        assert {e & 0xFFFFFFFF: e >> 32 for e in entries} == members
-        assert len(members) == size
-        found += meetings([e >> 32 for e in entries])
-        sorted_ += meetings([members[c] for c in sorted(members)])
-    assert found <= sorted_

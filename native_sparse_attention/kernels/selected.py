@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import combine, gather, interval, interval_backward, launch, pairs, shared_launch, unite
+from . import combine, gather, interval, interval_backward, launch, pairs, unite
 from .device import EVERYTHING, LOCAL_BLOCKS
 from .launch import Cotangent, Mixture, Place, Selection, Sum
 from .norms import key_norms
@@ -142,8 +142,6 @@ def listed_forward(
     mix: Mixture | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the listed blocks, joined in place with those that `partial` holds."""
-    if shared_launch.serves(q, k, v, selection, scale):
-        return shared_launch.forward(q, k, v, selection, scale, partial, norms, mix)
     unions = unite.unite(selection, q.shape[2], q.dtype)
     if not by_block(selection, q, k, v):
         return gather.forward(q, k, v, selection, scale, partial, unions, norms=norms, mix=mix)
@@ -236,9 +234,6 @@ def listed_backward_q(
         return None
     if not selection.lists.shape[-1]:
         return None if selection.gates is None else torch.zeros_like(selection.gates)
-    if shared_launch.serves(q, k, v, selection, scale):
-        shared_launch.backward_q(q, k, v, selection, scale, cotangent, dq)
-        return None
     unions = unite.unite(selection, q.shape[2], q.dtype)
     return gather.backward_q(q, k, v, selection, scale, cotangent, dq, unions)
 

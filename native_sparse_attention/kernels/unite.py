@@ -48,23 +48,14 @@ def list_blocks(lists, b, r, token, slot, T, R, n):
     return tl.load(lists + line * n + slot, mask=slot < tl.where(token < T, n, 0), other=-1)
 
 
-@triton.jit
-def bits(x):
-    """How many of the low 8 bits are set."""
-    x = (x & 0x55) + ((x >> 1) & 0x55)
-    x = (x & 0x33) + ((x >> 2) & 0x33)
-    return (x & 0xF) + (x >> 4)
-
-
 @triton.jit(do_not_specialize=["T", "start", "limit"])
 def unite_kernel(
     lists, entries, counts, starts, start, T, R, n, limit, cost,
-    LISTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
-    RAGGED: tl.constexpr, FLIPPED: tl.constexpr,
+    LISTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr, RAGGED: tl.constexpr,
+    FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a group of LISTS lists, none of which holds a block twice. Writes its union
-    where that has fewer than 1 / cost of the lists' blocks, and its size, or else 0. With a CHUNK
-    always, and in an order in which so many blocks are rarely of one list."""
+    where that has fewer than 1 / cost of the lists' blocks, and its size, or else 0."""
     group, pair, groups, _pairs = grid_place(FLIPPED)
     b, r = (pair // R).to(tl.int64), pair % R
     if RAGGED:
@@ -76,36 +67,22 @@ def unite_kernel(
     )
     held = tl.zeros([LISTS * SLOTS], tl.int32)
     for other in range(0, LISTS):
-        for slot in tl.range(0, n, loop_unroll_factor=4):
-            block = list_blocks(lists, b, r, first + other * STRIDE, slot, T, R, n)
-            held |= tl.where(c == block, 1 << other, 0)
+        its = list_blocks(lists, b, r, first + other * STRIDE, tl.arange(0, SLOTS), T, R, n)
+        held |= tl.max((c[:, None] == its[None]).to(tl.int32), 1) << other
 
     # an entry stands for its block in the first list that holds it
     leads = ((c >= 0) & ((held & ((1 << number) - 1)) == 0)).to(tl.int32)
     size = tl.sum(leads, 0)
+    size = tl.where(size * cost < tl.sum((c >= 0).to(tl.int32), 0), size, 0)
     line = pair.to(tl.int64) * groups + group
-    if CHUNK == 0:
-        size = tl.where(size * cost < tl.sum((c >= 0).to(tl.int32), 0), size, 0)
-        at = line * limit + tl.cumsum(leads, 0) - 1
-        tl.store(entries + at, (held.to(tl.int64) << 32) | c, mask=leads * size > 0)
-    else:
-        used = size * 0
-        for i in range(0, size):
-            if i % CHUNK == 0:
-                used = size * 0
-            # of those left the first in this order: by lists that have a block of the chunk, block
-            key = (tl.minimum(bits(held & used), 7) << 28) | (c << 8) | held
-            best = tl.min(tl.where(leads > 0, key, 0x7FFFFFFF), 0) & 0xFFFFFFF
-            leads = tl.where(c == best >> 8, 0, leads)
-            used |= best & 0xFF
-            entry = ((best & 0xFF).to(tl.int64) << 32) | (best >> 8)
-            tl.store(entries + line * limit + i, entry)
+    at = line * limit + tl.cumsum(leads, 0) - 1
+    tl.store(entries + at, (held.to(tl.int64) << 32) | c, mask=leads * size > 0)
     tl.store(counts + line, size)
 
 
 def unite(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
     """Unions of the lists of a call with H query heads; None where they cannot pay."""
-    B, _T, R, n = selection.lists.shape
+    B, T, R, n = selection.lists.shape
     rule = launch.uniting(H // R * selection.stride, dtype)
     if rule is None or selection.gates is not None or not n:
         return None
@@ -116,34 +93,16 @@ def unite(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
         return None
     # as many as pay at most
     limit = min(int(rule.lists * n / rule.cost) + 1, rule.lists * n)
-    return unions(selection, rule.lists, limit, rule.cost, 0)
-
-
-def unions(selection: Selection, lists: int, limit: int, cost: float, chunk: int) -> Unions:
-    """Of each group of so many lists, as the kernel says."""
-    B, T, R, n = selection.lists.shape
-    groups = triton.cdiv(selection.aligned, lists * selection.stride)
-    slots = triton.next_power_of_2(n)
     entries = selection.lists.new_empty(B, R, groups, limit, dtype=torch.int64)
     counts = selection.lists.new_empty(B, R, groups, dtype=torch.int32)
     grid, flipped = launch.grid(groups, B * R)
     unite_kernel[grid](
         selection.lists, entries, counts, selection.starts, selection.start, T, R, n, limit,
-        float(cost), LISTS=lists, STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk,
+        float(rule.cost), LISTS=rule.lists, STRIDE=selection.stride, SLOTS=slots,
         RAGGED=selection.starts is not None, FLIPPED=flipped,
-        num_warps=1 if lists * slots <= (128 if chunk else 64) else 4,
+        num_warps=1 if rule.lists * slots <= 64 else 4,
     )  # fmt: skip
-    return Unions(entries, counts, lists)
-
-
-# lists of a group whose blocks are shared, whatever they are: bits of a key
-SHARED = 8
-
-
-def shared(selection: Selection, num_blocks: int, chunk: int) -> Unions:
-    """All blocks of each group of neighbouring lists, for `shared_blocks.py`."""
-    limit = min(SHARED * selection.lists.shape[3], num_blocks)
-    return unions(selection, SHARED, limit, 0.0, chunk)
+    return Unions(entries, counts, rule.lists)
 
 
 def others(selection: Selection, unions: Unions) -> Selection:
