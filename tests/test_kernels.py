@@ -166,12 +166,17 @@ def test_window_in_shares(monkeypatch, causal):
     """Queries that see a block of keys are cut into shares of one tile each."""
     from native_sparse_attention.kernels import launch
 
+    shares, query_splits = [], launch.query_splits
     monkeypatch.setattr(launch, "LEAST_SHARE", 1)
+    monkeypatch.setattr(
+        launch, "query_splits", lambda *args: shares.append(query_splits(*args)) or shares[-1]
+    )
     q, k, v = draw(131 if CUDA else 45, 131 if CUDA else 45, 4, 2, 16, 16)
     assert_right(
         sliding_window_attention, {"q": q, "k": k, "v": v}, torch.float32, sliding_window_size=21,
         causal=causal,
     )  # fmt: skip
+    assert max(shares) > 1
 
 
 def test_rows_that_start_at_different_places():

@@ -34,9 +34,10 @@ def test_every_size_has_a_tile(monkeypatch, name):
         for width in (16, 80, 128, 192, 256):
             for groups in (1, 3, 16, 64):
                 found = [
-                    launch.interval_tile(kernel, wide, width, groups, dtype)
+                    launch.interval_tile(kernel, wide, width, groups, dtype, keys)
                     for kernel in ("forward", "dq", "dkv", "prefix.dkv")
                     for wide in (True, False)
+                    for keys in (0, 1, 512, 513, 1025)
                 ]
                 found += [
                     launch.pair_tile(kernel, width, groups, dtype)

@@ -229,7 +229,7 @@ def measured_from(q, norms, line, scale, keys, m, EMPTY: tl.constexpr):
     squares = tl.where(keys < 16, float("inf"), tl.sum(q * q, 1))
     bound = tl.sqrt(tl.max(squares, 0)) * (tl.load(norms + line) * tl.abs(scale))
     small = bound <= 48.0
-    factor = m
+    factor = 1.0
     if not EMPTY:
         small = small & (tl.max(m, 0) - bound <= 48.0)
         factor = tl.where(small, tl.exp2(m - bound), 1.0)

@@ -23,7 +23,7 @@ from .tiles import (
     ELSEWHERE,
     ENOUGH_PROGRAMS,
     FEW_HEADS,
-    MANY_KEYS,
+    FEWER_KEYS,
     MOST_IN_LISTS,
     PROBS_FLOAT32,
     UNITE,
@@ -126,10 +126,8 @@ def interval_tile(
     if not wide and "." not in kernel:
         kernel = f"window.{kernel}"
     tables = architecture()
-    name = kernel
-    if kernel in MANY_KEYS and keys <= MANY_KEYS[kernel]:
-        name = {"dq": "window.dq", "forward": "few.forward"}[kernel]
-    tile = row(tables.intervals, width)[name]
+    most, other = FEWER_KEYS.get(kernel, (-1, kernel))
+    tile = row(tables.intervals, width)[other if keys <= most else kernel]
     if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
         tile = tables.few_heads[kernel]
     if dtype == torch.float32:

@@ -89,8 +89,8 @@ PAIRS = {
 # keys that are few: a prefix, of memory or of the initial block
 FEW_KEYS = 64
 
-# keys past which dq is better formed of many rows at a time, and the forward of many keys
-MANY_KEYS = {"dq": 1024, "forward": 512}
+# where queries may see many keys but there are at most so many: whose tile a kernel takes
+FEWER_KEYS = {"dq": (1024, "window.dq"), "forward": (512, "few.forward")}
 
 # query heads a KV head up to which dk and dv are better formed of few rows at a time
 FEW_HEADS = 8

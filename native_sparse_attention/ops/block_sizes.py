@@ -85,7 +85,8 @@ class BlockSizes:
         kv_heads: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> BlockSizes:
-        """What the kernels choose themselves on the current GPU, to change some of it.
+        """What the kernels choose themselves on the current GPU, to change some of it. Of the
+        compressed branch what they choose for many keys: for few some take smaller tiles.
 
         Args:
             dim_head: width of a head, the wider of keys and values.
