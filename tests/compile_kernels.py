@@ -26,6 +26,7 @@ from native_sparse_attention.kernels import (
     entries,
     launch,
     rotary,
+    shared_launch,
 )
 from native_sparse_attention.ops import fused, library
 from native_sparse_attention.ops.documents import Documents
@@ -78,6 +79,9 @@ def compile_only(capability: int) -> None:
     driver.set_active(Driver(capability))
     if capability < 90:
         launch.boxes = lambda *_: None
+    elif tuple(map(int, triton.__version__.split(".")[:2])) in shared_launch.GLUON:
+        shared_launch.available = lambda *_: True
+        shared_launch.multiprocessors = lambda *_: 132
     rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)
     launch.architecture = lambda: rows
 
@@ -206,6 +210,11 @@ if __name__ == "__main__":
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", packed=True)
         layer(torch.bfloat16, (4, 1, 64, 64), causal=False, packed=True)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", soft_cap=2.0, sinks=True)
+    if not some or "shared" in some:
+        some_alike = {"shared": True, "unite": launch.Unite(4, 1.6, least=0)}
+        for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64)):
+            with launch.using(some_alike):
+                layer(dtype, (16, 1, width, width), S=192, selection_block_size=64)
     if not some or "gates" in some:
         for rule in ("logits", "probs"):
             layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)

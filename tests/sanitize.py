@@ -42,19 +42,23 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels import launch, shared_launch
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 # Triton's interpreter has no bfloat16
 DTYPE = torch.bfloat16 if CUDA else torch.float32
+# whether blocks that neighbours share can be read once
+SHARED = shared_launch.available(torch.empty(0, device=DEVICE))
 # query heads, KV heads, and widths of keys and of values
 HEADS = (6, 2, 24, 40)
 
 
 def all_kernels() -> Iterator[tuple[str, Any]]:
-    """What has a grid: functions of a module of `kernels` that are named so."""
+    """What has a grid, here: functions of a module of `kernels` that are named so."""
     for info in pkgutil.iter_modules(kernels.__path__):
+        if info.name == "shared_blocks" and not SHARED:
+            continue
         module = importlib.import_module(f"{kernels.__name__}.{info.name}")
         for name, value in vars(module).items():
             if name.endswith("_kernel") and value.fn.__module__ == module.__name__:
@@ -203,6 +207,16 @@ def alike() -> None:
             )  # fmt: skip
 
 
+def shared() -> None:
+    """Neighbours that chose differently: blocks read once for all of them, some of them united."""
+    with launch.using({"shared": True, "unite": launch.Unite(4, 1.1, least=0)}):
+        for heads, T in (((12, 1, 128, 128), 131), ((32, 2, 64, 64), 256)):
+            layer(
+                T, 256, heads, compress_block_size=32, compress_block_sliding_stride=16,
+                selection_block_size=64, sliding_window_size=129,
+            )  # fmt: skip
+
+
 def rows() -> None:
     steps(KVCache(24, 2), selection_stride=4)
 
@@ -237,6 +251,7 @@ PARTS = {
     for part in (
         causal, not_causal, groups_of_tokens, unaligned, gates, documents, documents_not_causal,
         ragged, alike, rows, little, pages, *((full, wide) if CUDA else ()),
+        *((shared,) if SHARED else ()),
     )
 }  # fmt: skip
 

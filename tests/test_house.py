@@ -80,6 +80,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.gather",
             "kernels.pairs",
             "kernels.block_keys",
+            "kernels.shared_launch",
         }
     ),
     frozenset(
@@ -88,6 +89,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.gate_steps",
             "kernels.gather_steps",
             "kernels.norms",
+            "kernels.shared_blocks",
             "kernels.unite",
         }
     ),

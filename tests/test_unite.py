@@ -196,3 +196,67 @@ def test_unions_have_a_tile_of_their_own():
         with launch.using({name: launch.Tile(64, 16, 2, 1)}):
             assert launch.gather_tile("dq", *sizes, united).block_n == 16
             assert launch.gather_tile("dq", *sizes, not united) == before
+
+
+def shared_unions(selection, blocks, alike=None):
+    limit = min(8 * selection.lists.shape[3], blocks)
+    unions = unite.room(selection, 8, limit)
+    cost = None if alike is None else RULE.cost
+    unite.fill(selection, alike or unions, cost, unions, chunk=3)
+    return unions
+
+
+def members_of(unions, place):
+    entries = unions.entries[place][: max(int(unions.counts[place]), 0)].tolist()
+    members = {e & 0xFFFFFFFF: e >> 32 for e in entries}
+    assert len(members) == len(entries)
+    return members
+
+
+@pytest.mark.parametrize("n, T, blocks", [(5, 37, 40), (1, 8, 3), (13, 19, 13)])
+def test_shared(n, T, blocks):
+    """All blocks of 8 neighbours, each once, with those that hold it; in an order in which fewer of
+    a chunk have a list in common than in that of their numbers."""
+    B, R, chunk = 2, 2, 3
+    lists = torch.full((B, T, R, n), -1, dtype=torch.int32)
+    for b, t, r in itertools.product(range(B), range(T), range(R)):
+        held = int(torch.randint(n + 1, ()))
+        lists[b, t, r, :held] = torch.randperm(blocks)[:held].int()
+    selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
+    unions = shared_unions(selection, blocks)
+
+    def meetings(held):
+        chunks = [held[i : i + chunk] for i in range(0, len(held), chunk)]
+        return sum((a & b) > 0 for some in chunks for a, b in itertools.combinations(some, 2))
+
+    found, sorted_ = 0, 0
+    for place, members in expected(selection, Unite(8, 0.0, least=0)).items():
+        assert members_of(unions, place) == members
+        found += meetings(list(members_of(unions, place).values()))
+        sorted_ += meetings([members[c] for c in sorted(members)])
+    assert found <= sorted_
+
+
+def test_shared_but_for_those_alike():
+    """Groups of 8 both halves of which are united are left to those where they have little in
+    common; halves of others are not."""
+    n, T, blocks = 5, 45, 15
+    selection = Selection(draw_lists(2, T, 2, n, blocks), 8, 0, 1, True)
+    with launch.using({"unite": RULE}):
+        apart = unite.unite(selection, 8, torch.float16)
+        alike, _cost = unite.room_for_alike(selection, 8, torch.float16)
+    unions = shared_unions(selection, blocks, alike)
+    left = 0
+    for (b, r, group), members in expected(selection, Unite(8, 0.0, least=0)).items():
+        halves = range(2 * group, min(2 * group + 2, apart.groups))
+        sizes = [int(apart.counts[b, r, half]) for half in halves]
+        if min(sizes) > 0 and 2 * sum(sizes) < 3 * len(members):
+            left += 1
+            assert unions.counts[b, r, group] == -1
+            for half in halves:
+                assert members_of(alike, (b, r, half)) == members_of(apart, (b, r, half))
+        else:
+            assert not any(int(alike.counts[b, r, half]) for half in halves)
+            assert members_of(unions, (b, r, group)) == members
+            assert unions.counts[b, r, group] == len(members)
+    assert 0 < left < unions.counts.numel()

@@ -4,6 +4,8 @@ that chose alike together (`unite.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import combine, gather, interval, interval_backward, launch, pairs, unite
+from . import (
+    combine,
+    gather,
+    interval,
+    interval_backward,
+    launch,
+    pairs,
+    shared_launch,
+    streams,
+    unite,
+)
 from .device import EVERYTHING, LOCAL_BLOCKS
 from .launch import Cotangent, Mixture, Place, Selection, Sum
 from .norms import key_norms
+from .shared_launch import Plan
 
 
 def with_initial(selection: Selection) -> Selection:
@@ -131,6 +144,22 @@ def combined(done: tuple[Tensor, Tensor], mix: Mixture | None) -> tuple[Tensor, 
     return done
 
 
+@contextmanager
+def planned(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
+) -> Iterator[Plan | None]:
+    """A plan for the forward, made beside what is launched within: where blocks are shared."""
+    if not shared_launch.serves(q, k, v, selection, scale):
+        yield None
+        return
+    plan = shared_launch.plan(q, k, selection)
+    # short programs, which would come last behind those of a kernel that fills the GPU
+    with streams.forked(q.device, ahead=True) as beside:
+        with beside:
+            plan.fill(selection)
+        yield plan
+
+
 def listed_forward(
     q: Tensor,
     k: Tensor,
@@ -140,15 +169,25 @@ def listed_forward(
     partial: tuple[Tensor, Tensor] | None,
     norms: Tensor | None,
     mix: Mixture | None,
+    plan: Plan | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the listed blocks, joined in place with those that `partial` holds."""
+    call = (q, k, v, selection, scale)
+    if plan is not None:
+        done = partial or launch.empty_outputs(q, v)
+        with streams.forked(q.device) as beside:
+            shared_launch.forward(*call, *done, partial is not None, norms, mix, plan.shared)
+            if plan.alike is not None:
+                with beside:
+                    gather.forward(*call, partial, plan.alike, done, norms, mix)
+        return done
     unions = unite.unite(selection, q.shape[2], q.dtype)
     if not by_block(selection, q, k, v):
-        return gather.forward(q, k, v, selection, scale, partial, unions, norms=norms, mix=mix)
+        return gather.forward(*call, partial, unions, norms=norms, mix=mix)
     rest = selection if unions is None else unite.others(selection, unions)
     done = pairs.forward(q, k, v, rest, scale, partial)
     if unions is not None:
-        gather.forward(q, k, v, selection, scale, partial, unions, done, norms)
+        gather.forward(*call, partial, unions, done, norms)
     return combined(done, mix)
 
 
@@ -162,14 +201,17 @@ def forward(
     sinks: Tensor | None = None,
     mix: Mixture | None = None,
     norms: Tensor | None = None,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]; in those of the forced blocks if `partial` holds
     them, with their sinks. Given a `mix` also writes the layer's output. `norms` are those of the
-    keys, if they are known."""
+    keys, and `plan` is what `planned` gave, if they are known."""
     norms = key_norms(q, k) if norms is None else norms
-    forced = forced_blocks(selection, k, v) if partial is None else None
-    if forced is not None:
-        partial = interval.forward(q, scale=scale, sinks=sinks, **forced)
+    given = nullcontext(plan) if plan is not None else planned(q, k, v, selection, scale)
+    with given as plan:
+        forced = forced_blocks(selection, k, v) if partial is None else None
+        if forced is not None:
+            partial = interval.forward(q, scale=scale, sinks=sinks, **forced)
     listed = selection.lists.shape[-1] > 0
     if partial is None and (sinks is not None or not listed):
         out = q.new_zeros(*q.shape[:3], v.shape[-1])
@@ -177,7 +219,7 @@ def forward(
         partial = out, lse if sinks is None else lse.copy_(sinks)
     if not listed:
         return combined(partial, mix)
-    return listed_forward(q, k, v, selection, scale, partial, norms, mix)
+    return listed_forward(q, k, v, selection, scale, partial, norms, mix, plan)
 
 
 def forced_backward_q(

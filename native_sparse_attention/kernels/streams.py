@@ -11,22 +11,22 @@ import torch
 
 
 @functools.cache
-def second(device: int, _first: int) -> torch.cuda.Stream:
+def second(device: int, _first: int, ahead: bool) -> torch.cuda.Stream:
     """The stream that runs beside another: always the same one, as memory belongs to streams."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1 if ahead else 0)
 
 
 @contextmanager
-def forked(device: torch.device) -> Iterator[AbstractContextManager[object]]:
-    """Gives a context. What is launched within that runs beside what is launched outside of it; at
-    the end both are waited for, on the GPU.
+def forked(device: torch.device, ahead: bool = False) -> Iterator[AbstractContextManager[object]]:
+    """Gives a context. What is launched within that runs beside what is launched outside of it, or
+    `ahead` of that where there is room for one of both; at the end both are waited for, on the GPU.
 
     Tensors that are allocated within it must not be needed after the end."""
     if device.type != "cuda":
         yield nullcontext()
         return
     first = torch.cuda.current_stream(device)
-    beside = second(first.device_index, first.cuda_stream)
+    beside = second(first.device_index, first.cuda_stream, ahead)
     beside.wait_stream(first)
     try:
         yield torch.cuda.stream(beside)

@@ -19,7 +19,7 @@ from . import launch
 from .device import grid_place
 from .launch import Selection
 
-# pairs of entries that one program compares at once
+# pairs of entries that one program compares
 MOST_PAIRS = 1 << 14
 
 
@@ -48,61 +48,147 @@ def list_blocks(lists, b, r, token, slot, T, R, n):
     return tl.load(lists + line * n + slot, mask=slot < tl.where(token < T, n, 0), other=-1)
 
 
-@triton.jit(do_not_specialize=["T", "start", "limit"])
+@triton.jit
+def spread(x):
+    """The low 8 bits, each the lowest of four."""
+    x = (x | (x << 12)) & 0x000F000F
+    x = (x | (x << 6)) & 0x03030303
+    return (x | (x << 3)) & 0x11111111
+
+
+@triton.jit
+def store_by_chunks(entries, c, held, leads, size, CHUNK: tl.constexpr):
+    """Write blocks with those that hold them, in an order in which a CHUNK has few of one list."""
+    # a key: how many lists of the chunk hold the block too, its number, and who holds it, in 4, 18
+    # and 8 bits; past all of them
+    none = 0x40000000
+    key = tl.where(leads, (c << 8) | held, none)
+    holders = tl.where(leads, spread(held), 0)
+    used = size * 0
+    for i in range(0, size):
+        if i % CHUNK == 0:
+            used = size * 0
+        shared = ((holders & used) * 0x11111111).to(tl.uint32, bitcast=True) >> 28
+        best = tl.min(key + (shared.to(tl.int32) << 26), 0) & 0x3FFFFFF
+        key = tl.where(key == best, none, key)
+        used |= spread(best & 0xFF)
+        tl.store(entries + i, ((best & 0xFF).to(tl.int64) << 32) | (best >> 8))
+
+
+@triton.jit(do_not_specialize=["T", "start", "limit", "shared_limit", "groups"])
 def unite_kernel(
-    lists, entries, counts, starts, start, T, R, n, limit, cost,
-    LISTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr, RAGGED: tl.constexpr,
-    FLIPPED: tl.constexpr,
+    lists, entries, counts, shared, shared_counts, starts, start, T, R, n, limit, shared_limit,
+    groups, cost,
+    LISTS: tl.constexpr, PARTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr, ALIKE: tl.constexpr, RAGGED: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: a group of LISTS lists, none of which holds a block twice. Writes its union
-    where that has fewer than 1 / cost of the lists' blocks, and its size, or else 0."""
-    group, pair, groups, _pairs = grid_place(FLIPPED)
+    """One program: PARTS groups of LISTS lists, none of which holds a block twice. Writes of each,
+    if ALIKE, its union where that has fewer than 1 / cost of the lists' blocks, and its size, or
+    else 0.
+
+    With a CHUNK, of all of them together: their union and its size; but not where all are united
+    and have little in common: then -1. In other cases none of them is united."""
+    place, pair, places, _pairs = grid_place(FLIPPED)
     b, r = (pair // R).to(tl.int64), pair % R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    first = group * (LISTS * STRIDE) - start % STRIDE
-    number = tl.arange(0, LISTS * SLOTS) // SLOTS
-    c = list_blocks(
-        lists, b, r, first + number * STRIDE, tl.arange(0, LISTS * SLOTS) % SLOTS, T, R, n
-    )
-    held = tl.zeros([LISTS * SLOTS], tl.int32)
-    for other in range(0, LISTS):
-        its = list_blocks(lists, b, r, first + other * STRIDE, tl.arange(0, SLOTS), T, R, n)
-        held |= tl.max((c[:, None] == its[None]).to(tl.int32), 1) << other
+    first = place * (PARTS * LISTS * STRIDE) - start % STRIDE
+    i = tl.arange(0, PARTS * LISTS * SLOTS)
+    number = i // SLOTS
+    c = list_blocks(lists, b, r, first + number * STRIDE, i % SLOTS, T, R, n)
+    held = tl.zeros([PARTS * LISTS * SLOTS], tl.int32)
+    for other in range(0, PARTS * LISTS):
+        for slot in tl.range(0, n, loop_unroll_factor=4):
+            block = list_blocks(lists, b, r, first + other * STRIDE, slot, T, R, n)
+            held |= tl.where(c == block, 1 << other, 0)
 
-    # an entry stands for its block in the first list that holds it
-    leads = ((c >= 0) & ((held & ((1 << number) - 1)) == 0)).to(tl.int32)
-    size = tl.sum(leads, 0)
-    size = tl.where(size * cost < tl.sum((c >= 0).to(tl.int32), 0), size, 0)
-    line = pair.to(tl.int64) * groups + group
-    at = line * limit + tl.cumsum(leads, 0) - 1
-    tl.store(entries + at, (held.to(tl.int64) << 32) | c, mask=leads * size > 0)
-    tl.store(counts + line, size)
+    before = (1 << number) - 1
+    line = pair.to(tl.int64)
+    if CHUNK > 0:
+        # an entry stands for its block in the first list that holds it
+        leads = (c >= 0) & ((held & before) == 0)
+        size = tl.sum(leads.to(tl.int32), 0)
+    if ALIKE:
+        part = number // LISTS
+        members = (held >> (part * LISTS)) & ((1 << LISTS) - 1)
+        alone = (c >= 0) & ((members & (before >> (part * LISTS))) == 0)
+        by_part: tl.constexpr = (PARTS, LISTS * SLOTS)
+        group = place * PARTS + tl.arange(0, PARTS)
+        sizes = tl.sum(tl.reshape(alone.to(tl.int32), by_part), 1)
+        total = tl.sum(tl.reshape((c >= 0).to(tl.int32), by_part), 1)
+        sizes = tl.where(sizes * cost < total, sizes, 0)
+        if CHUNK > 0:
+            left = tl.min(tl.where(group < groups, sizes, 1), 0) > 0
+            left = left & (tl.sum(sizes, 0) * 2 < size * 3)
+            sizes = tl.where(left, sizes, 0)
+            size = tl.where(left, -1, size)
+        tl.store(counts + line * groups + group, sizes, mask=group < groups)
+        if tl.max(sizes, 0) > 0:
+            at = tl.cumsum(tl.reshape(alone.to(tl.int32), by_part), 1) - 1
+            at += ((line * groups + group) * limit)[:, None]
+            entry = tl.reshape((members.to(tl.int64) << 32) | c, by_part)
+            mask = tl.reshape(alone, by_part) & (sizes > 0)[:, None]
+            tl.store(entries + at, entry, mask=mask)
+    if CHUNK > 0:
+        line = line * places + place
+        store_by_chunks(shared + line * shared_limit, c, held, leads, size, CHUNK)
+        tl.store(shared_counts + line, size)
 
 
-def unite(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
-    """Unions of the lists of a call with H query heads; None where they cannot pay."""
+def room(selection: Selection, lists: int, limit: int) -> Unions:
+    """For the unions of as many lists, of `limit` blocks at most."""
+    B, _T, R, _n = selection.lists.shape
+    groups = triton.cdiv(selection.aligned, lists * selection.stride)
+    entries = selection.lists.new_empty(B, R, groups, limit, dtype=torch.int64)
+    return Unions(entries, selection.lists.new_empty(B, R, groups, dtype=torch.int32), lists)
+
+
+def fill(
+    selection: Selection,
+    unions: Unions,
+    cost: float | None,
+    shared: Unions | None = None,
+    chunk: int = 0,
+) -> None:
+    """Writes unions where they pay, but with no cost none, and the shared ones in chunks; as the
+    kernel says."""
     B, T, R, n = selection.lists.shape
+    whole = unions if shared is None else shared
+    slots = triton.next_power_of_2(n)
+    grid, flipped = launch.grid(whole.groups, B * R)
+    unite_kernel[grid](
+        selection.lists, unions.entries, unions.counts, whole.entries, whole.counts,
+        selection.starts, selection.start, T, R, n, unions.limit, whole.limit, unions.groups,
+        float(cost or 0.0), LISTS=unions.lists, PARTS=whole.lists // unions.lists,
+        STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk, ALIKE=cost is not None,
+        RAGGED=selection.starts is not None, FLIPPED=flipped,
+        num_warps=1 if whole.lists * slots <= (128 if chunk else 64) else 4,
+    )  # fmt: skip
+
+
+def room_for_alike(selection: Selection, H: int, dtype: torch.dtype) -> tuple[Unions | None, float]:
+    """Room for unions of the lists of a call with H query heads, and what a block of one costs;
+    None where they cannot pay."""
+    B, _T, R, n = selection.lists.shape
     rule = launch.uniting(H // R * selection.stride, dtype)
     if rule is None or selection.gates is not None or not n:
-        return None
+        return None, 0.0
     groups = triton.cdiv(selection.aligned, rule.lists * selection.stride)
     slots = triton.next_power_of_2(n)
     few = B * R * groups < rule.least
     if few or rule.lists * slots * slots > MOST_PAIRS:
-        return None
+        return None, 0.0
     # as many as pay at most
     limit = min(int(rule.lists * n / rule.cost) + 1, rule.lists * n)
-    entries = selection.lists.new_empty(B, R, groups, limit, dtype=torch.int64)
-    counts = selection.lists.new_empty(B, R, groups, dtype=torch.int32)
-    grid, flipped = launch.grid(groups, B * R)
-    unite_kernel[grid](
-        selection.lists, entries, counts, selection.starts, selection.start, T, R, n, limit,
-        float(rule.cost), LISTS=rule.lists, STRIDE=selection.stride, SLOTS=slots,
-        RAGGED=selection.starts is not None, FLIPPED=flipped,
-        num_warps=1 if rule.lists * slots <= 64 else 4,
-    )  # fmt: skip
-    return Unions(entries, counts, rule.lists)
+    return room(selection, rule.lists, limit), rule.cost
+
+
+def unite(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
+    """Unions of the lists of a call with H query heads; None where they cannot pay."""
+    alike, cost = room_for_alike(selection, H, dtype)
+    if alike is not None:
+        fill(selection, alike, cost)
+    return alike
 
 
 def others(selection: Selection, unions: Unions) -> Selection:

@@ -121,13 +121,16 @@ def attend(
         near, of_window = selected.within_window(selection, k, v, at.w)[1], (k, v)
     else:
         near, of_window = None, window
-    out_win, lse_win, *partial = interval.forward(
-        q, *of_window, place_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
-        norms=norms if window is None else None,
-    )  # fmt: skip
+    with selected.planned(q, k, v, selection, at.scale) as plan:
+        out_win, lse_win, *partial = interval.forward(
+            q, *of_window, place_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
+            norms=norms if window is None else None,
+        )  # fmt: skip
     done = (partial[0], partial[1]) if partial else None
     mix = None if mixed is None else Mixture(out_cmp, out_win, *mixed)
-    out_sel, lse_sel = selected.forward(q, k, v, selection, at.scale, done, sink_sel, mix, norms)
+    out_sel, lse_sel = selected.forward(
+        q, k, v, selection, at.scale, done, sink_sel, mix, norms, plan
+    )
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists
 
 

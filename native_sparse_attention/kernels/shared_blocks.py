@@ -1,0 +1,373 @@
+"""The selected branch of neighbouring queries that chose differently: each block that one of them
+chose is read once for all, and attended to by those that chose it. In Gluon, for a Hopper.
+
+A program holds the queries of PARTS x WARPS tokens, of one group of heads, one token a warp. One
+warp more reads: the blocks of their union, one after the other, into a ring of CHUNK x CHUNKS. A
+warp attends to a block that its token chose and passes by the others; the warps of a part meet once
+in CHUNK blocks. So nothing is computed that is masked, and little is waited for.
+
+A scalar is the same in all threads of a part, but for `warp_number` and what is made of it: a
+branch on that is one that each warp takes for itself, and may hold nothing for which warps meet.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+)
+
+# one compiled kernel for all lengths
+LENGTHS = ["T", "limit", "groups", "tiles"]
+
+# groups of warps that never meet
+PARTS = gl.constexpr(2)
+
+# of the barriers that have numbers, of which Triton takes the first ones: a place of the ring each
+FIRST_BARRIER = gl.constexpr(8)
+
+
+@gluon.jit
+def warp_number():
+    return gl.inline_asm_elementwise(
+        "{.reg .u32 w; mov.u32 w, %tid.x; shr.u32 w, w, 5; shfl.sync.idx.b32 $0, w, 0, 31, -1;}",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def leave(place, THREADS: gl.constexpr):
+    """A warp is done with a place of the ring."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.u32 $0, 0;", "=r,r,r",
+        [FIRST_BARRIER + place, gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_left(place, THREADS: gl.constexpr):
+    """Until all warps are done with a place of the ring."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r",
+        [FIRST_BARRIER + place, gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def place_of(tile, groups, K, R):
+    """Row, group of heads, KV head, and group of tokens of a tile."""
+    line = tile // groups
+    return line // R, line % R, line % R * K // R, tile % groups
+
+
+@gluon.jit
+def fetch_rows(base, row, real, BYTES: gl.constexpr):
+    """Rows of a tensor, so many bytes each, into the L2 cache."""
+    gl.inline_asm_elementwise(
+        """{
+            .reg .pred p;
+            setp.ne.b32 p, $2, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $3;
+            mov.u32 $0, 0;
+        }""", "=r,l,r,r",
+        [base + row, real.to(gl.int32), gl.full(row.shape, BYTES, gl.int32, row.type.layout)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def rows_smem(q, k_smem, v_smem, place, PART: gl.constexpr):
+    """Where the queries of a part are: from that place on, in keys or values."""
+    smem = (k_smem if PART == 0 else v_smem).index(place)
+    return smem._reinterpret(q.dtype, q.block_shape, q.layout)
+
+
+@gluon.jit
+def read(
+    q, k, v, out, mix_cmp, mix_win, entries, counts, T, K, R, limit, s, groups, tiles, k_smem,
+    v_smem, full, G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+    ADD: gl.constexpr, MIX: gl.constexpr,
+):  # fmt: skip
+    """The warp that reads, as there is room: of each tile its queries, a part's where keys or
+    values of a block would be, and then its blocks. What is needed at its end comes nearer."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    E: gl.constexpr = v.block_shape[3]
+    THREADS: gl.constexpr = (PARTS * WARPS + 1) * 32
+    BYTES: gl.constexpr = k.block_shape[1] * (k.block_shape[3] + v.block_shape[3]) * 2
+    done = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, r, h, group = place_of(tile, groups, K, R)
+        n = gl.load(counts + tile)
+        at = entries + tile.to(gl.int64) * limit
+        e, ahead = gl.load(at, mask=n > 0, other=0), gl.load(at + 1, mask=n > 1, other=0)
+        if n >= 0:
+            turn = done % CHUNKS
+            if done >= CHUNKS:
+                for i in gl.static_range(CHUNK):
+                    wait_left(turn * CHUNK + i, THREADS)
+            bar = full.index(turn)
+            mbarrier.expect(bar, BYTES)
+            mbarrier.arrive(bar, count=CHUNK - 1)
+            for part in gl.static_range(PARTS):
+                token = (group * PARTS + part) * WARPS
+                smem = rows_smem(q, k_smem, v_smem, turn * CHUNK, part)
+                tma.async_copy_global_to_shared(q, [b, token, r * G, 0], bar, smem)
+            done += 1
+        for j in range(0, n, CHUNK):
+            turn = done % CHUNKS
+            bar = full.index(turn)
+            for i in gl.static_range(CHUNK):
+                at_key, there = [b, e.to(gl.int32) * s, h, 0], j + i < n
+                place = turn * CHUNK + i
+                if done >= CHUNKS:
+                    wait_left(place, THREADS)
+                mbarrier.expect(bar, BYTES, pred=there)
+                mbarrier.arrive(bar, count=1, pred=j + i >= n)
+                tma.async_copy_global_to_shared(k, at_key, bar, k_smem.index(place), pred=there)
+                tma.async_copy_global_to_shared(v, at_key, bar, v_smem.index(place), pred=there)
+                e = ahead
+                ahead = gl.load(at + j + i + 2, mask=j + i + 2 < n, other=0)
+            done += 1
+        i = gl.arange(0, 32, LANES)
+        token = group * PARTS * WARPS + i
+        row = ((b * T + token).to(gl.int64) * R + r) * (G * E)
+        real = (i < PARTS * WARPS) & (token < T) & (n >= 0)
+        if ADD:
+            fetch_rows(out, row, real, G * E * 2)
+        if MIX:
+            fetch_rows(mix_cmp, row, real, G * E * 2)
+            fetch_rows(mix_win, row, real, G * E * 2)
+    # none is left behind
+    for chunk in range(gl.maximum(done - CHUNKS, 0), done):
+        for i in gl.static_range(CHUNK):
+            wait_left(chunk % CHUNKS * CHUNK + i, THREADS)
+
+
+@gluon.constexpr_function
+def flat(warps, width):
+    """Of a tile's rows, 16 in each warp: as products lie, but for 8 features side by side in a
+    thread. Only threads of one row exchange them."""
+    features = [[0, 1 << bit] for bit in range(width.bit_length() - 1)]
+    rows = [[1 << bit, 0] for bit in range(3 + warps.bit_length())]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*features[:3], *features[5:], rows[3]],
+        lane_bases=[*features[3:5], *rows[:3]],
+        warp_bases=rows[4:],
+        block_bases=[],
+        shape=[16 * warps, width],
+    )
+
+
+@gluon.jit
+def rows_of(
+    b, r, first, T, R, G: gl.constexpr, ROWS: gl.constexpr, M: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Of the rows of tokens from `first` on: their numbers among rows of [B T H], and whether they
+    are any."""
+    i = gl.arange(0, M, LAYOUT)
+    token, g = first + i // ROWS, i % ROWS
+    return (b * T + token).to(gl.int64) * (R * G) + r * G + g, (g < G) & (token < T)
+
+
+@gluon.jit
+def load_row_block(base, row, E: gl.constexpr, feature, real):
+    return gl.load(base + row[:, None] * E + feature[None], mask=real[:, None], other=0.0).to(
+        gl.float32
+    )
+
+
+@gluon.jit
+def ring(k, v, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
+    """Room for keys and values, and of each chunk the barrier of what is there."""
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    PLACES: gl.constexpr = CHUNK * CHUNKS
+    k_smem = gl.allocate_shared_memory(k.dtype, [PLACES] + k.block_shape, k.layout)  # noqa: RUF005
+    v_smem = gl.allocate_shared_memory(v.dtype, [PLACES] + v.block_shape, v.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], BAR)
+    for turn in gl.static_range(CHUNKS):
+        mbarrier.init(full.index(turn), count=CHUNK)
+    fence_async_shared()
+    gl.thread_barrier()
+    return k_smem, v_smem, full
+
+
+@gluon.jit
+def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr, SLICE: gl.constexpr):
+    """A block of keys and values into a running softmax, SLICE keys at a time; see
+    `device.scaled_step`."""
+    MMA: gl.constexpr = acc.type.layout
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    for i in gl.static_range(k_tile.shape[0] // SLICE):
+        keys = k_tile.slice(i * SLICE, SLICE, 0).permute((1, 0)).load(RIGHT)
+        x = mma_v2(q, keys, gl.zeros([q.shape[0], SLICE], gl.float32, MMA))
+        if BY_BOUND:
+            p = gl.exp2(x * scale_log2 - m[:, None])
+        else:
+            before = m
+            m = gl.maximum(m, gl.max(x, 1) * scale_log2)
+            origin = gl.where(m == float("-inf"), 0.0, m)
+            p, alpha = gl.exp2(x * scale_log2 - origin[:, None]), gl.exp2(before - origin)
+            acc, l = acc * alpha[:, None], l * alpha
+        l += gl.sum(p, 1)
+        values = v_tile.slice(i * SLICE, SLICE, 0).load(RIGHT)
+        acc = mma_v2(gl.convert_layout(p.to(q.dtype), q.type.layout), values, acc)
+    return acc, m, l
+
+
+@gluon.jit
+def finish(
+    acc, m, l, out, lse, mix_cmp, mix_win, mix_gates, mixed, b, r, token, T, R, g_b, g_t, g_h, g_3,
+    G: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
+):  # fmt: skip
+    """Write out and lse of a tile that begins at `token`, with ADD of the keys seen so far and
+    these; and with MIX the layer's output."""
+    M: gl.constexpr = acc.shape[0]
+    E: gl.constexpr = acc.shape[1]
+    FLAT: gl.constexpr = flat(WARPS, E)
+    ROW: gl.constexpr = gl.SliceLayout(1, FLAT)
+    row, real = rows_of(b, r, token, T, R, G, ROWS, M, ROW)
+    feature = gl.arange(0, E, gl.SliceLayout(0, FLAT))
+
+    empty = l == 0.0
+    l = gl.where(empty, 1.0, l)
+    # rounded as it is exchanged, for which there is little room
+    acc = (acc * (1.0 / l)[:, None]).to(out.dtype.element_ty)
+    acc = gl.convert_layout(acc, FLAT).to(gl.float32)
+    log = gl.convert_layout(gl.where(empty, float("-inf"), m + gl.log2(l)), ROW)
+    if ADD:
+        before = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
+        top = gl.maximum(before, log)
+        top = gl.where(top == float("-inf"), 0.0, top)
+        w, w_before = gl.exp2(log - top), gl.exp2(before - top)
+        total = w + w_before
+        none = total == 0.0
+        total = gl.where(none, 1.0, total)
+        acc = acc * (w / total)[:, None]
+        acc += load_row_block(out, row, E, feature, real) * (w_before / total)[:, None]
+        log = gl.where(none, float("-inf"), top + gl.log2(total))
+    at = row[:, None] * E + feature[None]
+    gl.store(out + at, acc.to(out.dtype.element_ty), mask=real[:, None])
+    gl.store(lse + row, log * 0.6931471805599453, mask=real)
+    if MIX:
+        i = gl.arange(0, M, ROW)
+        gate = mix_gates + b * g_b + (token + i // ROWS).to(gl.int64) * g_t
+        gate += (r * G + i % ROWS) * g_h
+        x = gl.load(gate + g_3, mask=real, other=0.0).to(gl.float32)[:, None] * acc
+        x += gl.load(gate, mask=real, other=0.0).to(gl.float32)[:, None] * load_row_block(
+            mix_cmp, row, E, feature, real
+        )
+        x += gl.load(gate + 2 * g_3, mask=real, other=0.0).to(gl.float32)[:, None] * load_row_block(
+            mix_win, row, E, feature, real
+        )
+        gl.store(mixed + at, x.to(mixed.dtype.element_ty), mask=real[:, None])
+
+
+@gluon.jit
+def attend(
+    queries, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
+    groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
+    PART: gl.constexpr, G: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
+    CHUNK: gl.constexpr, CHUNKS: gl.constexpr, SLICE: gl.constexpr,
+    BOUNDED: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
+):  # fmt: skip
+    """A part: its tokens' attention to the blocks that they chose. Tiles of less than none are left
+    out."""
+    THREADS: gl.constexpr = (PARTS * WARPS + 1) * 32
+    M: gl.constexpr = WARPS * ROWS
+    D: gl.constexpr = k_smem.shape[4]
+    E: gl.constexpr = v_smem.shape[4]
+    BLOCK_N: gl.constexpr = k_smem.shape[2]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    number = PART * WARPS + warp_number() % WARPS
+    done = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, r, h, group = place_of(tile, groups, K, R)
+        n = gl.load(counts + tile)
+        at = entries + tile.to(gl.int64) * limit
+        e = gl.load(at, mask=n > 0, other=0)
+        if n >= 0:
+            turn = done % CHUNKS
+            mbarrier.wait(full.index(turn), (done // CHUNKS) & 1)
+            q_tile = rows_smem(queries, k_smem, v_smem, turn * CHUNK, PART).reshape([M, D])
+            q = q_tile.load(gl.DotOperandLayout(0, MMA, 2))
+            m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+            by_bound = False
+            if BOUNDED:
+                x = q_tile.load(MMA).to(gl.float32)
+                bound = gl.sqrt(gl.sum(x * x, 1)) * gl.load(norms + b * K + h)
+                bound = bound * gl.abs(scale_log2)
+                by_bound = gl.max(bound, 0) <= 48.0
+                m = gl.where(by_bound, bound, m)
+            for other in gl.static_range(CHUNK):
+                leave(turn * CHUNK + other, THREADS)
+            done += 1
+
+            acc = gl.zeros([M, E], gl.float32, MMA)
+            l = gl.zeros([M], gl.float32, gl.SliceLayout(1, MMA))
+            # by the bound, or else by the maximum
+            for way in gl.static_range(0 if BOUNDED else 1, 2):
+                count = n
+                if BOUNDED:
+                    count = gl.where(by_bound == (way == 0), n, 0)
+                for j in range(0, count, CHUNK):
+                    turn = done % CHUNKS
+                    mbarrier.wait(full.index(turn), (done // CHUNKS) & 1)
+                    for i in range(CHUNK):
+                        chosen = ((e >> 32).to(gl.int32) >> number) & 1
+                        e = gl.load(at + j + i + 1, mask=j + i + 1 < n, other=0)
+                        place = turn * CHUNK + i
+                        if chosen != 0:
+                            acc, m, l = fold(
+                                q, k_smem.index(place).reshape([BLOCK_N, D]),
+                                v_smem.index(place).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
+                                way == 0, SLICE,
+                            )  # fmt: skip
+                        leave(place, THREADS)
+                    done += 1
+            token = (group * PARTS + PART) * WARPS
+            finish(
+                acc, m, l, out, lse, mix_cmp, mix_win, mix_gates, mixed, b, r, token, T, R, g_b,
+                g_t, g_h, g_3, G, ROWS, WARPS, ADD, MIX,
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    q, k, v, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
+    s, groups, tiles, scale_log2, g_b, g_t, g_h, g_3,
+    G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+    SLICE: gl.constexpr, REGISTERS: gl.constexpr,
+    BOUNDED: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
+):  # fmt: skip
+    """One program: every so many tiles, of the tokens of a group of lists. Writes out and lse, with
+    ADD of the keys seen so far and these; and with MIX the layer's output."""
+    ROWS: gl.constexpr = q.block_shape[2]
+    k_smem, v_smem, full = ring(k, v, CHUNK, CHUNKS)
+    gl.warp_specialize(
+        [
+            (attend, (
+                q, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R,
+                limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
+                0, G, ROWS, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, MIX,
+            )),
+            (attend, (
+                q, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R,
+                limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
+                1, G, ROWS, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, MIX,
+            )),
+            (read, (
+                q, k, v, out, mix_cmp, mix_win, entries, counts, T, K, R, limit, s, groups, tiles,
+                k_smem, v_smem, full, G, WARPS, CHUNK, CHUNKS, ADD, MIX,
+            )),
+        ],
+        [WARPS, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip

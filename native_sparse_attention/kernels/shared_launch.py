@@ -1,0 +1,126 @@
+"""Launches of `shared_blocks.py`, where it can run."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import launch, unite
+from .launch import LOG2_E, Mixture, Selection
+from .norms import bounds
+from .unite import Unions
+
+# versions of Triton whose Gluon the kernels were written for: it changes from one to the next
+GLUON = ((3, 6),)
+
+# tokens of a program: two parts of as many warps, and rows of each
+WARPS, ROWS = 4, 16
+TOKENS = 2 * WARPS
+# blocks between two meetings of a part, and how many times as many are on their way; keys of a
+# product; registers of a warp
+CHUNK, CHUNKS, SLICE, REGISTERS = 3, 2, 16, 208
+# neighbours are alike whose lists have more than so many times the blocks of their union: on an
+# H200 both ways took as long where two of four neighbours had one list
+ALIKE = 2.0
+# widths of heads, and sizes of blocks
+WIDTHS, SIZES = (64, 128), (64,)
+# slots of a list at most
+MOST_SLOTS = 32
+# tiles that a multiprocessor has at least: of fewer the last ones leave too many idle
+LEAST_TILES = 8
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def available(q: Tensor) -> bool:
+    """Whether this GPU and this Triton can run them."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return q.is_cuda and launch.capability(q.device.index) == (9, 0) and version in GLUON
+
+
+def box(t: Tensor, shape: list[int]) -> Any:
+    """A descriptor of t [B N K D], of whose boxes of this shape rows lie as products read them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(128, 8 * t.element_size(), rank=4)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), shape, layout)
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> bool:
+    """Whether the kernel takes a call, and is the better one: `launch.using({"shared": True})` does
+    not ask for that, and with False it takes none."""
+    wanted = launch.override.get("shared")
+    if wanted is False or not available(q):
+        return False
+    B, T, R, n = selection.lists.shape
+    rows = q.shape[2] // R
+    least = 0 if wanted else LEAST_TILES * multiprocessors(q.device)
+    plain = selection.gates is None and selection.soft_cap is None and scale > 0
+    whole = k.shape[1] % selection.s == 0 and selection.s in SIZES
+    whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
+    # rows of q lie where keys and values do
+    sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
+    boxes = all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
+    few = launch.FEW_ROWS <= rows <= ROWS and selection.stride == 1 and 0 < n <= MOST_SLOTS
+    return plain and whole and sizes and boxes and few and least <= B * R * (T // TOKENS)
+
+
+class Plan(NamedTuple):
+    """Which blocks are read for whom: of all groups of neighbours but those that are `alike`, which
+    `gather.py` reads."""
+
+    alike: Unions | None
+    cost: float
+    shared: Unions
+
+    def fill(self, selection: Selection) -> None:
+        if self.alike is None:
+            unite.fill(selection, self.shared, None, self.shared, CHUNK)
+        else:
+            unite.fill(selection, self.alike, self.cost, self.shared, CHUNK)
+
+
+def plan(q: Tensor, k: Tensor, selection: Selection) -> Plan:
+    """Room for what `fill` writes."""
+    blocks = min(TOKENS * selection.lists.shape[3], triton.cdiv(k.shape[1], selection.s))
+    alike, cost = unite.room_for_alike(selection, q.shape[2], q.dtype)
+    return Plan(alike, max(cost, ALIKE), unite.room(selection, TOKENS, blocks))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    joined: bool,
+    norms: Tensor | None,
+    mix: Mixture | None,
+    unions: Unions,
+) -> None:
+    """out and lse over the listed blocks, as `gather.forward`, of those groups that are not alike;
+    `joined` with what those hold."""
+    from .shared_blocks import forward_kernel
+
+    R, s, tiles = selection.lists.shape[2], selection.s, unions.counts.numel()
+    if not tiles:
+        return
+    # one for each multiprocessor, which it fills
+    forward_kernel[(min(tiles, multiprocessors(q.device)),)](
+        q=box(q, [1, WARPS, ROWS, q.shape[-1]]), k=box(k, [1, s, 1, k.shape[-1]]),
+        v=box(v, [1, s, 1, v.shape[-1]]), entries=unions.entries, counts=unions.counts, out=out,
+        lse=lse, T=q.shape[1], K=k.shape[2], R=R, limit=unions.limit, s=s, groups=unions.groups,
+        tiles=tiles, scale_log2=scale * LOG2_E, G=q.shape[2] // R, WARPS=WARPS, CHUNK=CHUNK,
+        CHUNKS=CHUNKS, SLICE=SLICE, REGISTERS=REGISTERS, ADD=joined,
+        num_warps=WARPS, **bounds(norms), **launch.mixture(mix),
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""Blocks read once for neighbours that chose differently: right on a GPU, by the bound and by the
+maximum."""
+
+import pytest
+import torch
+
+from benchmarks.problem import pooled
+from native_sparse_attention import native_sparse_attention, selected_attention
+from tests.budget import CUDA, DEVICE, assert_right, draw
+
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels import launch, shared_launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not CUDA or not shared_launch.available(torch.empty(1, device=DEVICE)),
+        reason="needs a Hopper and Triton 3.6",
+    ),
+]
+
+
+def chosen(B, T, R, n, s):
+    """Blocks before each token's own, -1 where there are no more; some lists have none at all."""
+    lists = torch.full((B, T, R, n), -1, dtype=torch.int32)
+    for b in range(B):
+        for t in range(T):
+            for r in range(R):
+                blocks = torch.randperm(max(t // s - 1, 0))[:n]
+                if (t + r) % 11:
+                    lists[b, t, r, : len(blocks)] = blocks.int() + 1
+    return lists.to(DEVICE).clamp(max=T // s)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often the kernel was launched, which takes small problems too."""
+    seen = []
+    run = shared_launch.forward
+
+    def counted(*args):
+        seen.append("forward")
+        return run(*args)
+
+    monkeypatch.setattr(shared_launch, "forward", counted)
+    with launch.using({"shared": True}):
+        yield seen
+
+
+@pytest.mark.parametrize("size", [1.0, 8.0], ids=["by the bound", "by the maximum"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "heads, D, n, T",
+    [((16, 1), 128, 13, 640), ((32, 2), 64, 5, 448), ((24, 2), 128, 3, 320), ((9, 1), 64, 1, 193)],
+)
+def test_right(launches, heads, D, n, T, dtype, size):
+    H, K = heads
+    S = -(-T // 64) * 64
+    q, k, v = draw(T, S, H, K, D, D, dtype)
+    lists = chosen(2, T, K, n, 64)
+    assert_right(
+        selected_attention, {"q": q * size, "k": k, "v": v}, dtype, block_indices=lists,
+        selection_block_size=64, num_initial_blocks=1, num_local_blocks=2, causal=True,
+        return_lse=True, q_offset=0,
+    )  # fmt: skip
+    assert launches == ["forward"]
+
+
+@pytest.mark.parametrize("n", [3, 13])
+def test_some_alike(launches, n):
+    """Of groups of neighbours some are alike, all of a tile or some, and read as unions."""
+    T, S, heads = 480, 512, (32, 2)
+    q, k, v = draw(T, S, *heads, 128, 128, torch.bfloat16)
+    lists = chosen(2, T, 2, n, 64)
+    for group in range(T // 4):
+        if group % 5 < 3:
+            lists[:, 4 * group : 4 * group + 4] = lists[:, 4 * group : 4 * group + 1]
+    with launch.using({"unite": launch.Unite(4, 1.6, least=0)}):
+        assert_right(
+            selected_attention, {"q": q, "k": k, "v": v}, torch.bfloat16, block_indices=lists,
+            selection_block_size=64, num_initial_blocks=1, num_local_blocks=2, causal=True,
+            return_lse=True, q_offset=0,
+        )  # fmt: skip
+    assert launches == ["forward"]
+
+
+def test_two_runs_are_equal(launches):
+    T = 2048
+    q, k, v = (t.requires_grad_() for t in draw(T, T, 32, 2, 128, 128, torch.bfloat16))
+    lists = chosen(2, T, 2, 13, 64)
+
+    def run():
+        out = selected_attention(
+            q, k, v, lists, selection_block_size=64, num_initial_blocks=1, num_local_blocks=2,
+            causal=True, backend="triton",
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+    first = run()
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+    assert len(launches) == 5
+
+
+def test_strided(launches):
+    """Heads before tokens, as some projections give them."""
+    T = 256
+    q, k, v = draw(T, T, 16, 1, 128, 128, torch.bfloat16)
+    lists = chosen(2, T, 1, 2, 64)
+    settings = dict(selection_block_size=64, num_local_blocks=2, causal=True, backend="triton")
+    out = selected_attention(q, k, v, lists, **settings)
+    apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert torch.equal(selected_attention(*apart, lists, **settings), out)
+    assert launches == ["forward"] * 2
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_layer(launches, sinks):
+    """With the other branches' rows and the gates: as where blocks are read for each list."""
+    B, T, H, K, D = 2, 1024, 32, 2, 128
+    q, k, v = draw(T, T, H, K, D, D, torch.bfloat16)
+    ck, cv = (pooled(t, 32, 16) for t in (k, v))
+    gates = torch.rand(B, T, H, 3, device=DEVICE).to(torch.bfloat16)
+    tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
+    d_out = torch.randn(B, T, H, D, device=DEVICE).to(torch.bfloat16)
+
+    def run(shared):
+        # in all threads: the backward has its own
+        with launch.using({"shared": shared}):
+            out = native_sparse_attention(
+                *tensors, compress_block_size=32, compress_block_sliding_stride=16,
+                selection_block_size=64, num_selected_blocks=5, sliding_window_size=255,
+                sinks=torch.randn(3, H, device=DEVICE) if sinks else None, backend="triton",
+            )  # fmt: skip
+            return [out, *torch.autograd.grad(out, tensors, d_out)]
+
+    torch.manual_seed(0)
+    apart = run(False)
+    assert launches == []
+    torch.manual_seed(0)
+    for one, other in zip(run(True), apart, strict=True):
+        error = (one.float() - other.float()).norm() / other.float().norm()
+        assert error <= torch.finfo(torch.bfloat16).eps
+    assert launches == ["forward"]
