@@ -42,7 +42,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.kernels import launch, shared_launch, unite
+from native_sparse_attention.kernels import launch, shared_launch
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -194,13 +194,8 @@ def ragged() -> None:
 
 
 def alike() -> None:
-    """Neighbours that chose the same blocks, united, query by query and block by block; and united
-    for `shared`."""
+    """Neighbours that chose the same blocks, united, query by query and block by block."""
     with launch.using({"unite": launch.Unite(4, 1.1, least=0)}):
-        lists = torch.randint(-1, 4, (2, 19, 1, 3), device=DEVICE, dtype=torch.int32)
-        selection = launch.Selection(lists, 5, 0, 0, True)
-        some, cost = unite.room_for_alike(selection, 12, DTYPE)
-        unite.fill(selection, some, cost, unite.room(selection, 8, 4), chunk=3)
         for heads in (12, 1):
             q, k, v = (draw(2, 19, h, 24) for h in (heads, 1, 1))
             lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
