@@ -147,3 +147,36 @@ def test_more_rows_than_fit_along_an_axis():
     assert all(found.isfinite().all() for found in layer(rows, 12, 2, 1, use_diff_topk=True))
     assert all(found.isfinite().all() for found in layer(rows, 12, 10, 1, importance="probs"))
     assert all(found.isfinite().all() for found in written(rows, 2))
+
+
+SERVED = dict(T=512, H=16, K=1, D=128, E=128, S=512, s=64, n=13, stride=1, local=2)
+
+
+@pytest.mark.parametrize("change, served", [
+    ({}, True), ({"D": 64, "E": 64}, True), ({"H": 9}, True), ({"H": 32, "K": 2}, True),
+    ({"causal": False, "local": 0}, True), ({"dtype": torch.float16}, True),
+    ({"dtype": torch.float32}, False), ({"D": 192}, False), ({"D": 96, "E": 96}, False),
+    ({"H": 8}, False), ({"H": 17}, False), ({"s": 32}, False), ({"S": 500}, False),
+    ({"n": 0}, False), ({"n": 33}, False), ({"stride": 4}, False), ({"local": 0}, False),
+    ({"soft_cap": 2.0}, False), ({"scale": -1.0}, False), ({"T": 0}, False),
+    ({"gated": True}, False), ({"strided": True}, False), ({"allowed": False}, False),
+    ({"allowed": None}, True), ({"allowed": None, "T": 376}, False),
+])  # fmt: skip
+def test_where_blocks_are_shared(monkeypatch, change, served):
+    """On a GPU of 6 multiprocessors that could."""
+    shared = pytest.importorskip("native_sparse_attention.kernels.shared_launch")
+    monkeypatch.setattr(shared, "available", lambda q: True)
+    monkeypatch.setattr(shared, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    at = SERVED | {"causal": True, "dtype": torch.bfloat16, "scale": 0.1, "soft_cap": None} | change
+    q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
+    if at.get("strided"):
+        q = torch.zeros(1, at["T"], at["H"], 2 * at["D"], dtype=at["dtype"])[..., ::2]
+    k, v = (torch.zeros(1, at["S"], at["K"], at[width], dtype=at["dtype"]) for width in "DE")
+    lists = torch.zeros(1, at["T"], at["K"], at["n"], dtype=torch.int32)
+    selection = launch.Selection(
+        lists, at["s"], 1, at["local"], at["causal"], stride=at["stride"], soft_cap=at["soft_cap"],
+        gates=torch.ones_like(lists) if at.get("gated") else None,
+    )  # fmt: skip
+    with launch.using({"shared": at.get("allowed", True)}):
+        assert shared.serves(q, k, v, selection, at["scale"]) == served

@@ -1,6 +1,7 @@
 """The selected branch: the forced blocks, which neighbours share, as an interval and a prefix; the
 listed blocks query by query (`gather.py`) or block by block (`pairs.py`), and those of neighbours
-that chose alike together (`unite.py`)."""
+together: that chose alike (`unite.py`), or each block for those that chose it
+(`shared_blocks.py`)."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 chose is read once for all, and attended to by those that chose it. In Gluon, for a Hopper.
 
 A program holds the queries of PARTS x WARPS tokens, of one group of heads, one token a warp. One
-warp more reads: the blocks of their union, one after the other, into a ring of CHUNK x CHUNKS. A
-warp attends to a block that its token chose and passes by the others; the warps of a part meet once
-in CHUNK blocks. So nothing is computed that is masked, and little is waited for.
+warp more reads: the blocks of their union, one after the other, into a ring of CHUNK x CHUNKS
+places. A warp attends to a block that its token chose and passes by the others; the warps of a part
+meet once in CHUNK blocks. So nothing is computed that is masked, and little is waited for.
 
 A scalar is the same in all threads of a part, but for `warp_number` and what is made of it: a
 branch on that is one that each warp takes for itself, and may hold nothing for which warps meet.
@@ -33,6 +33,7 @@ FIRST_BARRIER = gl.constexpr(8)
 
 @gluon.jit
 def warp_number():
+    """Of the program's warps, this thread's."""
     return gl.inline_asm_elementwise(
         "{.reg .u32 w; mov.u32 w, %tid.x; shr.u32 w, w, 5; shfl.sync.idx.b32 $0, w, 0, 31, -1;}",
         "=r,r",
@@ -44,19 +45,11 @@ def warp_number():
 
 
 @gluon.jit
-def leave(place, THREADS: gl.constexpr):
-    """A warp is done with a place of the ring."""
+def at_barrier(ACTION: gl.constexpr, place, THREADS: gl.constexpr):
+    """At the barrier of a place of the ring, where all but one arrive, and the one that fills it
+    syncs: a warp's threads say that they are done with it, or wait until all are."""
     gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.u32 $0, 0;", "=r,r,r",
-        [FIRST_BARRIER + place, gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def wait_left(place, THREADS: gl.constexpr):
-    """Until all warps are done with a place of the ring."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r",
+        "bar." + ACTION + " $1, $2; mov.u32 $0, 0;", "=r,r,r",
         [FIRST_BARRIER + place, gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -112,7 +105,7 @@ def read(
             turn = done % CHUNKS
             if done >= CHUNKS:
                 for i in gl.static_range(CHUNK):
-                    wait_left(turn * CHUNK + i, THREADS)
+                    at_barrier("sync", turn * CHUNK + i, THREADS)
             bar = full.index(turn)
             mbarrier.expect(bar, BYTES)
             mbarrier.arrive(bar, count=CHUNK - 1)
@@ -128,7 +121,7 @@ def read(
                 at_key, there = [b, e.to(gl.int32) * s, h, 0], j + i < n
                 place = turn * CHUNK + i
                 if done >= CHUNKS:
-                    wait_left(place, THREADS)
+                    at_barrier("sync", place, THREADS)
                 mbarrier.expect(bar, BYTES, pred=there)
                 mbarrier.arrive(bar, count=1, pred=j + i >= n)
                 tma.async_copy_global_to_shared(k, at_key, bar, k_smem.index(place), pred=there)
@@ -148,7 +141,7 @@ def read(
     # none is left behind
     for chunk in range(gl.maximum(done - CHUNKS, 0), done):
         for i in gl.static_range(CHUNK):
-            wait_left(chunk % CHUNKS * CHUNK + i, THREADS)
+            at_barrier("sync", chunk % CHUNKS * CHUNK + i, THREADS)
 
 
 @gluon.constexpr_function
@@ -179,6 +172,7 @@ def rows_of(
 
 @gluon.jit
 def load_row_block(base, row, E: gl.constexpr, feature, real):
+    """Rows [M, E] of a contiguous tensor, in float32; zeros where `real` is False."""
     return gl.load(base + row[:, None] * E + feature[None], mask=real[:, None], other=0.0).to(
         gl.float32
     )
@@ -307,7 +301,7 @@ def attend(
                 by_bound = gl.max(bound, 0) <= 48.0
                 m = gl.where(by_bound, bound, m)
             for other in gl.static_range(CHUNK):
-                leave(turn * CHUNK + other, THREADS)
+                at_barrier("arrive", turn * CHUNK + other, THREADS)
             done += 1
 
             acc = gl.zeros([M, E], gl.float32, MMA)
@@ -330,7 +324,7 @@ def attend(
                                 v_smem.index(place).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
                                 way == 0, SLICE,
                             )  # fmt: skip
-                        leave(place, THREADS)
+                        at_barrier("arrive", place, THREADS)
                     done += 1
             token = (group * PARTS + PART) * WARPS
             finish(
@@ -344,8 +338,8 @@ def forward_kernel(
     q, k, v, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
     s, groups, tiles, scale_log2, g_b, g_t, g_h, g_3,
     G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
-    SLICE: gl.constexpr, REGISTERS: gl.constexpr,
-    BOUNDED: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
+    SLICE: gl.constexpr, REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr,
+    MIX: gl.constexpr,
 ):  # fmt: skip
     """One program: every so many tiles, of the tokens of a group of lists. Writes out and lse, with
     ADD of the keys seen so far and these; and with MIX the layer's output."""

@@ -1,4 +1,5 @@
-"""Launches of `shared_blocks.py`, where it can run."""
+"""Launches of `shared_blocks.py`: where it can run and pays, and which lists it leaves to
+`gather.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .launch import LOG2_E, Mixture, Selection
 from .norms import bounds
 from .unite import Unions
 
-# versions of Triton whose Gluon the kernels were written for: it changes from one to the next
+# versions of Triton whose Gluon the kernel was written for: it changes from one to the next
 GLUON = ((3, 6),)
 
 # tokens of a program: two parts of as many warps, and rows of each
@@ -28,8 +29,8 @@ CHUNK, CHUNKS, SLICE, REGISTERS = 3, 2, 16, 208
 ALIKE = 2.0
 # widths of heads, and sizes of blocks
 WIDTHS, SIZES = (64, 128), (64,)
-# slots of a list at most
-MOST_SLOTS = 32
+# slots of a list at most; blocks of keys are fewer than those that `unite.store_by_chunks` can name
+MOST_SLOTS, BLOCKS = 32, 1 << 18
 # tiles that a multiprocessor has at least: of fewer the last ones leave too many idle
 LEAST_TILES = 8
 
@@ -40,7 +41,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def available(q: Tensor) -> bool:
-    """Whether this GPU and this Triton can run them."""
+    """Whether this GPU and this Triton can run the kernel."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     return q.is_cuda and launch.capability(q.device.index) == (9, 0) and version in GLUON
 
@@ -55,22 +56,23 @@ def box(t: Tensor, shape: list[int]) -> Any:
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> bool:
-    """Whether the kernel takes a call, and is the better one: `launch.using({"shared": True})` does
-    not ask for that, and with False it takes none."""
+    """Whether the kernel takes a call: where it can, and has enough tiles to be the faster one.
+    With `launch.using({"shared": True})` however few there are; with False never."""
     wanted = launch.override.get("shared")
     if wanted is False or not available(q):
         return False
-    B, T, R, n = selection.lists.shape
-    rows = q.shape[2] // R
-    least = 0 if wanted else LEAST_TILES * multiprocessors(q.device)
-    plain = selection.gates is None and selection.soft_cap is None and scale > 0
-    whole = k.shape[1] % selection.s == 0 and selection.s in SIZES
+    (B, T, R, n), s, S = selection.lists.shape, selection.s, k.shape[1]
+    rows = launch.FEW_ROWS <= q.shape[2] // R <= ROWS and selection.stride == 1
+    lists = 0 < n <= MOST_SLOTS and S // s < BLOCKS and selection.gates is None
+    whole = s in SIZES and S % s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
     # rows of q lie where keys and values do
     sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
-    boxes = all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
-    few = launch.FEW_ROWS <= rows <= ROWS and selection.stride == 1 and 0 < n <= MOST_SLOTS
-    return plain and whole and sizes and boxes and few and least <= B * R * (T // TOKENS)
+    plain = selection.soft_cap is None and scale > 0
+    least = 0 if wanted else LEAST_TILES * multiprocessors(q.device)
+    if not (rows and lists and whole and sizes and plain and least <= B * R * (T // TOKENS)):
+        return False
+    return all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
 
 
 class Plan(NamedTuple):
@@ -121,6 +123,6 @@ def forward(
         v=box(v, [1, s, 1, v.shape[-1]]), entries=unions.entries, counts=unions.counts, out=out,
         lse=lse, T=q.shape[1], K=k.shape[2], R=R, limit=unions.limit, s=s, groups=unions.groups,
         tiles=tiles, scale_log2=scale * LOG2_E, G=q.shape[2] // R, WARPS=WARPS, CHUNK=CHUNK,
-        CHUNKS=CHUNKS, SLICE=SLICE, REGISTERS=REGISTERS, ADD=joined,
-        num_warps=WARPS, **bounds(norms), **launch.mixture(mix),
+        CHUNKS=CHUNKS, SLICE=SLICE, REGISTERS=REGISTERS, ADD=joined, num_warps=WARPS,
+        **bounds(norms), **launch.mixture(mix),
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Lists of neighbouring tokens united, where they happen to be alike: each block that one of them
-holds once, with the lists that hold it. Those groups then read a block once (`gather.py`).
+holds once, with the lists that hold it. Those groups then read a block once (`gather.py`). And of
+others, whose blocks are shared all the same (`shared_blocks.py`), in an order that suits that.
 
 A group is `count` consecutive lists of one ranking head, each of the tokens of an aligned group of
 `stride`. Whether it is united is decided on the device, by the rule in `launch.Unite`; an entry of
