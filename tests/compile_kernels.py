@@ -26,8 +26,8 @@ from native_sparse_attention.kernels import (
     entries,
     launch,
     rotary,
-    shared_launch,
 )
+from native_sparse_attention.kernels.hopper import gpu
 from native_sparse_attention.ops import fused, library
 from native_sparse_attention.ops.documents import Documents
 
@@ -54,13 +54,56 @@ class Driver:
         return 0
 
 
-def resources(cubin: bytes) -> str:
+def dump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return " ".join(re.findall(r"(?:REG|STACK):\d+", told))
+        command = [CUOBJDUMP, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes) -> str:
+    return " ".join(re.findall(r"(?:REG|STACK):\d+", dump(cubin, "--dump-resource-usage")))
+
+
+def written(instruction: str) -> range:
+    """The registers that an instruction writes."""
+    found = re.match(r"(?:@!?U?P\d+ )?(\S+) (?:P\d+, )?R(\d+)\b", instruction)
+    if not found or found[1].startswith(("ST", "BAR", "BRA", "RED", "SYNCS", "UTMA", "WARP")):
+        return range(0)
+    name, first = found[1], int(found[2])
+    product = re.search(r"HGMMA\.64x(\d+)", name)
+    count = 4 if re.search(r"\.128|M88\.4", name) else 2 if re.search(r"\.64|CS2R", name) else 1
+    return range(first, first + (int(product[1]) // 2 if product else count))
+
+
+def overwritten(machine_code: str) -> set[int]:
+    """Registers that a loop's products read as they were before it, and that the loop writes behind
+    that: ptxas 12.8 has lost such operands."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+?)\s*;", machine_code)
+    code = [(int(at, 16), instruction) for at, instruction in lines]
+    place, lost = {at: i for i, (at, _) in enumerate(code)}, set()
+    for end, (_, instruction) in enumerate(code):
+        target = re.search(r"BRA (?:\S+, )?0x([0-9a-f]+)", instruction)
+        begin = place.get(int(target[1], 16), end) if target else end
+        body = [text for _, text in code[begin : end + 1]]
+        # the ones within
+        jumps = [re.search(r"BRA (?:\S+, )?0x([0-9a-f]+)", text) for text in body[:-1]]
+        back = any(
+            jump and begin < place.get(int(jump[1], 16), 1 << 30) <= begin + i
+            for i, jump in enumerate(jumps)
+        )
+        if begin == end or back:
+            continue
+        kept, done = set(), set()
+        for text in body:
+            product = re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", text)
+            if product:
+                first = int(product[1])
+                kept |= set(range(first, first + 4)) - done
+            done |= set(written(text))
+        lost |= kept & done
+    return lost
 
 
 def compile_only(capability: int) -> None:
@@ -73,15 +116,17 @@ def compile_only(capability: int) -> None:
             name, shared = f"{self.fn.__module__}.{self.fn.__name__}", kernel.metadata.shared
             print(name, resources(kernel.asm["cubin"]), f"{shared // 1024} KB")
             assert shared <= SHARED_MEMORY[capability], f"{name} takes {shared} bytes"
+            if ".hopper." in name:
+                assert not overwritten(dump(kernel.asm["cubin"], "-sass")), name
         return kernel
 
     JITFunction.run = compiled
     driver.set_active(Driver(capability))
     if capability < 90:
         launch.boxes = lambda *_: None
-    elif tuple(map(int, triton.__version__.split(".")[:2])) in shared_launch.GLUON:
-        shared_launch.available = lambda *_: True
-        shared_launch.multiprocessors = lambda *_: 132
+    elif tuple(map(int, triton.__version__.split(".")[:2])) in gpu.GLUON:
+        gpu.available = lambda *_: True
+        gpu.multiprocessors = lambda *_: 132
     rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)
     launch.architecture = lambda: rows
 
@@ -211,10 +256,18 @@ if __name__ == "__main__":
         layer(torch.bfloat16, (4, 1, 64, 64), causal=False, packed=True)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", soft_cap=2.0, sinks=True)
     if not some or "shared" in some:
-        some_alike = {"shared": True, "unite": launch.Unite(4, 1.6, least=0)}
+        some_alike = {"shared": True, "listed_dq": True, "unite": launch.Unite(4, 1.6, least=0)}
         for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64)):
             with launch.using(some_alike):
                 layer(dtype, (16, 1, width, width), S=192, selection_block_size=64)
+    if not some or "intervals" in some:
+        for heads in (1, 2, 4, 8, 16, 32, 64):
+            for size in (64, 129):  # narrower than the local blocks, and wider
+                layer(
+                    torch.bfloat16, (heads, 1, 128, 128), slots=0, selection_block_size=64,
+                    sliding_window_size=size,
+                )  # fmt: skip
+        layer(torch.float16, (16, 1, 128, 128), slots=0, sliding_window_size=129)
     if not some or "gates" in some:
         for rule in ("logits", "probs"):
             layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)

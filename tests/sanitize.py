@@ -42,27 +42,29 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.kernels import launch, shared_launch
+from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels.hopper import gpu
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 # Triton's interpreter has no bfloat16
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-# whether blocks that neighbours share can be read once
-SHARED = shared_launch.available(torch.empty(0, device=DEVICE))
+# whether kernels of a Hopper run here
+HOPPER = gpu.available(torch.empty(0, device=DEVICE))
 # query heads, KV heads, and widths of keys and of values
 HEADS = (6, 2, 24, 40)
 
 
 def all_kernels() -> Iterator[tuple[str, Any]]:
     """What has a grid, here: functions of a module of `kernels` that are named so."""
-    for info in pkgutil.iter_modules(kernels.__path__):
-        if info.name == "shared_blocks" and not SHARED:
+    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        short = info.name.removeprefix(f"{kernels.__name__}.")
+        if short.startswith("hopper.") and not HOPPER:
             continue
-        module = importlib.import_module(f"{kernels.__name__}.{info.name}")
+        module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             if name.endswith("_kernel") and value.fn.__module__ == module.__name__:
-                yield f"{info.name}.{name}", value
+                yield f"{short}.{name}", value
 
 
 def watch() -> set[str]:
@@ -83,7 +85,7 @@ def run(call: Any, *tensors: Tensor, **kwargs: Any) -> None:
 
 
 def layer(T: int, S: int, heads: tuple[int, int, int, int] = HEADS, **settings: Any) -> None:
-    """The whole layer, forward and backward, with memory slots."""
+    """The whole layer, forward and backward; with memory slots if not told otherwise."""
     settings = {
         "compress_block_size": 8,
         "compress_block_sliding_stride": 4,
@@ -96,9 +98,10 @@ def layer(T: int, S: int, heads: tuple[int, int, int, int] = HEADS, **settings: 
         **settings,
     }
     (H, K, D, E), d = heads, settings["compress_block_sliding_stride"]
+    slots = {"mem_k": (K, 3, D), "mem_v": (K, 3, E)} if settings.pop("memory", True) else {}
     W = S // d if settings["causal"] else -(-S // d)
     shapes = [(2, T, H, D), (2, S, K, D), (2, S, K, E), (2, W, K, D), (2, W, K, E), (2, T, H, 3)]
-    memory = {"mem_k": draw(K, 3, D), "mem_v": draw(K, 3, E)}
+    memory = {name: draw(*shape) for name, shape in slots.items()}
     run(native_sparse_attention, *(draw(*shape) for shape in shapes), **memory, **settings)
 
 
@@ -207,13 +210,19 @@ def alike() -> None:
             )  # fmt: skip
 
 
-def shared() -> None:
-    """Neighbours that chose differently: blocks read once for all of them, some of them united."""
-    with launch.using({"shared": True, "unite": launch.Unite(4, 1.1, least=0)}):
-        for heads, T in (((12, 1, 128, 128), 131), ((32, 2, 64, 64), 256)):
+def hopper() -> None:
+    """Neighbours that chose differently: blocks read once for all of them, some of them united; and
+    what stands in for other kernels where heads fill a tile."""
+    tried = {"shared": True, "listed_dq": True, "unite": launch.Unite(4, 1.1, least=0)}
+    with launch.using(tried):
+        for heads, T in (
+            ((12, 1, 128, 128), 131),
+            ((32, 2, 64, 64), 256),
+            ((16, 1, 128, 128), 131),
+        ):
             layer(
                 T, 256, heads, compress_block_size=32, compress_block_sliding_stride=16,
-                selection_block_size=64, sliding_window_size=129,
+                selection_block_size=64, sliding_window_size=129, memory=heads[3] == 64,
             )  # fmt: skip
 
 
@@ -251,7 +260,7 @@ PARTS = {
     for part in (
         causal, not_causal, groups_of_tokens, unaligned, gates, documents, documents_not_causal,
         ragged, alike, rows, little, pages, *((full, wide) if CUDA else ()),
-        *((shared,) if SHARED else ()),
+        *((hopper,) if HOPPER else ()),
     )
 }  # fmt: skip
 

@@ -80,16 +80,26 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.gather",
             "kernels.pairs",
             "kernels.block_keys",
-            "kernels.shared_launch",
         }
     ),
+    frozenset(
+        {
+            "kernels.hopper.interval_launch",
+            "kernels.hopper.listed_launch",
+            "kernels.hopper.shared_launch",
+        }
+    ),
+    frozenset({"kernels.hopper.interval_dq", "kernels.hopper.interval_forward"}),
     frozenset(
         {
             "kernels.entries",
             "kernels.gate_steps",
             "kernels.gather_steps",
+            "kernels.hopper.gpu",
+            "kernels.hopper.intervals",
+            "kernels.hopper.listed_backward",
+            "kernels.hopper.shared_blocks",
             "kernels.norms",
-            "kernels.shared_blocks",
             "kernels.unite",
         }
     ),
@@ -98,6 +108,8 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "kernels.arrivals",
             "kernels.device",
+            "kernels.hopper.gradients",
+            "kernels.hopper.ring",
             "kernels.sizes",
             "kernels.streams",
             "kernels.tiles",
@@ -106,7 +118,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"ops.checks", "ops.documents", "entries"}),
     frozenset({"blocks"}),
-    frozenset({"ops", "kernels"}),  # the folders' own __init__: a docstring, no imports
+    frozenset(
+        {"ops", "kernels", "kernels.hopper"}
+    ),  # the folders' own __init__: a docstring, no imports
 )
 SAME_ROW: frozenset[tuple[str, str]] = frozenset()
 

@@ -9,9 +9,11 @@ from native_sparse_attention import native_sparse_attention
 from tests.budget import DEVICE
 
 launch = pytest.importorskip("native_sparse_attention.kernels.launch")
+device = pytest.importorskip("native_sparse_attention.kernels.device")
 entries = pytest.importorskip("native_sparse_attention.kernels.entries")
 rotary = pytest.importorskip("native_sparse_attention.kernels.rotary")
 tiles = pytest.importorskip("native_sparse_attention.kernels.tiles")
+sized = pytest.importorskip("native_sparse_attention.kernels.sizes").sized
 
 ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.ELSEWHERE}
 
@@ -152,6 +154,70 @@ def test_more_rows_than_fit_along_an_axis():
 SERVED = dict(T=512, H=16, K=1, D=128, E=128, S=512, s=64, n=13, stride=1, local=2)
 
 
+def a_selection(change):
+    """q, k and v, a selection, and what else was asked for."""
+    at = SERVED | {"causal": True, "dtype": torch.bfloat16, "scale": 0.1, "soft_cap": None} | change
+    q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
+    if at.get("strided"):
+        q = torch.zeros(1, at["T"], at["H"], 2 * at["D"], dtype=at["dtype"])[..., ::2]
+    k, v = (torch.zeros(1, at["S"], at["K"], at[width], dtype=at["dtype"]) for width in "DE")
+    lists = torch.zeros(1, at["T"], at["K"], at["n"], dtype=torch.int32)
+    selection = launch.Selection(
+        lists, at["s"], 1, at["local"], at["causal"], stride=at["stride"], soft_cap=at["soft_cap"],
+        gates=torch.ones_like(lists) if at.get("gated") else None,
+    )  # fmt: skip
+    return (q, k, v), selection, at
+
+
+@pytest.mark.parametrize("change, served", [
+    ({}, True), ({"H": 8}, True), ({"H": 1}, True), ({"kind": device.BEHIND}, True),
+    ({"inner": True}, True), ({"dtype": torch.float16}, True), ({"dtype": torch.float32}, False),
+    ({"D": 64}, False), ({"E": 64}, False), ({"H": 12}, False), ({"H": 3}, False),
+    ({"kind": device.LOCAL_BLOCKS}, False), ({"kind": device.EVERYTHING}, False),
+    ({"kind": device.BEHIND, "inner": True}, False), ({"soft_cap": 2.0}, False),
+    ({"ragged": True}, False), ({"scale": -1.0}, False), ({"T": 0}, False), ({"S": 0}, False),
+    ({"strided": True}, False), ({"allowed": False}, False), ({"sized": True}, False),
+])  # fmt: skip
+def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
+    hopper = pytest.importorskip("native_sparse_attention.kernels.hopper.interval_launch")
+    monkeypatch.setattr(hopper.gpu, "available", lambda q: True)
+    at = dict(T=100, S=100, H=16, D=128, E=128, dtype=torch.bfloat16, scale=0.1) | change
+    q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
+    if at.get("strided"):
+        q = torch.zeros(1, at["T"], at["H"], 2 * at["D"], dtype=at["dtype"])[..., ::2]
+    k, v = (torch.zeros(1, at["S"], 1, at[width], dtype=at["dtype"]) for width in "DE")
+    kind = at.get("kind", device.CAUSAL_WINDOW).value
+    starts = torch.zeros(1, dtype=torch.int32) if at.get("ragged") else None
+    place = launch.Place(kind, 63, 16, soft_cap=at.get("soft_cap"), starts=starts)
+    inner = launch.Place(device.LOCAL_BLOCKS.value, 16, 16) if at.get("inner") else None
+    sizes = [16, 16] * 9 if at.get("sized") else None
+    with launch.using({"intervals": at.get("allowed", True)}), sized(sizes):
+        for kernel in ("forward", "dq"):
+            assert hopper.serves(kernel, q, k, v, place, at["scale"], inner) == served
+
+
+@pytest.mark.parametrize("change, served, with_dq", [
+    ({}, True, False), ({"T": 1 << 16}, True, True), ({"allowed_dq": True}, True, True),
+    ({"H": 64, "allowed_dq": True}, True, True), ({"H": 9}, True, False), ({"H": 8}, False, False),
+    ({"D": 64, "E": 64}, True, False), ({"D": 96, "E": 96}, False, False),
+    ({"s": 32}, False, False), ({"S": 500}, False, False), ({"local": 0}, False, False),
+    ({"stride": 4, "T": 1 << 16}, True, False), ({"soft_cap": 2.0}, False, False),
+    ({"gated": True}, False, False), ({"dtype": torch.float32}, False, False),
+    ({"scale": -1.0}, False, False), ({"n": 0}, False, False), ({"allowed": False}, False, False),
+    ({"sized": True}, False, False),
+])  # fmt: skip
+def test_where_blocks_are_walked_backward_on_a_hopper(monkeypatch, change, served, with_dq):
+    hopper = pytest.importorskip("native_sparse_attention.kernels.hopper.listed_launch")
+    monkeypatch.setattr(hopper.gpu, "available", lambda q: True)
+    tensors, selection, at = a_selection(change)
+    tried = {"listed": at.get("allowed", True)}
+    if "allowed_dq" in at:
+        tried["listed_dq"] = at["allowed_dq"]
+    with launch.using(tried), sized([16, 16] * 9 if at.get("sized") else None):
+        assert hopper.serves(*tensors, selection, at["scale"]) == served
+        assert hopper.forms_dq(*tensors, selection, at["scale"]) == with_dq
+
+
 @pytest.mark.parametrize("change, served", [
     ({}, True), ({"D": 64, "E": 64}, True), ({"H": 9}, True), ({"H": 32, "K": 2}, True),
     ({"causal": False, "local": 0}, True), ({"dtype": torch.float16}, True),
@@ -164,19 +230,10 @@ SERVED = dict(T=512, H=16, K=1, D=128, E=128, S=512, s=64, n=13, stride=1, local
 ])  # fmt: skip
 def test_where_blocks_are_shared(monkeypatch, change, served):
     """On a GPU of 6 multiprocessors that could."""
-    shared = pytest.importorskip("native_sparse_attention.kernels.shared_launch")
-    monkeypatch.setattr(shared, "available", lambda q: True)
-    monkeypatch.setattr(shared, "multiprocessors", lambda device: 6)
+    shared = pytest.importorskip("native_sparse_attention.kernels.hopper.shared_launch")
+    monkeypatch.setattr(shared.gpu, "available", lambda q: True)
+    monkeypatch.setattr(shared.gpu, "multiprocessors", lambda device: 6)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
-    at = SERVED | {"causal": True, "dtype": torch.bfloat16, "scale": 0.1, "soft_cap": None} | change
-    q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
-    if at.get("strided"):
-        q = torch.zeros(1, at["T"], at["H"], 2 * at["D"], dtype=at["dtype"])[..., ::2]
-    k, v = (torch.zeros(1, at["S"], at["K"], at[width], dtype=at["dtype"]) for width in "DE")
-    lists = torch.zeros(1, at["T"], at["K"], at["n"], dtype=torch.int32)
-    selection = launch.Selection(
-        lists, at["s"], 1, at["local"], at["causal"], stride=at["stride"], soft_cap=at["soft_cap"],
-        gates=torch.ones_like(lists) if at.get("gated") else None,
-    )  # fmt: skip
+    tensors, selection, at = a_selection(change)
     with launch.using({"shared": at.get("allowed", True)}):
-        assert shared.serves(q, k, v, selection, at["scale"]) == served
+        assert shared.serves(*tensors, selection, at["scale"]) == served

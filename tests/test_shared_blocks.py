@@ -10,12 +10,13 @@ from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch, shared_launch
+from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels.hopper import gpu, shared_launch
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not CUDA or not shared_launch.available(torch.empty(1, device=DEVICE)),
+        not CUDA or not gpu.available(torch.empty(1, device=DEVICE)),
         reason="needs a Hopper and Triton 3.6",
     ),
 ]

@@ -143,7 +143,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
-    q, k, v, lists, counts, gates, d_out, lse, delta, dq, d_gates, starts, start, doc_last,
+    q, k, v, lists, counts, gates, d_out, lse, delta, dq, d_gates, only, starts, start, doc_last,
     T, S, K, R, n, s, groups, scale, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -151,10 +151,12 @@ def dq_kernel(
     LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
     CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, ONLY: tl.constexpr, FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: as the forward. Writes dq, added to what is there if ADD; with GATES also what
-    each head adds to the gradient of each slot's gate, [B T H n]."""
+    each head adds to the gradient of each slot's gate, [B T H n]. With ONLY nothing where that is
+    0."""
     place, pair, _places, _pairs = grid_place(FLIPPED)
     b, r = (pair // R).to(tl.int64), (pair % R).to(tl.int64)
     h = r * K // R
@@ -164,6 +166,8 @@ def dq_kernel(
     first, end = own_tiles(
         place, counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE
     )
+    if ONLY:
+        end = tl.where(tl.load(only) != 0, end, first)
     for tile in range(first, end):
         token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
         entries, length = tile_entries(
@@ -327,15 +331,19 @@ def backward_q(
     cotangent: Cotangent,
     dq: Sum,
     unions: Unions | None = None,
+    only: Tensor | None = None,
 ) -> Tensor | None:
-    """Adds to dq; the gradient of the gates."""
+    """Adds to dq; the gradient of the gates. Nothing where `only` is given and 0, on the
+    device."""
     R, n = selection.lists.shape[2:]
     d_gates = None
     if selection.gates is not None:
         d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
+    if only is not None:  # nothing may be written
+        dq.begin()
     into = dq.arguments()
     for united in (False,) if unions is None else (False, True):
         grid, args = arguments(q, k, v, selection, "dq", unions, united)
         args |= cotangent.arguments() | into
-        dq_kernel[grid](d_gates=d_gates, scale=scale, **args)
+        dq_kernel[grid](d_gates=d_gates, scale=scale, only=only, ONLY=only is not None, **args)
     return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

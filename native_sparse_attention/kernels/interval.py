@@ -32,6 +32,7 @@ from .device import (
     store_softmax,
     tile_rows,
 )
+from .hopper import interval_launch
 from .launch import LOG2_E, Place, strides
 from .norms import bounds, key_norms
 
@@ -284,9 +285,13 @@ def forward(
     prefix k [B P K D], v [B P K E]. Given an `inner` place, also those of its local blocks and of
     the keys before its floor. `sinks` [H] in float32, both or none; `norms` those of `norms.py`, if
     they are known."""
+    norms = key_norms(q, k) if norms is None else norms
+    plain = prefix is None and sinks is None and inner_sinks is None
+    if plain and interval_launch.serves("forward", q, k, v, place, scale, inner):
+        return interval_launch.forward(q, k, v, place, scale, inner, norms)
     outputs, inner_outputs = launch.empty_outputs(q, v), ()
     args = arguments(q, k, v, place, "forward", inner) | prefix_arguments(prefix, place)
-    args |= bounds(key_norms(q, k) if norms is None else norms)
+    args |= bounds(norms)
     if inner is not None:
         inner_outputs = launch.empty_outputs(q, v)
         args |= dict(zip(("inner_out", "inner_lse"), inner_outputs, strict=True))

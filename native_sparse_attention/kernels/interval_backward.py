@@ -26,6 +26,7 @@ from .device import (
     store_rows,
     tile_rows,
 )
+from .hopper import interval_launch
 from .interval import (
     CAUSAL_PREFIX,
     LENGTHS,
@@ -298,6 +299,9 @@ def backward_q(
     """Adds to dq, with an `inner` place and its cotangent also through its local blocks and the
     keys before its floor."""
     within, inner_cotangent = inner or (None, None)
+    if prefix is None and interval_launch.serves("dq", q, k, v, place, scale, within):
+        interval_launch.backward_q(q, k, v, place, scale, cotangent, dq, inner)
+        return
     args = arguments(q, k, v, place, "dq", within) | prefix_arguments(prefix, place)
     grid, args["FLIPPED"] = tiles_of_queries(q, k, args)
     args |= by_boxes(k, v, args["BLOCK_N"])

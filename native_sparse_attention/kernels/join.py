@@ -69,16 +69,20 @@ def gather_spill_kernel(
 
 @triton.jit(do_not_specialize=["T", "first", "length"])
 def sum_kernel(
-    part, lists, dq, T, R, n, first, length,
+    part, lists, dq, unless, T, R, n, first, length,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    PIECES: tl.constexpr, ADD: tl.constexpr, FLIPPED: tl.constexpr,
+    PIECES: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, UNLESS: tl.constexpr,
+    FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: M rows (token, head) from `first` on. The sum of a row's parts over its slots
-    and their pieces, with ADD on top of what dq holds."""
+    and their pieces, with ADD on top of what dq holds. A part has ROWS rows, the first G of which
+    are heads. With UNLESS nothing where that is not 0."""
     tile, b, _tiles, _rows = grid_place(FLIPPED)
     i, b = tile * BLOCK_M + tl.arange(0, BLOCK_M), b.to(tl.int64)
     H = R * G
     real = i < length * H
+    if UNLESS:
+        real = real & (tl.load(unless) == 0)
     row = (b * T + first) * H + i
     line = ((b * T + first) * R + i // G) * n
     there = (b * length * R + i // G) * n
@@ -87,6 +91,6 @@ def sum_kernel(
         acc = load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
     for slot in tl.range(0, n * PIECES, loop_unroll_factor=4):
         listed = real & (tl.load(lists + line + slot // PIECES, mask=real, other=-1) >= 0)
-        at = (there * PIECES + slot) * G + i % G
+        at = (there * PIECES + slot) * ROWS + i % G
         acc += load_rows(part, at * D, D, BLOCK_D, listed).to(tl.float32)
     store_rows(dq, row * D, acc, D, BLOCK_D, real)

@@ -52,9 +52,9 @@ override: dict[str, Any] = {}
 ITEM_ROWS = 16384
 FEW_ITEM_ROWS = 2048
 
-# memory for the parts of the selected branch, over that of q, by query heads a KV head: where keys
-# are as many as queries their gradients take most; and tokens whose parts are kept anyhow
-PARTS = {1: 1, 64: 3}
+# memory for the parts of the selected branch, over that of q, by query heads a KV head; and tokens
+# whose parts are kept anyhow, of groups so small that there is no other way
+PARTS = {1: 1.0, 8: 3.0, 64: 4.5}
 FEW_TOKENS = 2048
 
 # programs for dk and dv at most, where blocks of keys are cut into shares of their queries
@@ -275,8 +275,14 @@ class Sum:
         add, self.begun = self.begun, True
         return dict(dq=self.value, ADD=add)
 
+    def begin(self) -> None:
+        if not self.begun:
+            self.value.zero_()
+        self.begun = True
+
     def total(self) -> Tensor:
-        return self.value if self.begun else self.value.zero_()
+        self.begin()
+        return self.value
 
 
 def cap(soft_cap: float | None, *, in_log2: bool = True) -> dict[str, Any]:

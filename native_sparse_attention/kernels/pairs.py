@@ -25,6 +25,7 @@ from .device import (
     softmax_grad,
     store_rows,
 )
+from .hopper import listed_launch
 from .inverse import Inverse, invert
 from .join import JOIN_ROWS, gather_spill_kernel, join_kernel, sum_kernel
 from .launch import LOG2_E, Cotangent, Selection, Sum, strides
@@ -271,15 +272,17 @@ def arguments(
     )
 
 
-def inverted(q: Tensor, k: Tensor, selection: Selection, parts: bool) -> list[Inverse]:
-    """By spans of tokens whose parts together take `launch.PARTS` times as much memory as q does;
-    in one where no parts are kept."""
+def inverted(q: Tensor, k: Tensor, selection: Selection, parts: int) -> list[Inverse]:
+    """By spans of tokens whose parts, of so many rows, together take `launch.PARTS` times as much
+    memory as q does; in one where no parts are kept."""
     T, (R, n) = q.shape[1], selection.lists.shape[2:]
     groups = q.shape[2] // R
     length = T
     if parts:
-        times = next(times for limit, times in launch.PARTS.items() if groups <= limit)
-        length = min(max(times * T // n, launch.FEW_TOKENS), T)
+        most = int(launch.row(launch.PARTS, groups) * groups * T / (n * parts))
+        few = launch.FEW_TOKENS if groups < launch.FEW_ROWS else 1
+        spans = triton.cdiv(T, max(most, few))
+        length = triton.cdiv(T, spans)
     num_blocks = triton.cdiv(k.shape[1], selection.s)
     rows = q.shape[0] * length * q.shape[2] * n
     most = launch.item_rows(rows, q.shape[0] * k.shape[2] * num_blocks)
@@ -299,7 +302,7 @@ def forward(
     (B, T, H, _), E = q.shape, v.shape[-1]
     out, lse = partial or launch.empty_outputs(q, v)
     R, n = selection.lists.shape[2:]
-    for inverse in inverted(q, k, selection, parts=True):
+    for inverse in inverted(q, k, selection, parts=H // R):
         args = arguments(q, k, v, selection, inverse, "forward")
         part = q.new_empty(B * inverse.length * H * n, E)
         part_lse = q.new_empty(len(part), dtype=torch.float32)
@@ -331,48 +334,53 @@ def backward(
     dk: Tensor,
     dv: Tensor,
     dq: Sum | None,
+    alike: Tensor | None = None,
+    after: torch.cuda.Event | None = None,
 ) -> Tensor | None:
-    """Adds to dk [B S K D] and dv [B S K E], float32, and to dq if it is given; then also gives the
-    gradient of the gates."""
+    """Adds to dk [B S K D] and dv [B S K E], float32, and to dq if it is given and `alike`, if that
+    is, is 0; then also gives the gradient of the gates. Others may add to dq until `after`."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     s, (R, n) = selection.s, selection.lists.shape[2:]
     tile = launch.pair_tile("backward", max(D, E), H // R, q.dtype)
-    block_n = min(launch.padded(s), tile.block_n)
+    on_hopper = listed_launch.serves(q, k, v, selection, scale)
+    block_n = s if on_hopper else min(launch.padded(s), tile.block_n)
     pieces = triton.cdiv(s, block_n)
     d_gates = None
     if dq is not None and selection.gates is not None:
         d_gates = q.new_zeros(*selection.lists.shape, pieces * H // R, dtype=torch.float32)
+    rows = listed_launch.rows_of(H // R) if on_hopper else H // R
     into = None if dq is None else dq.arguments()
-    for inverse in inverted(q, k, selection, parts=dq is not None):
-        args = arguments(q, k, v, selection, inverse, "backward")
-        part = None if into is None else q.new_empty(B * inverse.length * H * n * pieces, D)
+    for inverse in inverted(q, k, selection, parts=0 if dq is None else rows):
+        part = None
+        if into is not None:
+            part = q.new_empty(B * inverse.length * R * n * pieces, rows, D)
         spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
-        backward_kernel[(len(inverse.owner), pieces)](
-            part=part,
-            d_gates=d_gates,
-            dk=dk,
-            dv=dv,
-            spill_k=spills[0],
-            spill_v=spills[1],
-            spill_bounds=inverse.spill_bounds,
-            scale=scale,
-            BLOCK_N=block_n,
-            DQ=into is not None,
-            PIECES=pieces,
-            **args,
-            **cotangent.arguments(),
-        )
+        if on_hopper:
+            listed_launch.backward(
+                q, k, v, selection, scale, cotangent, dk, dv, spills, part, alike, inverse
+            )
+        else:
+            backward_kernel[(len(inverse.owner), pieces)](
+                part=part, d_gates=d_gates, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1],
+                spill_bounds=inverse.spill_bounds, scale=scale, BLOCK_N=block_n,
+                DQ=into is not None, PIECES=pieces, **cotangent.arguments(),
+                **arguments(q, k, v, selection, inverse, "backward"),
+            )  # fmt: skip
+        blocks = triton.cdiv(S, s)
         for spill, d, width in zip(spills, (dk, dv), (D, E), strict=True):
-            gather_spill_kernel[(args["BLOCKS"], pieces)](
-                spill, d, inverse.spill_bounds, S, K, s, args["C"],
+            gather_spill_kernel[(B * K * blocks, pieces)](
+                spill, d, inverse.spill_bounds, S, K, s, blocks,
                 D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
             )  # fmt: skip
         if into is not None:
+            if after is not None:
+                torch.cuda.current_stream(q.device).wait_event(after)
             grid, flipped = launch.grid(triton.cdiv(inverse.length * H, JOIN_ROWS), B)
             sum_kernel[grid](
-                part, selection.lists, T=T, R=R, n=n, first=inverse.first, length=inverse.length,
-                PIECES=pieces, G=H // R, D=D, BLOCK_D=args["BLOCK_D"], BLOCK_M=JOIN_ROWS,
+                part, selection.lists, unless=alike, T=T, R=R, n=n, first=inverse.first,
+                length=inverse.length, PIECES=pieces, ROWS=rows, G=H // R, D=D,
+                BLOCK_D=launch.padded(D), BLOCK_M=JOIN_ROWS, UNLESS=alike is not None,
                 FLIPPED=flipped, **into,
             )  # fmt: skip
         del part, spills

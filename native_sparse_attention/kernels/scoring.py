@@ -288,16 +288,16 @@ def log_sum_exps(mem_k, args, B, H):
 def select_blocks(
     q, ck, mem_k, lse, starts, before, first_token, num_ranked, num_selected, l, d, s, importance,
     interpolated, num_initial, num_local, stride, shared, causal, scale, documents=None,
-    soft_cap=None, sinks=None,
+    soft_cap=None, sinks=None, out=None,
 ):  # fmt: skip
-    """Block indices [B T R n] of q [B T H D] and ck [B W K D]; `before` [B R n] is the ranking of
-    the token that leads the first query's group, lse [B T H] that of branch 1, with its sinks
-    [H]."""
+    """Block indices [B T R n], into `out` if it is given, of q [B T H D] and ck [B W K D]; `before`
+    [B R n] is the ranking of the token that leads the first query's group, lse [B T H] that of
+    branch 1, with its sinks [H]."""
     B, T, H, D = q.shape
     W, K = ck.shape[1:3]
     ranks, n = (K if shared else H), num_selected
     G = H // ranks
-    out = q.new_empty(B, T, ranks, n, dtype=torch.int32)
+    out = q.new_empty(B, T, ranks, n, dtype=torch.int32) if out is None else out
     q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
 
     args = dict(

@@ -1,14 +1,14 @@
 """The selected branch: the forced blocks, which neighbours share, as an interval and a prefix; the
 listed blocks query by query (`gather.py`) or block by block (`pairs.py`), and those of neighbours
 together: that chose alike (`unite.py`), or each block for those that chose it
-(`shared_blocks.py`)."""
+(`hopper/shared_blocks.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,14 +22,15 @@ from . import (
     interval_backward,
     launch,
     pairs,
-    shared_launch,
     streams,
     unite,
 )
 from .device import EVERYTHING, LOCAL_BLOCKS
+from .hopper import listed_launch, shared_launch
+from .hopper.shared_launch import Plan
 from .launch import Cotangent, Mixture, Place, Selection, Sum
 from .norms import key_norms
-from .shared_launch import Plan
+from .unite import Unions
 
 
 def with_initial(selection: Selection) -> Selection:
@@ -145,15 +146,21 @@ def combined(done: tuple[Tensor, Tensor], mix: Mixture | None) -> tuple[Tensor, 
     return done
 
 
+def room(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> Plan | None:
+    """For a plan of the forward, where blocks are shared."""
+    served = shared_launch.serves(q, k, v, selection, scale)
+    return shared_launch.plan(q, k, selection) if served else None
+
+
 @contextmanager
 def planned(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
 ) -> Iterator[Plan | None]:
     """A plan for the forward, made beside what is launched within: where blocks are shared."""
-    if not shared_launch.serves(q, k, v, selection, scale):
+    plan = room(q, k, v, selection, scale)
+    if plan is None:
         yield None
         return
-    plan = shared_launch.plan(q, k, selection)
     # short programs, which would come last behind those of a kernel that fills the GPU
     with streams.forked(q.device, ahead=True) as beside:
         with beside:
@@ -262,6 +269,30 @@ def forced_backward_kv(
     return dk, dv
 
 
+class BackwardPlan(NamedTuple):
+    """Whether dq through the listed blocks is formed block by block too, and that `apart`, beside
+    what other keys give; and else, or where on the device `alike` is not 0 (most neighbours are),
+    query by query with these unions."""
+
+    by_block: bool
+    apart: bool = False
+    unions: Unions | None = None
+    alike: Tensor | None = None
+
+
+def plan_backward(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
+) -> BackwardPlan:
+    if not selection.lists.shape[-1]:
+        return BackwardPlan(False)
+    if by_block(selection, q, k, v):
+        return BackwardPlan(True)
+    unions = unite.unite(selection, q.shape[2], q.dtype)
+    if not listed_launch.forms_dq(q, k, v, selection, scale):
+        return BackwardPlan(False, unions=unions)
+    return BackwardPlan(True, True, unions, None if unions is None else unite.most(unions))
+
+
 def listed_backward_q(
     q: Tensor,
     k: Tensor,
@@ -270,15 +301,15 @@ def listed_backward_q(
     scale: float,
     cotangent: Cotangent,
     dq: Sum,
+    plan: BackwardPlan,
 ) -> Tensor | None:
     """Adds to dq, through the listed blocks where those are walked query by query; the gradient of
     the gates."""
-    if by_block(selection, q, k, v):
+    if plan.by_block and plan.alike is None:
         return None
     if not selection.lists.shape[-1]:
         return None if selection.gates is None else torch.zeros_like(selection.gates)
-    unions = unite.unite(selection, q.shape[2], q.dtype)
-    return gather.backward_q(q, k, v, selection, scale, cotangent, dq, unions)
+    return gather.backward_q(q, k, v, selection, scale, cotangent, dq, plan.unions, plan.alike)
 
 
 def listed_backward_kv(
@@ -291,13 +322,15 @@ def listed_backward_kv(
     dk: Tensor,
     dv: Tensor,
     dq: Sum,
+    plan: BackwardPlan,
+    after: torch.cuda.Event | None = None,
 ) -> Tensor | None:
     """Adds to dk and dv, in float32, through the listed blocks, and to dq what `listed_backward_q`
-    has not; then also gives the gradient of the gates."""
+    has not, but not before `after`; then also gives the gradient of the gates."""
     if not selection.lists.shape[-1]:
         return None if selection.gates is None else torch.zeros_like(selection.gates)
-    rest = dq if by_block(selection, q, k, v) else None
-    return pairs.backward(q, k, v, selection, scale, cotangent, dk, dv, rest)
+    rest = dq if plan.by_block else None
+    return pairs.backward(q, k, v, selection, scale, cotangent, dk, dv, rest, plan.alike, after)
 
 
 def backward(
@@ -305,8 +338,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk and dv, these in float32, and the gradient of the gates."""
     given, dq = (q, k, v, selection, scale, cotangent), Sum(q)
+    plan = plan_backward(q, k, v, selection, scale)
     forced_backward_q(*given, dq)
-    d_gates = listed_backward_q(*given, dq)
+    d_gates = listed_backward_q(*given, dq, plan)
     dk, dv = forced_backward_kv(*given)
-    rest = listed_backward_kv(*given, dk, dv, dq)
+    rest = listed_backward_kv(*given, dk, dv, dq, plan)
     return dq.total(), dk, dv, rest if d_gates is None else d_gates

@@ -32,3 +32,12 @@ def forked(device: torch.device, ahead: bool = False) -> Iterator[AbstractContex
         yield torch.cuda.stream(beside)
     finally:
         first.wait_stream(beside)
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """What has been launched so far, for another stream to wait for."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

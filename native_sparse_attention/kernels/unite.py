@@ -1,6 +1,6 @@
 """Lists of neighbouring tokens united, where they happen to be alike: each block that one of them
 holds once, with the lists that hold it. Those groups then read a block once (`gather.py`). And of
-others, whose blocks are shared all the same (`shared_blocks.py`), in an order that suits that.
+others, whose blocks are shared all the same (`hopper/shared_blocks.py`), in an order for that.
 
 A group is `count` consecutive lists of one ranking head, each of the tokens of an aligned group of
 `stride`. Whether it is united is decided on the device, by the rule in `launch.Unite`; an entry of
@@ -190,6 +190,11 @@ def unite(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
     if alike is not None:
         fill(selection, alike, cost)
     return alike
+
+
+def most(unions: Unions) -> Tensor:
+    """Whether most groups are united, [] int32."""
+    return (unions.counts.count_nonzero() * 2 > unions.counts.numel()).to(torch.int32)
 
 
 def others(selection: Selection, unions: Unions) -> Selection:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +93,7 @@ def attend(
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Outputs and log-sum-exps of the three branches, and the selection where `lists` is not it.
     Given gates [B T H 3] and a tensor for the layer's output in `mixed`, writes that."""
-    from ..kernels import interval, scoring, selected
+    from ..kernels import interval, scoring, selected, streams
     from ..kernels.launch import Mixture
     from ..kernels.norms import key_norms
 
@@ -100,16 +101,28 @@ def attend(
     leaders = None if leaders is None else leaders.contiguous()
     place_cmp, place_win = at.places(starts, documents)
     sink_cmp, sink_sel, sink_win = (None,) * 3 if sinks is None else of_heads(sinks)
-    out_cmp, lse_cmp = interval.forward(cq, ck, cv, place_cmp, at.scale, memory, sinks=sink_cmp)
-    if lists is None and at.num_ranked and at.num_selected:
-        lists = scoring.select_blocks(
-            cq, ck, mem_k, lse_cmp, starts, leaders, at.start, at.num_ranked, at.num_selected,
-            at.l, at.d, at.s, at.importance, at.interpolated, at.num_initial, at.num_local,
-            at.stride, at.shared, at.causal, at.scale, documents, at.soft_cap,
-        )  # fmt: skip
-    elif lists is None:
+    ranked = lists is None and at.num_ranked > 0 and at.num_selected > 0
+    if lists is None:
         ranks = ck.shape[2] if at.shared else q.shape[2]
-        lists = q.new_full((*q.shape[:2], ranks, at.num_selected), -1, dtype=torch.int32)
+        lists = q.new_empty(*q.shape[:2], ranks, at.num_selected, dtype=torch.int32)
+        lists = lists if ranked else lists.fill_(-1)
+    # where no one waits for the compressed branch, whose keys are ranked beside it
+    ahead = ranked and at.importance == "logits" and leaders is None and documents is None
+
+    def rank(lse: Tensor | None) -> None:
+        scoring.select_blocks(
+            cq, ck, mem_k, lse, starts, leaders, at.start, at.num_ranked, at.num_selected,
+            at.l, at.d, at.s, at.importance, at.interpolated, at.num_initial, at.num_local,
+            at.stride, at.shared, at.causal, at.scale, documents, at.soft_cap, out=lists,
+        )  # fmt: skip
+
+    def attend_compressed() -> tuple[Tensor, ...]:
+        return interval.forward(cq, ck, cv, place_cmp, at.scale, memory, sinks=sink_cmp)
+
+    if not ahead:
+        out_cmp, lse_cmp = attend_compressed()
+        if ranked:
+            rank(lse_cmp)
     selection = at.selection(lists, starts, documents)
     if leaders is not None and lists.shape[-1]:
         # handed in by a caller, not ranked here
@@ -121,7 +134,17 @@ def attend(
         near, of_window = selected.within_window(selection, k, v, at.w)[1], (k, v)
     else:
         near, of_window = None, window
-    with selected.planned(q, k, v, selection, at.scale) as plan:
+    plan = selected.room(q, k, v, selection, at.scale)
+    # short programs, on the way to the selection: the tensor cores have little to do
+    fork = ahead or plan is not None
+    with streams.forked(q.device, ahead=True) if fork else nullcontext(nullcontext()) as beside:
+        with beside:
+            if ahead:
+                rank(None)
+            if plan is not None:
+                plan.fill(selection)
+        if ahead:
+            out_cmp, lse_cmp = attend_compressed()
         out_win, lse_win, *partial = interval.forward(
             q, *of_window, place_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
             norms=norms if window is None else None,
@@ -181,21 +204,34 @@ def attend_backward(
     within = None if inner is None else (inner, sel)
     near = window or (k, v)
     listed = (q, k, v, chosen, at.scale, sel)
-    by_block = selected.by_block(chosen, q, k, v)
+    plan = selected.plan_backward(q, k, v, chosen, at.scale)
     dq = Sum(q)
     query, dcq = (q, dq) if cq is None else (cq, Sum(cq))
 
+    def through_queries() -> None:
+        if chosen.gates is None and plan.alike is None:
+            selected.listed_backward_q(*listed, dq, plan)
+        interval_backward.backward_q(query, ck, cv, place_cmp, at.scale, cmp, dcq, memory)
+        interval_backward.backward_q(q, *near, place_win, at.scale, win, dq, inner=within)
+        if within is None:
+            selected.forced_backward_q(*listed, dq)
+        if plan.alike is not None:  # which may write nothing
+            selected.listed_backward_q(*listed, dq, plan)
+
     d_chosen = None
     if chosen.gates is not None:
-        d_chosen = selected.listed_backward_q(*listed, dq)
+        d_chosen = selected.listed_backward_q(*listed, dq, plan)
+    if plan.apart:
+        listed_dk, listed_dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
     with streams.forked(q.device) as beside:
+        if plan.apart:
+            through_queries()
+            done = streams.mark(q.device)
         with beside:
-            if chosen.gates is None:
-                selected.listed_backward_q(*listed, dq)
-            interval_backward.backward_q(query, ck, cv, place_cmp, at.scale, cmp, dcq, memory)
-            interval_backward.backward_q(q, *near, place_win, at.scale, win, dq, inner=within)
-            if within is None:
-                selected.forced_backward_q(*listed, dq)
+            if plan.apart:
+                selected.listed_backward_kv(*listed, listed_dk, listed_dv, dq, plan, done)
+            else:
+                through_queries()
         dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, at.scale, cmp)
         d_window = interval_backward.backward_kv(q, *near, place_win, at.scale, win, within)
         if inner is not None and first is not None:
@@ -204,10 +240,13 @@ def attend_backward(
                 whole[:, : some.shape[1]] += some
         # in the window's own gradients where they are those of k and v too
         dk, dv = d_window if within else selected.forced_backward_kv(*listed)
-        if not by_block:
-            selected.listed_backward_kv(*listed, dk, dv, dq)
-    if by_block:
-        d_chosen = selected.listed_backward_kv(*listed, dk, dv, dq)
+        if not plan.by_block:
+            selected.listed_backward_kv(*listed, dk, dv, dq, plan)
+    if plan.apart:
+        dk += listed_dk
+        dv += listed_dv
+    elif plan.by_block:
+        d_chosen = selected.listed_backward_kv(*listed, dk, dv, dq, plan)
     if window is None and not within:
         dk, dv = dk + d_window[0], dv + d_window[1]
     return BranchGradients(dq.total(), dk, dv, dck, dcv, dcq.total(), d_window, d_chosen)

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
-from . import launch, unite
-from .launch import LOG2_E, Mixture, Selection
-from .norms import bounds
-from .unite import Unions
-
-# versions of Triton whose Gluon the kernel was written for: it changes from one to the next
-GLUON = ((3, 6),)
+from .. import launch, unite
+from ..launch import LOG2_E, Mixture, Selection
+from ..norms import bounds
+from ..sizes import asked
+from ..unite import Unions
+from . import gpu
 
 # tokens of a program: two parts of as many warps, and rows of each
 WARPS, ROWS = 4, 16
@@ -35,31 +32,12 @@ MOST_SLOTS, BLOCKS = 32, 1 << 18
 LEAST_TILES = 8
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def available(q: Tensor) -> bool:
-    """Whether this GPU and this Triton can run the kernel."""
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    return q.is_cuda and launch.capability(q.device.index) == (9, 0) and version in GLUON
-
-
-def box(t: Tensor, shape: list[int]) -> Any:
-    """A descriptor of t [B N K D], of whose boxes of this shape rows lie as products read them."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(128, 8 * t.element_size(), rank=4)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), shape, layout)
-
-
 def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> bool:
     """Whether the kernel takes a call: where it can, and has enough tiles to be the faster one.
-    With `launch.using({"shared": True})` however few there are; with False never."""
+    With `launch.using({"shared": True})` however few there are; with False never, and not where the
+    call asks for tiles."""
     wanted = launch.override.get("shared")
-    if wanted is False or not available(q):
+    if wanted is False or asked("gather.forward") or not gpu.available(q):
         return False
     (B, T, R, n), s, S = selection.lists.shape, selection.s, k.shape[1]
     rows = launch.FEW_ROWS <= q.shape[2] // R <= ROWS and selection.stride == 1
@@ -69,7 +47,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) 
     # rows of q lie where keys and values do
     sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
     plain = selection.soft_cap is None and scale > 0
-    least = 0 if wanted else LEAST_TILES * multiprocessors(q.device)
+    least = 0 if wanted else LEAST_TILES * gpu.multiprocessors(q.device)
     if not (rows and lists and whole and sizes and plain and least <= B * R * (T // TOKENS)):
         return False
     return all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
@@ -118,9 +96,9 @@ def forward(
     if not tiles:
         return
     # one for each multiprocessor, which it fills
-    forward_kernel[(min(tiles, multiprocessors(q.device)),)](
-        q=box(q, [1, WARPS, ROWS, q.shape[-1]]), k=box(k, [1, s, 1, k.shape[-1]]),
-        v=box(v, [1, s, 1, v.shape[-1]]), entries=unions.entries, counts=unions.counts, out=out,
+    forward_kernel[(min(tiles, gpu.multiprocessors(q.device)),)](
+        q=gpu.box(q, [1, WARPS, ROWS, q.shape[-1]]), k=gpu.box(k, [1, s, 1, k.shape[-1]]),
+        v=gpu.box(v, [1, s, 1, v.shape[-1]]), entries=unions.entries, counts=unions.counts, out=out,
         lse=lse, T=q.shape[1], K=k.shape[2], R=R, limit=unions.limit, s=s, groups=unions.groups,
         tiles=tiles, scale_log2=scale * LOG2_E, G=q.shape[2] // R, WARPS=WARPS, CHUNK=CHUNK,
         CHUNKS=CHUNKS, SLICE=SLICE, REGISTERS=REGISTERS, ADD=joined, num_warps=WARPS,

@@ -21,14 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from .ring import at_barrier, counters, places
+
 # one compiled kernel for all lengths
 LENGTHS = ["T", "limit", "groups", "tiles"]
 
 # groups of warps that never meet
 PARTS = gl.constexpr(2)
-
-# of the barriers that have numbers, of which Triton takes the first ones: a place of the ring each
-FIRST_BARRIER = gl.constexpr(8)
 
 
 @gluon.jit
@@ -42,16 +41,6 @@ def warp_number():
         is_pure=True,
         pack=1,
     )
-
-
-@gluon.jit
-def at_barrier(ACTION: gl.constexpr, place, THREADS: gl.constexpr):
-    """At the barrier of a place of the ring, where all but one arrive, and the one that fills it
-    syncs: a warp's threads say that they are done with it, or wait until all are."""
-    gl.inline_asm_elementwise(
-        "bar." + ACTION + " $1, $2; mov.u32 $0, 0;", "=r,r,r",
-        [FIRST_BARRIER + place, gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -179,15 +168,10 @@ def load_row_block(base, row, E: gl.constexpr, feature, real):
 
 
 @gluon.jit
-def ring(k, v, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
+def chunks(k, v, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
     """Room for keys and values, and of each chunk the barrier of what is there."""
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     PLACES: gl.constexpr = CHUNK * CHUNKS
-    k_smem = gl.allocate_shared_memory(k.dtype, [PLACES] + k.block_shape, k.layout)  # noqa: RUF005
-    v_smem = gl.allocate_shared_memory(v.dtype, [PLACES] + v.block_shape, v.layout)  # noqa: RUF005
-    full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], BAR)
-    for turn in gl.static_range(CHUNKS):
-        mbarrier.init(full.index(turn), count=CHUNK)
+    k_smem, v_smem, full = places(k, PLACES), places(v, PLACES), counters(CHUNKS, CHUNK)
     fence_async_shared()
     gl.thread_barrier()
     return k_smem, v_smem, full
@@ -300,6 +284,7 @@ def attend(
                 bound = bound * gl.abs(scale_log2)
                 by_bound = gl.max(bound, 0) <= 48.0
                 m = gl.where(by_bound, bound, m)
+            fence_async_shared()  # what was read may be overwritten from outside
             for other in gl.static_range(CHUNK):
                 at_barrier("arrive", turn * CHUNK + other, THREADS)
             done += 1
@@ -344,7 +329,7 @@ def forward_kernel(
     """One program: every so many tiles, of the tokens of a group of lists. Writes out and lse, with
     ADD of the keys seen so far and these; and with MIX the layer's output."""
     ROWS: gl.constexpr = q.block_shape[2]
-    k_smem, v_smem, full = ring(k, v, CHUNK, CHUNKS)
+    k_smem, v_smem, full = chunks(k, v, CHUNK, CHUNKS)
     gl.warp_specialize(
         [
             (attend, (

@@ -1,0 +1,35 @@
+"""Whether the kernels of this folder can run, and what their launches have in common."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import launch
+
+# versions of Triton whose Gluon the kernels were written for: it changes from one to the next
+GLUON = ((3, 6),)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def available(q: Tensor) -> bool:
+    """Whether this GPU and this Triton can run them."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return q.is_cuda and launch.capability(q.device.index) == (9, 0) and version in GLUON
+
+
+def box(t: Tensor, shape: list[int]) -> Any:
+    """A descriptor of t, of whose boxes of this shape rows lie as products read them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(128, 8 * t.element_size(), rank=t.ndim)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), shape, layout)

@@ -1,0 +1,116 @@
+"""Launches of `interval_forward.py` and `interval_dq.py`: where they can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from .. import launch
+from ..device import BEHIND, CAUSAL_WINDOW
+from ..launch import LOG2_E, Cotangent, Place, Sum
+from ..sizes import asked
+from . import gpu
+
+# rows and keys of a tile
+ROWS, KEYS = 64, 64
+# widths of heads. Of 64 ptxas 12.8 overwrites d_out, which a loop of dq needs again, in registers;
+# `tests/compile_kernels.py` looks for that
+WIDTHS = (128,)
+# places of the ring, and registers of a warp that computes
+STAGES, REGISTERS = {"forward": 4, "dq": 3}, 240
+
+
+def serves(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    inner: Place | None = None,
+) -> bool:
+    """Whether `kernel`, "forward" or "dq", takes a call without a prefix and sinks. With
+    `launch.using({"intervals": False})` never, and not where the call asks for tiles."""
+    wanted = launch.override.get("intervals", True)
+    tiled = asked(kernel if place.wide else f"window.{kernel}")
+    if not wanted or tiled or not gpu.available(q):
+        return False
+    groups = q.shape[2] // max(k.shape[2], 1)
+    kinds = place.kind in (BEHIND.value, CAUSAL_WINDOW.value)
+    plain = place.starts is None and place.documents is None and place.soft_cap is None
+    within = inner is None or (inner.starts is None and place.kind == CAUSAL_WINDOW.value)
+    sizes = q.element_size() == 2 and q.shape[-1] == v.shape[-1] in WIDTHS
+    whole = 0 < groups <= ROWS and ROWS % groups == 0
+    if not (kinds and plain and within and sizes and whole and scale > 0):
+        return False
+    return all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, place: Place, inner: Place | None, kernel: str
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Grid, and what both kernels take."""
+    B, T, H, D = q.shape
+    K = k.shape[2]
+    groups = H // K
+    tiles, lines = triton.cdiv(T, 2 * ROWS // groups), B * K
+    args = dict(
+        q=gpu.box(q, [1, ROWS // groups, groups, D]), k=gpu.box(k, [1, KEYS, 1, D]),
+        v=gpu.box(v, [1, KEYS, 1, D]), start=place.start, T=T, N=k.shape[1], K=K,
+        floor=place.floor, reach=place.reach, stride=place.stride,
+        inner_floor=inner.floor if inner else 0, inner_reach=inner.reach if inner else 0,
+        inner_stride=inner.stride if inner else 1, tiles=tiles, lines=lines, G=groups,
+        STAGES=STAGES[kernel], KIND=place.kind, INNER=inner is not None, REGISTERS=REGISTERS,
+        num_warps=4,
+    )  # fmt: skip
+    # one for each multiprocessor, which it fills
+    return (min(tiles * lines, gpu.multiprocessors(q.device)),), args
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    inner: Place | None,
+    norms: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """As `interval.forward`."""
+    from .interval_forward import forward_kernel
+
+    outputs = launch.empty_outputs(q, v)
+    inner_outputs = () if inner is None else launch.empty_outputs(q, v)
+    out, lse, inner_out, inner_lse = (*outputs, *(inner_outputs or outputs))
+    grid, args = arguments(q, k, v, place, inner, "forward")
+    shape = args["q"].block_shape
+    forward_kernel[grid](
+        out=gpu.box(out, shape), lse=lse, inner_out=gpu.box(inner_out, shape), inner_lse=inner_lse,
+        scale_log2=scale * LOG2_E, norms=norms, BOUNDED=norms is not None, **args,
+    )  # fmt: skip
+    return *outputs, *inner_outputs
+
+
+def backward_q(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    cotangent: Cotangent,
+    dq: Sum,
+    inner: tuple[Place, Cotangent] | None,
+) -> None:
+    """As `interval_backward.backward_q`."""
+    from .interval_dq import dq_kernel
+
+    within, of_inner = inner or (None, cotangent)
+    grid, args = arguments(q, k, v, place, within, "dq")
+    shape, into = args["q"].block_shape, dq.arguments()
+    dq_kernel[grid](
+        d_out=gpu.box(cotangent.d_out, shape), dq=gpu.box(into["dq"], shape), ADD=into["ADD"],
+        lse=cotangent.lse, delta=cotangent.delta, inner_lse=of_inner.lse,
+        inner_delta=of_inner.delta, scale=scale, GATED=cotangent.gated, **args,
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""What the kernels over intervals of keys have in common. In Gluon.
+
+One program takes tiles of queries in turn, of PARTS x ROWS rows (tokens x heads of a group): two
+parts of four warps have ROWS each, with what is summed for them in registers, and a warp reads. It
+fills a ring of places with blocks of keys and values, which both parts use; and while the last tile
+is still worked at, the queries of the next. Each place has a barrier with a number, at which the
+parts say that they are done with it.
+
+Of a window within which local blocks lie, the local blocks come first, then the rest of the window,
+then the initial blocks.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..device import BEHIND
+from .ring import at_barrier
+
+PARTS = gl.constexpr(2)
+ROWS = gl.constexpr(64)  # of a part
+KEYS = gl.constexpr(64)  # of a block
+THREADS = gl.constexpr(32 * (4 * PARTS + 1))
+
+# barriers, behind those of the ring: of the places of queries, and of what is added to
+QUERIES = gl.constexpr(7)
+ADDED = gl.constexpr(6)
+
+# one compiled kernel for all lengths
+LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "tiles", "lines"]
+
+
+@gluon.jit
+def line_of(turn, tiles, lines, K):
+    """Tile, row and KV head of a turn: the last tiles, which see most, first."""
+    return tiles - 1 - turn // lines, turn % lines // K, turn % lines % K
+
+
+@gluon.jit
+def local_start(position, place):
+    """The first key of a position's local blocks."""
+    inner_floor, inner_reach, inner_stride = place[6], place[7], place[8]
+    return gl.maximum(position // inner_stride * inner_stride - inner_reach, inner_floor)
+
+
+@gluon.jit
+def seen(position, first, last, place, KIND: gl.constexpr):
+    """First key and one past the last of each position's interval; and of what all positions from
+    `first` to `last` see."""
+    N, floor, reach, stride = place[2], place[3], place[4], place[5]
+    if KIND == BEHIND:
+        lo, all_lo = position * 0, first * 0
+        hi, all_hi = gl.minimum(position // stride, N), gl.minimum(first // stride, N)
+    else:
+        lo, all_lo = gl.maximum(position - reach, floor), gl.maximum(last - reach, floor)
+        hi, all_hi = gl.minimum(position + 1, N), gl.minimum(first + 1, N)
+    return lo, hi, all_lo, all_hi
+
+
+@gluon.jit
+def blocks_of(tile, place, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr):
+    """Blocks that some row of a tile sees: the first of the local ones and how many, the same of
+    the others, and how many initial ones."""
+    start, T, N, floor, reach, stride = place[0], place[1], place[2], place[3], place[4], place[5]
+    first = start + tile * TOKENS
+    last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
+    local, locals_, initial = first * 0, first * 0, first * 0
+    if KIND == BEHIND:
+        begin, end = first * 0, gl.minimum(last // stride, N)
+    else:
+        begin, end = gl.maximum(first - reach, floor), gl.minimum(last + 1, N)
+    if INNER:
+        at = local_start(first, place)
+        local = at // KEYS
+        locals_ = gl.where(at < end, gl.cdiv(end, KEYS) - local, 0)
+        end = gl.minimum(end, gl.maximum(local_start(last, place), begin))
+        initial = gl.cdiv(gl.minimum(last + 1, place[6]), KEYS)
+    begin = begin // KEYS
+    return local, locals_, begin, gl.maximum(gl.cdiv(end, KEYS) - begin, 0), initial
+
+
+@gluon.jit
+def read_rows(t, smem, bar, b, token, head):
+    """A tile's rows of t, a box for each part."""
+    for part in gl.static_range(PARTS):
+        at = [b, token + part * t.block_shape[1], head, 0]
+        tma.async_copy_global_to_shared(t, at, bar, smem.index(part))
+
+
+@gluon.jit
+def read_blocks(
+    k, v, k_smem, v_smem, full, done, b, h, local, locals_, begin, others, initial,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """A tile's blocks of keys and values into the places of the ring, as these are left."""
+    BYTES: gl.constexpr = KEYS * (k.block_shape[3] + v.block_shape[3]) * 2
+    for j in range(0, locals_ + others + initial):
+        block = local + j
+        block = gl.where(j >= locals_, begin + j - locals_, block)
+        block = gl.where(j >= locals_ + others, j - locals_ - others, block)
+        slot = done % STAGES
+        if done >= STAGES:
+            at_barrier("sync", slot, THREADS)
+        bar = full.index(slot)
+        mbarrier.expect(bar, BYTES)
+        tma.async_copy_global_to_shared(k, [b, block * KEYS, h, 0], bar, k_smem.index(slot))
+        tma.async_copy_global_to_shared(v, [b, block * KEYS, h, 0], bar, v_smem.index(slot))
+        done += 1
+    return done
+
+
+@gluon.jit
+def wait_for_all(done, STAGES: gl.constexpr):
+    """Until all places of the ring are left: no barrier may be left halfway."""
+    for i in range(gl.maximum(done - STAGES, 0), done):
+        at_barrier("sync", i % STAGES, THREADS)

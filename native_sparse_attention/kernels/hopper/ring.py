@@ -1,0 +1,40 @@
+"""Places of shared memory that some warps fill and others empty, and the barriers between them.
+
+Full is a place by a barrier in memory, which counts the bytes that arrive. Left it is by a barrier
+with a number, at which all threads of some warps meet: those that are done with it arrive and go
+on, those that fill it again wait.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+# barriers with numbers: Triton takes those before it
+FIRST_BARRIER = gl.constexpr(8)
+
+
+@gluon.jit
+def at_barrier(ACTION: gl.constexpr, number, THREADS: gl.constexpr):
+    """At a barrier, counted from the first that is free, of so many threads: "arrive" or "sync"."""
+    gl.inline_asm_elementwise(
+        "bar." + ACTION + " $1, $2; mov.u32 $0, 0;", "=r,r,r",
+        [gl.to_tensor(FIRST_BARRIER + number), gl.to_tensor(THREADS)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def places(t, COUNT: gl.constexpr):
+    """For so many boxes of t."""
+    return gl.allocate_shared_memory(t.dtype, [COUNT] + t.block_shape, t.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def counters(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers in memory, of so many arrivals beside the bytes."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars

@@ -1,0 +1,225 @@
+"""The kernels of a Hopper that stand in for others over intervals and over listed blocks: right on
+a GPU, wherever they are launched."""
+
+import pytest
+import torch
+
+from benchmarks.problem import pooled
+from native_sparse_attention import (
+    compressed_attention,
+    native_sparse_attention,
+    selected_attention,
+    sliding_window_attention,
+)
+from tests.budget import CUDA, DEVICE, assert_right, draw
+
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels.hopper import gpu, interval_launch, listed_launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not CUDA or not gpu.available(torch.empty(1, device=DEVICE)),
+        reason="needs a Hopper and Triton 3.6",
+    ),
+]
+LAUNCHES = [
+    (interval_launch, "forward"),
+    (interval_launch, "backward_q"),
+    (listed_launch, "backward"),
+]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+SIZES = pytest.mark.parametrize("size", [1.0, 8.0], ids=["by the bound", "by the maximum"])
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often each was launched."""
+    seen = {}
+
+    def counted(name, run):
+        def launched(*args):
+            seen[name] = seen.get(name, 0) + 1
+            return run(*args)
+
+        return launched
+
+    for module, name in LAUNCHES:
+        short = f"{module.__name__.split('.')[-1].removesuffix('_launch')}.{name}"
+        monkeypatch.setattr(module, name, counted(short, getattr(module, name)))
+    return seen
+
+
+@SIZES
+@DTYPES
+@pytest.mark.parametrize(
+    "heads, D, T, S, w",
+    [((16, 1), 128, 300, 300, 127), ((8, 8), 128, 193, 257, 64), ((12, 3), 128, 130, 130, 511),
+     ((64, 1), 128, 37, 37, 0), ((32, 1), 128, 65, 321, 100), ((2, 1), 128, 1, 70, 33)],
+)  # fmt: skip
+def test_window(launches, heads, D, T, S, w, dtype, size):
+    q, k, v = draw(T, S, *heads, D, D, dtype)
+    assert_right(
+        sliding_window_attention, {"q": q * size, "k": k, "v": v}, dtype, sliding_window_size=w,
+        q_offset=S - T, return_lse=True,
+    )  # fmt: skip
+    assert launches == {"interval.forward": 1, "interval.backward_q": 1}
+
+
+@SIZES
+@DTYPES
+@pytest.mark.parametrize(
+    "heads, D, T, before, d",
+    [((16, 1), 128, 1300, 0, 16), ((8, 8), 128, 300, 0, 4), ((12, 3), 128, 130, 700, 8),
+     ((64, 1), 128, 37, 5, 16), ((2, 1), 128, 9, 69, 8)],
+)  # fmt: skip
+def test_compressed(launches, heads, D, T, before, d, dtype, size):
+    q, k, v = draw(T, (T + before) // d, *heads, D, D, dtype)
+    assert_right(
+        compressed_attention, {"q": q * size, "ck": k, "cv": v}, dtype,
+        compress_block_sliding_stride=d, q_offset=before, return_lse=True,
+    )  # fmt: skip
+    assert launches == {"interval.forward": 1, "interval.backward_q": 1}
+
+
+def chosen(B, T, R, n, s):
+    """Blocks before each token's own, -1 where there are no more; some lists have none at all."""
+    order = torch.rand(B, T, R, max(T // s, n)).argsort(-1)[..., :n].int()
+    own = torch.arange(T)[:, None, None] // s
+    order = torch.where((order > 0) & (order < own - 1), order, -1)
+    order[:, ::11] = -1
+    return order.to(DEVICE)
+
+
+@DTYPES
+@pytest.mark.parametrize("spans", [1, 3])
+@pytest.mark.parametrize(
+    "heads, D, n, T",
+    [((16, 1), 128, 13, 640), ((32, 2), 64, 5, 448), ((24, 2), 128, 3, 320), ((9, 1), 64, 1, 192),
+     ((48, 2), 128, 3, 320), ((64, 1), 128, 2, 256)],
+)  # fmt: skip
+def test_listed(launches, monkeypatch, heads, D, n, T, spans, dtype):
+    """dk, dv and dq, in several spans of tokens and items of a block."""
+    monkeypatch.setattr(launch, "PARTS", {64: n / spans * 1.01})
+    monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
+    q, k, v = draw(T, T, *heads, D, D, dtype)
+    with launch.using({"listed_dq": True}):
+        assert_right(
+            selected_attention, {"q": q, "k": k, "v": v}, dtype,
+            block_indices=chosen(2, T, heads[1], n, 64), selection_block_size=64,
+            num_initial_blocks=1, num_local_blocks=2, causal=True, return_lse=True, q_offset=0,
+        )  # fmt: skip
+    assert launches["listed.backward"] >= spans
+
+
+@pytest.mark.parametrize("most", [True, False])
+def test_alike(launches, most):
+    """Where most neighbours are alike dq is formed of their unions, as the device says."""
+    T, n = 640, 3
+    q, k, v = draw(T, T, 32, 2, 128, 128, torch.bfloat16)
+    lists = chosen(2, T, 2, n, 64)
+    for group in range(T // 4):
+        if group % 5 < (4 if most else 2):
+            lists[:, 4 * group : 4 * group + 4] = lists[:, 4 * group + 1 : 4 * group + 2]
+    unite = launch.Unite(4, 1.6, least=0)
+    with launch.using({"listed_dq": True, "unite": unite}):
+        assert_right(
+            selected_attention, {"q": q, "k": k, "v": v}, torch.bfloat16, block_indices=lists,
+            selection_block_size=64, num_initial_blocks=1, num_local_blocks=2, causal=True,
+            return_lse=True, q_offset=0,
+        )  # fmt: skip
+    assert launches["listed.backward"] == 1
+
+
+def layer(tensors, d_out, within, **settings):
+    # in all threads: the backward has its own
+    with launch.using(within):
+        out = native_sparse_attention(*tensors, backend="triton", **settings)
+        return [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
+
+
+@pytest.mark.parametrize(
+    "T, S, settings",
+    [
+        (1024, 1024, {}),
+        (500, 500, {"selection_block_size": 16, "num_local_blocks": 3, "num_initial_blocks": 5}),
+        (333, 1027, {"selection_block_size": 32, "num_initial_blocks": 0}),
+        (333, 1027, {"selection_block_size": 128, "num_initial_blocks": 2}),
+        (640, 640, {"num_local_blocks": 1, "num_initial_blocks": 3, "selection_stride": 4}),
+        (640, 640, {"sliding_window_size": 63}),  # narrower than the local blocks
+    ],
+)
+@pytest.mark.parametrize("heads", [(32, 2), (4, 4)])
+def test_layer(launches, heads, T, S, settings):
+    """As with the other kernels; the same in every run."""
+    settings = {
+        "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
+        "num_selected_blocks": 5, "num_initial_blocks": 1, "num_local_blocks": 2,
+        "sliding_window_size": 255, **settings,
+    }  # fmt: skip
+    H, K = heads
+    q, k, v = draw(T, S, H, K, 128, 128, torch.bfloat16)
+    ck, cv = (pooled(t, 32, 16) for t in (k, v))
+    gates = torch.rand(2, T, H, 3, device=DEVICE).to(torch.bfloat16)
+    tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
+    d_out = torch.randn_like(q)
+    call = tensors, d_out
+    plain = layer(*call, {"intervals": False, "listed": False, "shared": False}, **settings)
+    assert launches == {}
+    first = layer(*call, {"listed_dq": True}, **settings)
+    assert launches["interval.forward"] == 2
+    for one, other in zip(first, plain, strict=True):
+        error = (one.float() - other.float()).norm() / other.float().norm()
+        assert error <= torch.finfo(torch.bfloat16).eps
+    for _ in range(3):
+        again = layer(*call, {"listed_dq": True}, **settings)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_strided(launches):
+    """Heads before tokens, as some projections give them."""
+    q, k, v = draw(256, 256, 16, 2, 128, 128, torch.bfloat16)
+    apart = [t.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    whole = [t.requires_grad_() for t in (q, k, v)]
+
+    def run(tensors):
+        out = sliding_window_attention(*tensors, sliding_window_size=100, backend="triton")
+        return [out, *torch.autograd.grad(out.float().square().sum(), tensors)]
+
+    for one, other in zip(run(apart), run(whole), strict=True):
+        assert torch.equal(one, other)
+    assert launches == {"interval.forward": 2, "interval.backward_q": 2}
+
+
+def test_captured_without_a_sync():
+    """A forward and backward pass, all of these kernels in it, on streams side by side."""
+    T, H, K = 1024, 32, 2
+    q, k, v = draw(T, T, H, K, 128, 128, torch.bfloat16)
+    ck, cv = (pooled(t, 32, 16) for t in (k, v))
+    gates = torch.rand(2, T, H, 3, device=DEVICE).to(torch.bfloat16)
+    tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
+    d_out = torch.randn_like(q)
+    settings = dict(
+        compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
+        num_selected_blocks=5, num_local_blocks=2, sliding_window_size=255,
+    )  # fmt: skip
+    within = {"shared": True, "listed_dq": True, "unite": launch.Unite(4, 1.6, least=0)}
+    right = layer(tensors, d_out, within, **settings)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(tensors, d_out, within, **settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(tensors, d_out, within, **settings)
+    for _ in range(2):
+        for value in captured:
+            value.zero_()
+        graph.replay()
+        for one, other in zip(captured, right, strict=True):
+            assert torch.equal(one, other)
