@@ -2,7 +2,6 @@
 layer makes of whole sequences."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -326,18 +325,13 @@ def test_bad_input():
 
 
 @pytest.mark.gpu
-def test_a_step_waits_for_nothing():
+def test_a_step_waits_for_nothing(waits_for_nothing):
     module = layer(dim_head=16, dtype=torch.float32).cuda()
     x = torch.randn(2, 60, DIM, device="cuda")
     for cache in caches(module, 2, 96):
         with torch.no_grad():
             module(x[:, :30], cache=cache)
             module(x[:, 30:36], cache=cache)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the mode is a prototype, torch says
-                torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waits_for_nothing():
                 for i in range(36, 60):
                     module(x[:, i : i + 1], cache=cache)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")

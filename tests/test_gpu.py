@@ -4,7 +4,6 @@ Triton kernels for two branches, flex_attention where it can for the third, else
 """
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -100,7 +99,9 @@ def test_training_under_autocast_and_compile(use_sparse_attn):
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("dim_head", [64, 128])
 @pytest.mark.parametrize("heads, kv_heads", [(8, 2), (16, 1)])
-def test_no_sync_between_projection_and_output(heads, kv_heads, dim_head, stride):
+def test_no_sync_between_projection_and_output(
+    waits_for_nothing, heads, kv_heads, dim_head, stride
+):
     """Under bf16 autocast, block by block and query by query; and in fp32 with narrow heads."""
     wide = SparseAttention(
         DIM, dim_head, heads, 63, 32, 64, 4, kv_heads=kv_heads, causal=True,
@@ -115,10 +116,5 @@ def test_no_sync_between_projection_and_output(heads, kv_heads, dim_head, stride
         (out.float().square().sum() + narrow(x[:, :64]).sum()).backward()
 
     steps()  # builds masks and compiles
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode is a prototype, torch says
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         steps()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -194,7 +194,7 @@ def test_strided(launches):
     assert launches == {"interval.forward": 2, "interval.backward_q": 2}
 
 
-def test_captured_without_a_sync():
+def test_captured_without_a_sync(waits_for_nothing):
     """A forward and backward pass, all of these kernels in it, on streams side by side."""
     T, H, K = 1024, 32, 2
     q, k, v = draw(T, T, H, K, 128, 128, torch.bfloat16)
@@ -209,11 +209,8 @@ def test_captured_without_a_sync():
     within = {"shared": True, "listed_dq": True, "unite": launch.Unite(4, 1.6, least=0)}
     right = layer(tensors, d_out, within, **settings)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         layer(tensors, d_out, within, **settings)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = layer(tensors, d_out, within, **settings)

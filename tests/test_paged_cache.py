@@ -481,7 +481,7 @@ def test_transformer(use_sparse_attn):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("make", [KVCache, paged])
-def test_a_step_of_a_graph_waits_for_nothing(make):
+def test_a_step_of_a_graph_waits_for_nothing(waits_for_nothing, make):
     """The host counts, makes room and tells the device of it without once waiting for it; a graph
     reads lengths and page table where they always were."""
     module, cache = layer(backend="eager").cuda(), make(batch=2, max_length=64)
@@ -501,8 +501,7 @@ def test_a_step_of_a_graph_waits_for_nothing(make):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_for_nothing():
         for _ in range(20):
             cache.room(new, [1, 1])
             cache.room({"ck": new["k"]}, [1, 1], every=4)
@@ -514,8 +513,6 @@ def test_a_step_of_a_graph_waits_for_nothing(make):
         cache.advance([1, 9])
         cache.reorder([1, 0])
         cache.truncate([8, 31])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert held.tolist() == cache.lengths == [8, 31]
     if make is paged:
         assert seen.tolist() == [6, 7]

@@ -207,7 +207,7 @@ def test_only_where_the_kernels_run(launches):
 
 
 @pytest.mark.gpu
-def test_a_graph_goes_on():
+def test_a_graph_goes_on(waits_for_nothing):
     """Replayed where rows have come to meanwhile; nothing waits for the device."""
     module = layer(torch.float32, dim_head=16).cuda()
     q, *kv = draw(n=1, heads=(4, 2, 2))
@@ -222,13 +222,8 @@ def test_a_graph_goes_on():
         turn = rotation(module.rotary_emb, q, held)
         for actual, t in ((out, q), (tokens["k"], kv[0])):
             torch.testing.assert_close(actual, turn(t))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the mode is a prototype, torch says
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_for_nothing():
             decoding.rotated(module, q, kv, held, None, "auto")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
