@@ -261,13 +261,14 @@ if __name__ == "__main__":
             with launch.using(some_alike):
                 layer(dtype, (16, 1, width, width), S=192, selection_block_size=64)
     if not some or "intervals" in some:
-        for heads in (1, 2, 4, 8, 16, 32, 64):
-            for size in (64, 129):  # narrower than the local blocks, and wider
-                layer(
-                    torch.bfloat16, (heads, 1, 128, 128), slots=0, selection_block_size=64,
-                    sliding_window_size=size,
-                )  # fmt: skip
-        layer(torch.float16, (16, 1, 128, 128), slots=0, sliding_window_size=129)
+        with launch.using({"intervals": True}):
+            for heads in (1, 2, 4, 8, 16, 32, 64):
+                for size in (64, 129):  # narrower than the local blocks, and wider
+                    layer(
+                        torch.bfloat16, (heads, 1, 128, 128), slots=0, selection_block_size=64,
+                        sliding_window_size=size,
+                    )  # fmt: skip
+            layer(torch.float16, (16, 1, 128, 128), slots=0, sliding_window_size=129)
     if not some or "gates" in some:
         for rule in ("logits", "probs"):
             layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)

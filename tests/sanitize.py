@@ -213,7 +213,8 @@ def alike() -> None:
 def hopper() -> None:
     """Neighbours that chose differently: blocks read once for all of them, some of them united; and
     what stands in for other kernels where heads fill a tile."""
-    tried = {"shared": True, "listed_dq": True, "unite": launch.Unite(4, 1.1, least=0)}
+    tried = {"intervals": True, "shared": True, "listed_dq": True}
+    tried["unite"] = launch.Unite(4, 1.1, least=0)
     with launch.using(tried):
         for heads, T in (
             ((12, 1, 128, 128), 131),

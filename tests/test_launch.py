@@ -177,10 +177,13 @@ def a_selection(change):
     ({"kind": device.BEHIND, "inner": True}, False), ({"soft_cap": 2.0}, False),
     ({"ragged": True}, False), ({"scale": -1.0}, False), ({"T": 0}, False), ({"S": 0}, False),
     ({"strided": True}, False), ({"allowed": False}, False), ({"sized": True}, False),
+    ({"allowed": None, "T": 144}, True), ({"allowed": None, "T": 136}, False),
 ])  # fmt: skip
 def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
+    """On a GPU of 6 multiprocessors that could."""
     hopper = pytest.importorskip("native_sparse_attention.kernels.hopper.interval_launch")
     monkeypatch.setattr(hopper.gpu, "available", lambda q: True)
+    monkeypatch.setattr(hopper.gpu, "multiprocessors", lambda device: 6)
     at = dict(T=100, S=100, H=16, D=128, E=128, dtype=torch.bfloat16, scale=0.1) | change
     q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
     if at.get("strided"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
@@ -18,6 +19,9 @@ ROWS, KEYS = 64, 64
 # widths of heads. Of 64 ptxas 12.8 overwrites d_out, which a loop of dq needs again, in registers;
 # `tests/compile_kernels.py` looks for that
 WIDTHS = (128,)
+# tiles that a multiprocessor has at least: 3.9 were faster, of fewer programs with half the rows
+# would use more multiprocessors
+LEAST_TILES = 3
 # places of the ring, and registers of a warp that computes
 STAGES, REGISTERS = {"forward": 4, "dq": 3}, 240
 
@@ -31,11 +35,12 @@ def serves(
     scale: float,
     inner: Place | None = None,
 ) -> bool:
-    """Whether `kernel`, "forward" or "dq", takes a call without a prefix and sinks. With
-    `launch.using({"intervals": False})` never, and not where the call asks for tiles."""
-    wanted = launch.override.get("intervals", True)
+    """Whether `kernel`, "forward" or "dq", takes a call without a prefix and sinks: where it can,
+    and has enough tiles to be the faster one. With `launch.using({"intervals": True})` however few
+    there are; with False never, and not where the call asks for tiles."""
+    wanted = launch.override.get("intervals")
     tiled = asked(kernel if place.wide else f"window.{kernel}")
-    if not wanted or tiled or not gpu.available(q):
+    if wanted is False or tiled or not gpu.available(q):
         return False
     groups = q.shape[2] // max(k.shape[2], 1)
     kinds = place.kind in (BEHIND.value, CAUSAL_WINDOW.value)
@@ -45,17 +50,24 @@ def serves(
     whole = 0 < groups <= ROWS and ROWS % groups == 0
     if not (kinds and plain and within and sizes and whole and scale > 0):
         return False
+    if not wanted and math.prod(tiles_of(q, k)) < LEAST_TILES * gpu.multiprocessors(q.device):
+        return False
     return all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
+
+
+def tiles_of(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Tiles of queries of a line, a row and KV head, and lines."""
+    groups = q.shape[2] // k.shape[2]
+    return triton.cdiv(q.shape[1], 2 * ROWS // groups), q.shape[0] * k.shape[2]
 
 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, place: Place, inner: Place | None, kernel: str
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid, and what both kernels take."""
-    B, T, H, D = q.shape
+    _, T, H, D = q.shape
     K = k.shape[2]
-    groups = H // K
-    tiles, lines = triton.cdiv(T, 2 * ROWS // groups), B * K
+    groups, (tiles, lines) = H // K, tiles_of(q, k)
     args = dict(
         q=gpu.box(q, [1, ROWS // groups, groups, D]), k=gpu.box(k, [1, KEYS, 1, D]),
         v=gpu.box(v, [1, KEYS, 1, D]), start=place.start, T=T, N=k.shape[1], K=K,
