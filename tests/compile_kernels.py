@@ -260,6 +260,11 @@ if __name__ == "__main__":
         for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64)):
             with launch.using(some_alike):
                 layer(dtype, (16, 1, width, width), S=192, selection_block_size=64)
+                for stride in (1, 4):  # dk and dv with dq, and without
+                    layer(
+                        dtype, (4, 1, width, width), S=192, selection_block_size=64,
+                        selection_stride=stride,
+                    )  # fmt: skip
     if not some or "intervals" in some:
         with launch.using({"intervals": True}):
             for heads in (1, 2, 4, 8, 16, 32, 64):
@@ -268,7 +273,7 @@ if __name__ == "__main__":
                         torch.bfloat16, (heads, 1, 128, 128), slots=0, selection_block_size=64,
                         sliding_window_size=size,
                     )  # fmt: skip
-            layer(torch.float16, (16, 1, 128, 128), slots=0, sliding_window_size=129)
+            layer(torch.float16, (16, 1, 128, 128), slots=1, sliding_window_size=129)
     if not some or "gates" in some:
         for rule in ("logits", "probs"):
             layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)

@@ -42,7 +42,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels import launch, unite
 from native_sparse_attention.kernels.hopper import gpu
 
 CUDA = torch.cuda.is_available()
@@ -140,7 +140,7 @@ def causal() -> None:
     layer(1, 29, query_heads_share_selected_kv=False)
     layer(1, 1)
     # several spans of tokens, and several items of a block
-    usual, launch.FEW_TOKENS, launch.ITEM_ROWS = (launch.FEW_TOKENS, launch.ITEM_ROWS), 16, 16
+    usual, launch.FEW_TOKENS, launch.ITEM_ROWS = (launch.FEW_TOKENS, launch.ITEM_ROWS), {8: 16}, 16
     layer(37, 41)
     launch.FEW_TOKENS, launch.ITEM_ROWS = usual
 
@@ -197,8 +197,13 @@ def ragged() -> None:
 
 
 def alike() -> None:
-    """Neighbours that chose the same blocks, united, query by query and block by block."""
+    """Neighbours that chose the same blocks, united, query by query and block by block; and united
+    for blocks that are shared."""
     with launch.using({"unite": launch.Unite(4, 1.1, least=0)}):
+        lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
+        selection = launch.Selection(lists, 5, 0, 0, True)
+        some, cost = unite.room_for_alike(selection, 12, DTYPE)
+        unite.fill(selection, some, cost, unite.room(selection, 8, 4), chunk=3)
         for heads in (12, 1):
             q, k, v = (draw(2, 19, h, 24) for h in (heads, 1, 1))
             lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
@@ -220,10 +225,11 @@ def hopper() -> None:
             ((12, 1, 128, 128), 131),
             ((32, 2, 64, 64), 256),
             ((16, 1, 128, 128), 131),
+            ((8, 2, 128, 128), 131),
         ):
             layer(
                 T, 256, heads, compress_block_size=32, compress_block_sliding_stride=16,
-                selection_block_size=64, sliding_window_size=129, memory=heads[3] == 64,
+                selection_block_size=64, sliding_window_size=129, memory=heads[0] != 16,
             )  # fmt: skip
 
 

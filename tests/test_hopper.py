@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from native_sparse_attention.kernels import launch
 from native_sparse_attention.kernels.hopper import gpu, interval_launch, listed_launch
+from native_sparse_attention.kernels.tiles import FEW_KEYS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +29,7 @@ pytestmark = [
 LAUNCHES = [
     (interval_launch, "forward"),
     (interval_launch, "backward_q"),
+    (interval_launch, "backward_kv"),
     (listed_launch, "backward"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -53,6 +55,12 @@ def launches(monkeypatch):
         yield seen
 
 
+def of_keys(N):
+    """Launches of all kernels over N keys: dk and dv of few are another's."""
+    some = {"interval.forward": 1, "interval.backward_q": 1}
+    return some | {"interval.backward_kv": 1} if N > FEW_KEYS else some
+
+
 @SIZES
 @DTYPES
 @pytest.mark.parametrize(
@@ -66,7 +74,7 @@ def test_window(launches, heads, D, T, S, w, dtype, size):
         sliding_window_attention, {"q": q * size, "k": k, "v": v}, dtype, sliding_window_size=w,
         q_offset=S - T, return_lse=True,
     )  # fmt: skip
-    assert launches == {"interval.forward": 1, "interval.backward_q": 1}
+    assert launches == of_keys(S)
 
 
 @SIZES
@@ -76,13 +84,19 @@ def test_window(launches, heads, D, T, S, w, dtype, size):
     [((16, 1), 128, 1300, 0, 16), ((8, 8), 128, 300, 0, 4), ((12, 3), 128, 130, 700, 8),
      ((64, 1), 128, 37, 5, 16), ((2, 1), 128, 9, 69, 8)],
 )  # fmt: skip
-def test_compressed(launches, heads, D, T, before, d, dtype, size):
-    q, k, v = draw(T, (T + before) // d, *heads, D, D, dtype)
+@pytest.mark.parametrize("slots", [0, 1, 70])
+def test_compressed(launches, heads, D, T, before, d, slots, dtype, size):
+    N = (T + before) // d
+    q, k, v = draw(T, N, *heads, D, D, dtype)
+    tensors = {"q": q * size, "ck": k, "cv": v}
+    if slots:
+        memory = torch.randn(2, heads[1], slots, D, device=DEVICE).to(dtype)
+        tensors |= {"mem_k": memory[0], "mem_v": memory[1]}
     assert_right(
-        compressed_attention, {"q": q * size, "ck": k, "cv": v}, dtype,
-        compress_block_sliding_stride=d, q_offset=before, return_lse=True,
+        compressed_attention, tensors, dtype, compress_block_sliding_stride=d, q_offset=before,
+        return_lse=True,
     )  # fmt: skip
-    assert launches == {"interval.forward": 1, "interval.backward_q": 1}
+    assert launches == of_keys(N)
 
 
 def chosen(B, T, R, n, s):
@@ -99,11 +113,14 @@ def chosen(B, T, R, n, s):
 @pytest.mark.parametrize(
     "heads, D, n, T",
     [((16, 1), 128, 13, 640), ((32, 2), 64, 5, 448), ((24, 2), 128, 3, 320), ((9, 1), 64, 1, 192),
-     ((48, 2), 128, 3, 320), ((64, 1), 128, 2, 256)],
+     ((48, 2), 128, 3, 320), ((64, 1), 128, 2, 256), ((8, 2), 128, 13, 640), ((4, 2), 128, 4, 448),
+     ((6, 2), 64, 5, 320), ((2, 1), 128, 3, 192), ((7, 1), 128, 3, 320), ((16, 2), 64, 3, 320)],
 )  # fmt: skip
 def test_listed(launches, monkeypatch, heads, D, n, T, spans, dtype):
     """dk, dv and dq, in several spans of tokens and items of a block."""
     monkeypatch.setattr(launch, "PARTS", {64: n / spans * 1.01})
+    monkeypatch.setattr(launch, "FEW_LISTS", 1)
+    monkeypatch.setattr(launch, "FEW_TOKENS", {8: 1})
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
     q, k, v = draw(T, T, *heads, D, D, dtype)
@@ -153,7 +170,7 @@ def layer(tensors, d_out, within, **settings):
         (640, 640, {"sliding_window_size": 63}),  # narrower than the local blocks
     ],
 )
-@pytest.mark.parametrize("heads", [(32, 2), (4, 4)])
+@pytest.mark.parametrize("heads", [(32, 2), (8, 2), (4, 4)])
 def test_layer(launches, heads, T, S, settings):
     """As with the other kernels; the same in every run."""
     settings = {
@@ -192,7 +209,9 @@ def test_strided(launches):
 
     for one, other in zip(run(apart), run(whole), strict=True):
         assert torch.equal(one, other)
-    assert launches == {"interval.forward": 2, "interval.backward_q": 2}
+    assert launches == dict.fromkeys(
+        ("interval.forward", "interval.backward_q", "interval.backward_kv"), 2
+    )
 
 
 def test_captured_without_a_sync(waits_for_nothing):

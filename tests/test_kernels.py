@@ -148,7 +148,7 @@ def test_block_that_all_choose(monkeypatch):
     from native_sparse_attention.kernels import launch
 
     monkeypatch.setattr(launch, "ITEM_ROWS", 16)
-    monkeypatch.setattr(launch, "FEW_TOKENS", 16)
+    monkeypatch.setattr(launch, "FEW_TOKENS", {8: 16})
     for T, heads in ((45 if CUDA else 35, (2, 2, 16, 16)), (45 if CUDA else 9, (12, 1, 16, 16))):
         q, k, v = draw(T, T + 15, *heads)
         lists = torch.zeros(2, T, heads[1], 2, dtype=torch.int32, device=DEVICE)

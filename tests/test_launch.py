@@ -160,6 +160,8 @@ def a_selection(change):
     q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
     if at.get("strided"):
         q = torch.zeros(1, at["T"], at["H"], 2 * at["D"], dtype=at["dtype"])[..., ::2]
+    if at.get("padded"):
+        q = torch.zeros(1, at["T"], at["H"], at["D"] + 8, dtype=at["dtype"])[..., : at["D"]]
     k, v = (torch.zeros(1, at["S"], at["K"], at[width], dtype=at["dtype"]) for width in "DE")
     lists = torch.zeros(1, at["T"], at["K"], at["n"], dtype=torch.int32)
     selection = launch.Selection(
@@ -195,21 +197,23 @@ def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
     inner = launch.Place(device.LOCAL_BLOCKS.value, 16, 16) if at.get("inner") else None
     sizes = [16, 16] * 9 if at.get("sized") else None
     with launch.using({"intervals": at.get("allowed", True)}), sized(sizes):
-        for kernel in ("forward", "dq"):
+        for kernel in ("forward", "dq", "dkv"):
             assert hopper.serves(kernel, q, k, v, place, at["scale"], inner) == served
 
 
 @pytest.mark.parametrize("change, served, with_dq", [
-    ({}, True, False), ({"T": 1 << 16}, True, True), ({"allowed_dq": True}, True, True),
-    ({"H": 64, "allowed_dq": True}, True, True), ({"H": 9}, True, False), ({"H": 8}, False, False),
+    ({}, True, False), ({"T": 1 << 15}, True, True), ({"allowed_dq": True}, True, True),
+    ({"H": 64, "allowed_dq": True}, True, True), ({"H": 9}, True, False), ({"H": 2}, True, False),
+    ({"H": 1}, False, False), ({"H": 65}, False, False), ({"padded": True}, True, False),
+    ({"H": 4, "padded": True}, False, False),
     ({"D": 64, "E": 64}, True, False), ({"D": 96, "E": 96}, False, False),
     ({"s": 32}, False, False), ({"S": 500}, False, False), ({"local": 0}, False, False),
-    ({"stride": 4, "T": 1 << 16}, True, False), ({"soft_cap": 2.0}, False, False),
+    ({"stride": 4, "T": 1 << 15}, True, False), ({"soft_cap": 2.0}, False, False),
     ({"gated": True}, False, False), ({"dtype": torch.float32}, False, False),
     ({"scale": -1.0}, False, False), ({"n": 0}, False, False), ({"allowed": False}, False, False),
     ({"sized": True}, False, False),
 ])  # fmt: skip
-def test_where_blocks_are_walked_backward_on_a_hopper(monkeypatch, change, served, with_dq):
+def test_where_listed_blocks_are_walked_on_a_hopper(monkeypatch, change, served, with_dq):
     hopper = pytest.importorskip("native_sparse_attention.kernels.hopper.listed_launch")
     monkeypatch.setattr(hopper.gpu, "available", lambda q: True)
     tensors, selection, at = a_selection(change)

@@ -69,13 +69,14 @@ def test_right(launches, heads, D, n, T, dtype, size):
 
 
 @pytest.mark.parametrize("n", [3, 13])
-def test_some_alike(launches, n):
-    """Of groups of neighbours some are alike, all of a tile or some, and read as unions."""
+@pytest.mark.parametrize("often", [6, 9])
+def test_some_alike(launches, n, often):
+    """Of groups of neighbours some are alike, or most and then read as unions."""
     T, S, heads = 480, 512, (32, 2)
     q, k, v = draw(T, S, *heads, 128, 128, torch.bfloat16)
     lists = chosen(2, T, 2, n, 64)
     for group in range(T // 4):
-        if group % 5 < 3:
+        if group % 10 < often:
             lists[:, 4 * group : 4 * group + 4] = lists[:, 4 * group : 4 * group + 1]
     with launch.using({"unite": launch.Unite(4, 1.6, least=0)}):
         assert_right(

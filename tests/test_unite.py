@@ -237,26 +237,33 @@ def test_shared(n, T, blocks):
     assert found <= sorted_
 
 
-def test_shared_but_for_those_alike():
-    """Groups of 8 both halves of which are united are left to those where they have little in
-    common; halves of others are not."""
+@pytest.mark.parametrize("most", [False, True], ids=["few alike", "most alike"])
+def test_shared_and_alike(most):
+    """Groups of 8 both halves of which are united are left to those halves, where they are most of
+    all; otherwise there are only shared blocks."""
     n, T, blocks = 5, 45, 15
-    selection = Selection(draw_lists(2, T, 2, n, blocks), 8, 0, 1, True)
+    lists = draw_lists(2, T, 2, n, blocks)
+    if most:
+        lists[:, 4:40] = lists[:, :1]
+    selection = Selection(lists, 8, 0, 1, True)
     with launch.using({"unite": RULE}):
         apart = unite.unite(selection, 8, torch.float16)
         alike, _cost = unite.room_for_alike(selection, 8, torch.float16)
     unions = shared_unions(selection, blocks, alike)
-    left = 0
-    for (b, r, group), members in expected(selection, Unite(8, 0.0, least=0)).items():
+    left, members = set(), expected(selection, Unite(8, 0.0, least=0))
+    for b, r, group in members:
         halves = range(2 * group, min(2 * group + 2, apart.groups))
-        sizes = [int(apart.counts[b, r, half]) for half in halves]
-        if min(sizes) > 0 and 2 * sum(sizes) < 3 * len(members):
-            left += 1
+        if all(apart.counts[b, r, half] > 0 for half in halves):
+            left.add((b, r, group))
+    assert 0 < len(left) < len(members)
+    assert (2 * len(left) >= len(members)) == most
+    for b, r, group in members:
+        for half in range(2 * group, min(2 * group + 2, apart.groups)):
+            place = (b, r, half)
+            of_half = members_of(apart, place) if most and (b, r, group) in left else {}
+            assert members_of(alike, place) == of_half
+        if most and (b, r, group) in left:
             assert unions.counts[b, r, group] == -1
-            for half in halves:
-                assert members_of(alike, (b, r, half)) == members_of(apart, (b, r, half))
         else:
-            assert not any(int(alike.counts[b, r, half]) for half in halves)
-            assert members_of(unions, (b, r, group)) == members
-            assert unions.counts[b, r, group] == len(members)
-    assert 0 < left < unions.counts.numel()
+            assert members_of(unions, (b, r, group)) == members[b, r, group]
+            assert unions.counts[b, r, group] == len(members[b, r, group])

@@ -286,9 +286,9 @@ def forward(
     the keys before its floor. `sinks` [H] in float32, both or none; `norms` those of `norms.py`, if
     they are known."""
     norms = key_norms(q, k) if norms is None else norms
-    plain = prefix is None and sinks is None and inner_sinks is None
-    if plain and interval_launch.serves("forward", q, k, v, place, scale, inner):
-        return interval_launch.forward(q, k, v, place, scale, inner, norms)
+    plain = sinks is None and inner_sinks is None
+    if plain and interval_launch.serves("forward", q, k, v, place, scale, inner, prefix):
+        return interval_launch.forward(q, k, v, place, scale, inner, norms, prefix)
     outputs, inner_outputs = launch.empty_outputs(q, v), ()
     args = arguments(q, k, v, place, "forward", inner) | prefix_arguments(prefix, place)
     args |= bounds(norms)

@@ -299,8 +299,8 @@ def backward_q(
     """Adds to dq, with an `inner` place and its cotangent also through its local blocks and the
     keys before its floor."""
     within, inner_cotangent = inner or (None, None)
-    if prefix is None and interval_launch.serves("dq", q, k, v, place, scale, within):
-        interval_launch.backward_q(q, k, v, place, scale, cotangent, dq, inner)
+    if interval_launch.serves("dq", q, k, v, place, scale, within, prefix):
+        interval_launch.backward_q(q, k, v, place, scale, cotangent, dq, inner, prefix)
         return
     args = arguments(q, k, v, place, "dq", within) | prefix_arguments(prefix, place)
     grid, args["FLIPPED"] = tiles_of_queries(q, k, args)
@@ -324,10 +324,31 @@ def backward_kv(
     inner: tuple[Place, Cotangent] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv, float32; with `inner` also through its local blocks (not the prefix)."""
+    within = inner[0] if inner else None
+    few = k.shape[1] <= FEW_KEYS
+    if not few and interval_launch.serves("dkv", q, k, v, place, scale, within):
+        dk, dv = interval_launch.backward_kv(q, k, v, place, scale, cotangent, inner)
+    else:
+        dk, dv = shares_of_kv(
+            q, k, v, place, scale, cotangent, inner, "prefix.dkv" if few else "dkv"
+        )
+    return (dk[0], dv[0]) if len(dk) == 1 else (dk.sum(0), dv.sum(0))
+
+
+def shares_of_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    cotangent: Cotangent,
+    inner: tuple[Place, Cotangent] | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv [shares, B, N, K, ...] by this module's kernel, with the tiles of `kernel`."""
     B, T, _, D = q.shape
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
     within, inner_cotangent = inner or (None, None)
-    kernel = "dkv" if N > FEW_KEYS else "prefix.dkv"
     args = arguments(q, k, v, place, kernel, within)
     seeing = T if place.wide else min(T, place.reach + args["BLOCK_N"])
     tiles = triton.cdiv(seeing, args["BLOCK_M"] // args["G"])
@@ -339,7 +360,7 @@ def backward_kv(
     args |= cotangents(cotangent, inner_cotangent)
     grid, args["FLIPPED"] = launch.grid(blocks, B * K, splits)
     dkv_kernel[grid](dk=dk, dv=dv, scale=scale, POSITIVE=scale > 0, **args)
-    return (dk[0], dv[0]) if splits == 1 else (dk.sum(0), dv.sum(0))
+    return dk, dv
 
 
 def backward_prefix(

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 # entries of a share, or as many times as many as there are blocks; entries that are numbered at
-# once, and compared with so many at a time; those that are placed at once; blocks and shares that
-# are added up at once
-SHARE, SHARE_OF_BLOCKS, NUMBERED, PLACED, SUMMED = 1024, 4, (64, 32), 1024, (32, 64)
+# once; those that are placed at once; blocks and shares that are added up at once
+SHARE, SHARE_OF_BLOCKS, NUMBERED, PLACED, SUMMED = 1024, 4, 64, 1024, (32, 64)
+# warps of a program that numbers
+NUMBERING = 1
 # blocks whose items are counted at once
 ITEMS = 2048
 LENGTHS = ["T", "C", "length", "tokens", "shares", "blocks", "room", "most"]
@@ -63,7 +64,7 @@ def share_of_tokens(line, T, length, tokens, B, K: tl.constexpr):
 @triton.jit(do_not_specialize=LENGTHS)
 def number_kernel(
     lists, numbers, counts, T, C, length, tokens, shares, B,
-    R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a share. Numbers its entries by block; and counts those of each block."""
     line = tl.program_id(0)
@@ -75,25 +76,22 @@ def number_kernel(
     end = held * (R // K * n)
     entry, there = share_entries(i, end, first, b, h, T, R, K, n)
     ahead = tl.load(lists + entry, mask=there, other=-1)
+    # of two that are numbered together: 1 for the earlier one, in the upper half for the later one
+    order = tl.where(i[None] < i[:, None], 1, tl.where(i[None] > i[:, None], 1 << 16, 0))
     for x in range(0, end, BLOCK):
         c = ahead
         tl.debug_barrier()  # what the last turn has counted
-        before = tl.load(counted + c, mask=c >= 0, other=0)
-        # of the same block among those read with it: those before it, and those after
-        earlier, later = tl.zeros_like(i), tl.zeros_like(i)
-        for x0 in tl.static_range(0, BLOCK, EACH):
-            j = x0 + tl.arange(0, EACH)
-            of_j, there = share_entries(x + j, end, first, b, h, T, R, K, n)
-            same = c[:, None] == tl.load(lists + of_j, mask=there, other=-1)[None]
-            earlier += tl.sum((same & (j[None] < i[:, None])).to(tl.int32), 1)
-            later += tl.sum((same & (j[None] > i[:, None])).to(tl.int32), 1)
+        number = tl.load(counted + c, mask=c >= 0, other=0)
+        # of the same block among those numbered with it
+        same = tl.sum(tl.where(c[:, None] == c[None], order, 0), 1)
+        number += same & 0xFFFF
         entry, there = share_entries(x + i, end, first, b, h, T, R, K, n)
-        tl.store(numbers + entry, before + earlier, mask=c >= 0)
+        tl.store(numbers + entry, number, mask=c >= 0)
         # those of the next turn now
         entry, there = share_entries(x + BLOCK + i, end, first, b, h, T, R, K, n)
         ahead = tl.load(lists + entry, mask=there, other=-1)
         tl.debug_barrier()  # all have read
-        tl.store(counted + c, before + earlier + 1, mask=(c >= 0) & (later == 0))
+        tl.store(counted + c, number + 1, mask=(c >= 0) & (same < 1 << 16))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -197,7 +195,7 @@ def invert(
     args = dict(T=T, C=num_blocks, length=length, tokens=tokens, shares=shares, B=B)
     args |= dict(R=R, K=num_heads, n=n)
     number_kernel[(spans * lines, shares)](
-        lists, numbers, counts, BLOCK=NUMBERED[0], EACH=NUMBERED[1], num_stages=1, **args
+        lists, numbers, counts, BLOCK=NUMBERED, num_warps=NUMBERING, num_stages=1, **args
     )
     total_kernel[(spans * lines, triton.cdiv(num_blocks, SUMMED[0]))](
         counts, totals, num_blocks, shares, BLOCKS=SUMMED[0], SHARES=SUMMED[1], num_stages=1

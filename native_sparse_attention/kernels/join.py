@@ -6,7 +6,8 @@ import triton.language as tl
 
 from .device import grid_place, load_rows, store_rows
 
-JOIN_ROWS = 32
+# rows of a program
+JOIN_ROWS, SUM_ROWS = 32, 16
 
 
 @triton.jit(do_not_specialize=["T", "first", "length"])

@@ -52,10 +52,10 @@ override: dict[str, Any] = {}
 ITEM_ROWS = 16384
 FEW_ITEM_ROWS = 2048
 
-# memory for the parts of the selected branch, over that of q, by query heads a KV head; and tokens
-# whose parts are kept anyhow, of groups so small that there is no other way
+# memory for the parts of the selected branch, over that of q, by query heads a KV head; and what is
+# kept anyhow: tokens of groups so small that there is no other way, and lists of other groups
 PARTS = {1: 1.0, 8: 3.0, 64: 4.5}
-FEW_TOKENS = 2048
+FEW_TOKENS, FEW_LISTS = {1: 2048, 8: 4096}, 1 << 14
 
 # programs for dk and dv at most, where blocks of keys are cut into shares of their queries
 MOST_SHARES = 2048

@@ -27,7 +27,7 @@ from .device import (
 )
 from .hopper import listed_launch
 from .inverse import Inverse, invert
-from .join import JOIN_ROWS, gather_spill_kernel, join_kernel, sum_kernel
+from .join import JOIN_ROWS, SUM_ROWS, gather_spill_kernel, join_kernel, sum_kernel
 from .launch import LOG2_E, Cotangent, Selection, Sum, strides
 
 # one compiled kernel for all lengths
@@ -275,13 +275,15 @@ def arguments(
 def inverted(q: Tensor, k: Tensor, selection: Selection, parts: int) -> list[Inverse]:
     """By spans of tokens whose parts, of so many rows, together take `launch.PARTS` times as much
     memory as q does; in one where no parts are kept."""
-    T, (R, n) = q.shape[1], selection.lists.shape[2:]
+    B, T, R, n = selection.lists.shape
     groups = q.shape[2] // R
     length = T
     if parts:
         most = int(launch.row(launch.PARTS, groups) * groups * T / (n * parts))
-        few = launch.FEW_TOKENS if groups < launch.FEW_ROWS else 1
-        spans = triton.cdiv(T, max(most, few))
+        few = launch.FEW_LISTS // (B * R)
+        if groups < launch.FEW_ROWS:
+            few = launch.row(launch.FEW_TOKENS, groups)
+        spans = triton.cdiv(T, max(most, few, 1))
         length = triton.cdiv(T, spans)
     num_blocks = triton.cdiv(k.shape[1], selection.s)
     rows = q.shape[0] * length * q.shape[2] * n
@@ -303,21 +305,17 @@ def forward(
     out, lse = partial or launch.empty_outputs(q, v)
     R, n = selection.lists.shape[2:]
     for inverse in inverted(q, k, selection, parts=H // R):
-        args = arguments(q, k, v, selection, inverse, "forward")
         part = q.new_empty(B * inverse.length * H * n, E)
         part_lse = q.new_empty(len(part), dtype=torch.float32)
         forward_kernel[(len(inverse.owner),)](
-            part=part,
-            part_lse=part_lse,
-            scale_log2=scale * LOG2_E,
-            POSITIVE=scale > 0,
+            part=part, part_lse=part_lse, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
             BLOCK_S=launch.padded(selection.s),
-            **args,
-        )
+            **arguments(q, k, v, selection, inverse, "forward"),
+        )  # fmt: skip
         grid, flipped = launch.grid(triton.cdiv(inverse.length * H, JOIN_ROWS), B)
         join_kernel[grid](
             part, part_lse, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
-            length=inverse.length, G=H // R, E=E, BLOCK_E=args["BLOCK_E"], BLOCK_M=JOIN_ROWS,
+            length=inverse.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS,
             ADD=partial is not None, FLIPPED=flipped,
         )  # fmt: skip
         del part, part_lse  # before the next span's are allocated
@@ -349,7 +347,7 @@ def backward(
     d_gates = None
     if dq is not None and selection.gates is not None:
         d_gates = q.new_zeros(*selection.lists.shape, pieces * H // R, dtype=torch.float32)
-    rows = listed_launch.rows_of(H // R) if on_hopper else H // R
+    rows = listed_launch.rows_of_part(H // R) if on_hopper else H // R
     into = None if dq is None else dq.arguments()
     for inverse in inverted(q, k, selection, parts=0 if dq is None else rows):
         part = None
@@ -376,11 +374,11 @@ def backward(
         if into is not None:
             if after is not None:
                 torch.cuda.current_stream(q.device).wait_event(after)
-            grid, flipped = launch.grid(triton.cdiv(inverse.length * H, JOIN_ROWS), B)
+            grid, flipped = launch.grid(triton.cdiv(inverse.length * H, SUM_ROWS), B)
             sum_kernel[grid](
                 part, selection.lists, unless=alike, T=T, R=R, n=n, first=inverse.first,
                 length=inverse.length, PIECES=pieces, ROWS=rows, G=H // R, D=D,
-                BLOCK_D=launch.padded(D), BLOCK_M=JOIN_ROWS, UNLESS=alike is not None,
+                BLOCK_D=launch.padded(D), BLOCK_M=SUM_ROWS, UNLESS=alike is not None,
                 FLIPPED=flipped, **into,
             )  # fmt: skip
         del part, spills

@@ -87,8 +87,8 @@ def unite_kernel(
     if ALIKE, its union where that has fewer than 1 / cost of the lists' blocks, and its size, or
     else 0.
 
-    With a CHUNK, of all of them together: their union and its size; but not where all are united
-    and have little in common: then -1. In other cases none of them is united."""
+    With a CHUNK, of all of them together: their union and its size. Where each of them has a union
+    that is -1 - size, for `settle_kernel`; otherwise none of them has one."""
     place, pair, places, _pairs = grid_place(FLIPPED)
     b, r = (pair // R).to(tl.int64), pair % R
     if RAGGED:
@@ -119,10 +119,8 @@ def unite_kernel(
         total = tl.sum(tl.reshape((c >= 0).to(tl.int32), by_part), 1)
         sizes = tl.where(sizes * cost < total, sizes, 0)
         if CHUNK > 0:
-            left = tl.min(tl.where(group < groups, sizes, 1), 0) > 0
-            left = left & (tl.sum(sizes, 0) * 2 < size * 3)
-            sizes = tl.where(left, sizes, 0)
-            size = tl.where(left, -1, size)
+            all_alike = tl.min(tl.where(group < groups, sizes, 1), 0) > 0
+            sizes = tl.where(all_alike, sizes, 0)
         tl.store(counts + line * groups + group, sizes, mask=group < groups)
         if tl.max(sizes, 0) > 0:
             at = tl.cumsum(tl.reshape(alone.to(tl.int32), by_part), 1) - 1
@@ -133,7 +131,27 @@ def unite_kernel(
     if CHUNK > 0:
         line = line * places + place
         store_by_chunks(shared + line * shared_limit, c, held, leads, size, CHUNK)
+        if ALIKE:
+            size = tl.where(all_alike, -1 - size, size)
         tl.store(shared_counts + line, size)
+
+
+@triton.jit(do_not_specialize=["groups", "shared_groups"])
+def settle_kernel(counts, shared_counts, groups, shared_groups, BLOCK: tl.constexpr):
+    """One program. Where at least half of the shared unions are of groups that all have one of
+    their own, those count: the shared ones get -1. Otherwise there are only shared ones."""
+    i = tl.arange(0, BLOCK)
+    alike = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, shared_groups, BLOCK):
+        size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
+        alike += (size < 0).to(tl.int32)
+    few = tl.sum(alike, 0) < shared_groups - tl.sum(alike, 0)
+    for first in range(0, shared_groups, BLOCK):
+        size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
+        size = tl.where(size < 0, tl.where(few, -1 - size, -1), size)
+        tl.store(shared_counts + first + i, size, mask=first + i < shared_groups)
+    for first in range(0, tl.where(few, groups, 0), BLOCK):
+        tl.store(counts + first + i, tl.zeros([BLOCK], tl.int32), mask=first + i < groups)
 
 
 def room(selection: Selection, lists: int, limit: int) -> Unions:
@@ -152,7 +170,7 @@ def fill(
     chunk: int = 0,
 ) -> None:
     """Writes unions where they pay, but with no cost none, and the shared ones in chunks; as the
-    kernel says."""
+    kernels say."""
     B, T, R, n = selection.lists.shape
     whole = unions if shared is None else shared
     slots = triton.next_power_of_2(n)
@@ -165,6 +183,11 @@ def fill(
         RAGGED=selection.starts is not None, FLIPPED=flipped,
         num_warps=1 if whole.lists * slots <= (128 if chunk else 64) else 4,
     )  # fmt: skip
+    if shared is not None and cost is not None:
+        settle_kernel[(1,)](
+            unions.counts, shared.counts, unions.counts.numel(), shared.counts.numel(), BLOCK=2048,
+            num_warps=8,
+        )  # fmt: skip
 
 
 def room_for_alike(selection: Selection, H: int, dtype: torch.dtype) -> tuple[Unions | None, float]:

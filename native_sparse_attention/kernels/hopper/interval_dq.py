@@ -34,9 +34,9 @@ from .ring import at_barrier, counters, places
 
 @gluon.jit
 def read(
-    q, d_out, k, v, dq, place, K, tiles, lines, q_smem, do_smem, dq_smem, k_smem, v_smem, q_bar,
-    dq_bar, full, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
-    ADD: gl.constexpr,
+    q, d_out, k, v, pk, pv, each, dq, place, K, tiles, lines, q_smem, do_smem, dq_smem, k_smem,
+    v_smem, q_bar, dq_bar, full, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    INNER: gl.constexpr, PREFIX: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The warp that reads; with ADD also what dq holds, once it has read the blocks."""
     BYTES: gl.constexpr = PARTS * ROWS * q.block_shape[3] * 2
@@ -45,15 +45,16 @@ def read(
     turns = 0
     for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
         tile, b, h = line_of(turn, tiles, lines, K)
-        local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER)
+        local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER, PREFIX)
         if turns > 0:
             at_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), 2 * BYTES)
         read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
         read_rows(d_out, do_smem, q_bar.index(0), b, tile * TOKENS, h * G)
         done = read_blocks(
-            k, v, k_smem, v_smem, full, done, b, h, local, locals_, begin, others, initial, STAGES
-        )
+            k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, locals_, begin, others,
+            initial, STAGES, PREFIX,
+        )  # fmt: skip
         if ADD:
             if turns > 0:
                 at_barrier("sync", ADDED, THREADS)
@@ -109,7 +110,8 @@ def walk(
 def form(
     dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, lines, q_smem, do_smem, dq_smem,
     k_smem, v_smem, q_bar, dq_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, INNER: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
+    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, GATED: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     """A part."""
     D: gl.constexpr = k_smem.shape[4]
@@ -124,7 +126,9 @@ def form(
     turns = 0
     for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
         tile, b, h = line_of(turn, tiles, lines, K)
-        local, locals_, begin, others, initial = blocks_of(tile, place, PARTS * TOKENS, KIND, INNER)
+        local, locals_, begin, others, initial = blocks_of(
+            tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
+        )
         token = (tile * PARTS + PART) * TOKENS
         position = start + token + i // G
         row = (b * T + token + i // G).to(gl.int64) * (K * G) + h * G + i % G
@@ -169,6 +173,12 @@ def form(
                 delta_row, 0, initial, lo * 0, gl.minimum(position + 1, floor), lo, 0,
                 gl.minimum(p0 + 1, floor), scale_log2, STAGES, False, GATED,
             )  # fmt: skip
+        if PREFIX:
+            done, acc = walk(
+                q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
+                0, initial, lo * 0, lo * 0 + place[9], lo, 0, place[9], scale_log2, STAGES, False,
+                GATED,
+            )  # fmt: skip
         smem = dq_smem.index(PART)
         acc = acc * scale
         if ADD:
@@ -187,13 +197,13 @@ def form(
 @gluon.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
     q, k, v, d_out, dq, lse, delta, inner_lse, inner_delta, start, T, N, floor, reach, stride,
-    inner_floor, inner_reach, inner_stride, K, scale, tiles, lines,
+    inner_floor, inner_reach, inner_stride, pk, pv, P, each, K, scale, tiles, lines,
     G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
+    PREFIX: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor: dq of tiles of queries of a row and KV head, in turn, added to
     what is there if ADD."""
-    place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride)
+    place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
     q_smem, do_smem, dq_smem = places(q, PARTS), places(d_out, PARTS), places(dq, PARTS)
     k_smem, v_smem = places(k, STAGES), places(v, STAGES)
     q_bar, dq_bar, full = counters(1, 1), counters(1, 1), counters(STAGES, 1)
@@ -204,16 +214,16 @@ def dq_kernel(
             (form, (
                 dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, lines, q_smem,
                 do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 0, G, STAGES, KIND, INNER,
-                GATED, ADD,
+                PREFIX, GATED, ADD,
             )),
             (form, (
                 dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, lines, q_smem,
                 do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 1, G, STAGES, KIND, INNER,
-                GATED, ADD,
+                PREFIX, GATED, ADD,
             )),
             (read, (
-                q, d_out, k, v, dq, place, K, tiles, lines, q_smem, do_smem, dq_smem, k_smem,
-                v_smem, q_bar, dq_bar, full, G, STAGES, KIND, INNER, ADD,
+                q, d_out, k, v, pk, pv, each, dq, place, K, tiles, lines, q_smem, do_smem, dq_smem,
+                k_smem, v_smem, q_bar, dq_bar, full, G, STAGES, KIND, INNER, PREFIX, ADD,
             )),
         ],
         [4, 1],

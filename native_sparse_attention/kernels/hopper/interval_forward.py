@@ -37,8 +37,9 @@ MOST, FEWEST = gl.constexpr(48.0), gl.constexpr(16)
 
 @gluon.jit
 def read(
-    q, k, v, place, K, tiles, lines, q_smem, k_smem, v_smem, q_bar, full, G: gl.constexpr,
-    STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
+    q, k, v, pk, pv, each, place, K, tiles, lines, q_smem, k_smem, v_smem, q_bar, full,
+    G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
+    PREFIX: gl.constexpr,
 ):  # fmt: skip
     """The warp that reads."""
     TOKENS: gl.constexpr = PARTS * ROWS // G
@@ -46,15 +47,16 @@ def read(
     turns = 0
     for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
         tile, b, h = line_of(turn, tiles, lines, K)
-        local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER)
+        local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER, PREFIX)
         if turns > 0:
             at_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), PARTS * ROWS * q.block_shape[3] * 2)
         read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
         turns += 1
         done = read_blocks(
-            k, v, k_smem, v_smem, full, done, b, h, local, locals_, begin, others, initial, STAGES
-        )
+            k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, locals_, begin, others,
+            initial, STAGES, PREFIX,
+        )  # fmt: skip
     if turns > 0:
         at_barrier("sync", QUERIES, THREADS)
     wait_for_all(done, STAGES)
@@ -117,7 +119,7 @@ def write(out, lse, smem, acc, m, l, at, row, real):
 def attend(
     out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, lines, q_smem, k_smem,
     v_smem, out_smem, q_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, INNER: gl.constexpr, BOUNDED: gl.constexpr,
+    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """A part. Where logits have a bound it measures them from that; one of both ways takes no
     turn."""
@@ -132,7 +134,9 @@ def attend(
     turns = 0
     for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
         tile, b, h = line_of(turn, tiles, lines, K)
-        local, locals_, begin, others, initial = blocks_of(tile, place, PARTS * TOKENS, KIND, INNER)
+        local, locals_, begin, others, initial = blocks_of(
+            tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
+        )
         token = (tile * PARTS + PART) * TOKENS
         position = start + token + i // G
         row = (b * T + token + i // G).to(gl.int64) * (K * G) + h * G + i % G
@@ -195,6 +199,11 @@ def attend(
                     q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, others, 0), lo,
                     hi, all_lo, all_hi, scale_log2, STAGES, way == 0,
                 )  # fmt: skip
+            if PREFIX:  # no bound holds for these keys
+                done, acc, m, l = walk(
+                    q, k_smem, v_smem, full, done, acc, m, l, 0, gl.where(taken, initial, 0),
+                    lo * 0, lo * 0 + place[9], 0, place[9], scale_log2, STAGES, False,
+                )  # fmt: skip
         if not INNER:
             write(out, lse, smem, acc, m, l, at, row, real)
     tma.store_wait(0)
@@ -203,12 +212,12 @@ def attend(
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q, k, v, out, lse, inner_out, inner_lse, norms, start, T, N, floor, reach, stride, inner_floor,
-    inner_reach, inner_stride, K, scale_log2, tiles, lines,
+    inner_reach, inner_stride, pk, pv, P, each, K, scale_log2, tiles, lines,
     G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
-    BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
+    PREFIX: gl.constexpr, BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor: tiles of queries of a row and KV head, in turn."""
-    place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride)
+    place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
     q_smem, out_smem = places(q, PARTS), places(out, PARTS)
     k_smem, v_smem = places(k, STAGES), places(v, STAGES)
     q_bar, full = counters(1, 1), counters(STAGES, 1)
@@ -218,15 +227,17 @@ def forward_kernel(
         [
             (attend, (
                 out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, lines, q_smem,
-                k_smem, v_smem, out_smem, q_bar, full, 0, G, STAGES, KIND, INNER, BOUNDED,
+                k_smem, v_smem, out_smem, q_bar, full, 0, G, STAGES, KIND, INNER, PREFIX,
+                BOUNDED,
             )),
             (attend, (
                 out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, lines, q_smem,
-                k_smem, v_smem, out_smem, q_bar, full, 1, G, STAGES, KIND, INNER, BOUNDED,
+                k_smem, v_smem, out_smem, q_bar, full, 1, G, STAGES, KIND, INNER, PREFIX,
+                BOUNDED,
             )),
             (read, (
-                q, k, v, place, K, tiles, lines, q_smem, k_smem, v_smem, q_bar, full, G, STAGES,
-                KIND, INNER,
+                q, k, v, pk, pv, each, place, K, tiles, lines, q_smem, k_smem, v_smem, q_bar, full,
+                G, STAGES, KIND, INNER, PREFIX,
             )),
         ],
         [4, 1],

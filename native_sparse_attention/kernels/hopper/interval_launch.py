@@ -1,10 +1,11 @@
-"""Launches of `interval_forward.py` and `interval_dq.py`: where they can run."""
+"""Launches of `interval_forward.py`, `interval_dq.py`, `interval_dkv.py`: where they can run."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -23,7 +24,7 @@ WIDTHS = (128,)
 # would use more multiprocessors
 LEAST_TILES = 3
 # places of the ring, and registers of a warp that computes
-STAGES, REGISTERS = {"forward": 4, "dq": 3}, 240
+STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
 
 
 def serves(
@@ -34,10 +35,11 @@ def serves(
     place: Place,
     scale: float,
     inner: Place | None = None,
+    prefix: tuple[Tensor, Tensor] | None = None,
 ) -> bool:
-    """Whether `kernel`, "forward" or "dq", takes a call without a prefix and sinks: where it can,
-    and has enough tiles to be the faster one. With `launch.using({"intervals": True})` however few
-    there are; with False never, and not where the call asks for tiles."""
+    """Whether `kernel`, "forward", "dq" or "dkv", takes a call without sinks: where it can, and has
+    enough tiles to be the faster one. With `launch.using({"intervals": True})` however few there
+    are; with False never, and not where the call asks for tiles."""
     wanted = launch.override.get("intervals")
     tiled = asked(kernel if place.wide else f"window.{kernel}")
     if wanted is False or tiled or not gpu.available(q):
@@ -52,7 +54,14 @@ def serves(
         return False
     if not wanted and math.prod(tiles_of(q, k)) < LEAST_TILES * gpu.multiprocessors(q.device):
         return False
-    return all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
+    if prefix is not None and place.kind != BEHIND.value:
+        return False
+    return all(launch.boxes(t, ROWS) is not None for t in (q, k, v, *own(prefix)))
+
+
+def own(prefix: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    """Of a prefix that rows share that of the first one."""
+    return () if prefix is None else tuple(t if t.stride(0) else t[0][None] for t in prefix)
 
 
 def tiles_of(q: Tensor, k: Tensor) -> tuple[int, int]:
@@ -61,21 +70,36 @@ def tiles_of(q: Tensor, k: Tensor) -> tuple[int, int]:
     return triton.cdiv(q.shape[1], 2 * ROWS // groups), q.shape[0] * k.shape[2]
 
 
-def arguments(
+def boxes(
     q: Tensor, k: Tensor, v: Tensor, place: Place, inner: Place | None, kernel: str
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Grid, and what both kernels take."""
-    _, T, H, D = q.shape
-    K = k.shape[2]
-    groups, (tiles, lines) = H // K, tiles_of(q, k)
-    args = dict(
+) -> dict[str, Any]:
+    """What all kernels take."""
+    groups, D = q.shape[2] // k.shape[2], q.shape[-1]
+    return dict(
         q=gpu.box(q, [1, ROWS // groups, groups, D]), k=gpu.box(k, [1, KEYS, 1, D]),
-        v=gpu.box(v, [1, KEYS, 1, D]), start=place.start, T=T, N=k.shape[1], K=K,
-        floor=place.floor, reach=place.reach, stride=place.stride,
+        v=gpu.box(v, [1, KEYS, 1, D]), start=place.start, T=q.shape[1], N=k.shape[1],
+        K=k.shape[2], floor=place.floor, reach=place.reach, stride=place.stride,
         inner_floor=inner.floor if inner else 0, inner_reach=inner.reach if inner else 0,
-        inner_stride=inner.stride if inner else 1, tiles=tiles, lines=lines, G=groups,
-        STAGES=STAGES[kernel], KIND=place.kind, INNER=inner is not None, REGISTERS=REGISTERS,
-        num_warps=4,
+        inner_stride=inner.stride if inner else 1, G=groups, STAGES=STAGES[kernel],
+        KIND=place.kind, INNER=inner is not None, REGISTERS=REGISTERS, num_warps=4,
+    )  # fmt: skip
+
+
+def by_queries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    inner: Place | None,
+    prefix: tuple[Tensor, Tensor] | None,
+    kernel: str,
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Grid of the kernels that walk tiles of queries, and what they take."""
+    tiles, lines = tiles_of(q, k)
+    pk, pv = (gpu.box(t, [1, KEYS, 1, t.shape[-1]]) for t in (own(prefix) or (k, v)))
+    args = boxes(q, k, v, place, inner, kernel) | dict(
+        pk=pk, pv=pv, P=0 if prefix is None else prefix[0].shape[1], each=int(pk.shape[0] > 1),
+        PREFIX=prefix is not None, tiles=tiles, lines=lines,
     )  # fmt: skip
     # one for each multiprocessor, which it fills
     return (min(tiles * lines, gpu.multiprocessors(q.device)),), args
@@ -89,6 +113,7 @@ def forward(
     scale: float,
     inner: Place | None,
     norms: Tensor | None,
+    prefix: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """As `interval.forward`."""
     from .interval_forward import forward_kernel
@@ -96,7 +121,7 @@ def forward(
     outputs = launch.empty_outputs(q, v)
     inner_outputs = () if inner is None else launch.empty_outputs(q, v)
     out, lse, inner_out, inner_lse = (*outputs, *(inner_outputs or outputs))
-    grid, args = arguments(q, k, v, place, inner, "forward")
+    grid, args = by_queries(q, k, v, place, inner, prefix, "forward")
     shape = args["q"].block_shape
     forward_kernel[grid](
         out=gpu.box(out, shape), lse=lse, inner_out=gpu.box(inner_out, shape), inner_lse=inner_lse,
@@ -114,15 +139,44 @@ def backward_q(
     cotangent: Cotangent,
     dq: Sum,
     inner: tuple[Place, Cotangent] | None,
+    prefix: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """As `interval_backward.backward_q`."""
     from .interval_dq import dq_kernel
 
     within, of_inner = inner or (None, cotangent)
-    grid, args = arguments(q, k, v, place, within, "dq")
+    grid, args = by_queries(q, k, v, place, within, prefix, "dq")
     shape, into = args["q"].block_shape, dq.arguments()
     dq_kernel[grid](
         d_out=gpu.box(cotangent.d_out, shape), dq=gpu.box(into["dq"], shape), ADD=into["ADD"],
         lse=cotangent.lse, delta=cotangent.delta, inner_lse=of_inner.lse,
         inner_delta=of_inner.delta, scale=scale, GATED=cotangent.gated, **args,
     )  # fmt: skip
+
+
+def backward_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    cotangent: Cotangent,
+    inner: tuple[Place, Cotangent] | None,
+) -> tuple[Tensor, Tensor]:
+    """As `interval_backward.backward_kv`, before its shares are added up."""
+    from .interval_dkv import dkv_kernel
+
+    (B, T), (N, K, D) = q.shape[:2], k.shape[1:]
+    within, of_inner = inner or (None, cotangent)
+    args = boxes(q, k, v, place, within, "dkv")
+    blocks = triton.cdiv(N, 2 * KEYS)
+    seeing = T if place.wide else min(T, place.reach + 2 * KEYS)
+    tiles = triton.cdiv(seeing, ROWS // args["G"])
+    splits = launch.query_splits(blocks * B * K, tiles, place.wide)
+    dk, dv = (t.new_empty(splits, B, N, K, D, dtype=torch.float32) for t in (k, v))
+    dkv_kernel[(blocks * B * K, splits)](
+        d_out=gpu.box(cotangent.d_out, args["q"].block_shape), lse=cotangent.lse,
+        delta=cotangent.delta, inner_lse=of_inner.lse, inner_delta=of_inner.delta, dk=dk, dv=dv,
+        B=B, blocks=blocks, scale=scale, GATED=cotangent.gated, **args,
+    )  # fmt: skip
+    return dk, dv

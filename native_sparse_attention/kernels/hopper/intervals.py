@@ -60,9 +60,12 @@ def seen(position, first, last, place, KIND: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of(tile, place, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr):
+def blocks_of(
+    tile, place, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
+    PREFIX: gl.constexpr,
+):  # fmt: skip
     """Blocks that some row of a tile sees: the first of the local ones and how many, the same of
-    the others, and how many initial ones."""
+    the others, and how many initial ones or of a prefix."""
     start, T, N, floor, reach, stride = place[0], place[1], place[2], place[3], place[4], place[5]
     first = start + tile * TOKENS
     last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
@@ -77,6 +80,8 @@ def blocks_of(tile, place, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.c
         locals_ = gl.where(at < end, gl.cdiv(end, KEYS) - local, 0)
         end = gl.minimum(end, gl.maximum(local_start(last, place), begin))
         initial = gl.cdiv(gl.minimum(last + 1, place[6]), KEYS)
+    if PREFIX:
+        initial = gl.cdiv(place[9], KEYS)
     begin = begin // KEYS
     return local, locals_, begin, gl.maximum(gl.cdiv(end, KEYS) - begin, 0), initial
 
@@ -91,10 +96,11 @@ def read_rows(t, smem, bar, b, token, head):
 
 @gluon.jit
 def read_blocks(
-    k, v, k_smem, v_smem, full, done, b, h, local, locals_, begin, others, initial,
-    STAGES: gl.constexpr,
+    k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, locals_, begin, others, initial,
+    STAGES: gl.constexpr, PREFIX: gl.constexpr,
 ):  # fmt: skip
-    """A tile's blocks of keys and values into the places of the ring, as these are left."""
+    """A tile's blocks of keys and values, and of a prefix, of each row its own or not, into the
+    places of the ring, as these are left."""
     BYTES: gl.constexpr = KEYS * (k.block_shape[3] + v.block_shape[3]) * 2
     for j in range(0, locals_ + others + initial):
         block = local + j
@@ -105,8 +111,16 @@ def read_blocks(
             at_barrier("sync", slot, THREADS)
         bar = full.index(slot)
         mbarrier.expect(bar, BYTES)
-        tma.async_copy_global_to_shared(k, [b, block * KEYS, h, 0], bar, k_smem.index(slot))
-        tma.async_copy_global_to_shared(v, [b, block * KEYS, h, 0], bar, v_smem.index(slot))
+        if PREFIX:
+            there = j >= locals_ + others
+            at = [b * each, block * KEYS, h, 0]
+            tma.async_copy_global_to_shared(pk, at, bar, k_smem.index(slot), pred=there)
+            tma.async_copy_global_to_shared(pv, at, bar, v_smem.index(slot), pred=there)
+        else:
+            there = False
+        at = [b, block * KEYS, h, 0]
+        tma.async_copy_global_to_shared(k, at, bar, k_smem.index(slot), pred=not there)
+        tma.async_copy_global_to_shared(v, at, bar, v_smem.index(slot), pred=not there)
         done += 1
     return done
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -20,131 +19,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gradients import probabilities
+from .listed_rows import (
+    KEYS,
+    PARTS,
+    ROWS,
+    TILE,
+    WIDTH,
+    item_of,
+    read,
+    tile_of,
+    write_boxes,
+    write_rows,
+)
 from .ring import at_barrier, counters, places
-
-PARTS = gl.constexpr(2)
-KEYS = gl.constexpr(64)  # of a block
-ROWS = gl.constexpr(64)  # of a tile of entries
-THREADS = gl.constexpr(160)  # of a part and the warp that reads
 
 # one compiled kernel for all lengths
 LENGTHS = ["T", "S", "C", "BLOCKS", "chunk", "items", "first", "length"]
 
 
 @gluon.jit
-def item_of(item, items, inverse, C, BLOCKS, K):
-    """Block of an item, its row, KV head and number there, its first entry and one past the last;
-    no entries for one that is none."""
-    bounds, owner, item_bounds, chunk = inverse[1], inverse[2], inverse[3], inverse[4]
-    there = item < items
-    block = gl.load(owner + item, mask=there, other=0x7FFFFFFF)
-    there = block < BLOCKS
-    block = gl.where(there, block, 0)
-    begin = gl.load(bounds + block) + (item - gl.load(item_bounds + block)) * chunk
-    end = gl.minimum(begin + chunk, gl.load(bounds + block + 1))
-    end = gl.where(there, end, begin)
-    return block, block // C // K, block // C % K, block % C, begin.to(gl.int32), end.to(gl.int32)
-
-
-@gluon.jit
-def read(
-    q, d_out, k, v, lse, delta, inverse, items, T, C, BLOCKS, k_smem, v_smem, q_smem, do_smem,
-    lse_smem, delta_smem, kv_bar, full, K: gl.constexpr, R: gl.constexpr, n: gl.constexpr,
-    G: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The warp that reads, for both parts in turn. Rows that are none are those of the last entry:
-    they are finite."""
-    GROUP: gl.constexpr = q.block_shape[2]
-    TOKENS: gl.constexpr = ROWS // GROUP
-    D: gl.constexpr = k.block_shape[3]
-    HALVES: gl.constexpr = D // q.block_shape[3]
-    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    entries = inverse[0]
-    row = gl.arange(0, ROWS, LANES)
-    item = gl.program_id(0) * PARTS
-    _, b0, h0, c0, begin0, end0 = item_of(item, items, inverse, C, BLOCKS, K)
-    _, b1, h1, c1, begin1, end1 = item_of(item + 1, items, inverse, C, BLOCKS, K)
-    for part in gl.static_range(PARTS):
-        b, h, c = (b0, h0, c0) if part == 0 else (b1, h1, c1)
-        bar = kv_bar.index(part)
-        mbarrier.expect(bar, KEYS * D * 4)
-        tma.async_copy_global_to_shared(k, [b, c * KEYS, h, 0], bar, k_smem.index(part))
-        tma.async_copy_global_to_shared(v, [b, c * KEYS, h, 0], bar, v_smem.index(part))
-    steps = gl.cdiv(gl.maximum(end0 - begin0, end1 - begin1), TOKENS)
-    for j in range(0, steps):
-        for part in gl.static_range(PARTS):
-            b, begin, end = (b0, begin0, end0) if part == 0 else (b1, begin1, end1)
-            i = begin + j * TOKENS
-            if i < end:
-                slot = part * STAGES + j % STAGES
-                e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
-                at = (e // (n * R)).to(gl.int64) * (R * G) + e // n % R * G
-                at += gl.minimum(row % GROUP, G - 1)
-                if j >= STAGES:
-                    at_barrier("sync", slot, THREADS)
-                bar = full.index(slot)
-                mbarrier.expect(bar, ROWS * D * 4)
-                for t in gl.static_range(TOKENS):
-                    e_t = gl.load(entries + gl.minimum(i + t, end - 1)).to(gl.int32)
-                    token, head = e_t // (n * R) - b * T, e_t // n % R * G
-                    for half in gl.static_range(HALVES):
-                        place = (slot * HALVES + half) * TOKENS + t
-                        at_row = [b, token, head, half * (D // HALVES)]
-                        tma.async_copy_global_to_shared(q, at_row, bar, q_smem.index(place))
-                        tma.async_copy_global_to_shared(d_out, at_row, bar, do_smem.index(place))
-                async_copy.async_copy_global_to_shared(lse_smem.index(slot), lse + at)
-                async_copy.async_copy_global_to_shared(delta_smem.index(slot), delta + at)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-    # no barrier may be left halfway
-    for part in gl.static_range(PARTS):
-        begin, end = (begin0, end0) if part == 0 else (begin1, end1)
-        steps = gl.maximum(gl.cdiv(end - begin, TOKENS), 0)
-        for j in range(gl.maximum(steps - STAGES, 0), steps):
-            at_barrier("sync", part * STAGES + j % STAGES, THREADS)
-
-
-@gluon.jit
-def write_part(part, dq, smem, entries, i, end, before, PART: gl.constexpr):
-    """dq of a tile of entries from i on, each at its number among the parts."""
-    GROUP: gl.constexpr = part.block_shape[1]
-    TOKENS: gl.constexpr = ROWS // GROUP
-    WIDTH: gl.constexpr = part.block_shape[2]
-    HALVES: gl.constexpr = dq.shape[1] // WIDTH
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    first = PART * HALVES * TOKENS
-    here = smem.index(first)._reinterpret(smem.dtype, [ROWS, WIDTH], TILE)
-    if HALVES == 1:
-        here.store(dq)
-    else:
-        low, high = dq.reshape([ROWS, HALVES, WIDTH]).permute((0, 2, 1)).split()
-        here.store(low)
-        smem.index(first + TOKENS)._reinterpret(smem.dtype, [ROWS, WIDTH], TILE).store(high)
-    fence_async_shared()
-    gl.thread_barrier()
-    for t in gl.static_range(TOKENS):
-        if i + t < end:
-            at = gl.load(entries + i + t).to(gl.int32) - before
-            for half in gl.static_range(HALVES):
-                tile = smem.index(first + half * TOKENS + t)
-                tma.async_copy_shared_to_global(part, [at, 0, half * WIDTH], tile)
-
-
-@gluon.jit
 def walk(
     part, entries, begin, end, count, before, scale, dk, dv, k_tile, v_tile, q_smem, do_smem,
-    lse_smem, delta_smem, ds_smem, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, DQ: gl.constexpr,
+    lse_smem, delta_smem, ds_smem, full, PART: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """What tiles of an item's entries add to dk and dv; with DQ also writes dq of each."""
-    GROUP: gl.constexpr = q_smem.shape[3]
     TOKENS: gl.constexpr = ROWS // GROUP
     D: gl.constexpr = k_tile.shape[1]
-    HALVES: gl.constexpr = D // q_smem.shape[4]
+    TILES: gl.constexpr = 1 if FEW else TOKENS * (D // WIDTH)
+    THREADS: gl.constexpr = 256 if FEW else 160  # of a part and the warps that read
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, S)
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     dtype: gl.constexpr = q_smem.dtype
     row = gl.arange(0, ROWS, ROW)
     zero = gl.zeros([KEYS, ROWS], gl.float32, S)
@@ -152,8 +59,9 @@ def walk(
         i = begin + j * TOKENS
         slot = PART * STAGES + j % STAGES
         mbarrier.wait(full.index(slot), (j // STAGES) & 1)
-        q_tile = q_smem.index(slot * HALVES * TOKENS)._reinterpret(dtype, [ROWS, D], TILE)
-        do_tile = do_smem.index(slot * HALVES * TOKENS)._reinterpret(dtype, [ROWS, D], TILE)
+        if FEW:
+            fence_async_shared()  # threads wrote it
+        q_tile, do_tile = tile_of(q_smem, slot * TILES, D), tile_of(do_smem, slot * TILES, D)
         s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse_row = lse_smem.index(slot).load(ROW)
@@ -167,8 +75,9 @@ def walk(
         left = gl.convert_layout(ds.to(dtype), LEFT)
         dk = warpgroup_mma(left, q_tile, dk, is_async=True)
         if DQ:
-            ds_tile = ds_smem.index(PART * HALVES * TOKENS)._reinterpret(dtype, [KEYS, ROWS], TILE)
-            tma.store_wait(0)  # what was there before is written
+            ds_tile = tile_of(ds_smem, PART * TILES, ROWS)
+            if not FEW:
+                tma.store_wait(0)  # what was there before is written
             gl.thread_barrier()
             ds_tile.store(left)
             fence_async_shared()
@@ -180,7 +89,11 @@ def walk(
             dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, dq, use_acc=False, is_async=True)
             dq = (warpgroup_mma_wait(0, deps=[dq]) * scale).to(dtype)
             gl.thread_barrier()  # all have read ds
-            write_part(part, dq, ds_smem, entries, i, end, before, PART)
+            if FEW:
+                here = tile_of(ds_smem, PART, D)
+                write_rows(part, dq, here, entries, i, end, before, G, GROUP)
+            else:
+                write_boxes(part, dq, ds_smem, entries, i, end, before, PART * TILES, GROUP)
     return dk, dv
 
 
@@ -189,11 +102,12 @@ def form(
     part, alike, inverse, items, first, length, T, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v,
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full,
     PART: gl.constexpr, K: gl.constexpr, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
-    STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr, ALIKE: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr,
+    ALIKE: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """A part. What the item adds to dk and dv is written to the block's, or apart where the block
     has several items."""
-    TOKENS: gl.constexpr = ROWS // q_smem.shape[3]
+    TOKENS: gl.constexpr = ROWS // GROUP
     D: gl.constexpr = k_smem.shape[4]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     entries, item_bounds, spill_bounds = inverse[0], inverse[3], inverse[5]
@@ -213,14 +127,15 @@ def form(
     if DQ:
         dk_acc, dv_acc = walk(
             part, entries, begin, end, with_dq, before, scale, dk_acc, dv_acc, k_tile, v_tile,
-            q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, STAGES, GATED, True,
+            q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, GROUP, STAGES, GATED,
+            True, FEW,
         )  # fmt: skip
         tma.store_wait(0)
     if ALIKE or not DQ:
         dk_acc, dv_acc = walk(
             part, entries, begin, end, steps - with_dq, before, scale, dk_acc, dv_acc, k_tile,
-            v_tile, q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, STAGES, GATED,
-            False,
+            v_tile, q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, GROUP, STAGES,
+            GATED, False, FEW,
         )  # fmt: skip
     dk_acc *= scale
     if end > begin:
@@ -242,25 +157,34 @@ def form(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def backward_kernel(
-    q, k, v, d_out, lse, delta, part, alike, dk, dv, spill_k, spill_v, entries, bounds, owner,
-    item_bounds, spill_bounds, chunk, items, first, length, T, S, C, BLOCKS, scale,
-    K: gl.constexpr, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, DQ: gl.constexpr, ALIKE: gl.constexpr, REGISTERS: gl.constexpr,
+    q, k, v, d_out, q_b, q_t, q_h, lse, delta, part, alike, dk, dv, spill_k, spill_v, entries,
+    bounds, owner, item_bounds, spill_bounds, chunk, items, first, length, T, S, C, BLOCKS, scale,
+    K: gl.constexpr, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr, ALIKE: gl.constexpr,
+    FEW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: two items. With ALIKE no dq where that says so."""
+    """One program: two items. With ALIKE no dq where that says so. With FEW q, d_out and `part` are
+    pointers, else descriptors of boxes of an entry."""
     inverse = (entries, bounds, owner, item_bounds, chunk, spill_bounds)
-    GROUP: gl.constexpr = q.block_shape[2]
-    HALVES: gl.constexpr = k.block_shape[3] // q.block_shape[3]
-    TILES: gl.constexpr = HALVES * (ROWS // GROUP)
+    strides = (q_b, q_t, q_h)
+    D: gl.constexpr = k.block_shape[3]
+    TILES: gl.constexpr = ROWS // GROUP * (D // WIDTH)
     SLOTS: gl.constexpr = PARTS * STAGES
     k_smem, v_smem = places(k, PARTS), places(v, PARTS)
-    q_smem, do_smem = places(q, SLOTS * TILES), places(q, SLOTS * TILES)
-    ds_smem = places(part, PARTS * TILES) if DQ else q_smem
+    if FEW:
+        q_smem = gl.allocate_shared_memory(k.dtype, [SLOTS, ROWS.value, D], TILE)
+        do_smem = gl.allocate_shared_memory(k.dtype, [SLOTS, ROWS.value, D], TILE)
+        ds_smem = q_smem
+        if DQ:
+            ds_smem = gl.allocate_shared_memory(k.dtype, [PARTS.value, ROWS.value, D], TILE)
+    else:
+        q_smem, do_smem = places(q, SLOTS * TILES), places(q, SLOTS * TILES)
+        ds_smem = places(part, PARTS * TILES) if DQ else q_smem
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT)
-    # of a ring's place the lanes arrive too, which copy
-    kv_bar, full = counters(PARTS, 1), counters(SLOTS, 33)
+    # of a ring's place the threads arrive too, which copy
+    kv_bar, full = counters(PARTS, 1), counters(SLOTS, 128 if FEW else 33)
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
@@ -268,18 +192,18 @@ def backward_kernel(
             (form, (
                 part, alike, inverse, items, first, length, T, S, C, BLOCKS, scale, dk, dv, spill_k,
                 spill_v, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar,
-                full, 0, K, R, n, G, STAGES, GATED, DQ, ALIKE,
+                full, 0, K, R, n, G, GROUP, STAGES, GATED, DQ, ALIKE, FEW,
             )),
             (form, (
                 part, alike, inverse, items, first, length, T, S, C, BLOCKS, scale, dk, dv, spill_k,
                 spill_v, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar,
-                full, 1, K, R, n, G, STAGES, GATED, DQ, ALIKE,
+                full, 1, K, R, n, G, GROUP, STAGES, GATED, DQ, ALIKE, FEW,
             )),
             (read, (
-                q, d_out, k, v, lse, delta, inverse, items, T, C, BLOCKS, k_smem, v_smem, q_smem,
-                do_smem, lse_smem, delta_smem, kv_bar, full, K, R, n, G, STAGES,
+                q, d_out, k, v, lse, delta, strides, inverse, items, T, C, BLOCKS, k_smem, v_smem,
+                q_smem, do_smem, lse_smem, delta_smem, kv_bar, full, K, R, n, G, GROUP, STAGES, FEW,
             )),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 4 if FEW else 1],
+        [REGISTERS, 32 if FEW else 24],
     )  # fmt: skip

@@ -15,15 +15,25 @@ from . import gpu
 ROWS, COLUMNS = 64, 64
 # widths of heads, and keys of a block
 WIDTHS, KEYS = (64, 128), 64
+# rows of an entry under which they are no box
+LEAST_BOX = 8
+# heads of an entry at least: of one, blocks have too few rows in a span
+LEAST_GROUPS = 2
 # places of each part's ring, and registers of a warp that computes
 STAGES, REGISTERS = 2, 240
 # lists from which on dq is formed sooner with dk and dv than query by query
-LEAST_LISTS = 1 << 16
+LEAST_LISTS = 1 << 15
 
 
 def rows_of(groups: int) -> int:
-    """Rows of an entry with so many heads."""
-    return launch.padded(groups)
+    """Rows of a tile that an entry with so many heads takes."""
+    return triton.next_power_of_2(groups)
+
+
+def rows_of_part(groups: int) -> int:
+    """Rows of an entry's part of dq."""
+    rows = rows_of(groups)
+    return groups if rows < LEAST_BOX else rows
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> bool:
@@ -33,12 +43,17 @@ def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) 
     if not wanted or asked("pairs.backward") or not gpu.available(q):
         return False
     (B, T, R, n), S = selection.lists.shape, k.shape[1]
-    rows = launch.FEW_ROWS <= q.shape[2] // R <= ROWS
+    groups = q.shape[2] // R
     whole = selection.s == KEYS and S % KEYS == 0 and not selection.diagonal
     whole = whole and not launch.ends(selection)["ENDS"]
     sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
     plain = selection.gates is None and selection.soft_cap is None and scale > 0
-    if not (rows and whole and sizes and plain and 0 < B * T * R * n < 1 << 31):
+    if not (LEAST_GROUPS <= groups <= ROWS and whole and sizes and plain):
+        return False
+    if not 0 < B * T * R * n < 1 << 31:
+        return False
+    # threads copy 16 bytes each where Triton knows that they can, by strides that 16 divides
+    if rows_of(groups) < LEAST_BOX and any(stride % 16 for stride in q.stride()[:3]):
         return False
     return all(launch.boxes(t, KEYS) is not None for t in (q, k, v))
 
@@ -71,16 +86,20 @@ def backward(
 
     T, (S, K, D) = q.shape[1], k.shape[1:]
     R, n = selection.lists.shape[2:]
-    items, blocks = len(inverse.owner), triton.cdiv(S, KEYS)
-    shape = [1, 1, rows_of(q.shape[2] // R), COLUMNS]
+    items, blocks, groups = len(inverse.owner), triton.cdiv(S, KEYS), q.shape[2] // R
+    shape = [1, 1, rows_of(groups), COLUMNS]
+    few = shape[2] < LEAST_BOX
+    into = part if few or part is None else gpu.box(part, shape[1:])
     backward_kernel[(triton.cdiv(items, 2),)](
-        q=gpu.box(q, shape), k=gpu.box(k, [1, KEYS, 1, D]), v=gpu.box(v, [1, KEYS, 1, D]),
-        d_out=gpu.box(cotangent.d_out, shape), lse=cotangent.lse, delta=cotangent.delta,
-        part=None if part is None else gpu.box(part, shape[1:]), alike=alike, dk=dk, dv=dv,
-        spill_k=spills[0], spill_v=spills[1], entries=inverse.entries, bounds=inverse.bounds,
-        owner=inverse.owner, item_bounds=inverse.item_bounds, spill_bounds=inverse.spill_bounds,
-        chunk=inverse.chunk, items=items, first=inverse.first, length=inverse.length, T=T, S=S,
-        C=blocks, BLOCKS=q.shape[0] * K * blocks, scale=scale, K=K, R=R, n=n,
-        G=q.shape[2] // R, STAGES=STAGES, GATED=cotangent.gated, DQ=part is not None,
-        ALIKE=alike is not None, REGISTERS=REGISTERS, num_warps=4,
+        q=q if few else gpu.box(q, shape), k=gpu.box(k, [1, KEYS, 1, D]),
+        v=gpu.box(v, [1, KEYS, 1, D]),
+        d_out=cotangent.d_out if few else gpu.box(cotangent.d_out, shape), q_b=q.stride(0),
+        q_t=q.stride(1), q_h=q.stride(2), lse=cotangent.lse, delta=cotangent.delta, part=into,
+        alike=alike, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1], entries=inverse.entries,
+        bounds=inverse.bounds, owner=inverse.owner, item_bounds=inverse.item_bounds,
+        spill_bounds=inverse.spill_bounds, chunk=inverse.chunk, items=items, first=inverse.first,
+        length=inverse.length, T=T, S=S, C=blocks, BLOCKS=q.shape[0] * K * blocks, scale=scale,
+        K=K, R=R, n=n, G=groups, GROUP=shape[2], STAGES=STAGES, GATED=cotangent.gated,
+        DQ=part is not None, ALIKE=alike is not None, FEW=few,
+        REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,185 @@
+"""Rows of queries into shared memory for `listed_backward.py`, and parts of dq out of it. In Gluon.
+
+A tile has rows of some entries, GROUP of each, of which G are heads. Of eight rows and more the
+tensor memory accelerator moves an entry's, a box for each half of a row; fewer are no box: threads
+of four warps copy them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from .ring import at_barrier
+
+PARTS = gl.constexpr(2)
+KEYS = gl.constexpr(64)  # of a block
+ROWS = gl.constexpr(64)  # of a tile of entries
+WIDTH = gl.constexpr(64)  # of a box
+# as products read it; and as four warps copy it
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def item_of(item, items, inverse, C, BLOCKS, K):
+    """Block of an item, its row, KV head and number there, its first entry and one past the last;
+    no entries for one that is none."""
+    bounds, owner, item_bounds, chunk = inverse[1], inverse[2], inverse[3], inverse[4]
+    there = item < items
+    block = gl.load(owner + item, mask=there, other=0x7FFFFFFF)
+    there = block < BLOCKS
+    block = gl.where(there, block, 0)
+    begin = gl.load(bounds + block) + (item - gl.load(item_bounds + block)) * chunk
+    end = gl.minimum(begin + chunk, gl.load(bounds + block + 1))
+    end = gl.where(there, end, begin)
+    return block, block // C // K, block // C % K, block % C, begin.to(gl.int32), end.to(gl.int32)
+
+
+@gluon.jit
+def tile_of(smem, place, D: gl.constexpr):
+    """A tile, from a box of it on."""
+    return smem.index(place)._reinterpret(smem.dtype, [ROWS, D], TILE)
+
+
+@gluon.jit
+def head_of(e, row, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr):
+    """Of rows of entries e the head; of those that are none the last of the entry's."""
+    return e // n % R * G + gl.minimum(row % GROUP, G - 1)
+
+
+@gluon.jit
+def copy_boxes(
+    q, d_out, entries, before, b, i, end, bar, q_smem, do_smem, first, R: gl.constexpr,
+    n: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """q and d_out of a tile of entries from i on, to boxes from `first` on; `before` are the tokens
+    of rows before b."""
+    TOKENS: gl.constexpr = ROWS // q.block_shape[2]
+    mbarrier.expect(bar, ROWS * D * 4)
+    for t in gl.static_range(TOKENS):
+        e = gl.load(entries + gl.minimum(i + t, end - 1)).to(gl.int32)
+        token, head = e // (n * R) - before, e // n % R * G
+        for half in gl.static_range(D // WIDTH):
+            at = [b, token, head, half * WIDTH]
+            place = first + half * TOKENS + t
+            tma.async_copy_global_to_shared(q, at, bar, q_smem.index(place))
+            tma.async_copy_global_to_shared(d_out, at, bar, do_smem.index(place))
+
+
+@gluon.jit
+def copy_rows(
+    t, strides, entries, before, b, i, end, tile, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """As `copy_boxes`, of t row by row, by four warps."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
+    column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, BY_ROWS))
+    e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
+    token, head = e // (n * R) - before, head_of(e, row, R, n, G, GROUP)
+    at = b.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head * strides[2]
+    async_copy.async_copy_global_to_shared(tile, t + (at[:, None] + column[None]))
+
+
+@gluon.jit
+def read(
+    q, d_out, k, v, lse, delta, strides, inverse, items, T, C, BLOCKS, k_smem, v_smem, q_smem,
+    do_smem, lse_smem, delta_smem, kv_bar, full, K: gl.constexpr, R: gl.constexpr, n: gl.constexpr,
+    G: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, FEW: gl.constexpr,
+):  # fmt: skip
+    """The warps that read, for both parts in turn: with FEW four, row by row. Rows that are none
+    are those of the last entry: they are finite."""
+    TOKENS: gl.constexpr = ROWS // GROUP
+    D: gl.constexpr = k.block_shape[3]
+    TILES: gl.constexpr = 1 if FEW else TOKENS * (D // WIDTH)
+    WARPS: gl.constexpr = 4 if FEW else 1
+    LANES: gl.constexpr = gl.BlockedLayout([1 if FEW else 2], [32], [WARPS], [0])
+    THREADS: gl.constexpr = 128 + 32 * WARPS
+    entries = inverse[0]
+    row = gl.arange(0, ROWS, LANES)
+    item = gl.program_id(0) * PARTS
+    _, b0, h0, c0, begin0, end0 = item_of(item, items, inverse, C, BLOCKS, K)
+    _, b1, h1, c1, begin1, end1 = item_of(item + 1, items, inverse, C, BLOCKS, K)
+    for part in gl.static_range(PARTS):
+        b, h, c = (b0, h0, c0) if part == 0 else (b1, h1, c1)
+        bar = kv_bar.index(part)
+        mbarrier.expect(bar, KEYS * D * 4)
+        tma.async_copy_global_to_shared(k, [b, c * KEYS, h, 0], bar, k_smem.index(part))
+        tma.async_copy_global_to_shared(v, [b, c * KEYS, h, 0], bar, v_smem.index(part))
+    steps = gl.cdiv(gl.maximum(end0 - begin0, end1 - begin1), TOKENS)
+    for j in range(0, steps):
+        for part in gl.static_range(PARTS):
+            b, begin, end = (b0, begin0, end0) if part == 0 else (b1, begin1, end1)
+            i = begin + j * TOKENS
+            if i < end:
+                slot = part * STAGES + j % STAGES
+                e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
+                at = (e // (n * R)).to(gl.int64) * (R * G) + head_of(e, row, R, n, G, GROUP)
+                if j >= STAGES:
+                    at_barrier("sync", slot, THREADS)
+                bar, first = full.index(slot), slot * TILES
+                if FEW:
+                    copy_rows(
+                        q, strides, entries, b * T, b, i, end, q_smem.index(first), R, n, G, GROUP
+                    )
+                    # counted through all rows
+                    copy_rows(
+                        d_out, (0, R * G * D, D), entries, 0, b, i, end, do_smem.index(first), R, n,
+                        G, GROUP,
+                    )  # fmt: skip
+                else:
+                    copy_boxes(
+                        q, d_out, entries, b * T, b, i, end, bar, q_smem, do_smem, first, R, n, G, D
+                    )
+                async_copy.async_copy_global_to_shared(lse_smem.index(slot), lse + at)
+                async_copy.async_copy_global_to_shared(delta_smem.index(slot), delta + at)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+    # no barrier may be left halfway
+    for part in gl.static_range(PARTS):
+        begin, end = (begin0, end0) if part == 0 else (begin1, end1)
+        steps = gl.maximum(gl.cdiv(end - begin, TOKENS), 0)
+        for j in range(gl.maximum(steps - STAGES, 0), steps):
+            at_barrier("sync", part * STAGES + j % STAGES, THREADS)
+
+
+@gluon.jit
+def write_boxes(part, dq, smem, entries, i, end, before, first, GROUP: gl.constexpr):
+    """dq of a tile of entries from i on, each at its number among the parts; by way of boxes of
+    shared memory from `first` on."""
+    TOKENS: gl.constexpr = ROWS // GROUP
+    HALVES: gl.constexpr = dq.shape[1] // WIDTH
+    here = tile_of(smem, first, WIDTH)
+    if HALVES == 1:
+        here.store(dq)
+    else:
+        low, high = dq.reshape([ROWS, HALVES, WIDTH]).permute((0, 2, 1)).split()
+        here.store(low)
+        tile_of(smem, first + TOKENS, WIDTH).store(high)
+    fence_async_shared()
+    gl.thread_barrier()
+    for t in gl.static_range(TOKENS):
+        if i + t < end:
+            at = gl.load(entries + i + t).to(gl.int32) - before
+            for half in gl.static_range(HALVES):
+                box = smem.index(first + half * TOKENS + t)
+                tma.async_copy_shared_to_global(part, [at, 0, half * WIDTH], box)
+
+
+@gluon.jit
+def write_rows(part, tile, here, entries, i, end, before, G: gl.constexpr, GROUP: gl.constexpr):
+    """As `write_boxes`, row by row, by way of `here`."""
+    D: gl.constexpr = tile.shape[1]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
+    column = gl.arange(0, D, gl.SliceLayout(0, BY_ROWS))
+    there = (i + row // GROUP < end) & (row % GROUP < G)
+    e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32) - before
+    at = (e.to(gl.int64) * G + row % GROUP) * D
+    here.store(tile)
+    gl.thread_barrier()
+    gl.store(part + (at[:, None] + column[None]), here.load(BY_ROWS), mask=there[:, None])
