@@ -89,7 +89,14 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.hopper.shared_launch",
         }
     ),
-    frozenset({"kernels.hopper.interval_dq", "kernels.hopper.interval_forward"}),
+    frozenset(
+        {
+            "kernels.hopper.interval_dkv",
+            "kernels.hopper.interval_dq",
+            "kernels.hopper.interval_forward",
+            "kernels.hopper.listed_backward",
+        }
+    ),
     frozenset(
         {
             "kernels.entries",
@@ -97,7 +104,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.gather_steps",
             "kernels.hopper.gpu",
             "kernels.hopper.intervals",
-            "kernels.hopper.listed_backward",
+            "kernels.hopper.listed_rows",
             "kernels.hopper.shared_blocks",
             "kernels.norms",
             "kernels.unite",
