@@ -43,8 +43,13 @@ INTERPRETER_WARNINGS = (
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes for `-n auto`: each takes a GPU's memory for itself, or 1 to 2 GB of the CPU's."""
-    return min(os.cpu_count() or 1, 4 if torch.cuda.is_available() else 8)
+    """Processes for `-n auto`, of the cores that there are for this one: each takes a GPU's memory
+    for itself, or 1 to 2 GB of the CPU's."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(cores, 4 if torch.cuda.is_available() else 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,8 @@ of Triton without the names here just take longer."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -12,18 +14,34 @@ OWN: dict[str, Any] = {}
 
 
 def hasten() -> None:
-    from triton.language import standard
+    from triton.language import core, semantic, standard
     from triton.runtime import interpreter
 
     if hasattr(interpreter, "ReduceOps") and hasattr(standard, "_xor_combine"):
         sort_in_numpy(interpreter.ReduceOps, standard._xor_combine)
     if hasattr(interpreter, "GridExecutor") and hasattr(interpreter, "_patch_lang"):
         patch_once_a_launch(interpreter)
+    if hasattr(interpreter, "interpreter_builder"):
+        check_nothing_in_vain(interpreter.interpreter_builder)
+    if hasattr(interpreter, "_get_np_dtype"):
+        look_up_dtypes(interpreter)
+    if hasattr(core, "_type_for_tuple_values") and has(core.tuple([]), "values type"):
+        type_tuples_when_asked(core)
+    block = core.block_type(core.int32, [1])
+    known = has(block, "element_ty shape numel name")
+    if known and has(core.tensor(None, block), "handle shape numel type dtype"):
+        share_shapes(core)
+        broadcast_what_differs(semantic.TritonSemantic)
     # an operation takes as long for many elements as for few
     from native_sparse_attention.kernels import inverse
 
     OWN.setdefault("NUMBERED", inverse.NUMBERED)
     inverse.NUMBERED = 128
+
+
+def has(made: Any, names: str) -> bool:
+    """These attributes and no others."""
+    return vars(made).keys() == set(names.split())
 
 
 def sort_in_numpy(reducer: Any, xor: Any) -> None:
@@ -56,3 +74,78 @@ def patch_once_a_launch(interpreter: Any) -> None:
         return patch(fn)
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_anew, patch_once
+
+
+def check_nothing_in_vain(builder: Any) -> None:
+    """It forms every sum of integers in 64 bits too and compares, for an assertion that is made in
+    debugging alone."""
+    options = getattr(builder, "options", None)
+    if getattr(options, "sanitize_overflow", False) and not getattr(options, "debug", True):
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def look_up_dtypes(interpreter: Any) -> None:
+    """For each operation it makes a table of all of them."""
+    find, found = interpreter._get_np_dtype, {}
+
+    def look_up(dtype: Any) -> Any:
+        if dtype.name not in found:
+            found[dtype.name] = find(dtype)
+        return found[dtype.name]
+
+    interpreter._get_np_dtype = look_up
+
+
+def type_tuples_when_asked(core: Any) -> None:
+    """Every shape is a tuple, whose type nobody asks for."""
+
+    def init(self: Any, args: Any, type: Any = None) -> None:
+        self.values = list(args)
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def get(self: Any) -> Any:
+        if "own_type" not in vars(self):
+            self.own_type = core._type_for_tuple_values(self.values)
+        return self.own_type
+
+    def set(self: Any, type: Any) -> None:
+        self.own_type = type
+
+    core.tuple.__init__, core.tuple.type = init, property(get, set)
+
+
+def share_shapes(core: Any) -> None:
+    """Every tensor and its type have shapes of their own, of which there are few."""
+    make, shapes, sizes = core.block_type.__init__, {}, {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(core._unwrap_if_constexpr(size) for size in shape)
+        if key not in shapes:
+            make(self, element_ty, shape)
+            shapes[key] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, told = shapes[key]
+        self.name = f"<{told}, {element_ty}>"
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in sizes:
+            shape = core.tuple([core.constexpr(size) for size in key])
+            sizes[key] = shape, core.constexpr(math.prod(key))
+        self.shape, self.numel = sizes[key]
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+
+
+def broadcast_what_differs(semantic: Any) -> None:
+    """It compares shapes size by size, though they are shared."""
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_impl_value
