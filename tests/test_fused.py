@@ -17,6 +17,7 @@ from native_sparse_attention import (
     sliding_window_attention,
 )
 from native_sparse_attention.ops import fused
+from native_sparse_attention.ops.operators import whole
 from native_sparse_attention.ops.reference import combine_branches
 from tests.budget import CUDA, DEVICE, assert_right
 
@@ -34,6 +35,15 @@ FORCED = {"num_initial_blocks": 1, "num_local_blocks": 2}
 SIZES = (2, 150, 211) if CUDA else (1, 11, 37)
 # not causal, where all keys are queries too
 LENGTH = 211 if CUDA else 25
+
+
+def test_whole_at_any_address():
+    """Copied where it is not contiguous or begins within 16 bytes, and else as it is."""
+    t = torch.arange(33.0, dtype=torch.bfloat16, device=DEVICE)
+    for part in (t[1:], t[:32].view(4, 8).T):
+        found = whole(part)
+        assert torch.equal(found, part) and found.is_contiguous() and found.data_ptr() % 16 == 0
+    assert whole(t[:32]).data_ptr() == whole(t[8:]).data_ptr() - 16 == t.data_ptr()
 
 
 def draw(dtype=torch.float32, heads=(4, 2, 16, 16), causal=True, memory=2, own=False, raw=True):

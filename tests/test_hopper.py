@@ -214,6 +214,33 @@ def test_strided(launches):
     )
 
 
+def test_gradient_at_any_address(launches):
+    """That of a part of a tensor begins where the accelerator could not read."""
+    T, H, K = 256, 16, 2
+    q, k, v = draw(T, T, H, K, 128, 128, torch.bfloat16)
+    ck, cv = (pooled(t, 32, 16) for t in (k, v))
+    gates = torch.rand(2, T, H, 3, device=DEVICE).to(torch.bfloat16)
+    tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
+    d_out = torch.randn(q.numel() + 1, device=DEVICE).to(torch.bfloat16)[1:].view_as(q)
+    settings = dict(
+        compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
+        num_selected_blocks=2, num_local_blocks=2, sliding_window_size=255,
+    )  # fmt: skip
+    found = layer(tensors, d_out, {"listed_dq": True}, **settings)
+    assert launches["interval.backward_kv"] and launches["listed.backward"]
+    for one, other in zip(
+        found, layer(tensors, d_out.clone(), {"listed_dq": True}, **settings), strict=True
+    ):
+        assert torch.equal(one, other)
+
+    def alone(d_out):
+        out = sliding_window_attention(q, k, v, sliding_window_size=100, backend="triton")
+        return torch.autograd.grad(out, (q, k, v), d_out)
+
+    for one, other in zip(alone(d_out), alone(d_out.clone()), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_captured_without_a_sync(waits_for_nothing):
     """A forward and backward pass, all of these kernels in it, on streams side by side."""
     T, H, K = 1024, 32, 2

@@ -301,7 +301,7 @@ def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
 class Cotangent:
     """What the backward of one branch starts from: `d_out` [B T H E], the rows' log-sum-exp (in
     units of log2, 0 for an empty row) and `delta`, what each row's dp is measured from, [B T H] in
-    float32; all contiguous.
+    float32; all contiguous and aligned to 16 bytes.
 
     With `gated` the branch's output was multiplied by a gate. Its size is in `lse` already, that
     probabilities come out gated, and its sign in the last bit of `delta`: kernels short of

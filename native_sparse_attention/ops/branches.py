@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -48,6 +49,12 @@ class Settings(NamedTuple):
             self.shared, self.causal, self.scale, starts, documents, self.soft_cap,
             None if self.importance == "logits" else sinks,
         )  # fmt: skip
+
+    def room_for_lists(self, q: Tensor, ck: Tensor, ranked: bool) -> Tensor:
+        """[B T R n]: unwritten if blocks are ranked, of no block if not."""
+        ranks = ck.shape[2] if self.shared else q.shape[2]
+        lists = q.new_empty(*q.shape[:2], ranks, self.num_selected, dtype=torch.int32)
+        return lists if ranked else lists.fill_(-1)
 
     def selection(self, lists: Tensor, starts: Tensor | None, documents: Documents | None) -> Any:
         from ..kernels.launch import Selection
@@ -103,9 +110,7 @@ def attend(
     sink_cmp, sink_sel, sink_win = (None,) * 3 if sinks is None else of_heads(sinks)
     ranked = lists is None and at.num_ranked > 0 and at.num_selected > 0
     if lists is None:
-        ranks = ck.shape[2] if at.shared else q.shape[2]
-        lists = q.new_empty(*q.shape[:2], ranks, at.num_selected, dtype=torch.int32)
-        lists = lists if ranked else lists.fill_(-1)
+        lists = at.room_for_lists(q, ck, ranked)
     # where no one waits for the compressed branch, whose keys are ranked beside it
     ahead = ranked and at.importance == "logits" and leaders is None and documents is None
 
@@ -116,9 +121,9 @@ def attend(
             at.stride, at.shared, at.causal, at.scale, documents, at.soft_cap, out=lists,
         )  # fmt: skip
 
-    def attend_compressed() -> tuple[Tensor, ...]:
-        return interval.forward(cq, ck, cv, place_cmp, at.scale, memory, sinks=sink_cmp)
-
+    attend_compressed = functools.partial(
+        interval.forward, cq, ck, cv, place_cmp, at.scale, memory, sinks=sink_cmp
+    )
     if not ahead:
         out_cmp, lse_cmp = attend_compressed()
         if ranked:

@@ -25,6 +25,7 @@ from .operators import (
     prefix,
     rows,
     sink_grads,
+    whole,
 )
 from .selection import bounds, in_its_sizes, of_documents, on_its_device
 
@@ -176,7 +177,7 @@ def layer_backward(
     documents = bounds(doc_first, doc_last)
     dtype = q.dtype
     q, k, v, ck, cv, d_out = rows(q, k, v, ck, cv, d_out)
-    d_out = d_out.contiguous()
+    d_out = whole(d_out)
     query = q if cq is None else rows(cq)[0]
     window = None if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])

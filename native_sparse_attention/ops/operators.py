@@ -93,7 +93,7 @@ def interval_attention_backward(
         unit=stride if kind in (BEHIND, EVERYTHING) else 1, soft_cap=soft_cap,
     )  # fmt: skip
     q, k, v = rows(q, k, v)
-    d_out = d_out.contiguous()
+    d_out = whole(d_out)
     cotangent = combine.cotangent(d_out, out, lse, d_lse.contiguous())
     memory = prefix(mem_k, mem_v, k.shape[0])
     dq = launch.Sum(q)
@@ -205,7 +205,7 @@ def listed_attention_backward(
     """dq, dk, dv, and those of the gates."""
     from ..kernels import combine, launch, selected
 
-    d_out = d_out.contiguous()
+    d_out = whole(d_out)
     cotangent = combine.cotangent(d_out, out, lse, d_lse.contiguous())
     gates = None if gates is None else gates.contiguous()
     selection = launch.Selection(
@@ -250,6 +250,13 @@ listed_attention.register_autograd(listed_backward, setup_context=listed_setup)
 def rows(*tensors: Tensor) -> Any:
     """Kernels take any strides but the last."""
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
+
+
+def whole(t: Tensor) -> Tensor:
+    """Contiguous, and at an address that the tensor memory accelerator takes: a gradient may be
+    part of another tensor."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

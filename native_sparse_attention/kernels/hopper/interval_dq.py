@@ -26,6 +26,7 @@ from .intervals import (
     local_start,
     read_blocks,
     read_rows,
+    rows_of,
     seen,
     wait_for_all,
 )
@@ -120,19 +121,14 @@ def form(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     start, T, N = place[0], place[1], place[2]
-    i = gl.arange(0, ROWS, ROW)
-    scale_log2 = scale * 1.4426950408889634
-    done = 0
-    turns = 0
+    i, scale_log2 = gl.arange(0, ROWS, ROW), scale * 1.4426950408889634
+    done, turns = 0, 0
     for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
         tile, b, h = line_of(turn, tiles, lines, K)
         local, locals_, begin, others, initial = blocks_of(
             tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
         )
-        token = (tile * PARTS + PART) * TOKENS
-        position = start + token + i // G
-        row = (b * T + token + i // G).to(gl.int64) * (K * G) + h * G + i % G
-        real = token + i // G < T
+        token, position, row, real = rows_of(i, tile, b, h, start, T, K, PART, G)
         p0, p1 = start + token, start + token + TOKENS - 1
         lo, hi, all_lo, all_hi = seen(position, p0, p1, place, KIND)
         lse_row = gl.load(lse + row, mask=real, other=0.0)

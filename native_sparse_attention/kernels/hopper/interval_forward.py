@@ -25,6 +25,7 @@ from .intervals import (
     local_start,
     read_blocks,
     read_rows,
+    rows_of,
     seen,
     wait_for_all,
 )
@@ -102,6 +103,19 @@ def walk(
 
 
 @gluon.jit
+def measured_from(q_tile, longest_key, scale_log2, keys, real, m):
+    """The bounds of a tile's logits instead of m, if all are small and rows see enough keys; and
+    whether they are."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_tile.shape[1], 16])
+    x = q_tile.load(ACC).to(gl.float32)
+    bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
+    bound = bound * (gl.load(longest_key) * gl.abs(scale_log2))
+    most = gl.max(gl.where((keys < FEWEST) & real, float("inf"), bound), 0)
+    by_bound = most <= MOST
+    return gl.where(by_bound, bound, m), by_bound
+
+
+@gluon.jit
 def write(out, lse, smem, acc, m, l, at, row, real):
     """Out and natural lse of a part's rows."""
     empty = l == 0.0
@@ -130,17 +144,13 @@ def attend(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     start, T = place[0], place[1]
     i = gl.arange(0, ROWS, ROW)
-    done = 0
-    turns = 0
+    done, turns = 0, 0
     for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
         tile, b, h = line_of(turn, tiles, lines, K)
         local, locals_, begin, others, initial = blocks_of(
             tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
         )
-        token = (tile * PARTS + PART) * TOKENS
-        position = start + token + i // G
-        row = (b * T + token + i // G).to(gl.int64) * (K * G) + h * G + i % G
-        real = token + i // G < T
+        token, position, row, real = rows_of(i, tile, b, h, start, T, K, PART, G)
         p0, p1 = start + token, start + token + TOKENS - 1
         lo, hi, all_lo, all_hi = seen(position, p0, p1, place, KIND)
         keys = hi - lo
@@ -155,12 +165,7 @@ def attend(
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         by_bound = False
         if BOUNDED:
-            x = q_tile.load(ACC).to(gl.float32)
-            bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), ROW)
-            bound = bound * (gl.load(norms + b * K + h) * gl.abs(scale_log2))
-            most = gl.max(gl.where((keys < FEWEST) & real, float("inf"), bound), 0)
-            by_bound = most <= MOST
-            m = gl.where(by_bound, bound, m)
+            m, by_bound = measured_from(q_tile, norms + b * K + h, scale_log2, keys, real, m)
         fence_async_shared()  # what was read may be overwritten from outside
         at_barrier("arrive", QUERIES, THREADS)
         turns += 1  # noqa: SIM113
@@ -191,9 +196,7 @@ def attend(
                     gl.minimum(p0 + 1, floor), scale_log2, STAGES, way == 0,
                 )  # fmt: skip
                 if taken:
-                    write(
-                        inner_out, inner_lse, smem, inner_acc, inner_m, inner_l, at, row, real
-                    )  # fmt: skip
+                    write(inner_out, inner_lse, smem, inner_acc, inner_m, inner_l, at, row, real)
             else:
                 done, acc, m, l = walk(
                     q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, others, 0), lo,

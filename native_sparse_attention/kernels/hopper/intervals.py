@@ -39,6 +39,18 @@ def line_of(turn, tiles, lines, K):
 
 
 @gluon.jit
+def rows_of(i, tile, b, h, start, T, K, PART: gl.constexpr, G: gl.constexpr):
+    """The first token of a part of a tile; of its rows i positions, places in [B T H], and which
+    are there."""
+    TOKENS: gl.constexpr = ROWS // G
+    token = (tile * PARTS + PART) * TOKENS
+    position = start + token + i // G
+    row = (b * T + token + i // G).to(gl.int64) * (K * G) + h * G + i % G
+    real = token + i // G < T
+    return token, position, row, real
+
+
+@gluon.jit
 def local_start(position, place):
     """The first key of a position's local blocks."""
     inner_floor, inner_reach, inner_stride = place[6], place[7], place[8]
