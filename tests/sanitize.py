@@ -42,7 +42,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.kernels import launch, unite
+from native_sparse_attention.kernels import launch, pairs, unite
 from native_sparse_attention.kernels.hopper import gpu
 
 CUDA = torch.cuda.is_available()
@@ -140,9 +140,10 @@ def causal() -> None:
     layer(1, 29, query_heads_share_selected_kv=False)
     layer(1, 1)
     # several spans of tokens, and several items of a block
-    usual, launch.FEW_TOKENS, launch.ITEM_ROWS = (launch.FEW_TOKENS, launch.ITEM_ROWS), {8: 16}, 16
+    usual, launch.ITEM_ROWS = (pairs.PARTS, launch.ITEM_ROWS), 16
+    pairs.PARTS = {key: {64: (0.0, 16)} for key in pairs.PARTS}
     layer(37, 41)
-    launch.FEW_TOKENS, launch.ITEM_ROWS = usual
+    pairs.PARTS, launch.ITEM_ROWS = usual
 
 
 def not_causal() -> None:

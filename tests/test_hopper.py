@@ -15,7 +15,7 @@ from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels import launch, pairs
 from native_sparse_attention.kernels.hopper import gpu, interval_launch, listed_launch
 from native_sparse_attention.kernels.tiles import FEW_KEYS
 
@@ -118,9 +118,9 @@ def chosen(B, T, R, n, s):
 )  # fmt: skip
 def test_listed(launches, monkeypatch, heads, D, n, T, spans, dtype):
     """dk, dv and dq, in several spans of tokens and items of a block."""
-    monkeypatch.setattr(launch, "PARTS", {64: n / spans * 1.01})
-    monkeypatch.setattr(launch, "FEW_LISTS", 1)
-    monkeypatch.setattr(launch, "FEW_TOKENS", {8: 1})
+    of_spans = {64: (n / spans * 1.01, 1)}
+    monkeypatch.setattr(pairs, "PARTS", dict.fromkeys(pairs.PARTS, of_spans))
+    monkeypatch.setattr(pairs, "FEW_LISTS", 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
     q, k, v = draw(T, T, *heads, D, D, dtype)

@@ -145,10 +145,10 @@ def test_whole_blocks_and_any_scale(heads, scale):
 
 def test_block_that_all_choose(monkeypatch):
     """A list of queries that is cut into several items, and tokens into several spans."""
-    from native_sparse_attention.kernels import launch
+    from native_sparse_attention.kernels import launch, pairs
 
     monkeypatch.setattr(launch, "ITEM_ROWS", 16)
-    monkeypatch.setattr(launch, "FEW_TOKENS", {8: 16})
+    monkeypatch.setattr(pairs, "PARTS", {key: {8: (0.0, 16)} for key in pairs.PARTS})
     for T, heads in ((45 if CUDA else 35, (2, 2, 16, 16)), (45 if CUDA else 9, (12, 1, 16, 16))):
         q, k, v = draw(T, T + 15, *heads)
         lists = torch.zeros(2, T, heads[1], 2, dtype=torch.int32, device=DEVICE)

@@ -88,7 +88,8 @@ def test_unions(stride, n, ragged):
     assert of_groups == sum(some), "a group past the last token is united"
 
     # what is left for others
-    rest = unite.others(selection, unions).lists
+    rest = torch.empty_like(lists)
+    unite.others(selection, unions, rest)
     for b in range(B):
         start = selection.start if starts is None else int(starts[b])
         for t in range(T):
@@ -135,14 +136,13 @@ if CUDA:
 )
 def test_selected(monkeypatch, dtype, heads, tiles, given):
     """Groups that are united and groups that are not in one call; twice the same, bit for bit."""
-    united, once = [], unite.unite
+    united, once = [], unite.fill
 
-    def watched(*args):
-        unions = once(*args)
+    def watched(selection, unions, *others):
+        once(selection, unions, *others)
         united.append((unions.counts > 0).tolist())
-        return unions
 
-    monkeypatch.setattr(unite, "unite", watched)
+    monkeypatch.setattr(unite, "fill", watched)
     monkeypatch.setattr(launch, "tiles_a_program", lambda *_: tiles)
     B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
     place = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}

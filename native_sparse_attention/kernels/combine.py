@@ -41,16 +41,20 @@ def combine_backward_kernel(
     real = row < ROWS
     gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
     do = load_rows(d_out, row * E, E, BLOCK_E, real).to(tl.float32)
-    for branch in tl.static_range(3):
+    outs, logs, sizes = (), (), ()
+    for branch in tl.static_range(3):  # all before what is written, which might be the same
         out = cmp if branch == 0 else sel if branch == 1 else win
         lse = lse_cmp if branch == 0 else lse_sel if branch == 1 else lse_win
-        d_gate = tl.sum(load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32) * do, 1)
-        g = tl.load(gate + branch * g_3, mask=real, other=0.0).to(tl.float32)
+        outs += (load_rows(out, row * E, E, BLOCK_E, real),)
+        logs += (tl.load(lse + row, mask=real, other=0.0),)
+        sizes += (tl.load(gate + branch * g_3, mask=real, other=0.0),)
+    for branch in tl.static_range(3):
+        d_gate = tl.sum(outs[branch].to(tl.float32) * do, 1)
+        log, g = logs[branch], sizes[branch].to(tl.float32)
         tl.store(d_gates + row * 3 + branch, d_gate.to(d_gates.dtype.element_ty), mask=real)
         at = branch * tl.cast(ROWS, tl.int64) + row
         bits = d_gate.to(tl.int32, bitcast=True) & -2 | (g < 0.0).to(tl.int32)
         tl.store(delta + at, bits.to(tl.float32, bitcast=True), mask=real)
-        log = tl.load(lse + row, mask=real, other=0.0)
         size = tl.log2(tl.where(g < 0.0, -g, g))
         tl.store(
             gated + at, finite_log2(log) - tl.where(log == float("-inf"), 0.0, size), mask=real

@@ -241,9 +241,10 @@ def arguments(
     kernel: str,
     unions: Unions | None,
     united: bool,
+    seldom: bool = False,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid, and what both kernels take: for all lists, or where there are unions for the `united`
-    groups or the lists of the others."""
+    groups or the lists of the others; where there is `seldom` anything to do."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     R, n = selection.lists.shape[2:]
@@ -256,7 +257,7 @@ def arguments(
     if united:
         tokens *= lists
     tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype, united)
-    step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists)
+    step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists, seldom)
     block_s = triton.next_power_of_2(s)
     block_n = tile.block_n if selection.gates is None else max(tile.block_n, block_s)
     # rows see a tile's keys or they do not
@@ -343,7 +344,7 @@ def backward_q(
         dq.begin()
     into = dq.arguments()
     for united in (False,) if unions is None else (False, True):
-        grid, args = arguments(q, k, v, selection, "dq", unions, united)
+        grid, args = arguments(q, k, v, selection, "dq", unions, united, only is not None)
         args |= cotangent.arguments() | into
         dq_kernel[grid](d_gates=d_gates, scale=scale, only=only, ONLY=only is not None, **args)
     return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

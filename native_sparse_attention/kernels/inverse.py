@@ -169,11 +169,47 @@ def place_kernel(
         tl.store(entries + place, entry.to(entries.dtype.element_ty), mask=there)
 
 
-def invert(
-    lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int
-) -> list[Inverse]:
-    """Entries of each of B x num_heads x num_blocks blocks, for each span of `length` tokens."""
-    lists = lists.contiguous()
+@dataclass(frozen=True)
+class Inversion:
+    """Room for the inverse of lists [B T R n], by spans, and what is on its way to it."""
+
+    spans: list[Inverse]
+    numbers: Tensor  # as the lists
+    counts: Tensor  # [spans lines, shares, C]
+    totals: Tensor  # [spans, blocks]
+    tensors: dict[str, Tensor]  # of all spans
+    num_heads: int
+    tokens: int  # of a share
+
+    def fill(self, lists: Tensor) -> list[Inverse]:
+        """Writes the inverse of `lists`, contiguous."""
+        B, T, R, n = lists.shape
+        lines, shares, C = self.counts.shape
+        spans, blocks = self.totals.shape
+        at, length = self.tensors, self.spans[0].length if spans else 0
+        args = dict(T=T, C=C, length=length, tokens=self.tokens, shares=shares, B=B)
+        args |= dict(R=R, K=self.num_heads, n=n)
+        number_kernel[(lines, shares)](
+            lists, self.numbers, self.counts, BLOCK=NUMBERED, num_warps=NUMBERING, num_stages=1,
+            **args,
+        )  # fmt: skip
+        total_kernel[(lines, triton.cdiv(C, SUMMED[0]))](
+            self.counts, self.totals, C, shares, BLOCKS=SUMMED[0], SHARES=SUMMED[1], num_stages=1
+        )
+        item_kernel[(spans,)](
+            self.totals, at["bounds"], at["item_bounds"], at["spill_bounds"], at["owner"], blocks,
+            self.spans[0].chunk, len(at["entries"]) // spans, at["owner"].shape[1], BLOCKS=ITEMS,
+            num_warps=8, num_stages=1,
+        )  # fmt: skip
+        place_kernel[(lines, shares)](
+            lists, self.numbers, self.counts, at["bounds"], at["entries"], BLOCK=PLACED, **args
+        )
+        return self.spans
+
+
+def room(lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int) -> Inversion:
+    """For the entries of each of B x num_heads x num_blocks blocks, for each span of `length`
+    tokens."""
     B, T, R, n = lists.shape
     spans, lines, blocks = triton.cdiv(T, length), B * num_heads, B * num_heads * num_blocks
     tokens = max(max(SHARE, SHARE_OF_BLOCKS * num_blocks) // (R // num_heads * n), 1)
@@ -185,39 +221,33 @@ def invert(
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return lists.new_empty(shape, dtype=dtype)
 
-    numbers, counts = empty(*lists.shape), empty(spans * lines, shares, num_blocks)
-    totals, owner = empty(spans, blocks), empty(spans, most)
-    bounds, item_bounds, spill_bounds = (
-        empty(spans, blocks + 1, dtype=torch.int64) for _ in range(3)
-    )
-    entries = empty(spans * entries_of_span, dtype=small)
-
-    args = dict(T=T, C=num_blocks, length=length, tokens=tokens, shares=shares, B=B)
-    args |= dict(R=R, K=num_heads, n=n)
-    number_kernel[(spans * lines, shares)](
-        lists, numbers, counts, BLOCK=NUMBERED, num_warps=NUMBERING, num_stages=1, **args
-    )
-    total_kernel[(spans * lines, triton.cdiv(num_blocks, SUMMED[0]))](
-        counts, totals, num_blocks, shares, BLOCKS=SUMMED[0], SHARES=SUMMED[1], num_stages=1
-    )
-    item_kernel[(spans,)](
-        totals, bounds, item_bounds, spill_bounds, owner, blocks, chunk, entries_of_span, most,
-        BLOCKS=ITEMS, num_warps=8, num_stages=1,
-    )  # fmt: skip
-    place_kernel[(spans * lines, shares)](
-        lists, numbers, counts, bounds, entries, BLOCK=PLACED, **args
-    )
-    return [
+    bounds = ("bounds", "item_bounds", "spill_bounds")
+    tensors = {name: empty(spans, blocks + 1, dtype=torch.int64) for name in bounds}
+    tensors["owner"] = empty(spans, most)
+    tensors["entries"] = empty(spans * entries_of_span, dtype=small)
+    inverses = [
         Inverse(
             i * length,
             min(length, T - i * length),
-            entries,
-            bounds[i],
-            owner[i],
-            item_bounds[i],
-            spill_bounds[i],
+            tensors["entries"],
+            tensors["bounds"][i],
+            tensors["owner"][i],
+            tensors["item_bounds"][i],
+            tensors["spill_bounds"][i],
             chunk,
             entries_of_span // chunk + min(blocks, entries_of_span // chunk),
         )
         for i in range(spans)
     ]
+    return Inversion(
+        inverses, empty(*lists.shape), empty(spans * lines, shares, num_blocks),
+        empty(spans, blocks), tensors, num_heads, tokens,
+    )  # fmt: skip
+
+
+def invert(
+    lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int
+) -> list[Inverse]:
+    """As `room` says, filled."""
+    lists = lists.contiguous()
+    return room(lists, num_heads, num_blocks, chunk, length).fill(lists)

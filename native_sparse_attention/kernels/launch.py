@@ -52,11 +52,6 @@ override: dict[str, Any] = {}
 ITEM_ROWS = 16384
 FEW_ITEM_ROWS = 2048
 
-# memory for the parts of the selected branch, over that of q, by query heads a KV head; and what is
-# kept anyhow: tokens of groups so small that there is no other way, and lists of other groups
-PARTS = {1: 1.0, 8: 3.0, 64: 4.5}
-FEW_TOKENS, FEW_LISTS = {1: 2048, 8: 4096}, 1 << 14
-
 # programs for dk and dv at most, where blocks of keys are cut into shares of their queries
 MOST_SHARES = 2048
 # and so many that run at once; tiles of queries of a share, at least
@@ -164,10 +159,11 @@ def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
     return rule if rule and rule.lists * rows <= architecture().gather_rows else None
 
 
-def tiles_a_program(groups: int, lists: int) -> int:
-    """Tiles that a program walks where whole groups of lists may be left out: many programs that do
-    nothing take time too."""
-    return min(lists, 2) if groups >= 8 * ENOUGH_PROGRAMS else 1
+def tiles_a_program(groups: int, lists: int, seldom: bool = False) -> int:
+    """Tiles that a program walks where whole groups of lists may be left out, or `seldom` there is
+    anything to do: many programs that do nothing take time too."""
+    most = max(1, groups // (2 * ENOUGH_PROGRAMS))
+    return min(most, 8 if seldom else min(lists, 2))
 
 
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch
+from . import launch, streams
 from .device import (
     cap_slope,
     large,
@@ -26,9 +26,27 @@ from .device import (
     store_rows,
 )
 from .hopper import listed_launch
-from .inverse import Inverse, invert
-from .join import JOIN_ROWS, SUM_ROWS, gather_spill_kernel, join_kernel, sum_kernel
-from .launch import LOG2_E, Cotangent, Selection, Sum, strides
+from .inverse import Inverse, Inversion
+from .inverse import room as room_for_inverse
+from .join import (
+    JOIN_ROWS,
+    SPILLS,
+    SPILT_KEYS,
+    SUM_ROWS,
+    gather_spill_kernel,
+    join_kernel,
+    sum_kernel,
+)
+from .launch import ENOUGH_PROGRAMS, LOG2_E, Cotangent, Mixture, Selection, Sum, strides
+
+# memory for the parts of the selected branch, over that of q, by query heads a KV head, and tokens
+# whose parts are kept anyhow where groups are so small that there is no other way; of other groups
+# the parts of so many lists
+PARTS = {
+    "forward": {1: (1.5, 2816), 8: (3.0, 4096)},
+    "backward": {1: (1.0, 2048), 8: (3.0, 4096), 64: (4.5, 0)},
+}
+FEW_LISTS = 1 << 14
 
 # one compiled kernel for all lengths
 LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "start"]
@@ -229,66 +247,47 @@ def arguments(
     # rows of d_out, of parts, of dk
     most = max(T * H, inverse.length * H * n * triton.cdiv(selection.s, tile.block_n), S * K)
     return dict(
-        q=q,
-        k=k,
-        v=v,
-        **strides("q", q, "bth"),
-        **strides("k", k, "bnh"),
-        **strides("v", v, "bnh"),
-        gates=selection.gates,
-        entries=inverse.entries,
-        bounds=inverse.bounds,
-        owner=inverse.owner,
-        item_bounds=inverse.item_bounds,
-        chunk=inverse.chunk,
-        starts=selection.starts,
-        start=selection.start,
-        T=T,
-        S=S,
-        K=K,
-        R=R,
-        n=n,
-        s=selection.s,
-        C=num_blocks,
-        BLOCKS=B * K * num_blocks,
-        first=inverse.first,
-        length=inverse.length,
-        G=H // R,
-        D=D,
-        E=E,
-        BLOCK_D=launch.padded(D),
-        BLOCK_E=launch.padded(E),
-        BLOCK_M=tile.block_m,
-        RAGGED=selection.starts is not None,
-        DIAGONAL=selection.diagonal,
-        **launch.ends(selection),
+        q=q, k=k, v=v, **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
+        gates=selection.gates, entries=inverse.entries, bounds=inverse.bounds, owner=inverse.owner,
+        item_bounds=inverse.item_bounds, chunk=inverse.chunk, starts=selection.starts,
+        start=selection.start, T=T, S=S, K=K, R=R, n=n, s=selection.s, C=num_blocks,
+        BLOCKS=B * K * num_blocks, first=inverse.first, length=inverse.length, G=H // R, D=D, E=E,
+        BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
+        RAGGED=selection.starts is not None, DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
-        GATES=selection.gates is not None,
-        WHOLE=whole,
+        GATES=selection.gates is not None, WHOLE=whole,
         WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
-        PRECISION="ieee",
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        PRECISION="ieee", num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
-def inverted(q: Tensor, k: Tensor, selection: Selection, parts: int) -> list[Inverse]:
-    """By spans of tokens whose parts, of so many rows, together take `launch.PARTS` times as much
-    memory as q does; in one where no parts are kept."""
+def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) -> Inversion:
+    """For the inverse, by spans of tokens whose parts, of so many rows, together take
+    `PARTS` times as much memory as q does; in one where no parts are kept."""
     B, T, R, n = selection.lists.shape
     groups = q.shape[2] // R
     length = T
     if parts:
-        most = int(launch.row(launch.PARTS, groups) * groups * T / (n * parts))
-        few = launch.FEW_LISTS // (B * R)
-        if groups < launch.FEW_ROWS:
-            few = launch.row(launch.FEW_TOKENS, groups)
+        share, few = launch.row(PARTS[kernel], groups)
+        most = int(share * groups * T / (n * parts))
+        if groups >= launch.FEW_ROWS:
+            few = FEW_LISTS // (B * R)
         spans = triton.cdiv(T, max(most, few, 1))
         length = triton.cdiv(T, spans)
     num_blocks = triton.cdiv(k.shape[1], selection.s)
     rows = q.shape[0] * length * q.shape[2] * n
     most = launch.item_rows(rows, q.shape[0] * k.shape[2] * num_blocks)
-    return invert(selection.lists, k.shape[2], num_blocks, max(most // groups, 1), length)
+    return room_for_inverse(selection.lists, k.shape[2], num_blocks, max(most // groups, 1), length)
+
+
+def room_for_backward(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, with_dq: bool
+) -> Inversion:
+    """For the inverse of a `backward` that forms dq too, or not."""
+    groups = q.shape[2] // selection.lists.shape[2]
+    if listed_launch.serves(q, k, v, selection, scale):
+        groups = listed_launch.rows_of_part(groups)
+    return room(q, k, selection, "backward", groups if with_dq else 0)
 
 
 def forward(
@@ -297,14 +296,16 @@ def forward(
     v: Tensor,
     selection: Selection,
     scale: float,
+    inverses: list[Inverse],
     partial: tuple[Tensor, Tensor] | None = None,
+    mix: Mixture | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
-    keys if `partial` holds them."""
+    keys if `partial` holds them. Writes the layer's output to `mix`."""
     (B, T, H, _), E = q.shape, v.shape[-1]
     out, lse = partial or launch.empty_outputs(q, v)
     R, n = selection.lists.shape[2:]
-    for inverse in inverted(q, k, selection, parts=H // R):
+    for inverse in inverses:
         part = q.new_empty(B * inverse.length * H * n, E)
         part_lse = q.new_empty(len(part), dtype=torch.float32)
         forward_kernel[(len(inverse.owner),)](
@@ -316,7 +317,8 @@ def forward(
         join_kernel[grid](
             part, part_lse, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
             length=inverse.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS,
-            ADD=partial is not None, FLIPPED=flipped,
+            SLOTS=triton.next_power_of_2(n), ADD=partial is not None, FLIPPED=flipped,
+            **launch.mixture(mix),
         )  # fmt: skip
         del part, part_lse  # before the next span's are allocated
     return out, lse
@@ -329,6 +331,7 @@ def backward(
     selection: Selection,
     scale: float,
     cotangent: Cotangent,
+    inverses: list[Inverse],
     dk: Tensor,
     dv: Tensor,
     dq: Sum | None,
@@ -349,7 +352,7 @@ def backward(
         d_gates = q.new_zeros(*selection.lists.shape, pieces * H // R, dtype=torch.float32)
     rows = listed_launch.rows_of_part(H // R) if on_hopper else H // R
     into = None if dq is None else dq.arguments()
-    for inverse in inverted(q, k, selection, parts=0 if dq is None else rows):
+    for inverse in inverses:
         part = None
         if into is not None:
             part = q.new_empty(B * inverse.length * R * n * pieces, rows, D)
@@ -366,14 +369,13 @@ def backward(
                 **arguments(q, k, v, selection, inverse, "backward"),
             )  # fmt: skip
         blocks = triton.cdiv(S, s)
-        for spill, d, width in zip(spills, (dk, dv), (D, E), strict=True):
-            gather_spill_kernel[(B * K * blocks, pieces)](
-                spill, d, inverse.spill_bounds, S, K, s, blocks,
-                D=width, BLOCK_D=launch.padded(width), BLOCK_N=block_n,
-            )  # fmt: skip
+        keys = SPILT_KEYS if B * K * blocks >= ENOUGH_PROGRAMS else SPILT_KEYS // 4
+        gather_spill_kernel[(B * K * blocks, triton.cdiv(s, keys), 2)](
+            *spills, dk, dv, inverse.spill_bounds, S, K, s, blocks, D=D, E=E,
+            BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_N=keys, SPILLS=SPILLS,
+        )  # fmt: skip
         if into is not None:
-            if after is not None:
-                torch.cuda.current_stream(q.device).wait_event(after)
+            streams.wait(q.device, after)
             grid, flipped = launch.grid(triton.cdiv(inverse.length * H, SUM_ROWS), B)
             sum_kernel[grid](
                 part, selection.lists, unless=alike, T=T, R=R, n=n, first=inverse.first,

@@ -28,6 +28,7 @@ from . import (
 from .device import EVERYTHING, LOCAL_BLOCKS
 from .hopper import listed_launch, shared_launch
 from .hopper.shared_launch import Plan
+from .inverse import Inversion
 from .launch import Cotangent, Mixture, Place, Selection, Sum
 from .norms import key_norms
 from .unite import Unions
@@ -146,17 +147,49 @@ def combined(done: tuple[Tensor, Tensor], mix: Mixture | None) -> tuple[Tensor, 
     return done
 
 
-def room(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> Plan | None:
-    """For a plan of the forward, where blocks are shared."""
-    served = shared_launch.serves(q, k, v, selection, scale)
-    return shared_launch.plan(q, k, selection) if served else None
+def nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse over no keys."""
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    return out, q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+
+
+class ByBlock(NamedTuple):
+    """What the forward block by block waits for: which neighbours are `alike`, for `gather.py`, and
+    the lists of the others, turned round."""
+
+    alike: Unions | None
+    cost: float
+    rest: Selection
+    inverse: Inversion
+
+    def fill(self, selection: Selection) -> None:
+        if self.alike is not None:
+            unite.fill(selection, self.alike, self.cost)
+            unite.others(selection, self.alike, self.rest.lists)
+        self.inverse.fill(self.rest.lists)
+
+
+def room(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
+) -> Plan | ByBlock | None:
+    """For a plan of the forward, where there is one."""
+    if shared_launch.serves(q, k, v, selection, scale):
+        return shared_launch.plan(q, k, selection)
+    if not selection.lists.numel() or not by_block(selection, q, k, v):
+        return None
+    alike, cost = unite.room_for_alike(selection, q.shape[2], q.dtype)
+    rest = selection
+    if alike is not None:
+        rest = replace(selection, lists=torch.empty_like(selection.lists))
+    parts = q.shape[2] // selection.lists.shape[2]
+    return ByBlock(alike, cost, rest, pairs.room(q, k, rest, "forward", parts))
 
 
 @contextmanager
 def planned(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
-) -> Iterator[Plan | None]:
-    """A plan for the forward, made beside what is launched within: where blocks are shared."""
+) -> Iterator[Plan | ByBlock | None]:
+    """A plan for the forward, made beside what is launched within, where there is one."""
     plan = room(q, k, v, selection, scale)
     if plan is None:
         yield None
@@ -177,26 +210,24 @@ def listed_forward(
     partial: tuple[Tensor, Tensor] | None,
     norms: Tensor | None,
     mix: Mixture | None,
-    plan: Plan | None,
+    plan: Plan | ByBlock | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the listed blocks, joined in place with those that `partial` holds."""
     call = (q, k, v, selection, scale)
-    if plan is not None:
-        done = partial or launch.empty_outputs(q, v)
-        with streams.forked(q.device) as beside:
-            shared_launch.forward(*call, *done, partial is not None, norms, mix, plan.shared)
-            if plan.alike is not None:
-                with beside:
-                    gather.forward(*call, partial, plan.alike, done, norms, mix)
-        return done
-    unions = unite.unite(selection, q.shape[2], q.dtype)
-    if not by_block(selection, q, k, v):
+    if isinstance(plan, ByBlock):
+        if plan.alike is not None:
+            partial = gather.forward(*call, partial, plan.alike, partial or nothing(q, v), norms)
+        return pairs.forward(q, k, v, plan.rest, scale, plan.inverse.spans, partial, mix)
+    if plan is None:
+        unions = unite.unite(selection, q.shape[2], q.dtype)
         return gather.forward(*call, partial, unions, norms=norms, mix=mix)
-    rest = selection if unions is None else unite.others(selection, unions)
-    done = pairs.forward(q, k, v, rest, scale, partial)
-    if unions is not None:
-        gather.forward(*call, partial, unions, done, norms)
-    return combined(done, mix)
+    done = partial or launch.empty_outputs(q, v)
+    with streams.forked(q.device) as beside:
+        shared_launch.forward(*call, *done, partial is not None, norms, mix, plan.shared)
+        if plan.alike is not None:
+            with beside:
+                gather.forward(*call, partial, plan.alike, done, norms, mix)
+    return done
 
 
 def forward(
@@ -209,7 +240,7 @@ def forward(
     sinks: Tensor | None = None,
     mix: Mixture | None = None,
     norms: Tensor | None = None,
-    plan: Plan | None = None,
+    plan: Plan | ByBlock | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]; in those of the forced blocks if `partial` holds
     them, with their sinks. Given a `mix` also writes the layer's output. `norms` are those of the
@@ -222,8 +253,7 @@ def forward(
             partial = interval.forward(q, scale=scale, sinks=sinks, **forced)
     listed = selection.lists.shape[-1] > 0
     if partial is None and (sinks is not None or not listed):
-        out = q.new_zeros(*q.shape[:3], v.shape[-1])
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        out, lse = nothing(q, v)
         partial = out, lse if sinks is None else lse.copy_(sinks)
     if not listed:
         return combined(partial, mix)
@@ -272,25 +302,38 @@ def forced_backward_kv(
 class BackwardPlan(NamedTuple):
     """Whether dq through the listed blocks is formed block by block too, and that `apart`, beside
     what other keys give; and else, or where on the device `alike` is not 0 (most neighbours are),
-    query by query with these unions."""
+    query by query with these unions. And the lists turned round."""
 
     by_block: bool
     apart: bool = False
     unions: Unions | None = None
+    cost: float = 0.0
     alike: Tensor | None = None
+    inverse: Inversion | None = None
+
+    def fill(self, selection: Selection) -> None:
+        if self.unions is not None:
+            unite.fill(selection, self.unions, self.cost)
+            if self.alike is not None:
+                unite.most(self.unions, self.alike)
+        if self.inverse is not None:
+            self.inverse.fill(selection.lists)
 
 
 def plan_backward(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
 ) -> BackwardPlan:
+    """Room for what `fill` writes."""
     if not selection.lists.shape[-1]:
         return BackwardPlan(False)
+    call = (q, k, v, selection, scale)
     if by_block(selection, q, k, v):
-        return BackwardPlan(True)
-    unions = unite.unite(selection, q.shape[2], q.dtype)
-    if not listed_launch.forms_dq(q, k, v, selection, scale):
-        return BackwardPlan(False, unions=unions)
-    return BackwardPlan(True, True, unions, None if unions is None else unite.most(unions))
+        return BackwardPlan(True, inverse=pairs.room_for_backward(*call, with_dq=True))
+    unions, cost = unite.room_for_alike(selection, q.shape[2], q.dtype)
+    with_dq = listed_launch.forms_dq(*call)
+    alike = None if unions is None or not with_dq else unions.counts.new_empty(())
+    inverse = pairs.room_for_backward(*call, with_dq)
+    return BackwardPlan(with_dq, with_dq, unions, cost, alike, inverse)
 
 
 def listed_backward_q(
@@ -323,14 +366,19 @@ def listed_backward_kv(
     dv: Tensor,
     dq: Sum,
     plan: BackwardPlan,
+    ready: torch.cuda.Event | None = None,
     after: torch.cuda.Event | None = None,
 ) -> Tensor | None:
     """Adds to dk and dv, in float32, through the listed blocks, and to dq what `listed_backward_q`
-    has not, but not before `after`; then also gives the gradient of the gates."""
-    if not selection.lists.shape[-1]:
+    has not, but not before `after`; then also gives the gradient of the gates. The plan is filled
+    when `ready`."""
+    if plan.inverse is None:
         return None if selection.gates is None else torch.zeros_like(selection.gates)
+    streams.wait(q.device, ready)
     rest = dq if plan.by_block else None
-    return pairs.backward(q, k, v, selection, scale, cotangent, dk, dv, rest, plan.alike, after)
+    return pairs.backward(
+        q, k, v, selection, scale, cotangent, plan.inverse.spans, dk, dv, rest, plan.alike, after
+    )
 
 
 def backward(
@@ -339,6 +387,7 @@ def backward(
     """dq, dk and dv, these in float32, and the gradient of the gates."""
     given, dq = (q, k, v, selection, scale, cotangent), Sum(q)
     plan = plan_backward(q, k, v, selection, scale)
+    plan.fill(selection)
     forced_backward_q(*given, dq)
     d_gates = listed_backward_q(*given, dq, plan)
     dk, dv = forced_backward_kv(*given)

@@ -41,3 +41,9 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def wait(device: torch.device, event: torch.cuda.Event | None) -> None:
+    """What is launched from here on waits for what was marked."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)

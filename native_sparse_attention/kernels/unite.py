@@ -9,7 +9,7 @@ a union is a block in its low 32 bits and, in the high 32, a bit for each list t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,8 +20,8 @@ from . import launch
 from .device import grid_place
 from .launch import Selection
 
-# pairs of entries that one program compares
-MOST_PAIRS = 1 << 14
+# pairs of entries that one program compares, and entries that one warp does
+MOST_PAIRS, ALONE = 1 << 14, 256
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def fill(
         float(cost or 0.0), LISTS=unions.lists, PARTS=whole.lists // unions.lists,
         STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk, ALIKE=cost is not None,
         RAGGED=selection.starts is not None, FLIPPED=flipped,
-        num_warps=1 if whole.lists * slots <= (128 if chunk else 64) else 4,
+        num_warps=1 if whole.lists * slots <= (128 if chunk else ALONE) else 4,
     )  # fmt: skip
     if shared is not None and cost is not None:
         settle_kernel[(1,)](
@@ -215,17 +215,48 @@ def unite(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
     return alike
 
 
-def most(unions: Unions) -> Tensor:
-    """Whether most groups are united, [] int32."""
-    return (unions.counts.count_nonzero() * 2 > unions.counts.numel()).to(torch.int32)
+@triton.jit(do_not_specialize=["groups"])
+def most_kernel(counts, out, groups, BLOCK: tl.constexpr):
+    """One program. Whether most groups are united."""
+    united = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, groups, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        united += (tl.load(counts + i, mask=i < groups, other=0) > 0).to(tl.int32)
+    tl.store(out, (tl.sum(united, 0) > groups // 2).to(tl.int32))
 
 
-def others(selection: Selection, unions: Unions) -> Selection:
-    """The selection without the lists of united groups, which become empty."""
-    T, stride = selection.lists.shape[1], selection.stride
-    token = torch.arange(T, device=selection.lists.device)
-    start = selection.start if selection.starts is None else selection.starts[:, None]
-    group = ((token + start % stride) // (stride * unions.lists)).long().view(-1, 1, T)
-    united = (unions.counts > 0).gather(2, group.expand(*unions.counts.shape[:2], T))
-    lists = selection.lists.masked_fill(united.transpose(1, 2)[..., None], -1)
-    return replace(selection, lists=lists)
+def most(unions: Unions, out: Tensor) -> None:
+    """Writes whether most groups are united, [] int32."""
+    most_kernel[(1,)](unions.counts, out, unions.counts.numel(), BLOCK=4096, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["ROWS", "T", "start", "groups"])
+def others_kernel(
+    lists, rest, counts, starts, start, ROWS, T, R, n, groups,
+    LISTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program: M lists, which are left as they are or, those of united groups, become empty."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.arange(0, SLOTS)
+    there = row < ROWS
+    b, t, r = row // R // T, row // R % T, row % R
+    if RAGGED:
+        start = tl.load(starts + b, mask=there, other=0)
+    group = (t + start % STRIDE) // (STRIDE * LISTS)
+    count = tl.load(counts + (b * R + r) * groups + group, mask=there, other=0)
+    at = row[:, None] * n + slot[None]
+    mask = there[:, None] & (slot < n)[None]
+    c = tl.load(lists + at, mask=mask & (count == 0)[:, None], other=-1)
+    tl.store(rest + at, c, mask=mask)
+
+
+def others(selection: Selection, unions: Unions, rest: Tensor) -> None:
+    """Writes the lists to `rest`, those of united groups empty."""
+    lists = selection.lists
+    B, T, R, n = lists.shape
+    others_kernel[(triton.cdiv(B * T * R, 64),)](
+        lists, rest, unions.counts, selection.starts, selection.start, B * T * R, T, R, n,
+        unions.groups, LISTS=unions.lists, STRIDE=selection.stride,
+        SLOTS=triton.next_power_of_2(n), RAGGED=selection.starts is not None, BLOCK_M=64,
+    )  # fmt: skip

@@ -134,7 +134,6 @@ def attend(
         lists = selected.valid_lists(selection, k.shape[1])
         selection = at.selection(lists, starts, documents)
     selection = selected.with_initial(selection)
-    norms = key_norms(q, k)
     if window is None:
         near, of_window = selected.within_window(selection, k, v, at.w)[1], (k, v)
     else:
@@ -150,6 +149,7 @@ def attend(
                 plan.fill(selection)
         if ahead:
             out_cmp, lse_cmp = attend_compressed()
+        norms = key_norms(q, k)
         out_win, lse_win, *partial = interval.forward(
             q, *of_window, place_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
             norms=norms if window is None else None,
@@ -214,27 +214,32 @@ def attend_backward(
     query, dcq = (q, dq) if cq is None else (cq, Sum(cq))
 
     def through_queries() -> None:
-        if chosen.gates is None and plan.alike is None:
-            selected.listed_backward_q(*listed, dq, plan)
         interval_backward.backward_q(query, ck, cv, place_cmp, at.scale, cmp, dcq, memory)
         interval_backward.backward_q(q, *near, place_win, at.scale, win, dq, inner=within)
         if within is None:
             selected.forced_backward_q(*listed, dq)
-        if plan.alike is not None:  # which may write nothing
+        if chosen.gates is None:
+            streams.wait(q.device, ready)
             selected.listed_backward_q(*listed, dq, plan)
 
     d_chosen = None
     if chosen.gates is not None:
         d_chosen = selected.listed_backward_q(*listed, dq, plan)
     if plan.apart:
-        listed_dk, listed_dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
-    with streams.forked(q.device) as beside:
+        listed_dk, listed_dv = (torch.empty_like(t, dtype=torch.float32) for t in (k, v))
+    with streams.forked(q.device, ahead=True) as ahead, streams.forked(q.device) as beside:
+        with ahead:
+            plan.fill(chosen)
+            if plan.apart:
+                listed_dk.zero_()
+                listed_dv.zero_()
+            ready = streams.mark(q.device)
         if plan.apart:
             through_queries()
             done = streams.mark(q.device)
         with beside:
             if plan.apart:
-                selected.listed_backward_kv(*listed, listed_dk, listed_dv, dq, plan, done)
+                selected.listed_backward_kv(*listed, listed_dk, listed_dv, dq, plan, ready, done)
             else:
                 through_queries()
         dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, at.scale, cmp)
@@ -246,12 +251,12 @@ def attend_backward(
         # in the window's own gradients where they are those of k and v too
         dk, dv = d_window if within else selected.forced_backward_kv(*listed)
         if not plan.by_block:
-            selected.listed_backward_kv(*listed, dk, dv, dq, plan)
-    if plan.apart:
-        dk += listed_dk
-        dv += listed_dv
-    elif plan.by_block:
+            selected.listed_backward_kv(*listed, dk, dv, dq, plan, ready)
+    if plan.by_block and not plan.apart:
         d_chosen = selected.listed_backward_kv(*listed, dk, dv, dq, plan)
     if window is None and not within:
         dk, dv = dk + d_window[0], dv + d_window[1]
+    if plan.apart:
+        dk = torch.add(dk, listed_dk, out=torch.empty_like(k))
+        dv = torch.add(dv, listed_dv, out=torch.empty_like(v))
     return BranchGradients(dq.total(), dk, dv, dck, dcv, dcq.total(), d_window, d_chosen)

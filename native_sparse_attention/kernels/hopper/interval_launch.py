@@ -23,6 +23,8 @@ WIDTHS = (128,)
 # tiles that a multiprocessor has at least: 3.9 were faster, of fewer programs with half the rows
 # would use more multiprocessors
 LEAST_TILES = 3
+# tiles of queries of a share of dk and dv, at least, where no part of the GPU is idle for it
+LEAST_SHARE = 64
 # places of the ring, and registers of a warp that computes
 STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
 
@@ -173,6 +175,9 @@ def backward_kv(
     seeing = T if place.wide else min(T, place.reach + 2 * KEYS)
     tiles = triton.cdiv(seeing, ROWS // args["G"])
     splits = launch.query_splits(blocks * B * K, tiles, place.wide)
+    if place.wide:
+        fill = launch.query_splits(blocks * B * K, tiles, False)
+        splits = max(min(splits, tiles // LEAST_SHARE), fill)
     dk, dv = (t.new_empty(splits, B, N, K, D, dtype=torch.float32) for t in (k, v))
     dkv_kernel[(blocks * B * K, splits)](
         d_out=gpu.box(cotangent.d_out, args["q"].block_shape), lse=cotangent.lse,
