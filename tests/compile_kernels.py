@@ -224,6 +224,23 @@ def rotate(dtype, heads, tokens=64, starts=None):
     rotary.rotate(pair, torch.ones(D // 2), starts, None, 0, 1.0)
 
 
+def rank(dtype, heads, **settings):
+    """The selection by probabilities, as a Hopper does it."""
+    H, K, D = heads
+    q, ck = torch.zeros(1, 320, H, D).to(dtype), torch.zeros(1, 20, K, D).to(dtype)
+    settings = {
+        "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
+        "num_selected_blocks": 13, "num_initial_blocks": 1, "num_local_blocks": 2,
+        "selection_stride": 1, "causal": True, **settings,
+    }  # fmt: skip
+    with launch.using({"probs": True}):
+        library.select_blocks(
+            q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance="probs", scale=None,
+            interpolated_importance_score=False, query_heads_share_selected_kv=True, seq_len=320,
+            q_offset=0, **settings,
+        )  # fmt: skip
+
+
 if __name__ == "__main__":
     compile_only(int(sys.argv[1]))
     some = sys.argv[2:]
@@ -274,6 +291,12 @@ if __name__ == "__main__":
                         sliding_window_size=size,
                     )  # fmt: skip
             layer(torch.float16, (16, 1, 128, 128), slots=1, sliding_window_size=129)
+    if not some or "ranking" in some:
+        for heads in (8, 16, 32, 64):
+            rank(torch.bfloat16, (heads, 1, 128))
+        rank(torch.float16, (16, 1, 64), num_selected_blocks=16, selection_stride=4)
+        rank(torch.bfloat16, (8, 1, 128), num_selected_blocks=16, causal=False)
+        rank(torch.bfloat16, (16, 1, 128), selection_block_size=32)
     if not some or "gates" in some:
         for rule in ("logits", "probs"):
             layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)

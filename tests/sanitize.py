@@ -219,7 +219,7 @@ def alike() -> None:
 def hopper() -> None:
     """Neighbours that chose differently: blocks read once for all of them, some of them united; and
     what stands in for other kernels where heads fill a tile."""
-    tried = {"intervals": True, "shared": True, "listed_dq": True}
+    tried = {"intervals": True, "shared": True, "listed_dq": True, "probs": True}
     tried["unite"] = launch.Unite(4, 1.1, least=0)
     with launch.using(tried):
         for heads, T in (
@@ -231,6 +231,7 @@ def hopper() -> None:
             layer(
                 T, 256, heads, compress_block_size=32, compress_block_sliding_stride=16,
                 selection_block_size=64, sliding_window_size=129, memory=heads[0] != 16,
+                importance="probs" if heads[0] == 16 else "logits",
             )  # fmt: skip
 
 

@@ -11,12 +11,18 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
+from tests import test_select
 from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels import launch, pairs
-from native_sparse_attention.kernels.hopper import gpu, interval_launch, listed_launch
+from native_sparse_attention.kernels.hopper import (
+    gpu,
+    interval_launch,
+    listed_launch,
+    ranking_launch,
+)
 from native_sparse_attention.kernels.tiles import FEW_KEYS
 
 pytestmark = [
@@ -31,6 +37,7 @@ LAUNCHES = [
     (interval_launch, "backward_q"),
     (interval_launch, "backward_kv"),
     (listed_launch, "backward"),
+    (ranking_launch, "rank"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 SIZES = pytest.mark.parametrize("size", [1.0, 8.0], ids=["by the bound", "by the maximum"])
@@ -150,6 +157,79 @@ def test_alike(launches, most):
             return_lse=True, q_offset=0,
         )  # fmt: skip
     assert launches["listed.backward"] == 1
+
+
+def assert_ranked(q, ck, S, **settings):
+    """The blocks that are best by probability, in float64."""
+    usual = dict(
+        compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
+        num_selected_blocks=13, num_local_blocks=2, importance="probs",
+    )  # fmt: skip
+    with launch.using({"probs": True}):
+        test_select.assert_right(q, ck, None, S, **{**usual, **settings})
+
+
+@DTYPES
+@pytest.mark.parametrize("heads, D", [((16, 2), 128), ((16, 1), 64), ((32, 1), 128), ((64, 1), 64),
+                                      ((128, 2), 128)])  # fmt: skip
+@pytest.mark.parametrize(
+    "T, S, settings",
+    [
+        (1, 1, {}),
+        (131, 3001, {}),
+        (1027, 1027, {"with_lse": True, "num_selected_blocks": 16}),
+        (333, 2111, {"num_initial_blocks": 0, "num_local_blocks": 1, "scale": -0.3}),
+        (700, 3000, {"num_initial_blocks": 18, "num_selected_blocks": 1, "causal": False}),
+        (500, 2500, {"selection_stride": 4}),
+        (130, 130, {"selection_stride": 8}),
+    ],
+    ids=str,
+)
+def test_ranking(launches, heads, D, T, S, settings, dtype):
+    """Windows that fill no step, steps even and odd in number, tiles that are not full."""
+    causal = settings.get("causal", True)
+    q, ck, _ = test_select.draw(T, S, *heads, D, d=16, causal=causal, dtype=dtype)
+    assert_ranked(q, ck, S, **settings)
+    assert launches == ({"ranking.rank": 1} if ck.shape[1] else {})
+
+
+@pytest.mark.parametrize(
+    "l, d, s, n", [(16, 16, 64, 13), (80, 16, 64, 5), (32, 16, 32, 16), (64, 16, 128, 8)]
+)
+@pytest.mark.parametrize("heads", [(16, 2), (16, 1)])
+def test_ranking_of_windows(launches, heads, l, d, s, n):
+    """That do not overlap, that reach as far as they may, and blocks of fewer and more of them."""
+    q, ck, _ = test_select.draw(150, 3000, *heads, 128, d=d, dtype=torch.bfloat16)
+    sizes = test_select.sizes(l, d, s)
+    assert_ranked(q, ck, 3000, **sizes, num_selected_blocks=n)
+    assert launches == {"ranking.rank": 1}
+
+
+def test_ranking_of_one_list(launches):
+    """All of the best blocks lie in one list."""
+    q, ck, _ = test_select.draw(100, 16 * 64 * 15, 16, 1, 128, d=16, dtype=torch.bfloat16)
+    q[..., 0] += 3
+    ck.view(2, -1, 4, 1, 128)[:, 5::16, ..., 0] += 3
+    assert_ranked(q, ck, 16 * 64 * 15)
+    assert launches == {"ranking.rank": 1}
+
+
+def test_ranking_in_other_places(launches):
+    """Queries of several calls, and heads before tokens, as some projections give them."""
+    S = 2000
+    q, ck, _ = test_select.draw(S, S, 16, 1, 128, d=16, dtype=torch.bfloat16)
+    call = test_select.SETTINGS | test_select.sizes(32, 16, 64)
+    call |= dict(importance="probs", num_selected_blocks=13, seq_len=S, mem_k=None)
+    apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, ck)]
+    with launch.using({"probs": True}):
+        whole, _ = test_select.library.select_blocks(q, ck, q_offset=0, **call)
+        parts = [
+            test_select.library.select_blocks(part, ck, q_offset=start, **call)[0]
+            for part, start in ((q[:, :777], 0), (q[:, 777:], 777))
+        ]
+        assert torch.equal(torch.cat(parts, 1), whole)
+        assert torch.equal(test_select.library.select_blocks(*apart, q_offset=0, **call)[0], whole)
+    assert launches == {"ranking.rank": 4}
 
 
 def layer(tensors, d_out, within, **settings):

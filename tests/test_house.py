@@ -86,6 +86,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "kernels.hopper.interval_launch",
             "kernels.hopper.listed_launch",
+            "kernels.hopper.ranking_launch",
             "kernels.hopper.shared_launch",
         }
     ),
@@ -95,6 +96,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.hopper.interval_dq",
             "kernels.hopper.interval_forward",
             "kernels.hopper.listed_backward",
+            "kernels.hopper.probs_ranking",
         }
     ),
     frozenset(

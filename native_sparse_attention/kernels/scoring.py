@@ -21,6 +21,7 @@ from .device import (
     load_rows,
     visible_windows,
 )
+from .hopper import ranking_launch
 from .probs import best_by_probs, log_sum_exp
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
 
@@ -321,6 +322,13 @@ def select_blocks(
         if lse is None:
             lse = log_sum_exps(mem_k, args, B, H)
             lse = lse if sinks is None else torch.logaddexp(lse, sinks)
+        plain = starts is None and documents is None and soft_cap is None
+        if ranking_launch.serves(q, ck, first_token, ranks, l, d, s, n, stride, plain):
+            ranking_launch.rank(
+                q, ck, lse, out, first_token, num_ranked, l, d, s, num_initial, num_local, stride,
+                causal, scale,
+            )  # fmt: skip
+            return out
         args |= dict(
             lse=lse, WINDOW=l, PER_BLOCK=triton.next_power_of_2(max(1, s // d)),
             WARPS=tile.num_warps, WIDE=launch.wide(ck),
