@@ -178,7 +178,7 @@ def assert_ranked(q, ck, S, **settings):
         (1, 1, {}),
         (131, 3001, {}),
         (1027, 1027, {"with_lse": True, "num_selected_blocks": 16}),
-        (333, 2111, {"num_initial_blocks": 0, "num_local_blocks": 1, "scale": -0.3}),
+        (333, 7111, {"num_initial_blocks": 0, "num_local_blocks": 1, "scale": -0.3}),
         (700, 3000, {"num_initial_blocks": 18, "num_selected_blocks": 1, "causal": False}),
         (500, 2500, {"selection_stride": 4}),
         (130, 130, {"selection_stride": 8}),

@@ -22,6 +22,7 @@ from .tiles import (
     ARCHITECTURES,
     ELSEWHERE,
     ENOUGH_PROGRAMS,
+    FEW_BLOCKS,
     FEW_HEADS,
     FEWER_KEYS,
     MOST_IN_LISTS,
@@ -376,9 +377,10 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ranking_tile(
-    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False
-) -> RankingTile:
-    """For heads of `width`, `groups` of which rank together, and the n best."""
+    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False,
+    blocks: int = ALWAYS,
+) -> RankingTile:  # fmt: skip
+    """For heads of `width`, `groups` of which rank together, and the n best of `blocks`."""
     tables = architecture()
     if rule == "probs":
         tile = row(row(tables.probs, width), groups)
@@ -386,6 +388,8 @@ def ranking_tile(
             tile = PROBS_FLOAT32
     else:
         tile = row(tables.interpolated if interpolated else tables.logits, width)
+        if blocks <= FEW_BLOCKS:
+            tile = replace(tile, block_n=min(tile.block_n, 32))
     tile = override.get(f"ranking.{rule}", tile)
     if rule == "probs":
         # a tile holds at least one token with all heads of its group

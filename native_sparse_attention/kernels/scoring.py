@@ -308,7 +308,7 @@ def select_blocks(
     )  # fmt: skip
     if importance == "logits":
         kernel, rows = logits_kernel, 1
-        tile = launch.ranking_tile(importance, D, G, n, q.dtype, interpolated)
+        tile = launch.ranking_tile(importance, D, G, n, q.dtype, interpolated, num_ranked)
         keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale, documents=documents)
         one_half = G == 1 and q.dtype != torch.float32
         args |= dict(keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half)

@@ -147,9 +147,9 @@ def attend(
                 rank(None)
             if plan is not None:
                 plan.fill(selection)
+        norms = key_norms(q, k)
         if ahead:
             out_cmp, lse_cmp = attend_compressed()
-        norms = key_norms(q, k)
         out_win, lse_win, *partial = interval.forward(
             q, *of_window, place_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
             norms=norms if window is None else None,

@@ -219,6 +219,10 @@ def walk(
     even_sums, odd_sums = sums
     y = gl.zeros([KEYS, ROWS], gl.float32, ACC)
     x = warpgroup_mma_wait(0, deps=[product(even, 0, q_tile, y)])
+    PLACES: gl.constexpr = even[0].shape[0]
+    expect_keys(even, PLACES, pairs > PLACES)
+    gl.thread_barrier()
+    read_keys(ck, even, b, h, begin + 2 * PLACES, PLACES, pairs > PLACES)
     for pair in range(0, pairs - 1):
         found, kept, y = walk_step(
             found, kept, x, y, begin + 2 * pair, ck, odd, pair, pairs, q_tile, even_sums, odd_sums,
