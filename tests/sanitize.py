@@ -139,6 +139,7 @@ def causal() -> None:
     layer(21, 53, importance="probs")
     layer(1, 29, query_heads_share_selected_kv=False)
     layer(1, 1)
+    layer(9, 13, num_selected_blocks=0)
     # several spans of tokens, and several items of a block
     usual, launch.ITEM_ROWS = (pairs.PARTS, launch.ITEM_ROWS), 16
     pairs.PARTS = {key: {64: (0.0, 16)} for key in pairs.PARTS}
