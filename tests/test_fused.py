@@ -21,6 +21,10 @@ from native_sparse_attention.ops.operators import whole
 from native_sparse_attention.ops.reference import combine_branches
 from tests.budget import CUDA, DEVICE, assert_right
 
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels import selected
+
 pytestmark = pytest.mark.kernels
 
 L, D_, S_, N, W = 8, 4, 8, 2, 21
@@ -167,6 +171,24 @@ def test_window_that_shares_a_tensor(given):
         results.append([out, *grads])
     for actual, expected in zip(*results):
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("forced", [{}, FORCED], ids=["free", "forced"])
+def test_listed_blocks_apart(forced, monkeypatch):
+    """dq of listed blocks formed with their dk and dv, beside those of other keys; however keys and
+    values lie."""
+    monkeypatch.setattr(selected.listed_launch, "forms_dq", lambda *_: True)
+    tensors = draw(heads=(18, 2, 16, 16))
+    assert_layer_right(tensors, forced=forced)
+    found = []
+    for apart in (False, True):
+        leaves = dict(tensors)
+        if apart:
+            leaves |= {n: tensors[n].transpose(1, 2).contiguous().transpose(1, 2) for n in "kv"}
+        leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
+        out = native_sparse_attention(**leaves, backend="triton", causal=True, **SETTINGS, **forced)
+        found.append(torch.autograd.grad(out.square().sum(), list(leaves.values())))
+    assert all(torch.equal(*grads) for grads in zip(*found, strict=True))
 
 
 def test_leaders_that_make_no_sense():

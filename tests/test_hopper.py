@@ -321,6 +321,27 @@ def test_gradient_at_any_address(launches):
         assert torch.equal(one, other)
 
 
+def test_layer_of_strided_keys(launches):
+    """Heads before tokens: gradients lie as they do otherwise."""
+    T, H, K = 256, 32, 2
+    q, k, v = draw(T, T, H, K, 128, 128, torch.bfloat16)
+    ck, cv = (pooled(t, 32, 16) for t in (k, v))
+    gates = torch.rand(2, T, H, 3, device=DEVICE).to(torch.bfloat16)
+    d_out = torch.randn_like(q)
+    settings = dict(
+        compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
+        num_selected_blocks=2, num_local_blocks=2, sliding_window_size=255,
+    )  # fmt: skip
+    found = []
+    for apart in (False, True):
+        if apart:
+            k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, ck, cv, gates)]
+        found.append(layer(leaves, d_out, {"listed_dq": True}, **settings))
+    assert launches["listed.backward"] == 2
+    assert all(torch.equal(*grads) for grads in zip(*found, strict=True))
+
+
 def test_captured_without_a_sync(waits_for_nothing):
     """A forward and backward pass, all of these kernels in it, on streams side by side."""
     T, H, K = 1024, 32, 2

@@ -226,7 +226,7 @@ def attend_backward(
     if chosen.gates is not None:
         d_chosen = selected.listed_backward_q(*listed, dq, plan)
     if plan.apart:
-        listed_dk, listed_dv = (torch.empty_like(t, dtype=torch.float32) for t in (k, v))
+        listed_dk, listed_dv = (t.new_empty(t.shape, dtype=torch.float32) for t in (k, v))
     with streams.forked(q.device, ahead=True) as ahead, streams.forked(q.device) as beside:
         with ahead:
             plan.fill(chosen)
@@ -257,6 +257,6 @@ def attend_backward(
     if window is None and not within:
         dk, dv = dk + d_window[0], dv + d_window[1]
     if plan.apart:
-        dk = torch.add(dk, listed_dk, out=torch.empty_like(k))
-        dv = torch.add(dv, listed_dv, out=torch.empty_like(v))
+        dk = torch.add(dk, listed_dk, out=k.new_empty(k.shape))
+        dv = torch.add(dv, listed_dv, out=v.new_empty(v.shape))
     return BranchGradients(dq.total(), dk, dv, dck, dcv, dcq.total(), d_window, d_chosen)
