@@ -75,8 +75,10 @@ def test_unions(stride, n, ragged):
     lists = draw_lists(B, T, R, n, max(3 * n, 8))
     starts = torch.tensor([7, 2], device=DEVICE) if ragged else None
     selection = Selection(lists, 8, 0, 1, True, 5, starts, stride=stride)
+    rest = torch.empty_like(lists)
     with launch.using({"unite": RULE}):
-        unions = unite.unite(selection, 2 * R, torch.float16)
+        unions, cost = unite.room_for_alike(selection, 2 * R, torch.float16)
+    unite.fill(selection, unions, cost, rest=rest)
     right = expected(selection, RULE)
     some = [bool(members) for members in right.values()]
     assert any(some) and not all(some)
@@ -88,8 +90,6 @@ def test_unions(stride, n, ragged):
     assert of_groups == sum(some), "a group past the last token is united"
 
     # what is left for others
-    rest = torch.empty_like(lists)
-    unite.others(selection, unions, rest)
     for b in range(B):
         start = selection.start if starts is None else int(starts[b])
         for t in range(T):
@@ -138,8 +138,8 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
     """Groups that are united and groups that are not in one call; twice the same, bit for bit."""
     united, once = [], unite.fill
 
-    def watched(selection, unions, *others):
-        once(selection, unions, *others)
+    def watched(selection, unions, *others, **named):
+        once(selection, unions, *others, **named)
         united.append((unions.counts > 0).tolist())
 
     monkeypatch.setattr(unite, "fill", watched)

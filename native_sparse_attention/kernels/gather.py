@@ -296,14 +296,15 @@ def forward(
     written: tuple[Tensor, Tensor] | None = None,
     norms: Tensor | None = None,
     mix: Mixture | None = None,
+    seldom: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
-    keys if `partial` holds them. `written` holds both but for the united groups; `norms` are those
-    of the keys. Writes the layer's output to `mix`."""
+    keys if `partial` holds them. `written` holds both but for the united groups, and where that is
+    all there `seldom` is any; `norms` are those of the keys. Writes the layer's output to `mix`."""
     out, lse = written or partial or launch.empty_outputs(q, v)
 
     def run(united: bool) -> None:
-        grid, args = arguments(q, k, v, selection, "forward", unions, united)
+        grid, args = arguments(q, k, v, selection, "forward", unions, united, seldom)
         # one list's tile waits for its keys, not for a maximum
         bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
         args |= bounds(norms if bounded else None)

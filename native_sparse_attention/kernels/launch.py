@@ -163,8 +163,8 @@ def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
 def tiles_a_program(groups: int, lists: int, seldom: bool = False) -> int:
     """Tiles that a program walks where whole groups of lists may be left out, or `seldom` there is
     anything to do: many programs that do nothing take time too."""
-    most = max(1, groups // (2 * ENOUGH_PROGRAMS))
-    return min(most, 8 if seldom else min(lists, 2))
+    programs, most = (ENOUGH_PROGRAMS // 2, 8) if seldom else (2 * ENOUGH_PROGRAMS, min(lists, 2))
+    return min(max(1, groups // programs), most)
 
 
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:

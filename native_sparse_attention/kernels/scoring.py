@@ -132,7 +132,7 @@ def logits_kernel(
 
     # [M, D]
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for g in range(G):
+    for g in tl.range(0, G, num_stages=4):
         rows = b * q_b + token.to(tl.int64) * q_t + (r * G + g) * q_h
         total += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
     q_high, q_low, _ = two_halves(total)

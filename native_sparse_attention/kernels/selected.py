@@ -155,7 +155,7 @@ def nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 class ByBlock(NamedTuple):
     """What the forward block by block waits for: which neighbours are `alike`, for `gather.py`, and
-    the lists of the others, turned round."""
+    the lists of the others; which are turned round at once only if that is all."""
 
     alike: Unions | None
     cost: float
@@ -164,9 +164,9 @@ class ByBlock(NamedTuple):
 
     def fill(self, selection: Selection) -> None:
         if self.alike is not None:
-            unite.fill(selection, self.alike, self.cost)
-            unite.others(selection, self.alike, self.rest.lists)
-        self.inverse.fill(self.rest.lists)
+            unite.fill(selection, self.alike, self.cost, rest=self.rest.lists)
+        else:
+            self.inverse.fill(self.rest.lists)
 
 
 def room(
@@ -216,7 +216,11 @@ def listed_forward(
     call = (q, k, v, selection, scale)
     if isinstance(plan, ByBlock):
         if plan.alike is not None:
-            partial = gather.forward(*call, partial, plan.alike, partial or nothing(q, v), norms)
+            done = partial or nothing(q, v)
+            with streams.forked(q.device, ahead=True) as beside:
+                with beside:  # short programs, each waiting for the one before
+                    plan.inverse.fill(plan.rest.lists)
+                partial = gather.forward(*call, partial, plan.alike, done, norms)
         return pairs.forward(q, k, v, plan.rest, scale, plan.inverse.spans, partial, mix)
     if plan is None:
         unions = unite.unite(selection, q.shape[2], q.dtype)
@@ -226,7 +230,7 @@ def listed_forward(
         shared_launch.forward(*call, *done, partial is not None, norms, mix, plan.shared)
         if plan.alike is not None:
             with beside:
-                gather.forward(*call, partial, plan.alike, done, norms, mix)
+                gather.forward(*call, partial, plan.alike, done, norms, mix, seldom=True)
     return done
 
 

@@ -50,6 +50,16 @@ def list_blocks(lists, b, r, token, slot, T, R, n):
 
 
 @triton.jit
+def copy_lists(lists, rest, left, b, r, token, slot, T, R, n, STRIDE: tl.constexpr):
+    """Copy the list r of tokens, and of those that share it, where it is `left`; else -1."""
+    for j in tl.static_range(STRIDE):
+        t = token + j
+        at = ((b * T + t) * R + r) * n + slot
+        there = (t >= 0) & (t < T) & (slot < n)
+        tl.store(rest + at, tl.load(lists + at, mask=there & left, other=-1), mask=there)
+
+
+@triton.jit
 def spread(x):
     """The low 8 bits, each the lowest of four."""
     x = (x | (x << 12)) & 0x000F000F
@@ -65,27 +75,31 @@ def store_by_chunks(entries, c, held, leads, size, CHUNK: tl.constexpr):
     none = 0x40000000
     key = tl.where(leads, (c << 8) | held, none)
     holders = tl.where(leads, spread(held), 0)
-    used = size * 0
-    for i in range(0, size):
-        if i % CHUNK == 0:
-            used = size * 0
-        shared = ((holders & used) * 0x11111111).to(tl.uint32, bitcast=True) >> 28
-        best = tl.min(key + (shared.to(tl.int32) << 26), 0) & 0x3FFFFFF
-        key = tl.where(key == best, none, key)
-        used |= spread(best & 0xFF)
-        tl.store(entries + i, ((best & 0xFF).to(tl.int64) << 32) | (best >> 8))
+    for first in range(0, size, CHUNK):
+        used = size * 0
+        for j in tl.static_range(CHUNK):
+            score = key
+            if j > 0:
+                shared = ((holders & used) * 0x11111111).to(tl.uint32, bitcast=True) >> 28
+                score += shared.to(tl.int32) << 26
+            best = tl.min(score, 0) & 0x3FFFFFF
+            key = tl.where(key == best, none, key)
+            used |= spread(best & 0xFF)
+            entry = ((best & 0xFF).to(tl.int64) << 32) | (best >> 8)
+            tl.store(entries + first + j, entry, mask=first + j < size)
 
 
-@triton.jit(do_not_specialize=["T", "start", "limit", "shared_limit", "groups"])
+@triton.jit(do_not_specialize=["T", "start", "limit", "shared_limit", "groups", "together"])
 def unite_kernel(
-    lists, entries, counts, shared, shared_counts, starts, start, T, R, n, limit, shared_limit,
-    groups, cost,
+    lists, entries, counts, shared, shared_counts, rest, starts, start, T, R, n, limit,
+    shared_limit, groups, together, cost,
     LISTS: tl.constexpr, PARTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr, ALIKE: tl.constexpr, RAGGED: tl.constexpr, FLIPPED: tl.constexpr,
+    CHUNK: tl.constexpr, ALIKE: tl.constexpr, REST: tl.constexpr, RAGGED: tl.constexpr,
+    FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: PARTS groups of LISTS lists, none of which holds a block twice. Writes of each,
     if ALIKE, its union where that has fewer than 1 / cost of the lists' blocks, and its size, or
-    else 0.
+    else 0; and with REST to `rest` the lists, empty where they are united.
 
     With a CHUNK, of all of them together: their union and its size. Where each of them has a union
     that is -1 - size, for `settle_kernel`; otherwise none of them has one."""
@@ -98,10 +112,14 @@ def unite_kernel(
     number = i // SLOTS
     c = list_blocks(lists, b, r, first + number * STRIDE, i % SLOTS, T, R, n)
     held = tl.zeros([PARTS * LISTS * SLOTS], tl.int32)
-    for other in range(0, PARTS * LISTS):
-        for slot in tl.range(0, n, loop_unroll_factor=4):
-            block = list_blocks(lists, b, r, first + other * STRIDE, slot, T, R, n)
-            held |= tl.where(c == block, 1 << other, 0)
+    # few loops are unrolled: a program runs once, and its code is fetched as it runs
+    for other in range(0, together):
+        same = c < -1
+        for first_slot in range(0, n, 4):
+            for j in tl.static_range(4):
+                slot = first_slot + j
+                same |= c == list_blocks(lists, b, r, first + other * STRIDE, slot, T, R, n)
+        held |= tl.where(same, 1 << other, 0)
 
     before = (1 << number) - 1
     line = pair.to(tl.int64)
@@ -128,6 +146,10 @@ def unite_kernel(
             entry = tl.reshape((members.to(tl.int64) << 32) | c, by_part)
             mask = tl.reshape(alone, by_part) & (sizes > 0)[:, None]
             tl.store(entries + at, entry, mask=mask)
+        if REST:
+            left = tl.reshape(tl.broadcast_to((sizes == 0)[:, None], by_part), c.shape)
+            token = first + number * STRIDE
+            copy_lists(lists, rest, left, b, r, token, i % SLOTS, T, R, n, STRIDE)
     if CHUNK > 0:
         line = line * places + place
         store_by_chunks(shared + line * shared_limit, c, held, leads, size, CHUNK)
@@ -168,19 +190,20 @@ def fill(
     cost: float | None,
     shared: Unions | None = None,
     chunk: int = 0,
+    rest: Tensor | None = None,
 ) -> None:
-    """Writes unions where they pay, but with no cost none, and the shared ones in chunks; as the
-    kernels say."""
+    """Writes unions where they pay, but with no cost none, and the shared ones in chunks; to `rest`
+    the lists, empty where they are united; as the kernels say."""
     B, T, R, n = selection.lists.shape
     whole = unions if shared is None else shared
     slots = triton.next_power_of_2(n)
     grid, flipped = launch.grid(whole.groups, B * R)
     unite_kernel[grid](
         selection.lists, unions.entries, unions.counts, whole.entries, whole.counts,
-        selection.starts, selection.start, T, R, n, unions.limit, whole.limit, unions.groups,
-        float(cost or 0.0), LISTS=unions.lists, PARTS=whole.lists // unions.lists,
+        rest, selection.starts, selection.start, T, R, n, unions.limit, whole.limit, unions.groups,
+        whole.lists, float(cost or 0.0), LISTS=unions.lists, PARTS=whole.lists // unions.lists,
         STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk, ALIKE=cost is not None,
-        RAGGED=selection.starts is not None, FLIPPED=flipped,
+        REST=rest is not None, RAGGED=selection.starts is not None, FLIPPED=flipped,
         num_warps=1 if whole.lists * slots <= (128 if chunk else ALONE) else 4,
     )  # fmt: skip
     if shared is not None and cost is not None:
@@ -228,35 +251,3 @@ def most_kernel(counts, out, groups, BLOCK: tl.constexpr):
 def most(unions: Unions, out: Tensor) -> None:
     """Writes whether most groups are united, [] int32."""
     most_kernel[(1,)](unions.counts, out, unions.counts.numel(), BLOCK=4096, num_warps=8)
-
-
-@triton.jit(do_not_specialize=["ROWS", "T", "start", "groups"])
-def others_kernel(
-    lists, rest, counts, starts, start, ROWS, T, R, n, groups,
-    LISTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """One program: M lists, which are left as they are or, those of united groups, become empty."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    slot = tl.arange(0, SLOTS)
-    there = row < ROWS
-    b, t, r = row // R // T, row // R % T, row % R
-    if RAGGED:
-        start = tl.load(starts + b, mask=there, other=0)
-    group = (t + start % STRIDE) // (STRIDE * LISTS)
-    count = tl.load(counts + (b * R + r) * groups + group, mask=there, other=0)
-    at = row[:, None] * n + slot[None]
-    mask = there[:, None] & (slot < n)[None]
-    c = tl.load(lists + at, mask=mask & (count == 0)[:, None], other=-1)
-    tl.store(rest + at, c, mask=mask)
-
-
-def others(selection: Selection, unions: Unions, rest: Tensor) -> None:
-    """Writes the lists to `rest`, those of united groups empty."""
-    lists = selection.lists
-    B, T, R, n = lists.shape
-    others_kernel[(triton.cdiv(B * T * R, 64),)](
-        lists, rest, unions.counts, selection.starts, selection.start, B * T * R, T, R, n,
-        unions.groups, LISTS=unions.lists, STRIDE=selection.stride,
-        SLOTS=triton.next_power_of_2(n), RAGGED=selection.starts is not None, BLOCK_M=64,
-    )  # fmt: skip

@@ -28,6 +28,7 @@ from .intervals import (
     read_rows,
     rows_of,
     seen,
+    turns_of,
     wait_for_all,
 )
 from .ring import at_barrier, counters, places
@@ -43,11 +44,10 @@ def read(
     BYTES: gl.constexpr = PARTS * ROWS * q.block_shape[3] * 2
     TOKENS: gl.constexpr = PARTS * ROWS // G
     done = 0
-    turns = 0
-    for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
+    for turn in range(0, turns_of(tiles * lines)):
         tile, b, h = line_of(turn, tiles, lines, K)
         local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER, PREFIX)
-        if turns > 0:
+        if turn > 0:
             at_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), 2 * BYTES)
         read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
@@ -57,15 +57,13 @@ def read(
             initial, STAGES, PREFIX,
         )  # fmt: skip
         if ADD:
-            if turns > 0:
+            if turn > 0:
                 at_barrier("sync", ADDED, THREADS)
             mbarrier.expect(dq_bar.index(0), BYTES)
             read_rows(dq, dq_smem, dq_bar.index(0), b, tile * TOKENS, h * G)
-        turns += 1
-    if turns > 0:
-        at_barrier("sync", QUERIES, THREADS)
-        if ADD:
-            at_barrier("sync", ADDED, THREADS)
+    at_barrier("sync", QUERIES, THREADS)
+    if ADD:
+        at_barrier("sync", ADDED, THREADS)
     wait_for_all(done, STAGES)
 
 
@@ -122,8 +120,8 @@ def form(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     start, T, N = place[0], place[1], place[2]
     i, scale_log2 = gl.arange(0, ROWS, ROW), scale * 1.4426950408889634
-    done, turns = 0, 0
-    for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
+    done = 0
+    for turn in range(0, turns_of(tiles * lines)):
         tile, b, h = line_of(turn, tiles, lines, K)
         local, locals_, begin, others, initial = blocks_of(
             tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
@@ -136,14 +134,14 @@ def form(
         if INNER:
             other_lse = gl.load(inner_lse + row, mask=real, other=0.0)
             other_delta = gl.load(inner_delta + row, mask=real, other=0.0)
-        mbarrier.wait(q_bar.index(0), turns & 1)
+        mbarrier.wait(q_bar.index(0), turn & 1)
         q = q_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         d_out = do_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         fence_async_shared()  # what was read may be overwritten from outside
         at_barrier("arrive", QUERIES, THREADS)
         tma.store_wait(0)  # what was there before is written
         if ADD:  # noqa: SIM102
-            if turns > 0:
+            if turn > 0:
                 at_barrier("arrive", ADDED, THREADS)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
         hi_before, all_before = hi, all_hi
@@ -178,16 +176,14 @@ def form(
         smem = dq_smem.index(PART)
         acc = acc * scale
         if ADD:
-            mbarrier.wait(dq_bar.index(0), turns & 1)
+            mbarrier.wait(dq_bar.index(0), turn & 1)
             acc += smem.reshape([ROWS, D]).load(ACC).to(gl.float32)
         smem.reshape([ROWS, D]).store(acc.to(dq_smem.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(dq, [b, token, h * G, 0], smem)
-        turns += 1
     tma.store_wait(0)
-    if ADD:  # noqa: SIM102
-        if turns > 0:
-            at_barrier("arrive", ADDED, THREADS)
+    if ADD:
+        at_barrier("arrive", ADDED, THREADS)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)

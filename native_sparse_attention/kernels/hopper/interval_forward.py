@@ -27,6 +27,7 @@ from .intervals import (
     read_rows,
     rows_of,
     seen,
+    turns_of,
     wait_for_all,
 )
 from .ring import at_barrier, counters, places
@@ -45,21 +46,18 @@ def read(
     """The warp that reads."""
     TOKENS: gl.constexpr = PARTS * ROWS // G
     done = 0
-    turns = 0
-    for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
+    for turn in range(0, turns_of(tiles * lines)):
         tile, b, h = line_of(turn, tiles, lines, K)
         local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER, PREFIX)
-        if turns > 0:
+        if turn > 0:
             at_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), PARTS * ROWS * q.block_shape[3] * 2)
         read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
-        turns += 1
         done = read_blocks(
             k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, locals_, begin, others,
             initial, STAGES, PREFIX,
         )  # fmt: skip
-    if turns > 0:
-        at_barrier("sync", QUERIES, THREADS)
+    at_barrier("sync", QUERIES, THREADS)
     wait_for_all(done, STAGES)
 
 
@@ -109,7 +107,7 @@ def measured_from(q_tile, longest_key, scale_log2, keys, real, m):
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_tile.shape[1], 16])
     x = q_tile.load(ACC).to(gl.float32)
     bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
-    bound = bound * (gl.load(longest_key) * gl.abs(scale_log2))
+    bound = bound * (longest_key * gl.abs(scale_log2))
     most = gl.max(gl.where((keys < FEWEST) & real, float("inf"), bound), 0)
     by_bound = most <= MOST
     return gl.where(by_bound, bound, m), by_bound
@@ -144,8 +142,8 @@ def attend(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     start, T = place[0], place[1]
     i = gl.arange(0, ROWS, ROW)
-    done, turns = 0, 0
-    for turn in range(gl.program_id(0), tiles * lines, gl.num_programs(0)):
+    done = 0
+    for turn in range(0, turns_of(tiles * lines)):
         tile, b, h = line_of(turn, tiles, lines, K)
         local, locals_, begin, others, initial = blocks_of(
             tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
@@ -159,16 +157,17 @@ def attend(
             local_lo = gl.maximum(local_start(position, place), lo)
             keys = gl.maximum(hi - local_lo, 0) + gl.minimum(position + 1, floor)
 
-        mbarrier.wait(q_bar.index(0), turns & 1)
+        if BOUNDED:
+            longest_key = gl.load(norms + b * K + h)
+        mbarrier.wait(q_bar.index(0), turn & 1)
         q_tile = q_smem.index(PART).reshape([ROWS, D])
         q = q_tile.load(gl.DotOperandLayout(0, S, 2))
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         by_bound = False
         if BOUNDED:
-            m, by_bound = measured_from(q_tile, norms + b * K + h, scale_log2, keys, real, m)
+            m, by_bound = measured_from(q_tile, longest_key, scale_log2, keys, real, m)
         fence_async_shared()  # what was read may be overwritten from outside
         at_barrier("arrive", QUERIES, THREADS)
-        turns += 1  # noqa: SIM113
 
         l = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)

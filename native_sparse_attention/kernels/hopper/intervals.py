@@ -33,8 +33,24 @@ LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "t
 
 
 @gluon.jit
-def line_of(turn, tiles, lines, K):
-    """Tile, row and KV head of a turn: the last tiles, which see most, first."""
+def turn_of(i):
+    """The i-th turn of this program. Every second time the programs take theirs in reversed order:
+    where turns get shorter and shorter, all have about as much to do."""
+    programs, number = gl.num_programs(0), gl.program_id(0)
+    return i * programs + gl.where(i % 2 == 0, number, programs - 1 - number)
+
+
+@gluon.jit
+def turns_of(count):
+    """How many of so many turns this program takes. Of as many turns as programs, or more."""
+    last = gl.cdiv(count, gl.num_programs(0)) - 1
+    return gl.where(turn_of(last) < count, last + 1, last)
+
+
+@gluon.jit
+def line_of(i, tiles, lines, K):
+    """Tile, row and KV head of the i-th turn: the last tiles, which see most, first."""
+    turn = turn_of(i)
     return tiles - 1 - turn // lines, turn % lines // K, turn % lines % K
 
 

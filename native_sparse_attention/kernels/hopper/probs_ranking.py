@@ -1,8 +1,9 @@
 """Ranking blocks by `importance="probs"`, as `probs.py`. In Gluon, for a Hopper.
 
 One program has a tile of rows, some tokens x the heads that rank together, and walks their windows,
-KEYS a step. While the exponentials of a product are formed, the next one is under way; while they
-are, too, the scores of the step before go into the lists.
+KEYS a step. While a product is under way, the scores of the step before go into the lists. Nothing
+is under way while its exponentials are formed, but products of other programs: registers and shared
+memory are for three or four of them a multiprocessor.
 
 A thread of a product has columns 2 i and 2 i + 1 of every 8: rows of q lie such that those are
 heads of one token, which it sums up by itself. Then the sums change hands through shared memory: a
@@ -148,29 +149,18 @@ def place_scores(
 
 
 @gluon.jit
-def read_keys(ck, ring, b, h, chunk, turn, there):
-    """The windows of a chunk of blocks, into their place of the ring; that so many bytes come has
-    been said to its barrier."""
-    smem, full, place = ring[0], ring[1], turn % ring[0].shape[0]
+def read_keys(ck, smem, full, b, h, chunk, turn, turns):
+    """The windows of a chunk of blocks, into their place of the ring, if there are so many turns;
+    that so many bytes come has been said to its barrier."""
+    place = turn % smem.shape[0]
     at = [b, chunk * KEYS, h, 0]
-    tma.async_copy_global_to_shared(ck, at, full.index(place), smem.index(place), pred=there)
+    tma.async_copy_global_to_shared(ck, at, full.index(place), smem.index(place), pred=turn < turns)
 
 
 @gluon.jit
-def expect_keys(ring, turn, there):
-    smem, full = ring
+def expect_keys(smem, full, turn, turns):
     BYTES: gl.constexpr = KEYS * smem.shape[4] * 2
-    mbarrier.expect(full.index(turn % smem.shape[0]), BYTES, pred=there)
-
-
-@gluon.jit
-def product(ring, turn, q_tile, acc):
-    """Begins that of some windows, once they are there, and all rows; where `acc` was."""
-    smem, full = ring
-    PLACES: gl.constexpr = smem.shape[0]
-    mbarrier.wait(full.index(turn % PLACES), turn // PLACES & 1)
-    k_tile = smem.index(turn % PLACES).reshape([KEYS, q_tile.shape[1]])
-    return warpgroup_mma(k_tile, q_tile.permute((1, 0)), acc, use_acc=False, is_async=True)
+    mbarrier.expect(full.index(turn % smem.shape[0]), BYTES, pred=turn < turns)
 
 
 @gluon.jit
@@ -183,66 +173,31 @@ def summed(smem, P: gl.constexpr):
 
 
 @gluon.jit
-def walk_step(
-    found, kept, x, acc, chunk, ck, ring, turn, reads, q_tile, smem, smem_before, total, scale_log2,
-    hi, end, b, h, MORE: gl.constexpr, WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr,
-    INITIAL: gl.constexpr,
-):  # fmt: skip
-    """Sums up probabilities of products x of a chunk of blocks, and puts scores of the chunk before
-    into the lists. With MORE the products of the next chunk are formed meanwhile, where `acc` was,
-    and then its place in the ring is filled again if there are so many `reads`."""
-    PLACES: gl.constexpr = ring[0].shape[0]
-    if MORE:
-        acc = product(ring, turn, q_tile, acc)
-    p = summed(smem_before, s // d)
-    found, kept = place_scores(found, kept, p, chunk - 1, hi, end, WINDOW, d, s, INITIAL)
-    smem.store(head_sums(x, total, scale_log2, smem.shape[1]))
-    if MORE:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        expect_keys(ring, turn + PLACES, turn + PLACES < reads)
-    gl.thread_barrier()
-    if MORE:
-        at = chunk + 1 + 2 * PLACES
-        read_keys(ck, ring, b, h, at, turn + PLACES, turn + PLACES < reads)
-    return found, kept, acc
-
-
-@gluon.jit
 def walk(
-    ck, rings, q_tile, sums, total, scale_log2, hi, end, b, h, begin, pairs, found, kept,
+    ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, h, begin, turns, found, kept,
     WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr, INITIAL: gl.constexpr,
 ):  # fmt: skip
-    """The lists of a tile's tokens, of so many pairs of chunks of blocks."""
+    """The lists of a tile's tokens, of so many chunks of blocks."""
     ROWS: gl.constexpr = q_tile.shape[0]
     ACC: gl.constexpr = accumulator(ROWS, gl.num_warps())
-    even, odd = rings
-    even_sums, odd_sums = sums
-    y = gl.zeros([KEYS, ROWS], gl.float32, ACC)
-    x = warpgroup_mma_wait(0, deps=[product(even, 0, q_tile, y)])
-    PLACES: gl.constexpr = even[0].shape[0]
-    expect_keys(even, PLACES, pairs > PLACES)
-    gl.thread_barrier()
-    read_keys(ck, even, b, h, begin + 2 * PLACES, PLACES, pairs > PLACES)
-    for pair in range(0, pairs - 1):
-        found, kept, y = walk_step(
-            found, kept, x, y, begin + 2 * pair, ck, odd, pair, pairs, q_tile, even_sums, odd_sums,
-            total, scale_log2, hi, end, b, h, True, WINDOW, d, s, INITIAL,
-        )  # fmt: skip
-        found, kept, x = walk_step(
-            found, kept, y, x, begin + 2 * pair + 1, ck, even, pair + 1, pairs, q_tile, odd_sums,
-            even_sums, total, scale_log2, hi, end, b, h, True, WINDOW, d, s, INITIAL,
-        )  # fmt: skip
-    last = begin + 2 * pairs - 2
-    found, kept, y = walk_step(
-        found, kept, x, y, last, ck, odd, pairs - 1, pairs, q_tile, even_sums, odd_sums, total,
-        scale_log2, hi, end, b, h, True, WINDOW, d, s, INITIAL,
-    )  # fmt: skip
-    found, kept, y = walk_step(
-        found, kept, y, x, last + 1, ck, even, pairs, pairs, q_tile, odd_sums, even_sums, total,
-        scale_log2, hi, end, b, h, False, WINDOW, d, s, INITIAL,
-    )  # fmt: skip
-    p = summed(odd_sums, s // d)
-    found, kept = place_scores(found, kept, p, last + 1, hi, end, WINDOW, d, s, INITIAL)
+    PLACES: gl.constexpr = smem.shape[0]
+    x = gl.zeros([KEYS, ROWS], gl.float32, ACC)
+    for turn in range(0, turns):
+        chunk = begin + turn
+        mbarrier.wait(full.index(turn % PLACES), turn // PLACES & 1)
+        k_tile = smem.index(turn % PLACES).reshape([KEYS, q_tile.shape[1]])
+        x = warpgroup_mma(k_tile, q_tile.permute((1, 0)), x, use_acc=False, is_async=True)
+        # in the first turn anything, of blocks before those that are ranked
+        p = summed(sums, s // d)
+        found, kept = place_scores(found, kept, p, chunk - 1, hi, end, WINDOW, d, s, INITIAL)
+        x = warpgroup_mma_wait(0, deps=[x])
+        expect_keys(smem, full, turn + PLACES, turns)
+        gl.thread_barrier()
+        read_keys(ck, smem, full, b, h, chunk + PLACES, turn + PLACES, turns)
+        sums.store(head_sums(x, total, scale_log2, sums.shape[1]))
+        gl.thread_barrier()
+    p = summed(sums, s // d)
+    found, kept = place_scores(found, kept, p, begin + turns - 1, hi, end, WINDOW, d, s, INITIAL)
     return found
 
 
@@ -307,15 +262,8 @@ def ranking_kernel(
     first = tile * TOKENS
 
     q_smem, q_bar = places(q, FAR * (D // WIDTH)), counters(1, 1)
-    # what even chunks take and what odd ones: so that Triton sees that they need not meet
-    rings = (
-        (places(ck, STAGES // 2), counters(STAGES // 2, 1)),
-        (places(ck, STAGES // 2), counters(STAGES // 2, 1)),
-    )
-    sums = (
-        gl.allocate_shared_memory(gl.float32, [KEYS, TOKENS], SUMS),
-        gl.allocate_shared_memory(gl.float32, [KEYS, TOKENS], SUMS),
-    )
+    smem, full = places(ck, STAGES), counters(STAGES, 1)
+    sums = gl.allocate_shared_memory(gl.float32, [KEYS, TOKENS], SUMS)
     fence_async_shared()
     gl.thread_barrier()
 
@@ -328,12 +276,11 @@ def ranking_kernel(
         most = gl.minimum(most, (first_token + last) // s - (LOCAL - 1))
     begin: gl.constexpr = INITIAL // CHUNK
     beyond: gl.constexpr = 1 if d < WINDOW else 0
-    chunks = gl.cdiv(gl.maximum(most + beyond, 1), CHUNK) - begin
-    pairs = gl.maximum(gl.cdiv(chunks, 2), 1)
+    turns = gl.maximum(gl.cdiv(gl.maximum(most + beyond, 1), CHUNK) - begin, 1)
 
     mbarrier.expect(q_bar.index(0), ROWS * D * 2)
     for turn in gl.static_range(STAGES):
-        expect_keys(rings[turn % 2], turn // 2, turn // 2 < pairs)
+        expect_keys(smem, full, turn, turns)
     gl.thread_barrier()
     for half in gl.static_range(D // WIDTH):
         for far in gl.static_range(FAR):
@@ -341,8 +288,7 @@ def ranking_kernel(
             place = half * FAR + far
             tma.async_copy_global_to_shared(q, at, q_bar.index(0), q_smem.index(place))
     for turn in gl.static_range(STAGES):
-        chunk = begin + turn
-        read_keys(ck, rings[turn % 2], b, r // SHARE, chunk, turn // 2, turn // 2 < pairs)
+        read_keys(ck, smem, full, b, r // SHARE, begin + turn, turn, turns)
     total = totals(lse, b, r, first, T, RANKS, G, TOKENS, STRIDE, gl.SliceLayout(0, ACC))
 
     found = empty_lists(T, SLOTS, CHUNK, TOKENS, SCORE)
@@ -350,7 +296,7 @@ def ranking_kernel(
     mbarrier.wait(q_bar.index(0), 0)
     q_tile = q_smem.index(0)._reinterpret(ck.dtype, [ROWS, D], TILE)
     found = walk(
-        ck, rings, q_tile, sums, total, scale_log2, hi, end, b, r // SHARE, begin, pairs,
+        ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, r // SHARE, begin, turns,
         found, kept, WINDOW, d, s, INITIAL,
     )  # fmt: skip
     slot = gl.arange(0, CHUNK, gl.SliceLayout(1, SCORE))

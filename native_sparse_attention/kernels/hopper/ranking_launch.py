@@ -11,8 +11,11 @@ from .. import launch
 from ..launch import LOG2_E
 from . import gpu
 
-# rows of a tile, and warps that share it; windows of a step; places of the ring
-ROWS, WARPS, KEYS, STAGES = 128, 4, 64, 4
+# warps of a program; windows of a step; places of the ring
+WARPS, KEYS, STAGES = 4, 64, 2
+# rows of a tile by heads that rank together: in 16 tokens at once lists would not fit the
+# registers, of which a thread has so many that 4 or 3 programs fit a multiprocessor
+FEW_HEADS, FEW, MANY = 8, (64, 128), (128, 168)
 # columns of a box of queries
 WIDTH = 64
 # widths of heads; heads that rank together; windows that end in a block; and blocks that a query
@@ -22,16 +25,21 @@ WIDTHS, GROUPS, PER_BLOCK, MOST_SLOTS = (64, 128), (8, 16, 32, 64), (2, 4, 8), 1
 LEAST_TILES = 8
 
 
+def tile_of(q: Tensor, ranks: int) -> tuple[int, int]:
+    """Rows of a tile, and registers of a thread."""
+    return FEW if q.shape[2] // ranks <= FEW_HEADS else MANY
+
+
 def rows_of(q: Tensor, ranks: int, stride: int) -> Tensor:
     """The queries that are ranked: heads [B, of, T, heads, D], of neighbouring tokens so many that
     eight rows are of four tokens, or of as many as a tile has."""
-    apart = 8 // min(4, ROWS * ranks // q.shape[2])
+    apart = 8 // min(4, tile_of(q, ranks)[0] * ranks // q.shape[2])
     return q[:, ::stride].unflatten(2, (-1, apart)).transpose(1, 2)
 
 
 def tiles_of(q: Tensor, ranks: int, stride: int) -> tuple[int, int]:
     """Tiles of a line, a row and ranking head, and lines."""
-    tokens = ROWS * ranks // q.shape[2]
+    tokens = tile_of(q, ranks)[0] * ranks // q.shape[2]
     return triton.cdiv(triton.cdiv(q.shape[1], stride), tokens), q.shape[0] * ranks
 
 
@@ -89,6 +97,7 @@ def rank(
     ranks, n, D = out.shape[2], out.shape[3], q.shape[-1]
     tiles, lines = tiles_of(q, ranks, stride)
     groups, rows = q.shape[2] // ranks, rows_of(q, ranks, stride)
+    size, registers = tile_of(q, ranks)
     shape = [1, groups // rows.shape[3], 8 // rows.shape[3], rows.shape[3], WIDTH]
     args: dict[str, Any] = dict(
         q=gpu.box(rows, shape), ck=gpu.box(ck, [1, KEYS, 1, D]), lse=lse, out=out,
@@ -96,7 +105,7 @@ def rank(
         tiles=tiles, lines=lines, scale_log2=scale * LOG2_E,
     )  # fmt: skip
     ranking_kernel[(tiles * lines,)](
-        **args, G=groups, SHARE=ranks // ck.shape[2], ROWS=ROWS, SLOTS=n, WINDOW=l, d=d, s=s,
+        **args, G=groups, SHARE=ranks // ck.shape[2], ROWS=size, SLOTS=n, WINDOW=l, d=d, s=s,
         INITIAL=num_initial, LOCAL=max(num_local, 1), STRIDE=stride, CAUSAL=causal, STAGES=STAGES,
-        num_warps=WARPS,
+        num_warps=WARPS, maxnreg=registers,
     )  # fmt: skip

@@ -44,10 +44,15 @@ def warp_number():
 
 
 @gluon.jit
-def place_of(tile, groups, K, R):
-    """Row, group of heads, KV head, and group of tokens of a tile."""
-    line = tile // groups
-    return line // R, line % R, line % R * K // R, tile % groups
+def place_of(nth, groups, tiles, K, R):
+    """The nth tile; its row, group of heads, KV head, and group of tokens. Line by line, a row and
+    group of heads, whose keys and values stay in the cache; of the last one, and of every second
+    before it, the last tokens first, whose unions are largest: so tiles get larger and smaller
+    evenly, and those at the end are small."""
+    line, group = nth // groups, nth % groups
+    if (tiles // groups - line) % 2 == 1:
+        group = groups - 1 - group
+    return line * groups + group, line // R, line % R, line % R * K // R, group
 
 
 @gluon.jit
@@ -85,8 +90,8 @@ def read(
     THREADS: gl.constexpr = (PARTS * WARPS + 1) * 32
     BYTES: gl.constexpr = k.block_shape[1] * (k.block_shape[3] + v.block_shape[3]) * 2
     done = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, r, h, group = place_of(tile, groups, K, R)
+    for nth in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        tile, b, r, h, group = place_of(nth, groups, tiles, K, R)
         n = gl.load(counts + tile)
         at = entries + tile.to(gl.int64) * limit
         e, ahead = gl.load(at, mask=n > 0, other=0), gl.load(at + 1, mask=n > 1, other=0)
@@ -160,14 +165,6 @@ def rows_of(
 
 
 @gluon.jit
-def load_row_block(base, row, E: gl.constexpr, feature, real):
-    """Rows [M, E] of a contiguous tensor, in float32; zeros where `real` is False."""
-    return gl.load(base + row[:, None] * E + feature[None], mask=real[:, None], other=0.0).to(
-        gl.float32
-    )
-
-
-@gluon.jit
 def chunks(k, v, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
     """Room for keys and values, and of each chunk the barrier of what is there."""
     PLACES: gl.constexpr = CHUNK * CHUNKS
@@ -214,6 +211,22 @@ def finish(
     row, real = rows_of(b, r, token, T, R, G, ROWS, M, ROW)
     feature = gl.arange(0, E, gl.SliceLayout(0, FLAT))
 
+    # all that is read before anything is written: no load passes a store
+    at = row[:, None] * E + feature[None]
+    there = real[:, None]
+    if ADD:
+        before = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
+        held = gl.load(out + at, mask=there, other=0.0)
+    if MIX:
+        i = gl.arange(0, M, ROW)
+        gate = mix_gates + b * g_b + (token + i // ROWS).to(gl.int64) * g_t
+        gate += (r * G + i % ROWS) * g_h
+        gate_cmp = gl.load(gate, mask=real, other=0.0).to(gl.float32)
+        gate_sel = gl.load(gate + g_3, mask=real, other=0.0).to(gl.float32)
+        gate_win = gl.load(gate + 2 * g_3, mask=real, other=0.0).to(gl.float32)
+        cmp = gl.load(mix_cmp + at, mask=there, other=0.0)
+        win = gl.load(mix_win + at, mask=there, other=0.0)
+
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
     # rounded as it is exchanged, for which there is little room
@@ -221,31 +234,20 @@ def finish(
     acc = gl.convert_layout(acc, FLAT).to(gl.float32)
     log = gl.convert_layout(gl.where(empty, float("-inf"), m + gl.log2(l)), ROW)
     if ADD:
-        before = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
         top = gl.maximum(before, log)
         top = gl.where(top == float("-inf"), 0.0, top)
         w, w_before = gl.exp2(log - top), gl.exp2(before - top)
         total = w + w_before
         none = total == 0.0
         total = gl.where(none, 1.0, total)
-        acc = acc * (w / total)[:, None]
-        acc += load_row_block(out, row, E, feature, real) * (w_before / total)[:, None]
+        acc = acc * (w / total)[:, None] + held.to(gl.float32) * (w_before / total)[:, None]
         log = gl.where(none, float("-inf"), top + gl.log2(total))
-    at = row[:, None] * E + feature[None]
-    gl.store(out + at, acc.to(out.dtype.element_ty), mask=real[:, None])
+    gl.store(out + at, acc.to(out.dtype.element_ty), mask=there)
     gl.store(lse + row, log * 0.6931471805599453, mask=real)
     if MIX:
-        i = gl.arange(0, M, ROW)
-        gate = mix_gates + b * g_b + (token + i // ROWS).to(gl.int64) * g_t
-        gate += (r * G + i % ROWS) * g_h
-        x = gl.load(gate + g_3, mask=real, other=0.0).to(gl.float32)[:, None] * acc
-        x += gl.load(gate, mask=real, other=0.0).to(gl.float32)[:, None] * load_row_block(
-            mix_cmp, row, E, feature, real
-        )
-        x += gl.load(gate + 2 * g_3, mask=real, other=0.0).to(gl.float32)[:, None] * load_row_block(
-            mix_win, row, E, feature, real
-        )
-        gl.store(mixed + at, x.to(mixed.dtype.element_ty), mask=real[:, None])
+        x = gate_sel[:, None] * acc + gate_cmp[:, None] * cmp.to(gl.float32)
+        x += gate_win[:, None] * win.to(gl.float32)
+        gl.store(mixed + at, x.to(mixed.dtype.element_ty), mask=there)
 
 
 @gluon.jit
@@ -266,11 +268,13 @@ def attend(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     number = PART * WARPS + warp_number() % WARPS
     done = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, r, h, group = place_of(tile, groups, K, R)
+    for nth in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        tile, b, r, h, group = place_of(nth, groups, tiles, K, R)
         n = gl.load(counts + tile)
         at = entries + tile.to(gl.int64) * limit
-        e = gl.load(at, mask=n > 0, other=0)
+        e = gl.load(at)  # of no meaning where there is none
+        if BOUNDED:
+            longest_key = gl.load(norms + b * K + h)
         if n >= 0:
             turn = done % CHUNKS
             mbarrier.wait(full.index(turn), (done // CHUNKS) & 1)
@@ -280,7 +284,7 @@ def attend(
             by_bound = False
             if BOUNDED:
                 x = q_tile.load(MMA).to(gl.float32)
-                bound = gl.sqrt(gl.sum(x * x, 1)) * gl.load(norms + b * K + h)
+                bound = gl.sqrt(gl.sum(x * x, 1)) * longest_key
                 bound = bound * gl.abs(scale_log2)
                 by_bound = gl.max(bound, 0) <= 48.0
                 m = gl.where(by_bound, bound, m)
