@@ -119,6 +119,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.device",
             "kernels.hopper.gradients",
             "kernels.hopper.ring",
+            "kernels.shares",
             "kernels.sizes",
             "kernels.streams",
             "kernels.tiles",

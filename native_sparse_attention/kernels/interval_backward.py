@@ -36,6 +36,7 @@ from .interval import (
     tiles_of_queries,
 )
 from .launch import ALWAYS, Cotangent, Place, Sum
+from .shares import Shares
 from .tiles import FEW_KEYS
 
 
@@ -322,33 +323,15 @@ def backward_kv(
     scale: float,
     cotangent: Cotangent,
     inner: tuple[Place, Cotangent] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """dk and dv, float32; with `inner` also through its local blocks (not the prefix)."""
-    within = inner[0] if inner else None
+) -> Shares:
+    """dk and dv in shares; with `inner` also through its local blocks (not the prefix)."""
+    within, inner_cotangent = inner or (None, None)
     few = k.shape[1] <= FEW_KEYS
     if not few and interval_launch.serves("dkv", q, k, v, place, scale, within):
-        dk, dv = interval_launch.backward_kv(q, k, v, place, scale, cotangent, inner)
-    else:
-        dk, dv = shares_of_kv(
-            q, k, v, place, scale, cotangent, inner, "prefix.dkv" if few else "dkv"
-        )
-    return (dk[0], dv[0]) if len(dk) == 1 else (dk.sum(0), dv.sum(0))
-
-
-def shares_of_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    place: Place,
-    scale: float,
-    cotangent: Cotangent,
-    inner: tuple[Place, Cotangent] | None,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    """dk and dv [shares, B, N, K, ...] by this module's kernel, with the tiles of `kernel`."""
+        return interval_launch.backward_kv(q, k, v, place, scale, cotangent, inner)
+    kernel = "prefix.dkv" if few else "dkv"
     B, T, _, D = q.shape
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    within, inner_cotangent = inner or (None, None)
     args = arguments(q, k, v, place, kernel, within)
     seeing = T if place.wide else min(T, place.reach + args["BLOCK_N"])
     tiles = triton.cdiv(seeing, args["BLOCK_M"] // args["G"])
@@ -369,8 +352,8 @@ def backward_prefix(
     place: Place,
     scale: float,
     cotangent: Cotangent,
-) -> tuple[Tensor, Tensor]:
-    """dk and dv of a prefix."""
+) -> Shares:
+    """dk and dv of a prefix, in shares."""
     kind = CAUSAL_WINDOW if place.causal_prefix else EVERYTHING
     seen = Place(
         kind.value, ALWAYS, start=place.start, starts=place.starts, soft_cap=place.soft_cap

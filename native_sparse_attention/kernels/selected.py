@@ -31,6 +31,7 @@ from .hopper.shared_launch import Plan
 from .inverse import Inversion
 from .launch import Cotangent, Mixture, Place, Selection, Sum
 from .norms import key_norms
+from .shares import add_up
 from .unite import Unions
 
 
@@ -288,19 +289,16 @@ def forced_backward_kv(
     cotangent: Cotangent,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv through the forced blocks, in float32."""
-    dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
     forced = forced_blocks(selection, k, v)
     if forced is None:
+        dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
         return dk, dv
     prefix = forced.pop("prefix")
-    grads = [interval_backward.backward_kv(q, scale=scale, cotangent=cotangent, **forced)]
+    parts = [interval_backward.backward_kv(q, scale=scale, cotangent=cotangent, **forced)]
     if prefix is not None:
         place = forced["place"]
-        grads.append(interval_backward.backward_prefix(q, prefix, place, scale, cotangent))
-    for some_dk, some_dv in grads:
-        dk[:, : some_dk.shape[1]] += some_dk
-        dv[:, : some_dv.shape[1]] += some_dv
-    return dk, dv
+        parts.append(interval_backward.backward_prefix(q, prefix, place, scale, cotangent))
+    return add_up(parts, k, v)
 
 
 class BackwardPlan(NamedTuple):

@@ -164,8 +164,8 @@ def attend(
 
 class BranchGradients(NamedTuple):
     """Of the tensors that the branches read, from their outputs; dcq is dq where the compressed
-    branch has no queries of its own. Those of keys and values of a window are there whether it has
-    its own or not. `chosen`: of the slots of the selection, with differentiable top-k."""
+    branch has no queries of its own. `window`: of its keys and values if it has its own; `chosen`:
+    of the slots of the selection, with differentiable top-k."""
 
     dq: Tensor
     dk: Tensor
@@ -173,7 +173,7 @@ class BranchGradients(NamedTuple):
     dck: Tensor
     dcv: Tensor
     dcq: Tensor
-    window: tuple[Tensor, Tensor]
+    window: tuple[Tensor, Tensor] | None
     chosen: Tensor | None
 
 
@@ -198,6 +198,7 @@ def attend_backward(
     launch after the other, runs beside what forms dk and dv."""
     from ..kernels import interval_backward, selected, streams
     from ..kernels.launch import Sum
+    from ..kernels.shares import add_up
 
     at = settings
     place_cmp, place_win = at.places(starts, documents)
@@ -226,13 +227,13 @@ def attend_backward(
     if chosen.gates is not None:
         d_chosen = selected.listed_backward_q(*listed, dq, plan)
     if plan.apart:
-        listed_dk, listed_dv = (t.new_empty(t.shape, dtype=torch.float32) for t in (k, v))
+        room = k.new_empty(k.numel() + v.numel(), dtype=torch.float32)
+        listed_dk, listed_dv = room[: k.numel()].view(k.shape), room[k.numel() :].view(v.shape)
     with streams.forked(q.device, ahead=True) as ahead, streams.forked(q.device) as beside:
         with ahead:
             plan.fill(chosen)
             if plan.apart:
-                listed_dk.zero_()
-                listed_dv.zero_()
+                room.zero_()
             ready = streams.mark(q.device)
         if plan.apart:
             through_queries()
@@ -242,21 +243,26 @@ def attend_backward(
                 selected.listed_backward_kv(*listed, listed_dk, listed_dv, dq, plan, ready, done)
             else:
                 through_queries()
-        dck, dcv = interval_backward.backward_kv(query, ck, cv, place_cmp, at.scale, cmp)
-        d_window = interval_backward.backward_kv(q, *near, place_win, at.scale, win, within)
+        of_cmp = interval_backward.backward_kv(query, ck, cv, place_cmp, at.scale, cmp)
+        # with differentiable top-k what goes through its scores is added to these
+        dtype = ck.dtype if chosen.gates is None else torch.float32
+        dck, dcv = add_up([of_cmp], ck, cv, dtype)
+        of_window = interval_backward.backward_kv(q, *near, place_win, at.scale, win, within)
+        parts = [of_window] if window is None else []
         if inner is not None and first is not None:
-            of_first = interval_backward.backward_prefix(q, first, inner, at.scale, sel)
-            for whole, some in zip(d_window, of_first, strict=True):
-                whole[:, : some.shape[1]] += some
-        # in the window's own gradients where they are those of k and v too
-        dk, dv = d_window if within else selected.forced_backward_kv(*listed)
+            parts.append(interval_backward.backward_prefix(q, first, inner, at.scale, sel))
+        if not within:
+            dk, dv = selected.forced_backward_kv(*listed)
+            parts.append((dk[None], dv[None]))
+        if not plan.apart:
+            dk, dv = add_up(parts, k, v)  # what is listed is added to these
+            parts = [(dk[None], dv[None])]
         if not plan.by_block:
             selected.listed_backward_kv(*listed, dk, dv, dq, plan, ready)
-    if plan.by_block and not plan.apart:
-        d_chosen = selected.listed_backward_kv(*listed, dk, dv, dq, plan)
-    if window is None and not within:
-        dk, dv = dk + d_window[0], dv + d_window[1]
     if plan.apart:
-        dk = torch.add(dk, listed_dk, out=k.new_empty(k.shape))
-        dv = torch.add(dv, listed_dv, out=v.new_empty(v.shape))
+        parts.append((listed_dk[None], listed_dv[None]))
+    elif plan.by_block:
+        d_chosen = selected.listed_backward_kv(*listed, dk, dv, dq, plan)
+    dk, dv = add_up(parts, k, v, k.dtype)
+    d_window = None if window is None else add_up([of_window], *near, k.dtype)
     return BranchGradients(dq.total(), dk, dv, dck, dcv, dcq.total(), d_window, d_chosen)

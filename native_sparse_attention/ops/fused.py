@@ -168,6 +168,7 @@ def layer_backward(
     with `recompute`. `kept`: the selection, and without `recompute` the branches' log-sum-exps and
     what `layer_cotangents` formed beside that gradient."""
     from ..kernels import combine, gates, interval_backward
+    from ..kernels.shares import add_up
 
     settings = Settings(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
@@ -215,17 +216,15 @@ def layer_backward(
     if cq is not None:
         grads.append(dcq)
     if memory is not None:
-        d_mem = memory_grads(
-            *interval_backward.backward_prefix(
-                query, memory, settings.places(starts, documents)[0], scale, cmp
-            )
-        )
+        place_cmp = settings.places(starts, documents)[0]
+        shares = interval_backward.backward_prefix(query, memory, place_cmp, scale, cmp)
+        d_mem = memory_grads(*add_up([shares], *memory))
         if d_scored is not None:
             d_mem[0] += d_scored
         grads += d_mem
     elif mem_k is not None and mem_v is not None:
         grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
-    if window is not None:
+    if d_window is not None:
         grads += d_window
     grads = [g.to(branch_gates.dtype if g is d_gates else dtype) for g in grads]
     return grads if d_sinks is None or sinks is None else [*grads, d_sinks.to(sinks.dtype)]

@@ -86,6 +86,7 @@ def interval_attention_backward(
 ) -> list[Tensor]:
     """dq, dk, dv, and those of the memory."""
     from ..kernels import combine, interval_backward, launch
+    from ..kernels.shares import add_up
 
     documents = bounds(doc_first, doc_last)
     place = launch.Place(
@@ -98,11 +99,11 @@ def interval_attention_backward(
     memory = prefix(mem_k, mem_v, k.shape[0])
     dq = launch.Sum(q)
     interval_backward.backward_q(q, k, v, place, scale, cotangent, dq, memory)
-    grads = [dq.total(), *interval_backward.backward_kv(q, k, v, place, scale, cotangent)]
+    shares = interval_backward.backward_kv(q, k, v, place, scale, cotangent)
+    grads = [dq.total(), *add_up([shares], k, v, q.dtype)]
     if memory is not None:
-        grads += memory_grads(
-            *interval_backward.backward_prefix(q, memory, place, scale, cotangent)
-        )
+        shares = interval_backward.backward_prefix(q, memory, place, scale, cotangent)
+        grads += memory_grads(*add_up([shares], *memory))
     elif mem_k is not None and mem_v is not None:
         grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
     grads = [g.to(q.dtype) for g in grads]

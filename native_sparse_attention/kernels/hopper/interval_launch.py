@@ -165,7 +165,7 @@ def backward_kv(
     cotangent: Cotangent,
     inner: tuple[Place, Cotangent] | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `interval_backward.backward_kv`, before its shares are added up."""
+    """As `interval_backward.backward_kv`."""
     from .interval_dkv import dkv_kernel
 
     (B, T), (N, K, D) = q.shape[:2], k.shape[1:]
