@@ -224,8 +224,8 @@ def rotate(dtype, heads, tokens=64, starts=None):
     rotary.rotate(pair, torch.ones(D // 2), starts, None, 0, 1.0)
 
 
-def rank(dtype, heads, **settings):
-    """The selection by probabilities, as a Hopper does it."""
+def rank(dtype, heads, importance="probs", **settings):
+    """The selection; by probabilities as a Hopper does it."""
     H, K, D = heads
     q, ck = torch.zeros(1, 320, H, D).to(dtype), torch.zeros(1, 20, K, D).to(dtype)
     settings = {
@@ -235,7 +235,7 @@ def rank(dtype, heads, **settings):
     }  # fmt: skip
     with launch.using({"probs": True}):
         library.select_blocks(
-            q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance="probs", scale=None,
+            q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance=importance, scale=None,
             interpolated_importance_score=False, query_heads_share_selected_kv=True, seq_len=320,
             q_offset=0, **settings,
         )  # fmt: skip
@@ -247,6 +247,7 @@ if __name__ == "__main__":
     if "small" in some:
         layer(torch.bfloat16, use_diff_topk=True, packed=True, soft_cap=2.0, sinks=True)
     if not some or "small" in some:
+        rank(torch.float32, (2, 1, 256), importance="logits")
         rotate(torch.bfloat16, (16, 1, 128))
         step(torch.bfloat16, (16, 1, 128, 128), stride=4, page=128)
     if not some or "decode" in some:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
+from . import launch, tiles
 from .block_keys import block_keys, first_window, two_halves
 from .device import (
     candidates_end,
@@ -110,11 +110,11 @@ def logits_kernel(
     d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
     INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_HALF: tl.constexpr, FLIPPED: tl.constexpr,
+    ONE_HALF: tl.constexpr, FLIPPED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, the mean
-    of G query heads. Reads those queries and the keys of their candidates. SHARE ranking heads have
-    one KV head."""
+    of G query heads, of which AHEAD are on their way at once. Reads those queries and the keys of
+    their candidates. SHARE ranking heads have one KV head."""
     tile, line, tiles, lines = grid_place(FLIPPED)
     tile = tiles - 1 - tile  # those with most candidates go first
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
@@ -132,7 +132,7 @@ def logits_kernel(
 
     # [M, D]
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for g in tl.range(0, G, num_stages=4):
+    for g in tl.range(0, G, num_stages=AHEAD):
         rows = b * q_b + token.to(tl.int64) * q_t + (r * G + g) * q_h
         total += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
     q_high, q_low, _ = two_halves(total)
@@ -311,7 +311,10 @@ def select_blocks(
         tile = launch.ranking_tile(importance, D, G, n, q.dtype, interpolated, num_ranked)
         keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale, documents=documents)
         one_half = G == 1 and q.dtype != torch.float32
-        args |= dict(keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half)
+        args |= dict(
+            keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half,
+            AHEAD=tiles.heads_ahead(tile.block_m * args["BLOCK_D"] * q.element_size()),
+        )  # fmt: skip
     else:
         kernel, rows = probs_kernel, triton.next_power_of_2(G)
         tile = launch.ranking_tile(importance, D, G, n, q.dtype)

@@ -138,6 +138,12 @@ PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 8, 1)
 MOST_IN_LISTS = 16
 
 
+def heads_ahead(size: int) -> int:
+    """Heads of a tile of `logits`, of `size` bytes each, that are on their way at once, to be summed
+    up: several where they fit, as measured on an H200 (65 µs for 70, H = 64, K = 4, 8k tokens)."""
+    return 4 if size <= 1 << 14 else 1
+
+
 # other architectures; not measured, chosen to fit and to spill little
 
 
