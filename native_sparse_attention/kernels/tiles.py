@@ -139,7 +139,7 @@ MOST_IN_LISTS = 16
 
 
 def heads_ahead(size: int) -> int:
-    """Heads of a tile of `logits`, of `size` bytes each, that are on their way at once, to be summed
+    """Heads of a tile of `logits`, of `size` bytes each, that are on their way at once, to be added
     up: several where they fit, as measured on an H200 (65 µs for 70, H = 64, K = 4, 8k tokens)."""
     return 4 if size <= 1 << 14 else 1
 
