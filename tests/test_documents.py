@@ -365,6 +365,27 @@ def test_window_by_kernels(w, dtype, causal):
 
 @pytest.mark.kernels
 @CAUSAL
+@pytest.mark.parametrize("op", [compressed_attention, sliding_window_attention])
+def test_keys_behind_a_document_by_kernels(op, causal):
+    """What aligned rows hold between a document's last token and the next one is seen by no token
+    and has no gradient, however much of a tile it fills."""
+    T, last = 61, 34
+    tensors = single(causal, d=1, H=8, lengths=[T])
+    queries, names = tensors["q"], ("k", "v")
+    settings = dict(sliding_window_size=T)
+    if op is compressed_attention:
+        names, settings = ("ck", "cv"), dict(compress_block_sliding_stride=1, seq_len=T)
+    leaves = [tensors[n][:, :T].requires_grad_() for n in names]
+    documents = docs.Documents(
+        *(torch.full((1, T), at, dtype=torch.int32, device=DEVICE) for at in (0, last))
+    )
+    out = op(queries, *leaves, causal=causal, documents=documents, backend="triton", **settings)
+    for grad in torch.autograd.grad(out[:, :last].sum(), leaves):
+        assert grad[:, last:].eq(0).all() and grad[:, : last - 1].ne(0).any()
+
+
+@pytest.mark.kernels
+@CAUSAL
 @pytest.mark.parametrize("setting", SELECTIONS)
 def test_selection_by_kernels(setting, causal):
     """The lists of the specification in fp64: scores of random tensors lie further apart than

@@ -204,6 +204,8 @@ def dkv_kernel(
         firsts, lasts = doc_first + b * T, doc_last + b * T
         first, full_end = in_document(first, full_end, n0 * unit, T, firsts, lasts, 1)
         full, end = in_document(full, end, last * unit, T, firsts, lasts, 1)
+        # a key behind its document's last token is seen by none
+        full_end = tl.where(last * unit < end, full_end, 0)
     first_tile = tl.maximum(first - start, 0) // TOKENS
     end_tile = tl.cdiv(tl.minimum(tl.maximum(end - start, 0), T), TOKENS)
     share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
