@@ -106,6 +106,10 @@ CASES = {
     "d > s": dict(
         compress_block_size=12, compress_block_sliding_stride=12, selection_block_size=4, N=60
     ),
+    "interpolated, d > s": dict(
+        compress_block_size=24, compress_block_sliding_stride=24, selection_block_size=4, N=60,
+        interpolated_importance_score=True, heads=(6, 2, 24, 16),
+    ),
     "short rows": dict(lengths=(0, 3)),
     "narrow window": dict(sliding_window_size=2, num_local_blocks=3, sinks=True),
     "no local block": dict(num_local_blocks=0, scale=-0.4),

@@ -269,6 +269,20 @@ def test_blocks_of_equal_probability(l):
     assert (indices.cpu() == torch.arange(5)).all()
 
 
+@both
+def test_blocks_of_equal_interpolation(causal):
+    """Behind the last window's centre and before the first one's all blocks have that window's
+    score; of those the earlier win, whatever scores are rounded to."""
+    settings = SETTINGS | RULES[1] | sizes(24, 24, 4) | dict(causal=causal, num_initial_blocks=0)
+    q, ck, _ = draw(76, 76, 5, 1, 24, d=24, causal=causal, m=0, dtype=torch.float32)
+    kwargs = settings | dict(seq_len=76)
+    actual, right = (
+        select_blocks(q.to(dtype), ck.to(dtype), backend=backend, **kwargs)
+        for backend, dtype in (("triton", torch.float32), ("eager", torch.float64))
+    )
+    assert torch.equal(actual, right)
+
+
 @pytest.mark.parametrize("scale", [None, 0.7, -0.3])
 @pytest.mark.parametrize("m", [0, 1, 5])
 def test_probs_with_a_given_log_sum_exp(m, scale):

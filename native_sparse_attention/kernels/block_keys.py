@@ -116,6 +116,12 @@ def keys_kernel(
 
     total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_C], tl.float32)
+    # interpolated, sums are of differences from the first: the mean of equal keys is that key
+    origin = total
+    if INTERPOLATED:
+        w = tl.minimum(tl.maximum(first, lo), last)
+        rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
+        origin = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W)).to(tl.float32)
     AROUND: tl.constexpr = 1 if INTERPOLATED else 0
     for j in range(-AROUND, WINDOWS + AROUND):
         w = first + j
@@ -123,10 +129,12 @@ def keys_kernel(
         if INTERPOLATED:
             w = tl.minimum(tl.maximum(w, lo), last)
         rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
-        tile = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W))
-        total += weight[:, None] * tile.to(tl.float32)
+        tile = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W)).to(tl.float32)
+        if INTERPOLATED:
+            tile -= origin
+        total += weight[:, None] * tile
         count += weight
-    key = total / tl.maximum(count, 1.0)[:, None] * scale
+    key = (origin + total / tl.maximum(count, 1.0)[:, None]) * scale
 
     row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
     if PARTS == 0:

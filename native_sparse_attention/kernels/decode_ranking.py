@@ -79,6 +79,11 @@ def block_scores(
     AROUND: tl.constexpr = 1 if INTERPOLATED else 0
     COUNT: tl.constexpr = (l + s - 1) // d if PROBS and s >= d else WINDOWS + AROUND
     total = tl.zeros([c.shape[0]], tl.float32)
+    # interpolated, sums are of differences from the first: equal scores make equal blocks
+    origin, count = total, total
+    if INTERPOLATED:
+        w = tl.minimum(first_window(c, d, s), hi - 1)
+        origin = tl.load(scores + w, mask=w >= 0, other=0.0)
     for j in tl.static_range(-AROUND, COUNT):
         w = first_window(c, d, s) + j
         if PROBS:
@@ -86,7 +91,13 @@ def block_scores(
         else:
             weight = window_weight(c, j, hi + c * 0, d, s, BLOCK_S, INTERPOLATED)
         w = tl.minimum(tl.maximum(w, 0), hi - 1)
-        total += weight * tl.load(scores + w, mask=w >= 0, other=0.0)
+        score = tl.load(scores + w, mask=w >= 0, other=0.0)
+        if INTERPOLATED:
+            score -= origin
+            count += weight
+        total += weight * score
+    if INTERPOLATED:
+        total += origin * count
     return total
 
 
