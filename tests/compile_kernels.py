@@ -19,14 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from native_sparse_attention.kernels import (
-    decode_ahead_launch,
-    decode_call,
-    decode_launch,
-    entries,
-    launch,
-    rotary,
-)
+from native_sparse_attention.kernels import entries, launch, rotary
+from native_sparse_attention.kernels.decode import ahead_launch, step_launch
+from native_sparse_attention.kernels.decode.call import Call, Settings
 from native_sparse_attention.kernels.hopper import gpu
 from native_sparse_attention.ops import fused, library
 from native_sparse_attention.ops.documents import Documents
@@ -205,15 +200,15 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
         l=32, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
         num_local=2, stride=1, shared=True, scale=0.1, soft_cap=None,
     )  # fmt: skip
-    at = decode_call.Settings(**{**at, **settings})
+    at = Settings(**{**at, **settings})
     ring = torch.zeros(B, K, 20, at.n, dtype=torch.int32)
     tensors = (torch.randn(shape).to(dtype) for shape in shapes)
     counters = torch.zeros(B, K, 8, dtype=torch.int32)
     tensors = list(tensors)
-    call = decode_call.Call(*tensors, None, None, None, ring, None, counters, where)
-    blocks = decode_ahead_launch.BLOCKS
-    for decode_ahead_launch.BLOCKS in (0, blocks):
-        decode_launch.attend(call, at)
+    call = Call(*tensors, None, None, None, ring, None, counters, where)
+    blocks = ahead_launch.BLOCKS
+    for ahead_launch.BLOCKS in (0, blocks):
+        step_launch.attend(call, at)
 
 
 def rotate(dtype, heads, tokens=64, starts=None):

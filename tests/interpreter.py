@@ -33,7 +33,7 @@ def hasten() -> None:
         share_shapes(core)
         broadcast_what_differs(semantic.TritonSemantic)
     # an operation takes as long for many elements as for few
-    from native_sparse_attention.kernels import inverse
+    from native_sparse_attention.kernels.listed import inverse
 
     OWN.setdefault("NUMBERED", inverse.NUMBERED)
     inverse.NUMBERED = 128

@@ -42,8 +42,9 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.kernels import launch, pairs, unite
+from native_sparse_attention.kernels import launch
 from native_sparse_attention.kernels.hopper import gpu
+from native_sparse_attention.kernels.listed import pairs, unite
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

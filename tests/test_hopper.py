@@ -16,13 +16,14 @@ from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch, pairs
+from native_sparse_attention.kernels import launch
 from native_sparse_attention.kernels.hopper import (
     gpu,
     interval_launch,
     listed_launch,
     ranking_launch,
 )
+from native_sparse_attention.kernels.listed import pairs
 from native_sparse_attention.kernels.tiles import FEW_KEYS
 
 pytestmark = [

@@ -55,31 +55,31 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"masks.constants", "masks.tanh", "masks.tiles"}),
     frozenset(
         {
-            "kernels.scoring",
+            "kernels.ranking.scoring",
             "kernels.selected",
-            "kernels.decode_launch",
+            "kernels.decode.step_launch",
             "kernels.gates",
             "kernels.rotary",
         }
     ),
-    frozenset({"kernels.decode", "kernels.decode_ahead_launch"}),
-    frozenset({"kernels.decode_ahead", "kernels.decode_call"}),
+    frozenset({"kernels.decode.step", "kernels.decode.ahead_launch"}),
+    frozenset({"kernels.decode.ahead", "kernels.decode.call"}),
     frozenset(
         {
             "kernels.interval_backward",
-            "kernels.probs",
+            "kernels.ranking.probs",
             "kernels.gate_launch",
-            "kernels.decode_branches",
-            "kernels.decode_ranking",
+            "kernels.decode.branches",
+            "kernels.decode.ranking",
         }
     ),
     frozenset(
         {
             "kernels.combine",
             "kernels.interval",
-            "kernels.gather",
-            "kernels.pairs",
-            "kernels.block_keys",
+            "kernels.listed.gather",
+            "kernels.listed.pairs",
+            "kernels.ranking.block_keys",
         }
     ),
     frozenset(
@@ -103,19 +103,19 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "kernels.entries",
             "kernels.gate_steps",
-            "kernels.gather_steps",
+            "kernels.listed.gather_steps",
             "kernels.hopper.gpu",
             "kernels.hopper.intervals",
             "kernels.hopper.listed_rows",
             "kernels.hopper.shared_blocks",
             "kernels.norms",
-            "kernels.unite",
+            "kernels.listed.unite",
         }
     ),
-    frozenset({"kernels.inverse", "kernels.join", "kernels.launch"}),
+    frozenset({"kernels.launch", "kernels.listed.inverse", "kernels.listed.join"}),
     frozenset(
         {
-            "kernels.arrivals",
+            "kernels.decode.arrivals",
             "kernels.device",
             "kernels.hopper.gradients",
             "kernels.hopper.ring",
@@ -123,14 +123,22 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.sizes",
             "kernels.streams",
             "kernels.tiles",
-            "kernels.topn",
+            "kernels.ranking.topn",
         }
     ),
     frozenset({"ops.checks", "ops.documents", "entries"}),
     frozenset({"blocks"}),
+    # the folders' own __init__: a docstring, no imports
     frozenset(
-        {"ops", "kernels", "kernels.hopper"}
-    ),  # the folders' own __init__: a docstring, no imports
+        {
+            "ops",
+            "kernels",
+            "kernels.decode",
+            "kernels.hopper",
+            "kernels.listed",
+            "kernels.ranking",
+        }
+    ),
 )
 SAME_ROW: frozenset[tuple[str, str]] = frozenset()
 

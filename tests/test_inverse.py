@@ -7,8 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from native_sparse_attention.kernels import inverse
-from native_sparse_attention.kernels.inverse import SHARE, invert
+from native_sparse_attention.kernels.listed import inverse
+from native_sparse_attention.kernels.listed.inverse import SHARE, invert
 
 pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

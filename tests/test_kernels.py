@@ -145,7 +145,8 @@ def test_whole_blocks_and_any_scale(heads, scale):
 
 def test_block_that_all_choose(monkeypatch):
     """A list of queries that is cut into several items, and tokens into several spans."""
-    from native_sparse_attention.kernels import launch, pairs
+    from native_sparse_attention.kernels import launch
+    from native_sparse_attention.kernels.listed import pairs
 
     monkeypatch.setattr(launch, "ITEM_ROWS", 16)
     monkeypatch.setattr(pairs, "PARTS", {key: {8: (0.0, 16)} for key in pairs.PARTS})

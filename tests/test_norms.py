@@ -14,8 +14,9 @@ from native_sparse_attention import (
 from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
-from native_sparse_attention.kernels import gather, launch, norms
+from native_sparse_attention.kernels import launch, norms
 from native_sparse_attention.kernels.launch import Unite
+from native_sparse_attention.kernels.listed import gather
 
 pytestmark = pytest.mark.kernels
 DTYPE = torch.bfloat16 if CUDA else torch.float32

@@ -13,8 +13,9 @@ from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch, unite
+from native_sparse_attention.kernels import launch
 from native_sparse_attention.kernels.launch import Selection, Unite
+from native_sparse_attention.kernels.listed import unite
 
 pytestmark = pytest.mark.kernels
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..ops.documents import Documents
 from . import launch
-from .block_keys import block_keys, mean_queries
 from .gate_steps import BLOCKS, EDGES, MEMORY, NOTHING, WINDOWS_BEHIND
 from .launch import strides
+from .ranking.block_keys import block_keys, mean_queries
 from .tiles import ELSEWHERE, Tile
 
 # tokens x units of keys x slots that are compared at a time

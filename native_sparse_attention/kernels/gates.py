@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .block_keys import block_keys_backward
 from .device import (
     cap_slope,
     grid_place,
@@ -49,6 +48,7 @@ from .gate_steps import (
     seen_keys,
 )
 from .launch import strides
+from .ranking.block_keys import block_keys_backward
 
 # one compiled kernel for all lengths and places
 LENGTHS = ["T", "N", "P", "GROUPS", "first_token"]

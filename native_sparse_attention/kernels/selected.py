@@ -15,24 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import (
-    combine,
-    gather,
-    interval,
-    interval_backward,
-    launch,
-    pairs,
-    streams,
-    unite,
-)
+from . import combine, interval, interval_backward, launch, streams
 from .device import EVERYTHING, LOCAL_BLOCKS
 from .hopper import listed_launch, shared_launch
 from .hopper.shared_launch import Plan
-from .inverse import Inversion
 from .launch import Cotangent, Mixture, Place, Selection, Sum
+from .listed import gather, pairs, unite
+from .listed.inverse import Inversion
+from .listed.unite import Unions
 from .norms import key_norms
 from .shares import add_up
-from .unite import Unions
 
 
 def with_initial(selection: Selection) -> Selection:

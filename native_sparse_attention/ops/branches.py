@@ -100,9 +100,10 @@ def attend(
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Outputs and log-sum-exps of the three branches, and the selection where `lists` is not it.
     Given gates [B T H 3] and a tensor for the layer's output in `mixed`, writes that."""
-    from ..kernels import interval, scoring, selected, streams
+    from ..kernels import interval, selected, streams
     from ..kernels.launch import Mixture
     from ..kernels.norms import key_norms
+    from ..kernels.ranking import scoring
 
     at = settings
     leaders = None if leaders is None else leaders.contiguous()

@@ -222,8 +222,8 @@ def by_kernels(
     soft_cap: float | None,
 ) -> Tensor:
     """In Triton, as a torch operator."""
-    from ..kernels import decode_launch
-    from ..kernels.decode_call import Call, Settings
+    from ..kernels.decode import step_launch
+    from ..kernels.decode.call import Call, Settings
     from ..kernels.entries import Step
 
     at = Settings(
@@ -234,7 +234,7 @@ def by_kernels(
     window = None if window_k is None or window_v is None else (window_k, window_v)
     step = Step(lengths, counts, page_table, 0 if page_table is None else k.shape[1])
     call = Call(q, k, v, ck, cv, branch_gates, cq, memory, window, ranking, sinks, counters, step)
-    return decode_launch.attend(call, at)
+    return step_launch.attend(call, at)
 
 
 @by_kernels.register_fake

@@ -78,7 +78,7 @@ def ranked_blocks(
     soft_cap: float | None,
 ) -> Tensor:
     """Block indices [B T R n] of the n best of the first `num_ranked` blocks, int32."""
-    from ..kernels import scoring
+    from ..kernels.ranking import scoring
 
     return scoring.select_blocks(
         q, ck, mem_k, lse, starts, leader_indices, start, num_ranked, num_selected, l, d, s,

@@ -6,8 +6,8 @@ import triton
 from torch import Tensor
 
 from .. import launch
-from ..inverse import Inverse
 from ..launch import Cotangent, Selection
+from ..listed.inverse import Inverse
 from ..sizes import asked
 from . import gpu
 

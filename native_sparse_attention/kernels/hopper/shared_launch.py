@@ -8,11 +8,12 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from .. import launch, unite
+from .. import launch
 from ..launch import LOG2_E, Mixture, Selection
+from ..listed import unite
+from ..listed.unite import Unions
 from ..norms import bounds
 from ..sizes import asked
-from ..unite import Unions
 from . import gpu
 
 # tokens of a program: two parts of as many warps, and rows of each

@@ -9,8 +9,8 @@ their stride, to the blocks before it.
 import triton
 import triton.language as tl
 
+from ..device import large, load_rows, soft_capped
 from .block_keys import first_window
-from .device import large, load_rows, soft_capped
 from .topn import NO_SCORE, chunk_blocks, finish, fold, start
 
 

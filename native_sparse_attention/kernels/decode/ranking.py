@@ -3,10 +3,9 @@
 import triton
 import triton.language as tl
 
-from .arrivals import first_turn, wait
-from .block_keys import first_window, window_weight
-from .device import candidates_end
-from .topn import (
+from ..device import candidates_end
+from ..ranking.block_keys import first_window, window_weight
+from ..ranking.topn import (
     NO_BLOCK,
     NO_KEY,
     NO_ORDER,
@@ -18,6 +17,7 @@ from .topn import (
     sort_keys,
     start,
 )
+from .arrivals import first_turn, wait
 
 NEVER = tl.constexpr(1 << 30)
 

@@ -1,4 +1,4 @@
-"""The launch of `decode_ahead.py`, and where it is the faster way."""
+"""The launch of `ahead.py`, and where it is the faster way."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from . import decode_ahead, launch
-from .decode_call import Call, Settings
+from .. import launch
+from . import ahead
+from .call import Call, Settings
 
 # blocks of all tokens and KV heads, in rows and in pages; those of one; bytes of a block's keys;
 # places for a token's shares
@@ -67,7 +68,7 @@ def attend(call: Call, to: Shares, at: Settings) -> Tensor:
     joins = triton.cdiv(H // K, ROWS) * triton.cdiv(E, columns)
     programs = B * T * K * (to.programs + joins)
     parts, part_lse = call.shares(to.before + to.blocks)
-    decode_ahead.ahead_kernel[(programs,)](
+    ahead.ahead_kernel[(programs,)](
         **call.arguments(at), N=call.tokens, scores=parts.new_empty(B, T, K, call.windows),
         lists=call.counters.new_empty(programs, to.listed), parts=parts, part_lse=part_lse,
         out=out, CMP_SHARES=to.cmp, MEM_SHARES=to.memory, BLOCK_SHARES=to.blocks,

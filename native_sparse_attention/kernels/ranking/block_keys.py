@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
-from .device import grid_place, in_document, load_rows, store_rows
+from .. import launch
+from ..device import grid_place, in_document, load_rows, store_rows
 
 
 @triton.jit

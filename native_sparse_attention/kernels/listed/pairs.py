@@ -15,17 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch, streams
-from .device import (
-    cap_slope,
-    large,
-    load_rows,
-    narrow,
-    soft_capped,
-    softmax_grad,
-    store_rows,
-)
-from .hopper import listed_launch
+from .. import launch, streams
+from ..device import cap_slope, large, load_rows, narrow, soft_capped, softmax_grad, store_rows
+from ..hopper import listed_launch
+from ..launch import ENOUGH_PROGRAMS, LOG2_E, Cotangent, Mixture, Selection, Sum, strides
 from .inverse import Inverse, Inversion
 from .inverse import room as room_for_inverse
 from .join import (
@@ -37,7 +30,6 @@ from .join import (
     join_kernel,
     sum_kernel,
 )
-from .launch import ENOUGH_PROGRAMS, LOG2_E, Cotangent, Mixture, Selection, Sum, strides
 
 # memory for the parts of the selected branch, over that of q, by query heads a KV head, and tokens
 # whose parts are kept anyhow where groups are so small that there is no other way; of other groups

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch, streams
-from .device import (
+from .. import launch, streams
+from ..device import (
     cap_slope,
     grid_place,
     load_keys,
@@ -29,6 +29,8 @@ from .device import (
     store_mixed,
     store_rows,
 )
+from ..launch import LOG2_E, Cotangent, Mixture, Selection, Sum, strides
+from ..norms import bounds
 from .gather_steps import (
     list_keys,
     list_tile,
@@ -38,8 +40,6 @@ from .gather_steps import (
     tile_entries,
     visible_keys,
 )
-from .launch import LOG2_E, Cotangent, Mixture, Selection, Sum, strides
-from .norms import bounds
 from .unite import Unions
 
 LENGTHS = ["T", "S", "start", "groups"]

@@ -17,10 +17,10 @@ A row's queries stand at positions `lengths[b] + 0 .. T - 1`; their keys are in 
 import triton
 import triton.language as tl
 
+from ..ranking.topn import NO_SCORE
 from .arrivals import arrived, first_turn, wait
-from .decode_branches import blocks, weights, windows
-from .decode_ranking import probabilities, rank, rank_share
-from .topn import NO_SCORE
+from .branches import blocks, weights, windows
+from .ranking import probabilities, rank, rank_share
 
 # which of the counters of a row and KV head is whose
 WINDOWS, ATTENDED, PROBABILITIES, LISTS, BLOCKS, JOINED = (tl.constexpr(i) for i in range(6))

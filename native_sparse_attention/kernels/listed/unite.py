@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch
-from .device import grid_place
-from .launch import Selection
+from .. import launch
+from ..device import grid_place
+from ..launch import Selection
 
 # pairs of entries that one program compares, and entries that one warp does
 MOST_PAIRS, ALONE = 1 << 14, 256

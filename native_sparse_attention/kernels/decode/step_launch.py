@@ -1,4 +1,4 @@
-"""The launch of `decode.py`. Nothing here asks the device for a length: a step can be captured in a
+"""The launch of `step.py`. Nothing here asks the device for a length: a step can be captured in a
 CUDA graph."""
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from . import decode, decode_ahead_launch, launch
-from .decode_branches import EACH, NOTHING, SUM
-from .decode_call import Call, Settings
-from .tiles import MOST_IN_LISTS, RankingTile, Tile
+from .. import launch
+from ..tiles import MOST_IN_LISTS, RankingTile, Tile
+from . import ahead_launch, step
+from .branches import EACH, NOTHING, SUM
+from .call import Call, Settings
 
 # programs that fill a GPU, of those that read windows and those that read blocks
 PROGRAMS = {"windows": 396, "blocks": 396}
@@ -141,9 +142,9 @@ def attend(call: Call, at: Settings) -> Tensor:
     probs = at.n > 0 and at.importance == "probs"
     scores_of = NOTHING if at.n == 0 else EACH if probs or not at.shared else SUM
     if call.window is None and scores_of is not EACH and at.stride == 1:
-        ahead = decode_ahead_launch.share_out(call, at)
+        ahead = ahead_launch.share_out(call, at)
         if ahead is not None:
-            return decode_ahead_launch.attend(call, ahead, at)
+            return ahead_launch.attend(call, ahead, at)
     # the window covers the local blocks, and its keys are the selection's
     fused = call.window is None and 0 < at.num_local * at.s <= at.w + 1
 
@@ -178,7 +179,7 @@ def attend(call: Call, at: Settings) -> Tensor:
     lists = call.counters.new_empty(B, T, ranks, at.n)
     ring = call.ranking if call.ranking is not None and at.stride > 1 and at.n else lists
     wk, wv = call.window or (call.k, call.v)
-    decode.step_kernel[(programs,)](
+    step.step_kernel[(programs,)](
         **call.arguments(at), **launch.strides("x", wk, "bnh"), **launch.strides("y", wv, "bnh"),
         wk=wk, wv=wv, ring=ring, scores=scores, lists=lists, parts=parts, part_lse=part_lse,
         importances=parts.new_empty(B, T, ranks, W) if probs else scores, out=out, H=H,

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
+from ..device import load_rows, load_sinks, soft_capped, softmax_step, store_rows
+from ..entries import offsets, pages_of, places
+from ..ranking.topn import NO_SCORE
 from .arrivals import arrived, first_turn, wait
-from .device import load_rows, load_sinks, soft_capped, softmax_step, store_rows
-from .entries import offsets, pages_of, places
-from .topn import NO_SCORE
 
 # what `windows` stores of each window's logits
 NOTHING, SUM, EACH = (tl.constexpr(i) for i in range(3))

@@ -13,11 +13,11 @@ The block that the window cuts has a second share, of its keys in the window.
 import triton
 import triton.language as tl
 
+from ..device import candidates_end, load_rows, soft_capped
+from ..ranking.topn import NO_KEY, NO_SCORE
 from .arrivals import arrived, wait
-from .decode_branches import store_part, weights
-from .decode_ranking import NEVER, score_keys
-from .device import candidates_end, load_rows, soft_capped
-from .topn import NO_KEY, NO_SCORE
+from .branches import store_part, weights
+from .ranking import NEVER, score_keys
 
 # which of the counters of a row and KV head is whose
 WINDOWS, SHARES, JOINED = (tl.constexpr(i) for i in range(3))

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch, tiles
-from .block_keys import block_keys, first_window, two_halves
-from .device import (
+from .. import launch, tiles
+from ..device import (
     candidates_end,
     candidates_in_document,
     grid_place,
@@ -21,7 +20,8 @@ from .device import (
     load_rows,
     visible_windows,
 )
-from .hopper import ranking_launch
+from ..hopper import ranking_launch
+from .block_keys import block_keys, first_window, two_halves
 from .probs import best_by_probs, log_sum_exp
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
 

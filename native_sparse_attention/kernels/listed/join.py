@@ -4,7 +4,7 @@ order: attentions and dq of a query's slots, dk and dv of a block's items."""
 import triton
 import triton.language as tl
 
-from .device import grid_place, load_rows, store_mixed, store_rows
+from ..device import grid_place, load_rows, store_mixed, store_rows
 
 # rows of a program
 JOIN_ROWS, SUM_ROWS = 16, 16
