@@ -43,6 +43,66 @@ LENGTHS = ["T", "N", "P", "start", "floor", "reach", "inner_floor", "inner_reach
 NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
 
 
+@triton.jit
+def tile_intervals(
+    token, first, last, start, entry, doc_first, doc_last, unit, T, N, floor, reach, stride,
+    KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """The keys that rows of a tile of queries see, from lo to hi - 1: of each row's token [M], of
+    the tile's first and of its last; with documents, whose bounds a row has from `entry` on, those
+    in their own."""
+    lo, hi = interval(start + token, N, floor, reach, stride, KIND)
+    lo_first, hi_first = interval(start + first, N, floor, reach, stride, KIND)
+    lo_last, hi_last = interval(start + last, N, floor, reach, stride, KIND)
+    if DOCUMENTS:
+        firsts, lasts = doc_first + entry, doc_last + entry
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
+        lo_first, hi_first = in_document(lo_first, hi_first, first, T, firsts, lasts, unit)
+        lo_last, hi_last = in_document(lo_last, hi_last, last, T, firsts, lasts, unit)
+    return lo, hi, lo_first, hi_first, lo_last, hi_last
+
+
+@triton.jit
+def logits(
+    x, y, scale_log2, cap, CAP: tl.constexpr, POSITIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products [M, N] of x [M, D] and y [N, D], queries and keys: logits where they are capped or
+    the scale may be negative, and else to be multiplied by it."""
+    s = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+    if CAP:
+        s = soft_capped(s * scale_log2, cap)
+    elif not POSITIVE:
+        s *= scale_log2
+    return s
+
+
+@triton.jit
+def prefix_end(position, P, PREFIX: tl.constexpr):
+    """One past the last of P keys of a prefix that queries see."""
+    return tl.minimum(position + 1, P) if PREFIX == CAUSAL_PREFIX else position * 0 + P
+
+
+@triton.jit
+def attend_to_prefix(
+    q_tile, pk, pv, b, h, position, P, acc, m, l, scale_log2, unit_scale, cap, somewhere,
+    pk_b, pk_n, pk_h, pv_b, pv_n, pv_h, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX: tl.constexpr, CAP: tl.constexpr,
+    POSITIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the prefix into a tile's softmax."""
+    hi = prefix_end(position, P, PREFIX)
+    for n0 in range(0, P, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_keys(pk, b, h, n, n0, n < P, pk_b, pk_n, pk_h, D, BLOCK_D, False)
+        v_tile = load_keys(pv, b, h, n, n0, n < P, pv_b, pv_n, pv_h, E, BLOCK_E, False)
+        s = logits(q_tile, k_tile, scale_log2, cap, CAP, POSITIVE, PRECISION)
+        s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+        acc, m, l = scaled_step(
+            s, unit_scale, 0.0, v_tile, acc, m, l, True, somewhere, n0, False, PRECISION
+        )
+    return acc, m, l
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q, k, v, norms, pk, pv, out, lse, inner_out, inner_lse, sinks, inner_sinks, starts, start,
@@ -66,17 +126,11 @@ def forward_kernel(
     token, g, real = tile_rows(tile, T, G, BLOCK_M)
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    lo, hi = interval(start + token, N, floor, reach, stride, KIND)
-    lo_first, hi_first = interval(start + tile * TOKENS, N, floor, reach, stride, KIND)
-    last = tl.minimum(tile * TOKENS + TOKENS, T) - 1
-    lo_last, hi_last = interval(start + last, N, floor, reach, stride, KIND)
-    if DOCUMENTS:
-        firsts, lasts = doc_first + b * T, doc_last + b * T
-        lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
-        lo_first, hi_first = in_document(
-            lo_first, hi_first, tile * TOKENS, T, firsts, lasts, unit
-        )  # fmt: skip
-        lo_last, hi_last = in_document(lo_last, hi_last, last, T, firsts, lasts, unit)
+    first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
+    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_intervals(
+        token, first, last, start, b * T, doc_first, doc_last, unit, T, N, floor, reach, stride,
+        KIND, DOCUMENTS,
+    )  # fmt: skip
 
     # [M, D]
     head = h * G + g
@@ -103,7 +157,7 @@ def forward_kernel(
             start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         local_first, _hi_first = interval(
-            start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
+            start + first, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         local_last, _hi_last = interval(
             start + last, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
@@ -143,11 +197,7 @@ def forward_kernel(
         # [N, D], [N, E]
         k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
         v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if CAP:
-            s = soft_capped(s * scale_log2, cap)
-        elif not POSITIVE:
-            s *= scale_log2
+        s = logits(q_tile, k_tile, scale_log2, cap, CAP, POSITIVE, PRECISION)
         if INNER:
             if j == to_local:
                 rare(lse, n0)
@@ -160,7 +210,7 @@ def forward_kernel(
                 rare(lse, n0)
                 outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
                 lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
-                all_lo, all_hi = 0, tl.minimum(start + tile * TOKENS + 1, inner_floor)
+                all_lo, all_hi = 0, tl.minimum(start + first + 1, inner_floor)
         if (n0 < all_lo) | (n0 + BLOCK_N > all_hi):
             rare(lse, n0)
             s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
@@ -178,20 +228,11 @@ def forward_kernel(
         store_softmax(inner_out, inner_lse, row, acc, m, l, E, BLOCK_E, real)
     else:
         if PREFIX:
-            hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo * 0 + P
-            for n0 in range(0, P, BLOCK_N):
-                n = n0 + tl.arange(0, BLOCK_N)
-                k_tile = load_keys(pk, b, h, n, n0, n < P, pk_b, pk_n, pk_h, D, BLOCK_D, False)
-                v_tile = load_keys(pv, b, h, n, n0, n < P, pv_b, pv_n, pv_h, E, BLOCK_E, False)
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                if CAP:
-                    s = soft_capped(s * scale_log2, cap)
-                elif not POSITIVE:
-                    s *= scale_log2
-                s = tl.where(n[None] < hi[:, None], s, float("-inf"))
-                acc, m, l = scaled_step(
-                    s, unit_scale, 0.0, v_tile, acc, m, l, True, lse, n0, False, PRECISION
-                )
+            acc, m, l = attend_to_prefix(
+                q_tile, pk, pv, b, h, start + token, P, acc, m, l, scale_log2, unit_scale, cap, lse,
+                pk_b, pk_n, pk_h, pv_b, pv_n, pv_h, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PREFIX, CAP,
+                POSITIVE, PRECISION,
+            )  # fmt: skip
         store_softmax(out, lse, row, acc, m, l, E, BLOCK_E, real)
 
 

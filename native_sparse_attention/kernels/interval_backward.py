@@ -21,23 +21,49 @@ from .device import (
     load_rows,
     rare,
     seen_by,
-    soft_capped,
     softmax_grad,
     store_rows,
     tile_rows,
 )
 from .hopper import interval_launch
 from .interval import (
-    CAUSAL_PREFIX,
     LENGTHS,
     arguments,
     by_boxes,
+    logits,
     prefix_arguments,
+    prefix_end,
+    tile_intervals,
     tiles_of_queries,
 )
 from .launch import ALWAYS, Cotangent, Place, Sum
 from .shares import Shares
 from .tiles import FEW_KEYS
+
+
+@triton.jit
+def add_dq_of_prefix(
+    q_tile, do_tile, pk, pv, b, h, position, P, acc, lse_row, delta_row, scale_log2, unit_scale,
+    cap, pk_b, pk_n, pk_h, pv_b, pv_n, pv_h, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX: tl.constexpr,
+    CAP: tl.constexpr, GATED: tl.constexpr, POSITIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the prefix gives to a tile's dq."""
+    hi = prefix_end(position, P, PREFIX)
+    for n0 in range(0, P, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_keys(pk, b, h, n, n0, n < P, pk_b, pk_n, pk_h, D, BLOCK_D, False)
+        v_tile = load_keys(pv, b, h, n, n0, n < P, pv_b, pv_n, pv_h, E, BLOCK_E, False)
+        s = logits(q_tile, k_tile, scale_log2, cap, CAP, POSITIVE, PRECISION)
+        if CAP:
+            slope = cap_slope(s, cap)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+        _p, ds = softmax_grad(s, unit_scale, dp, lse_row[:, None], delta_row[:, None], GATED)
+        if CAP:
+            ds *= slope
+        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -62,17 +88,11 @@ def dq_kernel(
     token, g, real = tile_rows(tile, T, G, BLOCK_M)
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    lo, hi = interval(start + token, N, floor, reach, stride, KIND)
-    lo_first, hi_first = interval(start + tile * TOKENS, N, floor, reach, stride, KIND)
-    last = tl.minimum(tile * TOKENS + TOKENS, T) - 1
-    lo_last, hi_last = interval(start + last, N, floor, reach, stride, KIND)
-    if DOCUMENTS:
-        firsts, lasts = doc_first + b * T, doc_last + b * T
-        lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
-        lo_first, hi_first = in_document(
-            lo_first, hi_first, tile * TOKENS, T, firsts, lasts, unit
-        )  # fmt: skip
-        lo_last, hi_last = in_document(lo_last, hi_last, last, T, firsts, lasts, unit)
+    first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
+    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_intervals(
+        token, first, last, start, b * T, doc_first, doc_last, unit, T, N, floor, reach, stride,
+        KIND, DOCUMENTS,
+    )  # fmt: skip
 
     head = h * G + g
     row = (b * T + token) * (K * G) + head
@@ -100,7 +120,7 @@ def dq_kernel(
             start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         local_first, _local_hi_first = interval(
-            start + tile * TOKENS, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
+            start + first, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
         to_initial = steps
         steps += tl.cdiv(inner_floor, BLOCK_N)
@@ -111,18 +131,15 @@ def dq_kernel(
         n = n0 + tl.arange(0, BLOCK_N)
         k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
         v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = logits(q_tile, k_tile, scale_log2, cap, CAP, POSITIVE, PRECISION)
         if CAP:
-            s = soft_capped(s * scale_log2, cap)
             slope = cap_slope(s, cap)
-        elif not POSITIVE:
-            s *= scale_log2
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         if INNER and j == to_initial:
             rare(delta, n0)
             lse_row, delta_row = inner_lse_row, inner_delta_row
             lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
-            all_lo, all_hi = 0, tl.minimum(start + tile * TOKENS + 1, inner_floor)
+            all_lo, all_hi = 0, tl.minimum(start + first + 1, inner_floor)
         if (n0 < all_lo) | (n0 + BLOCK_N > all_hi):
             rare(delta, n0)
             s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
@@ -139,24 +156,11 @@ def dq_kernel(
         acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
 
     if PREFIX and not INNER:
-        hi = tl.minimum(start + token + 1, P) if PREFIX == CAUSAL_PREFIX else lo * 0 + P
-        for n0 in range(0, P, BLOCK_N):
-            n = n0 + tl.arange(0, BLOCK_N)
-            k_tile = load_keys(pk, b, h, n, n0, n < P, pk_b, pk_n, pk_h, D, BLOCK_D, False)
-            v_tile = load_keys(pv, b, h, n, n0, n < P, pv_b, pv_n, pv_h, E, BLOCK_E, False)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if CAP:
-                s = soft_capped(s * scale_log2, cap)
-                slope = cap_slope(s, cap)
-            elif not POSITIVE:
-                s *= scale_log2
-            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-            s = tl.where(n[None] < hi[:, None], s, float("-inf"))
-            _p, ds = softmax_grad(s, unit_scale, dp, lse_row[:, None], delta_row[:, None], GATED)
-            if CAP:
-                ds *= slope
-            acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
-
+        acc = add_dq_of_prefix(
+            q_tile, do_tile, pk, pv, b, h, start + token, P, acc, lse_row, delta_row, scale_log2,
+            unit_scale, cap, pk_b, pk_n, pk_h, pv_b, pv_n, pv_h, D, E, BLOCK_D, BLOCK_E, BLOCK_N,
+            PREFIX, CAP, GATED, POSITIVE, PRECISION,
+        )  # fmt: skip
     acc *= scale
     if ADD:
         acc += load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
@@ -240,12 +244,9 @@ def dkv_kernel(
             )
 
             # [N, M]: p and ds are the left operands of what follows
-            s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+            s = logits(k_tile, q_tile, scale_log2, cap, CAP, POSITIVE, PRECISION)
             if CAP:
-                s = soft_capped(s * scale_log2, cap)
                 slope = cap_slope(s, cap)
-            elif not POSITIVE:
-                s *= scale_log2
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             if phase != 1:
                 lo, hi = interval(start + token, N, floor, reach, stride, KIND)
