@@ -25,6 +25,6 @@ def test_layer_compiles(capability):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for kernel in ("interval.forward", "interval_backward.dq", "interval_backward.dkv",
-                   "scoring.logits", "pairs.forward", "pairs.backward", "gates.dq",
-                   "gates.dk", "rotary.rotate"):  # fmt: skip
+                   "ranking.scoring.logits", "listed.pairs.forward", "listed.pairs.backward",
+                   "gates.dq", "gates.dk", "rotary.rotate"):  # fmt: skip
         assert f"kernels.{kernel}_kernel" in done.stdout
