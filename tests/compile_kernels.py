@@ -33,6 +33,16 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 
 
+# what a launch of few tokens does not take by itself
+ON_A_HOPPER = {
+    "intervals": True,
+    "listed_dq": True,
+    "probs": True,
+    "shared": True,
+    "unite": launch.Unite(4, 1.6, least=0),
+}
+
+
 class Driver:
     """What a launch asks of a driver before it launches."""
 
@@ -241,6 +251,13 @@ if __name__ == "__main__":
     some = sys.argv[2:]
     if "small" in some:
         layer(torch.bfloat16, use_diff_topk=True, packed=True, soft_cap=2.0, sinks=True)
+        if sys.argv[1] == "90":
+            with launch.using(ON_A_HOPPER):
+                layer(
+                    torch.bfloat16, (16, 1, 128, 128), S=192, selection_block_size=64, slots=0,
+                    importance="probs",
+                )  # fmt: skip
+            rank(torch.bfloat16, (16, 1, 128))
     if not some or "small" in some:
         rank(torch.float32, (2, 1, 256), importance="logits")
         rotate(torch.bfloat16, (16, 1, 128))
@@ -269,9 +286,8 @@ if __name__ == "__main__":
         layer(torch.bfloat16, (4, 1, 64, 64), causal=False, packed=True)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", soft_cap=2.0, sinks=True)
     if not some or "shared" in some:
-        some_alike = {"shared": True, "listed_dq": True, "unite": launch.Unite(4, 1.6, least=0)}
         for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64)):
-            with launch.using(some_alike):
+            with launch.using(ON_A_HOPPER | {"intervals": None, "probs": None}):
                 layer(dtype, (16, 1, width, width), S=192, selection_block_size=64)
                 for stride in (1, 4):  # dk and dv with dq, and without
                     layer(

@@ -11,6 +11,14 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 
+def compiled_in_gluon() -> bool:
+    import triton
+
+    from native_sparse_attention.kernels.hopper import gpu
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) in gpu.GLUON
+
+
 @pytest.mark.parametrize("capability", [86, 90])
 def test_layer_compiles(capability):
     if importlib.util.find_spec("triton") is None:
@@ -28,3 +36,8 @@ def test_layer_compiles(capability):
                    "ranking.scoring.logits", "listed.pairs.forward", "listed.pairs.backward",
                    "gates.dq", "gates.dk", "rotary.rotate"):  # fmt: skip
         assert f"kernels.{kernel}_kernel" in done.stdout
+    if capability == 90 and compiled_in_gluon():
+        for kernel in ("interval_forward.forward", "interval_dq.dq", "interval_dkv.dkv",
+                       "listed_backward.backward", "shared_blocks.forward",
+                       "probs_ranking.ranking"):  # fmt: skip
+            assert f"kernels.hopper.{kernel}_kernel" in done.stdout

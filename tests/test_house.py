@@ -117,6 +117,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "kernels.decode.arrivals",
             "kernels.device",
+            "kernels.hopper.dialect",
             "kernels.hopper.gradients",
             "kernels.hopper.ring",
             "kernels.shares",

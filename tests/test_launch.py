@@ -1,6 +1,7 @@
 """Launch parameters are data: each architecture has a row for every kernel and size."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,6 +200,28 @@ def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
     with launch.using({"intervals": at.get("allowed", True)}), sized(sizes):
         for kernel in ("forward", "dq", "dkv"):
             assert hopper.serves(kernel, q, k, v, place, at["scale"], inner) == served
+
+
+@pytest.mark.parametrize(
+    "version, capability, asked, there",
+    [
+        ("3.6.0", (9, 0), False, True),
+        ("3.6.1", (9, 0), True, True),
+        ("3.6.0", (10, 0), True, False),
+        ("3.9.0", (9, 0), False, False),
+        ("3.9.0", (9, 0), True, True),
+        ("3.5.1", (9, 0), True, False),
+        ("3.99.0", (9, 0), True, False),
+    ],
+)
+def test_where_gluon_is_there(monkeypatch, version, capability, asked, there):
+    """Without being asked for only with the Triton that it was measured with."""
+    gpu = pytest.importorskip("native_sparse_attention.kernels.hopper.gpu")
+    monkeypatch.setattr(gpu.triton, "__version__", version)
+    monkeypatch.setattr(launch, "capability", lambda device: capability)
+    q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    with launch.using({"gluon": True} if asked else {}):
+        assert gpu.available(q) == there
 
 
 @pytest.mark.parametrize("change, served, with_dq", [

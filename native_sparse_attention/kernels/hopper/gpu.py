@@ -11,8 +11,10 @@ from torch import Tensor
 
 from .. import launch
 
-# versions of Triton whose Gluon the kernels were written for: it changes from one to the next
-GLUON = ((3, 6),)
+# versions of Triton in whose Gluon the kernels are written, which changes from one to the next; and
+# those with which they have run
+GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))
+MEASURED = ((3, 6),)
 
 
 @functools.cache
@@ -21,9 +23,11 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def available(q: Tensor) -> bool:
-    """Whether this GPU and this Triton can run them."""
+    """Whether this GPU and this Triton can run them; with a Triton that has not been measured,
+    where it is asked for."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
-    return q.is_cuda and launch.capability(q.device.index) == (9, 0) and version in GLUON
+    versions = GLUON if launch.override.get("gluon") else MEASURED
+    return q.is_cuda and launch.capability(q.device.index) == (9, 0) and version in versions
 
 
 def box(t: Tensor, shape: list[int]) -> Any:

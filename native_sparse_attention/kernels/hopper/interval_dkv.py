@@ -17,12 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..device import BEHIND
+from .dialect import load_box, load_elements, thread_barrier
 from .gradients import probabilities
 from .intervals import KEYS, PARTS, ROWS, THREADS
 from .ring import at_barrier, counters, places
@@ -72,8 +72,8 @@ def read(
     mbarrier.expect(kv_bar.index(0), PARTS * KEYS * D * 4)
     for part in gl.static_range(PARTS):
         at = [b, n0 + part * KEYS, h, 0]
-        tma.async_copy_global_to_shared(k, at, kv_bar.index(0), k_smem.index(part))
-        tma.async_copy_global_to_shared(v, at, kv_bar.index(0), v_smem.index(part))
+        load_box(k, at, kv_bar.index(0), k_smem.index(part))
+        load_box(v, at, kv_bar.index(0), v_smem.index(part))
     for tile in range(begin, end):
         i = tile - begin
         slot = i % STAGES
@@ -82,14 +82,14 @@ def read(
         bar = full.index(slot)
         mbarrier.expect(bar, ROWS * D * 4)
         at = [b, tile * TOKENS, h * G, 0]
-        tma.async_copy_global_to_shared(q, at, bar, q_smem.index(slot))
-        tma.async_copy_global_to_shared(d_out, at, bar, do_smem.index(slot))
+        load_box(q, at, bar, q_smem.index(slot))
+        load_box(d_out, at, bar, do_smem.index(slot))
         # of rows that are none, the last token's, which are finite: they see nothing
         token = gl.minimum(tile * TOKENS + row // G, T - 1)
         of_row = (b * T + token).to(gl.int64) * (K * G) + h * G + row % G
         for which in gl.static_range(4 if INNER else 2):
             there = rows_smem.index(slot * 4 + which)
-            async_copy.async_copy_global_to_shared(there, rows[which] + of_row)
+            load_elements(there, rows[which] + of_row)
         async_copy.mbarrier_arrive(bar, increment_count=False)
     # no barrier may be left halfway
     for i in range(gl.maximum(end - begin - STAGES, 0), gl.maximum(end - begin, 0)):
@@ -230,7 +230,7 @@ def dkv_kernel(
     # of a ring's place the lanes arrive too, which copy
     kv_bar, full = counters(1, 1), counters(STAGES, 33)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     gl.warp_specialize(
         [
             (form, (

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .dialect import store_box, thread_barrier
 from .gradients import probabilities
 from .intervals import (
     ADDED,
@@ -180,7 +181,7 @@ def form(
             acc += smem.reshape([ROWS, D]).load(ACC).to(gl.float32)
         smem.reshape([ROWS, D]).store(acc.to(dq_smem.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dq, [b, token, h * G, 0], smem)
+        store_box(dq, [b, token, h * G, 0], smem)
     tma.store_wait(0)
     if ADD:
         at_barrier("arrive", ADDED, THREADS)
@@ -200,7 +201,7 @@ def dq_kernel(
     k_smem, v_smem = places(k, STAGES), places(v, STAGES)
     q_bar, dq_bar, full = counters(1, 1), counters(1, 1), counters(STAGES, 1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     gl.warp_specialize(
         [
             (form, (

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .dialect import store_box, thread_barrier
 from .intervals import (
     KEYS,
     LENGTHS,
@@ -122,7 +123,7 @@ def write(out, lse, smem, acc, m, l, at, row, real):
     tma.store_wait(0)  # what was there before is written
     smem.reshape(acc.shape).store((acc * share[:, None]).to(smem.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, at, smem)
+    store_box(out, at, smem)
     log = gl.where(empty, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
     gl.store(lse + row, log, mask=real)
 
@@ -224,7 +225,7 @@ def forward_kernel(
     k_smem, v_smem = places(k, STAGES), places(v, STAGES)
     q_bar, full = counters(1, 1), counters(STAGES, 1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     gl.warp_specialize(
         [
             (attend, (

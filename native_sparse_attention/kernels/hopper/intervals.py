@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..device import BEHIND
+from .dialect import load_box
 from .ring import at_barrier
 
 PARTS = gl.constexpr(2)
@@ -119,7 +120,7 @@ def read_rows(t, smem, bar, b, token, head):
     """A tile's rows of t, a box for each part."""
     for part in gl.static_range(PARTS):
         at = [b, token + part * t.block_shape[1], head, 0]
-        tma.async_copy_global_to_shared(t, at, bar, smem.index(part))
+        load_box(t, at, bar, smem.index(part))
 
 
 @gluon.jit
@@ -142,13 +143,13 @@ def read_blocks(
         if PREFIX:
             there = j >= locals_ + others
             at = [b * each, block * KEYS, h, 0]
-            tma.async_copy_global_to_shared(pk, at, bar, k_smem.index(slot), pred=there)
-            tma.async_copy_global_to_shared(pv, at, bar, v_smem.index(slot), pred=there)
+            load_box(pk, at, bar, k_smem.index(slot), pred=there)
+            load_box(pv, at, bar, v_smem.index(slot), pred=there)
         else:
             there = False
         at = [b, block * KEYS, h, 0]
-        tma.async_copy_global_to_shared(k, at, bar, k_smem.index(slot), pred=not there)
-        tma.async_copy_global_to_shared(v, at, bar, v_smem.index(slot), pred=not there)
+        load_box(k, at, bar, k_smem.index(slot), pred=not there)
+        load_box(v, at, bar, v_smem.index(slot), pred=not there)
         done += 1
     return done
 

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .dialect import thread_barrier
 from .gradients import probabilities
 from .listed_rows import (
     KEYS,
@@ -46,7 +47,6 @@ def walk(
     """What tiles of an item's entries add to dk and dv; with DQ also writes dq of each."""
     TOKENS: gl.constexpr = ROWS // GROUP
     D: gl.constexpr = k_tile.shape[1]
-    TILES: gl.constexpr = 1 if FEW else TOKENS * (D // WIDTH)
     THREADS: gl.constexpr = 256 if FEW else 160  # of a part and the warps that read
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -61,7 +61,7 @@ def walk(
         mbarrier.wait(full.index(slot), (j // STAGES) & 1)
         if FEW:
             fence_async_shared()  # threads wrote it
-        q_tile, do_tile = tile_of(q_smem, slot * TILES, D), tile_of(do_smem, slot * TILES, D)
+        q_tile, do_tile = tile_of(q_smem, slot, D), tile_of(do_smem, slot, D)
         s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse_row = lse_smem.index(slot).load(ROW)
@@ -75,25 +75,25 @@ def walk(
         left = gl.convert_layout(ds.to(dtype), LEFT)
         dk = warpgroup_mma(left, q_tile, dk, is_async=True)
         if DQ:
-            ds_tile = tile_of(ds_smem, PART * TILES, ROWS)
+            ds_tile = tile_of(ds_smem, PART * (D // ROWS), ROWS)
             if not FEW:
                 tma.store_wait(0)  # what was there before is written
-            gl.thread_barrier()
+            thread_barrier()
             ds_tile.store(left)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         at_barrier("arrive", slot, THREADS)
         if DQ:
             dq = gl.zeros([ROWS, D], gl.float32, ACC)
             dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, dq, use_acc=False, is_async=True)
             dq = (warpgroup_mma_wait(0, deps=[dq]) * scale).to(dtype)
-            gl.thread_barrier()  # all have read ds
+            thread_barrier()  # all have read ds
             if FEW:
                 here = tile_of(ds_smem, PART, D)
                 write_rows(part, dq, here, entries, i, end, before, G, GROUP)
             else:
-                write_boxes(part, dq, ds_smem, entries, i, end, before, PART * TILES, GROUP)
+                write_boxes(part, dq, ds_smem, entries, i, end, before, PART, GROUP)
     return dk, dv
 
 
@@ -186,7 +186,7 @@ def backward_kernel(
     # of a ring's place the threads arrive too, which copy
     kv_bar, full = counters(PARTS, 1), counters(SLOTS, 128 if FEW else 33)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     gl.warp_specialize(
         [
             (form, (

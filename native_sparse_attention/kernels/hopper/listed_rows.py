@@ -7,15 +7,17 @@ of four warps copy them.
 
 from __future__ import annotations
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
 )
 
+from .dialect import load_box, load_elements, reinterpret, store_box, thread_barrier
 from .ring import at_barrier
 
 PARTS = gl.constexpr(2)
@@ -42,10 +44,16 @@ def item_of(item, items, inverse, C, BLOCKS, K):
     return block, block // C // K, block // C % K, block % C, begin.to(gl.int32), end.to(gl.int32)
 
 
+@gluon.constexpr_function
+def in_tiles(shape, width):
+    """The shape of boxes, or rows, as tiles of rows that wide, one after the other."""
+    return [math.prod(map(int, shape)) // (ROWS.value * width), ROWS.value, width]
+
+
 @gluon.jit
-def tile_of(smem, place, D: gl.constexpr):
-    """A tile, from a box of it on."""
-    return smem.index(place)._reinterpret(smem.dtype, [ROWS, D], TILE)
+def tile_of(smem, number, D: gl.constexpr):
+    """A tile of rows so wide, counted by such tiles."""
+    return reinterpret(smem, smem.dtype, in_tiles(smem.shape, D), TILE).index(number)
 
 
 @gluon.jit
@@ -69,8 +77,8 @@ def copy_boxes(
         for half in gl.static_range(D // WIDTH):
             at = [b, token, head, half * WIDTH]
             place = first + half * TOKENS + t
-            tma.async_copy_global_to_shared(q, at, bar, q_smem.index(place))
-            tma.async_copy_global_to_shared(d_out, at, bar, do_smem.index(place))
+            load_box(q, at, bar, q_smem.index(place))
+            load_box(d_out, at, bar, do_smem.index(place))
 
 
 @gluon.jit
@@ -84,7 +92,7 @@ def copy_rows(
     e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
     token, head = e // (n * R) - before, head_of(e, row, R, n, G, GROUP)
     at = b.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head * strides[2]
-    async_copy.async_copy_global_to_shared(tile, t + (at[:, None] + column[None]))
+    load_elements(tile, t + (at[:, None] + column[None]))
 
 
 @gluon.jit
@@ -110,8 +118,8 @@ def read(
         b, h, c = (b0, h0, c0) if part == 0 else (b1, h1, c1)
         bar = kv_bar.index(part)
         mbarrier.expect(bar, KEYS * D * 4)
-        tma.async_copy_global_to_shared(k, [b, c * KEYS, h, 0], bar, k_smem.index(part))
-        tma.async_copy_global_to_shared(v, [b, c * KEYS, h, 0], bar, v_smem.index(part))
+        load_box(k, [b, c * KEYS, h, 0], bar, k_smem.index(part))
+        load_box(v, [b, c * KEYS, h, 0], bar, v_smem.index(part))
     steps = gl.cdiv(gl.maximum(end0 - begin0, end1 - begin1), TOKENS)
     for j in range(0, steps):
         for part in gl.static_range(PARTS):
@@ -137,8 +145,8 @@ def read(
                     copy_boxes(
                         q, d_out, entries, b * T, b, i, end, bar, q_smem, do_smem, first, R, n, G, D
                     )
-                async_copy.async_copy_global_to_shared(lse_smem.index(slot), lse + at)
-                async_copy.async_copy_global_to_shared(delta_smem.index(slot), delta + at)
+                load_elements(lse_smem.index(slot), lse + at)
+                load_elements(delta_smem.index(slot), delta + at)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
     # no barrier may be left halfway
     for part in gl.static_range(PARTS):
@@ -149,26 +157,26 @@ def read(
 
 
 @gluon.jit
-def write_boxes(part, dq, smem, entries, i, end, before, first, GROUP: gl.constexpr):
+def write_boxes(part, dq, smem, entries, i, end, before, number, GROUP: gl.constexpr):
     """dq of a tile of entries from i on, each at its number among the parts; by way of boxes of
-    shared memory from `first` on."""
+    shared memory, those of its tile of that number."""
     TOKENS: gl.constexpr = ROWS // GROUP
     HALVES: gl.constexpr = dq.shape[1] // WIDTH
-    here = tile_of(smem, first, WIDTH)
+    here = tile_of(smem, number * HALVES, WIDTH)
     if HALVES == 1:
         here.store(dq)
     else:
         low, high = dq.reshape([ROWS, HALVES, WIDTH]).permute((0, 2, 1)).split()
         here.store(low)
-        tile_of(smem, first + TOKENS, WIDTH).store(high)
+        tile_of(smem, number * HALVES + 1, WIDTH).store(high)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     for t in gl.static_range(TOKENS):
         if i + t < end:
             at = gl.load(entries + i + t).to(gl.int32) - before
             for half in gl.static_range(HALVES):
-                box = smem.index(first + half * TOKENS + t)
-                tma.async_copy_shared_to_global(part, [at, 0, half * WIDTH], box)
+                box = smem.index((number * HALVES + half) * TOKENS + t)
+                store_box(part, [at, 0, half * WIDTH], box)
 
 
 @gluon.jit
@@ -181,5 +189,5 @@ def write_rows(part, tile, here, entries, i, end, before, G: gl.constexpr, GROUP
     e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32) - before
     at = (e.to(gl.int64) * G + row % GROUP) * D
     here.store(tile)
-    gl.thread_barrier()
+    thread_barrier()
     gl.store(part + (at[:, None] + column[None]), here.load(BY_ROWS), mask=there[:, None])

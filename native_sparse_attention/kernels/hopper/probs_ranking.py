@@ -18,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from .dialect import load_box, reinterpret, thread_barrier
 from .ring import counters, places
 
 KEYS = gl.constexpr(64)  # windows of a step
@@ -154,7 +154,7 @@ def read_keys(ck, smem, full, b, h, chunk, turn, turns):
     that so many bytes come has been said to its barrier."""
     place = turn % smem.shape[0]
     at = [b, chunk * KEYS, h, 0]
-    tma.async_copy_global_to_shared(ck, at, full.index(place), smem.index(place), pred=turn < turns)
+    load_box(ck, at, full.index(place), smem.index(place), pred=turn < turns)
 
 
 @gluon.jit
@@ -192,10 +192,10 @@ def walk(
         found, kept = place_scores(found, kept, p, chunk - 1, hi, end, WINDOW, d, s, INITIAL)
         x = warpgroup_mma_wait(0, deps=[x])
         expect_keys(smem, full, turn + PLACES, turns)
-        gl.thread_barrier()
+        thread_barrier()
         read_keys(ck, smem, full, b, h, chunk + PLACES, turn + PLACES, turns)
         sums.store(head_sums(x, total, scale_log2, sums.shape[1]))
-        gl.thread_barrier()
+        thread_barrier()
     p = summed(sums, s // d)
     found, kept = place_scores(found, kept, p, begin + turns - 1, hi, end, WINDOW, d, s, INITIAL)
     return found
@@ -265,7 +265,7 @@ def ranking_kernel(
     smem, full = places(ck, STAGES), counters(STAGES, 1)
     sums = gl.allocate_shared_memory(gl.float32, [KEYS, TOKENS], SUMS)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     token = (first + gl.arange(0, TOKENS, gl.SliceLayout(0, SCORE))) * STRIDE
     last = gl.minimum((first + TOKENS - 1) * STRIDE, T - 1)
@@ -281,12 +281,12 @@ def ranking_kernel(
     mbarrier.expect(q_bar.index(0), ROWS * D * 2)
     for turn in gl.static_range(STAGES):
         expect_keys(smem, full, turn, turns)
-    gl.thread_barrier()
+    thread_barrier()
     for half in gl.static_range(D // WIDTH):
         for far in gl.static_range(FAR):
             at = [b, r * q.block_shape[1], first + far * q.block_shape[2], 0, half * WIDTH]
             place = half * FAR + far
-            tma.async_copy_global_to_shared(q, at, q_bar.index(0), q_smem.index(place))
+            load_box(q, at, q_bar.index(0), q_smem.index(place))
     for turn in gl.static_range(STAGES):
         read_keys(ck, smem, full, b, r // SHARE, begin + turn, turn, turns)
     total = totals(lse, b, r, first, T, RANKS, G, TOKENS, STRIDE, gl.SliceLayout(0, ACC))
@@ -294,7 +294,7 @@ def ranking_kernel(
     found = empty_lists(T, SLOTS, CHUNK, TOKENS, SCORE)
     kept = gl.zeros([CHUNK, TOKENS], gl.float32, SCORE)
     mbarrier.wait(q_bar.index(0), 0)
-    q_tile = q_smem.index(0)._reinterpret(ck.dtype, [ROWS, D], TILE)
+    q_tile = reinterpret(q_smem, ck.dtype, [1, ROWS, D], TILE).index(0)
     found = walk(
         ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, r // SHARE, begin, turns,
         found, kept, WINDOW, d, s, INITIAL,

@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     mma_v2,
-    tma,
 )
 
+from .dialect import load_box, reinterpret, thread_barrier
 from .ring import at_barrier, counters, places
 
 # one compiled kernel for all lengths
@@ -74,7 +74,7 @@ def fetch_rows(base, row, real, BYTES: gl.constexpr):
 def rows_smem(q, k_smem, v_smem, place, PART: gl.constexpr):
     """Where the queries of a part are: from that place on, in keys or values."""
     smem = (k_smem if PART == 0 else v_smem).index(place)
-    return smem._reinterpret(q.dtype, q.block_shape, q.layout)
+    return reinterpret(smem, q.dtype, q.block_shape, q.layout)
 
 
 @gluon.jit
@@ -106,7 +106,7 @@ def read(
             for part in gl.static_range(PARTS):
                 token = (group * PARTS + part) * WARPS
                 smem = rows_smem(q, k_smem, v_smem, turn * CHUNK, part)
-                tma.async_copy_global_to_shared(q, [b, token, r * G, 0], bar, smem)
+                load_box(q, [b, token, r * G, 0], bar, smem)
             done += 1
         for j in range(0, n, CHUNK):
             turn = done % CHUNKS
@@ -118,8 +118,8 @@ def read(
                     at_barrier("sync", place, THREADS)
                 mbarrier.expect(bar, BYTES, pred=there)
                 mbarrier.arrive(bar, count=1, pred=j + i >= n)
-                tma.async_copy_global_to_shared(k, at_key, bar, k_smem.index(place), pred=there)
-                tma.async_copy_global_to_shared(v, at_key, bar, v_smem.index(place), pred=there)
+                load_box(k, at_key, bar, k_smem.index(place), pred=there)
+                load_box(v, at_key, bar, v_smem.index(place), pred=there)
                 e = ahead
                 ahead = gl.load(at + j + i + 2, mask=j + i + 2 < n, other=0)
             done += 1
@@ -170,7 +170,7 @@ def chunks(k, v, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
     PLACES: gl.constexpr = CHUNK * CHUNKS
     k_smem, v_smem, full = places(k, PLACES), places(v, PLACES), counters(CHUNKS, CHUNK)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     return k_smem, v_smem, full
 
 
