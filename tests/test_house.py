@@ -265,6 +265,22 @@ def run_python(code: str, **env: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_kernels_call_no_builtin_that_older_versions_of_triton_lack():
+    """`min` and `max` of numbers known at compile time: Triton 3.4 and 3.5 take them for those of
+    tensors. Neither the interpreter nor a later Triton minds."""
+    found = []
+    for path in (ROOT / PACKAGE / "kernels").rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if not any("triton.jit" in ast.unparse(name) for name in function.decorator_list):
+                continue
+            calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+            names = {ast.unparse(call.func) for call in calls} & {"min", "max"}
+            found += [f"{relative(path)}: {function.name} calls {name}" for name in sorted(names)]
+    assert not found, "\n".join(found)
+
+
 def test_import_needs_no_triton_and_no_gpu():
     run_python(
         """

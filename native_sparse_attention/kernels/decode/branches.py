@@ -155,7 +155,8 @@ def blocks(
     if SLOTS > 0:  # noqa: SIM102
         if not is_near:
             turn = first_turn(before, programs, ROOM)
-    for now in range(turn, 2):
+    # of a bound that is the outcome of a branch Triton before 3.6 knows too little
+    for now in range(tl.minimum(turn, 1), 2):
         c = own_blocks * 0 - 1
         if SLOTS > 0:  # noqa: SIM102
             if not is_near:

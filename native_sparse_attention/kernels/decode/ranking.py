@@ -206,6 +206,7 @@ def rank(
 ):  # fmt: skip
     """The ranking of token t, for all tokens of its group where it leads one; else that which the
     ring holds. Once the `programs` before have arrived."""
+    PLACES: tl.constexpr = RING if RING > 0 else 1
     length, count = tl.load(lengths + b), tl.load(counts + b) if COUNTED else T
     position = length + t
     ring_row = (b * RANKS + r) * RING
@@ -231,15 +232,15 @@ def rank(
             ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [SLOTS_2])
             for j in range(STRIDE):
                 if (t + j < T) & (turn == 1):
-                    to, at = row + j * RANKS, ring_row + (position + j) % max(RING, 1)
+                    to, at = row + j * RANKS, ring_row + (position + j) % PLACES
                     write_list(
                         ranking, lists, ring, to, at, tl.where(t + j < count, SLOTS, 0), SLOTS, RING
                     )
     elif (leader < length) & (t < count):
         slot = tl.arange(0, SLOTS_2)
-        kept = ring + (ring_row + (length - 1) % max(RING, 1)) * SLOTS + slot
+        kept = ring + (ring_row + (length - 1) % PLACES) * SLOTS + slot
         ranking = tl.load(kept, mask=slot < SLOTS, other=-1)
-        ring_at = ring_row + position % max(RING, 1)
+        ring_at = ring_row + position % PLACES
         write_list(ranking, lists, ring, row, ring_at, SLOTS, SLOTS, RING)
 
 

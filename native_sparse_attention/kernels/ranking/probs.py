@@ -92,7 +92,7 @@ def sum_near(p, HEADS: tl.constexpr, PARTS: tl.constexpr):
     instruction holds, which has rows 2 i and 2 i + 1 of every 8."""
     N: tl.constexpr = p.shape[0]
     M: tl.constexpr = p.shape[1]
-    PAIR: tl.constexpr = min(HEADS, 2)
+    PAIR: tl.constexpr = 1 if HEADS == 1 else 2
     p = tl.reshape(p, [N, M // HEADS, HEADS // (PAIR * PARTS), PARTS, PAIR])
     return tl.reshape(tl.sum(tl.sum(p, 4), 2), [N, M // HEADS * PARTS])
 
@@ -158,8 +158,10 @@ def best_by_probs(
     P: tl.constexpr = s // d if s > d else 1
     # blocks, besides the one it ends in, that a window reaches
     BACK: tl.constexpr = (WINDOW + s - d - 1) // s if s >= d else 0
-    PARTS: tl.constexpr = min((HEADS + 1) // 2, 4)
-    SLICE: tl.constexpr = min(PER_BLOCK, BLOCK_N // (COLUMNS if COLUMNS > 0 else SLOTS_2))
+    # Triton before 3.6 has no `min` of numbers that are known
+    PARTS: tl.constexpr = (HEADS + 1) // 2 if HEADS < 7 else 4
+    ROOM: tl.constexpr = BLOCK_N // (COLUMNS if COLUMNS > 0 else SLOTS_2)
+    SLICE: tl.constexpr = PER_BLOCK if PER_BLOCK < ROOM else ROOM
     CHUNK: tl.constexpr = BLOCK_N // SLICE
     STEPS: tl.constexpr = PER_BLOCK // SLICE
     found = start(TOKENS, SLOTS_2, COLUMNS, DEPTH)
