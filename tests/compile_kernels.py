@@ -262,6 +262,7 @@ if __name__ == "__main__":
         rank(torch.float32, (2, 1, 256), importance="logits")
         rotate(torch.bfloat16, (16, 1, 128))
         step(torch.bfloat16, (16, 1, 128, 128), stride=4, page=128)
+        step(torch.bfloat16, (16, 1, 128, 128), B=1)
     if not some or "decode" in some:
         step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=16, soft_cap=2.0)
         step(torch.bfloat16, (3, 1, 192, 128), T=4, interpolated=True)
