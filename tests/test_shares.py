@@ -30,17 +30,29 @@ def draw(B, K, D, E, *parts):
         (2, 2, 24, 40, [(5, 37), (9, 12)]),
         (3, 1, 80, 16, [(1, 5), (4, 37), (1, 37)]),
         (2, 3, 17, 17, [(1, 37)]),
+        (2, 2, 24, 40, [(1, 37), (3, 12)]),
+        (2, 1, 16, 48, [(1, 37), (1, 7), (2, 37)]),
     ],
 )
 def test_add_up(B, K, D, E, parts, dtype):
     """As sums in float64, past the shares' keys too, and rounded once."""
     k, v, drawn = draw(B, K, D, E, *parts)
-    for found, like, of in zip(shares.add_up(drawn, k, v, dtype), (k, v), (0, 1), strict=True):
-        right = like.double()
-        for part in drawn:
-            right[:, : part[of].shape[2]] += part[of].double().sum(0)
+    sums = [t.double() for t in (k, v)]
+    for part in drawn:
+        for right, d in zip(sums, part, strict=True):
+            right[:, : d.shape[2]] += d.double().sum(0)
+    for found, right in zip(shares.add_up(drawn, k, v, dtype), sums, strict=True):
         assert found.dtype == dtype and found.is_contiguous()
         torch.testing.assert_close(found, right.to(dtype), rtol=torch.finfo(dtype).eps, atol=2e-6)
+
+
+def test_in_place():
+    """What there is for some keys is added to one share of all keys."""
+    k, v, (first, *others) = draw(2, 2, 16, 24, (1, 37), (3, 12))
+    dk, dv = shares.add_up([first, *others], k, v)
+    assert dk.data_ptr() == first[0].data_ptr() and dv.data_ptr() == first[1].data_ptr()
+    _, other = shares.add_up([first, *others], k, v, torch.float16)
+    assert other.data_ptr() != first[1].data_ptr()
 
 
 def test_nothing_to_add():

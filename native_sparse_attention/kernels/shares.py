@@ -28,12 +28,13 @@ def added(acc, shares, count, size, b, B, x, AHEAD: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["B", "N", "count_0", "count_1", "count_2", "n_0", "n_1", "n_2"])
+@triton.jit(do_not_specialize=["B", "N", "n", "count_0", "count_1", "count_2", "n_0", "n_1", "n_2"])
 def add_kernel(
     dk, dv, dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, count_0, count_1, count_2, n_0, n_1, n_2,
-    B, N, tiles, width_k, width_v, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    B, N, n, tiles, width_k, width_v, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program: some elements of a row of dk, or of dv, [N K D]: the sum of all shares."""
+    """One program: some elements of the first n keys of a row of dk, or of dv, [N K D]: the sum of
+    all shares. The first of these may be where the sum is written."""
     b, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     x = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -41,35 +42,41 @@ def add_kernel(
         acc = added(acc, dk_0, count_0, n_0.to(tl.int64) * width_k, b, B, x, AHEAD)
         acc = added(acc, dk_1, count_1, n_1.to(tl.int64) * width_k, b, B, x, AHEAD)
         acc = added(acc, dk_2, count_2, n_2.to(tl.int64) * width_k, b, B, x, AHEAD)
-        size = N.to(tl.int64) * width_k
-        tl.store(dk + b.to(tl.int64) * size + x, acc.to(dk.dtype.element_ty), mask=x < size)
+        row = dk + b.to(tl.int64) * N * width_k
+        tl.store(row + x, acc.to(dk.dtype.element_ty), mask=x < n.to(tl.int64) * width_k)
     else:
         acc = added(acc, dv_0, count_0, n_0.to(tl.int64) * width_v, b, B, x, AHEAD)
         acc = added(acc, dv_1, count_1, n_1.to(tl.int64) * width_v, b, B, x, AHEAD)
         acc = added(acc, dv_2, count_2, n_2.to(tl.int64) * width_v, b, B, x, AHEAD)
-        size = N.to(tl.int64) * width_v
-        tl.store(dv + b.to(tl.int64) * size + x, acc.to(dv.dtype.element_ty), mask=x < size)
+        row = dv + b.to(tl.int64) * N * width_v
+        tl.store(row + x, acc.to(dv.dtype.element_ty), mask=x < n.to(tl.int64) * width_v)
 
 
 def add_up(
     parts: Sequence[Shares], k: Tensor, v: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """dk [B N K D] and dv [B N K E] of k and v, the sums of one to three parts of all shares."""
+    """dk [B N K D] and dv [B N K E] of k and v, the sums of one to three parts of all shares: those
+    of the first part, which others are added to, where that is one share of all keys and of the
+    dtype."""
     (B, N, K, D), E = k.shape, v.shape[-1]
     first_dk, first_dv = parts[0]
-    if len(parts) == len(first_dk) == 1 and first_dk.shape[2] == N and first_dk.dtype == dtype:
-        return first_dk[0], first_dv[0]
-    dk, dv = (t.new_empty(t.shape, dtype=dtype) for t in (k, v))
+    n = N
+    if len(first_dk) == 1 and first_dk.shape[2] == N and first_dk.dtype == dtype:
+        dk, dv = first_dk[0], first_dv[0]
+        # other keys have their sums
+        n = max((some_dk.shape[2] for some_dk, _ in parts[1:]), default=0)
+    else:
+        dk, dv = (t.new_empty(t.shape, dtype=dtype) for t in (k, v))
     args = {}
     for i in range(MOST_PARTS):
         # of one that is not there no share is read
         some_dk, some_dv = parts[i] if i < len(parts) else (first_dk[:0], first_dv[:0])
         args |= {f"dk_{i}": some_dk, f"dv_{i}": some_dv}
         args |= {f"count_{i}": len(some_dk), f"n_{i}": some_dk.shape[2]}
-    tiles = triton.cdiv(N * K * max(D, E), BLOCK)
+    tiles = triton.cdiv(n * K * max(D, E), BLOCK)
     if B * tiles:
         add_kernel[(B * tiles, 2)](
-            dk, dv, **args, B=B, N=N, tiles=tiles, width_k=K * D, width_v=K * E, BLOCK=BLOCK,
+            dk, dv, **args, B=B, N=N, n=n, tiles=tiles, width_k=K * D, width_v=K * E, BLOCK=BLOCK,
             AHEAD=AHEAD,
         )  # fmt: skip
     return dk, dv
