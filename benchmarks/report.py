@@ -227,15 +227,24 @@ def memory(rows: Rows) -> str:
 
 
 def losses(rows: Rows) -> str:
-    """Where ours is slower than dense, misses a target, or asks for too much."""
-    found = []
+    """Where ours is slower than dense, misses a target, or asks for too much: a line for each case,
+    and what of it is so at which lengths."""
+    found: dict[str, list[str]] = {}
+
+    def note(case: Case, what: str, T: int, got: float, goal: float | None = None) -> None:
+        H, K = case[0]
+        of = "" if goal is None else f" of {number(goal)}"
+        # not rounded up to what it misses
+        shown = number(got) if goal is None or number(got) != number(goal) else f"{got:.3f}"
+        line = found.setdefault(f"{named(case)}, H={H}, K={K}, {what}", [])
+        line.append(f"{length(T)} {shown}{of}")
+
     for case in [c for c in rows.of(part="whole") if c[1].startswith("ours")]:
-        (H, K), _, _, stride, _ = case
-        logits = ((H, K), "ours", "whole", stride, None)
-        dense = ((H, K), "dense-cudnn", "whole", 1, None)
+        heads, _, _, stride, _ = case
+        logits = (heads, "ours", "whole", stride, None)
+        dense = (heads, "dense-cudnn", "whole", 1, None)
         for T in rows.lengths([case]):
-            where = f"{named(case)}, H={H}, K={K}, T={length(T)}"
-            goals = TARGETS.get((H, K, stride), {}).get(T, (0.0, 0.0))
+            goals = TARGETS.get((*heads, stride), {}).get(T, (0.0, 0.0))
             if case != logits:
                 goals = (0.0, 0.0)
             for name, got, goal in zip(
@@ -244,25 +253,24 @@ def losses(rows: Rows) -> str:
                 if got is None:
                     continue
                 if got < goal:
-                    found.append(f"{where}, {name}: {number(got)}, target {number(goal)}")
+                    note(case, f"{name}, under the target", T, got, goal)
                 elif got < 1:
-                    found.append(f"{where}, {name}: {number(got)}, slower than dense")
+                    note(case, f"{name}, slower than dense", T, got)
             ms, of_logits = (rows.pair(c, T, "p50_ms")[0] for c in (case, logits))
             if ms and of_logits and ms > MOST_FOR_PROBS * of_logits:
-                found.append(f"{where}: {number(ms / of_logits)} times the forward pass of logits")
+                note(case, "times the forward pass of logits", T, ms / of_logits, MOST_FOR_PROBS)
             peak, of_dense = (rows.pair(c, T, "peak_mib")[0] for c in (case, dense))
             if peak and of_dense and peak > MOST_MEMORY * of_dense:
-                found.append(f"{where}: {number(peak / of_dense)} times the memory of dense")
+                note(case, "times the memory of dense", T, peak / of_dense, MOST_MEMORY)
     for case in rows.of(part="selected", provider="ours"):
         for T in rows.lengths([case]):
-            where = "{}, H={}, K={}, T={}".format(named(case), *case[0], length(T))
             for i, got in enumerate(rows.pair(case, T, "speedup_over_independent")):
                 if got is not None and got < LEAST_ALIKE:
-                    aim = f"times independent, target {number(LEAST_ALIKE)}"
-                    found.append(f"{where}, {PASSES[i]}: {number(got)} {aim}")
+                    note(case, f"{PASSES[i]}, times independent", T, got, LEAST_ALIKE)
     if not rows.lengths(c for c in rows.cases if c[1].startswith("ours")):
         return NO_ROWS
-    return "\n".join(f"* {line}" for line in found) or "nowhere in these rows"
+    lines = (f"* {what}: {', '.join(where)}" for what, where in found.items())
+    return "\n".join(lines) or "nowhere in these rows"
 
 
 def failures(rows: Rows) -> str:

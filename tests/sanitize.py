@@ -44,7 +44,7 @@ from native_sparse_attention import (
 )
 from native_sparse_attention.kernels import launch
 from native_sparse_attention.kernels.hopper import gpu
-from native_sparse_attention.kernels.listed import pairs, unite
+from native_sparse_attention.kernels.listed import spans, unite
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -142,10 +142,11 @@ def causal() -> None:
     layer(1, 1)
     layer(9, 13, num_selected_blocks=0)
     # several spans of tokens, and several items of a block
-    usual, launch.ITEM_ROWS = (pairs.PARTS, launch.ITEM_ROWS), 16
-    pairs.PARTS = {key: {64: (0.0, 16)} for key in pairs.PARTS}
+    usual, launch.ITEM_ROWS = (spans.PARTS, spans.LEAST_TOKENS, launch.ITEM_ROWS), 16
+    spans.PARTS = {key: {64: spans.Parts(0.0, 16)} for key in spans.PARTS}
+    spans.LEAST_TOKENS = 1
     layer(37, 41)
-    pairs.PARTS, launch.ITEM_ROWS = usual
+    spans.PARTS, spans.LEAST_TOKENS, launch.ITEM_ROWS = usual
 
 
 def not_causal() -> None:

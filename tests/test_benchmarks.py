@@ -276,9 +276,12 @@ def test_tables(tmp_path):
     assert "| ours | 1.30 / 1.30 |" in text and "| *target* | 1.20 / 1.40 |" in text
     assert "| *best published* | 0.79 / 0.97 |" in text and "77" not in report.wholes(drawn)
     lost = report.losses(drawn)
-    assert "ours, H=64, K=4, T=8k, backward: 1.30, target 1.40" in lost
-    assert "ours-probs, H=64, K=4, T=8k, forward: 0.50, slower than dense" in lost
-    assert "4.00 times the forward pass of logits" in lost
+    assert "* ours, H=64, K=4, backward, under the target: 8k 1.30 of 1.40\n" in lost
+    assert "* ours-probs, H=64, K=4, forward, slower than dense: 8k 0.50\n" in lost
+    assert "K=4, times the forward pass of logits: 8k 4.00 of 1.25" in lost
+    close = made_up("ours", 8192, 1.0, 1.396) + made_up("ours", 4096, 1.0, 0.6)
+    lost = report.losses(report.Rows(close))
+    assert "backward, under the target: 4k 0.60 of 0.80, 8k 1.396 of 1.40" in lost
     assert "| ours | 100 (1.00) |" in report.memory(drawn)
     assert report.parts(drawn) == report.agreement(drawn) == report.NO_ROWS
     assert report.failures(drawn) == "none"
@@ -290,7 +293,7 @@ def test_tables(tmp_path):
     assert "| selected, ours, 4 alike: speed-up | 2.50 / 2.50 |" in text
     assert "alike" not in report.losses(report.Rows(alike))
     alike += made_up("ours", 8192, 0.8, speedup_over_independent=1.25, **four)
-    lost = "selected, ours, 4 alike, H=64, K=4, T=8k, forward: 1.25 times independent, target 2.00"
+    lost = "selected, ours, 4 alike, H=64, K=4, forward, times independent: 8k 1.25 of 2.00"
     assert lost in report.losses(report.Rows(alike))
 
     failed = {**copy.copy(rows[2]), "failed": "out of memory"}

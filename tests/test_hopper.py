@@ -23,7 +23,7 @@ from native_sparse_attention.kernels.hopper import (
     listed_launch,
     ranking_launch,
 )
-from native_sparse_attention.kernels.listed import pairs
+from native_sparse_attention.kernels.listed import spans
 from native_sparse_attention.kernels.tiles import FEW_KEYS
 
 pytestmark = [
@@ -117,18 +117,19 @@ def chosen(B, T, R, n, s):
 
 
 @DTYPES
-@pytest.mark.parametrize("spans", [1, 3])
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize(
     "heads, D, n, T",
     [((16, 1), 128, 13, 640), ((32, 2), 64, 5, 448), ((24, 2), 128, 3, 320), ((9, 1), 64, 1, 192),
      ((48, 2), 128, 3, 320), ((64, 1), 128, 2, 256), ((8, 2), 128, 13, 640), ((4, 2), 128, 4, 448),
      ((6, 2), 64, 5, 320), ((2, 1), 128, 3, 192), ((7, 1), 128, 3, 320), ((16, 2), 64, 3, 320)],
 )  # fmt: skip
-def test_listed(launches, monkeypatch, heads, D, n, T, spans, dtype):
-    """dk, dv and dq, in several spans of tokens and items of a block."""
-    of_spans = {64: (n / spans * 1.01, 1)}
-    monkeypatch.setattr(pairs, "PARTS", dict.fromkeys(pairs.PARTS, of_spans))
-    monkeypatch.setattr(pairs, "FEW_LISTS", 1)
+def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
+    """dk, dv and dq, in several spans and items of a block."""
+    of_spans = {64: spans.Parts(n / number * 1.01, 1)}
+    monkeypatch.setattr(spans, "PARTS", dict.fromkeys(spans.PARTS, of_spans))
+    monkeypatch.setattr(spans, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(spans, "FEW_LISTS", 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
     q, k, v = draw(T, T, *heads, D, D, dtype)
@@ -138,7 +139,7 @@ def test_listed(launches, monkeypatch, heads, D, n, T, spans, dtype):
             block_indices=chosen(2, T, heads[1], n, 64), selection_block_size=64,
             num_initial_blocks=1, num_local_blocks=2, causal=True, return_lse=True, q_offset=0,
         )  # fmt: skip
-    assert launches["listed.backward"] >= spans
+    assert launches["listed.backward"] >= number
 
 
 @pytest.mark.parametrize("most", [True, False])

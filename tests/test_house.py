@@ -79,6 +79,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.interval",
             "kernels.listed.gather",
             "kernels.listed.pairs",
+            "kernels.listed.spans",
             "kernels.ranking.block_keys",
         }
     ),

@@ -7,21 +7,24 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from native_sparse_attention.kernels.listed import inverse
+from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels.listed import inverse, spans
 from native_sparse_attention.kernels.listed.inverse import SHARE, invert
 
 pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# B, T, lists of a token, slots, KV heads, blocks, entries of an item, tokens of a span
+# B, T, lists of a token, slots, KV heads, blocks, entries of an item, tokens and KV heads of a span
 CASES = [
-    (1, 40, 1, 3, 1, 5, 4, 40),
-    (2, 37, 4, 3, 2, 9, 4, 16),
-    (3, 5, 6, 2, 3, 1, 2, 5),
-    (1, 900, 2, 5, 1, 40, 64, 900),
-    (1, 700, 2, 5, 2, 300, 64, 300),
-    pytest.param((1, 65536, 4, 13, 4, 1024, 1024, 65536), marks=pytest.mark.gpu),
-    pytest.param((1, 8192, 32, 13, 32, 128, 16384, 2048), marks=pytest.mark.gpu),
+    (1, 40, 1, 3, 1, 5, 4, 40, 1),
+    (2, 37, 4, 3, 2, 9, 4, 16, 2),
+    (2, 37, 8, 3, 4, 9, 4, 16, 2),
+    (3, 5, 6, 2, 3, 1, 2, 5, 1),
+    (1, 900, 2, 5, 1, 40, 64, 900, 1),
+    (1, 700, 2, 5, 2, 300, 64, 300, 2),
+    pytest.param((1, 65536, 4, 13, 4, 1024, 1024, 65536, 4), marks=pytest.mark.gpu),
+    pytest.param((1, 8192, 32, 13, 32, 128, 16384, 2048, 32), marks=pytest.mark.gpu),
+    pytest.param((1, 8192, 32, 13, 32, 128, 16384, 8192, 8), marks=pytest.mark.gpu),
 ]
 
 
@@ -33,33 +36,57 @@ def numbered(monkeypatch, runnable):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_entries_lie_by_block_in_their_own_order(case):
-    B, T, R, n, K, C, chunk, length = case
+    B, T, R, n, K, C, chunk, length, heads = case
     lists = torch.randint(-1, C, (B, T, R, n), dtype=torch.int32, device=DEVICE)
     token, head = torch.arange(T, device=DEVICE), torch.arange(R, device=DEVICE) * K // R
-    row = torch.arange(B, device=DEVICE)[:, None, None, None]
-    line = (token[:, None] // length * B + row[..., 0]) * K + head
+    row = torch.arange(B, device=DEVICE)[:, None, None]
+    span = head // heads * -(-T // length) + token[:, None] // length
+    line = (span * B + row) * heads + head % heads
     block = torch.where(lists >= 0, line[..., None] * C + lists, -1).view(-1)
     order = block.argsort(stable=True)
     order = order[block[order] >= 0]
-    spans = invert(lists, K, C, chunk, length)
-    assert [span.first for span in spans] == list(range(0, T, length))
-    assert sum(span.length for span in spans) == T
-    counts = block[order].bincount(minlength=len(spans) * B * K * C)
+    spans = invert(lists, K, C, chunk, length, heads)
+    firsts = [(h, t) for h in range(0, K, heads) for t in range(0, T, length)]
+    assert [(span.head, span.first) for span in spans] == firsts
+    assert sum(span.length * span.heads for span in spans) == T * K
+    blocks = B * heads * C
+    counts = block[order].bincount(minlength=len(spans) * blocks)
     for number, span in enumerate(spans):
-        own = counts[number * B * K * C :][: B * K * C]
-        before = counts[: number * B * K * C].sum()
+        own = counts[number * blocks :][:blocks]
+        before = counts[: number * blocks].sum()
         begin, end = span.bounds[0], span.bounds[-1]
         assert torch.equal(span.bounds.diff().long(), own)
         assert torch.equal(span.entries[begin:end].long(), order[before : before + own.sum()])
         # every entry belongs to one item, of its own block
         items = (own + chunk - 1) // chunk
-        owners = torch.arange(B * K * C, device=DEVICE).repeat_interleave(items)
+        owners = torch.arange(blocks, device=DEVICE).repeat_interleave(items)
         assert torch.equal(span.owner[: len(owners)].long(), owners)
-        assert (span.owner[len(owners) :] == B * K * C).all()
+        assert (span.owner[len(owners) :] == blocks).all()
 
 
 def test_lists_of_more_slots_than_a_share_has_entries():
     slots = torch.arange(SHARE + 8, device=DEVICE, dtype=torch.int32) % 4
     lists = slots.expand(1, 3, 1, -1)
-    (span,) = invert(lists, 1, 4, 1 << 14, 3)
+    (span,) = invert(lists, 1, 4, 1 << 14, 3, 1)
     assert torch.equal(span.entries.long(), lists.reshape(-1).argsort(stable=True))
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize("T", [1, 100, 1024, 4096, 8192, 65536, 1 << 20])
+@pytest.mark.parametrize("H, K", [(32, 32), (32, 8), (14, 7), (5, 1), (6, 3)])
+def test_parts_of_a_span(H, K, T, kernel):
+    """They take no more memory than they may, and spans are no shorter than they need be."""
+    n = 13
+    q, k = (torch.empty(1, T, heads, 128, device="meta") for heads in (H, K))
+    lists = torch.empty(1, T, K, n, dtype=torch.int32, device="meta")
+    found = spans.room(q, k, launch.Selection(lists, 64, 1, 2, True), kernel, H // K).spans
+    assert sum(span.length * span.heads for span in found) == T * K
+    first = found[0]
+    assert first.length == T or first.heads == 1
+    share, tokens, most = launch.row(spans.PARTS[kernel], H // K)
+    # tokens x slots, of all heads
+    allowed = max(min(max(share * T, tokens * n), most * T), spans.LEAST_TOKENS * n)
+    assert first.length * first.heads * n <= allowed * K
+    if first.heads < K:
+        more = min(h for h in range(first.heads + 1, K + 1) if K % h == 0)
+        assert more * T * n > allowed * K

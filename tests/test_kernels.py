@@ -144,13 +144,18 @@ def test_whole_blocks_and_any_scale(heads, scale):
 
 
 def test_block_that_all_choose(monkeypatch):
-    """A list of queries that is cut into several items, and tokens into several spans."""
+    """A list of queries that is cut into several items, and tokens and KV heads into several
+    spans."""
     from native_sparse_attention.kernels import launch
-    from native_sparse_attention.kernels.listed import pairs
+    from native_sparse_attention.kernels.listed import spans
 
     monkeypatch.setattr(launch, "ITEM_ROWS", 16)
-    monkeypatch.setattr(pairs, "PARTS", {key: {8: (0.0, 16)} for key in pairs.PARTS})
-    for T, heads in ((45 if CUDA else 35, (2, 2, 16, 16)), (45 if CUDA else 9, (12, 1, 16, 16))):
+    few = {8: spans.Parts(0.0, 16)}
+    monkeypatch.setattr(spans, "PARTS", dict.fromkeys(spans.PARTS, few))
+    monkeypatch.setattr(spans, "LEAST_TOKENS", 1)
+    lengths = (45, 45, 45) if CUDA else (35, 35, 9)
+    for T, H, K in zip(lengths, (2, 8, 12), (2, 4, 1), strict=True):
+        heads = (H, K, 16, 16)
         q, k, v = draw(T, T + 15, *heads)
         lists = torch.zeros(2, T, heads[1], 2, dtype=torch.int32, device=DEVICE)
         lists[..., 1] = -1

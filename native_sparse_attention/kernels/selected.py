@@ -20,7 +20,7 @@ from .device import EVERYTHING, LOCAL_BLOCKS
 from .hopper import listed_launch, shared_launch
 from .hopper.shared_launch import Plan
 from .launch import Cotangent, Mixture, Place, Selection, Sum
-from .listed import gather, pairs, unite
+from .listed import gather, pairs, spans, unite
 from .listed.inverse import Inversion
 from .listed.unite import Unions
 from .norms import key_norms
@@ -175,7 +175,7 @@ def room(
     if alike is not None:
         rest = replace(selection, lists=torch.empty_like(selection.lists))
     parts = q.shape[2] // selection.lists.shape[2]
-    return ByBlock(alike, cost, rest, pairs.room(q, k, rest, "forward", parts))
+    return ByBlock(alike, cost, rest, spans.room(q, k, rest, "forward", parts))
 
 
 @contextmanager
@@ -322,11 +322,11 @@ def plan_backward(
         return BackwardPlan(False)
     call = (q, k, v, selection, scale)
     if by_block(selection, q, k, v):
-        return BackwardPlan(True, inverse=pairs.room_for_backward(*call, with_dq=True))
+        return BackwardPlan(True, inverse=spans.room_for_backward(*call, with_dq=True))
     unions, cost = unite.room_for_alike(selection, q.shape[2], q.dtype)
     with_dq = listed_launch.forms_dq(*call)
     alike = None if unions is None or not with_dq else unions.counts.new_empty(())
-    inverse = pairs.room_for_backward(*call, with_dq)
+    inverse = spans.room_for_backward(*call, with_dq)
     return BackwardPlan(with_dq, with_dq, unions, cost, alike, inverse)
 
 

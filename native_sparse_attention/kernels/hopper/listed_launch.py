@@ -87,6 +87,7 @@ def backward(
     T, (S, K, D) = q.shape[1], k.shape[1:]
     R, n = selection.lists.shape[2:]
     items, blocks, groups = len(inverse.owner), triton.cdiv(S, KEYS), q.shape[2] // R
+    rank, ranks = inverse.lists(R, K)
     shape = [1, 1, rows_of(groups), COLUMNS]
     few = shape[2] < LEAST_BOX
     into = part if few or part is None else gpu.box(part, shape[1:])
@@ -98,8 +99,9 @@ def backward(
         alike=alike, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1], entries=inverse.entries,
         bounds=inverse.bounds, owner=inverse.owner, item_bounds=inverse.item_bounds,
         spill_bounds=inverse.spill_bounds, chunk=inverse.chunk, items=items, first=inverse.first,
-        length=inverse.length, T=T, S=S, C=blocks, BLOCKS=q.shape[0] * K * blocks, scale=scale,
-        K=K, R=R, n=n, G=groups, GROUP=shape[2], STAGES=STAGES, GATED=cotangent.gated,
+        length=inverse.length, rank=rank, head=inverse.head, T=T, S=S, C=blocks,
+        BLOCKS=q.shape[0] * inverse.heads * blocks, scale=scale, K=K, HEADS=inverse.heads, R=R,
+        RANKS=ranks, n=n, G=groups, GROUP=shape[2], STAGES=STAGES, GATED=cotangent.gated,
         DQ=part is not None, ALIKE=alike is not None, FEW=few,
         REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip

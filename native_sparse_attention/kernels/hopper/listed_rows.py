@@ -30,9 +30,9 @@ BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def item_of(item, items, inverse, C, BLOCKS, K):
-    """Block of an item, its row, KV head and number there, its first entry and one past the last;
-    no entries for one that is none."""
+def item_of(item, items, inverse, C, BLOCKS, head, HEADS):
+    """Block of an item, its row, KV head (of so many from `head` on) and number there, its first
+    entry and one past the last; no entries for one that is none."""
     bounds, owner, item_bounds, chunk = inverse[1], inverse[2], inverse[3], inverse[4]
     there = item < items
     block = gl.load(owner + item, mask=there, other=0x7FFFFFFF)
@@ -41,7 +41,8 @@ def item_of(item, items, inverse, C, BLOCKS, K):
     begin = gl.load(bounds + block) + (item - gl.load(item_bounds + block)) * chunk
     end = gl.minimum(begin + chunk, gl.load(bounds + block + 1))
     end = gl.where(there, end, begin)
-    return block, block // C // K, block // C % K, block % C, begin.to(gl.int32), end.to(gl.int32)
+    b, h = block // C // HEADS, head + block // C % HEADS
+    return block, b, h, block % C, begin.to(gl.int32), end.to(gl.int32)
 
 
 @gluon.constexpr_function
@@ -97,9 +98,9 @@ def copy_rows(
 
 @gluon.jit
 def read(
-    q, d_out, k, v, lse, delta, strides, inverse, items, T, C, BLOCKS, k_smem, v_smem, q_smem,
-    do_smem, lse_smem, delta_smem, kv_bar, full, K: gl.constexpr, R: gl.constexpr, n: gl.constexpr,
-    G: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, FEW: gl.constexpr,
+    q, d_out, k, v, lse, delta, strides, inverse, items, head, T, C, BLOCKS, k_smem, v_smem,
+    q_smem, do_smem, lse_smem, delta_smem, kv_bar, full, HEADS: gl.constexpr, R: gl.constexpr,
+    n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """The warps that read, for both parts in turn: with FEW four, row by row. Rows that are none
     are those of the last entry: they are finite."""
@@ -112,8 +113,8 @@ def read(
     entries = inverse[0]
     row = gl.arange(0, ROWS, LANES)
     item = gl.program_id(0) * PARTS
-    _, b0, h0, c0, begin0, end0 = item_of(item, items, inverse, C, BLOCKS, K)
-    _, b1, h1, c1, begin1, end1 = item_of(item + 1, items, inverse, C, BLOCKS, K)
+    _, b0, h0, c0, begin0, end0 = item_of(item, items, inverse, C, BLOCKS, head, HEADS)
+    _, b1, h1, c1, begin1, end1 = item_of(item + 1, items, inverse, C, BLOCKS, head, HEADS)
     for part in gl.static_range(PARTS):
         b, h, c = (b0, h0, c0) if part == 0 else (b1, h1, c1)
         bar = kv_bar.index(part)
@@ -157,7 +158,18 @@ def read(
 
 
 @gluon.jit
-def write_boxes(part, dq, smem, entries, i, end, before, number, GROUP: gl.constexpr):
+def among_parts(e, before, R: gl.constexpr, RANKS: gl.constexpr, n: gl.constexpr):
+    """Entries e counted among those of a span, which has RANKS of a token's R lists."""
+    if RANKS < R:
+        e -= e // (n * R) * ((R - RANKS) * n)
+    return e - before
+
+
+@gluon.jit
+def write_boxes(
+    part, dq, smem, entries, i, end, before, number, R: gl.constexpr, RANKS: gl.constexpr,
+    n: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     """dq of a tile of entries from i on, each at its number among the parts; by way of boxes of
     shared memory, those of its tile of that number."""
     TOKENS: gl.constexpr = ROWS // GROUP
@@ -173,20 +185,24 @@ def write_boxes(part, dq, smem, entries, i, end, before, number, GROUP: gl.const
     thread_barrier()
     for t in gl.static_range(TOKENS):
         if i + t < end:
-            at = gl.load(entries + i + t).to(gl.int32) - before
+            at = among_parts(gl.load(entries + i + t).to(gl.int32), before, R, RANKS, n)
             for half in gl.static_range(HALVES):
                 box = smem.index((number * HALVES + half) * TOKENS + t)
                 store_box(part, [at, 0, half * WIDTH], box)
 
 
 @gluon.jit
-def write_rows(part, tile, here, entries, i, end, before, G: gl.constexpr, GROUP: gl.constexpr):
+def write_rows(
+    part, tile, here, entries, i, end, before, R: gl.constexpr, RANKS: gl.constexpr,
+    n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     """As `write_boxes`, row by row, by way of `here`."""
     D: gl.constexpr = tile.shape[1]
     row = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
     column = gl.arange(0, D, gl.SliceLayout(0, BY_ROWS))
     there = (i + row // GROUP < end) & (row % GROUP < G)
-    e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32) - before
+    e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
+    e = among_parts(e, before, R, RANKS, n)
     at = (e.to(gl.int64) * G + row % GROUP) * D
     here.store(tile)
     thread_barrier()

@@ -1,9 +1,9 @@
 """The selection turned round: for each block of keys, the queries that chose it.
 
 An entry is one slot of one list of `lists` [B T R n], numbered as it lies there. Entries are sorted
-by span of tokens and by the block that they name, in their own order within a block, and cut into
-items of at most `chunk` entries: what one program works through. Sizes depend on shapes alone, so
-that nothing waits for the GPU.
+by span, which is some tokens' and some KV heads', and by the block that they name, in their own
+order within a block, and cut into items of at most `chunk` entries: what one program works through.
+Sizes depend on shapes alone, so that nothing waits for the GPU.
 
 They are sorted by counting. A line is the lists of one row and KV head in one span; it is cut into
 shares of tokens. A program numbers the entries of its share by the block that they name; those
@@ -26,15 +26,17 @@ SHARE, SHARE_OF_BLOCKS, NUMBERED, PLACED, SUMMED = 1024, 4, 64, 1024, (32, 64)
 NUMBERING = 1
 # blocks whose items are counted at once
 ITEMS = 2048
-LENGTHS = ["T", "C", "length", "tokens", "shares", "blocks", "room", "most"]
+LENGTHS = ["T", "C", "length", "heads", "tokens", "shares", "blocks", "room", "most"]
 
 
 @dataclass(frozen=True)
 class Inverse:
-    """Entries of a span of tokens by block: blocks are numbered (b K + h) C + c."""
+    """Entries of a span by block: blocks are numbered (b heads + h - head) C + c."""
 
     first: int  # token
     length: int  # tokens
+    head: int  # the first KV head
+    heads: int  # KV heads
     entries: Tensor  # of all spans, room for all there could be in each
     bounds: Tensor  # [blocks + 1], where each block's entries begin, and the next one's
     owner: Tensor  # [items], the block of each item; `blocks` for an item that is none
@@ -42,6 +44,11 @@ class Inverse:
     spill_bounds: Tensor  # [blocks + 1], the same among the items of blocks that have several
     chunk: int
     spills: int  # bound of the last of spill_bounds
+
+    def lists(self, of_token: int, num_heads: int) -> tuple[int, int]:
+        """The first of a token's lists that is the span's, and how many are, of all KV heads'."""
+        each = of_token // num_heads
+        return self.head * each, self.heads * each
 
 
 @triton.jit
@@ -53,9 +60,12 @@ def share_entries(x, end, first, b, h, T, R: tl.constexpr, K: tl.constexpr, n: t
 
 
 @triton.jit
-def share_of_tokens(line, T, length, tokens, B, K: tl.constexpr):
-    """Row and KV head of this program's share, its first token, and how many."""
-    span, b, h = line // K // B, line // K % B, line % K
+def share_of_tokens(line, T, length, heads, tokens, B, K: tl.constexpr):
+    """Row and KV head of this program's share, its first token, and how many. Spans of the same
+    heads lie side by side."""
+    span, b, h = line // heads // B, line // heads % B, line % heads
+    spans = tl.cdiv(T, length)
+    span, h = span % spans, span // spans * heads + h
     first = span * length + tl.program_id(1) * tokens
     end = tl.minimum(tl.minimum(first + tokens, span * length + length), T)
     return b.to(tl.int64), h, first, tl.maximum(end - first, 0)
@@ -63,12 +73,12 @@ def share_of_tokens(line, T, length, tokens, B, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def number_kernel(
-    lists, numbers, counts, T, C, length, tokens, shares, B,
+    lists, numbers, counts, T, C, length, heads, tokens, shares, B,
     R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a share. Numbers its entries by block; and counts those of each block."""
     line = tl.program_id(0)
-    b, h, first, held = share_of_tokens(line, T, length, tokens, B, K)
+    b, h, first, held = share_of_tokens(line, T, length, heads, tokens, B, K)
     counted = counts + (line.to(tl.int64) * shares + tl.program_id(1)) * C
     i = tl.arange(0, BLOCK)
     for c0 in range(0, C, BLOCK):
@@ -148,15 +158,15 @@ def item_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def place_kernel(
-    lists, numbers, counts, bounds, entries, T, C, length, tokens, shares, B,
+    lists, numbers, counts, bounds, entries, T, C, length, heads, tokens, shares, B,
     R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a share. Writes each entry to its place."""
     line = tl.program_id(0)
-    b, h, first, held = share_of_tokens(line, T, length, tokens, B, K)
+    b, h, first, held = share_of_tokens(line, T, length, heads, tokens, B, K)
     before = counts + (line.to(tl.int64) * shares + tl.program_id(1)) * C
     # of each span there is one bound more than blocks
-    lines = B * K
+    lines = B * heads
     blocks = bounds + line.to(tl.int64) * C + line // lines
     end = held * (R // K * n)
     for x in range(0, end, BLOCK):
@@ -186,9 +196,9 @@ class Inversion:
         B, T, R, n = lists.shape
         lines, shares, C = self.counts.shape
         spans, blocks = self.totals.shape
-        at, length = self.tensors, self.spans[0].length if spans else 0
-        args = dict(T=T, C=C, length=length, tokens=self.tokens, shares=shares, B=B)
-        args |= dict(R=R, K=self.num_heads, n=n)
+        at, first = self.tensors, self.spans[0]
+        args = dict(T=T, C=C, length=first.length, heads=first.heads, tokens=self.tokens)
+        args |= dict(shares=shares, B=B, R=R, K=self.num_heads, n=n)
         number_kernel[(lines, shares)](
             lists, self.numbers, self.counts, BLOCK=NUMBERED, num_warps=NUMBERING, num_stages=1,
             **args,
@@ -198,7 +208,7 @@ class Inversion:
         )
         item_kernel[(spans,)](
             self.totals, at["bounds"], at["item_bounds"], at["spill_bounds"], at["owner"], blocks,
-            self.spans[0].chunk, len(at["entries"]) // spans, at["owner"].shape[1], BLOCKS=ITEMS,
+            first.chunk, len(at["entries"]) // spans, at["owner"].shape[1], BLOCKS=ITEMS,
             num_warps=8, num_stages=1,
         )  # fmt: skip
         place_kernel[(lines, shares)](
@@ -207,14 +217,18 @@ class Inversion:
         return self.spans
 
 
-def room(lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int) -> Inversion:
+def room(
+    lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int, heads: int
+) -> Inversion:
     """For the entries of each of B x num_heads x num_blocks blocks, for each span of `length`
-    tokens."""
+    tokens and of `heads` KV heads, by which `num_heads` can be divided."""
     B, T, R, n = lists.shape
-    spans, lines, blocks = triton.cdiv(T, length), B * num_heads, B * num_heads * num_blocks
-    tokens = max(max(SHARE, SHARE_OF_BLOCKS * num_blocks) // (R // num_heads * n), 1)
+    lines, blocks = B * heads, B * heads * num_blocks
+    firsts = [(t, h) for h in range(0, num_heads, heads) for t in range(0, T, length)]
+    spans, each = len(firsts), R // num_heads * n
+    tokens = max(max(SHARE, SHARE_OF_BLOCKS * num_blocks) // each, 1)
     shares = triton.cdiv(length, tokens)
-    entries_of_span = B * min(length, T) * R * n
+    entries_of_span = lines * min(length, T) * each
     small = torch.int32 if spans * entries_of_span < 1 << 31 else torch.int64
     most = entries_of_span // chunk + min(blocks, entries_of_span)
 
@@ -227,8 +241,10 @@ def room(lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int
     tensors["entries"] = empty(spans * entries_of_span, dtype=small)
     inverses = [
         Inverse(
-            i * length,
-            min(length, T - i * length),
+            token,
+            min(length, T - token),
+            head,
+            heads,
             tensors["entries"],
             tensors["bounds"][i],
             tensors["owner"][i],
@@ -237,7 +253,7 @@ def room(lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int
             chunk,
             entries_of_span // chunk + min(blocks, entries_of_span // chunk),
         )
-        for i in range(spans)
+        for i, (token, head) in enumerate(firsts)
     ]
     return Inversion(
         inverses, empty(*lists.shape), empty(spans * lines, shares, num_blocks),
@@ -246,8 +262,8 @@ def room(lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int
 
 
 def invert(
-    lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int
+    lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int, heads: int
 ) -> list[Inverse]:
     """As `room` says, filled."""
     lists = lists.contiguous()
-    return room(lists, num_heads, num_blocks, chunk, length).fill(lists)
+    return room(lists, num_heads, num_blocks, chunk, length, heads).fill(lists)

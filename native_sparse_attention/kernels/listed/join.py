@@ -12,23 +12,30 @@ JOIN_ROWS, SUM_ROWS = 16, 16
 SPILLS, SPILT_KEYS = 4, 64
 
 
-@triton.jit(do_not_specialize=["T", "first", "length"])
+@triton.jit
+def list_of_span(x, first, rank, RANKS: tl.constexpr):
+    """Of list x of a span, whose tokens begin at `first` and have RANKS lists each there from
+    `rank` on: the token, and the list's number among those of the token."""
+    return first + x // RANKS, rank + x % RANKS
+
+
+@triton.jit(do_not_specialize=["T", "first", "length", "rank"])
 def join_kernel(
     part, part_lse, lists, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, R, n, first, length,
-    g_b, g_t, g_h, g_3,
+    rank, g_b, g_t, g_h, g_3, RANKS: tl.constexpr,
     G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     SLOTS: tl.constexpr, ADD: tl.constexpr, MIX: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows (token, head) from `first` on. Joins the parts of a row's slots, and with
-    ADD what out and lse hold, into out and lse; part_lse is in units of log2. With MIX writes the
+    """One program: M rows (token, head) of a span. Joins the parts of a row's slots, and with ADD
+    what out and lse hold, into out and lse; part_lse is in units of log2. With MIX writes the
     layer's output too."""
     tile, b, _tiles, _rows = grid_place(FLIPPED)
     i, b = tile * BLOCK_M + tl.arange(0, BLOCK_M), b.to(tl.int64)
-    H = R * G
-    real = i < length * H
-    row = (b * T + first) * H + i
-    line = lists + ((b * T + first) * R + i // G) * n
-    there = (b * length * R + i // G) * (n * G) + i % G
+    real = i < length * RANKS * G
+    token, of_token = list_of_span(i // G, first, rank, RANKS)
+    number = (b * T + token) * R + of_token
+    row, line = number * G + i % G, lists + number * n
+    there = (b * length * RANKS + i // G) * (n * G) + i % G
 
     # what all slots are measured from, first: then no part waits for the one before
     slot = tl.arange(0, SLOTS)
@@ -58,8 +65,8 @@ def join_kernel(
     l = tl.where(empty, 1.0, l)
     acc = acc / l[:, None]
     if MIX:
-        token = first + i // H
-        gate = mix_gates + b * g_b + token.to(tl.int64) * g_t + i % H * g_h
+        head = of_token * G + i % G
+        gate = mix_gates + b * g_b + token.to(tl.int64) * g_t + head * g_h
         store_mixed(mixed, acc, mix_cmp, mix_win, gate, row, g_3, E, BLOCK_E, real)
     store_rows(out, row * E, acc, E, BLOCK_E, real)
     tl.store(
@@ -77,9 +84,9 @@ def add_shares(spill, d, at, j, begin, end, s, there, D: tl.constexpr, BLOCK_D: 
     store_rows(d, at * D, acc, D, BLOCK_D, there)
 
 
-@triton.jit(do_not_specialize=["S", "C"])
+@triton.jit(do_not_specialize=["S", "C", "head", "heads"])
 def gather_spill_kernel(
-    spill_k, spill_v, dk, dv, spill_bounds, S, K, s, C,
+    spill_k, spill_v, dk, dv, spill_bounds, S, K, s, C, head, heads,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, SPILLS: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +94,7 @@ def gather_spill_kernel(
     block = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(spill_bounds + block), tl.load(spill_bounds + block + 1)
     if begin < end:
-        b, h, c = block // C // K, block // C % K, block % C
+        b, h, c = block // C // heads, head + block // C % heads, block % C
         j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         there = (j < s) & (c * s + j < S)
         at = (b * S + c * s + j) * K + h
@@ -97,25 +104,25 @@ def gather_spill_kernel(
             add_shares(spill_v, dv, at, j, begin, end, s, there, E, BLOCK_E, SPILLS)
 
 
-@triton.jit(do_not_specialize=["T", "first", "length"])
+@triton.jit(do_not_specialize=["T", "first", "length", "rank"])
 def sum_kernel(
-    part, lists, dq, unless, T, R, n, first, length,
+    part, lists, dq, unless, T, R, n, first, length, rank, RANKS: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     PIECES: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, UNLESS: tl.constexpr,
     FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows (token, head) from `first` on. The sum of a row's parts over its slots
-    and their pieces, with ADD on top of what dq holds. A part has ROWS rows, the first G of which
-    are heads. With UNLESS nothing where that is not 0."""
+    """One program: M rows (token, head) of a span. The sum of a row's parts over its slots and
+    their pieces, with ADD on top of what dq holds. A part has ROWS rows, the first G of which are
+    heads. With UNLESS nothing where that is not 0."""
     tile, b, _tiles, _rows = grid_place(FLIPPED)
     i, b = tile * BLOCK_M + tl.arange(0, BLOCK_M), b.to(tl.int64)
-    H = R * G
-    real = i < length * H
+    real = i < length * RANKS * G
     if UNLESS:
         real = real & (tl.load(unless) == 0)
-    row = (b * T + first) * H + i
-    line = ((b * T + first) * R + i // G) * n
-    there = (b * length * R + i // G) * n
+    token, of_token = list_of_span(i // G, first, rank, RANKS)
+    number = (b * T + token) * R + of_token
+    row, line = number * G + i % G, number * n
+    there = (b * length * RANKS + i // G) * n
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if ADD:
         acc = load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)

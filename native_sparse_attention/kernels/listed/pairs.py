@@ -19,8 +19,7 @@ from .. import launch, streams
 from ..device import cap_slope, large, load_rows, narrow, soft_capped, softmax_grad, store_rows
 from ..hopper import listed_launch
 from ..launch import ENOUGH_PROGRAMS, LOG2_E, Cotangent, Mixture, Selection, Sum, strides
-from .inverse import Inverse, Inversion
-from .inverse import room as room_for_inverse
+from .inverse import Inverse
 from .join import (
     JOIN_ROWS,
     SPILLS,
@@ -31,17 +30,8 @@ from .join import (
     sum_kernel,
 )
 
-# memory for the parts of the selected branch, over that of q, by query heads a KV head, and tokens
-# whose parts are kept anyhow where groups are so small that there is no other way; of other groups
-# the parts of so many lists
-PARTS = {
-    "forward": {1: (1.5, 2816), 8: (3.0, 4096)},
-    "backward": {1: (1.0, 2048), 8: (3.0, 4096), 64: (4.5, 0)},
-}
-FEW_LISTS = 1 << 14
-
 # one compiled kernel for all lengths
-LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "start"]
+LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "rank", "head", "heads", "start"]
 
 
 @triton.jit
@@ -74,10 +64,17 @@ def entry_rows(
     return large(e, WIDE), large(e // n // R, WIDE), e // n % R * G + row % G, real
 
 
+@triton.jit
+def among_parts(e, bt, b, T, R, n, first, length, rank, ranks):
+    """Entries e, of tokens bt of row b, counted among those of a span: of `length` tokens from
+    `first` on and of so many lists of each from `rank` on."""
+    return e - (bt * (R - ranks) + (b * (T - length) + first) * ranks + rank) * n
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q, k, v, gates, part, part_lse, entries, bounds, owner, item_bounds, chunk, starts, start,
-    doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2, cap,
+    doc_last, T, S, K, s, C, BLOCKS, first, length, rank, ranks, head, heads, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -89,7 +86,7 @@ def forward_kernel(
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
         block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
-        b, h, c = block // C // K, block // C % K, block % C
+        b, h, c = block // C // heads, head + block // C % heads, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
         key = c * s + tl.arange(0, BLOCK_S)
@@ -99,10 +96,10 @@ def forward_kernel(
         ahead = load_entries(entries, begin, end, G, BLOCK_M)
         for i in range(begin, end, BLOCK_M // G):
             # those of the next tile now: where their rows lie must be known before these load
-            e, bt, head, real = entry_rows(ahead, i, end, R, n, G, BLOCK_M, WIDE)
+            e, bt, query_head, real = entry_rows(ahead, i, end, R, n, G, BLOCK_M, WIDE)
             ahead = load_entries(entries, i + BLOCK_M // G, end, G, BLOCK_M)
             t = bt - b * T
-            q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
+            q_tile = load_rows(q, b * q_b + t * q_t + query_head * q_h, D, BLOCK_D, real)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             unit_scale = scale_log2
             if CAP or GATES or not POSITIVE:
@@ -124,7 +121,8 @@ def forward_kernel(
             p = tl.exp2(logits * unit_scale - tl.where(real, m, 0.0)[:, None])
             l = tl.where(real, tl.sum(p, 1), 1.0)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) * (1.0 / l)[:, None]
-            row = (e - (b * (T - length) + first) * (R * n)) * G + head % G
+            row = among_parts(e, bt, b, T, R, n, first, length, rank, ranks)
+            row = row * G + query_head % G
             store_rows(part, row * E, o, E, BLOCK_E, real)
             tl.store(part_lse + row, m + tl.log2(l), mask=real)
 
@@ -133,7 +131,7 @@ def forward_kernel(
 def backward_kernel(
     q, k, v, gates, d_out, lse, delta, part, d_gates, dk, dv, spill_k, spill_v,
     entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
-    doc_last, T, S, K, s, C, BLOCKS, first, length, scale, cap,
+    doc_last, T, S, K, s, C, BLOCKS, first, length, rank, ranks, head, heads, scale, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -147,7 +145,7 @@ def backward_kernel(
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
         block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
-        b, h, c = block // C // K, block // C % K, block % C
+        b, h, c = block // C // heads, head + block // C % heads, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
         piece = tl.program_id(1)
@@ -161,11 +159,11 @@ def backward_kernel(
         ahead = load_entries(entries, begin, end, G, BLOCK_M)
         for i in range(begin, end, BLOCK_M // G):
             # those of the next tile now: where their rows lie must be known before these load
-            e, bt, head, real = entry_rows(ahead, i, end, R, n, G, BLOCK_M, WIDE)
+            e, bt, query_head, real = entry_rows(ahead, i, end, R, n, G, BLOCK_M, WIDE)
             ahead = load_entries(entries, i + BLOCK_M // G, end, G, BLOCK_M)
             t = bt - b * T
-            row = bt * (R * G) + head
-            q_tile = load_rows(q, b * q_b + t * q_t + head * q_h, D, BLOCK_D, real)
+            row = bt * (R * G) + query_head
+            q_tile = load_rows(q, b * q_b + t * q_t + query_head * q_h, D, BLOCK_D, real)
             do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
             lse_row = tl.load(lse + row, mask=real, other=0.0)
             delta_row = tl.load(delta + row, mask=real, other=0.0)
@@ -195,7 +193,7 @@ def backward_kernel(
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
             if GATES:
                 if DQ:
-                    at = (e * PIECES + piece) * G + head % G
+                    at = (e * PIECES + piece) * G + query_head % G
                     tl.store(d_gates + at, tl.sum(ds * logits, 0), mask=real)
                 ds *= weight
             if CAP:
@@ -204,8 +202,9 @@ def backward_kernel(
             dk_acc += tl.dot(ds_tile, q_tile, input_precision=PRECISION)
             if DQ:
                 dq = tl.dot(tl.trans(ds_tile), k_tile, input_precision=PRECISION) * scale
-                e -= (b * (T - length) + first) * (R * n)
-                store_rows(part, ((e * PIECES + piece) * G + head % G) * D, dq, D, BLOCK_D, real)
+                e = among_parts(e, bt, b, T, R, n, first, length, rank, ranks)
+                at = (e * PIECES + piece) * G + query_head % G
+                store_rows(part, at * D, dq, D, BLOCK_D, real)
 
         dk_acc *= scale
         first_item = tl.load(item_bounds + block)
@@ -236,14 +235,17 @@ def arguments(
     # no key of a tile is none, and rows see all
     whole = launch.padded(selection.s) == selection.s and S % selection.s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
+    rank, ranks = inverse.lists(R, K)
     # rows of d_out, of parts, of dk
-    most = max(T * H, inverse.length * H * n * triton.cdiv(selection.s, tile.block_n), S * K)
+    pieces = triton.cdiv(selection.s, tile.block_n)
+    most = max(T * H, inverse.length * ranks * (H // R) * n * pieces, S * K)
     return dict(
         q=q, k=k, v=v, **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
         gates=selection.gates, entries=inverse.entries, bounds=inverse.bounds, owner=inverse.owner,
         item_bounds=inverse.item_bounds, chunk=inverse.chunk, starts=selection.starts,
         start=selection.start, T=T, S=S, K=K, R=R, n=n, s=selection.s, C=num_blocks,
-        BLOCKS=B * K * num_blocks, first=inverse.first, length=inverse.length, G=H // R, D=D, E=E,
+        BLOCKS=B * inverse.heads * num_blocks, first=inverse.first, length=inverse.length,
+        rank=rank, ranks=ranks, head=inverse.head, heads=inverse.heads, G=H // R, D=D, E=E,
         BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
         RAGGED=selection.starts is not None, DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
@@ -251,35 +253,6 @@ def arguments(
         WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
         PRECISION="ieee", num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-
-
-def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) -> Inversion:
-    """For the inverse, by spans of tokens whose parts, of so many rows, together take
-    `PARTS` times as much memory as q does; in one where no parts are kept."""
-    B, T, R, n = selection.lists.shape
-    groups = q.shape[2] // R
-    length = T
-    if parts:
-        share, few = launch.row(PARTS[kernel], groups)
-        most = int(share * groups * T / (n * parts))
-        if groups >= launch.FEW_ROWS:
-            few = FEW_LISTS // (B * R)
-        spans = triton.cdiv(T, max(most, few, 1))
-        length = triton.cdiv(T, spans)
-    num_blocks = triton.cdiv(k.shape[1], selection.s)
-    rows = q.shape[0] * length * q.shape[2] * n
-    most = launch.item_rows(rows, q.shape[0] * k.shape[2] * num_blocks)
-    return room_for_inverse(selection.lists, k.shape[2], num_blocks, max(most // groups, 1), length)
-
-
-def room_for_backward(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, with_dq: bool
-) -> Inversion:
-    """For the inverse of a `backward` that forms dq too, or not."""
-    groups = q.shape[2] // selection.lists.shape[2]
-    if listed_launch.serves(q, k, v, selection, scale):
-        groups = listed_launch.rows_of_part(groups)
-    return room(q, k, selection, "backward", groups if with_dq else 0)
 
 
 def forward(
@@ -298,19 +271,21 @@ def forward(
     out, lse = partial or launch.empty_outputs(q, v)
     R, n = selection.lists.shape[2:]
     for inverse in inverses:
-        part = q.new_empty(B * inverse.length * H * n, E)
+        rank, ranks = inverse.lists(R, k.shape[2])
+        heads = ranks * (H // R)
+        part = q.new_empty(B * inverse.length * heads * n, E)
         part_lse = q.new_empty(len(part), dtype=torch.float32)
         forward_kernel[(len(inverse.owner),)](
             part=part, part_lse=part_lse, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
             BLOCK_S=launch.padded(selection.s),
             **arguments(q, k, v, selection, inverse, "forward"),
         )  # fmt: skip
-        grid, flipped = launch.grid(triton.cdiv(inverse.length * H, JOIN_ROWS), B)
+        grid, flipped = launch.grid(triton.cdiv(inverse.length * heads, JOIN_ROWS), B)
         join_kernel[grid](
             part, part_lse, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
-            length=inverse.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS,
-            SLOTS=triton.next_power_of_2(n), ADD=partial is not None, FLIPPED=flipped,
-            **launch.mixture(mix),
+            length=inverse.length, rank=rank, RANKS=ranks, G=H // R, E=E,
+            BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS, SLOTS=triton.next_power_of_2(n),
+            ADD=partial is not None, FLIPPED=flipped, **launch.mixture(mix),
         )  # fmt: skip
         del part, part_lse  # before the next span's are allocated
     return out, lse
@@ -345,9 +320,9 @@ def backward(
     rows = listed_launch.rows_of_part(H // R) if on_hopper else H // R
     into = None if dq is None else dq.arguments()
     for inverse in inverses:
-        part = None
+        part, (rank, ranks) = None, inverse.lists(R, K)
         if into is not None:
-            part = q.new_empty(B * inverse.length * R * n * pieces, rows, D)
+            part = q.new_empty(B * inverse.length * ranks * n * pieces, rows, D)
         spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
         if on_hopper:
             listed_launch.backward(
@@ -360,19 +335,21 @@ def backward(
                 DQ=into is not None, PIECES=pieces, **cotangent.arguments(),
                 **arguments(q, k, v, selection, inverse, "backward"),
             )  # fmt: skip
-        blocks = triton.cdiv(S, s)
-        keys = SPILT_KEYS if B * K * blocks >= ENOUGH_PROGRAMS else SPILT_KEYS // 4
-        gather_spill_kernel[(B * K * blocks, triton.cdiv(s, keys), 2)](
-            *spills, dk, dv, inverse.spill_bounds, S, K, s, blocks, D=D, E=E,
-            BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_N=keys, SPILLS=SPILLS,
+        lines, blocks = B * inverse.heads, triton.cdiv(S, s)
+        keys = SPILT_KEYS if lines * blocks >= ENOUGH_PROGRAMS else SPILT_KEYS // 4
+        gather_spill_kernel[(lines * blocks, triton.cdiv(s, keys), 2)](
+            *spills, dk, dv, inverse.spill_bounds, S, K, s, blocks, inverse.head, inverse.heads,
+            D=D, E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_N=keys,
+            SPILLS=SPILLS,
         )  # fmt: skip
         if into is not None:
             streams.wait(q.device, after)
-            grid, flipped = launch.grid(triton.cdiv(inverse.length * H, SUM_ROWS), B)
+            tiles = triton.cdiv(inverse.length * ranks * (H // R), SUM_ROWS)
+            grid, flipped = launch.grid(tiles, B)
             sum_kernel[grid](
                 part, selection.lists, unless=alike, T=T, R=R, n=n, first=inverse.first,
-                length=inverse.length, PIECES=pieces, ROWS=rows, G=H // R, D=D,
-                BLOCK_D=launch.padded(D), BLOCK_M=SUM_ROWS, UNLESS=alike is not None,
+                length=inverse.length, rank=rank, RANKS=ranks, PIECES=pieces, ROWS=rows, G=H // R,
+                D=D, BLOCK_D=launch.padded(D), BLOCK_M=SUM_ROWS, UNLESS=alike is not None,
                 FLIPPED=flipped, **into,
             )  # fmt: skip
         del part, spills

@@ -1,0 +1,76 @@
+"""Room for the inverse of lists, by spans whose parts fit in memory."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+from .. import launch
+from ..hopper import listed_launch
+from ..launch import Selection
+from . import inverse
+from .inverse import Inversion
+
+
+class Parts(NamedTuple):
+    """Memory for the parts of a span, over that of q; tokens, all of whose parts are kept anyhow,
+    but not in more than `most` times the memory of q."""
+
+    share: float
+    tokens: int = 0
+    most: float = math.inf
+
+
+# by query heads a KV head. With `most` a forward and a backward pass take less than 1.5 times the
+# memory of dense attention, also of few tokens
+PARTS = {
+    "forward": {1: Parts(1.7, 2816, 4.4), 8: Parts(3.3, 4096, 6.6)},
+    "backward": {1: Parts(1.7, 2048, 3.3), 8: Parts(3.3, 4096, 6.6), 64: Parts(4.5)},
+}
+# larger groups: lists, all of whose parts are kept anyhow
+FEW_LISTS = 1 << 14
+# tokens, all of whose parts are kept however much that is
+LEAST_TOKENS = 128
+
+
+def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) -> Inversion:
+    """For the inverse, by spans whose parts, of so many rows, together take `PARTS` times as much
+    memory as q does; in one where no parts are kept."""
+    (B, T, R, n), K = selection.lists.shape, k.shape[2]
+    groups = q.shape[2] // R
+    spans = 1
+    if parts:
+        share, few, most = launch.row(PARTS[kernel], groups)
+        if groups >= launch.FEW_ROWS:
+            few = FEW_LISTS // (B * R)
+        of_q = groups * T / (n * parts)  # tokens whose parts take as much memory as q
+        tokens = max(min(max(share * of_q, few), most * of_q), LEAST_TOKENS)
+        spans = triton.cdiv(T, int(tokens))
+    heads = heads_of_span(K, spans) if groups < launch.FEW_ROWS else K
+    length = triton.cdiv(T, triton.cdiv(spans * heads, K))
+    num_blocks = triton.cdiv(k.shape[1], selection.s)
+    rows = B * length * (q.shape[2] // K * heads) * n
+    chunk = max(launch.item_rows(rows, B * heads * num_blocks) // groups, 1)
+    return inverse.room(selection.lists, K, num_blocks, chunk, length, heads)
+
+
+def heads_of_span(num_heads: int, spans: int) -> int:
+    """KV heads of each of so many spans, or of one where that is too many. Rather some heads of all
+    tokens than all heads of some: dk and dv of a block then pass through memory once, and it has
+    more rows in a span. In larger groups that counts for little, and rows of fewer tokens are read
+    from the cache more often."""
+    most = max(num_heads // spans, 1)
+    return max(heads for heads in range(1, most + 1) if num_heads % heads == 0)
+
+
+def room_for_backward(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, with_dq: bool
+) -> Inversion:
+    """For the inverse of a `backward` that forms dq too, or not."""
+    groups = q.shape[2] // selection.lists.shape[2]
+    if listed_launch.serves(q, k, v, selection, scale):
+        groups = listed_launch.rows_of_part(groups)
+    return room(q, k, selection, "backward", groups if with_dq else 0)
