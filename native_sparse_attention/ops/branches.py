@@ -244,12 +244,14 @@ def attend_backward(
                 selected.listed_backward_kv(*listed, listed_dk, listed_dv, dq, plan, ready, done)
             else:
                 through_queries()
-        of_cmp = interval_backward.backward_kv(query, ck, cv, place_cmp, at.scale, cmp)
         # with differentiable top-k what goes through its scores is added to these
         dtype = ck.dtype if chosen.gates is None else torch.float32
-        dck, dcv = add_up([of_cmp], ck, cv, dtype)
-        of_window = interval_backward.backward_kv(q, *near, place_win, at.scale, win, within)
-        parts = [of_window] if window is None else []
+        parts = [interval_backward.backward_kv(query, ck, cv, place_cmp, at.scale, cmp)]
+        dck, dcv = add_up(parts, ck, cv, dtype)
+        parts = [interval_backward.backward_kv(q, *near, place_win, at.scale, win, within)]
+        d_window = None
+        if window is not None:
+            d_window, parts = add_up(parts, *near, k.dtype), []
         if inner is not None and first is not None:
             parts.append(interval_backward.backward_prefix(q, first, inner, at.scale, sel))
         if not within:
@@ -265,5 +267,4 @@ def attend_backward(
     elif plan.by_block:
         d_chosen = selected.listed_backward_kv(*listed, dk, dv, dq, plan)
     dk, dv = add_up(parts, k, v, k.dtype)
-    d_window = None if window is None else add_up([of_window], *near, k.dtype)
     return BranchGradients(dq.total(), dk, dv, dck, dcv, dcq.total(), d_window, d_chosen)

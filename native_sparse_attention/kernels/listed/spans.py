@@ -34,6 +34,9 @@ PARTS = {
 FEW_LISTS = 1 << 14
 # tokens, all of whose parts are kept however much that is
 LEAST_TOKENS = 128
+# rows of an item at least, where parts of dq are kept: shares of dk and dv, which items of a block
+# that has several leave, then take little memory beside these
+LEAST_ROWS = 4096
 
 
 def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) -> Inversion:
@@ -49,21 +52,28 @@ def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) ->
         of_q = groups * T / (n * parts)  # tokens whose parts take as much memory as q
         tokens = max(min(max(share * of_q, few), most * of_q), LEAST_TOKENS)
         spans = triton.cdiv(T, int(tokens))
-    heads = heads_of_span(K, spans) if groups < launch.FEW_ROWS else K
-    length = triton.cdiv(T, triton.cdiv(spans * heads, K))
     num_blocks = triton.cdiv(k.shape[1], selection.s)
+    heads = K
+    if groups < launch.FEW_ROWS:
+        heads = heads_of_span(K, spans, B * num_blocks)
+    length = triton.cdiv(T, triton.cdiv(spans * heads, K))
     rows = B * length * (q.shape[2] // K * heads) * n
-    chunk = max(launch.item_rows(rows, B * heads * num_blocks) // groups, 1)
+    most_rows = launch.item_rows(rows, B * heads * num_blocks)
+    if parts and kernel == "backward":
+        most_rows = max(most_rows, min(LEAST_ROWS, launch.ITEM_ROWS))
+    chunk = max(most_rows // groups, 1)
     return inverse.room(selection.lists, K, num_blocks, chunk, length, heads)
 
 
-def heads_of_span(num_heads: int, spans: int) -> int:
-    """KV heads of each of so many spans, or of one where that is too many. Rather some heads of all
+def heads_of_span(num_heads: int, spans: int, blocks: int) -> int:
+    """KV heads of each of so many spans, each head of so many blocks. Rather some heads of all
     tokens than all heads of some: dk and dv of a block then pass through memory once, and it has
-    more rows in a span. In larger groups that counts for little, and rows of fewer tokens are read
-    from the cache more often."""
-    most = max(num_heads // spans, 1)
-    return max(heads for heads in range(1, most + 1) if num_heads % heads == 0)
+    more rows in a span. But of no fewer blocks than keep the GPU busy. In larger groups that counts
+    for little, and rows of fewer tokens are read from the cache more often."""
+    divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
+    enough = (heads for heads in divisors if heads * blocks >= launch.ENOUGH_PROGRAMS)
+    fitting = (heads for heads in divisors if heads * spans <= num_heads)
+    return max(next(enough, num_heads), max(fitting, default=1))
 
 
 def room_for_backward(

@@ -1,0 +1,69 @@
+"""Peak memory of a training step's attention on a Hopper, without one: launches do nothing, tensors
+are the CPU's, and what they take is counted as they come and go.
+
+    TRITON_INTERPRET=0 python tests/peak_memory.py 8192:32/8:1 8192:32/8:16
+
+Prints MiB of the forward and the backward pass over the benchmark's problem, of so many tokens,
+heads and tokens to a ranking: inputs and gradients included, as `benchmarks.attention` counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import compile_kernels
+import torch
+from torch.profiler import ProfilerActivity, profile
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.problem import Setting
+from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels.hopper import gpu
+from native_sparse_attention.ops import fused
+
+
+def stand_in() -> None:
+    """For a Hopper."""
+    JITFunction.run = lambda *_, **__: None
+    driver.set_active(compile_kernels.Driver(90))
+    gpu.available = lambda *_: True
+    gpu.multiprocessors = lambda *_: 132
+    launch.architecture = lambda: launch.ARCHITECTURES[9, 0]
+
+
+def step(at: Setting) -> None:
+    W = at.T // at.d
+    shapes = [(at.T, at.H), (at.T, at.K), (at.T, at.K), (W, at.K), (W, at.K)]
+    tensors = [
+        torch.empty(1, n, heads, at.D, dtype=at.dtype, requires_grad=True) for n, heads in shapes
+    ]
+    gates = torch.empty(1, at.T, at.H, 3, dtype=at.dtype, requires_grad=True)
+    d_out = torch.empty(1, at.T, at.H, at.D, dtype=at.dtype)
+    out, _ = fused.native_sparse_attention(
+        *tensors, gates, cq=None, mem_k=None, mem_v=None, window_k=None, window_v=None,
+        sliding_window_size=at.w, importance="logits", interpolated_importance_score=False,
+        query_heads_share_selected_kv=True, causal=True, q_offset=0, leader_indices=None,
+        scale=None, recompute=False, use_diff_topk=False, block_sizes=None, **at.ranking,
+    )  # fmt: skip
+    torch.autograd.grad(out, [*tensors, gates], d_out)
+
+
+def peak(at: Setting) -> float:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step(at)
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most / 2**20
+
+
+if __name__ == "__main__":
+    stand_in()
+    for case in sys.argv[1:]:
+        T, heads, stride = case.split(":")
+        H, K = heads.split("/")
+        print(json.dumps([case, peak(Setting(int(T), int(H), int(K), stride=int(stride)))]))
