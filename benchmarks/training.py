@@ -212,7 +212,8 @@ def table(rows: list[Row]) -> str:
             cells.append(cell)
         lines.append([provider, *cells])
     last = rows[-1]
-    where = "{gpu}, torch {torch}, triton {triton}, commit {commit}.".format(**last)
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in latest.values()))
+    where = "{gpu}, torch {torch}, triton {triton}".format(**last) + f", commits {commits}."
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", where])
 
 
