@@ -79,10 +79,10 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.interval",
             "kernels.listed.gather",
             "kernels.listed.pairs",
-            "kernels.listed.spans",
             "kernels.ranking.block_keys",
         }
     ),
+    frozenset({"kernels.listed.spans"}),
     frozenset(
         {
             "kernels.hopper.interval_launch",

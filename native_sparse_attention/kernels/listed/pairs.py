@@ -19,6 +19,7 @@ from .. import launch, streams
 from ..device import cap_slope, large, load_rows, narrow, soft_capped, softmax_grad, store_rows
 from ..hopper import listed_launch
 from ..launch import ENOUGH_PROGRAMS, LOG2_E, Cotangent, Mixture, Selection, Sum, strides
+from . import spans
 from .inverse import Inverse
 from .join import (
     JOIN_ROWS,
@@ -310,14 +311,10 @@ def backward(
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     s, (R, n) = selection.s, selection.lists.shape[2:]
-    tile = launch.pair_tile("backward", max(D, E), H // R, q.dtype)
-    on_hopper = listed_launch.serves(q, k, v, selection, scale)
-    block_n = s if on_hopper else min(launch.padded(s), tile.block_n)
-    pieces = triton.cdiv(s, block_n)
+    pieces, block_n, rows, on_hopper = spans.pieces(q, k, v, selection, scale)
     d_gates = None
     if dq is not None and selection.gates is not None:
         d_gates = q.new_zeros(*selection.lists.shape, pieces * H // R, dtype=torch.float32)
-    rows = listed_launch.rows_of_part(H // R) if on_hopper else H // R
     into = None if dq is None else dq.arguments()
     for inverse in inverses:
         part, (rank, ranks) = None, inverse.lists(R, K)

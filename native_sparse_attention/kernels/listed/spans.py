@@ -76,11 +76,28 @@ def heads_of_span(num_heads: int, spans: int, blocks: int) -> int:
     return max(next(enough, num_heads), max(fitting, default=1))
 
 
+class Pieces(NamedTuple):
+    """How the backward pass takes a block: in so many pieces of so many keys, each of which leaves
+    parts of so many rows; in Gluon or not."""
+
+    number: int
+    keys: int
+    rows: int
+    on_hopper: bool
+
+
+def pieces(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> Pieces:
+    s, groups = selection.s, q.shape[2] // selection.lists.shape[2]
+    if listed_launch.serves(q, k, v, selection, scale):
+        return Pieces(1, s, listed_launch.rows_of_part(groups), True)
+    tile = launch.pair_tile("backward", max(k.shape[-1], v.shape[-1]), groups, q.dtype)
+    keys = min(launch.padded(s), tile.block_n)
+    return Pieces(triton.cdiv(s, keys), keys, groups, False)
+
+
 def room_for_backward(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, with_dq: bool
 ) -> Inversion:
     """For the inverse of a `backward` that forms dq too, or not."""
-    groups = q.shape[2] // selection.lists.shape[2]
-    if listed_launch.serves(q, k, v, selection, scale):
-        groups = listed_launch.rows_of_part(groups)
-    return room(q, k, selection, "backward", groups if with_dq else 0)
+    taken = pieces(q, k, v, selection, scale)
+    return room(q, k, selection, "backward", taken.number * taken.rows if with_dq else 0)
