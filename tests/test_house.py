@@ -128,6 +128,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.ranking.topn",
         }
     ),
+    frozenset({"kernels.counts"}),
     frozenset({"ops.checks", "ops.documents", "entries"}),
     frozenset({"blocks"}),
     # the folders' own __init__: a docstring, no imports

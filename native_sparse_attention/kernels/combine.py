@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .counts import cdiv
 from .device import finite_log2, load_rows, store_mixed
 from .launch import Cotangent
 
@@ -90,7 +91,7 @@ def arguments(outs: list[Tensor], gates: Tensor, block: int) -> tuple[tuple[int]
         BLOCK_E=launch.padded(E),
         BLOCK_M=block,
     )
-    return (triton.cdiv(rows, block),), numbers
+    return (cdiv(rows, block),), numbers
 
 
 def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
@@ -123,7 +124,7 @@ def cotangent(d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor) -> Cotange
     """What the backward of one branch alone starts from, given all of it contiguous."""
     E = out.shape[-1]
     log, delta = torch.empty_like(lse), torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(delta.numel(), BLOCK_ROWS),)](
+    delta_kernel[(cdiv(delta.numel(), BLOCK_ROWS),)](
         out, d_out, lse, d_lse, log, delta, delta.numel(),
         E=E, BLOCK_E=launch.padded(E), BLOCK_M=BLOCK_ROWS,
     )  # fmt: skip

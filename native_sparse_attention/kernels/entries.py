@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .counts import next_power_of_2
 from .device import grid_place, load_rows, store_rows
 
 
@@ -160,6 +161,6 @@ def recent(
     recent_kernel[grid](
         x=x, y=y, lengths=step.lengths, x_out=outs[0], y_out=outs[1], T=tokens, K=K,
         **launch.strides("x", x, "bhn"), **launch.strides("y", y, "bhn"), **widths(x, y), l=l,
-        BLOCK_L=triton.next_power_of_2(l), d=d, RING=size, FLIPPED=flipped, num_warps=4,
+        BLOCK_L=next_power_of_2(l), d=d, RING=size, FLIPPED=flipped, num_warps=4,
     )  # fmt: skip
     return outs[0], outs[1]

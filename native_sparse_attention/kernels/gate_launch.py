@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..ops.documents import Documents
 from . import launch
+from .counts import cdiv, next_power_of_2
 from .gate_steps import BLOCKS, EDGES, MEMORY, NOTHING, WINDOWS_BEHIND
 from .launch import strides
 from .ranking.block_keys import block_keys, mean_queries
@@ -42,7 +42,7 @@ def gates_tile(kernel: str, rule: str, width: int, groups: int, dtype: torch.dty
         most = 64 if width <= 128 else 32
         tile = Tile(min(tile.block_m, most), min(tile.block_n, most), 4, 1)
     tile = launch.override.get(f"gates.{kernel}", tile)
-    return replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(groups)))
+    return replace(tile, block_m=max(tile.block_m, next_power_of_2(groups)))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Ranking:
 
     def groups(self, T: int) -> int:
         """As many groups of tokens with one ranking as T tokens may be in."""
-        return triton.cdiv(T + self.stride - 1, self.stride)
+        return cdiv(T + self.stride - 1, self.stride)
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Problem:
         at, rows = self.ranking, self.rows
         B, T, H, D = *rows.shape[:3], rows.shape[3] // self.parts
         logits = at.importance == "logits"
-        ranks, slots = H // self.heads, triton.next_power_of_2(at.num_selected)
-        heads = triton.next_power_of_2(self.heads)
+        ranks, slots = H // self.heads, next_power_of_2(at.num_selected)
+        heads = next_power_of_2(self.heads)
         per_unit = 1 if logits or at.d > at.s else at.s // at.d
         expand = min(per_unit & -per_unit, tile.block_n)
         # of dq and of the gates, for each row
@@ -129,7 +129,7 @@ class Problem:
             STEP=max(1, min(slots, ENOUGH // (tile.block_m // heads * tile.block_n // expand))),
             PER_UNIT=per_unit,
             EXPAND=expand,
-            REACH=1 if logits or at.d > at.s else 1 + triton.cdiv(at.l - at.d, at.s),
+            REACH=1 if logits or at.d > at.s else 1 + cdiv(at.l - at.d, at.s),
             WINDOW=0 if logits or at.d > at.s else at.l,
             d=at.d,
             s=at.s,

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .counts import cdiv
 from .device import (
     cap_slope,
     grid_place,
@@ -269,7 +270,7 @@ def chosen_blocks(lists: Tensor, d_gates: Tensor, at: Ranking) -> dict[str, Tens
     probs = at.importance == "probs"
     spanned = at.d // at.s if probs and at.d > at.s else 1
     weight = 1 / at.d if probs and at.d <= at.s else 1.0
-    grid, flipped = launch.grid(triton.cdiv(groups, 128), B * R, n)
+    grid, flipped = launch.grid(cdiv(groups, 128), B * R, n)
     chosen_kernel[grid](
         lists.contiguous(), d_gates.contiguous(), chosen, grads, at.starts, at.start, T, R, groups,
         n, weight, STRIDE=at.stride, SPANNED=spanned, RAGGED=at.starts is not None, BLOCK_M=128,
@@ -284,8 +285,8 @@ def backward_k(it: Problem, keys: Tensor, kind: int, found: dict[str, Tensor]) -
     tile = it.tile("dk")
     args = it.arguments(keys, tile)
     ranks, share = args["RANKS"], args["SHARE"]
-    blocks = triton.cdiv(N, tile.block_n)
-    tiles = triton.cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
+    blocks = cdiv(N, tile.block_n)
+    tiles = cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
     splits = 1 if kind == EDGES.value else launch.query_splits(blocks * B * ranks, tiles)
     dk = keys.new_empty(splits, B, N, ranks, D, dtype=torch.float32)
     args["WIDE"] |= dk.numel() >= 1 << 31
@@ -321,7 +322,7 @@ def backward(
     for name in ("lse", "delta"):
         shape = (len(q), args["GROUPS"], it.rows.shape[2])
         found[name] = q.new_zeros(shape, dtype=torch.float32)
-    tiles = triton.cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
+    tiles = cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
     grid, flipped = launch.grid(tiles, len(q) * args["RANKS"])
     dq_kernel[grid](
         dq=dq, dq_scale=it.scale / it.mean, MEAN=it.mean, ADD=add, KIND=it.kind, sinks=at.sinks,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .counts import cdiv
 from .device import (
     LOCAL_BLOCKS,
     grid_place,
@@ -293,7 +294,7 @@ def arguments(
 
 def tiles_of_queries(q: Tensor, k: Tensor, args: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
     """Grid of a launch over tiles of queries, and whether it is flipped."""
-    tiles = triton.cdiv(q.shape[1], args["BLOCK_M"] // args["G"])
+    tiles = cdiv(q.shape[1], args["BLOCK_M"] // args["G"])
     return launch.grid(tiles, q.shape[0] * k.shape[2])
 
 

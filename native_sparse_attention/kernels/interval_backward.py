@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .counts import cdiv
 from .device import (
     CAUSAL_WINDOW,
     EVERYTHING,
@@ -337,8 +338,8 @@ def backward_kv(
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
     args = arguments(q, k, v, place, kernel, within)
     seeing = T if place.wide else min(T, place.reach + args["BLOCK_N"])
-    tiles = triton.cdiv(seeing, args["BLOCK_M"] // args["G"])
-    blocks = triton.cdiv(N, args["BLOCK_N"])
+    tiles = cdiv(seeing, args["BLOCK_M"] // args["G"])
+    blocks = cdiv(N, args["BLOCK_N"])
     splits = launch.query_splits(blocks * B * K, tiles, place.wide)
     dk = k.new_empty(splits, B, N, K, D, dtype=torch.float32)
     dv = v.new_empty(splits, B, N, K, E, dtype=torch.float32)

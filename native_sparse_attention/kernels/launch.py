@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..ops.documents import Documents
+from .counts import next_power_of_2
 from .device import BEHIND, EVERYTHING
 from .sizes import asked
 from .tiles import (
@@ -84,7 +84,7 @@ def chosen(kernel: str, tile: Tile) -> Tile:
 
 def padded(width: int) -> int:
     """The power of two, at least 16, that a tile of `width` takes."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def row(table: dict[int, Any], size: int) -> Any:
 def for_groups(kernel: str, groups: int, tile: Tile) -> Tile:
     """The tile of `kernel`, of at least one token with all heads of its group; of fewer keys where
     it is grown for them."""
-    least = triton.next_power_of_2(groups)
+    least = next_power_of_2(groups)
     grown = max(1, least // tile.block_m)
     tile = replace(tile, block_m=tile.block_m * grown, block_n=max(16, tile.block_n // grown))
     tile = chosen(kernel, tile)
@@ -155,7 +155,7 @@ def gather_tile(
 def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
     """Whether and how lists are united whose tiles have `rows` rows. Not in float32, whose products
     take longer than reading."""
-    rule = None if dtype == torch.float32 else UNITE.get(triton.next_power_of_2(rows))
+    rule = None if dtype == torch.float32 else UNITE.get(next_power_of_2(rows))
     rule = override.get("unite", rule)
     return rule if rule and rule.lists * rows <= architecture().gather_rows else None
 
@@ -217,7 +217,7 @@ def item_rows(rows: int, blocks: int) -> int:
     where few blocks would leave few programs, the longest of which all wait for."""
     if blocks >= ENOUGH_PROGRAMS:
         return ITEM_ROWS
-    share = triton.next_power_of_2(max(1, rows // ENOUGH_PROGRAMS))
+    share = next_power_of_2(max(1, rows // ENOUGH_PROGRAMS))
     return min(max(share, FEW_ITEM_ROWS), ITEM_ROWS)
 
 
@@ -393,8 +393,8 @@ def ranking_tile(
     tile = override.get(f"ranking.{rule}", tile)
     if rule == "probs":
         # a tile holds at least one token with all heads of its group
-        tile = replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(groups)))
+        tile = replace(tile, block_m=max(tile.block_m, next_power_of_2(groups)))
     if n > MOST_IN_LISTS or tile.columns == 0:
-        block_n = max(tile.merge_n, triton.next_power_of_2(n))
+        block_n = max(tile.merge_n, next_power_of_2(n))
         return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)
     return replace(tile, depth=min(tile.depth, n))

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .counts import cdiv
 from .device import grid_place, load_rows
 from .launch import strides
 
@@ -47,7 +48,7 @@ def key_norms(q: Tensor, k: Tensor) -> Tensor | None:
         return None
     norms = k.new_zeros(B, K, dtype=torch.float32)
     if k.numel():
-        grid, flipped = launch.grid(triton.cdiv(N, BLOCK_N), B * K)
+        grid, flipped = launch.grid(cdiv(N, BLOCK_N), B * K)
         norms_kernel[grid](
             k, norms.view(torch.int32), N, K, **strides("k", k, "bnh"), D=D,
             BLOCK_D=launch.padded(D), BLOCK_N=BLOCK_N, FLIPPED=flipped,

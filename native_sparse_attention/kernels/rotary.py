@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .counts import cdiv
 from .device import grid_place, load_rows, store_rows
 
 # features of a tile, and tiles that a program turns by the angles that it formed
@@ -113,9 +114,9 @@ def launch_pair(tensors: list[Tensor], outs: list[Tensor], where: dict[str, Any]
     # rows of a tile are tokens, or the heads of the only one
     tokens, heads, tiles = (1, rows, 1) if T == 1 else (rows, 1, TILES)
     tiles = min(tiles, max(H, K))
-    q_groups, k_groups = (triton.cdiv(n, heads * tiles) for n in (H, K))
+    q_groups, k_groups = (cdiv(n, heads * tiles) for n in (H, K))
     groups = q_groups + k_groups * (len(tensors) - 1)
-    grid, flipped = launch.grid(triton.cdiv(T, tokens) * groups, B)
+    grid, flipped = launch.grid(cdiv(T, tokens) * groups, B)
     rotate_kernel[grid](
         q=q, k=k, q_out=outs[0], k_out=outs[-1], T=T, H=H, K=K, **launch.strides("q", q, "bht"),
         **launch.strides("k", k, "bht"), TOKENS=tokens, HEADS=heads, TILES=tiles, GROUPS=groups,

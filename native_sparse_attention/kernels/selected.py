@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import combine, interval, interval_backward, launch, streams
+from .counts import cdiv, next_power_of_2
 from .device import EVERYTHING, LOCAL_BLOCKS
 from .hopper import listed_launch, shared_launch
 from .hopper.shared_launch import Plan
@@ -122,13 +123,13 @@ def valid_lists(selection: Selection, S: int) -> Tensor:
     B, T, R, n = lists.shape
     valid = torch.empty_like(lists, dtype=torch.int32)
     if valid.numel():
-        valid_kernel[(triton.cdiv(B * T * R, 64),)](
+        valid_kernel[(cdiv(B * T * R, 64),)](
             lists, valid, selection.starts, selection.start, ROWS=B * T * R, T=T, R=R, n=n,
-            s=selection.s, C=triton.cdiv(S, selection.s), num_initial=selection.num_initial,
+            s=selection.s, C=cdiv(S, selection.s), num_initial=selection.num_initial,
             num_local=selection.num_local,
             **launch.bounds(selection.documents),
             CAUSAL=selection.causal, RAGGED=selection.starts is not None,
-            SLOTS=triton.next_power_of_2(n), BLOCK_M=64,
+            SLOTS=next_power_of_2(n), BLOCK_M=64,
         )  # fmt: skip
     return valid
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .counts import cdiv
+
 # dk [shares B n K D] and dv [shares B n K E] of the first n keys, float32 and contiguous
 Shares = tuple[Tensor, Tensor]
 
@@ -73,7 +75,7 @@ def add_up(
         some_dk, some_dv = parts[i] if i < len(parts) else (first_dk[:0], first_dv[:0])
         args |= {f"dk_{i}": some_dk, f"dv_{i}": some_dv}
         args |= {f"count_{i}": len(some_dk), f"n_{i}": some_dk.shape[2]}
-    tiles = triton.cdiv(n * K * max(D, E), BLOCK)
+    tiles = cdiv(n * K * max(D, E), BLOCK)
     if B * tiles:
         add_kernel[(B * tiles, 2)](
             dk, dv, **args, B=B, N=N, n=n, tiles=tiles, width_k=K * D, width_v=K * E, BLOCK=BLOCK,

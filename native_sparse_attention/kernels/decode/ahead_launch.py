@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 
 from .. import launch
+from ..counts import cdiv, next_power_of_2
 from . import ahead
 from .call import Call, Settings
 
@@ -37,18 +37,18 @@ class Shares:
 
     @property
     def programs(self) -> int:
-        return self.before + triton.cdiv(self.blocks, self.items)
+        return self.before + cdiv(self.blocks, self.items)
 
 
 def share_out(call: Call, at: Settings) -> Shares | None:
     """Where little is to be read; None where it is too much."""
     B, T, _, K, D, E = call.sizes
     block_s, most = launch.padded(at.s), MOST if call.step.table is None else MOST_IN_PAGES
-    blocks = triton.cdiv(call.tokens, at.s)
-    cmp, memory = (triton.cdiv(n, block_s) for n in (call.windows, call.memories))
+    blocks = cdiv(call.tokens, at.s)
+    cmp, memory = (cdiv(n, block_s) for n in (call.windows, call.memories))
     # each selected block has a place, and so has each that the window may reach into
     selected = at.n + at.num_initial + max(at.num_local, at.near_blocks - 1)
-    listed = triton.next_power_of_2(cmp + memory + 1 + selected)
+    listed = next_power_of_2(cmp + memory + 1 + selected)
     bytes_of_block = block_s * launch.padded(max(D, E)) * call.q.element_size()
     fits = blocks <= BLOCKS and listed <= SHARES and bytes_of_block <= BYTES
     furthest = max(
@@ -58,14 +58,14 @@ def share_out(call: Call, at: Settings) -> Shares | None:
     )
     if B * T * K * blocks > most or not fits or furthest >= 1 << 31:
         return None
-    return Shares(cmp, memory, blocks, triton.cdiv(B * T * K * blocks, ITEMS), listed)
+    return Shares(cmp, memory, blocks, cdiv(B * T * K * blocks, ITEMS), listed)
 
 
 def attend(call: Call, to: Shares, at: Settings) -> Tensor:
     """The step, [B T H E]."""
     B, T, H, K, _, E = call.sizes
     columns, out = min(launch.padded(E), COLUMNS), call.empty()
-    joins = triton.cdiv(H // K, ROWS) * triton.cdiv(E, columns)
+    joins = cdiv(H // K, ROWS) * cdiv(E, columns)
     programs = B * T * K * (to.programs + joins)
     parts, part_lse = call.shares(to.before + to.blocks)
     ahead.ahead_kernel[(programs,)](
@@ -73,7 +73,7 @@ def attend(call: Call, to: Shares, at: Settings) -> Tensor:
         lists=call.counters.new_empty(programs, to.listed), parts=parts, part_lse=part_lse,
         out=out, CMP_SHARES=to.cmp, MEM_SHARES=to.memory, BLOCK_SHARES=to.blocks,
         BLOCK_G=launch.padded(H // K), ROWS=ROWS, COLUMNS=columns, ITEMS=to.items,
-        BLOCKS=max(32, triton.next_power_of_2(to.blocks)), LISTED=to.listed, num_warps=4,
+        BLOCKS=max(32, next_power_of_2(to.blocks)), LISTED=to.listed, num_warps=4,
         num_stages=1, maxnreg=REGISTERS,
     )  # fmt: skip
     return out

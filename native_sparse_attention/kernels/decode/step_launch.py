@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import launch
+from ..counts import cdiv, next_power_of_2
 from ..tiles import MOST_IN_LISTS, RankingTile, Tile
 from . import ahead_launch, step
 from .branches import EACH, NOTHING, SUM
@@ -53,9 +53,9 @@ def splits_of(programs: int, room: int, pieces: int) -> int:
 
 def shares_of_blocks(programs: int, blocks: int, at_once: int, least: int = 1) -> tuple[int, int]:
     """Blocks of a share, at least so many and as many as are read at once; and shares of them."""
-    each = triton.cdiv(blocks, splits_of(programs, PROGRAMS["blocks"], blocks))
-    each = triton.cdiv(max(1, each, least), at_once) * at_once
-    return each, triton.cdiv(blocks, each)
+    each = cdiv(blocks, splits_of(programs, PROGRAMS["blocks"], blocks))
+    each = cdiv(max(1, each, least), at_once) * at_once
+    return each, cdiv(blocks, each)
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ def share_out(
     call: Call, ranks: int, block_m: int, keys: int, block_n: int, fused: bool, at: Settings
 ) -> Shares:
     B, T, H, K, _, E = call.sizes
-    tiles = triton.cdiv(T * triton.next_power_of_2(H // K), block_m)
+    tiles = cdiv(T * next_power_of_2(H // K), block_m)
     tokens, at_once = B * ranks * T, keys // launch.padded(at.s)
-    cmp = splits_of(B * K * tiles, PROGRAMS["windows"], triton.cdiv(call.windows, block_n))
-    probabilities = splits_of(tokens, PROGRAMS["windows"], triton.cdiv(call.windows, BLOCK_W))
+    cmp = splits_of(B * K * tiles, PROGRAMS["windows"], cdiv(call.windows, block_n))
+    probabilities = splits_of(tokens, PROGRAMS["windows"], cdiv(call.windows, BLOCK_W))
     local = at.num_local * fused  # a share of their own
     near_items, near = shares_of_blocks(tokens, at.near_blocks - local, at_once, local)
     far_items, far = shares_of_blocks(tokens, listed_blocks(at, fused), at_once)
     near += fused
 
-    parts, columns = triton.next_power_of_2(cmp + near + far), launch.padded(E)
+    parts, columns = next_power_of_2(cmp + near + far), launch.padded(E)
     return Shares(
         tiles=tiles,
         cmp=cmp,
@@ -110,11 +110,11 @@ def rankers(blocks: int, tokens: int, room: int, at: Settings) -> tuple[int, int
     """Programs that rank the blocks of a token, and how many each, where there is room for more
     than one; else that one, which keeps lists of the best."""
     least, most = RANKED
-    programs = min(triton.cdiv(blocks, least), 1 + max(0, room) // tokens)
-    ranked = max(least, triton.next_power_of_2(triton.cdiv(blocks, programs)))
+    programs = min(cdiv(blocks, least), 1 + max(0, room) // tokens)
+    ranked = max(least, next_power_of_2(cdiv(blocks, programs)))
     if programs == 1 or ranked > most or at.stride > 1:
         return 1, 0
-    return triton.cdiv(blocks, ranked), ranked
+    return cdiv(blocks, ranked), ranked
 
 
 def listed_blocks(at: Settings, fused: bool) -> int:
@@ -124,11 +124,11 @@ def listed_blocks(at: Settings, fused: bool) -> int:
 
 def ranking_tile(W: int, at: Settings) -> tuple[RankingTile, int]:
     """And chunks of its blocks whose scores are asked for at once."""
-    tile = replace(RANKING, merge_n=max(RANKING.merge_n, triton.next_power_of_2(at.n)))
+    tile = replace(RANKING, merge_n=max(RANKING.merge_n, next_power_of_2(at.n)))
     if at.n > MOST_IN_LISTS:
         return replace(tile, block_n=tile.merge_n, columns=0, depth=0), 1
-    chunks = triton.cdiv(max(1, W * at.d // at.s), tile.block_n)
-    return tile, min(RANK_CHUNKS, triton.next_power_of_2(chunks))
+    chunks = cdiv(max(1, W * at.d // at.s), tile.block_n)
+    return tile, min(RANK_CHUNKS, next_power_of_2(chunks))
 
 
 def attend(call: Call, at: Settings) -> Tensor:
@@ -151,19 +151,19 @@ def attend(call: Call, at: Settings) -> Tensor:
     wide, narrow = (
         decode_tile(kernel, max(D, E), call.q.dtype) for kernel in ("windows", "blocks")
     )
-    heads, block_s = triton.next_power_of_2(G), launch.padded(at.s)
-    block_m = max(16, heads, min(wide.block_m, triton.next_power_of_2(T) * heads))
+    heads, block_s = next_power_of_2(G), launch.padded(at.s)
+    block_m = max(16, heads, min(wide.block_m, next_power_of_2(T) * heads))
     keys = max(block_s, narrow.block_n)
     most_items = max(2, keys // block_s, at.near_blocks, listed_blocks(at, fused))
-    most_items = triton.next_power_of_2(most_items)
+    most_items = next_power_of_2(most_items)
     to = share_out(call, ranks, block_m, keys, wide.block_n, fused, at)
     rank, rank_chunks = ranking_tile(W, at)
-    joins = triton.cdiv(T * G, to.join_rows) * triton.cdiv(E, to.join_columns)
+    joins = cdiv(T * G, to.join_rows) * cdiv(E, to.join_columns)
     tokens = B * ranks * T
     programs = B * K * (to.cmp * to.tiles + joins)
     programs += tokens * (to.probabilities + (at.n > 0) + to.near + to.far)
     room = programs <= ROOM
-    blocks, ranking_programs, ranked = triton.cdiv(call.tokens, at.s), 0, 0
+    blocks, ranking_programs, ranked = cdiv(call.tokens, at.s), 0, 0
     if at.n:
         ranking_programs, ranked = rankers(blocks, tokens, ROOM_TO_RANK - programs, at)
         programs += tokens * (ranking_programs - 1)
@@ -171,7 +171,7 @@ def attend(call: Call, at: Settings) -> Tensor:
     early = room and at.n > 0 and not probs and to.cmp * wide.block_n >= W and call.step.page > 0
     held = 0
     if room and call.step.page > 0 and call.pages <= MOST_PAGES:
-        held = max(32, triton.next_power_of_2(call.pages))
+        held = max(32, next_power_of_2(call.pages))
 
     parts, part_lse = call.shares(to.parts)
     scored = {NOTHING.value: 0, SUM.value: K, EACH.value: H}[scores_of.value]
@@ -187,13 +187,13 @@ def attend(call: Call, at: Settings) -> Tensor:
         NEAR_SPLITS=to.near, FAR_SPLITS=to.far, NEAR_ITEMS=to.near_items, FAR_ITEMS=to.far_items,
         JOINS=joins, PAGES=call.pages, RANKERS=ranking_programs, HEADS=heads, SHARE=ranks // K,
         BLOCK_M=block_m, BLOCK_N=wide.block_n, BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W,
-        BLOCK_CMP=triton.next_power_of_2(to.cmp), BLOCK_SPLITS=triton.next_power_of_2(to.parts),
+        BLOCK_CMP=next_power_of_2(to.cmp), BLOCK_SPLITS=next_power_of_2(to.parts),
         JOIN_ROWS=to.join_rows, JOIN_COLUMNS=to.join_columns, STAGES=wide.num_stages, KEYS=keys,
         BLOCK_STAGES=narrow.num_stages if keys <= 64 else 1, RANK_CHUNKS=rank_chunks,
         RANK_N=rank.block_n, COLUMNS=rank.columns, DEPTH=min(rank.depth, at.n),
         MERGE_N=rank.merge_n, RANKED=ranked, COMPARED=COMPARED,
-        CHUNKS=min(ASKED, triton.next_power_of_2(triton.cdiv(blocks, COMPARED))),
-        SLOTS_2=max(2, triton.next_power_of_2(at.n)), LISTED=listed_blocks(at, fused),
+        CHUNKS=min(ASKED, next_power_of_2(cdiv(blocks, COMPARED))),
+        SLOTS_2=max(2, next_power_of_2(at.n)), LISTED=listed_blocks(at, fused),
         ITEMS_2=most_items, STRIDE=at.stride, RING=0 if ring is lists else ring.shape[2],
         SCORES=scores_of.value, PROBS=probs, FUSED=fused, OWN_WINDOW=call.window is not None,
         ROOM=room, EARLY=early, TABLE=held, num_warps=wide.num_warps, num_stages=1,

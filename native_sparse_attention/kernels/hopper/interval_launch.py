@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import launch
+from ..counts import cdiv
 from ..device import BEHIND, CAUSAL_WINDOW
 from ..launch import LOG2_E, Cotangent, Place, Sum
 from ..sizes import asked
@@ -69,7 +69,7 @@ def own(prefix: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
 def tiles_of(q: Tensor, k: Tensor) -> tuple[int, int]:
     """Tiles of queries of a line, a row and KV head, and lines."""
     groups = q.shape[2] // k.shape[2]
-    return triton.cdiv(q.shape[1], 2 * ROWS // groups), q.shape[0] * k.shape[2]
+    return cdiv(q.shape[1], 2 * ROWS // groups), q.shape[0] * k.shape[2]
 
 
 def boxes(
@@ -171,9 +171,9 @@ def backward_kv(
     (B, T), (N, K, D) = q.shape[:2], k.shape[1:]
     within, of_inner = inner or (None, cotangent)
     args = boxes(q, k, v, place, within, "dkv")
-    blocks = triton.cdiv(N, 2 * KEYS)
+    blocks = cdiv(N, 2 * KEYS)
     seeing = T if place.wide else min(T, place.reach + 2 * KEYS)
-    tiles = triton.cdiv(seeing, ROWS // args["G"])
+    tiles = cdiv(seeing, ROWS // args["G"])
     splits = launch.query_splits(blocks * B * K, tiles, place.wide)
     if place.wide:
         fill = launch.query_splits(blocks * B * K, tiles, False)

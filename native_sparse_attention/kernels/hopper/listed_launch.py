@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from .. import launch
+from ..counts import cdiv, next_power_of_2
 from ..launch import Cotangent, Selection
 from ..listed.inverse import Inverse
 from ..sizes import asked
@@ -27,7 +27,7 @@ LEAST_LISTS = 1 << 15
 
 def rows_of(groups: int) -> int:
     """Rows of a tile that an entry with so many heads takes."""
-    return triton.next_power_of_2(groups)
+    return next_power_of_2(groups)
 
 
 def rows_of_part(groups: int) -> int:
@@ -86,12 +86,12 @@ def backward(
 
     T, (S, K, D) = q.shape[1], k.shape[1:]
     R, n = selection.lists.shape[2:]
-    items, blocks, groups = len(inverse.owner), triton.cdiv(S, KEYS), q.shape[2] // R
+    items, blocks, groups = len(inverse.owner), cdiv(S, KEYS), q.shape[2] // R
     rank, ranks = inverse.lists(R, K)
     shape = [1, 1, rows_of(groups), COLUMNS]
     few = shape[2] < LEAST_BOX
     into = part if few or part is None else gpu.box(part, shape[1:])
-    backward_kernel[(triton.cdiv(items, 2),)](
+    backward_kernel[(cdiv(items, 2),)](
         q=q if few else gpu.box(q, shape), k=gpu.box(k, [1, KEYS, 1, D]),
         v=gpu.box(v, [1, KEYS, 1, D]),
         d_out=cotangent.d_out if few else gpu.box(cotangent.d_out, shape), q_b=q.stride(0),

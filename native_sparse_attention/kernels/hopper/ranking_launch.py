@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from .. import launch
+from ..counts import cdiv
 from ..launch import LOG2_E
 from . import gpu
 
@@ -40,7 +40,7 @@ def rows_of(q: Tensor, ranks: int, stride: int) -> Tensor:
 def tiles_of(q: Tensor, ranks: int, stride: int) -> tuple[int, int]:
     """Tiles of a line, a row and ranking head, and lines."""
     tokens = tile_of(q, ranks)[0] * ranks // q.shape[2]
-    return triton.cdiv(triton.cdiv(q.shape[1], stride), tokens), q.shape[0] * ranks
+    return cdiv(cdiv(q.shape[1], stride), tokens), q.shape[0] * ranks
 
 
 def serves(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 
 from .. import launch
+from ..counts import cdiv
 from ..launch import LOG2_E, Mixture, Selection
 from ..listed import unite
 from ..listed.unite import Unions
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
 
 def plan(q: Tensor, k: Tensor, selection: Selection) -> Plan:
     """Room for what `fill` writes."""
-    blocks = min(TOKENS * selection.lists.shape[3], triton.cdiv(k.shape[1], selection.s))
+    blocks = min(TOKENS * selection.lists.shape[3], cdiv(k.shape[1], selection.s))
     alike, cost = unite.room_for_alike(selection, q.shape[2], q.dtype)
     return Plan(alike, max(cost, ALIKE), unite.room(selection, TOKENS, blocks))
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import launch, streams
+from ..counts import cdiv, next_power_of_2
 from ..device import (
     cap_slope,
     grid_place,
@@ -258,7 +259,7 @@ def arguments(
         tokens *= lists
     tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype, united)
     step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists, seldom)
-    block_s = triton.next_power_of_2(s)
+    block_s = next_power_of_2(s)
     block_n = tile.block_n if selection.gates is None else max(tile.block_n, block_s)
     # rows see a tile's keys or they do not
     whole = block_n <= block_s == s and S % s == 0
@@ -274,14 +275,14 @@ def arguments(
         groups=0 if unions is None else unions.groups, starts=selection.starts,
         start=selection.start, T=T, S=S, K=K, R=R, n=unions.limit if united else n, s=s, G=G, D=D,
         E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
-        BLOCK_N=block_n, BLOCK_S=block_s, SLOTS=triton.next_power_of_2(n), TOKENS=tokens,
+        BLOCK_N=block_n, BLOCK_S=block_s, SLOTS=next_power_of_2(n), TOKENS=tokens,
         STRIDE=stride, LISTS=lists, UNITED=united, STEP=step, RAGGED=selection.starts is not None,
         DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
         GATES=selection.gates is not None, WHOLE=whole, PRECISION="ieee", num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
-    grid, args["FLIPPED"] = launch.grid(triton.cdiv(selection.aligned, tokens * step), B * R)
+    grid, args["FLIPPED"] = launch.grid(cdiv(selection.aligned, tokens * step), B * R)
     return grid, args
 
 

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..counts import cdiv
+
 # entries of a share, or as many times as many as there are blocks; entries that are numbered at
 # once; those that are placed at once; blocks and shares that are added up at once
 SHARE, SHARE_OF_BLOCKS, NUMBERED, PLACED, SUMMED = 1024, 4, 64, 1024, (32, 64)
@@ -203,7 +205,7 @@ class Inversion:
             lists, self.numbers, self.counts, BLOCK=NUMBERED, num_warps=NUMBERING, num_stages=1,
             **args,
         )  # fmt: skip
-        total_kernel[(lines, triton.cdiv(C, SUMMED[0]))](
+        total_kernel[(lines, cdiv(C, SUMMED[0]))](
             self.counts, self.totals, C, shares, BLOCKS=SUMMED[0], SHARES=SUMMED[1], num_stages=1
         )
         item_kernel[(spans,)](
@@ -227,7 +229,7 @@ def room(
     firsts = [(t, h) for h in range(0, num_heads, heads) for t in range(0, T, length)]
     spans, each = len(firsts), R // num_heads * n
     tokens = max(max(SHARE, SHARE_OF_BLOCKS * num_blocks) // each, 1)
-    shares = triton.cdiv(length, tokens)
+    shares = cdiv(length, tokens)
     entries_of_span = lines * min(length, T) * each
     small = torch.int32 if spans * entries_of_span < 1 << 31 else torch.int64
     most = entries_of_span // chunk + min(blocks, entries_of_span)

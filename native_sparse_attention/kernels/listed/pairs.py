@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import launch, streams
+from ..counts import cdiv, next_power_of_2
 from ..device import cap_slope, large, load_rows, narrow, soft_capped, softmax_grad, store_rows
 from ..hopper import listed_launch
 from ..launch import ENOUGH_PROGRAMS, LOG2_E, Cotangent, Mixture, Selection, Sum, strides
@@ -232,13 +233,13 @@ def arguments(
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     B, T, R, n = selection.lists.shape
     tile = launch.pair_tile(kernel, max(D, E), H // R, q.dtype)
-    num_blocks = triton.cdiv(S, selection.s)
+    num_blocks = cdiv(S, selection.s)
     # no key of a tile is none, and rows see all
     whole = launch.padded(selection.s) == selection.s and S % selection.s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
     rank, ranks = inverse.lists(R, K)
     # rows of d_out, of parts, of dk
-    pieces = triton.cdiv(selection.s, tile.block_n)
+    pieces = cdiv(selection.s, tile.block_n)
     most = max(T * H, inverse.length * ranks * (H // R) * n * pieces, S * K)
     return dict(
         q=q, k=k, v=v, **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
@@ -281,11 +282,11 @@ def forward(
             BLOCK_S=launch.padded(selection.s),
             **arguments(q, k, v, selection, inverse, "forward"),
         )  # fmt: skip
-        grid, flipped = launch.grid(triton.cdiv(inverse.length * heads, JOIN_ROWS), B)
+        grid, flipped = launch.grid(cdiv(inverse.length * heads, JOIN_ROWS), B)
         join_kernel[grid](
             part, part_lse, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
             length=inverse.length, rank=rank, RANKS=ranks, G=H // R, E=E,
-            BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS, SLOTS=triton.next_power_of_2(n),
+            BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS, SLOTS=next_power_of_2(n),
             ADD=partial is not None, FLIPPED=flipped, **launch.mixture(mix),
         )  # fmt: skip
         del part, part_lse  # before the next span's are allocated
@@ -332,16 +333,16 @@ def backward(
                 DQ=into is not None, PIECES=pieces, **cotangent.arguments(),
                 **arguments(q, k, v, selection, inverse, "backward"),
             )  # fmt: skip
-        lines, blocks = B * inverse.heads, triton.cdiv(S, s)
+        lines, blocks = B * inverse.heads, cdiv(S, s)
         keys = SPILT_KEYS if lines * blocks >= ENOUGH_PROGRAMS else SPILT_KEYS // 4
-        gather_spill_kernel[(lines * blocks, triton.cdiv(s, keys), 2)](
+        gather_spill_kernel[(lines * blocks, cdiv(s, keys), 2)](
             *spills, dk, dv, inverse.spill_bounds, S, K, s, blocks, inverse.head, inverse.heads,
             D=D, E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_N=keys,
             SPILLS=SPILLS,
         )  # fmt: skip
         if into is not None:
             streams.wait(q.device, after)
-            tiles = triton.cdiv(inverse.length * ranks * (H // R), SUM_ROWS)
+            tiles = cdiv(inverse.length * ranks * (H // R), SUM_ROWS)
             grid, flipped = launch.grid(tiles, B)
             sum_kernel[grid](
                 part, selection.lists, unless=alike, T=T, R=R, n=n, first=inverse.first,

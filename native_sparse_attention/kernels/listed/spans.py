@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 
 from .. import launch
+from ..counts import cdiv
 from ..hopper import listed_launch
 from ..launch import Selection
 from . import inverse
@@ -51,12 +51,12 @@ def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) ->
             few = FEW_LISTS // (B * R)
         of_q = groups * T / (n * parts)  # tokens whose parts take as much memory as q
         tokens = max(min(max(share * of_q, few), most * of_q), LEAST_TOKENS)
-        spans = triton.cdiv(T, int(tokens))
-    num_blocks = triton.cdiv(k.shape[1], selection.s)
+        spans = cdiv(T, int(tokens))
+    num_blocks = cdiv(k.shape[1], selection.s)
     heads = K
     if groups < launch.FEW_ROWS:
         heads = heads_of_span(K, spans, B * num_blocks)
-    length = triton.cdiv(T, triton.cdiv(spans * heads, K))
+    length = cdiv(T, cdiv(spans * heads, K))
     rows = B * length * (q.shape[2] // K * heads) * n
     most_rows = launch.item_rows(rows, B * heads * num_blocks)
     if parts and kernel == "backward":
@@ -92,7 +92,7 @@ def pieces(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) 
         return Pieces(1, s, listed_launch.rows_of_part(groups), True)
     tile = launch.pair_tile("backward", max(k.shape[-1], v.shape[-1]), groups, q.dtype)
     keys = min(launch.padded(s), tile.block_n)
-    return Pieces(triton.cdiv(s, keys), keys, groups, False)
+    return Pieces(cdiv(s, keys), keys, groups, False)
 
 
 def room_for_backward(

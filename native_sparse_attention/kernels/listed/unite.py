@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import launch
+from ..counts import cdiv, next_power_of_2
 from ..device import grid_place
 from ..launch import Selection
 
@@ -179,7 +180,7 @@ def settle_kernel(counts, shared_counts, groups, shared_groups, BLOCK: tl.conste
 def room(selection: Selection, lists: int, limit: int) -> Unions:
     """For the unions of as many lists, of `limit` blocks at most."""
     B, _T, R, _n = selection.lists.shape
-    groups = triton.cdiv(selection.aligned, lists * selection.stride)
+    groups = cdiv(selection.aligned, lists * selection.stride)
     entries = selection.lists.new_empty(B, R, groups, limit, dtype=torch.int64)
     return Unions(entries, selection.lists.new_empty(B, R, groups, dtype=torch.int32), lists)
 
@@ -196,7 +197,7 @@ def fill(
     the lists, empty where they are united; as the kernels say."""
     B, T, R, n = selection.lists.shape
     whole = unions if shared is None else shared
-    slots = triton.next_power_of_2(n)
+    slots = next_power_of_2(n)
     grid, flipped = launch.grid(whole.groups, B * R)
     unite_kernel[grid](
         selection.lists, unions.entries, unions.counts, whole.entries, whole.counts,
@@ -220,8 +221,8 @@ def room_for_alike(selection: Selection, H: int, dtype: torch.dtype) -> tuple[Un
     rule = launch.uniting(H // R * selection.stride, dtype)
     if rule is None or selection.gates is not None or not n:
         return None, 0.0
-    groups = triton.cdiv(selection.aligned, rule.lists * selection.stride)
-    slots = triton.next_power_of_2(n)
+    groups = cdiv(selection.aligned, rule.lists * selection.stride)
+    slots = next_power_of_2(n)
     few = B * R * groups < rule.least
     if few or rule.lists * slots * slots > MOST_PAIRS:
         return None, 0.0

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .. import launch
+from ..counts import cdiv, next_power_of_2
 from ..device import grid_place, in_document, load_rows, store_rows
 
 
@@ -201,7 +202,7 @@ def mean_queries(q, ranks, parts):
     bfloat16 parts."""
     B, T, H, D = q.shape
     means = q.new_empty(B, T, ranks, parts * D, dtype=part_type(parts))
-    grid, flipped = launch.grid(triton.cdiv(T, 32), B * ranks)
+    grid, flipped = launch.grid(cdiv(T, 32), B * ranks)
     mean_kernel[grid](
         q, means, T, ranks, *q.stride()[:3],
         G=H // ranks, D=D, BLOCK_D=launch.padded(D), BLOCK_M=32, PARTS=parts,
@@ -228,11 +229,11 @@ def block_keys(ck, C, d, s, interpolated, scale, parts=0, documents=None):
         keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
         sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
     block_c = 16
-    grid, flipped = launch.grid(triton.cdiv(C, block_c), B * K, sets)
+    grid, flipped = launch.grid(cdiv(C, block_c), B * K, sets)
     keys_kernel[grid](
         ck, keys, sizes, C=C, W=W, K=K, scale=scale, **launch.strides("k", ck, "bwh"),
         **documents_of(documents), D=D, BLOCK_D=block_d, BLOCK_C=block_c,
-        BLOCK_S=triton.next_power_of_2(s), d=d, s=s, INTERPOLATED=interpolated, PARTS=parts,
+        BLOCK_S=next_power_of_2(s), d=d, s=s, INTERPOLATED=interpolated, PARTS=parts,
         FLIPPED=flipped,
     )  # fmt: skip
     return keys, sizes
@@ -243,10 +244,10 @@ def block_keys_backward(d_keys, W, d, s, interpolated, scale, documents=None):
     sets, B, K, C, D = d_keys.shape
     d_ck = d_keys.new_empty(B, W, K, D)
     block_w = 16
-    grid, flipped = launch.grid(triton.cdiv(W, block_w), B * K)
+    grid, flipped = launch.grid(cdiv(W, block_w), B * K)
     keys_backward_kernel[grid](
         d_keys, d_ck, C=C, W=W, K=K, scale=scale, **documents_of(documents), D=D,
-        BLOCK_D=launch.padded(D), BLOCK_W=block_w, BLOCK_S=triton.next_power_of_2(s),
+        BLOCK_D=launch.padded(D), BLOCK_W=block_w, BLOCK_S=next_power_of_2(s),
         d=d, s=s, INTERPOLATED=interpolated, SETS=sets, FLIPPED=flipped,
     )  # fmt: skip
     return d_ck

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import launch, tiles
+from ..counts import cdiv, next_power_of_2
 from ..device import (
     candidates_end,
     candidates_in_document,
@@ -266,8 +267,8 @@ def probs_kernel(
 
 def ranking_grid(args, groups, B):
     """Tiles of `groups` groups of tokens, of each row and ranking head; and whether flipped."""
-    leaders = triton.cdiv(args["T"] + args["STRIDE"] - 1, args["STRIDE"])
-    return launch.grid(triton.cdiv(leaders, groups), B * args["RANKS"])
+    leaders = cdiv(args["T"] + args["STRIDE"] - 1, args["STRIDE"])
+    return launch.grid(cdiv(leaders, groups), B * args["RANKS"])
 
 
 def log_sum_exps(mem_k, args, B, H):
@@ -316,7 +317,7 @@ def select_blocks(
             AHEAD=tiles.heads_ahead(tile.block_m * args["BLOCK_D"] * q.element_size()),
         )  # fmt: skip
     else:
-        kernel, rows = probs_kernel, triton.next_power_of_2(G)
+        kernel, rows = probs_kernel, next_power_of_2(G)
         tile = launch.ranking_tile(importance, D, G, n, q.dtype)
         args |= dict(
             ck=ck, W=W, scale_log2=scale * launch.LOG2_E, **launch.strides("k", ck, "bwh"),
@@ -333,13 +334,13 @@ def select_blocks(
             )  # fmt: skip
             return out
         args |= dict(
-            lse=lse, WINDOW=l, PER_BLOCK=triton.next_power_of_2(max(1, s // d)),
+            lse=lse, WINDOW=l, PER_BLOCK=next_power_of_2(max(1, s // d)),
             WARPS=tile.num_warps, WIDE=launch.wide(ck),
         )  # fmt: skip
 
     grid, flipped = ranking_grid(args, tile.block_m // rows, B)
     kernel[grid](
-        out=out, before=before, C=num_ranked, SLOTS=n, SLOTS_2=max(2, triton.next_power_of_2(n)),
+        out=out, before=before, C=num_ranked, SLOTS=n, SLOTS_2=max(2, next_power_of_2(n)),
         s=s, INITIAL=num_initial, LOCAL=max(num_local, 1), BEFORE=before is not None,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=tile.columns, DEPTH=tile.depth,
         MERGE_N=tile.merge_n, FLIPPED=flipped, num_warps=tile.num_warps,
