@@ -129,7 +129,7 @@ def compile_only(capability: int) -> None:
     driver.set_active(Driver(capability))
     if capability < 90:
         launch.boxes = lambda *_: None
-    elif tuple(map(int, triton.__version__.split(".")[:2])) in gpu.GLUON:
+    elif gpu.triton_is_of(gpu.GLUON):
         gpu.available = lambda *_: True
         gpu.multiprocessors = lambda *_: 132
     rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)

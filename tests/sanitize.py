@@ -27,6 +27,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -141,12 +142,13 @@ def causal() -> None:
     layer(1, 29, query_heads_share_selected_kv=False)
     layer(1, 1)
     layer(9, 13, num_selected_blocks=0)
-    # several spans of tokens, and several items of a block
-    usual, launch.ITEM_ROWS = (spans.PARTS, spans.LEAST_TOKENS, launch.ITEM_ROWS), 16
-    spans.PARTS = {key: {64: spans.Parts(0.0, 16)} for key in spans.PARTS}
-    spans.LEAST_TOKENS = 1
-    layer(37, 41)
-    spans.PARTS, spans.LEAST_TOKENS, launch.ITEM_ROWS = usual
+    # several spans, and several items of a block
+    parts = {key: {64: spans.Parts(0.0, 16)} for key in spans.PARTS}
+    with (
+        patch.multiple(spans, PARTS=parts, LEAST_TOKENS=1, LEAST_ROWS=1),
+        patch.object(launch, "ITEM_ROWS", 16),
+    ):
+        layer(37, 41)
 
 
 def not_causal() -> None:

@@ -12,11 +12,9 @@ SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 
 def compiled_in_gluon() -> bool:
-    import triton
-
     from native_sparse_attention.kernels.hopper import gpu
 
-    return tuple(map(int, triton.__version__.split(".")[:2])) in gpu.GLUON
+    return gpu.triton_is_of(gpu.GLUON)
 
 
 @pytest.mark.parametrize("capability", [86, 90])

@@ -129,6 +129,7 @@ def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
     of_spans = {64: spans.Parts(n / number * 1.01, 1)}
     monkeypatch.setattr(spans, "PARTS", dict.fromkeys(spans.PARTS, of_spans))
     monkeypatch.setattr(spans, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(spans, "LEAST_ROWS", 1)
     monkeypatch.setattr(spans, "FEW_LISTS", 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(launch, "ITEM_ROWS", 1024)

@@ -83,10 +83,14 @@ def test_parts_of_a_span(H, K, T, kernel):
     assert sum(span.length * span.heads for span in found) == T * K
     first = found[0]
     share, tokens, most = launch.row(spans.PARTS[kernel], H // K)
-    # tokens x slots, of all heads
-    allowed = max(min(max(share * T, tokens * n), most * T), spans.LEAST_TOKENS * n)
-    assert first.length * first.heads * n <= allowed * K
-    # tokens are cut where one head is too much, or too few blocks
-    fewer = [heads for heads in range(1, first.heads) if K % heads == 0]
-    if first.length < T and fewer:
-        assert fewer[-1] * -(-T // 64) < launch.ENOUGH_PROGRAMS
+    # tokens whose parts, of all heads, may be kept
+    allowed = int(max(min(max(share * T / n, tokens), most * T / n), spans.LEAST_TOKENS))
+    assert first.length * first.heads <= allowed * K
+    larger = [heads for heads in range(first.heads + 1, K + 1) if K % heads == 0]
+    smaller = [heads for heads in range(1, first.heads) if K % heads == 0]
+    of_tokens = len(found) * first.heads // K
+    if of_tokens == 1:  # of more heads the parts would take too much
+        assert not larger or larger[0] * T > allowed * K
+    else:  # in one span less too; and fewer heads would have too few blocks
+        assert first.heads * T > (of_tokens - 1) * allowed * K
+        assert not smaller or smaller[-1] * -(-T // 64) < launch.ENOUGH_PROGRAMS

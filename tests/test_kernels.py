@@ -153,6 +153,7 @@ def test_block_that_all_choose(monkeypatch):
     few = {8: spans.Parts(0.0, 16)}
     monkeypatch.setattr(spans, "PARTS", dict.fromkeys(spans.PARTS, few))
     monkeypatch.setattr(spans, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(spans, "LEAST_ROWS", 1)
     lengths = (45, 45, 45) if CUDA else (35, 35, 9)
     for T, H, K in zip(lengths, (2, 8, 12), (2, 4, 1), strict=True):
         heads = (H, K, 16, 16)

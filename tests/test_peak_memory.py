@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import common
-from benchmarks.report import MOST_MEMORY, Rows
+from benchmarks.goals import MOST_MEMORY
+from benchmarks.report import Rows
 from native_sparse_attention.kernels.hopper import gpu
 
 SCRIPT = Path(__file__).with_name("peak_memory.py")
@@ -28,9 +29,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def peaks():
     """MiB of each case."""
-    import triton
-
-    if tuple(map(int, triton.__version__.split(".")[:2])) not in gpu.GLUON:
+    if not gpu.triton_is_of(gpu.GLUON):
         pytest.skip("this Triton has no kernels for a Hopper of its own")
     root = str(SCRIPT.parent.parent)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": root}

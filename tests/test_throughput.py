@@ -57,8 +57,19 @@ def test_wrong_gradients_are_not_timed(monkeypatch):
         training.check("ours", net, training.QUICK, wrong, ids, 2.0)
 
 
-def test_published_has_our_weights():
+def test_published_has_our_weights_and_gradients():
+    """In float32, without kernels of its own."""
     if importlib.util.find_spec("native_sparse_attention_pytorch") is None:
         pytest.skip("native-sparse-attention-pytorch is not installed")
+    torch.manual_seed(0)
     theirs, own = (make(training.QUICK) for make in (training.published, training.ours))
     own.load_state_dict(theirs.state_dict())
+    if torch.cuda.is_available():
+        return  # there it takes its kernels
+    ids = [torch.randint(0, training.QUICK["num_tokens"], (2, 129))]
+    (loss, grads), (own_loss, own_grads) = (
+        training.results(net, lambda x, net=net: net(x, return_loss=True), ids, low=False)
+        for net in (theirs, own)
+    )
+    assert abs(loss - own_loss) <= 1e-6 * own_loss
+    assert (grads - own_grads).norm() <= 1e-5 * own_grads.norm()

@@ -22,12 +22,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def triton_is_of(versions: tuple[tuple[int, int], ...]) -> bool:
+    return tuple(map(int, triton.__version__.split(".")[:2])) in versions
+
+
 def available(q: Tensor) -> bool:
     """Whether this GPU and this Triton can run them; with a Triton that has not been measured,
     where it is asked for."""
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
     versions = GLUON if launch.override.get("gluon") else MEASURED
-    return q.is_cuda and launch.capability(q.device.index) == (9, 0) and version in versions
+    hopper = q.is_cuda and launch.capability(q.device.index) == (9, 0)
+    return hopper and triton_is_of(versions)
 
 
 def box(t: Tensor, shape: list[int]) -> Any:

@@ -44,36 +44,35 @@ def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) ->
     memory as q does; in one where no parts are kept."""
     (B, T, R, n), K = selection.lists.shape, k.shape[2]
     groups = q.shape[2] // R
-    spans = 1
+    tokens = T  # whose parts are kept at once, of all heads
     if parts:
         share, few, most = launch.row(PARTS[kernel], groups)
         if groups >= launch.FEW_ROWS:
             few = FEW_LISTS // (B * R)
-        of_q = groups * T / (n * parts)  # tokens whose parts take as much memory as q
-        tokens = max(min(max(share * of_q, few), most * of_q), LEAST_TOKENS)
-        spans = cdiv(T, int(tokens))
+        of_q = groups * T / (n * parts)  # whose parts take as much memory as q
+        tokens = int(max(min(max(share * of_q, few), most * of_q), LEAST_TOKENS))
     num_blocks = cdiv(k.shape[1], selection.s)
     heads = K
     if groups < launch.FEW_ROWS:
-        heads = heads_of_span(K, spans, B * num_blocks)
-    length = cdiv(T, cdiv(spans * heads, K))
+        heads = heads_of_span(K, tokens * K // T, B * num_blocks)
+    length = cdiv(T, cdiv(T * heads, tokens * K))
     rows = B * length * (q.shape[2] // K * heads) * n
     most_rows = launch.item_rows(rows, B * heads * num_blocks)
     if parts and kernel == "backward":
-        most_rows = max(most_rows, min(LEAST_ROWS, launch.ITEM_ROWS))
+        most_rows = max(most_rows, LEAST_ROWS)
     chunk = max(most_rows // groups, 1)
     return inverse.room(selection.lists, K, num_blocks, chunk, length, heads)
 
 
-def heads_of_span(num_heads: int, spans: int, blocks: int) -> int:
-    """KV heads of each of so many spans, each head of so many blocks. Rather some heads of all
-    tokens than all heads of some: dk and dv of a block then pass through memory once, and it has
-    more rows in a span. But of no fewer blocks than keep the GPU busy. In larger groups that counts
-    for little, and rows of fewer tokens are read from the cache more often."""
+def heads_of_span(num_heads: int, most: int, blocks: int) -> int:
+    """KV heads of a span, each of so many blocks; at most so many of all tokens fit. Rather some
+    heads of all tokens than all heads of some: dk and dv of a block then pass through memory once,
+    and it has more rows in a span. But of no fewer blocks than keep the GPU busy. In larger groups
+    that counts for little, and rows of fewer tokens are read from the cache more often."""
     divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
-    enough = (heads for heads in divisors if heads * blocks >= launch.ENOUGH_PROGRAMS)
-    fitting = (heads for heads in divisors if heads * spans <= num_heads)
-    return max(next(enough, num_heads), max(fitting, default=1))
+    fitting = [heads for heads in divisors if heads <= most]
+    enough = [heads for heads in divisors if heads * blocks >= launch.ENOUGH_PROGRAMS]
+    return max(fitting[-1] if fitting else 1, enough[0] if enough else num_heads)
 
 
 class Pieces(NamedTuple):

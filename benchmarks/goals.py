@@ -1,0 +1,34 @@
+"""What is asked of the attention benchmark, and the best that others published."""
+
+from __future__ import annotations
+
+# speed-up over dense cuDNN in the same run, forward and backward, by (H, K, selection_stride) and T
+Goals = dict[tuple[int, int, int], dict[int, tuple[float, float]]]
+TARGETS: Goals = {
+    (64, 4, 1): {
+        4096: (0.7, 0.8),
+        8192: (1.2, 1.4),
+        16384: (2.0, 2.3),
+        32768: (3.3, 3.9),
+        65536: (5.0, 5.6),
+        131072: (7.5, 8.0),
+    },
+    (64, 4, 4): {8192: (1.6, 1.7), 65536: (6.5, 6.5)},
+    (32, 8, 1): {8192: (0.8, 1.0), 65536: (3.5, 4.2)},
+    (32, 8, 16): {8192: (1.4, 1.5), 65536: (6.0, 6.0)},
+    (32, 32, 1): {8192: (0.6, 0.8), 65536: (2.8, 3.2)},
+}
+PUBLISHED: Goals = {
+    (64, 4, 1): {
+        4096: (0.41, 0.55),
+        8192: (0.79, 0.97),
+        16384: (1.3, 1.6),
+        32768: (2.1, 2.8),
+        65536: (3.1, 3.9),
+        131072: (4.6, 5.5),
+    },
+    (32, 8, 1): {8192: (0.27, 0.51), 65536: (1.2, 2.6)},
+}
+MOST_MEMORY = 1.5
+MOST_FOR_PROBS = 1.25
+LEAST_ALIKE = 2.0  # times as fast as where neighbours do not choose alike
