@@ -16,7 +16,7 @@ from native_sparse_attention import (
 from native_sparse_attention.ops import ranking, reference, selection
 from tests.budget import CUDA, DEVICE
 from tests.budget import assert_right as assert_layer_right
-from tests.test_select import DTYPE, SETTINGS, candidates, draw, scores, sizes
+from tests.selections import DTYPE, SETTINGS, candidates, draw, scores, sizes
 
 pytestmark = pytest.mark.kernels
 

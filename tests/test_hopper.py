@@ -11,7 +11,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from tests import test_select
+from tests import selections
 from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
@@ -169,7 +169,7 @@ def assert_ranked(q, ck, S, **settings):
         num_selected_blocks=13, num_local_blocks=2, importance="probs",
     )  # fmt: skip
     with launch.using({"probs": True}):
-        test_select.assert_right(q, ck, None, S, **{**usual, **settings})
+        selections.assert_right(q, ck, None, S, **{**usual, **settings})
 
 
 @DTYPES
@@ -191,7 +191,7 @@ def assert_ranked(q, ck, S, **settings):
 def test_ranking(launches, heads, D, T, S, settings, dtype):
     """Windows that fill no step, steps even and odd in number, tiles that are not full."""
     causal = settings.get("causal", True)
-    q, ck, _ = test_select.draw(T, S, *heads, D, d=16, causal=causal, dtype=dtype)
+    q, ck, _ = selections.draw(T, S, *heads, D, d=16, causal=causal, dtype=dtype)
     assert_ranked(q, ck, S, **settings)
     assert launches == ({"ranking.rank": 1} if ck.shape[1] else {})
 
@@ -202,15 +202,15 @@ def test_ranking(launches, heads, D, T, S, settings, dtype):
 @pytest.mark.parametrize("heads", [(16, 2), (16, 1)])
 def test_ranking_of_windows(launches, heads, l, d, s, n):
     """That do not overlap, that reach as far as they may, and blocks of fewer and more of them."""
-    q, ck, _ = test_select.draw(150, 3000, *heads, 128, d=d, dtype=torch.bfloat16)
-    sizes = test_select.sizes(l, d, s)
+    q, ck, _ = selections.draw(150, 3000, *heads, 128, d=d, dtype=torch.bfloat16)
+    sizes = selections.sizes(l, d, s)
     assert_ranked(q, ck, 3000, **sizes, num_selected_blocks=n)
     assert launches == {"ranking.rank": 1}
 
 
 def test_ranking_of_one_list(launches):
     """All of the best blocks lie in one list."""
-    q, ck, _ = test_select.draw(100, 16 * 64 * 15, 16, 1, 128, d=16, dtype=torch.bfloat16)
+    q, ck, _ = selections.draw(100, 16 * 64 * 15, 16, 1, 128, d=16, dtype=torch.bfloat16)
     q[..., 0] += 3
     ck.view(2, -1, 4, 1, 128)[:, 5::16, ..., 0] += 3
     assert_ranked(q, ck, 16 * 64 * 15)
@@ -220,18 +220,18 @@ def test_ranking_of_one_list(launches):
 def test_ranking_in_other_places(launches):
     """Queries of several calls, and heads before tokens, as some projections give them."""
     S = 2000
-    q, ck, _ = test_select.draw(S, S, 16, 1, 128, d=16, dtype=torch.bfloat16)
-    call = test_select.SETTINGS | test_select.sizes(32, 16, 64)
+    q, ck, _ = selections.draw(S, S, 16, 1, 128, d=16, dtype=torch.bfloat16)
+    call = selections.SETTINGS | selections.sizes(32, 16, 64)
     call |= dict(importance="probs", num_selected_blocks=13, seq_len=S, mem_k=None)
     apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, ck)]
     with launch.using({"probs": True}):
-        whole, _ = test_select.library.select_blocks(q, ck, q_offset=0, **call)
+        whole, _ = selections.library.select_blocks(q, ck, q_offset=0, **call)
         parts = [
-            test_select.library.select_blocks(part, ck, q_offset=start, **call)[0]
+            selections.library.select_blocks(part, ck, q_offset=start, **call)[0]
             for part, start in ((q[:, :777], 0), (q[:, 777:], 777))
         ]
         assert torch.equal(torch.cat(parts, 1), whole)
-        assert torch.equal(test_select.library.select_blocks(*apart, q_offset=0, **call)[0], whole)
+        assert torch.equal(selections.library.select_blocks(*apart, q_offset=0, **call)[0], whole)
     assert launches == {"ranking.rank": 4}
 
 

@@ -148,6 +148,7 @@ SAME_ROW: frozenset[tuple[str, str]] = frozenset()
 MAX_LINES = 400
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
+AROUND = sorted(path for folder in ("benchmarks", "tests") for path in (ROOT / folder).glob("*.py"))
 
 # Written as patterns, which do not match themselves.
 FORBIDDEN = {
@@ -351,7 +352,7 @@ def test_pictures_can_be_drawn(tmp_path, monkeypatch):
     assert set(drawn) <= set(committed), "a new picture: run `make docs` and commit it"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@pytest.mark.parametrize("path", [*SOURCES, *AROUND], ids=relative)
 def test_file_is_short_enough_to_read(path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_LINES, f"{relative(path)} has {lines} lines: at most {MAX_LINES}, split it"
