@@ -232,6 +232,7 @@ def hopper() -> None:
             ((32, 2, 64, 64), 256),
             ((16, 1, 128, 128), 131),
             ((8, 2, 128, 128), 131),
+            ((2, 2, 128, 128), 131),
         ):
             layer(
                 T, 256, heads, compress_block_size=32, compress_block_sliding_stride=16,

@@ -227,7 +227,7 @@ def test_where_gluon_is_there(monkeypatch, version, capability, asked, there):
 @pytest.mark.parametrize("change, served, with_dq", [
     ({}, True, False), ({"T": 1 << 15}, True, True), ({"allowed_dq": True}, True, True),
     ({"H": 64, "allowed_dq": True}, True, True), ({"H": 9}, True, False), ({"H": 2}, True, False),
-    ({"H": 1}, False, False), ({"H": 65}, False, False), ({"padded": True}, True, False),
+    ({"H": 1}, True, False), ({"H": 65}, False, False), ({"padded": True}, True, False),
     ({"H": 4, "padded": True}, False, False),
     ({"D": 64, "E": 64}, True, False), ({"D": 96, "E": 96}, False, False),
     ({"s": 32}, False, False), ({"S": 500}, False, False), ({"local": 0}, False, False),

@@ -17,8 +17,6 @@ ROWS, COLUMNS = 64, 64
 WIDTHS, KEYS = (64, 128), 64
 # rows of an entry under which they are no box
 LEAST_BOX = 8
-# heads of an entry at least: of one, blocks have too few rows in a span
-LEAST_GROUPS = 2
 # places of each part's ring, and registers of a warp that computes
 STAGES, REGISTERS = 2, 240
 # lists from which on dq is formed sooner with dk and dv than query by query
@@ -48,7 +46,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) 
     whole = whole and not launch.ends(selection)["ENDS"]
     sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
     plain = selection.gates is None and selection.soft_cap is None and scale > 0
-    if not (LEAST_GROUPS <= groups <= ROWS and whole and sizes and plain):
+    if not (groups <= ROWS and whole and sizes and plain):
         return False
     if not 0 < B * T * R * n < 1 << 31:
         return False

@@ -206,4 +206,6 @@ def write_rows(
     at = (e.to(gl.int64) * G + row % GROUP) * D
     here.store(tile)
     thread_barrier()
-    gl.store(part + (at[:, None] + column[None]), here.load(BY_ROWS), mask=there[:, None])
+    # read when the cache no longer holds them
+    at = part + (at[:, None] + column[None])
+    gl.store(at, here.load(BY_ROWS), mask=there[:, None], eviction_policy="evict_first")

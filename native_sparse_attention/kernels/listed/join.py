@@ -13,29 +13,40 @@ SPILLS, SPILT_KEYS = 4, 64
 
 
 @triton.jit
-def list_of_span(x, first, rank, RANKS: tl.constexpr):
-    """Of list x of a span, whose tokens begin at `first` and have RANKS lists each there from
-    `rank` on: the token, and the list's number among those of the token."""
-    return first + x // RANKS, rank + x % RANKS
+def load_parts(part, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
+    """As `load_rows`, of rows that are read once: the cache is for others."""
+    d = tl.arange(0, BLOCK)
+    inside = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
+    at = part + offsets[:, None] + d[None]
+    return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["T", "first", "length", "rank"])
+@triton.jit
+def store_parts(part, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
+    """As `store_rows`, of rows that are read when the cache no longer holds them."""
+    d = tl.arange(0, BLOCK)
+    inside = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
+    at = part + offsets[:, None] + d[None]
+    tl.store(at, value.to(part.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["T", "first", "length"])
 def join_kernel(
     part, part_lse, lists, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, R, n, first, length,
-    rank, g_b, g_t, g_h, g_3, RANKS: tl.constexpr,
+    g_b, g_t, g_h, g_3,
     G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     SLOTS: tl.constexpr, ADD: tl.constexpr, MIX: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows (token, head) of a span. Joins the parts of a row's slots, and with ADD
-    what out and lse hold, into out and lse; part_lse is in units of log2. With MIX writes the
-    layer's output too."""
+    """One program: M rows (token, head) of a span of tokens. Joins the parts of a row's slots, and
+    with ADD what out and lse hold, into out and lse; part_lse is in units of log2. With MIX writes
+    the layer's output too."""
     tile, b, _tiles, _rows = grid_place(FLIPPED)
     i, b = tile * BLOCK_M + tl.arange(0, BLOCK_M), b.to(tl.int64)
-    real = i < length * RANKS * G
-    token, of_token = list_of_span(i // G, first, rank, RANKS)
-    number = (b * T + token) * R + of_token
-    row, line = number * G + i % G, lists + number * n
-    there = (b * length * RANKS + i // G) * (n * G) + i % G
+    H = R * G
+    real = i < length * H
+    row = (b * T + first) * H + i
+    line = lists + ((b * T + first) * R + i // G) * n
+    there = (b * length * R + i // G) * (n * G) + i % G
 
     # what all slots are measured from, first: then no part waits for the one before
     slot = tl.arange(0, SLOTS)
@@ -60,13 +71,13 @@ def join_kernel(
         listed = real & (tl.load(line + j, mask=real, other=-1) >= 0)
         at = there + j * G
         weight = tl.exp2(tl.load(part_lse + at, mask=listed, other=float("-inf")) - origin)
-        acc += weight[:, None] * load_rows(part, at * E, E, BLOCK_E, listed).to(tl.float32)
+        acc += weight[:, None] * load_parts(part, at * E, E, BLOCK_E, listed).to(tl.float32)
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     acc = acc / l[:, None]
     if MIX:
-        head = of_token * G + i % G
-        gate = mix_gates + b * g_b + token.to(tl.int64) * g_t + head * g_h
+        token = first + i // H
+        gate = mix_gates + b * g_b + token.to(tl.int64) * g_t + i % H * g_h
         store_mixed(mixed, acc, mix_cmp, mix_win, gate, row, g_3, E, BLOCK_E, real)
     store_rows(out, row * E, acc, E, BLOCK_E, real)
     tl.store(
@@ -104,6 +115,13 @@ def gather_spill_kernel(
             add_shares(spill_v, dv, at, j, begin, end, s, there, E, BLOCK_E, SPILLS)
 
 
+@triton.jit
+def list_of_span(x, first, rank, RANKS: tl.constexpr):
+    """Of list x of a span, whose tokens begin at `first` and have RANKS lists each there from
+    `rank` on: the token, and the list's number among those of the token."""
+    return first + x // RANKS, rank + x % RANKS
+
+
 @triton.jit(do_not_specialize=["T", "first", "length", "rank"])
 def sum_kernel(
     part, lists, dq, unless, T, R, n, first, length, rank, RANKS: tl.constexpr,
@@ -129,5 +147,5 @@ def sum_kernel(
     for slot in tl.range(0, n * PIECES, loop_unroll_factor=4):
         listed = real & (tl.load(lists + line + slot // PIECES, mask=real, other=-1) >= 0)
         at = (there * PIECES + slot) * ROWS + i % G
-        acc += load_rows(part, at * D, D, BLOCK_D, listed).to(tl.float32)
+        acc += load_parts(part, at * D, D, BLOCK_D, listed).to(tl.float32)
     store_rows(dq, row * D, acc, D, BLOCK_D, real)

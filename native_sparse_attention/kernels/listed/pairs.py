@@ -29,11 +29,12 @@ from .join import (
     SUM_ROWS,
     gather_spill_kernel,
     join_kernel,
+    store_parts,
     sum_kernel,
 )
 
 # one compiled kernel for all lengths
-LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "rank", "head", "heads", "start"]
+LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "start"]
 
 
 @triton.jit
@@ -66,17 +67,10 @@ def entry_rows(
     return large(e, WIDE), large(e // n // R, WIDE), e // n % R * G + row % G, real
 
 
-@triton.jit
-def among_parts(e, bt, b, T, R, n, first, length, rank, ranks):
-    """Entries e, of tokens bt of row b, counted among those of a span: of `length` tokens from
-    `first` on and of so many lists of each from `rank` on."""
-    return e - (bt * (R - ranks) + (b * (T - length) + first) * ranks + rank) * n
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q, k, v, gates, part, part_lse, entries, bounds, owner, item_bounds, chunk, starts, start,
-    doc_last, T, S, K, s, C, BLOCKS, first, length, rank, ranks, head, heads, scale_log2, cap,
+    doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -88,7 +82,7 @@ def forward_kernel(
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
         block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
-        b, h, c = block // C // heads, head + block // C % heads, block % C
+        b, h, c = block // C // K, block // C % K, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
         key = c * s + tl.arange(0, BLOCK_S)
@@ -123,13 +117,19 @@ def forward_kernel(
             p = tl.exp2(logits * unit_scale - tl.where(real, m, 0.0)[:, None])
             l = tl.where(real, tl.sum(p, 1), 1.0)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) * (1.0 / l)[:, None]
-            row = among_parts(e, bt, b, T, R, n, first, length, rank, ranks)
-            row = row * G + query_head % G
-            store_rows(part, row * E, o, E, BLOCK_E, real)
+            row = (e - (b * (T - length) + first) * (R * n)) * G + query_head % G
+            store_parts(part, row * E, o, E, BLOCK_E, real)
             tl.store(part_lse + row, m + tl.log2(l), mask=real)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit
+def among_parts(e, bt, b, T, R, n, first, length, rank, ranks):
+    """Entries e, of tokens bt of row b, counted among those of a span: of `length` tokens from
+    `first` on and of so many lists of each from `rank` on."""
+    return e - (bt * (R - ranks) + (b * (T - length) + first) * ranks + rank) * n
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "rank", "head", "heads"])
 def backward_kernel(
     q, k, v, gates, d_out, lse, delta, part, d_gates, dk, dv, spill_k, spill_v,
     entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
@@ -206,7 +206,7 @@ def backward_kernel(
                 dq = tl.dot(tl.trans(ds_tile), k_tile, input_precision=PRECISION) * scale
                 e = among_parts(e, bt, b, T, R, n, first, length, rank, ranks)
                 at = (e * PIECES + piece) * G + query_head % G
-                store_rows(part, at * D, dq, D, BLOCK_D, real)
+                store_parts(part, at * D, dq, D, BLOCK_D, real)
 
         dk_acc *= scale
         first_item = tl.load(item_bounds + block)
@@ -237,9 +237,8 @@ def arguments(
     # no key of a tile is none, and rows see all
     whole = launch.padded(selection.s) == selection.s and S % selection.s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
-    rank, ranks = inverse.lists(R, K)
     # rows of d_out, of parts, of dk
-    pieces = cdiv(selection.s, tile.block_n)
+    pieces, ranks = cdiv(selection.s, tile.block_n), inverse.lists(R, K)[1]
     most = max(T * H, inverse.length * ranks * (H // R) * n * pieces, S * K)
     return dict(
         q=q, k=k, v=v, **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
@@ -247,9 +246,9 @@ def arguments(
         item_bounds=inverse.item_bounds, chunk=inverse.chunk, starts=selection.starts,
         start=selection.start, T=T, S=S, K=K, R=R, n=n, s=selection.s, C=num_blocks,
         BLOCKS=B * inverse.heads * num_blocks, first=inverse.first, length=inverse.length,
-        rank=rank, ranks=ranks, head=inverse.head, heads=inverse.heads, G=H // R, D=D, E=E,
-        BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
-        RAGGED=selection.starts is not None, DIAGONAL=selection.diagonal, **launch.ends(selection),
+        G=H // R, D=D, E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E),
+        BLOCK_M=tile.block_m, RAGGED=selection.starts is not None, DIAGONAL=selection.diagonal,
+        **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
         GATES=selection.gates is not None, WHOLE=whole,
         WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
@@ -268,26 +267,24 @@ def forward(
     mix: Mixture | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
-    keys if `partial` holds them. Writes the layer's output to `mix`."""
+    keys if `partial` holds them. Writes the layer's output to `mix`. Spans are of all heads."""
     (B, T, H, _), E = q.shape, v.shape[-1]
     out, lse = partial or launch.empty_outputs(q, v)
     R, n = selection.lists.shape[2:]
     for inverse in inverses:
-        rank, ranks = inverse.lists(R, k.shape[2])
-        heads = ranks * (H // R)
-        part = q.new_empty(B * inverse.length * heads * n, E)
+        part = q.new_empty(B * inverse.length * H * n, E)
         part_lse = q.new_empty(len(part), dtype=torch.float32)
         forward_kernel[(len(inverse.owner),)](
             part=part, part_lse=part_lse, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
             BLOCK_S=launch.padded(selection.s),
             **arguments(q, k, v, selection, inverse, "forward"),
         )  # fmt: skip
-        grid, flipped = launch.grid(cdiv(inverse.length * heads, JOIN_ROWS), B)
+        grid, flipped = launch.grid(cdiv(inverse.length * H, JOIN_ROWS), B)
         join_kernel[grid](
             part, part_lse, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
-            length=inverse.length, rank=rank, RANKS=ranks, G=H // R, E=E,
-            BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS, SLOTS=next_power_of_2(n),
-            ADD=partial is not None, FLIPPED=flipped, **launch.mixture(mix),
+            length=inverse.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS,
+            SLOTS=next_power_of_2(n), ADD=partial is not None, FLIPPED=flipped,
+            **launch.mixture(mix),
         )  # fmt: skip
         del part, part_lse  # before the next span's are allocated
     return out, lse
@@ -330,6 +327,7 @@ def backward(
             backward_kernel[(len(inverse.owner), pieces)](
                 part=part, d_gates=d_gates, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1],
                 spill_bounds=inverse.spill_bounds, scale=scale, BLOCK_N=block_n,
+                rank=rank, ranks=ranks, head=inverse.head, heads=inverse.heads,
                 DQ=into is not None, PIECES=pieces, **cotangent.arguments(),
                 **arguments(q, k, v, selection, inverse, "backward"),
             )  # fmt: skip

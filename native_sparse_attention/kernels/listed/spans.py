@@ -27,7 +27,7 @@ class Parts(NamedTuple):
 # by query heads a KV head. With `most` a forward and a backward pass take less than 1.5 times the
 # memory of dense attention, also of few tokens
 PARTS = {
-    "forward": {1: Parts(1.7, 2816, 4.4), 8: Parts(3.3, 4096, 6.6)},
+    "forward": {1: Parts(3.3, 2816, 4.4), 8: Parts(3.3, 4096, 6.6)},
     "backward": {1: Parts(1.7, 2048, 3.3), 8: Parts(3.3, 4096, 6.6), 64: Parts(4.5)},
 }
 # larger groups: lists, all of whose parts are kept anyhow
@@ -53,7 +53,7 @@ def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) ->
         tokens = int(max(min(max(share * of_q, few), most * of_q), LEAST_TOKENS))
     num_blocks = cdiv(k.shape[1], selection.s)
     heads = K
-    if groups < launch.FEW_ROWS:
+    if kernel == "backward" and groups < launch.FEW_ROWS:
         heads = heads_of_span(K, tokens * K // T, B * num_blocks)
     length = cdiv(T, cdiv(T * heads, tokens * K))
     rows = B * length * (q.shape[2] // K * heads) * n
@@ -65,10 +65,11 @@ def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) ->
 
 
 def heads_of_span(num_heads: int, most: int, blocks: int) -> int:
-    """KV heads of a span, each of so many blocks; at most so many of all tokens fit. Rather some
-    heads of all tokens than all heads of some: dk and dv of a block then pass through memory once,
-    and it has more rows in a span. But of no fewer blocks than keep the GPU busy. In larger groups
-    that counts for little, and rows of fewer tokens are read from the cache more often."""
+    """KV heads of a backward span, each of so many blocks; at most so many of all tokens fit.
+    Rather some heads of all tokens than all heads of some: dk and dv of a block then pass through
+    memory once, and it has more rows in a span. But of no fewer blocks than keep the GPU busy. In
+    larger groups and in the forward pass that counts for little, and rows of fewer tokens are read
+    from the cache more often."""
     divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
     fitting = [heads for heads in divisors if heads <= most]
     enough = [heads for heads in divisors if heads * blocks >= launch.ENOUGH_PROGRAMS]
