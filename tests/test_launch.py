@@ -62,6 +62,18 @@ def test_every_size_has_a_tile(monkeypatch, name):
                     assert all(size & (size - 1) == 0 for size in sizes)
 
 
+def test_tile_of_one_head_a_group(monkeypatch):
+    """Its own where it has one, and else that of small groups."""
+    monkeypatch.setattr(launch, "architecture", lambda: tiles.HOPPER)
+    own = [
+        launch.pair_tile(kernel, width, 1, torch.bfloat16)
+        != launch.pair_tile(kernel, width, 2, torch.bfloat16)
+        for kernel in ("forward", "backward")
+        for width in (128, 256)
+    ]
+    assert own == [True, False, False, False]
+
+
 def test_elsewhere_nothing_is_fetched_ahead():
     """What a GPU of unknown size holds least of is shared memory."""
     rows = tiles.ELSEWHERE

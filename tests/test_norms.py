@@ -45,18 +45,6 @@ def test_largest_norms(N, D):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("N, M", [(0, 0), (300, 0), (0, 300), (129, 4097), (1024, 64)])
-@pytest.mark.parametrize("B", [0, 2])
-def test_of_two_at_once(B, N, M):
-    k, other = (torch.randn(B, 6, n, 80, device=DEVICE).to(DTYPE).transpose(1, 2) for n in (N, M))
-    q = k.new_empty(B, 4097, 3, 80)
-    found = norms.norms_of_both(q, k, q, other)
-    for norm, keys in zip(found, (k, other), strict=True):
-        assert torch.equal(norm, norms.key_norms(q, keys))
-    few = k.new_empty(B, M // 4 - 1, 3, 80) if M >= 8 else q
-    assert (norms.norms_of_both(q, k, few, other)[1] is None) == (few is not q)
-
-
 def test_not_of_few_queries():
     q, k = (torch.randn(1, n, 2, 16, device=DEVICE).to(DTYPE) for n in (8, 33))
     assert norms.key_norms(q, k) is None

@@ -181,10 +181,10 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
 
 def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "backward" block by block."""
-    tables = architecture()
-    tile = row(tables.pairs, width)[f"one.{kernel}" if groups == 1 else kernel]
+    tiles = row(architecture().pairs, width)
+    tile = tiles.get(f"one.{kernel}" if groups == 1 else kernel, tiles[kernel])
     if dtype == torch.float32:
-        tile = row(tables.float32, width)
+        tile = row(architecture().float32, width)
     return for_groups(f"pairs.{kernel}", groups, tile)
 
 

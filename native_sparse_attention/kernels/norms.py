@@ -25,69 +25,35 @@ MEASURED = (torch.bfloat16,)
 MOST_KEYS = 4
 
 
-@triton.jit
-def longest_of(keys, n, N, k_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The largest norm of keys n of one row and head, of which there are N."""
-    tile = load_rows(keys, n.to(tl.int64) * k_n, D, BLOCK_D, n < N).to(tl.float32)
-    return tl.sqrt(tl.max(tl.sum(tile * tile, 1), 0))
-
-
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["N"])
 def norms_kernel(
-    k, other, norms, N, M, K, k_b, k_n, k_h, o_b, o_n, o_h,
+    k, norms, N, K, k_b, k_n, k_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: some of the N keys of one row and head, or behind these of the M others, whose
-    norms lie behind those of all rows and heads. Raises the largest norm to the largest of theirs,
-    in the bits of a float32: those of floats that are not negative lie in their order."""
-    part, line, _parts, lines = grid_place(FLIPPED)
+    """One program: N keys of one row and head. Raises the largest norm to the largest of theirs, in
+    the bits of a float32: those of floats that are not negative lie in their order."""
+    part, line, _parts, _lines = grid_place(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
-    n, parts = tl.arange(0, BLOCK_N), tl.cdiv(N, BLOCK_N)
-    if part < parts:
-        n += part * BLOCK_N
-        longest = longest_of(k + b * k_b + h * k_h, n, N, k_n, D, BLOCK_D)
-    else:
-        n += (part - parts) * BLOCK_N
-        longest = longest_of(other + b * o_b + h * o_h, n, M, o_n, D, BLOCK_D)
-        norms += lines
+    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = load_rows(k + b * k_b + h * k_h, n.to(tl.int64) * k_n, D, BLOCK_D, n < N).to(tl.float32)
+    longest = tl.sqrt(tl.max(tl.sum(tile * tile, 1), 0))
     tl.atomic_max(norms + line, longest.to(tl.int32, bitcast=True), sem="relaxed")
-
-
-def measured(q: Tensor, k: Tensor) -> bool:
-    """Whether logits of these may be measured from a bound, and that pays."""
-    return k.dtype in MEASURED and MOST_KEYS * q.shape[1] >= k.shape[1]
-
-
-def norms_of(k: Tensor, other: Tensor) -> Tensor:
-    """The largest norms of both, [2 B K], by one launch."""
-    B, N, K, D = k.shape
-    M = other.shape[1]
-    norms = k.new_zeros(2, B, K, dtype=torch.float32)
-    parts = cdiv(N, BLOCK_N) + cdiv(M, BLOCK_N)
-    if parts and norms.numel():
-        grid, flipped = launch.grid(parts, B * K)
-        norms_kernel[grid](
-            k, other, norms.view(torch.int32), N, M, K, **strides("k", k, "bnh"),
-            **strides("o", other, "bnh"), D=D, BLOCK_D=launch.padded(D), BLOCK_N=BLOCK_N,
-            FLIPPED=flipped,
-        )  # fmt: skip
-    return norms
 
 
 def key_norms(q: Tensor, k: Tensor) -> Tensor | None:
     """The largest norm of the keys k [B N K D] of each row and head [B K], float32, for queries q
     [B T H D]. None where they would not serve or pay."""
-    return norms_of(k, k[:, :0])[0] if measured(q, k) else None
-
-
-def norms_of_both(
-    q: Tensor, k: Tensor, other_q: Tensor, other: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """`key_norms` of k and of other keys of as many heads, together where both are asked for."""
-    if measured(q, k) and measured(other_q, other):
-        first, second = norms_of(k, other)
-        return first, second
-    return key_norms(q, k), key_norms(other_q, other)
+    B, N, K, D = k.shape
+    if k.dtype not in MEASURED or MOST_KEYS * q.shape[1] < N:
+        return None
+    norms = k.new_zeros(B, K, dtype=torch.float32)
+    if k.numel():
+        grid, flipped = launch.grid(cdiv(N, BLOCK_N), B * K)
+        norms_kernel[grid](
+            k, norms.view(torch.int32), N, K, **strides("k", k, "bnh"), D=D,
+            BLOCK_D=launch.padded(D), BLOCK_N=BLOCK_N, FLIPPED=flipped,
+        )  # fmt: skip
+    return norms
 
 
 def bounds(norms: Tensor | None) -> dict[str, Any]:

@@ -80,20 +80,14 @@ class Unite:
 # 16 rows is of an untuned kernel, the others are estimates
 UNITE = {4: Unite(16, 5.0), 8: Unite(8, 1.8), 16: Unite(4, 1.6), 32: Unite(2, 1.2)}
 
-# and block by block; "one." of one query head a KV head
+# and block by block; "one." of one query head a KV head, where its tile is another
 PAIRS = {
     128: {
         "forward": Tile(64, 64, 4, 2),
         "one.forward": Tile(64, 64, 4, 1),
         "backward": Tile(32, 64, 4, 3),
-        "one.backward": Tile(32, 64, 4, 3),
     },
-    256: {
-        "forward": Tile(64, 64, 8, 2),
-        "one.forward": Tile(64, 64, 8, 2),
-        "backward": Tile(32, 64, 8, 1),
-        "one.backward": Tile(32, 64, 8, 1),
-    },
+    256: {"forward": Tile(64, 64, 8, 2), "backward": Tile(32, 64, 8, 1)},
 }
 
 # keys that are few: a prefix, of memory or of the initial block

@@ -102,7 +102,7 @@ def attend(
     Given gates [B T H 3] and a tensor for the layer's output in `mixed`, writes that."""
     from ..kernels import interval, selected, streams
     from ..kernels.launch import Mixture
-    from ..kernels.norms import norms_of_both
+    from ..kernels.norms import key_norms
     from ..kernels.ranking import scoring
 
     at = settings
@@ -126,8 +126,7 @@ def attend(
         interval.forward, cq, ck, cv, place_cmp, at.scale, memory, sinks=sink_cmp
     )
     if not ahead:
-        norms, norms_cmp = norms_of_both(q, k, cq, ck)
-        out_cmp, lse_cmp = attend_compressed(norms=norms_cmp)
+        out_cmp, lse_cmp = attend_compressed()
         if ranked:
             rank(lse_cmp)
     selection = at.selection(lists, starts, documents)
@@ -149,9 +148,9 @@ def attend(
                 rank(None)
             if plan is not None:
                 plan.fill(selection)
+        norms = key_norms(q, k)
         if ahead:
-            norms, norms_cmp = norms_of_both(q, k, cq, ck)
-            out_cmp, lse_cmp = attend_compressed(norms=norms_cmp)
+            out_cmp, lse_cmp = attend_compressed()
         out_win, lse_win, *partial = interval.forward(
             q, *of_window, place_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
             norms=norms if window is None else None,
