@@ -13,8 +13,8 @@ from . import gpu
 
 # warps of a program; windows of a step; places of the ring
 WARPS, KEYS, STAGES = 4, 64, 2
-# rows of a tile by heads that rank together: in 16 tokens at once lists would not fit the
-# registers, of which a thread has so many that 4 or 3 programs fit a multiprocessor
+# rows of a tile, and registers of a thread, by heads that rank together: lists of 16 tokens of 8
+# heads would not fit the registers; 5, 4 or 3 programs fit a multiprocessor
 TILES = {4: (32, 96), 8: (64, 128), 64: (128, 168)}
 # columns of a box of queries
 WIDTH = 64
