@@ -305,7 +305,7 @@ if __name__ == "__main__":
                     )  # fmt: skip
             layer(torch.float16, (16, 1, 128, 128), slots=1, sliding_window_size=129)
     if not some or "ranking" in some:
-        for heads in (8, 16, 32, 64):
+        for heads in (4, 8, 16, 32, 64):
             rank(torch.bfloat16, (heads, 1, 128))
         rank(torch.float16, (16, 1, 64), num_selected_blocks=16, selection_stride=4)
         rank(torch.bfloat16, (8, 1, 128), num_selected_blocks=16, causal=False)

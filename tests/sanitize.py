@@ -237,7 +237,7 @@ def hopper() -> None:
             layer(
                 T, 256, heads, compress_block_size=32, compress_block_sliding_stride=16,
                 selection_block_size=64, sliding_window_size=129, memory=heads[0] != 16,
-                importance="probs" if heads[0] == 16 else "logits",
+                importance="probs" if heads[0] in (8, 16) else "logits",
             )  # fmt: skip
 
 

@@ -174,8 +174,8 @@ def assert_ranked(q, ck, S, **settings):
 
 
 @DTYPES
-@pytest.mark.parametrize("heads, D", [((16, 2), 128), ((16, 1), 64), ((32, 1), 128), ((64, 1), 64),
-                                      ((128, 2), 128)])  # fmt: skip
+@pytest.mark.parametrize("heads, D", [((8, 2), 128), ((16, 2), 128), ((16, 1), 64), ((32, 1), 128),
+                                      ((64, 1), 64), ((128, 2), 128)])  # fmt: skip
 @pytest.mark.parametrize(
     "T, S, settings",
     [
@@ -200,7 +200,7 @@ def test_ranking(launches, heads, D, T, S, settings, dtype):
 @pytest.mark.parametrize(
     "l, d, s, n", [(16, 16, 64, 13), (80, 16, 64, 5), (32, 16, 32, 16), (64, 16, 128, 8)]
 )
-@pytest.mark.parametrize("heads", [(16, 2), (16, 1)])
+@pytest.mark.parametrize("heads", [(8, 2), (16, 2), (16, 1)])
 def test_ranking_of_windows(launches, heads, l, d, s, n):
     """That do not overlap, that reach as far as they may, and blocks of fewer and more of them."""
     q, ck, _ = selections.draw(150, 3000, *heads, 128, d=d, dtype=torch.bfloat16)

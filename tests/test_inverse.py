@@ -56,7 +56,11 @@ def test_entries_lie_by_block_in_their_own_order(case):
         before = counts[: number * blocks].sum()
         begin, end = span.bounds[0], span.bounds[-1]
         assert torch.equal(span.bounds.diff().long(), own)
-        assert torch.equal(span.entries[begin:end].long(), order[before : before + own.sum()])
+        entries = order[before : before + own.sum()]
+        assert torch.equal(span.entries[begin:end].long(), entries)
+        places = torch.arange(len(entries), device=DEVICE)
+        assert torch.equal(span.places.view(-1)[entries].long(), places)
+        assert (span.places.view(-1)[block < 0] == -1).all()
         # every entry belongs to one item, of its own block
         items = (own + chunk - 1) // chunk
         owners = torch.arange(blocks, device=DEVICE).repeat_interleave(items)

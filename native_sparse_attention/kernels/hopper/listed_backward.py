@@ -35,15 +35,14 @@ from .listed_rows import (
 from .ring import at_barrier, counters, places
 
 # one compiled kernel for all lengths
-LENGTHS = ["T", "S", "C", "BLOCKS", "chunk", "items", "first", "length", "rank", "head"]
+LENGTHS = ["T", "S", "C", "BLOCKS", "chunk", "items", "head"]
 
 
 @gluon.jit
 def walk(
-    part, entries, begin, end, count, before, scale, dk, dv, k_tile, v_tile, q_smem, do_smem,
-    lse_smem, delta_smem, ds_smem, full, PART: gl.constexpr, R: gl.constexpr, RANKS: gl.constexpr,
-    n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, DQ: gl.constexpr, FEW: gl.constexpr,
+    part, begin, end, count, origin, scale, dk, dv, k_tile, v_tile, q_smem, do_smem,
+    lse_smem, delta_smem, ds_smem, full, PART: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """What tiles of an item's entries add to dk and dv; with DQ also writes dq of each."""
     TOKENS: gl.constexpr = ROWS // GROUP
@@ -92,35 +91,33 @@ def walk(
             thread_barrier()  # all have read ds
             if FEW:
                 here = tile_of(ds_smem, PART, D)
-                write_rows(part, dq, here, entries, i, end, before, R, RANKS, n, G, GROUP)
+                write_rows(part, dq, here, i, end, origin, G, GROUP)
             else:
-                write_boxes(part, dq, ds_smem, entries, i, end, before, PART, R, RANKS, n, GROUP)
+                write_boxes(part, dq, ds_smem, i, end, origin, PART, GROUP)
     return dk, dv
 
 
 @gluon.jit
 def form(
-    part, alike, inverse, items, span, T, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v, k_smem,
+    part, alike, inverse, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v, k_smem,
     v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full, PART: gl.constexpr,
-    K: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, RANKS: gl.constexpr, n: gl.constexpr,
-    G: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    DQ: gl.constexpr, ALIKE: gl.constexpr, FEW: gl.constexpr,
+    K: gl.constexpr, HEADS: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr, ALIKE: gl.constexpr,
+    FEW: gl.constexpr,
 ):  # fmt: skip
     """A part. What the item adds to dk and dv is written to the block's, or apart where the block
     has several items."""
     TOKENS: gl.constexpr = ROWS // GROUP
     D: gl.constexpr = k_smem.shape[4]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    entries, item_bounds, spill_bounds = inverse[0], inverse[3], inverse[5]
-    first, length, rank, head = span
+    bounds, item_bounds, spill_bounds = inverse[1], inverse[3], inverse[5]
     item = gl.program_id(0) * PARTS + PART
     block, b, h, c, begin, end = item_of(item, items, inverse, C, BLOCKS, head, HEADS)
     k_tile = k_smem.index(PART).reshape([KEYS, D])
     v_tile = v_smem.index(PART).reshape([KEYS, D])
     dk_acc = gl.zeros([KEYS, D], gl.float32, ACC)
     dv_acc = gl.zeros([KEYS, D], gl.float32, ACC)
-    # what stands before the entries of parts: lists of the span, and the first of its token
-    before = ((b * (T - length) + first) * RANKS + rank) * n
+    origin = gl.load(bounds).to(gl.int32)
     steps = gl.maximum(gl.cdiv(end - begin, TOKENS), 0)
     with_dq = steps if DQ else 0
     if ALIKE:
@@ -128,16 +125,15 @@ def form(
     mbarrier.wait(kv_bar.index(PART), 0)
     if DQ:
         dk_acc, dv_acc = walk(
-            part, entries, begin, end, with_dq, before, scale, dk_acc, dv_acc, k_tile, v_tile,
-            q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, R, RANKS, n, G, GROUP,
-            STAGES, GATED, True, FEW,
+            part, begin, end, with_dq, origin, scale, dk_acc, dv_acc, k_tile, v_tile, q_smem,
+            do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, GROUP, STAGES, GATED, True, FEW,
         )  # fmt: skip
         tma.store_wait(0)
     if ALIKE or not DQ:
         dk_acc, dv_acc = walk(
-            part, entries, begin, end, steps - with_dq, before, scale, dk_acc, dv_acc, k_tile,
-            v_tile, q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, R, RANKS, n, G,
-            GROUP, STAGES, GATED, False, FEW,
+            part, begin, end, steps - with_dq, origin, scale, dk_acc, dv_acc, k_tile, v_tile,
+            q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, GROUP, STAGES, GATED,
+            False, FEW,
         )  # fmt: skip
     dk_acc *= scale
     if end > begin:
@@ -160,16 +156,15 @@ def form(
 @gluon.jit(do_not_specialize=LENGTHS)
 def backward_kernel(
     q, k, v, d_out, q_b, q_t, q_h, lse, delta, part, alike, dk, dv, spill_k, spill_v, entries,
-    bounds, owner, item_bounds, spill_bounds, chunk, items, first, length, rank, head, T, S, C,
-    BLOCKS, scale, K: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, RANKS: gl.constexpr,
-    n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, DQ: gl.constexpr, ALIKE: gl.constexpr, FEW: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    bounds, owner, item_bounds, spill_bounds, chunk, items, head, T, S, C, BLOCKS, scale,
+    K: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr,
+    ALIKE: gl.constexpr, FEW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: two items. With ALIKE no dq where that says so. With FEW q, d_out and `part` are
     pointers, else descriptors of boxes of an entry."""
     inverse = (entries, bounds, owner, item_bounds, chunk, spill_bounds)
-    strides, span = (q_b, q_t, q_h), (first, length, rank, head)
+    strides = (q_b, q_t, q_h)
     D: gl.constexpr = k.block_shape[3]
     TILES: gl.constexpr = ROWS // GROUP * (D // WIDTH)
     SLOTS: gl.constexpr = PARTS * STAGES
@@ -193,14 +188,14 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (form, (
-                part, alike, inverse, items, span, T, S, C, BLOCKS, scale, dk, dv, spill_k,
-                spill_v, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar,
-                full, 0, K, HEADS, R, RANKS, n, G, GROUP, STAGES, GATED, DQ, ALIKE, FEW,
+                part, alike, inverse, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v,
+                k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full, 0,
+                K, HEADS, G, GROUP, STAGES, GATED, DQ, ALIKE, FEW,
             )),
             (form, (
-                part, alike, inverse, items, span, T, S, C, BLOCKS, scale, dk, dv, spill_k,
-                spill_v, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar,
-                full, 1, K, HEADS, R, RANKS, n, G, GROUP, STAGES, GATED, DQ, ALIKE, FEW,
+                part, alike, inverse, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v,
+                k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full, 1,
+                K, HEADS, G, GROUP, STAGES, GATED, DQ, ALIKE, FEW,
             )),
             (read, (
                 q, d_out, k, v, lse, delta, strides, inverse, items, head, T, C, BLOCKS, k_smem,

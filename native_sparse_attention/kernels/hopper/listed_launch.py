@@ -85,7 +85,6 @@ def backward(
     T, (S, K, D) = q.shape[1], k.shape[1:]
     R, n = selection.lists.shape[2:]
     items, blocks, groups = len(inverse.owner), cdiv(S, KEYS), q.shape[2] // R
-    rank, ranks = inverse.lists(R, K)
     shape = [1, 1, rows_of(groups), COLUMNS]
     few = shape[2] < LEAST_BOX
     into = part if few or part is None else gpu.box(part, shape[1:])
@@ -96,10 +95,10 @@ def backward(
         q_t=q.stride(1), q_h=q.stride(2), lse=cotangent.lse, delta=cotangent.delta, part=into,
         alike=alike, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1], entries=inverse.entries,
         bounds=inverse.bounds, owner=inverse.owner, item_bounds=inverse.item_bounds,
-        spill_bounds=inverse.spill_bounds, chunk=inverse.chunk, items=items, first=inverse.first,
-        length=inverse.length, rank=rank, head=inverse.head, T=T, S=S, C=blocks,
+        spill_bounds=inverse.spill_bounds, chunk=inverse.chunk, items=items, head=inverse.head,
+        T=T, S=S, C=blocks,
         BLOCKS=q.shape[0] * inverse.heads * blocks, scale=scale, K=K, HEADS=inverse.heads, R=R,
-        RANKS=ranks, n=n, G=groups, GROUP=shape[2], STAGES=STAGES, GATED=cotangent.gated,
+        n=n, G=groups, GROUP=shape[2], STAGES=STAGES, GATED=cotangent.gated,
         DQ=part is not None, ALIKE=alike is not None, FEW=few,
         REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip

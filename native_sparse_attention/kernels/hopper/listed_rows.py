@@ -158,20 +158,9 @@ def read(
 
 
 @gluon.jit
-def among_parts(e, before, R: gl.constexpr, RANKS: gl.constexpr, n: gl.constexpr):
-    """Entries e counted among those of a span, which has RANKS of a token's R lists."""
-    if RANKS < R:
-        e -= e // (n * R) * ((R - RANKS) * n)
-    return e - before
-
-
-@gluon.jit
-def write_boxes(
-    part, dq, smem, entries, i, end, before, number, R: gl.constexpr, RANKS: gl.constexpr,
-    n: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """dq of a tile of entries from i on, each at its number among the parts; by way of boxes of
-    shared memory, those of its tile of that number."""
+def write_boxes(part, dq, smem, i, end, origin, number, GROUP: gl.constexpr):
+    """dq of a tile of entries from i on, each where it lies among the span's, which begin at
+    `origin`; by way of boxes of shared memory, those of its tile of that number."""
     TOKENS: gl.constexpr = ROWS // GROUP
     HALVES: gl.constexpr = dq.shape[1] // WIDTH
     here = tile_of(smem, number * HALVES, WIDTH)
@@ -185,25 +174,19 @@ def write_boxes(
     thread_barrier()
     for t in gl.static_range(TOKENS):
         if i + t < end:
-            at = among_parts(gl.load(entries + i + t).to(gl.int32), before, R, RANKS, n)
             for half in gl.static_range(HALVES):
                 box = smem.index((number * HALVES + half) * TOKENS + t)
-                store_box(part, [at, 0, half * WIDTH], box)
+                store_box(part, [i - origin + t, 0, half * WIDTH], box)
 
 
 @gluon.jit
-def write_rows(
-    part, tile, here, entries, i, end, before, R: gl.constexpr, RANKS: gl.constexpr,
-    n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def write_rows(part, tile, here, i, end, origin, G: gl.constexpr, GROUP: gl.constexpr):
     """As `write_boxes`, row by row, by way of `here`."""
     D: gl.constexpr = tile.shape[1]
     row = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
     column = gl.arange(0, D, gl.SliceLayout(0, BY_ROWS))
     there = (i + row // GROUP < end) & (row % GROUP < G)
-    e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
-    e = among_parts(e, before, R, RANKS, n)
-    at = (e.to(gl.int64) * G + row % GROUP) * D
+    at = ((i - origin + row // GROUP).to(gl.int64) * G + row % GROUP) * D
     here.store(tile)
     thread_barrier()
     # read when the cache no longer holds them

@@ -13,21 +13,21 @@ from . import gpu
 
 # warps of a program; windows of a step; places of the ring
 WARPS, KEYS, STAGES = 4, 64, 2
-# rows of a tile by heads that rank together: in 16 tokens at once lists would not fit the
-# registers, of which a thread has so many that 4 or 3 programs fit a multiprocessor
-FEW_HEADS, FEW, MANY = 8, (64, 128), (128, 168)
+# rows of a tile, and registers of a thread, by heads that rank together: lists of 16 tokens fit the
+# registers beside scores of 4 heads, not of 8; 3 or 4 programs fit a multiprocessor
+TILES = {4: (64, 168), 8: (64, 128), 64: (128, 168)}
 # columns of a box of queries
 WIDTH = 64
 # widths of heads; heads that rank together; windows that end in a block; and blocks that a query
 # chooses, at most
-WIDTHS, GROUPS, PER_BLOCK, MOST_SLOTS = (64, 128), (8, 16, 32, 64), (2, 4, 8), 16
+WIDTHS, GROUPS, PER_BLOCK, MOST_SLOTS = (64, 128), (4, 8, 16, 32, 64), (2, 4, 8), 16
 # tiles that a multiprocessor has at least
 LEAST_TILES = 8
 
 
 def tile_of(q: Tensor, ranks: int) -> tuple[int, int]:
     """Rows of a tile, and registers of a thread."""
-    return FEW if q.shape[2] // ranks <= FEW_HEADS else MANY
+    return launch.row(TILES, q.shape[2] // ranks)
 
 
 def rows_of(q: Tensor, ranks: int, stride: int) -> Tensor:

@@ -40,6 +40,7 @@ class Inverse:
     head: int  # the first KV head
     heads: int  # KV heads
     entries: Tensor  # of all spans, room for all there could be in each
+    places: Tensor  # [B T R n], where among its span's an entry lies; -1 of one that is none
     bounds: Tensor  # [blocks + 1], where each block's entries begin, and the next one's
     owner: Tensor  # [items], the block of each item; `blocks` for an item that is none
     item_bounds: Tensor  # [blocks + 1], where each block's items begin
@@ -78,7 +79,8 @@ def number_kernel(
     lists, numbers, counts, T, C, length, heads, tokens, shares, B,
     R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a share. Numbers its entries by block; and counts those of each block."""
+    """One program: a share. Numbers its entries by block, and others -1; and counts those of each
+    block."""
     line = tl.program_id(0)
     b, h, first, held = share_of_tokens(line, T, length, heads, tokens, B, K)
     counted = counts + (line.to(tl.int64) * shares + tl.program_id(1)) * C
@@ -98,7 +100,7 @@ def number_kernel(
         same = tl.sum(tl.where(c[:, None] == c[None], order, 0), 1)
         number += same & 0xFFFF
         entry, there = share_entries(x + i, end, first, b, h, T, R, K, n)
-        tl.store(numbers + entry, number, mask=c >= 0)
+        tl.store(numbers + entry, tl.where(c >= 0, number, -1), mask=there)
         # those of the next turn now
         entry, there = share_entries(x + BLOCK + i, end, first, b, h, T, R, K, n)
         ahead = tl.load(lists + entry, mask=there, other=-1)
@@ -163,13 +165,15 @@ def place_kernel(
     lists, numbers, counts, bounds, entries, T, C, length, heads, tokens, shares, B,
     R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a share. Writes each entry to its place."""
+    """One program: a share. Writes each entry to its place, and that place, counted from the span's
+    first, instead of its number."""
     line = tl.program_id(0)
     b, h, first, held = share_of_tokens(line, T, length, heads, tokens, B, K)
     before = counts + (line.to(tl.int64) * shares + tl.program_id(1)) * C
     # of each span there is one bound more than blocks
     lines = B * heads
     blocks = bounds + line.to(tl.int64) * C + line // lines
+    origin = tl.load(bounds + (line // lines).to(tl.int64) * (lines * C + 1))
     end = held * (R // K * n)
     for x in range(0, end, BLOCK):
         entry, there = share_entries(x + tl.arange(0, BLOCK), end, first, b, h, T, R, K, n)
@@ -179,6 +183,7 @@ def place_kernel(
         number += tl.load(before + c, mask=there, other=0)
         place = tl.load(blocks + c, mask=there, other=0) + number
         tl.store(entries + place, entry.to(entries.dtype.element_ty), mask=there)
+        tl.store(numbers + entry, (place - origin).to(tl.int32), mask=there)
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,7 @@ def room(
     tensors = {name: empty(spans, blocks + 1, dtype=torch.int64) for name in bounds}
     tensors["owner"] = empty(spans, most)
     tensors["entries"] = empty(spans * entries_of_span, dtype=small)
+    numbers = empty(*lists.shape)
     inverses = [
         Inverse(
             token,
@@ -248,6 +254,7 @@ def room(
             head,
             heads,
             tensors["entries"],
+            numbers,
             tensors["bounds"][i],
             tensors["owner"][i],
             tensors["item_bounds"][i],
@@ -258,7 +265,7 @@ def room(
         for i, (token, head) in enumerate(firsts)
     ]
     return Inversion(
-        inverses, empty(*lists.shape), empty(spans * lines, shares, num_blocks),
+        inverses, numbers, empty(spans * lines, shares, num_blocks),
         empty(spans, blocks), tensors, num_heads, tokens,
     )  # fmt: skip
 

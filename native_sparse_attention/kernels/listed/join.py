@@ -124,7 +124,7 @@ def list_of_span(x, first, rank, RANKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "first", "length", "rank"])
 def sum_kernel(
-    part, lists, dq, unless, T, R, n, first, length, rank, RANKS: tl.constexpr,
+    part, places, dq, unless, T, R, n, first, length, rank, RANKS: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     PIECES: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, UNLESS: tl.constexpr,
     FLIPPED: tl.constexpr,
@@ -140,12 +140,11 @@ def sum_kernel(
     token, of_token = list_of_span(i // G, first, rank, RANKS)
     number = (b * T + token) * R + of_token
     row, line = number * G + i % G, number * n
-    there = (b * length * RANKS + i // G) * n
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if ADD:
         acc = load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
     for slot in tl.range(0, n * PIECES, loop_unroll_factor=4):
-        listed = real & (tl.load(lists + line + slot // PIECES, mask=real, other=-1) >= 0)
-        at = (there * PIECES + slot) * ROWS + i % G
+        place = tl.load(places + line + slot // PIECES, mask=real, other=-1).to(tl.int64)
+        listed, at = place >= 0, (place * PIECES + slot % PIECES) * ROWS + i % G
         acc += load_parts(part, at * D, D, BLOCK_D, listed).to(tl.float32)
     store_rows(dq, row * D, acc, D, BLOCK_D, real)

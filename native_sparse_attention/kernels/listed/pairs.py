@@ -3,7 +3,9 @@ it. dk and dv; and for small groups of heads, whose tiles would be nearly empty 
 the forward and dq, in parts that are then joined for each query.
 
 Rows of a tile are entries (see `inverse.py`) x heads: entry e of lists [B T R n] is slot e % n of
-list e // n % R of token e // (n R). Parts have one row an entry and head.
+list e // n % R of token e // (n R). Parts have one row an entry and head: those of the forward in
+the order of the lists, where what they are joined by, one number each, is found in few sectors;
+those of dq, which are only added up, in the order of the span's entries, as they are formed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .join import (
 )
 
 # one compiled kernel for all lengths
-LENGTHS = ["T", "S", "C", "BLOCKS", "first", "length", "start"]
+LENGTHS = ["T", "S", "C", "BLOCKS", "start"]
 
 
 @triton.jit
@@ -67,7 +69,13 @@ def entry_rows(
     return large(e, WIDE), large(e // n // R, WIDE), e // n % R * G + row % G, real
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit
+def place_of(i, bounds, G: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr):
+    """Where among the entries of the span those of the rows of a tile from entry i on lie."""
+    return large(i - narrow(tl.load(bounds), WIDE) + tl.arange(0, BLOCK_M) // G, WIDE)
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "first", "length"])
 def forward_kernel(
     q, k, v, gates, part, part_lse, entries, bounds, owner, item_bounds, chunk, starts, start,
     doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2, cap,
@@ -122,18 +130,11 @@ def forward_kernel(
             tl.store(part_lse + row, m + tl.log2(l), mask=real)
 
 
-@triton.jit
-def among_parts(e, bt, b, T, R, n, first, length, rank, ranks):
-    """Entries e, of tokens bt of row b, counted among those of a span: of `length` tokens from
-    `first` on and of so many lists of each from `rank` on."""
-    return e - (bt * (R - ranks) + (b * (T - length) + first) * ranks + rank) * n
-
-
-@triton.jit(do_not_specialize=[*LENGTHS, "rank", "head", "heads"])
+@triton.jit(do_not_specialize=[*LENGTHS, "head", "heads"])
 def backward_kernel(
     q, k, v, gates, d_out, lse, delta, part, d_gates, dk, dv, spill_k, spill_v,
     entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
-    doc_last, T, S, K, s, C, BLOCKS, first, length, rank, ranks, head, heads, scale, cap,
+    doc_last, T, S, K, s, C, BLOCKS, head, heads, scale, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -204,8 +205,7 @@ def backward_kernel(
             dk_acc += tl.dot(ds_tile, q_tile, input_precision=PRECISION)
             if DQ:
                 dq = tl.dot(tl.trans(ds_tile), k_tile, input_precision=PRECISION) * scale
-                e = among_parts(e, bt, b, T, R, n, first, length, rank, ranks)
-                at = (e * PIECES + piece) * G + query_head % G
+                at = (place_of(i, bounds, G, BLOCK_M, WIDE) * PIECES + piece) * G + query_head % G
                 store_parts(part, at * D, dq, D, BLOCK_D, real)
 
         dk_acc *= scale
@@ -245,10 +245,9 @@ def arguments(
         gates=selection.gates, entries=inverse.entries, bounds=inverse.bounds, owner=inverse.owner,
         item_bounds=inverse.item_bounds, chunk=inverse.chunk, starts=selection.starts,
         start=selection.start, T=T, S=S, K=K, R=R, n=n, s=selection.s, C=num_blocks,
-        BLOCKS=B * inverse.heads * num_blocks, first=inverse.first, length=inverse.length,
-        G=H // R, D=D, E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E),
-        BLOCK_M=tile.block_m, RAGGED=selection.starts is not None, DIAGONAL=selection.diagonal,
-        **launch.ends(selection),
+        BLOCKS=B * inverse.heads * num_blocks, G=H // R, D=D, E=E, BLOCK_D=launch.padded(D),
+        BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m, RAGGED=selection.starts is not None,
+        DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
         GATES=selection.gates is not None, WHOLE=whole,
         WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
@@ -275,8 +274,8 @@ def forward(
         part = q.new_empty(B * inverse.length * H * n, E)
         part_lse = q.new_empty(len(part), dtype=torch.float32)
         forward_kernel[(len(inverse.owner),)](
-            part=part, part_lse=part_lse, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
-            BLOCK_S=launch.padded(selection.s),
+            part=part, part_lse=part_lse, first=inverse.first, length=inverse.length,
+            scale_log2=scale * LOG2_E, POSITIVE=scale > 0, BLOCK_S=launch.padded(selection.s),
             **arguments(q, k, v, selection, inverse, "forward"),
         )  # fmt: skip
         grid, flipped = launch.grid(cdiv(inverse.length * H, JOIN_ROWS), B)
@@ -327,7 +326,7 @@ def backward(
             backward_kernel[(len(inverse.owner), pieces)](
                 part=part, d_gates=d_gates, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1],
                 spill_bounds=inverse.spill_bounds, scale=scale, BLOCK_N=block_n,
-                rank=rank, ranks=ranks, head=inverse.head, heads=inverse.heads,
+                head=inverse.head, heads=inverse.heads,
                 DQ=into is not None, PIECES=pieces, **cotangent.arguments(),
                 **arguments(q, k, v, selection, inverse, "backward"),
             )  # fmt: skip
@@ -343,7 +342,7 @@ def backward(
             tiles = cdiv(inverse.length * ranks * (H // R), SUM_ROWS)
             grid, flipped = launch.grid(tiles, B)
             sum_kernel[grid](
-                part, selection.lists, unless=alike, T=T, R=R, n=n, first=inverse.first,
+                part, inverse.places, unless=alike, T=T, R=R, n=n, first=inverse.first,
                 length=inverse.length, rank=rank, RANKS=ranks, PIECES=pieces, ROWS=rows, G=H // R,
                 D=D, BLOCK_D=launch.padded(D), BLOCK_M=SUM_ROWS, UNLESS=alike is not None,
                 FLIPPED=flipped, **into,
