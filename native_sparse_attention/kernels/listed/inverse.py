@@ -191,7 +191,7 @@ class Inversion:
     """Room for the inverse of lists [B T R n], by spans, and what is on its way to it."""
 
     spans: list[Inverse]
-    numbers: Tensor  # as the lists
+    numbers: Tensor  # as the lists; in the end the places
     counts: Tensor  # [spans lines, shares, C]
     totals: Tensor  # [spans, blocks]
     tensors: dict[str, Tensor]  # of all spans
