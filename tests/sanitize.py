@@ -239,6 +239,10 @@ def hopper() -> None:
                 selection_block_size=64, sliding_window_size=129, memory=heads[0] != 16,
                 importance="probs" if heads[0] in (8, 16) else "logits",
             )  # fmt: skip
+        layer(
+            256, 256, (4, 2, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
+            selection_block_size=64, sliding_window_size=129, selection_stride=8,
+        )  # fmt: skip
 
 
 def rows() -> None:

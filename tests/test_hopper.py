@@ -7,32 +7,21 @@ import torch
 from benchmarks.problem import pooled
 from native_sparse_attention import (
     compressed_attention,
-    native_sparse_attention,
     selected_attention,
     sliding_window_attention,
 )
 from tests import selections
-from tests.budget import CUDA, DEVICE, assert_right, draw
+from tests.budget import DEVICE, assert_right, draw
+from tests.on_hopper import MARKS, layer
 
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.hopper import (
-    gpu,
-    interval_launch,
-    listed_launch,
-    ranking_launch,
-)
+from native_sparse_attention.kernels.hopper import interval_launch, listed_launch, ranking_launch
 from native_sparse_attention.kernels.listed import spans
 from native_sparse_attention.kernels.tiles import FEW_KEYS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not CUDA or not gpu.available(torch.empty(1, device=DEVICE)),
-        reason="needs a Hopper and Triton 3.6",
-    ),
-]
+pytestmark = MARKS
 LAUNCHES = [
     (interval_launch, "forward"),
     (interval_launch, "backward_q"),
@@ -234,13 +223,6 @@ def test_ranking_in_other_places(launches):
         assert torch.equal(torch.cat(parts, 1), whole)
         assert torch.equal(selections.library.select_blocks(*apart, q_offset=0, **call)[0], whole)
     assert launches == {"ranking.rank": 4}
-
-
-def layer(tensors, d_out, within, **settings):
-    # in all threads: the backward has its own
-    with launch.using(within):
-        out = native_sparse_attention(*tensors, backend="triton", **settings)
-        return [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def forced_backward_kv(
 class BackwardPlan(NamedTuple):
     """Whether dq through the listed blocks is formed block by block too, and that `apart`, beside
     what other keys give; and else, or where on the device `alike` is not 0 (most neighbours are),
-    query by query with these unions. And the lists turned round."""
+    query by query with these unions. And the lists turned round, one of so many `neighbours`."""
 
     by_block: bool
     apart: bool = False
@@ -305,6 +305,7 @@ class BackwardPlan(NamedTuple):
     cost: float = 0.0
     alike: Tensor | None = None
     inverse: Inversion | None = None
+    neighbours: int = 1
 
     def fill(self, selection: Selection) -> None:
         if self.unions is not None:
@@ -312,7 +313,7 @@ class BackwardPlan(NamedTuple):
             if self.alike is not None:
                 unite.most(self.unions, self.alike)
         if self.inverse is not None:
-            self.inverse.fill(selection.lists)
+            self.inverse.fill(selection.lists[:, :: self.neighbours].contiguous())
 
 
 def plan_backward(
@@ -327,8 +328,9 @@ def plan_backward(
     unions, cost = unite.room_for_alike(selection, q.shape[2], q.dtype)
     with_dq = listed_launch.forms_dq(*call)
     alike = None if unions is None or not with_dq else unions.counts.new_empty(())
-    inverse = spans.room_for_backward(*call, with_dq)
-    return BackwardPlan(with_dq, with_dq, unions, cost, alike, inverse)
+    neighbours = 1 if with_dq else listed_launch.tokens_of(*call)
+    inverse = spans.room_for_backward(*call, with_dq, neighbours)
+    return BackwardPlan(with_dq, with_dq, unions, cost, alike, inverse, neighbours)
 
 
 def listed_backward_q(
@@ -372,8 +374,9 @@ def listed_backward_kv(
     streams.wait(q.device, ready)
     rest = dq if plan.by_block else None
     return pairs.backward(
-        q, k, v, selection, scale, cotangent, plan.inverse.spans, dk, dv, rest, plan.alike, after
-    )
+        q, k, v, selection, scale, cotangent, plan.inverse.spans, dk, dv, rest, plan.alike, after,
+        plan.neighbours,
+    )  # fmt: skip
 
 
 def backward(

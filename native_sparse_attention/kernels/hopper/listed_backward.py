@@ -42,10 +42,12 @@ LENGTHS = ["T", "S", "C", "BLOCKS", "chunk", "items", "head"]
 def walk(
     part, begin, end, count, origin, scale, dk, dv, k_tile, v_tile, q_smem, do_smem,
     lse_smem, delta_smem, ds_smem, full, PART: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr, FEW: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr,
+    FEW: gl.constexpr,
 ):  # fmt: skip
     """What tiles of an item's entries add to dk and dv; with DQ also writes dq of each."""
-    TOKENS: gl.constexpr = ROWS // GROUP
+    EACH: gl.constexpr = TOKENS * GROUP
+    ENTRIES: gl.constexpr = ROWS // EACH
     D: gl.constexpr = k_tile.shape[1]
     THREADS: gl.constexpr = 256 if FEW else 160  # of a part and the warps that read
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -56,7 +58,7 @@ def walk(
     row = gl.arange(0, ROWS, ROW)
     zero = gl.zeros([KEYS, ROWS], gl.float32, S)
     for j in range(0, count):
-        i = begin + j * TOKENS
+        i = begin + j * ENTRIES
         slot = PART * STAGES + j % STAGES
         mbarrier.wait(full.index(slot), (j // STAGES) & 1)
         if FEW:
@@ -66,7 +68,7 @@ def walk(
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse_row = lse_smem.index(slot).load(ROW)
         delta_row = delta_smem.index(slot).load(ROW)
-        real = (i + row // GROUP < end) & (row % GROUP < G)
+        real = (i + row // EACH < end) & (row % GROUP < G)
         lse_row = gl.where(real, lse_row, float("inf"))
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
         p = probabilities(s, scale * 1.4426950408889634, lse_row[None], delta_row[None], GATED)
@@ -102,12 +104,11 @@ def form(
     part, alike, inverse, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v, k_smem,
     v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full, PART: gl.constexpr,
     K: gl.constexpr, HEADS: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr, ALIKE: gl.constexpr,
-    FEW: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr,
+    ALIKE: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """A part. What the item adds to dk and dv is written to the block's, or apart where the block
     has several items."""
-    TOKENS: gl.constexpr = ROWS // GROUP
     D: gl.constexpr = k_smem.shape[4]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     bounds, item_bounds, spill_bounds = inverse[1], inverse[3], inverse[5]
@@ -118,7 +119,7 @@ def form(
     dk_acc = gl.zeros([KEYS, D], gl.float32, ACC)
     dv_acc = gl.zeros([KEYS, D], gl.float32, ACC)
     origin = gl.load(bounds).to(gl.int32)
-    steps = gl.maximum(gl.cdiv(end - begin, TOKENS), 0)
+    steps = gl.maximum(gl.cdiv(end - begin, ROWS // (TOKENS * GROUP)), 0)
     with_dq = steps if DQ else 0
     if ALIKE:
         with_dq = gl.where(gl.load(alike) != 0, 0, steps)
@@ -126,14 +127,15 @@ def form(
     if DQ:
         dk_acc, dv_acc = walk(
             part, begin, end, with_dq, origin, scale, dk_acc, dv_acc, k_tile, v_tile, q_smem,
-            do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, GROUP, STAGES, GATED, True, FEW,
+            do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, GROUP, TOKENS, STAGES, GATED,
+            True, FEW,
         )  # fmt: skip
         tma.store_wait(0)
     if ALIKE or not DQ:
         dk_acc, dv_acc = walk(
             part, begin, end, steps - with_dq, origin, scale, dk_acc, dv_acc, k_tile, v_tile,
-            q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, GROUP, STAGES, GATED,
-            False, FEW,
+            q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, GROUP, TOKENS, STAGES,
+            GATED, False, FEW,
         )  # fmt: skip
     dk_acc *= scale
     if end > begin:
@@ -158,15 +160,15 @@ def backward_kernel(
     q, k, v, d_out, q_b, q_t, q_h, lse, delta, part, alike, dk, dv, spill_k, spill_v, entries,
     bounds, owner, item_bounds, spill_bounds, chunk, items, head, T, S, C, BLOCKS, scale,
     K: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr,
-    ALIKE: gl.constexpr, FEW: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    DQ: gl.constexpr, ALIKE: gl.constexpr, FEW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: two items. With ALIKE no dq where that says so. With FEW q, d_out and `part` are
     pointers, else descriptors of boxes of an entry."""
     inverse = (entries, bounds, owner, item_bounds, chunk, spill_bounds)
     strides = (q_b, q_t, q_h)
     D: gl.constexpr = k.block_shape[3]
-    TILES: gl.constexpr = ROWS // GROUP * (D // WIDTH)
+    TILES: gl.constexpr = ROWS // (TOKENS * GROUP) * (D // WIDTH)
     SLOTS: gl.constexpr = PARTS * STAGES
     k_smem, v_smem = places(k, PARTS), places(v, PARTS)
     if FEW:
@@ -190,17 +192,17 @@ def backward_kernel(
             (form, (
                 part, alike, inverse, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v,
                 k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full, 0,
-                K, HEADS, G, GROUP, STAGES, GATED, DQ, ALIKE, FEW,
+                K, HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ, ALIKE, FEW,
             )),
             (form, (
                 part, alike, inverse, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v,
                 k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full, 1,
-                K, HEADS, G, GROUP, STAGES, GATED, DQ, ALIKE, FEW,
+                K, HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ, ALIKE, FEW,
             )),
             (read, (
                 q, d_out, k, v, lse, delta, strides, inverse, items, head, T, C, BLOCKS, k_smem,
                 v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_bar, full, HEADS, R, n, G, GROUP,
-                STAGES, FEW,
+                TOKENS, STAGES, FEW,
             )),
         ],
         [4, 4 if FEW else 1],

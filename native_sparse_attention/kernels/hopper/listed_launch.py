@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from .. import launch
@@ -56,6 +58,16 @@ def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) 
     return all(launch.boxes(t, KEYS) is not None for t in (q, k, v))
 
 
+def tokens_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> int:
+    """Neighbours that are one entry: of those that share a list as many as a tile has room for,
+    where tokens are such groups from the first on. One where their rows are no box anyhow."""
+    if selection.starts is not None or not serves(q, k, v, selection, scale):
+        return 1
+    rows = rows_of(q.shape[2] // selection.lists.shape[2])
+    tokens = math.gcd(selection.stride, selection.start, q.shape[1], ROWS // rows)
+    return tokens if tokens * rows >= LEAST_BOX else 1
+
+
 def forms_dq(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> bool:
     """Whether dq is better formed block by block too. With `launch.using({"listed_dq": ...})` as
     that says."""
@@ -77,17 +89,19 @@ def backward(
     part: Tensor | None,
     alike: Tensor | None,
     inverse: Inverse,
+    tokens: int,
 ) -> None:
     """As `pairs.backward_kernel`: adds to dk and dv or writes the items' shares, and the parts of
-    dq [entries, rows, D], unless most neighbours are `alike`."""
+    dq [entries, rows, D], unless most neighbours are `alike`. Entries of so many `tokens` have no
+    parts."""
     from .listed_backward import backward_kernel
 
     T, (S, K, D) = q.shape[1], k.shape[1:]
     R, n = selection.lists.shape[2:]
     items, blocks, groups = len(inverse.owner), cdiv(S, KEYS), q.shape[2] // R
-    shape = [1, 1, rows_of(groups), COLUMNS]
-    few = shape[2] < LEAST_BOX
-    into = part if few or part is None else gpu.box(part, shape[1:])
+    shape = [1, tokens, rows_of(groups), COLUMNS]
+    few = tokens * shape[2] < LEAST_BOX
+    into = part if few or part is None else gpu.box(part, [1, *shape[2:]])
     backward_kernel[(cdiv(items, 2),)](
         q=q if few else gpu.box(q, shape), k=gpu.box(k, [1, KEYS, 1, D]),
         v=gpu.box(v, [1, KEYS, 1, D]),
@@ -98,7 +112,7 @@ def backward(
         spill_bounds=inverse.spill_bounds, chunk=inverse.chunk, items=items, head=inverse.head,
         T=T, S=S, C=blocks,
         BLOCKS=q.shape[0] * inverse.heads * blocks, scale=scale, K=K, HEADS=inverse.heads, R=R,
-        n=n, G=groups, GROUP=shape[2], STAGES=STAGES, GATED=cotangent.gated,
+        n=n, G=groups, TOKENS=tokens, GROUP=shape[2], STAGES=STAGES, GATED=cotangent.gated,
         DQ=part is not None, ALIKE=alike is not None, FEW=few,
         REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip

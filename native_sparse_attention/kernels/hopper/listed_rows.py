@@ -1,8 +1,8 @@
 """Rows of queries into shared memory for `listed_backward.py`, and parts of dq out of it. In Gluon.
 
-A tile has rows of some entries, GROUP of each, of which G are heads. Of eight rows and more the
-tensor memory accelerator moves an entry's, a box for each half of a row; fewer are no box: threads
-of four warps copy them.
+A tile has rows of some entries: of TOKENS neighbours, which share a list, GROUP each, of which G
+are heads. Of eight rows and more the tensor memory accelerator moves an entry's, a box for each
+half of a row; fewer are no box: threads of four warps copy them, of one token.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ def copy_boxes(
 ):  # fmt: skip
     """q and d_out of a tile of entries from i on, to boxes from `first` on; `before` are the tokens
     of rows before b."""
-    TOKENS: gl.constexpr = ROWS // q.block_shape[2]
+    TOKENS: gl.constexpr = q.block_shape[1]
+    ENTRIES: gl.constexpr = ROWS // (TOKENS * q.block_shape[2])
     mbarrier.expect(bar, ROWS * D * 4)
-    for t in gl.static_range(TOKENS):
+    for t in gl.static_range(ENTRIES):
         e = gl.load(entries + gl.minimum(i + t, end - 1)).to(gl.int32)
-        token, head = e // (n * R) - before, e // n % R * G
+        token, head = e // (n * R) * TOKENS - before, e // n % R * G
         for half in gl.static_range(D // WIDTH):
             at = [b, token, head, half * WIDTH]
-            place = first + half * TOKENS + t
+            place = first + half * ENTRIES + t
             load_box(q, at, bar, q_smem.index(place))
             load_box(d_out, at, bar, do_smem.index(place))
 
@@ -100,13 +101,15 @@ def copy_rows(
 def read(
     q, d_out, k, v, lse, delta, strides, inverse, items, head, T, C, BLOCKS, k_smem, v_smem,
     q_smem, do_smem, lse_smem, delta_smem, kv_bar, full, HEADS: gl.constexpr, R: gl.constexpr,
-    n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, FEW: gl.constexpr,
+    n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """The warps that read, for both parts in turn: with FEW four, row by row. Rows that are none
     are those of the last entry: they are finite."""
-    TOKENS: gl.constexpr = ROWS // GROUP
+    EACH: gl.constexpr = TOKENS * GROUP
+    ENTRIES: gl.constexpr = ROWS // EACH
     D: gl.constexpr = k.block_shape[3]
-    TILES: gl.constexpr = 1 if FEW else TOKENS * (D // WIDTH)
+    TILES: gl.constexpr = 1 if FEW else ENTRIES * (D // WIDTH)
     WARPS: gl.constexpr = 4 if FEW else 1
     LANES: gl.constexpr = gl.BlockedLayout([1 if FEW else 2], [32], [WARPS], [0])
     THREADS: gl.constexpr = 128 + 32 * WARPS
@@ -121,15 +124,16 @@ def read(
         mbarrier.expect(bar, KEYS * D * 4)
         load_box(k, [b, c * KEYS, h, 0], bar, k_smem.index(part))
         load_box(v, [b, c * KEYS, h, 0], bar, v_smem.index(part))
-    steps = gl.cdiv(gl.maximum(end0 - begin0, end1 - begin1), TOKENS)
+    steps = gl.cdiv(gl.maximum(end0 - begin0, end1 - begin1), ENTRIES)
     for j in range(0, steps):
         for part in gl.static_range(PARTS):
             b, begin, end = (b0, begin0, end0) if part == 0 else (b1, begin1, end1)
-            i = begin + j * TOKENS
+            i = begin + j * ENTRIES
             if i < end:
                 slot = part * STAGES + j % STAGES
-                e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
-                at = (e // (n * R)).to(gl.int64) * (R * G) + head_of(e, row, R, n, G, GROUP)
+                e = gl.load(entries + gl.minimum(i + row // EACH, end - 1)).to(gl.int32)
+                token = e // (n * R) * TOKENS + row // GROUP % TOKENS
+                at = token.to(gl.int64) * (R * G) + head_of(e, row, R, n, G, GROUP)
                 if j >= STAGES:
                     at_barrier("sync", slot, THREADS)
                 bar, first = full.index(slot), slot * TILES
@@ -152,7 +156,7 @@ def read(
     # no barrier may be left halfway
     for part in gl.static_range(PARTS):
         begin, end = (begin0, end0) if part == 0 else (begin1, end1)
-        steps = gl.maximum(gl.cdiv(end - begin, TOKENS), 0)
+        steps = gl.maximum(gl.cdiv(end - begin, ENTRIES), 0)
         for j in range(gl.maximum(steps - STAGES, 0), steps):
             at_barrier("sync", part * STAGES + j % STAGES, THREADS)
 

@@ -302,9 +302,11 @@ def backward(
     dq: Sum | None,
     alike: Tensor | None = None,
     after: torch.cuda.Event | None = None,
+    neighbours: int = 1,
 ) -> Tensor | None:
     """Adds to dk [B S K D] and dv [B S K E], float32, and to dq if it is given and `alike`, if that
-    is, is 0; then also gives the gradient of the gates. Others may add to dq until `after`."""
+    is, is 0; then also gives the gradient of the gates. Others may add to dq until `after`. An
+    entry is of so many `neighbours`, on a Hopper and without dq."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     s, (R, n) = selection.s, selection.lists.shape[2:]
@@ -320,8 +322,9 @@ def backward(
         spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
         if on_hopper:
             listed_launch.backward(
-                q, k, v, selection, scale, cotangent, dk, dv, spills, part, alike, inverse
-            )
+                q, k, v, selection, scale, cotangent, dk, dv, spills, part, alike, inverse,
+                neighbours,
+            )  # fmt: skip
         else:
             backward_kernel[(len(inverse.owner), pieces)](
                 part=part, d_gates=d_gates, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1],

@@ -39,11 +39,15 @@ LEAST_TOKENS = 128
 LEAST_ROWS = 4096
 
 
-def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) -> Inversion:
+def room(
+    q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int, neighbours: int = 1
+) -> Inversion:
     """For the inverse, by spans whose parts, of so many rows, together take `PARTS` times as much
-    memory as q does; in one where no parts are kept."""
-    (B, T, R, n), K = selection.lists.shape, k.shape[2]
-    groups = q.shape[2] // R
+    memory as q does; in one where no parts are kept. It is of the lists of every so many-th token
+    where `neighbours` are one entry."""
+    lists = selection.lists[:, ::neighbours]
+    (B, T, R, n), K = lists.shape, k.shape[2]
+    groups = q.shape[2] // R * neighbours
     tokens = T  # whose parts are kept at once, of all heads
     if parts:
         share, few, most = launch.row(PARTS[kernel], groups)
@@ -56,12 +60,12 @@ def room(q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int) ->
     if kernel == "backward" and groups < launch.FEW_ROWS:
         heads = heads_of_span(K, tokens * K // T, B * num_blocks)
     length = cdiv(T, cdiv(T * heads, tokens * K))
-    rows = B * length * (q.shape[2] // K * heads) * n
+    rows = B * length * (R // K * heads) * groups * n
     most_rows = launch.item_rows(rows, B * heads * num_blocks)
     if parts and kernel == "backward":
         most_rows = max(most_rows, LEAST_ROWS)
     chunk = max(most_rows // groups, 1)
-    return inverse.room(selection.lists, K, num_blocks, chunk, length, heads)
+    return inverse.room(lists, K, num_blocks, chunk, length, heads)
 
 
 def heads_of_span(num_heads: int, most: int, blocks: int) -> int:
@@ -96,8 +100,10 @@ def pieces(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) 
 
 
 def room_for_backward(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, with_dq: bool
-) -> Inversion:
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, with_dq: bool,
+    neighbours: int = 1,
+) -> Inversion:  # fmt: skip
     """For the inverse of a `backward` that forms dq too, or not."""
     taken = pieces(q, k, v, selection, scale)
-    return room(q, k, selection, "backward", taken.number * taken.rows if with_dq else 0)
+    parts = taken.number * taken.rows if with_dq else 0
+    return room(q, k, selection, "backward", parts, neighbours)

@@ -1,0 +1,28 @@
+"""What tests of a Hopper's kernels share."""
+
+import pytest
+import torch
+
+from native_sparse_attention import native_sparse_attention
+from tests.budget import CUDA, DEVICE
+
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels.hopper import gpu
+
+MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not CUDA or not gpu.available(torch.empty(1, device=DEVICE)),
+        reason="needs a Hopper and Triton 3.6",
+    ),
+]
+
+
+def layer(tensors, d_out, within, **settings):
+    """The layer and its gradients, by the kernels that `within` says."""
+    # in all threads: the backward has its own
+    with launch.using(within):
+        out = native_sparse_attention(*tensors, backend="triton", **settings)
+        return [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
