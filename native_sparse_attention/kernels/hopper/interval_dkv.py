@@ -210,9 +210,9 @@ def form(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def dkv_kernel(
-    q, k, v, d_out, lse, delta, inner_lse, inner_delta, dk, dv, start, T, N, floor, reach, stride,
-    inner_floor, inner_reach, inner_stride, K, scale, B, blocks,
-    G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
+    q, k, v, d_out, lse, delta, inner_lse, inner_delta, dk, dv, start, T, N, floor, reach,
+    inner_floor, inner_reach, scale, B, blocks, stride: gl.constexpr, inner_stride: gl.constexpr,
+    K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
     GATED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: what one of equal shares (axis 1) of the queries that see a block of keys adds

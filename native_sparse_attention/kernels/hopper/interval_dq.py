@@ -37,7 +37,7 @@ from .ring import at_barrier, counters, places
 
 @gluon.jit
 def read(
-    q, d_out, k, v, pk, pv, each, dq, place, K, tiles, lines, q_smem, do_smem, dq_smem, k_smem,
+    q, d_out, k, v, pk, pv, each, dq, place, K, tiles, B, q_smem, do_smem, dq_smem, k_smem,
     v_smem, q_bar, dq_bar, full, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     INNER: gl.constexpr, PREFIX: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
@@ -45,8 +45,8 @@ def read(
     BYTES: gl.constexpr = PARTS * ROWS * q.block_shape[3] * 2
     TOKENS: gl.constexpr = PARTS * ROWS // G
     done = 0
-    for turn in range(0, turns_of(tiles * lines)):
-        tile, b, h = line_of(turn, tiles, lines, K)
+    for turn in range(0, turns_of(tiles * B * K)):
+        tile, b, h = line_of(turn, tiles, B, K)
         local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER, PREFIX)
         if turn > 0:
             at_barrier("sync", QUERIES, THREADS)
@@ -107,8 +107,26 @@ def walk(
 
 
 @gluon.jit
+def sums_of(
+    i, turn, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K: gl.constexpr,
+    PART: gl.constexpr, G: gl.constexpr, INNER: gl.constexpr,
+):  # fmt: skip
+    """lse and delta of a part's rows i at a turn; with INNER those of the other softmax too."""
+    tile, b, h = line_of(turn, tiles, B, K)
+    _, _, row, real = rows_of(i, tile, b, h, start, T, K, PART, G)
+    real = real & (tile >= 0)  # there may be no such turn
+    lse_row = gl.load(lse + row, mask=real, other=0.0)
+    delta_row = gl.load(delta + row, mask=real, other=0.0)
+    other_lse, other_delta = lse_row, delta_row
+    if INNER:
+        other_lse = gl.load(inner_lse + row, mask=real, other=0.0)
+        other_delta = gl.load(inner_delta + row, mask=real, other=0.0)
+    return lse_row, delta_row, other_lse, other_delta
+
+
+@gluon.jit
 def form(
-    dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, lines, q_smem, do_smem, dq_smem,
+    dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, B, q_smem, do_smem, dq_smem,
     k_smem, v_smem, q_bar, dq_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, GATED: gl.constexpr,
     ADD: gl.constexpr,
@@ -122,24 +140,28 @@ def form(
     start, T, N = place[0], place[1], place[2]
     i, scale_log2 = gl.arange(0, ROWS, ROW), scale * 1.4426950408889634
     done = 0
-    for turn in range(0, turns_of(tiles * lines)):
-        tile, b, h = line_of(turn, tiles, lines, K)
+    next_lse, next_delta, next_other_lse, next_other_delta = sums_of(
+        i, 0, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K, PART, G, INNER
+    )
+    for turn in range(0, turns_of(tiles * B * K)):
+        tile, b, h = line_of(turn, tiles, B, K)
         local, locals_, begin, others, initial = blocks_of(
             tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
         )
-        token, position, row, real = rows_of(i, tile, b, h, start, T, K, PART, G)
+        token, position, _, _ = rows_of(i, tile, b, h, start, T, K, PART, G)
         p0, p1 = start + token, start + token + TOKENS - 1
         lo, hi, all_lo, all_hi = seen(position, p0, p1, place, KIND)
-        lse_row = gl.load(lse + row, mask=real, other=0.0)
-        delta_row = gl.load(delta + row, mask=real, other=0.0)
-        if INNER:
-            other_lse = gl.load(inner_lse + row, mask=real, other=0.0)
-            other_delta = gl.load(inner_delta + row, mask=real, other=0.0)
+        lse_row, delta_row = next_lse, next_delta
+        other_lse, other_delta = next_other_lse, next_other_delta
         mbarrier.wait(q_bar.index(0), turn & 1)
         q = q_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         d_out = do_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         fence_async_shared()  # what was read may be overwritten from outside
         at_barrier("arrive", QUERIES, THREADS)
+        # of the next turn now, as they would be waited for then
+        next_lse, next_delta, next_other_lse, next_other_delta = sums_of(
+            i, turn + 1, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K, PART, G, INNER
+        )
         tma.store_wait(0)  # what was there before is written
         if ADD:  # noqa: SIM102
             if turn > 0:
@@ -189,10 +211,11 @@ def form(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
-    q, k, v, d_out, dq, lse, delta, inner_lse, inner_delta, start, T, N, floor, reach, stride,
-    inner_floor, inner_reach, inner_stride, pk, pv, P, each, K, scale, tiles, lines,
-    G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
-    PREFIX: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
+    q, k, v, d_out, dq, lse, delta, inner_lse, inner_delta, start, T, N, floor, reach, inner_floor,
+    inner_reach, pk, pv, P, each, scale, tiles, B, stride: gl.constexpr,
+    inner_stride: gl.constexpr, K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, GATED: gl.constexpr,
+    ADD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor: dq of tiles of queries of a row and KV head, in turn, added to
     what is there if ADD."""
@@ -205,17 +228,17 @@ def dq_kernel(
     gl.warp_specialize(
         [
             (form, (
-                dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, lines, q_smem,
+                dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, B, q_smem,
                 do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 0, G, STAGES, KIND, INNER,
                 PREFIX, GATED, ADD,
             )),
             (form, (
-                dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, lines, q_smem,
+                dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, B, q_smem,
                 do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 1, G, STAGES, KIND, INNER,
                 PREFIX, GATED, ADD,
             )),
             (read, (
-                q, d_out, k, v, pk, pv, each, dq, place, K, tiles, lines, q_smem, do_smem, dq_smem,
+                q, d_out, k, v, pk, pv, each, dq, place, K, tiles, B, q_smem, do_smem, dq_smem,
                 k_smem, v_smem, q_bar, dq_bar, full, G, STAGES, KIND, INNER, PREFIX, ADD,
             )),
         ],

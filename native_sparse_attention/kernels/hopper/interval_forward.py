@@ -40,15 +40,15 @@ MOST, FEWEST = gl.constexpr(48.0), gl.constexpr(16)
 
 @gluon.jit
 def read(
-    q, k, v, pk, pv, each, place, K, tiles, lines, q_smem, k_smem, v_smem, q_bar, full,
+    q, k, v, pk, pv, each, place, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
     G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
     PREFIX: gl.constexpr,
 ):  # fmt: skip
     """The warp that reads."""
     TOKENS: gl.constexpr = PARTS * ROWS // G
     done = 0
-    for turn in range(0, turns_of(tiles * lines)):
-        tile, b, h = line_of(turn, tiles, lines, K)
+    for turn in range(0, turns_of(tiles * B * K)):
+        tile, b, h = line_of(turn, tiles, B, K)
         local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER, PREFIX)
         if turn > 0:
             at_barrier("sync", QUERIES, THREADS)
@@ -102,11 +102,10 @@ def walk(
 
 
 @gluon.jit
-def measured_from(q_tile, longest_key, scale_log2, keys, real, m):
+def measured_from(q, longest_key, scale_log2, keys, real, m):
     """The bounds of a tile's logits instead of m, if all are small and rows see enough keys; and
     whether they are."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_tile.shape[1], 16])
-    x = q_tile.load(ACC).to(gl.float32)
+    x = q.to(gl.float32)
     bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
     bound = bound * (longest_key * gl.abs(scale_log2))
     most = gl.max(gl.where((keys < FEWEST) & real, float("inf"), bound), 0)
@@ -130,7 +129,7 @@ def write(out, lse, smem, acc, m, l, at, row, real):
 
 @gluon.jit
 def attend(
-    out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, lines, q_smem, k_smem,
+    out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, B, q_smem, k_smem,
     v_smem, out_smem, q_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -144,8 +143,11 @@ def attend(
     start, T = place[0], place[1]
     i = gl.arange(0, ROWS, ROW)
     done = 0
-    for turn in range(0, turns_of(tiles * lines)):
-        tile, b, h = line_of(turn, tiles, lines, K)
+    if BOUNDED:
+        _, b, h = line_of(0, tiles, B, K)
+        longest_key = gl.load(norms + b * K + h)
+    for turn in range(0, turns_of(tiles * B * K)):
+        tile, b, h = line_of(turn, tiles, B, K)
         local, locals_, begin, others, initial = blocks_of(
             tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
         )
@@ -158,17 +160,17 @@ def attend(
             local_lo = gl.maximum(local_start(position, place), lo)
             keys = gl.maximum(hi - local_lo, 0) + gl.minimum(position + 1, floor)
 
-        if BOUNDED:
-            longest_key = gl.load(norms + b * K + h)
         mbarrier.wait(q_bar.index(0), turn & 1)
-        q_tile = q_smem.index(PART).reshape([ROWS, D])
-        q = q_tile.load(gl.DotOperandLayout(0, S, 2))
+        q = q_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         by_bound = False
         if BOUNDED:
-            m, by_bound = measured_from(q_tile, longest_key, scale_log2, keys, real, m)
+            m, by_bound = measured_from(q, longest_key, scale_log2, keys, real, m)
         fence_async_shared()  # what was read may be overwritten from outside
         at_barrier("arrive", QUERIES, THREADS)
+        if BOUNDED:  # of the next turn now, as it would be waited for then
+            _, next_b, next_h = line_of(turn + 1, tiles, B, K)
+            longest_key = gl.load(norms + next_b * K + next_h)
 
         l = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
@@ -214,10 +216,11 @@ def attend(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, out, lse, inner_out, inner_lse, norms, start, T, N, floor, reach, stride, inner_floor,
-    inner_reach, inner_stride, pk, pv, P, each, K, scale_log2, tiles, lines,
-    G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
-    PREFIX: gl.constexpr, BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
+    q, k, v, out, lse, inner_out, inner_lse, norms, start, T, N, floor, reach, inner_floor,
+    inner_reach, pk, pv, P, each, scale_log2, tiles, B, stride: gl.constexpr,
+    inner_stride: gl.constexpr, K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor: tiles of queries of a row and KV head, in turn."""
     place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
@@ -229,17 +232,17 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, lines, q_smem,
+                out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, B, q_smem,
                 k_smem, v_smem, out_smem, q_bar, full, 0, G, STAGES, KIND, INNER, PREFIX,
                 BOUNDED,
             )),
             (attend, (
-                out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, lines, q_smem,
+                out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, B, q_smem,
                 k_smem, v_smem, out_smem, q_bar, full, 1, G, STAGES, KIND, INNER, PREFIX,
                 BOUNDED,
             )),
             (read, (
-                q, k, v, pk, pv, each, place, K, tiles, lines, q_smem, k_smem, v_smem, q_bar, full,
+                q, k, v, pk, pv, each, place, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
                 G, STAGES, KIND, INNER, PREFIX,
             )),
         ],

@@ -25,8 +25,11 @@ WIDTHS = (128,)
 LEAST_TILES = 3
 # tiles of queries of a share of dk and dv, at least, where no part of the GPU is idle for it
 LEAST_SHARE = 64
-# places of the ring, and registers of a warp that computes
+# places of the ring, and registers of a thread that computes
 STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
+# of a forward with one softmax, and of its threads on average, of which at most four spill: so
+# programs of short kernels find room beside it
+FEWER = {"REGISTERS": 160, "maxnreg": 120}
 
 
 def serves(
@@ -101,7 +104,7 @@ def by_queries(
     pk, pv = (gpu.box(t, [1, KEYS, 1, t.shape[-1]]) for t in (own(prefix) or (k, v)))
     args = boxes(q, k, v, place, inner, kernel) | dict(
         pk=pk, pv=pv, P=0 if prefix is None else prefix[0].shape[1], each=int(pk.shape[0] > 1),
-        PREFIX=prefix is not None, tiles=tiles, lines=lines,
+        PREFIX=prefix is not None, tiles=tiles, B=q.shape[0],
     )  # fmt: skip
     # one for each multiprocessor, which it fills
     return (min(tiles * lines, gpu.multiprocessors(q.device)),), args
@@ -125,6 +128,8 @@ def forward(
     out, lse, inner_out, inner_lse = (*outputs, *(inner_outputs or outputs))
     grid, args = by_queries(q, k, v, place, inner, prefix, "forward")
     shape = args["q"].block_shape
+    if inner is None:
+        args |= FEWER
     forward_kernel[grid](
         out=gpu.box(out, shape), lse=lse, inner_out=gpu.box(inner_out, shape), inner_lse=inner_lse,
         scale_log2=scale * LOG2_E, norms=norms, BOUNDED=norms is not None, **args,

@@ -30,7 +30,7 @@ QUERIES = gl.constexpr(7)
 ADDED = gl.constexpr(6)
 
 # one compiled kernel for all lengths
-LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "tiles", "lines"]
+LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "tiles"]
 
 
 @gluon.jit
@@ -49,10 +49,10 @@ def turns_of(count):
 
 
 @gluon.jit
-def line_of(i, tiles, lines, K):
+def line_of(i, tiles, B, K: gl.constexpr):
     """Tile, row and KV head of the i-th turn: the last tiles, which see most, first."""
     turn = turn_of(i)
-    return tiles - 1 - turn // lines, turn % lines // K, turn % lines % K
+    return tiles - 1 - turn // K // B, turn // K % B, turn % K
 
 
 @gluon.jit
