@@ -31,6 +31,7 @@ docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) -m benchmarks.report
 	$(PYTHON) -m benchmarks.masks --table
 	$(PYTHON) -m benchmarks.memory --table
+	$(PYTHON) -m benchmarks.rotary --table
 	$(PYTHON) -m benchmarks.training --table
 	$(PYTHON) -m benchmarks.decode --table
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import attention, decode, enwik8, masks, memory, report, training
+from . import attention, decode, enwik8, masks, memory, report, rotary, training
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> None:
         training.main(["--quick", "--providers", "ours"])
         masks.main(["--quick"])
         memory.main(["--quick"])
+        rotary.main(["--quick"])
         decode.main(["--quick"])
         decode.main(["--quick", "--sampling"])
         return
@@ -33,6 +34,8 @@ def main(argv: list[str] | None = None) -> None:
     masks.main(["--table"])
     memory.main([])
     memory.main(["--table"])
+    rotary.main([])
+    rotary.main(["--table"])
     try:
         decode.main([])
         decode.main(["--sampling"])

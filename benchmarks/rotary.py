@@ -4,9 +4,10 @@
     python -m benchmarks.rotary --table       redraw the table of docs/kernels.md from the rows
     python -m benchmarks.rotary --quick       one short row of tokens, nothing recorded
 
-Queries [b h n d] and keys as a projection gives them, token after token, in bf16 (float32 on a
-CPU); of one new token a row, as in decoding, forward only. The published package's own module is
-called on q and on k, as it is (`rotary-embedding-torch`) and through torch.compile (`compiled`).
+Queries [b h n d] and keys as a projection gives them, token after token, in bf16; of one new token
+a row, as in decoding, forward only. The published package forms angles of float32 positions, as its
+`rotate_queries_or_keys` does not for inputs in bf16, which cannot tell position 257 from 256, and
+turns q and k by them: as it is (`rotary-embedding-torch`) and through torch.compile (`compiled`).
 Each is timed after its outputs and gradients were found right, against float64.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch._functorch.config
-from rotary_embedding_torch import RotaryEmbedding
+from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
 from torch import Tensor
 
 from native_sparse_attention.rotary import Rotary, rotate, rotation
@@ -46,23 +47,22 @@ def callables(device: torch.device) -> dict[str, Callable[[Pair], Pair]]:
     ours, peer = Rotary(D).to(device), RotaryEmbedding(D, cache_if_possible=False).to(device)
 
     def published(pair: Pair) -> Pair:
-        return [peer.rotate_queries_or_keys(t) for t in pair]
+        T = pair[0].shape[2]
+        angles = peer(torch.arange(T, device=device, dtype=torch.float32), seq_len=T)
+        return [apply_rotary_emb(angles, t) for t in pair]
 
-    return {
-        PEER: published,
-        "compiled": torch.compile(published, dynamic=False),
-        "ours": lambda pair: rotate(ours, pair, 0, None, "auto"),
-    }
+    known = {PEER: published, "ours": lambda pair: rotate(ours, pair, 0, None, "auto")}
+    if device.type == "cuda":  # else it needs a compiler of C++
+        known["compiled"] = torch.compile(published, dynamic=False)
+    return known
 
 
 def draw(B: int, T: int, device: torch.device) -> tuple[Pair, Pair]:
     """Queries and keys, and the gradients of their rotated."""
     generator = torch.Generator(device).manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def normal(heads: int) -> Tensor:
-        shape = (B, T, heads, D)
-        x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        x = torch.randn(B, T, heads, D, generator=generator, device=device, dtype=torch.bfloat16)
         return x.transpose(1, 2)
 
     heads = (HEADS, KV_HEADS)
