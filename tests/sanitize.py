@@ -24,6 +24,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -296,9 +297,11 @@ def here(parts: list[str]) -> set[str]:
 
 def elsewhere(part: str) -> set[str]:
     """The same, of a part in a process of its own."""
+    began = time.monotonic()
     done = subprocess.run([sys.executable, __file__, part], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{part}: exit status {done.returncode}")
+    print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
