@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -94,6 +95,23 @@ def append_row(path: Path | None, row: Row) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(before + json.dumps(row) + "\n", encoding="utf-8")
     unfinished.replace(path)
+
+
+# pages
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table: its head, and the lines beneath."""
+    head, *rest = lines
+    drawn = [head, ["---"] * len(head), *rest]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in drawn)
+
+
+def redraw(page: str, name: str, text: str) -> str:
+    """The page with the text between the markers of this name."""
+    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+    drawn = f"{begin}\n{text}\n{end}"
+    return re.sub(f"{begin}.*?{end}", lambda _: drawn, page, flags=re.DOTALL)
 
 
 # time and memory

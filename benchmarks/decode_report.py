@@ -6,11 +6,10 @@ Of the GPU of the last row, and of several rows of one case, the latest counts.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from . import report
-from .common import Row
+from .common import Row, markdown, redraw
 from .decode_step import BASELINE
 from .report import length, number
 
@@ -24,11 +23,6 @@ TARGETS = {(64, 4, 1): {(16, 8192): 1.5, (16, 65536): 7.0}}
 NEVER_SLOWER_FROM = 4096
 
 Shape = tuple[int, int, int]  # H, K, T
-
-
-def markdown(lines: list[list[str]]) -> str:
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 class Steps:
@@ -141,12 +135,6 @@ def sampling_table(rows: list[Row]) -> str:
             cells.append(cell)
         lines.append([name, *cells])
     return f"{markdown(lines)}\n\n{where(rows)}"
-
-
-def redraw(page: str, name: str, text: str) -> str:
-    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-    drawn = f"{begin}\n{text}\n{end}"
-    return re.sub(f"{begin}.*?{end}", lambda _: drawn, page, flags=re.DOTALL)
 
 
 def render(page: str, rows: list[Row], samples: list[Row]) -> str:

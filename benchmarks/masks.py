@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -306,7 +305,7 @@ def table(rows: list[Row]) -> str:
         head += [f"{provider}: ms", "TFLOP/s"]
     parts = []
     for T in sorted({T for T, _ in latest}):
-        lines = [head, ["---"] * len(head)]
+        lines = [head]
         dense = latest.get((T, NO_MASK))
         if dense is not None:
             lines.append(["*causal, flash*", "", "", *cells(dense, "flash"), "", ""])
@@ -317,7 +316,7 @@ def table(rows: list[Row]) -> str:
                 lines.append([label, *shares, *cells(case, "sdpa"), *cells(case, "flex")])
         last = next(row for row in reversed(rows) if row["T"] == T)
         parts.append("T = {T}, H = {H}, D = {D}, {dtype}:".format(**last))
-        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+        parts.append(common.markdown(lines))
     commits = dict.fromkeys(row["commit"] for case in latest.values() for row in case.values())
     where = "{gpu}, torch {torch}, triton {triton}, ".format(**rows[-1])
     where += f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}."
@@ -326,9 +325,7 @@ def table(rows: list[Row]) -> str:
 
 def render(page: str, rows: list[Row]) -> str:
     """The page with its table drawn anew."""
-    begin, end = "<!-- begin: masks -->", "<!-- end: masks -->"
-    drawn = f"{begin}\n{table(rows)}\n{end}"
-    return re.sub(f"{begin}.*?{end}", lambda _: drawn, page, flags=re.DOTALL)
+    return common.redraw(page, "masks", table(rows))
 
 
 def main(argv: list[str] | None = None) -> list[Row]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -105,7 +104,6 @@ def table(rows: list[Row]) -> str:
         return NO_ROWS
     lengths = sorted({T for _, _, T in latest})
     lines = [["MiB; seconds", *(f"{T // 1024}k" for T in lengths)]]
-    lines.append(["---"] * len(lines[0]))
     for gpu, importance in dict.fromkeys((gpu, importance) for gpu, importance, _ in latest):
         cells = []
         for T in lengths:
@@ -115,14 +113,12 @@ def table(rows: list[Row]) -> str:
         where = "CPU" if gpu.startswith("none") else gpu
         where += f", torch {last['torch']}, commit {last['commit'][:7]}"
         lines.append([f"`{importance}`; {where}", *cells])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return common.markdown(lines)
 
 
 def render(page: str, rows: list[Row]) -> str:
     """The page with its table drawn anew."""
-    begin, end = "<!-- begin: memory -->", "<!-- end: memory -->"
-    drawn = f"{begin}\n{table(rows)}\n{end}"
-    return re.sub(f"{begin}.*?{end}", lambda _: drawn, page, flags=re.DOTALL)
+    return common.redraw(page, "memory", table(rows))
 
 
 def main(argv: list[str] | None = None) -> list[Row]:

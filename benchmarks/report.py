@@ -103,7 +103,7 @@ def table(head: list[str], lines: list[list[str]]) -> str:
     lines = [line for line in lines if any(line[1:])]
     if not lines:
         return NO_ROWS
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+    return common.markdown([head, *lines])
 
 
 def by_heads(rows: Rows, draw: Callable[[tuple[int, int]], str]) -> str:

@@ -14,7 +14,6 @@ Each is timed after its outputs and gradients were found right, against float64.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def draw(B: int, T: int, device: torch.device) -> tuple[Pair, Pair]:
 
 
 def check(call: Callable[[Pair], Pair], pair: Pair, d_out: Pair) -> float:
-    """The largest error as a share of its budget, of the first and the last 128 tokens.
+    """The largest error as a share of its budget, of the first 128 tokens and of the last.
 
     Raises:
         WrongResult: an error above `FACTOR` times that of eager PyTorch in the same dtype and one
@@ -146,7 +145,6 @@ def table(rows: list[Row]) -> str:
     heads = (f"B={B}, T={T // 1024}k" if T % 1024 == 0 else f"B={B}, T={T}" for B, T, _ in sizes)
     titles = [f"{head}, {which}" for head, (_, _, which) in zip(heads, sizes, strict=True)]
     lines = [["ms (times as fast); GB/s", *titles]]
-    lines.append(["---"] * len(lines[0]))
     for name in dict.fromkeys(name for _, _, name, _ in latest):
         cells = []
         for B, T, which in sizes:
@@ -154,17 +152,14 @@ def table(rows: list[Row]) -> str:
             times = "" if name == PEER or row is None else f" ({row['over_published']:.3g})"
             cells.append("" if row is None else f"{row['p50_ms']:.3g}{times}; {row['gbps']:.0f}")
         lines.append([name, *cells])
-    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     last = rows[-1]
     where = f"{last['gpu']}, torch {last['torch']}, triton {last['triton']}"
-    return f"{text}\n\n{where}, commit {last['commit'][:7]}."
+    return f"{common.markdown(lines)}\n\n{where}, commit {last['commit'][:7]}."
 
 
 def render(page: str, rows: list[Row]) -> str:
     """The page with its table drawn anew."""
-    begin, end = "<!-- begin: rotary -->", "<!-- end: rotary -->"
-    drawn = f"{begin}\n{table(rows)}\n{end}"
-    return re.sub(f"{begin}.*?{end}", lambda _: drawn, page, flags=re.DOTALL)
+    return common.redraw(page, "rotary", table(rows))
 
 
 def main(argv: list[str] | None = None) -> list[Row]:

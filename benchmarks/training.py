@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -201,7 +200,6 @@ def table(rows: list[Row]) -> str:
     latest = {(row["provider"], row["T"]): row for row in rows}
     lengths = sorted({T for _, T in latest})
     lines = [["thousand tokens/s (GiB)", *(f"T = {T}" for T in lengths)]]
-    lines.append(["---"] * len(lines[0]))
     for provider in dict.fromkeys(name for name, _ in latest):
         cells = []
         for T in lengths:
@@ -214,14 +212,12 @@ def table(rows: list[Row]) -> str:
     last = rows[-1]
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in latest.values()))
     where = "{gpu}, torch {torch}, triton {triton}".format(**last) + f", commits {commits}."
-    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", where])
+    return f"{common.markdown(lines)}\n\n{where}"
 
 
 def render(page: str, rows: list[Row]) -> str:
     """The page with its table drawn anew."""
-    begin, end = "<!-- begin: throughput -->", "<!-- end: throughput -->"
-    drawn = f"{begin}\n{table(rows)}\n{end}"
-    return re.sub(f"{begin}.*?{end}", lambda _: drawn, page, flags=re.DOTALL)
+    return common.redraw(page, "throughput", table(rows))
 
 
 def main(argv: list[str] | None = None) -> None:

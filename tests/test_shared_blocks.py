@@ -5,21 +5,16 @@ import pytest
 import torch
 
 from benchmarks.problem import pooled
-from native_sparse_attention import native_sparse_attention, selected_attention
-from tests.budget import CUDA, DEVICE, assert_right, draw
+from native_sparse_attention import selected_attention
+from tests.budget import DEVICE, assert_right, draw
+from tests.on_hopper import MARKS, layer
 
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.hopper import gpu, shared_launch
+from native_sparse_attention.kernels.hopper import shared_launch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not CUDA or not gpu.available(torch.empty(1, device=DEVICE)),
-        reason="needs a Hopper and Triton 3.6",
-    ),
-]
+pytestmark = MARKS
 
 
 def chosen(B, T, R, n, s):
@@ -127,21 +122,15 @@ def test_layer(launches, sinks):
     tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
     d_out = torch.randn(B, T, H, D, device=DEVICE).to(torch.bfloat16)
 
-    def run(shared):
-        # in all threads: the backward has its own
-        with launch.using({"shared": shared}):
-            out = native_sparse_attention(
-                *tensors, compress_block_size=32, compress_block_sliding_stride=16,
-                selection_block_size=64, num_selected_blocks=5, sliding_window_size=255,
-                sinks=torch.randn(3, H, device=DEVICE) if sinks else None, backend="triton",
-            )  # fmt: skip
-            return [out, *torch.autograd.grad(out, tensors, d_out)]
-
-    torch.manual_seed(0)
-    apart = run(False)
+    settings = {
+        "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
+        "num_selected_blocks": 5, "sliding_window_size": 255,
+        "sinks": torch.randn(3, H, device=DEVICE) if sinks else None,
+    }  # fmt: skip
+    apart = layer(tensors, d_out, {"shared": False}, **settings)
     assert launches == []
-    torch.manual_seed(0)
-    for one, other in zip(run(True), apart, strict=True):
+    found = layer(tensors, d_out, {"shared": True}, **settings)
+    for one, other in zip(found, apart, strict=True):
         error = (one.float() - other.float()).norm() / other.float().norm()
         assert error <= torch.finfo(torch.bfloat16).eps
     assert launches == ["forward"]
