@@ -181,16 +181,16 @@ def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
     out.sum().backward()
 
 
-def branches(dtype, heads=(4, 2, 64, 64), S=200, gated=False):
+def branches(dtype, heads=(4, 2, 64, 64), S=200, sizes=(16, 128), num_local=0, gated=False):
     """Forward and backward of the selected branch alone, with gates of its own."""
     H, K, D, E = heads
     q, k, v = (torch.randn(1, S, *s).to(dtype).requires_grad_() for s in ((H, D), (K, D), (K, E)))
     lists = torch.zeros(1, S, K, 2, dtype=torch.int32)
     gates = torch.ones(lists.shape).to(dtype).requires_grad_() if gated else None
-    for s in (16, 128):
+    for s in sizes:
         out = library.selected_attention(
             q, k, v, lists, gates=gates, selection_block_size=s, num_initial_blocks=1,
-            num_local_blocks=0, causal=True, q_offset=0,
+            num_local_blocks=num_local, causal=True, q_offset=0,
         )  # fmt: skip
         out.sum().backward()
 
@@ -257,6 +257,7 @@ if __name__ == "__main__":
                     torch.bfloat16, (16, 1, 128, 128), S=192, selection_block_size=64, slots=0,
                     importance="probs",
                 )  # fmt: skip
+            branches(torch.bfloat16, (4, 1, 128, 128), S=192, sizes=(64,), num_local=1)
             rank(torch.bfloat16, (16, 1, 128))
     if not some or "small" in some:
         rank(torch.float32, (2, 1, 256), importance="logits")

@@ -36,6 +36,6 @@ def test_layer_compiles(capability):
         assert f"kernels.{kernel}_kernel" in done.stdout
     if capability == 90 and compiled_in_gluon():
         for kernel in ("interval_forward.forward", "interval_dq.dq", "interval_dkv.dkv",
-                       "listed_backward.backward", "shared_blocks.forward",
-                       "probs_ranking.ranking"):  # fmt: skip
+                       "listed_forward.forward", "listed_backward.backward",
+                       "shared_blocks.forward", "probs_ranking.ranking"):  # fmt: skip
             assert f"kernels.hopper.{kernel}_kernel" in done.stdout

@@ -26,6 +26,7 @@ LAUNCHES = [
     (interval_launch, "forward"),
     (interval_launch, "backward_q"),
     (interval_launch, "backward_kv"),
+    (listed_launch, "forward"),
     (listed_launch, "backward"),
     (ranking_launch, "rank"),
 ]
@@ -115,7 +116,7 @@ def chosen(B, T, R, n, s):
      ((2, 2), 128, 13, 640), ((3, 3), 64, 3, 192)],
 )  # fmt: skip
 def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
-    """dk, dv and dq, in several spans and items of a block."""
+    """Forward, of few heads a group, and dk, dv and dq, in several spans and items of a block."""
     of_spans = {64: spans.Parts(n / number * 1.01, 1)}
     monkeypatch.setattr(spans, "PARTS", dict.fromkeys(spans.PARTS, of_spans))
     monkeypatch.setattr(spans, "LEAST_TOKENS", 1)
@@ -131,18 +132,21 @@ def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
             num_initial_blocks=1, num_local_blocks=2, causal=True, return_lse=True, q_offset=0,
         )  # fmt: skip
     assert launches["listed.backward"] >= number
+    if heads[0] // heads[1] < launch.FEW_ROWS:
+        assert launches["listed.forward"] >= number
 
 
 @pytest.mark.parametrize("most", [True, False])
-def test_alike(launches, most):
-    """Where most neighbours are alike dq is formed of their unions, as the device says."""
-    T, n = 640, 3
-    q, k, v = draw(T, T, 32, 2, 128, 128, torch.bfloat16)
+@pytest.mark.parametrize("H, unite", [(32, launch.Unite(4, 1.6, 0)), (8, launch.Unite(16, 5.0, 0))])
+def test_alike(launches, most, H, unite):
+    """Where most neighbours are alike dq is formed of their unions, as the device says; of few
+    heads a group the forward of those that are, beside the first part of the others'."""
+    T, n, count = 640, 3, unite.lists
+    q, k, v = draw(T, T, H, 2, 128, 128, torch.bfloat16)
     lists = chosen(2, T, 2, n, 64)
-    for group in range(T // 4):
-        if group % 5 < (4 if most else 2):
-            lists[:, 4 * group : 4 * group + 4] = lists[:, 4 * group + 1 : 4 * group + 2]
-    unite = launch.Unite(4, 1.6, least=0)
+    for first in range(0, T, count):
+        if first // count % 5 < (4 if most else 2):
+            lists[:, first : first + count] = lists[:, first + 1 : first + 2]
     with launch.using({"listed_dq": True, "unite": unite}):
         assert_right(
             selected_attention, {"q": q, "k": k, "v": v}, torch.bfloat16, block_indices=lists,
@@ -150,6 +154,7 @@ def test_alike(launches, most):
             return_lse=True, q_offset=0,
         )  # fmt: skip
     assert launches["listed.backward"] == 1
+    assert launches.get("listed.forward", 0) == (H // 2 < launch.FEW_ROWS)
 
 
 def assert_ranked(q, ck, S, **settings):

@@ -97,6 +97,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.hopper.interval_dq",
             "kernels.hopper.interval_forward",
             "kernels.hopper.listed_backward",
+            "kernels.hopper.listed_forward",
             "kernels.hopper.probs_ranking",
         }
     ),

@@ -209,13 +209,16 @@ def listed_forward(
     """out and lse over the listed blocks, joined in place with those that `partial` holds."""
     call = (q, k, v, selection, scale)
     if isinstance(plan, ByBlock):
+        rest, inverses, parts = plan.rest, plan.inverse.spans, None
         if plan.alike is not None:
             done = partial or nothing(q, v)
+            parts = pairs.room(q, v, rest, inverses)
             with streams.forked(q.device, ahead=True) as beside:
-                with beside:  # short programs, each waiting for the one before
-                    plan.inverse.fill(plan.rest.lists)
-                partial = gather.forward(*call, partial, plan.alike, done, norms)
-        return pairs.forward(q, k, v, plan.rest, scale, plan.inverse.spans, partial, mix)
+                with beside:  # short programs, each waiting for the one before; then memory
+                    plan.inverse.fill(rest.lists)
+                    pairs.attend(q, k, v, rest, scale, inverses[0], parts)
+                partial = gather.forward(*call, partial, plan.alike, done, norms)  # for products
+        return pairs.forward(q, k, v, rest, scale, inverses, partial, mix, parts)
     if plan is None:
         unions = unite.unite(selection, q.shape[2], q.dtype)
         return gather.forward(*call, partial, unions, norms=norms, mix=mix)

@@ -1,4 +1,5 @@
-"""Launches of `listed_backward.py`: where it can run, and where it pays to form dq in it."""
+"""Launches of `listed_forward.py` and `listed_backward.py`: where they can run, and where it pays
+to form dq in the latter."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from .. import launch
 from ..counts import cdiv, next_power_of_2
-from ..launch import Cotangent, Selection
+from ..launch import LOG2_E, Cotangent, Selection
 from ..listed.inverse import Inverse
 from ..sizes import asked
 from . import gpu
@@ -36,11 +37,13 @@ def rows_of_part(groups: int) -> int:
     return groups if rows < LEAST_BOX else rows
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> bool:
+def serves(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, kernel: str = "backward"
+) -> bool:
     """Whether the kernel takes a call. With `launch.using({"listed": False})` never, and not where
     the call asks for tiles."""
     wanted = launch.override.get("listed", True)
-    if not wanted or asked("pairs.backward") or not gpu.available(q):
+    if not wanted or asked(f"pairs.{kernel}") or not gpu.available(q):
         return False
     (B, T, R, n), S = selection.lists.shape, k.shape[1]
     groups = q.shape[2] // R
@@ -53,7 +56,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) 
     if not 0 < B * T * R * n < 1 << 31:
         return False
     # threads copy 16 bytes each where Triton knows that they can, by strides that 16 divides
-    if rows_of(groups) < LEAST_BOX and any(stride % 16 for stride in q.stride()[:3]):
+    copied = kernel == "forward" or rows_of(groups) < LEAST_BOX
+    if copied and any(stride % 16 for stride in q.stride()[:3]):
         return False
     return all(launch.boxes(t, KEYS) is not None for t in (q, k, v))
 
@@ -74,6 +78,32 @@ def forms_dq(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
     lists = selection.lists.shape[:3].numel()
     wanted = launch.override.get("listed_dq", lists >= LEAST_LISTS)
     return bool(wanted) and selection.stride == 1 and serves(q, k, v, selection, scale)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    inverse: Inverse,
+    part: Tensor,
+    part_lse: Tensor,
+) -> None:
+    """As `pairs.forward_kernel`: writes the parts of a span of all heads."""
+    from .listed_forward import forward_kernel
+
+    T, (S, K, D) = q.shape[1], k.shape[1:]
+    R, n = selection.lists.shape[2:]
+    items, blocks, groups = len(inverse.owner), cdiv(S, KEYS), q.shape[2] // R
+    forward_kernel[(items,)](
+        q=q, k=gpu.box(k, [1, KEYS, 1, D]), v=gpu.box(v, [1, KEYS, 1, D]), part=part,
+        part_lse=part_lse, entries=inverse.entries, bounds=inverse.bounds, owner=inverse.owner,
+        item_bounds=inverse.item_bounds, chunk=inverse.chunk, items=items, T=T, C=blocks,
+        BLOCKS=q.shape[0] * K * blocks, first=inverse.first, length=inverse.length,
+        scale_log2=scale * LOG2_E, q_b=q.stride(0), q_t=q.stride(1), q_h=q.stride(2), K=K, R=R, n=n,
+        G=groups, GROUP=rows_of(groups), num_warps=4,
+    )  # fmt: skip
 
 
 def backward(

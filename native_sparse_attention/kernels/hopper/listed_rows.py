@@ -1,4 +1,5 @@
-"""Rows of queries into shared memory for `listed_backward.py`, and parts of dq out of it. In Gluon.
+"""Rows of queries into shared memory for `listed_forward.py` and `listed_backward.py`, and parts of
+dq out of it. In Gluon.
 
 A tile has rows of some entries: of TOKENS neighbours, which share a list, GROUP each, of which G
 are heads. Of eight rows and more the tensor memory accelerator moves an entry's, a box for each
@@ -24,9 +25,8 @@ PARTS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a block
 ROWS = gl.constexpr(64)  # of a tile of entries
 WIDTH = gl.constexpr(64)  # of a box
-# as products read it; and as four warps copy it
+# as products read it
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -83,16 +83,29 @@ def copy_boxes(
             load_box(d_out, at, bar, do_smem.index(place))
 
 
+@gluon.constexpr_function
+def by_rows(GROUP):
+    """How four warps copy a tile: a thread has rows of one entry."""
+    return gl.BlockedLayout([min(int(GROUP), 4), 8], [4, 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def load_entries(entries, i, end, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """The entry of each row of a tile of entries from i on; of rows that are none the last."""
+    row = gl.arange(0, ROWS, LAYOUT)
+    return gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
+
+
 @gluon.jit
 def copy_rows(
-    t, strides, entries, before, b, i, end, tile, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
+    t, strides, e, before, b, tile, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """As `copy_boxes`, of t row by row, by four warps."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
-    column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, BY_ROWS))
-    e = gl.load(entries + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
-    token, head = e // (n * R) - before, head_of(e, row, R, n, G, GROUP)
+    """As `copy_boxes`, of t the rows of entries e, row by row, by four warps."""
+    LAYOUT: gl.constexpr = by_rows(GROUP)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    token, head = e // (n * R) - before, head_of(e, row, R, n, G, GROUP).to(gl.int64)
     at = b.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head * strides[2]
     load_elements(tile, t + (at[:, None] + column[None]))
 
@@ -138,14 +151,11 @@ def read(
                     at_barrier("sync", slot, THREADS)
                 bar, first = full.index(slot), slot * TILES
                 if FEW:
-                    copy_rows(
-                        q, strides, entries, b * T, b, i, end, q_smem.index(first), R, n, G, GROUP
-                    )
+                    own = load_entries(entries, i, end, GROUP, gl.SliceLayout(1, by_rows(GROUP)))
+                    copy_rows(q, strides, own, b * T, b, q_smem.index(first), R, n, G, GROUP)
                     # counted through all rows
-                    copy_rows(
-                        d_out, (0, R * G * D, D), entries, 0, b, i, end, do_smem.index(first), R, n,
-                        G, GROUP,
-                    )  # fmt: skip
+                    whole = (0, R * G * D, D)
+                    copy_rows(d_out, whole, own, 0, b, do_smem.index(first), R, n, G, GROUP)
                 else:
                     copy_boxes(
                         q, d_out, entries, b * T, b, i, end, bar, q_smem, do_smem, first, R, n, G, D
@@ -187,12 +197,13 @@ def write_boxes(part, dq, smem, i, end, origin, number, GROUP: gl.constexpr):
 def write_rows(part, tile, here, i, end, origin, G: gl.constexpr, GROUP: gl.constexpr):
     """As `write_boxes`, row by row, by way of `here`."""
     D: gl.constexpr = tile.shape[1]
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
-    column = gl.arange(0, D, gl.SliceLayout(0, BY_ROWS))
+    LAYOUT: gl.constexpr = by_rows(GROUP)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     there = (i + row // GROUP < end) & (row % GROUP < G)
     at = ((i - origin + row // GROUP).to(gl.int64) * G + row % GROUP) * D
     here.store(tile)
     thread_barrier()
     # read when the cache no longer holds them
     at = part + (at[:, None] + column[None])
-    gl.store(at, here.load(BY_ROWS), mask=there[:, None], eviction_policy="evict_first")
+    gl.store(at, here.load(LAYOUT), mask=there[:, None], eviction_policy="evict_first")

@@ -255,6 +255,37 @@ def arguments(
     )  # fmt: skip
 
 
+def room(
+    q: Tensor, v: Tensor, selection: Selection, inverses: list[Inverse]
+) -> tuple[Tensor, Tensor]:
+    """For the parts of any span of all heads: out of each entry and head, and its lse in units of
+    log2."""
+    longest = max(inverse.length for inverse in inverses)
+    rows = q.shape[0] * longest * q.shape[2] * selection.lists.shape[-1]
+    return q.new_empty(rows, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    inverse: Inverse,
+    parts: tuple[Tensor, Tensor],
+) -> None:
+    """Writes the parts of a span."""
+    part, part_lse = parts
+    if listed_launch.serves(q, k, v, selection, scale, "forward"):
+        listed_launch.forward(q, k, v, selection, scale, inverse, *parts)
+        return
+    forward_kernel[(len(inverse.owner),)](
+        part=part, part_lse=part_lse, first=inverse.first, length=inverse.length,
+        scale_log2=scale * LOG2_E, POSITIVE=scale > 0, BLOCK_S=launch.padded(selection.s),
+        **arguments(q, k, v, selection, inverse, "forward"),
+    )  # fmt: skip
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -264,28 +295,26 @@ def forward(
     inverses: list[Inverse],
     partial: tuple[Tensor, Tensor] | None = None,
     mix: Mixture | None = None,
+    parts: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
-    keys if `partial` holds them. Writes the layer's output to `mix`. Spans are of all heads."""
+    keys if `partial` holds them. Writes the layer's output to `mix`. Spans are of all heads; if
+    `parts` is given it holds those of the first."""
     (B, T, H, _), E = q.shape, v.shape[-1]
     out, lse = partial or launch.empty_outputs(q, v)
     R, n = selection.lists.shape[2:]
-    for inverse in inverses:
-        part = q.new_empty(B * inverse.length * H * n, E)
-        part_lse = q.new_empty(len(part), dtype=torch.float32)
-        forward_kernel[(len(inverse.owner),)](
-            part=part, part_lse=part_lse, first=inverse.first, length=inverse.length,
-            scale_log2=scale * LOG2_E, POSITIVE=scale > 0, BLOCK_S=launch.padded(selection.s),
-            **arguments(q, k, v, selection, inverse, "forward"),
-        )  # fmt: skip
+    begun = parts is not None
+    parts = parts or room(q, v, selection, inverses)
+    for span, inverse in enumerate(inverses):
+        if span > 0 or not begun:
+            attend(q, k, v, selection, scale, inverse, parts)
         grid, flipped = launch.grid(cdiv(inverse.length * H, JOIN_ROWS), B)
         join_kernel[grid](
-            part, part_lse, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
+            *parts, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
             length=inverse.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS,
             SLOTS=next_power_of_2(n), ADD=partial is not None, FLIPPED=flipped,
             **launch.mixture(mix),
         )  # fmt: skip
-        del part, part_lse  # before the next span's are allocated
     return out, lse
 
 

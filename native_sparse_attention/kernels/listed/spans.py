@@ -37,6 +37,8 @@ LEAST_TOKENS = 128
 # rows of an item at least, where parts of dq are kept: shares of dk and dv, which items of a block
 # that has several leave, then take little memory beside these
 LEAST_ROWS = 4096
+# rows of an item of the forward at most, which leaves no shares: short items end together
+FORWARD_ROWS = 1024
 
 
 def room(
@@ -62,6 +64,8 @@ def room(
     length = cdiv(T, cdiv(T * heads, tokens * K))
     rows = B * length * (R // K * heads) * groups * n
     most_rows = launch.item_rows(rows, B * heads * num_blocks)
+    if kernel == "forward":
+        most_rows = min(most_rows, FORWARD_ROWS)
     if parts and kernel == "backward":
         most_rows = max(most_rows, LEAST_ROWS)
     chunk = max(most_rows // groups, 1)
