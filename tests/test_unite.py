@@ -127,7 +127,7 @@ if CUDA:
         (torch.bfloat16, (64, 4, 128, 128), 1, {}),
         (torch.bfloat16, (64, 4, 128, 128), GROUP, {"num_local": 0}),
         (torch.bfloat16, (48, 4, 192, 128), GROUP, {"causal": False, "num_initial": 1}),
-        (torch.bfloat16, (32, 4, 64, 64), GROUP, {"start": 203, "num_local": 2, "stride": 2}),
+        (torch.bfloat16, (16, 4, 64, 64), GROUP, {"start": 203, "num_local": 2, "stride": 4}),
         (torch.bfloat16, (8, 2, 64, 64), GROUP, {"starts": [200, 189]}),
     ]
 

@@ -214,10 +214,10 @@ def listed_forward(
             done = partial or nothing(q, v)
             parts = pairs.room(q, v, rest, inverses)
             with streams.forked(q.device, ahead=True) as beside:
-                with beside:  # short programs, each waiting for the one before; then memory
+                with beside:  # short programs, each waiting for the one before, then the first span
                     plan.inverse.fill(rest.lists)
                     pairs.attend(q, k, v, rest, scale, inverses[0], parts)
-                partial = gather.forward(*call, partial, plan.alike, done, norms)  # for products
+                partial = gather.forward(*call, partial, plan.alike, done, norms)
         return pairs.forward(q, k, v, rest, scale, inverses, partial, mix, parts)
     if plan is None:
         unions = unite.unite(selection, q.shape[2], q.dtype)

@@ -184,7 +184,7 @@ HOPPER = Architecture(
     TILES,
     FEW_HEADS_TILES,
     {128: GATHER, 256: WIDE_GATHER},
-    # of 128 rows in two to five stages 1.27 ms for 1.06 (the layer's forward, H = 64, K = 4, 8k, 16
+    # of 128 rows in two to four stages 1.27 ms for 1.06 (the layer's forward, H = 64, K = 4, 8k, 16
     # tokens a list), 16.0 for 14.4 at 64k; backward 3.19 for 3.08
     64,
     PAIRS,

@@ -40,8 +40,8 @@ def rows_of_part(groups: int) -> int:
 def serves(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, kernel: str = "backward"
 ) -> bool:
-    """Whether the kernel takes a call. With `launch.using({"listed": False})` never, and not where
-    the call asks for tiles."""
+    """Whether the kernel of that name takes a call. With `launch.using({"listed": False})` never,
+    and not where the call asks for tiles."""
     wanted = launch.override.get("listed", True)
     if not wanted or asked(f"pairs.{kernel}") or not gpu.available(q):
         return False
