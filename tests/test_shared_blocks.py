@@ -112,10 +112,14 @@ def test_strided(launches):
     assert launches == ["forward"] * 2
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_layer(launches, sinks):
+@pytest.mark.parametrize(
+    "heads, stride, sinks",
+    [((32, 2), 1, False), ((32, 2), 1, True), ((8, 2), 4, False), ((6, 2), 4, True),
+     ((2, 2), 16, False), ((10, 2), 2, False)],
+)  # fmt: skip
+def test_layer(launches, heads, stride, sinks):
     """With the other branches' rows and the gates: as where blocks are read for each list."""
-    B, T, H, K, D = 2, 1024, 32, 2, 128
+    (H, K), B, T, D = heads, 2, 1024, 128
     q, k, v = draw(T, T, H, K, D, D, torch.bfloat16)
     ck, cv = (pooled(t, 32, 16) for t in (k, v))
     gates = torch.rand(B, T, H, 3, device=DEVICE).to(torch.bfloat16)
@@ -124,7 +128,7 @@ def test_layer(launches, sinks):
 
     settings = {
         "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
-        "num_selected_blocks": 5, "sliding_window_size": 255,
+        "num_selected_blocks": 5, "sliding_window_size": 255, "selection_stride": stride,
         "sinks": torch.randn(3, H, device=DEVICE) if sinks else None,
     }  # fmt: skip
     apart = layer(tensors, d_out, {"shared": False}, **settings)

@@ -1,10 +1,11 @@
 """The selected branch of neighbouring queries that chose differently: each block that one of them
 chose is read once for all, and attended to by those that chose it. In Gluon, for a Hopper.
 
-A program holds the queries of PARTS x WARPS tokens, of one group of heads, one token a warp. One
-warp more reads: the blocks of their union, one after the other, into a ring of CHUNK x CHUNKS
-places. A warp attends to a block that its token chose and passes by the others; the warps of a part
-meet once in CHUNK blocks. So nothing is computed that is masked, and little is waited for.
+A program holds the queries of PARTS x WARPS lists, of one group of heads, one list a warp: of a
+token, or of neighbours that share it. One warp more reads: the blocks of their union, one after the
+other, into a ring of CHUNK x CHUNKS places. A warp attends to a block that its list holds and
+passes by the others; the warps of a part meet once in CHUNK blocks. So nothing is computed that is
+masked, and little is waited for.
 
 A scalar is the same in all threads of a part, but for `warp_number` and what is made of it: a
 branch on that is one that each warp takes for itself, and may hold nothing for which warps meet.
@@ -85,6 +86,7 @@ def read(
 ):  # fmt: skip
     """The warp that reads, as there is room: of each tile its queries, a part's where keys or
     values of a block would be, and then its blocks. What is needed at its end comes nearer."""
+    TOKENS: gl.constexpr = q.block_shape[1]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     E: gl.constexpr = v.block_shape[3]
     THREADS: gl.constexpr = (PARTS * WARPS + 1) * 32
@@ -104,7 +106,7 @@ def read(
             mbarrier.expect(bar, BYTES)
             mbarrier.arrive(bar, count=CHUNK - 1)
             for part in gl.static_range(PARTS):
-                token = (group * PARTS + part) * WARPS
+                token = (group * PARTS + part) * TOKENS
                 smem = rows_smem(q, k_smem, v_smem, turn * CHUNK, part)
                 load_box(q, [b, token, r * G, 0], bar, smem)
             done += 1
@@ -123,15 +125,16 @@ def read(
                 e = ahead
                 ahead = gl.load(at + j + i + 2, mask=j + i + 2 < n, other=0)
             done += 1
-        i = gl.arange(0, 32, LANES)
-        token = group * PARTS * WARPS + i
-        row = ((b * T + token).to(gl.int64) * R + r) * (G * E)
-        real = (i < PARTS * WARPS) & (token < T) & (n >= 0)
-        if ADD:
-            fetch_rows(out, row, real, G * E * 2)
-        if MIX:
-            fetch_rows(mix_cmp, row, real, G * E * 2)
-            fetch_rows(mix_win, row, real, G * E * 2)
+        for first in gl.static_range(0, PARTS * TOKENS, 32):
+            i = first + gl.arange(0, 32, LANES)
+            token = group * PARTS * TOKENS + i
+            row = ((b * T + token).to(gl.int64) * R + r) * (G * E)
+            real = (i < PARTS * TOKENS) & (token < T) & (n >= 0)
+            if ADD:
+                fetch_rows(out, row, real, G * E * 2)
+            if MIX:
+                fetch_rows(mix_cmp, row, real, G * E * 2)
+                fetch_rows(mix_win, row, real, G * E * 2)
     # none is left behind
     for chunk in range(gl.maximum(done - CHUNKS, 0), done):
         for i in gl.static_range(CHUNK):
@@ -155,12 +158,12 @@ def flat(warps, width):
 
 @gluon.jit
 def rows_of(
-    b, r, first, T, R, G: gl.constexpr, ROWS: gl.constexpr, M: gl.constexpr, LAYOUT: gl.constexpr
+    b, r, first, T, R, G: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Of the rows of tokens from `first` on: their numbers among rows of [B T H], and whether they
     are any."""
     i = gl.arange(0, M, LAYOUT)
-    token, g = first + i // ROWS, i % ROWS
+    token, g = first + i // GROUP, i % GROUP
     return (b * T + token).to(gl.int64) * (R * G) + r * G + g, (g < G) & (token < T)
 
 
@@ -200,7 +203,7 @@ def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr, SLICE
 @gluon.jit
 def finish(
     acc, m, l, out, lse, mix_cmp, mix_win, mix_gates, mixed, b, r, token, T, R, g_b, g_t, g_h, g_3,
-    G: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
+    G: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse of a tile that begins at `token`, with ADD of the keys seen so far and
     these; and with MIX the layer's output."""
@@ -208,7 +211,7 @@ def finish(
     E: gl.constexpr = acc.shape[1]
     FLAT: gl.constexpr = flat(WARPS, E)
     ROW: gl.constexpr = gl.SliceLayout(1, FLAT)
-    row, real = rows_of(b, r, token, T, R, G, ROWS, M, ROW)
+    row, real = rows_of(b, r, token, T, R, G, GROUP, M, ROW)
     feature = gl.arange(0, E, gl.SliceLayout(0, FLAT))
 
     # all that is read before anything is written: no load passes a store
@@ -219,8 +222,8 @@ def finish(
         held = gl.load(out + at, mask=there, other=0.0)
     if MIX:
         i = gl.arange(0, M, ROW)
-        gate = mix_gates + b * g_b + (token + i // ROWS).to(gl.int64) * g_t
-        gate += (r * G + i % ROWS) * g_h
+        gate = mix_gates + b * g_b + (token + i // GROUP).to(gl.int64) * g_t
+        gate += (r * G + i % GROUP) * g_h
         gate_cmp = gl.load(gate, mask=real, other=0.0).to(gl.float32)
         gate_sel = gl.load(gate + g_3, mask=real, other=0.0).to(gl.float32)
         gate_win = gl.load(gate + 2 * g_3, mask=real, other=0.0).to(gl.float32)
@@ -254,14 +257,16 @@ def finish(
 def attend(
     queries, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
     groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-    PART: gl.constexpr, G: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
+    PART: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr,
     CHUNK: gl.constexpr, CHUNKS: gl.constexpr, SLICE: gl.constexpr,
     BOUNDED: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
 ):  # fmt: skip
-    """A part: its tokens' attention to the blocks that they chose. Tiles of less than none are left
-    out."""
+    """A part: attention of its lists' tokens to the blocks that these hold. Tiles of less than none
+    are left out."""
     THREADS: gl.constexpr = (PARTS * WARPS + 1) * 32
-    M: gl.constexpr = WARPS * ROWS
+    TOKENS: gl.constexpr = queries.block_shape[1]
+    GROUP: gl.constexpr = queries.block_shape[2]
+    M: gl.constexpr = TOKENS * GROUP
     D: gl.constexpr = k_smem.shape[4]
     E: gl.constexpr = v_smem.shape[4]
     BLOCK_N: gl.constexpr = k_smem.shape[2]
@@ -315,10 +320,10 @@ def attend(
                             )  # fmt: skip
                         at_barrier("arrive", place, THREADS)
                     done += 1
-            token = (group * PARTS + PART) * WARPS
+            token = (group * PARTS + PART) * TOKENS
             finish(
                 acc, m, l, out, lse, mix_cmp, mix_win, mix_gates, mixed, b, r, token, T, R, g_b,
-                g_t, g_h, g_3, G, ROWS, WARPS, ADD, MIX,
+                g_t, g_h, g_3, G, GROUP, WARPS, ADD, MIX,
             )  # fmt: skip
 
 
@@ -330,21 +335,21 @@ def forward_kernel(
     SLICE: gl.constexpr, REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr,
     MIX: gl.constexpr,
 ):  # fmt: skip
-    """One program: every so many tiles, of the tokens of a group of lists. Writes out and lse, with
-    ADD of the keys seen so far and these; and with MIX the layer's output."""
-    ROWS: gl.constexpr = q.block_shape[2]
+    """One program: every so many tiles, of the tokens of a group of lists, those of a part a box of
+    q. Writes out and lse, with ADD of the keys seen so far and these; and with MIX the layer's
+    output."""
     k_smem, v_smem, full = chunks(k, v, CHUNK, CHUNKS)
     gl.warp_specialize(
         [
             (attend, (
                 q, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R,
                 limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-                0, G, ROWS, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, MIX,
+                0, G, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, MIX,
             )),
             (attend, (
                 q, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R,
                 limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-                1, G, ROWS, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, MIX,
+                1, G, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, MIX,
             )),
             (read, (
                 q, k, v, out, mix_cmp, mix_win, entries, counts, T, K, R, limit, s, groups, tiles,

@@ -16,9 +16,9 @@ from ..norms import bounds
 from ..sizes import asked
 from . import gpu
 
-# tokens of a program: two parts of as many warps, and rows of each
+# lists of a program: two parts of as many warps, and rows of each
 WARPS, ROWS = 4, 16
-TOKENS = 2 * WARPS
+LISTS = 2 * WARPS
 # blocks between two meetings of a part, and how many times as many are on their way; keys of a
 # product; registers of a warp
 CHUNK, CHUNKS, SLICE, REGISTERS = 3, 2, 16, 208
@@ -41,7 +41,11 @@ def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) 
     if wanted is False or asked("gather.forward") or not gpu.available(q):
         return False
     (B, T, R, n), s, S = selection.lists.shape, selection.s, k.shape[1]
-    rows = launch.FEW_ROWS <= q.shape[2] // R <= ROWS and selection.stride == 1
+    groups, stride = q.shape[2] // R, selection.stride
+    rows = launch.FEW_ROWS <= groups * stride <= ROWS
+    if stride > 1:  # a tile begins where tokens that share a list do
+        rows = rows and ROWS % stride == 0
+        rows = rows and selection.starts is None and selection.start % stride == 0
     lists = 0 < n <= MOST_SLOTS and S // s < BLOCKS and selection.gates is None
     whole = s in SIZES and S % s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
@@ -49,7 +53,9 @@ def serves(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) 
     sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
     plain = selection.soft_cap is None and scale > 0
     least = 0 if wanted else LEAST_TILES * gpu.multiprocessors(q.device)
-    if not (rows and lists and whole and sizes and plain and least <= B * R * (T // TOKENS)):
+    if not (
+        rows and lists and whole and sizes and plain and least <= B * R * (T // (LISTS * stride))
+    ):
         return False
     return all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
 
@@ -71,9 +77,9 @@ class Plan(NamedTuple):
 
 def plan(q: Tensor, k: Tensor, selection: Selection) -> Plan:
     """Room for what `fill` writes."""
-    blocks = min(TOKENS * selection.lists.shape[3], cdiv(k.shape[1], selection.s))
+    blocks = min(LISTS * selection.lists.shape[3], cdiv(k.shape[1], selection.s))
     alike, cost = unite.room_for_alike(selection, q.shape[2], q.dtype)
-    return Plan(alike, max(cost, ALIKE), unite.room(selection, TOKENS, blocks))
+    return Plan(alike, max(cost, ALIKE), unite.room(selection, LISTS, blocks))
 
 
 def forward(
@@ -94,11 +100,12 @@ def forward(
     from .shared_blocks import forward_kernel
 
     R, s, tiles = selection.lists.shape[2], selection.s, unions.counts.numel()
+    shape = [1, WARPS * selection.stride, ROWS // selection.stride, q.shape[-1]]
     if not tiles:
         return
     # one for each multiprocessor, which it fills
     forward_kernel[(min(tiles, gpu.multiprocessors(q.device)),)](
-        q=gpu.box(q, [1, WARPS, ROWS, q.shape[-1]]), k=gpu.box(k, [1, s, 1, k.shape[-1]]),
+        q=gpu.box(q, shape), k=gpu.box(k, [1, s, 1, k.shape[-1]]),
         v=gpu.box(v, [1, s, 1, v.shape[-1]]), entries=unions.entries, counts=unions.counts, out=out,
         lse=lse, T=q.shape[1], K=k.shape[2], R=R, limit=unions.limit, s=s, groups=unions.groups,
         tiles=tiles, scale_log2=scale * LOG2_E, G=q.shape[2] // R, WARPS=WARPS, CHUNK=CHUNK,
