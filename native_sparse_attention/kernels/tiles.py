@@ -77,7 +77,8 @@ class Unite:
 
 # by rows of a list's tile. `cost` is the time of a tile of lists x rows rows over one block, in
 # that which one list takes a block: query by query, or under FEW_ROWS rows block by block. That of
-# 16 rows is of an untuned kernel, the others are estimates
+# 16 rows is of an untuned kernel, the others are estimates. 256 groups are those of 512 tokens, 8
+# KV heads: on an H200 the layer's forward takes 97 µs for 110 with them
 UNITE = {4: Unite(16, 5.0, least=256), 8: Unite(8, 1.8), 16: Unite(4, 1.6), 32: Unite(2, 1.2)}
 
 # and block by block; "one." of one query head a KV head, where its tile is another
