@@ -11,15 +11,12 @@ import torch
 from native_sparse_attention import (
     BlockSizes,
     SparseAttention,
-    compressed_attention,
     native_sparse_attention,
-    selected_attention,
-    sliding_window_attention,
 )
 from native_sparse_attention.ops import fused
 from native_sparse_attention.ops.operators import whole
-from native_sparse_attention.ops.reference import combine_branches
-from tests.budget import CUDA, DEVICE, assert_right
+from tests.budget import CUDA, DEVICE
+from tests.composition import assert_layer_right
 
 pytest.importorskip("triton")
 
@@ -66,42 +63,6 @@ def draw(dtype=torch.float32, heads=(4, 2, 16, 16), causal=True, memory=2, own=F
     return tensors | {"branch_gates": torch.rand(B, T, H, 3, device=DEVICE).to(dtype)}
 
 
-def composed(
-    q, k, v, ck, cv, branch_gates, cq=None, mem_k=None, mem_v=None, window_k=None, window_v=None,
-    *, backend, lists, causal=True, **forced,
-):  # fmt: skip
-    """The layer by its branches, the selection given."""
-    cq = q if cq is None else cq
-    window = (k, v) if window_k is None else (window_k, window_v)
-    place = {"causal": causal, "backend": backend}
-    outs = (
-        compressed_attention(
-            cq, ck, cv, mem_k=mem_k, mem_v=mem_v, seq_len=k.shape[1],
-            compress_block_sliding_stride=D_, **place,
-        ),
-        selected_attention(q, k, v, lists, selection_block_size=S_, **forced, **place),
-        sliding_window_attention(q, *window, sliding_window_size=W, **place),
-    )  # fmt: skip
-    return combine_branches(outs, branch_gates)
-
-
-def assert_layer_right(tensors, causal=True, forced=None, **settings):
-    """One operator within the budget of the composition, under the selection that it made."""
-    forced = forced or {}
-    call = functools.partial(
-        native_sparse_attention, backend="triton", causal=causal, **SETTINGS, **forced, **settings
-    )
-    with torch.no_grad():
-        _, lists = call(**tensors, return_indices=True)
-
-    def op(*, backend, **leaves):
-        if backend == "triton":
-            return call(**leaves)
-        return composed(**leaves, backend=backend, lists=lists, causal=causal, **forced)
-
-    assert_right(op, tensors, tensors["q"].dtype)
-
-
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if CUDA else [torch.float32]
 HEADS = [(4, 2, 64, 64), (16, 1, 128, 128), (6, 2, 80, 48)] if CUDA else [(4, 2, 16, 16)]
 
@@ -112,7 +73,7 @@ HEADS = [(4, 2, 64, 64), (16, 1, 128, 128), (6, 2, 80, 48)] if CUDA else [(4, 2,
 @pytest.mark.parametrize("importance", ["logits", "probs"])
 def test_layer(dtype, heads, causal, importance):
     tensors = draw(dtype, heads, causal)
-    assert_layer_right(tensors, causal, FORCED, importance=importance)
+    assert_layer_right(tensors, SETTINGS, causal, FORCED, importance=importance)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +82,7 @@ def test_layer(dtype, heads, causal, importance):
 )
 def test_optional_tensors(memory, own, raw, recompute):
     tensors = draw(memory=memory, own=own, raw=raw)
-    assert_layer_right(tensors, recompute=recompute)
+    assert_layer_right(tensors, SETTINGS, recompute=recompute)
 
 
 GROUPED = [(12, 1, 16, 16), (2, 2, 16, 16)] if CUDA else [(3, 1, 16, 16)]
@@ -141,7 +102,7 @@ def test_selections(heads, shared, stride):
         leaders = torch.full((B, ranks, N), -1, dtype=torch.int32, device=DEVICE)
         leaders[..., 0] = 1
         kwargs["leader_indices"] = leaders
-    assert_layer_right(tensors, **kwargs)
+    assert_layer_right(tensors, SETTINGS, **kwargs)
 
 
 @pytest.mark.parametrize("n", [0, 5])
@@ -179,7 +140,7 @@ def test_listed_blocks_apart(forced, monkeypatch):
     values lie."""
     monkeypatch.setattr(selected.listed_launch, "forms_dq", lambda *_: True)
     tensors = draw(heads=(18, 2, 16, 16))
-    assert_layer_right(tensors, forced=forced)
+    assert_layer_right(tensors, SETTINGS, forced=forced)
     found = []
     for apart in (False, True):
         leaves = dict(tensors)

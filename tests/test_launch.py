@@ -219,6 +219,7 @@ def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
     [
         ("3.6.0", (9, 0), False, True),
         ("3.6.1", (9, 0), True, True),
+        ("3.7.1", (9, 0), False, True),
         ("3.6.0", (10, 0), True, False),
         ("3.9.0", (9, 0), False, False),
         ("3.9.0", (9, 0), True, True),

@@ -7,6 +7,7 @@ import torch
 from benchmarks.problem import pooled
 from native_sparse_attention import selected_attention
 from tests.budget import DEVICE, assert_right, draw
+from tests.composition import assert_layer_right
 from tests.on_hopper import MARKS, layer
 
 pytest.importorskip("triton")
@@ -112,6 +113,23 @@ def test_strided(launches):
     assert launches == ["forward"] * 2
 
 
+SIZES = {
+    "compress_block_size": 32,
+    "compress_block_sliding_stride": 16,
+    "selection_block_size": 64,
+    "num_selected_blocks": 5,
+    "sliding_window_size": 255,
+}
+
+
+def layer_inputs(H, K, dtype=torch.bfloat16):
+    B, T, D = 2, 1024, 128
+    q, k, v = draw(T, T, H, K, D, D, dtype)
+    ck, cv = (pooled(t, 32, 16) for t in (k, v))
+    gates = torch.rand(B, T, H, 3, device=DEVICE).to(dtype)
+    return {"q": q, "k": k, "v": v, "ck": ck, "cv": cv, "branch_gates": gates}
+
+
 @pytest.mark.parametrize(
     "heads, stride, sinks",
     [((32, 2), 1, False), ((32, 2), 1, True), ((8, 2), 4, False), ((6, 2), 4, True),
@@ -119,18 +137,12 @@ def test_strided(launches):
 )  # fmt: skip
 def test_layer(launches, heads, stride, sinks):
     """With the other branches' rows and the gates: as where blocks are read for each list."""
-    (H, K), B, T, D = heads, 2, 1024, 128
-    q, k, v = draw(T, T, H, K, D, D, torch.bfloat16)
-    ck, cv = (pooled(t, 32, 16) for t in (k, v))
-    gates = torch.rand(B, T, H, 3, device=DEVICE).to(torch.bfloat16)
-    tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
-    d_out = torch.randn(B, T, H, D, device=DEVICE).to(torch.bfloat16)
-
-    settings = {
-        "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
-        "num_selected_blocks": 5, "sliding_window_size": 255, "selection_stride": stride,
-        "sinks": torch.randn(3, H, device=DEVICE) if sinks else None,
-    }  # fmt: skip
+    tensors = [t.requires_grad_() for t in layer_inputs(*heads).values()]
+    d_out = torch.randn_like(tensors[0])
+    settings = SIZES | {
+        "selection_stride": stride,
+        "sinks": torch.randn(3, heads[0], device=DEVICE) if sinks else None,
+    }
     apart = layer(tensors, d_out, {"shared": False}, **settings)
     assert launches == []
     found = layer(tensors, d_out, {"shared": True}, **settings)
@@ -138,3 +150,16 @@ def test_layer(launches, heads, stride, sinks):
         error = (one.float() - other.float()).norm() / other.float().norm()
         assert error <= torch.finfo(torch.bfloat16).eps
     assert launches == ["forward"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads, stride", [((32, 2), 1), ((8, 2), 4), ((2, 2), 16), ((6, 2), 4)])
+def test_layer_right(launches, heads, stride, dtype):
+    """Against its branches in fp64, of lists for one token and for several."""
+    tensors = layer_inputs(*heads, dtype)
+    assert_layer_right(
+        tensors, SIZES, forced={"num_initial_blocks": 1, "num_local_blocks": 2},
+        selection_stride=stride,
+    )  # fmt: skip
+    # once to know the selection
+    assert launches == ["forward"] * 2
