@@ -1,6 +1,7 @@
 """The specification in memory linear in the length: the same numbers, by tiles and by chunks."""
 
 import itertools
+import shutil
 
 import layers
 import memory
@@ -354,3 +355,23 @@ def test_gathered_gradients_are_the_same_each_time_on_a_gpu(monkeypatch):
         runs.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with it")
+def test_compiled_for_a_cpu():
+    """By torch's own compiler, of keys that fill no block, forward and backward."""
+    q, k, v = (torch.randn(1, 75, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    lists = torch.randint(-1, 5, (1, 75, 2, 2), dtype=torch.int32)
+    gates, weights = torch.rand(1, 75, 2, 2, dtype=torch.float64), torch.randn_like(q)
+    leaves = [t.requires_grad_() for t in (q, k, v, gates)]
+
+    def attend(q, k, v, gates):
+        return selected_attention(
+            q, k, v, lists, gates=gates, selection_block_size=16, backend="eager"
+        )
+
+    results = []
+    for call in (attend, torch.compile(attend, fullgraph=True)):
+        out = call(*leaves)
+        results.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
+    torch.testing.assert_close(*results)

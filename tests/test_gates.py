@@ -195,31 +195,43 @@ def test_operator_is_well_formed():
         torch.library.opcheck(selection.selection_gates, args, test_utils=checks)
 
 
-LAYER = dict(sizes(8, 4, 8), num_selected_blocks=2)
 WINDOW = 21
+SMALL = (150, 212, 4, 2, 64) if CUDA else (6, 28, 2, 1, 16)
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [dict(importance="probs", num_local_blocks=2), dict(recompute=True, selection_stride=2)],
-    ids=["probs", "logits"],
+    "shape, layer, changed",
+    [
+        (SMALL, sizes(8, 4, 8), dict(importance="probs", num_local_blocks=2)),
+        (SMALL, sizes(8, 4, 8), dict(recompute=True, selection_stride=2)),
+        *(
+            ((512, 640, H, 2, 128), sizes(32, 16, 64), dict(importance=importance, **changed))
+            for H in (32, 8)
+            for importance in ("probs", "logits")
+            for changed in ({}, {"selection_stride": 4})
+            if CUDA
+        ),
+    ],
+    ids=str,
 )
-def test_layer(changed):
+def test_layer(shape, layer, changed):
     """The fused operator within the budget of its branches, under the selection that it made."""
-    T, S, H, K, D = (150, 212, 4, 2, 64) if CUDA else (6, 28, 2, 1, 16)
+    T, S, H, K, D = shape
+    layer = dict(layer, num_selected_blocks=2)
+    d, s = layer["compress_block_sliding_stride"], layer["selection_block_size"]
     dtype = torch.bfloat16 if CUDA else torch.float32
     shapes = {
-        "q": (1, T, H, D), "k": (1, S, K, D), "v": (1, S, K, D), "ck": (1, S // 4, K, D),
-        "cv": (1, S // 4, K, D), "mem_k": (K, 2, D), "mem_v": (K, 2, D),
+        "q": (1, T, H, D), "k": (1, S, K, D), "v": (1, S, K, D), "ck": (1, S // d, K, D),
+        "cv": (1, S // d, K, D), "mem_k": (K, 2, D), "mem_v": (K, 2, D),
     }  # fmt: skip
     if "selection_stride" in changed:
         shapes["cq"] = shapes["q"]
     tensors = {n: torch.randn(shape, device=DEVICE).to(dtype) for n, shape in shapes.items()}
     tensors["branch_gates"] = torch.rand(1, T, H, 3, device=DEVICE).to(dtype)
-    call = dict(LAYER, sliding_window_size=WINDOW, use_diff_topk=True, **changed)
+    call = dict(layer, sliding_window_size=WINDOW, use_diff_topk=True, **changed)
     with torch.no_grad():
         _, lists = native_sparse_attention(**tensors, **call, return_indices=True, backend="triton")
-    settings = {**SETTINGS, **LAYER, **changed, "num_initial_blocks": 0}
+    settings = {**SETTINGS, **layer, **changed, "num_initial_blocks": 0}
     forced = dict(num_initial_blocks=0, num_local_blocks=settings["num_local_blocks"])
 
     def op(q, k, v, ck, cv, mem_k, mem_v, branch_gates, backend, cq=None):
@@ -233,10 +245,10 @@ def test_layer(changed):
         outs = (
             compressed_attention(
                 cq, ck, cv, mem_k=mem_k, mem_v=mem_v, seq_len=S, backend=backend,
-                compress_block_sliding_stride=4,
+                compress_block_sliding_stride=d,
             ),
             selected_attention(
-                q, k, v, lists, gates=gates, selection_block_size=8, backend=backend, **forced
+                q, k, v, lists, gates=gates, selection_block_size=s, backend=backend, **forced
             ),
             sliding_window_attention(q, k, v, sliding_window_size=WINDOW, backend=backend),
         )  # fmt: skip

@@ -180,6 +180,13 @@ def scatter_blocks(
     return rearrange(dense, "b i r c -> b r i c")
 
 
+def block_numbers(S: int, s: int, device: torch.device) -> Tensor:
+    """The block of each of S keys, [S]: how many begin up to it, less one. Not their quotient by s:
+    torch's compiler for CPUs splits a loop over those by s, and forgets the last S % s of them."""
+    begins = torch.arange(S, device=device) % s == 0
+    return begins.cumsum(0) - 1
+
+
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -216,7 +223,8 @@ def selected_attention(
     )
     # [b r i c] -> [b k g' i j] with g' = 1 where the group shares
     attended = rearrange(chosen | forced[:, None], "b (k g) i c -> b k g i c", k=kv)
-    mask = attended[..., j // s]
+    of_key = block_numbers(S, s, q.device)
+    mask = attended[..., of_key]
     if causal:
         mask = mask & (j <= i[..., None])[:, None, None]
     if documents is not None:
@@ -226,7 +234,7 @@ def selected_attention(
     if gates is not None:
         gate = scatter_blocks(gates.to(sim.dtype), block_indices, len(c), 1.0)
         gate = gate.masked_fill(forced[:, None], 1.0)
-        sim = sim * rearrange(gate, "b (k g) i c -> b k g i c", k=kv)[..., j // s]
+        sim = sim * rearrange(gate, "b (k g) i c -> b k g i c", k=kv)[..., of_key]
     return attend(sim, v, mask, return_lse, sinks)
 
 
