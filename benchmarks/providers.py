@@ -39,9 +39,13 @@ class Provider:
     factor = 4.0
     note = ""
 
+    def unfit(self, setting: Setting) -> str | None:
+        """What of the setting it does not take, wherever it runs."""
+        return None
+
     def why_not(self, setting: Setting, device: torch.device) -> str | None:
         """Why it cannot run here; None where it can be tried."""
-        return None
+        return self.unfit(setting)
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
         """Put what a call needs besides its inputs into x, or replace inputs. Not timed."""
@@ -292,14 +296,18 @@ class FlashLinearAttention(Provider):
     names = ("q", "k", "v", "branch_gates")
     note = "d = l = s, no window, pooling included"
 
-    def why_not(self, setting: Setting, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return "flash-linear-attention needs cuda"
+    def unfit(self, setting: Setting) -> str | None:
         if setting.G < 16 or setting.G & (setting.G - 1):
             return f"fla.ops.nsa takes groups of 16 heads and more, powers of two, not {setting.G}"
         if setting.T % setting.s:
             return f"its definition here wants T to be a multiple of {setting.s}"
-        return missing("fla.ops.nsa.parallel", "flash-linear-attention")
+        return None
+
+    def why_not(self, setting: Setting, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "flash-linear-attention needs cuda"
+        reason = self.unfit(setting)
+        return reason or missing("fla.ops.nsa.parallel", "flash-linear-attention")
 
     def blocks(self, setting: Setting) -> int:
         return setting.n + setting.initial + setting.local
@@ -341,12 +349,14 @@ class NsaPytorch(OursSelected):
     name, factor, strided = "nsa-pytorch", 4.0, False
     module = "native_sparse_attention_pytorch.triton_native_sparse_attention"
 
+    def unfit(self, setting: Setting) -> str | None:
+        fits = 16 % setting.G == 0 and setting.D <= 128
+        return None if fits else "it takes groups that divide 16 and heads up to 128"
+
     def why_not(self, setting: Setting, device: torch.device) -> str | None:
         if device.type != "cuda":
             return "native-sparse-attention-pytorch needs cuda"
-        if 16 % setting.G or setting.D > 128:
-            return "it takes groups that divide 16 and heads up to 128"
-        return missing(self.module, "native-sparse-attention-pytorch")
+        return self.unfit(setting) or missing(self.module, "native-sparse-attention-pytorch")
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
         super().prepare(x, setting)

@@ -19,9 +19,11 @@ def test_table():
         row("peer", 512, failed="out of memory"),
         row("ours", 1024, tokens_per_s=1, peak_mib=1),
         row("ours", 512, tokens_per_s=2_000_000, peak_mib=1024),
+        row("graph", 512, tokens_per_s=3_000_000, peak_mib=1024, reserved_mib=4096),
     ]
     text = training.table(rows)
     assert "| ours | 2000 (1.0) | 0 (0.0) |" in text and "| peer | out of memory |  |" in text
+    assert "| graph | 3000 (4.0) |  |" in text
     page = "before <!-- begin: throughput -->x<!-- end: throughput --> after"
     assert text in training.render(page, rows) and "x" not in training.render(page, rows)[8:40]
 

@@ -14,8 +14,8 @@ from tests.budget import CUDA, DEVICE, assert_right, draw
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.launch import Selection, Unite
-from native_sparse_attention.kernels.listed import unite
+from native_sparse_attention.kernels.launch import Cotangent, Selection, Sum, Unite
+from native_sparse_attention.kernels.listed import gather, unite
 
 pytestmark = pytest.mark.kernels
 
@@ -187,6 +187,41 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
             grads = torch.autograd.grad(out.square().sum(), leaves) if CUDA else ()
             runs.append([out, lse, *grads])
     assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+@pytest.mark.parametrize("tiles", [1, 8])
+def test_dq_where_most_are_united(monkeypatch, tiles):
+    """Beside groups that are not, which share a program with some that are."""
+    monkeypatch.setattr(launch, "tiles_a_program", lambda *_: tiles)
+    T, H, D, s = 40, 16, 16, 4
+    lists = draw_lists(1, T, 1, 3, 4)
+    selection = Selection(lists, s, 0, 1, True, start=16)
+    q, k, v = draw(T, T + 16, H, 1, D, D, torch.float16)
+    q, k, v = q[:1], k[:1], v[:1]
+    rows = torch.zeros(1, T, H, device=DEVICE)
+    cotangent = Cotangent(torch.randn_like(q).contiguous(), rows, rows)
+    with launch.using({"unite": RULE}):
+        unions = unite.unite(selection, H, q.dtype)
+    assert (unions.counts > 0).any() and (unions.counts == 0).any()
+
+    def dq(unions, only):
+        total = Sum(q)
+        gather.backward_q(q, k, v, selection, 0.25, cotangent, total, unions, only)
+        return total.total().float()
+
+    exact = dq(None, None)
+    for most in (1, 0):
+        found = dq(unions, torch.tensor(most, dtype=torch.int32, device=DEVICE))
+        tolerance = {"rtol": 1e-2, "atol": 1e-3 * exact.abs().max().item()}
+        torch.testing.assert_close(found, most * exact, **tolerance)
+
+
+def test_tiles_of_a_program_are_a_power_of_two():
+    for groups in (1, 1023, 1536, 2560, 3071, 4095, 8192, 65536):
+        for lists in (2, 4, 16):
+            for seldom in (False, True):
+                tiles = launch.tiles_a_program(groups, lists, seldom)
+                assert tiles & (tiles - 1) == 0 and 1 <= tiles <= (8 if seldom else 2)
 
 
 def test_unions_have_a_tile_of_their_own():

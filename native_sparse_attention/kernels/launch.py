@@ -161,10 +161,10 @@ def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
 
 
 def tiles_a_program(groups: int, lists: int, seldom: bool = False) -> int:
-    """Tiles that a program walks where whole groups of lists may be left out, or `seldom` there is
-    anything to do: many programs that do nothing take time too."""
+    """Tiles that a program walks, a power of two, where whole groups of lists may be left out, or
+    `seldom` there is anything to do: many programs that do nothing take time too."""
     programs, most = (ENOUGH_PROGRAMS // 2, 8) if seldom else (2 * ENOUGH_PROGRAMS, min(lists, 2))
-    return min(max(1, groups // programs), most)
+    return 1 << min(max(1, groups // programs), most).bit_length() - 1
 
 
 def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:

@@ -259,6 +259,8 @@ def arguments(
         tokens *= lists
     tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype, united)
     step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists, seldom)
+    if not united:
+        step = min(step, lists)  # of one group, which is left out or not
     block_s = next_power_of_2(s)
     block_n = tile.block_n if selection.gates is None else max(tile.block_n, block_s)
     # rows see a tile's keys or they do not

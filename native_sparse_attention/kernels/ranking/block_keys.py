@@ -2,8 +2,8 @@
 
 A block's score is one dot product: the mean query of the heads that rank together, and the mean key
 of the block's windows. Both are formed in float32 and, to be ranked, cut into two float16 halves,
-whose products a tensor core adds up in float32: what is left out is 2^-24 of a term. The backward
-takes two bfloat16 parts, which need no scaling: 2^-17.
+whose products a tensor core adds up in float32: a term is right to 2^-21 of the product of its
+rows' largest elements. The backward takes two bfloat16 parts, which need no scaling: 2^-17.
 """
 
 import os
@@ -26,7 +26,7 @@ def first_window(c, d: tl.constexpr, s: tl.constexpr):
 @triton.jit
 def two_halves(x):
     """Rows [M, D] as float16 `high + low`, each row times a power of two, [M], that is returned to
-    undo it. Of a row's largest element 2^-24 is left out."""
+    undo it. Of a row's largest element at most 2^-23 is left out."""
     bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
     x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
