@@ -88,15 +88,6 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Memory that nothing was written to holds NaN, and of integers the largest."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="session")
 def runnable() -> None:
     """Some releases of Triton's interpreter cannot run under some releases of numpy."""
