@@ -27,7 +27,7 @@ if CUDA:
     KINDS = [((32, 2), torch.bfloat16), ((8, 2), torch.bfloat16), ((2, 2), torch.bfloat16)]
     KINDS += [((32, 2), torch.float16), ((8, 2), torch.float16), ((8, 2), torch.float32)]
 else:
-    LENGTH, ENDS = 29, (18,)
+    LENGTH, ENDS = 21, (17,)
     L, D, S, N, W, E = 8, 4, 8, 1, 9, 16
     KINDS = [((4, 2), torch.float32)]
 
