@@ -94,6 +94,8 @@ class SparseAttention(Module):
         recompute: keep no branch's output for the backward, which forms them again: less memory,
             more time (Triton only; other backends keep what autograd keeps).
         backend: "auto", "triton", "flex" or "eager"; `auto` takes the fastest that can run a call.
+            Inside `torch.compile` it leaves calls of at most 256 * 256 scores, queries times keys,
+            to the compiler, as eager PyTorch.
 
     Raises:
         ValueError: an argument out of range, or two that do not go together.

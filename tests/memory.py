@@ -1,6 +1,7 @@
-"""How much memory a step needs at its peak."""
+"""How much memory a step needs at its peak, and what lies in it before anything is written."""
 
 import weakref
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,3 +51,14 @@ def cuda_peak(step):
     before = torch.cuda.memory_allocated()
     step()
     return torch.cuda.max_memory_allocated() - before
+
+
+@contextmanager
+def poisoned():
+    """Tensors that nothing was written to hold NaN, those of integers the largest."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -215,21 +215,6 @@ def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monke
         torch.autograd.grad(out, leaves, cotangent)
 
 
-def test_operator_is_well_formed():
-    tensors = {n: t.requires_grad_() for n, t in draw(memory=0, raw=False).items()}
-    q, k, v, ck, cv, gates = (tensors[n] for n in ("q", "k", "v", "ck", "cv", "branch_gates"))
-    settings = fused.Settings(
-        26, k.shape[1] // S_, N, L, D_, S_, W, "logits", False, 1, 1, 1, True, True, 0.25, None,
-        False, True, None,
-    )  # fmt: skip
-    args = (q, k, v, ck, cv, gates, *(None,) * 10, *settings)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(fused.layer, args, test_utils=checks)
-    out, _, *kept = fused.layer(*args)
-    given = (torch.randn_like(out), kept[:3], kept[3:], gates.detach())
-    torch.library.opcheck(fused.layer_cotangents, given, test_utils=checks)
-
-
 @pytest.mark.parametrize("stride, use_diff_topk", [(1, False), (4, True)])
 def test_module(stride, use_diff_topk):
     """SparseAttention over these kernels is that over eager PyTorch, gradients and cache too."""

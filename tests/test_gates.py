@@ -13,7 +13,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import ranking, reference, selection
+from native_sparse_attention.ops import ranking, reference
 from tests.budget import CUDA, DEVICE
 from tests.budget import assert_right as assert_layer_right
 from tests.selections import DTYPE, SETTINGS, candidates, draw, scores, sizes
@@ -182,17 +182,6 @@ def test_nothing_to_rank():
     for backend in ("triton", "eager"):
         lists, gates = select_blocks(q.requires_grad_(), ck, backend=backend, **call)
         assert (lists == -1).all() and (gates == 1).all() and gates.shape == lists.shape
-
-
-def test_operator_is_well_formed():
-    """Schema, fake, autograd registration: torch's own checks."""
-    q, ck, mem_k = (t.requires_grad_() for t in draw(20, 40, 4, 2, 16))
-    lists = torch.ones(2, 20, 2, 3, dtype=torch.int32, device=DEVICE)
-    numbers = (20, 5, 3, 8, 4, 8, "probs", False, 1, 1, 1, True, True, 0.25)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for memory in (mem_k, None):
-        args = (q, ck, memory, lists, *(None,) * 4, *numbers, None)
-        torch.library.opcheck(selection.selection_gates, args, test_utils=checks)
 
 
 WINDOW = 21

@@ -96,18 +96,29 @@ def test_training_under_autocast_and_compile(use_sparse_attn):
     assert (cached == net.sample(prompt, 40, temperature=0.0, use_cache_kv=False)).all()
 
 
+@pytest.mark.parametrize(
+    "ranking",
+    [
+        {},
+        {"importance": "probs"},
+        {"use_diff_topk": True},
+        {"importance": "probs", "use_diff_topk": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("dim_head", [64, 128])
 @pytest.mark.parametrize("heads, kv_heads", [(8, 2), (16, 1)])
 def test_no_sync_between_projection_and_output(
-    waits_for_nothing, heads, kv_heads, dim_head, stride
+    waits_for_nothing, heads, kv_heads, dim_head, stride, ranking
 ):
     """Under bf16 autocast, block by block and query by query; and in fp32 with narrow heads."""
     wide = SparseAttention(
         DIM, dim_head, heads, 63, 32, 64, 4, kv_heads=kv_heads, causal=True,
         compress_block_sliding_stride=16, num_initial_blocks=1, selection_stride=stride,
+        **ranking,
     ).cuda()  # fmt: skip
-    narrow = layer(**WIDE, selection_stride=stride, dtype=torch.float32).cuda()
+    narrow = layer(**WIDE, **ranking, selection_stride=stride, dtype=torch.float32).cuda()
     x = normal(2, 300, DIM).requires_grad_()
 
     def steps():

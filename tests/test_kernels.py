@@ -245,14 +245,6 @@ def test_strided_inputs_and_a_repeat():
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
 
 
-def test_operator_is_well_formed():
-    """Schema, fake, autograd registration: torch's own checks."""
-    q, k, v = (t.requires_grad_() for t in draw(20, 20, 2, 1, 16, 16))
-    args = (q, k, v, *(None,) * 6, operators.CAUSAL_WINDOW, 7, 1, 0, 0.25, None, [16, 32] * 9)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operators.interval_attention, args, test_utils=checks)
-
-
 def test_numbers_of_the_kinds():
     """`ops.operators` writes the kinds out, so as not to import triton."""
     from native_sparse_attention.kernels import device

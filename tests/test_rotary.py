@@ -111,15 +111,6 @@ def test_the_inverse_undoes_it():
     torch.testing.assert_close(second, torch.full_like(x, 2.0))
 
 
-def test_operator_is_well_formed():
-    tensors = [t.requires_grad_() for t in draw()]
-    freqs = Rotary(16).freqs.to(DEVICE)
-    starts = torch.tensor([3, 8], device=DEVICE)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    args = (tensors, freqs, starts, None, 0, 1.0)
-    torch.library.opcheck(operator.rotate, args, test_utils=checks)
-
-
 def test_one_graph_for_all_lengths():
     rotary, graphs = Rotary(16).to(DEVICE), []
 

@@ -5,7 +5,8 @@
     eager    plain PyTorch, everywhere
 
 An explicit backend runs or raises; only `auto` falls back: triton, flex, eager on CUDA, and eager
-elsewhere (with TRITON_INTERPRET=1 an explicit triton runs there too, to be tested).
+elsewhere (with TRITON_INTERPRET=1 an explicit triton runs there too, to be tested). Inside
+`torch.compile` it is eager for `FEW_SCORES` too.
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ Query t stands at absolute position `q_offset + t`; by default the queries are t
 tokens. Causally, `q_offset` may be a tensor [B] for rows that start at different positions; keys
 past a row's last query are then never seen.
 
+`backend` is "triton", "flex", "eager", a tuple of these, of which the first that can run the call
+does, or "auto": all three in this order on CUDA, else eager. Inside `torch.compile` "auto" leaves
+calls of at most 256 * 256 scores, T x S (or T x W), to the compiler, as eager PyTorch.
+
 `block_sizes` are tiles for the Triton kernels, in place of their own; other backends pass them
 over.
 
