@@ -14,6 +14,7 @@ from native_sparse_attention import (
     sliding_window_attention,
 )
 from tests.budget import CUDA, DEVICE
+from tests.selections import sizes
 
 pytest.importorskip("triton")
 
@@ -31,10 +32,7 @@ else:
     L, D, S, N, W, E = 8, 4, 8, 1, 9, 16
     KINDS = [((4, 2), torch.float32)]
 
-SIZES = dict(
-    compress_block_size=L, compress_block_sliding_stride=D, selection_block_size=S,
-    num_selected_blocks=N,
-)  # fmt: skip
+SIZES = dict(sizes(L, D, S), num_selected_blocks=N)
 LAYERS = {
     "logits": {},
     "probs, forced": dict(importance="probs", num_initial_blocks=1, num_local_blocks=2),

@@ -14,6 +14,7 @@ from native_sparse_attention import (
 )
 from tests.budget import CUDA, DEVICE
 from tests.memory import poisoned
+from tests.selections import sizes
 
 pytest.importorskip("triton")
 
@@ -28,10 +29,7 @@ if CUDA:
 else:
     LENGTHS, L, D, S, N, W, E = (19,), 8, 4, 8, 2, 9, 16
     HEADS, DTYPES = [(2, 1), (9, 1)], [torch.float32]
-SIZES = dict(
-    compress_block_size=L, compress_block_sliding_stride=D, selection_block_size=S,
-    num_selected_blocks=N,
-)  # fmt: skip
+SIZES = dict(sizes(L, D, S), num_selected_blocks=N)
 FORCED = dict(num_initial_blocks=1, num_local_blocks=2)
 
 

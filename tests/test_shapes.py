@@ -4,6 +4,7 @@ and all gradients within the budget of its branches, against fp64."""
 import pytest
 import torch
 
+from tests import selections
 from tests.budget import CUDA, DEVICE
 from tests.composition import assert_layer_right
 
@@ -22,13 +23,7 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def sizes(l=32, d=16, s=64, n=5, w=127):
-    return {
-        "compress_block_size": l,
-        "compress_block_sliding_stride": d,
-        "selection_block_size": s,
-        "num_selected_blocks": n,
-        "sliding_window_size": w,
-    }
+    return selections.sizes(l, d, s) | dict(num_selected_blocks=n, sliding_window_size=w)
 
 
 def draw(H, K, D, E, T, S, d, dtype, causal=True, memory=0):
