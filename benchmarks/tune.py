@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.launch import RankingTile, Tile
+from native_sparse_attention.kernels.launch import RankingTile, Tile, Unite
 
 from . import attention, common
 from .common import Row
@@ -44,20 +44,29 @@ from .providers import (
 
 KERNELS: tuple[str, ...] = ("forward", "dq", "dkv", "window.forward", "window.dq", "window.dkv")
 KERNELS += ("gather.forward", "gather.dq", "united.forward", "united.dq")
-KERNELS += ("pairs.forward", "pairs.backward", "prefix.dkv")
+KERNELS += ("pairs.forward", "pairs.backward", "prefix.dkv", "few.forward")
 KERNELS += ("ranking.logits", "ranking.probs")
+KERNELS += ("unite",)  # the rule for lists that are alike
 
-# by the name on the command line; "selected" for random selections, of which neighbours share none
+# by the name on the command line; "selected" for random selections, of which neighbours share none,
+# or 2 or 4 of which are alike
 OPERATIONS: dict[str, Callable[[], Provider]] = {
     "compressed": OursCompressed,
     "selected": lambda: OursSelected(1),
+    "selected-2": lambda: OursSelected(2),
+    "selected-4": lambda: OursSelected(4),
     "window": OursWindow,
     "select": OursSelect,
     "select-probs": OursSelectProbs,
     "whole": Ours,
     "whole-probs": OursProbs,
 }
-ALONE = [name for name in OPERATIONS if "whole" not in name]
+ALONE = ["compressed", "selected", "window", "select", "select-probs"]
+
+ALWAYS, NEVER = 1e-3, 1e6
+
+# what turns them off
+IN_GLUON = ("intervals", "listed", "probs", "shared")
 
 
 class Asked(Exception):
@@ -72,7 +81,12 @@ class Probe:
 
 
 def candidates(kernel: str, width: int) -> Iterator[Any]:
-    """A grid of tiles. Those of a gather have as many rows as share a list, whatever they say."""
+    """A grid of tiles. Those of a gather have as many rows as share a list, whatever they say. A
+    rule that costs next to nothing unites all lists, ALWAYS; one of NEVER none."""
+    if kernel == "unite":
+        for count, cost in itertools.product((2, 4, 8, 16), (ALWAYS, 1.2, 1.6, 2.4, 5.0, NEVER)):
+            yield Unite(count, cost, least=0)
+        return
     if kernel.startswith("ranking"):
         lists = ((0, 0), (8, 8), (16, 6), (32, 4))
         steps = (64, 128) if kernel == "ranking.probs" else (32, 64)  # of windows, or of blocks
@@ -89,9 +103,18 @@ def candidates(kernel: str, width: int) -> Iterator[Any]:
         yield Tile(*sizes)
 
 
+def kind(kernel: str) -> type:
+    if kernel == "unite":
+        return Unite
+    return RankingTile if kernel.startswith("ranking") else Tile
+
+
 def parsed(kernel: str, text: str) -> Any:
-    numbers = [int(number) for number in text.split(",")]
-    return (RankingTile if kernel.startswith("ranking") else Tile)(*numbers)
+    number = float if kernel == "unite" else int
+    numbers = [number(field) for field in text.split(",")]
+    if kernel == "unite":  # lists,cost[,least]
+        return Unite(int(numbers[0]), numbers[1], *map(int, numbers[2:]))
+    return kind(kernel)(*numbers)
 
 
 # one operation
@@ -188,7 +211,7 @@ def tune(args: argparse.Namespace) -> Iterator[Row]:
             if direction == "backward" and not provider.differentiable:
                 continue
             operation = Operation(provider, direction, setting, device)
-            case = {"part": provider.part, "pass": direction, **setting.row()}
+            case = {"part": name, "pass": direction, **setting.row()}
             for kernel in args.kernels:
                 if not operation.asks_for(kernel):
                     continue
@@ -222,8 +245,7 @@ def winners(rows: list[Row]) -> list[str]:
             if len(cases) == most
         }
         best = min(means, key=lambda tile: means[tile])
-        kind = "RankingTile" if kernel.startswith("ranking") else "Tile"
-        what = f"{kind}{best}" if best else "the one that is there"
+        what = f"{kind(kernel).__name__}{best}" if best else "the one that is there"
         where = f"width {width}, G={group}, s={block}, stride {stride}, {dtype}, {gpu}"
         lines.append(f'"{kernel}": {what},  # {means[best]:.3f} of the time; {where}')
     return lines
@@ -248,15 +270,17 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--block", type=int, default=64, help="selection_block_size")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--tiles", nargs="*", default=[], metavar="M,N,..", help="fields of a tile; else a grid")
+    add("--triton", action="store_true", help="kernels in Triton where those in Gluon would run")
     add("--seconds", type=float, default=0.05, help="of timing for each tile")
     add("--out", type=Path, default=common.RESULTS / "tune.jsonl")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--winners", action="store_true", help="time nothing, print the winners of the rows")
     args = parser.parse_args(argv)
     if not args.winners:
-        for row in tune(args):
-            common.append_row(args.out, row)
-            print(line(row), flush=True)
+        with launch.using(dict.fromkeys(IN_GLUON, False) if args.triton else {}):
+            for row in tune(args):
+                common.append_row(args.out, row)
+                print(line(row), flush=True)
     rows = common.read_rows(args.out)
     print(*winners(rows), sep="\n")
     return rows

@@ -52,7 +52,7 @@ FEW_HEADS_TILES = {
     "window.dkv": Tile(32, 64, 4, 3),
     "prefix.dkv": Tile(32, 64, 4, 2),
 }
-FLOAT32 = {256: Tile(32, 32, 4, 1)}
+FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
 
 # the selected branch query by query: by rows of a tile (those of the tokens that share a list).
 # Entries of lists are fetched before their keys: of five stages two hold keys
