@@ -32,6 +32,7 @@ docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) -m benchmarks.masks --table
 	$(PYTHON) -m benchmarks.memory --table
 	$(PYTHON) -m benchmarks.rotary --table
+	$(PYTHON) -m benchmarks.windows --table
 	$(PYTHON) -m benchmarks.training --table
 	$(PYTHON) -m benchmarks.decode --table
 

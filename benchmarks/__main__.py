@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import attention, decode, enwik8, masks, memory, report, rotary, training
+from . import attention, decode, enwik8, masks, memory, report, rotary, training, windows
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -21,6 +21,7 @@ def main(argv: list[str] | None = None) -> None:
         masks.main(["--quick"])
         memory.main(["--quick"])
         rotary.main(["--quick"])
+        windows.main(["--quick"])
         decode.main(["--quick"])
         decode.main(["--quick", "--sampling"])
         return
@@ -36,6 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     memory.main(["--table"])
     rotary.main([])
     rotary.main(["--table"])
+    windows.main([])
+    windows.main(["--table"])
     try:
         decode.main([])
         decode.main(["--sampling"])

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from . import decoding
 from .cache import KVCache
-from .compress import default_compress_mlp, windows_of
+from .compress import default_compress_mlp, slide, slides, windowed, windows_of
 from .gate import default_gate
 from .ops.block_sizes import BlockSizes, check_block_sizes
 from .ops.checks import (
@@ -313,9 +313,7 @@ class SparseAttention(Module):
 
         leader = None
         if cache is None:
-            l, d = self.compress_block_size, self.compress_block_sliding_stride
-            windows = {n: windows_of(t, l, d, self.causal, documents) for n, t in raw.items()}
-            compressed = self.compress(windows)
+            compressed = self.compress_whole(raw, documents)
         else:
             tokens, compressed = decoding.extend(self, cache, counts, tokens, raw)
             if self.selection_stride > 1 and len(cache) > 0:
@@ -362,6 +360,23 @@ class SparseAttention(Module):
             return {"mem_k": None, "mem_v": None}
         mem_k, mem_v = self.compress_mem_kv.to(dtype)
         return {"mem_k": mem_k, "mem_v": mem_v}
+
+    def compress_whole(
+        self, raw: dict[str, Tensor], documents: Documents | None
+    ) -> dict[str, Tensor]:
+        """Summaries of whole sequences "k" and "v" [b h n d]; of networks that form them of the
+        sequence without a copy of each window."""
+        l, d = self.compress_block_size, self.compress_block_sliding_stride
+        sliding = [net for net in (self.k_compress, self.v_compress) if slides(net)]
+        if documents is not None or l % d or len(sliding) < 2:
+            return self.compress(
+                {n: windows_of(t, l, d, self.causal, documents) for n, t in raw.items()}
+            )
+        positions = (self.k_intrablock_positions, self.v_intrablock_positions)
+        compressed = {}
+        for name, net, p in zip("kv", sliding, positions, strict=True):
+            compressed[f"c{name}"] = slide(net, windowed(raw[name], l, d, self.causal), p, l, d)
+        return compressed
 
     def compress(self, windows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Summaries [b h w d] of windows [b h w l d], as "ck" and "cv"."""

@@ -6,10 +6,17 @@ result is empty and the weights receive zero gradients.
 
     b  batch     h  KV heads     w  windows     l  tokens of a window     d  head width
 
+Windows overlap l / stride times, and to add positions copies them. Networks that are linear in a
+window's tokens also have `over(segments, m)`, the same formed of the sequence itself, segment by
+segment [b h segments stride d], of which a window has m = l / stride: `y_w = sum_i W_i x_(w + i)`,
+of its segments x and the pieces W_i of the weights. For others it took longer (docs/kernels.md).
+
 Weights are named as in the published package native-sparse-attention-pytorch 0.2.3.
 """
 
 from __future__ import annotations
+
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -52,11 +59,29 @@ def default_compress_mlp(
     )
 
 
+def sliding_sum(terms: list[Tensor]) -> Tensor:
+    """`y_w = sum_i terms_i[w + i]` of m terms [b h segments o]: [b h w o]."""
+    windows = max(0, terms[0].shape[2] - len(terms) + 1)
+    return sum(
+        (t.narrow(2, min(i, t.shape[2]), windows) for i, t in enumerate(terms[1:], start=1)),
+        start=terms[0].narrow(2, 0, windows),
+    )
+
+
+def windows_summed(segments: Tensor, m: int) -> Tensor:
+    """The sums of tokens over windows of m segments, in float32 or more: [b h w d]."""
+    dtype = torch.promote_types(segments.dtype, torch.float32)
+    return sliding_sum([segments.sum(dim=3, dtype=dtype)] * m)
+
+
 class MeanPool(nn.Module):
     """The mean of a window's tokens, without weights."""
 
     def forward(self, kv: Tensor) -> Tensor:
         return kv.mean(dim=-2)
+
+    def over(self, segments: Tensor, m: int) -> Tensor:
+        return (windows_summed(segments, m) / (m * segments.shape[3])).to(segments.dtype)
 
 
 class ConvLinearCompress(nn.Module):
@@ -149,6 +174,14 @@ class SingleProjection(nn.Module):
 
     def forward(self, kv: Tensor) -> Tensor:
         return self.compress(kv)
+
+    def over(self, segments: Tensor, m: int) -> Tensor:
+        if not isinstance(self.compress, nn.Sequential):
+            total = windows_summed(segments, m).to(segments.dtype)
+            return self.compress(rearrange(total, "b h w d -> b h w 1 d"))
+        flat = rearrange(segments, "b h w l d -> b h w (l d)")
+        pieces = self.get_parameter("compress.1.weight").chunk(m, dim=1)
+        return sliding_sum([F.linear(flat, piece) for piece in pieces])
 
 
 class WindowAttention(nn.Module):
@@ -255,6 +288,29 @@ class CompressTransformer(nn.Module):
         return rearrange(x, "(b w) 1 (h d) -> b h w d", b=b, w=w, h=h).to(kv.dtype)
 
 
+Sliding = MeanPool | SingleProjection
+SLIDING = (MeanPool, SingleProjection)
+PARTS = (nn.Sequential, Rearrange, nn.Linear, EinMix)
+
+
+def slides(network: nn.Module) -> TypeGuard[Sliding]:
+    """Whether `over` stands for `forward`: not of a derived class, nor where someone has
+    replaced a part or listens to one."""
+    return type(network) in SLIDING and all(
+        (module is network or type(module) in PARTS)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        for module in network.modules()
+    )
+
+
+def slide(network: Sliding, tokens: Tensor, positions: Tensor, l: int, stride: int) -> Tensor:
+    """What the network gives for the windows of tokens [b h n d], with positions [h l d] added."""
+    constant = network(positions.to(tokens.dtype)[None, :, None])
+    out = network.over(unfold(tokens, stride, stride), l // stride)
+    return (out + constant).to(tokens.dtype)
+
+
 def unfold(t: Tensor, l: int, d: int) -> Tensor:
     """Windows of l tokens, d apart: [b h n d] -> [b h w l d], views."""
     if t.shape[2] < l:
@@ -262,17 +318,21 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
     return t.unfold(2, l, d).transpose(-2, -1)
 
 
+def windowed(t: Tensor, l: int, d: int, causal: bool) -> Tensor:
+    """Whole sequences [b h n d] with the zeros that their windows begin or end in."""
+    n = t.shape[2]
+    end = n if causal else blocks.num_windows(n, d, causal=False) * d
+    before, behind = l - d, end - n
+    # padding copies, if by nothing
+    return F.pad(t, (0, 0, before, behind)) if before or behind else t
+
+
 def windows_of(
     t: Tensor, l: int, d: int, causal: bool, documents: Documents | None = None
 ) -> Tensor:
     """Windows [b h w l d] of whole sequences [b h n d]; zeros stand for tokens outside of the
     sequence, or of the document that a window ends in."""
-    n = t.shape[2]
-    end = n if causal else blocks.num_windows(n, d, causal=False) * d
-    before, behind = l - d, end - n
-    if before or behind:  # padding copies, if by nothing
-        t = F.pad(t, (0, 0, before, behind))
-    windows = unfold(t, l, d)
+    windows = unfold(windowed(t, l, d, causal), l, d)
     # causally no query sees a window that its document does not fill
     if documents is None or (causal and l == d):
         return windows

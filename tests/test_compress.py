@@ -6,8 +6,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from native_sparse_attention import SparseAttention
 from native_sparse_attention.compress import (
     AttentionPool,
     CompressTransformer,
@@ -16,6 +17,8 @@ from native_sparse_attention.compress import (
     MeanPool,
     SingleProjection,
     default_compress_mlp,
+    slides,
+    windows_of,
 )
 
 H, L, D = 2, 5, 4
@@ -241,3 +244,106 @@ def test_bad_arguments_are_named(network, kwargs, argument):
 def test_transformer_names_a_wrong_width():
     with pytest.raises(ValueError, match="kv must have h \\* d = dim = 8, got h=3 and d=4"):
         CompressTransformer(1, 8, 2)(torch.randn(1, 3, 2, L, 4))
+
+
+# windows of a whole sequence, without copies
+
+SLIDING = ["single", "single per head", "mean"]
+
+
+def layer_of(name: str, l: int, d: int, causal: bool = True) -> SparseAttention:
+    network, kwargs = OURS[name]
+    kwargs = {**kwargs, "compress_window_size": l} if kwargs else {}
+    layer = SparseAttention(
+        dim=8, dim_head=D, heads=H, sliding_window_size=2, compress_block_size=l,
+        compress_block_sliding_stride=d, selection_block_size=l * d, num_selected_blocks=1,
+        causal=causal, compress_mlp=network(**kwargs),
+    )  # fmt: skip
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.5)
+    return layer
+
+
+def summaries(layer: SparseAttention, raw: dict[str, Tensor], copied: bool) -> list[Tensor]:
+    """Of whole sequences; by copies of each window, as for other networks."""
+    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    if copied:
+        found = layer.compress({n: windows_of(t, l, d, layer.causal) for n, t in raw.items()})
+    else:
+        found = layer.compress_whole(raw, None)
+    return [found["ck"], found["cv"]]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("n", [0, 2, 3, 6, 13, 24])
+@pytest.mark.parametrize("l, d", [(4, 4), (6, 3), (6, 2), (4, 1), (6, 4)])
+@pytest.mark.parametrize("name", SLIDING)
+def test_windows_without_copies(name, l, d, n, causal):
+    layer = layer_of(name, l, d, causal).double()
+    raw = {t: torch.randn(2, H, n, D).double().requires_grad_() for t in "kv"}
+    inputs = [*raw.values(), *(p for p in layer.parameters() if p.requires_grad)]
+    expected = summaries(layer, raw, copied=True)
+    actual = summaries(layer, raw, copied=False)
+    weights = [torch.randn_like(t) for t in expected]
+    of = [torch.autograd.grad(t, inputs, weights, materialize_grads=True, allow_unused=True)
+          for t in (expected, actual)]  # fmt: skip
+    for right, found in zip((*expected, *of[0]), (*actual, *of[1]), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_windows_without_copies_round_no_more(name):
+    layer = layer_of(name, 16, 8)
+    raw = {t: torch.randn(2, H, 512, D) for t in "kv"}
+    low, raw = layer.bfloat16(), {n: t.bfloat16() for n, t in raw.items()}
+    exact = summaries(deepcopy(low).double(), {n: t.double() for n, t in raw.items()}, copied=True)
+    found = {copied: summaries(low, raw, copied) for copied in (True, False)}
+    error = {
+        copied: sum((t.double() - e).square().sum() for t, e in zip(ts, exact, strict=True)).sqrt()
+        for copied, ts in found.items()
+    }
+    assert 0 < error[False] <= 1.25 * error[True]
+
+
+def test_windows_without_copies_keep_none():
+    layer = layer_of("single", 16, 8)
+    raw = {t: torch.randn(2, H, 512, D).requires_grad_() for t in "kv"}
+
+    weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+
+    def kept(copied: bool) -> int:
+        sizes = {}
+
+        def note(t: Tensor) -> Tensor:
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            out = summaries(layer, raw, copied)
+        del out
+        return sum(size for at, size in sizes.items() if at not in weights)
+
+    assert kept(copied=False) < 0.7 * kept(copied=True)
+
+
+def test_networks_that_someone_has_changed_get_windows():
+    class Derived(MeanPool):
+        def forward(self, kv):
+            return kv[..., 0, :]
+
+    raw = {t: torch.randn(1, H, 12, D) for t in "kv"}
+    layer, seen = layer_of("mean", 4, 2), []
+    layer.k_compress.register_forward_hook(lambda _, args, out: seen.append(args[0].shape))
+    summaries(layer, raw, copied=False)
+    assert seen == [(1, H, 6, 4, D)]
+
+    layer = layer_of("single", 4, 2)
+    layer.v_compress.compress[1] = torch.compile(layer.v_compress.compress[1], backend="eager")
+    assert not slides(layer.v_compress) and slides(layer.k_compress)
+    for right, found in zip(*(summaries(layer, raw, c) for c in (True, False)), strict=True):
+        assert torch.equal(found, right)
+
+    layer = layer_of("mean", 4, 2)
+    layer.k_compress = Derived()
+    for right, found in zip(*(summaries(layer, raw, c) for c in (True, False)), strict=True):
+        assert torch.equal(found, right)

@@ -127,7 +127,7 @@ def interval_tile(
     if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
         tile = tables.few_heads[kernel]
     if dtype == torch.float32:
-        tile = row(tables.float32, width)
+        tile = tables.float32_tile("interval", width)
     return for_groups(kernel, groups, tile)
 
 
@@ -147,7 +147,7 @@ def gather_tile(
     tables = architecture()
     tile = row(row(tables.gather, width), rows)[kernel]
     if dtype == torch.float32:
-        tile = row(tables.float32, width)
+        tile = tables.float32_tile("gather", width)
     tile = chosen(f"{'united' if united else 'gather'}.{kernel}", tile)
     return replace(tile, block_m=padded(rows))
 
@@ -184,7 +184,7 @@ def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     tiles = row(architecture().pairs, width)
     tile = tiles.get(f"one.{kernel}" if groups == 1 else kernel, tiles[kernel])
     if dtype == torch.float32:
-        tile = row(architecture().float32, width)
+        tile = architecture().float32_tile("pairs", width)
     return for_groups(f"pairs.{kernel}", groups, tile)
 
 

@@ -1,7 +1,8 @@
 """Tile sizes, as data: what `launch.py` takes for a problem on a GPU.
 
 A GPU takes the rows of its architecture. A Hopper's of width 128, in 16 bits, are the best of those
-that were tried on an H200 at 65536 and 8192 tokens; all others are not measured.
+that were tried on an H200 at 65536 and 8192 tokens, its float32's of those at 4096
+(`benchmarks/results/tune.jsonl`); all others are not measured.
 """
 
 from __future__ import annotations
@@ -52,7 +53,16 @@ FEW_HEADS_TILES = {
     "window.dkv": Tile(32, 64, 4, 3),
     "prefix.dkv": Tile(32, 64, 4, 2),
 }
-FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
+# of all kernels in float32, but for those of the selected branch where they have their own
+FLOAT32 = {
+    64: {"interval": Tile(32, 32, 4, 1)},
+    128: {
+        "interval": Tile(64, 32, 8, 1),
+        "gather": Tile(16, 32, 4, 1),
+        "pairs": Tile(32, 64, 8, 1),
+    },
+    256: {"interval": Tile(16, 16, 4, 1)},
+}
 
 # the selected branch query by query: by rows of a tile (those of the tokens that share a list).
 # Entries of lists are fetched before their keys: of five stages two hold keys
@@ -161,11 +171,16 @@ class Architecture:
     gather: dict[int, dict[int, dict[str, Tile]]]
     gather_rows: int  # at most
     pairs: dict[int, dict[str, Tile]]
-    float32: dict[int, Tile]
+    float32: dict[int, dict[str, Tile]]
     block_bytes: int  # of keys and values, of a block that tiles of `pairs` can hold
     logits: dict[int, RankingTile]
     interpolated: dict[int, RankingTile]
     probs: dict[int, dict[int, RankingTile]]
+
+    def float32_tile(self, kind: str, width: int) -> Tile:
+        """For kernels of a kind, "interval", "gather" or "pairs", in float32."""
+        tiles = next(found for limit, found in self.float32.items() if width <= limit)
+        return tiles.get(kind, tiles["interval"])
 
 
 def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
@@ -230,7 +245,7 @@ ELSEWHERE = Architecture(
     },
     64,
     {width: dict.fromkeys(PAIRS[width], tile) for width, tile in SMALL.items()},
-    {128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    {128: {"interval": Tile(32, 32, 4, 1)}, 256: {"interval": Tile(16, 16, 4, 1)}},
     32 * 1024,
     *(in_one_stage(table) for table in (LOGITS_TILES, INTERPOLATED_TILES)),
     dict.fromkeys(BY_WIDTH, in_one_stage(NARROW_PROBS_TILES)),
