@@ -109,7 +109,7 @@ CASES = {
         query_heads_share_selected_kv=False,
     ),
     "layer, documents": lambda at: at.layer(
-        cu_seqlens=torch.tensor([0, at.T // 3, at.T], device=DEVICE), **FORCED
+        cu_seqlens=torch.tensor([0, at.T // 3 // D * D, at.T], device=DEVICE), **FORCED
     ),
 }  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_many_runs_by_spans(heads, monkeypatch):
     monkeypatch.setattr(spans, "PARTS", dict.fromkeys(spans.PARTS, of_spans))
     for name in ("LEAST_TOKENS", "LEAST_ROWS", "FEW_LISTS"):
         monkeypatch.setattr(spans, name, 1)
-    monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
     monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
     tensors, d_out = draw(setting, B=2)
     within, settings = {**GLUON, "listed_dq": True}, layer_settings(setting)
