@@ -347,3 +347,20 @@ def test_networks_that_someone_has_changed_get_windows():
     layer.k_compress = Derived()
     for right, found in zip(*(summaries(layer, raw, c) for c in (True, False)), strict=True):
         assert torch.equal(found, right)
+
+
+def test_windows_without_copies_compile():
+    """In one graph; of lengths that the stride divides, and of others, one each."""
+    layer = layer_of("mean", 4, 2)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for n in (17, 24, 31, 38, 45, 60):
+        x = torch.randn(1, n, 8)
+        torch.testing.assert_close(compiled(x), layer(x))
+    assert len(graphs) <= 3
