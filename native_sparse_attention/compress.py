@@ -290,18 +290,20 @@ class CompressTransformer(nn.Module):
 
 Sliding = MeanPool | SingleProjection
 SLIDING = (MeanPool, SingleProjection)
-PARTS = (nn.Sequential, Rearrange, nn.Linear, EinMix)
+# what these are made of
+PARTS: tuple[list[type], ...] = ([], [EinMix], [nn.Sequential, Rearrange, nn.Linear])
 
 
 def slides(network: nn.Module) -> TypeGuard[Sliding]:
     """Whether `over` stands for `forward`: not of a derived class, nor where someone has
     replaced a part or listens to one."""
-    return type(network) in SLIDING and all(
-        (module is network or type(module) in PARTS)
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (module._backward_hooks or module._backward_pre_hooks)
+    parts = [type(module) for module in network.modules()][1:]
+    return (type(network) in SLIDING and parts in PARTS) and not any(
+        module._forward_hooks or module._forward_pre_hooks
+        or module._backward_hooks or module._backward_pre_hooks
+        or "forward" in vars(module)
         for module in network.modules()
-    )
+    )  # fmt: skip
 
 
 def slide(network: Sliding, tokens: Tensor, positions: Tensor, l: int, stride: int) -> Tensor:

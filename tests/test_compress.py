@@ -343,6 +343,14 @@ def test_networks_that_someone_has_changed_get_windows():
     for right, found in zip(*(summaries(layer, raw, c) for c in (True, False)), strict=True):
         assert torch.equal(found, right)
 
+    layer = layer_of("single", 4, 2)
+    layer.k_compress.compress.append(nn.Linear(D, D))
+    assert not slides(layer.k_compress) and slides(layer.v_compress)
+    layer.k_compress = deepcopy(layer.v_compress)
+    assert slides(layer.k_compress)
+    layer.k_compress.compress[1].forward = lambda x: x[..., :D]
+    assert not slides(layer.k_compress)
+
     layer = layer_of("mean", 4, 2)
     layer.k_compress = Derived()
     for right, found in zip(*(summaries(layer, raw, c) for c in (True, False)), strict=True):
