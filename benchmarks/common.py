@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import importlib.metadata
@@ -112,6 +113,31 @@ def redraw(page: str, name: str, text: str) -> str:
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
     drawn = f"{begin}\n{text}\n{end}"
     return re.sub(f"{begin}.*?{end}", lambda _: drawn, page, flags=re.DOTALL)
+
+
+Run = Callable[[list[Any], float, Path | None, torch.device], list[Row]]
+Render = Callable[[str, list[Row]], str]
+
+
+def command(
+    name: str, argv: list[str] | None, page: Path, render: Render, run: Run, sizes: Any, quick: Any
+) -> list[Row]:
+    """`python -m benchmarks.NAME` of a benchmark of a few sizes, whose rows are those of
+    results/NAME.jsonl and the source of a table of a page."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of repeated calls, each")
+    parser.add_argument("--out", type=Path, help=f"JSONL; results/{name}.jsonl, none with --quick")
+    parser.add_argument("--table", action="store_true", help="redraw the table of the rows there")
+    parser.add_argument("--quick", action="store_true", help="short, nothing recorded")
+    args = parser.parse_args(argv)
+    results = RESULTS / f"{name}.jsonl"
+    if args.table:
+        rows = read_rows(args.out or results)
+        page.write_text(render(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        return rows
+    out = args.out or (None if args.quick else results)
+    return run(list(quick if args.quick else sizes), args.seconds, out, torch.device(args.device))
 
 
 # time and memory

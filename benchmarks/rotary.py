@@ -13,7 +13,6 @@ Each is timed after its outputs and gradients were found right, against float64.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from .oracle import WrongResult
 from .problem import nbytes
 
 PAGE = common.ROOT / "docs" / "kernels.md"
-RESULTS = common.RESULTS / "rotary.jsonl"
 NO_ROWS = "not measured yet: run `python -m benchmarks.rotary`"
 HEADS, KV_HEADS, D = 64, 4, 128
 SIZES = ((1, 8192), (1, 65536), (16, 1))
@@ -163,22 +161,9 @@ def render(page: str, rows: list[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(prog="benchmarks.rotary")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of repeated calls, each")
-    parser.add_argument("--out", type=Path, help="JSONL; results/rotary.jsonl, none with --quick")
-    parser.add_argument("--table", action="store_true", help="redraw the table of the rows there")
-    parser.add_argument("--quick", action="store_true", help="short, nothing recorded")
-    args = parser.parse_args(argv)
-    out = args.out or (None if args.quick and not args.table else RESULTS)
-    if args.table:
-        rows = common.read_rows(out or RESULTS)
-        PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
-        return rows
     # a backward pass that is timed runs again and again
     torch._functorch.config.donated_buffer = False
-    sizes = [(1, 300)] if args.quick else list(SIZES)
-    return run(sizes, args.seconds, out, torch.device(args.device))
+    return common.command("rotary", argv, PAGE, render, run, SIZES, [(1, 300)])
 
 
 if __name__ == "__main__":

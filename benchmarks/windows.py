@@ -14,7 +14,6 @@ gradients were found right, against float64.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -30,7 +29,6 @@ from .common import Row
 from .oracle import WrongResult
 
 PAGE = common.ROOT / "docs" / "kernels.md"
-RESULTS = common.RESULTS / "windows.jsonl"
 NO_ROWS = "not measured yet: run `python -m benchmarks.windows`"
 # b, h, n, d, l and stride
 Size = tuple[int, int, int, int, int, int]
@@ -187,20 +185,7 @@ def render(page: str, rows: list[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(prog="benchmarks.windows")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of repeated calls, each")
-    parser.add_argument("--out", type=Path, help="JSONL; results/windows.jsonl, none with --quick")
-    parser.add_argument("--table", action="store_true", help="redraw the table of the rows there")
-    parser.add_argument("--quick", action="store_true", help="short, nothing recorded")
-    args = parser.parse_args(argv)
-    out = args.out or (None if args.quick and not args.table else RESULTS)
-    if args.table:
-        rows = common.read_rows(out or RESULTS)
-        PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
-        return rows
-    sizes = [(2, 2, 300, 16, 8, 4)] if args.quick else list(SIZES)
-    return run(sizes, args.seconds, out, torch.device(args.device))
+    return common.command("windows", argv, PAGE, render, run, SIZES, [(2, 2, 300, 16, 8, 4)])
 
 
 if __name__ == "__main__":

@@ -50,4 +50,4 @@ def test_table():
 
 def test_page_is_drawn_from_the_rows():
     page = rotary.PAGE.read_text(encoding="utf-8")
-    assert rotary.render(page, common.read_rows(rotary.RESULTS)) == page
+    assert rotary.render(page, common.read_rows(common.RESULTS / "rotary.jsonl")) == page

@@ -53,3 +53,8 @@ def test_table():
     assert windows.table([]) == windows.NO_ROWS
     page = "a\n<!-- begin: windows -->\nold\n<!-- end: windows -->\nb"
     assert windows.render(page, [row]) == windows.render(windows.render(page, []), [row])
+
+
+def test_page_is_drawn_from_the_rows():
+    page = windows.PAGE.read_text(encoding="utf-8")
+    assert windows.render(page, common.read_rows(common.RESULTS / "windows.jsonl")) == page
