@@ -28,7 +28,7 @@ def results(op, tensors, weights, dtype, backend, **kwargs):
     return values | {f"d{n}": g for n, g in zip(leaves, grads)}
 
 
-def assert_right(op, tensors, dtype, **kwargs):
+def assert_right(op, tensors, dtype, backend="triton", **kwargs):
     """Within twice the error of eager PyTorch in the same dtype, both against fp64, and one ulp of
     the largest value. What is a difference of larger terms (a gradient, a dot product) may also err
     by one float32 ulp of the terms: a row with one key has a gradient of exactly 0."""
@@ -38,7 +38,7 @@ def assert_right(op, tensors, dtype, **kwargs):
         torch.randn(*q.shape[:3], values[0].shape[-1], device=DEVICE).to(dtype),
         torch.randn(q.shape[:3], device=DEVICE),
     )
-    actual = results(op, tensors, weights, dtype, "triton", **kwargs)
+    actual = results(op, tensors, weights, dtype, backend, **kwargs)
     exact = results(op, tensors, weights, torch.float64, "eager", **kwargs)
     low = results(op, tensors, weights, dtype, "eager", **kwargs)
     sizes = [t.double().norm(dim=-1).max() for t in (weights[0], *values) if t.numel()]

@@ -7,6 +7,7 @@ here. Prints what each kernel takes: registers, and bytes of stack, which are sp
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from native_sparse_attention.kernels import entries, launch, rotary
+from native_sparse_attention.kernels import entries, launch, limits, rotary
 from native_sparse_attention.kernels.decode import ahead_launch, step_launch
 from native_sparse_attention.kernels.decode.call import Call, Settings
 from native_sparse_attention.kernels.hopper import gpu
@@ -27,10 +28,6 @@ from native_sparse_attention.ops import fused, library
 from native_sparse_attention.ops.documents import Documents
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-
-# bytes that a program may hold, by compute capability
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 
 
 # what a launch of few tokens does not take by itself
@@ -113,6 +110,7 @@ def overwritten(machine_code: str) -> set[int]:
 
 def compile_only(capability: int) -> None:
     run, seen = JITFunction.run, set()
+    rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)
 
     def compiled(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -120,7 +118,7 @@ def compile_only(capability: int) -> None:
             seen.add(kernel.hash)
             name, shared = f"{self.fn.__module__}.{self.fn.__name__}", kernel.metadata.shared
             print(name, resources(kernel.asm["cubin"]), f"{shared // 1024} KB")
-            assert shared <= SHARED_MEMORY[capability], f"{name} takes {shared} bytes"
+            assert shared <= rows.shared_memory, f"{name} takes {shared} bytes"
             if ".hopper." in name:
                 assert not overwritten(dump(kernel.asm["cubin"], "-sass")), name
         return kernel
@@ -132,7 +130,6 @@ def compile_only(capability: int) -> None:
     elif gpu.triton_is_of(gpu.GLUON):
         gpu.available = lambda *_: True
         gpu.multiprocessors = lambda *_: 132
-    rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)
     launch.architecture = lambda: rows
 
 
@@ -274,6 +271,10 @@ if __name__ == "__main__":
         step(torch.bfloat16, (64, 4, 128, 128), B=8, page=256, interpolated=True)
         step(torch.float32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
         step(torch.bfloat16, (16, 1, 128, 128), B=1, page=256, importance="probs")
+        for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
+            needed = limits.step_bytes(H, 256, 4, T, s)
+            if needed <= launch.architecture().shared_memory:
+                step(torch.float32, (H, 1, 256, 256), T=T, s=s)
     if not some or "rotary" in some:
         rotate(torch.bfloat16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
         rotate(torch.float16, (3, 1, 80))
@@ -330,6 +331,15 @@ if __name__ == "__main__":
     if not some or "selected" in some:
         branches(torch.bfloat16, gated=True)
         branches(torch.float16, (16, 1, 64, 64), gated=True)
+        for width in (128, 256):  # as many heads as this GPU holds
+            most = max(
+                group
+                for group in (16, 32, 64)
+                if limits.backward_bytes(group, width) <= launch.architecture().shared_memory
+            )
+            heads = (most, 1, width, width)
+            branches(torch.float32, heads, sizes=(64, 128), num_local=1, gated=True)
+            branches(torch.float32, heads, sizes=(64, 128), num_local=1)
         for lists, heads in ((4, (16, 1, 128, 128)), (4, (12, 1, 192, 128)), (16, (4, 1, 64, 64))):
             with launch.using({"unite": launch.Unite(lists, 1.6, least=0)}):
                 branches(torch.bfloat16, heads)

@@ -124,6 +124,31 @@ def test_selected_settings(n, s, initial, local, heads, each, causal):
         )  # fmt: skip
 
 
+GATED = [torch.float32] + [torch.bfloat16] * CUDA
+
+
+@both
+@pytest.mark.parametrize("dtype", GATED, ids=str)
+@pytest.mark.parametrize("heads, s", [((12, 1, 16, 16), 48), ((16, 1, 40, 16), 128)], ids=str)
+def test_gates_of_blocks_wider_than_a_tile(heads, s, dtype, causal):
+    """The gradient of a gate adds up over several tiles of its block."""
+    T, S = (5, 3 * s - 7) if not CUDA else (201, 6 * s - 7)
+    q, k, v = draw(T, S, *heads, dtype)
+    blocks = torch.stack([torch.randperm(-(-S // s))[:2] for _ in range(2 * T)])
+    lists = blocks.int().view(2, T, 1, 2).to(DEVICE)
+    lists[:, ::4, :, 1] = -1
+    gates = torch.rand(lists.shape, device=DEVICE).to(dtype) + 0.5
+    assert_right(
+        functools.partial(selected_attention, block_indices=lists),
+        {"q": q, "k": k, "v": v, "gates": gates},
+        dtype,
+        selection_block_size=s,
+        causal=causal,
+        num_initial_blocks=0,
+        num_local_blocks=1,
+    )
+
+
 @pytest.mark.parametrize("scale", [None, -0.7, 0.0])
 @pytest.mark.parametrize("heads", [(2, 1, 16, 16), (12, 1, 16, 16)], ids=["G=2", "G=12"])
 def test_whole_blocks_and_any_scale(heads, scale):

@@ -115,6 +115,30 @@ def test_where_none_are_united():
         assert launch.uniting(16, torch.float16) is None
 
 
+def test_two_lists_of_32_rows_are_one_tile():
+    """By the kernels' own rule, whatever they hold."""
+    lists = torch.stack([torch.randperm(64)[:5] for _ in range(38)]).int().view(2, 19, 1, 5)
+    lists[0, 4:6] = -1
+    lists[1, 7] = -1
+    selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
+    with launch.using({"unite": replace(launch.uniting(32, torch.float16), least=0)}):
+        unions = unite.unite(selection, 32, torch.float16)
+    assert unions.lists == 2
+    united = unions.counts[:, 0] > 0
+    assert united.sum() == 19 and not united[0, 2], "all groups but the one without blocks"
+
+
+@pytest.mark.parametrize("united", [0, 18, 19, 38])
+def test_most(united):
+    selection = Selection(draw_lists(2, 76, 1, 3, 9), 8, 0, 1, True)
+    unions = unite.room(selection, GROUP, 3 * GROUP)
+    places = torch.randperm(unions.counts.numel())[:united]
+    unions.counts.zero_().view(-1)[places.to(DEVICE)] = 2
+    out = torch.empty((), dtype=torch.int32, device=DEVICE)
+    unite.most(unions, out)
+    assert unions.counts.numel() == 38 and int(out) == (united > 19)
+
+
 CASES = [
     (torch.float32, (12, 1, 16, 16), 1, {}),
     (torch.float16, (16, 1, 16, 24), GROUP, {"num_local": 0}),

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..ops.documents import Documents
-from .counts import next_power_of_2
+from .counts import next_power_of_2, padded
 from .device import BEHIND, EVERYTHING
 from .sizes import asked
 from .tiles import (
@@ -80,11 +80,6 @@ def chosen(kernel: str, tile: Tile) -> Tile:
     tile = override.get(kernel, tile)
     block_m, block_n = asked(kernel) or (tile.block_m, tile.block_n)
     return Tile(block_m, block_n, tile.num_warps, tile.num_stages)
-
-
-def padded(width: int) -> int:
-    """The power of two, at least 16, that a tile of `width` takes."""
-    return max(16, next_power_of_2(width))
 
 
 @functools.cache

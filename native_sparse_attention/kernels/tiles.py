@@ -1,8 +1,8 @@
 """Tile sizes, as data: what `launch.py` takes for a problem on a GPU.
 
-A GPU takes the rows of its architecture. A Hopper's of width 128, in 16 bits, are the best of those
-that were tried on an H200 at 65536 and 8192 tokens, its float32's of those at 4096
-(`benchmarks/results/tune.jsonl`); all others are not measured.
+A GPU takes the rows of its architecture. Only a Hopper's are measured, on an H200: in 16 bits those
+of width 128, as they were chosen at 65536 and 8192 tokens, and in float32 at 4096. Tiles tried
+since are in `benchmarks/results/tune.jsonl`, in 16 bits of what a Hopper runs in Triton.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FEW_HEADS_TILES = {
 }
 # of all kernels in float32, but for those of the selected branch where they have their own
 FLOAT32 = {
-    64: {"interval": Tile(32, 32, 4, 1)},
+    64: {"interval": Tile(32, 32, 4, 1), "pairs": Tile(32, 64, 8, 1)},
     128: {
         "interval": Tile(64, 32, 8, 1),
         "gather": Tile(16, 32, 4, 1),
@@ -86,10 +86,11 @@ class Unite:
 
 
 # by rows of a list's tile. `cost` is the time of a tile of lists x rows rows over one block, in
-# that which one list takes a block: query by query, or under FEW_ROWS rows block by block. That of
-# 16 rows is of an untuned kernel, the others are estimates. 256 groups are those of 512 tokens, 8
-# KV heads: on an H200 the layer's forward takes 97 µs for 110 with them
-UNITE = {4: Unite(16, 5.0, least=256), 8: Unite(8, 1.8), 16: Unite(4, 1.6), 32: Unite(2, 1.2)}
+# that which one list takes a block: query by query, or under FEW_ROWS rows block by block. Two
+# lists of 32 rows are faster together whatever they hold (on an H200 1.00 ms for 1.39), so that
+# theirs is under 1. 256 groups are those of 512 tokens, 8 KV heads: on an H200 the layer's forward
+# takes 97 µs for 110 with them
+UNITE = {4: Unite(16, 5.0, least=256), 8: Unite(8, 1.8), 16: Unite(4, 1.6), 32: Unite(2, 0.95)}
 
 # and block by block; "one." of one query head a KV head, where its tile is another
 PAIRS = {
@@ -129,7 +130,8 @@ class RankingTile:
     merge_n: int = 32
 
 
-# not measured: chosen so that no registers spill, compiled for an H100. With 8 lists of 8, one
+# chosen so that no registers spill, compiled for an H100; of 14 others for logits, width 128, the
+# best took 0.957 of the time at 65536 tokens. With 8 lists of 8, one
 # tile in 60 of random scores loses one of the 16 best, and one in 370 one of the 13 best. A row of
 # a tile's scores should lie in one warp, which 16 rows a warp achieve
 LOGITS_TILES = {128: RankingTile(64, 64, 8, 8, 4, 2), 256: RankingTile(64, 32, 8, 8, 4, 2)}
@@ -166,6 +168,7 @@ def heads_ahead(size: int) -> int:
 class Architecture:
     """Tables of tiles: by width, and by rows of a tile (gather) or heads of a group (probs)."""
 
+    shared_memory: int  # bytes that a program may hold
     intervals: dict[int, dict[str, Tile]]
     few_heads: dict[str, Tile]
     gather: dict[int, dict[int, dict[str, Tile]]]
@@ -197,6 +200,7 @@ BY_WIDTH = {128: PROBS_TILES, 256: NARROW_PROBS_TILES}
 RANKING: tuple[dict[int, Any], ...] = (LOGITS_TILES, INTERPOLATED_TILES, BY_WIDTH)
 WIDE_GATHER = in_one_stage(GATHER)
 HOPPER = Architecture(
+    227 * 1024,
     TILES,
     FEW_HEADS_TILES,
     {128: GATHER, 256: WIDE_GATHER},
@@ -209,8 +213,9 @@ HOPPER = Architecture(
     *RANKING,
 )
 
-# an A100 holds 163 KB
+# an A100's
 AMPERE = Architecture(
+    163 * 1024,
     {
         128: dict.fromkeys(TILES[128], Tile(64, 64, 8, 2)) | {"forward": Tile(128, 64, 8, 2)},
         256: dict.fromkeys(TILES[256], Tile(32, 64, 8, 1)),
@@ -230,9 +235,10 @@ AMPERE = Architecture(
     *RANKING,
 )
 
-# what holds least and runs bfloat16, an Ampere or Ada of the desktop, has 99 KB
+# what holds least and runs bfloat16: an Ampere or Ada of the desktop
 SMALL = {128: Tile(64, 64, 8, 1), 256: Tile(32, 32, 4, 1)}
 ELSEWHERE = Architecture(
+    99 * 1024,
     {width: dict.fromkeys(TILES[width], tile) for width, tile in SMALL.items()},
     dict.fromkeys(FEW_HEADS_TILES, Tile(32, 64, 4, 1)),
     {
@@ -245,7 +251,10 @@ ELSEWHERE = Architecture(
     },
     64,
     {width: dict.fromkeys(PAIRS[width], tile) for width, tile in SMALL.items()},
-    {128: {"interval": Tile(32, 32, 4, 1)}, 256: {"interval": Tile(16, 16, 4, 1)}},
+    {
+        128: {"interval": Tile(32, 32, 4, 1), "gather": Tile(16, 16, 4, 1)},
+        256: {"interval": Tile(16, 16, 4, 1)},
+    },
     32 * 1024,
     *(in_one_stage(table) for table in (LOGITS_TILES, INTERPOLATED_TILES)),
     dict.fromkeys(BY_WIDTH, in_one_stage(NARROW_PROBS_TILES)),

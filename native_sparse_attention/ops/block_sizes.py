@@ -18,8 +18,9 @@ class BlockSizes:
     `block_k` at a step; rows are rounded up to hold a token with all heads of its group. What is
     computed does not depend on them beyond rounding; time, registers and shared memory do, and
     Triton refuses a tile that the GPU cannot hold. Warps, stages and the tiles of the ranking, its
-    gates, and of dk and dv of a few memory or initial keys stay the kernels' own. Other backends
-    have no tiles and pass these sizes over.
+    gates, and of dk and dv of a few memory or initial keys stay the kernels' own. On a Hopper the
+    Triton kernels with these sizes run in place of those in Gluon, which are faster and whose tiles
+    are fixed. Other backends have no tiles and pass these sizes over.
 
     Args:
         block_q, block_k: the compressed branch, forward.
@@ -85,8 +86,8 @@ class BlockSizes:
         kv_heads: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> BlockSizes:
-        """What the kernels choose themselves on the current GPU, to change some of it. Of the
-        compressed branch what they choose for many keys: for few some take smaller tiles.
+        """What the Triton kernels choose themselves on the current GPU, to change some of it. Of
+        the compressed branch what they choose for many keys: for few some take smaller tiles.
 
         Args:
             dim_head: width of a head, the wider of keys and values.

@@ -56,6 +56,24 @@ MAX_SELECTED = 64
 MAX_NEW = 16
 
 
+def too_large(op_name: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
+    """Why no tiles of a call are small enough for the current GPU, if none are."""
+    decoding = op_name == "decode_attention"
+    if q.dtype != torch.float32 and not decoding:
+        return []
+    from ..kernels import limits
+
+    size, most = q.element_size(), limits.shared_memory()
+    if decoding:
+        needed = limits.step_bytes(group, width, size, q.shape[1], s)
+    else:
+        needed = limits.backward_bytes(group, width)
+    if needed <= most:
+        return []
+    of = f"{group} heads of width {width} in {str(q.dtype).removeprefix('torch.')}"
+    return [f"a tile of {of} takes {needed} bytes, this GPU holds {most}"]
+
+
 def why_not(
     op_name: str,
     q: Tensor,
@@ -76,13 +94,14 @@ def why_not(
         reasons.append(f"q is on {q.device.type}, needs cuda")
     if q.dtype == torch.float64:
         reasons.append("q is float64, needs float16, bfloat16 or float32")
-    if k.shape[2] and q.shape[2] // k.shape[2] > MAX_GROUP:
-        reasons.append(
-            f"{q.shape[2] // k.shape[2]} query heads share a KV head, at most {MAX_GROUP}"
-        )
+    group = q.shape[2] // k.shape[2] if k.shape[2] else 0
+    if group > MAX_GROUP:
+        reasons.append(f"{group} query heads share a KV head, at most {MAX_GROUP}")
     width = max(t.shape[-1] for t in (q, v) if t is not None)
     if width > MAX_WIDTH:
         reasons.append(f"heads are {width} wide, at most {MAX_WIDTH}")
+    elif q.is_cuda and not reasons:
+        reasons += too_large(op_name, q, group, width, selection_block_size)
     if num_selected_blocks > MAX_SELECTED:
         reasons.append(f"num_selected_blocks is {num_selected_blocks}, at most {MAX_SELECTED}")
     if selection_block_size > MAX_BLOCK:

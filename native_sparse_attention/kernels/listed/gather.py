@@ -187,6 +187,7 @@ def dq_kernel(
         lse_row = tl.load(lse + row, mask=real, other=0.0)
         delta_row = tl.load(delta + row, mask=real, other=0.0)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        gate_sum = tl.zeros([BLOCK_M], tl.float32)
 
         for j0 in range(0, length * BLOCK_S, BLOCK_N):
             key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
@@ -216,10 +217,17 @@ def dq_kernel(
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             _p, ds = softmax_grad(logits2, 1.0, dp, seen_lse[:, None], delta_row[:, None], GATED)
             if GATES:
-                d_gate = tl.sum(tl.reshape(ds * logits, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S]), 2)
-                slot = j0 // BLOCK_S + tl.arange(0, BLOCK_N // BLOCK_S)
-                at = (row * n)[:, None] + slot[None]
-                tl.store(d_gates + at, d_gate, mask=real[:, None] & (slot < n)[None])
+                share, first_slot = ds * logits, j0 // BLOCK_S
+                if BLOCK_N < BLOCK_S:  # a block takes several steps; the last one has it all
+                    gate_sum = tl.sum(share, 1) + tl.where(j0 % BLOCK_S == 0, 0.0, gate_sum)
+                    done = real & ((j0 + BLOCK_N) % BLOCK_S == 0)
+                    tl.store(d_gates + row * n + first_slot, gate_sum, mask=done)
+                else:
+                    share = tl.reshape(share, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S])
+                    slot = first_slot + tl.arange(0, BLOCK_N // BLOCK_S)
+                    at = (row * n)[:, None] + slot[None]
+                    seen = real[:, None] & (slot < n)[None]
+                    tl.store(d_gates + at, tl.sum(share, 2), mask=seen)
                 ds *= weight
             if CAP:
                 ds *= cap_slope(logits, cap)
@@ -261,8 +269,7 @@ def arguments(
     step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists, seldom)
     if not united:
         step = min(step, lists)  # of one group, which is left out or not
-    block_s = next_power_of_2(s)
-    block_n = tile.block_n if selection.gates is None else max(tile.block_n, block_s)
+    block_n, block_s = tile.block_n, next_power_of_2(s)
     # rows see a tile's keys or they do not
     whole = block_n <= block_s == s and S % s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
