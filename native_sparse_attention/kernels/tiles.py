@@ -87,9 +87,9 @@ class Unite:
 
 # by rows of a list's tile. `cost` is the time of a tile of lists x rows rows over one block, in
 # that which one list takes a block: query by query, or under FEW_ROWS rows block by block. Two
-# lists of 32 rows are faster together whatever they hold (on an H200 1.00 ms for 1.39), so that
-# theirs is under 1. 256 groups are those of 512 tokens, 8 KV heads: on an H200 the layer's forward
-# takes 97 µs for 110 with them
+# lists of 32 rows are faster together whatever they hold (on an H200 1.00 ms for 1.39, H = 64,
+# K = 2, 8k; not tried of tokens that share a list), so that theirs is under 1. 256 groups are those
+# of 512 tokens, 8 KV heads: on an H200 the layer's forward takes 97 µs for 110 with them
 UNITE = {4: Unite(16, 5.0, least=256), 8: Unite(8, 1.8), 16: Unite(4, 1.6), 32: Unite(2, 0.95)}
 
 # and block by block; "one." of one query head a KV head, where its tile is another
@@ -131,9 +131,9 @@ class RankingTile:
 
 
 # chosen so that no registers spill, compiled for an H100; of 14 others for logits, width 128, the
-# best took 0.957 of the time at 65536 tokens. With 8 lists of 8, one
-# tile in 60 of random scores loses one of the 16 best, and one in 370 one of the 13 best. A row of
-# a tile's scores should lie in one warp, which 16 rows a warp achieve
+# best took 0.957 of the time at 65536 tokens. With 8 lists of 8, one tile in 60 of random scores
+# loses one of the 16 best, and one in 370 one of the 13 best. A row of a tile's scores should lie
+# in one warp, which 16 rows a warp achieve
 LOGITS_TILES = {128: RankingTile(64, 64, 8, 8, 4, 2), 256: RankingTile(64, 32, 8, 8, 4, 2)}
 # blocks that are ranked 32 a step: 191 µs for 205 of 128, H = K = 32, but 5.06 ms for 4.82 of 1024
 FEW_BLOCKS = 128
