@@ -66,7 +66,7 @@ ALONE = ["compressed", "selected", "window", "select", "select-probs"]
 ALWAYS, NEVER = 1e-3, 1e6
 
 # what turns them off
-IN_GLUON = ("intervals", "listed", "probs", "shared")
+IN_GLUON = ("gather", "intervals", "listed", "probs", "shared")
 
 
 class Asked(Exception):

@@ -32,6 +32,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 # what a launch of few tokens does not take by itself
 ON_A_HOPPER = {
+    "gather": True,
     "intervals": True,
     "listed_dq": True,
     "probs": True,
@@ -253,6 +254,10 @@ if __name__ == "__main__":
                 layer(
                     torch.bfloat16, (16, 1, 128, 128), S=192, selection_block_size=64, slots=0,
                     importance="probs",
+                )  # fmt: skip
+                layer(
+                    torch.bfloat16, (16, 1, 128, 128), S=192, selection_block_size=64, slots=0,
+                    selection_stride=4,
                 )  # fmt: skip
             branches(torch.bfloat16, (4, 1, 128, 128), S=192, sizes=(64,), num_local=1)
             rank(torch.bfloat16, (16, 1, 128))

@@ -26,3 +26,12 @@ def layer(tensors, d_out, within, **settings):
     with launch.using(within):
         out = native_sparse_attention(*tensors, backend="triton", **settings)
         return [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
+
+
+def chosen(B, T, R, n, s):
+    """Blocks before each token's own, -1 where there are no more; some lists have none at all."""
+    order = torch.rand(B, T, R, max(T // s, n)).argsort(-1)[..., :n].int()
+    own = torch.arange(T)[:, None, None] // s
+    order = torch.where((order > 0) & (order < own - 1), order, -1)
+    order[:, ::11] = -1
+    return order.to(DEVICE)

@@ -225,7 +225,7 @@ def alike() -> None:
 def hopper() -> None:
     """Neighbours that chose differently: blocks read once for all of them, some of them united; and
     what stands in for other kernels where heads fill a tile."""
-    tried = {"intervals": True, "shared": True, "listed_dq": True, "probs": True}
+    tried = dict.fromkeys(("gather", "intervals", "shared", "listed_dq", "probs"), True)
     tried["unite"] = launch.Unite(4, 1.1, least=0)
     with launch.using(tried):
         for heads, T in (
@@ -243,6 +243,10 @@ def hopper() -> None:
         layer(
             256, 256, (4, 2, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
             selection_block_size=64, sliding_window_size=129, selection_stride=8,
+        )  # fmt: skip
+        layer(
+            131, 256, (32, 2, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
+            selection_block_size=64, sliding_window_size=129, selection_stride=4,
         )  # fmt: skip
 
 

@@ -37,5 +37,6 @@ def test_layer_compiles(capability):
     if capability == 90 and compiled_in_gluon():
         for kernel in ("interval_forward.forward", "interval_dq.dq", "interval_dkv.dkv",
                        "listed_forward.forward", "listed_backward.backward",
-                       "shared_blocks.forward", "probs_ranking.ranking"):  # fmt: skip
+                       "shared_blocks.forward", "probs_ranking.ranking",
+                       "gather_forward.forward", "gather_dq.dq"):  # fmt: skip
             assert f"kernels.hopper.{kernel}_kernel" in done.stdout

@@ -12,7 +12,7 @@ from native_sparse_attention import (
 )
 from tests import selections
 from tests.budget import DEVICE, assert_right, draw
-from tests.on_hopper import MARKS, layer
+from tests.on_hopper import MARKS, chosen, layer
 
 pytest.importorskip("triton")
 
@@ -95,15 +95,6 @@ def test_compressed(launches, heads, D, T, before, d, slots, dtype, size):
         return_lse=True,
     )  # fmt: skip
     assert launches == of_keys(N)
-
-
-def chosen(B, T, R, n, s):
-    """Blocks before each token's own, -1 where there are no more; some lists have none at all."""
-    order = torch.rand(B, T, R, max(T // s, n)).argsort(-1)[..., :n].int()
-    own = torch.arange(T)[:, None, None] // s
-    order = torch.where((order > 0) & (order < own - 1), order, -1)
-    order[:, ::11] = -1
-    return order.to(DEVICE)
 
 
 @DTYPES
@@ -256,7 +247,8 @@ def test_layer(launches, heads, T, S, settings):
     tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
     d_out = torch.randn_like(q)
     call = tensors, d_out
-    plain = layer(*call, {"intervals": False, "listed": False, "shared": False}, **settings)
+    none = dict.fromkeys(("gather", "intervals", "listed", "shared"), False)
+    plain = layer(*call, none, **settings)
     assert launches == {}
     first = layer(*call, {"listed_dq": True}, **settings)
     assert launches["interval.forward"] == 2
@@ -345,7 +337,7 @@ def test_captured_without_a_sync(waits_for_nothing):
         compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
         num_selected_blocks=5, num_local_blocks=2, sliding_window_size=255,
     )  # fmt: skip
-    within = {"intervals": True, "shared": True, "listed_dq": True}
+    within = dict.fromkeys(("gather", "intervals", "shared", "listed_dq"), True)
     within["unite"] = launch.Unite(4, 1.6, least=0)
     right = layer(tensors, d_out, within, **settings)
     torch.cuda.synchronize()

@@ -85,6 +85,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"kernels.listed.spans"}),
     frozenset(
         {
+            "kernels.hopper.gather_launch",
             "kernels.hopper.interval_launch",
             "kernels.hopper.listed_launch",
             "kernels.hopper.ranking_launch",
@@ -93,6 +94,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset(
         {
+            "kernels.hopper.gather_dq",
+            "kernels.hopper.gather_forward",
             "kernels.hopper.interval_dkv",
             "kernels.hopper.interval_dq",
             "kernels.hopper.interval_forward",
@@ -106,6 +109,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.entries",
             "kernels.gate_steps",
             "kernels.listed.gather_steps",
+            "kernels.hopper.gather_rows",
             "kernels.hopper.gpu",
             "kernels.hopper.intervals",
             "kernels.hopper.listed_rows",
@@ -121,6 +125,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "kernels.decode.arrivals",
             "kernels.device",
             "kernels.hopper.dialect",
+            "kernels.hopper.epilogue",
             "kernels.hopper.gradients",
             "kernels.hopper.ring",
             "kernels.shares",

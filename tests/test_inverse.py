@@ -34,8 +34,9 @@ def numbered(monkeypatch, runnable):
     monkeypatch.setattr(inverse, "NUMBERED", interpreter.OWN.get("NUMBERED", inverse.NUMBERED))
 
 
+@pytest.mark.parametrize("longest", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_entries_lie_by_block_in_their_own_order(case):
+def test_entries_lie_by_block_in_their_own_order(case, longest):
     B, T, R, n, K, C, chunk, length, heads = case
     lists = torch.randint(-1, C, (B, T, R, n), dtype=torch.int32, device=DEVICE)
     token, head = torch.arange(T, device=DEVICE), torch.arange(R, device=DEVICE) * K // R
@@ -45,7 +46,7 @@ def test_entries_lie_by_block_in_their_own_order(case):
     block = torch.where(lists >= 0, line[..., None] * C + lists, -1).view(-1)
     order = block.argsort(stable=True)
     order = order[block[order] >= 0]
-    spans = invert(lists, K, C, chunk, length, heads)
+    spans = invert(lists, K, C, chunk, length, heads, longest)
     firsts = [(h, t) for h in range(0, K, heads) for t in range(0, T, length)]
     assert [(span.head, span.first) for span in spans] == firsts
     assert sum(span.length * span.heads for span in spans) == T * K
@@ -61,11 +62,27 @@ def test_entries_lie_by_block_in_their_own_order(case):
         places = torch.arange(len(entries), device=DEVICE)
         assert torch.equal(span.places.view(-1)[entries].long(), places)
         assert (span.places.view(-1)[block < 0] == -1).all()
-        # every entry belongs to one item, of its own block
+        # every entry belongs to one item, of its own block; by block, or of some blocks the longest
+        # first
         items = (own + chunk - 1) // chunk
+        count, owner = int(items.sum()), span.owner.long()
+        assert (owner[count:] == blocks).all()
+        owner, ordinals = owner[:count], span.ordinals[:count].long()
+        each = torch.stack((owner, ordinals), 1)
         owners = torch.arange(blocks, device=DEVICE).repeat_interleave(items)
-        assert torch.equal(span.owner[: len(owners)].long(), owners)
-        assert (span.owner[len(owners) :] == blocks).all()
+        firsts = items.cumsum(0) - items
+        numbers = torch.arange(count, device=DEVICE) - firsts[owners]
+        by_block = torch.stack((owners, numbers), 1)
+        lengths = (own[owner] - ordinals * chunk).clamp(max=chunk)
+        if longest:
+            together = owner // inverse.ITEMS
+            assert (together.diff() >= 0).all()
+            shorter = lengths.diff() < chunk / inverse.CLASSES
+            assert (shorter | (together.diff() > 0)).all()
+            each = each.unique(dim=0)
+        assert torch.equal(each, by_block)
+        several = torch.where(items > 1, items, 0)
+        assert torch.equal(span.spill_bounds.diff().long(), several)
 
 
 def test_lists_of_more_slots_than_a_share_has_entries():

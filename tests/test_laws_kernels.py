@@ -55,7 +55,7 @@ both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "not caus
 @pytest.fixture(autouse=True)
 def small_problems():
     """The kernels of a Hopper take these too."""
-    with launch.using({"intervals": True, "shared": True, "listed_dq": True, "probs": True}):
+    with launch.using(dict.fromkeys(("gather", "intervals", "shared", "listed_dq", "probs"), True)):
         yield
 
 

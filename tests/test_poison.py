@@ -142,7 +142,7 @@ def results(call, problem):
 @pytest.mark.parametrize("case, heads", RUNS, ids=str)
 def test_the_same_bits(case, heads, dtype, T):
     problem = Problem(heads, dtype, T)
-    with launch.using({"intervals": True, "shared": True, "listed_dq": True, "probs": True}):
+    with launch.using(dict.fromkeys(("gather", "intervals", "shared", "listed_dq", "probs"), True)):
         expected = results(CASES[case], problem)
         with poisoned():
             found = results(CASES[case], problem)

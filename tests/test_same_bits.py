@@ -61,8 +61,8 @@ def small(H, K, stride=1):
     return problem.Setting(T=1024, H=H, K=K, n=5, w=255, stride=stride)
 
 
-GLUON = {"intervals": True, "listed": True}
-TRITON = {"intervals": False, "listed": False, "shared": False, "probs": False}
+GLUON = {"gather": True, "intervals": True, "listed": True}
+TRITON = dict.fromkeys(("gather", "intervals", "listed", "shared", "probs"), False)
 UNITED = launch.Unite(4, 1.6, least=0)
 # heads, tokens a ranking, importance, neighbours that are almost one, what serves
 CASES = {
@@ -76,6 +76,7 @@ CASES = {
         32, 2, 1, "probs", 16, {**GLUON, "shared": False, "listed_dq": True, "unite": UNITED}
     ),
     "dq by block": (16, 1, 1, "probs", 1, {**GLUON, "probs": True, "listed_dq": True}),
+    "a tile a list": (32, 2, 4, "logits", 1, GLUON),
     "pairs": (8, 2, 1, "logits", 1, GLUON),
     "pairs and unions": (8, 2, 1, "probs", 16, {**GLUON, "probs": True}),
     "pairs of one head": (2, 2, 1, "logits", 1, GLUON),

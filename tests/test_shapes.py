@@ -16,9 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA
 
 FORCED = {"num_initial_blocks": 1, "num_local_blocks": 2}
 # the kernels in Triton, where a Hopper takes others
-IN_TRITON = {
-    "intervals": False, "listed": False, "listed_dq": False, "shared": False, "probs": False
-}  # fmt: skip
+IN_TRITON = dict.fromkeys(("gather", "intervals", "listed", "listed_dq", "shared", "probs"), False)
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 

@@ -111,7 +111,7 @@ def form(
     has several items."""
     D: gl.constexpr = k_smem.shape[4]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    bounds, item_bounds, spill_bounds = inverse[1], inverse[3], inverse[5]
+    bounds, ordinals, chunk, spill_bounds = inverse[1], inverse[3], inverse[4], inverse[5]
     item = gl.program_id(0) * PARTS + PART
     block, b, h, c, begin, end = item_of(item, items, inverse, C, BLOCKS, head, HEADS)
     k_tile = k_smem.index(PART).reshape([KEYS, D])
@@ -141,14 +141,13 @@ def form(
     if end > begin:
         key = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
         feature = gl.arange(0, D, gl.SliceLayout(0, ACC))
-        first_item = gl.load(item_bounds + block)
-        if gl.load(item_bounds + block + 1) - first_item == 1:
+        if gl.load(bounds + block + 1) - gl.load(bounds + block) <= chunk:
             at = ((b * S + c * KEYS + key).to(gl.int64) * K + h) * D
             at = at[:, None] + feature[None]
             gl.store(dk + at, dk_acc + gl.load(dk + at))
             gl.store(dv + at, dv_acc + gl.load(dv + at))
         else:
-            share = gl.load(spill_bounds + block) + item - first_item
+            share = gl.load(spill_bounds + block) + gl.load(ordinals + item)
             at = (share * KEYS + key).to(gl.int64) * D
             at = at[:, None] + feature[None]
             gl.store(spill_k + at, dk_acc)
@@ -158,14 +157,14 @@ def form(
 @gluon.jit(do_not_specialize=LENGTHS)
 def backward_kernel(
     q, k, v, d_out, q_b, q_t, q_h, lse, delta, part, alike, dk, dv, spill_k, spill_v, entries,
-    bounds, owner, item_bounds, spill_bounds, chunk, items, head, T, S, C, BLOCKS, scale,
+    bounds, owner, ordinals, spill_bounds, chunk, items, head, T, S, C, BLOCKS, scale,
     K: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
     DQ: gl.constexpr, ALIKE: gl.constexpr, FEW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: two items. With ALIKE no dq where that says so. With FEW q, d_out and `part` are
     pointers, else descriptors of boxes of an entry."""
-    inverse = (entries, bounds, owner, item_bounds, chunk, spill_bounds)
+    inverse = (entries, bounds, owner, ordinals, chunk, spill_bounds)
     strides = (q_b, q_t, q_h)
     D: gl.constexpr = k.block_shape[3]
     TILES: gl.constexpr = ROWS // (TOKENS * GROUP) * (D // WIDTH)

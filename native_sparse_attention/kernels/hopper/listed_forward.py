@@ -27,7 +27,7 @@ LENGTHS = ["T", "C", "BLOCKS", "first", "length", "chunk", "items"]
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, part, part_lse, entries, bounds, owner, item_bounds, chunk, items, T, C, BLOCKS,
+    q, k, v, part, part_lse, entries, bounds, owner, ordinals, chunk, items, T, C, BLOCKS,
     first, length, scale_log2, q_b, q_t, q_h,
     K: gl.constexpr, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def forward_kernel(
     SEEN: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = k.dtype
     strides = (q_b, q_t, q_h)
-    inverse = (entries, bounds, owner, item_bounds, chunk)
+    inverse = (entries, bounds, owner, ordinals, chunk)
     k_smem, v_smem, bar = places(k, 1), places(v, 1), counters(1, 1)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS.value, D], TILE)
     fence_async_shared()

@@ -99,7 +99,7 @@ def forward(
     forward_kernel[(items,)](
         q=q, k=gpu.box(k, [1, KEYS, 1, D]), v=gpu.box(v, [1, KEYS, 1, D]), part=part,
         part_lse=part_lse, entries=inverse.entries, bounds=inverse.bounds, owner=inverse.owner,
-        item_bounds=inverse.item_bounds, chunk=inverse.chunk, items=items, T=T, C=blocks,
+        ordinals=inverse.ordinals, chunk=inverse.chunk, items=items, T=T, C=blocks,
         BLOCKS=q.shape[0] * K * blocks, first=inverse.first, length=inverse.length,
         scale_log2=scale * LOG2_E, q_b=q.stride(0), q_t=q.stride(1), q_h=q.stride(2), K=K, R=R, n=n,
         G=groups, GROUP=rows_of(groups), num_warps=4,
@@ -138,7 +138,7 @@ def backward(
         d_out=cotangent.d_out if few else gpu.box(cotangent.d_out, shape), q_b=q.stride(0),
         q_t=q.stride(1), q_h=q.stride(2), lse=cotangent.lse, delta=cotangent.delta, part=into,
         alike=alike, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1], entries=inverse.entries,
-        bounds=inverse.bounds, owner=inverse.owner, item_bounds=inverse.item_bounds,
+        bounds=inverse.bounds, owner=inverse.owner, ordinals=inverse.ordinals,
         spill_bounds=inverse.spill_bounds, chunk=inverse.chunk, items=items, head=inverse.head,
         T=T, S=S, C=blocks,
         BLOCKS=q.shape[0] * inverse.heads * blocks, scale=scale, K=K, HEADS=inverse.heads, R=R,

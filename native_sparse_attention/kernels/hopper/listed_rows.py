@@ -33,12 +33,13 @@ TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 def item_of(item, items, inverse, C, BLOCKS, head, HEADS):
     """Block of an item, its row, KV head (of so many from `head` on) and number there, its first
     entry and one past the last; no entries for one that is none."""
-    bounds, owner, item_bounds, chunk = inverse[1], inverse[2], inverse[3], inverse[4]
+    bounds, owner, ordinals, chunk = inverse[1], inverse[2], inverse[3], inverse[4]
     there = item < items
     block = gl.load(owner + item, mask=there, other=0x7FFFFFFF)
     there = block < BLOCKS
     block = gl.where(there, block, 0)
-    begin = gl.load(bounds + block) + (item - gl.load(item_bounds + block)) * chunk
+    ordinal = gl.load(ordinals + item, mask=there, other=0).to(gl.int64)
+    begin = gl.load(bounds + block) + ordinal * chunk
     end = gl.minimum(begin + chunk, gl.load(bounds + block + 1))
     end = gl.where(there, end, begin)
     b, h = block // C // HEADS, head + block // C % HEADS

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .dialect import load_box, reinterpret, thread_barrier
+from .epilogue import fetch_rows, finish
 from .ring import at_barrier, counters, places
 
 # one compiled kernel for all lengths
@@ -54,21 +55,6 @@ def place_of(nth, groups, tiles, K, R):
     if (tiles // groups - line) % 2 == 1:
         group = groups - 1 - group
     return line * groups + group, line // R, line % R, line % R * K // R, group
-
-
-@gluon.jit
-def fetch_rows(base, row, real, BYTES: gl.constexpr):
-    """Rows of a tensor, so many bytes each, into the L2 cache."""
-    gl.inline_asm_elementwise(
-        """{
-            .reg .pred p;
-            setp.ne.b32 p, $2, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $3;
-            mov.u32 $0, 0;
-        }""", "=r,l,r,r",
-        [base + row, real.to(gl.int32), gl.full(row.shape, BYTES, gl.int32, row.type.layout)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -141,32 +127,6 @@ def read(
             at_barrier("sync", chunk % CHUNKS * CHUNK + i, THREADS)
 
 
-@gluon.constexpr_function
-def flat(warps, width):
-    """Of a tile's rows, 16 in each warp: as products lie, but for 8 features side by side in a
-    thread. Only threads of one row exchange them."""
-    features = [[0, 1 << bit] for bit in range(width.bit_length() - 1)]
-    rows = [[1 << bit, 0] for bit in range(3 + warps.bit_length())]
-    return gl.DistributedLinearLayout(
-        reg_bases=[*features[:3], *features[5:], rows[3]],
-        lane_bases=[*features[3:5], *rows[:3]],
-        warp_bases=rows[4:],
-        block_bases=[],
-        shape=[16 * warps, width],
-    )
-
-
-@gluon.jit
-def rows_of(
-    b, r, first, T, R, G: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Of the rows of tokens from `first` on: their numbers among rows of [B T H], and whether they
-    are any."""
-    i = gl.arange(0, M, LAYOUT)
-    token, g = first + i // GROUP, i % GROUP
-    return (b * T + token).to(gl.int64) * (R * G) + r * G + g, (g < G) & (token < T)
-
-
 @gluon.jit
 def chunks(k, v, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
     """Room for keys and values, and of each chunk the barrier of what is there."""
@@ -198,59 +158,6 @@ def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr, SLICE
         values = v_tile.slice(i * SLICE, SLICE, 0).load(RIGHT)
         acc = mma_v2(gl.convert_layout(p.to(q.dtype), q.type.layout), values, acc)
     return acc, m, l
-
-
-@gluon.jit
-def finish(
-    acc, m, l, out, lse, mix_cmp, mix_win, mix_gates, mixed, b, r, token, T, R, g_b, g_t, g_h, g_3,
-    G: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
-):  # fmt: skip
-    """Write out and lse of a tile that begins at `token`, with ADD of the keys seen so far and
-    these; and with MIX the layer's output."""
-    M: gl.constexpr = acc.shape[0]
-    E: gl.constexpr = acc.shape[1]
-    FLAT: gl.constexpr = flat(WARPS, E)
-    ROW: gl.constexpr = gl.SliceLayout(1, FLAT)
-    row, real = rows_of(b, r, token, T, R, G, GROUP, M, ROW)
-    feature = gl.arange(0, E, gl.SliceLayout(0, FLAT))
-
-    # all that is read before anything is written: no load passes a store
-    at = row[:, None] * E + feature[None]
-    there = real[:, None]
-    if ADD:
-        before = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
-        held = gl.load(out + at, mask=there, other=0.0)
-    if MIX:
-        i = gl.arange(0, M, ROW)
-        gate = mix_gates + b * g_b + (token + i // GROUP).to(gl.int64) * g_t
-        gate += (r * G + i % GROUP) * g_h
-        gate_cmp = gl.load(gate, mask=real, other=0.0).to(gl.float32)
-        gate_sel = gl.load(gate + g_3, mask=real, other=0.0).to(gl.float32)
-        gate_win = gl.load(gate + 2 * g_3, mask=real, other=0.0).to(gl.float32)
-        cmp = gl.load(mix_cmp + at, mask=there, other=0.0)
-        win = gl.load(mix_win + at, mask=there, other=0.0)
-
-    empty = l == 0.0
-    l = gl.where(empty, 1.0, l)
-    # rounded as it is exchanged, for which there is little room
-    acc = (acc * (1.0 / l)[:, None]).to(out.dtype.element_ty)
-    acc = gl.convert_layout(acc, FLAT).to(gl.float32)
-    log = gl.convert_layout(gl.where(empty, float("-inf"), m + gl.log2(l)), ROW)
-    if ADD:
-        top = gl.maximum(before, log)
-        top = gl.where(top == float("-inf"), 0.0, top)
-        w, w_before = gl.exp2(log - top), gl.exp2(before - top)
-        total = w + w_before
-        none = total == 0.0
-        total = gl.where(none, 1.0, total)
-        acc = acc * (w / total)[:, None] + held.to(gl.float32) * (w_before / total)[:, None]
-        log = gl.where(none, float("-inf"), top + gl.log2(total))
-    gl.store(out + at, acc.to(out.dtype.element_ty), mask=there)
-    gl.store(lse + row, log * 0.6931471805599453, mask=real)
-    if MIX:
-        x = gate_sel[:, None] * acc + gate_cmp[:, None] * cmp.to(gl.float32)
-        x += gate_win[:, None] * win.to(gl.float32)
-        gl.store(mixed + at, x.to(mixed.dtype.element_ty), mask=there)
 
 
 @gluon.jit

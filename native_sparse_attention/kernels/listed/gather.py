@@ -30,6 +30,7 @@ from ..device import (
     store_mixed,
     store_rows,
 )
+from ..hopper import gather_launch
 from ..launch import LOG2_E, Cotangent, Mixture, Selection, Sum, strides
 from ..norms import bounds
 from .gather_steps import (
@@ -314,6 +315,11 @@ def forward(
     out, lse = written or partial or launch.empty_outputs(q, v)
 
     def run(united: bool) -> None:
+        call = (q, k, v, selection, scale)
+        whole = unions is None or (united and not seldom)
+        if whole and gather_launch.serves(*call, "forward", unions):
+            gather_launch.forward(*call, out, lse, partial is not None, norms, mix, unions)
+            return
         grid, args = arguments(q, k, v, selection, "forward", unions, united, seldom)
         # one list's tile waits for its keys, not for a maximum
         bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
@@ -355,6 +361,11 @@ def backward_q(
         dq.begin()
     into = dq.arguments()
     for united in (False,) if unions is None else (False, True):
+        call = (q, k, v, selection, scale)
+        whole = unions is None or united
+        if whole and gather_launch.serves(*call, "dq", unions):
+            gather_launch.backward_q(*call, cotangent, into, unions, only)
+            continue
         grid, args = arguments(q, k, v, selection, "dq", unions, united, only is not None)
         args |= cotangent.arguments() | into
         dq_kernel[grid](d_gates=d_gates, scale=scale, only=only, ONLY=only is not None, **args)

@@ -2,8 +2,10 @@
 
 An entry is one slot of one list of `lists` [B T R n], numbered as it lies there. Entries are sorted
 by span, which is some tokens' and some KV heads', and by the block that they name, in their own
-order within a block, and cut into items of at most `chunk` entries: what one program works through.
-Sizes depend on shapes alone, so that nothing waits for the GPU.
+order within a block, and cut into items of `chunk` entries, or what is left: what one program works
+through. These lie by block, or of every so many blocks the longest first: those that run side by
+side are about as long then, and those at the end are short. Sizes depend on shapes alone, so that
+nothing waits for the GPU.
 
 They are sorted by counting. A line is the lists of one row and KV head in one span; it is cut into
 shares of tokens. A program numbers the entries of its share by the block that they name; those
@@ -26,8 +28,9 @@ from ..counts import cdiv
 SHARE, SHARE_OF_BLOCKS, NUMBERED, PLACED, SUMMED = 1024, 4, 64, 1024, (32, 64)
 # warps of a program that numbers
 NUMBERING = 1
-# blocks whose items are counted at once
-ITEMS = 2048
+# blocks whose items are counted, and ordered, at once; lengths that are told apart there of items
+# that are no chunk
+ITEMS, CLASSES = 512, 8
 LENGTHS = ["T", "C", "length", "heads", "tokens", "shares", "blocks", "room", "most"]
 
 
@@ -43,8 +46,8 @@ class Inverse:
     places: Tensor  # [B T R n], where among its span's an entry lies; -1 of one that is none
     bounds: Tensor  # [blocks + 1], where each block's entries begin, and the next one's
     owner: Tensor  # [items], the block of each item; `blocks` for an item that is none
-    item_bounds: Tensor  # [blocks + 1], where each block's items begin
-    spill_bounds: Tensor  # [blocks + 1], the same among the items of blocks that have several
+    ordinals: Tensor  # [items], its number among those of its block
+    spill_bounds: Tensor  # [blocks + 1], where each block's begin among those that have several
     chunk: int
     spills: int  # bound of the last of spill_bounds
 
@@ -129,35 +132,49 @@ def total_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def item_kernel(
-    totals, bounds, item_bounds, spill_bounds, owner, blocks, chunk, room, most,
-    BLOCKS: tl.constexpr,
+    totals, bounds, spill_bounds, owner, ordinals, blocks, chunk, room, most,
+    BLOCKS: tl.constexpr, CLASSES: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program: a span. Where the entries of each block begin, and its items; `room` entries
-    belong to a span."""
+    """One program: a span. Where the entries of each block begin, and the items, by block or, with
+    LONGEST, of every BLOCKS blocks the longest first; `room` entries belong to a span."""
     span = tl.program_id(0).to(tl.int64)
-    begins, items, spills = span * room, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+    begins, spills, items = span * room, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     line = span * (blocks + 1)
+    totals += span * blocks
+    owner += span * most
+    ordinals += span * most
     for first in range(0, blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         real = block < blocks
-        total = tl.load(totals + span * blocks + block, mask=real, other=0)
+        total = tl.load(totals + block, mask=real, other=0)
         own = tl.cdiv(total, chunk)
         spilt = tl.where(own > 1, own, 0)
-        at = items + tl.cumsum(own, 0) - own
         tl.store(bounds + line + block, begins + tl.cumsum(total, 0) - total, mask=real)
-        tl.store(item_bounds + line + block, at, mask=real)
         tl.store(spill_bounds + line + block, spills + tl.cumsum(spilt, 0) - spilt, mask=real)
-        for i in range(0, tl.max(own, 0)):
-            tl.store(owner + span * most + at + i, block, mask=real & (i < own))
+        in_order = own  # items of each block that lie by block
+        if LONGEST:  # those of a chunk; behind them the others, class by class
+            in_order = total // chunk
+            left = total - in_order * chunk
+            of_length = tl.where(left > 0, (chunk - 1 - left) * CLASSES // chunk, -1)
+            among = of_length[:, None] == tl.arange(0, CLASSES)[None]
+            numbers = tl.cumsum(among.to(tl.int32), 0)
+            counts = tl.sum(among.to(tl.int32), 0)
+            at = items + tl.sum(in_order, 0) + tl.cumsum(counts, 0) - counts
+            at = tl.sum(tl.where(among, at[None] + numbers - 1, 0), 1)
+            tl.store(owner + at, block, mask=left > 0)
+            tl.store(ordinals + at, in_order, mask=left > 0)
+        at = items + tl.cumsum(in_order, 0) - in_order
+        for i in range(0, tl.max(in_order, 0)):
+            tl.store(owner + at + i, block, mask=i < in_order)
+            tl.store(ordinals + at + i, tl.zeros_like(block) + i, mask=i < in_order)
         begins += tl.sum(total, 0)
-        items += tl.sum(own, 0)
         spills += tl.sum(spilt, 0)
+        items += tl.sum(own, 0)
     tl.store(bounds + line + blocks, begins)
-    tl.store(item_bounds + line + blocks, items)
     tl.store(spill_bounds + line + blocks, spills)
     for first in range(items, most, BLOCKS):
         item = first + tl.arange(0, BLOCKS)
-        tl.store(owner + span * most + item, tl.zeros_like(item) + blocks, mask=item < most)
+        tl.store(owner + item, tl.zeros_like(item) + blocks, mask=item < most)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -197,6 +214,7 @@ class Inversion:
     tensors: dict[str, Tensor]  # of all spans
     num_heads: int
     tokens: int  # of a share
+    longest: bool  # items first, of every ITEMS blocks
 
     def fill(self, lists: Tensor) -> list[Inverse]:
         """Writes the inverse of `lists`, contiguous."""
@@ -214,9 +232,9 @@ class Inversion:
             self.counts, self.totals, C, shares, BLOCKS=SUMMED[0], SHARES=SUMMED[1], num_stages=1
         )
         item_kernel[(spans,)](
-            self.totals, at["bounds"], at["item_bounds"], at["spill_bounds"], at["owner"], blocks,
+            self.totals, at["bounds"], at["spill_bounds"], at["owner"], at["ordinals"], blocks,
             first.chunk, len(at["entries"]) // spans, at["owner"].shape[1], BLOCKS=ITEMS,
-            num_warps=8, num_stages=1,
+            CLASSES=CLASSES, LONGEST=self.longest, num_warps=8, num_stages=1,
         )  # fmt: skip
         place_kernel[(lines, shares)](
             lists, self.numbers, self.counts, at["bounds"], at["entries"], BLOCK=PLACED, **args
@@ -225,10 +243,17 @@ class Inversion:
 
 
 def room(
-    lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int, heads: int
+    lists: Tensor,
+    num_heads: int,
+    num_blocks: int,
+    chunk: int,
+    length: int,
+    heads: int,
+    longest: bool = False,
 ) -> Inversion:
     """For the entries of each of B x num_heads x num_blocks blocks, for each span of `length`
-    tokens and of `heads` KV heads, by which `num_heads` can be divided."""
+    tokens and of `heads` KV heads, by which `num_heads` can be divided. Items lie by block, or of
+    every ITEMS blocks the `longest` first."""
     B, T, R, n = lists.shape
     lines, blocks = B * heads, B * heads * num_blocks
     firsts = [(t, h) for h in range(0, num_heads, heads) for t in range(0, T, length)]
@@ -242,9 +267,9 @@ def room(
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return lists.new_empty(shape, dtype=dtype)
 
-    bounds = ("bounds", "item_bounds", "spill_bounds")
+    bounds, items = ("bounds", "spill_bounds"), ("owner", "ordinals")
     tensors = {name: empty(spans, blocks + 1, dtype=torch.int64) for name in bounds}
-    tensors["owner"] = empty(spans, most)
+    tensors |= {name: empty(spans, most) for name in items}
     tensors["entries"] = empty(spans * entries_of_span, dtype=small)
     numbers = empty(*lists.shape)
     inverses = [
@@ -257,7 +282,7 @@ def room(
             numbers,
             tensors["bounds"][i],
             tensors["owner"][i],
-            tensors["item_bounds"][i],
+            tensors["ordinals"][i],
             tensors["spill_bounds"][i],
             chunk,
             entries_of_span // chunk + min(blocks, entries_of_span // chunk),
@@ -266,13 +291,19 @@ def room(
     ]
     return Inversion(
         inverses, numbers, empty(spans * lines, shares, num_blocks),
-        empty(spans, blocks), tensors, num_heads, tokens,
+        empty(spans, blocks), tensors, num_heads, tokens, longest,
     )  # fmt: skip
 
 
 def invert(
-    lists: Tensor, num_heads: int, num_blocks: int, chunk: int, length: int, heads: int
+    lists: Tensor,
+    num_heads: int,
+    num_blocks: int,
+    chunk: int,
+    length: int,
+    heads: int,
+    longest: bool = False,
 ) -> list[Inverse]:
     """As `room` says, filled."""
     lists = lists.contiguous()
-    return room(lists, num_heads, num_blocks, chunk, length, heads).fill(lists)
+    return room(lists, num_heads, num_blocks, chunk, length, heads, longest).fill(lists)

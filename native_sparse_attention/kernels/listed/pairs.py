@@ -40,11 +40,11 @@ LENGTHS = ["T", "S", "C", "BLOCKS", "start"]
 
 
 @triton.jit
-def item_entries(item, owner, bounds, item_bounds, chunk, WIDE: tl.constexpr):
+def item_entries(item, owner, ordinals, bounds, chunk, WIDE: tl.constexpr):
     """The block of an item, and its first entry and one past the last. Numbers have 64 bits where
     offsets need them."""
     block = tl.load(owner + item)
-    begin = tl.load(bounds + block) + (item - tl.load(item_bounds + block)) * chunk
+    begin = tl.load(bounds + block) + tl.load(ordinals + item).to(tl.int64) * chunk
     end = tl.minimum(begin + chunk, tl.load(bounds + block + 1))
     return large(block, WIDE), narrow(begin, WIDE), narrow(end, WIDE)
 
@@ -77,7 +77,7 @@ def place_of(i, bounds, G: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constex
 
 @triton.jit(do_not_specialize=[*LENGTHS, "first", "length"])
 def forward_kernel(
-    q, k, v, gates, part, part_lse, entries, bounds, owner, item_bounds, chunk, starts, start,
+    q, k, v, gates, part, part_lse, entries, bounds, owner, ordinals, chunk, starts, start,
     doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -89,7 +89,7 @@ def forward_kernel(
     """One program: an item. Writes each row's attention to the item's block alone and its lse."""
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
+        block, begin, end = item_entries(item, owner, ordinals, bounds, chunk, WIDE)
         b, h, c = block // C // K, block // C % K, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
@@ -133,7 +133,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=[*LENGTHS, "head", "heads"])
 def backward_kernel(
     q, k, v, gates, d_out, lse, delta, part, d_gates, dk, dv, spill_k, spill_v,
-    entries, bounds, owner, item_bounds, spill_bounds, chunk, starts, start,
+    entries, bounds, owner, ordinals, spill_bounds, chunk, starts, start,
     doc_last, T, S, K, s, C, BLOCKS, head, heads, scale, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -147,7 +147,7 @@ def backward_kernel(
     piece, and with GATES each row's gradient of its entry's gate."""
     item = tl.program_id(0)
     if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, bounds, item_bounds, chunk, WIDE)
+        block, begin, end = item_entries(item, owner, ordinals, bounds, chunk, WIDE)
         b, h, c = block // C // heads, head + block // C % heads, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
@@ -209,15 +209,14 @@ def backward_kernel(
                 store_parts(part, at * D, dq, D, BLOCK_D, real)
 
         dk_acc *= scale
-        first_item = tl.load(item_bounds + block)
-        if tl.load(item_bounds + block + 1) - first_item == 1:
+        if tl.load(bounds + block + 1) - tl.load(bounds + block) <= chunk:
             at = (b * S + key) * K + h
             dk_acc += load_rows(dk, at * D, D, BLOCK_D, there)
             dv_acc += load_rows(dv, at * E, E, BLOCK_E, there)
             store_rows(dk, at * D, dk_acc, D, BLOCK_D, there)
             store_rows(dv, at * E, dv_acc, E, BLOCK_E, there)
         else:
-            share = (tl.load(spill_bounds + block) + item - first_item) * s + j
+            share = (tl.load(spill_bounds + block) + tl.load(ordinals + item)) * s + j
             store_rows(spill_k, share * D, dk_acc, D, BLOCK_D, there)
             store_rows(spill_v, share * E, dv_acc, E, BLOCK_E, there)
 
@@ -243,7 +242,7 @@ def arguments(
     return dict(
         q=q, k=k, v=v, **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
         gates=selection.gates, entries=inverse.entries, bounds=inverse.bounds, owner=inverse.owner,
-        item_bounds=inverse.item_bounds, chunk=inverse.chunk, starts=selection.starts,
+        ordinals=inverse.ordinals, chunk=inverse.chunk, starts=selection.starts,
         start=selection.start, T=T, S=S, K=K, R=R, n=n, s=selection.s, C=num_blocks,
         BLOCKS=B * inverse.heads * num_blocks, G=H // R, D=D, E=E, BLOCK_D=launch.padded(D),
         BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m, RAGGED=selection.starts is not None,

@@ -69,7 +69,8 @@ def room(
     if parts and kernel == "backward":
         most_rows = max(most_rows, LEAST_ROWS)
     chunk = max(most_rows // groups, 1)
-    return inverse.room(lists, K, num_blocks, chunk, length, heads)
+    longest = launch.override.get("longest", kernel == "backward")
+    return inverse.room(lists, K, num_blocks, chunk, length, heads, longest)
 
 
 def heads_of_span(num_heads: int, most: int, blocks: int) -> int:
