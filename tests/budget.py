@@ -31,7 +31,8 @@ def results(op, tensors, weights, dtype, backend, **kwargs):
 def assert_right(op, tensors, dtype, backend="triton", **kwargs):
     """Within twice the error of eager PyTorch in the same dtype, both against fp64, and one ulp of
     the largest value. What is a difference of larger terms (a gradient, a dot product) may also err
-    by one float32 ulp of the terms: a row with one key has a gradient of exactly 0."""
+    by one float32 ulp of the terms: a row with one key has a gradient of exactly 0. Those of a
+    block's gate are such differences times logits."""
     q = tensors["q"]
     values = [tensors[name] for name in VALUES if tensors.get(name) is not None]
     weights = (
@@ -56,7 +57,8 @@ def assert_right(op, tensors, dtype, backend="triton", **kwargs):
             continue
         lowp = (low[name].double().masked_fill(empty, 0) - right).abs().max()
         # differences are formed in float32 whatever the dtype, so their rounding is float32's
-        rounding = {"out": 0.0, "lse": logits}.get(name, terms) * torch.finfo(torch.float32).eps
+        rounding = {"out": 0.0, "lse": logits, "dgates": terms * logits}.get(name, terms)
+        rounding = rounding * torch.finfo(torch.float32).eps
         precision = torch.float32 if name == "lse" else dtype
         ulp = torch.finfo(precision).eps * right.abs().max() + rounding
         error = (value - right).abs().max()

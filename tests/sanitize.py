@@ -209,7 +209,7 @@ def alike() -> None:
     with launch.using({"unite": launch.Unite(4, 1.1, least=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
-        some, cost = unite.room_for_alike(selection, 12, DTYPE)
+        some, cost = unite.room_for_alike(selection, 12, DTYPE, beside_shared=True)
         unite.fill(selection, some, cost, unite.room(selection, 8, 4), chunk=3)
         for heads in (12, 1):
             q, k, v = (draw(2, 19, h, 24) for h in (heads, 1, 1))

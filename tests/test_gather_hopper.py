@@ -1,5 +1,5 @@
-"""Lists that fill a tile of 64 rows, of tokens that share one or united, on a Hopper: right wherever
-they are walked so."""
+"""Lists that fill a tile of 64 rows, of tokens that share one or united, on a Hopper: right
+wherever they are walked so."""
 
 import pytest
 import torch
@@ -84,9 +84,10 @@ def test_layer_of_a_tile_a_list(launches, heads, T, stride, dtype):
 
 @pytest.mark.parametrize("most", [True, False])
 @pytest.mark.parametrize("listed_dq", [True, False])
-def test_a_tile_a_union(launches, most, listed_dq):
-    """Lists of which some, or most, are united four at a time; dq of these by their tiles, or where
-    most are."""
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_tile_a_union(launches, most, listed_dq, shared):
+    """Lists of which some, or most, are united four at a time, all of these or, as the device says,
+    where most are."""
     T = 648
     q, k, v = draw(T, 704, 32, 2, 128, 128, torch.bfloat16)
     lists = chosen(2, T, 2, 5, 64)
@@ -94,7 +95,7 @@ def test_a_tile_a_union(launches, most, listed_dq):
         if first // 4 % 5 < (4 if most else 2):
             lists[:, first : first + 4] = lists[:, first + 1 : first + 2]
     rule = launch.Unite(4, 1.6, 0)
-    with launch.using({"listed_dq": listed_dq, "unite": rule, "shared": False}):
+    with launch.using({"listed_dq": listed_dq, "unite": rule, "shared": shared}):
         assert_right(
             selected_attention, {"q": q, "k": k, "v": v}, torch.bfloat16, block_indices=lists,
             selection_block_size=64, num_initial_blocks=1, num_local_blocks=2, causal=True,

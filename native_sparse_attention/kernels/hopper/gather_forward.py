@@ -106,14 +106,17 @@ def attend(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, norms, lists, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
-    tiles, total, scale_log2, g_b, g_t, g_h, g_3, G: gl.constexpr, LISTS: gl.constexpr,
+    q, k, v, norms, lists, counts, only, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R,
+    limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, G: gl.constexpr, LISTS: gl.constexpr,
     SLOTS: gl.constexpr, STAGES: gl.constexpr, UNITED: gl.constexpr, BOUNDED: gl.constexpr,
-    ADD: gl.constexpr, MIX: gl.constexpr, REGISTERS: gl.constexpr,
+    ADD: gl.constexpr, MIX: gl.constexpr, ONLY: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor: tiles in turn, a box of q each. Writes out and lse, with ADD of
-    the keys seen so far and these; and with MIX the layer's output."""
+    the keys seen so far and these; with MIX the layer's output; with ONLY nothing where that is
+    0."""
     k_smem, v_smem, full = ring(k, v, STAGES)
+    if ONLY:
+        total = gl.where(gl.load(only) != 0, total, 0)
     needed = ()
     if ADD:
         needed = needed + (out,)  # noqa: RUF005

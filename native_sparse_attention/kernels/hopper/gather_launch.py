@@ -33,10 +33,12 @@ def serves(
     scale: float,
     kernel: str,
     unions: Unions | None = None,
+    only: Tensor | None = None,
 ) -> bool:
-    """Whether `kernel`, "forward" or "dq", takes a call, or its groups that are united: where it
-    can, and is the faster one for that many tiles. With `launch.using({"gather": True})` however
-    many there are; with False never, and not where the call asks for tiles."""
+    """Whether `kernel`, "forward" or "dq", takes a call, or its groups that are united, all of
+    which might not be unless `only` says where they are: where it can, and is the faster one for
+    that many tiles. With `launch.using({"gather": True})` however many there are; with False never,
+    and not where the call asks for tiles."""
     wanted = launch.override.get("gather")
     if wanted is False or asked(f"gather.{kernel}") or not gpu.available(q):
         return False
@@ -56,7 +58,8 @@ def serves(
     tiles = B * R * cdiv(T, ROWS // groups)
     if not wanted:
         each = tiles / gpu.multiprocessors(q.device)
-        if each < LEAST_TILES or (unions is not None and each > MOST_GROUPS):
+        some = unions is not None and only is None
+        if each < LEAST_TILES or (some and each > MOST_GROUPS):
             return False
     if not tiles:
         return False
@@ -64,7 +67,12 @@ def serves(
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, unions: Unions | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    unions: Unions | None,
+    only: Tensor | None,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid, and what both kernels take."""
     (B, T, R, n), G = selection.lists.shape, q.shape[2] // selection.lists.shape[2]
@@ -79,7 +87,7 @@ def arguments(
         q=gpu.box(q, box_of(q, G)), k=gpu.box(k, [1, KEYS, 1, k.shape[-1]]),
         v=gpu.box(v, [1, KEYS, 1, v.shape[-1]]), T=T, K=k.shape[2], R=R, tiles=tiles, total=total,
         G=G, SLOTS=next_power_of_2(n), STAGES=STAGES, UNITED=unions is not None,
-        REGISTERS=REGISTERS, num_warps=4, **which,
+        only=only, ONLY=only is not None, REGISTERS=REGISTERS, num_warps=4, **which,
     )  # fmt: skip
     # one for each multiprocessor, which it fills
     return (min(cdiv(total, 2), gpu.multiprocessors(q.device)),), args
@@ -102,12 +110,13 @@ def forward(
     norms: Tensor | None,
     mix: Mixture | None,
     unions: Unions | None,
+    only: Tensor | None,
 ) -> None:
     """out and lse over the listed blocks, `joined` with what those hold; of the groups that are
-    united where there are `unions`."""
+    united where there are `unions`. Nothing where `only` is given and 0, on the device."""
     from .gather_forward import forward_kernel
 
-    grid, args = arguments(q, k, v, selection, unions)
+    grid, args = arguments(q, k, v, selection, unions, only)
     forward_kernel[grid](
         out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=joined, **bounds(norms),
         **launch.mixture(mix), **args,
@@ -125,13 +134,12 @@ def backward_q(
     unions: Unions | None,
     only: Tensor | None,
 ) -> None:
-    """dq `into` what that says; nothing where `only` is given and 0, on the device."""
+    """As `forward`, dq `into` what that says."""
     from .gather_dq import dq_kernel
 
-    grid, args = arguments(q, k, v, selection, unions)
+    grid, args = arguments(q, k, v, selection, unions, only)
     d_out = cotangent.d_out
     dq_kernel[grid](
-        d_out=gpu.box(d_out, args["q"].block_shape), only=only, lse=cotangent.lse,
-        delta=cotangent.delta, scale=scale, GATED=cotangent.gated, ONLY=only is not None,
-        **into, **args,
+        d_out=gpu.box(d_out, args["q"].block_shape), lse=cotangent.lse, delta=cotangent.delta,
+        scale=scale, GATED=cotangent.gated, **into, **args,
     )  # fmt: skip

@@ -78,7 +78,7 @@ class Plan(NamedTuple):
 def plan(q: Tensor, k: Tensor, selection: Selection) -> Plan:
     """Room for what `fill` writes."""
     blocks = min(LISTS * selection.lists.shape[3], cdiv(k.shape[1], selection.s))
-    alike, cost = unite.room_for_alike(selection, q.shape[2], q.dtype)
+    alike, cost = unite.room_for_alike(selection, q.shape[2], q.dtype, beside_shared=True)
     return Plan(alike, max(cost, ALIKE), unite.room(selection, LISTS, blocks))
 
 

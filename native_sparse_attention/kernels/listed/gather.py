@@ -316,9 +316,10 @@ def forward(
 
     def run(united: bool) -> None:
         call = (q, k, v, selection, scale)
-        whole = unions is None or (united and not seldom)
-        if whole and gather_launch.serves(*call, "forward", unions):
-            gather_launch.forward(*call, out, lse, partial is not None, norms, mix, unions)
+        whole, only = unions is None or united, unions.some if unions is not None else None
+        if whole and gather_launch.serves(*call, "forward", unions, only):
+            joined = partial is not None
+            gather_launch.forward(*call, out, lse, joined, norms, mix, unions, only)
             return
         grid, args = arguments(q, k, v, selection, "forward", unions, united, seldom)
         # one list's tile waits for its keys, not for a maximum
@@ -363,7 +364,7 @@ def backward_q(
     for united in (False,) if unions is None else (False, True):
         call = (q, k, v, selection, scale)
         whole = unions is None or united
-        if whole and gather_launch.serves(*call, "dq", unions):
+        if whole and gather_launch.serves(*call, "dq", unions, only):
             gather_launch.backward_q(*call, cotangent, into, unions, only)
             continue
         grid, args = arguments(q, k, v, selection, "dq", unions, united, only is not None)

@@ -69,7 +69,8 @@ def room(
     if parts and kernel == "backward":
         most_rows = max(most_rows, LEAST_ROWS)
     chunk = max(most_rows // groups, 1)
-    longest = launch.override.get("longest", kernel == "backward")
+    # short items of the forward end together anyhow, and by block more is found in the cache
+    longest = kernel == "backward"
     return inverse.room(lists, K, num_blocks, chunk, length, heads, longest)
 
 

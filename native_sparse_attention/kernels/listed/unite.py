@@ -9,7 +9,7 @@ a union is a block in its low 32 bits and, in the high 32, a bit for each list t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -32,6 +32,7 @@ class Unions:
     entries: Tensor  # [B R groups limit] int64
     counts: Tensor  # [B R groups] int32
     lists: int  # of a group
+    some: Tensor | None = None  # [] int32, beside shared ones: whether any group is united
 
     @property
     def groups(self) -> int:
@@ -160,15 +161,17 @@ def unite_kernel(
 
 
 @triton.jit(do_not_specialize=["groups", "shared_groups"])
-def settle_kernel(counts, shared_counts, groups, shared_groups, BLOCK: tl.constexpr):
+def settle_kernel(counts, shared_counts, some, groups, shared_groups, BLOCK: tl.constexpr):
     """One program. Where at least half of the shared unions are of groups that all have one of
-    their own, those count: the shared ones get -1. Otherwise there are only shared ones."""
+    their own, those count: the shared ones get -1. Otherwise there are only shared ones, and `some`
+    is 0."""
     i = tl.arange(0, BLOCK)
     alike = tl.zeros([BLOCK], tl.int32)
     for first in range(0, shared_groups, BLOCK):
         size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
         alike += (size < 0).to(tl.int32)
     few = tl.sum(alike, 0) < shared_groups - tl.sum(alike, 0)
+    tl.store(some, tl.where(few, 0, 1))
     for first in range(0, shared_groups, BLOCK):
         size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
         size = tl.where(size < 0, tl.where(few, -1 - size, -1), size)
@@ -209,14 +212,16 @@ def fill(
     )  # fmt: skip
     if shared is not None and cost is not None:
         settle_kernel[(1,)](
-            unions.counts, shared.counts, unions.counts.numel(), shared.counts.numel(), BLOCK=2048,
-            num_warps=8,
+            unions.counts, shared.counts, unions.some, unions.counts.numel(), shared.counts.numel(),
+            BLOCK=2048, num_warps=8,
         )  # fmt: skip
 
 
-def room_for_alike(selection: Selection, H: int, dtype: torch.dtype) -> tuple[Unions | None, float]:
-    """Room for unions of the lists of a call with H query heads, and what a block of one costs;
-    None where they cannot pay."""
+def room_for_alike(
+    selection: Selection, H: int, dtype: torch.dtype, beside_shared: bool = False
+) -> tuple[Unions | None, float]:
+    """Room for unions of the lists of a call with H query heads, beside shared ones or not, and
+    what a block of one costs; None where they cannot pay."""
     B, _T, R, n = selection.lists.shape
     rule = launch.uniting(H // R * selection.stride, dtype)
     if rule is None or selection.gates is not None or not n:
@@ -228,7 +233,10 @@ def room_for_alike(selection: Selection, H: int, dtype: torch.dtype) -> tuple[Un
         return None, 0.0
     # as many as pay at most
     limit = min(int(rule.lists * n / rule.cost) + 1, rule.lists * n)
-    return room(selection, rule.lists, limit), rule.cost
+    unions = room(selection, rule.lists, limit)
+    if beside_shared:
+        unions = replace(unions, some=unions.counts.new_empty(()))
+    return unions, rule.cost
 
 
 def unite(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
