@@ -245,7 +245,7 @@ def hopper() -> None:
             selection_block_size=64, sliding_window_size=129, selection_stride=8,
         )  # fmt: skip
         layer(
-            131, 256, (32, 2, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
+            132, 256, (32, 2, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
             selection_block_size=64, sliding_window_size=129, selection_stride=4,
         )  # fmt: skip
 
