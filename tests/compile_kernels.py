@@ -302,6 +302,13 @@ if __name__ == "__main__":
                         dtype, (4, 1, width, width), S=192, selection_block_size=64,
                         selection_stride=stride,
                     )  # fmt: skip
+    if not some or "gather" in some:
+        with launch.using({"gather": True}):
+            for heads in (1, 2, 4, 8, 16, 32, 64):
+                layer(
+                    torch.bfloat16, (heads, 1, 128, 128), S=192, slots=0, selection_block_size=64,
+                    selection_stride=64 // heads,
+                )  # fmt: skip
     if not some or "intervals" in some:
         with launch.using({"intervals": True}):
             for heads in (1, 2, 4, 8, 16, 32, 64):

@@ -69,8 +69,8 @@ def finish(
         held = gl.load(out + at, mask=there, other=0.0)
     if MIX:
         i = gl.arange(0, M, ROW)
-        gate = mix_gates + b * g_b + (token + i // GROUP).to(gl.int64) * g_t
-        gate += (r * G + i % GROUP) * g_h
+        gate = mix_gates + b.to(gl.int64) * g_b + (token + i // GROUP).to(gl.int64) * g_t
+        gate += (r * G + i % GROUP).to(gl.int64) * g_h
         gate_cmp = gl.load(gate, mask=real, other=0.0).to(gl.float32)
         gate_sel = gl.load(gate + g_3, mask=real, other=0.0).to(gl.float32)
         gate_win = gl.load(gate + 2 * g_3, mask=real, other=0.0).to(gl.float32)
