@@ -89,14 +89,14 @@ def test_layer_of_a_tile_a_list(launches, heads, T, S, stride, dtype):
 
 
 def test_gates_of_rows_far_apart(launches):
-    """More than 2^31 elements from one to the next."""
-    T, H, apart = 128, 64, (1 << 31) + 64
-    if torch.cuda.mem_get_info()[0] < 3 * apart:
+    """The third of three begins more than 2^31 elements behind the first."""
+    B, T, H, D, apart = 3, 128, 64, 128, (1 << 30) + 64
+    if torch.cuda.mem_get_info()[0] < 6 * apart:
         pytest.skip("needs 6.5 GB")
-    q, k, v = draw(T, T, H, 1, 128, 128, torch.bfloat16)
+    shapes = (B, T, H, D), (B, T, 1, D), (B, T, 1, D), (B, T, H, 3)
+    q, k, v, gates = (torch.randn(shape, device=DEVICE).to(torch.bfloat16) for shape in shapes)
     ck, cv = (pooled(t, 32, 16) for t in (k, v))
-    gates = torch.rand(2, T, H, 3, device=DEVICE).to(torch.bfloat16)
-    room = gates.new_empty(apart + gates[0].numel())
+    room = gates.new_empty((B - 1) * apart + gates[0].numel())
     far = room.as_strided(gates.shape, (apart, *gates.stride()[1:])).copy_(gates)
     settings = dict(
         compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 from native_sparse_attention.kernels import launch
 from native_sparse_attention.kernels.listed import inverse, spans
-from native_sparse_attention.kernels.listed.inverse import SHARE, invert
+from native_sparse_attention.kernels.listed.inverse import SHARE
 
 pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +46,7 @@ def test_entries_lie_by_block_in_their_own_order(case, longest):
     block = torch.where(lists >= 0, line[..., None] * C + lists, -1).view(-1)
     order = block.argsort(stable=True)
     order = order[block[order] >= 0]
-    spans = invert(lists, K, C, chunk, length, heads, longest)
+    spans = inverse.room(lists, K, C, chunk, length, heads, longest).fill(lists)
     firsts = [(h, t) for h in range(0, K, heads) for t in range(0, T, length)]
     assert [(span.head, span.first) for span in spans] == firsts
     assert sum(span.length * span.heads for span in spans) == T * K
@@ -88,7 +88,8 @@ def test_entries_lie_by_block_in_their_own_order(case, longest):
 def test_lists_of_more_slots_than_a_share_has_entries():
     slots = torch.arange(SHARE + 8, device=DEVICE, dtype=torch.int32) % 4
     lists = slots.expand(1, 3, 1, -1)
-    (span,) = invert(lists, 1, 4, 1 << 14, 3, 1)
+    lists = lists.contiguous()
+    (span,) = inverse.room(lists, 1, 4, 1 << 14, 3, 1).fill(lists)
     assert torch.equal(span.entries.long(), lists.reshape(-1).argsort(stable=True))
 
 

@@ -15,6 +15,9 @@ BEHIND = tl.constexpr(2)  # the keys that end, one each `stride` tokens, at or b
 EVERYTHING = tl.constexpr(3)
 LOCAL_BLOCKS = tl.constexpr(4)  # the block of `stride` tokens around i, to i, and `reach` before it
 
+# a bound on logits in units of log2 up to which they are measured from it
+LARGEST_BOUND = tl.constexpr(48.0)
+
 
 @triton.jit
 def grid_place(FLIPPED: tl.constexpr):
@@ -228,10 +231,10 @@ def measured_from(q, norms, line, scale, keys, m, EMPTY: tl.constexpr):
     # one number for all rows: it need not change layouts
     squares = tl.where(keys < 16, float("inf"), tl.sum(q * q, 1))
     bound = tl.sqrt(tl.max(squares, 0)) * (tl.load(norms + line) * tl.abs(scale))
-    small = bound <= 48.0
+    small = bound <= LARGEST_BOUND
     factor = 1.0
     if not EMPTY:
-        small = small & (tl.max(m, 0) - bound <= 48.0)
+        small = small & (tl.max(m, 0) - bound <= LARGEST_BOUND)
         factor = tl.where(small, tl.exp2(m - bound), 1.0)
     return tl.where(small, bound, m), factor, small == 0
 

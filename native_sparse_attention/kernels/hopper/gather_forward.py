@@ -11,12 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..device import LARGEST_BOUND
 from .epilogue import finish
 from .gather_rows import KEYS, LENGTHS, PARTS, ROWS, THREADS, list_of, place_of, read, ring, sees
 from .ring import at_barrier
-
-# a bound on logits in units of log2 up to which they are measured from it
-MOST = gl.constexpr(48.0)
 
 
 @gluon.jit
@@ -57,7 +55,7 @@ def attend(
                 x = q.to(gl.float32)
                 bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), ROW)
                 bound = bound * (longest_key * gl.abs(scale_log2))
-                by_bound = gl.max(bound, 0) <= MOST
+                by_bound = gl.max(bound, 0) <= LARGEST_BOUND
                 m = gl.where(by_bound, bound, m)
             fence_async_shared()  # what was read may be overwritten from outside
             at_barrier("arrive", place, THREADS)

@@ -89,18 +89,13 @@ def arguments(
         )
     total = tiles * B * R
     args = dict(
-        q=gpu.box(q, box_of(q, G)), k=gpu.box(k, [1, KEYS, 1, k.shape[-1]]),
+        q=gpu.box(q, [1, ROWS // G, G, q.shape[-1]]), k=gpu.box(k, [1, KEYS, 1, k.shape[-1]]),
         v=gpu.box(v, [1, KEYS, 1, v.shape[-1]]), T=T, K=k.shape[2], R=R, tiles=tiles, total=total,
         G=G, SLOTS=next_power_of_2(n), STAGES=STAGES, UNITED=unions is not None,
         only=only, ONLY=only is not None, REGISTERS=REGISTERS, num_warps=4, **which,
     )  # fmt: skip
     # one for each multiprocessor, which it fills
     return (min(cdiv(total, 2), gpu.multiprocessors(q.device)),), args
-
-
-def box_of(q: Tensor, groups: int) -> list[int]:
-    """Of a tile's rows."""
-    return [1, ROWS // groups, groups, q.shape[-1]]
 
 
 def forward(

@@ -67,7 +67,7 @@ def sees(e, number, UNITED: gl.constexpr):
     """Which rows, of the lists of these numbers, see an entry's block."""
     if UNITED:
         return (((e >> 32).to(gl.int32) >> number) & 1) != 0
-    return number <= e.to(gl.int32)
+    return number <= e.to(gl.int32)  # all numbers are 0: where the entry is a block
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..device import LARGEST_BOUND
 from .dialect import store_box, thread_barrier
 from .intervals import (
     KEYS,
@@ -33,9 +34,8 @@ from .intervals import (
 )
 from .ring import at_barrier, counters, places
 
-# a bound on logits in units of log2 up to which they are measured from it, and keys that a row sees
-# at least: as `device.measured_from`
-MOST, FEWEST = gl.constexpr(48.0), gl.constexpr(16)
+# keys that a row sees at least where logits are measured from a bound: as `device.measured_from`
+FEWEST = gl.constexpr(16)
 
 
 @gluon.jit
@@ -109,7 +109,7 @@ def measured_from(q, longest_key, scale_log2, keys, real, m):
     bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
     bound = bound * (longest_key * gl.abs(scale_log2))
     most = gl.max(gl.where((keys < FEWEST) & real, float("inf"), bound), 0)
-    by_bound = most <= MOST
+    by_bound = most <= LARGEST_BOUND
     return gl.where(by_bound, bound, m), by_bound
 
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mma_v2,
 )
 
+from ..device import LARGEST_BOUND
 from .dialect import load_box, reinterpret, thread_barrier
 from .epilogue import fetch_rows, finish
 from .ring import at_barrier, counters, places
@@ -198,7 +199,7 @@ def attend(
                 x = q_tile.load(MMA).to(gl.float32)
                 bound = gl.sqrt(gl.sum(x * x, 1)) * longest_key
                 bound = bound * gl.abs(scale_log2)
-                by_bound = gl.max(bound, 0) <= 48.0
+                by_bound = gl.max(bound, 0) <= LARGEST_BOUND
                 m = gl.where(by_bound, bound, m)
             fence_async_shared()  # what was read may be overwritten from outside
             for other in gl.static_range(CHUNK):

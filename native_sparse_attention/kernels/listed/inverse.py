@@ -293,17 +293,3 @@ def room(
         inverses, numbers, empty(spans * lines, shares, num_blocks),
         empty(spans, blocks), tensors, num_heads, tokens, longest,
     )  # fmt: skip
-
-
-def invert(
-    lists: Tensor,
-    num_heads: int,
-    num_blocks: int,
-    chunk: int,
-    length: int,
-    heads: int,
-    longest: bool = False,
-) -> list[Inverse]:
-    """As `room` says, filled."""
-    lists = lists.contiguous()
-    return room(lists, num_heads, num_blocks, chunk, length, heads, longest).fill(lists)
