@@ -22,8 +22,6 @@ MOST_SLOTS = 128
 # with 15.5 as long, with 31 387 for 430. And groups of which only some are united at most, as a
 # part looks at its groups one after the other
 LEAST_TILES, MOST_GROUPS = 16, 128
-# versions of Triton with which they have run
-MEASURED = ((3, 6),)
 # places of a part, and registers of a thread that computes
 STAGES, REGISTERS = 3, 232
 
@@ -40,12 +38,10 @@ def serves(
 ) -> bool:
     """Whether `kernel`, "forward" or "dq", takes a call, or its groups that are united, all of
     which might not be unless `only` says where they are: where it can, and is the faster one for
-    that many tiles. With `launch.using({"gather": True})` however many there are, and with a Triton
-    that has not been measured; with False never, and not where the call asks for tiles."""
+    that many tiles. With `launch.using({"gather": True})` however many there are; with False never,
+    and not where the call asks for tiles."""
     wanted = launch.override.get("gather")
     if wanted is False or asked(f"gather.{kernel}") or not gpu.available(q):
-        return False
-    if not (wanted or launch.override.get("gluon") or gpu.triton_is_of(MEASURED)):
         return False
     lists = 1 if unions is None else unions.lists
     (B, T, R, n), s, S = selection.lists.shape, selection.s, k.shape[1]
