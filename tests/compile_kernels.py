@@ -128,7 +128,7 @@ def compile_only(capability: int) -> None:
     driver.set_active(Driver(capability))
     if capability < 90:
         launch.boxes = lambda *_: None
-    elif gpu.triton_is_of(gpu.GLUON):
+    elif gpu.triton_is_known():
         gpu.available = lambda *_: True
         gpu.multiprocessors = lambda *_: 132
     launch.architecture = lambda: rows

@@ -105,6 +105,19 @@ def test_selections(heads, shared, stride):
     assert_layer_right(tensors, SETTINGS, **kwargs)
 
 
+def test_blocks_as_long_as_a_tile_of_keys():
+    """With one ranking for all tokens of a block, and values of odd width."""
+    B, T, H, K, D, E, W = 1, 56, 2, 1, 8, 5, 14
+    shapes = {
+        "q": (B, T, H, D), "k": (B, T, K, D), "v": (B, T, K, E), "ck": (B, W, K, D),
+        "cv": (B, W, K, E), "branch_gates": (B, T, H, 3),
+    }  # fmt: skip
+    tensors = {name: torch.randn(shape, device=DEVICE) for name, shape in shapes.items()}
+    sizes = {**SETTINGS, "selection_block_size": 16, "selection_stride": 16}
+    call = functools.partial(native_sparse_attention, **tensors, **sizes)
+    torch.testing.assert_close(call(backend="triton"), call(backend="eager"), atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("n", [0, 5])
 def test_few_and_many_blocks(n):
     tensors = draw()

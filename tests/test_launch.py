@@ -221,20 +221,29 @@ def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
         ("3.6.1", (9, 0), True, True),
         ("3.7.1", (9, 0), False, True),
         ("3.6.0", (10, 0), True, False),
-        ("3.9.0", (9, 0), False, False),
-        ("3.9.0", (9, 0), True, True),
-        ("3.5.1", (9, 0), True, False),
-        ("3.99.0", (9, 0), True, False),
+        ("3.8.0", (9, 0), False, True),
+        ("3.99.0", (9, 0), True, True),
     ],
 )
-def test_where_gluon_is_there(monkeypatch, version, capability, asked, there):
-    """Without being asked for only with the Triton that it was measured with."""
+def test_where_the_hopper_kernels_run(monkeypatch, version, capability, asked, there):
     gpu = pytest.importorskip("native_sparse_attention.kernels.hopper.gpu")
     monkeypatch.setattr(gpu.triton, "__version__", version)
     monkeypatch.setattr(launch, "capability", lambda device: capability)
     q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     with launch.using({"gluon": True} if asked else {}):
         assert gpu.available(q) == there
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.9.0"])
+def test_an_unknown_triton_is_told_once(monkeypatch, version):
+    gpu = pytest.importorskip("native_sparse_attention.kernels.hopper.gpu")
+    monkeypatch.setattr(gpu.triton, "__version__", version)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    gpu.warn_of_unknown.cache_clear()
+    q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match=rf"Triton {version}.*Install 'triton>=3\.6,<3\.9'"):
+        assert not gpu.available(q)
+    assert not gpu.available(q)
 
 
 @pytest.mark.parametrize("change, served, with_dq", [

@@ -48,7 +48,9 @@ def list_keys(entries, j0, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
         entry = tl.load(entries + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
     c = entry.to(tl.int32)
     key = c * s + j % BLOCK_S
-    return c * s + j0 % BLOCK_S, key, (c >= 0) & (j % BLOCK_S < s) & (key < S), entry
+    # of a negative entry all keys are: a mask of c alone is a scalar, whose product with a vector
+    # Triton 3.9's interpreter takes for an integer
+    return c * s + j0 % BLOCK_S, key, (key >= 0) & (j % BLOCK_S < s) & (key < S), entry
 
 
 @triton.jit
