@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .cache import KVCache
+from .ops.checks import check_ints
 
 
-def check_sampling(filter_thres: float, top_p: float | None) -> None:
+def check_sampling(filter_thres: float, top_p: float | None, top_k: int | None = None) -> None:
     if not 0.0 <= filter_thres < 1.0:
         raise ValueError(f"filter_thres must be in [0, 1), got {filter_thres}")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if top_k is not None:
+        check_ints(1, top_k=top_k)
 
 
 def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list[int]:
@@ -58,13 +61,16 @@ def sample_token(
     filter_thres: float,
     top_p: float | None,
     generator: torch.Generator | None,
+    top_k: int | None = None,
 ) -> Tensor:
     """One token [b] from logits [b t]."""
     if temperature <= 0.0:
         return logits.argmax(dim=-1)
     count = max(1, ceil((1.0 - filter_thres) * logits.shape[-1]))
+    count = count if top_k is None else min(count, top_k)
     values, tokens = logits.float().topk(count, dim=-1)
-    probs = (values / temperature).softmax(dim=-1)
+    # differences to the largest, which stay finite at any temperature
+    probs = ((values - values[:, :1]) / temperature).softmax(dim=-1)
     if top_p is not None:
         # drop a token where those before it already hold top_p
         probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)

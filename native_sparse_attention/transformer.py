@@ -333,13 +333,14 @@ class Transformer(Module):
         *,
         prompt_lengths: Sequence[int] | Tensor | None = None,
         stop_tokens: int | Sequence[int] | None = None,
+        top_k: int | None = None,
     ) -> Iterator[Tensor]:
         """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s."""
         held = check_prompt(prompt, prompt_lengths)
         if not self.causal:
             raise ValueError("sampling needs causal=True, this model has causal=False")
-        check_sampling(filter_thres, top_p)
-        rule = (temperature, filter_thres, top_p, generator)
+        check_sampling(filter_thres, top_p, top_k)
+        rule = (temperature, filter_thres, top_p, generator, top_k)
         steps = seq_len - prompt.shape[1]
         return generate(self, prompt, held, steps, rule, use_cache_kv, check_stop(stop_tokens))
 
@@ -355,6 +356,7 @@ class Transformer(Module):
         *,
         prompt_lengths: Sequence[int] | Tensor | None = None,
         stop_tokens: int | Sequence[int] | None = None,
+        top_k: int | None = None,
     ) -> Tensor:
         """Continue prompts [b, n] up to `seq_len` tokens in all; returns the new ones [b, seq_len -
         n].
@@ -371,6 +373,7 @@ class Transformer(Module):
                 where it ends, and as far as the longest may.
             stop_tokens: ids that end a text, which then repeats the one that did; where all have
                 ended, fewer tokens are returned. (Each step waits for the GPU to say so.)
+            top_k: sample from at most this many of the likeliest tokens; `filter_thres` holds too.
 
         Raises:
             ValueError: an empty prompt, lengths, thresholds or ids out of range, or a model that is
@@ -379,7 +382,7 @@ class Transformer(Module):
         tokens = list(
             self.stream(
                 prompt, seq_len, temperature, filter_thres, top_p, use_cache_kv, generator,
-                prompt_lengths=prompt_lengths, stop_tokens=stop_tokens,
+                prompt_lengths=prompt_lengths, stop_tokens=stop_tokens, top_k=top_k,
             )
         )  # fmt: skip
         return torch.stack(tokens, dim=1) if tokens else prompt[:, :0]

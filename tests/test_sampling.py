@@ -51,6 +51,32 @@ def test_stop_tokens(use_cache_kv):
     assert torch.equal(everything, free[:, :1])
 
 
+def test_top_k():
+    """Of one token there is no choice; of more than there are, the vocabulary is left."""
+    net = model()
+    prompt = torch.randint(0, 40, (2, 5), device=DEVICE)
+    greedy = net.sample(prompt, 30, temperature=0.0)
+    assert torch.equal(net.sample(prompt, 30, filter_thres=0.0, top_k=1), greedy)
+
+    def drawn(**how):
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        return net.sample(prompt, 30, filter_thres=0.0, generator=generator, **how)
+
+    assert torch.equal(drawn(top_k=1000), drawn())
+    few = torch.stack([drawn(top_k=3)[:, 0] for _ in range(3)])
+    likely = net(prompt)[:, -1].topk(3).indices
+    assert (few[..., None] == likely).any(-1).all()
+
+
+def test_low_temperature():
+    """Logits over it pass every float; the probabilities stay what they are."""
+    net = model()
+    prompt = torch.randint(0, 40, (2, 5), device=DEVICE)
+    greedy = net.sample(prompt, 30, temperature=0.0)
+    lowest = torch.finfo(torch.float32).tiny
+    assert torch.equal(net.sample(prompt, 30, temperature=lowest), greedy)
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -58,6 +84,9 @@ def test_stop_tokens(use_cache_kv):
         (dict(prompt_lengths=[0, 5]), "prompt_lengths must be"),
         (dict(prompt_lengths=[1.0, 5]), "prompt_lengths must be integers"),
         (dict(stop_tokens=[1.5]), "stop_tokens must be token ids, got 1.5"),
+        (dict(top_k=0), "top_k must be"),
+        (dict(top_k=True), "top_k must be"),
+        (dict(top_k=2.0), "top_k must be"),
         (dict(stop_tokens=-1), "stop_tokens must be token ids, got -1"),
     ],
 )
