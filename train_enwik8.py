@@ -13,61 +13,86 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import gzip
 import hashlib
-import http.client
 import io
-import itertools
 import json
 import math
 import os
-import queue
+import shutil
 import signal
 import sys
-import sysconfig
-import threading
 import time
-import urllib.request
-import zipfile
-import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
 from native_sparse_attention import Transformer
+from native_sparse_attention.runs import (
+    BEST,
+    CHANGEABLE,
+    CONFIG,
+    RunError,
+    TornError,
+    load_best,
+    load_run,
+    model_arguments,
+    newest_checkpoint,
+    read_config,
+    verify_config,
+)
+from training.data import DownloadError, download, enwik8, read_bytes, split, stdlib_corpus
+from training.errors import UserError, reason
+from training.plot import draw
+from training.runs import (
+    METRICS,
+    append,
+    check_name,
+    claim,
+    locked,
+    missing_lines,
+    new_run,
+    read_metrics,
+    restore,
+    save_best,
+    save_checkpoint,
+    write,
+    write_config,
+)
 
-
-class UserError(Exception):
-    """What only the user can put right: told in one line, exit status 2."""
-
-
-def reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
+__all__ = ["download", "main"]
 
 # settings
 
 
-def number(kind: type, least: int = 0) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        if not least <= (value := kind(text)) < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is out of range, expected {least} or more")
+class number:
+    """A kind of setting: a number from `least` to `most`, both allowed."""
+
+    def __init__(self, kind: type, least: float = 0, most: float = sys.float_info.max):
+        self.kind, self.least, self.most, self.__name__ = kind, least, most, kind.__name__
+
+    def __call__(self, text: str) -> Any:
+        if not self.least <= (value := self.kind(text)) <= self.most:
+            raise argparse.ArgumentTypeError(f"{text} is out of range, expected {self.range()}")
         return value
 
-    read.__name__ = kind.__name__
-    return read
+    def range(self) -> str:
+        to = "or more" if self.most == sys.float_info.max else f"to {self.most}"
+        return f"{self.least} {to}"
+
+    def holds(self, value: Any) -> bool:
+        kinds = (int,) if self.kind is int else (int, float)
+        return type(value) in kinds and self.least <= value <= self.most
 
 
-count, whole, real = number(int, 1), number(int), number(float)
+count, whole, real = number(int, 1, 2**31 - 1), number(int, 0, 2**31 - 1), number(float)
+size, seed, threads = number(int, 1, 2**63 - 1), number(int, 0, 2**63 - 1), number(int, 1, 1024)
 Kind = Callable[[str], Any] | tuple[str, ...]
 
 # name: (type or choices, on CPU, on CUDA, meaning)
@@ -97,7 +122,7 @@ SETTINGS: dict[str, tuple[Kind, Any, Any, str]] = {
     "warmup": (whole, 50, 200, "steps of linear warm-up, before a cosine down to a tenth"),
     "weight_decay": (real, 0.1, 0.1, "of matrices, not of vectors"),
     "clip": (real, 1.0, 1.0, "largest gradient norm"),
-    "seed": (whole, 0, 0, "of weights, data order and sampled text"),
+    "seed": (seed, 0, 0, "of weights, data order and sampled text"),
     "precision": (("fp32", "bf16"), "fp32", "bf16", "of the forward pass; weights are fp32"),
     "compile": (
         ("auto", "on", "off"),
@@ -108,32 +133,22 @@ SETTINGS: dict[str, tuple[Kind, Any, Any, str]] = {
     "activation_checkpointing": (("on", "off"), "off", "off", "less memory, more time"),
     "log_every": (count, 1, 10, "steps between lines of metrics.jsonl"),
     "eval_every": (count, 50, 250, "steps between validations"),
-    "eval_bytes": (count, 2**15, 2**20, "validation bytes read each time"),
-    "test_bytes": (count, 2**16, 5 * 10**6, "test bytes read at the end"),
+    "eval_bytes": (size, 2**15, 2**20, "validation bytes read each time"),
+    "test_bytes": (size, 2**16, 5 * 10**6, "test bytes read at the end"),
     "sample_every": (whole, 200, 1000, "steps between sampled texts; 0: none"),
     "sample_length": (count, 256, 512, "bytes of a sampled text"),
     "save_every": (count, 100, 500, "steps between checkpoints"),
     "keep": (count, 2, 2, "checkpoints kept, besides the best"),
     "threads": (
-        count,
+        threads,
         None,
         None,
         "CPU threads; others may sum in another order (default: half the cores)",
     ),
     "device": (str, None, None, "cpu, cuda, cuda:1 ... (default: cuda where there is one)"),
 }
-SHAPE = ["dim", "depth", "heads", "kv_heads", "dim_head", "ff_expansion_factor"]
-SPARSE = [
-    *("sliding_window_size", "compress_block_size", "compress_block_sliding_stride"),
-    *("selection_block_size", "num_selected_blocks", "importance", "selection_stride", "backend"),
-]
-SAMPLING = {"sample", "prompt", "length", "temperature", "filter_thres", "top_p"}
+SAMPLING = {"sample", "prompt", "max_new_tokens", "temperature", "filter_thres", "top_k", "top_p"}
 HARDWARE = {"backend", "device", "threads"}
-# what --resume may change: the length of the run, and what leaves the metrics alone
-CHANGEABLE = HARDWARE | {
-    *("steps", "compile", "activation_checkpointing"),
-    *("sample_every", "sample_length", "save_every", "keep"),
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -145,7 +160,10 @@ def parse(argv: list[str] | None) -> Namespace:
     """The options given on the command line; those not given are not there."""
     about = (__doc__ or "").splitlines()[0]
     parser = Parser(description=about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    parser.add_argument("--name", help="directory under runs/; never one that is there already")
+    parser.add_argument("--name", help="directory of the run; never one that is there already")
+    parser.add_argument(
+        "--out-dir", type=Path, metavar="DIR", help="where directories of runs are made (runs)"
+    )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in RUN")
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events")
     group = parser.add_argument_group("settings (CPU preset / CUDA preset)")
@@ -156,9 +174,16 @@ def parse(argv: list[str] | None) -> Namespace:
     group = parser.add_argument_group("sampling (also --seed, --device, --threads, --backend)")
     group.add_argument("--sample", type=Path, metavar="RUN", help="stream text from the run in RUN")
     group.add_argument("--prompt", help="text to go on from (a line break)")
-    group.add_argument("--length", type=count, help="bytes to sample (512)")
-    group.add_argument("--temperature", type=real, help="0: the likeliest byte each time (1.0)")
-    group.add_argument("--filter-thres", type=real, help="share of unlikely bytes left out (0.9)")
+    group.add_argument(
+        *("--max-new-tokens", "--length"), type=count, metavar="X", help="bytes to sample (512)"
+    )
+    group.add_argument(
+        "--temperature", type=temperature, help="0: the likeliest byte each time (1.0)"
+    )
+    group.add_argument("--top-k", type=count, help="sample from so many likeliest bytes (off)")
+    group.add_argument(
+        "--filter-thres", type=real, help="share of unlikely bytes left out (0.9; 0 with --top-k)"
+    )
     group.add_argument("--top-p", type=real, help="nucleus sampling (off)")
     given = parser.parse_args(argv)
 
@@ -166,7 +191,7 @@ def parse(argv: list[str] | None) -> Namespace:
     if "sample" in given:
         mode, refused = "--sample", names - SAMPLING - HARDWARE - {"seed"}
     elif "resume" in given:
-        mode, refused = "--resume", names & (SAMPLING | {"name"})
+        mode, refused = "--resume", names & (SAMPLING | {"name", "out_dir"})
     else:
         mode, refused = "training: it needs --sample RUN", names & SAMPLING
     if refused:
@@ -174,6 +199,14 @@ def parse(argv: list[str] | None) -> Namespace:
     if "data" in given and given.data not in ("auto", "enwik8", "stdlib"):
         given.data = os.path.abspath(given.data)
     return given
+
+
+def temperature(text: str) -> float:
+    value = float(text)
+    # a divisor that float32 has, or none at all
+    if value != 0 and not float(np.finfo(np.float32).tiny) <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is out of range, expected 0 or a usual number")
+    return value
 
 
 def option(name: str) -> str:
@@ -196,19 +229,13 @@ def new_settings(given: Namespace) -> Namespace:
 def find_device(name: str | None) -> str:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=name)
+        torch.zeros(1, device=name).item()  # meta has no values
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(f"device {name!r} is not usable here; give --device cpu") from None
     return name
 
 
 # data
-
-DATA = Path(__file__).resolve().parent / "data"
-URL = "http://mattmahoney.net/dc/enwik8.zip"
-ZIP_SIZE = 36_445_475
-ZIP_SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
-ENWIK8_SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
 
 
 def load_data(which: str) -> tuple[str, bytes]:
@@ -226,149 +253,23 @@ def load_data(which: str) -> tuple[str, bytes]:
         return "stdlib", stdlib_corpus()
 
 
-def enwik8(
-    folder: Path = DATA,
-    url: str = URL,
-    zip_size: int = ZIP_SIZE,
-    zip_sha256: str = ZIP_SHA256,
-    sha256: str = ENWIK8_SHA256,
-) -> bytes:
-    """enwik8 from `folder`, downloaded into it first where it is not there."""
-    there = [path for name in ("enwik8.gz", "enwik8.zip") if (path := folder / name).exists()]
-    if not there:
-        download(url, folder / "enwik8.zip", zip_size, zip_sha256)
-    path = there[0] if there else folder / "enwik8.zip"
-    content = read_bytes(path)
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise UserError(f"{path} is not enwik8 (wrong SHA-256): remove it, or name it with --data")
-    return content
-
-
-def read_bytes(path: Path) -> bytes:
-    """A file of bytes, unpacked if it is called .gz or .zip (then with one file in it)."""
-    try:
-        if path.suffix == ".gz":
-            return gzip.decompress(path.read_bytes())
-        if path.suffix == ".zip":
-            with zipfile.ZipFile(path) as archive:
-                names = [name for name in archive.namelist() if not name.endswith("/")]
-                if len(names) != 1:
-                    raise UserError(f"{path} holds {len(names)} files, expected one")
-                return archive.read(names[0])
-    except (zipfile.BadZipFile, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path} is broken: {reason(error)}") from None
-    return path.read_bytes()
-
-
-class DownloadError(Exception):
-    """The network or the far end failed; the embedded corpus may stand in."""
-
-
-def download(url: str, path: Path, size: int, sha256: str, timeout: float = 5.0) -> None:
-    """Fetch `url` to `path`: resumed from `path.part`, verified, renamed; one attempt.
-
-    What came before a connection broke stays in `path.part`; what is complete but wrong is removed.
-    """
-    part = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        have = part.stat().st_size if part.exists() else 0
-        if have < size:
-            fetch(url, part, have, size, timeout)
-        have, digest = part.stat().st_size, hashlib.sha256(part.read_bytes()).hexdigest()
-        if have < size:
-            raise DownloadError(f"{url} broke off at {have:,} of {size:,} bytes")
-        if have > size or digest != sha256:
-            part.unlink()
-            raise DownloadError(f"{url} sent other bytes than expected (wrong size or SHA-256)")
-        os.replace(part, path)
-    except (OSError, http.client.HTTPException) as error:
-        raise DownloadError(f"cannot download {url} ({error})") from None
-
-
-def fetch(url: str, part: Path, have: int, size: int, timeout: float, pace: int = 2**14) -> None:
-    """Append to `part` from byte `have` on; a source slower than `pace` bytes/s is given up."""
-    headers = {"User-Agent": "train_enwik8"} | ({"Range": f"bytes={have}-"} if have else {})
-    with connect(urllib.request.Request(url, headers=headers), timeout) as response:
-        if response.status != 206:  # the server sends the whole file, not the range
-            have = 0
-        style: dict[str, Any] = {"unit": "B", "unit_scale": True, "desc": part.stem}
-        with (
-            part.open("ab" if have else "wb") as file,
-            tqdm(total=size, initial=have, **style) as bar,
-        ):
-            start, got = time.monotonic(), 0
-            while chunk := response.read1(2**16):
-                file.write(chunk)
-                bar.update(len(chunk))
-                got += len(chunk)
-                waited = time.monotonic() - start
-                if waited > 2 * timeout and got < pace * waited:
-                    raise TimeoutError("too slow")
-                if have + got > size:
-                    break
-
-
-def connect(request: urllib.request.Request, timeout: float) -> Any:
-    """urlopen within `timeout`, the name lookup included, which a socket's own timeout is not."""
-    answer: queue.Queue[Any] = queue.Queue()
-
-    def attempt() -> None:
-        try:
-            answer.put(urllib.request.urlopen(request, timeout=timeout))
-        except Exception as error:
-            answer.put(error)
-
-    threading.Thread(target=attempt, daemon=True).start()
-    try:
-        result = answer.get(timeout=timeout)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {timeout:g} s") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def stdlib_corpus() -> bytes:
-    """The embedded corpus: the source files of this Python's standard library, by sorted path.
-
-    Tests, installed packages and the files that describe this build are left out, so that every
-    machine with the same Python release has the same bytes.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = {
-        path.relative_to(root).as_posix(): path
-        for path in root.rglob("*.py")
-        if not out.intersection(path.relative_to(root).parts)
-        and not path.is_symlink()
-        and not path.name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
-        and "config-" not in path.relative_to(root).parts[0]
-    }
-    if not files:
-        raise UserError(f"no source files of the standard library in {root}; give --data PATH")
-    return b"".join(files[name].read_bytes() for name in sorted(files))
-
-
-def split(corpus: bytes, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first 90 % to train, the next 5 % to validate, the last 5 % to test."""
-    data = np.frombuffer(corpus, dtype=np.uint8)
-    train, valid, test = np.split(data, [len(data) * 90 // 100, len(data) * 95 // 100])
-    if min(len(valid), len(test)) <= seq_len:
-        need = 20 * (seq_len + 1)
-        raise UserError(f"the data has {len(data):,} bytes; --seq-len {seq_len} needs {need:,}")
-    return train, valid, test
-
-
 def windows(data: np.ndarray, starts: np.ndarray, cfg: Namespace) -> Tensor:
     """The `seq_len + 1` bytes from each start, [b, n + 1]."""
     ids = data[starts[:, None] + np.arange(cfg.seq_len + 1)]
     return torch.from_numpy(ids.astype(np.int64))
 
 
+def encoded(text: str) -> bytes:
+    """The bytes of an option, bad UTF-8 among them."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise UserError(f"{text!a} is no text: it cannot be encoded") from None
+
+
 def segments(ids: Tensor, marker: str) -> Tensor:
     """The document of each byte [b, n], counted along a row: one begins with each marker in it."""
-    text = torch.tensor(list(marker.encode()))
+    text = torch.tensor(list(encoded(marker)))
     begins = torch.zeros_like(ids)
     if ids.shape[1] >= len(text):
         begins[:, : ids.shape[1] - len(text) + 1] = (ids.unfold(1, len(text), 1) == text).all(-1)
@@ -389,13 +290,7 @@ def batches(data: np.ndarray, cfg: Namespace, step: int) -> Iterator[Tensor]:
 def build(cfg: Namespace) -> Transformer:
     torch.manual_seed(cfg.seed)
     try:
-        model = Transformer(
-            num_tokens=256,
-            use_sparse_attn=cfg.attention == "sparse",
-            activation_checkpointing=cfg.activation_checkpointing == "on",
-            sparse_attn_kwargs={name: getattr(cfg, name) for name in SPARSE},
-            **{name: getattr(cfg, name) for name in SHAPE},
-        )
+        model = Transformer(**model_arguments(vars(cfg)))
     except ValueError as error:
         raise UserError(str(error)) from None
     return model.to(cfg.device)
@@ -501,138 +396,37 @@ def printable(text: str) -> str:
 # run
 
 
-def write(path: Path, content: bytes) -> None:
-    """The whole of `content` or nothing."""
-    part = path.with_name(path.name + ".tmp")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def new_run(name: str | None, stem: str) -> Path:
-    """Make the directory of a new run: `name`, or `stem` with the first free number."""
-    if name is not None and (not name or Path(name).name != name):
-        raise UserError(f"--name {name!r} is not a plain directory name")
-    Path("runs").mkdir(exist_ok=True)
-    for number in itertools.count(1):
-        run = Path("runs", name or f"{stem}-{number}")
-        try:
-            run.mkdir()
-            break
-        except FileExistsError:
-            if name:
-                raise UserError(f"{run} is there already; --resume {run} goes on") from None
-    return run
-
-
 def open_run(run: Path, given: Namespace) -> tuple[Namespace, dict[str, Any]]:
     """The settings of a run, changed by what was given and may change, and all of its config."""
-    path = run / "config.json"
-    if not path.is_file():
-        raise UserError(f"{run} is not a run directory: there is no {path}")
-    try:
-        config = json.loads(path.read_text())
-        settings = {"pack": ""} | config["settings"]  # runs from before there was one
-        saved = {name: settings[name] for name in SETTINGS}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is broken: {reason(error)}") from None
+    path, config = run / CONFIG, read_config(run)
+    saved = config["settings"]
+    if odd := sorted(saved.keys() ^ SETTINGS.keys()):
+        what = "has no setting" if odd[0] in SETTINGS else "has an unknown setting"
+        raise UserError(f"{path} {what} {odd[0]!r}")
+    for name, (kind, *_) in SETTINGS.items():
+        check_setting(path, name, kind, saved[name])
+    verify_config(run, config)
     for name in sorted(SETTINGS.keys() & vars(given).keys()):
         value, old = getattr(given, name), saved[name]
+        if name == "data" and value == "auto":
+            continue
         if "sample" in given or name in CHANGEABLE:
             saved[name] = value
-        elif value not in (old, "auto"):
+        elif value != old:
             raise UserError(f"{option(name)} {value} was {old} in {path}: it cannot change")
     return Namespace(**saved), config
 
 
-def checkpoints(run: Path) -> list[Path]:
-    return sorted(run.glob("step-*.safetensors"))
-
-
-def save_weights(path: Path, model: Transformer) -> None:
-    # clones, as safetensors refuses tensors that share memory
-    tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
-    write(path, safetensors.torch.save(tensors))
-
-
-def load_weights(path: Path, model: Transformer) -> None:
-    try:
-        model.load_state_dict(safetensors.torch.load(path.read_bytes()))
-    except (safetensors.SafetensorError, RuntimeError, ValueError) as error:
-        raise UserError(f"{path} is broken or of another model: {reason(error)}") from None
-
-
-def save_checkpoint(run: Path, model: Transformer, state: dict[str, Any], keep: int) -> None:
-    """The state goes first: weights on disk mean that their checkpoint is whole."""
-    path = run / f"step-{state['step']:08d}.safetensors"
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    write(path.with_suffix(".pt"), buffer.getvalue())
-    save_weights(path, model)
-    kept = {path.stem for path in checkpoints(run)[-keep:]}
-    for old in run.glob("step-*"):
-        if old.stem not in kept:
-            old.unlink()
-
-
-def load_checkpoint(run: Path, model: Transformer, optimizer: torch.optim.Optimizer) -> Any:
-    """Restore the last checkpoint; its step and the best validation so far."""
-    if not (paths := checkpoints(run)):
-        raise UserError(f"{run} has no checkpoint to go on from")
-    load_weights(paths[-1], model)
-    content = io.BytesIO((path := paths[-1].with_suffix(".pt")).read_bytes())
-    try:
-        state = torch.load(content, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        return state["step"], state["best"]
-    except Exception as error:  # torch.load raises whatever the broken bytes lead it to
-        raise UserError(f"{path} is broken: {reason(error)}") from None
-
-
-def load_metrics(run: Path, step: int) -> list[dict[str, Any]]:
-    """The records up to `step`; what a killed run wrote after its checkpoint is cut off."""
-    path = run / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-    try:
-        records = [record for line in lines if (record := json.loads(line))["step"] <= step]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is broken: {reason(error)}") from None
-    write(path, b"".join(lines[: len(records)]))
-    return records
-
-
-def draw(run: Path, records: list[dict[str, Any]]) -> None:
-    """Bits per byte of training and validation against the step, to loss.png."""
-    train = np.array([(r["step"], r["bpb"]) for r in records if "bpb" in r]).reshape(-1, 2)
-    valid = np.array([(r["step"], r["val_bpb"]) for r in records if "val_bpb" in r]).reshape(-1, 2)
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    if len(train):
-        # a running mean over the past: sums of the last `width` losses
-        width = max(1, len(train) // 40)
-        sums = np.cumsum(train[:, 1])
-        sums[width:] -= sums[:-width].copy()
-        mean = sums / np.minimum(np.arange(1, len(train) + 1), width)
-        axes.plot(train[:, 0], train[:, 1], color="#4c78a8", alpha=0.25, linewidth=0.8)
-        axes.plot(train[:, 0], mean, color="#4c78a8", linewidth=1.6, label="train, running mean")
-    red = "#e45756"
-    axes.plot(
-        valid[:, 0], valid[:, 1], "o-", color=red, markersize=3.5, label="validation", clip_on=False
-    )
-    where: Any = {"xytext": (0, 8), "textcoords": "offset points", "ha": "right"}
-    axes.annotate(f"{valid[-1, 1]:.3f}", valid[-1], color=red, weight="bold", **where)
-    axes.set(title=run.name, xlabel="step", ylabel="bits per byte", ylim=(0, None))
-    axes.set_xlim(0, max(1, records[-1]["step"]))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write(run / "loss.png", buffer.getvalue())
+def check_setting(path: Path, name: str, kind: Kind, value: Any) -> None:
+    if isinstance(kind, number):
+        what = f"must be a {kind.__name__} of {kind.range()}"
+        right = kind.holds(value)
+    elif isinstance(kind, tuple):
+        right, what = value in kind, f"must be one of {', '.join(kind)}"
+    else:
+        right, what = isinstance(value, str), "must be a string"
+    if not right:
+        raise UserError(f"{path}: {name} {what}, got {value!r}")
 
 
 def catch_signals() -> list[int]:
@@ -649,14 +443,51 @@ def catch_signals() -> list[int]:
     return came
 
 
+def check_best(
+    run: Path, config: dict[str, Any], model: Transformer, best: float, records: list[Any]
+) -> tuple[float, list[str]]:
+    """The validation that a next best has to beat, infinite where the file of the last is gone;
+    the model holds other weights then."""
+    first = records[0].get("val_bpb", math.nan) if records else math.nan
+    try:
+        if load_best(run, config, model) or not best < first:
+            return best, []
+        lost = f"{run / BEST} is missing"
+    except TornError as error:
+        lost = str(error)
+    return math.inf, [f"{lost}; the next validation writes it"]
+
+
+def refuse_processes() -> None:
+    """Under torchrun and mpirun: several processes would each train the same run alone."""
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            raise UserError(
+                f"{name} is {count}: training in several processes is not supported yet; "
+                "start one process (torchrun --nproc-per-node 1)"
+            )
+
+
 def train(given: Namespace) -> int:
+    with ExitStack() as held:
+        return train_locked(given, held)
+
+
+def train_locked(given: Namespace, held: ExitStack) -> int:
+    """`held` keeps the run's lock until training ends."""
     resumed = "resume" in given
     config: dict[str, Any] = {}
     if resumed:
         run: Path = given.resume
-        cfg, config = open_run(run, given)
+        open_run(run, given)
+        held.enter_context(locked(run))
+        cfg, config = open_run(run, given)  # its last writer may have changed it meanwhile
         find_device(cfg.device)
     else:
+        folder, name = getattr(given, "out_dir", Path("runs")), getattr(given, "name", None)
+        if name is not None:
+            check_name(folder, name)
         cfg = new_settings(given)
     writer = tensorboard() if "tensorboard" in given else None
     torch.set_num_threads(cfg.threads)
@@ -664,7 +495,7 @@ def train(given: Namespace) -> int:
 
     cfg.data, corpus = load_data(cfg.data)
     about = {"bytes": len(corpus), "sha256": hashlib.sha256(corpus).hexdigest()}
-    if cfg.pack.encode() not in corpus:
+    if encoded(cfg.pack) not in corpus:
         raise UserError(f"--pack {cfg.pack} begins no document: {cfg.data} does not hold it")
     train_data, valid_data, test_data = split(corpus, cfg.seq_len)
     if config.get("data", about) != about:
@@ -677,34 +508,56 @@ def train(given: Namespace) -> int:
     print(f"{parameters:,} parameters, {cfg.attention} attention on {cfg.device}")
     print(f"{cfg.data}: {len(train_data):,} bytes to train, {len(valid_data):,} to validate")
 
-    def state(step: int) -> dict[str, Any]:
-        return {"step": step, "best": best, "optimizer": optimizer.state_dict()}
-
     signals = catch_signals()
+    start, found = 0, None
     if resumed:
-        start, best = load_checkpoint(run, model, optimizer)
+        found, torn = newest_checkpoint(run, config)
+        start = found.step if found else 0
+        records, lines, notes = read_metrics(run)
+        if found is None and records and records[-1]["step"] > 0:
+            raise UserError(f"{run} has no checkpoint to go on from: {records[-1]['step']} steps")
+    if found:
+        # what a killed run wrote after its checkpoint goes
+        records = [record for record in records if record["step"] <= start]
+        lines = lines[: len(records)]
+        notes += missing_lines(run, records, start, cfg.log_every, cfg.eval_every)
+        best, lost = check_best(run, config, model, found.best, records)
+        restore(run, found, model, optimizer)
+        for note in [*(f"{text}; going on from step {start}" for text in torn), *notes, *lost]:
+            print(note)
         if start >= cfg.steps:
             print(f"{run} is finished at step {start}; a larger --steps goes on")
             return 0
-        records = load_metrics(run, start)
     else:
-        start, best = 0, evaluate(forward, valid_data, cfg, cfg.eval_bytes)
-        records = [{"step": 0, "val_bpb": best}]
-        run = new_run(getattr(given, "name", None), f"{Path(cfg.data).stem}-{cfg.attention}")
-        write(run / "metrics.jsonl", json.dumps(records[0]).encode() + b"\n")
-    config = {"settings": vars(cfg), "data": about, "parameters": parameters}
-    write(run / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+        first = evaluate(forward, valid_data, cfg, cfg.eval_bytes)
+        best = first if math.isfinite(first) else math.inf
+        records = [{"step": 0, "val_bpb": first}]
+        lines = [json.dumps(records[0]).encode() + b"\n"]
     if not resumed:
-        save_checkpoint(run, model, state(0), cfg.keep)
+        run = new_run(folder, name, f"{Path(cfg.data).stem}-{cfg.attention}")
+    try:
+        if not resumed:
+            held.enter_context(locked(run))
+        claim(run)
+        config = {"settings": vars(cfg), "data": about, "parameters": parameters}
+        config = write_config(run, config)
+    except OSError:
+        if not resumed:  # without its config.json it could not go on
+            shutil.rmtree(run, ignore_errors=True)
+        raise
+    write(run / METRICS, b"".join(lines))
+
+    def save(step: int) -> None:
+        save_checkpoint(run, model, optimizer, step, best, cfg.keep, config)
+
+    if not found:
+        save(0)
     board = writer(str(run), purge_step=start + 1) if writer else None
     print(f"{run}: step {start} of {cfg.steps}, validation {best:.3f} bits per byte at best")
 
     progress: dict[str, Any] = {"total": cfg.steps, "initial": start, "unit": "step"}
     quiet = 0.1 if sys.stderr.isatty() else 10.0
-    with (
-        (run / "metrics.jsonl").open("a") as log,
-        tqdm(desc=run.name, dynamic_ncols=True, mininterval=quiet, **progress) as bar,
-    ):
+    with tqdm(desc=run.name, dynamic_ncols=True, mininterval=quiet, **progress) as bar:
         clock, tokens, valid = time.monotonic(), 0, best
         for step in range(start + 1, cfg.steps + 1):
             last = step == cfg.steps
@@ -737,12 +590,11 @@ def train(given: Namespace) -> int:
                     record["val_bpb"] = valid = evaluate(forward, valid_data, cfg, cfg.eval_bytes)
                     if valid < best:
                         best = valid
-                        save_weights(run / "best.safetensors", model)
+                        save_best(run, model, step, config)
                 if last:
                     record["test_bpb"] = evaluate(forward, test_data, cfg, cfg.test_bytes)
                 records.append(record)
-                log.write(json.dumps(record) + "\n")
-                log.flush()
+                append(run / METRICS, json.dumps(record))
                 shown = f"loss {record['loss']:.3f}, {record['bpb']:.3f} bits/byte, "
                 shown += f"validation {valid:.3f}, {speed:,.0f} tokens/s"
                 bar.set_postfix_str(shown, refresh=False)
@@ -756,7 +608,7 @@ def train(given: Namespace) -> int:
                 text = "".join(generate(model, cfg, prompt, cfg.sample_length))
                 bar.write(f"--- step {step}\n{text}\n---")
             if save_due or stopping:
-                save_checkpoint(run, model, state(step), cfg.keep)
+                save(step)
             if pause:
                 clock, tokens = time.monotonic(), 0
             if stopping:
@@ -782,17 +634,18 @@ def tensorboard() -> Any:
 
 def sample(given: Namespace) -> int:
     run: Path = given.sample
-    cfg, _ = open_run(run, given)
+    cfg, config = open_run(run, given)
     cfg.device = find_device(getattr(given, "device", None))
     torch.set_num_threads(cfg.threads)
-    weights = [path for path in (*checkpoints(run)[-1:], run / "best.safetensors") if path.exists()]
-    if not weights:
-        raise UserError(f"{run} has no checkpoint to sample from")
     model = build(cfg)
-    load_weights(weights[-1], model)
-    prompt = os.fsencode(getattr(given, "prompt", "") or "\n")
-    how = {k: v for k, v in vars(given).items() if k in ("temperature", "filter_thres", "top_p")}
-    length = getattr(given, "length", 512)
+    for note in load_run(run, config, model, "best"):
+        print(note, file=sys.stderr)
+    prompt = encoded(getattr(given, "prompt", "") or "\n")
+    keys = "temperature", "filter_thres", "top_k", "top_p"
+    how = {key: value for key, value in vars(given).items() if key in keys}
+    if "top_k" in how:
+        how.setdefault("filter_thres", 0.0)
+    length = getattr(given, "max_new_tokens", 512)
     try:
         print(printable(prompt.decode(errors="replace")), end="", flush=True)
         for text in generate(model, cfg, prompt, length, **how):
@@ -800,6 +653,10 @@ def sample(given: Namespace) -> int:
         print()
     except ValueError as error:
         raise UserError(str(error)) from None
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise UserError(f"{run} gives logits that are not finite: it diverged") from None
     except BrokenPipeError:  # the reader has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -810,15 +667,20 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         given = parse(argv)
+        refuse_processes()
         return sample(given) if "sample" in given else train(given)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    except (UserError, NotImplementedError) as error:
+    except (UserError, RunError, NotImplementedError) as error:
         message = str(error)
-    print(f"train_enwik8.py: {message}", file=sys.stderr)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        message = f"out of memory, a smaller --batch-size takes less: {reason(error)}"
+    print(f"train_enwik8.py: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 

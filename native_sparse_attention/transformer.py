@@ -24,6 +24,7 @@ from .ops.checks import check_groups, check_input, check_ints
 from .ops.documents import Documents, Layout, layer_layout
 from .paged_cache import new_cache
 from .rotary import Rotary, rotation
+from .runs import FromRun
 from .sampling import check_prompt, check_sampling, check_stop, generate
 
 # what cross_entropy passes over
@@ -136,7 +137,7 @@ def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
     )
 
 
-class Transformer(Module):
+class Transformer(FromRun):
     """A decoder-only (or, with `causal=False`, bidirectional) language model.
 
     State-dict names are those of the published package's Transformer.

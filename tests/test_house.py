@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({""}),  # the package itself: public names only, and nothing below imports from it
     frozenset({"transformer"}),
     frozenset({"attention"}),
-    frozenset({"decoding", "sampling"}),
+    frozenset({"decoding", "runs", "sampling"}),
     frozenset({"ops.decode"}),
     frozenset({"ops.nsa", "paged_cache"}),
     frozenset(
@@ -155,7 +155,9 @@ SAME_ROW: frozenset[tuple[str, str]] = frozenset()
 MAX_LINES = 400
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
-AROUND = sorted(path for folder in ("benchmarks", "tests") for path in (ROOT / folder).glob("*.py"))
+AROUND = sorted(
+    path for folder in ("benchmarks", "tests", "training") for path in (ROOT / folder).glob("*.py")
+)
 
 # Written as patterns, which do not match themselves.
 FORBIDDEN = {
@@ -367,7 +369,7 @@ def test_file_is_short_enough_to_read(path):
 
 def published_files() -> list[Path]:
     """What a reader of the repository sees, less pictures, other people's data and packages."""
-    folders = (PACKAGE, "tests", "docs", "benchmarks", ".ci", ".github")
+    folders = (PACKAGE, "tests", "docs", "benchmarks", "training", ".ci", ".github")
     kinds = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ""}
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     return sorted(

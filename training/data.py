@@ -1,0 +1,167 @@
+"""The bytes that `train_enwik8.py` learns from: files, a download, the embedded corpus."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.client
+import io
+import os
+import queue
+import sysconfig
+import threading
+import time
+import urllib.request
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from .errors import UserError, reason
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+URL = "http://mattmahoney.net/dc/enwik8.zip"
+ZIP_SIZE = 36_445_475
+ZIP_SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
+ENWIK8_SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
+
+
+def enwik8(
+    folder: Path = DATA,
+    url: str = URL,
+    zip_size: int = ZIP_SIZE,
+    zip_sha256: str = ZIP_SHA256,
+    sha256: str = ENWIK8_SHA256,
+) -> bytes:
+    """enwik8 from `folder`, downloaded into it first where it is not there."""
+    there = [path for name in ("enwik8.gz", "enwik8.zip") if (path := folder / name).exists()]
+    if not there:
+        download(url, folder / "enwik8.zip", zip_size, zip_sha256)
+    path = there[0] if there else folder / "enwik8.zip"
+    content = read_bytes(path)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise UserError(f"{path} is not enwik8 (wrong SHA-256): remove it, or name it with --data")
+    return content
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file of bytes, unpacked if it is called .gz or .zip (then with one file in it)."""
+    kind, content = path.suffix.lower(), path.read_bytes()
+    if kind not in (".gz", ".zip"):
+        return content
+    try:
+        if kind == ".gz":
+            return gzip.decompress(content)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            files = [info for info in archive.infolist() if not info.is_dir()]
+            if len(files) != 1:
+                raise UserError(f"{path} holds {len(files)} files, expected one: unpack it")
+            if files[0].flag_bits & 1:
+                raise UserError(f"{path} is encrypted: unpack it, and give the file to --data")
+            return archive.read(files[0])
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # of the libraries that unpack, of any kind
+        raise UserError(f"{path} is broken: {reason(error)}") from None
+
+
+class DownloadError(Exception):
+    """The network or the far end failed; the embedded corpus may stand in."""
+
+
+def download(url: str, path: Path, size: int, sha256: str, timeout: float = 5.0) -> None:
+    """Fetch `url` to `path`: resumed from `path.part`, verified, renamed; one attempt.
+
+    What came before a connection broke stays in `path.part`; what is complete but wrong is removed.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        have = part.stat().st_size if part.exists() else 0
+        if have < size:
+            fetch(url, part, have, size, timeout)
+        have, digest = part.stat().st_size, hashlib.sha256(part.read_bytes()).hexdigest()
+        if have < size:
+            raise DownloadError(f"{url} broke off at {have:,} of {size:,} bytes")
+        if have > size or digest != sha256:
+            part.unlink()
+            raise DownloadError(f"{url} sent other bytes than expected (wrong size or SHA-256)")
+        os.replace(part, path)
+    except (OSError, http.client.HTTPException) as error:
+        raise DownloadError(f"cannot download {url} to {path} ({error})") from None
+
+
+def fetch(url: str, part: Path, have: int, size: int, timeout: float, pace: int = 2**14) -> None:
+    """Append to `part` from byte `have` on; a source slower than `pace` bytes/s is given up."""
+    headers = {"User-Agent": "train_enwik8"} | ({"Range": f"bytes={have}-"} if have else {})
+    with connect(urllib.request.Request(url, headers=headers), timeout) as response:
+        if response.status != 206:  # the server sends the whole file, not the range
+            have = 0
+        style: dict[str, Any] = {"unit": "B", "unit_scale": True, "desc": part.stem}
+        with (
+            part.open("ab" if have else "wb") as file,
+            tqdm(total=size, initial=have, **style) as bar,
+        ):
+            start, got = time.monotonic(), 0
+            while chunk := response.read1(2**16):
+                file.write(chunk)
+                bar.update(len(chunk))
+                got += len(chunk)
+                waited = time.monotonic() - start
+                if waited > 2 * timeout and got < pace * waited:
+                    raise TimeoutError("too slow")
+                if have + got > size:
+                    break
+
+
+def connect(request: urllib.request.Request, timeout: float) -> Any:
+    """urlopen within `timeout`, the name lookup included, which a socket's own timeout is not."""
+    answer: queue.Queue[Any] = queue.Queue()
+
+    def attempt() -> None:
+        try:
+            answer.put(urllib.request.urlopen(request, timeout=timeout))
+        except Exception as error:
+            answer.put(error)
+
+    threading.Thread(target=attempt, daemon=True).start()
+    try:
+        result = answer.get(timeout=timeout)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {timeout:g} s") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def stdlib_corpus() -> bytes:
+    """The embedded corpus: the source files of this Python's standard library, by sorted path.
+
+    Tests, installed packages and the files that describe this build are left out, so that every
+    machine with the same Python release has the same bytes.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = {
+        path.relative_to(root).as_posix(): path
+        for path in root.rglob("*.py")
+        if not out.intersection(path.relative_to(root).parts)
+        and not path.is_symlink()
+        and not path.name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
+        and "config-" not in path.relative_to(root).parts[0]
+    }
+    if not files:
+        raise UserError(f"no source files of the standard library in {root}; give --data PATH")
+    return b"".join(files[name].read_bytes() for name in sorted(files))
+
+
+def split(corpus: bytes, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first 90 % to train, the next 5 % to validate, the last 5 % to test."""
+    data = np.frombuffer(corpus, dtype=np.uint8)
+    train, valid, test = np.split(data, [len(data) * 90 // 100, len(data) * 95 // 100])
+    if min(len(valid), len(test)) <= seq_len:
+        need = 20 * (seq_len + 1)
+        raise UserError(f"the data has {len(data):,} bytes; --seq-len {seq_len} needs {need:,}")
+    return train, valid, test
