@@ -6,7 +6,8 @@
 
 Everything that decides a run is a setting of the table below, written to `runs/NAME/config.json`.
 The bytes of a step are drawn from (seed, step) alone, so a run that was killed and resumed equals
-one that was not. `data/README.md` says where the bytes come from.
+one that was not. `data/README.md` says where the bytes come from, `training/` has what is no
+training: the data, the files of a run (`native_sparse_attention.runs` reads them), the plot.
 """
 
 from __future__ import annotations
@@ -679,7 +680,7 @@ def main(argv: list[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        message = f"out of memory, a smaller --batch-size takes less: {reason(error)}"
+        message = f"out of memory: {reason(error)}"
     print(f"train_enwik8.py: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

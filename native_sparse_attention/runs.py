@@ -257,6 +257,8 @@ def newest_checkpoint(run: Path, config: Mapping[str, Any]) -> tuple[Checkpoint 
                 return read_checkpoint(run, step, config), torn
             except TornError as error:
                 torn.append(str(error))
+            except RunError as error:
+                raise RunError(f"{error}; remove step {step} to use the one before") from None
         if steps == checkpoint_steps(run):  # else its writer replaced them meanwhile
             break
     if torn:

@@ -97,6 +97,37 @@ def test_packed_files(tmp_path):
             script.read_bytes(tmp_path / name)
 
 
+def marked(content, local, central, value):
+    """A zip archive with a byte of its two headers changed."""
+    content = bytearray(content)
+    content[local] = content[content.rindex(b"PK\x01\x02") + central] = value
+    return bytes(content)
+
+
+def of_several():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("a", b"a")
+        archive.writestr("b", b"b")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("a.zip", lambda: marked(zipped(b"bytes"), 6, 8, 1), "a.zip is encrypted"),
+        ("a.ZIP", lambda: marked(zipped(b"bytes"), 8, 10, 99), "a.ZIP is broken"),
+        ("a.zip", of_several, "a.zip holds 2 files, expected one"),
+        ("a.zip", lambda: b"", "a.zip is broken"),
+        ("a.gz", lambda: b"bytes", "a.gz is broken"),
+    ],
+)
+def test_archives_that_do_not_open(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content())
+    assert said in refused(in_process(tmp_path, "--data", name, *TINY))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 # the download, from a server of our own
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
