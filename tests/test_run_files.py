@@ -11,12 +11,22 @@ from safetensors.torch import load_file
 
 from native_sparse_attention import Transformer, runs
 from tests.test_train_enwik8 import TINY, in_process, metrics, refused, script
-from tests.tiny_runs import KINDS, NEWEST, OLDER, config_of, contents, load_equal, make_runs, resume
+from tests.tiny_runs import (
+    KINDS,
+    NEWEST,
+    OLDER,
+    OPTIONS,
+    config_of,
+    contents,
+    load_equal,
+    make_runs,
+    resume,
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_runs(tmp_path_factory.mktemp("runs"))
+    return make_runs(tmp_path_factory.mktemp("runs"), *OPTIONS)
 
 
 @pytest.fixture
@@ -239,6 +249,7 @@ def test_from_run(run, which, name):
 
 def test_from_run_of_a_dense_model_and_bad_arguments(folder, tmp_path):
     plan = ["--attention", "dense", "--steps", 1, "--name", "dense", "--sample-every", 0]
+    plan += ["--seed", 2**63 - 1]
     assert in_process(tmp_path, "--data", folder / "data", *TINY, *plan).returncode == 0
     assert not hasattr(Transformer.from_run(tmp_path / "runs/dense").layers[0][0], "backend")
     with pytest.raises(ValueError, match="which must be 'best' or 'last', got 'first'"):

@@ -85,23 +85,6 @@ def test_run_leaves_what_it_promises(trained):
     assert "bits/byte" in done.stderr and "tokens/s" in done.stderr
 
 
-def test_killed_and_resumed_equals_undisturbed(trained, text):
-    cwd, plan, _ = trained
-    run = cwd / "runs/killed"
-    args = command("--data", text, "--name", "killed", *plan, *TINY)
-    with subprocess.Popen(args, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        wait_for(lambda: len(read(run / "metrics.jsonl").splitlines()) > 11, process)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 19, "lo')  # what a kill in the middle of a line leaves
-    done = call(cwd, "--resume", "runs/killed")
-    assert done.returncode == 0, done.stderr
-    assert metrics(run) == metrics(cwd / "runs/whole")
-    whole = (cwd / "runs/whole/step-00000020.safetensors").read_bytes()
-    assert (run / "step-00000020.safetensors").read_bytes() == whole
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_and_says_how_to_go_on(trained, text, signum):
     cwd, plan, _ = trained

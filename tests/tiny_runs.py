@@ -12,11 +12,14 @@ KINDS = [".safetensors", ".optimizer", ".json"]
 NEWEST, OLDER = "step-00000008", "step-00000004"
 
 
-def make_runs(cwd):
-    """Runs of 8 steps, with checkpoints of steps 4 and 8: one, one of another seed, a wider one."""
+OPTIONS = {"whole": [], "seed": ["--seed", 1], "wide": ["--dim", 24]}
+
+
+def make_runs(cwd, *names):
+    """Runs of 8 steps, with checkpoints of steps 4 and 8."""
     (cwd / "data").write_text("".join(f"{i} squared is {i * i}\n" for i in range(1000)))
-    for name, args in (("whole", []), ("seed", ["--seed", 1]), ("wide", ["--dim", 24])):
-        done = in_process(cwd, "--data", "data", "--name", name, *PLAN, *args)
+    for name in names:
+        done = in_process(cwd, "--data", "data", "--name", name, *PLAN, *OPTIONS[name])
         assert done.returncode == 0, done.stderr
     return cwd
 
