@@ -444,19 +444,43 @@ def catch_signals() -> list[int]:
     return came
 
 
-def check_best(
-    run: Path, config: dict[str, Any], model: Transformer, best: float, records: list[Any]
-) -> tuple[float, list[str]]:
-    """The validation that a next best has to beat, infinite where the file of the last is gone;
-    the model holds other weights then."""
+def go_on(
+    run: Path,
+    config: dict[str, Any],
+    cfg: Namespace,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[int, float, list[Any], list[bytes]] | None:
+    """Restore the newest whole checkpoint of a run, and say what the run lacks.
+
+    Its step, the best validation, the metrics up to it and their lines; None where there never was
+    a checkpoint.
+    """
+    found, torn = newest_checkpoint(run, config)
+    records, lines, notes = read_metrics(run)
+    if found is None:
+        if records and (reached := records[-1]["step"]):
+            raise UserError(f"{run} has no checkpoint to go on from, but metrics to step {reached}")
+        return None
+    # what a killed run wrote after its checkpoint goes
+    records = [record for record in records if record["step"] <= found.step]
+    notes += missing_lines(run, records, found.step, cfg.log_every, cfg.eval_every)
+
+    # what the next best has to beat; without the file of the last, any will do
+    best, lost = found.best, ""
     first = records[0].get("val_bpb", math.nan) if records else math.nan
     try:
-        if load_best(run, config, model) or not best < first:
-            return best, []
-        lost = f"{run / BEST} is missing"
+        if not load_best(run, config, model) and best < first:
+            lost = f"{run / BEST} is missing"
     except TornError as error:
         lost = str(error)
-    return math.inf, [f"{lost}; the next validation writes it"]
+    if lost:
+        best = math.inf
+        notes.append(f"{lost}; the next validation writes it")
+    restore(run, found, model, optimizer)
+    for note in [*(f"{text}; going on from step {found.step}" for text in torn), *notes]:
+        print(note)
+    return found.step, best, records, lines[: len(records)]
 
 
 def refuse_processes() -> None:
@@ -510,30 +534,17 @@ def train_locked(given: Namespace, held: ExitStack) -> int:
     print(f"{cfg.data}: {len(train_data):,} bytes to train, {len(valid_data):,} to validate")
 
     signals = catch_signals()
-    start, found = 0, None
-    if resumed:
-        found, torn = newest_checkpoint(run, config)
-        start = found.step if found else 0
-        records, lines, notes = read_metrics(run)
-        if found is None and records and records[-1]["step"] > 0:
-            raise UserError(f"{run} has no checkpoint to go on from: {records[-1]['step']} steps")
-    if found:
-        # what a killed run wrote after its checkpoint goes
-        records = [record for record in records if record["step"] <= start]
-        lines = lines[: len(records)]
-        notes += missing_lines(run, records, start, cfg.log_every, cfg.eval_every)
-        best, lost = check_best(run, config, model, found.best, records)
-        restore(run, found, model, optimizer)
-        for note in [*(f"{text}; going on from step {start}" for text in torn), *notes, *lost]:
-            print(note)
-        if start >= cfg.steps:
-            print(f"{run} is finished at step {start}; a larger --steps goes on")
-            return 0
-    else:
-        first = evaluate(forward, valid_data, cfg, cfg.eval_bytes)
-        best = first if math.isfinite(first) else math.inf
-        records = [{"step": 0, "val_bpb": first}]
-        lines = [json.dumps(records[0]).encode() + b"\n"]
+    state = go_on(run, config, cfg, model, optimizer) if resumed else None
+    first = state is None
+    if state is None:
+        valid = evaluate(forward, valid_data, cfg, cfg.eval_bytes)
+        record: dict[str, Any] = {"step": 0, "val_bpb": valid}
+        best = valid if math.isfinite(valid) else math.inf
+        state = 0, best, [record], [json.dumps(record).encode() + b"\n"]
+    start, best, records, lines = state
+    if start >= cfg.steps:
+        print(f"{run} is finished at step {start}; a larger --steps goes on")
+        return 0
     if not resumed:
         run = new_run(folder, name, f"{Path(cfg.data).stem}-{cfg.attention}")
     try:
@@ -551,7 +562,7 @@ def train_locked(given: Namespace, held: ExitStack) -> int:
     def save(step: int) -> None:
         save_checkpoint(run, model, optimizer, step, best, cfg.keep, config)
 
-    if not found:
+    if first:
         save(0)
     board = writer(str(run), purge_step=start + 1) if writer else None
     print(f"{run}: step {start} of {cfg.steps}, validation {best:.3f} bits per byte at best")
