@@ -659,8 +659,10 @@ def sample(given: Namespace) -> int:
         how.setdefault("filter_thres", 0.0)
     length = getattr(given, "max_new_tokens", 512)
     try:
-        print(printable(prompt.decode(errors="replace")), end="", flush=True)
-        for text in generate(model, cfg, prompt, length, **how):
+        texts = generate(model, cfg, prompt, length, **how)
+        first = next(texts)  # what is wrong with the options is said before any text
+        print(printable(prompt.decode(errors="replace")) + first, end="", flush=True)
+        for text in texts:
             print(text, end="", flush=True)
         print()
     except ValueError as error:

@@ -164,6 +164,7 @@ def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
         (["--name", "a\nb"], "not a plain directory name"),
         (["--out-dir", "short.txt"], "short.txt: File exists"),
         (["--data", "."], ": Is a directory"),
+        (["--data", "/dev/zero"], "/dev/zero is a device"),
         (["--data", "empty.txt"], "the data has 0 bytes"),
         (["--threads", "0"], "--threads: 0 is out of range, expected 1 to 1024"),
         (["--threads", "1000000"], "--threads: 1000000 is out of range"),
@@ -290,8 +291,8 @@ def test_sample_of_no_run(tmp_path):
 )
 def test_bad_sampling_options(short_run, args):
     name = "ud800" if "\ud800" in args else args[0].strip("-").replace("-", "_")
-    said = refused(in_process(short_run, "--sample", short_run, "--device", "cpu", *args))
-    assert name in said.replace("-", "_")
+    done = in_process(short_run, "--sample", short_run, "--device", "cpu", *args)
+    assert name in refused(done).replace("-", "_") and not done.stdout
 
 
 def test_tensorboard_that_is_missing(short_run, monkeypatch):

@@ -48,6 +48,8 @@ def enwik8(
 
 def read_bytes(path: Path) -> bytes:
     """A file of bytes, unpacked if it is called .gz or .zip (then with one file in it)."""
+    if path.is_char_device() or path.is_block_device():
+        raise UserError(f"{path} is a device, expected a file of bytes")
     kind, content = path.suffix.lower(), path.read_bytes()
     if kind not in (".gz", ".zip"):
         return content
