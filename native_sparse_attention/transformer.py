@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import SparseAttention
 from .cache import KVCache
-from .decoding import check_cache
+from .decoding import check_cache, check_caches, dense_over_cache
+from .identity import Identity
 from .masks import create_fine_mask, create_sliding_mask
 from .ops.checks import check_groups, check_input, check_ints
 from .ops.documents import Documents, Layout, layer_layout
@@ -61,6 +62,8 @@ class Attention(Module):
         self.dim_head = dim_head
         self.causal = causal
         self.grouped = kv_heads != heads
+        self.identity = Identity()
+        self.geometry = {"kv_heads": kv_heads, "dim_head": dim_head}
 
         self.norm = nn.RMSNorm(dim)
         self.rotary_embed = Rotary(dim_head)
@@ -85,38 +88,33 @@ class Attention(Module):
         cache = check_cache(cache, return_cache, lengths, self.causal)
         if cache is not None and documents is not None:
             raise ValueError("documents must be None with a cache, whose rows hold one each")
-        counts = [] if cache is None else cache.check(x.shape[0], x.shape[1], lengths)
-        start = 0 if cache is None else cache.positions(x.device, counts, x.shape[1])
+        if cache is not None:
+            out = dense_over_cache(self, cache, x, lengths)
+            return (out, cache) if return_cache else out
 
+        positions = None if documents is None else documents.positions()
+        q, k, v = self.project(x, 0, positions)
+        mask = None if documents is None else same_document(documents, self.causal)
+        return self.attend(q, k, v, mask)
+
+    def project(
+        self, x: Tensor, start: int | Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [b h n d], rotated."""
         x = self.norm(x)
         q, k, v = (
             rearrange(to(x), "b n (h d) -> b h n d", d=self.dim_head)
             for to in (self.to_q, self.to_k, self.to_v)
         )
-        positions = None if documents is None else documents.positions()
         rotate = rotation(self.rotary_embed, q, start, positions)
-        q, tokens = rotate(q), {"k": rotate(k), "v": v}
-        if cache is not None:
-            tokens = cache.append(tokens, cache.starts(len(counts)), counts)
-        k, v = tokens["k"], tokens["v"]
+        return rotate(q), rotate(k), v
 
-        # the first tokens of a sequence see a plain triangle; later ones also what lies before them
-        first, mask = isinstance(start, int) and start == 0, None
-        if self.causal and not first:
-            i = torch.arange(q.shape[2], device=q.device)[:, None]
-            i = i + (start[:, None, None, None] if isinstance(start, Tensor) else start)
-            mask = torch.arange(k.shape[2], device=k.device) <= i
-        if documents is not None:
-            mask, first = same_document(documents, self.causal), False
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """The output [b n dim]; without a mask, of whole sequences."""
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=self.causal and first, enable_gqa=self.grouped
+            q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=self.grouped
         )
-        out = self.to_out(rearrange(out, "b h n d -> b n (h d)"))
-        if cache is None:
-            return out
-        cache.advance(counts)
-        out = cache.zero_padding(out, counts)
-        return (out, cache) if return_cache else out
+        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
 
 def same_document(documents: Documents, causal: bool) -> Tensor:
@@ -263,11 +261,9 @@ class Transformer(Module):
             ids, labels = ids[:, :-1], ids[:, 1:]
         if cache is None and return_cache:
             cache = self.new_cache()
-        if cache is not None and len(cache) != len(self.layers):
-            raise ValueError(
-                f"cache must hold one KVCache for each of {len(self.layers)} layers, "
-                f"got {len(cache)}"
-            )
+        blocks: list[Any] = list(self.layers)
+        if cache is not None:
+            check_caches(cache, [attn for attn, _ in blocks])
 
         kwargs: dict[str, Any] = {
             "disable_triton_kernel": disable_triton_kernel,
@@ -280,7 +276,6 @@ class Transformer(Module):
 
         x = self.token_emb(ids)
         checkpointed = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
-        blocks: list[Any] = list(self.layers)
         for index, (attn, ff) in enumerate(blocks):
             layer_cache = None if cache is None else cache[index]
             if checkpointed:
