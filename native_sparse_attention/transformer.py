@@ -25,7 +25,7 @@ from .ops.checks import check_groups, check_input, check_ints
 from .ops.documents import Documents, Layout, layer_layout
 from .paged_cache import new_cache
 from .rotary import Rotary, rotation
-from .sampling import check_prompt, check_sampling, check_stop, generate
+from .sampling import check_prompt, check_sampling, check_stop, generate, token_ids
 
 # what cross_entropy passes over
 NO_LABEL = -100
@@ -232,7 +232,8 @@ class Transformer(Module):
         before.
 
         Args:
-            ids: token ids. With a cache these are the next tokens only, any number of them.
+            ids: token ids, of any integral dtype. With a cache these are the next tokens only, any
+                number of them.
             return_loss: mean cross-entropy, in nats, of `ids[:, 1:]` given `ids[:, :-1]`.
             disable_flex: leave the flex masks of the constructor unused.
             disable_triton_kernel: see SparseAttention.
@@ -245,6 +246,7 @@ class Transformer(Module):
         Raises:
             ValueError: ids or a cache that do not fit.
         """
+        ids = token_ids("ids", ids)
         if ids.ndim != 2:
             raise ValueError(f"ids must have shape [b, n], got {list(ids.shape)}")
         layout, lengths = layer_layout(
@@ -329,7 +331,9 @@ class Transformer(Module):
         prompt_lengths: Sequence[int] | Tensor | None = None,
         stop_tokens: int | Sequence[int] | None = None,
     ) -> Iterator[Tensor]:
-        """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s."""
+        """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s; between
+        tokens every module is in the mode that it was in."""
+        prompt = token_ids("prompt", prompt)
         held = check_prompt(prompt, prompt_lengths)
         if not self.causal:
             raise ValueError("sampling needs causal=True, this model has causal=False")
@@ -352,7 +356,8 @@ class Transformer(Module):
         stop_tokens: int | Sequence[int] | None = None,
     ) -> Tensor:
         """Continue prompts [b, n] up to `seq_len` tokens in all; returns the new ones [b, seq_len -
-        n].
+        n], int64 whatever the prompt's dtype. A model in training mode samples in eval mode, after
+        which every module is in the mode that it was in.
 
         Args:
             temperature: divides the logits; 0 (or less) takes the most likely token.
@@ -377,7 +382,7 @@ class Transformer(Module):
                 prompt_lengths=prompt_lengths, stop_tokens=stop_tokens,
             )
         )  # fmt: skip
-        return torch.stack(tokens, dim=1) if tokens else prompt[:, :0]
+        return torch.stack(tokens, dim=1) if tokens else prompt[:, :0].long()
 
 
 def next_ids(ids: Tensor, layout: Layout) -> Tensor:
