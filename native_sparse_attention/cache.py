@@ -97,6 +97,10 @@ class KVCache(Rows):
         return {name: t.nbytes for name, t in self._tensors().items()}
 
     @property
+    def is_fixed(self) -> bool:
+        return self.max_length is not None and self.page_size is None
+
+    @property
     def device(self) -> torch.device | None:
         groups = self._streams, self._tail, self._known
         return next((t.device for group in groups for t in group.values()), None)

@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import Module
 
+from . import fixed
 from .cache import KVCache
 from .compress import gather_windows, unfold
 from .ops import backends, decode, writes
@@ -44,6 +45,9 @@ def over_cache(
     masks: tuple[Any, Any],
 ) -> Tensor:
     """The layer's output [b n dim] for the next tokens; the cache is advanced."""
+    if torch.compiler.is_compiling():
+        run = over_fixed_cache if cache.is_fixed else uncompiled
+        return run(layer, cache, inp, lengths, backend, masks)
     counts = cache.check(inp.shape[0], inp.shape[1], lengths)
     if torch.is_grad_enabled():
         inp = cache.zero_padding(inp, counts)  # gradients of 0 do not hide what is not finite
@@ -76,6 +80,9 @@ def dense_over_cache(
     layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
 ) -> Tensor:
     """`over_cache` of the dense twin."""
+    if torch.compiler.is_compiling():
+        run = dense_over_fixed_cache if cache.is_fixed else dense_uncompiled
+        return run(layer, cache, x, lengths)
     counts = cache.check(x.shape[0], x.shape[1], lengths)
     if torch.is_grad_enabled():
         x = cache.zero_padding(x, counts)
@@ -93,6 +100,62 @@ def dense_over_cache(
     out = layer.attend(q, tokens["k"], tokens["v"], mask)
     cache.advance(counts)
     return cache.zero_padding(out, counts)
+
+
+# In a graph that is compiled. Of a cache that grows, or has pages, the host must know the lengths.
+
+WHY_UNCOMPILED = "only a KVCache with max_length can be used inside of a compiled graph"
+uncompiled = torch.compiler.disable(over_cache, reason=WHY_UNCOMPILED)
+dense_uncompiled = torch.compiler.disable(dense_over_cache, reason=WHY_UNCOMPILED)
+
+
+def over_fixed_cache(
+    layer: Any,
+    cache: KVCache,
+    inp: Tensor,
+    lengths: Sequence[int] | Tensor | None,
+    backend: str | tuple[str, ...],
+    masks: tuple[Any, Any],
+) -> Tensor:
+    """`over_cache`, of which no shape depends on a length."""
+    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    at = fixed.places(cache, inp, lengths)
+    x, q, kv = layer.project(fixed.hide_padding(inp, at))
+    raw = {"k": kv[0], "v": kv[1]}
+    cache.bind(layer.identity, layer.geometry, raw)
+    rotated_q, tokens = rotated(layer, q, kv, at.starts, None, backend)
+    tokens = fixed.append(cache, tokens, at)
+    windows = fixed.windows(cache, raw, at, l, d)
+    compressed = fixed.append(cache, layer.compress(windows), at, every=d)
+    fixed.keep_recent(cache, raw, at, l - 1)
+    leader = None
+    if layer.selection_stride > 1:
+        ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
+        like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
+        cache.ring({"ranking": like}, 1)
+        leader = fixed.recent(cache, "ranking", at, 1)[:, :, 0]
+    tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
+    where: dict[str, Any] = dict(q_offset=at.starts, leader_indices=leader, backend=backend)
+    out, indices = layer.attend(x, tensors, masks, **where)
+    if layer.selection_stride > 1:
+        fixed.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
+    fixed.advance(cache, at)
+    return fixed.hide_padding(layer.combine_heads(out), at)
+
+
+def dense_over_fixed_cache(
+    layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
+) -> Tensor:
+    """`dense_over_cache`, of which no shape depends on a length."""
+    at = fixed.places(cache, x, lengths)
+    q, k, v = layer.project(fixed.hide_padding(x, at), at.starts)
+    cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
+    tokens = fixed.append(cache, {"k": k, "v": v}, at)
+    i = at.starts[:, None] + torch.arange(at.new, device=q.device)
+    mask = torch.arange(tokens["k"].shape[2], device=q.device) <= i[:, None, :, None]
+    out = layer.attend(q, tokens["k"], tokens["v"], mask)
+    fixed.advance(cache, at)
+    return fixed.hide_padding(out, at)
 
 
 def rotated(

@@ -46,6 +46,15 @@ class Rows:
         return max(self.lengths, default=0)
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether a compiled step may leave it to the device to count."""
+        return False
+
+    @property
+    def device(self) -> torch.device | None:
+        return next((t.device for t in self._known.values()), None)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all rows have one length."""
         return len(set(self.lengths)) <= 1
@@ -110,9 +119,15 @@ class Rows:
         self.counts_itself = False
         self._tell_lengths()
 
+    def is_counted_by(self, batch: int) -> None:
+        """The device alone has counted tokens of so many rows."""
+        self.batch, self._is_behind, self.counts_itself = batch, True, False
+
     def _tell_lengths(self) -> None:
         """Bring the device's copy of `lengths` up to date."""
         held = self._known.get("lengths")
+        if held is None and self.is_fixed and self.device is not None:
+            held = self.lengths_on(self.device)
         if held is None:
             return
         lengths = torch.tensor(self.lengths, dtype=torch.int32)

@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"transformer"}),
     frozenset({"attention"}),
     frozenset({"decoding", "sampling"}),
-    frozenset({"ops.decode", "ops.writes"}),
+    frozenset({"fixed", "ops.decode", "ops.writes"}),
     frozenset({"ops.nsa", "paged_cache"}),
     frozenset(
         {
