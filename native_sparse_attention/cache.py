@@ -124,7 +124,7 @@ class KVCache(Rows):
         Raises:
             ValueError: it holds tokens of another layer, or those of another geometry.
         """
-        if self._is_of(layer) and geometry == self._geometry:
+        if self._is_of(layer, geometry):
             return
         if any(self.lengths):
             check_entries(self._streams, new, len(self.lengths), self.device)
@@ -133,8 +133,9 @@ class KVCache(Rows):
             self._streams, self._tail = {}, {}
         self._layer, self._geometry = weakref.ref(layer), geometry
 
-    def _is_of(self, layer: Identity) -> bool:
-        return self._layer is not None and self._layer() is layer
+    def _is_of(self, layer: Identity, geometry: dict[str, Any]) -> bool:
+        of_it = self._layer is not None and self._layer() is layer
+        return of_it and geometry == self._geometry
 
     def check_layer(self, layer: Identity, geometry: dict[str, Any]) -> None:
         """Whether a layer may use the cache.
@@ -142,16 +143,16 @@ class KVCache(Rows):
         Raises:
             ValueError: it holds tokens of another layer, or those of another geometry.
         """
-        if not any(self.lengths):
+        if self._is_of(layer, geometry) or not any(self.lengths):
             return
-        for name in [*self._geometry, *geometry] if self._geometry else ():
+        for name in (*self._geometry, *geometry) if self._geometry else ():
             held, got = (g.get(name) for g in (self._geometry, geometry))
             if held != got:
                 raise ValueError(
                     f"cache holds tokens of a layer with {name}={held}, this one has {name}={got}: "
                     "each layer needs a cache of its own"
                 )
-        if self._layer is not None and not self._is_of(layer):
+        if self._layer is not None:
             raise ValueError(
                 "cache holds tokens of another layer (which a deepcopy of a layer is too): each "
                 "layer needs a cache of its own, or one that was reset"
