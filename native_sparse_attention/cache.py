@@ -94,7 +94,10 @@ class KVCache(Rows):
         """Bytes allocated, by name: of each stream, of each tail ("tail k"), of what the device
         knows of the rows ("lengths", after `lengths_on`; "page_table", of a paged cache), and of
         the "workspace" of kernels."""
-        return {name: t.nbytes for name, t in self._tensors().items()}
+        tensors = self._tensors()
+        if not self._is_asked:
+            tensors.pop("lengths", None)  # a fixed cache has them at hand, b numbers
+        return {name: t.nbytes for name, t in tensors.items()}
 
     @property
     def is_fixed(self) -> bool:

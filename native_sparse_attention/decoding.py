@@ -56,7 +56,7 @@ def over_cache(
     cache.bind(layer.identity, layer.geometry, raw)
     if is_step(layer, cache, q, kv, backend, masks):
         out = step(layer, cache, counts, q, kv, layer.to_strategy_combine(x))
-        return layer.combine_heads(rearrange(out, "b h n d -> b n (h d)"))
+        return layer.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
 
     start = cache.positions(inp.device, counts, inp.shape[1])
     rotated_q, tokens = rotated(layer, q, kv, start, None, backend)

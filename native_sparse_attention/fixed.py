@@ -31,10 +31,10 @@ class Places(NamedTuple):
     def ends(self) -> Tensor:
         return self.starts + (self.new if self.counts is None else self.counts)
 
-    def slots(self, size: int, tokens: int, every: int) -> tuple[Tensor, Tensor | None]:
-        """Of the entries that so many tokens complete, one for each `every`, the slots [b n] modulo
-        `size`; and which are there, None for all."""
-        i = torch.arange(-(-tokens // every), device=self.starts.device)
+    def slots(self, size: int, every: int) -> tuple[Tensor, Tensor | None]:
+        """Of the entries that the new tokens may complete, one for each `every` and `size` at most,
+        the slots [b n] modulo `size`; and which are there, None for all."""
+        i = torch.arange(min(size, -(-self.new // every)), device=self.starts.device)
         entry = (self.starts // every)[:, None] + i
         there = None
         if every > 1 or self.counts is not None:
@@ -117,7 +117,7 @@ def append(cache: KVCache, new: dict[str, Tensor], at: Places, every: int = 1) -
             continue
         # more than there is room for can only be padding
         entries = entries[:, :, :size]
-        slots, there = (t if t is None else t[:, :size] for t in at.slots(size, at.new, every))
+        slots, there = at.slots(size, every)
         write(store, entries, slots, there)
         held = store.masked_fill(behind[:, None, :, None], 0)
         if torch.is_grad_enabled() and entries.requires_grad:

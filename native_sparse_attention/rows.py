@@ -24,6 +24,7 @@ class Rows:
         self._lengths: list[int] = [] if batch is None else [0] * batch
         self._reached = list(self._lengths)  # most tokens that a row has ever held
         self._known: dict[str, Tensor] = {}  # the device's copy: "lengths", "page_table"
+        self._is_asked = False  # whether somebody has asked for the device's lengths
         self._is_behind = False  # whether the device has counted tokens that the host has not
         self.counts_itself = False
 
@@ -77,10 +78,14 @@ class Rows:
         held = self.device or wanted
         if wanted.type != held.type or wanted.index not in (None, held.index):
             raise ValueError(f"cache is on {held}, got {wanted} for its lengths")
+        self._is_asked = True
+        return self._lengths_there(held)
+
+    def _lengths_there(self, device: torch.device) -> Tensor:
         if "lengths" not in self._known:
             with torch.inference_mode(False):
                 lengths = torch.tensor(self.lengths, dtype=torch.int32)
-                self._known["lengths"] = lengths.to(held)
+                self._known["lengths"] = lengths.to(device)
         return self._known["lengths"]
 
     def workspace(self, device: torch.device | str, *size: int) -> Tensor:
@@ -127,7 +132,7 @@ class Rows:
         """Bring the device's copy of `lengths` up to date."""
         held = self._known.get("lengths")
         if held is None and self.is_fixed and self.device is not None:
-            held = self.lengths_on(self.device)
+            held = self._lengths_there(self.device)
         if held is None:
             return
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
