@@ -214,13 +214,13 @@ def is_step(
     backend: str | tuple[str, ...],
     given_masks: tuple[Any, Any],
 ) -> bool:
-    """Whether the decoding kernels take this call: few new tokens, no gradients, no flex masks."""
+    """Whether the decoding kernels take this call: few tokens, nothing trained, no flex masks."""
     n = q.shape[2]
     if cache.batch is None or n > cache.rollback or torch.compiler.is_compiling():
         return False
     if given_masks != (None, None):
         return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *kv)):
+    if is_trained(layer, q):
         return False
     return backends.takes_kernels(
         backend,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layers import DIM, SETTINGS, layer
 
-from native_sparse_attention import KVCache, PagedKVCache, Transformer
+from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
 from native_sparse_attention.transformer import Attention
 
 CUTS = (0, 11, 12, 25)
@@ -123,6 +123,23 @@ def test_weights_of_a_functional_call():
     (got,) = gradients(outs, [sinks])
     whole = torch.func.functional_call(module, {"sinks": sinks}, (x,))
     torch.testing.assert_close(got, gradients([whole], [sinks])[0], atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.kernels
+def test_kernels_leave_to_others_what_is_trained(steps):
+    """Those of decoding have no gradients."""
+    module = layer(**SPARSE, heads=2, kv_heads=1, dtype=torch.float32)
+    x, params = torch.randn(1, 14, DIM), only(module, "sinks")
+    for backend in ("eager", "auto"):
+        module.backend, cache = backend, KVCache(40, 1)
+        outs = [module(x[:, :13], cache=cache), module(x[:, 13:], cache=cache)]
+        got = gradients(outs, params)
+        torch.testing.assert_close(got, gradients([module(x)], params), atol=1e-4, rtol=1e-4)
+    q = torch.randn(1, 2, 1, 8)
+    call = (module, KVCache(40, 1), q, [q[:, :1]] * 2, "triton", (None, None))
+    assert not decoding.is_step(*call) and not steps
+    with torch.no_grad():
+        assert decoding.is_step(*call)
 
 
 def test_after_a_prefill_under_inference_mode():

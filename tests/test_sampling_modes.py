@@ -9,7 +9,7 @@ import torch
 from native_sparse_attention import Transformer
 from native_sparse_attention.compress import CompressTransformer
 
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+INTEGERS = [torch.uint8, torch.int16, torch.int32]
 
 
 def model(use_sparse_attn=True):
