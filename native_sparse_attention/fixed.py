@@ -85,7 +85,8 @@ def places(cache: KVCache, inp: Tensor, lengths: Sequence[int] | Tensor | None) 
             )
         counts = counts.to(inp.device)
     if "lengths" not in cache._known:
-        cache._known["lengths"] = torch.zeros(b, dtype=torch.int32, device=inp.device)
+        with torch.inference_mode(False):
+            cache._known["lengths"] = torch.zeros(b, dtype=torch.int32, device=inp.device)
     starts = starts_of(cache._known["lengths"], counts, n, cache.max_length or 0)
     return Places(starts, counts, n)
 
