@@ -21,6 +21,7 @@ from . import decoding
 from .cache import KVCache
 from .compress import default_compress_mlp, slide, slides, windowed, windows_of
 from .gate import default_gate
+from .identity import Identity
 from .ops.block_sizes import BlockSizes, check_block_sizes
 from .ops.checks import (
     BACKENDS,
@@ -191,6 +192,7 @@ class SparseAttention(Module):
         self.block_sizes = block_sizes
         self.recompute = recompute
         self.backend = "triton" if use_triton_kernel else backend
+        self.identity = Identity()
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         # q, then a key and a value for all branches, or for each: compressed, selected, window
@@ -229,6 +231,12 @@ class SparseAttention(Module):
     def alignment(self) -> int:
         """What documents in a row are to begin at a multiple of, as `documents` says they do."""
         return max(self.compress_block_sliding_stride, self.selection_block_size)
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """What the entries of a cache depend on."""
+        names = decoding.GEOMETRY if self.selection_stride == 1 else decoding.RANKED_GEOMETRY
+        return {name: getattr(self, name) for name in names}
 
     def extra_repr(self) -> str:
         return (
@@ -290,63 +298,45 @@ class SparseAttention(Module):
         if layout is not None:
             inp = layout.spread(inp)
             documents = layout.documents if cache is None else None
-        counts = [] if cache is None else cache.check(inp.shape[0], inp.shape[1], lengths)
         backend = self.backend_without_triton(inp) if disable_triton_kernel else self.backend
-
-        x = self.norm(inp)
-        q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)
-        q = rearrange(q, "b n (h d) -> b h n d", d=self.dim_head)
-        kv = [rearrange(t, "b n (h d) -> b h n d", d=self.dim_head) for t in kv]
-
-        given_masks = sliding_window_flex_mask, fine_selection_flex_mask
-        if cache is not None and decoding.is_step(self, cache, q, kv, backend, given_masks):
-            out = decoding.step(self, cache, counts, q, kv, self.to_strategy_combine(x))
-            out = self.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
+        masks = sliding_window_flex_mask, fine_selection_flex_mask
+        if cache is not None:
+            out = decoding.over_cache(self, cache, inp, lengths, backend, masks)
             out = out if layout is None else layout.collect(out)
             return (out, cache) if return_cache else out
 
+        x, q, kv = self.project(inp)
         # windows are made of raw keys (they have positions of their own), tokens are rotated
-        start = 0 if cache is None else cache.positions(inp.device, counts, inp.shape[1])
         positions = None if documents is None else documents.positions()
-        rotated_q, tokens = decoding.rotated(self, q, kv, start, positions, backend)
-        raw = {"k": kv[0], "v": kv[1]}
+        rotated_q, tokens = decoding.rotated(self, q, kv, 0, positions, backend)
+        tokens |= self.compress_whole({"k": kv[0], "v": kv[1]}, documents)
+        where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
+        out, _ = self.attend(x, {"q": rotated_q, "cq": q, **tokens}, masks, **where)
+        return self.combine_heads(out if layout is None else layout.collect(out))
 
-        leader = None
-        if cache is None:
-            compressed = self.compress_whole(raw, documents)
-        else:
-            tokens, compressed = decoding.extend(self, cache, counts, tokens, raw)
-            if self.selection_stride > 1 and len(cache) > 0:
-                leader = cache.recent("ranking", 1)[:, :, 0]
+    def project(self, inp: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The normalized input, queries [b h n d], and keys and values in turn."""
+        x = self.norm(inp)
+        q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)
+        q = rearrange(q, "b n (h d) -> b h n d", d=self.dim_head)
+        return x, q, [rearrange(t, "b n (h d) -> b h n d", d=self.dim_head) for t in kv]
 
-        tensors: dict[str, Any] = {"q": rotated_q, "cq": q, **tokens, **compressed}
+    def attend(
+        self, x: Tensor, tensors: dict[str, Tensor], masks: tuple[Any, Any], **where: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The branches, of tensors [b h n d] by name, and the gate: [b n (h d)], and the selected
+        blocks."""
         out, indices = native_sparse_attention(
             **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
-            **self.memory(q.dtype),
+            **self.memory(tensors["q"].dtype),
             branch_gates=self.to_strategy_combine(x),
             **{name: getattr(self, name) for name in SETTINGS},
-            q_offset=start,
-            leader_indices=leader,
             return_indices=True,
-            documents=documents,
-            sliding_window_flex_mask=sliding_window_flex_mask,
-            fine_selection_flex_mask=fine_selection_flex_mask,
-            backend=backend,
+            sliding_window_flex_mask=masks[0],
+            fine_selection_flex_mask=masks[1],
+            **where,
         )
-        out = rearrange(out, "b n h d -> b n (h d)")
-        if cache is None:
-            return self.combine_heads(out if layout is None else layout.collect(out))
-        out = self.combine_heads(out)
-
-        if self.selection_stride > 1:
-            ranking = rearrange(indices, "b n h s -> b h n s")
-            cache.keep_recent({"ranking": ranking}, counts, 1)
-        cache.keep_recent(raw, counts, self.compress_block_size - 1)
-        cache.advance(counts)
-        out = cache.zero_padding(out, counts)
-        if layout is not None:
-            out = layout.collect(out)
-        return (out, cache) if return_cache else out
+        return rearrange(out, "b n h d -> b n (h d)"), indices
 
     def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:
         if self.backend not in ("auto", "triton"):

@@ -14,8 +14,10 @@ to slot `p mod size` of a tail, and counts the tokens. `lengths_on` has the rows
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from operator import add
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from .entries import (
     counts_of,
     differentiable,
     fill,
+    hide_behind,
     integers,
     pick,
     places_of,
@@ -34,16 +37,23 @@ from .entries import (
     row_numbers,
     zeros,
 )
+from .identity import Identity
 from .ops.checks import check_ints
+from .rows import Rows
 
 
-class KVCache:
+class KVCache(Rows):
     """Keys and values of one attention layer, for any number of rows of different lengths.
 
     Storage is allocated when the layer first appends, and doubles (to powers of two) as rows grow,
     so that a step never copies what is already there; with `max_length` it is allocated once, and a
     full cache raises before anything is written. It is updated in place; `clone()` keeps a copy.
     While nothing grows and the number of rows stays, so does every tensor: a CUDA graph may use it.
+
+    It belongs to the layer that first used it, and to its geometry, until all rows are empty: what
+    another layer keeps means something else. A clone or a deepcopy belongs to the same layer (and a
+    deepcopy of layer and cache together to the copied one); after a pickle the next layer of that
+    geometry takes it.
 
     Args:
         max_length: tokens a row may hold; None grows without limit.
@@ -62,18 +72,12 @@ class KVCache:
         check_ints(1, **{name: size for name, size in sizes.items() if size is not None})
         check_ints(0, rollback=rollback)
         self.max_length = max_length
-        self.batch = batch
+        super().__init__(batch)
         self.rollback = rollback
-        self.lengths: list[int] = [] if batch is None else [0] * batch
-        self._reached = list(self.lengths)  # most tokens that a row has ever held
         self._streams: dict[str, Tensor] = {}
         self._tail: dict[str, Tensor] = {}
-        self._known: dict[str, Tensor] = {}  # the device's copy: "lengths", "page_table"
-        self.counts_itself = False  # whether the device counted the tokens that came last
-
-    def __len__(self) -> int:
-        """Tokens in the longest row."""
-        return max(self.lengths, default=0)
+        self._layer: weakref.ref[Identity] | None = None
+        self._geometry: dict[str, Any] = {}
 
     def __bool__(self) -> bool:
         return True  # an empty cache is a cache
@@ -83,11 +87,6 @@ class KVCache:
         return f"{type(self).__name__}(lengths={self.lengths}{limit}, nbytes={self.nbytes})"
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all rows have one length."""
-        return len(set(self.lengths)) <= 1
-
-    @property
     def nbytes(self) -> int:
         return sum(self.memory().values())
 
@@ -95,53 +94,19 @@ class KVCache:
         """Bytes allocated, by name: of each stream, of each tail ("tail k"), of what the device
         knows of the rows ("lengths", after `lengths_on`; "page_table", of a paged cache), and of
         the "workspace" of kernels."""
-        return {name: t.nbytes for name, t in self._tensors().items()}
+        tensors = self._tensors()
+        if not self._is_asked:
+            tensors.pop("lengths", None)  # a fixed cache has them at hand, b numbers
+        return {name: t.nbytes for name, t in tensors.items()}
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.max_length is not None and self.page_size is None
 
     @property
     def device(self) -> torch.device | None:
         groups = self._streams, self._tail, self._known
         return next((t.device for group in groups for t in group.values()), None)
-
-    @property
-    def page_table(self) -> Tensor | None:
-        """Where the pages of each row lie; None where there are none."""
-        return self._known.get("page_table")
-
-    def lengths_on(self, device: torch.device | str) -> Tensor:
-        """The rows' lengths on a device, int32 [b]: one tensor while the number of rows stays,
-        which follows `lengths` through all but `count`.
-
-        Raises:
-            ValueError: a cache on another device, or one that has no rows yet.
-        """
-        if self.batch is None:
-            raise ValueError("cache has no rows yet, and no lengths: construct it with batch=...")
-        wanted = torch.device(device)
-        held = self.device or wanted
-        if wanted.type != held.type or wanted.index not in (None, held.index):
-            raise ValueError(f"cache is on {held}, got {wanted} for its lengths")
-        if "lengths" not in self._known:
-            with torch.inference_mode(False):
-                lengths = torch.tensor(self.lengths, dtype=torch.int32)
-                self._known["lengths"] = lengths.to(held)
-        return self._known["lengths"]
-
-    def workspace(self, device: torch.device | str, *size: int) -> Tensor:
-        """int32 zeros [b, *size] on a device, for kernels that leave them so: one tensor while the
-        number of rows stays."""
-        rows = self.lengths_on(device)
-        held = self._known.get("workspace")
-        if held is None or held.shape != (len(rows), *size):
-            with torch.inference_mode(False):
-                held = self._known["workspace"] = rows.new_zeros(len(rows), *size)
-        return held
-
-    def positions(self, device: torch.device, counts: list[int], new: int) -> int | Tensor:
-        """Where each row goes on: an int where all rows have one length and the longest takes all
-        `new` tokens, else a tensor [b]."""
-        if counts and max(counts) == new and self.is_uniform:
-            return len(self)
-        return torch.tensor(self.starts(len(counts)), dtype=torch.long, device=device)
 
     # appending: a layer writes to its streams, then counts the tokens with `advance`
 
@@ -156,18 +121,60 @@ class KVCache:
         check_full(self.max_length, self.starts(batch), counts)
         return counts
 
-    def starts(self, batch: int) -> list[int]:
-        """Tokens that each row holds, also before the first call."""
-        return self.lengths or [0] * batch
+    def bind(self, layer: Identity, geometry: dict[str, Any], new: dict[str, Tensor]) -> None:
+        """Hold the cache to the layer that uses it, which is about to append entries like `new`.
+
+        Raises:
+            ValueError: it holds tokens of another layer, or those of another geometry.
+        """
+        if self._is_of(layer, geometry):
+            return
+        if any(self.lengths):
+            check_entries(self._streams, new, len(self.lengths), self.device)
+            self.check_layer(layer, geometry)
+        elif geometry != self._geometry:
+            self._streams, self._tail = {}, {}
+        self._layer, self._geometry = weakref.ref(layer), geometry
+
+    def _is_of(self, layer: Identity, geometry: dict[str, Any]) -> bool:
+        of_it = self._layer is not None and self._layer() is layer
+        return of_it and geometry == self._geometry
+
+    def check_layer(self, layer: Identity, geometry: dict[str, Any]) -> None:
+        """Whether a layer may use the cache.
+
+        Raises:
+            ValueError: it holds tokens of another layer, or those of another geometry.
+        """
+        if self._is_of(layer, geometry) or not any(self.lengths):
+            return
+        for name in (*self._geometry, *geometry) if self._geometry else ():
+            held, got = (g.get(name) for g in (self._geometry, geometry))
+            if held != got:
+                raise ValueError(
+                    f"cache holds tokens of a layer with {name}={held}, this one has {name}={got}: "
+                    "each layer needs a cache of its own"
+                )
+        if self._layer is not None:
+            raise ValueError(
+                "cache holds tokens of another layer (which a deepcopy of a layer is too): each "
+                "layer needs a cache of its own, or one that was reset"
+            )
 
     def append(
-        self, new: dict[str, Tensor], starts: list[int], counts: list[int], every: int = 1
+        self,
+        new: dict[str, Tensor],
+        starts: list[int],
+        counts: list[int],
+        every: int = 1,
+        saved: bool = False,
     ) -> dict[str, Tensor]:
         """Write entries [b h n d], one for each `every` tokens, to their streams: `counts[row]` of
         them from `starts[row]` on.
 
-        Returns each stream up to its last entry: views of the storage where it lies in one piece
-        and no gradients flow to the new entries.
+        Returns each stream up to its last entry, zeros behind the end of a row: views of the
+        storage where all rows have one length and no gradients flow to the new entries. `saved`:
+        copies in any case, as autograd needs of what it saves while later calls write.
         """
         check_full(self.max_length, starts, counts, every)
         ends = [a + n for a, n in zip(starts, counts, strict=True)]
@@ -175,9 +182,9 @@ class KVCache:
         streams = {}
         for name, entries in new.items():
             self._write(stores[name], entries.detach(), starts, counts)
-            streams[name] = self._read(stores[name], ends)
-            if torch.is_grad_enabled() and entries.requires_grad:
-                streams[name] = differentiable(streams[name], entries, starts, counts)
+            grows = torch.is_grad_enabled() and entries.requires_grad
+            held = self._read(stores[name], ends, saved and not grows)
+            streams[name] = differentiable(held, entries, starts, counts) if grows else held
         return streams
 
     def room(self, new: dict[str, Tensor], counts: list[int], every: int = 1) -> dict[str, Tensor]:
@@ -237,21 +244,6 @@ class KVCache:
         rows, places, at = places_of(starts, counts, [max(0, n - size) for n in counts])
         for name, entries in new.items():
             put(tails[name], rows, places % max(1, size), entries.detach(), at)
-
-    def count(self, counts: list[int]) -> None:
-        """Count the tokens appended, on the host alone: whoever appended them adds `counts` to the
-        tensor of `lengths_on` himself."""
-        self._check_counts(counts)
-        self.counts_itself = True
-        self.lengths = list(map(add, self.starts(len(counts)), counts))
-        self.batch = len(counts)
-        self._reached = list(map(max, self._reached or counts, self.lengths))
-
-    def advance(self, counts: list[int]) -> None:
-        """Count the tokens appended."""
-        self.count(counts)
-        self.counts_itself = False
-        self._tell_lengths()
 
     @staticmethod
     def zero_padding(out: Tensor, counts: list[int]) -> Tensor:
@@ -327,6 +319,20 @@ class KVCache:
         other._apply(lambda t: t.clone())
         return other
 
+    def __copy__(self) -> KVCache:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        other = self.clone()
+        copied = None if self._layer is None else memo.get(id(self._layer()))
+        other._layer = self._layer if copied is None else weakref.ref(copied)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_layer": None, "_lengths": self.lengths, "_is_behind": False}
+
     # storage
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -338,17 +344,6 @@ class KVCache:
             self._streams = {name: fn(t) for name, t in self._streams.items()}
             self._tail = {name: fn(t) for name, t in self._tail.items()}
             self._known = {name: fn(t) for name, t in self._known.items()}
-
-    def _tell_lengths(self) -> None:
-        """Bring the device's copy of `lengths` up to date."""
-        held = self._known.get("lengths")
-        if held is None:
-            return
-        lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        if len(held) == len(lengths):
-            held.copy_(lengths, non_blocking=True)
-        else:
-            self._known["lengths"] = lengths.to(held.device)
 
     def _hold(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
         """Storage of streams in which `ends[row]` entries like `new` fit."""
@@ -373,14 +368,11 @@ class KVCache:
         """Put `counts[row]` entries [b h n d] in their places from `starts[row]` on."""
         fill(store, new, starts, counts)
 
-    def _read(self, store: Tensor, ends: list[int]) -> Tensor:
-        """A stream up to its last entry, [b h max(ends) d]."""
-        return store[:, :, : max(ends, default=0)]
+    def _read(self, store: Tensor, ends: list[int], copied: bool) -> Tensor:
+        """A stream up to its last entry, [b h max(ends) d]; 0 behind the end of a row, where there
+        may be what it held before. A view where it can be, unless a copy is asked for."""
+        entries = store[:, :, : max(ends, default=0)]
+        return hide_behind(entries.clone() if copied else entries, ends)
 
     def _reorder_streams(self, index: list[int]) -> None:
         self._streams = {name: pick(t, index) for name, t in self._streams.items()}
-
-    def _check_counts(self, counts: list[int]) -> None:
-        rows = len(counts) if self.batch is None else self.batch
-        if len(counts) != rows or min(counts, default=0) < 0:
-            raise ValueError(f"counts must be {rows} integers of at least 0, got {counts}")

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn import Module
 
+from . import fixed
 from .cache import KVCache
 from .compress import gather_windows, unfold
-from .ops import backends, decode
+from .ops import backends, decode, writes
 from .ops.decode import decode_attention
 from .rotary import rotate
 
@@ -25,6 +27,135 @@ SETTINGS = (
     "num_initial_blocks", "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
     "soft_cap", "sinks",
 )  # fmt: skip
+
+# what the entries of a cache depend on; and those of shared rankings
+GEOMETRY = (
+    "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
+    "selection_stride",
+)  # fmt: skip
+RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected_kv")
+
+
+def over_cache(
+    layer: Any,
+    cache: KVCache,
+    inp: Tensor,
+    lengths: Sequence[int] | Tensor | None,
+    backend: str | tuple[str, ...],
+    masks: tuple[Any, Any],
+) -> Tensor:
+    """The layer's output [b n dim] for the next tokens; the cache is advanced."""
+    if torch.compiler.is_compiling():
+        run = over_fixed_cache if cache.is_fixed else uncompiled
+        return run(layer, cache, inp, lengths, backend, masks)
+    counts = cache.check(inp.shape[0], inp.shape[1], lengths)
+    if torch.is_grad_enabled():
+        inp = cache.zero_padding(inp, counts)  # gradients of 0 do not hide what is not finite
+    x, q, kv = layer.project(inp)
+    raw = {"k": kv[0], "v": kv[1]}
+    cache.bind(layer.identity, layer.geometry, raw)
+    if is_step(layer, cache, q, kv, backend, masks):
+        out = step(layer, cache, counts, q, kv, layer.to_strategy_combine(x))
+        return layer.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
+
+    start = cache.positions(inp.device, counts, inp.shape[1])
+    rotated_q, tokens = rotated(layer, q, kv, start, None, backend)
+    tokens, compressed = extend(layer, cache, counts, tokens, raw)
+    leader = None
+    if layer.selection_stride > 1 and len(cache) > 0:
+        leader = cache.recent("ranking", 1)[:, :, 0]
+    tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
+    where: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=backend)
+    out, indices = layer.attend(x, tensors, masks, **where)
+    out = layer.combine_heads(out)
+    if layer.selection_stride > 1:
+        ranking = rearrange(indices, "b n h s -> b h n s")
+        cache.keep_recent({"ranking": ranking}, counts, 1)
+    cache.keep_recent(raw, counts, layer.compress_block_size - 1)
+    cache.advance(counts)
+    return cache.zero_padding(out, counts)
+
+
+def dense_over_cache(
+    layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
+) -> Tensor:
+    """`over_cache` of the dense twin."""
+    if torch.compiler.is_compiling():
+        run = dense_over_fixed_cache if cache.is_fixed else dense_uncompiled
+        return run(layer, cache, x, lengths)
+    counts = cache.check(x.shape[0], x.shape[1], lengths)
+    if torch.is_grad_enabled():
+        x = cache.zero_padding(x, counts)
+    start = cache.positions(x.device, counts, x.shape[1])
+    q, k, v = layer.project(x, start)
+    cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
+    starts, saved = cache.starts(len(counts)), is_trained(layer, q)
+    tokens = cache.append({"k": k, "v": v}, starts, counts, saved=saved)
+    # the first tokens of a sequence see a plain triangle; later ones also what lies before them
+    mask = None
+    if isinstance(start, Tensor) or start > 0:
+        i = torch.arange(q.shape[2], device=q.device)[:, None]
+        i = i + (start[:, None, None, None] if isinstance(start, Tensor) else start)
+        mask = torch.arange(tokens["k"].shape[2], device=q.device) <= i
+    out = layer.attend(q, tokens["k"], tokens["v"], mask)
+    cache.advance(counts)
+    return cache.zero_padding(out, counts)
+
+
+# In a graph that is compiled. Of a cache that grows, or has pages, the host must know the lengths.
+
+WHY_UNCOMPILED = "only a KVCache with max_length can be used inside of a compiled graph"
+uncompiled = torch.compiler.disable(over_cache, reason=WHY_UNCOMPILED)
+dense_uncompiled = torch.compiler.disable(dense_over_cache, reason=WHY_UNCOMPILED)
+
+
+def over_fixed_cache(
+    layer: Any,
+    cache: KVCache,
+    inp: Tensor,
+    lengths: Sequence[int] | Tensor | None,
+    backend: str | tuple[str, ...],
+    masks: tuple[Any, Any],
+) -> Tensor:
+    """`over_cache`, of which no shape depends on a length."""
+    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    at = fixed.places(cache, inp, lengths)
+    x, q, kv = layer.project(fixed.hide_padding(inp, at))
+    raw = {"k": kv[0], "v": kv[1]}
+    cache.bind(layer.identity, layer.geometry, raw)
+    rotated_q, tokens = rotated(layer, q, kv, at.starts, None, backend)
+    tokens = fixed.append(cache, tokens, at)
+    windows = fixed.windows(cache, raw, at, l, d)
+    compressed = fixed.append(cache, layer.compress(windows), at, every=d)
+    fixed.keep_recent(cache, raw, at, l - 1)
+    leader = None
+    if layer.selection_stride > 1:
+        ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
+        like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
+        cache.ring({"ranking": like}, 1)
+        leader = fixed.recent(cache, "ranking", at, 1)[:, :, 0]
+    tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
+    where: dict[str, Any] = dict(q_offset=at.starts, leader_indices=leader, backend=backend)
+    out, indices = layer.attend(x, tensors, masks, **where)
+    if layer.selection_stride > 1:
+        fixed.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
+    fixed.advance(cache, at)
+    return fixed.hide_padding(layer.combine_heads(out), at)
+
+
+def dense_over_fixed_cache(
+    layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
+) -> Tensor:
+    """`dense_over_cache`, of which no shape depends on a length."""
+    at = fixed.places(cache, x, lengths)
+    q, k, v = layer.project(fixed.hide_padding(x, at), at.starts)
+    cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
+    tokens = fixed.append(cache, {"k": k, "v": v}, at)
+    i = at.starts[:, None] + torch.arange(at.new, device=q.device)
+    mask = torch.arange(tokens["k"].shape[2], device=q.device) <= i[:, None, :, None]
+    out = layer.attend(q, tokens["k"], tokens["v"], mask)
+    fixed.advance(cache, at)
+    return fixed.hide_padding(out, at)
 
 
 def rotated(
@@ -53,8 +184,8 @@ def extend(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Write new tokens, and the windows they complete, to the cache; returns its streams."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
-    starts = cache.starts(len(counts))
-    tokens = cache.append(tokens, starts, counts)
+    starts, saved = cache.starts(len(counts)), is_trained(layer, raw["k"])
+    tokens = cache.append(tokens, starts, counts, saved=saved)
 
     # the next window begins d - 1 - start % d into the last l - 1 tokens and the new ones
     seen = cache.with_recent(raw, l - 1)
@@ -65,7 +196,14 @@ def extend(
         windows = {name: unfold(t[:, :, (skip or [0])[0] :], l, d) for name, t in seen.items()}
     else:
         windows = {name: gather_windows(t, skip, max(new), l, d) for name, t in seen.items()}
-    return tokens, cache.append(layer.compress(windows), complete, new, d)
+    return tokens, cache.append(layer.compress(windows), complete, new, d, saved)
+
+
+def is_trained(layer: Module, inp: Tensor) -> bool:
+    """Whether autograd may save, for some gradient, what the layer reads."""
+    if not torch.is_grad_enabled():
+        return False
+    return inp.requires_grad or any(p.requires_grad for p in layer.parameters())
 
 
 def is_step(
@@ -76,13 +214,13 @@ def is_step(
     backend: str | tuple[str, ...],
     given_masks: tuple[Any, Any],
 ) -> bool:
-    """Whether the decoding kernels take this call: few new tokens, no gradients, no flex masks."""
+    """Whether the decoding kernels take this call: few tokens, nothing trained, no flex masks."""
     n = q.shape[2]
     if cache.batch is None or n > cache.rollback or torch.compiler.is_compiling():
         return False
     if given_masks != (None, None):
         return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *kv)):
+    if is_trained(layer, q):
         return False
     return backends.takes_kernels(
         backend,
@@ -113,13 +251,13 @@ def step(
     stores |= cache.room(none, counts, every=d)
     where: dict[str, Any] = dict(counts=new, page_table=cache.page_table, page_size=cache.page_size)
     for names in [("k", "v"), ("window_k", "window_v")][: len(tokens) // 2]:
-        decode.append(pick(tokens, names), pick(stores, names), held, n, **where)
-    decode.append(pick(raw, ("k", "v")), pick(rings, ("k", "v")), held, n, counts=new, ring=True)
+        writes.append(pick(tokens, names), pick(stores, names), held, n, **where)
+    writes.append(pick(raw, ("k", "v")), pick(rings, ("k", "v")), held, n, counts=new, ring=True)
     if completes_window(cache.starts(b), counts, d):
-        windows = decode.recent(pick(rings, ("k", "v")), held, n, l, d)
+        windows = writes.recent(pick(rings, ("k", "v")), held, n, l, d)
         summaries = layer.compress(dict(zip("kv", windows, strict=True)))
         names = ("ck", "cv")
-        decode.append(pick(summaries, names), pick(stores, names), held, n, every=d, **where)
+        writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **where)
 
     ranking = None
     if layer.selection_stride > 1:
@@ -176,3 +314,16 @@ def check_cache(
     if lengths is not None and cache is None:
         raise ValueError("lengths goes with a cache or return_cache=True")
     return cache
+
+
+def check_caches(caches: list[KVCache], layers: list[Any]) -> None:
+    """One for each layer, and its own: before the first of them writes."""
+    if len(caches) != len(layers):
+        raise ValueError(
+            f"cache must hold one KVCache for each of {len(layers)} layers, got {len(caches)}"
+        )
+    if len(set(map(id, caches))) != len(caches):
+        raise ValueError("cache must hold a KVCache for each layer, got one of them twice")
+    for cache, layer in zip(caches, layers, strict=True):
+        if isinstance(cache, KVCache) and hasattr(layer, "identity"):
+            cache.check_layer(layer.identity, layer.geometry)

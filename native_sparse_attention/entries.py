@@ -129,6 +129,16 @@ def fill(held: Tensor, new: Tensor, starts: list[int], counts: list[int]) -> Non
         held[:, :, start : start + count] = new[:, :, :count]
 
 
+def hide_behind(entries: Tensor, ends: list[int]) -> Tensor:
+    """Entries [b h n d] with 0 behind the end of each row: a weight of 0 does not hide what is not
+    finite. The tensor itself where all rows end with it."""
+    if len(set(ends)) <= 1:
+        return entries
+    behind = torch.arange(entries.shape[2]) >= torch.tensor(ends)[:, None]
+    behind = behind.to(entries.device, non_blocking=True)
+    return entries.masked_fill(behind[:, None, :, None], 0)
+
+
 def differentiable(held: Tensor, new: Tensor, starts: list[int], counts: list[int]) -> Tensor:
     """A copy of a stream through which gradients flow to its new entries."""
     span = _span(starts, counts)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .blocks import ceil_div
 from .cache import KVCache
-from .entries import places_of, zeros
+from .entries import hide_behind, places_of, zeros
 from .ops.checks import check_ints
 
 
@@ -162,18 +162,13 @@ class PagedKVCache(KVCache):
         pages = self._known["page_table"][rows, places // slots]
         store[pages, :, places % slots] = new[rows, :, at]
 
-    def _read(self, store: Tensor, ends: list[int]) -> Tensor:
+    def _read(self, store: Tensor, ends: list[int], copied: bool) -> Tensor:
         """A stream up to its last entry, [b h max(ends) d], gathered; 0 behind the end of a row,
         where a page may hold what another row left."""
         end = max(ends, default=0)
         pages = self._known["page_table"][:, : ceil_div(end, store.shape[2])]
         # [b p h slots d] -> [b h n d]
-        entries = store[pages].transpose(1, 2).flatten(2, 3)[:, :, :end]
-        if len(set(ends)) <= 1:
-            return entries
-        behind = torch.arange(end) >= torch.tensor(ends)[:, None]
-        behind = behind.to(store.device, non_blocking=True)
-        return entries.masked_fill(behind[:, None, :, None], 0)
+        return hide_behind(store[pages].transpose(1, 2).flatten(2, 3)[:, :, :end], ends)
 
     def _reorder_streams(self, index: list[int]) -> None:
         used = [held[:n] for held, n in zip(self._pages, self._used(), strict=True)]

@@ -26,6 +26,21 @@ def check_sampling(filter_thres: float, top_p: float | None, top_k: int | None =
         check_ints(1, top_k=top_k)
 
 
+def token_ids(name: str, ids: Tensor) -> Tensor:
+    """Ids of tokens, of any integral dtype, as int64."""
+    kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+    if kind == torch.int64:
+        return ids
+    if (
+        not isinstance(ids, Tensor)
+        or kind == torch.bool
+        or kind.is_floating_point
+        or kind.is_complex
+    ):
+        raise ValueError(f"{name} must be a tensor of integers, got {kind}")
+    return ids.long()
+
+
 def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list[int]:
     """Tokens of each row of a prompt [b, n], padded on the right."""
     if prompt.ndim != 2 or prompt.shape[1] == 0:
@@ -79,16 +94,25 @@ def sample_token(
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Without dropout, and then as before."""
-    training = model.training
-    if training:
-        model.eval()
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in training mode without dropout, and then each module as it was: parts of it may be
+    kept in eval mode. Modules with a `train` of their own, which may do more, are told by it."""
+    if not model.training:
+        yield
+        return
+    modes = [(module, module.training) for module in model.modules()]
     try:
+        model.eval()
         yield
     finally:
-        if training:
-            model.train()
+        model.train()
+        # parents come before their parts, whose modes `train` changes too
+        for module, mode in modes:
+            if module.training != mode:
+                module.train(mode)
+        for module, mode in modes:
+            if module.training != mode:
+                module.training = mode
 
 
 class GraphedSteps:

@@ -18,14 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import SparseAttention
 from .cache import KVCache
-from .decoding import check_cache
+from .decoding import check_cache, check_caches, dense_over_cache
+from .identity import Identity
 from .masks import create_fine_mask, create_sliding_mask
 from .ops.checks import check_groups, check_input, check_ints
 from .ops.documents import Documents, Layout, layer_layout
 from .paged_cache import new_cache
 from .rotary import Rotary, rotation
 from .runs import FromRun
-from .sampling import check_prompt, check_sampling, check_stop, generate
+from .sampling import check_prompt, check_sampling, check_stop, generate, token_ids
 
 # what cross_entropy passes over
 NO_LABEL = -100
@@ -62,6 +63,8 @@ class Attention(Module):
         self.dim_head = dim_head
         self.causal = causal
         self.grouped = kv_heads != heads
+        self.identity = Identity()
+        self.geometry = {"kv_heads": kv_heads, "dim_head": dim_head}
 
         self.norm = nn.RMSNorm(dim)
         self.rotary_embed = Rotary(dim_head)
@@ -86,38 +89,33 @@ class Attention(Module):
         cache = check_cache(cache, return_cache, lengths, self.causal)
         if cache is not None and documents is not None:
             raise ValueError("documents must be None with a cache, whose rows hold one each")
-        counts = [] if cache is None else cache.check(x.shape[0], x.shape[1], lengths)
-        start = 0 if cache is None else cache.positions(x.device, counts, x.shape[1])
+        if cache is not None:
+            out = dense_over_cache(self, cache, x, lengths)
+            return (out, cache) if return_cache else out
 
+        positions = None if documents is None else documents.positions()
+        q, k, v = self.project(x, 0, positions)
+        mask = None if documents is None else same_document(documents, self.causal)
+        return self.attend(q, k, v, mask)
+
+    def project(
+        self, x: Tensor, start: int | Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [b h n d], rotated."""
         x = self.norm(x)
         q, k, v = (
             rearrange(to(x), "b n (h d) -> b h n d", d=self.dim_head)
             for to in (self.to_q, self.to_k, self.to_v)
         )
-        positions = None if documents is None else documents.positions()
         rotate = rotation(self.rotary_embed, q, start, positions)
-        q, tokens = rotate(q), {"k": rotate(k), "v": v}
-        if cache is not None:
-            tokens = cache.append(tokens, cache.starts(len(counts)), counts)
-        k, v = tokens["k"], tokens["v"]
+        return rotate(q), rotate(k), v
 
-        # the first tokens of a sequence see a plain triangle; later ones also what lies before them
-        first, mask = isinstance(start, int) and start == 0, None
-        if self.causal and not first:
-            i = torch.arange(q.shape[2], device=q.device)[:, None]
-            i = i + (start[:, None, None, None] if isinstance(start, Tensor) else start)
-            mask = torch.arange(k.shape[2], device=k.device) <= i
-        if documents is not None:
-            mask, first = same_document(documents, self.causal), False
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """The output [b n dim]; without a mask, of whole sequences."""
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=self.causal and first, enable_gqa=self.grouped
+            q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=self.grouped
         )
-        out = self.to_out(rearrange(out, "b h n d -> b n (h d)"))
-        if cache is None:
-            return out
-        cache.advance(counts)
-        out = cache.zero_padding(out, counts)
-        return (out, cache) if return_cache else out
+        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
 
 def same_document(documents: Documents, causal: bool) -> Tensor:
@@ -235,7 +233,8 @@ class Transformer(FromRun):
         before.
 
         Args:
-            ids: token ids. With a cache these are the next tokens only, any number of them.
+            ids: token ids, of any integral dtype. With a cache these are the next tokens only, any
+                number of them.
             return_loss: mean cross-entropy, in nats, of `ids[:, 1:]` given `ids[:, :-1]`.
             disable_flex: leave the flex masks of the constructor unused.
             disable_triton_kernel: see SparseAttention.
@@ -248,6 +247,7 @@ class Transformer(FromRun):
         Raises:
             ValueError: ids or a cache that do not fit.
         """
+        ids = token_ids("ids", ids)
         if ids.ndim != 2:
             raise ValueError(f"ids must have shape [b, n], got {list(ids.shape)}")
         layout, lengths = layer_layout(
@@ -264,11 +264,9 @@ class Transformer(FromRun):
             ids, labels = ids[:, :-1], ids[:, 1:]
         if cache is None and return_cache:
             cache = self.new_cache()
-        if cache is not None and len(cache) != len(self.layers):
-            raise ValueError(
-                f"cache must hold one KVCache for each of {len(self.layers)} layers, "
-                f"got {len(cache)}"
-            )
+        blocks: list[Any] = list(self.layers)
+        if cache is not None:
+            check_caches(cache, [attn for attn, _ in blocks])
 
         kwargs: dict[str, Any] = {
             "disable_triton_kernel": disable_triton_kernel,
@@ -281,7 +279,6 @@ class Transformer(FromRun):
 
         x = self.token_emb(ids)
         checkpointed = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
-        blocks: list[Any] = list(self.layers)
         for index, (attn, ff) in enumerate(blocks):
             layer_cache = None if cache is None else cache[index]
             if checkpointed:
@@ -336,7 +333,9 @@ class Transformer(FromRun):
         stop_tokens: int | Sequence[int] | None = None,
         top_k: int | None = None,
     ) -> Iterator[Tensor]:
-        """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s."""
+        """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s; between
+        tokens every module is in the mode that it was in."""
+        prompt = token_ids("prompt", prompt)
         held = check_prompt(prompt, prompt_lengths)
         if not self.causal:
             raise ValueError("sampling needs causal=True, this model has causal=False")
@@ -360,7 +359,8 @@ class Transformer(FromRun):
         top_k: int | None = None,
     ) -> Tensor:
         """Continue prompts [b, n] up to `seq_len` tokens in all; returns the new ones [b, seq_len -
-        n].
+        n], int64 whatever the prompt's dtype. A model in training mode samples in eval mode, after
+        which every module is in the mode that it was in.
 
         Args:
             temperature: divides the logits; 0 (or less) takes the most likely token.
@@ -386,7 +386,7 @@ class Transformer(FromRun):
                 prompt_lengths=prompt_lengths, stop_tokens=stop_tokens, top_k=top_k,
             )
         )  # fmt: skip
-        return torch.stack(tokens, dim=1) if tokens else prompt[:, :0]
+        return torch.stack(tokens, dim=1) if tokens else prompt[:, :0].long()
 
 
 def next_ids(ids: Tensor, layout: Layout) -> Tensor:

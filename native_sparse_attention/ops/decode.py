@@ -27,7 +27,7 @@ from .checks import (
 from .nsa import native_sparse_attention
 from .selection import on_its_device
 
-__all__ = ["append", "decode_attention", "recent", "workspace"]
+__all__ = ["decode_attention", "workspace"]
 
 # numbers of a workspace for each row and KV head
 COUNTERS = 8
@@ -76,8 +76,8 @@ def decode_attention(
     holds their keys, values and complete windows already.
 
     Token t of row b stands at position `lengths[b] + t`, and nothing past it is seen: what lies in
-    the storage behind a row's end is of no matter (but it must be finite). The host never asks for
-    a length, and shapes do not depend on one: a step can be captured in a CUDA graph.
+    the storage behind a row's end is of no matter, finite or not. The host never asks for a
+    length, and shapes do not depend on one: a step can be captured in a CUDA graph.
 
     Args:
         q: queries with rotary embedding, [B, T, H, D]. The kernels take up to 16 new tokens.
@@ -265,14 +265,23 @@ def by_gathering(
             others = others | {name: None if t is None else gathered(t, page_table)}
     d = settings["compress_block_sliding_stride"]
     S = min(k.shape[1], (ck.shape[1] + 1) * d - 1)
-    rows = {name: t[:, :S] for name, t in others.items() if t is not None and "window" in name}
     starts = lengths.long()
+    ends = starts + (q.shape[1] if counts is None else counts)
+    k, v, ck, cv = (
+        hide_behind(t[:, : S // every], ends // every)
+        for t, every in ((k, 1), (v, 1), (ck, d), (cv, d))
+    )
+    rows = {
+        name: hide_behind(t[:, :S], ends)
+        for name, t in others.items()
+        if t is not None and "window" in name
+    }
     leader = None
     if ranking is not None and settings["selection_stride"] > 1:
         at = ((starts - 1) % ranking.shape[2])[:, None, None, None]
         leader = ranking.gather(2, at.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
     out, lists = native_sparse_attention(
-        q, k[:, :S], v[:, :S], ck[:, : S // d], cv[:, : S // d], branch_gates,
+        q, k, v, ck, cv, branch_gates,
         **others | rows, **settings, q_offset=starts, leader_indices=leader, sinks=sinks,
         return_indices=True, backend="eager",
     )  # fmt: skip
@@ -287,6 +296,13 @@ def by_gathering(
     if counts is None:
         return out
     return out.masked_fill((new >= counts[:, None])[..., None, None], 0.0)
+
+
+def hide_behind(t: Tensor, ends: Tensor) -> Tensor:
+    """Rows [B, N, K, D] with 0 behind the end [B] of each: a weight of 0 does not hide what is not
+    finite."""
+    behind = torch.arange(t.shape[1], device=t.device) >= ends[:, None]
+    return t.masked_fill(behind[..., None, None], 0)
 
 
 def gathered(t: Tensor, page_table: Tensor) -> Tensor:
@@ -348,39 +364,3 @@ def check_counters(counters: Tensor | None, dims: dict[str, int], device: torch.
         )
     if counters.device != device or not counters.is_contiguous():
         raise ValueError(f"counters must be contiguous on {device}, got {counters.device}")
-
-
-# what a step writes to a cache, by kernels
-
-
-def append(
-    new: tuple[Tensor, Tensor],
-    stores: tuple[Tensor, Tensor],
-    lengths: Tensor,
-    tokens: int,
-    *,
-    counts: Tensor | None = None,
-    page_table: Tensor | None = None,
-    page_size: int | None = None,
-    every: int = 1,
-    ring: bool = False,
-) -> None:
-    """Write two streams' entries [b h n d], those that `tokens` new tokens of each row may
-    complete, behind what the storage [b or pages, h, n, d] holds: one entry for each `every`
-    tokens. A ring takes a token's at its position modulo the ring's size."""
-    from ..kernels import entries
-
-    step = entries.Step(lengths, counts, page_table, page_size or 0)
-    with torch.cuda.device_of(lengths):
-        entries.append(new, stores, step, tokens, every=every, ring=ring)
-
-
-def recent(
-    rings: tuple[Tensor, Tensor], lengths: Tensor, tokens: int, l: int, d: int
-) -> tuple[Tensor, Tensor]:
-    """The windows [b h w l d] of raw keys and values that so many new tokens, in the rings [b h
-    size d] already, may complete; zeros stand for tokens before the first."""
-    from ..kernels import entries
-
-    with torch.cuda.device_of(lengths):
-        return entries.recent(rings, tokens, l, d, entries.Step(lengths))

@@ -1,0 +1,169 @@
+"""Decoding in a compiled graph: one graph for all steps, whatever rows hold, and the outputs of one
+forward."""
+
+import pytest
+import torch
+from layers import DIM, SETTINGS, layer
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from native_sparse_attention import KVCache, PagedKVCache, Transformer
+from native_sparse_attention.transformer import Attention
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.fixture
+def compiled():
+    """A compiled module, one graph or an error; and how many graphs there were."""
+    torch.compiler.reset()
+
+    def of(module, backend="eager", fullgraph=True):
+        counter = CompileCounterWithBackend(backend)
+        return torch.compile(module, backend=counter, fullgraph=fullgraph), counter
+
+    yield of
+    torch.compiler.reset()
+
+
+class Decoder:
+    """Rows of x that go on one token at a time, each from where it is."""
+
+    def __init__(self, run, x, want, cache):
+        self.run, self.x, self.want, self.cache = run, x, want, cache
+        self.at = [(row, 0) for row in range(len(x))]  # which row of x, and its next token
+
+    def step(self, times=1):
+        for _ in range(times):
+            out = self.run(torch.stack([self.x[r, n : n + 1] for r, n in self.at]), self.cache)
+            for row, (r, n) in enumerate(self.at):
+                close(out[row], self.want[r, n : n + 1])
+            self.at = [(r, n + 1) for r, n in self.at]
+        assert self.cache.lengths == [n for _, n in self.at]
+
+
+@pytest.mark.parametrize(
+    "module", [layer(**SETTINGS["shared rankings"]), Attention(DIM, 8, 4, kv_heads=2).double()]
+)
+def test_one_graph_for_all_steps(module, compiled):
+    """After an eager prefill of rows of different lengths; rows are taken back, start anew after
+    they went wrong, and change places; another cache follows, and another sequence in it."""
+    run, counter = compiled(module)
+    x = normal(2, 40, DIM)
+    with torch.no_grad():
+        want = module(x)
+        for length in (9, 14):
+            decoder = Decoder(run, x, want, KVCache(48, 2))
+            module(x[:, :19], cache=decoder.cache, lengths=[length, 5])
+            decoder.at = [(0, length), (1, 5)]
+            decoder.step(9)
+        cache = decoder.cache
+        for t in range(23, 25):
+            close(module(x[:1, t : t + 1].expand(2, -1, -1), cache=cache)[0], want[0, t : t + 1])
+        cache.truncate([24, 3])
+        decoder.at = [(0, 24), (1, 3)]
+        decoder.step(2)
+        run(torch.full((2, 1, DIM), float("nan"), dtype=torch.float64), cache)
+        cache.truncate([26, 0])
+        cache.reorder([1, 0])
+        decoder.at = [(1, 0), (0, 26)]
+        decoder.step(2)
+        copy = cache.clone()
+        decoder.step(2)
+        decoder.cache, decoder.at = copy, [(1, 2), (0, 28)]
+        decoder.step(6)
+        assert counter.frame_count == 1
+
+        # full: nothing is written
+        decoder.cache = KVCache(48, 2)
+        module(torch.cat((x, x), 1)[:, :47], cache=decoder.cache)
+        run(x[:, :1].contiguous(), decoder.cache)
+        before = decoder.cache.clone()
+        with pytest.raises(ValueError, match="cache is full: row 0 holds 48 of max_length=48"):
+            run(x[:, :1].contiguous(), decoder.cache)
+        assert decoder.cache.lengths == [48, 48]
+        after = decoder.cache._tensors()
+        assert all(torch.equal(t, after[name]) for name, t in before._tensors().items())
+        assert counter.frame_count == 1
+
+
+def test_prefill_and_steps_of_rows_that_take_fewer(compiled):
+    """All in compiled graphs, from the first token on; `lengths` in a tensor."""
+    module = Attention(DIM, 8, 4, kv_heads=2).double()
+    run, counter = compiled(module)
+    x = normal(2, 40, DIM)
+    with torch.no_grad():
+        want = module(x)
+        for _ in range(2):
+            cache, done = KVCache(48, 2), [0, 0]
+            for counts in ([9, 4], [2, 9], [0, 3], [5, 5]):
+                inp = torch.full((2, 9, DIM), float("nan"), dtype=torch.float64)
+                for row, n in enumerate(counts):
+                    inp[row, :n] = x[row, done[row] : done[row] + n]
+                out = run(inp, cache, lengths=torch.tensor(counts, dtype=torch.int32))
+                for row, n in enumerate(counts):
+                    close(out[row, :n], want[row, done[row] : done[row] + n])
+                    assert (out[row, n:] == 0).all()
+                    done[row] += n
+            assert cache.lengths == done == [16, 21]
+        assert counter.frame_count == 2  # with storage to make, and with storage that is there
+        with pytest.raises(ValueError, match="lengths must be 2 integers between 0 and 9"):
+            run(inp, cache, lengths=torch.tensor([10, 1], dtype=torch.int32))
+        assert cache.lengths == done
+
+
+def test_gradients(compiled):
+    """Of a chunk, over a past that is held fixed, as outside of a compiled graph."""
+    module = Attention(DIM, 8, 4, kv_heads=2).double()
+    run, _ = compiled(module, "aot_eager")
+    x, grads = normal(2, 20, DIM), []
+    for call in (run, module):
+        cache = KVCache(48, 2)
+        with torch.no_grad():
+            module(x[:, :11], cache=cache)
+        outs = [call(x[:, 11:15].contiguous(), cache), call(x[:, 15:19].contiguous(), cache)]
+        loss = sum(out.square().sum() for out in outs)
+        grads.append(torch.autograd.grad(loss, list(module.parameters())))
+    torch.testing.assert_close(*grads, atol=1e-12, rtol=1e-10)
+
+
+def test_a_model_and_another_layers_cache(compiled):
+    model = Transformer(40, 16, 2, dim_head=8, heads=2).eval()
+    run, counter = compiled(model)
+    ids = torch.randint(0, 40, (2, 30))
+    with torch.no_grad():
+        want, cache = model(ids), model.new_cache(max_length=32, batch=2)
+        model(ids[:, :19], cache=cache)
+        for t in range(19, 30):
+            torch.testing.assert_close(run(ids[:, t : t + 1], cache=cache), want[:, t : t + 1])
+        assert counter.frame_count == 1
+        other = model.new_cache(max_length=32, batch=2)
+        model(ids[:, :19], cache=other)
+        run, _ = compiled(model, fullgraph=False)
+        with pytest.raises(ValueError, match="cache holds tokens of another layer"):
+            run(ids[:, 19:20], cache=other[::-1])
+        assert [len(held) for held in other] == [19, 19]
+
+
+@pytest.mark.parametrize("make", [KVCache, lambda: PagedKVCache(8, 12, 2, 48)])
+def test_other_caches_run_outside_of_the_graph(make, compiled):
+    """Right, and nothing is compiled again; where one graph is asked for, it says what to use."""
+    module, x = layer(), normal(2, 34, DIM)
+    run, counter = compiled(module, fullgraph=False)
+    with torch.no_grad():
+        want, cache = module(x), make()
+        close(run(x[:, :9], cache), want[:, :9])
+        for t in range(9, 12):
+            close(run(x[:, t : t + 1], cache), want[:, t : t + 1])
+        graphs = counter.frame_count
+        for t in range(12, 34):
+            close(run(x[:, t : t + 1], cache), want[:, t : t + 1])
+        assert counter.frame_count == graphs
+        run, _ = compiled(module)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="only a KVCache with max_length"):
+            run(x[:, :1], cache)
