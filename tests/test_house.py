@@ -136,7 +136,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"kernels.counts"}),
-    frozenset({"ops.checks", "ops.documents", "entries"}),
+    frozenset({"ops.autocast", "ops.checks", "ops.documents", "entries"}),
     frozenset({"blocks"}),
     # the folders' own __init__: a docstring, no imports
     frozenset(
