@@ -136,8 +136,8 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"kernels.counts"}),
-    frozenset({"ops.autocast", "ops.checks", "ops.documents", "entries"}),
-    frozenset({"blocks"}),
+    frozenset({"ops.autocast", "ops.checks", "ops.documents", "entries", "frequencies"}),
+    frozenset({"blocks", "initialization"}),
     # the folders' own __init__: a docstring, no imports
     frozenset(
         {
