@@ -20,8 +20,10 @@ from torch.nn import Module
 from . import decoding
 from .cache import KVCache
 from .compress import default_compress_mlp, slide, slides, windowed, windows_of
+from .frequencies import RotaryLayer
 from .gate import default_gate
 from .identity import Identity
+from .initialization import reset
 from .ops.block_sizes import BlockSizes, check_block_sizes
 from .ops.checks import (
     BACKENDS,
@@ -35,7 +37,7 @@ from .ops.checks import (
 )
 from .ops.documents import Documents, layer_layout
 from .ops.nsa import native_sparse_attention
-from .rotary import Rotary, check_rotary
+from .rotary import Rotary, make_rotary
 
 # what the layer hands on as it is
 SETTINGS = (
@@ -46,7 +48,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-class SparseAttention(Module):
+class SparseAttention(RotaryLayer):
     """Native Sparse Attention (arXiv 2502.11089): three attentions over one input, joined by a
     gate.
 
@@ -56,18 +58,14 @@ class SparseAttention(Module):
     formulas.
 
     Args:
-        dim: width of the input and output.
-        dim_head: D, width of a head.
-        heads: H, query heads.
+        dim, dim_head, heads: width of the input and output; D, width of a head; H, query heads.
         sliding_window_size: w; branch 3 attends to keys `i - w .. i`.
-        compress_block_size: l, tokens of a compression window.
-        selection_block_size: s, tokens of a selection block.
+        compress_block_size, selection_block_size: l and s, tokens of a window and of a block.
         num_selected_blocks: n, ranked blocks of a query; 0 leaves the forced blocks.
         kv_heads: K, key and value heads; `heads` by default. Query head h uses KV head
             `h // (H / K)`.
         num_compressed_mem_kv: m, learned memory slots of branch 1, seen by every query.
-        causal: whether queries see only tokens up to themselves.
-        norm: RMSNorm of the input, before everything else.
+        causal, norm: whether queries see only tokens up to themselves; RMSNorm of the input.
         use_diff_topk: let gradients reach the selection scores (straight-through gates).
         use_triton_kernel: the published package's spelling of `backend="triton"`.
         interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
@@ -87,13 +85,14 @@ class SparseAttention(Module):
         branch_kv: "shared", or "independent" for keys and values of their own for each branch (the
             paper's section 3.3.3).
         rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package to use in place of the
-            layer's own; it may be shared between layers.
+            layer's own, which may be shared between layers; False for no positions.
+        rope_theta: frequencies of the layer's own are `rope_theta^(-2 i / D)`; 10,000 by default.
+        inv_freq: these frequencies, [pairs]; fewer than D / 2 rotate the first features only.
         soft_cap: c, logits x of all branches become `c tanh(x / c)`.
         attention_sinks: learn, for each branch and query head, the logit of one more key of value
             0, by which a query may attend to nothing (`sinks` [3, heads], from 0).
         block_sizes: tiles of the Triton kernels in place of their own; other backends have none.
-        recompute: keep no branch's output for the backward, which forms them again: less memory,
-            more time (Triton only; other backends keep what autograd keeps).
+        recompute: keep no branch's output for the backward, which forms them again (Triton only).
         backend: "auto", "triton", "flex" or "eager"; `auto` takes the fastest that can run a call.
             Inside `torch.compile` it leaves calls of at most 256 * 256 scores, queries times keys,
             to the compiler, as eager PyTorch.
@@ -101,6 +100,8 @@ class SparseAttention(Module):
     Raises:
         ValueError: an argument out of range, or two that do not go together.
     """
+
+    twins = ("k_compress", "v_compress")
 
     def __init__(
         self,
@@ -129,7 +130,9 @@ class SparseAttention(Module):
         num_local_blocks: int = 1,
         selection_stride: int = 1,
         branch_kv: str = "shared",
-        rotary_emb: RotaryEmbedding | None = None,
+        rotary_emb: RotaryEmbedding | Rotary | bool | None = None,
+        rope_theta: float | None = None,
+        inv_freq: Tensor | None = None,
         soft_cap: float | None = None,
         attention_sinks: bool = False,
         block_sizes: BlockSizes | None = None,
@@ -141,11 +144,8 @@ class SparseAttention(Module):
         stride = compress_block_sliding_stride
         stride = compress_block_size if stride is None else stride
         check_ints(1, dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads)
-        check_ints(
-            0,
-            sliding_window_size=sliding_window_size,
-            num_compressed_mem_kv=num_compressed_mem_kv,
-        )
+        check_ints(0, sliding_window_size=sliding_window_size)
+        check_ints(0, num_compressed_mem_kv=num_compressed_mem_kv)
         check_groups(heads, kv_heads)
         check_selection(
             l=compress_block_size,
@@ -167,7 +167,7 @@ class SparseAttention(Module):
                 "use_triton_kernel=True asks for backend='triton', "
                 f"but backend={backend!r} was given"
             )
-        check_rotary(rotary_emb, dim_head)
+        rotary = make_rotary(dim_head, rotary_emb, rope_theta, inv_freq)
 
         self.dim = dim
         self.dim_head = dim_head
@@ -200,18 +200,17 @@ class SparseAttention(Module):
         kv_sets = 3 if branch_kv == "independent" else 1
         self.qkv_split = (heads * dim_head, *(dim_kv,) * (2 * kv_sets))
         self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=False)
-        self.rotary_emb = Rotary(dim_head) if rotary_emb is None else rotary_emb
+        self.rotary_emb = rotary
 
-        self.compress_mem_kv = nn.Parameter(
-            torch.zeros(2, kv_heads, num_compressed_mem_kv, dim_head)
-        )
+        memory = torch.zeros(2, kv_heads, num_compressed_mem_kv, dim_head)
+        if num_compressed_mem_kv:
+            self.compress_mem_kv = nn.Parameter(memory)
+        else:  # a parameter would never have a gradient; checkpoints have the name
+            self.register_buffer("compress_mem_kv", memory)
         self.sinks = nn.Parameter(torch.zeros(3, heads)) if attention_sinks else None
-        self.k_intrablock_positions = nn.Parameter(
-            torch.zeros(kv_heads, compress_block_size, dim_head)
-        )
-        self.v_intrablock_positions = nn.Parameter(
-            torch.zeros(kv_heads, compress_block_size, dim_head)
-        )
+        positions = kv_heads, compress_block_size, dim_head
+        self.k_intrablock_positions = nn.Parameter(torch.zeros(positions))
+        self.v_intrablock_positions = nn.Parameter(torch.zeros(positions))
         if compress_mlp is None:
             compress_mlp = default_compress_mlp(
                 dim_head, compress_block_size, compress_mlp_expand_factor
@@ -226,6 +225,10 @@ class SparseAttention(Module):
         )
 
         self.combine_heads = nn.Linear(heads * dim_head, dim, bias=False)
+
+    def reset_gate(self) -> None:
+        """Restore the start of the gate, after a recipe that has initialised every `nn.Linear`."""
+        reset(self.to_strategy_combine)
 
     @property
     def alignment(self) -> int:

@@ -25,6 +25,7 @@ from einops.layers.torch import EinMix, Rearrange
 from torch import Tensor, nn
 
 from . import blocks
+from .initialization import Started, assign
 from .ops.checks import check_ints
 from .ops.documents import Documents
 
@@ -36,6 +37,10 @@ def hidden_width(width: int, expand_factor: float) -> int:
             f"expand_factor must leave at least one hidden unit of {width}, got {expand_factor!r}"
         )
     return hidden
+
+
+class CompressMLP(nn.Sequential, Started):
+    """Layers in a row."""
 
 
 def default_compress_mlp(
@@ -51,7 +56,7 @@ def default_compress_mlp(
     check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
     dim = dim_head * compress_window_size
     dim_hidden = hidden_width(dim, expand_factor)
-    return nn.Sequential(
+    return CompressMLP(
         Rearrange("b h w l d -> b h w (l d)"),
         nn.Linear(dim, dim_hidden),
         nn.ReLU(),
@@ -74,7 +79,7 @@ def windows_summed(segments: Tensor, m: int) -> Tensor:
     return sliding_sum([segments.sum(dim=3, dtype=dtype)] * m)
 
 
-class MeanPool(nn.Module):
+class MeanPool(Started):
     """The mean of a window's tokens, without weights."""
 
     def forward(self, kv: Tensor) -> Tensor:
@@ -84,7 +89,7 @@ class MeanPool(nn.Module):
         return (windows_summed(segments, m) / (m * segments.shape[3])).to(segments.dtype)
 
 
-class ConvLinearCompress(nn.Module):
+class ConvLinearCompress(Started):
     """One linear map of the window per head: `y_o = sum_(i, l) W[h, o, i, l] x[l, i] + b[h, o]`.
 
     The weights are those of a convolution with one group per head whose kernel and stride are the
@@ -107,7 +112,20 @@ class ConvLinearCompress(nn.Module):
         return out + bias.to(out.dtype)
 
 
-class AttentionPool(nn.Module):
+class IdentityLinear(nn.Linear):
+    """A square linear map that starts as the identity.
+
+    A recipe that initialises every `nn.Linear` can skip modules with `_no_reinit`.
+    """
+
+    _no_reinit = True
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # for its draws
+        assign(self.weight, torch.eye(self.in_features, device=self.weight.device))
+
+
+class AttentionPool(Started):
     """A weighted mean of the window, per feature: `sum_l softmax_l(W x)[l] * x[l]`, as in Enformer.
 
     W [d d] is shared by the heads and begins as the identity. The order of tokens is immaterial.
@@ -116,8 +134,7 @@ class AttentionPool(nn.Module):
     def __init__(self, dim_head: int, compress_window_size: int):
         super().__init__()
         check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
-        self.to_attn_logits = nn.Linear(dim_head, dim_head, bias=False)
-        nn.init.eye_(self.to_attn_logits.weight)
+        self.to_attn_logits = IdentityLinear(dim_head, dim_head, bias=False)
 
     def forward(self, kv: Tensor) -> Tensor:
         logits = self.to_attn_logits(kv)
@@ -125,7 +142,22 @@ class AttentionPool(nn.Module):
         return (logits.softmax(dim=-2) * kv).sum(dim=-2).to(logits.dtype)
 
 
-class GroupedMLP(nn.Module):
+class LinearPerHead(EinMix):
+    """A linear map of each head, weight [h i o], that can be started anew."""
+
+    def __init__(self, pattern: str, heads: int, i: int, o: int, bias: bool):
+        bias_shape = "h o" if bias else None
+        super().__init__(pattern, weight_shape="h i o", bias_shape=bias_shape, h=heads, i=i, o=o)
+
+    def reset_parameters(self) -> None:
+        """As EinMix starts: uniform, weight of variance 1/i, bias of variance 1/(3 i)."""
+        fan_in = self.weight.shape[1]
+        nn.init.uniform_(self.weight, -((3 / fan_in) ** 0.5), (3 / fan_in) ** 0.5)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -(fan_in**-0.5), fan_in**-0.5)
+
+
+class GroupedMLP(Started):
     """`default_compress_mlp` with weights of its own for each head.
 
     The hidden width is `int(expand_factor * l * d)`.
@@ -140,8 +172,7 @@ class GroupedMLP(nn.Module):
         dim_hidden = hidden_width(dim, expand_factor)
 
         def linear_per_head(i: int, o: int) -> nn.Module:
-            pattern = "b h w i -> b h w o"
-            return EinMix(pattern, weight_shape="h i o", bias_shape="h o", h=heads, i=i, o=o)
+            return LinearPerHead("b h w i -> b h w o", heads, i, o, bias=True)
 
         self.net = nn.Sequential(
             linear_per_head(dim, dim_hidden), nn.ReLU(), linear_per_head(dim_hidden, dim_head)
@@ -151,7 +182,7 @@ class GroupedMLP(nn.Module):
         return self.net(rearrange(kv, "b h w l d -> b h w (l d)"))
 
 
-class SingleProjection(nn.Module):
+class SingleProjection(Started):
     """A projection without bias or nonlinearity.
 
     With `heads=1`, one map of the flattened window [l d] for all heads. With more, one map [d d] a
@@ -168,9 +199,8 @@ class SingleProjection(nn.Module):
                 nn.Linear(dim_head * compress_window_size, dim_head, bias=False),
             )
         else:
-            self.compress = EinMix(
-                "b h w l i -> b h w o", weight_shape="h i o", h=heads, i=dim_head, o=dim_head
-            )
+            pattern = "b h w l i -> b h w o"
+            self.compress = LinearPerHead(pattern, heads, dim_head, dim_head, bias=False)
 
     def forward(self, kv: Tensor) -> Tensor:
         return self.compress(kv)
@@ -237,7 +267,7 @@ class TransformerLayer(nn.Module):
         return x + self.ff(self.norm2(x))
 
 
-class CompressTransformer(nn.Module):
+class CompressTransformer(Started):
     """A transformer over the `l` tokens of each window, all heads together; its last token is kept.
 
     A token is the concatenation of the heads, so `dim` is `h * d` of the input. No position enters
@@ -291,7 +321,7 @@ class CompressTransformer(nn.Module):
 Sliding = MeanPool | SingleProjection
 SLIDING = (MeanPool, SingleProjection)
 # what these are made of
-PARTS: tuple[list[type], ...] = ([], [EinMix], [nn.Sequential, Rearrange, nn.Linear])
+PARTS: tuple[list[type], ...] = ([], [LinearPerHead], [nn.Sequential, Rearrange, nn.Linear])
 
 
 def slides(network: nn.Module) -> TypeGuard[Sliding]:

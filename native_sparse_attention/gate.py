@@ -1,18 +1,33 @@
 """The network of the gate that joins the branches."""
 
-import einx
+from __future__ import annotations
+
 import torch
 from torch import nn
 
+from .initialization import assign
 
-def default_gate(dim: int, heads: int) -> nn.Linear:
+
+class GateLinear(nn.Linear):
+    """A linear map that starts with weight 0 and the bias (-2, -2, 2) of every head.
+
+    A recipe that initialises every `nn.Linear` can skip modules with `_no_reinit`.
+    """
+
+    _no_reinit = True
+
+    def reset_parameters(self) -> None:
+        """Restore the start of the gate."""
+        # draws as nn.Linear does, so that a seed gives the other weights that it always gave
+        super().reset_parameters()
+        nn.init.zeros_(self.weight)
+        start = torch.tensor([-2.0, -2.0, 2.0], device=self.bias.device)
+        assign(self.bias, start.repeat(self.out_features // 3))
+
+
+def default_gate(dim: int, heads: int) -> GateLinear:
     """[.. dim] -> [.. 3 heads], before the sigmoid: compressed, selected and window of every head.
 
     It starts at the window whatever the input: a network picks up local patterns first.
     """
-    gate = nn.Linear(dim, 3 * heads)
-    nn.init.zeros_(gate.weight)
-    with torch.no_grad():
-        bias = torch.tensor([-2.0, -2.0, 2.0])
-        gate.bias.copy_(einx.multiply("h, s -> (h s)", torch.ones(heads), bias))
-    return gate
+    return GateLinear(dim, 3 * heads)

@@ -1,4 +1,4 @@
-"""Rotary embedding (interleaved pairs, by rotary-embedding-torch) at any positions, in fp32
+"""Rotary embedding (interleaved pairs, as in rotary-embedding-torch) at any positions, in fp32
 angles."""
 
 from __future__ import annotations
@@ -8,38 +8,51 @@ from collections.abc import Callable
 import torch
 from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
 from torch import Tensor
+from torch.nn import Module
 
+from .frequencies import cast, exact_frequencies, frequencies_of, keep_exact, reset_frequencies
 from .ops import backends
 from .ops.operators import offsets
 from .ops.rotary import rotate as by_kernel
 
 
-class Rotary(RotaryEmbedding):
-    """RotaryEmbedding that computes its angles at each call, from frequencies that are a buffer
-    (they are not learned: no optimizer or sharding should see them) and stay in fp32 whatever the
-    model is cast to: in bf16 the angle at position 10,000 would be off by whole turns."""
+class Rotary(Module):
+    """Rotary embedding of the first `2 * len(freqs)` features: pair i turns by `freqs[i]` radians a
+    position. Angles are formed at each call, from frequencies that are a buffer (no optimizer or
+    sharding should see them) and stay in fp32 whatever the model is cast to.
+
+    Args:
+        dim: D, width of a head; even, unless inv_freq is given.
+        theta: the frequencies are `theta^(-2 i / D)`.
+        inv_freq: the frequencies themselves, [pairs], 1 to D / 2 of them.
+
+    Raises:
+        ValueError: an odd width, or numbers that are no frequencies.
+    """
 
     freqs: Tensor
+    exact: Tensor
+    start: tuple[float, ...]
+    # to torch.compile an int of a module is a constant; at a float it traces twice
+    interpolate_factor = 1
 
-    def __init__(self, dim: int):
-        if dim % 2:
-            raise ValueError(f"dim_head must be even for rotary embedding, got {dim}")
-        # to torch.compile an int of a module is a constant; at a float it traces twice
-        super().__init__(dim, interpolate_factor=1, cache_if_possible=False, cache_max_seq_len=1)
-        freqs = self.freqs.detach()
-        del self.freqs
-        self.register_buffer("freqs", freqs)
+    def __init__(self, dim: int, theta: float = 10_000.0, inv_freq: Tensor | None = None):
+        super().__init__()
+        start = frequencies_of(dim, theta, inv_freq)
+        self.register_buffer("freqs", torch.tensor(start, dtype=torch.float32))
+        keep_exact(self, start)
+
+    def reset_parameters(self) -> None:
+        """Restore the frequencies of the constructor."""
+        reset_frequencies(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        before = self.freqs
-        super()._apply(fn, recurse)
-        if self.freqs.dtype.itemsize < before.dtype.itemsize:
-            self.freqs = before.to(self.freqs.device, torch.float32)
+        cast(self, lambda: super(Rotary, self)._apply(fn, recurse))
         return self
 
 
 def rotation(
-    rotary: RotaryEmbedding,
+    rotary: RotaryEmbedding | Rotary | None,
     like: Tensor,
     start: int | Tensor,
     positions: Tensor | None = None,
@@ -48,8 +61,10 @@ def rotation(
     at `positions` [b n].
 
     The angles are formed here: the embedding's own forward does so in the dtype of its frequencies,
-    and bf16 cannot tell position 257 from 256.
+    and bf16 cannot tell position 257 from 256. Without an embedding nothing turns.
     """
+    if rotary is None:
+        return lambda t: t
     if positions is None:
         position = torch.arange(like.shape[2], device=like.device)
         position = position + (start[:, None, None] if isinstance(start, Tensor) else start)
@@ -57,20 +72,22 @@ def rotation(
         position = positions[:, None]
     position = position.to(torch.promote_types(torch.float32, like.dtype))
     position = position / rotary.interpolate_factor
-    angles = position[..., None] * rotary.freqs.to(position.dtype)
+    angles = position[..., None] * exact_frequencies(rotary).to(position.dtype)
     angles = angles.repeat_interleave(2, dim=-1)
     return lambda t: apply_rotary_emb(angles, t)
 
 
 def rotate(
-    rotary: RotaryEmbedding,
+    rotary: RotaryEmbedding | Rotary | None,
     tensors: list[Tensor],
     start: int | Tensor,
     positions: Tensor | None,
     backend: str | tuple[str, ...],
 ) -> list[Tensor]:
     """`rotation` of queries and then keys [b h n d]: a pair by one launch where the kernels run,
-    unless frequencies are learned."""
+    unless frequencies are learned. Without an embedding they are returned as they are."""
+    if rotary is None:
+        return tensors
     q, k = (t.transpose(1, 2) for t in tensors[:2])
     learned = rotary.freqs.requires_grad and torch.is_grad_enabled()
     if learned or not backends.takes_kernels(backend, "rotate", q, k):
@@ -78,21 +95,48 @@ def rotate(
         return [turn(t) for t in tensors]
     starts, start = offsets(start)
     factor = float(rotary.interpolate_factor)
-    return by_kernel(tensors, rotary.freqs, starts, positions, start, factor)
+    return by_kernel(tensors, exact_frequencies(rotary), starts, positions, start, factor)
 
 
-def check_rotary(rotary: RotaryEmbedding | None, dim_head: int) -> None:
-    """An embedding handed in fits heads of this width, at any length.
+def make_rotary(
+    dim_head: int,
+    rotary_emb: RotaryEmbedding | Rotary | bool | None,
+    rope_theta: float | None,
+    inv_freq: Tensor | None,
+) -> RotaryEmbedding | Rotary | None:
+    """The embedding of a layer, or None for one without positions (`rotary_emb=False`).
 
     Raises:
-        ValueError: it scales keys by their position, or rotates more than there is.
+        ValueError: more than one of the three, or an embedding that does not fit heads of this
+            width at any length.
     """
-    if rotary is not None and rotary.use_xpos:
+    given = dict(rotary_emb=rotary_emb, rope_theta=rope_theta, inv_freq=inv_freq)
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"give at most one of {', '.join(given)}, got {' and '.join(names)}")
+    if rotary_emb is False:
+        return None
+    if rotary_emb is None:
+        return Rotary(dim_head, 10_000.0 if rope_theta is None else rope_theta, inv_freq)
+    if not isinstance(rotary_emb, (RotaryEmbedding, Rotary)):
+        raise ValueError(
+            "rotary_emb must be a RotaryEmbedding of the rotary-embedding-torch package, None for "
+            f"the layer's own or False for no positions, got {rotary_emb!r}"
+        )
+    if getattr(rotary_emb, "use_xpos", False):
         raise ValueError(
             "rotary_emb must have use_xpos=False: a key's scale would depend on the length"
         )
-    if rotary is not None and 2 * len(rotary.freqs) > dim_head:
+    freqs = rotary_emb.freqs
+    if freqs.ndim != 1 or not freqs.is_floating_point():
         raise ValueError(
-            f"rotary_emb must rotate at most dim_head={dim_head} features, "
-            f"got {2 * len(rotary.freqs)}"
+            "rotary_emb must have a vector of floating-point frequencies, got "
+            f"{list(freqs.shape)} of {freqs.dtype}"
         )
+    if 2 * len(freqs) > dim_head:
+        raise ValueError(
+            f"rotary_emb must rotate at most dim_head={dim_head} features, got {2 * len(freqs)}"
+        )
+    if isinstance(rotary_emb, RotaryEmbedding):
+        keep_exact(rotary_emb)
+    return rotary_emb

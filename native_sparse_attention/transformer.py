@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module, ModuleList
 from torch.utils.checkpoint import checkpoint
@@ -19,12 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from .attention import SparseAttention
 from .cache import KVCache
 from .decoding import check_cache, check_caches, dense_over_cache
+from .frequencies import RotaryLayer
 from .identity import Identity
+from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
 from .ops.checks import check_groups, check_input, check_ints
 from .ops.documents import Documents, Layout, layer_layout
 from .paged_cache import new_cache
-from .rotary import Rotary, rotation
+from .rotary import Rotary, make_rotary, rotation
 from .runs import FromRun
 from .sampling import check_prompt, check_sampling, check_stop, generate, token_ids
 
@@ -40,21 +43,17 @@ DEFAULT_SPARSE_ATTN = dict(
 )
 
 
-class Attention(Module):
-    """Dense attention with the interface of SparseAttention: grouped queries, rotary embedding,
-    cache.
+class Attention(RotaryLayer):
+    """Dense attention, called as SparseAttention: grouped queries, rotary embedding, cache.
 
     State-dict names are those of the published package's dense attention.
     """
 
     def __init__(
-        self,
-        dim: int,
-        dim_head: int = 64,
-        heads: int = 8,
-        causal: bool = True,
-        kv_heads: int | None = None,
-    ):
+        self, dim: int, dim_head: int = 64, heads: int = 8, causal: bool = True,
+        kv_heads: int | None = None, *, rotary_emb: RotaryEmbedding | Rotary | bool | None = None,
+        rope_theta: float | None = None, inv_freq: Tensor | None = None,
+    ):  # fmt: skip
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         check_ints(1, dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads)
@@ -67,7 +66,7 @@ class Attention(Module):
         self.geometry = {"kv_heads": kv_heads, "dim_head": dim_head}
 
         self.norm = nn.RMSNorm(dim)
-        self.rotary_embed = Rotary(dim_head)
+        self.rotary_embed = make_rotary(dim_head, rotary_emb, rope_theta, inv_freq)
         self.to_q = nn.Linear(dim, heads * dim_head, bias=False)
         self.to_k = nn.Linear(dim, kv_heads * dim_head, bias=False)
         self.to_v = nn.Linear(dim, kv_heads * dim_head, bias=False)
@@ -135,7 +134,7 @@ def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
     )
 
 
-class Transformer(FromRun):
+class Transformer(FromRun, Started):
     """A decoder-only (or, with `causal=False`, bidirectional) language model.
 
     State-dict names are those of the published package's Transformer.
@@ -154,6 +153,7 @@ class Transformer(FromRun):
         sparse_attn_kwargs: arguments of SparseAttention, networks in it copied for each layer (a
             rotary_emb is shared); a small default for a byte-level model.
         activation_checkpointing: recompute each layer in the backward pass, for less memory.
+        rotary_emb, rope_theta, inv_freq: as SparseAttention takes them, for layers of both kinds.
 
     Raises:
         ValueError: arguments out of range, or that do not go together.
@@ -176,6 +176,9 @@ class Transformer(FromRun):
         sparse_attn_kwargs: dict[str, Any] | None = None,
         *,
         activation_checkpointing: bool = False,
+        rotary_emb: RotaryEmbedding | Rotary | bool | None = None,
+        rope_theta: float | None = None,
+        inv_freq: Tensor | None = None,
     ):
         super().__init__()
         check_ints(1, num_tokens=num_tokens, dim=dim, depth=depth)
@@ -192,6 +195,10 @@ class Transformer(FromRun):
             dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal
         )
         sparse = DEFAULT_SPARSE_ATTN if sparse_attn_kwargs is None else sparse_attn_kwargs
+        given = ("rotary_emb", rotary_emb), ("rope_theta", rope_theta), ("inv_freq", inv_freq)
+        rotary: dict[str, Any] = {name: value for name, value in given if value is not None}
+        if use_sparse_attn and (twice := sorted(rotary.keys() & sparse.keys())):
+            raise ValueError(f"{', '.join(twice)} must not be in sparse_attn_kwargs too")
 
         self.token_emb = nn.Embedding(num_tokens, dim)
         self.layers = ModuleList()
@@ -200,10 +207,10 @@ class Transformer(FromRun):
             if use_sparse_attn:
                 # a network for the gate is copied, as SparseAttention copies compress_mlp
                 gate = deepcopy(sparse.get("strategy_combine_mlp"))
-                own = {**sparse, "strategy_combine_mlp": gate}
+                own = {**sparse, **rotary, "strategy_combine_mlp": gate}
                 attn = SparseAttention(**shape, use_triton_kernel=use_triton_fine_selection, **own)
             else:
-                attn = Attention(**shape)
+                attn = Attention(**shape, **rotary)
             self.layers.append(ModuleList([attn, FeedForward(dim, ff_expansion_factor)]))
         self.norm = nn.RMSNorm(dim)
         self.to_logits = nn.Linear(dim, num_tokens, bias=False)
@@ -287,8 +294,7 @@ class Transformer(FromRun):
             else:
                 x = x + attn(x, cache=layer_cache, **kwargs)
                 x = x + ff(x)
-        if layout is not None:
-            x = layout.collect(x)
+        x = x if layout is None else layout.collect(x)
         out = self.to_logits(self.norm(x))
         if return_loss:
             mean = "mean" if layout is None else "sum"

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from native_sparse_attention import Transformer
+from native_sparse_attention.compress import AttentionPool
 
 SPARSE = dict(
     sliding_window_size=8,
@@ -64,10 +65,36 @@ def check(wrapper: str) -> None:
     print(f"{wrapper} equals one process", flush=True)
 
 
+def check_deferred() -> None:
+    """FSDP2 of a model made on the meta device: starts, and a gradient for every parameter."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    kwargs = dict(SPARSE, compress_mlp=AttentionPool(8, 8), num_compressed_mem_kv=0)
+    with torch.device("meta"):
+        model = Transformer(64, 32, 1, 8, 4, use_sparse_attn=True, sparse_attn_kwargs=kwargs)
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=low)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    layer = model.layers[0][0]
+    start = torch.tensor([-2.0, -2.0, 2.0]).repeat(4)
+    assert torch.equal(layer.to_strategy_combine[0].bias.full_tensor(), start)
+    assert torch.equal(layer.k_compress.to_attn_logits.weight.full_tensor(), torch.eye(8))
+    assert all(p.full_tensor().isfinite().all() for p in model.parameters())
+    assert torch.equal(layer.rotary_emb.freqs, build().layers[0][0].rotary_emb.freqs)
+    model(torch.zeros(2, 41, dtype=torch.long), return_loss=True).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    print("deferred starts", flush=True)
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for wrapper in ("ddp", "fsdp"):
         check(wrapper)
+    check_deferred()
     dist.barrier()
     dist.destroy_process_group()
     # threads of gloo may still let go of tensors, for which an interpreter that ends aborts

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import blocks
 from . import ranking, reference
+from .autocast import no_autocast
 from .documents import Documents
 from .online import in_autocast_dtype
 
@@ -116,7 +117,7 @@ class ByChunks(torch.autograd.Function):
 def by_chunks(chunks: Sequence[Chunk], *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Autocast has been dealt with by whoever calls."""
     device = next(t.device.type for t in tensors if t is not None)
-    with torch.autocast(device, enabled=False):
+    with no_autocast(device):
         return ByChunks.apply(chunks[-1].rows.stop, chunks, *tensors)
 
 

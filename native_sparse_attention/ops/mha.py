@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autocast import no_autocast
 from .checks import check_broadcasts, check_given, check_mask_value, check_same, check_shapes
 from .segments import SegmentIds, check_segment_ids
 
@@ -75,7 +76,7 @@ def forward(
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, sum of exponentials, greatest logit."""
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         s, visible = masked_logits(q, k, ab, segment_ids, causal, mask_value, softmax_scale)
         hidden = ~visible.any(dim=-1)
         m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
@@ -150,7 +151,7 @@ def mha_reference_bwd(
         q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T")
     )
     check_shapes(o=(o, "B H T E"), do=(do, "B H T E"))
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         s, visible = masked_logits(q, k, ab, segments, causal, mask_value, softmax_scale)
         # exp(s - inf) is 0: a query that sees nothing gives and gets nothing
         hidden = m == float("-inf")

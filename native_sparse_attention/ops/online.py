@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .autocast import is_autocast_enabled, no_autocast
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -158,7 +160,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Any) -> Any:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device.type):
             d_q, d_k, d_v, _ = gradients(q, k, v, out, lse, d_out, d_lse, ctx.plan)
             return d_q, d_k, d_v, None
 
@@ -207,14 +209,14 @@ def gradients(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Attention by a plan; see `Attend`. Autocast has been dealt with by whoever calls."""
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         return Attend.apply(q, k, v, plan)
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast makes of a matmul's inputs: its dtype for all but fp64."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     cast = (torch.float16, torch.bfloat16, torch.float32)

@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from .. import blocks
+from .autocast import no_autocast
 from .documents import Documents
 from .reference import (
     compressed_scores,
@@ -205,7 +206,7 @@ def select_blocks(
 
     # a ranking is worth fp32: in bf16 half of its scores would tie
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         block_scores = importance_scores(
             q.to(accumulate),
             ck.to(accumulate),

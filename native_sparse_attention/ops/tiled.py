@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor
 
+from .autocast import no_autocast
 from .bands import Band, Visible, band_attention
 from .documents import Documents
 from .gathered import Choice, Gathered
@@ -157,6 +158,6 @@ def selected_attention(
         rows=max(1, tile_scores(q.device) // max(1, entries)),
     )
     plan = Plan((), lambda *_: None, q.shape[-1] ** -0.5 if scale is None else scale, soft_cap)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device.type):
         out, lse = Gathered.apply(q, k, v, gates, choice, plan)
     return finish(out, lse, sinks, return_lse)

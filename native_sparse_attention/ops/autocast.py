@@ -1,0 +1,19 @@
+"""Autocast on any device type, those that have none included (meta tensors)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def no_autocast(device: str) -> AbstractContextManager[object]:
+    """Autocast disabled on a device type, such as "cuda"."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def is_autocast_enabled(device: str) -> bool:
+    """Whether autocast is enabled on a device type."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

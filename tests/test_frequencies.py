@@ -1,0 +1,246 @@
+"""Rotary frequencies stay in fp32: through casts, checkpoints of any dtype, and mixed precision."""
+
+import copy
+
+import pytest
+import torch
+from layers import DIM, layer
+from rotary_embedding_torch import RotaryEmbedding
+from torch import nn
+
+from native_sparse_attention import KVCache, SparseAttention, Transformer
+from native_sparse_attention.frequencies import exact_frequencies
+from native_sparse_attention.rotary import Rotary, rotation
+from native_sparse_attention.transformer import Attention
+
+D, P = 64, 10_000
+NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+
+
+def expected(theta=10_000.0, d=D):
+    return theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+
+
+def make(kind="own", **kwargs):
+    if kind == "external":
+        kwargs["rotary_emb"] = RotaryEmbedding(D)
+    if kind == "learned":
+        kwargs["rotary_emb"] = RotaryEmbedding(D, learned_freq=True)
+    return SparseAttention(64, D, 1, 8, 8, 8, 2, causal=True, **kwargs)
+
+
+def assert_exact(rotary, theta=10_000.0):
+    assert rotary.freqs.dtype == torch.float32
+    assert (P * rotary.freqs.double() - P * expected(theta)).abs().max() < 0.02
+    exact = rotary.exact.view(torch.float32)
+    assert torch.equal(exact, rotary.freqs.detach())
+
+
+KINDS = pytest.mark.parametrize("kind", ["own", "external", "learned"])
+
+
+@KINDS
+def test_casts(kind):
+    module = make(kind)
+    for cast in ("bfloat16", "half", "float"):
+        assert_exact(getattr(module, cast)().rotary_emb)
+    assert_exact(module.to(torch.bfloat16).rotary_emb)
+    assert_exact(module.type(torch.float16).rotary_emb)
+    assert_exact(copy.deepcopy(module).to_empty(device="cpu").half() and module.rotary_emb)
+    assert module.double().rotary_emb.freqs.dtype == torch.float64
+    assert module.to_qkv.weight.dtype == torch.float64
+    assert_exact(module.bfloat16().rotary_emb)
+    assert isinstance(module.rotary_emb.freqs, nn.Parameter) == (kind != "own")
+
+
+@KINDS
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float64], ids=str)
+def test_checkpoints(kind, dtype, assign):
+    """The embedding's own frequencies stand where the given ones are these, rounded."""
+    saved = {name: t.to(dtype) for name, t in make(kind).state_dict().items()}
+    module = make(kind)
+    module.load_state_dict(saved, assign=assign)
+    freqs = module.rotary_emb.freqs.double()
+    assert (P * freqs - P * expected()).abs().max() < 0.02
+    assert isinstance(module.rotary_emb.freqs, nn.Parameter) == (kind != "own")
+    assert saved["rotary_emb.freqs"].dtype == dtype  # the caller's own
+
+    upcast = {name: t.float() for name, t in saved.items()}
+    if dtype != torch.float8_e4m3fn:
+        module = make(kind)
+        module.load_state_dict(upcast, assign=assign)
+        assert_exact(module.rotary_emb)
+
+
+@KINDS
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_other_frequencies_load(kind, dtype, assign):
+    """Those of another theta, and a narrow file of them into a layer that has it."""
+    given = expected(500_000.0).to(dtype)
+    module = make(kind)
+    module.load_state_dict({**module.state_dict(), "rotary_emb.freqs": given}, assign=assign)
+    assert torch.equal(module.rotary_emb.freqs.detach(), given.float())
+    module.bfloat16()
+    assert torch.equal(module.rotary_emb.freqs.detach(), given.float())
+
+    module = make(rope_theta=500_000.0)
+    module.load_state_dict({**module.state_dict(), "rotary_emb.freqs": given}, assign=assign)
+    assert_exact(module.rotary_emb, 500_000.0)
+
+
+def test_a_shared_embedding():
+    """It remains one object of its own type, wherever a model holds it."""
+    rotary = RotaryEmbedding(8)
+    kwargs = dict(dim_head=8, heads=2, use_sparse_attn=True)
+    model = nn.ModuleDict({"model": Transformer(32, 16, 2, **kwargs, rotary_emb=rotary)})
+    model["rotary"] = rotary
+    exact = rotary.freqs.clone()
+    model.bfloat16()
+    assert all(attn.rotary_emb is rotary for attn, _ in model["model"].layers)
+    assert type(rotary) is RotaryEmbedding
+    assert torch.equal(exact_frequencies(rotary), exact)
+    twin = copy.deepcopy(model)["model"]
+    assert twin.layers[0][0].rotary_emb is twin.layers[1][0].rotary_emb is not rotary
+    assert set(rotary.state_dict()) == {"freqs"}
+
+
+@pytest.mark.parametrize("kind", ["own", "external"])
+def test_frequencies_that_others_cast(kind):
+    """As mixed precision of FSDP casts buffers, and parameters for a forward."""
+    module = make(kind)
+    x = torch.randn(1, 1, 3, D)
+    turned = rotation(module.rotary_emb, x, P)(x)
+    module.rotary_emb.freqs.data = module.rotary_emb.freqs.data.bfloat16()
+    assert torch.equal(rotation(module.rotary_emb, x, P)(x), turned)
+
+
+def test_far_positions():
+    """Within the rounding of fp32 at position 1,000,000."""
+    angles = 1e6 * expected()
+    x = torch.tensor([1.0, 0.0]).repeat(D // 2)[None, None, None]
+    turned = rotation(Rotary(D), x, 1_000_000)(x)[0, 0, 0].unflatten(0, (-1, 2)).double()
+    off = torch.stack((angles.cos(), angles.sin()), -1) - turned
+    assert off.norm(dim=-1).max() < 0.1
+
+
+# arguments
+
+
+@pytest.mark.parametrize("kind", [SparseAttention, Attention, Transformer, "sparse model"])
+def test_theta_and_inv_freq(kind):
+    def freqs(**kwargs):
+        if kind is SparseAttention:
+            return layer(torch.float32, dim_head=8, **kwargs).rotary_emb
+        if kind is Attention:
+            return Attention(16, 8, 2, **kwargs).rotary_embed
+        sparse = kind == "sparse model"
+        model = Transformer(32, 16, 1, 8, 2, use_sparse_attn=sparse, **kwargs)
+        attn = model.layers[0][0]
+        return attn.rotary_emb if sparse else attn.rotary_embed
+
+    torch.testing.assert_close(freqs(rope_theta=5e5).freqs, expected(5e5, 8).float())
+    given = torch.tensor([0.5, 0.125], dtype=torch.float64)
+    assert torch.equal(freqs(inv_freq=given).freqs, given.float())
+    assert freqs(rotary_emb=False) is None
+
+
+def test_an_argument_given_twice():
+    with pytest.raises(ValueError, match="rope_theta must not be in sparse_attn_kwargs too"):
+        Transformer(
+            32, 16, 1, 8, 2, use_sparse_attn=True, rope_theta=5.0,
+            sparse_attn_kwargs=dict(rope_theta=7.0),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(rope_theta=0), "rope_theta must be a positive finite number, got 0"),
+        (dict(rope_theta=float("nan")), "rope_theta must be a positive finite number, got nan"),
+        (dict(rope_theta=True), "rope_theta must be a positive finite number, got True"),
+        (dict(rope_theta="1e4"), "rope_theta must be a positive finite number, got '1e4'"),
+        (dict(inv_freq=torch.ones(5)), "to dim_head / 2 = 4 finite numbers, got shape \\[5\\]"),
+        (dict(inv_freq=torch.ones(0)), "finite numbers, got shape \\[0\\]"),
+        (dict(inv_freq=torch.ones(1, 4)), "finite numbers, got shape \\[1, 4\\]"),
+        (dict(inv_freq=torch.ones(4, dtype=torch.int32)), "floating dtype, got torch.int32"),
+        (dict(inv_freq=torch.tensor([1.0, float("inf")])), "finite numbers, got \\(1.0, inf\\)"),
+        (dict(inv_freq=torch.ones(4, device="meta")), "got a meta tensor"),
+        (dict(inv_freq=nn.Parameter(torch.ones(4))), "inv_freq must not require a gradient"),
+        (dict(inv_freq=[1.0, 0.5]), "a tensor, got list"),
+        (
+            dict(rope_theta=5.0, rotary_emb=False),
+            "at most one of .*, got rotary_emb and rope_theta",
+        ),
+        (dict(rope_theta=5.0, inv_freq=torch.ones(4)), "got rope_theta and inv_freq"),
+        (dict(rotary_emb=True), "or False for no positions, got True"),
+        (dict(rotary_emb="none"), "or False for no positions, got 'none'"),
+        (dict(rotary_emb=0), "or False for no positions, got 0"),
+        (
+            dict(rotary_emb=RotaryEmbedding(8, custom_freqs=torch.ones(4, dtype=torch.int64))),
+            "rotary_emb must have a vector of floating-point frequencies, got .* torch.int64",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", [layer, lambda **kwargs: Attention(16, **kwargs)])
+def test_refused(kind, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        kind(dim_head=8, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(dim_head=2),
+        dict(dim_head=7, inv_freq=torch.tensor([0.5, 0.25])),
+        dict(dim_head=7, rotary_emb=False),
+        dict(dim_head=1, rotary_emb=False),
+        dict(dim_head=8, rotary_emb=False, branch_kv="independent"),
+        dict(dim_head=8, rotary_emb=False, selection_stride=4),
+    ],
+    ids=str,
+)
+def test_a_cache_goes_on(kwargs):
+    """Chunks, single tokens and packed documents give what the whole gives."""
+    module = layer(torch.float64, **kwargs)
+    x, cache = torch.randn(2, 30, DIM, dtype=torch.float64), KVCache(32, 2)
+    with torch.no_grad():
+        whole = module(x)
+        parts = [module(x[:, a:b], cache=cache) for a, b in ((0, 13), (13, 29), (29, 30))]
+        packed = module(x[:1], cu_seqlens=torch.tensor([0, 11, 30]))
+        alone = module(x[:1, 11:])
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(packed[:, 11:], alone)
+    module.load_state_dict(copy.deepcopy(module.state_dict()))
+    assert ("rotary_emb.freqs" in module.state_dict()) == (module.rotary_emb is not None)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kwargs", [dict(dim_head=2), dict(dim_head=8, rotary_emb=False)], ids=str)
+def test_kernels(kwargs):
+    """Forward, gradients and a step of decoding."""
+    exact = layer(torch.float64, **kwargs)
+    module = copy.deepcopy(exact).float()
+    module.backend = "triton"
+    x = torch.randn(1, 21, DIM)
+    out, expect = module(x), exact(x.double())
+    torch.testing.assert_close(out.double(), expect, atol=1e-4, rtol=1e-4)
+    (grad,) = torch.autograd.grad(out.square().sum(), module.to_qkv.weight)
+    (want,) = torch.autograd.grad(expect.square().sum(), exact.to_qkv.weight)
+    torch.testing.assert_close(grad.double(), want, atol=1e-3, rtol=1e-3)
+    cache = KVCache(32, 1)
+    with torch.no_grad():
+        module(x[:, :20], cache=cache)
+        step = module(x[:, 20:], cache=cache)
+    torch.testing.assert_close(step.double(), expect[:, 20:], atol=1e-4, rtol=1e-4)
+
+
+def test_no_positions():
+    """The last token does not notice an order of the tokens before it."""
+    module = SparseAttention(16, 8, 2, 99, 4, 4, 99, causal=True, rotary_emb=False).double()
+    with torch.no_grad():
+        module.to_strategy_combine[0].bias[0::3] = -1e4
+        x = torch.randn(1, 21, 16, dtype=torch.float64)
+        order = torch.cat((torch.randperm(20), torch.tensor([20])))
+        torch.testing.assert_close(module(x)[:, -1], module(x[:, order])[:, -1])
