@@ -136,7 +136,9 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"kernels.counts"}),
+    frozenset({"ops.products"}),
     frozenset({"ops.checks", "ops.documents", "entries"}),
+    frozenset({"ops.transforms"}),
     frozenset({"blocks"}),
     # the folders' own __init__: a docstring, no imports
     frozenset(
