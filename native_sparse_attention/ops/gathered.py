@@ -181,9 +181,8 @@ class Gathered(torch.autograd.Function):
         if transforms.active():  # of the backward alone, as by `jacrev`
 
             def plainly(q: Tensor, k: Tensor, v: Tensor, gates: Any = None) -> list[Tensor]:
-                found = attend_chunks(q, k, v, gates, choice, ctx.plan)
-                _, *found = zip(*found, strict=True)
-                return [torch.cat(some, dim=1) for some in found]
+                _, outs, lses = zip(*attend_chunks(q, k, v, gates, choice, ctx.plan), strict=True)
+                return [torch.cat(some, dim=1) for some in (outs, lses)]
 
             return *transforms.vjp(plainly, (q, k, v, gates), (d_out, d_lse)), None, None
         s, r, heads = choice.s, choice.indices.shape[2], k.shape[2]
