@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from . import blocks
 from .initialization import Started, assign
+from .ops import transforms
 from .ops.checks import check_ints
 from .ops.documents import Documents
 
@@ -347,6 +348,10 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
     """Windows of l tokens, d apart: [b h n d] -> [b h w l d], views."""
     if t.shape[2] < l:
         return t.new_zeros(*t.shape[:2], 0, l, t.shape[3])
+    if transforms.active():  # torch has no batching rule for the backward of views
+        first = d * torch.arange((t.shape[2] - l) // d + 1, device=t.device)
+        at = first[:, None] + torch.arange(l, device=t.device)
+        return t.index_select(2, at.flatten()).unflatten(2, at.shape)
     return t.unfold(2, l, d).transpose(-2, -1)
 
 

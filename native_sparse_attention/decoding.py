@@ -16,7 +16,7 @@ from torch.nn import Module
 from . import fixed
 from .cache import KVCache
 from .compress import gather_windows, unfold
-from .ops import backends, decode, writes
+from .ops import backends, decode, transforms, writes
 from .ops.decode import decode_attention
 from .rotary import rotate
 
@@ -310,6 +310,11 @@ def check_cache(
         raise ValueError(
             "page_size must be a multiple of the layer's selection_block_size and "
             f"compress_block_sliding_stride, of {alignment}, got {cache.page_size}"
+        )
+    if cache is not None and transforms.unsupported_by_kernels():
+        raise NotImplementedError(
+            "a cache is written in place, which torch.func.vmap and forward-mode AD cannot follow: "
+            "give the rows as a batch, or leave the cache out"
         )
     if lengths is not None and cache is None:
         raise ValueError("lengths goes with a cache or return_cache=True")

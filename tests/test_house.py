@@ -136,6 +136,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"kernels.counts"}),
+    frozenset({"ops.products"}),
     frozenset(
         {
             "frequencies",
@@ -147,6 +148,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "rows",
         }
     ),
+    frozenset({"ops.transforms"}),
     frozenset({"blocks", "initialization"}),
     # the folders' own __init__: a docstring, no imports
     frozenset(

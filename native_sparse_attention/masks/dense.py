@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from ..ops.checks import check_groups, check_shapes
+from ..ops.products import in_fp32, isolated, logits, weighted
 from .scores import ScoreMod
 from .tiles import MaskMod
 
@@ -33,15 +34,23 @@ def dense_attention(
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B K S D"), v=(v, "B K S E"))
     B, H, T, S = (dims[axis] for axis in "BHTS")
     groups = check_groups(H, dims["K"])
-    k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
-    scale = dims["D"] ** -0.5 if scale is None else scale
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    dtype, scale = v.dtype, dims["D"] ** -0.5 if scale is None else scale
+    allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
+    if mask_mod is not None:
+        allowed = create_mask(mask_mod, B, H, T, S, device=str(q.device))
+    # [b k g i j]
+    seen = allowed.unflatten(1, (-1, groups) if allowed.shape[1] > 1 else (1, 1))
+    q, k, v = in_fp32(q, k, v)
+    scores = logits(q.unflatten(1, (-1, groups)), k, seen).flatten(1, 2) * scale
     if score_mod is not None:
         b, h, i, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
         scores = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
     if mask_mod is not None:
-        allowed = create_mask(mask_mod, B, H, T, S, device=str(q.device))
         scores = scores.masked_fill(~allowed, float("-inf"))
-    empty = scores.isneginf().all(dim=-1, keepdim=True)
-    probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    return probs.to(v.dtype) @ v
+
+    def attention(scores: Tensor) -> tuple[Tensor, ...]:
+        empty = scores.isneginf().all(dim=-1, keepdim=True)
+        probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+        return (weighted(probs.unflatten(1, (-1, groups)), v, seen).flatten(1, 2),)
+
+    return isolated(attention, scores)[0].to(dtype)

@@ -6,7 +6,6 @@ row out of mods for one sequence, and attention on torch's nested tensors.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..ops import transforms
 from ..ops.checks import check_groups, check_same, check_shapes
 from .dense import dense_attention
 from .gallery import check_cu_seqlens, sequence_of
@@ -162,9 +162,9 @@ def jagged_attention(
 ) -> Tensor:
     """Attention within each sequence of nested tensors q [B j H D], k [B j K D], v [B j K E].
 
-    By flex_attention: compiled on CUDA, unfused on the CPU; and on the CPU, where that has no
-    gradients, by `dense_attention` while gradients are recorded. Any lengths; the total need be a
-    multiple of nothing. Differentiable.
+    By flex_attention, compiled, on CUDA; by `dense_attention` on the CPU, where flex_attention
+    forms all scores too and has no gradients, and under `vmap` and forward-mode AD. Any lengths;
+    the total need be a multiple of nothing. Differentiable.
 
     Args:
         mask_mod, score_mod: of one sequence, asked as `jagged_mask_mod` says; `mask_mod` may not
@@ -220,7 +220,7 @@ def run(
     """Attention of one packed row, [1 H T D] and [1 K S D]."""
     options: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "scale": scale}
     options["enable_gqa"] = q.shape[1] != k.shape[1]
-    if q.is_cuda:
+    if q.is_cuda and not transforms.unsupported_by_kernels():
         reasons = why_not(q, v)
         if reasons:
             raise NotImplementedError(
@@ -229,12 +229,5 @@ def run(
             )
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return compiled()(q, k, v, options)
-    # what a score mod holds may want gradients too
-    if torch.is_grad_enabled() and (
-        score_mod is not None or any(t.requires_grad for t in (q, k, v))
-    ):
-        mask_mod = block_mask.mask_mod
-        return dense_attention(q, k, v, mask_mod=mask_mod, score_mod=score_mod, scale=scale)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        return flex_attention(q.detach(), k.detach(), v.detach(), **options)
+    mask_mod = block_mask.mask_mod
+    return dense_attention(q, k, v, mask_mod=mask_mod, score_mod=score_mod, scale=scale)

@@ -11,12 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops import transforms
+
 # operands of inline assembly: $0 is the result, $1 the argument
 ASM, CONSTRAINTS = "tanh.approx.f32 $0, $1;", "=f,f"
 
 
 @torch.library.custom_op("native_sparse_attention::tanh_approx", mutates_args=())
 def tanh_approx(x: Tensor) -> Tensor:
+    if transforms.forward_mode():  # torch would drop the tangent
+        raise NotImplementedError(
+            "tanh_approx has no forward-mode derivative (torch.func.jvp): use torch.tanh, that is "
+            "soft_cap(.., approximate=False)"
+        )
     return torch.tanh(x)
 
 

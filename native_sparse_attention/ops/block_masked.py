@@ -24,6 +24,7 @@ from .checks import (
 )
 from .online import Plan, attend, chunks, in_autocast_dtype, slice_axis
 from .segments import SegmentIds, check_segment_ids
+from .transforms import is_batched
 
 
 def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
@@ -129,6 +130,11 @@ def block_masked_attention(
         raise ValueError(f"mask is on {mask.device} but q is on {q.device}")
     mask = mask if mask.ndim == 3 else mask[None]
 
+    if is_batched(mask):
+        raise NotImplementedError(
+            "mask cannot be mapped over by vmap, as its blocks are counted on the host: use "
+            "chunked_attention"
+        )
     row_chunks, key_chunks = chunks(0, T, block_q), chunks(0, S, block_kv)
     counts = mask_blocker(mask, block_q, block_kv).sum(dim=0).tolist()
     tiles, full = [], set()

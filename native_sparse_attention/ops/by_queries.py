@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import blocks
-from . import ranking, reference
+from . import ranking, reference, transforms
 from .autocast import no_autocast
 from .documents import Documents
-from .online import in_autocast_dtype
 
 # Scores that a chunk may form on the CPU: 16 MiB of fp32, of which a backward holds a handful of
 # copies. A GPU, which would wait for the launches of small chunks, is given more.
@@ -75,7 +74,15 @@ class ByChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> Any:
+        transforms.refuse_legacy_batched(*d_outs)
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if transforms.active():  # of the backward alone, as by `jacrev`
+
+            def plainly(*tensors: Tensor | None) -> list[Tensor]:
+                found = zip(*(c.call(*c.of(tensors)) for c in ctx.chunks), strict=True)
+                return [torch.cat(some, dim=1) for some in found]
+
+            return None, None, *transforms.vjp(plainly, tensors, d_outs)
         again = torch.is_grad_enabled()  # for gradients of gradients
         wanted = [i for i, need in enumerate(needed) if need]
         sums = {
@@ -141,8 +148,6 @@ def selected_attention(
     documents: Documents | None = None,
     **settings: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    q, k, v = in_autocast_dtype(q, k, v)
-
     def call(a: int, b: int, q: Tensor, k: Tensor, v: Tensor, gates: Any, sinks: Any) -> Any:
         out = reference.selected_attention(
             q,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, transforms
 from .checks import (
     check_groups,
     check_int,
@@ -26,6 +26,7 @@ from .checks import (
 )
 from .nsa import native_sparse_attention
 from .selection import on_its_device
+from .transforms import refuse_vmap
 
 __all__ = ["decode_attention", "workspace"]
 
@@ -155,9 +156,14 @@ def decode_attention(
         q,
         k,
         v,
+        others=(ck, cv, branch_gates, sinks, *others.values()),
         num_selected_blocks=num_selected_blocks,
         selection_block_size=selection_block_size,
     )
+    if ranking is not None and transforms.is_batched(q):
+        raise NotImplementedError(
+            "ranking is written in place, which vmap cannot do: give the rows as a batch"
+        )
     settings: dict[str, Any] = dict(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -235,6 +241,9 @@ def by_kernels(
     step = Step(lengths, counts, page_table, 0 if page_table is None else k.shape[1])
     call = Call(q, k, v, ck, cv, branch_gates, cq, memory, window, ranking, sinks, counters, step)
     return step_launch.attend(call, at)
+
+
+refuse_vmap(by_kernels)
 
 
 @by_kernels.register_fake

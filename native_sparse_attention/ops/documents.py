@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import blocks
+from . import transforms
 
 
 class Documents(NamedTuple):
@@ -51,9 +52,13 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
     if n == 0 or index.numel() == 0:
         return x.new_zeros(b, m, *x.shape[2:])
     row = torch.arange(b, device=x.device)[:, None] * n
-    picked = x.flatten(0, 1).index_select(0, (index.clamp(min=0) + row).view(-1))
-    hidden = (index < 0).view(b, m, *(1,) * (x.ndim - 2))
-    return picked.view(b, m, *x.shape[2:]).masked_fill(hidden, 0)
+    picked = x.reshape(b * n, *x.shape[2:]).index_select(0, (index.clamp(min=0) + row).flatten())
+    hidden = (index < 0).reshape(b, m, *(1,) * (x.ndim - 2))
+    return picked.reshape(b, m, *x.shape[2:]).masked_fill(hidden, 0)
+
+
+def move(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
+    return pick(x, to) if transforms.active() else Move.apply(x, to, back)
 
 
 class Move(torch.autograd.Function):
@@ -70,7 +75,7 @@ class Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         to, back = ctx.saved_tensors
-        return Move.apply(grad, back, to), None, None
+        return move(grad, back, to), None, None
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,11 @@ class Layout:
 
     def spread(self, x: Tensor) -> Tensor:
         """Entries [b t ...] at their positions [b p ...], zeros between."""
-        return Move.apply(x, self.source, self.target)
+        return move(x, self.source, self.target)
 
     def collect(self, x: Tensor) -> Tensor:
         """Entries [b t ...] from their positions [b p ...], zeros for hidden ones."""
-        return Move.apply(x, self.target, self.source)
+        return move(x, self.target, self.source)
 
     def windows(self, d: int, count: int, *, causal: bool) -> Layout:
         """The layout of windows, of which the caller has `count` a row."""
@@ -140,6 +145,11 @@ def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) 
     gap = torch.where(begins, -(t - before) % step, 0)
     place = torch.where(there, t + gap.cumsum(1), -1)
     if length is None:
+        if transforms.is_batched(place):
+            raise NotImplementedError(
+                "segment_ids cannot be mapped over by vmap, as the length of the rows depends on "
+                "them: map over the input alone, or pack by cu_seqlens"
+            )
         length = int(place.max()) + 1 if place.numel() else 0
         length = blocks.ceil_div(length, step) * step
 
@@ -167,8 +177,9 @@ def moved(layout: Layout, device: torch.device) -> Layout:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether its values must not be asked for: in a graph that is compiled or captured."""
-    if torch.compiler.is_compiling():
+    """Whether its values must not be asked for: in a graph that is compiled or captured, or under
+    `vmap`."""
+    if torch.compiler.is_compiling() or transforms.is_batched(tensor):
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -1,5 +1,9 @@
 """Eager PyTorch: the specification as it is written (`reference.py`, `ranking.py`) while its scores
-are few, and past that the same in memory linear in the length (`tiled.py`, `by_queries.py`)."""
+are few, and past that the same in memory linear in the length (`tiled.py`, `by_queries.py`).
+
+Half precisions are computed in fp32, products included, and results rounded once. Under torch.func
+and forward-mode AD it is the specification at any length, which those see through.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import by_queries, local, ranking, reference, tiled
+from . import by_queries, local, ranking, reference, tiled, transforms
+from .autocast import no_autocast
+from .online import in_autocast_dtype
+from .products import finite_part, in_fp32, is_finite, may_look
 
 # Scores that the specification may form at once on the CPU: 16 MiB of fp32. A GPU, whose launches
 # cost more than its arithmetic, is given more.
@@ -37,14 +44,46 @@ def few_blocks(q: Tensor, k: Tensor, block_indices: Tensor, settings: dict[str, 
 
 
 def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any:
-    """An operation of the specification. A compiled graph has it whole, as it would unroll chunks
-    and tiles."""
-    if op == "sliding_window_attention":
+    """An operation of the specification, in fp32 or better."""
+    if op == "select_blocks":  # which takes fp32 itself
+        return strategy(op, q, k, tensors, settings)
+    memory = {n: settings[n] for n in ("mem_k", "mem_v") if settings.get(n) is not None}
+    floats = in_autocast_dtype(q, k, tensors[0], *memory.values())
+    dtype = floats[2].dtype
+    with no_autocast(q.device.type):
+        q, k, v, *rest = in_fp32(*floats)
+        settings = settings | dict(zip(memory, rest, strict=True))
+        result = strategy(op, q, k, (v, *tensors[1:]), settings)
+    if settings.get("return_lse"):
+        return result[0].to(dtype), result[1]
+    return result.to(dtype)
+
+
+def strategy(
+    op: str, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], settings: dict[str, Any]
+) -> Any:
+    """An operation by what suits its size."""
+    if op == "sliding_window_attention" and not transforms.active():
         w, offset, lse = (settings[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
         plain = not settings.keys() & {"documents", "sinks", "soft_cap"}
         if plain and local.fits(q, k, w, offset, lse):
-            return local.sliding_window_attention(q, k, *tensors, **settings)
-    whole = torch.compiler.is_compiling() or few_scores(op, q, k, settings)
+            out = local.sliding_window_attention(q, k, *tensors, **settings)
+            if not may_look(out) or is_finite(out):
+                return out
+            # what is not finite has reached queries that do not see it
+            clean = (finite_part(t) for t in (q, k, *tensors))
+            out = local.sliding_window_attention(*clean, **settings)
+            right = general(op, q, k, tensors, settings)
+            return torch.where(right.isfinite(), out, right)
+    return general(op, q, k, tensors, settings)
+
+
+def general(
+    op: str, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], settings: dict[str, Any]
+) -> Any:
+    """A compiled graph has the specification whole, as it would unroll chunks and tiles."""
+    whole = torch.compiler.is_compiling() or transforms.active()
+    whole = whole or few_scores(op, q, k, settings)
     if op == "select_blocks":
         module: Any = ranking if whole else by_queries
     elif whole:

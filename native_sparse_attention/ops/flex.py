@@ -21,7 +21,9 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks, masks
+from . import transforms
 from .documents import Documents
+from .products import finite_part, in_fp32, is_finite, may_look, with_kinds
 
 # smallest head width of torch's CUDA kernels
 MIN_WIDTH = 16
@@ -41,7 +43,7 @@ def why_not(
     **facts: Any,
 ) -> list[str]:
     """Reasons why flex_attention cannot run this call; empty where it can."""
-    reasons = []
+    reasons = transforms.unsupported_by_kernels()
     if q.device.type not in ("cuda", "cpu"):
         reasons.append(f"q is on {q.device.type}, needs cuda or cpu")
     if q.is_cuda:
@@ -91,6 +93,25 @@ def attend(
     return flex.flex_attention(q, k, v, return_lse=True, **options)
 
 
+def unfused(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
+    """`attend` without compiling, in fp32 or better. It multiplies hidden values by 0: where one is
+    not finite, the finite ones are taken alone, and the others brought to those who see them."""
+    dtype = v.dtype
+    q, k, v = in_fp32(q, k, v)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        result = attend(q, k, v, *settings)
+        out, *lse = result if isinstance(result, tuple) else (result,)
+        if may_look(out) and not is_finite(out):
+            block_mask, scale, _, soft_cap = settings
+            out = attend(q, k, finite_part(v), block_mask, scale, False, soft_cap)
+            # of who sees whom: logits of 0
+            kinds = torch.cat((v.isnan(), v.isposinf(), v.isneginf()), dim=-1).to(v.dtype)
+            met = attend(torch.zeros_like(q), torch.zeros_like(k), kinds, block_mask, scale, False)
+            out = with_kinds(out, *(met > 0).chunk(3, dim=-1))
+    return (out.to(dtype), *lse) if lse else out.to(dtype)
+
+
 @cache
 def compiled(
     op_name: str, scale: float | None, return_lse: bool, soft_cap: float | None
@@ -136,9 +157,7 @@ def dispatch(
         if not torch.is_grad_enabled():
             # flex asks whether tensors want gradients, not whether they are recorded
             q, k, v = q.detach(), k.detach(), v.detach()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-            result = attend(q, k, v, block_mask, scale, return_lse, soft_cap)
+        result = unfused(q, k, v, block_mask, scale, return_lse, soft_cap)
     if not return_lse:
         return result.transpose(1, 2)
     out, lse = result

@@ -28,6 +28,7 @@ from .operators import (
     whole,
 )
 from .selection import bounds, in_its_sizes, of_documents, on_its_device
+from .transforms import refuse_legacy_batched, refuse_second_derivatives, refuse_vmap
 
 
 @torch.library.custom_op("native_sparse_attention::layer", mutates_args=())
@@ -256,6 +257,7 @@ def setup(ctx, inputs, output):
 
 
 def backward(ctx, grads):
+    refuse_legacy_batched(grads[0])
     saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
     tensors, (lists, *kept) = saved[: -ctx.kept], saved[-ctx.kept :]
     d_out, d_gates = grads[0].contiguous(), None
@@ -275,6 +277,9 @@ def backward(ctx, grads):
 
 
 layer.register_autograd(backward, setup_context=setup)
+refuse_vmap(layer)
+refuse_second_derivatives(layer_cotangents)
+refuse_second_derivatives(layer_backward)
 
 
 def native_sparse_attention(

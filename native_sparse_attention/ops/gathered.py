@@ -8,6 +8,7 @@ linear in the length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from einops import rearrange
 from torch import Tensor
 
 from .. import blocks
+from . import transforms
 from .documents import Documents
 from .online import Plan, attend_rows, chunks, gradients
 
@@ -125,7 +127,7 @@ def chunk(
     weights = None
     if gates is not None:
         gate = rearrange(gates[:, rows], "b i r n -> b r i n")
-        gate = gate.to(torch.promote_types(q.dtype, torch.float32))
+        gate = gate.to(q.dtype)
         gate = F.pad(gate, (block.shape[-1] - gate.shape[-1], 0), value=1.0)
         weights = gate[..., None].expand(-1, -1, -1, -1, s)
         weights = rearrange(weights, "b r i n s -> b (r i) 1 1 (n s)")
@@ -139,6 +141,19 @@ def chunk(
     )
 
 
+def attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, choice: Choice, plan: Plan
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some queries after the other: their outputs [b i h e] and log-sum-exps [b i h]."""
+    ks, vs, r = in_blocks(k, choice.s), in_blocks(v, choice.s), choice.indices.shape[2]
+    for rows in chunks(0, q.shape[1], choice.rows):
+        own = chunk(q, gates, rows, choice, k.shape[2], plan)
+        kg, vg = own.gather(ks, choice.s), own.gather(vs, choice.s)
+        out, lse, _ = attend_rows(own.q, kg, vg, *own.plan.tiles[0], own.plan, own.weights)
+        out = rearrange(out, "b (r i) g 1 e -> b i (r g) e", r=r)
+        yield rows, out, rearrange(lse, "b (r i) g 1 -> b i (r g)", r=r)
+
+
 class Gathered(torch.autograd.Function):
     """q [b i h d], k [b j k d], v [b j k e] and gates [b i r n] or None to output [b i h e] and its
     log-sum-exp [b i h]. The backward gathers again, and is made of differentiable steps."""
@@ -147,16 +162,10 @@ class Gathered(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, choice: Choice, plan: Plan
     ) -> tuple[Tensor, Tensor]:
-        ks, vs = in_blocks(k, choice.s), in_blocks(v, choice.s)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        r = choice.indices.shape[2]
-        for rows in chunks(0, q.shape[1], choice.rows):
-            own = chunk(q, gates, rows, choice, k.shape[2], plan)
-            kg, vg = own.gather(ks, choice.s), own.gather(vs, choice.s)
-            o, ls, _ = attend_rows(own.q, kg, vg, *own.plan.tiles[0], own.plan, own.weights)
-            out[:, rows] = rearrange(o, "b (r i) g 1 e -> b i (r g) e", r=r)
-            lse[:, rows] = rearrange(ls, "b (r i) g 1 -> b i (r g)", r=r)
+        lse = q.new_empty(q.shape[:-1])
+        for rows, *found in attend_chunks(q, k, v, gates, choice, plan):
+            out[:, rows], lse[:, rows] = found
         return out, lse
 
     @staticmethod
@@ -166,12 +175,20 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> Any:  # type: ignore[override]
+        transforms.refuse_legacy_batched(d_out, d_lse)
         q, k, v, gates, out, lse = ctx.saved_tensors
         choice = ctx.choice
+        if transforms.active():  # of the backward alone, as by `jacrev`
+
+            def plainly(q: Tensor, k: Tensor, v: Tensor, gates: Any = None) -> list[Tensor]:
+                _, outs, lses = zip(*attend_chunks(q, k, v, gates, choice, ctx.plan), strict=True)
+                return [torch.cat(some, dim=1) for some in (outs, lses)]
+
+            return *transforms.vjp(plainly, (q, k, v, gates), (d_out, d_lse)), None, None
         s, r, heads = choice.s, choice.indices.shape[2], k.shape[2]
         ks, vs = in_blocks(k, s), in_blocks(v, s)
         d_q, d_gates = torch.zeros_like(q), None if gates is None else torch.zeros_like(gates)
-        d_ks, d_vs = (torch.zeros_like(t, dtype=lse.dtype) for t in (ks, vs))
+        d_ks, d_vs = (torch.zeros_like(t) for t in (ks, vs))
         for rows in chunks(0, q.shape[1], choice.rows):
             own = chunk(q, gates, rows, choice, heads, ctx.plan)
             o, do = (
@@ -182,7 +199,7 @@ class Gathered(torch.autograd.Function):
             dq, dk, dv, dw = gradients(own.q, kg, vg, o, ls, do, dls, own.plan, own.weights)
             d_q[:, rows] = rearrange(dq, "b (r i) g 1 d -> b i (r g) d", r=r)
             for to, d in ((d_ks, dk), (d_vs, dv)):
-                add_rows(to, own.index, d.to(to.dtype).reshape(len(own.index), -1))
+                add_rows(to, own.index, d.reshape(len(own.index), -1))
             if d_gates is not None and dw is not None:
                 dw = rearrange(dw, "b (r i) 1 1 (n s) -> b i r n s", r=r, s=s).sum(dim=-1)
                 d_gates[:, rows] = dw[..., dw.shape[-1] - gates.shape[-1] :]
@@ -190,4 +207,4 @@ class Gathered(torch.autograd.Function):
             rearrange(d, "(b k c) (s d) -> b (c s) k d", b=len(q), k=heads, s=s)[:, : choice.length]
             for d in (d_ks, d_vs)
         )
-        return d_q, d_k.to(k.dtype), d_v.to(v.dtype), d_gates, None, None
+        return d_q, d_k, d_v, d_gates, None, None

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import transforms
 from .documents import Documents
 from .operators import (
     BEHIND,
@@ -83,11 +85,12 @@ def why_not(
     q_offset: int | Tensor = 0,
     num_selected_blocks: int = 0,
     selection_block_size: int = 0,
+    others: Sequence[Tensor | None] = (),
 ) -> list[str]:
     """Reasons why the kernels cannot run this call; empty where they can."""
     if op_name not in OPERATIONS:
         return [f"this version has no kernel for {op_name} yet"]
-    reasons = []
+    reasons = transforms.unsupported_by_kernels()
     if not HAS_TRITON:
         reasons.append("triton is not installed")
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -111,7 +114,8 @@ def why_not(
     if op_name == "decode_attention":
         if q.shape[1] > MAX_NEW:
             reasons.append(f"{q.shape[1]} new tokens in each row, at most {MAX_NEW}")
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v) if t is not None):
+        given = (t for t in (q, k, v, *others) if t is not None)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             reasons.append("its kernels have no gradients")
     return reasons
 

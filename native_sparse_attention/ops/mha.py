@@ -14,8 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import transforms
 from .autocast import no_autocast
 from .checks import check_broadcasts, check_given, check_mask_value, check_same, check_shapes
+from .products import (
+    in_fp32,
+    is_finite,
+    is_live,
+    isolated,
+    logits,
+    may_look,
+    over_rows,
+    weighted,
+)
 from .segments import SegmentIds, check_segment_ids
 
 # far below any logit, and far enough from the least float32 that a logit may be added to it
@@ -52,16 +63,15 @@ def masked_logits(
     mask_value: float,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [b h i j] in fp32 or better, and who sees whom, [b|1 1 i j]."""
-    s = torch.matmul(q, k.mT)
-    s = s.to(torch.promote_types(s.dtype, torch.float32))
-    if ab is not None:
-        s = s + ab
-    visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device)[None, None]
+    """Logits [b h i j] and who sees whom, [b|1 1 i j]."""
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)[None, None]
     if causal:
         visible = visible.tril()
     if segment_ids is not None:
         visible = visible & (segment_ids.q[:, None, :, None] == segment_ids.kv[:, None, None])
+    s = logits(q[:, :, None], k, visible[:, :, None])[:, :, 0]
+    if ab is not None:
+        s = s + ab
     return (s * softmax_scale).masked_fill(~visible, mask_value), visible
 
 
@@ -75,17 +85,23 @@ def forward(
     mask_value: float,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, sum of exponentials, greatest logit."""
+    """Output, sum of exponentials, greatest logit, all in fp32 or better."""
     with no_autocast(q.device.type):
+        q, k, v = in_fp32(q, k, v)
         s, visible = masked_logits(q, k, ab, segment_ids, causal, mask_value, softmax_scale)
         hidden = ~visible.any(dim=-1)
-        m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
-        m = m.masked_fill(hidden, float("-inf"))
-        p = torch.exp(s - m.masked_fill(hidden, 0.0)[..., None])
-        p = p.masked_fill(hidden[..., None], 0.0)
-        l = p.sum(dim=-1)
-        weights = p / l.masked_fill(hidden, 1.0)[..., None]
-        return torch.matmul(weights.to(v.dtype), v), l, m
+
+        def attention(s: Tensor) -> tuple[Tensor, ...]:
+            m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
+            m = m.masked_fill(hidden, float("-inf"))
+            p = torch.exp(s - m.masked_fill(hidden, 0.0)[..., None])
+            p = p.masked_fill(hidden[..., None], 0.0)
+            l = p.sum(dim=-1)
+            weights = p / l.masked_fill(hidden, 1.0)[..., None]
+            return weighted(weights[:, :, None], v, visible[:, :, None])[:, :, 0], l, m
+
+        o, l, m = isolated(attention, s)
+        return o, l, m
 
 
 def mha_reference_no_custom_vjp(
@@ -110,6 +126,7 @@ def mha_reference_no_custom_vjp(
     """
     segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
     o, l, m = forward(q, k, v, ab, segments, causal, mask_value, softmax_scale)
+    o = o.to(q.dtype)
     return (o, l, m) if save_residuals else o
 
 
@@ -151,19 +168,25 @@ def mha_reference_bwd(
         q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T")
     )
     check_shapes(o=(o, "B H T E"), do=(do, "B H T E"))
+    dtype = q.dtype
     with no_autocast(q.device.type):
+        q, k, v, o, do = in_fp32(q, k, v, o, do)
         s, visible = masked_logits(q, k, ab, segments, causal, mask_value, softmax_scale)
         # exp(s - inf) is 0: a query that sees nothing gives and gets nothing
         hidden = m == float("-inf")
         p = torch.exp(s - m.masked_fill(hidden, float("inf"))[..., None])
         p = p / l.masked_fill(hidden, 1.0)[..., None]
-        dv = torch.matmul(p.to(do.dtype).mT, do)
-        delta = (do.to(s.dtype) * o).sum(dim=-1, keepdim=True)
-        ds = p * (torch.matmul(do, v.mT).to(s.dtype) - delta) * softmax_scale
+        if may_look(o) and not is_finite(o):
+            visible = visible & is_live(do)[..., None]
+        seen = visible[:, :, None]
+        dv = over_rows(p[:, :, None], do[:, :, None], seen)
+        delta = (do * o).sum(dim=-1, keepdim=True)
+        ds = p * (torch.matmul(do, v.mT) - delta) * softmax_scale
         ds = ds.masked_fill(~visible, 0.0)
         dab = None if ab is None else ds.sum_to_size(ab.shape).to(ab.dtype)
-        ds = ds.to(q.dtype)
-        return torch.matmul(ds, k), torch.matmul(ds.mT, q), dv.to(v.dtype), dab
+        ds = ds[:, :, None]
+        dq, dk = weighted(ds, k, seen, gradient=True)[:, :, 0], over_rows(ds, q[:, :, None], seen)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), dab
 
 
 class Reference(torch.autograd.Function):
@@ -172,16 +195,24 @@ class Reference(torch.autograd.Function):
         o, l, m = forward(q, k, v, ab, segment_ids, *settings)
         ctx.save_for_backward(q, k, v, ab, o, l, m)
         ctx.segment_ids, ctx.settings = segment_ids, settings
-        return o
+        return o.to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, ab, o, l, m = ctx.saved_tensors
+        others = (None,) * 4
+        transforms.refuse_legacy_batched(do)
+        if transforms.active():  # of the backward alone, as by `jacrev`
+
+            def plainly(q, k, v, ab) -> tuple[Tensor]:
+                return (forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)[0].to(q.dtype),)
+
+            return *transforms.vjp(plainly, (q, k, v, ab), (do,)), *others
         if torch.is_grad_enabled():
             # a backward that is differentiated itself: l must not be a constant to it
             o, l, m = forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)
         grads = mha_reference_bwd(q, k, v, ab, ctx.segment_ids, o, l, m, do, *ctx.settings)
-        return (*grads, None, None, None, None)
+        return *grads, *others
 
 
 def mha_reference(
@@ -222,4 +253,7 @@ def mha_reference(
         ValueError: shapes, dtypes, devices or settings that do not fit.
     """
     segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
-    return Reference.apply(q, k, v, ab, segments, causal, mask_value, softmax_scale)
+    settings = segments, causal, mask_value, softmax_scale
+    if transforms.active():
+        return forward(q, k, v, ab, *settings)[0].to(q.dtype)
+    return Reference.apply(q, k, v, ab, *settings)

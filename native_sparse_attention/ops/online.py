@@ -4,8 +4,8 @@
     b  batch         i  query        g  query heads of one KV head     d  key width
     k  KV heads      j  key          e  value width
 
-A `Plan` says which tiles there are; what it leaves out is not computed. Logits are formed in the
-inputs' dtype, all else of the softmax in fp32 or better; fp64 stays fp64.
+A `Plan` says which tiles there are; what it leaves out is not computed. Half precisions are fp32
+here; fp64 stays fp64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import transforms
 from .autocast import is_autocast_enabled, no_autocast
+from .products import contained, in_fp32, is_finite, is_live, may_look, times, times_over_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,24 +53,12 @@ class Running(NamedTuple):
     seen: Tensor  # [b k g i]
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """[b k g i x] times [b k x y], in fp32 or better: a group's heads are rows of one product."""
-    out = torch.matmul(a.flatten(2, 3), b).unflatten(2, a.shape[2:4])
-    return out.to(torch.promote_types(out.dtype, torch.float32))
-
-
-def product_over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """[b k g i x] and [b k g i y], summed over a group's heads and rows: [b k x y]."""
-    out = torch.matmul(a.flatten(2, 3).mT, b.flatten(2, 3))
-    return out.to(torch.promote_types(out.dtype, torch.float32))
-
-
 def tile_logits(
     q: Tensor, k: Tensor, visible: Tensor | None, plan: Plan, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [b k g i j] as the softmax sees them, those before weights and mask, and the slope of
     the cap."""
-    s = product(q, k.mT) * plan.scale
+    s = times(q, k.mT) * plan.scale
     slope = s.new_ones(())
     if plan.soft_cap is not None:
         t = torch.tanh(s / plan.soft_cap)
@@ -80,11 +70,11 @@ def tile_logits(
 
 def fold(s: Tensor, v: Tensor, visible: Tensor | None, run: Running) -> Running:
     """Fold logits s [b k g i j] and values v [b k j e] into the softmax so far."""
-    m = torch.maximum(run.m, s.amax(dim=-1))
+    m = torch.maximum(run.m, s.detach().amax(dim=-1))  # cancels: no gradient
     shift = m.masked_fill(m == float("-inf"), 0.0)  # rows that see nothing yet
     p, alpha = torch.exp(s - shift[..., None]), torch.exp(run.m - shift)
     return Running(
-        run.acc * alpha[..., None] + product(p.to(v.dtype), v),
+        run.acc * alpha[..., None] + contained(times, p, v, visible),
         m,
         run.l * alpha + p.sum(dim=-1),
         run.seen | (torch.ones_like(run.seen) if visible is None else visible.any(dim=-1)),
@@ -103,9 +93,8 @@ def attend_rows(
     """Output [b k g i e], log-sum-exp and greatest logit [b k g i] of one chunk of queries.
     `weights` [b k g|1 i|1 j] of all queries and keys, multiply the capped logits."""
     q = q[..., rows, :]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    m = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
-    acc = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
+    m = q.new_full(q.shape[:-1], float("-inf"))
+    acc = q.new_zeros(*q.shape[:-1], v.shape[-1])
     run = Running(acc, m, torch.zeros_like(m), torch.zeros_like(m, dtype=torch.bool))
     for some in keys:
         visible = plan.visible(rows, some)
@@ -113,7 +102,7 @@ def attend_rows(
         s, _, _ = tile_logits(q, k[:, :, some], visible, plan, weight)
         run = fold(s, v[:, :, some], visible, run)
     out = run.acc / run.l.masked_fill(~run.seen, 1.0)[..., None]
-    lse, top = run.m + run.l.log(), run.m
+    lse, top = run.m + run.l.masked_fill(~run.seen, 1.0).log(), run.m
     return (
         out.masked_fill(~run.seen[..., None], 0.0),
         lse.masked_fill(~run.seen, float("-inf")),
@@ -142,7 +131,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
         out = empty_as(q, v.shape[-1])
-        lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_empty(q.shape[:-1])
         top = torch.empty_like(lse)
         for rows, keys in plan.tiles:
             chunk = attend_rows(q, k, v, rows, keys, plan)
@@ -159,9 +148,16 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Any) -> Any:  # type: ignore[override]
+        transforms.refuse_legacy_batched(d_out, d_lse)
         q, k, v, out, lse = ctx.saved_tensors
+        plan = ctx.plan
         with no_autocast(q.device.type):
-            d_q, d_k, d_v, _ = gradients(q, k, v, out, lse, d_out, d_lse, ctx.plan)
+            if transforms.active():  # of the backward alone, as by `jacrev`
+                grads = transforms.vjp(
+                    lambda q, k, v: plainly(q, k, v, plan)[:2], (q, k, v), (d_out, d_lse)
+                )
+                return *grads, None
+            d_q, d_k, d_v, _ = gradients(q, k, v, out, lse, d_out, d_lse, plan)
             return d_q, d_k, d_v, None
 
 
@@ -177,40 +173,60 @@ def gradients(
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Of q, k, v and weights: `ds = p (do . v - do . o + dlse)`, tile by tile."""
-    wide = lse.dtype
-    d_q = torch.zeros_like(q)
-    d_k, d_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    d_q, d_k, d_v = (torch.zeros_like(t) for t in (q, k, v))
     d_weights = None if weights is None else torch.zeros_like(weights)
     # exp(s - inf) is 0: rows that saw nothing get nothing, whatever their logits
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+    live = None  # where something is not finite: rows that have a gradient
+    if may_look(out) and not is_finite(out):
+        live = is_live(d_out, d_lse)
     for rows, keys in plan.tiles:
         q_rows, do = q[..., rows, :], d_out[..., rows, :]
-        delta = (do.to(wide) * out[..., rows, :]).sum(dim=-1) - d_lse[..., rows]
-        d_rows = torch.zeros_like(q_rows, dtype=wide)
+        delta = (do * out[..., rows, :]).sum(dim=-1) - d_lse[..., rows]
+        d_rows = torch.zeros_like(q_rows)
         for some in keys:
             visible = plan.visible(rows, some)
+            if live is not None:
+                alive = live[..., rows, None]
+                visible = alive if visible is None else visible & alive
             weight = None if weights is None else slice_axis(weights[..., some], 3, rows)
             s, unweighted, slope = tile_logits(q_rows, k[:, :, some], visible, plan, weight)
             p = torch.exp(s - lse[..., rows, None])
-            d_v[:, :, some] += product_over_rows(p.to(v.dtype), do)
-            ds = p * (product(do, v[:, :, some].mT) - delta[..., None])
-            if visible is not None:
-                ds = ds.masked_fill(~visible, 0.0)
+            d_v[:, :, some] += contained(times_over_rows, p, do, visible, gradient=True)
+            ds = p * (times(do, v[:, :, some].mT) - delta[..., None])
+            ds = hide(ds, visible)
             if weight is not None and d_weights is not None:
                 d_weight = slice_axis(d_weights[..., some], 3, rows)
-                d_weight += (ds * unweighted).sum_to_size(d_weight.shape)
+                d_weight += hide(ds * unweighted, visible).sum_to_size(d_weight.shape)
                 ds = ds * weight
-            ds = (ds * slope * plan.scale).to(q.dtype)
-            d_rows = d_rows + product(ds, k[:, :, some])
-            d_k[:, :, some] += product_over_rows(ds, q_rows)
-        d_q[..., rows, :] = d_rows.to(q.dtype)
-    return d_q, d_k.to(k.dtype), d_v.to(v.dtype), d_weights
+            ds = ds * slope * plan.scale
+            d_rows = d_rows + contained(times, ds, k[:, :, some], visible, gradient=True)
+            d_k[:, :, some] += contained(times_over_rows, ds, q_rows, visible, gradient=True)
+        d_q[..., rows, :] = d_rows
+    return d_q, d_k, d_v, d_weights
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention by a plan; see `Attend`. Autocast has been dealt with by whoever calls."""
+    """Attention by a plan, the output in q's dtype; see `Attend`. Autocast has been dealt with by
+    whoever calls."""
+    dtype = q.dtype
     with no_autocast(q.device.type):
-        return Attend.apply(q, k, v, plan)
+        q, k, v = in_fp32(q, k, v)
+        out, lse, top = (plainly if transforms.active() else Attend.apply)(q, k, v, plan)
+        return out.to(dtype), lse, top
+
+
+def plainly(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """`Attend` as autograd and its transforms see through it; every tile is kept."""
+    if not plan.tiles:
+        return Attend.forward(q, k, v, plan)
+    chunks = [attend_rows(q, k, v, rows, keys, plan) for rows, keys in plan.tiles]
+    out, lse, top = zip(*chunks, strict=True)
+    return torch.cat(out, dim=-2), torch.cat(lse, dim=-1), torch.cat(top, dim=-1).detach()
+
+
+def hide(t: Tensor, visible: Tensor | None) -> Tensor:
+    return t if visible is None else t.masked_fill(~visible, 0.0)
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

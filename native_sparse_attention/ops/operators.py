@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .selection import bounds, in_its_sizes, on_its_device
+from .transforms import refuse_legacy_batched, refuse_second_derivatives, refuse_vmap
 
 # which keys: `kernels.device` has the same numbers, under the same names
 CAUSAL_WINDOW, TWO_SIDED_WINDOW, BEHIND, EVERYTHING = range(4)
@@ -121,6 +122,7 @@ def interval_setup(ctx, inputs, output):
 
 
 def interval_backward(ctx, d_out, d_lse):
+    refuse_legacy_batched(d_out, d_lse)
     tensors = ctx.saved_tensors
     some = iter(interval_attention_backward(d_out, d_lse, *tensors, *ctx.numbers))
     q, k, v, mem_k, mem_v = (None if t is None else next(some) for t in tensors[:5])
@@ -129,6 +131,8 @@ def interval_backward(ctx, d_out, d_lse):
 
 
 interval_attention.register_autograd(interval_backward, setup_context=interval_setup)
+refuse_vmap(interval_attention)
+refuse_second_derivatives(interval_attention_backward)
 
 
 @torch.library.custom_op("native_sparse_attention::selected_attention", mutates_args=())
@@ -235,6 +239,7 @@ def listed_setup(ctx, inputs, output):
 
 
 def listed_backward(ctx, d_out, d_lse, _):
+    refuse_legacy_batched(d_out, d_lse)
     tensors = ctx.saved_tensors
     some = iter(listed_attention_backward(d_out, d_lse, *tensors, *ctx.numbers))
     dq, dk, dv, d_gates = (None if t is None else next(some) for t in tensors[:4])
@@ -243,6 +248,8 @@ def listed_backward(ctx, d_out, d_lse, _):
 
 
 listed_attention.register_autograd(listed_backward, setup_context=listed_setup)
+refuse_vmap(listed_attention)
+refuse_second_derivatives(listed_attention_backward)
 
 
 # what the operators share

@@ -15,11 +15,12 @@ from torch import Tensor
 from .. import blocks
 from .autocast import no_autocast
 from .documents import Documents
+from .products import finite
 from .reference import (
+    capped,
     compressed_scores,
     masked_softmax,
     query_positions,
-    scores,
     visible_windows,
     with_sinks,
 )
@@ -31,7 +32,7 @@ def block_mean(window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int) ->
     w = w + torch.arange(blocks.windows_per_block(d, s), device=c.device)
     exists = (w < end[..., None, None])[:, None]
     picked = window_scores[..., w.clamp(max=window_scores.shape[-1] - 1)]
-    return (picked * exists).sum(dim=-1) / exists.sum(dim=-1).clamp(min=1)
+    return picked.masked_fill(~exists, 0.0).sum(dim=-1) / exists.sum(dim=-1).clamp(min=1)
 
 
 def block_mean_interpolated(
@@ -57,7 +58,7 @@ def block_mean_interpolated(
         return rearrange(window_scores.gather(-1, index), "b r i (c t) -> b r i c t", t=s)
 
     covered = (t < end * d)[:, None]
-    token_scores = torch.lerp(at(left), at(left + 1), weight) * covered
+    token_scores = torch.lerp(at(left), at(left + 1), weight).masked_fill(~covered, 0.0)
     return token_scores.sum(dim=-1) / covered.sum(dim=-1).clamp(min=1)
 
 
@@ -97,8 +98,8 @@ def importance_scores(
     """Scores [b r i c] of blocks c for queries that see the windows from `visible[0]` up to
     `visible[1]`, [b|1 i] each."""
     if rule == "probs":
-        sim, mask = compressed_scores(q, ck, mem_k, visible, scale, soft_cap)
-        keys = sim.shape[-1]
+        sim, mask = compressed_scores(q, ck, mem_k, visible, scale)
+        keys, sim = sim.shape[-1], capped(finite(sim), soft_cap)
         probs, _ = masked_softmax(*with_sinks(sim, mask, sinks))
         probs = probs[..., keys - ck.shape[1] : keys]
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
@@ -106,7 +107,8 @@ def importance_scores(
     if shared:
         # the mean over heads of a dot product is the dot product with the mean query
         q = rearrange(q, "b i (k g) d -> b i k g d", k=ck.shape[2]).mean(dim=3)
-    window_scores = rearrange(scores(q, ck, scale), "b k g i w -> b (k g) i w")
+    sim, _ = compressed_scores(q, ck, None, visible, scale)
+    window_scores = rearrange(finite(sim), "b k g i w -> b (k g) i w")
     if interpolated:
         return block_mean_interpolated(window_scores, visible, c, d, s)
     return block_mean(window_scores, visible[1], c, d, s)

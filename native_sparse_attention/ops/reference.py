@@ -1,8 +1,9 @@
 """The specification of the attentions: what every backend computes, in plain PyTorch, on any device
 and in any dtype. `ranking.py` is that of the selection.
 
-Dense masks and a softmax, memory O(T S): to be read and to be compared with. Scores are formed in
-the inputs' dtype and the softmax in fp32 or better. Autograd gives the gradients; fp64 stays fp64.
+Dense masks and a softmax, memory O(T S): to be read and to be compared with. It computes in its
+inputs' dtype, which `eager.py` makes fp32 or better. Autograd gives the gradients. Who does not see
+has no share in a product, whatever the value (`products.py`).
 
     b  batch         i  query       h  query heads        d  key width
     k  KV heads      j  key         g  query heads of one KV head
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange, repeat
+from einops import rearrange, repeat
 from torch import Tensor
 
 from .. import blocks
 from .documents import Documents
+from .products import isolated, logits, weighted
 
 
 def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
@@ -26,15 +28,16 @@ def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
     return i[None] + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)
 
 
-def scores(
-    q: Tensor, k: Tensor, scale: float | None = None, soft_cap: float | None = None
-) -> Tensor:
-    """Scaled logits [b k g i j] of q [b i (k g) d] and k [b j k d], in fp32 or better, and with a
-    soft cap `c tanh(logit / c)` of them."""
+def scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """Scaled logits [b k g i j] of q [b i (k g) d] and k [b j k d]: of all pairs, with gradients of
+    those in the mask alone."""
     q = rearrange(q, "b i (k g) d -> b k g i d", k=k.shape[2])
-    sim = einsum(q, k, "b k g i d, b j k d -> b k g i j")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    sim = sim.to(torch.promote_types(sim.dtype, torch.float32)) * scale
+    return logits(q, rearrange(k, "b j k d -> b k j d"), mask) * scale
+
+
+def capped(sim: Tensor, soft_cap: float | None) -> Tensor:
+    """`c tanh(logit / c)`"""
     return sim if soft_cap is None else soft_cap * (sim / soft_cap).tanh()
 
 
@@ -64,21 +67,29 @@ def attend(
     mask: Tensor,
     return_lse: bool = False,
     sinks: Tensor | None = None,
+    soft_cap: float | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of logits [b k g i j] over v [b j k e]: [b i (k g) e], and on request its
-    log-sum-exp [b i (k g)]. A sink takes its share of the softmax, and gives 0."""
-    keys = sim.shape[-1]
-    sim, mask = with_sinks(sim, mask, sinks)
-    probs, sim = masked_softmax(sim, mask)
-    out = einsum(probs[..., :keys].to(v.dtype), v, "b k g i j, b j k e -> b k g i e")
+    log-sum-exp [b i (k g)]. Gates multiply the capped logits. A sink takes its share of the
+    softmax, and gives 0."""
+    v = rearrange(v, "b j k e -> b k j e")
+
+    def attention(sim: Tensor, gate: Tensor | None = None) -> tuple[Tensor, ...]:
+        keys, sim = sim.shape[-1], capped(sim, soft_cap)
+        sim = sim if gate is None else sim.masked_fill(~mask, 0.0) * gate
+        sim, visible = with_sinks(sim, mask, sinks)
+        probs, sim = masked_softmax(sim, visible)
+        out = weighted(probs[..., :keys], v, mask)
+        if not return_lse:
+            return (out,)
+        if sim.shape[-1] == 0:
+            return out, sim.new_full(sim.shape[:-1], float("-inf"))
+        return out, sim.logsumexp(dim=-1).masked_fill(~visible.any(dim=-1), float("-inf"))
+
+    out, *lse = isolated(attention, sim, gate)
     out = rearrange(out, "b k g i e -> b i (k g) e")
-    if not return_lse:
-        return out
-    if sim.shape[-1] == 0:
-        lse = sim.new_full(sim.shape[:-1], float("-inf"))
-    else:
-        lse = sim.logsumexp(dim=-1).masked_fill(~mask.any(dim=-1), float("-inf"))
-    return out, rearrange(lse, "b k g i -> b i (k g)")
+    return (out, rearrange(lse[0], "b k g i -> b i (k g)")) if return_lse else out
 
 
 # branch 1: compressed
@@ -103,7 +114,6 @@ def compressed_scores(
     mem_k: Tensor | None,
     visible: tuple[Tensor, Tensor],
     scale: float | None,
-    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logits [b k g i (m w)] over memory and windows, and who may see them [b|1 1 1 i (m w)]."""
     w, (first, end) = torch.arange(ck.shape[1], device=q.device), visible
@@ -111,7 +121,8 @@ def compressed_scores(
     if mem_k is not None:
         ck = torch.cat((repeat(mem_k, "k m d -> b m k d", b=ck.shape[0]), ck), dim=1)
         mask = F.pad(mask, (mem_k.shape[1], 0), value=True)
-    return scores(q, ck, scale, soft_cap), rearrange(mask, "b i j -> b 1 1 i j")
+    mask = rearrange(mask, "b i j -> b 1 1 i j")
+    return scores(q, ck, mask, scale), mask
 
 
 def compressed_attention(
@@ -132,10 +143,10 @@ def compressed_attention(
 ):
     i = query_positions(q, q_offset)
     visible = visible_windows(i, ck.shape[1], compress_block_sliding_stride, causal, documents)
-    sim, mask = compressed_scores(q, ck, mem_k, visible, scale, soft_cap)
+    sim, mask = compressed_scores(q, ck, mem_k, visible, scale)
     if mem_v is not None:
         cv = torch.cat((repeat(mem_v, "k m d -> b m k d", b=cv.shape[0]), cv), dim=1)
-    return attend(sim, cv, mask, return_lse, sinks)
+    return attend(sim, cv, mask, return_lse, sinks, soft_cap)
 
 
 # branch 2: selected
@@ -230,12 +241,12 @@ def selected_attention(
     if documents is not None:
         mask = mask & same_document(j, documents)[:, None, None]
 
-    sim = scores(q, k, scale, soft_cap)
+    gate = None
     if gates is not None:
-        gate = scatter_blocks(gates.to(sim.dtype), block_indices, len(c), 1.0)
+        gate = scatter_blocks(gates.to(q.dtype), block_indices, len(c), 1.0)
         gate = gate.masked_fill(forced[:, None], 1.0)
-        sim = sim * rearrange(gate, "b (k g) i c -> b k g i c", k=kv)[..., of_key]
-    return attend(sim, v, mask, return_lse, sinks)
+        gate = rearrange(gate, "b (k g) i c -> b k g i c", k=kv)[..., of_key]
+    return attend(scores(q, k, mask, scale), v, mask, return_lse, sinks, soft_cap, gate)
 
 
 # branch 3: sliding window
@@ -260,8 +271,8 @@ def sliding_window_attention(
     mask = (i - j <= sliding_window_size) & (j - i <= (0 if causal else sliding_window_size))
     if documents is not None:
         mask = mask & same_document(j, documents)
-    sim = scores(q, k, scale, soft_cap)
-    return attend(sim, v, mask[:, None, None], return_lse, sinks)
+    mask = mask[:, None, None]
+    return attend(scores(q, k, mask, scale), v, mask, return_lse, sinks, soft_cap)
 
 
 # the gate

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from .operators import rows
+from .transforms import on_values, refuse_legacy_batched, refuse_vmap
 
 
 @torch.library.custom_op("native_sparse_attention::rotate", mutates_args=())
+@on_values
 def rotate(
     tensors: list[Tensor],
     freqs: Tensor,
@@ -40,8 +42,10 @@ def setup(ctx, inputs, output):
 
 def backward(ctx, grads):
     """Gradients are turned back."""
+    refuse_legacy_batched(*grads)
     start, factor = ctx.numbers
     return rotate(grads, *ctx.saved_tensors, start, -factor), *(None,) * 5
 
 
 rotate.register_autograd(backward, setup_context=setup)
+refuse_vmap(rotate)

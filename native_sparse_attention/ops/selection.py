@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from .. import blocks
+from . import transforms
 from .documents import Documents
 
 
 def on_its_device(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an operator with the GPU of its first tensor the current one: Triton launches there."""
+    """Run an operator with the GPU of its first tensor the current one, as Triton launches there;
+    and not under forward-mode AD."""
 
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.cuda.device_of(args[0]):
             return operator(*args, **kwargs)
 
-    return run
+    return transforms.on_values(run)
 
 
 def in_its_sizes(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +98,7 @@ def _(q, ck, mem_k, lse, starts, doc_first, doc_last, sinks, leader_indices, sta
 
 
 @torch.library.custom_op("native_sparse_attention::selection_gates", mutates_args=())
+@transforms.on_values
 def selection_gates(
     q: Tensor,
     ck: Tensor,
@@ -185,6 +188,7 @@ def gates_setup(ctx, inputs, output):
 
 
 def gates_backward(ctx, d_gates):
+    transforms.refuse_legacy_batched(d_gates)
     tensors = ctx.saved_tensors
     some = iter(selection_gates_backward(d_gates, *tensors, *ctx.numbers))
     dq, dck, d_mem = (None if t is None else next(some) for t in tensors[:3])
@@ -193,6 +197,9 @@ def gates_backward(ctx, d_gates):
 
 
 selection_gates.register_autograd(gates_backward, setup_context=gates_setup)
+transforms.refuse_vmap(ranked_blocks)
+transforms.refuse_vmap(selection_gates)
+transforms.refuse_second_derivatives(selection_gates_backward)
 
 
 def select_blocks(

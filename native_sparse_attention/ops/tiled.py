@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor
 
-from .autocast import no_autocast
 from .bands import Band, Visible, band_attention
 from .documents import Documents
 from .gathered import Choice, Gathered
-from .online import Plan, in_autocast_dtype
+from .online import Plan
+from .products import isolated
 from .reference import query_positions
 
 # Scores of a tile, of all heads. On the CPU they are 4 MiB of fp32, and what passes between the
@@ -53,9 +53,13 @@ def finish(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A sink [h] takes its share of the softmax, and gives 0."""
     if sinks is not None:
-        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
-        out = out * (lse - with_sink).exp()[..., None].to(out.dtype)
-        lse = with_sink
+        logits = sinks.to(lse.dtype)
+
+        def shared(lse: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+            with_sink = torch.logaddexp(lse, logits)
+            return out * (lse - with_sink).exp()[..., None], with_sink
+
+        out, lse = isolated(shared, lse, out)
     return (out, lse) if return_lse else out
 
 
@@ -79,10 +83,9 @@ def compressed_attention(
     if mem_k is not None and mem_v is not None:
         m = mem_k.shape[1]
         ck, cv = (
-            torch.cat((repeat(mem, "k m d -> b m k d", b=len(q)).to(c.dtype), c), dim=1)
+            torch.cat((repeat(mem, "k m d -> b m k d", b=len(q)), c), dim=1)
             for mem, c in ((mem_k, ck), (mem_v, cv))
         )
-    q, ck, cv = in_autocast_dtype(q, ck, cv)
     # window w is seen from w < i // d on
     band = Band(None, -1 if causal else None, q_offset, stride=d, memory=m)
     others = []
@@ -111,7 +114,6 @@ def sliding_window_attention(
     documents: Documents | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     w = sliding_window_size
-    q, k, v = in_autocast_dtype(q, k, v)
     band = Band(w, 0 if causal else w, q_offset)
     others = [] if documents is None else [inside(*documents)]
     sizes = chunk_sizes(q, w)
@@ -139,7 +141,6 @@ def selected_attention(
     sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    q, k, v = in_autocast_dtype(q, k, v)
     (B, _, R, n), s = block_indices.shape, selection_block_size
     slots = n + num_initial_blocks + (num_local_blocks if causal else 0)
     if slots == 0:  # one that is empty
@@ -158,6 +159,5 @@ def selected_attention(
         rows=max(1, tile_scores(q.device) // max(1, entries)),
     )
     plan = Plan((), lambda *_: None, q.shape[-1] ** -0.5 if scale is None else scale, soft_cap)
-    with no_autocast(q.device.type):
-        out, lse = Gathered.apply(q, k, v, gates, choice, plan)
+    out, lse = Gathered.apply(q, k, v, gates, choice, plan)
     return finish(out, lse, sinks, return_lse)

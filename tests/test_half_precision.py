@@ -1,0 +1,200 @@
+"""Half precisions in eager PyTorch: no worse than SDPA, and right wherever fp32 is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from native_sparse_attention import (
+    block_masked_attention,
+    chunked_attention,
+    compressed_attention,
+    mha_reference,
+    mha_reference_no_custom_vjp,
+    selected_attention,
+    sliding_window_attention,
+)
+from native_sparse_attention.masks import causal, dense_attention, jagged_attention
+from native_sparse_attention.ops import eager
+
+T, D = 48, 64
+FIRST = torch.zeros(1, T, 2, 1, dtype=torch.int32)
+SCALE = D**-0.5
+
+
+def swapped(op):
+    """An operation on [B H T D]."""
+    return lambda q, k, v: op(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+
+def nested(q, k, v):
+    lengths = torch.tensor([0, T])
+    q, k, v = (torch.nested.nested_tensor_from_jagged(t[0], lengths) for t in (q, k, v))
+    return jagged_attention(q, k, v, causal).values()[None]
+
+
+# causal attention to everything, by all that can compute it
+CALLS = {
+    "window": lambda q, k, v: sliding_window_attention(
+        q, k, v, sliding_window_size=T, backend="eager"
+    ),
+    "selected": lambda q, k, v: selected_attention(
+        q, k, v, FIRST, selection_block_size=T, backend="eager"
+    ),
+    "chunked": lambda q, k, v: chunked_attention(
+        q, k, v, causal=True, q_chunk_size=10, k_chunk_size=20
+    ),
+    "block masked": lambda q, k, v: block_masked_attention(
+        q.transpose(1, 2)[:, :, None], k.transpose(1, 2), v.transpose(1, 2), None, 16, 16,
+        torch.ones(T, T).tril(), float("-inf"),
+    )[:, :, 0].transpose(1, 2),
+    "mha": swapped(lambda q, k, v: mha_reference(q, k, v, causal=True, softmax_scale=SCALE)),
+    "mha by autograd": swapped(
+        lambda q, k, v: mha_reference_no_custom_vjp(q, k, v, causal=True, softmax_scale=SCALE)
+    ),
+    "dense": swapped(lambda q, k, v: dense_attention(q, k, v, mask_mod=causal)),
+    "jagged": nested,
+}  # fmt: skip
+UNSCALED = ("block masked",)
+
+
+@pytest.fixture(params=CALLS)
+def call(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "tiles"])
+def strategy(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(eager, "MAX_SCORES", 0)
+
+
+def sdpa(q, k, v, mask):
+    with sdpa_kernel(SDPBackend.MATH):
+        return swapped(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))(
+            q, k, v
+        )
+
+
+def values_and_gradients(op, inputs, d_out, dtype):
+    leaves = [t.to(dtype).requires_grad_() for t in inputs]
+    out = op(*leaves)
+    assert out.dtype == dtype
+    return out, *torch.autograd.grad(out, leaves, d_out.to(dtype))
+
+
+def within(found, expected, other, factor):
+    for ours, exact, theirs in zip(found, expected, other, strict=True):
+        error, budget = ((t.double() - exact).norm() for t in (ours, theirs))
+        assert error <= factor * budget + 1e-12 * exact.norm(), (error, budget)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_worse_than_sdpa(call, strategy, dtype):
+    """Errors against float64, outputs and gradients, of many elements: 5 % for their noise."""
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    inputs = [torch.randn(1, T, 2, D).mul(s).to(dtype) for s in (3, 3, 1)]
+    d_out = torch.randn(1, T, 2, D).to(dtype)
+    if call in UNSCALED:
+        inputs[0] = inputs[0] * SCALE  # a power of two
+        theirs = [inputs[0] / SCALE, *inputs[1:]]
+    else:
+        theirs = inputs
+    found = values_and_gradients(CALLS[call], inputs, d_out, dtype)
+    exact, other = (
+        values_and_gradients(lambda *qkv: sdpa(*qkv, mask), theirs, d_out, kind)
+        for kind in (torch.float64, dtype)
+    )
+    if call in UNSCALED:
+        exact, other = ((out, dq / SCALE, *rest) for out, dq, *rest in (exact, other))
+    within(found, exact, other, 1.05)
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if n not in UNSCALED])
+def test_logits_past_the_range_of_fp16(name, strategy):
+    base = torch.randn(1, 1, 1, D) * 35
+    inputs = [(base + torch.randn(1, T, 2, D)).half() for _ in range(2)]
+    assert (inputs[0].double() * inputs[1].double()).sum(-1).abs().min() > 65504
+    inputs.append(torch.randn(1, T, 2, D).half())
+    d_out = torch.randn(1, T, 2, D).half()
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    found = values_and_gradients(CALLS[name], inputs, d_out, torch.float16)
+    exact = values_and_gradients(lambda *qkv: sdpa(*qkv, mask), inputs, d_out, torch.float64)
+    for ours, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(
+            ours.double(), right, atol=0.02 * right.abs().max().item(), rtol=0.01
+        )
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_narrow_window(is_causal):
+    """By the local-attention package, which scales its products in their own dtype."""
+    inputs = [torch.randn(1, T, 2, D).mul(s).half() for s in (3, 3, 1)]
+    i = torch.arange(T)
+    apart = i[:, None] - i
+    mask = (apart <= 8) & (apart >= (0 if is_causal else -8))
+    d_out = torch.randn(1, T, 2, D).half()
+
+    def window(q, k, v):
+        return sliding_window_attention(q, k, v, sliding_window_size=8, causal=is_causal)
+
+    found = values_and_gradients(window, inputs, d_out, torch.float16)
+    exact = values_and_gradients(lambda *qkv: sdpa(*qkv, mask), inputs, d_out, torch.float64)
+    other = values_and_gradients(lambda *qkv: sdpa(*qkv, mask), inputs, d_out, torch.float16)
+    within(found, exact, other, 1.05)
+    base = torch.randn(1, 1, 1, D) * 35  # products past the range of fp16
+    inputs[:2] = [(base + torch.randn(1, T, 2, D)).half() for _ in range(2)]
+    with torch.no_grad():
+        found, exact = window(*inputs), sdpa(*(t.double() for t in inputs), mask)
+    torch.testing.assert_close(found.double(), exact, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compressed_and_gathered(dtype, strategy):
+    """Few blocks of many keys, and memory: as float64 of the same numbers, rounded."""
+    q, ck, cv = (torch.randn(2, 40, h, 16).mul(4).to(dtype) for h in (4, 2, 2))
+    memory = [torch.randn(2, 3, 16).to(dtype) for _ in range(2)]
+    indices = torch.arange(40)[None, :, None, None].div(4, rounding_mode="floor") // 2
+
+    def calls(q, ck, cv, mem_k, mem_v):
+        yield compressed_attention(
+            q, ck[:, :20], cv[:, :20], mem_k=mem_k, mem_v=mem_v, compress_block_sliding_stride=2
+        )
+        yield selected_attention(
+            q, ck, cv, indices.expand(2, -1, 2, -1), selection_block_size=4, soft_cap=4.0
+        )
+
+    lowp = [t.requires_grad_() for t in (q, ck, cv, *memory)]
+    exact = [t.detach().double().requires_grad_() for t in lowp]
+    unit = torch.finfo(dtype).eps
+    for ours, right in zip(calls(*lowp), calls(*exact), strict=True):
+        torch.testing.assert_close(ours.double(), right, atol=unit, rtol=unit)
+        d_out = torch.randn(right.shape).to(dtype)
+        grads = torch.autograd.grad(ours, lowp, d_out, materialize_grads=True)
+        rights = torch.autograd.grad(right, exact, d_out.double(), materialize_grads=True)
+        for g, r in zip(grads, rights, strict=True):
+            torch.testing.assert_close(g.double(), r, atol=unit, rtol=unit)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(call, strategy, dtype):
+    """Inputs are rounded to its dtype, once, and the output is."""
+    if call in ("mha", "mha by autograd", "dense", "jagged"):
+        pytest.skip("computes in its inputs' dtype under autocast")
+    inputs = [torch.randn(1, T, 2, D) * s for s in (30, 30, 1)]
+    with torch.autocast("cpu", dtype):
+        found = CALLS[call](*inputs)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, CALLS[call](*(t.to(dtype) for t in inputs)), atol=0, rtol=0)
+
+
+def test_flex_on_a_cpu(untraced_flex):
+    base = torch.randn(1, 1, 1, D) * 35
+    q, k = ((base + torch.randn(1, T, 2, D)).half() for _ in range(2))
+    v = torch.randn(1, T, 2, D).half()
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    exact = sdpa(q.double(), k.double(), v.double(), mask)
+    found = sliding_window_attention(q, k, v, sliding_window_size=T, backend="flex")
+    torch.testing.assert_close(found.double(), exact, atol=1e-3, rtol=1e-3)
