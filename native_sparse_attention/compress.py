@@ -325,8 +325,9 @@ def windowed(t: Tensor, l: int, d: int, causal: bool) -> Tensor:
     n = t.shape[2]
     end = n if causal else blocks.num_windows(n, d, causal=False) * d
     before, behind = l - d, end - n
-    # padding copies, if by nothing
-    return F.pad(t, (0, 0, before, behind)) if before or behind else t
+    # padding copies, if by nothing; a compiled graph does not ask whether it is nothing
+    pads = before or torch.compiler.is_compiling() or behind
+    return F.pad(t, (0, 0, before, behind)) if pads else t
 
 
 def windows_of(

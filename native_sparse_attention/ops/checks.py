@@ -4,6 +4,7 @@ came."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,10 +72,17 @@ def check_same(**tensors: Tensor | None) -> None:
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
-    """An integer of at least `minimum` (bools are not integers here)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    """An integer of at least `minimum`, of any integral type (bools are not integers here)."""
+    number = value
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        kinds = bool, Tensor  # which have an index, and are not integers here
+        try:
+            number = None if isinstance(value, kinds) else operator.index(value)
+        except TypeError:
+            number = None
+    if number is None or number < minimum:
         raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-    return value
+    return number
 
 
 def check_ints(minimum: int, **values: Any) -> None:
@@ -216,6 +224,8 @@ def check_windows(
     if causal and q_offset is not None:
         return
     least = blocks.num_windows(S, d, causal=causal)
+    if W == least or torch.compiler.is_exporting():  # whose lengths are symbols
+        return
     most = blocks.num_windows(S, d, causal=False)
     if not least <= W <= most:
         raise ValueError(

@@ -65,7 +65,7 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
     `sum_w overlap(w, c) / d * p_w`; where a window spans whole blocks, that window's
     probability."""
     W = probs.shape[-1]
-    mass = probs.new_zeros(*probs.shape[:-1], len(c))
+    mass = probs.new_zeros(*probs.shape[:-1], c.shape[0])
     if W == 0:
         return mass
     first = blocks.first_window_of_block(c, d, s) if d > s else c * s // d
@@ -180,7 +180,7 @@ def select_blocks(
     if not causal:
         num_ranked = blocks.num_blocks(seq_len, s)
 
-    if num_ranked == 0 or 0 in shape:
+    if (not torch.compiler.is_compiling() and num_ranked == 0) or 0 in shape:
         indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
         return indices, q.new_ones(shape) if return_gates else None
 
@@ -192,9 +192,11 @@ def select_blocks(
             at = (i - start).expand(len(q), -1)
             documents = Documents(*(bound.gather(1, at) for bound in documents))
 
-    # candidates [b|1 1 i c]: not forced and, causally, past and wholly visible
-    c = torch.arange(num_ranked, device=q.device)
-    candidate = (c >= num_initial_blocks).expand(*i.shape, -1)
+    # candidates [b|1 1 i c]: not forced and, causally, past and wholly visible; of n columns or
+    # more (a compiled graph, which serves other lengths, does not ask how many are missing)
+    missing = n if torch.compiler.is_compiling() else max(0, n - num_ranked)
+    c = torch.arange(num_ranked + missing, device=q.device)
+    candidate = ((c >= num_initial_blocks) & (c < num_ranked)).expand(*i.shape, -1)
     if documents is not None:
         first, end = (t[..., None] for t in documents.blocks(s))
         candidate = (c >= first + num_initial_blocks) & (c < end)
@@ -223,15 +225,13 @@ def select_blocks(
             sinks=None if sinks is None else sinks.to(accumulate),
         )
 
-    def pad(t: Tensor, value: int) -> Tensor:
-        return rearrange(F.pad(t, (0, n - t.shape[-1]), value=value), "b r i n -> b i r n")
-
     order, found = rank(block_scores, candidate, n)
-    indices = pad(order.masked_fill(~found, -1).to(torch.int32), -1)
+    indices = order.masked_fill(~found, -1).to(torch.int32)
+    indices = rearrange(indices, "b r i n -> b i r n")
     gates = None
     if return_gates:
         gates = straight_through_gates(block_scores, candidate, importance).gather(-1, order)
-        gates = pad(gates.masked_fill(~found, 1.0), 1)
+        gates = rearrange(gates.masked_fill(~found, 1.0), "b r i n -> b i r n")
 
     if group is not None:
         before = indices.new_full((), -1) if leader_indices is None else leader_indices[:, None]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange, repeat
+from einops import rearrange, repeat
 from torch import Tensor
 
 from .. import blocks
@@ -26,13 +26,21 @@ def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
     return i[None] + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)
 
 
+def times(a: Tensor, x: Tensor) -> Tensor:
+    """[b k g i j] times [b k j y]: a group's heads are rows of one product. In an exported program
+    they are not, as to merge axes there ties it to lengths."""
+    if torch.compiler.is_exporting():
+        return torch.matmul(a, x[:, :, None])
+    return torch.matmul(a.flatten(2, 3), x).unflatten(2, a.shape[2:4])
+
+
 def scores(
     q: Tensor, k: Tensor, scale: float | None = None, soft_cap: float | None = None
 ) -> Tensor:
     """Scaled logits [b k g i j] of q [b i (k g) d] and k [b j k d], in fp32 or better, and with a
     soft cap `c tanh(logit / c)` of them."""
     q = rearrange(q, "b i (k g) d -> b k g i d", k=k.shape[2])
-    sim = einsum(q, k, "b k g i d, b j k d -> b k g i j")
+    sim = times(q, rearrange(k, "b j k d -> b k d j"))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     sim = sim.to(torch.promote_types(sim.dtype, torch.float32)) * scale
     return sim if soft_cap is None else soft_cap * (sim / soft_cap).tanh()
@@ -44,7 +52,8 @@ def with_sinks(sim: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor,
         return sim, mask
     column = rearrange(sinks.to(sim.dtype), "(k g) -> 1 k g 1 1", k=sim.shape[1])
     sim = torch.cat((sim, column.expand(*sim.shape[:-1], 1)), dim=-1)
-    return sim, F.pad(mask, (0, 1), value=True)
+    # not F.pad: torch's compiler for CPUs writes no vector code for a bool that is padded by True
+    return sim, torch.cat((mask, mask.new_ones(()).expand(*mask.shape[:-1], 1)), dim=-1)
 
 
 def masked_softmax(sim: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +79,7 @@ def attend(
     keys = sim.shape[-1]
     sim, mask = with_sinks(sim, mask, sinks)
     probs, sim = masked_softmax(sim, mask)
-    out = einsum(probs[..., :keys].to(v.dtype), v, "b k g i j, b j k e -> b k g i e")
+    out = times(probs[..., :keys].to(v.dtype), rearrange(v, "b j k e -> b k j e"))
     out = rearrange(out, "b k g i e -> b i (k g) e")
     if not return_lse:
         return out
@@ -106,11 +115,11 @@ def compressed_scores(
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logits [b k g i (m w)] over memory and windows, and who may see them [b|1 1 1 i (m w)]."""
-    w, (first, end) = torch.arange(ck.shape[1], device=q.device), visible
-    mask = (w >= first[..., None]) & (w < end[..., None])
+    memory, (first, end) = 0 if mem_k is None else mem_k.shape[1], visible
+    w = torch.arange(-memory, ck.shape[1], device=q.device)
+    mask = ((w >= first[..., None]) & (w < end[..., None])) | (w < 0)
     if mem_k is not None:
         ck = torch.cat((repeat(mem_k, "k m d -> b m k d", b=ck.shape[0]), ck), dim=1)
-        mask = F.pad(mask, (mem_k.shape[1], 0), value=True)
     return scores(q, ck, scale, soft_cap), rearrange(mask, "b i j -> b 1 1 i j")
 
 
@@ -208,10 +217,11 @@ def selected_attention(
     s, S, kv = selection_block_size, k.shape[1], k.shape[2]
     i = query_positions(q, q_offset)
     j = torch.arange(S, device=q.device)
-    c = torch.arange(blocks.num_blocks(S, s), device=q.device)
+    num_blocks = blocks.num_blocks(S, s)  # not len(c), which would be a constant of a graph
+    c = torch.arange(num_blocks, device=q.device)
 
     chosen = torch.ones_like(block_indices, dtype=torch.bool)
-    chosen = scatter_blocks(chosen, block_indices, len(c), False)
+    chosen = scatter_blocks(chosen, block_indices, num_blocks, False)
     forced = forced_blocks(
         i,
         c,
@@ -224,7 +234,7 @@ def selected_attention(
     # [b r i c] -> [b k g' i j] with g' = 1 where the group shares
     attended = rearrange(chosen | forced[:, None], "b (k g) i c -> b k g i c", k=kv)
     of_key = block_numbers(S, s, q.device)
-    mask = attended[..., of_key]
+    mask = attended.index_select(-1, of_key)
     if causal:
         mask = mask & (j <= i[..., None])[:, None, None]
     if documents is not None:
@@ -232,9 +242,10 @@ def selected_attention(
 
     sim = scores(q, k, scale, soft_cap)
     if gates is not None:
-        gate = scatter_blocks(gates.to(sim.dtype), block_indices, len(c), 1.0)
+        gate = scatter_blocks(gates.to(sim.dtype), block_indices, num_blocks, 1.0)
         gate = gate.masked_fill(forced[:, None], 1.0)
-        sim = sim * rearrange(gate, "b (k g) i c -> b k g i c", k=kv)[..., of_key]
+        gate = rearrange(gate, "b (k g) i c -> b k g i c", k=kv)
+        sim = sim * gate.index_select(-1, of_key)
     return attend(sim, v, mask, return_lse, sinks)
 
 
