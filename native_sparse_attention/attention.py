@@ -17,7 +17,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
-from . import decoding
+from . import blocks, decoding
 from .cache import KVCache
 from .compress import default_compress_mlp, slide, slides, windowed, windows_of
 from .gate import default_gate
@@ -33,6 +33,7 @@ from .ops.checks import (
     check_selection,
 )
 from .ops.documents import Documents, layer_layout
+from .ops.graphs import free_size
 from .ops.nsa import native_sparse_attention
 from .rotary import Rotary, check_rotary
 
@@ -368,10 +369,13 @@ class SparseAttention(Module):
         sequence without a copy of each window."""
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         sliding = [net for net in (self.k_compress, self.v_compress) if slides(net)]
-        if documents is not None or l % d or len(sliding) < 2:
-            return self.compress(
-                {n: windows_of(t, l, d, self.causal, documents) for n, t in raw.items()}
-            )
+        whole: dict[str, Any] = dict(l=l, d=d, causal=self.causal)
+        if torch.compiler.is_exporting():
+            w = blocks.num_windows(raw["k"].shape[2], d, causal=self.causal)
+            whole["count"] = free_size(w)
+        if "count" in whole or documents is not None or l % d or len(sliding) < 2:
+            windows = {n: windows_of(t, documents=documents, **whole) for n, t in raw.items()}
+            return self.compress(windows)
         positions = (self.k_intrablock_positions, self.v_intrablock_positions)
         compressed = {}
         for name, net, p in zip("kv", sliding, positions, strict=True):

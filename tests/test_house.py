@@ -137,7 +137,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"kernels.counts"}),
     frozenset({"ops.checks", "ops.documents", "entries"}),
-    frozenset({"blocks"}),
+    frozenset({"blocks", "ops.graphs"}),
     # the folders' own __init__: a docstring, no imports
     frozenset(
         {

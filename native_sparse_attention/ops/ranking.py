@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import blocks
 from .documents import Documents
+from .graphs import free_size
 from .reference import (
     compressed_scores,
     masked_softmax,
@@ -53,7 +54,7 @@ def block_mean_interpolated(
         nearest = w.maximum(first).minimum(end - 1).clamp(min=0)
         index = rearrange(nearest, "b i c t -> b 1 i (c t)")
         index = index.expand(*window_scores.shape[:3], -1)
-        return rearrange(window_scores.gather(-1, index), "b r i (c t) -> b r i c t", t=s)
+        return window_scores.gather(-1, index).unflatten(-1, t.shape)
 
     covered = (t < end * d)[:, None]
     token_scores = torch.lerp(at(left), at(left + 1), weight) * covered
@@ -74,6 +75,12 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
         weight = torch.where((w >= 0) & (w < W), share, 0).to(probs.dtype)
         mass = mass + probs[..., w.clamp(0, W - 1)] * weight
     return mass
+
+
+def with_last(t: Tensor) -> Tensor:
+    """What is known of windows [.. w]; in a compiled graph, which serves sequences that have no
+    window too, with zeros for one more, which nobody sees."""
+    return F.pad(t, (0, 1)) if torch.compiler.is_compiling() else t
 
 
 def importance_scores(
@@ -99,13 +106,13 @@ def importance_scores(
         sim, mask = compressed_scores(q, ck, mem_k, visible, scale, soft_cap)
         keys = sim.shape[-1]
         probs, _ = masked_softmax(*with_sinks(sim, mask, sinks))
-        probs = probs[..., keys - ck.shape[1] : keys]
+        probs = with_last(probs[..., keys - ck.shape[1] : keys])
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
         return block_mass(probs, c, l, d, s)
     if shared:
         # the mean over heads of a dot product is the dot product with the mean query
         q = rearrange(q, "b i (k g) d -> b i k g d", k=ck.shape[2]).mean(dim=3)
-    window_scores = rearrange(scores(q, ck, scale), "b k g i w -> b (k g) i w")
+    window_scores = with_last(rearrange(scores(q, ck, scale), "b k g i w -> b (k g) i w"))
     if interpolated:
         return block_mean_interpolated(window_scores, visible, c, d, s)
     return block_mean(window_scores, visible[1], c, d, s)
@@ -134,7 +141,8 @@ def leaders(q: Tensor, i: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
     group [b|1 i] that each query belongs to, -1 where its first token came before this call."""
     T, first = q.shape[1], i[:, :1]
     group = i // stride - blocks.ceil_div(first, stride)
-    t = -first % stride + stride * torch.arange(blocks.ceil_div(T, stride), device=q.device)
+    groups = free_size(blocks.ceil_div(T, stride))
+    t = -first % stride + stride * torch.arange(groups, device=q.device)
     t = t.clamp(max=T - 1)
     rows = t.expand(q.shape[0], -1)[..., None, None].expand(-1, -1, *q.shape[2:])
     return q.gather(1, rows), i.gather(1, t), group
@@ -178,7 +186,7 @@ def select_blocks(
     shape = (q.shape[0], q.shape[1], ck.shape[2] if shared else q.shape[2], n)
     num_ranked = blocks.num_complete_blocks(ck.shape[1] * d, d, s)
     if not causal:
-        num_ranked = blocks.num_blocks(seq_len, s)
+        num_ranked = free_size(blocks.num_blocks(seq_len, s))
 
     if (not torch.compiler.is_compiling() and num_ranked == 0) or 0 in shape:
         indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)

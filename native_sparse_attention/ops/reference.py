@@ -12,12 +12,12 @@ the inputs' dtype and the softmax in fp32 or better. Autograd gives the gradient
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
 from .. import blocks
 from .documents import Documents
+from .graphs import free_size
 
 
 def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def selected_attention(
     s, S, kv = selection_block_size, k.shape[1], k.shape[2]
     i = query_positions(q, q_offset)
     j = torch.arange(S, device=q.device)
-    num_blocks = blocks.num_blocks(S, s)  # not len(c), which would be a constant of a graph
+    num_blocks = free_size(blocks.num_blocks(S, s))
     c = torch.arange(num_blocks, device=q.device)
 
     chosen = torch.ones_like(block_indices, dtype=torch.bool)
