@@ -17,9 +17,9 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
-from . import blocks, decoding
+from . import decoding
 from .cache import KVCache
-from .compress import default_compress_mlp, slide, slides, windowed, windows_of
+from .compress import count_freely, default_compress_mlp, slide, slides, windowed, windows_of
 from .gate import default_gate
 from .ops.block_sizes import BlockSizes, check_block_sizes
 from .ops.checks import (
@@ -33,7 +33,6 @@ from .ops.checks import (
     check_selection,
 )
 from .ops.documents import Documents, layer_layout
-from .ops.graphs import free_size
 from .ops.nsa import native_sparse_attention
 from .rotary import Rotary, check_rotary
 
@@ -369,12 +368,11 @@ class SparseAttention(Module):
         sequence without a copy of each window."""
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         sliding = [net for net in (self.k_compress, self.v_compress) if slides(net)]
-        whole: dict[str, Any] = dict(l=l, d=d, causal=self.causal)
-        if torch.compiler.is_exporting():
-            w = blocks.num_windows(raw["k"].shape[2], d, causal=self.causal)
-            whole["count"] = free_size(w)
-        if "count" in whole or documents is not None or l % d or len(sliding) < 2:
-            windows = {n: windows_of(t, documents=documents, **whole) for n, t in raw.items()}
+        count = count_freely(raw["k"].shape[2], d, self.causal)
+        if count is not None or documents is not None or l % d or len(sliding) < 2:
+            windows = {
+                n: windows_of(t, l, d, self.causal, documents, count) for n, t in raw.items()
+            }
             return self.compress(windows)
         positions = (self.k_intrablock_positions, self.v_intrablock_positions)
         compressed = {}

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from . import blocks
 from .ops.checks import check_ints
 from .ops.documents import Documents
+from .ops.graphs import free_size
 
 
 def hidden_width(width: int, expand_factor: float) -> int:
@@ -318,6 +319,13 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
     if t.shape[2] < l:
         return t.new_zeros(*t.shape[:2], 0, l, t.shape[3])
     return t.unfold(2, l, d).transpose(-2, -1)
+
+
+def count_freely(n: int, d: int, causal: bool) -> int | None:
+    """The windows of n tokens as a `free_size`, in a program that is exported."""
+    if not torch.compiler.is_exporting():
+        return None
+    return free_size(blocks.num_windows(n, d, causal=causal))
 
 
 def unfold_freely(t: Tensor, l: int, d: int, count: int) -> Tensor:
