@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from . import decoding
 from .cache import KVCache
-from .compress import default_compress_mlp, slide, slides, windowed, windows_of
+from .compress import count_freely, default_compress_mlp, slide, slides, windowed, windows_of
 from .frequencies import RotaryLayer
 from .gate import default_gate
 from .identity import Identity
@@ -361,10 +361,12 @@ class SparseAttention(RotaryLayer):
         sequence without a copy of each window."""
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         sliding = [net for net in (self.k_compress, self.v_compress) if slides(net)]
-        if documents is not None or l % d or len(sliding) < 2:
-            return self.compress(
-                {n: windows_of(t, l, d, self.causal, documents) for n, t in raw.items()}
-            )
+        count = count_freely(raw["k"].shape[2], d, self.causal)
+        if count is not None or documents is not None or l % d or len(sliding) < 2:
+            windows = {
+                n: windows_of(t, l, d, self.causal, documents, count) for n, t in raw.items()
+            }
+            return self.compress(windows)
         positions = (self.k_intrablock_positions, self.v_intrablock_positions)
         compressed = {}
         for name, net, p in zip("kv", sliding, positions, strict=True):

@@ -24,7 +24,7 @@ Int = TypeVar("Int", int, Tensor)
 
 
 def ceil_div(a: Int, b: int) -> Int:
-    return -(-a // b)
+    return (a + b - 1) // b
 
 
 def minimum(a, b):

@@ -29,6 +29,7 @@ from .initialization import Started, assign
 from .ops import transforms
 from .ops.checks import check_ints
 from .ops.documents import Documents
+from .ops.graphs import free_size
 
 
 def hidden_width(width: int, expand_factor: float) -> int:
@@ -355,21 +356,38 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
     return t.unfold(2, l, d).transpose(-2, -1)
 
 
+def count_freely(n: int, d: int, causal: bool) -> int | None:
+    """The windows of n tokens as a `free_size`, in a program that is exported."""
+    if not torch.compiler.is_exporting():
+        return None
+    return free_size(blocks.num_windows(n, d, causal=causal))
+
+
+def unfold_freely(t: Tensor, l: int, d: int, count: int) -> Tensor:
+    """`unfold`, copied, of a number of windows that is a `free_size`."""
+    w = torch.arange(count, device=t.device)[:, None]
+    index = w * d + torch.arange(l, device=t.device)
+    return t.index_select(2, index.flatten()).unflatten(2, (count, l))
+
+
 def windowed(t: Tensor, l: int, d: int, causal: bool) -> Tensor:
     """Whole sequences [b h n d] with the zeros that their windows begin or end in."""
     n = t.shape[2]
     end = n if causal else blocks.num_windows(n, d, causal=False) * d
     before, behind = l - d, end - n
-    # padding copies, if by nothing
-    return F.pad(t, (0, 0, before, behind)) if before or behind else t
+    # padding copies, if by nothing; a compiled graph does not ask whether it is nothing
+    pads = before or torch.compiler.is_compiling() or behind
+    return F.pad(t, (0, 0, before, behind)) if pads else t
 
 
 def windows_of(
-    t: Tensor, l: int, d: int, causal: bool, documents: Documents | None = None
-) -> Tensor:
+    t: Tensor, l: int, d: int, causal: bool, documents: Documents | None = None,
+    count: int | None = None,
+) -> Tensor:  # fmt: skip
     """Windows [b h w l d] of whole sequences [b h n d]; zeros stand for tokens outside of the
-    sequence, or of the document that a window ends in."""
-    windows = unfold(windowed(t, l, d, causal), l, d)
+    sequence, or of the document that a window ends in. `count`: w, where it is a `free_size`."""
+    windows = windowed(t, l, d, causal)
+    windows = unfold(windows, l, d) if count is None else unfold_freely(windows, l, d, count)
     # causally no query sees a window that its document does not fill
     if documents is None or (causal and l == d):
         return windows

@@ -149,7 +149,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"ops.transforms"}),
-    frozenset({"blocks", "initialization"}),
+    frozenset({"blocks", "initialization", "ops.graphs"}),
     # the folders' own __init__: a docstring, no imports
     frozenset(
         {

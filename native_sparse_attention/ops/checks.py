@@ -4,6 +4,7 @@ came."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,10 +72,17 @@ def check_same(**tensors: Tensor | None) -> None:
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
-    """An integer of at least `minimum` (bools are not integers here)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    """An integer of at least `minimum`, of any integral type (bools are not integers here)."""
+    number = value
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        kinds = bool, Tensor  # which have an index, and are not integers here
+        try:
+            number = None if isinstance(value, kinds) else operator.index(value)
+        except TypeError:
+            number = None
+    if number is None or number < minimum:
         raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-    return value
+    return number
 
 
 def check_ints(minimum: int, **values: Any) -> None:
@@ -215,7 +223,11 @@ def check_windows(
     With a `q_offset` the last query need not end the sequence: causally nothing is known of S."""
     if causal and q_offset is not None:
         return
+    if torch.compiler.is_exporting():  # lengths are symbols, which nothing may be asked of
+        return
     least = blocks.num_windows(S, d, causal=causal)
+    if least == W:
+        return
     most = blocks.num_windows(S, d, causal=False)
     if not least <= W <= most:
         raise ValueError(

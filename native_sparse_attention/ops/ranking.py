@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import blocks
 from .autocast import no_autocast
 from .documents import Documents
+from .graphs import free_size
 from .products import finite
 from .reference import (
     capped,
@@ -55,7 +56,7 @@ def block_mean_interpolated(
         nearest = w.maximum(first).minimum(end - 1).clamp(min=0)
         index = rearrange(nearest, "b i c t -> b 1 i (c t)")
         index = index.expand(*window_scores.shape[:3], -1)
-        return rearrange(window_scores.gather(-1, index), "b r i (c t) -> b r i c t", t=s)
+        return window_scores.gather(-1, index).unflatten(-1, t.shape)
 
     covered = (t < end * d)[:, None]
     token_scores = torch.lerp(at(left), at(left + 1), weight).masked_fill(~covered, 0.0)
@@ -67,7 +68,7 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
     `sum_w overlap(w, c) / d * p_w`; where a window spans whole blocks, that window's
     probability."""
     W = probs.shape[-1]
-    mass = probs.new_zeros(*probs.shape[:-1], len(c))
+    mass = probs.new_zeros(*probs.shape[:-1], c.shape[0])
     if W == 0:
         return mass
     first = blocks.first_window_of_block(c, d, s) if d > s else c * s // d
@@ -76,6 +77,12 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
         weight = torch.where((w >= 0) & (w < W), share, 0).to(probs.dtype)
         mass = mass + probs[..., w.clamp(0, W - 1)] * weight
     return mass
+
+
+def with_last(t: Tensor) -> Tensor:
+    """What is known of windows [.. w]; in a compiled graph, which serves sequences that have no
+    window too, with zeros for one more, which nobody sees."""
+    return F.pad(t, (0, 1)) if torch.compiler.is_compiling() else t
 
 
 def importance_scores(
@@ -101,14 +108,14 @@ def importance_scores(
         sim, mask = compressed_scores(q, ck, mem_k, visible, scale)
         keys, sim = sim.shape[-1], capped(finite(sim), soft_cap)
         probs, _ = masked_softmax(*with_sinks(sim, mask, sinks))
-        probs = probs[..., keys - ck.shape[1] : keys]
+        probs = with_last(probs[..., keys - ck.shape[1] : keys])
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
         return block_mass(probs, c, l, d, s)
     if shared:
         # the mean over heads of a dot product is the dot product with the mean query
         q = rearrange(q, "b i (k g) d -> b i k g d", k=ck.shape[2]).mean(dim=3)
     sim, _ = compressed_scores(q, ck, None, visible, scale)
-    window_scores = rearrange(finite(sim), "b k g i w -> b (k g) i w")
+    window_scores = with_last(rearrange(finite(sim), "b k g i w -> b (k g) i w"))
     if interpolated:
         return block_mean_interpolated(window_scores, visible, c, d, s)
     return block_mean(window_scores, visible[1], c, d, s)
@@ -137,7 +144,8 @@ def leaders(q: Tensor, i: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
     group [b|1 i] that each query belongs to, -1 where its first token came before this call."""
     T, first = q.shape[1], i[:, :1]
     group = i // stride - blocks.ceil_div(first, stride)
-    t = -first % stride + stride * torch.arange(blocks.ceil_div(T, stride), device=q.device)
+    groups = free_size(blocks.ceil_div(T, stride))
+    t = -first % stride + stride * torch.arange(groups, device=q.device)
     t = t.clamp(max=T - 1)
     rows = t.expand(q.shape[0], -1)[..., None, None].expand(-1, -1, *q.shape[2:])
     return q.gather(1, rows), i.gather(1, t), group
@@ -181,9 +189,9 @@ def select_blocks(
     shape = (q.shape[0], q.shape[1], ck.shape[2] if shared else q.shape[2], n)
     num_ranked = blocks.num_complete_blocks(ck.shape[1] * d, d, s)
     if not causal:
-        num_ranked = blocks.num_blocks(seq_len, s)
+        num_ranked = free_size(blocks.num_blocks(seq_len, s))
 
-    if num_ranked == 0 or 0 in shape:
+    if (not torch.compiler.is_compiling() and num_ranked == 0) or 0 in shape:
         indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
         return indices, q.new_ones(shape) if return_gates else None
 
@@ -195,9 +203,11 @@ def select_blocks(
             at = (i - start).expand(len(q), -1)
             documents = Documents(*(bound.gather(1, at) for bound in documents))
 
-    # candidates [b|1 1 i c]: not forced and, causally, past and wholly visible
-    c = torch.arange(num_ranked, device=q.device)
-    candidate = (c >= num_initial_blocks).expand(*i.shape, -1)
+    # candidates [b|1 1 i c]: not forced and, causally, past and wholly visible; of n columns or
+    # more (a compiled graph, which serves other lengths, does not ask how many are missing)
+    missing = n if torch.compiler.is_compiling() else max(0, n - num_ranked)
+    c = torch.arange(num_ranked + missing, device=q.device)
+    candidate = ((c >= num_initial_blocks) & (c < num_ranked)).expand(*i.shape, -1)
     if documents is not None:
         first, end = (t[..., None] for t in documents.blocks(s))
         candidate = (c >= first + num_initial_blocks) & (c < end)
@@ -226,15 +236,13 @@ def select_blocks(
             sinks=None if sinks is None else sinks.to(accumulate),
         )
 
-    def pad(t: Tensor, value: int) -> Tensor:
-        return rearrange(F.pad(t, (0, n - t.shape[-1]), value=value), "b r i n -> b i r n")
-
     order, found = rank(block_scores, candidate, n)
-    indices = pad(order.masked_fill(~found, -1).to(torch.int32), -1)
+    indices = order.masked_fill(~found, -1).to(torch.int32)
+    indices = rearrange(indices, "b r i n -> b i r n")
     gates = None
     if return_gates:
         gates = straight_through_gates(block_scores, candidate, importance).gather(-1, order)
-        gates = pad(gates.masked_fill(~found, 1.0), 1)
+        gates = rearrange(gates.masked_fill(~found, 1.0), "b r i n -> b i r n")
 
     if group is not None:
         before = indices.new_full((), -1) if leader_indices is None else leader_indices[:, None]

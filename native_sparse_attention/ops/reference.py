@@ -13,12 +13,12 @@ has no share in a product, whatever the value (`products.py`).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
 from .. import blocks
 from .documents import Documents
+from .graphs import free_size
 from .products import isolated, logits, weighted
 
 
@@ -47,7 +47,8 @@ def with_sinks(sim: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor,
         return sim, mask
     column = rearrange(sinks.to(sim.dtype), "(k g) -> 1 k g 1 1", k=sim.shape[1])
     sim = torch.cat((sim, column.expand(*sim.shape[:-1], 1)), dim=-1)
-    return sim, F.pad(mask, (0, 1), value=True)
+    # not F.pad: torch's compiler for CPUs writes no vector code for a bool that is padded by True
+    return sim, torch.cat((mask, mask.new_ones(()).expand(*mask.shape[:-1], 1)), dim=-1)
 
 
 def masked_softmax(sim: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,11 +117,11 @@ def compressed_scores(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Logits [b k g i (m w)] over memory and windows, and who may see them [b|1 1 1 i (m w)]."""
-    w, (first, end) = torch.arange(ck.shape[1], device=q.device), visible
-    mask = (w >= first[..., None]) & (w < end[..., None])
+    memory, (first, end) = 0 if mem_k is None else mem_k.shape[1], visible
+    w = torch.arange(-memory, ck.shape[1], device=q.device)
+    mask = ((w >= first[..., None]) & (w < end[..., None])) | (w < 0)
     if mem_k is not None:
         ck = torch.cat((repeat(mem_k, "k m d -> b m k d", b=ck.shape[0]), ck), dim=1)
-        mask = F.pad(mask, (mem_k.shape[1], 0), value=True)
     mask = rearrange(mask, "b i j -> b 1 1 i j")
     return scores(q, ck, mask, scale), mask
 
@@ -219,10 +220,11 @@ def selected_attention(
     s, S, kv = selection_block_size, k.shape[1], k.shape[2]
     i = query_positions(q, q_offset)
     j = torch.arange(S, device=q.device)
-    c = torch.arange(blocks.num_blocks(S, s), device=q.device)
+    num_blocks = free_size(blocks.num_blocks(S, s))
+    c = torch.arange(num_blocks, device=q.device)
 
     chosen = torch.ones_like(block_indices, dtype=torch.bool)
-    chosen = scatter_blocks(chosen, block_indices, len(c), False)
+    chosen = scatter_blocks(chosen, block_indices, num_blocks, False)
     forced = forced_blocks(
         i,
         c,
@@ -235,7 +237,7 @@ def selected_attention(
     # [b r i c] -> [b k g' i j] with g' = 1 where the group shares
     attended = rearrange(chosen | forced[:, None], "b (k g) i c -> b k g i c", k=kv)
     of_key = block_numbers(S, s, q.device)
-    mask = attended[..., of_key]
+    mask = attended.index_select(-1, of_key)
     if causal:
         mask = mask & (j <= i[..., None])[:, None, None]
     if documents is not None:
@@ -243,9 +245,9 @@ def selected_attention(
 
     gate = None
     if gates is not None:
-        gate = scatter_blocks(gates.to(q.dtype), block_indices, len(c), 1.0)
+        gate = scatter_blocks(gates.to(q.dtype), block_indices, num_blocks, 1.0)
         gate = gate.masked_fill(forced[:, None], 1.0)
-        gate = rearrange(gate, "b (k g) i c -> b k g i c", k=kv)[..., of_key]
+        gate = rearrange(gate, "b (k g) i c -> b k g i c", k=kv).index_select(-1, of_key)
     return attend(scores(q, k, mask, scale), v, mask, return_lse, sinks, soft_cap, gate)
 
 

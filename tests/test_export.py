@@ -1,0 +1,68 @@
+"""torch.export with dynamic batch and length: the program equals the layer at every length."""
+
+import io
+
+import pytest
+import torch
+
+from native_sparse_attention import SparseAttention, Transformer, compress
+
+GEOMETRY = dict(
+    dim=24, dim_head=8, heads=4, kv_heads=2, sliding_window_size=8, compress_block_size=8,
+    compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+)  # fmt: skip
+BATCH, LENGTH = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=4096)
+LENGTHS = (1, 2, 3, 4, 7, 8, 9, 41, 64)
+
+
+def exported(module, example, dims=None, **kwargs):
+    dims = {0: BATCH, 1: LENGTH} if dims is None else dims
+    return torch.export.export(module, (example,), dynamic_shapes=(dims,), **kwargs)
+
+
+def assert_equals_layer(program, layer, shapes, make):
+    run = program.module()
+    for shape in shapes:
+        x = make(*shape)
+        torch.testing.assert_close(run(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(causal=True, interpolated_importance_score=True, selection_stride=4,
+             use_diff_topk=True),
+        dict(causal=False, importance="probs", num_compressed_mem_kv=0, soft_cap=5.0,
+             branch_kv="independent", attention_sinks=True, compress_mlp=compress.MeanPool()),
+    ],
+    ids=["causal", "both_sides"],
+)  # fmt: skip
+def test_layer_of_any_length(settings):
+    torch.manual_seed(0)
+    layer = SparseAttention(**GEOMETRY, **settings).eval().requires_grad_(False)
+    program = exported(layer, torch.randn(2, 40, 24))
+    shapes = [(batch, n) for batch in (1, 3) for n in LENGTHS]
+    assert_equals_layer(program, layer, shapes, lambda b, n: torch.randn(b, n, 24))
+
+
+def test_length_alone_is_dynamic():
+    torch.manual_seed(0)
+    layer = SparseAttention(**GEOMETRY, causal=True).eval().requires_grad_(False)
+    program = exported(layer, torch.randn(2, 40, 24), {1: LENGTH})
+    assert_equals_layer(
+        program, layer, [(2, n) for n in LENGTHS], lambda b, n: torch.randn(b, n, 24)
+    )
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_transformer_is_saved_and_loaded(sparse):
+    torch.manual_seed(0)
+    model = Transformer(17, 16, 1, dim_head=8, heads=2, use_sparse_attn=sparse)
+    model = model.eval().requires_grad_(False)
+    program = exported(model, torch.randint(17, (2, 40)))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    shapes = [(1, 2), (3, 13), (2, 70)]
+    program = torch.export.load(file)
+    assert_equals_layer(program, model, shapes, lambda b, n: torch.randint(17, (b, n)))
