@@ -62,6 +62,8 @@ def is_batched(tensor: Tensor) -> bool:
 
 def is_legacy_batched(tensor: Tensor) -> bool:
     """Whether torch.autograd, and not torch.func, maps over a gradient (`is_grads_batched`)."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
