@@ -21,20 +21,15 @@ from . import decoding
 from .cache import KVCache
 from .compress import default_compress_mlp, slide, slides, windowed, windows_of
 from .gate import default_gate
-from .ops.block_sizes import BlockSizes, check_block_sizes
-from .ops.checks import (
-    BACKENDS,
-    BRANCH_KV,
-    check_choice,
-    check_groups,
-    check_input,
-    check_ints,
-    check_positive,
-    check_selection,
-)
+from .networks import check_compress_mlp, check_gate, check_input
+from .ops.block_sizes import BlockSizes
+from .ops.checks import check_bools
 from .ops.documents import Documents, layer_layout
+from .ops.keywords import refuse
 from .ops.nsa import native_sparse_attention
+from .ops.scalars import check_factor, check_hidden
 from .rotary import Rotary, check_rotary
+from .settings import NAMES, check_settings
 
 # what the layer hands on as it is
 SETTINGS = (
@@ -98,8 +93,33 @@ class SparseAttention(Module):
             to the compiler, as eager PyTorch.
 
     Raises:
-        ValueError: an argument out of range, or two that do not go together.
+        ValueError: an argument out of range, two that do not go together, or a network of other
+            widths than those above.
     """
+
+    dim: int
+    dim_head: int
+    heads: int
+    kv_heads: int
+    causal: bool
+    use_diff_topk: bool
+    sliding_window_size: int
+    num_compressed_mem_kv: int
+    compress_block_size: int
+    compress_block_sliding_stride: int
+    selection_block_size: int
+    num_selected_blocks: int
+    importance: str
+    interpolated_importance_score: bool
+    num_initial_blocks: int
+    num_local_blocks: int
+    selection_stride: int
+    query_heads_share_selected_kv: bool
+    branch_kv: str
+    soft_cap: float | None
+    block_sizes: BlockSizes | None
+    recompute: bool
+    backend: str
 
     def __init__(
         self,
@@ -135,62 +155,13 @@ class SparseAttention(Module):
         recompute: bool = False,
         backend: str = "auto",
     ):
+        given = locals()
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        stride = compress_block_sliding_stride
-        stride = compress_block_size if stride is None else stride
-        check_ints(1, dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads)
-        check_ints(
-            0,
-            sliding_window_size=sliding_window_size,
-            num_compressed_mem_kv=num_compressed_mem_kv,
-        )
-        check_groups(heads, kv_heads)
-        check_selection(
-            l=compress_block_size,
-            d=stride,
-            s=selection_block_size,
-            n=num_selected_blocks,
-            importance=importance,
-            interpolated=interpolated_importance_score,
-            num_initial_blocks=num_initial_blocks,
-            num_local_blocks=num_local_blocks,
-            selection_stride=selection_stride,
-        )
-        check_choice("branch_kv", branch_kv, BRANCH_KV)
-        check_choice("backend", backend, BACKENDS)
-        check_block_sizes(block_sizes)
-        check_positive("soft_cap", soft_cap)
-        if use_triton_kernel and backend not in ("auto", "triton"):
-            raise ValueError(
-                "use_triton_kernel=True asks for backend='triton', "
-                f"but backend={backend!r} was given"
-            )
+        for name, value in check_settings(**{name: given[name] for name in NAMES}).items():
+            setattr(self, name, value)
+        dim, dim_head, heads, kv_heads = self.dim, self.dim_head, self.heads, self.kv_heads
+        compress_block_size = self.compress_block_size
         check_rotary(rotary_emb, dim_head)
-
-        self.dim = dim
-        self.dim_head = dim_head
-        self.heads = heads
-        self.kv_heads = kv_heads
-        self.causal = causal
-        self.sliding_window_size = sliding_window_size
-        self.compress_block_size = compress_block_size
-        self.compress_block_sliding_stride = stride
-        self.selection_block_size = selection_block_size
-        self.num_selected_blocks = num_selected_blocks
-        self.num_compressed_mem_kv = num_compressed_mem_kv
-        self.use_diff_topk = use_diff_topk
-        self.interpolated_importance_score = interpolated_importance_score
-        self.query_heads_share_selected_kv = query_heads_share_selected_kv
-        self.importance = importance
-        self.num_initial_blocks = num_initial_blocks
-        self.num_local_blocks = num_local_blocks
-        self.selection_stride = selection_stride
-        self.branch_kv = branch_kv
-        self.soft_cap = soft_cap
-        self.block_sizes = block_sizes
-        self.recompute = recompute
-        self.backend = "triton" if use_triton_kernel else backend
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
         # q, then a key and a value for all branches, or for each: compressed, selected, window
@@ -201,7 +172,7 @@ class SparseAttention(Module):
         self.rotary_emb = Rotary(dim_head) if rotary_emb is None else rotary_emb
 
         self.compress_mem_kv = nn.Parameter(
-            torch.zeros(2, kv_heads, num_compressed_mem_kv, dim_head)
+            torch.zeros(2, kv_heads, self.num_compressed_mem_kv, dim_head)
         )
         self.sinks = nn.Parameter(torch.zeros(3, heads)) if attention_sinks else None
         self.k_intrablock_positions = nn.Parameter(
@@ -210,15 +181,21 @@ class SparseAttention(Module):
         self.v_intrablock_positions = nn.Parameter(
             torch.zeros(kv_heads, compress_block_size, dim_head)
         )
+        expand_factor = check_factor("compress_mlp_expand_factor", compress_mlp_expand_factor)
         if compress_mlp is None:
-            compress_mlp = default_compress_mlp(
-                dim_head, compress_block_size, compress_mlp_expand_factor
+            check_hidden(
+                "compress_mlp_expand_factor", expand_factor, compress_block_size * dim_head
             )
+            compress_mlp = default_compress_mlp(dim_head, compress_block_size, expand_factor)
+        else:
+            check_compress_mlp(compress_mlp, kv_heads, compress_block_size, dim_head)
         self.k_compress = deepcopy(compress_mlp)
         self.v_compress = deepcopy(compress_mlp)
 
         if strategy_combine_mlp is None:
             strategy_combine_mlp = default_gate(dim, heads)
+        else:
+            check_gate(strategy_combine_mlp, dim, heads)
         self.to_strategy_combine = nn.Sequential(
             strategy_combine_mlp, nn.Sigmoid(), Rearrange("b n (h s) -> b n h s", h=heads)
         )
@@ -253,6 +230,7 @@ class SparseAttention(Module):
         segment_ids: Tensor | None = None,
         mask: Tensor | None = None,
         documents: Documents | None = None,
+        **unknown: Any,
     ) -> Any:
         """Attend, over the input alone or over a cache and the input behind it.
 
@@ -283,7 +261,11 @@ class SparseAttention(Module):
                 or a cache for a layer that is not causal.
             NotImplementedError: an explicit backend that cannot run the call.
         """
-        check_input(inp, self.dim)
+        refuse(unknown, self.forward)
+        disable_triton_kernel, return_cache = check_bools(
+            disable_triton_kernel=disable_triton_kernel, return_cache=return_cache
+        )
+        check_input(inp, self.dim, self.to_qkv)
         cache = decoding.check_cache(cache, return_cache, lengths, self.causal, self.alignment)
         names = cu_seqlens, segment_ids, mask, documents
         layout, lengths = layer_layout(inp, self.alignment, cache is not None, lengths, *names)
@@ -320,25 +302,26 @@ class SparseAttention(Module):
                 leader = cache.recent("ranking", 1)[:, :, 0]
 
         tensors: dict[str, Any] = {"q": rotated_q, "cq": q, **tokens, **compressed}
-        out, indices = native_sparse_attention(
+        result = native_sparse_attention(
             **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
             **self.memory(q.dtype),
             branch_gates=self.to_strategy_combine(x),
             **{name: getattr(self, name) for name in SETTINGS},
             q_offset=start,
             leader_indices=leader,
-            return_indices=True,
+            return_indices=cache is not None and self.selection_stride > 1,
             documents=documents,
             sliding_window_flex_mask=sliding_window_flex_mask,
             fine_selection_flex_mask=fine_selection_flex_mask,
             backend=backend,
         )
+        out, indices = result if isinstance(result, tuple) else (result, None)
         out = rearrange(out, "b n h d -> b n (h d)")
         if cache is None:
             return self.combine_heads(out if layout is None else layout.collect(out))
         out = self.combine_heads(out)
 
-        if self.selection_stride > 1:
+        if indices is not None:
             ranking = rearrange(indices, "b n h s -> b h n s")
             cache.keep_recent({"ranking": ranking}, counts, 1)
         cache.keep_recent(raw, counts, self.compress_block_size - 1)

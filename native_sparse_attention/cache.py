@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from operator import add
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ from .entries import (
     row_numbers,
     zeros,
 )
-from .ops.checks import check_ints
+from .ops.scalars import TOO_MANY, as_int, check_device, check_int, check_ints
 
 
 class KVCache:
@@ -58,12 +59,13 @@ class KVCache:
     page_size: int | None = None
 
     def __init__(self, max_length: int | None = None, batch: int | None = None, rollback: int = 64):
-        sizes = {"max_length": max_length, "batch": batch}
-        check_ints(1, **{name: size for name, size in sizes.items() if size is not None})
-        check_ints(0, rollback=rollback)
+        if max_length is not None:
+            max_length = check_int("max_length", max_length, 1)
+        if batch is not None:
+            batch = check_int("batch", batch, 1, TOO_MANY)
         self.max_length = max_length
         self.batch = batch
-        self.rollback = rollback
+        self.rollback = check_int("rollback", rollback, 0)
         self.lengths: list[int] = [] if batch is None else [0] * batch
         self._reached = list(self.lengths)  # most tokens that a row has ever held
         self._streams: dict[str, Tensor] = {}
@@ -116,7 +118,7 @@ class KVCache:
         """
         if self.batch is None:
             raise ValueError("cache has no rows yet, and no lengths: construct it with batch=...")
-        wanted = torch.device(device)
+        wanted = check_device("device", device)
         held = self.device or wanted
         if wanted.type != held.type or wanted.index not in (None, held.index):
             raise ValueError(f"cache is on {held}, got {wanted} for its lengths")
@@ -269,10 +271,9 @@ class KVCache:
         Raises:
             ValueError: more tokens than a row has, or fewer than `rollback` lets it go back to.
         """
-        if isinstance(lengths, Tensor):
-            lengths = lengths.tolist()
-        rows = len(self.lengths)
-        wanted = [lengths] * rows if isinstance(lengths, int) else integers("lengths", lengths)
+        several: Any = lengths
+        rows, one = len(self.lengths), as_int(lengths)
+        wanted = integers("lengths", several) if one is None else [one] * rows
         if len(wanted) != rows:
             raise ValueError(f"lengths must be one integer or {rows} of them, got {len(wanted)}")
         for row, new in enumerate(wanted):
@@ -317,7 +318,8 @@ class KVCache:
 
     def to(self, device: torch.device | str) -> KVCache:
         """Move the storage to a device; returns self."""
-        self._apply(lambda t: t.to(device))
+        where = check_device("device", device)
+        self._apply(lambda t: t.to(where))
         return self
 
     def clone(self) -> KVCache:

@@ -25,17 +25,8 @@ from einops.layers.torch import EinMix, Rearrange
 from torch import Tensor, nn
 
 from . import blocks
-from .ops.checks import check_ints
 from .ops.documents import Documents
-
-
-def hidden_width(width: int, expand_factor: float) -> int:
-    hidden = int(width * expand_factor)
-    if hidden < 1:
-        raise ValueError(
-            f"expand_factor must leave at least one hidden unit of {width}, got {expand_factor!r}"
-        )
-    return hidden
+from .ops.scalars import check_hidden, check_int, check_ints, check_probability
 
 
 def default_compress_mlp(
@@ -48,9 +39,11 @@ def default_compress_mlp(
     Raises:
         ValueError: a width below 1.
     """
-    check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
+    dim_head, compress_window_size = check_ints(
+        1, dim_head=dim_head, compress_window_size=compress_window_size
+    )
     dim = dim_head * compress_window_size
-    dim_hidden = hidden_width(dim, expand_factor)
+    dim_hidden = check_hidden("expand_factor", expand_factor, dim)
     return nn.Sequential(
         Rearrange("b h w l d -> b h w (l d)"),
         nn.Linear(dim, dim_hidden),
@@ -93,7 +86,9 @@ class ConvLinearCompress(nn.Module):
 
     def __init__(self, heads: int, dim_head: int, compress_window_size: int):
         super().__init__()
-        check_ints(1, heads=heads, dim_head=dim_head, compress_window_size=compress_window_size)
+        heads, dim_head, compress_window_size = check_ints(
+            1, heads=heads, dim_head=dim_head, compress_window_size=compress_window_size
+        )
         self.heads = heads
         dim = heads * dim_head
         self.conv = nn.Conv1d(
@@ -115,7 +110,7 @@ class AttentionPool(nn.Module):
 
     def __init__(self, dim_head: int, compress_window_size: int):
         super().__init__()
-        check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
+        dim_head, _ = check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
         self.to_attn_logits = nn.Linear(dim_head, dim_head, bias=False)
         nn.init.eye_(self.to_attn_logits.weight)
 
@@ -135,9 +130,11 @@ class GroupedMLP(nn.Module):
         self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0
     ):
         super().__init__()
-        check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
+        dim_head, compress_window_size, heads = check_ints(
+            1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads
+        )
         dim = dim_head * compress_window_size
-        dim_hidden = hidden_width(dim, expand_factor)
+        dim_hidden = check_hidden("expand_factor", expand_factor, dim)
 
         def linear_per_head(i: int, o: int) -> nn.Module:
             pattern = "b h w i -> b h w o"
@@ -160,7 +157,9 @@ class SingleProjection(nn.Module):
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int = 1):
         super().__init__()
-        check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
+        dim_head, compress_window_size, heads = check_ints(
+            1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads
+        )
         self.compress: nn.Module
         if heads == 1:
             self.compress = nn.Sequential(
@@ -261,14 +260,14 @@ class CompressTransformer(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
-        check_ints(
-            1, num_layers=num_layers, dim=dim, num_heads=num_heads, ff_hidden_dim=ff_hidden_dim
+        num_layers, dim, num_heads = check_ints(
+            1, num_layers=num_layers, dim=dim, num_heads=num_heads
         )
+        ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
+        ff_hidden_dim = check_int("ff_hidden_dim", ff_hidden_dim, 1)
         if dim % num_heads:
             raise ValueError(f"num_heads must divide dim={dim}, got {num_heads}")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout must be a probability, got {dropout!r}")
+        dropout = check_probability("dropout", dropout)
         self.dim = dim
         self.layers = nn.ModuleList(
             TransformerLayer(dim, num_heads, ff_hidden_dim, dropout) for _ in range(num_layers)

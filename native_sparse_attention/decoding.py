@@ -16,6 +16,7 @@ from .cache import KVCache
 from .compress import gather_windows, unfold
 from .ops import backends, decode
 from .ops.decode import decode_attention
+from .ops.scalars import shown
 from .rotary import rotate
 
 # what a layer and `decode_attention` call by one name
@@ -176,3 +177,27 @@ def check_cache(
     if lengths is not None and cache is None:
         raise ValueError("lengths goes with a cache or return_cache=True")
     return cache
+
+
+def check_caches(caches: Any, layers: int, return_loss: bool, lengths: Any) -> None:
+    """A cache for each layer of a model, or None; without a loss, which a cache has no labels
+    for."""
+    for name, value in (("cache", caches), ("lengths", lengths)):
+        if return_loss and value is not None:
+            raise ValueError(f"{name} must be None with return_loss=True, got {shown(value)}")
+    if caches is None:
+        return
+    if not isinstance(caches, (list, tuple)):
+        raise ValueError(
+            f"cache must be a list of one KVCache for each of {layers} layers, as new_cache makes "
+            f"it, got {shown(caches)}"
+        )
+    if len(caches) != layers:
+        raise ValueError(
+            f"cache must hold one KVCache for each of {layers} layers, got {len(caches)}"
+        )
+    for index, cache in enumerate(caches):
+        if not isinstance(cache, KVCache):
+            raise ValueError(f"cache[{index}] must be a KVCache, got {shown(cache)}")
+        if any(cache is other for other in caches[:index]):
+            raise ValueError("cache must hold a KVCache of its own for each layer, got one twice")

@@ -22,6 +22,7 @@ PACKAGE = "native_sparse_attention"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({""}),  # the package itself: public names only, and nothing below imports from it
     frozenset({"transformer"}),
+    frozenset({"sparse_kwargs"}),
     frozenset({"attention"}),
     frozenset({"decoding", "sampling"}),
     frozenset({"ops.decode"}),
@@ -33,7 +34,9 @@ LAYERS: tuple[frozenset[str], ...] = (
             "compress",
             "cache",
             "gate",
+            "networks",
             "rotary",
+            "settings",
         }
     ),
     frozenset({"ops.backends"}),
@@ -136,7 +139,9 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"kernels.counts"}),
-    frozenset({"ops.checks", "ops.documents", "entries"}),
+    frozenset({"ops.documents"}),
+    frozenset({"ops.checks", "entries", "ids"}),
+    frozenset({"ops.scalars", "ops.keywords"}),
     frozenset({"blocks"}),
     # the folders' own __init__: a docstring, no imports
     frozenset(

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_broadcasts, check_given, check_mask_value, check_same, check_shapes
+from .checks import (
+    check_bool,
+    check_broadcasts,
+    check_devices,
+    check_given,
+    check_mask_value,
+    check_same,
+    check_shapes,
+)
+from .scalars import check_finite
 from .segments import SegmentIds, check_segment_ids
 
 # far below any logit, and far enough from the least float32 that a logit may be added to it
@@ -27,8 +36,10 @@ def check_call(
     v: Tensor,
     ab: Tensor | None,
     segment_ids: SegmentIds | Tensor | None,
+    causal: bool,
     mask_value: float,
-) -> tuple[SegmentIds | None, float]:
+    softmax_scale: float,
+) -> tuple[SegmentIds | None, bool, float, float]:
     check_given(q=q, k=k, v=v)
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B H S D"), v=(v, "B H S E"))
     check_same(q=q, k=k, v=v)
@@ -39,7 +50,12 @@ def check_call(
         check_broadcasts("ab", ab, B=B, H=H, T=T, S=S)
         if ab.device != q.device:
             raise ValueError(f"ab is on {ab.device} but q is on {q.device}")
-    return check_segment_ids(segment_ids, B, T, S, q.device), check_mask_value(mask_value, q.dtype)
+    return (
+        check_segment_ids(segment_ids, B, T, S, q.device),
+        check_bool("causal", causal),
+        check_mask_value(mask_value, q.dtype),
+        check_finite("softmax_scale", softmax_scale),
+    )
 
 
 def masked_logits(
@@ -107,7 +123,10 @@ def mha_reference_no_custom_vjp(
         for float64 inputs). The log-sum-exp is `m + log(l)`. A query that sees nothing has o = 0,
         l = 0 and m = -inf. m is a constant to autograd.
     """
-    segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
+    segments, causal, mask_value, softmax_scale = check_call(
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
+    )
+    save_residuals = check_bool("save_residuals", save_residuals)
     o, l, m = forward(q, k, v, ab, segments, causal, mask_value, softmax_scale)
     return (o, l, m) if save_residuals else o
 
@@ -144,12 +163,17 @@ def mha_reference_bwd(
     Raises:
         ValueError: shapes, dtypes, devices or settings that do not fit.
     """
-    segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
+    segments, causal, mask_value, softmax_scale = check_call(
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
+    )
     check_given(o=o, l=l, m=m, do=do)
     check_shapes(
         q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T")
     )
     check_shapes(o=(o, "B H T E"), do=(do, "B H T E"))
+    check_same(q=q, o=o, do=do)
+    check_same(l=l, m=m)
+    check_devices(q=q, l=l, m=m)
     with torch.autocast(q.device.type, enabled=False):
         s, visible = masked_logits(q, k, ab, segments, causal, mask_value, softmax_scale)
         # exp(s - inf) is 0: a query that sees nothing gives and gets nothing
@@ -220,5 +244,7 @@ def mha_reference(
     Raises:
         ValueError: shapes, dtypes, devices or settings that do not fit.
     """
-    segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
+    segments, causal, mask_value, softmax_scale = check_call(
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
+    )
     return Reference.apply(q, k, v, ab, segments, causal, mask_value, softmax_scale)

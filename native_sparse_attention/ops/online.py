@@ -214,7 +214,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor,
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast makes of a matmul's inputs: its dtype for all but fp64."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     cast = (torch.float16, torch.bfloat16, torch.float32)
