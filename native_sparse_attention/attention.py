@@ -24,20 +24,15 @@ from .frequencies import RotaryLayer
 from .gate import default_gate
 from .identity import Identity
 from .initialization import reset
-from .ops.block_sizes import BlockSizes, check_block_sizes
-from .ops.checks import (
-    BACKENDS,
-    BRANCH_KV,
-    check_choice,
-    check_groups,
-    check_input,
-    check_ints,
-    check_positive,
-    check_selection,
-)
+from .networks import check_compress_mlp, check_gate, check_input
+from .ops.block_sizes import BlockSizes
+from .ops.checks import check_bools
 from .ops.documents import Documents, layer_layout
+from .ops.keywords import refuse
 from .ops.nsa import native_sparse_attention
+from .ops.scalars import check_factor, check_hidden
 from .rotary import Rotary, make_rotary
+from .settings import NAMES, check_settings
 
 # what the layer hands on as it is
 SETTINGS = (
@@ -98,10 +93,35 @@ class SparseAttention(RotaryLayer):
             to the compiler, as eager PyTorch.
 
     Raises:
-        ValueError: an argument out of range, or two that do not go together.
+        ValueError: an argument out of range, two that do not go together, or a network of other
+            widths than those above.
     """
 
     twins = ("k_compress", "v_compress")
+
+    dim: int
+    dim_head: int
+    heads: int
+    kv_heads: int
+    causal: bool
+    use_diff_topk: bool
+    sliding_window_size: int
+    num_compressed_mem_kv: int
+    compress_block_size: int
+    compress_block_sliding_stride: int
+    selection_block_size: int
+    num_selected_blocks: int
+    importance: str
+    interpolated_importance_score: bool
+    num_initial_blocks: int
+    num_local_blocks: int
+    selection_stride: int
+    query_heads_share_selected_kv: bool
+    branch_kv: str
+    soft_cap: float | None
+    block_sizes: BlockSizes | None
+    recompute: bool
+    backend: str
 
     def __init__(
         self,
@@ -139,59 +159,13 @@ class SparseAttention(RotaryLayer):
         recompute: bool = False,
         backend: str = "auto",
     ):
+        given = locals()
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        stride = compress_block_sliding_stride
-        stride = compress_block_size if stride is None else stride
-        check_ints(1, dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads)
-        check_ints(0, sliding_window_size=sliding_window_size)
-        check_ints(0, num_compressed_mem_kv=num_compressed_mem_kv)
-        check_groups(heads, kv_heads)
-        check_selection(
-            l=compress_block_size,
-            d=stride,
-            s=selection_block_size,
-            n=num_selected_blocks,
-            importance=importance,
-            interpolated=interpolated_importance_score,
-            num_initial_blocks=num_initial_blocks,
-            num_local_blocks=num_local_blocks,
-            selection_stride=selection_stride,
-        )
-        check_choice("branch_kv", branch_kv, BRANCH_KV)
-        check_choice("backend", backend, BACKENDS)
-        check_block_sizes(block_sizes)
-        check_positive("soft_cap", soft_cap)
-        if use_triton_kernel and backend not in ("auto", "triton"):
-            raise ValueError(
-                "use_triton_kernel=True asks for backend='triton', "
-                f"but backend={backend!r} was given"
-            )
+        for name, value in check_settings(**{name: given[name] for name in NAMES}).items():
+            setattr(self, name, value)
+        dim, dim_head, heads, kv_heads = self.dim, self.dim_head, self.heads, self.kv_heads
+        compress_block_size = self.compress_block_size
         rotary = make_rotary(dim_head, rotary_emb, rope_theta, inv_freq)
-
-        self.dim = dim
-        self.dim_head = dim_head
-        self.heads = heads
-        self.kv_heads = kv_heads
-        self.causal = causal
-        self.sliding_window_size = sliding_window_size
-        self.compress_block_size = compress_block_size
-        self.compress_block_sliding_stride = stride
-        self.selection_block_size = selection_block_size
-        self.num_selected_blocks = num_selected_blocks
-        self.num_compressed_mem_kv = num_compressed_mem_kv
-        self.use_diff_topk = use_diff_topk
-        self.interpolated_importance_score = interpolated_importance_score
-        self.query_heads_share_selected_kv = query_heads_share_selected_kv
-        self.importance = importance
-        self.num_initial_blocks = num_initial_blocks
-        self.num_local_blocks = num_local_blocks
-        self.selection_stride = selection_stride
-        self.branch_kv = branch_kv
-        self.soft_cap = soft_cap
-        self.block_sizes = block_sizes
-        self.recompute = recompute
-        self.backend = "triton" if use_triton_kernel else backend
         self.identity = Identity()
 
         self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
@@ -202,8 +176,8 @@ class SparseAttention(RotaryLayer):
         self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=False)
         self.rotary_emb = rotary
 
-        memory = torch.zeros(2, kv_heads, num_compressed_mem_kv, dim_head)
-        if num_compressed_mem_kv:
+        memory = torch.zeros(2, kv_heads, self.num_compressed_mem_kv, dim_head)
+        if self.num_compressed_mem_kv:
             self.compress_mem_kv = nn.Parameter(memory)
         else:  # a parameter would never have a gradient; checkpoints have the name
             self.register_buffer("compress_mem_kv", memory)
@@ -211,15 +185,21 @@ class SparseAttention(RotaryLayer):
         positions = kv_heads, compress_block_size, dim_head
         self.k_intrablock_positions = nn.Parameter(torch.zeros(positions))
         self.v_intrablock_positions = nn.Parameter(torch.zeros(positions))
+        expand_factor = check_factor("compress_mlp_expand_factor", compress_mlp_expand_factor)
         if compress_mlp is None:
-            compress_mlp = default_compress_mlp(
-                dim_head, compress_block_size, compress_mlp_expand_factor
+            check_hidden(
+                "compress_mlp_expand_factor", expand_factor, compress_block_size * dim_head
             )
+            compress_mlp = default_compress_mlp(dim_head, compress_block_size, expand_factor)
+        else:
+            check_compress_mlp(compress_mlp, kv_heads, compress_block_size, dim_head)
         self.k_compress = deepcopy(compress_mlp)
         self.v_compress = deepcopy(compress_mlp)
 
         if strategy_combine_mlp is None:
             strategy_combine_mlp = default_gate(dim, heads)
+        else:
+            check_gate(strategy_combine_mlp, dim, heads)
         self.to_strategy_combine = nn.Sequential(
             strategy_combine_mlp, nn.Sigmoid(), Rearrange("b n (h s) -> b n h s", h=heads)
         )
@@ -264,6 +244,7 @@ class SparseAttention(RotaryLayer):
         segment_ids: Tensor | None = None,
         mask: Tensor | None = None,
         documents: Documents | None = None,
+        **unknown: Any,
     ) -> Any:
         """Attend, over the input alone or over a cache and the input behind it.
 
@@ -294,7 +275,11 @@ class SparseAttention(RotaryLayer):
                 or a cache for a layer that is not causal.
             NotImplementedError: an explicit backend that cannot run the call.
         """
-        check_input(inp, self.dim)
+        refuse(unknown, self.forward)
+        disable_triton_kernel, return_cache = check_bools(
+            disable_triton_kernel=disable_triton_kernel, return_cache=return_cache
+        )
+        check_input(inp, self.dim, self.to_qkv)
         cache = decoding.check_cache(cache, return_cache, lengths, self.causal, self.alignment)
         names = cu_seqlens, segment_ids, mask, documents
         layout, lengths = layer_layout(inp, self.alignment, cache is not None, lengths, *names)
@@ -326,19 +311,20 @@ class SparseAttention(RotaryLayer):
 
     def attend(
         self, x: Tensor, tensors: dict[str, Tensor], masks: tuple[Any, Any], **where: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The branches, of tensors [b h n d] by name, and the gate: [b n (h d)], and the selected
-        blocks."""
-        out, indices = native_sparse_attention(
+        blocks where tokens share them."""
+        result = native_sparse_attention(
             **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
             **self.memory(tensors["q"].dtype),
             branch_gates=self.to_strategy_combine(x),
             **{name: getattr(self, name) for name in SETTINGS},
-            return_indices=True,
+            return_indices=self.selection_stride > 1,
             sliding_window_flex_mask=masks[0],
             fine_selection_flex_mask=masks[1],
             **where,
         )
+        out, indices = result if isinstance(result, tuple) else (result, None)
         return rearrange(out, "b n h d -> b n (h d)"), indices
 
     def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:

@@ -38,7 +38,7 @@ from .entries import (
     zeros,
 )
 from .identity import Identity
-from .ops.checks import check_ints
+from .ops.scalars import TOO_MANY, as_int, check_device, check_int, check_ints
 from .rows import Rows
 
 
@@ -68,12 +68,13 @@ class KVCache(Rows):
     page_size: int | None = None
 
     def __init__(self, max_length: int | None = None, batch: int | None = None, rollback: int = 64):
-        sizes = {"max_length": max_length, "batch": batch}
-        check_ints(1, **{name: size for name, size in sizes.items() if size is not None})
-        check_ints(0, rollback=rollback)
+        if max_length is not None:
+            max_length = check_int("max_length", max_length, 1)
+        if batch is not None:
+            batch = check_int("batch", batch, 1, TOO_MANY)
         self.max_length = max_length
         super().__init__(batch)
-        self.rollback = rollback
+        self.rollback = check_int("rollback", rollback, 0)
         self._streams: dict[str, Tensor] = {}
         self._tail: dict[str, Tensor] = {}
         self._layer: weakref.ref[Identity] | None = None
@@ -261,10 +262,9 @@ class KVCache(Rows):
         Raises:
             ValueError: more tokens than a row has, or fewer than `rollback` lets it go back to.
         """
-        if isinstance(lengths, Tensor):
-            lengths = lengths.tolist()
-        rows = len(self.lengths)
-        wanted = [lengths] * rows if isinstance(lengths, int) else integers("lengths", lengths)
+        several: Any = lengths
+        rows, one = len(self.lengths), as_int(lengths)
+        wanted = integers("lengths", several) if one is None else [one] * rows
         if len(wanted) != rows:
             raise ValueError(f"lengths must be one integer or {rows} of them, got {len(wanted)}")
         for row, new in enumerate(wanted):
@@ -309,7 +309,8 @@ class KVCache(Rows):
 
     def to(self, device: torch.device | str) -> KVCache:
         """Move the storage to a device; returns self."""
-        self._apply(lambda t: t.to(device))
+        where = check_device("device", device)
+        self._apply(lambda t: t.to(where))
         return self
 
     def clone(self) -> KVCache:

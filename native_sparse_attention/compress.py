@@ -27,18 +27,9 @@ from torch import Tensor, nn
 from . import blocks
 from .initialization import Started, assign
 from .ops import transforms
-from .ops.checks import check_ints
 from .ops.documents import Documents
 from .ops.graphs import free_size
-
-
-def hidden_width(width: int, expand_factor: float) -> int:
-    hidden = int(width * expand_factor)
-    if hidden < 1:
-        raise ValueError(
-            f"expand_factor must leave at least one hidden unit of {width}, got {expand_factor!r}"
-        )
-    return hidden
+from .ops.scalars import check_hidden, check_int, check_ints, check_probability
 
 
 class CompressMLP(nn.Sequential, Started):
@@ -55,9 +46,11 @@ def default_compress_mlp(
     Raises:
         ValueError: a width below 1.
     """
-    check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
+    dim_head, compress_window_size = check_ints(
+        1, dim_head=dim_head, compress_window_size=compress_window_size
+    )
     dim = dim_head * compress_window_size
-    dim_hidden = hidden_width(dim, expand_factor)
+    dim_hidden = check_hidden("expand_factor", expand_factor, dim)
     return CompressMLP(
         Rearrange("b h w l d -> b h w (l d)"),
         nn.Linear(dim, dim_hidden),
@@ -100,7 +93,9 @@ class ConvLinearCompress(Started):
 
     def __init__(self, heads: int, dim_head: int, compress_window_size: int):
         super().__init__()
-        check_ints(1, heads=heads, dim_head=dim_head, compress_window_size=compress_window_size)
+        heads, dim_head, compress_window_size = check_ints(
+            1, heads=heads, dim_head=dim_head, compress_window_size=compress_window_size
+        )
         self.heads = heads
         dim = heads * dim_head
         self.conv = nn.Conv1d(
@@ -135,7 +130,7 @@ class AttentionPool(Started):
 
     def __init__(self, dim_head: int, compress_window_size: int):
         super().__init__()
-        check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
+        dim_head, _ = check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
         self.to_attn_logits = IdentityLinear(dim_head, dim_head, bias=False)
 
     def forward(self, kv: Tensor) -> Tensor:
@@ -169,9 +164,11 @@ class GroupedMLP(Started):
         self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0
     ):
         super().__init__()
-        check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
+        dim_head, compress_window_size, heads = check_ints(
+            1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads
+        )
         dim = dim_head * compress_window_size
-        dim_hidden = hidden_width(dim, expand_factor)
+        dim_hidden = check_hidden("expand_factor", expand_factor, dim)
 
         def linear_per_head(i: int, o: int) -> nn.Module:
             return LinearPerHead("b h w i -> b h w o", heads, i, o, bias=True)
@@ -193,7 +190,9 @@ class SingleProjection(Started):
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int = 1):
         super().__init__()
-        check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
+        dim_head, compress_window_size, heads = check_ints(
+            1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads
+        )
         self.compress: nn.Module
         if heads == 1:
             self.compress = nn.Sequential(
@@ -293,14 +292,14 @@ class CompressTransformer(Started):
         dropout: float = 0.0,
     ):
         super().__init__()
-        ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
-        check_ints(
-            1, num_layers=num_layers, dim=dim, num_heads=num_heads, ff_hidden_dim=ff_hidden_dim
+        num_layers, dim, num_heads = check_ints(
+            1, num_layers=num_layers, dim=dim, num_heads=num_heads
         )
+        ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
+        ff_hidden_dim = check_int("ff_hidden_dim", ff_hidden_dim, 1)
         if dim % num_heads:
             raise ValueError(f"num_heads must divide dim={dim}, got {num_heads}")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout must be a probability, got {dropout!r}")
+        dropout = check_probability("dropout", dropout)
         self.dim = dim
         self.layers = nn.ModuleList(
             TransformerLayer(dim, num_heads, ff_hidden_dim, dropout) for _ in range(num_layers)

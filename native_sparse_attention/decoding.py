@@ -18,6 +18,7 @@ from .cache import KVCache
 from .compress import gather_windows, unfold
 from .ops import backends, decode, transforms, writes
 from .ops.decode import decode_attention
+from .ops.scalars import shown
 from .rotary import rotate
 
 # what a layer and `decode_attention` call by one name
@@ -321,14 +322,30 @@ def check_cache(
     return cache
 
 
-def check_caches(caches: list[KVCache], layers: list[Any]) -> None:
-    """One for each layer, and its own: before the first of them writes."""
+def check_caches(
+    caches: Any, layers: list[Any], return_loss: bool = False, lengths: Any = None
+) -> None:
+    """A cache for each layer of a model, and its own, or None: before the first of them writes; and
+    without a loss, which a cache has no labels for."""
+    for name, value in (("cache", caches), ("lengths", lengths)):
+        if return_loss and value is not None:
+            raise ValueError(f"{name} must be None with return_loss=True, got {shown(value)}")
+    if caches is None:
+        return
+    if not isinstance(caches, (list, tuple)):
+        raise ValueError(
+            f"cache must be a list of one KVCache for each of {len(layers)} layers, as new_cache "
+            f"makes it, got {shown(caches)}"
+        )
     if len(caches) != len(layers):
         raise ValueError(
             f"cache must hold one KVCache for each of {len(layers)} layers, got {len(caches)}"
         )
+    for index, cache in enumerate(caches):
+        if not isinstance(cache, KVCache):
+            raise ValueError(f"cache[{index}] must be a KVCache, got {shown(cache)}")
     if len(set(map(id, caches))) != len(caches):
         raise ValueError("cache must hold a KVCache for each layer, got one of them twice")
     for cache, layer in zip(caches, layers, strict=True):
-        if isinstance(cache, KVCache) and hasattr(layer, "identity"):
+        if hasattr(layer, "identity"):
             cache.check_layer(layer.identity, layer.geometry)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .ops.scalars import as_int, shown
+
 
 def counts_of(batch: int, new: int, lengths: Sequence[int] | Tensor | None) -> list[int]:
     """How many of `new` tokens each row takes: all, or as many as `lengths` says."""
@@ -68,12 +70,16 @@ def _check_like(store: Tensor, name: str, new: Tensor) -> None:
 
 
 def integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
-    """One integer for each row; a float is an error, not a number to cut short."""
+    """One integer for each row; a float is an error, not a number to cut short, and True is not
+    1."""
     try:
-        listed = values.tolist() if isinstance(values, Tensor) else values
-        return [operator.index(value) for value in listed]
-    except TypeError:
-        raise ValueError(f"{name} must be integers, one for each row, got {values!r}") from None
+        listed = list(values.tolist() if isinstance(values, Tensor) else values)
+    except (TypeError, RuntimeError, NotImplementedError):
+        listed = [None]
+    numbers = [as_int(value) for value in listed]
+    if isinstance(values, (str, bytes)) or None in numbers:
+        raise ValueError(f"{name} must be integers, one for each row, got {shown(values)}")
+    return [number for number in numbers if number is not None]
 
 
 def row_numbers(rows: Sequence[int] | Tensor, count: int) -> list[int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .blocks import ceil_div
 from .cache import KVCache
 from .entries import hide_behind, places_of, zeros
-from .ops.checks import check_ints
+from .ops.scalars import TOO_MANY, check_int, check_ints
 
 
 class PagedKVCache(KVCache):
@@ -50,8 +50,9 @@ class PagedKVCache(KVCache):
     def __init__(
         self, page_size: int, num_pages: int, batch: int, max_length: int, rollback: int = 64
     ):
-        sizes = dict(page_size=page_size, num_pages=num_pages, batch=batch, max_length=max_length)
-        check_ints(1, **sizes)
+        page_size, max_length = check_ints(1, page_size=page_size, max_length=max_length)
+        num_pages = check_int("num_pages", num_pages, 1, TOO_MANY)
+        batch = check_int("batch", batch, 1, TOO_MANY)
         super().__init__(max_length, batch, rollback)
         self.page_size = page_size
         self.num_pages = num_pages

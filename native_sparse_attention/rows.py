@@ -7,6 +7,8 @@ from operator import add
 import torch
 from torch import Tensor
 
+from .ops.scalars import check_device
+
 
 class Rows:
     """Lengths of the rows of a cache.
@@ -74,7 +76,7 @@ class Rows:
         """
         if self.batch is None:
             raise ValueError("cache has no rows yet, and no lengths: construct it with batch=...")
-        wanted = torch.device(device)
+        wanted = check_device("device", device)
         held = self.device or wanted
         if wanted.type != held.type or wanted.index not in (None, held.index):
             raise ValueError(f"cache is on {held}, got {wanted} for its lengths")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from typing import Any
@@ -14,47 +13,49 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .cache import KVCache
-from .ops.checks import check_ints
+from .entries import integers
+from .ops.scalars import LEAST_NORMAL, as_float, as_int, check_finite, check_int, shown
 
 
-def check_sampling(filter_thres: float, top_p: float | None, top_k: int | None = None) -> None:
-    if not 0.0 <= filter_thres < 1.0:
-        raise ValueError(f"filter_thres must be in [0, 1), got {filter_thres}")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-    if top_k is not None:
-        check_ints(1, top_k=top_k)
-
-
-def token_ids(name: str, ids: Tensor) -> Tensor:
-    """Ids of tokens, of any integral dtype, as int64."""
-    kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-    if kind == torch.int64:
-        return ids
-    if (
-        not isinstance(ids, Tensor)
-        or kind == torch.bool
-        or kind.is_floating_point
-        or kind.is_complex
-    ):
-        raise ValueError(f"{name} must be a tensor of integers, got {kind}")
-    return ids.long()
+def check_sampling(
+    temperature: Any,
+    filter_thres: Any,
+    top_p: Any,
+    generator: Any,
+    top_k: Any,
+    device: torch.device,
+) -> tuple[Any, ...]:
+    """What `sample_token` takes beside the logits."""
+    heat = check_finite("temperature", temperature)
+    if 0.0 < heat < LEAST_NORMAL:
+        raise ValueError(
+            f"temperature must be 0 or less, or at least {LEAST_NORMAL:.2g}, got {temperature!r}"
+        )
+    part = as_float(filter_thres)
+    if not 0.0 <= part < 1.0:
+        raise ValueError(f"filter_thres must be in [0, 1), got {shown(filter_thres)}")
+    held = None if top_p is None else as_float(top_p)
+    if held is not None and not 0.0 < held <= 1.0:
+        raise ValueError(f"top_p must be in (0, 1], got {shown(top_p)}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator or None, got {shown(generator)}")
+    if generator is not None and generator.device.type != device.type:
+        raise ValueError(f"generator must be on {device} as prompt is, got {generator.device}")
+    # less than any probability of float32 is as good as the least
+    held = None if held is None else max(held, LEAST_NORMAL)
+    return heat, part, held, generator, None if top_k is None else check_int("top_k", top_k, 1)
 
 
 def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list[int]:
     """Tokens of each row of a prompt [b, n], padded on the right."""
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
+    if prompt.numel() == 0:
         raise ValueError(
             f"prompt must have shape [b, n] with at least one token, got {list(prompt.shape)}"
         )
     b, n = prompt.shape
     if lengths is None:
         return [n] * b
-    try:
-        listed = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        counts = [operator.index(count) for count in listed]
-    except TypeError:
-        raise ValueError(f"prompt_lengths must be integers, got {lengths!r}") from None
+    counts = integers("prompt_lengths", lengths)
     if len(counts) != b or any(not 1 <= count <= n for count in counts):
         raise ValueError(
             f"prompt_lengths must be {b} integers between 1 and {n}, the prompt's, got {counts}"
@@ -62,12 +63,29 @@ def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list
     return counts
 
 
-def check_stop(tokens: int | Sequence[int] | None) -> list[int]:
-    listed = [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
-    for token in listed:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ValueError(f"stop_tokens must be token ids, got {token!r}")
-    return listed
+def check_stop(tokens: Any, num_tokens: int) -> list[int]:
+    """Ids of the vocabulary: None, one, or several."""
+    if tokens is None:
+        return []
+    one = as_int(tokens)
+    if isinstance(tokens, Tensor) and tokens.ndim > 0:
+        tokens = tokens.tolist()
+    if one is not None:
+        tokens = [one]
+    elif isinstance(tokens, (str, bytes, Tensor)) or not isinstance(tokens, Iterable):
+        raise ValueError(f"stop_tokens must be token ids, got {shown(tokens)}")
+    ids = []
+    for token in tokens:
+        number = as_int(token)
+        if number is None or number < 0:
+            raise ValueError(f"stop_tokens must be token ids, got {shown(token)}")
+        if number >= num_tokens:
+            raise ValueError(
+                f"stop_tokens must be token ids below {num_tokens}, the size of the vocabulary, "
+                f"got {number}"
+            )
+        ids.append(number)
+    return ids
 
 
 def sample_token(

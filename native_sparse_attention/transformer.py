@@ -22,25 +22,24 @@ from .cache import KVCache
 from .decoding import check_cache, check_caches, dense_over_cache
 from .frequencies import RotaryLayer
 from .identity import Identity
+from .ids import check_ids
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
-from .ops.checks import check_groups, check_input, check_ints
+from .networks import check_input
+from .ops.checks import check_bool, check_bools, check_groups, check_int, check_ints
 from .ops.documents import Documents, Layout, layer_layout
+from .ops.keywords import refuse
+from .ops.scalars import check_hidden
 from .paged_cache import new_cache
 from .rotary import Rotary, make_rotary, rotation
 from .runs import FromRun
-from .sampling import check_prompt, check_sampling, check_stop, generate, token_ids
+from .sampling import check_prompt, check_sampling, check_stop, generate
+from .sparse_kwargs import DEFAULT_SPARSE_ATTN, check_flags, check_sizes, merged
+
+__all__ = ["DEFAULT_SPARSE_ATTN", "Attention", "Transformer"]
 
 # what cross_entropy passes over
 NO_LABEL = -100
-
-DEFAULT_SPARSE_ATTN = dict(
-    sliding_window_size=32,
-    compress_block_size=8,
-    compress_block_sliding_stride=4,
-    selection_block_size=8,
-    num_selected_blocks=4,
-)
 
 
 class Attention(RotaryLayer):
@@ -55,8 +54,9 @@ class Attention(RotaryLayer):
         rope_theta: float | None = None, inv_freq: Tensor | None = None,
     ):  # fmt: skip
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        check_ints(1, dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads)
+        dim, dim_head, heads = check_ints(1, dim=dim, dim_head=dim_head, heads=heads)
+        kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads, 1)
+        causal = check_bool("causal", causal)
         check_groups(heads, kv_heads)
         self.dim = dim
         self.dim_head = dim_head
@@ -84,7 +84,7 @@ class Attention(RotaryLayer):
     ) -> Any:
         """[b, n, dim] -> [b, n, dim], and the cache with `return_cache`; as SparseAttention's
         (there is no Triton kernel here to disable)."""
-        check_input(x, self.dim)
+        check_input(x, self.dim, self.to_q)
         cache = check_cache(cache, return_cache, lengths, self.causal)
         if cache is not None and documents is not None:
             raise ValueError("documents must be None with a cache, whose rows hold one each")
@@ -128,7 +128,7 @@ def same_document(documents: Documents, causal: bool) -> Tensor:
 
 
 def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
-    dim_hidden = int(dim * expansion_factor)
+    dim_hidden = check_hidden("ff_expansion_factor", expansion_factor, dim)
     return nn.Sequential(
         nn.RMSNorm(dim), nn.Linear(dim, dim_hidden), nn.GELU(), nn.Linear(dim_hidden, dim)
     )
@@ -151,7 +151,8 @@ class Transformer(FromRun, Started):
             the layer's own backend.
         use_triton_fine_selection: `backend="triton"` for the sparse layers.
         sparse_attn_kwargs: arguments of SparseAttention, networks in it copied for each layer (a
-            rotary_emb is shared); a small default for a byte-level model.
+            rotary_emb is shared); the others are those of `DEFAULT_SPARSE_ATTN`, and with a
+            compress_block_size the stride is that. A dense model warns that it does not use them.
         activation_checkpointing: recompute each layer in the backward pass, for less memory.
         rotary_emb, rope_theta, inv_freq: as SparseAttention takes them, for layers of both kinds.
 
@@ -180,13 +181,13 @@ class Transformer(FromRun, Started):
         rope_theta: float | None = None,
         inv_freq: Tensor | None = None,
     ):
+        given = locals()
         super().__init__()
-        check_ints(1, num_tokens=num_tokens, dim=dim, depth=depth)
-        if use_flex_fine_selection and use_triton_fine_selection:
-            raise ValueError(
-                "use_flex_fine_selection and use_triton_fine_selection are two ways to compute one "
-                "branch: set at most one of them"
-            )
+        num_tokens, dim, depth = check_sizes(given)
+        (
+            use_sparse_attn, causal, use_flex_sliding_window, use_flex_fine_selection,
+            use_triton_fine_selection, activation_checkpointing,
+        ) = check_flags(given)  # fmt: skip
         self.causal = causal
         self.use_flex_sliding_window = use_sparse_attn and use_flex_sliding_window
         self.use_flex_fine_selection = use_sparse_attn and use_flex_fine_selection
@@ -194,9 +195,9 @@ class Transformer(FromRun, Started):
         shape: dict[str, Any] = dict(
             dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal
         )
-        sparse = DEFAULT_SPARSE_ATTN if sparse_attn_kwargs is None else sparse_attn_kwargs
-        given = ("rotary_emb", rotary_emb), ("rope_theta", rope_theta), ("inv_freq", inv_freq)
-        rotary: dict[str, Any] = {name: value for name, value in given if value is not None}
+        sparse = merged(sparse_attn_kwargs, shape, use_sparse_attn)
+        named = ("rotary_emb", rotary_emb), ("rope_theta", rope_theta), ("inv_freq", inv_freq)
+        rotary: dict[str, Any] = {name: value for name, value in named if value is not None}
         if use_sparse_attn and (twice := sorted(rotary.keys() & sparse.keys())):
             raise ValueError(f"{', '.join(twice)} must not be in sparse_attn_kwargs too")
 
@@ -235,17 +236,19 @@ class Transformer(FromRun, Started):
         cu_seqlens: Tensor | None = None,
         segment_ids: Tensor | None = None,
         mask: Tensor | None = None,
+        **unknown: Any,
     ) -> Any:
         """Logits [b, n, num_tokens] of ids [b, n]; or the loss of predicting each from those
         before.
 
         Args:
             ids: token ids, of any integral dtype. With a cache these are the next tokens only, any
-                number of them.
+                number of them. An id outside of the vocabulary raises on the CPU; on a GPU it is a
+                device-side assert.
             return_loss: mean cross-entropy, in nats, of `ids[:, 1:]` given `ids[:, :-1]`.
             disable_flex: leave the flex masks of the constructor unused.
             disable_triton_kernel: see SparseAttention.
-            cache: of `new_cache`, or what `return_cache=True` returned; updated in place.
+            cache: of `new_cache`, or what `return_cache=True` returned; updated in place. No loss.
             lengths: with a cache, the real tokens of each right-padded row.
             cu_seqlens, segment_ids, mask: documents packed in a row, and padding, as
                 SparseAttention takes them. Positions start anew with every document, and the loss
@@ -254,9 +257,14 @@ class Transformer(FromRun, Started):
         Raises:
             ValueError: ids or a cache that do not fit.
         """
-        ids = token_ids("ids", ids)
-        if ids.ndim != 2:
-            raise ValueError(f"ids must have shape [b, n], got {list(ids.shape)}")
+        refuse(unknown, self.forward)
+        return_loss, disable_flex, disable_triton_kernel, return_cache = check_bools(
+            return_loss=return_loss, disable_flex=disable_flex,
+            disable_triton_kernel=disable_triton_kernel, return_cache=return_cache,
+        )  # fmt: skip
+        ids = check_ids("ids", ids, self.token_emb)
+        blocks: list[Any] = list(self.layers)
+        check_caches(cache, [attn for attn, _ in blocks], return_loss, lengths)
         layout, lengths = layer_layout(
             ids, self.alignment, cache is not None or return_cache, lengths, cu_seqlens,
             segment_ids, mask, None,
@@ -271,9 +279,6 @@ class Transformer(FromRun, Started):
             ids, labels = ids[:, :-1], ids[:, 1:]
         if cache is None and return_cache:
             cache = self.new_cache()
-        blocks: list[Any] = list(self.layers)
-        if cache is not None:
-            check_caches(cache, [attn for attn, _ in blocks])
 
         kwargs: dict[str, Any] = {
             "disable_triton_kernel": disable_triton_kernel,
@@ -341,14 +346,15 @@ class Transformer(FromRun, Started):
     ) -> Iterator[Tensor]:
         """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s; between
         tokens every module is in the mode that it was in."""
-        prompt = token_ids("prompt", prompt)
+        prompt = check_ids("prompt", prompt, self.token_emb)
         held = check_prompt(prompt, prompt_lengths)
         if not self.causal:
             raise ValueError("sampling needs causal=True, this model has causal=False")
-        check_sampling(filter_thres, top_p, top_k)
-        rule = (temperature, filter_thres, top_p, generator, top_k)
-        steps = seq_len - prompt.shape[1]
-        return generate(self, prompt, held, steps, rule, use_cache_kv, check_stop(stop_tokens))
+        rule = check_sampling(temperature, filter_thres, top_p, generator, top_k, prompt.device)
+        use_cache_kv = check_bool("use_cache_kv", use_cache_kv)
+        steps = check_int("seq_len", seq_len, prompt.shape[1]) - prompt.shape[1]
+        stop = check_stop(stop_tokens, self.token_emb.num_embeddings)
+        return generate(self, prompt, held, steps, rule, use_cache_kv, stop)
 
     def sample(
         self,
@@ -369,13 +375,14 @@ class Transformer(FromRun, Started):
         which every module is in the mode that it was in.
 
         Args:
+            seq_len: tokens of the prompt and the new ones, at least those of the prompt.
             temperature: divides the logits; 0 (or less) takes the most likely token.
             filter_thres: only the `1 - filter_thres` part of the vocabulary with the largest logits
                 is sampled from.
             top_p: of those, only the fewest that hold this much probability.
             use_cache_kv: run each token once, through a KVCache, and on a GPU as a CUDA graph;
                 False runs the whole text anew for every token.
-            generator: of random numbers, for a repeatable text.
+            generator: of random numbers, for a repeatable text; on the prompt's device.
             prompt_lengths: tokens of each prompt, where they are padded on the right; each goes on
                 where it ends, and as far as the longest may.
             stop_tokens: ids that end a text, which then repeats the one that did; where all have

@@ -22,6 +22,7 @@ PACKAGE = "native_sparse_attention"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({""}),  # the package itself: public names only, and nothing below imports from it
     frozenset({"transformer"}),
+    frozenset({"sparse_kwargs"}),
     frozenset({"attention"}),
     frozenset({"decoding", "runs", "sampling"}),
     frozenset({"fixed", "ops.decode", "ops.writes"}),
@@ -33,7 +34,9 @@ LAYERS: tuple[frozenset[str], ...] = (
             "compress",
             "cache",
             "gate",
+            "networks",
             "rotary",
+            "settings",
         }
     ),
     frozenset({"ops.backends"}),
@@ -136,19 +139,9 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"kernels.counts"}),
-    frozenset({"ops.products"}),
-    frozenset(
-        {
-            "frequencies",
-            "identity",
-            "ops.autocast",
-            "ops.checks",
-            "ops.documents",
-            "entries",
-            "rows",
-        }
-    ),
-    frozenset({"ops.transforms"}),
+    frozenset({"frequencies", "ops.documents", "ops.products", "rows"}),
+    frozenset({"identity", "ops.autocast", "ops.checks", "entries", "ids"}),
+    frozenset({"ops.scalars", "ops.keywords", "ops.transforms"}),
     frozenset({"blocks", "initialization", "ops.graphs"}),
     # the folders' own __init__: a docstring, no imports
     frozenset(

@@ -113,7 +113,7 @@ def test_stream():
     assert [t.shape for t in streamed] == [(2,)] * 7
     assert torch.equal(torch.stack(streamed, dim=1), net.sample(prompt, 12, temperature=0.0))
     assert net.training and not streamed[0].requires_grad
-    assert net.sample(prompt, 5).shape == (2, 0) and net.sample(prompt, 3).shape == (2, 0)
+    assert net.sample(prompt, 5).shape == (2, 0)
 
 
 def test_sample_token():

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from ..ops.checks import check_groups, check_shapes
+from ..ops.checks import check_given, check_groups, check_same, check_scale, check_shapes
 from ..ops.products import in_fp32, isolated, logits, weighted
+from ..ops.scalars import check_callable
 from .scores import ScoreMod
 from .tiles import MaskMod
 
@@ -29,11 +30,16 @@ def dense_attention(
     The score mod is called once, with indices that broadcast against the scores [B H T S].
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: shapes, dtypes, devices or settings that do not go together.
     """
+    check_given(q=q, k=k, v=v)
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B K S D"), v=(v, "B K S E"))
     B, H, T, S = (dims[axis] for axis in "BHTS")
+    check_same(q=q, k=k, v=v)
     groups = check_groups(H, dims["K"])
+    check_callable("mask_mod", mask_mod, "(b, h, i, j)")
+    check_callable("score_mod", score_mod, "(score, b, h, i, j)")
+    scale = check_scale(scale)
     dtype, scale = v.dtype, dims["D"] ** -0.5 if scale is None else scale
     allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
     if mask_mod is not None:

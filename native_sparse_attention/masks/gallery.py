@@ -15,9 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_ints
+from ..ops.checks import check_bool, check_int, check_ints
 from .constants import constant_defaults
 from .tiles import MaskMod
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 # sequences
 
@@ -36,7 +38,7 @@ def sliding_window(window: int, causal: bool = True) -> MaskMod:
     Raises:
         ValueError: window below 0.
     """
-    check_ints(0, window=window)
+    window, causal = check_int("window", window, 0), check_bool("causal", causal)
     ahead = 0 if causal else window
 
     @constant_defaults
@@ -62,8 +64,8 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
     Raises:
         ValueError: window below 0, dilation below 1.
     """
-    check_ints(0, window=window)
-    check_ints(1, dilation=dilation)
+    window, causal = check_int("window", window, 0), check_bool("causal", causal)
+    dilation = check_int("dilation", dilation, 1)
     behind, ahead = window * dilation, 0 if causal else window * dilation
 
     @constant_defaults
@@ -91,7 +93,7 @@ def prefix_lm(prefix_length: int) -> MaskMod:
     Raises:
         ValueError: prefix_length below 0.
     """
-    check_ints(0, prefix_length=prefix_length)
+    prefix_length = check_int("prefix_length", prefix_length, 0)
 
     @constant_defaults
     def prefix_lm_mask(
@@ -116,6 +118,7 @@ def document(
     Raises:
         ValueError: both or none of the two, or one that is malformed.
     """
+    causal = check_bool("causal", causal)
     if (document_ids is None) == (offsets is None):
         raise ValueError(
             "document_ids or offsets must be given, and not both, got "
@@ -152,8 +155,10 @@ def sasa(
         ValueError: a canvas below 1 x 1, a kernel that is not odd.
     """
     kernel_width = kernel_height if kernel_width is None else kernel_width
-    check_ints(1, canvas_height=canvas_height, canvas_width=canvas_width)
-    check_odd(kernel_height=kernel_height, kernel_width=kernel_width)
+    canvas_height, canvas_width = check_ints(
+        1, canvas_height=canvas_height, canvas_width=canvas_width
+    )
+    kernel_height, kernel_width = check_odd(kernel_height=kernel_height, kernel_width=kernel_width)
     reach_y, reach_x = kernel_height // 2, kernel_width // 2
 
     @constant_defaults
@@ -187,8 +192,10 @@ def natten(
         ValueError: a canvas below 1 x 1, a kernel that is not odd or larger than the canvas.
     """
     kernel_width = kernel_height if kernel_width is None else kernel_width
-    check_ints(1, canvas_height=canvas_height, canvas_width=canvas_width)
-    check_odd(kernel_height=kernel_height, kernel_width=kernel_width)
+    canvas_height, canvas_width = check_ints(
+        1, canvas_height=canvas_height, canvas_width=canvas_width
+    )
+    kernel_height, kernel_width = check_odd(kernel_height=kernel_height, kernel_width=kernel_width)
     for axis, kernel, canvas in (
         ("height", kernel_height, canvas_height),
         ("width", kernel_width, canvas_width),
@@ -237,6 +244,7 @@ def flamingo(
         ValueError: both or none of the two, or one of the three that is malformed.
     """
     integers("intervals", intervals, (2,))
+    check_values("intervals", intervals)
     images = intervals.shape[0]
     if intervals.shape[1] != 2 or images == 0:
         raise ValueError(f"intervals must have shape [images, 2], got {list(intervals.shape)}")
@@ -252,6 +260,9 @@ def flamingo(
         )
     if image_ids is not None:
         ids = integers("image_ids", image_ids, (1,))
+        check_values("image_ids", ids)
+        if ids.device != intervals.device:
+            raise ValueError(f"image_ids is on {ids.device}, intervals on {intervals.device}")
         if bool(((ids < 0) | (ids >= images)).any()):
             raise ValueError(
                 f"image_ids must be of 0 .. {images - 1}, the images that have intervals, got "
@@ -263,8 +274,7 @@ def flamingo(
             return (q_idx >= starts[image]) & (q_idx < ends[image])
 
         return by_id
-    check_ints(1, image_token_length=image_token_length)
-    length = image_token_length or 1
+    length = check_int("image_token_length", image_token_length, 1)
 
     @constant_defaults
     def by_length(
@@ -287,25 +297,35 @@ def flamingo(
 
 def integers(name: str, value: Tensor | None, ndims: tuple[int, ...]) -> Tensor:
     """An integer tensor of so many axes."""
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+    if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be an integer tensor, got {got}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
     if value.ndim not in ndims:
         axes = " or ".join(map(str, ndims))
         raise ValueError(f"{name} must have {axes} axes, got shape {list(value.shape)}")
     return value
 
 
-def check_odd(**kernels: int) -> None:
-    check_ints(1, **kernels)
-    for name, value in kernels.items():
+def check_values(name: str, value: Tensor) -> None:
+    """A tensor whose numbers are looked at has some."""
+    if value.is_meta:
+        raise ValueError(f"{name} must hold numbers, got a tensor on meta")
+
+
+def check_odd(**kernels: int) -> tuple[int, ...]:
+    sizes = check_ints(1, **kernels)
+    for name, value in zip(kernels, sizes, strict=True):
         if value % 2 == 0:
             raise ValueError(f"{name} must be odd, so that it has a centre, got {value}")
+    return sizes
 
 
 def check_cu_seqlens(name: str, offsets: Tensor) -> None:
     """Begins of sequences and the end of the last: 0 first, none before the one before it."""
     integers(name, offsets, (1,))
+    check_values(name, offsets)
     if len(offsets) < 2:
         raise ValueError(f"{name} must hold two numbers at least, 0 and an end, got {len(offsets)}")
     if int(offsets[0]) != 0:

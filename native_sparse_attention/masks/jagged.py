@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..ops import transforms
-from ..ops.checks import check_groups, check_same, check_shapes
+from ..ops.checks import check_groups, check_same, check_scale, check_shapes
+from ..ops.scalars import check_callable, shown
 from .dense import dense_attention
 from .gallery import check_cu_seqlens, sequence_of
 from .scores import ScoreMod
@@ -81,6 +82,7 @@ def jagged_mask_mod(
     Raises:
         ValueError: offsets that are malformed, or of different numbers of sequences.
     """
+    check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     return masked_within(mask_mod, *packings(offsets, kv_offsets))
 
 
@@ -92,6 +94,7 @@ def jagged_score_mod(
     Raises:
         ValueError: offsets that are malformed, or of different numbers of sequences.
     """
+    check_callable("score_mod", score_mod, "(score, b, h, i, j)", required=True)
     return scored_within(score_mod, *packings(offsets, kv_offsets))
 
 
@@ -145,6 +148,7 @@ def jagged_block_mask(
     Raises:
         ValueError: offsets that are malformed, of different numbers of sequences, or of no token.
     """
+    check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     of_q, of_kv = packings(offsets, kv_offsets)
     mod = masked_within(mask_mod, of_q, of_kv)
     return block_mask_of(mod, len(of_q.place), len(of_kv.place), offsets.device)
@@ -192,6 +196,12 @@ def jagged_attention(
         raise ValueError("q and k must hold one token at least, got none")
     if mask_mod is not None and block_mask is not None:
         raise ValueError("mask_mod or block_mask must be given, and not both, got both")
+
+    check_callable("mask_mod", mask_mod, "(b, h, i, j)")
+    check_callable("score_mod", score_mod, "(score, b, h, i, j)")
+    if block_mask is not None and not isinstance(block_mask, BlockMask):
+        raise ValueError(f"block_mask must be a BlockMask or None, got {shown(block_mask)}")
+    scale = check_scale(scale)
 
     of_q = Packing(offsets, dims["T"])
     of_kv = of_q if kv_offsets is offsets else Packing(kv_offsets, dims["S"])

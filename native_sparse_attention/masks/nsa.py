@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
-from ..ops.checks import check_ints
+from ..ops.checks import check_bool, check_given, check_indices, check_int, check_ints
 from .spans import before_mask_mod, full_before
 from .tiles import (
     TILE,
@@ -203,8 +203,9 @@ def create_sliding_mask(
     Raises:
         ValueError: seq_len below 1, window_size below 0.
     """
-    check_ints(1, seq_len=seq_len)
-    check_ints(0, window_size=window_size)
+    seq_len = check_int("seq_len", seq_len, 1)
+    window_size = check_int("window_size", window_size, 0)
+    causal = check_bool("causal", causal)
     return sliding_block_mask(seq_len, seq_len, window_size, causal, 0, default_device(device))
 
 
@@ -224,18 +225,14 @@ def create_compress_mask(
     Raises:
         ValueError: seq_len or the stride below 1, kv_seq_len or mem_kv_len below 0.
     """
-    check_ints(1, seq_len=seq_len, compress_block_sliding_stride=compress_block_sliding_stride)
-    check_ints(0, kv_seq_len=kv_seq_len, mem_kv_len=mem_kv_len)
-    if not causal:
-        return None
-    return compress_block_mask(
-        seq_len,
-        mem_kv_len + kv_seq_len,
-        compress_block_sliding_stride,
-        mem_kv_len,
-        0,
-        default_device(device),
+    seq_len, stride = check_ints(
+        1, seq_len=seq_len, compress_block_sliding_stride=compress_block_sliding_stride
     )
+    kv_seq_len, mem_kv_len = check_ints(0, kv_seq_len=kv_seq_len, mem_kv_len=mem_kv_len)
+    where = default_device(device)
+    if not check_bool("causal", causal):
+        return None
+    return compress_block_mask(seq_len, mem_kv_len + kv_seq_len, stride, mem_kv_len, 0, where)
 
 
 def create_fine_mask(
@@ -252,9 +249,13 @@ def create_fine_mask(
     Raises:
         ValueError: seq_len or fine_block_size below 1, selected_block_indices of another length.
     """
-    check_ints(1, seq_len=seq_len, fine_block_size=fine_block_size)
+    seq_len, fine_block_size = check_ints(1, seq_len=seq_len, fine_block_size=fine_block_size)
+    causal = check_bool("causal", causal)
 
     def inner(selected_block_indices: Tensor, num_grouped_queries: int = 1) -> BlockMask:
+        check_given(selected_block_indices=selected_block_indices)
+        check_indices("selected_block_indices", selected_block_indices)
+        num_grouped_queries = check_int("num_grouped_queries", num_grouped_queries, 1)
         if selected_block_indices.ndim != 4 or selected_block_indices.shape[2] != seq_len:
             raise ValueError(
                 f"selected_block_indices must have shape [b, h, {seq_len}, sel], "

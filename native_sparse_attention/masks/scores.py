@@ -9,13 +9,21 @@ that is a mask's business, which may skip tiles where a score of -inf cannot.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_choice, check_ints
+from ..ops.scalars import (
+    LARGEST,
+    LEAST_NORMAL,
+    TOO_MANY,
+    as_float,
+    check_bool,
+    check_device,
+    check_int,
+    shown,
+)
 from . import tanh
 from .constants import constant_defaults
 
@@ -34,7 +42,8 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     Raises:
         ValueError: num_heads below 1.
     """
-    check_ints(1, num_heads=num_heads)
+    num_heads = check_int("num_heads", num_heads, 1, TOO_MANY)
+    device = None if device is None else check_device("device", device)
     power = 2 ** (num_heads.bit_length() - 1)
     of_power = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     of_double = [2 ** (-4 * (h + 1) / power) for h in range(0, 2 * power, 2)]
@@ -63,14 +72,18 @@ def alibi(
     Raises:
         ValueError: num_heads below 1, slopes that are not num_heads floating numbers.
     """
-    check_ints(1, num_heads=num_heads)
+    num_heads = check_int("num_heads", num_heads, 1, TOO_MANY)
     if slopes is None:
         slopes = alibi_slopes(num_heads, device)
-    elif not slopes.is_floating_point() or list(slopes.shape) != [num_heads]:
-        raise ValueError(
-            f"slopes must be floating, of shape [{num_heads}], got {slopes.dtype} of shape "
-            f"{list(slopes.shape)}"
-        )
+    elif (
+        not isinstance(slopes, Tensor)
+        or not slopes.is_floating_point()
+        or list(slopes.shape) != [num_heads]
+    ):
+        got = type(slopes).__name__
+        if isinstance(slopes, Tensor):
+            got = f"{slopes.dtype} of shape {list(slopes.shape)}"
+        raise ValueError(f"slopes must be floating, of shape [{num_heads}], got {got}")
     held = slopes
 
     def alibi_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -139,14 +152,17 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
     Raises:
         ValueError: a cap that is not positive and finite.
     """
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
-        raise ValueError(f"cap must be a positive finite number, got {cap!r}")
-    check_choice("approximate", approximate, (False, True))
+    number = as_float(cap)
+    if not LEAST_NORMAL <= number <= LARGEST:
+        raise ValueError(
+            f"cap must be a positive finite number of at least {LEAST_NORMAL:.2g}, got {shown(cap)}"
+        )
+    approximate = check_bool("approximate", approximate)
     if approximate:
         tanh.register_lowering()
 
     # two integers, exactly: dynamo makes a float symbolic even as a default (torch 2.15)
-    numerator, denominator = float(cap).as_integer_ratio()
+    numerator, denominator = number.as_integer_ratio()
 
     @constant_defaults
     def soft_cap_mod(

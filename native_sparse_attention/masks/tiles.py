@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from ..ops.checks import check_ints
+from ..ops.scalars import check_callable, check_device, check_ints
 
 TILE = 128
 
@@ -35,7 +35,7 @@ PAIRS_AT_ONCE = 2**24
 def default_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    return check_device("device", device)
 
 
 def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,9 @@ def block_mask_of(
     this one a strip of them. `device` is CUDA by default where there is one.
 
     Raises:
-        ValueError: q_len or kv_len below 1.
+        ValueError: q_len or kv_len below 1, a mask_mod that is no function, a device that is none.
     """
-    check_ints(1, q_len=q_len, kv_len=kv_len)
+    q_len, kv_len = check_ints(1, q_len=q_len, kv_len=kv_len)
+    check_callable("mask_mod", mask_mod, "(b, h, i, j)", required=True)
     counts = tile_counts(mask_mod, q_len, kv_len, default_device(device))[None, None]
     return from_tiles(counts > 0, counts == TILE * TILE, mask_mod, q_len, kv_len)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import eager, flex, library
-from .checks import BACKENDS, check_choice
+from .checks import BACKENDS, check_choice, shown
 
 # scores T x S up to which `auto`, inside a compiled graph, leaves attention to the compiler
 FEW_SCORES = 256 * 256
@@ -69,6 +69,8 @@ def choose(
         NotImplementedError: an explicit backend that cannot run the call, with its reasons.
     """
     call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset, **facts)
+    if not isinstance(backend, (str, tuple)):
+        raise ValueError(f"backend must be a name or a tuple of names, got {shown(backend)}")
     if backend == "auto":
         backend = automatic(q, k)
     names = backend if isinstance(backend, tuple) else (backend,)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import blocks
 from .checks import (
+    check_bool,
+    check_devices,
     check_given,
-    check_int,
     check_ints,
     check_mask_value,
     check_positive,
@@ -43,7 +44,7 @@ def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
     Raises:
         ValueError: a mask of fewer than two axes, or a block size that is no positive integer.
     """
-    check_ints(1, block_q=block_q, block_kv=block_kv)
+    block_q, block_kv = check_ints(1, block_q=block_q, block_kv=block_kv)
     if not isinstance(mask, Tensor) or mask.ndim < 2:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be a tensor of shape [.., q_len, kv_len], got {got}")
@@ -114,13 +115,14 @@ def block_masked_attention(
         ValueError: shapes, dtypes, devices or settings that do not fit.
     """
     check_given(q=q, k=k, v=v)
+    check_devices(q=q, k=k, v=v)
     q, k, v = in_autocast_dtype(q, k, v)
     dims = check_shapes(q=(q, "B K G T D"), k=(k, "B K S D"), v=(v, "B K S E"))
     check_same(q=q, k=k, v=v)
     B, T, S = (dims[axis] for axis in "BTS")
-    check_int("block_kv", block_kv, 1)
-    check_int("block_q", block_q, 1)
-    check_positive("cap", cap)
+    block_kv, block_q = check_ints(1, block_kv=block_kv, block_q=block_q)
+    cap = check_positive("cap", cap)
+    save_residuals = check_bool("save_residuals", save_residuals)
     mask_value = check_mask_value(mask_value, q.dtype)
     segments = check_segment_ids(segment_ids, B, T, S, q.device)
     if not isinstance(mask, Tensor) or list(mask.shape) not in ([T, S], [B, T, S]):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .checks import check_groups, check_ints
+from .checks import FLOAT_DTYPES, check_groups, check_int, check_ints, shown
+from .scalars import as_int
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class BlockSizes:
         for name in NAMES:
             size = getattr(self, name)
             if size is not None or name in FORWARD:
-                check_size(name, size)
+                object.__setattr__(self, name, check_size(name, size))
         missing = [name for name in BACKWARD if getattr(self, name) is None]
         if 0 < len(missing) < len(BACKWARD):
             raise ValueError(
@@ -95,11 +96,15 @@ class BlockSizes:
             dtype: of queries, keys and values.
 
         Raises:
-            ValueError: heads that do not go together.
+            ValueError: sizes that are no integers of at least 1, heads that do not go together, a
+                dtype that is not floating.
             NotImplementedError: where triton is not installed.
         """
-        check_ints(1, dim_head=dim_head, heads=heads)
-        groups = check_groups(heads, heads if kv_heads is None else kv_heads)
+        dim_head, heads = check_ints(1, dim_head=dim_head, heads=heads)
+        kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads, 1)
+        groups = check_groups(heads, kv_heads)
+        if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
+            raise ValueError(f"dtype must be a floating torch.dtype, got {shown(dtype)}")
         try:
             from ..kernels import launch
         except ImportError as error:
@@ -119,14 +124,19 @@ class BlockSizes:
 
 
 NAMES = tuple(field.name for field in fields(BlockSizes))
+# elements along an axis of the widest tile that Triton has
+LARGEST = 2**20
 FORWARD, BACKWARD = NAMES[:6], NAMES[6:]
 
 
-def check_size(name: str, size: Any) -> None:
+def check_size(name: str, size: Any) -> int:
     """A power of two that a tensor core takes."""
-    whole = isinstance(size, int) and not isinstance(size, bool)
-    if not whole or size < 16 or size & (size - 1):
-        raise ValueError(f"{name} must be a power of two of at least 16, got {size!r}")
+    number = as_int(size) or 0
+    if number < 16 or number & (number - 1):
+        raise ValueError(f"{name} must be a power of two of at least 16, got {shown(size)}")
+    if number > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, got {shown(size)}")
+    return number
 
 
 def check_block_sizes(block_sizes: Any) -> None:

@@ -14,17 +14,22 @@ from torch import Tensor
 
 from .bands import Band, Visible, band_attention
 from .checks import (
+    check_bools,
+    check_devices,
     check_given,
     check_groups,
     check_int,
     check_ints,
     check_mask,
+    check_offsets,
     check_positive,
     check_same,
     check_scale,
     check_shapes,
+    shown,
 )
 from .online import in_autocast_dtype, slice_axis
+from .scalars import TOO_LARGE, as_int, check_callable
 from .segments import SegmentIds, check_segment_ids
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -111,19 +116,20 @@ def chunked_attention(
         ValueError: shapes, dtypes, devices or settings that do not fit.
     """
     check_given(q=q, k=k, v=v)
+    check_devices(q=q, k=k, v=v)
     q, k, v = in_autocast_dtype(q, k, v)
     dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
     check_same(q=q, k=k, v=v)
-    check_groups(dims["H"], dims["K"])
+    causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
+    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     B, T, S, H = (dims[axis] for axis in "BTSH")
-    check_ints(1, q_chunk_size=q_chunk_size, k_chunk_size=k_chunk_size)
+    sizes = check_ints(1, q_chunk_size=q_chunk_size, k_chunk_size=k_chunk_size)
     if sliding_window_size is not None:
-        check_int("sliding_window_size", sliding_window_size, 0)
-    check_positive("soft_cap", soft_cap)
-    check_scale(scale)
+        sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
+    soft_cap = check_positive("soft_cap", soft_cap)
+    scale = check_scale(scale)
     check_mask("mask", mask, q.device, B=B, H=H, T=T, S=S)
-    if mask_mod is not None and not callable(mask_mod):
-        raise ValueError(f"mask_mod must be a function of (b, h, i, j), got {mask_mod!r}")
+    check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     segments = check_segment_ids(segment_ids, B, T, S, q.device)
     band = Band(
         behind=sliding_window_size,
@@ -141,9 +147,8 @@ def chunked_attention(
         others.append(lambda rows, keys: slice_axis(slice_axis(full, 2, rows), 3, keys))
     if mask_mod is not None:
         others.append(lambda rows, keys: call_mask_mod(mask_mod, B, H, rows, keys, q.device))
-    sizes = (q_chunk_size, k_chunk_size)
     out, lse = band_attention(
-        q, k, v, band, others, chunk_sizes=sizes, scale=scale, soft_cap=soft_cap
+        q, k, v, band, others, chunk_sizes=(sizes[0], sizes[1]), scale=scale, soft_cap=soft_cap
     )
     return (out, lse) if return_lse else out
 
@@ -154,15 +159,8 @@ def check_any_offset(
     """An int of any sign, or integers [B]: each position means something here."""
     if q_offset is None:
         return default
-    if isinstance(q_offset, Tensor):
-        if q_offset.shape != (B,) or q_offset.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"q_offset must be an int or an integer tensor of shape [{B}], "
-                f"got {q_offset.dtype} of shape {list(q_offset.shape)}"
-            )
-        if q_offset.device != device:
-            raise ValueError(f"q_offset is on {q_offset.device} but q is on {device}")
-        return q_offset.long()
-    if isinstance(q_offset, bool) or not isinstance(q_offset, int):
-        raise ValueError(f"q_offset must be an int or a tensor [{B}], got {q_offset!r}")
-    return q_offset
+    if isinstance(q_offset, Tensor) and q_offset.ndim > 0:
+        return check_offsets(q_offset, B, device)
+    if as_int(q_offset) is None:
+        raise ValueError(f"q_offset must be an int or a tensor [{B}], got {shown(q_offset)}")
+    return check_int("q_offset", q_offset, -TOO_LARGE)

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from . import backends, transforms
 from .checks import (
+    check_exactly,
+    check_given,
     check_groups,
+    check_indices,
     check_int,
     check_memory,
     check_positive,
@@ -23,6 +26,8 @@ from .checks import (
     check_selection,
     check_shapes,
     check_sinks,
+    check_weights,
+    shown,
 )
 from .nsa import native_sparse_attention
 from .selection import on_its_device
@@ -30,6 +35,10 @@ from .transforms import refuse_vmap
 
 __all__ = ["decode_attention", "workspace"]
 
+LENGTHS = (
+    "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
+    "num_selected_blocks",
+)  # fmt: skip
 # numbers of a workspace for each row and KV head
 COUNTERS = 8
 
@@ -109,6 +118,7 @@ def decode_attention(
     if page_table is not None:
         rows = {name: axes.replace("B", "pages") for name, axes in rows.items()}
     named: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
+    check_given(q=q, **named, branch_gates=branch_gates, lengths=lengths)
     dims = check_shapes(
         q=(q, "B T H D"),
         cq=(cq, "B T H D"),
@@ -124,60 +134,55 @@ def decode_attention(
     )
     others = dict(cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v)
     check_same(q=q, **named, **others)
+    check_weights("branch_gates", branch_gates, q.device)
     check_groups(dims["H"], dims["K"])
     check_memory(mem_k, mem_v)
-    check_int("sliding_window_size", sliding_window_size, 0)
-    check_selection(
-        l=compress_block_size,
-        d=compress_block_sliding_stride,
-        s=selection_block_size,
-        n=num_selected_blocks,
-        importance=importance,
-        interpolated=interpolated_importance_score,
-        num_initial_blocks=num_initial_blocks,
-        num_local_blocks=num_local_blocks,
-        selection_stride=selection_stride,
-    )
-    for name, t in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
-        check_integers(name, t, q.device)
-    check_pages(page_table, dims, compress_block_sliding_stride, selection_block_size)
-    check_positive("soft_cap", soft_cap)
-    check_scale(scale)
-    check_sinks(sinks, (3, dims["H"]), q.device)
-    ranks = dims["K"] if query_heads_share_selected_kv else dims["H"]
-    check_ranking(ranking, dims, ranks, num_selected_blocks, selection_stride, q.device)
-    check_counters(counters, dims, q.device)
-    if (window_k is None) != (window_v is None):
-        raise ValueError("window_k and window_v go together: give both or none")
-
-    name = backends.choose(
-        ("triton", "eager") if backend == "auto" and q.is_cuda else backend,
-        "decode_attention",
-        q,
-        k,
-        v,
-        others=(ck, cv, branch_gates, sinks, *others.values()),
-        num_selected_blocks=num_selected_blocks,
-        selection_block_size=selection_block_size,
-    )
-    if ranking is not None and transforms.is_batched(q):
-        raise NotImplementedError(
-            "ranking is written in place, which vmap cannot do: give the rows as a batch"
-        )
-    settings: dict[str, Any] = dict(
+    sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
+    selection = check_selection(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
         selection_block_size=selection_block_size,
         num_selected_blocks=num_selected_blocks,
-        sliding_window_size=sliding_window_size,
         importance=importance,
         interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks,
         num_local_blocks=num_local_blocks,
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
+    )
+    l, d, s, n = (selection.pop(name) for name in LENGTHS)
+    for name, t in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
+        check_indices(name, t, q.device)
+    check_pages(page_table, dims, d, s)
+    soft_cap = check_positive("soft_cap", soft_cap)
+    scale = check_scale(scale)
+    check_sinks(sinks, (3, dims["H"]), q.device)
+    ranks = dims["K" if selection["query_heads_share_selected_kv"] else "H"]
+    check_ranking(ranking, dims, ranks, n, selection["selection_stride"], q.device)
+    check_counters(counters, dims, q.device)
+    if (window_k is None) != (window_v is None):
+        raise ValueError("window_k and window_v go together: give both or none")
+
+    name = backends.choose(
+        ("triton", "eager") if q.is_cuda and backend == "auto" else backend,
+        "decode_attention",
+        q,
+        k,
+        v,
+        others=(ck, cv, branch_gates, sinks, *others.values()),
+        num_selected_blocks=n,
+        selection_block_size=s,
+    )
+    if ranking is not None and transforms.is_batched(q):
+        raise NotImplementedError(
+            "ranking is written in place, which vmap cannot do: give the rows as a batch"
+        )
+    settings: dict[str, Any] = dict(
+        zip(LENGTHS, (l, d, s, n), strict=True),
+        sliding_window_size=sliding_window_size,
+        **selection,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        soft_cap=soft_cap,
     )
     if name == "triton":
         if counters is None:
@@ -319,15 +324,6 @@ def gathered(t: Tensor, page_table: Tensor) -> Tensor:
     return t[page_table.long()].flatten(1, 2)
 
 
-def check_integers(name: str, t: Tensor | None, device: torch.device) -> None:
-    if t is None:
-        return
-    if t.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be int32 or int64, got {t.dtype}")
-    if t.device != device:
-        raise ValueError(f"{name} must be on {device} as q is, got {t.device}")
-
-
 def check_pages(page_table: Tensor | None, dims: dict[str, int], d: int, s: int) -> None:
     """Pages hold whole selection blocks and windows."""
     if page_table is None:
@@ -352,24 +348,22 @@ def check_ranking(
     if ranking is None:
         raise ValueError("ranking must be given where selection_stride is above 1")
     B, T = dims["B"], dims["T"]
-    shape = (B, ranks, max(ranking.shape[2], T + 1) if ranking.ndim == 4 else T + 1, n)
-    if tuple(ranking.shape) != shape or ranking.dtype != torch.int32:
+    size = ranking.shape[2] if isinstance(ranking, Tensor) and ranking.ndim == 4 else 0
+    shape = (B, ranks, max(size, T + 1), n)
+    if not isinstance(ranking, Tensor) or ranking.shape != shape or ranking.dtype != torch.int32:
         raise ValueError(
             f"ranking must be int32 of shape {list(shape)}, of at least T + 1 = {T + 1} tokens, "
-            f"got {ranking.dtype} of {list(ranking.shape)}"
+            f"got {shown(ranking)}"
         )
-    if ranking.device != device or not ranking.is_contiguous():
-        raise ValueError(f"ranking must be contiguous on {device}, got {ranking.device}")
+    check_exactly("ranking", ranking, shape, torch.int32, device)
+    if not ranking.is_contiguous():
+        raise ValueError("ranking must be contiguous, got strides " + str(ranking.stride()))
 
 
 def check_counters(counters: Tensor | None, dims: dict[str, int], device: torch.device) -> None:
     if counters is None:
         return
     shape = (dims["B"], dims["K"], COUNTERS)
-    if tuple(counters.shape) != shape or counters.dtype != torch.int32:
-        raise ValueError(
-            f"counters must be int32 of shape {list(shape)}, got {counters.dtype} of "
-            f"{list(counters.shape)}"
-        )
-    if counters.device != device or not counters.is_contiguous():
-        raise ValueError(f"counters must be contiguous on {device}, got {counters.device}")
+    check_exactly("counters", counters, shape, torch.int32, device)
+    if not counters.is_contiguous():
+        raise ValueError("counters must be contiguous, got strides " + str(counters.stride()))

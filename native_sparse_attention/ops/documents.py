@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import blocks
 from . import transforms
+from .checks import INDEX_DTYPES, mask_hint, shown
 
 
 class Documents(NamedTuple):
@@ -197,7 +198,7 @@ def check_cu_seqlens(cu_seqlens: Any, total: int, batch: int) -> None:
             f"cu_seqlens needs one row of packed documents, got a batch of {batch}: give "
             "segment_ids for several rows"
         )
-    if is_traced(cu_seqlens):
+    if is_traced(cu_seqlens) or cu_seqlens.is_meta:
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
@@ -208,14 +209,25 @@ def check_cu_seqlens(cu_seqlens: Any, total: int, batch: int) -> None:
 
 
 def check_row_tensor(
-    name: str, value: Any, shape: tuple[int, int], dtypes: tuple[Any, ...]
+    name: str,
+    value: Any,
+    shape: tuple[int, int],
+    dtypes: tuple[Any, ...],
+    device: torch.device,
 ) -> None:
     if not isinstance(value, Tensor) or value.shape != shape or value.dtype not in dtypes:
-        got = type(value).__name__
-        if isinstance(value, Tensor):
-            got = f"{value.dtype} of shape {list(value.shape)}"
         kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise ValueError(f"{name} must be {kinds} of shape {list(shape)}, got {got}")
+        hint = mask_hint(value) if torch.bool in dtypes else ""
+        if isinstance(value, Tensor) and torch.bool in dtypes and value.ndim in (3, 4):
+            hint = f". It says which tokens are real, [b, n]: causality is causal=True{hint}"
+        raise ValueError(f"{name} must be {kinds} of shape {list(shape)}, got {shown(value)}{hint}")
+    check_reachable(name, value, device)
+
+
+def check_reachable(name: str, value: Tensor, device: torch.device) -> None:
+    """On the device of the call, or on the CPU, from where it is brought."""
+    if value.device != device and value.device.type != "cpu":
+        raise ValueError(f"{name} must be on {device} or on the CPU, got {value.device}")
 
 
 def layout(
@@ -249,6 +261,7 @@ def layout(
     length = None
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, T, b)
+        check_reachable("cu_seqlens", cu_seqlens, device)
         if is_traced(cu_seqlens):
             length = blocks.ceil_div(T + (len(cu_seqlens) - 1) * (step - 1), step) * step
         else:
@@ -257,14 +270,14 @@ def layout(
         begins = begins.index_fill(1, cu_seqlens.long(), True)[:, :T]
         return moved(lay_out(begins, None, step, length), device)
     if mask is not None:
-        check_row_tensor("mask", mask, shape, (torch.bool,))
+        check_row_tensor("mask", mask, shape, (torch.bool,), device)
     if segment_ids is None:
         if mask is None:
             raise ValueError("one of cu_seqlens, segment_ids and mask must be given, got None")
         begins = torch.zeros_like(mask)
         length = blocks.ceil_div(T, step) * step
     else:
-        check_row_tensor("segment_ids", segment_ids, shape, (torch.int32, torch.int64))
+        check_row_tensor("segment_ids", segment_ids, shape, INDEX_DTYPES, device)
         ids = segment_ids
         if mask is not None:
             ids = ids.to(mask.device).gather(1, real_first(mask))

@@ -36,10 +36,12 @@ from torch import Tensor
 from . import backends
 from .block_sizes import BlockSizes, flat
 from .checks import (
+    check_bools,
     check_documents,
+    check_forced_blocks,
     check_groups,
+    check_indices,
     check_int,
-    check_ints,
     check_memory,
     check_offset,
     check_positive,
@@ -47,6 +49,7 @@ from .checks import (
     check_scale,
     check_shapes,
     check_sinks,
+    check_weights,
     check_windows,
     default_seq_len,
 )
@@ -102,18 +105,17 @@ def compressed_attention(
         mem_v=(mem_v, "K m E"),
     )
     check_same(q=q, ck=ck, cv=cv, mem_k=mem_k, mem_v=mem_v)
-    check_groups(dims["H"], dims["K"])
+    causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
+    check_groups(dims["H"], dims["K"], (dims["T"], dims["W"]))
     check_memory(mem_k, mem_v)
-    check_int("compress_block_sliding_stride", compress_block_sliding_stride, 1)
+    d = check_int("compress_block_sliding_stride", compress_block_sliding_stride, 1)
     seq_len = default_seq_len(seq_len, dims["T"], q_offset)
     if causal:
-        check_windows(
-            dims["W"], seq_len, compress_block_sliding_stride, causal=causal, q_offset=q_offset
-        )
-    offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
-    check_documents(documents, dims, offset)
-    check_positive("soft_cap", soft_cap)
-    check_scale(scale)
+        check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
+    offset = check_offset(q_offset, dims, seq_len, causal, q)
+    check_documents(documents, dims, offset, q)
+    soft_cap = check_positive("soft_cap", soft_cap)
+    scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
     backend = backends.choose(backend, "compressed_attention", q, ck, cv, q_offset=offset)
@@ -125,7 +127,7 @@ def compressed_attention(
         cv,
         mem_k=mem_k,
         mem_v=mem_v,
-        compress_block_sliding_stride=compress_block_sliding_stride,
+        compress_block_sliding_stride=d,
         causal=causal,
         q_offset=offset,
         scale=scale,
@@ -167,8 +169,9 @@ def selected_attention(
 
     Args:
         q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E].
-        block_indices: [B, T, K, n] shared by a group, or [B, T, H, n]; integer, -1 for an empty
-            slot.
+        block_indices: [B, T, K, n] shared by a group, or [B, T, H, n]; int32 or int64, each block
+            once, -1 for an empty slot. Values are not looked at, which would wait for the GPU:
+            numbers of no block are up to the caller to keep out.
         gates: of the shape of `block_indices`, for differentiable top-k.
 
     Returns:
@@ -186,22 +189,22 @@ def selected_attention(
         gates=(gates, "B T R n"),
     )
     check_same(q=q, k=k, v=v)
-    check_groups(dims["H"], dims["K"])
+    causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
+    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     if dims["R"] not in (dims["K"], dims["H"]):
         raise ValueError(
             f"block_indices must have K={dims['K']} or H={dims['H']} heads, got {dims['R']}"
         )
-    if block_indices.is_floating_point() or block_indices.device != q.device:
-        raise ValueError(
-            f"block_indices must be integers on {q.device}, "
-            f"got {block_indices.dtype} on {block_indices.device}"
-        )
-    check_int("selection_block_size", selection_block_size, 1)
-    check_ints(0, num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks)
-    offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
-    check_documents(documents, dims, offset)
-    check_positive("soft_cap", soft_cap)
-    check_scale(scale)
+    check_indices("block_indices", block_indices, q.device)
+    check_weights("gates", gates, q.device)
+    s = check_int("selection_block_size", selection_block_size, 1)
+    num_initial_blocks, num_local_blocks = check_forced_blocks(
+        s, num_initial_blocks, num_local_blocks
+    )
+    offset = check_offset(q_offset, dims, dims["S"], causal, q)
+    check_documents(documents, dims, offset, q)
+    soft_cap = check_positive("soft_cap", soft_cap)
+    scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
     backend = backends.choose(
@@ -212,7 +215,7 @@ def selected_attention(
         v,
         gates=gates,
         q_offset=offset,
-        selection_block_size=selection_block_size,
+        selection_block_size=s,
     )
     kwargs: dict[str, Any] = {} if backend == "flex" else {"gates": gates}
     return backends.run(
@@ -222,7 +225,7 @@ def selected_attention(
         k,
         v,
         block_indices,
-        selection_block_size=selection_block_size,
+        selection_block_size=s,
         num_initial_blocks=num_initial_blocks,
         num_local_blocks=num_local_blocks,
         causal=causal,
@@ -270,12 +273,13 @@ def sliding_window_attention(
     """
     dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
     check_same(q=q, k=k, v=v)
-    check_groups(dims["H"], dims["K"])
-    check_int("sliding_window_size", sliding_window_size, 0)
-    offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
-    check_documents(documents, dims, offset)
-    check_positive("soft_cap", soft_cap)
-    check_scale(scale)
+    causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
+    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
+    sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
+    offset = check_offset(q_offset, dims, dims["S"], causal, q)
+    check_documents(documents, dims, offset, q)
+    soft_cap = check_positive("soft_cap", soft_cap)
+    scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
     backend = backends.choose(backend, "sliding_window_attention", q, k, v, q_offset=offset)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import backends
 from .checks import (
+    check_bools,
     check_documents,
     check_first_group,
     check_groups,
@@ -92,32 +93,40 @@ def select_blocks(
         ValueError: shapes or settings that do not fit.
         NotImplementedError: an explicit backend that cannot run the call.
     """
-    l, d, s = compress_block_size, compress_block_sliding_stride, selection_block_size
     dims = check_shapes(q=(q, "B T H D"), ck=(ck, "B W K D"), mem_k=(mem_k, "K m D"))
     check_same(q=q, ck=ck, mem_k=mem_k)
-    check_groups(dims["H"], dims["K"])
-    check_selection(
-        l=l,
-        d=d,
-        s=s,
-        n=num_selected_blocks,
+    causal, return_gates = check_bools(causal=causal, return_gates=return_gates)
+    check_groups(dims["H"], dims["K"], (dims["T"], dims["W"]))
+    settings = check_selection(
+        compress_block_size=compress_block_size,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        selection_block_size=selection_block_size,
+        num_selected_blocks=num_selected_blocks,
         importance=importance,
-        interpolated=interpolated_importance_score,
+        interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks,
         num_local_blocks=num_local_blocks,
         selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv,
     )
+    d, n, stride, shared = (
+        settings[name]
+        for name in (
+            "compress_block_sliding_stride", "num_selected_blocks", "selection_stride",
+            "query_heads_share_selected_kv",
+        )
+    )  # fmt: skip
     seq_len = default_seq_len(seq_len, dims["T"], q_offset)
     check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
-    offset = check_offset(q_offset, dims["T"], seq_len, dims["B"], causal)
-    check_documents(documents, dims, offset)
-    check_positive("soft_cap", soft_cap)
-    check_scale(scale)
+    offset = check_offset(q_offset, dims, seq_len, causal, q)
+    check_documents(documents, dims, offset, q)
+    soft_cap = check_positive("soft_cap", soft_cap)
+    scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
-    check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
-    check_first_group(offset, selection_stride, leader_indices)
+    check_leaders(leader_indices, dims, n, shared, q)
+    check_first_group(offset, stride, leader_indices)
     # scoring has no form in flex_attention: there is no top-k in it
-    if backend == "flex":
+    if isinstance(backend, str) and backend == "flex":
         backend = "eager"
     backend = backends.choose(
         backend,
@@ -125,7 +134,7 @@ def select_blocks(
         q,
         ck,
         q_offset=offset,
-        num_selected_blocks=num_selected_blocks,
+        num_selected_blocks=n,
     )
     indices, gates = backends.run(
         backend,
@@ -134,16 +143,7 @@ def select_blocks(
         ck,
         seq_len=seq_len,
         mem_k=mem_k,
-        compress_block_size=l,
-        compress_block_sliding_stride=d,
-        selection_block_size=s,
-        num_selected_blocks=num_selected_blocks,
-        importance=importance,
-        interpolated_importance_score=interpolated_importance_score,
-        num_initial_blocks=num_initial_blocks,
-        num_local_blocks=num_local_blocks,
-        selection_stride=selection_stride,
-        query_heads_share_selected_kv=query_heads_share_selected_kv,
+        **settings,
         causal=causal,
         q_offset=offset,
         leader_indices=leader_indices,

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from . import transforms
 from .autocast import no_autocast
-from .checks import check_broadcasts, check_given, check_mask_value, check_same, check_shapes
+from .checks import (
+    check_bool,
+    check_broadcasts,
+    check_devices,
+    check_given,
+    check_mask_value,
+    check_same,
+    check_shapes,
+)
 from .products import (
     in_fp32,
     is_finite,
@@ -27,6 +35,7 @@ from .products import (
     over_rows,
     weighted,
 )
+from .scalars import check_finite
 from .segments import SegmentIds, check_segment_ids
 
 # far below any logit, and far enough from the least float32 that a logit may be added to it
@@ -39,8 +48,10 @@ def check_call(
     v: Tensor,
     ab: Tensor | None,
     segment_ids: SegmentIds | Tensor | None,
+    causal: bool,
     mask_value: float,
-) -> tuple[SegmentIds | None, float]:
+    softmax_scale: float,
+) -> tuple[SegmentIds | None, bool, float, float]:
     check_given(q=q, k=k, v=v)
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B H S D"), v=(v, "B H S E"))
     check_same(q=q, k=k, v=v)
@@ -51,7 +62,12 @@ def check_call(
         check_broadcasts("ab", ab, B=B, H=H, T=T, S=S)
         if ab.device != q.device:
             raise ValueError(f"ab is on {ab.device} but q is on {q.device}")
-    return check_segment_ids(segment_ids, B, T, S, q.device), check_mask_value(mask_value, q.dtype)
+    return (
+        check_segment_ids(segment_ids, B, T, S, q.device),
+        check_bool("causal", causal),
+        check_mask_value(mask_value, q.dtype),
+        check_finite("softmax_scale", softmax_scale),
+    )
 
 
 def masked_logits(
@@ -124,7 +140,10 @@ def mha_reference_no_custom_vjp(
         for float64 inputs). The log-sum-exp is `m + log(l)`. A query that sees nothing has o = 0,
         l = 0 and m = -inf. m is a constant to autograd.
     """
-    segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
+    segments, causal, mask_value, softmax_scale = check_call(
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
+    )
+    save_residuals = check_bool("save_residuals", save_residuals)
     o, l, m = forward(q, k, v, ab, segments, causal, mask_value, softmax_scale)
     o = o.to(q.dtype)
     return (o, l, m) if save_residuals else o
@@ -162,12 +181,17 @@ def mha_reference_bwd(
     Raises:
         ValueError: shapes, dtypes, devices or settings that do not fit.
     """
-    segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
+    segments, causal, mask_value, softmax_scale = check_call(
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
+    )
     check_given(o=o, l=l, m=m, do=do)
     check_shapes(
         q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T")
     )
     check_shapes(o=(o, "B H T E"), do=(do, "B H T E"))
+    check_same(q=q, o=o, do=do)
+    check_same(l=l, m=m)
+    check_devices(q=q, l=l, m=m)
     dtype = q.dtype
     with no_autocast(q.device.type):
         q, k, v, o, do = in_fp32(q, k, v, o, do)
@@ -252,7 +276,9 @@ def mha_reference(
     Raises:
         ValueError: shapes, dtypes, devices or settings that do not fit.
     """
-    segments, mask_value = check_call(q, k, v, ab, segment_ids, mask_value)
+    segments, causal, mask_value, softmax_scale = check_call(
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
+    )
     settings = segments, causal, mask_value, softmax_scale
     if transforms.active():
         return forward(q, k, v, ab, *settings)[0].to(q.dtype)

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from .. import blocks
 from . import backends, flex, fused, reference
 from .block_sizes import BlockSizes, flat
 from .checks import (
+    check_bools,
     check_documents,
     check_first_group,
     check_groups,
@@ -23,7 +26,9 @@ from .checks import (
     check_selection,
     check_shapes,
     check_sinks,
+    check_weights,
     check_windows,
+    shown,
 )
 from .documents import Documents
 from .functional import (
@@ -33,6 +38,22 @@ from .functional import (
 )
 from .functional_selection import select_blocks
 from .packed import takes_documents
+
+# selected blocks up to which a call does not ask how many blocks there are
+MANY_BLOCKS = 64
+
+
+def check_flex_masks(sliding_window: Any, fine_selection: Any) -> None:
+    if sliding_window is not None and not isinstance(sliding_window, BlockMask):
+        raise ValueError(
+            "sliding_window_flex_mask must be a BlockMask, as create_sliding_mask makes it, "
+            f"got {shown(sliding_window)}"
+        )
+    if fine_selection is not None and not callable(fine_selection):
+        raise ValueError(
+            "fine_selection_flex_mask must be a function, as create_fine_mask makes it, "
+            f"got {shown(fine_selection)}"
+        )
 
 
 @takes_documents
@@ -125,30 +146,17 @@ def native_sparse_attention(
         cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v
     )
     check_same(q=q, k=k, v=v, ck=ck, cv=cv, **tensors)
-    check_groups(dims["H"], dims["K"])
-    check_memory(mem_k, mem_v)
-    check_int("sliding_window_size", sliding_window_size, 0)
-    check_selection(
-        l=compress_block_size,
-        d=compress_block_sliding_stride,
-        s=selection_block_size,
-        n=num_selected_blocks,
-        importance=importance,
-        interpolated=interpolated_importance_score,
-        num_initial_blocks=num_initial_blocks,
-        num_local_blocks=num_local_blocks,
-        selection_stride=selection_stride,
+    check_weights("branch_gates", branch_gates, q.device)
+    causal, use_diff_topk, return_indices, recompute = check_bools(
+        causal=causal,
+        use_diff_topk=use_diff_topk,
+        return_indices=return_indices,
+        recompute=recompute,
     )
-    check_windows(dims["W"], dims["S"], compress_block_sliding_stride, causal=causal)
-    offset = check_offset(q_offset, dims["T"], dims["S"], dims["B"], causal)
-    check_documents(documents, dims, offset)
-    check_positive("soft_cap", soft_cap)
-    check_scale(scale)
-    check_sinks(sinks, (3, dims["H"]), q.device)
-    check_leaders(leader_indices, dims, num_selected_blocks, query_heads_share_selected_kv)
-    check_first_group(offset, selection_stride, leader_indices)
-    sizes = flat(block_sizes)
-    settings: dict[str, Any] = dict(
+    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
+    check_memory(mem_k, mem_v)
+    sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
+    settings = check_selection(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
         selection_block_size=selection_block_size,
@@ -160,6 +168,28 @@ def native_sparse_attention(
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
     )
+    d, s, n, stride = (
+        settings[name]
+        for name in (
+            "compress_block_sliding_stride", "selection_block_size", "num_selected_blocks",
+            "selection_stride",
+        )
+    )  # fmt: skip
+    check_windows(dims["W"], dims["S"], d, causal=causal)
+    offset = check_offset(q_offset, dims, dims["S"], causal, q)
+    check_documents(documents, dims, offset, q)
+    soft_cap = check_positive("soft_cap", soft_cap)
+    scale = check_scale(scale)
+    check_sinks(sinks, (3, dims["H"]), q.device)
+    shared = settings["query_heads_share_selected_kv"]
+    check_leaders(leader_indices, dims, n, shared, q)
+    check_first_group(offset, stride, leader_indices)
+    sizes = flat(block_sizes)
+    if n > MANY_BLOCKS and not return_indices and leader_indices is None:
+        # nobody sees the slots past the last block
+        n = min(n, max(MANY_BLOCKS, blocks.num_blocks(dims["S"], s)))
+        settings["num_selected_blocks"] = n
+    check_flex_masks(sliding_window_flex_mask, fine_selection_flex_mask)
     given_masks = sliding_window_flex_mask, fine_selection_flex_mask
     beyond = [n for n, t in (("documents", documents), ("sinks", sinks)) if t is not None]
     if given_masks != (None, None) and (beyond or soft_cap is not None):
@@ -174,8 +204,8 @@ def native_sparse_attention(
         k,
         v,
         q_offset=offset,
-        num_selected_blocks=num_selected_blocks,
-        selection_block_size=selection_block_size,
+        num_selected_blocks=n,
+        selection_block_size=s,
     )
     if name == "triton" and given_masks == (None, None):
         out, lists = fused.native_sparse_attention(
@@ -207,14 +237,12 @@ def native_sparse_attention(
         causal=causal, q_offset=offset, scale=scale, soft_cap=soft_cap, documents=documents,
         backend=backend,
     )  # fmt: skip
-    forced: dict[str, Any] = dict(
-        num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks
-    )
+    forced = {name: settings[name] for name in ("num_initial_blocks", "num_local_blocks")}
     out_cmp = compressed_attention(
         cq,
         ck,
         cv,
-        compress_block_sliding_stride=compress_block_sliding_stride,
+        compress_block_sliding_stride=d,
         mem_k=mem_k,
         mem_v=mem_v,
         seq_len=dims["S"],
@@ -247,7 +275,7 @@ def native_sparse_attention(
             v,
             block_indices,
             fine_selection_flex_mask,
-            selection_block_size=selection_block_size,
+            selection_block_size=s,
             causal=causal,
             scale=scale,
             **forced,
@@ -258,7 +286,7 @@ def native_sparse_attention(
             k,
             v,
             block_indices,
-            selection_block_size=selection_block_size,
+            selection_block_size=s,
             gates=gates,
             sinks=sink_sel,
             block_sizes=block_sizes,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from . import documents as docs
-from .checks import check_given, check_ints
+from .checks import HINT, check_bool, check_given, check_indices, check_ints
+from .keywords import check_keywords
 
 # arguments by what their second axis counts
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "block_indices", "gates")
@@ -36,6 +37,7 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
     """Give an operation over rows, which takes `documents`, the arguments above."""
     signature = inspect.signature(op)
     names = list(signature.parameters)
+    known = {*names}
     tensors = [
         name
         for name, parameter in signature.parameters.items()
@@ -55,10 +57,13 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        if not known.issuperset(kwargs):
+            check_keywords(kwargs, known | {"cu_seqlens", "segment_ids", "mask"})
         call = dict(zip(names, args, strict=False)) | kwargs
         check_given(**{name: call[name] for name in tensors if name in call})
         if cu_seqlens is None and segment_ids is None and mask is None:
             return op(*args, **kwargs)
+        call = signature.bind(*args, **kwargs).arguments
         named: dict[str, Any] = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         return over_documents(op, call, named)
 
@@ -79,10 +84,9 @@ def over_documents(
                 f"{name} must be None with cu_seqlens, segment_ids or mask: "
                 "queries and keys are the same tokens"
             )
-    causal = call.get("causal", True)
+    causal = check_bool("causal", call.get("causal", True))
     steps = ("compress_block_sliding_stride", "selection_block_size")
-    check_ints(1, **{name: call[name] for name in steps if name in call})
-    d, s = (call.get(name, 1) for name in steps)
+    d, s = check_ints(1, **{name: call.get(name, 1) for name in steps})
     q = call["q"]
     flat = isinstance(q, Tensor) and q.ndim == 3 and named["cu_seqlens"] is not None
     if flat:
@@ -97,6 +101,10 @@ def over_documents(
         t = call.get(name)
         if isinstance(t, Tensor) and tuple(t.shape[:2]) != shape:
             raise ValueError(f"{name} must have B, T = {shape} as q has, got {list(t.shape)}")
+    mask = named["mask"]
+    if isinstance(mask, Tensor) and q.shape[1] != q.shape[2] and mask.shape == q.shape[::2]:
+        raise ValueError(f"mask must have shape {list(shape)}, got {list(mask.shape)}. {HINT}")
+    check_indices("block_indices", call.get("block_indices"), q.device)
     layout = docs.layout(shape, q.device, max(d, s), **named)
     documents = layout.documents
 

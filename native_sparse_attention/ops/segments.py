@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .scalars import check_int, check_ints, shown
+
 Int = TypeVar("Int", int, Tensor)
 
 
@@ -39,7 +41,17 @@ def below_or_on_diag(r: Int, r_blk_size: int, c: Int, c_blk_size: int) -> Any:
 
     Returns:
         A bool, or a tensor of bools where r or c is a tensor.
+
+    Raises:
+        ValueError: rows or columns that are no integers of at least 0, or a size below 1.
     """
+    r_blk_size, c_blk_size = check_ints(1, r_blk_size=r_blk_size, c_blk_size=c_blk_size)
+    for name, value in (("r", r), ("c", c)):
+        if isinstance(value, Tensor):
+            if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+                raise ValueError(f"{name} must be integers, got {shown(value)}")
+        else:
+            check_int(name, value, 0)
     return (r + 1) * r_blk_size - 1 >= c * c_blk_size
 
 
@@ -67,7 +79,8 @@ def check_segment_ids(
             raise ValueError(f"{name} must be a tensor, got {type(ids).__name__}")
         if list(ids.shape) != [B, length]:
             raise ValueError(f"{name} must have shape {[B, length]}, got {list(ids.shape)}")
-        if ids.is_floating_point() or ids.is_complex() or ids.device != device:
+        other = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+        if other or ids.device != device:
             raise ValueError(
                 f"{name} must be integers on {device}, got {ids.dtype} on {ids.device}"
             )

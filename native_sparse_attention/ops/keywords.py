@@ -1,0 +1,56 @@
+"""Keywords that a call does not know, and what their giver may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# names that other libraries have, and what stands for them here
+ELSEWHERE = {
+    "attention_mask": "mask=, bool, True for tokens: mask=attention_mask.bool()",
+    "attn_mask": "mask=, bool, True for tokens; causality is causal=True",
+    "key_padding_mask": "mask=, bool, True for tokens: mask=~key_padding_mask",
+    "padding_mask": "mask=, bool, True for tokens",
+    "src_key_padding_mask": "mask=, bool, True for tokens: mask=~src_key_padding_mask",
+    "is_causal": "causal=",
+    "position_ids": "mask= or cu_seqlens=, from which positions follow",
+    "past_key_values": "cache=",
+    "past_key_value": "cache=",
+    "use_cache": "return_cache=",
+    "labels": "return_loss=True",
+    "input_ids": "ids, the first argument",
+    "softmax_scale": "scale=",
+    "window_size": "sliding_window_size=",
+    "softcap": "soft_cap=",
+}
+
+
+class UnexpectedKeyword(ValueError, TypeError):
+    """A keyword that a call does not know: to Python a TypeError, here a ValueError as well."""
+
+
+def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises for the first keyword given that is not known, with what may have been meant."""
+    names = list(known)
+    for name in given:
+        if name in names:
+            continue
+        meant = ELSEWHERE.get(name)
+        fits = meant is not None and re.split("[=,]", meant)[0] in names
+        hint = f": use {meant}" if fits else nearest(name, names)
+        raise UnexpectedKeyword(f"got an unexpected keyword argument {name!r}{hint}")
+
+
+def nearest(name: Any, names: list[str]) -> str:
+    """The name that may have been meant, as the end of a message."""
+    near = difflib.get_close_matches(str(name), names, n=1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def refuse(unknown: dict[str, Any], forward: Callable[..., Any]) -> None:
+    """`check_keywords` of a forward's own `**unknown`, which should be empty."""
+    if unknown:
+        check_keywords(unknown, list(inspect.signature(forward).parameters)[:-1])

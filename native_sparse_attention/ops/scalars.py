@@ -1,0 +1,190 @@
+"""Checks of arguments that are no tensors: booleans, integers, numbers and names. Each returns the
+plain Python value. Every message names the argument, what was expected, what came."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Integers lie below this, so that the sum of two fits into 32 bits.
+TOO_LARGE = 2**30
+# Rows, and pages of a cache, are counted in Python lists.
+TOO_MANY = 2**24
+# Slots of a query in block indices: of 64 tokens a block they reach over 4 million tokens.
+TOO_MANY_BLOCKS = 2**16
+# Elements of a tensor: 4 TiB of float32.
+TOO_MANY_ELEMENTS = 2**40
+# The least float32 that has all its bits: to divide by less gives inf, and then NaN.
+LEAST_NORMAL = torch.finfo(torch.float32).tiny
+LARGEST = torch.finfo(torch.float32).max
+
+
+def shown(value: Any) -> str:
+    """A value as a message tells it, in one line."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """True or False, numpy's too; neither 1 nor "False"."""
+    if value is True or value is False:
+        return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise ValueError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_bools(**values: Any) -> tuple[bool, ...]:
+    return tuple(check_bool(name, value) for name, value in values.items())
+
+
+def as_int(value: Any) -> Any:
+    """The integer that a value is, of any integral type; None for one that is none. Booleans are
+    none. A symbolic integer stays symbolic."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, (bool, float)) or type(value).__name__ == "bool_":
+        return None
+    if isinstance(value, Tensor) and (value.ndim > 0 or value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):
+        return None
+
+
+def check_int(name: str, value: Any, minimum: int, below: int = TOO_LARGE) -> int:
+    """An integer of any integral type (bools are not integers here), `minimum <= value < below`.
+    A symbolic one is taken as it is: to compare it would tie a graph to the answer."""
+    number = as_int(value)
+    if isinstance(value, torch.SymInt):
+        return number
+    if number is None or number < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {shown(value)}")
+    if number >= below:
+        raise ValueError(
+            f"{name} must be an integer of at least {minimum} and below {below}, got {shown(value)}"
+        )
+    return number
+
+
+def check_ints(minimum: int, **values: Any) -> tuple[int, ...]:
+    return tuple(check_int(name, value, minimum) for name, value in values.items())
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...] | Mapping[str, Any]) -> None:
+    if not isinstance(value, (str, bool)) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def as_float(value: Any) -> float:
+    """A real number as a float; NaN for anything else."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (bool, Tensor)) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+
+
+def check_factor(name: str, value: Any) -> float:
+    """A finite number above 0."""
+    number = as_float(value)
+    if not 0.0 < number < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {shown(value)}")
+    return number
+
+
+def check_positive(name: str, value: Any) -> float | None:
+    """A number above 0 by which float32 can be divided, or None."""
+    if value is None:
+        return None
+    number = as_float(value)
+    if not 0.0 < number <= LARGEST:
+        raise ValueError(f"{name} must be a number above 0 or None, got {shown(value)}")
+    if number < LEAST_NORMAL:
+        raise ValueError(f"{name} must be at least {LEAST_NORMAL:.2g} or None, got {shown(value)}")
+    return number
+
+
+def check_finite(name: str, value: Any) -> float:
+    number = as_float(value)
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"{name} must be a finite number, got {shown(value)}")
+    return number
+
+
+def check_scale(scale: Any) -> float | None:
+    """A finite number, or None."""
+    if scale is None:
+        return None
+    number = as_float(scale)
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"scale must be a finite number or None, got {shown(scale)}")
+    return number
+
+
+def check_probability(name: str, value: Any) -> float:
+    number = as_float(value)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name} must be a probability, in [0, 1], got {shown(value)}")
+    return number
+
+
+def check_mask_value(mask_value: Any, dtype: torch.dtype) -> float:
+    """A number that is not NaN or inf; -inf where the dtype of the logits cannot tell it from
+    that."""
+    number = as_float(mask_value)
+    if not number < math.inf:
+        raise ValueError(f"mask_value must be a number below inf, got {shown(mask_value)}")
+    least = torch.finfo(torch.promote_types(dtype, torch.float32)).min
+    return number if number >= least else -math.inf
+
+
+def check_device(name: str, device: Any) -> torch.device:
+    """What `torch.device` takes: a device, its name, or a number of a GPU."""
+    if isinstance(device, torch.device):
+        return device
+    if isinstance(device, str) or (type(device) is int and 0 <= device < 256):
+        try:
+            return torch.device(device)
+        except RuntimeError:
+            pass
+    raise ValueError(f"{name} must be a torch.device or the name of one, got {shown(device)}")
+
+
+def check_callable(name: str, function: Any, signature: str, required: bool = False) -> None:
+    if (function is not None or required) and not callable(function):
+        wanted = f"a function of {signature}" + ("" if required else " or None")
+        raise ValueError(f"{name} must be {wanted}, got {shown(function)}")
+
+
+def check_elements(**sizes: int) -> None:
+    """Integers whose product is the number of elements of a tensor that is about to be made."""
+    if math.prod(sizes.values()) >= TOO_MANY_ELEMENTS:
+        told = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"{' * '.join(sizes)} must be below 2**40, got {told}")
+
+
+def check_hidden(name: str, factor: Any, width: int) -> int:
+    """`int(width * factor)`, the hidden width of a network, at least 1."""
+    hidden = int(min(width * check_factor(name, factor), float(TOO_MANY_ELEMENTS)))
+    if hidden < 1:
+        raise ValueError(
+            f"{name} must leave at least one hidden unit of {width}, got {shown(factor)}"
+        )
+    if width * hidden >= TOO_MANY_ELEMENTS:
+        raise ValueError(
+            f"{name} must leave less than 2**40 weights, got {shown(factor)} for a width of {width}"
+        )
+    return hidden

@@ -1,0 +1,92 @@
+"""Settings of a Transformer, and its `sparse_attn_kwargs` merged with defaults of its own."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .attention import SparseAttention
+from .ops.keywords import nearest
+from .ops.scalars import check_bools, check_elements, check_ints, shown
+
+DEFAULT_SPARSE_ATTN = dict(
+    sliding_window_size=32,
+    compress_block_size=8,
+    compress_block_sliding_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=4,
+)
+
+# arguments of SparseAttention that a Transformer gives, and its own name for them
+GIVEN = {name: name for name in ("dim", "dim_head", "heads", "kv_heads", "causal")} | {
+    "use_triton_kernel": "use_triton_fine_selection"
+}
+KNOWN = [name for name in inspect.signature(SparseAttention).parameters if name not in GIVEN]
+
+
+FLAGS = (
+    "use_sparse_attn", "causal", "use_flex_sliding_window", "use_flex_fine_selection",
+    "use_triton_fine_selection", "activation_checkpointing",
+)  # fmt: skip
+
+
+def check_sizes(given: dict[str, Any]) -> tuple[int, ...]:
+    """num_tokens, dim and depth of a Transformer's arguments."""
+    sizes = check_ints(1, **{name: given[name] for name in ("num_tokens", "dim", "depth")})
+    check_elements(num_tokens=sizes[0], dim=sizes[1])
+    return sizes
+
+
+def check_flags(given: dict[str, Any]) -> tuple[bool, ...]:
+    """`FLAGS` of a Transformer's arguments."""
+    flags = check_bools(**{name: given[name] for name in FLAGS})
+    if flags[3] and flags[4]:
+        raise ValueError(
+            "use_flex_fine_selection and use_triton_fine_selection are two ways to compute one "
+            "branch: set at most one of them"
+        )
+    return flags
+
+
+def merged(given: Any, shape: dict[str, Any], used: bool) -> dict[str, Any]:
+    """Arguments of SparseAttention: those given, and `DEFAULT_SPARSE_ATTN` for the others. Who
+    gives a compress_block_size without a stride has that of SparseAttention, the block size.
+
+    Where they are not used, by a Transformer of dense attention, they are checked and a warning is
+    issued.
+
+    Raises:
+        ValueError: what is no dict, an unknown name or one that the Transformer gives, and what
+            SparseAttention refuses.
+    """
+    if given is None:
+        return dict(DEFAULT_SPARSE_ATTN)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"sparse_attn_kwargs must be a dict or None, got {shown(given)}")
+    for name in given:
+        if name in GIVEN:
+            raise ValueError(
+                f"sparse_attn_kwargs must not hold {name!r}, which Transformer gives: "
+                f"set Transformer({GIVEN[name]}=...)"
+            )
+        if name not in KNOWN:
+            raise ValueError(
+                f"sparse_attn_kwargs must hold arguments of SparseAttention, got {shown(name)}"
+                + nearest(name, KNOWN)
+            )
+    defaults = dict(DEFAULT_SPARSE_ATTN)
+    if "compress_block_size" in given:
+        del defaults["compress_block_sliding_stride"]
+    settings = defaults | dict(given)
+    if not used:
+        with torch.device("meta"):
+            SparseAttention(**shape, **settings)
+        warnings.warn(
+            "sparse_attn_kwargs are not used by a Transformer with use_sparse_attn=False",
+            stacklevel=3,
+        )
+    return settings

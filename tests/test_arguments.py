@@ -1,0 +1,370 @@
+"""Bad arguments of public functions and constructors: one ValueError that names the argument; and
+good ones of unusual types."""
+
+import inspect
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import native_sparse_attention as nsa
+from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, Transformer, masks
+from native_sparse_attention import compress as networks
+from native_sparse_attention.sampling import sample_token
+
+B, T, H, K, D = 2, 16, 4, 2, 8
+SELECTION = dict(
+    compress_block_size=8,
+    compress_block_sliding_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=2,
+)
+LAYER = dict(
+    dim=16, dim_head=8, heads=4, kv_heads=2, sliding_window_size=4, causal=True, **SELECTION
+)
+MODEL = dict(num_tokens=32, dim=16, depth=1, dim_head=8, heads=2)
+
+
+def tensors():
+    q, k, v = torch.randn(B, T, H, D), torch.randn(B, T, K, D), torch.randn(B, T, K, D)
+    ck, cv = torch.randn(B, 4, K, D), torch.randn(B, 4, K, D)
+    return q, k, v, ck, cv
+
+
+def calls():
+    """Name: (function, a good call of it)."""
+    q, k, v, ck, cv = tensors()
+    qkv = dict(q=q, k=k, v=v)
+    gates = torch.rand(B, T, H, 3)
+    indices = torch.zeros(B, T, K, 2, dtype=torch.int32)
+    square = torch.randn(B, H, T, D)
+    layer, model = SparseAttention(**LAYER), Transformer(**MODEL, use_sparse_attn=True)
+    ids = torch.randint(0, 32, (B, T))
+    whole = dict(**qkv, ck=ck, cv=cv, branch_gates=gates, sliding_window_size=4, **SELECTION)
+    step = whole | dict(q=q[:, :1], branch_gates=gates[:, :1], lengths=torch.tensor([5, 9]))
+    grouped = torch.randn(B, K, 2, T, D)
+    blocks = dict(block_q=4, block_kv=4)
+    return {
+        "SparseAttention": (SparseAttention, LAYER),
+        "Transformer": (Transformer, MODEL),
+        "KVCache": (KVCache, {}),
+        "PagedKVCache": (PagedKVCache, dict(page_size=8, num_pages=9, batch=2, max_length=32)),
+        "layer": (layer.forward, dict(inp=torch.randn(B, T, 16))),
+        "model": (model.forward, dict(ids=ids)),
+        "sample": (model.sample, dict(prompt=ids, seq_len=T + 1)),
+        "new_cache": (
+            model.new_cache,
+            dict(page_size=8, num_pages=9, batch=2, max_length=32),
+        ),
+        "compressed": (
+            nsa.compressed_attention,
+            dict(q=q, ck=ck, cv=cv, compress_block_sliding_stride=4),
+        ),
+        "selected": (
+            nsa.selected_attention,
+            dict(**qkv, block_indices=indices, selection_block_size=8),
+        ),
+        "window": (nsa.sliding_window_attention, dict(**qkv, sliding_window_size=4)),
+        "select": (nsa.select_blocks, dict(q=q, ck=ck, **SELECTION)),
+        "whole": (nsa.native_sparse_attention, whole),
+        "decode": (nsa.decode_attention, step),
+        "chunked": (nsa.chunked_attention, qkv),
+        "block_masked": (
+            nsa.block_masked_attention,
+            dict(
+                q=grouped, k=grouped[:, :, 0], v=grouped[:, :, 0], segment_ids=None,
+                mask=torch.ones(T, T), mask_value=-1e30, **blocks,
+            ),
+        ),
+        "mask_blocker": (nsa.mask_blocker, dict(mask=torch.ones(T, T), **blocks)),
+        "mha": (nsa.mha_reference, dict(q=square, k=square, v=square)),
+        "GroupedMLP": (networks.GroupedMLP, dict(dim_head=8, compress_window_size=8, heads=2)),
+        "CompressTransformer": (
+            networks.CompressTransformer,
+            dict(num_layers=1, dim=16, num_heads=2),
+        ),
+        "create_sliding_mask": (masks.create_sliding_mask, dict(seq_len=16, window_size=4)),
+        "create_fine_mask": (masks.create_fine_mask, dict(seq_len=16, fine_block_size=4)),
+        "soft_cap": (masks.soft_cap, dict(cap=2.0)),
+        "alibi": (masks.alibi, dict(num_heads=4)),
+    }  # fmt: skip
+
+
+CALLS = calls()
+TYPES = {"int": (None, "8", 1.5, True, -1, 2**40, 2**70, [8]), "bool": ("False", 2, None, [True])}
+NUMBERS = ("1", True, float("nan"), float("inf"), 1j, [1.0], torch.ones(()))
+FACTORS = {
+    "scale", "soft_cap", "softmax_scale", "mask_value", "cap", "temperature", "filter_thres",
+    "top_p", "dropout", "expand_factor", "ff_expansion_factor", "compress_mlp_expand_factor",
+}  # fmt: skip
+
+
+def bad_values(name, parameter, base):
+    annotation = str(parameter.annotation)
+    value = base.get(name)
+    if isinstance(value, torch.Tensor):
+        dtypes = (torch.complex64,)
+        dtypes += (torch.bool, torch.long if value.is_floating_point() else torch.float16)
+        other = [value.to(dtype) for dtype in dtypes] + [value.to("meta"), value[None, None]]
+        return [None, [1.0], "x", *(other if name != "mask" else ())]
+    if name in FACTORS:
+        return list(NUMBERS)
+    for kind, values in TYPES.items():
+        if annotation in (kind, f"{kind} | None"):
+            return [value for value in values if value is not None or "None" not in annotation]
+    if annotation.startswith("str"):
+        return ["nothing", 3]
+    if "Tensor | None" in annotation and "int" not in annotation:
+        return ["x", [1.0], torch.zeros(1, 1, 1, 1, 7, device="meta")]
+    return []
+
+
+CASES = [
+    pytest.param(call, name, bad, id=f"{call}-{name}-{index}")
+    for call, (function, base) in CALLS.items()
+    for name, parameter in inspect.signature(function).parameters.items()
+    if name not in ("ranking", "counters")  # of a selection_stride above 1, and of the kernels
+    for index, bad in enumerate(bad_values(name, parameter, base))
+]
+
+
+@pytest.mark.parametrize("call, name, bad", CASES)
+def test_bad_values(call, name, bad):
+    function, base = CALLS[call]
+    with pytest.raises(ValueError, match=rf"\b{name}"):
+        function(**{**base, name: bad})
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, torch.tensor])
+def test_integers_of_any_type(kind):
+    """They are plain ints of the module, and what is computed is the same."""
+
+    def converted(settings):
+        return {n: v if isinstance(v, (bool, str)) else kind(v) for n, v in settings.items()}
+
+    torch.manual_seed(0)
+    plain = SparseAttention(**LAYER)
+    torch.manual_seed(0)
+    other = SparseAttention(**converted(LAYER))
+    assert all(type(getattr(other, name)) in (int, bool) for name in LAYER)
+    x = torch.randn(1, 20, 16)
+    torch.testing.assert_close(other(x), plain(x))
+    assert type(KVCache(max_length=kind(8)).max_length) is int
+    q, k, v, *_ = tensors()
+    torch.testing.assert_close(
+        nsa.sliding_window_attention(q, k, v, sliding_window_size=kind(3), q_offset=kind(0)),
+        nsa.sliding_window_attention(q, k, v, sliding_window_size=3),
+    )
+    assert nsa.SparseAttention(**{**LAYER, "causal": np.bool_(True)}).causal is True
+
+
+@pytest.mark.parametrize(
+    "q, k, indices",
+    [
+        ((2, 4, 16, 8), (2, 2, 16, 8), (2, 16, 2, 1)),  # 4 heads, of 2 KV heads
+        ((2, 4, 15, 8), (2, 4, 16, 8), (2, 15, 4, 1)),
+        ((2, 4, 16, 8), (2, 4, 16, 8), (2, 16, 4, 1)),
+    ],
+)
+def test_hint_for_the_order_of_axes(q, k, indices):
+    q, k, indices = torch.randn(q), torch.randn(k), torch.zeros(indices, dtype=torch.int32)
+    with pytest.raises(ValueError, match=re.escape("did you pass [B, H, T, D]?")):
+        nsa.selected_attention(q, k, k, indices, selection_block_size=4)
+
+
+def test_warning_for_the_order_of_axes():
+    q = torch.randn(1, 2, 130, 8)
+    with pytest.warns(UserWarning, match="did you pass"):
+        nsa.sliding_window_attention(q, q, q, sliding_window_size=4)
+
+
+X = torch.randn(B, T, 16)
+
+
+@pytest.mark.parametrize(
+    "mask, message",
+    [
+        (torch.zeros(B, T), "give mask > -1"),
+        (torch.ones(B, T, dtype=torch.long), "give mask.bool()"),
+        (torch.ones(B, 1, T, T, dtype=torch.bool), "causality is causal=True"),
+        (torch.ones(B, T, dtype=torch.bool, device="meta"), "mask must be on cpu"),
+    ],
+)
+def test_hints_for_masks(mask, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SparseAttention(**LAYER)(X, mask=mask)
+
+
+@pytest.mark.parametrize(
+    "keyword, hint",
+    [
+        ("attention_mask", "use mask="),
+        ("key_padding_mask", "use mask="),
+        ("attn_mask", "use mask="),
+        ("past_key_values", "use cache="),
+        ("return_cach", "did you mean return_cache"),
+    ],
+)
+def test_keywords_of_other_libraries(keyword, hint):
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    for call in (
+        lambda **kwargs: SparseAttention(**LAYER)(X, **kwargs),
+        lambda **kwargs: Transformer(**MODEL)(ids, **kwargs),
+    ):
+        for kind in (ValueError, TypeError):
+            with pytest.raises(kind, match=f"{keyword}.*{hint}"):
+                call(**{keyword: None})
+    q, k, v, *_ = tensors()
+    with pytest.raises(ValueError, match="is_causal.*use causal="):
+        nsa.sliding_window_attention(q, k, v, sliding_window_size=3, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(strategy_combine_mlp=nn.Linear(16, 7)), "strategy_combine_mlp must map"),
+        (dict(strategy_combine_mlp=nn.Linear(5, 12)), "strategy_combine_mlp must map"),
+        (dict(strategy_combine_mlp=nn.Linear), "give an instance of it"),
+        (dict(compress_mlp=lambda x: x), "compress_mlp must be a torch.nn.Module"),
+        (dict(compress_mlp=nn.Identity()), "compress_mlp must map"),
+        (dict(compress_mlp=networks.AttentionPool(4, 8)), "compress_mlp must map"),
+        (dict(compress_mlp=networks.GroupedMLP(8, 8, 3)), "compress_mlp must map"),
+        (dict(compress_mlp=networks.CompressTransformer(1, 24, 2)), "compress_mlp must map"),
+        (dict(dim=2**28, dim_head=2**28), "dim * heads * dim_head must be below 2**40"),
+        (dict(compress_mlp_expand_factor=1e30), "compress_mlp_expand_factor must leave less"),
+        (dict(num_local_blocks=2**29), "num_local_blocks must be"),
+    ],
+)
+def test_networks_and_sizes(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SparseAttention(**{**LAYER, **change})
+
+
+def test_good_networks():
+    gate = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 12))
+    layer = SparseAttention(**{**LAYER, "strategy_combine_mlp": gate})
+    assert layer.to_strategy_combine[0] is gate
+    for net in (networks.MeanPool(), networks.GroupedMLP(8, 8, 2), nn.Sequential(LazyPool())):
+        assert SparseAttention(**{**LAYER, "compress_mlp": net})(X).shape == X.shape
+
+
+class LazyPool(nn.Module):
+    """Has no form on meta tensors: it asks for a number."""
+
+    def forward(self, kv):
+        return kv.mean(-2) * float(kv.detach().sum() * 0 + 1)
+
+
+def test_more_blocks_than_there_are():
+    torch.manual_seed(0)
+    few, many = (SparseAttention(**{**LAYER, "num_selected_blocks": n}) for n in (64, 60_000))
+    many.load_state_dict(few.state_dict())
+    torch.testing.assert_close(many(X), few(X))
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        ([[1, 2]], "give torch.tensor(ids)"),
+        (torch.ones(2, 3), "give ids.long()"),
+        (torch.ones(2, 3, dtype=torch.bool), "ids must be a tensor of integers"),
+        (torch.ones(3, dtype=torch.long), "ids must have shape [b, n], got [3]"),
+        (torch.tensor([[0, 32]]), "ids must be token ids from 0 to 31"),
+        (torch.tensor([[-1, 3]]), "got -1"),
+    ],
+)
+def test_ids(ids, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Transformer(**MODEL)(ids)
+
+
+def test_loss_with_a_cache():
+    net, ids = Transformer(**MODEL), torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="cache must be None with return_loss=True"):
+        net(ids, return_loss=True, cache=net.new_cache())
+    for cache in (KVCache(), "x", [None], [KVCache()] * 2):
+        with pytest.raises(ValueError, match="cache"):
+            net(ids, cache=cache)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(temperature=1e-320), "temperature must be 0 or less, or at least"),
+        (dict(temperature=1e-40), "temperature must be 0 or less, or at least"),
+        (dict(seq_len=3), "seq_len must be an integer of at least 4, got 3"),
+        (dict(stop_tokens=32), "stop_tokens must be token ids below 32"),
+        (dict(stop_tokens="a"), "stop_tokens must be token ids"),
+        (dict(generator=5), "generator must be a torch.Generator"),
+        (dict(prompt_lengths=[True]), "prompt_lengths must be integers"),
+    ],
+)
+def test_sampling(change, message):
+    call = {**dict(prompt=torch.zeros(1, 4, dtype=torch.long), seq_len=6), **change}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Transformer(**MODEL).sample(**call)
+
+
+def test_small_temperatures_are_greedy():
+    logits = torch.tensor([[-3.0, 5.0, 1.0], [4.0, 2.0, 3.0]])
+    for top_p in (None, 1e-38):
+        assert sample_token(logits, 1e-37, 0.0, top_p, None).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ([1], "sparse_attn_kwargs must be a dict"),
+        (dict(dim=3), "sparse_attn_kwargs must not hold 'dim'"),
+        (dict(sliding_window=3), "did you mean sliding_window_size?"),
+        (dict(sliding_window_size=-1), "sliding_window_size must be"),
+    ],
+)
+def test_bad_sparse_attn_kwargs(sparse, kwargs, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Transformer(**MODEL, use_sparse_attn=sparse, sparse_attn_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs, l, d, s",
+    [
+        ({}, 8, 4, 8),
+        (dict(compress_block_size=4), 4, 4, 8),
+        (dict(compress_block_size=16), 16, 16, 8),
+        (dict(selection_block_size=16), 8, 4, 16),
+        (dict(compress_block_sliding_stride=2), 8, 2, 8),
+    ],
+)
+def test_partial_sparse_attn_kwargs(kwargs, l, d, s):
+    layer = Transformer(**MODEL, use_sparse_attn=True, sparse_attn_kwargs=kwargs).layers[0][0]
+    sizes = layer.compress_block_size, layer.compress_block_sliding_stride
+    assert (*sizes, layer.selection_block_size) == (l, d, s)
+    assert layer.sliding_window_size == 32 and layer.num_selected_blocks == 4
+    with pytest.warns(UserWarning, match="sparse_attn_kwargs are not used"):
+        Transformer(**MODEL, sparse_attn_kwargs=kwargs)
+
+
+def test_rows_of_a_cache_are_no_booleans():
+    cache = KVCache(batch=2)
+    for rows in (torch.tensor([True, False]), [True, False], [0.5], "01", [2]):
+        for call in (cache.reset, cache.reorder):
+            with pytest.raises(ValueError, match="rows must be"):
+                call(rows)
+    with pytest.raises(ValueError, match="lengths must be"):
+        cache.truncate(True)
+    cache.truncate(np.int64(0))
+    with pytest.raises(ValueError, match="device must be"):
+        cache.lengths_on("nothing")
+
+
+def test_traced_graphs_ask_for_no_ids():
+    net = Transformer(**MODEL)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(net, (ids,))
+    torch.testing.assert_close(program.module()(ids), net(ids))
