@@ -97,7 +97,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
