@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from . import blocks
 from .initialization import Started, assign
 from .ops import transforms
+from .ops.autocast import no_autocast
 from .ops.documents import Documents
 from .ops.graphs import free_size
+from .ops.products import in_fp32
 from .ops.scalars import check_hidden, check_int, check_ints, check_probability
 
 
@@ -135,8 +137,9 @@ class AttentionPool(Started):
 
     def forward(self, kv: Tensor) -> Tensor:
         logits = self.to_attn_logits(kv)
-        # autocast forms the softmax in fp32; the result keeps the lower dtype of the logits
-        return (logits.softmax(dim=-2) * kv).sum(dim=-2).to(logits.dtype)
+        at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
+        weights = logits.softmax(dim=-2, dtype=at_least_fp32)
+        return (weights * kv).sum(dim=-2).to(logits.dtype)
 
 
 class LinearPerHead(EinMix):
@@ -234,10 +237,12 @@ class WindowAttention(nn.Module):
     def forward(self, x: Tensor, last_only: bool = False) -> Tensor:
         q, k, v = self.q_proj(x[:, -1:] if last_only else x), self.k_proj(x), self.v_proj(x)
         q, k, v = (rearrange(t, "n l (h d) -> n h l d", h=self.num_heads) for t in (q, k, v))
-        sim = q @ k.mT * q.shape[-1] ** -0.5
-        at_least_fp32 = torch.promote_types(sim.dtype, torch.float32)
-        attn = self.dropout(sim.softmax(dim=-1, dtype=at_least_fp32).to(v.dtype))
-        return self.out_proj(rearrange(attn @ v, "n h l d -> n l (h d)"))
+        with no_autocast(x.device.type):
+            dtype = q.dtype
+            q, k, v = in_fp32(q, k, v)
+            attn = self.dropout((q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1))
+            out = (attn @ v).to(dtype)
+        return self.out_proj(rearrange(out, "n h l d -> n l (h d)"))
 
 
 class FeedForward(nn.Module):

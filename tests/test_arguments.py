@@ -88,6 +88,24 @@ def calls():
         ),
         "create_sliding_mask": (masks.create_sliding_mask, dict(seq_len=16, window_size=4)),
         "create_fine_mask": (masks.create_fine_mask, dict(seq_len=16, fine_block_size=4)),
+        "create_compress_mask": (
+            masks.create_compress_mask,
+            dict(seq_len=16, kv_seq_len=4, compress_block_sliding_stride=4),
+        ),
+        "sliding_mask_mod": (masks.sliding_mask_mod, dict(window_size=4)),
+        "compress_mask_mod": (masks.compress_mask_mod, dict(stride=4)),
+        "selected_mask_mod": (
+            masks.selected_mask_mod,
+            dict(membership=torch.ones(1, 2, 16, 5, dtype=torch.bool), block_size=4),
+        ),
+        "block_mask_of": (masks.block_mask_of, dict(mask_mod=masks.causal, q_len=16, kv_len=16)),
+        "sliding_window": (masks.sliding_window, dict(window=4)),
+        "dilated_window": (masks.dilated_window, dict(window=4, dilation=2)),
+        "prefix_lm": (masks.prefix_lm, dict(prefix_length=4)),
+        "sasa": (masks.sasa, dict(canvas_height=4, canvas_width=4, kernel_height=3)),
+        "natten": (masks.natten, dict(canvas_height=4, canvas_width=4, kernel_height=3)),
+        "document": (masks.document, dict(offsets=torch.tensor([0, 4, 16]))),
+        "dense": (masks.dense_attention, dict(q=square, k=square, v=square)),
         "soft_cap": (masks.soft_cap, dict(cap=2.0)),
         "alibi": (masks.alibi, dict(num_heads=4)),
     }  # fmt: skip
@@ -108,7 +126,10 @@ def bad_values(name, parameter, base):
     if isinstance(value, torch.Tensor):
         dtypes = (torch.complex64,)
         dtypes += (torch.bool, torch.long if value.is_floating_point() else torch.float16)
-        other = [value.to(dtype) for dtype in dtypes] + [value.to("meta"), value[None, None]]
+        other = [value.to(dtype) for dtype in dtypes if dtype != value.dtype]
+        other.append(value[None, None])
+        if sum(isinstance(t, torch.Tensor) for t in base.values()) > 1:
+            other.append(value.to("meta"))
         return [None, [1.0], "x", *(other if name != "mask" else ())]
     if name in FACTORS:
         return list(NUMBERS)

@@ -54,15 +54,18 @@ def test_within_budget_on_a_gpu(dtype):
         (dict(sliding_window_size=-1), "sliding_window_size must be an integer of at least 0"),
         (dict(soft_cap=0.0), "soft_cap must be a number above 0 or None, got 0.0"),
         (dict(soft_cap=float("nan")), "soft_cap must be a number above 0 or None, got nan"),
-        (dict(mask=torch.ones(6, 5)), "mask must be a bool tensor on cpu, got torch.float32"),
+        (
+            dict(mask=torch.ones(6, 5)),
+            "mask must be a bool tensor on cpu, got a torch.float32 tensor",
+        ),
         (
             dict(mask=torch.ones(6, 5, dtype=torch.bool)),
             r"mask must broadcast to \[B H T S\] = \[2, 4, 5, 6\], got \[6, 5\]",
         ),
-        (dict(mask_mod=3), r"mask_mod must be a function of \(b, h, i, j\), got 3"),
+        (dict(mask_mod=3), r"mask_mod must be a function of \(b, h, i, j\) or None, got 3"),
         (
             dict(mask_mod=lambda b, h, i, j: i + j),
-            "what mask_mod returns must be a bool tensor on cpu, got torch.int64",
+            "what mask_mod returns must be a bool tensor on cpu, got a torch.int64 tensor",
         ),
         (
             dict(mask_mod=lambda b, h, i, j: torch.ones(9, dtype=torch.bool)),

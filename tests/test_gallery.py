@@ -237,7 +237,7 @@ def test_counts_are_of_pairs(name):
     exact = dense(mod, q_len, kv_len)
     assert exact.any() and not exact.all()
     for tile in (1, 7, 128):
-        counts = masks.tile_counts(mod, q_len, kv_len, CPU, tile)
+        counts = masks.tiles.tile_counts(mod, q_len, kv_len, CPU, tile)
         assert counts.shape == (-(-q_len // tile), -(-kv_len // tile))
         assert counts[0, 0] == exact[:tile, :tile].sum()
         assert counts.sum() == exact.sum()

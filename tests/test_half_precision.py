@@ -16,6 +16,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
+from native_sparse_attention.compress import AttentionPool, WindowAttention
 from native_sparse_attention.masks import causal, dense_attention, jagged_attention
 from native_sparse_attention.ops import eager
 
@@ -198,3 +199,24 @@ def test_flex_on_a_cpu(untraced_flex):
     exact = sdpa(q.double(), k.double(), v.double(), mask)
     found = sliding_window_attention(q, k, v, sliding_window_size=T, backend="flex")
     torch.testing.assert_close(found.double(), exact, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compression_networks(dtype, autocast):
+    """Attention within a window, of products above 65504; and a pool of weights in fp32."""
+    torch.manual_seed(0)
+    attention, pool = WindowAttention(D, 2, dropout=0.0), AttentionPool(D, 8)
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj):
+        torch.nn.init.eye_(linear.weight)
+        torch.nn.init.zeros_(linear.bias)
+    x = (torch.randn(6, 8, D) * 40).to(dtype)
+    kv = torch.randn(2, 2, 3, 8, D).to(dtype)
+    expected = attention.double()(x.double()), pool.double()(kv.double())
+    attention, pool = (net.to(torch.float32 if autocast else dtype) for net in (attention, pool))
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        found = attention(x), pool(kv)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype
+        # the rounding of the output alone
+        torch.testing.assert_close(a.double(), b, rtol=torch.finfo(dtype).eps, atol=1e-3)

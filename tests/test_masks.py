@@ -10,11 +10,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from native_sparse_attention import masks
 from native_sparse_attention.masks import (
-    TILE,
     create_compress_mask,
     create_fine_mask,
     create_sliding_mask,
 )
+from native_sparse_attention.masks.tiles import TILE
 
 CPU = torch.device("cpu")
 
@@ -212,22 +212,22 @@ def test_offset_is_a_slice(causal):
     for T in (1, 5, TILE, 130):
         offset = S - T
         whole = create_sliding_mask(S, 40, causal, device="cpu")
-        mask = masks.sliding_block_mask(T, S, 40, causal, offset, CPU)
+        mask = masks.nsa.sliding_block_mask(T, S, 40, causal, offset, CPU)
         assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
         assert_same_block_mask(mask)
 
         whole = create_compress_mask(S, 75, 4, 2, device="cpu")
-        mask = masks.compress_block_mask(T, 77, 4, 2, offset, CPU)
+        mask = masks.nsa.compress_block_mask(T, 77, 4, 2, offset, CPU)
         assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
         assert_same_block_mask(mask)
 
         indices = torch.randint(-1, 10, (1, 2, S, 2))
         kwargs = {"causal": causal, "num_initial_blocks": 1, "num_local_blocks": 2}
-        all_rows = masks.block_membership(indices, 10, 32, offset=0, **kwargs)
-        rows = masks.block_membership(indices[:, :, offset:], 10, 32, offset=offset, **kwargs)
+        all_rows = masks.nsa.block_membership(indices, 10, 32, offset=0, **kwargs)
+        rows = masks.nsa.block_membership(indices[:, :, offset:], 10, 32, offset=offset, **kwargs)
         assert torch.equal(rows, all_rows[:, :, offset:])
-        whole = masks.selected_block_mask(all_rows, S, 32, causal=causal)
-        mask = masks.selected_block_mask(rows, S, 32, causal=causal, offset=offset)
+        whole = masks.nsa.selected_block_mask(all_rows, S, 32, causal=causal)
+        mask = masks.nsa.selected_block_mask(rows, S, 32, causal=causal, offset=offset)
         assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
         assert_same_block_mask(mask, superset=True)
 
@@ -235,7 +235,7 @@ def test_offset_is_a_slice(causal):
 def test_forced_blocks_by_hand():
     """Blocks of 2, the first and the last two ones: query 6 is in block 3, query 0 in block 0."""
     none = torch.full((1, 1, 7, 1), -1)
-    found = masks.block_membership(none, 4, 2, num_initial_blocks=1, num_local_blocks=2)
+    found = masks.nsa.block_membership(none, 4, 2, num_initial_blocks=1, num_local_blocks=2)
     expected = """
         x...
         x...
@@ -246,17 +246,17 @@ def test_forced_blocks_by_hand():
         x.xx
     """
     assert torch.equal(found[0, 0, :, :4], drawn(expected))
-    found = masks.block_membership(none, 4, 2, num_initial_blocks=6, num_local_blocks=0)
+    found = masks.nsa.block_membership(none, 4, 2, num_initial_blocks=6, num_local_blocks=0)
     assert torch.equal(found[0, 0, :, :4], torch.arange(4) <= torch.arange(7)[:, None] // 2)
-    found = masks.block_membership(none, 4, 2, causal=False, num_initial_blocks=1)
+    found = masks.nsa.block_membership(none, 4, 2, causal=False, num_initial_blocks=1)
     assert torch.equal(found[0, 0, :, :4], (torch.arange(4) < 1).expand(7, 4))
 
 
 def test_masks_are_kept_by_shape_and_fit_for_training():
     with torch.inference_mode():
-        first = masks.cached_sliding_block_mask(11, 13, 3, True, 2, CPU)
-    assert masks.cached_sliding_block_mask(11, 13, 3, True, 2, CPU) is first
-    assert masks.cached_sliding_block_mask(11, 13, 3, False, 2, CPU) is not first
+        first = masks.nsa.cached_sliding_block_mask(11, 13, 3, True, 2, CPU)
+    assert masks.nsa.cached_sliding_block_mask(11, 13, 3, True, 2, CPU) is first
+    assert masks.nsa.cached_sliding_block_mask(11, 13, 3, False, 2, CPU) is not first
     assert not first.kv_indices.is_inference()
 
 

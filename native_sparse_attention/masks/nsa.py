@@ -17,7 +17,16 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
-from ..ops.checks import check_bool, check_given, check_indices, check_int, check_ints
+from ..ops.checks import (
+    INDEX_DTYPES,
+    check_bool,
+    check_given,
+    check_indices,
+    check_int,
+    check_ints,
+    shown,
+)
+from ..ops.scalars import TOO_LARGE
 from .spans import before_mask_mod, full_before
 from .tiles import (
     TILE,
@@ -36,8 +45,27 @@ from .tiles import (
 # dynamo has made symbolic cannot be lowered inside a mask mod (torch 2.11)
 
 
+def check_number(name: str, value: Number, minimum: int) -> Number:
+    """An integer of at least `minimum`, or a tensor of one, which is not looked at."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and value.dtype in INDEX_DTYPES:
+            return value
+        raise ValueError(f"{name} must be an integer or a tensor of one, got {shown(value)}")
+    return check_int(name, value, minimum)
+
+
+def check_offset(offset: Number) -> Number:
+    return check_number("offset", offset, -TOO_LARGE)
+
+
 def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 0) -> MaskMod:
-    """Keys `i - w .. i`, or `i - w .. i + w` where not causal."""
+    """Keys `i - w .. i`, or `i - w .. i + w` where not causal.
+
+    Raises:
+        ValueError: a window_size below 0, an offset that is no integer.
+    """
+    window_size, offset = check_number("window_size", window_size, 0), check_offset(offset)
+    causal = check_bool("causal", causal)
     ahead = window_size * 0 if causal else window_size
 
     def sliding_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -48,7 +76,13 @@ def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 
 
 
 def compress_mask_mod(stride: Number, mem_kv_len: Number = 0, offset: Number = 0) -> MaskMod:
-    """The `mem_kv_len` memory keys, which come first, and the windows that end before the query."""
+    """The `mem_kv_len` memory keys, which come first, and the windows that end before the query.
+
+    Raises:
+        ValueError: a stride below 1, a mem_kv_len below 0, an offset that is no integer.
+    """
+    stride, offset = check_number("stride", stride, 1), check_offset(offset)
+    mem_kv_len = check_number("mem_kv_len", mem_kv_len, 0)
 
     def compress_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         # memory keys are windows of negative index, and before any window
@@ -64,7 +98,21 @@ def selected_mask_mod(
     causal: bool = True,
     offset: Number = 0,
 ) -> MaskMod:
-    """Keys of the blocks in `membership` [b r i c+1]; causally, those up to the query."""
+    """Keys of the blocks in `membership`, bool [b r i c+1] whose last column is no block; causally,
+    those up to the query.
+
+    Raises:
+        ValueError: a membership of another dtype or shape, a block_size or num_grouped_queries
+            below 1, an offset that is no integer.
+    """
+    check_given(membership=membership)
+    if membership.dtype != torch.bool or membership.ndim != 4:
+        raise ValueError(
+            f"membership must be bool of shape [b, r, i, c + 1], got {shown(membership)}"
+        )
+    block_size = check_number("block_size", block_size, 1)
+    num_grouped_queries = check_number("num_grouped_queries", num_grouped_queries, 1)
+    causal, offset = check_bool("causal", causal), check_offset(offset)
 
     def selected_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         member = membership[b_idx, h_idx // num_grouped_queries, q_idx, kv_idx // block_size]

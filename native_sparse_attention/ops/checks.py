@@ -80,7 +80,7 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
                 swapped = isinstance(first, Tensor) and slip and first.shape[3 - place] == size
                 hint = f". {HINT}" if swapped else ""
                 raise ValueError(f"{name} has {axis}={size} but {owner} has {axis}={known}{hint}")
-            if size == 0 and axis in NEVER_EMPTY:
+            if axis in NEVER_EMPTY and size == 0:
                 raise ValueError(
                     f"{name} must have {axis} of at least 1 in its shape [{spec}], "
                     f"got {list(tensor.shape)}"

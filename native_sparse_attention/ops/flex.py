@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from .. import blocks, masks
+from .. import blocks
+from ..masks.nsa import (
+    block_membership,
+    cached_compress_block_mask,
+    cached_sliding_block_mask,
+    selected_block_mask,
+)
+from ..masks.scores import soft_cap as soft_cap_mod
+from ..masks.spans import span_block_mask
 from . import transforms
 from .documents import Documents
 from .products import finite_part, in_fp32, is_finite, may_look, with_kinds
@@ -82,7 +90,7 @@ def attend(
     """flex_attention on [B H T D]: the output, and its lse on request."""
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale}
     if soft_cap is not None:
-        options["score_mod"] = masks.soft_cap(soft_cap)
+        options["score_mod"] = soft_cap_mod(soft_cap)
     options["enable_gqa"] = q.shape[1] != k.shape[1]
     if not return_lse:
         return flex.flex_attention(q, k, v, **options)
@@ -194,15 +202,15 @@ def compressed_attention(
     if kv_len == 0:
         # flex_attention needs a key: one that lies before every query's window
         ck, cv = F.pad(ck, (0, 0, 0, 0, 0, 1)), F.pad(cv, (0, 0, 0, 0, 0, 1))
-        block_mask = masks.cached_sliding_block_mask(T, 1, 0, True, 1, q.device)
+        block_mask = cached_sliding_block_mask(T, 1, 0, True, 1, q.device)
     elif documents is not None:
         d = compress_block_sliding_stride
         lo, hi = documents.windows(d, causal=causal)
         if causal:
             hi = hi.minimum(blocks.num_visible_windows(torch.arange(T, device=q.device), d))
-        block_mask = masks.span_block_mask(lo, hi, num_mem, kv_len)
+        block_mask = span_block_mask(lo, hi, num_mem, kv_len)
     elif causal:
-        block_mask = masks.cached_compress_block_mask(
+        block_mask = cached_compress_block_mask(
             T, kv_len, compress_block_sliding_stride, num_mem, q_offset, q.device
         )
     return dispatch(
@@ -233,7 +241,7 @@ def selected_attention(
     """
     S, s = k.shape[1], selection_block_size
     offset = S - q.shape[1] if q_offset is None else q_offset
-    membership = masks.block_membership(
+    membership = block_membership(
         block_indices.transpose(1, 2),
         blocks.num_blocks(S, s),
         s,
@@ -245,7 +253,7 @@ def selected_attention(
     )
     groups = q.shape[2] // block_indices.shape[2]
     ends = None if documents is None or causal else documents.last
-    block_mask = masks.selected_block_mask(membership, S, s, groups, causal, offset, ends)
+    block_mask = selected_block_mask(membership, S, s, groups, causal, offset, ends)
     return dispatch(
         "selected_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks
     )  # fmt: skip
@@ -273,16 +281,14 @@ def sliding_window_attention(
             documents.first.maximum(i - w),
             documents.last.minimum(i + 1 + (0 if causal else w)),
         )
-        block_mask = masks.span_block_mask(lo, hi, 0, S)
+        block_mask = span_block_mask(lo, hi, 0, S)
         return dispatch(
             "sliding_window_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks
         )  # fmt: skip
     offset = S - T if q_offset is None else q_offset
     # without the keys that no query sees, every step of a long decode has one shape
     first, last = max(0, offset - w), min(S, offset + T + (0 if causal else w))
-    block_mask = masks.cached_sliding_block_mask(
-        T, last - first, w, causal, offset - first, q.device
-    )
+    block_mask = cached_sliding_block_mask(T, last - first, w, causal, offset - first, q.device)
     k, v = k[:, first:last], v[:, first:last]
     return dispatch(
         "sliding_window_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks

@@ -171,7 +171,8 @@ def mha_reference_bwd(
 
     Args:
         q, k, v, ab, segment_ids, causal, mask_value, softmax_scale: as given to the forward.
-        o, l, m: what `mha_reference_no_custom_vjp(..., save_residuals=True)` returned.
+        o, l, m: what `mha_reference_no_custom_vjp(..., save_residuals=True)` returned; o may be of
+            float32 where q is of less.
         do: gradient of o, [B, H, T, E].
 
     Returns:
@@ -189,10 +190,12 @@ def mha_reference_bwd(
         q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T")
     )
     check_shapes(o=(o, "B H T E"), do=(do, "B H T E"))
-    check_same(q=q, o=o, do=do)
+    check_same(q=q, do=do)
     check_same(l=l, m=m)
-    check_devices(q=q, l=l, m=m)
+    check_devices(q=q, o=o, l=l, m=m)
     dtype = q.dtype
+    if o.dtype not in (dtype, torch.promote_types(dtype, torch.float32)):
+        raise ValueError(f"o must be {dtype} as q is, or float32, got {o.dtype}")
     with no_autocast(q.device.type):
         q, k, v, o, do = in_fp32(q, k, v, o, do)
         s, visible = masked_logits(q, k, ab, segments, causal, mask_value, softmax_scale)
