@@ -7,7 +7,6 @@ w  windows          l  tokens of a window                d  width of a head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from .frequencies import RotaryLayer
 from .gate import default_gate
 from .identity import Identity
 from .initialization import reset
-from .networks import check_compress_mlp, check_gate, check_input
+from .networks import check_compress_mlp, check_gate, check_input, copied
 from .ops.block_sizes import BlockSizes
 from .ops.checks import check_bools
 from .ops.documents import Documents, layer_layout
@@ -193,8 +192,8 @@ class SparseAttention(RotaryLayer):
             compress_mlp = default_compress_mlp(dim_head, compress_block_size, expand_factor)
         else:
             check_compress_mlp(compress_mlp, kv_heads, compress_block_size, dim_head)
-        self.k_compress = deepcopy(compress_mlp)
-        self.v_compress = deepcopy(compress_mlp)
+        self.k_compress = copied(compress_mlp)
+        self.v_compress = copied(compress_mlp)
 
         if strategy_combine_mlp is None:
             strategy_combine_mlp = default_gate(dim, heads)

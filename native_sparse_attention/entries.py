@@ -104,11 +104,12 @@ def places_of(
     """Row of each new entry, its place in the row, and which of the row's new ones it is: those
     from `first[row]` to `counts[row] - 1`, row by row."""
     first = [0] * len(counts) if first is None else first
-    spans = [torch.arange(a, b) for a, b in zip(first, counts, strict=True)]
-    at = torch.cat(spans) if spans else torch.arange(0)
-    lengths = torch.tensor([len(span) for span in spans], dtype=torch.long)
-    rows = torch.repeat_interleave(torch.arange(len(spans)), lengths)
-    return rows, at + torch.tensor(starts, dtype=torch.long)[rows], at
+    with torch.device("cpu"):
+        spans = [torch.arange(a, b) for a, b in zip(first, counts, strict=True)]
+        at = torch.cat(spans) if spans else torch.arange(0)
+        lengths = torch.tensor([len(span) for span in spans], dtype=torch.long)
+        rows = torch.repeat_interleave(torch.arange(len(spans)), lengths)
+        return rows, at + torch.tensor(starts, dtype=torch.long)[rows], at
 
 
 def put(store: Tensor, rows: Tensor, slots: Tensor, new: Tensor, at: Tensor) -> None:

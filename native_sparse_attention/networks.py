@@ -73,6 +73,13 @@ def check_network(name: str, network: Any, given: str, wanted: str, *shapes: lis
         raise ValueError(f"{told}, got {got} from {type(network).__name__}")
 
 
+def copied(network: Any) -> Any:
+    """A deep copy. One of fake tensors stays of their mode, which deepcopy alone would copy too."""
+    tensors = network.parameters() if isinstance(network, nn.Module) else ()
+    modes = {id(mode): mode for t in tensors if (mode := getattr(t, "fake_mode", None)) is not None}
+    return deepcopy(network, modes)
+
+
 def on_meta(network: nn.Module, shape: list[int]) -> Any:
     """What a copy without data gives for an input without data; None where it is not asked."""
     compiled = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
@@ -84,7 +91,7 @@ def on_meta(network: nn.Module, shape: list[int]) -> Any:
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        copy = deepcopy(network).to("meta").eval()
+        copy = copied(network).to("meta").eval()
         return copy(torch.empty(shape, dtype=dtype, device="meta"))
 
 

@@ -6,7 +6,6 @@ b  batch    n  tokens    h  heads    d  width of a head
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from .identity import Identity
 from .ids import check_ids
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
-from .networks import check_input
+from .networks import check_input, copied
 from .ops.checks import check_bool, check_bools, check_groups, check_int, check_ints
 from .ops.documents import Documents, Layout, layer_layout
 from .ops.keywords import refuse
@@ -207,7 +206,7 @@ class Transformer(FromRun, Started):
             attn: Module
             if use_sparse_attn:
                 # a network for the gate is copied, as SparseAttention copies compress_mlp
-                gate = deepcopy(sparse.get("strategy_combine_mlp"))
+                gate = copied(sparse.get("strategy_combine_mlp"))
                 own = {**sparse, **rotary, "strategy_combine_mlp": gate}
                 attn = SparseAttention(**shape, use_triton_kernel=use_triton_fine_selection, **own)
             else:

@@ -262,7 +262,7 @@ def layout(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, T, b)
         check_reachable("cu_seqlens", cu_seqlens, device)
-        if is_traced(cu_seqlens):
+        if is_traced(cu_seqlens) or cu_seqlens.is_meta:
             length = blocks.ceil_div(T + (len(cu_seqlens) - 1) * (step - 1), step) * step
         else:
             cu_seqlens = cu_seqlens.cpu()
@@ -279,6 +279,8 @@ def layout(
     else:
         check_row_tensor("segment_ids", segment_ids, shape, INDEX_DTYPES, device)
         ids = segment_ids
+        if ids.is_meta:  # as of one document
+            length = blocks.ceil_div(T, step) * step
         if mask is not None:
             ids = ids.to(mask.device).gather(1, real_first(mask))
         begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
