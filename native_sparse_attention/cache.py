@@ -29,6 +29,7 @@ from .entries import (
     counts_of,
     differentiable,
     fill,
+    first_device,
     hide_behind,
     integers,
     pick,
@@ -106,8 +107,7 @@ class KVCache(Rows):
 
     @property
     def device(self) -> torch.device | None:
-        groups = self._streams, self._tail, self._known
-        return next((t.device for group in groups for t in group.values()), None)
+        return first_device(self._streams, self._tail, self._known)
 
     # appending: a layer writes to its streams, then counts the tokens with `advance`
 

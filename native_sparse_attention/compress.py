@@ -29,7 +29,7 @@ from .initialization import Started, assign
 from .ops import transforms
 from .ops.autocast import no_autocast
 from .ops.documents import Documents
-from .ops.graphs import free_size
+from .ops.graphs import free_size, is_exporting
 from .ops.products import in_fp32
 from .ops.scalars import check_hidden, check_int, check_ints, check_probability
 
@@ -334,12 +334,16 @@ def slides(network: nn.Module) -> TypeGuard[Sliding]:
     """Whether `over` stands for `forward`: not of a derived class, nor where someone has
     replaced a part or listens to one."""
     parts = [type(module) for module in network.modules()][1:]
-    return (type(network) in SLIDING and parts in PARTS) and not any(
-        module._forward_hooks or module._forward_pre_hooks
-        or module._backward_hooks or module._backward_pre_hooks
-        or "forward" in vars(module)
-        for module in network.modules()
-    )  # fmt: skip
+    if type(network) not in SLIDING or parts not in PARTS:
+        return False
+    for module in network.modules():
+        if (
+            module._forward_hooks or module._forward_pre_hooks
+            or module._backward_hooks or module._backward_pre_hooks
+            or "forward" in module.__dict__
+        ):  # fmt: skip
+            return False
+    return True
 
 
 def slide(network: Sliding, tokens: Tensor, positions: Tensor, l: int, stride: int) -> Tensor:
@@ -362,7 +366,7 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
 
 def count_freely(n: int, d: int, causal: bool) -> int | None:
     """The windows of n tokens as a `free_size`, in a program that is exported."""
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return None
     return free_size(blocks.num_windows(n, d, causal=causal))
 

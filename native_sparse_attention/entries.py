@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -96,6 +96,14 @@ def zeros(like: Tensor, rows: int, size: int) -> Tensor:
     inference mode could write to."""
     with torch.inference_mode(False):
         return like.new_zeros(rows, like.shape[1], size, like.shape[3])
+
+
+def first_device(*groups: Mapping[str, Tensor]) -> torch.device | None:
+    """The device of the first tensor that there is."""
+    for group in groups:
+        for tensor in group.values():
+            return tensor.device
+    return None
 
 
 def places_of(

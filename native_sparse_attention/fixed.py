@@ -27,7 +27,6 @@ class Places(NamedTuple):
     counts: Tensor | None
     new: int
 
-    @property
     def ends(self) -> Tensor:
         return self.starts + (self.new if self.counts is None else self.counts)
 
@@ -38,7 +37,7 @@ class Places(NamedTuple):
         entry = (self.starts // every)[:, None] + i
         there = None
         if every > 1 or self.counts is not None:
-            there = (entry + 1) * every <= self.ends[:, None]
+            there = (entry + 1) * every <= self.ends()[:, None]
         return entry % size, there
 
 
@@ -110,7 +109,7 @@ def append(cache: KVCache, new: dict[str, Tensor], at: Places, every: int = 1) -
     """`KVCache.append`."""
     stores = cache._hold(new, [0] * len(at.starts), every)
     size, streams = (cache.max_length or 0) // every, {}
-    behind = torch.arange(size, device=at.starts.device) >= (at.ends // every)[:, None]
+    behind = torch.arange(size, device=at.starts.device) >= (at.ends() // every)[:, None]
     for name, entries in new.items():
         store = stores[name]
         if size == 0:
@@ -162,7 +161,7 @@ def keep_recent(cache: KVCache, new: dict[str, Tensor], at: Places, length: int)
     if size == 0 or at.new == 0:
         return
     token = torch.arange(min(at.new, size), device=at.starts.device) - min(at.new, size)
-    token = (at.ends - at.starts)[:, None] + token
+    token = (at.ends() - at.starts)[:, None] + token
     slots = (at.starts[:, None] + token) % size
     index = token.clamp(min=0)[:, None, :, None]
     for name, t in new.items():

@@ -7,6 +7,7 @@ from operator import add
 import torch
 from torch import Tensor
 
+from .entries import first_device
 from .ops.scalars import check_device
 
 
@@ -55,7 +56,7 @@ class Rows:
 
     @property
     def device(self) -> torch.device | None:
-        return next((t.device for t in self._known.values()), None)
+        return first_device(self._known)
 
     @property
     def is_uniform(self) -> bool:

@@ -12,6 +12,10 @@ GEOMETRY = dict(
     compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
 )  # fmt: skip
 BATCH, LENGTH = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=4096)
+# torch 2.8 asks of a size whether it is 0, in its product of matrices
+of_any_length = pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="a dynamic length needs torch 2.9 or later"
+)
 LENGTHS = (1, 2, 3, 4, 7, 8, 9, 41, 64)
 
 
@@ -27,6 +31,7 @@ def assert_equals_layer(program, layer, shapes, make):
         torch.testing.assert_close(run(x), layer(x))
 
 
+@of_any_length
 @pytest.mark.parametrize(
     "settings",
     [
@@ -45,6 +50,7 @@ def test_layer_of_any_length(settings):
     assert_equals_layer(program, layer, shapes, lambda b, n: torch.randn(b, n, 24))
 
 
+@of_any_length
 def test_length_alone_is_dynamic():
     torch.manual_seed(0)
     layer = SparseAttention(**GEOMETRY, causal=True).eval().requires_grad_(False)
@@ -54,6 +60,9 @@ def test_length_alone_is_dynamic():
     )
 
 
+@of_any_length
+# torch's own, as it loads
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_transformer_is_saved_and_loaded(sparse):
     torch.manual_seed(0)

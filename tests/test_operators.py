@@ -12,6 +12,7 @@ from benchmarks.problem import pooled
 from native_sparse_attention.ops import operators
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.budget import DEVICE
+from tests.interpreter import not_of_3_4
 from tests.memory import poisoned
 
 pytest.importorskip("triton")
@@ -210,6 +211,7 @@ READS = {
 }
 
 
+@not_of_3_4
 @pytest.mark.parametrize("lie", [heads_first, beside_others, every_other])
 @pytest.mark.parametrize("case", READS)
 def test_strided_inputs_are_read_where_they_lie(launches, case, lie):

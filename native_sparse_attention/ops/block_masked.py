@@ -25,7 +25,7 @@ from .checks import (
 )
 from .online import Plan, attend, chunks, in_autocast_dtype, slice_axis
 from .segments import SegmentIds, check_segment_ids
-from .transforms import is_batched
+from .transforms import is_batched, numbers
 
 
 def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
@@ -138,9 +138,9 @@ def block_masked_attention(
             "chunked_attention"
         )
     row_chunks, key_chunks = chunks(0, T, block_q), chunks(0, S, block_kv)
-    counts = mask_blocker(mask, block_q, block_kv).sum(dim=0).tolist()
+    counts = mask_blocker(mask, block_q, block_kv).sum(dim=0)
     tiles, full = [], set()
-    for rows, line in zip(row_chunks, counts, strict=True):
+    for rows, line in zip(row_chunks, numbers(counts), strict=True):
         tiles.append((rows, [keys for keys, n in zip(key_chunks, line, strict=True) if n]))
         pairs = len(mask) * (rows.stop - rows.start)
         full |= {

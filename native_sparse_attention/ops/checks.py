@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import blocks
+from .graphs import is_exporting
 from .scalars import (
     TOO_LARGE,
     TOO_MANY_BLOCKS,
@@ -328,7 +329,7 @@ def check_windows(
     With a `q_offset` the last query need not end the sequence: causally nothing is known of S."""
     if causal and q_offset is not None:
         return
-    if torch.compiler.is_exporting():  # lengths are symbols, which nothing may be asked of
+    if is_exporting():  # lengths are symbols, which nothing may be asked of
         return
     least = blocks.num_windows(S, d, causal=causal)
     if least == W:

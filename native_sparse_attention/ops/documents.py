@@ -200,7 +200,7 @@ def check_cu_seqlens(cu_seqlens: Any, total: int, batch: int) -> None:
         )
     if is_traced(cu_seqlens) or cu_seqlens.is_meta:
         return
-    bounds = cu_seqlens.tolist()
+    bounds = transforms.numbers(cu_seqlens)
     if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
         raise ValueError(
             f"cu_seqlens must rise from 0 to the number of tokens, {total}, and never fall, "

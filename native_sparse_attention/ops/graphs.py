@@ -5,11 +5,21 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 
+ALWAYS_EXPORTING = torch.__version__.startswith(("2.8.", "2.9."))
+
 # einops enters a type into its registry when it first sees it. Were that inside of a graph that is
 # traced, the graph's guard on the registry would fail at the next call, and it be compiled again.
 for known in (torch.empty(0), torch.nn.Parameter(torch.empty(0))):
     rearrange(known, "n -> n")
 del known
+
+
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting`, which dynamo takes for True in every graph of torch 2.8 and
+    2.9."""
+    if ALWAYS_EXPORTING and torch.compiler.is_dynamo_compiling():
+        return False
+    return torch.compiler.is_exporting()
 
 
 def free_size(size: int) -> int:
@@ -19,7 +29,7 @@ def free_size(size: int) -> int:
     and refuses the range. The program computes this one as it runs, and nothing is asked. Elsewhere
     it is the size itself.
     """
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return size
     if isinstance(size, int) and not torch.compiler.is_dynamo_compiling():
         return size  # of a length that is fixed

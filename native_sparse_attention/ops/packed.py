@@ -59,7 +59,7 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not known.issuperset(kwargs):
             check_keywords(kwargs, known | {"cu_seqlens", "segment_ids", "mask"})
-        call = dict(zip(names, args, strict=False)) | kwargs
+        call = dict(zip(names[: len(args)], args, strict=True)) | kwargs
         check_given(**{name: call[name] for name in tensors if name in call})
         if cu_seqlens is None and segment_ids is None and mask is None:
             return op(*args, **kwargs)

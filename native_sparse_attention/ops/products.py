@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import transforms
+from .graphs import is_exporting
 
 
 def in_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -28,7 +29,7 @@ def in_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:
 def times(a: Tensor, x: Tensor) -> Tensor:
     """[b k g i j] times [b k j y]: a group's heads are rows of one product. In an exported program
     they are not, as to merge axes there ties it to lengths."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return torch.matmul(a, x[:, :, None])
     b, k, g, i, j = a.shape
     return torch.matmul(a.reshape(b, k, g * i, j), x).reshape(b, k, g, i, x.shape[-1])

@@ -55,6 +55,16 @@ def vjp(
     return [None if t is None else next(grads) for t in tensors]
 
 
+def numbers(tensor: Tensor) -> Any:
+    """`tensor.tolist()` of a tensor that is not batched. Torch 2.8 has none within a transform."""
+    if torch.compiler.is_compiling():
+        return tensor.tolist()
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    with torch._C._DisableFuncTorch():
+        return tensor.tolist()
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether `vmap` stands between the host and the values of a tensor."""
     return not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(tensor)
