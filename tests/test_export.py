@@ -69,6 +69,8 @@ def test_transformer_is_saved_and_loaded(sparse):
     model = Transformer(17, 16, 1, dim_head=8, heads=2, use_sparse_attn=sparse)
     model = model.eval().requires_grad_(False)
     program = exported(model, torch.randint(17, (2, 40)))
+    if sparse and torch.__version__.startswith("2.9."):
+        pytest.skip("torch 2.9 cannot load a program with a size that it computes")
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

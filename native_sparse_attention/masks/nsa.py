@@ -98,7 +98,7 @@ def selected_mask_mod(
     causal: bool = True,
     offset: Number = 0,
 ) -> MaskMod:
-    """Keys of the blocks in `membership`, bool [b r i c+1] whose last column is no block; causally,
+    """Keys of the blocks in `membership`, bool [b r i c+1], of `block_membership`; causally,
     those up to the query.
 
     Raises:
