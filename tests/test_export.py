@@ -4,8 +4,10 @@ import io
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from native_sparse_attention import SparseAttention, Transformer, compress
+from native_sparse_attention.ops.graphs import is_exporting
 
 GEOMETRY = dict(
     dim=24, dim_head=8, heads=4, kv_heads=2, sliding_window_size=8, compress_block_size=8,
@@ -77,3 +79,30 @@ def test_transformer_is_saved_and_loaded(sparse):
     shapes = [(1, 2), (3, 13), (2, 70)]
     program = torch.export.load(file)
     assert_equals_layer(program, model, shapes, lambda b, n: torch.randint(17, (b, n)))
+
+
+class Told(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if is_exporting() else x
+
+
+def test_export_is_told_from_compilation():
+    x = torch.zeros(2)
+    assert torch.compile(Told(), backend="eager", fullgraph=True)(x).sum() == 0
+    for strict in (False, True):
+        assert torch.export.export(Told(), (x,), strict=strict).module()(x).sum() == 2
+
+
+def test_a_training_step_is_one_graph():
+    model = Transformer(num_tokens=16, dim=24, depth=1, heads=2, use_sparse_attn=True, sparse_attn_kwargs={
+        k: v for k, v in GEOMETRY.items() if k not in ("dim", "dim_head", "heads", "kv_heads")
+    })  # fmt: skip
+    ids = torch.randint(16, (2, 33))
+    torch.manual_seed(0)
+    expected = model(ids, return_loss=True)
+    graphs = CompileCounterWithBackend("aot_eager")
+    loss = torch.compile(model, backend=graphs)(ids, return_loss=True)
+    loss.backward()
+    assert graphs.frame_count == 1
+    torch.testing.assert_close(loss, expected)
+    assert all(p.grad is not None for p in model.parameters())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 
-ALWAYS_EXPORTING = torch.__version__.startswith(("2.8.", "2.9."))
+# what dynamo takes `torch.compiler.is_exporting` for in every graph
+ALWAYS_EXPORTING = torch.__version__.startswith(("2.8.", "2.9.", "2.10.", "2.11."))
 
 # einops enters a type into its registry when it first sees it. Were that inside of a graph that is
 # traced, the graph's guard on the registry would fail at the next call, and it be compiled again.
@@ -15,10 +16,9 @@ del known
 
 
 def is_exporting() -> bool:
-    """`torch.compiler.is_exporting`, which dynamo takes for True in every graph of torch 2.8 and
-    2.9."""
+    """`torch.compiler.is_exporting`, right in compiled graphs of torch before 2.12 too."""
     if ALWAYS_EXPORTING and torch.compiler.is_dynamo_compiling():
-        return False
+        return torch.compiler._is_exporting_flag
     return torch.compiler.is_exporting()
 
 
