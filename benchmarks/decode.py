@@ -1,7 +1,7 @@
 """A step of decoding: native sparse attention over a cache against dense attention over it.
 
     python -m benchmarks.decode                  time every size, append rows
-    python -m benchmarks.decode --sampling       tokens a second of sampling: `sampling.py`
+    python -m benchmarks.decode --sampling       tokens a second of sampling: `generate.py`
     python -m benchmarks.decode --table          redraw tables and plot of docs/performance.md
     python -m benchmarks.decode --quick          small ones, nothing recorded
 

@@ -1,4 +1,4 @@
-"""Which tile is fastest for each kernel: what `native_sparse_attention/kernels/tiles.py` holds.
+"""Which tile config is fastest for each kernel: the rows of `kernels/common/tile_configs.py`.
 
     python -m benchmarks.tune --kernels dq dkv --heads 64/4 32/8
     python -m benchmarks.tune --kernels gather.dq --tiles 64,64,4,2 64,128,4,3
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.launch import RankingTile, Tile, Unite
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.common.launch import RankingTile, Tile, Unite
 
 from . import attention, common
 from .common import Row

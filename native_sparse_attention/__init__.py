@@ -1,21 +1,17 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
 from .attention import SparseAttention
-from .cache import KVCache
-from .ops.block_masked import block_masked_attention, mask_blocker
+from .cache.kv_cache import KVCache
+from .cache.paged import PagedKVCache
+from .dense.block_masked import block_masked_attention, mask_blocker
+from .dense.chunked import chunked_attention
+from .dense.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
+from .dense.segments import SegmentIds, below_or_on_diag
 from .ops.block_sizes import BlockSizes
-from .ops.chunked import chunked_attention
 from .ops.decode import decode_attention
-from .ops.functional import (
-    compressed_attention,
-    selected_attention,
-    sliding_window_attention,
-)
+from .ops.functional import compressed_attention, selected_attention, sliding_window_attention
 from .ops.functional_selection import select_blocks
-from .ops.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
 from .ops.nsa import native_sparse_attention
-from .ops.segments import SegmentIds, below_or_on_diag
-from .paged_cache import PagedKVCache
 from .transformer import Transformer
 
 __all__ = [

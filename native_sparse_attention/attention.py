@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from . import decoding
-from .cache import KVCache
+from .cache.identity import Identity
+from .cache.kv_cache import KVCache
+from .checks.keywords import refuse
+from .checks.networks import check_compress_mlp, check_gate, check_input, copied
+from .checks.scalars import check_factor, check_hidden
+from .checks.tensors import check_bools
 from .compress import count_freely, default_compress_mlp, slide, slides, windowed, windows_of
 from .frequencies import RotaryLayer
 from .gate import default_gate
-from .identity import Identity
 from .initialization import reset
-from .networks import check_compress_mlp, check_gate, check_input, copied
 from .ops.block_sizes import BlockSizes
-from .ops.checks import check_bools
-from .ops.documents import Documents, layer_layout
-from .ops.keywords import refuse
 from .ops.nsa import native_sparse_attention
-from .ops.scalars import check_factor, check_hidden
 from .rotary import Rotary, make_rotary
 from .settings import NAMES, check_settings
+from .varlen import Documents, layer_layout
 
 # what the layer hands on as it is
 SETTINGS = (

@@ -25,13 +25,13 @@ from einops.layers.torch import EinMix, Rearrange
 from torch import Tensor, nn
 
 from . import blocks
+from .checks.scalars import check_hidden, check_int, check_ints, check_probability
+from .compat import transforms
+from .compat.autocast import no_autocast
+from .compat.graphs import free_size, is_exporting
 from .initialization import Started, assign
-from .ops import transforms
-from .ops.autocast import no_autocast
-from .ops.documents import Documents
-from .ops.graphs import free_size, is_exporting
-from .ops.products import in_fp32
-from .ops.scalars import check_hidden, check_int, check_ints, check_probability
+from .ops.reference.products import in_fp32
+from .varlen import Documents
 
 
 class CompressMLP(nn.Sequential, Started):

@@ -13,12 +13,14 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import Module
 
-from . import fixed
-from .cache import KVCache
+from .cache import static
+from .cache.kv_cache import KVCache
+from .checks.scalars import shown
+from .compat import transforms
 from .compress import gather_windows, unfold
-from .ops import backends, decode, transforms, writes
+from .ops import decode, dispatch
 from .ops.decode import decode_attention
-from .ops.scalars import shown
+from .ops.triton import cache as cache_writes
 from .rotary import rotate
 
 # what a layer and `decode_attention` call by one name
@@ -120,43 +122,43 @@ def over_fixed_cache(
 ) -> Tensor:
     """`over_cache`, of which no shape depends on a length."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
-    at = fixed.places(cache, inp, lengths)
-    x, q, kv = layer.project(fixed.hide_padding(inp, at))
+    at = static.places(cache, inp, lengths)
+    x, q, kv = layer.project(static.hide_padding(inp, at))
     raw = {"k": kv[0], "v": kv[1]}
     cache.bind(layer.identity, layer.geometry, raw)
     rotated_q, tokens = rotated(layer, q, kv, at.starts, None, backend)
-    tokens = fixed.append(cache, tokens, at)
-    windows = fixed.windows(cache, raw, at, l, d)
-    compressed = fixed.append(cache, layer.compress(windows), at, every=d)
-    fixed.keep_recent(cache, raw, at, l - 1)
+    tokens = static.append(cache, tokens, at)
+    windows = static.windows(cache, raw, at, l, d)
+    compressed = static.append(cache, layer.compress(windows), at, every=d)
+    static.keep_recent(cache, raw, at, l - 1)
     leader = None
     if layer.selection_stride > 1:
         ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
         like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
         cache.ring({"ranking": like}, 1)
-        leader = fixed.recent(cache, "ranking", at, 1)[:, :, 0]
+        leader = static.recent(cache, "ranking", at, 1)[:, :, 0]
     tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
     where: dict[str, Any] = dict(q_offset=at.starts, leader_indices=leader, backend=backend)
     out, indices = layer.attend(x, tensors, masks, **where)
     if layer.selection_stride > 1:
-        fixed.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
-    fixed.advance(cache, at)
-    return fixed.hide_padding(layer.combine_heads(out), at)
+        static.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
+    static.advance(cache, at)
+    return static.hide_padding(layer.combine_heads(out), at)
 
 
 def dense_over_fixed_cache(
     layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
 ) -> Tensor:
     """`dense_over_cache`, of which no shape depends on a length."""
-    at = fixed.places(cache, x, lengths)
-    q, k, v = layer.project(fixed.hide_padding(x, at), at.starts)
+    at = static.places(cache, x, lengths)
+    q, k, v = layer.project(static.hide_padding(x, at), at.starts)
     cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
-    tokens = fixed.append(cache, {"k": k, "v": v}, at)
+    tokens = static.append(cache, {"k": k, "v": v}, at)
     i = at.starts[:, None] + torch.arange(at.new, device=q.device)
     mask = torch.arange(tokens["k"].shape[2], device=q.device) <= i[:, None, :, None]
     out = layer.attend(q, tokens["k"], tokens["v"], mask)
-    fixed.advance(cache, at)
-    return fixed.hide_padding(out, at)
+    static.advance(cache, at)
+    return static.hide_padding(out, at)
 
 
 def rotated(
@@ -223,7 +225,7 @@ def is_step(
         return False
     if is_trained(layer, q):
         return False
-    return backends.takes_kernels(
+    return dispatch.takes_kernels(
         backend,
         "decode_attention",
         q.transpose(1, 2),
@@ -252,13 +254,15 @@ def step(
     stores |= cache.room(none, counts, every=d)
     where: dict[str, Any] = dict(counts=new, page_table=cache.page_table, page_size=cache.page_size)
     for names in [("k", "v"), ("window_k", "window_v")][: len(tokens) // 2]:
-        writes.append(pick(tokens, names), pick(stores, names), held, n, **where)
-    writes.append(pick(raw, ("k", "v")), pick(rings, ("k", "v")), held, n, counts=new, ring=True)
+        cache_writes.append(pick(tokens, names), pick(stores, names), held, n, **where)
+    cache_writes.append(
+        pick(raw, ("k", "v")), pick(rings, ("k", "v")), held, n, counts=new, ring=True
+    )
     if completes_window(cache.starts(b), counts, d):
-        windows = writes.recent(pick(rings, ("k", "v")), held, n, l, d)
+        windows = cache_writes.recent(pick(rings, ("k", "v")), held, n, l, d)
         summaries = layer.compress(dict(zip("kv", windows, strict=True)))
         names = ("ck", "cv")
-        writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **where)
+        cache_writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **where)
 
     ranking = None
     if layer.selection_stride > 1:

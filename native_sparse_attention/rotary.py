@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from .frequencies import cast, exact_frequencies, frequencies_of, keep_exact, reset_frequencies
-from .ops import backends
-from .ops.operators import offsets
-from .ops.rotary import rotate as by_kernel
+from .ops import dispatch
+from .ops.triton.operators import offsets
+from .ops.triton.rotary import rotate as by_kernel
 
 
 class Rotary(Module):
@@ -90,7 +90,7 @@ def rotate(
         return tensors
     q, k = (t.transpose(1, 2) for t in tensors[:2])
     learned = rotary.freqs.requires_grad and torch.is_grad_enabled()
-    if learned or not backends.takes_kernels(backend, "rotate", q, k):
+    if learned or not dispatch.takes_kernels(backend, "rotate", q, k):
         turn = rotation(rotary, tensors[0], start, positions)
         return [turn(t) for t in tensors]
     starts, start = offsets(start)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from .ops.block_sizes import check_block_sizes
-from .ops.checks import (
+from .checks.scalars import check_elements
+from .checks.tensors import (
     BACKENDS,
     BRANCH_KV,
     check_bools,
@@ -17,7 +17,7 @@ from .ops.checks import (
     check_positive,
     check_selection,
 )
-from .ops.scalars import check_elements
+from .ops.block_sizes import check_block_sizes
 
 
 def check_settings(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .attention import SparseAttention
-from .ops.keywords import nearest
-from .ops.scalars import check_bools, check_elements, check_ints, shown
+from .checks.keywords import nearest
+from .checks.scalars import check_bools, check_elements, check_ints, shown
 
 DEFAULT_SPARSE_ATTN = dict(
     sliding_window_size=32,

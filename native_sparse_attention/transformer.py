@@ -17,23 +17,23 @@ from torch.nn import Module, ModuleList
 from torch.utils.checkpoint import checkpoint
 
 from .attention import SparseAttention
-from .cache import KVCache
+from .cache.identity import Identity
+from .cache.kv_cache import KVCache
+from .cache.paged import new_cache
+from .checks.ids import check_ids
+from .checks.keywords import refuse
+from .checks.networks import check_input, copied
+from .checks.scalars import check_hidden
+from .checks.tensors import check_bool, check_bools, check_groups, check_int, check_ints
 from .decoding import check_cache, check_caches, dense_over_cache
 from .frequencies import RotaryLayer
-from .identity import Identity
-from .ids import check_ids
+from .generate import check_prompt, check_sampling, check_stop, generate
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
-from .networks import check_input, copied
-from .ops.checks import check_bool, check_bools, check_groups, check_int, check_ints
-from .ops.documents import Documents, Layout, layer_layout
-from .ops.keywords import refuse
-from .ops.scalars import check_hidden
-from .paged_cache import new_cache
 from .rotary import Rotary, make_rotary, rotation
 from .runs import FromRun
-from .sampling import check_prompt, check_sampling, check_stop, generate
 from .sparse_kwargs import DEFAULT_SPARSE_ATTN, check_flags, check_sizes, merged
+from .varlen import Documents, Layout, layer_layout
 
 __all__ = ["DEFAULT_SPARSE_ATTN", "Attention", "Transformer"]
 

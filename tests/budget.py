@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from native_sparse_attention.ops import local, online, products
+from native_sparse_attention.ops.reference import local, online, products
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

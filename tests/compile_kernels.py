@@ -20,12 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from native_sparse_attention.kernels import entries, launch, limits, rotary
-from native_sparse_attention.kernels.decode import ahead_launch, step_launch
+from native_sparse_attention.kernels import rotary
+from native_sparse_attention.kernels.common import launch, limits, sm90
+from native_sparse_attention.kernels.decode import kv_cache, persistent_launch, read_all_launch
 from native_sparse_attention.kernels.decode.call import Call, Settings
-from native_sparse_attention.kernels.hopper import gpu
-from native_sparse_attention.ops import fused, library
-from native_sparse_attention.ops.documents import Documents
+from native_sparse_attention.ops.triton import backend as triton_backend
+from native_sparse_attention.ops.triton import layer as fused
+from native_sparse_attention.varlen import Documents
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -120,7 +121,7 @@ def compile_only(capability: int) -> None:
             name, shared = f"{self.fn.__module__}.{self.fn.__name__}", kernel.metadata.shared
             print(name, resources(kernel.asm["cubin"]), f"{shared // 1024} KB")
             assert shared <= rows.shared_memory, f"{name} takes {shared} bytes"
-            if ".hopper." in name:
+            if "_sm90." in name:
                 assert not overwritten(dump(kernel.asm["cubin"], "-sass")), name
         return kernel
 
@@ -128,9 +129,9 @@ def compile_only(capability: int) -> None:
     driver.set_active(Driver(capability))
     if capability < 90:
         launch.boxes = lambda *_: None
-    elif gpu.triton_is_known():
-        gpu.available = lambda *_: True
-        gpu.multiprocessors = lambda *_: 132
+    elif sm90.triton_is_known():
+        sm90.available = lambda *_: True
+        sm90.multiprocessors = lambda *_: 132
     launch.architecture = lambda: rows
 
 
@@ -186,7 +187,7 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, sizes=(16, 128), num_local=0, g
     lists = torch.zeros(1, S, K, 2, dtype=torch.int32)
     gates = torch.ones(lists.shape).to(dtype).requires_grad_() if gated else None
     for s in sizes:
-        out = library.selected_attention(
+        out = triton_backend.selected_attention(
             q, k, v, lists, gates=gates, selection_block_size=s, num_initial_blocks=1,
             num_local_blocks=num_local, causal=True, q_offset=0,
         )  # fmt: skip
@@ -203,7 +204,7 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     shapes += [(pages, n // d, K, D), (pages, n // d, K, E), (B, T, H, 3)]
     table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
     lengths = torch.zeros(B, dtype=torch.int32)
-    where = entries.Step(lengths, lengths.long() if counted else None, table, page)
+    where = kv_cache.Step(lengths, lengths.long() if counted else None, table, page)
     at = dict(
         l=32, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
         num_local=2, stride=1, shared=True, scale=0.1, soft_cap=None,
@@ -214,9 +215,9 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     counters = torch.zeros(B, K, 8, dtype=torch.int32)
     tensors = list(tensors)
     call = Call(*tensors, None, None, None, ring, None, counters, where)
-    blocks = ahead_launch.BLOCKS
-    for ahead_launch.BLOCKS in (0, blocks):
-        step_launch.attend(call, at)
+    blocks = read_all_launch.BLOCKS
+    for read_all_launch.BLOCKS in (0, blocks):
+        persistent_launch.attend(call, at)
 
 
 def rotate(dtype, heads, tokens=64, starts=None):
@@ -237,7 +238,7 @@ def rank(dtype, heads, importance="probs", **settings):
         "selection_stride": 1, "causal": True, **settings,
     }  # fmt: skip
     with launch.using({"probs": True}):
-        library.select_blocks(
+        triton_backend.select_blocks(
             q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance=importance, scale=None,
             interpolated_importance_score=False, query_heads_share_selected_kv=True, seq_len=320,
             q_offset=0, **settings,

@@ -47,10 +47,10 @@ def hasten() -> None:
         share_shapes(core)
         broadcast_what_differs(semantic.TritonSemantic)
     # an operation takes as long for many elements as for few
-    from native_sparse_attention.kernels.listed import inverse
+    from native_sparse_attention.kernels.selected import csr
 
-    OWN.setdefault("NUMBERED", inverse.NUMBERED)
-    inverse.NUMBERED = 128
+    OWN.setdefault("NUMBERED", csr.NUMBERED)
+    csr.NUMBERED = 128
 
 
 def has(made: Any, names: str) -> bool:

@@ -8,13 +8,12 @@ from tests.budget import CUDA, DEVICE
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.hopper import gpu
+from native_sparse_attention.kernels.common import launch, sm90
 
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not CUDA or not gpu.available(torch.empty(1, device=DEVICE)),
+        not CUDA or not sm90.available(torch.empty(1, device=DEVICE)),
         reason="needs a Hopper and Triton 3.6 to 3.8",
     ),
 ]

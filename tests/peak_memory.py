@@ -19,17 +19,16 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.problem import Setting
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.hopper import gpu
-from native_sparse_attention.ops import fused
+from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.ops.triton import layer
 
 
 def stand_in() -> None:
     """For a Hopper."""
     JITFunction.run = lambda *_, **__: None
     driver.set_active(compile_kernels.Driver(90))
-    gpu.available = lambda *_: True
-    gpu.multiprocessors = lambda *_: 132
+    sm90.available = lambda *_: True
+    sm90.multiprocessors = lambda *_: 132
     launch.architecture = lambda: launch.ARCHITECTURES[9, 0]
 
 
@@ -41,7 +40,7 @@ def step(at: Setting) -> None:
     ]
     gates = torch.empty(1, at.T, at.H, 3, dtype=at.dtype, requires_grad=True)
     d_out = torch.empty(1, at.T, at.H, at.D, dtype=at.dtype)
-    out, _ = fused.native_sparse_attention(
+    out, _ = layer.native_sparse_attention(
         *tensors, gates, cq=None, mem_k=None, mem_v=None, window_k=None, window_v=None,
         sliding_window_size=at.w, importance="logits", interpolated_importance_score=False,
         query_heads_share_selected_kv=True, causal=True, q_offset=0, leader_indices=None,

@@ -44,16 +44,15 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.hopper import gpu
-from native_sparse_attention.kernels.listed import spans, unite
+from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.kernels.selected import union, workspace
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 # Triton's interpreter has no bfloat16
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 # whether kernels of a Hopper run here
-HOPPER = gpu.available(torch.empty(0, device=DEVICE))
+HOPPER = sm90.available(torch.empty(0, device=DEVICE))
 # query heads, KV heads, and widths of keys and of values
 HEADS = (6, 2, 24, 40)
 
@@ -62,7 +61,7 @@ def all_kernels() -> Iterator[tuple[str, Any]]:
     """What has a grid, here: functions of a module of `kernels` that are named so."""
     for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         short = info.name.removeprefix(f"{kernels.__name__}.")
-        if short.startswith("hopper.") and not HOPPER:
+        if short.endswith("_sm90") and not HOPPER:
             continue
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
@@ -144,9 +143,9 @@ def causal() -> None:
     layer(1, 1)
     layer(9, 13, num_selected_blocks=0)
     # several spans, and several items of a block
-    parts = {key: {64: spans.Parts(0.0, 16)} for key in spans.PARTS}
+    parts = {key: {64: workspace.Parts(0.0, 16)} for key in workspace.PARTS}
     with (
-        patch.multiple(spans, PARTS=parts, LEAST_TOKENS=1, LEAST_ROWS=1),
+        patch.multiple(workspace, PARTS=parts, LEAST_TOKENS=1, LEAST_ROWS=1),
         patch.object(launch, "ITEM_ROWS", 16),
     ):
         layer(37, 41)
@@ -209,8 +208,8 @@ def alike() -> None:
     with launch.using({"unite": launch.Unite(4, 1.1, least=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
-        some, cost = unite.room_for_alike(selection, 12, DTYPE, beside_shared=True)
-        unite.fill(selection, some, cost, unite.room(selection, 8, 4), chunk=3)
+        some, cost = union.room_for_alike(selection, 12, DTYPE, beside_shared=True)
+        union.fill(selection, some, cost, union.room(selection, 8, 4), chunk=3)
         for heads in (12, 1):
             q, k, v = (draw(2, 19, h, 24) for h in (heads, 1, 1))
             lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)

@@ -13,7 +13,7 @@ from torch import nn
 import native_sparse_attention as nsa
 from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, Transformer, masks
 from native_sparse_attention import compress as networks
-from native_sparse_attention.sampling import sample_token
+from native_sparse_attention.generate import sample_token
 
 B, T, H, K, D = 2, 16, 4, 2, 8
 SELECTION = dict(

@@ -12,13 +12,14 @@ MENTION = re.compile(r"atomic_|\b(atom|red)\.")
 
 ARRIVALS = "counts programs: all that reads the integer is whether, or which, program was the last"
 PERMITTED = {
-    ("norms.py", "tl.atomic_max(norms + line, longest.to(tl.int32, bitcast=True), sem='relaxed')"):
+    ("common/key_norms.py",
+     "tl.atomic_max(norms + line, longest.to(tl.int32, bitcast=True), sem='relaxed')"):
         "a maximum, of integers that are bits of floats from 0 on, which lie in their order",
-    ("decode/arrivals.py", "tl.atomic_add(counter, 1, sem='acq_rel')"): ARRIVALS,
-    ("decode/arrivals.py", "tl.atomic_add(counter, 0, sem='relaxed')"): "reads such a count",
-    ("decode/arrivals.py", "tl.atomic_add(counter, 0, sem='acquire')"): "reads such a count",
-    ("decode/step.py", "tl.atomic_add(joined, 1, sem='relaxed')"): ARRIVALS,
-    ("decode/ahead.py", "tl.atomic_add(joined, 1, sem='relaxed')"): ARRIVALS,
+    ("decode/grid_barrier.py", "tl.atomic_add(counter, 1, sem='acq_rel')"): ARRIVALS,
+    ("decode/grid_barrier.py", "tl.atomic_add(counter, 0, sem='relaxed')"): "reads such a count",
+    ("decode/grid_barrier.py", "tl.atomic_add(counter, 0, sem='acquire')"): "reads such a count",
+    ("decode/persistent.py", "tl.atomic_add(joined, 1, sem='relaxed')"): ARRIVALS,
+    ("decode/read_all.py", "tl.atomic_add(joined, 1, sem='relaxed')"): ARRIVALS,
 }  # fmt: skip
 
 

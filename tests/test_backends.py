@@ -13,7 +13,9 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import backends, by_queries, eager, library, tiled
+from native_sparse_attention.ops import dispatch
+from native_sparse_attention.ops.reference import eager, query_chunks, tiled
+from native_sparse_attention.ops.triton import backend as triton_backend
 from tests.budget import DEVICE, assert_right, draw
 
 
@@ -31,7 +33,7 @@ from tests.budget import DEVICE, assert_right, draw
 def test_few_scores_inside_a_graph_are_the_compilers(monkeypatch, compiling, on_cuda, T, S, first):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     q, k = (SimpleNamespace(is_cuda=on_cuda, shape=(1, n, 1, 16)) for n in (T, S))
-    assert backends.automatic(q, k)[0] == first
+    assert dispatch.automatic(q, k)[0] == first
 
 
 def operators_in_graphs(T, device):
@@ -76,7 +78,7 @@ def test_graphs_of_few_scores_have_no_kernels(T, kernels):
 )
 def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T, s, held):
     """Are no error of a launch: `auto` takes another backend."""
-    limits = pytest.importorskip("native_sparse_attention.kernels.limits")
+    limits = pytest.importorskip("native_sparse_attention.kernels.common.limits")
     with FakeTensorMode():
         q, k = (
             torch.empty(1, n, h, width, dtype=dtype, device="cuda") for n, h in ((T, heads), (T, 1))
@@ -84,7 +86,7 @@ def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T,
     for memory in (99, 163, 227):
         monkeypatch.setattr(limits, "shared_memory", lambda memory=memory: memory * 1024)
         with torch.no_grad():
-            reasons = library.why_not(op, q, k, k, selection_block_size=s)
+            reasons = triton_backend.why_not(op, q, k, k, selection_block_size=s)
         if held is None or memory > held:
             assert not reasons
         else:
@@ -100,7 +102,7 @@ def in_pieces(op, monkeypatch):
             if backend == "pieces":
                 patch.setattr(eager, "MAX_SCORES", 0)
                 patch.setattr(tiled, "TILE_SCORES", 1 << 14)
-                patch.setattr(by_queries, "CHUNK_SCORES", 1 << 14)
+                patch.setattr(query_chunks, "CHUNK_SCORES", 1 << 14)
                 backend = "eager"
             return op(*args, backend=backend, **kwargs)
 

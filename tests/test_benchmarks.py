@@ -318,7 +318,7 @@ def test_no_rows_no_numbers():
 
 
 def test_tiles_stand_in_and_go_again():
-    launch = pytest.importorskip("native_sparse_attention.kernels.launch")
+    launch = pytest.importorskip("native_sparse_attention.kernels.common.launch")
 
     def tiles():
         return [

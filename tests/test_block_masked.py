@@ -13,7 +13,7 @@ from native_sparse_attention import (
     chunked_attention,
     mask_blocker,
 )
-from native_sparse_attention.ops import online
+from native_sparse_attention.ops.reference import online
 
 # batch, kv heads, query heads a kv head, queries, keys, widths of keys and values
 SHAPES = [(1, 1, 1, 1, 1, 4, 4), (2, 2, 3, 13, 13, 4, 6), (2, 1, 2, 8, 16, 4, 4)]

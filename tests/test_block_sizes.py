@@ -99,10 +99,11 @@ def close(actual, expected):
 def launched(monkeypatch):
     """(kernel, rows, keys) of the tiles that were launched with."""
     pytest.importorskip("triton")
-    from native_sparse_attention.kernels import interval_backward, launch
+    from native_sparse_attention.kernels.common import launch
+    from native_sparse_attention.kernels.flash import bwd as flash_bwd
 
     # not even a prefix is one of few keys
-    monkeypatch.setattr(interval_backward, "FEW_KEYS", 0)
+    monkeypatch.setattr(flash_bwd, "FEW_KEYS", 0)
     chosen, seen = launch.chosen, set()
 
     def spy(kernel, tile):
@@ -192,8 +193,8 @@ def test_branches(launched):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width, heads, kv_heads", [(64, 4, 4), (128, 16, 1), (192, 8, 2)])
 def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
-    from native_sparse_attention.kernels import launch
-    from native_sparse_attention.kernels import sizes as current
+    from native_sparse_attention.kernels.common import launch
+    from native_sparse_attention.kernels.common import overrides as current
 
     groups = heads // kv_heads
 

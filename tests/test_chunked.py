@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from native_sparse_attention import SegmentIds, chunked_attention
-from native_sparse_attention.ops import online
+from native_sparse_attention.ops.reference import online
 
 # B, T, S, H, K, D, E
 SHAPES = {

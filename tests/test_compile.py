@@ -12,9 +12,9 @@ SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 
 def compiled_in_gluon() -> bool:
-    from native_sparse_attention.kernels.hopper import gpu
+    from native_sparse_attention.kernels.common import sm90
 
-    return gpu.triton_is_known()
+    return sm90.triton_is_known()
 
 
 @pytest.mark.parametrize("capability", [86, 90])
@@ -30,13 +30,16 @@ def test_layer_compiles(capability):
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for kernel in ("interval.forward", "interval_backward.dq", "interval_backward.dkv",
-                   "ranking.scoring.logits", "listed.pairs.forward", "listed.pairs.backward",
-                   "gates.dq", "gates.dk", "rotary.rotate"):  # fmt: skip
+    for kernel in ("flash.fwd.forward", "flash.bwd.dq", "flash.bwd.dkv",
+                   "topk.scores.logits", "selected.key_major.forward",
+                   "selected.key_major.backward", "topk.gates_bwd.dq", "topk.gates_bwd.dk",
+                   "rotary.rotate"):  # fmt: skip
         assert f"kernels.{kernel}_kernel" in done.stdout
     if capability == 90 and compiled_in_gluon():
-        for kernel in ("interval_forward.forward", "interval_dq.dq", "interval_dkv.dkv",
-                       "listed_forward.forward", "listed_backward.backward",
-                       "shared_blocks.forward", "probs_ranking.ranking",
-                       "gather_forward.forward", "gather_dq.dq"):  # fmt: skip
-            assert f"kernels.hopper.{kernel}_kernel" in done.stdout
+        for kernel in ("flash.fwd_sm90.forward", "flash.dq_sm90.dq", "flash.dkv_sm90.dkv",
+                       "selected.key_major_fwd_sm90.forward",
+                       "selected.key_major_bwd_sm90.backward",
+                       "selected.union_fwd_sm90.forward", "topk.softmax_mass_sm90.ranking",
+                       "selected.query_major_fwd_sm90.forward",
+                       "selected.query_major_dq_sm90.dq"):  # fmt: skip
+            assert f"kernels.{kernel}_kernel" in done.stdout

@@ -11,8 +11,8 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import by_queries, eager, tiled
-from native_sparse_attention.ops import documents as docs
+from native_sparse_attention import varlen as docs
+from native_sparse_attention.ops.reference import eager, query_chunks, tiled
 
 LENGTHS = [13, 0, 1, 32, 5, 0, 41]
 SIZES = dict(compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8)
@@ -293,8 +293,8 @@ def test_in_linear_memory(setting, causal, gathers, monkeypatch):
     monkeypatch.setattr(tiled, "TILE_SCORES", 2000)
     monkeypatch.setattr(tiled, "LEAST_QUERIES", 1)
     monkeypatch.setattr(tiled, "KEYS", 16)
-    monkeypatch.setattr(by_queries, "CHUNK_SCORES", 2000)
-    monkeypatch.setattr(by_queries, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(query_chunks, "CHUNK_SCORES", 2000)
+    monkeypatch.setattr(query_chunks, "LEAST_QUERIES", 1)
     test_whole_layer(setting, causal)
 
 

@@ -12,7 +12,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import documents as docs
+from native_sparse_attention import varlen as docs
 from tests.test_documents import CAUSAL, SELECTIONS, SIZES, bounds, draw
 
 # on the kernels, by the budget of errors against the specification over the same documents

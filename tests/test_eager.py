@@ -14,7 +14,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import by_queries, eager, gathered, online, tiled
+from native_sparse_attention.ops.reference import eager, gathered, online, query_chunks, tiled
 
 B, H, K, D, E = 2, 4, 2, 4, 6
 BLOCKS = dict(compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8)
@@ -40,8 +40,8 @@ def cut(monkeypatch):
 
     monkeypatch.setattr(online, "attend_rows", counted(online.attend_rows))
     monkeypatch.setattr(gathered, "attend_rows", counted(gathered.attend_rows))
-    monkeypatch.setattr(by_queries, "Chunk", counted(by_queries.Chunk))
-    monkeypatch.setattr(by_queries, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(query_chunks, "Chunk", counted(query_chunks.Chunk))
+    monkeypatch.setattr(query_chunks, "LEAST_QUERIES", 1)
     monkeypatch.setattr(tiled, "LEAST_QUERIES", 1)
     monkeypatch.setattr(tiled, "KEYS", 16)
 
@@ -49,7 +49,7 @@ def cut(monkeypatch):
         """What a tile and a chunk may form, or WHOLE."""
         monkeypatch.setattr(eager, "MAX_SCORES", WHOLE if scores == WHOLE else 0)
         monkeypatch.setattr(tiled, "TILE_SCORES", scores)
-        monkeypatch.setattr(by_queries, "CHUNK_SCORES", scores)
+        monkeypatch.setattr(query_chunks, "CHUNK_SCORES", scores)
         count = len(pieces)
         pieces.clear()
         return count
@@ -253,9 +253,9 @@ def test_what_no_query_sees_is_not_computed(cut, monkeypatch):
     compressed_attention(q, ck, ck, compress_block_sliding_stride=2)
     assert tiles == [(16, 7), (16, 15), (16, 16), (16, 7), (16, 16), (16, 15)]
 
-    seen, chunk = [], by_queries.Chunk
+    seen, chunk = [], query_chunks.Chunk
     monkeypatch.setattr(
-        by_queries,
+        query_chunks,
         "Chunk",
         lambda rows, parts, call: seen.append(parts[1]) or chunk(rows, parts, call),
     )
@@ -283,13 +283,13 @@ def test_how_the_selected_branch_is_cut():
 def test_size_of_a_chunk():
     """Within the scores of a chunk, and never fewer queries than the least."""
     q, ck = torch.empty(2, 5000, 8, 4), torch.empty(2, 1024, 2, 4)
-    assert by_queries.chunk_size(q, 2**10) == by_queries.CHUNK_SCORES // 2**11
-    assert by_queries.chunk_size(q, 2**30) == by_queries.LEAST_QUERIES
+    assert query_chunks.chunk_size(q, 2**10) == query_chunks.CHUNK_SCORES // 2**11
+    assert query_chunks.chunk_size(q, 2**30) == query_chunks.LEAST_QUERIES
     settings = dict(BLOCKS, importance="logits", mem_k=None, query_heads_share_selected_kv=True)
     settings["interpolated_importance_score"] = False
-    assert by_queries.scores_of_a_query(q, ck, settings) == 2 * 1024
+    assert query_chunks.scores_of_a_query(q, ck, settings) == 2 * 1024
     settings |= dict(importance="probs", mem_k=torch.empty(2, 1024, 4))
-    assert by_queries.scores_of_a_query(q, ck, settings) == 8 * 2048
+    assert query_chunks.scores_of_a_query(q, ck, settings) == 8 * 2048
     assert tiled.chunk_sizes(q) == (tiled.TILE_SCORES // (2 * 8 * tiled.KEYS), tiled.KEYS)
     assert tiled.chunk_sizes(q[:1, :1].expand(2**20, 1, 8, 4))[0] == tiled.LEAST_QUERIES
 
@@ -308,7 +308,7 @@ def test_a_layer_trains_in_linear_memory_on_the_cpu(importance, longest, monkeyp
     module = layers.layer(torch.float32, importance=importance, **LONG)
     scores = 32 * longest
     monkeypatch.setattr(eager, "MAX_SCORES", scores)
-    monkeypatch.setattr(by_queries, "CHUNK_SCORES", scores)
+    monkeypatch.setattr(query_chunks, "CHUNK_SCORES", scores)
     monkeypatch.setattr(tiled, "TILE_SCORES", scores)
     x = torch.randn(1, longest, layers.DIM)
 

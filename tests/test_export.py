@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from native_sparse_attention import SparseAttention, Transformer, compress
-from native_sparse_attention.ops.graphs import is_exporting
+from native_sparse_attention.compat.graphs import is_exporting
 
 GEOMETRY = dict(
     dim=24, dim_head=8, heads=4, kv_heads=2, sliding_window_size=8, compress_block_size=8,
@@ -94,9 +94,11 @@ def test_export_is_told_from_compilation():
 
 
 def test_a_training_step_is_one_graph():
-    model = Transformer(num_tokens=16, dim=24, depth=1, heads=2, use_sparse_attn=True, sparse_attn_kwargs={
-        k: v for k, v in GEOMETRY.items() if k not in ("dim", "dim_head", "heads", "kv_heads")
-    })  # fmt: skip
+    shape = ("dim", "dim_head", "heads", "kv_heads")
+    settings = {name: value for name, value in GEOMETRY.items() if name not in shape}
+    model = Transformer(
+        num_tokens=16, dim=24, depth=1, heads=2, use_sparse_attn=True, sparse_attn_kwargs=settings
+    )
     ids = torch.randint(16, (2, 33))
     torch.manual_seed(0)
     expected = model(ids, return_loss=True)

@@ -8,20 +8,16 @@ import weakref
 import pytest
 import torch
 
-from native_sparse_attention import (
-    BlockSizes,
-    SparseAttention,
-    native_sparse_attention,
-)
-from native_sparse_attention.ops import fused
-from native_sparse_attention.ops.operators import whole
+from native_sparse_attention import BlockSizes, SparseAttention, native_sparse_attention
+from native_sparse_attention.ops.triton import layer as fused
+from native_sparse_attention.ops.triton.operators import whole
 from tests.budget import CUDA, DEVICE
 from tests.composition import assert_layer_right
 from tests.interpreter import not_of_3_4
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import selected
+from native_sparse_attention.kernels.selected import branch as selected
 
 pytestmark = pytest.mark.kernels
 
@@ -152,7 +148,7 @@ def test_window_that_shares_a_tensor(given):
 def test_listed_blocks_apart(forced, monkeypatch):
     """dq of listed blocks formed with their dk and dv, beside those of other keys; however keys and
     values lie."""
-    monkeypatch.setattr(selected.listed_launch, "forms_dq", lambda *_: True)
+    monkeypatch.setattr(selected.key_major_sm90, "forms_dq", lambda *_: True)
     tensors = draw(heads=(18, 2, 16, 16))
     assert_layer_right(tensors, SETTINGS, forced=forced)
     found = []

@@ -1,6 +1,6 @@
-"""The gates of differentiable top-k in Triton against their specification in `ops/ranking.py`, for
-the blocks that the kernels chose: in the interpreter on a CPU, on a GPU in every dtype by the error
-budget."""
+"""The gates of differentiable top-k in Triton against `ops/reference/topk.py`, their specification,
+for the blocks that the kernels chose: in the interpreter on a CPU, on a GPU in every dtype by the
+error budget."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import ranking, reference
+from native_sparse_attention.ops.reference import attention as reference
+from native_sparse_attention.ops.reference import topk as reference_topk
 from tests.budget import CUDA, DEVICE
 from tests.budget import assert_right as assert_layer_right
 from tests.selections import DTYPE, SETTINGS, candidates, draw, scores, sizes
@@ -37,17 +38,17 @@ def eager_gates(q, ck, mem_k, lists, S, q_offset, scale, settings):
     C = C if settings["causal"] else blocks.num_blocks(S, s)
     group = None
     if R > 1:
-        q, leading, group = ranking.leaders(q, i, R)
+        q, leading, group = reference_topk.leaders(q, i, R)
         first = (leading - i[:, :1]).expand(len(q), -1)[..., None, None]
         lists, i = lists.gather(1, first.expand(-1, -1, *lists.shape[2:])), leading
     accumulate = torch.promote_types(q.dtype, torch.float32)
     block_scores = scores(q, ck, mem_k, i, C, settings, scale, accumulate).to(accumulate)
-    gates = ranking.straight_through_gates(
+    gates = reference_topk.straight_through_gates(
         block_scores, candidates(i, C, settings), settings["importance"]
     )
     lists = lists.transpose(1, 2).long()
     gates = gates.gather(-1, lists.clamp(min=0)).masked_fill(lists < 0, 1.0).transpose(1, 2)
-    return gates if group is None else ranking.share(gates, group, gates.new_ones(()))
+    return gates if group is None else reference_topk.share(gates, group, gates.new_ones(()))
 
 
 def gradients(fn, tensors, weights, dtype):

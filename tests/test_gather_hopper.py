@@ -12,8 +12,8 @@ from tests.on_hopper import MARKS, chosen
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.hopper import gather_launch
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.selected import query_major_sm90
 
 pytestmark = MARKS
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -33,7 +33,7 @@ def launches(monkeypatch):
         return launched
 
     for name in seen:
-        monkeypatch.setattr(gather_launch, name, counted(name, getattr(gather_launch, name)))
+        monkeypatch.setattr(query_major_sm90, name, counted(name, getattr(query_major_sm90, name)))
     with launch.using({"gather": True}):
         yield seen
 

@@ -18,7 +18,7 @@ from native_sparse_attention import (
 )
 from native_sparse_attention.compress import AttentionPool, WindowAttention
 from native_sparse_attention.masks import causal, dense_attention, jagged_attention
-from native_sparse_attention.ops import eager
+from native_sparse_attention.ops.reference import eager
 
 T, D = 48, 64
 FIRST = torch.zeros(1, T, 2, 1, dtype=torch.int32)

@@ -16,19 +16,20 @@ from tests.on_hopper import MARKS, chosen, layer
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.hopper import interval_launch, listed_launch, ranking_launch
-from native_sparse_attention.kernels.listed import spans
-from native_sparse_attention.kernels.tiles import FEW_KEYS
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.common.tile_configs import FEW_KEYS
+from native_sparse_attention.kernels.flash import launch_sm90 as flash_sm90
+from native_sparse_attention.kernels.selected import key_major_sm90, workspace
+from native_sparse_attention.kernels.topk import launch_sm90 as topk_sm90
 
 pytestmark = MARKS
 LAUNCHES = [
-    (interval_launch, "forward"),
-    (interval_launch, "backward_q"),
-    (interval_launch, "backward_kv"),
-    (listed_launch, "forward"),
-    (listed_launch, "backward"),
-    (ranking_launch, "rank"),
+    (flash_sm90, "forward"),
+    (flash_sm90, "backward_q"),
+    (flash_sm90, "backward_kv"),
+    (key_major_sm90, "forward"),
+    (key_major_sm90, "backward"),
+    (topk_sm90, "rank"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 SIZES = pytest.mark.parametrize("size", [1.0, 8.0], ids=["by the bound", "by the maximum"])
@@ -108,11 +109,11 @@ def test_compressed(launches, heads, D, T, before, d, slots, dtype, size):
 )  # fmt: skip
 def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
     """Forward, of few heads a group, and dk, dv and dq, in several spans and items of a block."""
-    of_spans = {64: spans.Parts(n / number * 1.01, 1)}
-    monkeypatch.setattr(spans, "PARTS", dict.fromkeys(spans.PARTS, of_spans))
-    monkeypatch.setattr(spans, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(spans, "LEAST_ROWS", 1)
-    monkeypatch.setattr(spans, "FEW_LISTS", 1)
+    of_spans = {64: workspace.Parts(n / number * 1.01, 1)}
+    monkeypatch.setattr(workspace, "PARTS", dict.fromkeys(workspace.PARTS, of_spans))
+    monkeypatch.setattr(workspace, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(workspace, "LEAST_ROWS", 1)
+    monkeypatch.setattr(workspace, "FEW_LISTS", 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
     q, k, v = draw(T, T, *heads, D, D, dtype)
@@ -211,13 +212,15 @@ def test_ranking_in_other_places(launches):
     call |= dict(importance="probs", num_selected_blocks=13, seq_len=S, mem_k=None)
     apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, ck)]
     with launch.using({"probs": True}):
-        whole, _ = selections.library.select_blocks(q, ck, q_offset=0, **call)
+        whole, _ = selections.triton_backend.select_blocks(q, ck, q_offset=0, **call)
         parts = [
-            selections.library.select_blocks(part, ck, q_offset=start, **call)[0]
+            selections.triton_backend.select_blocks(part, ck, q_offset=start, **call)[0]
             for part, start in ((q[:, :777], 0), (q[:, 777:], 777))
         ]
         assert torch.equal(torch.cat(parts, 1), whole)
-        assert torch.equal(selections.library.select_blocks(*apart, q_offset=0, **call)[0], whole)
+        assert torch.equal(
+            selections.triton_backend.select_blocks(*apart, q_offset=0, **call)[0], whole
+        )
     assert launches == {"ranking.rank": 4}
 
 

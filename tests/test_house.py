@@ -4,6 +4,7 @@ the documentation runs."""
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.util
 import os
 import re
@@ -17,145 +18,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "native_sparse_attention"
 
-# Top to bottom. A module may import from the rows below its own and from nowhere else, so that
-# modules of one row do not know each other. The exceptions are named in SAME_ROW.
-LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({""}),  # the package itself: public names only, and nothing below imports from it
-    frozenset({"transformer"}),
-    frozenset({"sparse_kwargs"}),
-    frozenset({"attention"}),
-    frozenset({"decoding", "runs", "sampling"}),
-    frozenset({"fixed", "ops.decode", "ops.writes"}),
-    frozenset({"ops.nsa", "paged_cache"}),
-    frozenset(
-        {
-            "ops.functional",
-            "ops.functional_selection",
-            "compress",
-            "cache",
-            "gate",
-            "networks",
-            "rotary",
-            "settings",
-        }
-    ),
-    frozenset({"ops.backends"}),
-    frozenset({"ops.eager"}),
-    frozenset({"ops.by_queries"}),
-    frozenset({"ops.fused", "ops.library", "ops.ranking", "ops.rotary", "ops.tiled"}),
-    frozenset({"ops.branches", "ops.gathered"}),
-    frozenset({"ops.reference", "ops.flex", "ops.local", "ops.operators", "masks.__main__"}),
-    frozenset({"ops.chunked", "ops.block_masked", "ops.mha"}),
-    frozenset({"ops.bands"}),
-    frozenset(
-        {"masks", "ops.selection", "ops.block_sizes", "ops.online", "ops.packed", "ops.segments"}
-    ),
-    frozenset({"masks.catalog"}),
-    frozenset({"masks.jagged", "masks.pictures"}),
-    frozenset({"masks.dense"}),
-    frozenset({"masks.gallery", "masks.nsa", "masks.scores"}),
-    frozenset({"masks.spans"}),
-    frozenset({"masks.constants", "masks.tanh", "masks.tiles"}),
-    frozenset(
-        {
-            "kernels.ranking.scoring",
-            "kernels.selected",
-            "kernels.decode.step_launch",
-            "kernels.gates",
-            "kernels.rotary",
-        }
-    ),
-    frozenset({"kernels.decode.step", "kernels.decode.ahead_launch"}),
-    frozenset({"kernels.decode.ahead", "kernels.decode.call"}),
-    frozenset(
-        {
-            "kernels.interval_backward",
-            "kernels.ranking.probs",
-            "kernels.gate_launch",
-            "kernels.decode.branches",
-            "kernels.decode.ranking",
-        }
-    ),
-    frozenset(
-        {
-            "kernels.combine",
-            "kernels.interval",
-            "kernels.listed.gather",
-            "kernels.listed.pairs",
-            "kernels.ranking.block_keys",
-        }
-    ),
-    frozenset({"kernels.listed.spans"}),
-    frozenset(
-        {
-            "kernels.hopper.gather_launch",
-            "kernels.hopper.interval_launch",
-            "kernels.hopper.listed_launch",
-            "kernels.hopper.ranking_launch",
-            "kernels.hopper.shared_launch",
-        }
-    ),
-    frozenset(
-        {
-            "kernels.hopper.gather_dq",
-            "kernels.hopper.gather_forward",
-            "kernels.hopper.interval_dkv",
-            "kernels.hopper.interval_dq",
-            "kernels.hopper.interval_forward",
-            "kernels.hopper.listed_backward",
-            "kernels.hopper.listed_forward",
-            "kernels.hopper.probs_ranking",
-        }
-    ),
-    frozenset(
-        {
-            "kernels.entries",
-            "kernels.gate_steps",
-            "kernels.listed.gather_steps",
-            "kernels.hopper.gather_rows",
-            "kernels.hopper.gpu",
-            "kernels.hopper.intervals",
-            "kernels.hopper.listed_rows",
-            "kernels.hopper.shared_blocks",
-            "kernels.limits",
-            "kernels.norms",
-            "kernels.listed.unite",
-        }
-    ),
-    frozenset({"kernels.launch", "kernels.listed.inverse", "kernels.listed.join"}),
-    frozenset(
-        {
-            "kernels.decode.arrivals",
-            "kernels.device",
-            "kernels.hopper.dialect",
-            "kernels.hopper.epilogue",
-            "kernels.hopper.gradients",
-            "kernels.hopper.ring",
-            "kernels.shares",
-            "kernels.sizes",
-            "kernels.streams",
-            "kernels.tiles",
-            "kernels.ranking.topn",
-        }
-    ),
-    frozenset({"kernels.counts"}),
-    frozenset({"frequencies", "ops.documents", "ops.products", "rows"}),
-    frozenset({"identity", "ops.autocast", "ops.checks", "entries", "ids"}),
-    frozenset({"ops.scalars", "ops.keywords", "ops.transforms"}),
-    frozenset({"blocks", "initialization", "ops.graphs"}),
-    # the folders' own __init__: a docstring, no imports
-    frozenset(
-        {
-            "ops",
-            "kernels",
-            "kernels.decode",
-            "kernels.hopper",
-            "kernels.listed",
-            "kernels.ranking",
-        }
-    ),
+# Folders and the modules beside them, top to bottom: each imports from the rows below its own only.
+# Within a folder modules import one another, without cycles.
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("",),  # the package itself: public names only
+    ("transformer",),
+    ("sparse_kwargs",),
+    ("attention",),
+    ("decoding", "generate", "runs"),
+    ("cache", "compress", "gate", "rotary", "settings"),
+    ("ops", "dense"),
+    ("masks", "ops.triton"),
+    ("ops.reference", "kernels.decode", "kernels.selected"),
+    ("kernels.flash", "kernels.topk", "kernels"),
+    ("kernels.common",),
+    ("frequencies", "varlen"),
+    ("checks",),
+    ("blocks", "compat", "initialization"),
 )
-SAME_ROW: frozenset[tuple[str, str]] = frozenset()
 
 MAX_LINES = 600
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -186,14 +66,17 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in SOURCES}
 
 
-def row_of(module: str) -> int:
-    for row, members in enumerate(LAYERS):
-        if module in members:
-            return row
-    raise LookupError(
-        f"module {module!r} has no row in LAYERS of tests/test_house.py: "
-        "add it to the row that says what it may import"
-    )
+def unit_of(module: str) -> str:
+    """The folder of a module, or the module itself where it is in none."""
+    is_folder = MODULES[module].name == "__init__.py"
+    return module if is_folder or "." not in module else module.rpartition(".")[0]
+
+
+def level_of(unit: str) -> int:
+    for level, units in enumerate(LEVELS):
+        if unit in units:
+            return level
+    raise LookupError(f"{unit!r} has no row in LEVELS of tests/test_house.py")
 
 
 def absolute(module: str, node: ast.ImportFrom) -> str:
@@ -231,32 +114,31 @@ def imports_of(module: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.args[0].value
 
 
-def test_every_module_has_one_row():
-    for module in MODULES:
-        row_of(module)
-    assert sum(map(len, LAYERS)) == len(frozenset().union(*LAYERS)), "a module stands in two rows"
-
-
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module or PACKAGE)
 def test_imports_point_downward(module):
     wrong = []
     for line, name in imports_of(module):
         root, _, target = name.partition(".")
-        where = f"{relative(MODULES[module])}:{line}"
-        in_kernels = module.startswith("kernels.")
-        if root == "triton" and not in_kernels:
-            wrong.append(f"{where}: imports triton; only kernels/ may")
-        if root != PACKAGE or (module, target) in SAME_ROW:
+        where = f"{relative(MODULES[module])}:{line}: {module or PACKAGE} imports"
+        if root == "triton" and not module.startswith("kernels."):
+            wrong.append(f"{where} triton; only kernels/ may")
+        if root != PACKAGE:
             continue
-        if row_of(target) <= row_of(module):
-            wrong.append(f"{where}: {module} imports {target or PACKAGE}, not below it")
-        callers = (
-            "ops.block_sizes", "ops.branches", "ops.decode", "ops.fused", "ops.library",
-            "ops.operators", "ops.rotary", "ops.selection", "ops.writes",
-        )  # fmt: skip
-        if target.startswith("kernels") and not in_kernels and module not in callers:
-            wrong.append(f"{where}: {module} imports {target}; only {callers} call kernels")
+        this, other = unit_of(module), unit_of(target)
+        if this != other and level_of(other) <= level_of(this):
+            wrong.append(f"{where} {target or PACKAGE}, which is not below it")
+        if target.startswith("kernels") and not module.startswith(("kernels", "ops.")):
+            wrong.append(f"{where} {target}; only ops/ calls kernels")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    names = {f"{PACKAGE}.{module}" if module else PACKAGE: module for module in MODULES}
+    graph = {
+        module: {names[name] for _, name in imports_of(module) if name in names}
+        for module in MODULES
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module or PACKAGE)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.listed import inverse, spans
-from native_sparse_attention.kernels.listed.inverse import SHARE
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.selected import csr
+from native_sparse_attention.kernels.selected import workspace as spans
+from native_sparse_attention.kernels.selected.csr import SHARE
 
 pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +32,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def numbered(monkeypatch, runnable):
     """As on a GPU, also in the interpreter."""
-    monkeypatch.setattr(inverse, "NUMBERED", interpreter.OWN.get("NUMBERED", inverse.NUMBERED))
+    monkeypatch.setattr(csr, "NUMBERED", interpreter.OWN.get("NUMBERED", csr.NUMBERED))
 
 
 @pytest.mark.parametrize("longest", [False, True])
@@ -46,7 +47,7 @@ def test_entries_lie_by_block_in_their_own_order(case, longest):
     block = torch.where(lists >= 0, line[..., None] * C + lists, -1).view(-1)
     order = block.argsort(stable=True)
     order = order[block[order] >= 0]
-    spans = inverse.room(lists, K, C, chunk, length, heads, longest).fill(lists)
+    spans = csr.room(lists, K, C, chunk, length, heads, longest).fill(lists)
     firsts = [(h, t) for h in range(0, K, heads) for t in range(0, T, length)]
     assert [(span.head, span.first) for span in spans] == firsts
     assert sum(span.length * span.heads for span in spans) == T * K
@@ -75,9 +76,9 @@ def test_entries_lie_by_block_in_their_own_order(case, longest):
         by_block = torch.stack((owners, numbers), 1)
         lengths = (own[owner] - ordinals * chunk).clamp(max=chunk)
         if longest:
-            together = owner // inverse.ITEMS
+            together = owner // csr.ITEMS
             assert (together.diff() >= 0).all()
-            shorter = lengths.diff() < chunk / inverse.CLASSES
+            shorter = lengths.diff() < chunk / csr.CLASSES
             assert (shorter | (together.diff() > 0)).all()
             each = each.unique(dim=0)
         assert torch.equal(each, by_block)
@@ -89,7 +90,7 @@ def test_lists_of_more_slots_than_a_share_has_entries():
     slots = torch.arange(SHARE + 8, device=DEVICE, dtype=torch.int32) % 4
     lists = slots.expand(1, 3, 1, -1)
     lists = lists.contiguous()
-    (span,) = inverse.room(lists, 1, 4, 1 << 14, 3, 1).fill(lists)
+    (span,) = csr.room(lists, 1, 4, 1 << 14, 3, 1).fill(lists)
     assert torch.equal(span.entries.long(), lists.reshape(-1).argsort(stable=True))
 
 

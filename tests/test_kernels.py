@@ -12,7 +12,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import operators
+from native_sparse_attention.ops.triton import operators
 from tests.budget import CUDA, DEVICE, assert_right, draw
 from tests.interpreter import not_of_3_4
 
@@ -173,14 +173,14 @@ def test_whole_blocks_and_any_scale(heads, scale):
 def test_block_that_all_choose(monkeypatch):
     """A list of queries that is cut into several items, and tokens and KV heads into several
     spans."""
-    from native_sparse_attention.kernels import launch
-    from native_sparse_attention.kernels.listed import spans
+    from native_sparse_attention.kernels.common import launch
+    from native_sparse_attention.kernels.selected import workspace
 
     monkeypatch.setattr(launch, "ITEM_ROWS", 16)
-    few = {8: spans.Parts(0.0, 16)}
-    monkeypatch.setattr(spans, "PARTS", dict.fromkeys(spans.PARTS, few))
-    monkeypatch.setattr(spans, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(spans, "LEAST_ROWS", 1)
+    few = {8: workspace.Parts(0.0, 16)}
+    monkeypatch.setattr(workspace, "PARTS", dict.fromkeys(workspace.PARTS, few))
+    monkeypatch.setattr(workspace, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(workspace, "LEAST_ROWS", 1)
     lengths = (45, 45, 45) if CUDA else (35, 35, 9)
     for T, H, K in zip(lengths, (2, 8, 12), (2, 4, 1), strict=True):
         heads = (H, K, 16, 16)
@@ -198,7 +198,7 @@ def test_block_that_all_choose(monkeypatch):
 @both
 def test_window_in_shares(monkeypatch, causal):
     """Queries that see a block of keys are cut into shares of one tile each."""
-    from native_sparse_attention.kernels import launch
+    from native_sparse_attention.kernels.common import launch
 
     shares, query_splits = [], launch.query_splits
     monkeypatch.setattr(launch, "LEAST_SHARE", 1)
@@ -274,10 +274,10 @@ def test_strided_inputs_and_a_repeat():
 
 def test_numbers_of_the_kinds():
     """`ops.operators` writes the kinds out, so as not to import triton."""
-    from native_sparse_attention.kernels import device
+    from native_sparse_attention.kernels.common import primitives
 
     names = ("CAUSAL_WINDOW", "TWO_SIDED_WINDOW", "BEHIND", "EVERYTHING")
-    assert [getattr(device, n).value for n in names] == [getattr(operators, n) for n in names]
+    assert [getattr(primitives, n).value for n in names] == [getattr(operators, n) for n in names]
 
 
 @pytest.mark.gpu

@@ -10,12 +10,12 @@ from native_sparse_attention import native_sparse_attention
 from tests.budget import DEVICE
 from tests.interpreter import not_of_3_4
 
-launch = pytest.importorskip("native_sparse_attention.kernels.launch")
-device = pytest.importorskip("native_sparse_attention.kernels.device")
-entries = pytest.importorskip("native_sparse_attention.kernels.entries")
+launch = pytest.importorskip("native_sparse_attention.kernels.common.launch")
+device = pytest.importorskip("native_sparse_attention.kernels.common.primitives")
+entries = pytest.importorskip("native_sparse_attention.kernels.decode.kv_cache")
 rotary = pytest.importorskip("native_sparse_attention.kernels.rotary")
-tiles = pytest.importorskip("native_sparse_attention.kernels.tiles")
-sized = pytest.importorskip("native_sparse_attention.kernels.sizes").sized
+tiles = pytest.importorskip("native_sparse_attention.kernels.common.tile_configs")
+sized = pytest.importorskip("native_sparse_attention.kernels.common.overrides").sized
 
 ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.ELSEWHERE}
 
@@ -89,7 +89,7 @@ def test_elsewhere_nothing_is_fetched_ahead():
 @pytest.mark.parametrize("importance", ["logits", "probs"])
 def test_a_length_compiles_nothing_anew(monkeypatch, importance):
     """What a kernel is compiled for is the same at all lengths, forward and backward."""
-    from native_sparse_attention.kernels import interval
+    from native_sparse_attention.kernels.flash import fwd as flash_fwd
 
     compiled: dict[int, set] = {}
 
@@ -100,7 +100,7 @@ def test_a_length_compiles_nothing_anew(monkeypatch, importance):
             (self.fn.__module__, self.fn.__name__, *((n, given[n]) for n in sorted(constants)))
         )
 
-    monkeypatch.setattr(type(interval.forward_kernel), "run", record)
+    monkeypatch.setattr(type(flash_fwd.forward_kernel), "run", record)
     for T in (1100, 2311, 3800):
         compiled[T] = set()
         shapes = (T, 4, 16), (T, 1, 16), (T, 1, 16), (T // 4, 1, 16), (T // 4, 1, 16), (T, 4, 3)
@@ -198,9 +198,9 @@ def a_selection(change):
 ])  # fmt: skip
 def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
     """On a GPU of 6 multiprocessors that could."""
-    hopper = pytest.importorskip("native_sparse_attention.kernels.hopper.interval_launch")
-    monkeypatch.setattr(hopper.gpu, "available", lambda q: True)
-    monkeypatch.setattr(hopper.gpu, "multiprocessors", lambda device: 6)
+    hopper = pytest.importorskip("native_sparse_attention.kernels.flash.launch_sm90")
+    monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
+    monkeypatch.setattr(hopper.sm90, "multiprocessors", lambda device: 6)
     at = dict(T=100, S=100, H=16, D=128, E=128, dtype=torch.bfloat16, scale=0.1) | change
     q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
     if at.get("strided"):
@@ -228,7 +228,7 @@ def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
     ],
 )
 def test_where_the_hopper_kernels_run(monkeypatch, version, capability, asked, there):
-    gpu = pytest.importorskip("native_sparse_attention.kernels.hopper.gpu")
+    gpu = pytest.importorskip("native_sparse_attention.kernels.common.sm90")
     monkeypatch.setattr(gpu.triton, "__version__", version)
     monkeypatch.setattr(launch, "capability", lambda device: capability)
     q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
@@ -238,7 +238,7 @@ def test_where_the_hopper_kernels_run(monkeypatch, version, capability, asked, t
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.9.0"])
 def test_an_unknown_triton_is_told_once(monkeypatch, version):
-    gpu = pytest.importorskip("native_sparse_attention.kernels.hopper.gpu")
+    gpu = pytest.importorskip("native_sparse_attention.kernels.common.sm90")
     monkeypatch.setattr(gpu.triton, "__version__", version)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     gpu.warn_of_unknown.cache_clear()
@@ -261,8 +261,8 @@ def test_an_unknown_triton_is_told_once(monkeypatch, version):
     ({"sized": True}, False, False),
 ])  # fmt: skip
 def test_where_listed_blocks_are_walked_on_a_hopper(monkeypatch, change, served, with_dq):
-    hopper = pytest.importorskip("native_sparse_attention.kernels.hopper.listed_launch")
-    monkeypatch.setattr(hopper.gpu, "available", lambda q: True)
+    hopper = pytest.importorskip("native_sparse_attention.kernels.selected.key_major_sm90")
+    monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
     tensors, selection, at = a_selection(change)
     tried = {"listed": at.get("allowed", True)}
     if "allowed_dq" in at:
@@ -291,9 +291,9 @@ def test_where_listed_blocks_are_walked_on_a_hopper(monkeypatch, change, served,
 ])  # fmt: skip
 def test_where_a_tile_has_a_list_on_a_hopper(monkeypatch, change, served):
     """On a GPU of 6 multiprocessors that could."""
-    hopper = pytest.importorskip("native_sparse_attention.kernels.hopper.gather_launch")
-    monkeypatch.setattr(hopper.gpu, "available", lambda q: True)
-    monkeypatch.setattr(hopper.gpu, "multiprocessors", lambda device: 6)
+    hopper = pytest.importorskip("native_sparse_attention.kernels.selected.query_major_sm90")
+    monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
+    monkeypatch.setattr(hopper.sm90, "multiprocessors", lambda device: 6)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     tensors, selection, at = a_selection({"stride": 4} | change)
     unions = SimpleNamespace(lists=at["united"]) if "united" in at else None
@@ -316,9 +316,9 @@ def test_where_a_tile_has_a_list_on_a_hopper(monkeypatch, change, served):
 ])  # fmt: skip
 def test_where_blocks_are_shared(monkeypatch, change, served):
     """On a GPU of 6 multiprocessors that could."""
-    shared = pytest.importorskip("native_sparse_attention.kernels.hopper.shared_launch")
-    monkeypatch.setattr(shared.gpu, "available", lambda q: True)
-    monkeypatch.setattr(shared.gpu, "multiprocessors", lambda device: 6)
+    shared = pytest.importorskip("native_sparse_attention.kernels.selected.union_sm90")
+    monkeypatch.setattr(shared.sm90, "available", lambda q: True)
+    monkeypatch.setattr(shared.sm90, "multiprocessors", lambda device: 6)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     tensors, selection, at = a_selection(change)
     with launch.using({"shared": at.get("allowed", True)}):

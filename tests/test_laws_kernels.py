@@ -18,7 +18,7 @@ from tests.selections import sizes
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels.common import launch
 
 pytestmark = pytest.mark.kernels
 

@@ -28,7 +28,7 @@ from native_sparse_attention.compress import (
 )
 from native_sparse_attention.masks import causal as causal_mask
 from native_sparse_attention.masks import dense_attention
-from native_sparse_attention.ops import by_queries, eager
+from native_sparse_attention.ops.reference import eager, query_chunks
 
 S, NAN = 24, math.nan
 NAMES = ("q", "k", "v", "ck", "cv")
@@ -43,8 +43,8 @@ SIZES = dict(
 def strategy(request, monkeypatch):
     if request.param != "whole":
         monkeypatch.setattr(eager, "MAX_SCORES", 0)
-        monkeypatch.setattr(by_queries, "CHUNK_SCORES", 400)
-        monkeypatch.setattr(by_queries, "LEAST_QUERIES", 1)
+        monkeypatch.setattr(query_chunks, "CHUNK_SCORES", 400)
+        monkeypatch.setattr(query_chunks, "LEAST_QUERIES", 1)
         monkeypatch.setattr(eager, "few_blocks", lambda *_: request.param == "gathered")
 
 

@@ -14,9 +14,9 @@ from native_sparse_attention import (
 from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
-from native_sparse_attention.kernels import launch, norms
-from native_sparse_attention.kernels.launch import Unite
-from native_sparse_attention.kernels.listed import gather
+from native_sparse_attention.kernels.common import key_norms, launch
+from native_sparse_attention.kernels.common.launch import Unite
+from native_sparse_attention.kernels.selected import query_major
 
 pytestmark = pytest.mark.kernels
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -26,8 +26,8 @@ T = 133 if CUDA else 49
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """Also what the interpreter can run, and lists that are united."""
-    monkeypatch.setattr(norms, "MEASURED", (DTYPE,))
-    monkeypatch.setattr(gather, "BOUNDED_ROWS", 1)
+    monkeypatch.setattr(key_norms, "MEASURED", (DTYPE,))
+    monkeypatch.setattr(query_major, "BOUNDED_ROWS", 1)
     monkeypatch.setitem(launch.override, "unite", Unite(2, 1.6, least=0))
 
 
@@ -40,16 +40,16 @@ def sized(q, size):
 @pytest.mark.parametrize("D", [16, 80])
 def test_largest_norms(N, D):
     k = torch.randn(2, N, 6, D, device=DEVICE).to(DTYPE)[:, :, ::2]
-    found = norms.key_norms(k.new_empty(2, N, 3, D), k)
+    found = key_norms.key_norms(k.new_empty(2, N, 3, D), k)
     expected = k.float().norm(dim=-1).amax(1) if N else k.new_zeros(2, 3).float()
     torch.testing.assert_close(found, expected)
 
 
 def test_not_of_few_queries():
     q, k = (torch.randn(1, n, 2, 16, device=DEVICE).to(DTYPE) for n in (8, 33))
-    assert norms.key_norms(q, k) is None
-    assert norms.key_norms(q, k[:, :32]) is not None
-    assert norms.key_norms(q.half(), k[:, :32].half()) is None
+    assert key_norms.key_norms(q, k) is None
+    assert key_norms.key_norms(q, k[:, :32]) is not None
+    assert key_norms.key_norms(q.half(), k[:, :32].half()) is None
 
 
 def layer(size, sinks=False):
@@ -79,7 +79,7 @@ def test_layer(monkeypatch, size, sinks):
     bound = q.norm(dim=-1) * longest * 16**-0.5 / torch.log(q.new_tensor(2.0))
     assert ((bound <= 48).any(), (bound > 48).any()) == (True, size > 1)
     by_bound = forward(tensors, settings)
-    monkeypatch.setattr(norms, "MEASURED", ())
+    monkeypatch.setattr(key_norms, "MEASURED", ())
     by_maximum = forward(tensors, settings)
     # another order of roundings, if any tile was measured from its bound
     assert not torch.equal(by_bound, by_maximum)

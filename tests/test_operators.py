@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import native_sparse_attention as library
 from benchmarks.problem import pooled
-from native_sparse_attention.ops import operators
+from native_sparse_attention.ops.triton import operators
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.budget import DEVICE
 from tests.interpreter import not_of_3_4

@@ -5,7 +5,7 @@ import torch
 from layers import DIM, SETTINGS, layer, randomize
 
 from native_sparse_attention import KVCache, Transformer, sliding_window_attention
-from native_sparse_attention.ops import documents as docs
+from native_sparse_attention import varlen as docs
 
 LENGTHS = [13, 0, 1, 32, 5]
 

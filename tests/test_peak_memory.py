@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from benchmarks import common
 from benchmarks.goals import MOST_MEMORY
 from benchmarks.report import Rows
-from native_sparse_attention.kernels.hopper import gpu
+from native_sparse_attention.kernels.common import sm90
 
 SCRIPT = Path(__file__).with_name("peak_memory.py")
 LENGTHS = (1024, 4096, 8192, 65536)
@@ -29,7 +29,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def peaks():
     """MiB of each case."""
-    if not gpu.triton_is_known():
+    if not sm90.triton_is_known():
         pytest.skip("this Triton has no kernels for a Hopper of its own")
     root = str(SCRIPT.parent.parent)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": root}

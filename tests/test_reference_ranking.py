@@ -6,9 +6,7 @@ import oracles
 import pytest
 import torch
 
-from native_sparse_attention import (
-    select_blocks,
-)
+from native_sparse_attention import select_blocks
 from tests.test_reference import close, normal
 
 GEOMETRIES = [(4, 4, 4), (8, 4, 8), (8, 4, 4), (6, 2, 8), (8, 8, 4), (12, 8, 2)]

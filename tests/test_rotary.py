@@ -10,7 +10,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 from native_sparse_attention import KVCache, decoding
-from native_sparse_attention.ops import rotary as operator
+from native_sparse_attention.ops.triton import rotary as operator
 from native_sparse_attention.rotary import Rotary, rotate, rotation
 from tests.budget import CUDA, DEVICE
 

@@ -11,8 +11,8 @@ from tests.budget import DEVICE
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.listed import spans
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.selected import workspace
 from tests.memory import poisoned
 from tests.on_hopper import layer
 
@@ -100,10 +100,10 @@ def test_many_runs(case):
 def test_many_runs_by_spans(heads, monkeypatch):
     """Parts by several spans, and blocks by several items."""
     setting = small(*heads)
-    of_spans = {64: spans.Parts(setting.n / 3, 1)}
-    monkeypatch.setattr(spans, "PARTS", dict.fromkeys(spans.PARTS, of_spans))
+    of_spans = {64: workspace.Parts(setting.n / 3, 1)}
+    monkeypatch.setattr(workspace, "PARTS", dict.fromkeys(workspace.PARTS, of_spans))
     for name in ("LEAST_TOKENS", "LEAST_ROWS", "FEW_LISTS"):
-        monkeypatch.setattr(spans, name, 1)
+        monkeypatch.setattr(workspace, name, 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
     monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
     tensors, d_out = draw(setting, B=2)

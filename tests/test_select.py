@@ -1,5 +1,5 @@
 """The selection in Triton against its specification: the blocks chosen are the best by the scores
-of `ops/ranking.py` in float64, except where two lie nearer than the kernel may err."""
+of `ops/reference/topk.py` in float64, except where two lie nearer than the kernel may err."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from native_sparse_attention import select_blocks
-from native_sparse_attention.ops import library
+from native_sparse_attention.ops.triton import backend as triton_backend
 from tests.budget import CUDA, DEVICE
 from tests.selections import RULES, SETTINGS, assert_right, both, draw, rules, sizes
 
@@ -92,7 +92,7 @@ REACHES = [(4, 4, 4), (8, 4, 4), (12, 4, 4), (8, 4, 16), (12, 4, 12), (40, 4, 16
 def test_windows_that_reach_into_other_blocks(l, d, s):
     """No further, into one block before theirs, and into more, over more blocks than a step takes;
     and blocks of more windows than a step takes of each. In lists, and in such as lose many."""
-    from native_sparse_attention.kernels import launch
+    from native_sparse_attention.kernels.common import launch
 
     S = max(37 * s, 133 * d) + 3
     q, ck, mem_k = draw(3, S, 3, 1, 16, d=d, m=1, B=1)
@@ -119,7 +119,7 @@ def test_blocks_of_equal_probability(l):
     q, ck, _ = draw(2, S, 4, 1, 16, d=1, B=1)
     call = dict(SETTINGS, **sizes(l, 1, 2), importance="probs", num_initial_blocks=0)
     call |= dict(num_selected_blocks=5, num_local_blocks=4, seq_len=S, q_offset=S - 2)
-    indices, _ = library.select_blocks(q, ck, **call, mem_k=None, scale=0.0)
+    indices, _ = triton_backend.select_blocks(q, ck, **call, mem_k=None, scale=0.0)
     assert (indices.cpu() == torch.arange(5)).all()
 
 
@@ -154,7 +154,7 @@ def test_scale_of_the_logits():
     q, ck, _ = draw(20, 100, 2, 1, 16)
     assert_right(q, ck, None, 100, scale=-0.2)
     assert_right(1e4 * q.float(), 1e-30 * ck.float(), None, 100)
-    equal, _ = library.select_blocks(
+    equal, _ = triton_backend.select_blocks(
         q, ck, **SETTINGS, seq_len=100, mem_k=None, q_offset=80, scale=0.0
     )
     assert (equal == torch.tensor([1, 2, 3], device=DEVICE)).all()
@@ -172,10 +172,10 @@ def test_shared_rankings(R, rule):
     many, *_ = draw(150, S, 2, 1, 16)  # more groups than a tile has rows
     assert_right(many, ck[..., :1, :], mem_k[:1], 150, **settings)
     call = dict(settings, seq_len=S, mem_k=mem_k)
-    every, _ = library.select_blocks(q, ck, q_offset=0, **call)
+    every, _ = triton_backend.select_blocks(q, ck, q_offset=0, **call)
     for offset in (41, 47):
         lead = every[:, offset]
-        part, _ = library.select_blocks(
+        part, _ = triton_backend.select_blocks(
             q[:, offset:], ck, q_offset=offset, leader_indices=lead, **call
         )
         assert torch.equal(part, every[:, offset:])
@@ -183,9 +183,11 @@ def test_shared_rankings(R, rule):
     starts = torch.tensor([41, 21], device=DEVICE)
     rows = torch.stack([q[b, o : o + 20] for b, o in enumerate(starts.tolist())])
     right = torch.stack([every[b, o : o + 20] for b, o in enumerate(starts.tolist())])
-    part, _ = library.select_blocks(rows, ck, q_offset=starts, leader_indices=right[:, 0], **call)
+    part, _ = triton_backend.select_blocks(
+        rows, ck, q_offset=starts, leader_indices=right[:, 0], **call
+    )
     assert torch.equal(part, right)
-    part, _ = library.select_blocks(rows, ck, q_offset=starts, **call)
+    part, _ = triton_backend.select_blocks(rows, ck, q_offset=starts, **call)
     before = -starts % R
     assert (part[0, : before[0]] == -1).all() and (part[1, : before[1]] == -1).all()
     assert torch.equal(part[1, before[1] :], right[1, before[1] :])
@@ -233,7 +235,9 @@ def test_hard_orders(pattern, importance, n):
         "importance": importance,
         "scale": 1.0,
     }
-    indices, _ = library.select_blocks(q, ck, seq_len=S, mem_k=None, q_offset=S - 5, **settings)
+    indices, _ = triton_backend.select_blocks(
+        q, ck, seq_len=S, mem_k=None, q_offset=S - 5, **settings
+    )
     for t, i in enumerate(range(S - 5, S)):
         best = values[1:i].sort(descending=True, stable=True).indices[:n] + 1
         torch.testing.assert_close(indices[0, t, 0].cpu(), best.int())
@@ -243,12 +247,12 @@ def test_hard_orders(pattern, importance, n):
 def test_the_future_cannot_move_the_past(rule):
     q, ck, mem_k = draw(70, 70, 4, 2, 16, B=1)
     settings = dict(SETTINGS, **rule, seq_len=70, mem_k=mem_k, q_offset=0)
-    before, _ = library.select_blocks(q, ck, **settings)
+    before, _ = triton_backend.select_blocks(q, ck, **settings)
     i = 37
     q, ck = q.clone(), ck.clone()
     q[:, i + 1 :] += 100
     ck[:, i // 4 :] *= -50
-    after, _ = library.select_blocks(q, ck, **settings)
+    after, _ = triton_backend.select_blocks(q, ck, **settings)
     assert torch.equal(before[:, : i + 1], after[:, : i + 1])
 
 
@@ -257,12 +261,12 @@ def test_strided_inputs_and_a_repeat(rule):
     """Heads before tokens, as a layer lays them out; twice the same, bit for bit."""
     q, ck, mem_k = draw(40, 70, 4, 2, 16)
     settings = dict(SETTINGS, **rule, seq_len=70, q_offset=30)
-    first, _ = library.select_blocks(q, ck, mem_k=mem_k, **settings)
-    again, _ = library.select_blocks(q, ck, mem_k=mem_k, **settings)
+    first, _ = triton_backend.select_blocks(q, ck, mem_k=mem_k, **settings)
+    again, _ = triton_backend.select_blocks(q, ck, mem_k=mem_k, **settings)
     assert torch.equal(first, again)
     q, ck = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, ck))
     mem_k = mem_k.transpose(0, 1).contiguous().transpose(0, 1)
-    strided, _ = library.select_blocks(q, ck, mem_k=mem_k, **settings)
+    strided, _ = triton_backend.select_blocks(q, ck, mem_k=mem_k, **settings)
     assert torch.equal(first, strided)
 
 
@@ -290,9 +294,9 @@ def test_public_operation():
 def test_auto_takes_the_kernel(importance, monkeypatch):
     q, ck, mem_k = draw(100, 100, 4, 2, 64, dtype=torch.bfloat16)
     called = []
-    select = library.select_blocks
+    select = triton_backend.select_blocks
     monkeypatch.setattr(
-        library, "select_blocks", lambda *a, **kw: called.append(1) or select(*a, **kw)
+        triton_backend, "select_blocks", lambda *a, **kw: called.append(1) or select(*a, **kw)
     )
     select_blocks(
         q, ck, mem_k=mem_k, num_selected_blocks=4, importance=importance, **sizes(8, 4, 8)

@@ -10,7 +10,7 @@ from tests.composition import assert_layer_right
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch
+from native_sparse_attention.kernels.common import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
 

@@ -12,8 +12,8 @@ from tests.on_hopper import MARKS, layer
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.hopper import shared_launch
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.selected import union_sm90
 
 pytestmark = MARKS
 
@@ -34,13 +34,13 @@ def chosen(B, T, R, n, s):
 def launches(monkeypatch):
     """How often the kernel was launched, which takes small problems too."""
     seen = []
-    run = shared_launch.forward
+    run = union_sm90.forward
 
     def counted(*args):
         seen.append("forward")
         return run(*args)
 
-    monkeypatch.setattr(shared_launch, "forward", counted)
+    monkeypatch.setattr(union_sm90, "forward", counted)
     with launch.using({"shared": True}):
         yield seen
 

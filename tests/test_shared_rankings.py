@@ -9,7 +9,7 @@ from tests.on_hopper import MARKS, layer
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels.hopper import listed_launch
+from native_sparse_attention.kernels.selected import key_major_sm90
 
 pytestmark = MARKS
 
@@ -26,8 +26,8 @@ pytestmark = MARKS
 )  # fmt: skip
 def test_tokens_that_share_a_ranking(monkeypatch, heads, D, stride, T, S, causal, tokens):
     """Neighbours are one entry of the blocks that they chose."""
-    run, taken = listed_launch.backward, []
-    monkeypatch.setattr(listed_launch, "backward", lambda *a: (taken.append(a[-1]), run(*a)))
+    run, taken = key_major_sm90.backward, []
+    monkeypatch.setattr(key_major_sm90, "backward", lambda *a: (taken.append(a[-1]), run(*a)))
     settings = {
         "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
         "num_selected_blocks": 5, "num_initial_blocks": 1, "num_local_blocks": 2,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from native_sparse_attention.kernels import streams
+from native_sparse_attention.kernels.common import streams
 
 CYCLES = 20_000_000
 

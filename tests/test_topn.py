@@ -6,7 +6,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from native_sparse_attention.kernels.ranking import topn  # noqa: E402
+from native_sparse_attention.kernels.topk import topn  # noqa: E402
 from tests.budget import DEVICE  # noqa: E402
 
 M, CHUNK = 4, 64

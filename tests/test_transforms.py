@@ -21,11 +21,11 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
+from native_sparse_attention.compat.transforms import unsupported_by_kernels
 from native_sparse_attention.masks import causal, dense_attention, soft_cap
 from native_sparse_attention.masks.tanh import tanh_approx
-from native_sparse_attention.ops import eager
-from native_sparse_attention.ops.rotary import rotate
-from native_sparse_attention.ops.transforms import unsupported_by_kernels
+from native_sparse_attention.ops.reference import eager
+from native_sparse_attention.ops.triton.rotary import rotate
 
 CLOSE = dict(atol=1e-9, rtol=1e-7)
 # torch's own, as it loads forward-mode AD

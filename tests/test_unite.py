@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from native_sparse_attention import selected_attention
-from native_sparse_attention.ops import operators
+from native_sparse_attention.ops.triton import operators
 from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels import launch
-from native_sparse_attention.kernels.launch import Cotangent, Selection, Sum, Unite
-from native_sparse_attention.kernels.listed import gather, unite
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.common.launch import Cotangent, Selection, Sum, Unite
+from native_sparse_attention.kernels.selected import query_major, union
 
 pytestmark = pytest.mark.kernels
 
@@ -78,8 +78,8 @@ def test_unions(stride, n, ragged):
     selection = Selection(lists, 8, 0, 1, True, 5, starts, stride=stride)
     rest = torch.empty_like(lists)
     with launch.using({"unite": RULE}):
-        unions, cost = unite.room_for_alike(selection, 2 * R, torch.float16)
-    unite.fill(selection, unions, cost, rest=rest)
+        unions, cost = union.room_for_alike(selection, 2 * R, torch.float16)
+    union.fill(selection, unions, cost, rest=rest)
     right = expected(selection, RULE)
     some = [bool(members) for members in right.values()]
     assert any(some) and not all(some)
@@ -104,12 +104,12 @@ def test_where_none_are_united():
     lists = draw_lists(1, 16, 1, 3, 9)
     selection = Selection(lists, 8, 0, 1, True)
     with launch.using({"unite": RULE}):
-        assert unite.unite(selection, 16, torch.float16) is not None
+        assert union.unite(selection, 16, torch.float16) is not None
         gated = replace(selection, gates=torch.ones(lists.shape, device=DEVICE))
-        assert unite.unite(gated, 16, torch.float16) is None
-        assert unite.unite(selection, 64, torch.float16) is None, "more rows than a tile has"
-        assert unite.unite(replace(selection, lists=lists[..., :0]), 16, torch.float16) is None
-    assert unite.unite(selection, 16, torch.float16) is None, "few tokens"
+        assert union.unite(gated, 16, torch.float16) is None
+        assert union.unite(selection, 64, torch.float16) is None, "more rows than a tile has"
+        assert union.unite(replace(selection, lists=lists[..., :0]), 16, torch.float16) is None
+    assert union.unite(selection, 16, torch.float16) is None, "few tokens"
     assert launch.uniting(16, torch.float32) is None
     with launch.using({"unite": None}):
         assert launch.uniting(16, torch.float16) is None
@@ -122,7 +122,7 @@ def test_two_lists_of_32_rows_are_one_tile():
     lists[1, 7] = -1
     selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
     with launch.using({"unite": replace(launch.uniting(32, torch.float16), least=0)}):
-        unions = unite.unite(selection, 32, torch.float16)
+        unions = union.unite(selection, 32, torch.float16)
     assert unions.lists == 2
     united = unions.counts[:, 0] > 0
     assert united.sum() == 19 and not united[0, 2], "all groups but the one without blocks"
@@ -131,11 +131,11 @@ def test_two_lists_of_32_rows_are_one_tile():
 @pytest.mark.parametrize("united", [0, 18, 19, 38])
 def test_most(united):
     selection = Selection(draw_lists(2, 76, 1, 3, 9), 8, 0, 1, True)
-    unions = unite.room(selection, GROUP, 3 * GROUP)
+    unions = union.room(selection, GROUP, 3 * GROUP)
     places = torch.randperm(unions.counts.numel())[:united]
     unions.counts.zero_().view(-1)[places.to(DEVICE)] = 2
     out = torch.empty((), dtype=torch.int32, device=DEVICE)
-    unite.most(unions, out)
+    union.most(unions, out)
     assert unions.counts.numel() == 38 and int(out) == (united > 19)
 
 
@@ -161,13 +161,13 @@ if CUDA:
 )
 def test_selected(monkeypatch, dtype, heads, tiles, given):
     """Groups that are united and groups that are not in one call; twice the same, bit for bit."""
-    united, once = [], unite.fill
+    united, once = [], union.fill
 
     def watched(selection, unions, *others, **named):
         once(selection, unions, *others, **named)
         united.append((unions.counts > 0).tolist())
 
-    monkeypatch.setattr(unite, "fill", watched)
+    monkeypatch.setattr(union, "fill", watched)
     monkeypatch.setattr(launch, "tiles_a_program", lambda *_: tiles)
     B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
     place = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
@@ -225,12 +225,12 @@ def test_dq_where_most_are_united(monkeypatch, tiles):
     rows = torch.zeros(1, T, H, device=DEVICE)
     cotangent = Cotangent(torch.randn_like(q).contiguous(), rows, rows)
     with launch.using({"unite": RULE}):
-        unions = unite.unite(selection, H, q.dtype)
+        unions = union.unite(selection, H, q.dtype)
     assert (unions.counts > 0).any() and (unions.counts == 0).any()
 
     def dq(unions, only):
         total = Sum(q)
-        gather.backward_q(q, k, v, selection, 0.25, cotangent, total, unions, only)
+        query_major.backward_q(q, k, v, selection, 0.25, cotangent, total, unions, only)
         return total.total().float()
 
     exact = dq(None, None)
@@ -260,9 +260,9 @@ def test_unions_have_a_tile_of_their_own():
 
 def shared_unions(selection, blocks, alike=None):
     limit = min(8 * selection.lists.shape[3], blocks)
-    unions = unite.room(selection, 8, limit)
+    unions = union.room(selection, 8, limit)
     cost = None if alike is None else RULE.cost
-    unite.fill(selection, alike or unions, cost, unions, chunk=3)
+    union.fill(selection, alike or unions, cost, unions, chunk=3)
     return unions
 
 
@@ -307,8 +307,8 @@ def test_shared_and_alike(most):
         lists[:, 4:40] = lists[:, :1]
     selection = Selection(lists, 8, 0, 1, True)
     with launch.using({"unite": RULE}):
-        apart = unite.unite(selection, 8, torch.float16)
-        alike, _cost = unite.room_for_alike(selection, 8, torch.float16, beside_shared=True)
+        apart = union.unite(selection, 8, torch.float16)
+        alike, _cost = union.room_for_alike(selection, 8, torch.float16, beside_shared=True)
     unions = shared_unions(selection, blocks, alike)
     left, members = set(), expected(selection, Unite(8, 0.0, least=0))
     for b, r, group in members:

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch
-from .counts import cdiv
-from .device import finite_log2, load_rows, store_mixed
-from .launch import Cotangent
+from .common import launch
+from .common.counts import cdiv
+from .common.launch import Cotangent
+from .common.primitives import finite_log2, load_rows, store_mixed
 
 # rows of a program; of the backward, which reads more of each
 BLOCK_ROWS, BACKWARD_ROWS = 32, 16

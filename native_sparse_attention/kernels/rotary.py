@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch
-from .counts import cdiv
-from .device import grid_place, load_rows, store_rows
+from .common import launch
+from .common.counts import cdiv
+from .common.primitives import grid_place, load_rows, store_rows
 
 # features of a tile, and tiles that a program turns by the angles that it formed
 FEATURES = 1024

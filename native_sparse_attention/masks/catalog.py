@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import blocks
-from ..ops.checks import check_choice, check_int, check_ints
+from ..checks.tensors import check_choice, check_int, check_ints
 from . import gallery, jagged, nsa
 from .tiles import MaskMod
 

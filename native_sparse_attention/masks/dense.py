@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from ..ops.checks import check_given, check_groups, check_same, check_scale, check_shapes
-from ..ops.products import in_fp32, isolated, logits, weighted
-from ..ops.scalars import check_callable
+from ..checks.scalars import check_callable
+from ..checks.tensors import check_given, check_groups, check_same, check_scale, check_shapes
+from ..ops.reference.products import in_fp32, isolated, logits, weighted
 from .scores import ScoreMod
 from .tiles import MaskMod
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_bool, check_int, check_ints
+from ..checks.tensors import check_bool, check_int, check_ints
 from .constants import constant_defaults
 from .tiles import MaskMod
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..ops import transforms
-from ..ops.checks import check_groups, check_same, check_scale, check_shapes
-from ..ops.scalars import check_callable, shown
+from ..checks.scalars import check_callable, shown
+from ..checks.tensors import check_groups, check_same, check_scale, check_shapes
+from ..compat import transforms
 from .dense import dense_attention
 from .gallery import check_cu_seqlens, sequence_of
 from .scores import ScoreMod

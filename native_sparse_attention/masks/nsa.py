@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
-from ..ops.checks import (
+from ..checks.scalars import TOO_LARGE
+from ..checks.tensors import (
     INDEX_DTYPES,
     check_bool,
     check_given,
@@ -26,7 +27,6 @@ from ..ops.checks import (
     check_ints,
     shown,
 )
-from ..ops.scalars import TOO_LARGE
 from .spans import before_mask_mod, full_before
 from .tiles import (
     TILE,

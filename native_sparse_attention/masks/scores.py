@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..ops.scalars import (
+from ..checks.scalars import (
     LARGEST,
     LEAST_NORMAL,
     TOO_MANY,

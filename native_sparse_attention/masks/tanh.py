@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import transforms
+from ..compat import transforms
 
 # operands of inline assembly: $0 is the result, $1 the argument
 ASM, CONSTRAINTS = "tanh.approx.f32 $0, $1;", "=f,f"

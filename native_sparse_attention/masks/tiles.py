@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from ..ops.scalars import check_callable, check_device, check_ints
+from ..checks.scalars import check_callable, check_device, check_ints
 
 TILE = 128
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, transforms
-from .checks import (
+from ..checks.tensors import (
     check_exactly,
     check_given,
     check_groups,
@@ -29,9 +28,11 @@ from .checks import (
     check_weights,
     shown,
 )
+from ..compat import transforms
+from ..compat.transforms import refuse_vmap
+from . import dispatch
 from .nsa import native_sparse_attention
-from .selection import on_its_device
-from .transforms import refuse_vmap
+from .triton.topk import on_its_device
 
 __all__ = ["decode_attention", "workspace"]
 
@@ -163,7 +164,7 @@ def decode_attention(
     if (window_k is None) != (window_v is None):
         raise ValueError("window_k and window_v go together: give both or none")
 
-    name = backends.choose(
+    name = dispatch.choose(
         ("triton", "eager") if q.is_cuda and backend == "auto" else backend,
         "decode_attention",
         q,
@@ -233,9 +234,9 @@ def by_kernels(
     soft_cap: float | None,
 ) -> Tensor:
     """In Triton, as a torch operator."""
-    from ..kernels.decode import step_launch
+    from ..kernels.decode import persistent_launch
     from ..kernels.decode.call import Call, Settings
-    from ..kernels.entries import Step
+    from ..kernels.decode.kv_cache import Step
 
     at = Settings(
         l, d, s, n, w, importance, interpolated, num_initial, num_local, stride, shared, scale,
@@ -245,7 +246,7 @@ def by_kernels(
     window = None if window_k is None or window_v is None else (window_k, window_v)
     step = Step(lengths, counts, page_table, 0 if page_table is None else k.shape[1])
     call = Call(q, k, v, ck, cv, branch_gates, cq, memory, window, ranking, sinks, counters, step)
-    return step_launch.attend(call, at)
+    return persistent_launch.attend(call, at)
 
 
 refuse_vmap(by_kernels)

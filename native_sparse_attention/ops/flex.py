@@ -21,6 +21,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
+from ..compat import transforms
 from ..masks.nsa import (
     block_membership,
     cached_compress_block_mask,
@@ -29,9 +30,8 @@ from ..masks.nsa import (
 )
 from ..masks.scores import soft_cap as soft_cap_mod
 from ..masks.spans import span_block_mask
-from . import transforms
-from .documents import Documents
-from .products import finite_part, in_fp32, is_finite, may_look, with_kinds
+from ..varlen import Documents
+from .reference.products import finite_part, in_fp32, is_finite, may_look, with_kinds
 
 # smallest head width of torch's CUDA kernels
 MIN_WIDTH = 16

@@ -33,9 +33,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import backends
-from .block_sizes import BlockSizes, flat
-from .checks import (
+from ..checks.tensors import (
     check_bools,
     check_documents,
     check_forced_blocks,
@@ -53,7 +51,9 @@ from .checks import (
     check_windows,
     default_seq_len,
 )
-from .documents import Documents
+from ..varlen import Documents
+from . import dispatch
+from .block_sizes import BlockSizes, flat
 from .packed import takes_documents
 
 
@@ -118,8 +118,8 @@ def compressed_attention(
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
-    backend = backends.choose(backend, "compressed_attention", q, ck, cv, q_offset=offset)
-    return backends.run(
+    backend = dispatch.choose(backend, "compressed_attention", q, ck, cv, q_offset=offset)
+    return dispatch.run(
         backend,
         "compressed_attention",
         q,
@@ -207,7 +207,7 @@ def selected_attention(
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
-    backend = backends.choose(
+    backend = dispatch.choose(
         backend,
         "selected_attention",
         q,
@@ -218,7 +218,7 @@ def selected_attention(
         selection_block_size=s,
     )
     kwargs: dict[str, Any] = {} if backend == "flex" else {"gates": gates}
-    return backends.run(
+    return dispatch.run(
         backend,
         "selected_attention",
         q,
@@ -282,8 +282,8 @@ def sliding_window_attention(
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
     sizes = flat(block_sizes)
-    backend = backends.choose(backend, "sliding_window_attention", q, k, v, q_offset=offset)
-    return backends.run(
+    backend = dispatch.choose(backend, "sliding_window_attention", q, k, v, q_offset=offset)
+    return dispatch.run(
         backend,
         "sliding_window_attention",
         q,

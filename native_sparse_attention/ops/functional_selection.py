@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import backends
-from .checks import (
+from ..checks.tensors import (
     check_bools,
     check_documents,
     check_first_group,
@@ -23,7 +22,8 @@ from .checks import (
     check_windows,
     default_seq_len,
 )
-from .documents import Documents
+from ..varlen import Documents
+from . import dispatch
 from .packed import takes_documents
 
 
@@ -128,7 +128,7 @@ def select_blocks(
     # scoring has no form in flex_attention: there is no top-k in it
     if isinstance(backend, str) and backend == "flex":
         backend = "eager"
-    backend = backends.choose(
+    backend = dispatch.choose(
         backend,
         "select_blocks",
         q,
@@ -136,7 +136,7 @@ def select_blocks(
         q_offset=offset,
         num_selected_blocks=n,
     )
-    indices, gates = backends.run(
+    indices, gates = dispatch.run(
         backend,
         "select_blocks",
         q,

@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
-from . import backends, flex, fused, reference
-from .block_sizes import BlockSizes, flat
-from .checks import (
+from ..checks.tensors import (
     check_bools,
     check_documents,
     check_first_group,
@@ -30,14 +28,14 @@ from .checks import (
     check_windows,
     shown,
 )
-from .documents import Documents
-from .functional import (
-    compressed_attention,
-    selected_attention,
-    sliding_window_attention,
-)
+from ..varlen import Documents
+from . import dispatch, flex
+from .block_sizes import BlockSizes, flat
+from .functional import compressed_attention, selected_attention, sliding_window_attention
 from .functional_selection import select_blocks
 from .packed import takes_documents
+from .reference import attention as reference
+from .triton import layer
 
 # selected blocks up to which a call does not ask how many blocks there are
 MANY_BLOCKS = 64
@@ -197,7 +195,7 @@ def native_sparse_attention(
             "sliding_window_flex_mask and fine_selection_flex_mask must be None with "
             f"{(beyond or ['soft_cap'])[0]}, which they know nothing of"
         )
-    name = backends.choose(
+    name = dispatch.choose(
         backend,
         "native_sparse_attention",
         q,
@@ -208,7 +206,7 @@ def native_sparse_attention(
         selection_block_size=s,
     )
     if name == "triton" and given_masks == (None, None):
-        out, lists = fused.native_sparse_attention(
+        out, lists = layer.native_sparse_attention(
             q,
             k,
             v,

@@ -1,4 +1,4 @@
-"""Operations over packed documents and padded batches: rows are laid out (`documents.py`), the
+"""Operations over packed documents and padded batches: rows are laid out (`varlen.py`), the
 operation runs over aligned rows, and its results are brought back."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import documents as docs
-from .checks import HINT, check_bool, check_given, check_indices, check_ints
-from .keywords import check_keywords
+from .. import varlen as docs
+from ..checks.keywords import check_keywords
+from ..checks.tensors import HINT, check_bool, check_given, check_indices, check_ints
 
 # arguments by what their second axis counts
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "block_indices", "gates")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import launch
-from ..entries import Step, widths
+from ..common import launch
+from .kv_cache import Step, widths
 
 
 @dataclass(frozen=True)

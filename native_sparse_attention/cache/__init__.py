@@ -1,0 +1,1 @@
+"""KV caches: what a layer keeps of the tokens it has seen."""

@@ -1,0 +1,59 @@
+"""Token ids: integer tensors [b, n] of a vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .scalars import shown
+
+ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be asked for at once: not of a GPU's, which would be
+    waited for, nor where there are none, in a graph that is traced or under `torch.func`."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return False
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0
+
+
+def check_ids(name: str, ids: Any, embedding: nn.Embedding) -> Tensor:
+    """Ids [b, n] of any integral dtype, as int64. On the CPU each is looked at, whether it is of
+    the vocabulary. (On a GPU that would wait for it: there an id outside is a device-side assert.)
+
+    Raises:
+        ValueError: lists, floats, another shape, an id outside of the vocabulary.
+    """
+    if not isinstance(ids, Tensor) or ids.dtype not in ID_DTYPES:
+        hint = ""
+        if isinstance(ids, (list, tuple)):
+            hint = f": give torch.tensor({name})"
+        elif isinstance(ids, Tensor):
+            hint = f": give {name}.long()"
+        raise ValueError(
+            f"{name} must be a tensor of integers of shape [b, n], got {shown(ids)}{hint}"
+        )
+    if ids.ndim != 2:
+        raise ValueError(f"{name} must have shape [b, n], got {list(ids.shape)}")
+    if ids.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got one of layout {ids.layout}")
+    weight, num_tokens = embedding.weight, embedding.num_embeddings
+    if type(weight) is nn.Parameter and ids.device != weight.device and not weight.is_meta:
+        raise ValueError(f"{name} must be on {weight.device} as the model is, got {ids.device}")
+    ids = ids.long()
+    if not has_values(ids) or ids.numel() == 0:
+        return ids
+    least, most = (int(t) for t in ids.aminmax())
+    if least < 0 or most >= num_tokens:
+        raise ValueError(
+            f"{name} must be token ids from 0 to {num_tokens - 1}, those of the vocabulary, "
+            f"got {least if least < 0 else most}"
+        )
+    return ids

@@ -1,0 +1,107 @@
+"""Networks that a user gives a layer, of the kind and the widths that it calls them with; and the
+input that a layer's own networks can take."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .tensors import FLOAT_DTYPES, shown
+
+# how torch and einops say that an input has the wrong width
+WIDTH = re.compile(
+    r"cannot be multiplied|reduction dim|einsum|subscript|broadcast|size of tensor|einops|einx|"
+    r"normalized_shape|invalid for input of size|expected input|to have .* channels|h \* d = dim",
+    re.IGNORECASE,
+)
+
+
+def check_input(inp: Any, dim: int, linear: Any) -> None:
+    """[b, n, dim], of the dtype and device of the layer's weights where these are what they are
+    when the layer runs: not of a wrapper that shards them or moves them about."""
+    if not isinstance(inp, Tensor) or inp.dtype not in FLOAT_DTYPES:
+        got = inp.dtype if isinstance(inp, Tensor) else type(inp).__name__
+        raise ValueError(f"inp must be a tensor of floating dtype, got {got}")
+    if inp.ndim != 3 or inp.shape[-1] != dim:
+        raise ValueError(f"inp must have shape [b, n, {dim}], got {list(inp.shape)}")
+    if inp.layout != torch.strided:
+        raise ValueError(f"inp must be a dense tensor, got one of layout {inp.layout}")
+    weight = getattr(linear, "weight", None)
+    if type(weight) is not nn.Parameter or weight.is_meta or linear._forward_pre_hooks:
+        return
+    if inp.device != weight.device:
+        raise ValueError(f"inp must be on {weight.device} as the layer is, got {inp.device}")
+    if inp.dtype == weight.dtype or weight.dtype not in FLOAT_DTYPES:
+        return
+    if not torch.is_autocast_enabled(inp.device.type):
+        raise ValueError(
+            f"inp must be {weight.dtype} as the layer is, got {inp.dtype}: cast one of the two, or "
+            "use torch.autocast"
+        )
+
+
+def check_network(name: str, network: Any, given: str, wanted: str, *shapes: list[int]) -> None:
+    """A module that maps `shapes[0]` to `shapes[1]`, as far as can be told of a copy without data.
+
+    Raises:
+        ValueError: what is no module, or maps to or from other widths.
+    """
+    if not isinstance(network, nn.Module):
+        hint = ""
+        if isinstance(network, type) and issubclass(network, nn.Module):
+            hint = ": give an instance of it"
+        raise ValueError(f"{name} must be a torch.nn.Module, got {shown(network)}{hint}")
+    told = f"{name} must map [{given}] to [{wanted}], here {shapes[0]} to {shapes[1]}"
+    try:
+        out = on_meta(network, shapes[0])
+    except Exception as error:
+        # a network may have no form on meta tensors: then its first call says what is wrong
+        if WIDTH.search(f"{type(error).__module__} {error}"):
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"{told}, got {type(network).__name__}: {reason}") from None
+        return
+    if isinstance(out, Tensor) and list(out.shape) == shapes[1]:
+        return
+    if out is not None:
+        got = list(out.shape) if isinstance(out, Tensor) else shown(out)
+        raise ValueError(f"{told}, got {got} from {type(network).__name__}")
+
+
+def copied(network: Any) -> Any:
+    """A deep copy. One of fake tensors stays of their mode, which deepcopy alone would copy too."""
+    tensors = network.parameters() if isinstance(network, nn.Module) else ()
+    modes = {id(mode): mode for t in tensors if (mode := getattr(t, "fake_mode", None)) is not None}
+    return deepcopy(network, modes)
+
+
+def on_meta(network: nn.Module, shape: list[int]) -> Any:
+    """What a copy without data gives for an input without data; None where it is not asked."""
+    compiled = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
+    if any(isinstance(module, compiled) for module in network.modules()):
+        return None
+    parameters = list(network.parameters())
+    if any(map(is_lazy, parameters)):
+        return None
+    dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        copy = copied(network).to("meta").eval()
+        return copy(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def check_compress_mlp(network: Any, kv_heads: int, l: int, dim_head: int) -> None:
+    """`[b h w l d] -> [b h w d]`."""
+    shapes = [1, kv_heads, 1, l, dim_head], [1, kv_heads, 1, dim_head]
+    check_network("compress_mlp", network, "b h w l d", "b h w d", *shapes)
+
+
+def check_gate(network: Any, dim: int, heads: int) -> None:
+    """`[.. dim] -> [.. 3 heads]`."""
+    shapes = [1, 1, dim], [1, 1, 3 * heads]
+    check_network("strategy_combine_mlp", network, "b n dim", "b n 3*heads", *shapes)

@@ -1,0 +1,399 @@
+"""Checks of tensors, and of settings that go together. Every message names the argument, what was
+expected, what came. `scalars.py` has those of single values."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import blocks
+from ..compat.graphs import is_exporting
+from .scalars import (
+    TOO_LARGE,
+    TOO_MANY_BLOCKS,
+    as_int,
+    check_bool,
+    check_bools,
+    check_choice,
+    check_int,
+    check_ints,
+    check_mask_value,
+    check_positive,
+    check_scale,
+    shown,
+)
+
+__all__ = [
+    "BACKENDS", "BRANCH_KV", "FLOAT_DTYPES", "IMPORTANCE_RULES", "INDEX_DTYPES",
+    "check_blocks", "check_bool", "check_bools", "check_broadcasts", "check_choice",
+    "check_devices",
+    "check_documents", "check_exactly", "check_first_group", "check_forced_blocks", "check_given",
+    "check_groups", "check_indices", "check_int", "check_ints", "check_leaders",
+    "check_mask", "check_mask_value", "check_memory", "check_offset", "check_offsets",
+    "check_positive", "check_same", "check_scale", "check_selection", "check_shapes",
+    "check_sinks", "check_weights", "check_windows", "default_seq_len", "mask_hint", "shown",
+]  # fmt: skip
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+BACKENDS = ("auto", "triton", "flex", "eager")
+IMPORTANCE_RULES = ("logits", "probs")
+BRANCH_KV = ("shared", "independent")
+
+
+# axes that no call has without: heads, heads of a group, and the widths of keys and values
+NEVER_EMPTY = "HKGDE"
+# KV heads that no model has: with fewer tokens than these, the axes are in the wrong order
+MANY_HEADS = 128
+HINT = "did you pass [B, H, T, D]? Tensors are [B, T, H, D]: use .transpose(1, 2)"
+
+
+def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Hold tensors to shapes written in axis letters; returns the size of every letter.
+
+    `check_shapes(q=(q, "B T H D"), k=(k, "B S K D"))` raises ValueError if q is not 4-dimensional
+    or if k's width differs from q's, or if there are no heads or no width. A number stands for
+    itself; a tensor of None is passed over.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, (tensor, spec) in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{name} must be a tensor of shape [{spec}], got {type(tensor).__name__}"
+            )
+        axes = spec.split()
+        if tensor.ndim != len(axes):
+            raise ValueError(f"{name} must have shape [{spec}], got {list(tensor.shape)}")
+        for place, (axis, size) in enumerate(zip(axes, tensor.shape, strict=True)):
+            if axis.isdigit():
+                if size != int(axis):
+                    raise ValueError(f"{name} must have shape [{spec}], got {list(tensor.shape)}")
+                continue
+            known, owner = sizes.setdefault(axis, (size, name))
+            if size != known:
+                first = tensors[owner][0]
+                slip = place in (1, 2) and isinstance(first, Tensor) and first.ndim == 4
+                swapped = isinstance(first, Tensor) and slip and first.shape[3 - place] == size
+                hint = f". {HINT}" if swapped else ""
+                raise ValueError(f"{name} has {axis}={size} but {owner} has {axis}={known}{hint}")
+            if axis in NEVER_EMPTY and size == 0:
+                raise ValueError(
+                    f"{name} must have {axis} of at least 1 in its shape [{spec}], "
+                    f"got {list(tensor.shape)}"
+                )
+    return {axis: size for axis, (size, _) in sizes.items()}
+
+
+def check_given(**tensors: Any) -> None:
+    """Tensors, where nothing else has a meaning."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            got = None if tensor is None else type(tensor).__name__
+            raise ValueError(f"{name} must be a tensor, got {got}")
+
+
+def check_devices(**tensors: Tensor) -> None:
+    """One device for all: that of the first."""
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}")
+
+
+def check_same(**tensors: Tensor | None) -> None:
+    """One device and one floating dtype for all, and no sparse or nested layout."""
+    first_name, first = next((n, t) for n, t in tensors.items() if t is not None)
+    if first.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{first_name} must be float16, bfloat16, float32 or float64, got {first.dtype}"
+        )
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}")
+        if tensor.dtype != first.dtype:
+            raise ValueError(f"{name} is {tensor.dtype} but {first_name} is {first.dtype}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+
+
+def check_weights(name: str, tensor: Tensor | None, device: torch.device) -> None:
+    """Gates: of any floating dtype, on a device."""
+    if tensor is not None and (tensor.dtype not in FLOAT_DTYPES or tensor.device != device):
+        raise ValueError(
+            f"{name} must be floating on {device} as q is, got {tensor.dtype} on {tensor.device}"
+        )
+
+
+def check_indices(name: str, tensor: Tensor | None, device: torch.device | None = None) -> None:
+    """int32 or int64, on a device where one is given."""
+    if tensor is None:
+        return
+    if tensor.dtype not in INDEX_DTYPES:
+        raise ValueError(f"{name} must be int32 or int64, got {tensor.dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} must be on {device} as q is, got {tensor.device}")
+
+
+def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = None) -> int:
+    """Query heads per KV head. `tokens`: the numbers of queries and keys of a call, whose axes may
+    be in the wrong order."""
+    if kv_heads < 1 or heads % kv_heads:
+        slip = (
+            tokens is not None and 0 < tokens[1] <= tokens[0] < heads and tokens[0] % tokens[1] == 0
+        )
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, got heads={heads} and kv_heads={kv_heads}"
+            + (f". {HINT}" if slip else "")
+        )
+    if tokens is not None and kv_heads > max(MANY_HEADS, tokens[1]):
+        warn_of_order(kv_heads, tokens[1])
+    return heads // kv_heads
+
+
+def warn_of_order(kv_heads: int, keys: int) -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"k has {kv_heads} heads and {keys} tokens: {HINT}", stacklevel=4)
+
+
+def check_blocks(l: int, d: int, s: int) -> None:
+    """Windows tile the sequence, and windows and selection blocks are aligned to each other."""
+    if l < d:
+        raise ValueError(
+            "compress_block_size must be at least compress_block_sliding_stride, so that every "
+            f"token lies in a window, got {l} and {d}"
+        )
+    if s % d and d % s:
+        raise ValueError(
+            "selection_block_size and compress_block_sliding_stride must divide one another, "
+            f"got {s} and {d}"
+        )
+
+
+def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) -> tuple[int, int]:
+    """Blocks of s tokens, whose positions fit into 32 bits."""
+    below = TOO_LARGE // s + 1
+    return (
+        check_int("num_initial_blocks", num_initial_blocks, 0, below),
+        check_int("num_local_blocks", num_local_blocks, 0, below),
+    )
+
+
+def check_selection(
+    *,
+    compress_block_size: Any,
+    compress_block_sliding_stride: Any,
+    selection_block_size: Any,
+    num_selected_blocks: Any,
+    importance: Any,
+    interpolated_importance_score: Any,
+    num_initial_blocks: Any,
+    num_local_blocks: Any,
+    selection_stride: Any,
+    query_heads_share_selected_kv: Any,
+) -> dict[str, Any]:
+    """The settings of the selection, each alone and with the others; returned by name, as plain
+    values."""
+    l, d, s = check_ints(
+        1,
+        compress_block_size=compress_block_size,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        selection_block_size=selection_block_size,
+    )
+    check_blocks(l, d, s)
+    n = check_int("num_selected_blocks", num_selected_blocks, 0, TOO_MANY_BLOCKS)
+    initial, local = check_forced_blocks(s, num_initial_blocks, num_local_blocks)
+    check_choice("importance", importance, IMPORTANCE_RULES)
+    interpolated = check_bool("interpolated_importance_score", interpolated_importance_score)
+    if interpolated and importance != "logits":
+        raise ValueError(
+            "interpolated_importance_score=True goes with importance='logits' only, "
+            f"got importance={importance!r}"
+        )
+    stride = check_int("selection_stride", selection_stride, 1)
+    if s % stride:
+        raise ValueError(
+            f"selection_stride must divide selection_block_size={s}, so that the tokens that share "
+            f"a ranking share their own block, got {stride}"
+        )
+    shared = check_bool("query_heads_share_selected_kv", query_heads_share_selected_kv)
+    return dict(
+        compress_block_size=l,
+        compress_block_sliding_stride=d,
+        selection_block_size=s,
+        num_selected_blocks=n,
+        importance=importance,
+        interpolated_importance_score=interpolated,
+        num_initial_blocks=initial,
+        num_local_blocks=local,
+        selection_stride=stride,
+        query_heads_share_selected_kv=shared,
+    )
+
+
+def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:
+    if (mem_k is None) != (mem_v is None):
+        given, missing = ("mem_k", "mem_v") if mem_v is None else ("mem_v", "mem_k")
+        raise ValueError(f"mem_k and mem_v go together: {given} was given, {missing} was not")
+
+
+def check_leaders(
+    leader_indices: Any, dims: dict[str, int], n: int, shared: bool, q: Tensor
+) -> None:
+    if leader_indices is None:
+        return
+    shape = (dims["B"], dims["K" if shared else "H"], n)
+    check_exactly("leader_indices", leader_indices, shape, torch.int32, q.device)
+
+
+def check_exactly(
+    name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """A tensor of one shape, dtype and device."""
+    fits = isinstance(tensor, Tensor) and tensor.shape == shape
+    if not fits or tensor.dtype != dtype or tensor.device != device:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} must be {kind} of shape {list(shape)} on {device}, got {shown(tensor)}"
+        )
+
+
+def check_first_group(
+    q_offset: int | Tensor, selection_stride: int, leader_indices: Tensor | None
+) -> None:
+    if isinstance(q_offset, int) and q_offset % selection_stride and leader_indices is None:
+        raise ValueError(
+            f"leader_indices must be given where q_offset={q_offset} is not a multiple of "
+            f"selection_stride={selection_stride}: the first query's group was ranked before"
+        )
+
+
+def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
+    """S where only the queries are at hand: they end the sequence."""
+    if seq_len is not None:
+        return check_int("seq_len", seq_len, 0)
+    if q_offset is None or isinstance(q_offset, Tensor):
+        return T
+    return check_int("q_offset", q_offset, 0) + T
+
+
+def check_offsets(q_offset: Tensor, B: int, device: torch.device) -> Tensor:
+    """One for each row, as int64 [B]."""
+    if q_offset.shape != (B,) or q_offset.dtype not in INDEX_DTYPES:
+        raise ValueError(
+            f"q_offset must be an int or an integer tensor of shape [{B}], "
+            f"got {q_offset.dtype} of shape {list(q_offset.shape)}"
+        )
+    if q_offset.device != device:
+        raise ValueError(f"q_offset is on {q_offset.device} but q is on {device}")
+    return q_offset.long()
+
+
+def check_offset(
+    q_offset: Any, dims: dict[str, int], S: int, causal: bool, q: Tensor
+) -> int | Tensor:
+    """Absolute position of the first query, one for all rows or one a row; by default the queries
+    are the last T of the S tokens. Returned as an int, or as an int64 tensor [B]."""
+    B, T = dims["B"], dims["T"]
+    if q_offset is None:
+        q_offset = S - T
+        if q_offset < 0:
+            slip = S > 0 and T % S == 0 and dims["H"] <= dims["K"]
+            hint = f". {HINT}" if slip else ""
+            raise ValueError(
+                f"q has T={T} tokens but there are only S={S} keys: T must be at most S{hint}"
+            )
+        return q_offset
+    if isinstance(q_offset, Tensor) and q_offset.ndim > 0:
+        if not causal:
+            raise ValueError("q_offset must be an int where causal=False, got a tensor")
+        return check_offsets(q_offset, B, q.device)
+    if as_int(q_offset) is None:
+        raise ValueError(f"q_offset must be an int or a tensor [{B}], got {shown(q_offset)}")
+    q_offset = check_int("q_offset", q_offset, 0)
+    if q_offset + T > S:
+        raise ValueError(f"q_offset + T must be at most S={S}, got {q_offset} + {T}")
+    return q_offset
+
+
+def check_windows(
+    W: int, S: int, d: int, *, causal: bool, q_offset: int | Tensor | None = None
+) -> None:
+    """As many windows as S tokens have; causally an unfinished one, which nobody sees, may follow.
+    With a `q_offset` the last query need not end the sequence: causally nothing is known of S."""
+    if causal and q_offset is not None:
+        return
+    if is_exporting():  # lengths are symbols, which nothing may be asked of
+        return
+    least = blocks.num_windows(S, d, causal=causal)
+    if least == W:
+        return
+    most = blocks.num_windows(S, d, causal=False)
+    if not least <= W <= most:
+        raise ValueError(
+            f"ck must hold the {least} windows, {d} apart, of a sequence of S={S} tokens, got {W}. "
+            "Where keys are not at hand, seq_len gives S"
+        )
+
+
+def check_sinks(sinks: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    if sinks is None:
+        return
+    fits = isinstance(sinks, Tensor) and sinks.shape == shape and sinks.dtype in FLOAT_DTYPES
+    if not fits or sinks.device != device:
+        raise ValueError(
+            f"sinks must be floating, of shape {list(shape)} on {device}, got {shown(sinks)}"
+        )
+
+
+def check_documents(
+    documents: Any, dims: dict[str, int], q_offset: int | Tensor, q: Tensor
+) -> None:
+    """Bounds of documents, of rows whose queries and keys are the same tokens."""
+    if documents is None:
+        return
+    for name in ("first", "last"):
+        bound = getattr(documents, name, None)
+        shape = (dims["B"], dims["T"])
+        check_exactly(f"documents.{name}", bound, shape, torch.int32, q.device)
+    if isinstance(q_offset, Tensor) or q_offset or dims.get("S", dims["T"]) != dims["T"]:
+        raise ValueError(
+            f"documents need queries that are all tokens, got q_offset={q_offset}, "
+            f"T={dims['T']} and S={dims.get('S')}"
+        )
+
+
+def mask_hint(mask: Any) -> str:
+    """What somebody may have meant who gives a mask of another dtype."""
+    if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
+        return ""
+    if mask.is_floating_point():
+        return ". True is seen: of an additive mask give mask > -1"
+    return ". True is seen: give mask.bool()"
+
+
+def check_mask(name: str, mask: Any, device: torch.device, **axes: int) -> None:
+    """A bool tensor that broadcasts to the axes, or None."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != device:
+        raise ValueError(
+            f"{name} must be a bool tensor on {device}, got {shown(mask)}{mask_hint(mask)}"
+        )
+    check_broadcasts(name, mask, **axes)
+
+
+def check_broadcasts(name: str, tensor: Tensor, **axes: int) -> None:
+    """A shape that broadcasts to the axes and no further."""
+    wanted = list(axes.values())
+    pairs = zip(reversed(tensor.shape), reversed(wanted), strict=False)
+    if tensor.ndim > len(wanted) or any(have not in (1, want) for have, want in pairs):
+        raise ValueError(
+            f"{name} must broadcast to [{' '.join(axes)}] = {wanted}, got {list(tensor.shape)}"
+        )

@@ -1,0 +1,1 @@
+"""What torch.compile, torch.export, torch.func and autocast ask of code."""

@@ -1,0 +1,164 @@
+"""Attention under a mask that is cut to blocks, of which the empty ones are skipped.
+
+b  batch    i  query    g  query heads of one KV head    d  head width
+k  KV heads    j  key
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import blocks
+from ..checks.tensors import (
+    check_bool,
+    check_devices,
+    check_given,
+    check_ints,
+    check_mask_value,
+    check_positive,
+    check_same,
+    check_shapes,
+)
+from ..compat.transforms import is_batched, numbers
+from ..ops.reference.online import Plan, attend, chunks, in_autocast_dtype, slice_axis
+from .segments import SegmentIds, check_segment_ids
+
+
+def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
+    """How many pairs each block of a mask lets see each other.
+
+    `counts[.., r, c] = sum over the block's rows and columns of (mask != 0)`; the last blocks may
+    be partial, and count what they have.
+
+    Args:
+        mask: [.., q_len, kv_len], of any dtype; nonzero is visible.
+        block_q, block_kv: rows and columns of a block.
+
+    Returns:
+        int64 [.., ceil(q_len / block_q), ceil(kv_len / block_kv)].
+
+    Raises:
+        ValueError: a mask of fewer than two axes, or a block size that is no positive integer.
+    """
+    block_q, block_kv = check_ints(1, block_q=block_q, block_kv=block_kv)
+    if not isinstance(mask, Tensor) or mask.ndim < 2:
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask must be a tensor of shape [.., q_len, kv_len], got {got}")
+    q_len, kv_len = mask.shape[-2:]
+    columns = blocks.ceil_div(kv_len, block_kv)
+    lines = []
+    # a row of blocks at a time: no second array of the mask's size
+    for rows in chunks(0, q_len, block_q):
+        line = (mask[..., rows, :] != 0).sum(dim=-2)
+        line = F.pad(line, (0, columns * block_kv - kv_len))
+        lines.append(line.unflatten(-1, (columns, block_kv)).sum(dim=-1))
+    if not lines:
+        return torch.zeros((*mask.shape[:-2], 0, columns), dtype=torch.int64, device=mask.device)
+    return torch.stack(lines, dim=-2)
+
+
+def block_masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_ids: SegmentIds | Tensor | None,
+    block_kv: int,
+    block_q: int,
+    mask: Tensor,
+    mask_value: float,
+    cap: float | None = None,
+    save_residuals: bool = False,
+) -> Any:
+    """Softmax attention under an arbitrary mask, block by block, in memory linear in the lengths
+    beside the mask.
+
+    `out_i = softmax_j(s_ij) v_j` with `s_ij = cap(q_i . k_j)` where query i sees key j, else
+    `mask_value`, over the blocks of the mask that hold a nonzero; `cap(x) = c tanh(x / c)`. The
+    others are skipped: neither scored nor read. Blocks without a zero are computed without the
+    mask. Forward and backward go block by block under a running maximum and sum, as
+    `chunked_attention` does. The signature is that of `flash_attention_block_masked` in MaxText's
+    `jax_flash_attention`; the code is not.
+
+    As there, nothing scales the dot products: hand in `q * head_dim ** -0.5`.
+
+    `mask_value` has a share in a softmax like any logit, and only in blocks that are not skipped.
+    Let it be so low that `exp(mask_value - lse)` is 0 (-inf, -1e30): then nothing depends on the
+    blocks beyond rounding. A query that sees no key at all gives 0, unlike a softmax over its
+    mask values, which would give a mean of values that it must not see.
+
+    Args:
+        q: [batch, kv_heads, q_heads_per_kv, q_len, head_dim], scaled by the caller. Under autocast
+            q, k and v are cast to its dtype.
+        k, v: [batch, kv_heads, kv_len, head_dim] and [batch, kv_heads, kv_len, v_head_dim].
+        segment_ids: `SegmentIds(q [batch, q_len], kv [batch, kv_len])`; keys of the query's own
+            segment only. None for no segments. Blocks are not skipped by segment.
+        block_kv, block_q: keys and queries of a block; the last may be partial.
+        mask: [q_len, kv_len] for all rows of the batch, or [batch, q_len, kv_len], of any dtype;
+            nonzero is visible. A block is skipped where it is empty in all rows. Its blocks are
+            counted on its device, and the counts (not the mask) brought to the host: one
+            synchronization a call, and a break in a compiled graph.
+        mask_value: logit of those who do not see each other.
+        cap: c, in logits; before the mask. None for no cap.
+        save_residuals: also return the residuals.
+
+    Returns:
+        [batch, kv_heads, q_heads_per_kv, q_len, v_head_dim] in q's dtype, and with `save_residuals`
+        also a dict of `logsumexp` (natural) and `max_logits` [batch, kv_heads, q_heads_per_kv,
+        q_len], float32 (float64 for float64 inputs), both -inf for a query that sees nothing.
+        Gradients pass through `logsumexp`, not through `max_logits`. Deterministic.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings that do not fit.
+    """
+    check_given(q=q, k=k, v=v)
+    check_devices(q=q, k=k, v=v)
+    q, k, v = in_autocast_dtype(q, k, v)
+    dims = check_shapes(q=(q, "B K G T D"), k=(k, "B K S D"), v=(v, "B K S E"))
+    check_same(q=q, k=k, v=v)
+    B, T, S = (dims[axis] for axis in "BTS")
+    block_kv, block_q = check_ints(1, block_kv=block_kv, block_q=block_q)
+    cap = check_positive("cap", cap)
+    save_residuals = check_bool("save_residuals", save_residuals)
+    mask_value = check_mask_value(mask_value, q.dtype)
+    segments = check_segment_ids(segment_ids, B, T, S, q.device)
+    if not isinstance(mask, Tensor) or list(mask.shape) not in ([T, S], [B, T, S]):
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask must have shape {[T, S]} or {[B, T, S]}, got {got}")
+    if mask.device != q.device:
+        raise ValueError(f"mask is on {mask.device} but q is on {q.device}")
+    mask = mask if mask.ndim == 3 else mask[None]
+
+    if is_batched(mask):
+        raise NotImplementedError(
+            "mask cannot be mapped over by vmap, as its blocks are counted on the host: use "
+            "chunked_attention"
+        )
+    row_chunks, key_chunks = chunks(0, T, block_q), chunks(0, S, block_kv)
+    counts = mask_blocker(mask, block_q, block_kv).sum(dim=0)
+    tiles, full = [], set()
+    for rows, line in zip(row_chunks, numbers(counts), strict=True):
+        tiles.append((rows, [keys for keys, n in zip(key_chunks, line, strict=True) if n]))
+        pairs = len(mask) * (rows.stop - rows.start)
+        full |= {
+            (rows.start, keys.start)
+            for keys, n in zip(key_chunks, line, strict=True)
+            if n == pairs * (keys.stop - keys.start)
+        }
+
+    def visible(rows: slice, keys: slice) -> Tensor | None:
+        """[b|1 1 1 i j]"""
+        seen = None
+        if (rows.start, keys.start) not in full:
+            seen = slice_axis(slice_axis(mask, 1, rows), 2, keys) != 0
+        if segments is not None:
+            own = segments.q[:, rows, None] == segments.kv[:, None, keys]
+            seen = own if seen is None else seen & own
+        return None if seen is None else seen[:, None, None]
+
+    plan = Plan(tiles, visible, scale=1.0, soft_cap=cap, mask_value=mask_value)
+    out, lse, top = attend(q, k, v, plan)
+    return (out, {"logsumexp": lse, "max_logits": top}) if save_residuals else out

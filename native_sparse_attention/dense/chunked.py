@@ -1,0 +1,166 @@
+"""Softmax attention of any mask in memory linear in the length, in plain PyTorch.
+
+B batch    T query tokens    S key tokens    H query heads    K KV heads
+D key width    E value width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks.scalars import TOO_LARGE, as_int, check_callable
+from ..checks.tensors import (
+    check_bools,
+    check_devices,
+    check_given,
+    check_groups,
+    check_int,
+    check_ints,
+    check_mask,
+    check_offsets,
+    check_positive,
+    check_same,
+    check_scale,
+    check_shapes,
+    shown,
+)
+from ..ops.reference.bands import Band, Visible, band_attention
+from ..ops.reference.online import in_autocast_dtype, slice_axis
+from .segments import SegmentIds, check_segment_ids
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def call_mask_mod(
+    mask_mod: MaskMod, B: int, H: int, rows: slice, keys: slice, device: torch.device
+) -> Tensor:
+    """A mask mod's answers for one tile, [b|1 h|1 i|1 j|1]."""
+    b, h, i, j = (
+        torch.arange(start, stop, device=device).view(shape)
+        for start, stop, shape in (
+            (0, B, (-1, 1, 1, 1)),
+            (0, H, (1, -1, 1, 1)),
+            (rows.start, rows.stop, (1, 1, -1, 1)),
+            (keys.start, keys.stop, (1, 1, 1, -1)),
+        )
+    )
+    allowed = mask_mod(b, h, i, j)
+    check_mask("what mask_mod returns", allowed, device, b=B, h=H, i=i.numel(), j=j.numel())
+    return with_axes(allowed, 4)
+
+
+def with_axes(t: Tensor, ndim: int) -> Tensor:
+    """With axes of length 1 in front, as broadcasting has them."""
+    return t[(None,) * (ndim - t.ndim)]
+
+
+def chunked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_chunk_size: int = 1024,
+    k_chunk_size: int = 4096,
+    causal: bool = False,
+    sliding_window_size: int | None = None,
+    segment_ids: SegmentIds | Tensor | None = None,
+    soft_cap: float | None = None,
+    mask: Tensor | None = None,
+    mask_mod: MaskMod | None = None,
+    q_offset: int | Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Softmax attention in memory O(T + S), forward and backward, under any mask.
+
+    `out_i = softmax_j(cap(q_i . k_j * scale)) v_j` over the keys j that query i sees, with
+    `cap(x) = c tanh(x / c)` where `soft_cap` is c. Chunks of queries meet chunks of keys under a
+    running maximum and sum (Rabe and Staats, arXiv 2112.05682); the backward forms each chunk's
+    probabilities again from the log-sum-exp. At any time a few tiles of
+    `B * H * q_chunk_size * k_chunk_size` float32 scores are alive; what is computed does not depend
+    on them beyond rounding. Chunks of keys that causality or the window hides are not computed
+    (except where `q_offset` is a tensor, which would wait for the device).
+
+    A query sees a key if all of `causal`, `sliding_window_size`, `segment_ids`, `mask` and
+    `mask_mod` allow it. Query t stands at position `q_offset + t`, key j at j.
+
+    Args:
+        q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E]; K divides H, and query head h reads KV
+            head `h // (H / K)`. Under autocast they are cast to its dtype.
+        q_chunk_size, k_chunk_size: queries and keys of a tile.
+        causal: keys j <= i only.
+        sliding_window_size: w, in tokens: keys `i - w .. i` where causal, else `i - w .. i + w`.
+        segment_ids: `SegmentIds(q [B, T], kv [B, S])`, or one tensor [B, T] where T = S; keys of
+            the query's own segment only.
+        soft_cap: c, in logits; applied after `scale` and before the masks.
+        mask: bool, broadcasts to [B, H, T, S]; True is seen.
+        mask_mod: `(b, h, i, j) -> bool` of index tensors that broadcast against one another, as of
+            flex_attention: i and j index q and k, whatever `q_offset` is. It is asked tile by tile,
+            never for T x S at once.
+        q_offset: position of query 0, an int or a tensor [B]; by default `S - T`, the queries are
+            the last. A query before all keys (T > S) or past them is nothing special.
+        scale: multiplies the dot products; `D ** -0.5` by default.
+        return_lse: also return the log-sum-exp of each query's logits.
+
+    Returns:
+        [B, T, H, E] in q's dtype, and with `return_lse` also the natural log-sum-exp [B, T, H],
+        float32 (float64 for float64 inputs), which has gradients too. A query that sees nothing
+        gives output 0, log-sum-exp -inf and no gradient. Deterministic. Gradients of gradients are
+        right, but keep every tile.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings that do not fit.
+    """
+    check_given(q=q, k=k, v=v)
+    check_devices(q=q, k=k, v=v)
+    q, k, v = in_autocast_dtype(q, k, v)
+    dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
+    check_same(q=q, k=k, v=v)
+    causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
+    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
+    B, T, S, H = (dims[axis] for axis in "BTSH")
+    sizes = check_ints(1, q_chunk_size=q_chunk_size, k_chunk_size=k_chunk_size)
+    if sliding_window_size is not None:
+        sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
+    soft_cap = check_positive("soft_cap", soft_cap)
+    scale = check_scale(scale)
+    check_mask("mask", mask, q.device, B=B, H=H, T=T, S=S)
+    check_callable("mask_mod", mask_mod, "(b, h, i, j)")
+    segments = check_segment_ids(segment_ids, B, T, S, q.device)
+    band = Band(
+        behind=sliding_window_size,
+        ahead=0 if causal else sliding_window_size,
+        offset=check_any_offset(q_offset, B, S - T, q.device),
+    )
+
+    others: list[Visible] = []
+    if segments is not None:
+        others.append(
+            lambda rows, keys: (segments.q[:, rows, None] == segments.kv[:, None, keys])[:, None]
+        )
+    if mask is not None:
+        full = with_axes(mask, 4)
+        others.append(lambda rows, keys: slice_axis(slice_axis(full, 2, rows), 3, keys))
+    if mask_mod is not None:
+        others.append(lambda rows, keys: call_mask_mod(mask_mod, B, H, rows, keys, q.device))
+    out, lse = band_attention(
+        q, k, v, band, others, chunk_sizes=(sizes[0], sizes[1]), scale=scale, soft_cap=soft_cap
+    )
+    return (out, lse) if return_lse else out
+
+
+def check_any_offset(
+    q_offset: int | Tensor | None, B: int, default: int, device: torch.device
+) -> int | Tensor:
+    """An int of any sign, or integers [B]: each position means something here."""
+    if q_offset is None:
+        return default
+    if isinstance(q_offset, Tensor) and q_offset.ndim > 0:
+        return check_offsets(q_offset, B, device)
+    if as_int(q_offset) is None:
+        raise ValueError(f"q_offset must be an int or a tensor [{B}], got {shown(q_offset)}")
+    return check_int("q_offset", q_offset, -TOO_LARGE)

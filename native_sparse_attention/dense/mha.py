@@ -1,0 +1,288 @@
+"""Multi-head attention written out, with a backward written out beside it: an oracle for kernels.
+
+Dense, memory O(T S), in the layout [B, H, T, D] of kernels; `chunked_attention` is the one to
+compute with. Names, arguments and residuals are those of the reference in JAX's TPU flash
+attention; the code is not.
+
+    b  batch    h  heads    i  query    j  key    d  key width    e  value width
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks.scalars import check_finite
+from ..checks.tensors import (
+    check_bool,
+    check_broadcasts,
+    check_devices,
+    check_given,
+    check_mask_value,
+    check_same,
+    check_shapes,
+)
+from ..compat import transforms
+from ..compat.autocast import no_autocast
+from ..ops.reference.products import (
+    in_fp32,
+    is_finite,
+    is_live,
+    isolated,
+    logits,
+    may_look,
+    over_rows,
+    weighted,
+)
+from .segments import SegmentIds, check_segment_ids
+
+# far below any logit, and far enough from the least float32 that a logit may be added to it
+DEFAULT_MASK_VALUE = -0.7 * torch.finfo(torch.float32).max
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None,
+    segment_ids: SegmentIds | Tensor | None,
+    causal: bool,
+    mask_value: float,
+    softmax_scale: float,
+) -> tuple[SegmentIds | None, bool, float, float]:
+    check_given(q=q, k=k, v=v)
+    dims = check_shapes(q=(q, "B H T D"), k=(k, "B H S D"), v=(v, "B H S E"))
+    check_same(q=q, k=k, v=v)
+    B, H, T, S = (dims[axis] for axis in "BHTS")
+    if ab is not None:
+        check_given(ab=ab)
+        check_same(ab=ab)
+        check_broadcasts("ab", ab, B=B, H=H, T=T, S=S)
+        if ab.device != q.device:
+            raise ValueError(f"ab is on {ab.device} but q is on {q.device}")
+    return (
+        check_segment_ids(segment_ids, B, T, S, q.device),
+        check_bool("causal", causal),
+        check_mask_value(mask_value, q.dtype),
+        check_finite("softmax_scale", softmax_scale),
+    )
+
+
+def masked_logits(
+    q: Tensor,
+    k: Tensor,
+    ab: Tensor | None,
+    segment_ids: SegmentIds | None,
+    causal: bool,
+    mask_value: float,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Logits [b h i j] and who sees whom, [b|1 1 i j]."""
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)[None, None]
+    if causal:
+        visible = visible.tril()
+    if segment_ids is not None:
+        visible = visible & (segment_ids.q[:, None, :, None] == segment_ids.kv[:, None, None])
+    s = logits(q[:, :, None], k, visible[:, :, None])[:, :, 0]
+    if ab is not None:
+        s = s + ab
+    return (s * softmax_scale).masked_fill(~visible, mask_value), visible
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None,
+    segment_ids: SegmentIds | None,
+    causal: bool,
+    mask_value: float,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, sum of exponentials, greatest logit, all in fp32 or better."""
+    with no_autocast(q.device.type):
+        q, k, v = in_fp32(q, k, v)
+        s, visible = masked_logits(q, k, ab, segment_ids, causal, mask_value, softmax_scale)
+        hidden = ~visible.any(dim=-1)
+
+        def attention(s: Tensor) -> tuple[Tensor, ...]:
+            m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
+            m = m.masked_fill(hidden, float("-inf"))
+            p = torch.exp(s - m.masked_fill(hidden, 0.0)[..., None])
+            p = p.masked_fill(hidden[..., None], 0.0)
+            l = p.sum(dim=-1)
+            weights = p / l.masked_fill(hidden, 1.0)[..., None]
+            return weighted(weights[:, :, None], v, visible[:, :, None])[:, :, 0], l, m
+
+        o, l, m = isolated(attention, s)
+        return o, l, m
+
+
+def mha_reference_no_custom_vjp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None = None,
+    segment_ids: SegmentIds | Tensor | None = None,
+    *,
+    causal: bool = False,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    softmax_scale: float = 1.0,
+    save_residuals: bool = False,
+) -> Any:
+    """`mha_reference` with the gradients that autograd finds.
+
+    Returns:
+        o [B, H, T, E], and with `save_residuals` (o, l, m): the sum of exponentials
+        `l_i = sum_j exp(s_ij - m_i)` and the greatest logit m, both [B, H, T] in float32 (float64
+        for float64 inputs). The log-sum-exp is `m + log(l)`. A query that sees nothing has o = 0,
+        l = 0 and m = -inf. m is a constant to autograd.
+    """
+    segments, causal, mask_value, softmax_scale = check_call(
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
+    )
+    save_residuals = check_bool("save_residuals", save_residuals)
+    o, l, m = forward(q, k, v, ab, segments, causal, mask_value, softmax_scale)
+    o = o.to(q.dtype)
+    return (o, l, m) if save_residuals else o
+
+
+def mha_reference_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None,
+    segment_ids: SegmentIds | Tensor | None,
+    o: Tensor,
+    l: Tensor,
+    m: Tensor,
+    do: Tensor,
+    causal: bool = False,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    softmax_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of `mha_reference`, written out.
+
+    With `p_ij = exp(s_ij - m_i) / l_i`: `dv_j = sum_i p_ij do_i`,
+    `ds_ij = p_ij (do_i . v_j - do_i . o_i)` where i sees j, else 0, `dab = softmax_scale ds`,
+    `dq_i = sum_j dab_ij k_j`, `dk_j = sum_i dab_ij q_i`.
+
+    Args:
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale: as given to the forward.
+        o, l, m: what `mha_reference_no_custom_vjp(..., save_residuals=True)` returned; o may be of
+            float32 where q is of less.
+        do: gradient of o, [B, H, T, E].
+
+    Returns:
+        (dq, dk, dv, dab), each of the shape and dtype of what it is the gradient of; dab is None
+        where ab is.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings that do not fit.
+    """
+    segments, causal, mask_value, softmax_scale = check_call(
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
+    )
+    check_given(o=o, l=l, m=m, do=do)
+    check_shapes(
+        q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T")
+    )
+    check_shapes(o=(o, "B H T E"), do=(do, "B H T E"))
+    check_same(q=q, do=do)
+    check_same(l=l, m=m)
+    check_devices(q=q, o=o, l=l, m=m)
+    dtype = q.dtype
+    if o.dtype not in (dtype, torch.promote_types(dtype, torch.float32)):
+        raise ValueError(f"o must be {dtype} as q is, or float32, got {o.dtype}")
+    with no_autocast(q.device.type):
+        q, k, v, o, do = in_fp32(q, k, v, o, do)
+        s, visible = masked_logits(q, k, ab, segments, causal, mask_value, softmax_scale)
+        # exp(s - inf) is 0: a query that sees nothing gives and gets nothing
+        hidden = m == float("-inf")
+        p = torch.exp(s - m.masked_fill(hidden, float("inf"))[..., None])
+        p = p / l.masked_fill(hidden, 1.0)[..., None]
+        if may_look(o) and not is_finite(o):
+            visible = visible & is_live(do)[..., None]
+        seen = visible[:, :, None]
+        dv = over_rows(p[:, :, None], do[:, :, None], seen)
+        delta = (do * o).sum(dim=-1, keepdim=True)
+        ds = p * (torch.matmul(do, v.mT) - delta) * softmax_scale
+        ds = ds.masked_fill(~visible, 0.0)
+        dab = None if ab is None else ds.sum_to_size(ab.shape).to(ab.dtype)
+        ds = ds[:, :, None]
+        dq, dk = weighted(ds, k, seen, gradient=True)[:, :, 0], over_rows(ds, q[:, :, None], seen)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), dab
+
+
+class Reference(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q, k, v, ab, segment_ids, *settings) -> Tensor:
+        o, l, m = forward(q, k, v, ab, segment_ids, *settings)
+        ctx.save_for_backward(q, k, v, ab, o, l, m)
+        ctx.segment_ids, ctx.settings = segment_ids, settings
+        return o.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        q, k, v, ab, o, l, m = ctx.saved_tensors
+        others = (None,) * 4
+        transforms.refuse_legacy_batched(do)
+        if transforms.active():  # of the backward alone, as by `jacrev`
+
+            def plainly(q, k, v, ab) -> tuple[Tensor]:
+                return (forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)[0].to(q.dtype),)
+
+            return *transforms.vjp(plainly, (q, k, v, ab), (do,)), *others
+        if torch.is_grad_enabled():
+            # a backward that is differentiated itself: l must not be a constant to it
+            o, l, m = forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)
+        grads = mha_reference_bwd(q, k, v, ab, ctx.segment_ids, o, l, m, do, *ctx.settings)
+        return *grads, *others
+
+
+def mha_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None = None,
+    segment_ids: SegmentIds | Tensor | None = None,
+    causal: bool = False,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    softmax_scale: float = 1.0,
+) -> Tensor:
+    """Softmax attention, dense, whose backward is `mha_reference_bwd`.
+
+    `o_i = softmax_j(s_ij) v_j` with `s_ij = (q_i . k_j + ab_ij) softmax_scale` where query i sees
+    key j, else `mask_value`. The bias is scaled too, and nothing else is scaled by default: for
+    usual attention hand in `softmax_scale = D ** -0.5` and the bias over that.
+
+    A causal query i sees keys j <= i, counted from the first of each, also where T and S differ
+    (aligned at the top left; `chunked_attention` by default aligns the last query to the last key).
+    A query that sees nothing gives 0: its row is not a softmax over mask values, which would give
+    the mean of values that it must not see.
+
+    Args:
+        q, k, v: [B, H, T, D], [B, H, S, D] and [B, H, S, E].
+        ab: attention bias, broadcasts to [B, H, T, S]; None for none.
+        segment_ids: `SegmentIds(q [B, T], kv [B, S])`, or one tensor [B, T] where T = S; keys of
+            the query's own segment only.
+        causal: keys j <= i only.
+        mask_value: logit of those who do not see each other.
+        softmax_scale: multiplies dot products and bias.
+
+    Returns:
+        [B, H, T, E]. Logits and softmax are formed in float32 or better, and not under autocast.
+        Deterministic.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings that do not fit.
+    """
+    segments, causal, mask_value, softmax_scale = check_call(
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
+    )
+    settings = segments, causal, mask_value, softmax_scale
+    if transforms.active():
+        return forward(q, k, v, ab, *settings)[0].to(q.dtype)
+    return Reference.apply(q, k, v, ab, *settings)

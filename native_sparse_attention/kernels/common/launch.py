@@ -1,0 +1,395 @@
+"""Launch parameters: a function of the problem and the GPU, by the tables of `tiles.py`; nothing is
+tuned at a first call. And what a launch is told."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...varlen import Documents
+from .counts import next_power_of_2, padded
+from .overrides import asked
+from .primitives import BEHIND, EVERYTHING
+from .tile_configs import (
+    ARCHITECTURES,
+    ELSEWHERE,
+    ENOUGH_PROGRAMS,
+    FEW_BLOCKS,
+    FEW_HEADS,
+    FEWER_KEYS,
+    MOST_IN_LISTS,
+    PROBS_FLOAT32,
+    UNITE,
+    Architecture,
+    RankingTile,
+    Tile,
+    Unite,
+)
+
+LOG2_E = 1.4426950408889634
+
+# programs along any axis of a grid but the first
+MOST_LINES = 65535
+
+# rows that the tensor memory accelerator reads at once
+MOST_IN_BOX = 256
+
+# a reach past every sequence
+ALWAYS = 1 << 30
+
+# tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
+override: dict[str, Any] = {}
+
+# rows that a program of the selected branch, block by block, works through at most; and at least,
+# where blocks are few
+ITEM_ROWS = 16384
+FEW_ITEM_ROWS = 2048
+
+# programs for dk and dv at most, where blocks of keys are cut into shares of their queries
+MOST_SHARES = 2048
+# and so many that run at once; tiles of queries of a share, at least
+AT_ONCE = 128
+LEAST_SHARE = 8
+
+# rows of a query-by-query tile under which block by block is faster
+FEW_ROWS = 9
+
+
+@contextmanager
+def using(tiles: dict[str, Any]) -> Iterator[None]:
+    """Launch with these tiles, to try them out. In all threads: backward passes have their own."""
+    before = dict(override)
+    override.update(tiles)
+    try:
+        yield
+    finally:
+        override.clear()
+        override.update(before)
+
+
+def chosen(kernel: str, tile: Tile) -> Tile:
+    """The tile of a launch: this one, or one to try out, in the sizes that the call asks for."""
+    tile = override.get(kernel, tile)
+    block_m, block_n = asked(kernel) or (tile.block_m, tile.block_n)
+    return Tile(block_m, block_n, tile.num_warps, tile.num_stages)
+
+
+@functools.cache
+def capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def architecture() -> Architecture:
+    """The rows of the tables that the current GPU takes."""
+    if not torch.cuda.is_available():
+        return ELSEWHERE
+    return ARCHITECTURES.get(capability(torch.cuda.current_device()), ELSEWHERE)
+
+
+def row(table: dict[int, Any], size: int) -> Any:
+    """The first row of a table that reaches up to `size`."""
+    return next(found for limit, found in table.items() if size <= limit)
+
+
+def for_groups(kernel: str, groups: int, tile: Tile) -> Tile:
+    """The tile of `kernel`, of at least one token with all heads of its group; of fewer keys where
+    it is grown for them."""
+    least = next_power_of_2(groups)
+    grown = max(1, least // tile.block_m)
+    tile = replace(tile, block_m=tile.block_m * grown, block_n=max(16, tile.block_n // grown))
+    tile = chosen(kernel, tile)
+    return replace(tile, block_m=max(tile.block_m, least))
+
+
+def interval_tile(
+    kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype, keys: int = ALWAYS
+) -> Tile:
+    """For `kernel` "forward", "dq" or "dkv", heads of `width` (the wider of keys and values) and
+    queries that see many of the `keys` (`wide`) or a window of them."""
+    if not wide and "." not in kernel:
+        kernel = f"window.{kernel}"
+    tables = architecture()
+    most, other = FEWER_KEYS.get(kernel, (-1, kernel))
+    tile = row(tables.intervals, width)[other if keys <= most else kernel]
+    if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
+        tile = tables.few_heads[kernel]
+    if dtype == torch.float32:
+        tile = tables.float32_tile("interval", width)
+    return for_groups(kernel, groups, tile)
+
+
+def wide(*tensors: Tensor) -> bool:
+    """Whether an offset into one of the tensors needs 64 bits."""
+    last = (
+        sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in tensors
+    )
+    return max(last) >= 1 << 31
+
+
+def gather_tile(
+    kernel: str, width: int, rows: int, dtype: torch.dtype, united: bool = False
+) -> Tile:
+    """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows, of one list or of lists
+    that are `united`."""
+    tables = architecture()
+    tile = row(row(tables.gather, width), rows)[kernel]
+    if dtype == torch.float32:
+        tile = tables.float32_tile("gather", width)
+    tile = chosen(f"{'united' if united else 'gather'}.{kernel}", tile)
+    return replace(tile, block_m=padded(rows))
+
+
+def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
+    """Whether and how lists are united whose tiles have `rows` rows. Not in float32, whose products
+    take longer than reading."""
+    rule = None if dtype == torch.float32 else UNITE.get(next_power_of_2(rows))
+    rule = override.get("unite", rule)
+    return rule if rule and rule.lists * rows <= architecture().gather_rows else None
+
+
+def tiles_a_program(groups: int, lists: int, seldom: bool = False) -> int:
+    """Tiles that a program walks, a power of two, where whole groups of lists may be left out, or
+    `seldom` there is anything to do: many programs that do nothing take time too."""
+    programs, most = (ENOUGH_PROGRAMS // 2, 8) if seldom else (2 * ENOUGH_PROGRAMS, min(lists, 2))
+    return 1 << min(max(1, groups // programs), most).bit_length() - 1
+
+
+def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
+    """A descriptor of t [B N K D] by which the tensor memory accelerator reads `rows` positions of
+    one head; None where there is none or it cannot."""
+    if t.is_cuda and capability(t.device.index) < (9, 0):
+        return None
+    size = t.element_size()
+    aligned = t.data_ptr() % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in t.stride()[:3])
+    if t.stride(-1) != 1 or not aligned or 0 in t.shape or rows > MOST_IN_BOX:
+        return None
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
+
+
+def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
+    """For `kernel` "forward" or "backward" block by block."""
+    tiles = row(architecture().pairs, width)
+    tile = tiles.get(f"one.{kernel}" if groups == 1 else kernel, tiles[kernel])
+    if dtype == torch.float32:
+        tile = architecture().float32_tile("pairs", width)
+    return for_groups(f"pairs.{kernel}", groups, tile)
+
+
+def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
+    """Whether a tile of `pairs` can hold a block of s keys and their values."""
+    width = padded(k.shape[-1]) + padded(v.shape[-1])
+    return padded(s) * width * k.element_size() <= architecture().block_bytes
+
+
+def grid(tiles: int, lines: int, *others: int) -> tuple[tuple[int, ...], bool]:
+    """A grid of tiles x lines (rows of the batch x heads), those of one line side by side; and
+    whether it is flipped, as it is for more lines than fit: tiles are few then."""
+    flipped = lines > MOST_LINES
+    return (*((lines, tiles) if flipped else (tiles, lines)), *others), flipped
+
+
+def query_splits(programs: int, tiles: int, wide: bool = True) -> int:
+    """Into how many shares the queries of a block of keys are cut. Where few blocks of keys are
+    seen by many queries (`wide`): short shares are as long as each other, long ones cost less to
+    begin and to add up. Both cost the same at about this many tiles. In a window, where all blocks
+    are seen by as many, just so many that no part of the GPU is idle."""
+    if not wide:
+        return max(1, min(AT_ONCE // max(1, programs), tiles // LEAST_SHARE))
+    share = max(LEAST_SHARE, math.isqrt(programs * tiles // 8))
+    return max(1, min(MOST_SHARES // max(1, programs), tiles // share))
+
+
+def item_rows(rows: int, blocks: int) -> int:
+    """Rows that a program of the selected branch, block by block, works through at most: fewer
+    where few blocks would leave few programs, the longest of which all wait for."""
+    if blocks >= ENOUGH_PROGRAMS:
+        return ITEM_ROWS
+    share = next_power_of_2(max(1, rows // ENOUGH_PROGRAMS))
+    return min(max(share, FEW_ITEM_ROWS), ITEM_ROWS)
+
+
+# what a launch is told
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which keys each query sees, and where queries stand: at `start`, or at `starts` [B]. Those of
+    `documents` see keys of their own, each standing for `unit` tokens."""
+
+    kind: int
+    reach: int = 0
+    stride: int = 1
+    floor: int = 0
+    start: int = 0
+    starts: Tensor | None = None
+    causal_prefix: bool = False
+    documents: Documents | None = None
+    unit: int = 1
+    soft_cap: float | None = None
+
+    @property
+    def wide(self) -> bool:
+        """Whether queries see more keys than lie near them."""
+        return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == ALWAYS
+
+
+def bounds(documents: Documents | None) -> dict[str, Any]:
+    """What a kernel takes of where documents lie."""
+    if documents is None:
+        return dict(doc_first=None, doc_last=None, DOCUMENTS=False)
+    return dict(doc_first=documents.first, doc_last=documents.last, DOCUMENTS=True)
+
+
+def ends(selection: Selection) -> dict[str, Any]:
+    """What a kernel over blocks takes of where documents end: causally no query sees so far."""
+    if selection.documents is None or selection.causal:
+        return dict(doc_last=None, ENDS=False)
+    return dict(doc_last=selection.documents.last, ENDS=True)
+
+
+class Sum:
+    """A tensor that several launches add to, one after the other: the first one writes it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.value = like.new_empty(like.shape)
+        self.begun = False
+
+    def arguments(self) -> dict[str, Any]:
+        """What the next launch takes of it."""
+        add, self.begun = self.begun, True
+        return dict(dq=self.value, ADD=add)
+
+    def begin(self) -> None:
+        if not self.begun:
+            self.value.zero_()
+        self.begun = True
+
+    def total(self) -> Tensor:
+        self.begin()
+        return self.value
+
+
+def cap(soft_cap: float | None, *, in_log2: bool = True) -> dict[str, Any]:
+    """What a kernel takes of the cap of its logits."""
+    if soft_cap is None:
+        return dict(cap=0.0, CAP=False)
+    return dict(cap=float(soft_cap) * (LOG2_E if in_log2 else 1.0), CAP=True)
+
+
+def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
+    sizes = (0,) * len(axes) if t is None else t.stride()[: len(axes)]
+    return {f"{name}_{axis}": size for axis, size in zip(axes, sizes, strict=True)}
+
+
+@dataclass(frozen=True)
+class Cotangent:
+    """What the backward of one branch starts from: `d_out` [B T H E], the rows' log-sum-exp (in
+    units of log2, 0 for an empty row) and `delta`, what each row's dp is measured from, [B T H] in
+    float32; all contiguous and aligned to 16 bytes.
+
+    With `gated` the branch's output was multiplied by a gate. Its size is in `lse` already, that
+    probabilities come out gated, and its sign in the last bit of `delta`: kernels short of
+    registers need not hold a third number a row."""
+
+    d_out: Tensor
+    lse: Tensor
+    delta: Tensor
+    gated: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        return dict(
+            d_out=self.d_out,
+            lse=self.lse,
+            delta=self.delta,
+            GATED=self.gated,
+        )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What the selected branch is combined with, by its own kernel where that knows a whole row:
+    outputs of the other branches [B T H E], gates [B T H 3], and `out` for the layer's; all but the
+    gates contiguous."""
+
+    cmp: Tensor
+    win: Tensor
+    gates: Tensor
+    out: Tensor
+
+
+def mixture(mix: Mixture | None) -> dict[str, Any]:
+    """What a kernel takes of it."""
+    tensors = (None,) * 4 if mix is None else (mix.cmp, mix.win, mix.gates, mix.out)
+    names = ("mix_cmp", "mix_win", "mix_gates", "mixed")
+    return dict(
+        zip(names, tensors, strict=True),
+        **strides("g", None if mix is None else mix.gates, "bth3"),
+        MIX=mix is not None,
+    )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a query attends to: its list of blocks of `s` keys [B T R n], the first `num_initial`
+    blocks and, causally, the `num_local` that end with its own. Tokens of an aligned group of
+    `stride` have the same list. Queries stand at `start`, or at `starts` [B]."""
+
+    lists: Tensor
+    s: int
+    num_initial: int
+    num_local: int
+    causal: bool
+    start: int = 0
+    starts: Tensor | None = None
+    gates: Tensor | None = None
+    stride: int = 1
+    documents: Documents | None = None
+    soft_cap: float | None = None
+
+    @property
+    def aligned(self) -> int:
+        """Tokens, from where an aligned group begins (with `starts`, at most)."""
+        before = self.start % self.stride if self.starts is None else self.stride - 1
+        return self.lists.shape[1] + before
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether a list may hold its query's own block, of which it sees the keys up to itself."""
+        return self.causal and self.num_local == 0
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Unwritten out [B T H E] and lse [B T H]."""
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def ranking_tile(
+    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False,
+    blocks: int = ALWAYS,
+) -> RankingTile:  # fmt: skip
+    """For heads of `width`, `groups` of which rank together, and the n best of `blocks`."""
+    tables = architecture()
+    if rule == "probs":
+        tile = row(row(tables.probs, width), groups)
+        if dtype == torch.float32:
+            tile = PROBS_FLOAT32
+    else:
+        tile = row(tables.interpolated if interpolated else tables.logits, width)
+        if blocks <= FEW_BLOCKS:
+            tile = replace(tile, block_n=min(tile.block_n, 32))
+    tile = override.get(f"ranking.{rule}", tile)
+    if rule == "probs":
+        # a tile holds at least one token with all heads of its group
+        tile = replace(tile, block_m=max(tile.block_m, next_power_of_2(groups)))
+    if n > MOST_IN_LISTS or tile.columns == 0:
+        block_n = max(tile.merge_n, next_power_of_2(n))
+        return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)
+    return replace(tile, depth=min(tile.depth, n))

@@ -1,0 +1,251 @@
+"""dk and dv of keys that lie in intervals, as `bwd.py`. In Gluon.
+
+A program has a block of PARTS x KEYS keys and a share of the tiles of queries that see some of
+them: two parts of four warps have KEYS each, with dk and dv of them in registers, and a warp reads
+tiles of queries into a ring of places, which both parts use. While one part waits, or forms
+probabilities, the tensor cores work for the other. [keys, queries] of a product are the left
+operand of the next, in registers.
+
+Within a window first come the tiles whose queries see some of the keys as local blocks too.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common.buffers_sm90 import at_barrier, counters, places
+from ..common.dialect_sm90 import load_box, load_elements, thread_barrier
+from ..common.primitives import BEHIND
+from ..common.softmax_sm90 import probabilities
+from .steps_sm90 import KEYS, PARTS, ROWS, THREADS
+
+# one compiled kernel for all lengths
+LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "blocks"]
+
+
+@gluon.jit
+def tiles_of(n0, place, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr):
+    """Of the tiles of queries that see some of the keys from n0 on the first of this program's
+    share and one past its last, and the same of those that see all keys, none as a local one."""
+    start, T, N, floor, reach, stride = place[0], place[1], place[2], place[3], place[4], place[5]
+    last = gl.minimum(n0 + PARTS * KEYS, N) - 1
+    if KIND == BEHIND:
+        first, full = (n0 + 1) * stride, (last + 1) * stride
+        end, full_end = 0x7FFFFFFF, 0x7FFFFFFF
+    else:
+        first, full = n0, last
+        end, full_end = last + reach + 1, n0 + reach + 1
+    first = gl.maximum(first - start, 0) // TOKENS
+    end = gl.cdiv(gl.minimum(gl.maximum(end - start, 0), T), TOKENS)
+    share = gl.cdiv(gl.maximum(end - first, 0), gl.num_programs(1))
+    begin = first + gl.program_id(1) * share
+    end = gl.minimum(begin + share, end)
+    full = gl.maximum(gl.cdiv(gl.maximum(full - start, 0), TOKENS), begin)
+    full_end = gl.minimum(gl.minimum(gl.maximum(full_end - start, 0), T) // TOKENS, end)
+    if INNER:
+        inner_reach, inner_stride = place[7], place[8]
+        local_end = ((last + inner_reach) // inner_stride + 1) * inner_stride
+        full = gl.maximum(full, gl.cdiv(gl.maximum(local_end - start, 0), TOKENS))
+    if n0 < floor:
+        full_end = full
+    return begin, end, full, full_end
+
+
+@gluon.jit
+def read(
+    q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem, rows_smem,
+    kv_bar, full, K, G: gl.constexpr, STAGES: gl.constexpr, INNER: gl.constexpr,
+):  # fmt: skip
+    """The warp that reads. `rows` are the log-sum-exps and deltas, with INNER of both softmaxes."""
+    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    D: gl.constexpr = q.block_shape[3]
+    TOKENS: gl.constexpr = ROWS // G
+    row = gl.arange(0, ROWS, LANES)
+    mbarrier.expect(kv_bar.index(0), PARTS * KEYS * D * 4)
+    for part in gl.static_range(PARTS):
+        at = [b, n0 + part * KEYS, h, 0]
+        load_box(k, at, kv_bar.index(0), k_smem.index(part))
+        load_box(v, at, kv_bar.index(0), v_smem.index(part))
+    for tile in range(begin, end):
+        i = tile - begin
+        slot = i % STAGES
+        if i >= STAGES:
+            at_barrier("sync", slot, THREADS)
+        bar = full.index(slot)
+        mbarrier.expect(bar, ROWS * D * 4)
+        at = [b, tile * TOKENS, h * G, 0]
+        load_box(q, at, bar, q_smem.index(slot))
+        load_box(d_out, at, bar, do_smem.index(slot))
+        # of rows that are none, the last token's, which are finite: they see nothing
+        token = gl.minimum(tile * TOKENS + row // G, T - 1)
+        of_row = (b * T + token).to(gl.int64) * (K * G) + h * G + row % G
+        for which in gl.static_range(4 if INNER else 2):
+            there = rows_smem.index(slot * 4 + which)
+            load_elements(there, rows[which] + of_row)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+    # no barrier may be left halfway
+    for i in range(gl.maximum(end - begin - STAGES, 0), gl.maximum(end - begin, 0)):
+        at_barrier("sync", i % STAGES, THREADS)
+
+
+@gluon.jit
+def seeing(n, place, KIND: gl.constexpr, INNER: gl.constexpr):
+    """First position that sees each key and one past the last; and one past the last of those that
+    see it as a local one."""
+    start, T, floor, reach, stride = place[0], place[1], place[3], place[4], place[5]
+    if KIND == BEHIND:
+        first, end = (n + 1) * stride, n * 0 + (start + T)
+    else:
+        first, end = n, gl.where(n < floor, 0, gl.minimum(n + reach + 1, start + T))
+    local_end = end
+    if INNER:
+        inner_floor, inner_reach, inner_stride = place[6], place[7], place[8]
+        local_end = ((n + inner_reach) // inner_stride + 1) * inner_stride
+        local_end = gl.where(n < inner_floor, 0, local_end)
+    return first, end, local_end
+
+
+@gluon.jit
+def add(
+    k_tile, v_tile, q_tile, do_tile, dk, dv, rows, slot, first_row, at, bounds, masked, scale_log2,
+    G: gl.constexpr, LOCAL: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """What some rows of a tile of queries, whose first token is at `at`, add to dk and dv of a
+    part, of whose keys `bounds` says which positions see them; with LOCAL by two softmaxes."""
+    M: gl.constexpr = q_tile.shape[0]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    ROW: gl.constexpr = gl.SliceLayout(0, S)
+    KEY: gl.constexpr = gl.SliceLayout(1, S)
+    dtype: gl.constexpr = q_tile.dtype
+    first, end, local_end = bounds
+    lse = rows.index(slot * 4).slice(first_row, M, 0).load(ROW)
+    delta = rows.index(slot * 4 + 1).slice(first_row, M, 0).load(ROW)
+    zero = gl.zeros([KEYS, M], gl.float32, S)
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s, dp = warpgroup_mma_wait(0, deps=[s, dp])
+    position = at + (first_row + gl.arange(0, M, ROW)) // G
+    if masked:
+        lo, hi = gl.convert_layout(first, KEY), gl.convert_layout(end, KEY)
+        sees = (position[None] >= lo[:, None]) & (position[None] < hi[:, None])
+        s = gl.where(sees, s, float("-inf"))
+    p = probabilities(s, scale_log2, lse[None], delta[None], GATED)
+    ds = p * (dp - delta[None])
+    if LOCAL:
+        lse = rows.index(slot * 4 + 2).slice(first_row, M, 0).load(ROW)
+        delta = rows.index(slot * 4 + 3).slice(first_row, M, 0).load(ROW)
+        hi = gl.convert_layout(local_end, KEY)
+        s = gl.where(position[None] < hi[:, None], s, float("-inf"))
+        other = probabilities(s, scale_log2, lse[None], delta[None], GATED)
+        p += other
+        ds += other * (dp - delta[None])
+    dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do_tile, dv, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), LEFT), q_tile, dk, is_async=True)
+    return warpgroup_mma_wait(0, deps=[dk, dv])
+
+
+@gluon.jit
+def form(
+    dk, dv, n0, b, B, h, K, tiles, place, scale, k_smem, v_smem, q_smem, do_smem, rows_smem,
+    kv_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, INNER: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """A part."""
+    D: gl.constexpr = q_smem.shape[4]
+    TOKENS: gl.constexpr = ROWS // G
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    HALF: gl.constexpr = ROWS // 2
+    begin, end, full_tile, full_end = tiles
+    scale_log2 = scale * 1.4426950408889634
+    dk_acc = gl.zeros([KEYS, D], gl.float32, ACC)
+    dv_acc = gl.zeros([KEYS, D], gl.float32, ACC)
+    k_tile = k_smem.index(PART).reshape([KEYS, D])
+    v_tile = v_smem.index(PART).reshape([KEYS, D])
+    key = n0 + PART * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
+    bounds = seeing(key, place, KIND, INNER)
+    start, N = place[0], place[2]
+    middle = begin
+    mbarrier.wait(kv_bar.index(0), 0)
+    if INNER:
+        # two softmaxes, half a tile at a time: there are no registers for more
+        middle = gl.minimum(full_tile, end)
+        for tile in range(begin, middle):
+            slot = (tile - begin) % STAGES
+            mbarrier.wait(full.index(slot), ((tile - begin) // STAGES) & 1)
+            q_tile = q_smem.index(slot).reshape([ROWS, D])
+            do_tile = do_smem.index(slot).reshape([ROWS, D])
+            for half in gl.static_range(2):
+                dk_acc, dv_acc = add(
+                    k_tile, v_tile, q_tile.slice(half * HALF, HALF, 0),
+                    do_tile.slice(half * HALF, HALF, 0), dk_acc, dv_acc,
+                    rows_smem, slot, half * HALF, start + tile * TOKENS, bounds, True, scale_log2,
+                    G, True, GATED,
+                )  # fmt: skip
+            at_barrier("arrive", slot, THREADS)
+    for tile in range(middle, end):
+        slot = (tile - begin) % STAGES
+        mbarrier.wait(full.index(slot), ((tile - begin) // STAGES) & 1)
+        q_tile = q_smem.index(slot).reshape([ROWS, D])
+        do_tile = do_smem.index(slot).reshape([ROWS, D])
+        masked = (tile < full_tile) | (tile >= full_end)
+        dk_acc, dv_acc = add(
+            k_tile, v_tile, q_tile, do_tile, dk_acc, dv_acc, rows_smem, slot, 0,
+            start + tile * TOKENS, bounds, masked, scale_log2, G, False, GATED,
+        )  # fmt: skip
+        at_barrier("arrive", slot, THREADS)
+    entry = ((gl.program_id(1) * B + b) * N + key).to(gl.int64) * K + h
+    at = entry[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ACC))[None]
+    gl.store(dk + at, dk_acc * scale, mask=(key < N)[:, None])
+    gl.store(dv + at, dv_acc, mask=(key < N)[:, None])
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def dkv_kernel(
+    q, k, v, d_out, lse, delta, inner_lse, inner_delta, dk, dv, start, T, N, floor, reach,
+    inner_floor, inner_reach, scale, B, blocks, stride: gl.constexpr, inner_stride: gl.constexpr,
+    K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
+    GATED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: what one of equal shares (axis 1) of the queries that see a block of keys adds
+    to its dk and dv, written to [shares, B, N, K, D]."""
+    place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride)
+    rows = (lse, delta, inner_lse, inner_delta)
+    n0 = gl.program_id(0) % blocks * (PARTS * KEYS)
+    b, h = gl.program_id(0) // blocks // K, gl.program_id(0) // blocks % K
+    tiles = tiles_of(n0, place, ROWS // G, KIND, INNER)
+    begin, end, _full, _full_end = tiles
+    k_smem, v_smem = places(k, PARTS), places(v, PARTS)
+    q_smem, do_smem = places(q, STAGES), places(d_out, STAGES)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES * 4, ROWS.value], FLAT)
+    # of a ring's place the lanes arrive too, which copy
+    kv_bar, full = counters(1, 1), counters(STAGES, 33)
+    fence_async_shared()
+    thread_barrier()
+    gl.warp_specialize(
+        [
+            (form, (
+                dk, dv, n0, b, B, h, K, tiles, place, scale, k_smem, v_smem, q_smem, do_smem,
+                rows_smem, kv_bar, full, 0, G, STAGES, KIND, INNER, GATED,
+            )),
+            (form, (
+                dk, dv, n0, b, B, h, K, tiles, place, scale, k_smem, v_smem, q_smem, do_smem,
+                rows_smem, kv_bar, full, 1, G, STAGES, KIND, INNER, GATED,
+            )),
+            (read, (
+                q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem,
+                rows_smem, kv_bar, full, K, G, STAGES, INNER,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip

@@ -1,0 +1,247 @@
+"""dq through intervals of keys, as `bwd.py`; see `steps_sm90.py`. In Gluon."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common.buffers_sm90 import at_barrier, counters, places
+from ..common.dialect_sm90 import store_box, thread_barrier
+from ..common.softmax_sm90 import probabilities
+from .steps_sm90 import (
+    ADDED,
+    KEYS,
+    LENGTHS,
+    PARTS,
+    QUERIES,
+    ROWS,
+    THREADS,
+    blocks_of,
+    line_of,
+    local_start,
+    read_blocks,
+    read_rows,
+    rows_of,
+    seen,
+    turns_of,
+    wait_for_all,
+)
+
+
+@gluon.jit
+def read(
+    q, d_out, k, v, pk, pv, each, dq, place, K, tiles, B, q_smem, do_smem, dq_smem, k_smem,
+    v_smem, q_bar, dq_bar, full, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+    INNER: gl.constexpr, PREFIX: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """The warp that reads; with ADD also what dq holds, once it has read the blocks."""
+    BYTES: gl.constexpr = PARTS * ROWS * q.block_shape[3] * 2
+    TOKENS: gl.constexpr = PARTS * ROWS // G
+    done = 0
+    for turn in range(0, turns_of(tiles * B * K)):
+        tile, b, h = line_of(turn, tiles, B, K)
+        local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER, PREFIX)
+        if turn > 0:
+            at_barrier("sync", QUERIES, THREADS)
+        mbarrier.expect(q_bar.index(0), 2 * BYTES)
+        read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
+        read_rows(d_out, do_smem, q_bar.index(0), b, tile * TOKENS, h * G)
+        done = read_blocks(
+            k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, locals_, begin, others,
+            initial, STAGES, PREFIX,
+        )  # fmt: skip
+        if ADD:
+            if turn > 0:
+                at_barrier("sync", ADDED, THREADS)
+            mbarrier.expect(dq_bar.index(0), BYTES)
+            read_rows(dq, dq_smem, dq_bar.index(0), b, tile * TOKENS, h * G)
+    at_barrier("sync", QUERIES, THREADS)
+    if ADD:
+        at_barrier("sync", ADDED, THREADS)
+    wait_for_all(done, STAGES)
+
+
+@gluon.jit
+def walk(
+    q, d_out, k_smem, v_smem, full, done, acc, lse, delta, other_lse, other_delta, first, count,
+    lo, hi, other_lo, all_lo, all_hi, scale_log2, STAGES: gl.constexpr, BOTH: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """What some blocks add to dq; with BOTH by two softmaxes, the other of keys from `other_lo`
+    on."""
+    D: gl.constexpr = k_smem.shape[4]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    zero = gl.zeros([ROWS, KEYS], gl.float32, S)
+    for j in range(0, count):
+        slot = done % STAGES
+        mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+        k_tile = k_smem.index(slot).reshape([KEYS, D])
+        v_tile = v_smem.index(slot).reshape([KEYS, D])
+        s = warpgroup_mma(q, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(d_out, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s, dp = warpgroup_mma_wait(0, deps=[s, dp])
+        n0 = (first + j) * KEYS
+        n = n0 + gl.arange(0, KEYS, gl.SliceLayout(0, S))
+        if (n0 < all_lo) | (n0 + KEYS > all_hi):
+            s = gl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
+        ds = probabilities(s, scale_log2, lse[:, None], delta[:, None], GATED)
+        ds = ds * (dp - delta[:, None])
+        if BOTH:
+            s = gl.where(n[None] >= other_lo[:, None], s, float("-inf"))
+            p = probabilities(s, scale_log2, other_lse[:, None], other_delta[:, None], GATED)
+            ds += p * (dp - other_delta[:, None])
+        left = gl.convert_layout(ds.to(k_smem.dtype), LEFT)
+        acc = warpgroup_mma(left, k_tile, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        at_barrier("arrive", slot, THREADS)
+        done += 1
+    return done, acc
+
+
+@gluon.jit
+def sums_of(
+    i, turn, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K: gl.constexpr,
+    PART: gl.constexpr, G: gl.constexpr, INNER: gl.constexpr,
+):  # fmt: skip
+    """lse and delta of a part's rows i at a turn; with INNER those of the other softmax too."""
+    tile, b, h = line_of(turn, tiles, B, K)
+    _, _, row, real = rows_of(i, tile, b, h, start, T, K, PART, G)
+    real = real & (tile >= 0)  # there may be no such turn
+    lse_row = gl.load(lse + row, mask=real, other=0.0)
+    delta_row = gl.load(delta + row, mask=real, other=0.0)
+    other_lse, other_delta = lse_row, delta_row
+    if INNER:
+        other_lse = gl.load(inner_lse + row, mask=real, other=0.0)
+        other_delta = gl.load(inner_delta + row, mask=real, other=0.0)
+    return lse_row, delta_row, other_lse, other_delta
+
+
+@gluon.jit
+def form(
+    dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, B, q_smem, do_smem, dq_smem,
+    k_smem, v_smem, q_bar, dq_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, GATED: gl.constexpr,
+    ADD: gl.constexpr,
+):  # fmt: skip
+    """A part."""
+    D: gl.constexpr = k_smem.shape[4]
+    TOKENS: gl.constexpr = ROWS // G
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    start, T, N = place[0], place[1], place[2]
+    i, scale_log2 = gl.arange(0, ROWS, ROW), scale * 1.4426950408889634
+    done = 0
+    next_lse, next_delta, next_other_lse, next_other_delta = sums_of(
+        i, 0, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K, PART, G, INNER
+    )
+    for turn in range(0, turns_of(tiles * B * K)):
+        tile, b, h = line_of(turn, tiles, B, K)
+        local, locals_, begin, others, initial = blocks_of(
+            tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
+        )
+        token, position, _, _ = rows_of(i, tile, b, h, start, T, K, PART, G)
+        p0, p1 = start + token, start + token + TOKENS - 1
+        lo, hi, all_lo, all_hi = seen(position, p0, p1, place, KIND)
+        lse_row, delta_row = next_lse, next_delta
+        other_lse, other_delta = next_other_lse, next_other_delta
+        mbarrier.wait(q_bar.index(0), turn & 1)
+        q = q_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+        d_out = do_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+        fence_async_shared()  # what was read may be overwritten from outside
+        at_barrier("arrive", QUERIES, THREADS)
+        # of the next turn now, as they would be waited for then
+        next_lse, next_delta, next_other_lse, next_other_delta = sums_of(
+            i, turn + 1, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K, PART, G, INNER
+        )
+        tma.store_wait(0)  # what was there before is written
+        if ADD:  # noqa: SIM102
+            if turn > 0:
+                at_barrier("arrive", ADDED, THREADS)
+        acc = gl.zeros([ROWS, D], gl.float32, ACC)
+        hi_before, all_before = hi, all_hi
+        if INNER:
+            # local keys are of the window too
+            done, acc = walk(
+                q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, other_lse,
+                other_delta, local, locals_, lo, hi, local_start(position, place), all_lo, all_hi,
+                scale_log2, STAGES, True, GATED,
+            )  # fmt: skip
+            # where a block begins with keys of the window alone, those have been seen with it
+            at = local_start(start + tile * (PARTS * TOKENS), place)
+            at = gl.where(locals_ > 0, at // KEYS * KEYS, N)
+            hi_before, all_before = gl.minimum(hi, at), gl.minimum(all_hi, at)
+        done, acc = walk(
+            q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
+            begin, others, lo, hi_before, lo, all_lo, all_before, scale_log2, STAGES, False, GATED,
+        )  # fmt: skip
+        if INNER:
+            floor = place[6]
+            done, acc = walk(
+                q, d_out, k_smem, v_smem, full, done, acc, other_lse, other_delta, lse_row,
+                delta_row, 0, initial, lo * 0, gl.minimum(position + 1, floor), lo, 0,
+                gl.minimum(p0 + 1, floor), scale_log2, STAGES, False, GATED,
+            )  # fmt: skip
+        if PREFIX:
+            done, acc = walk(
+                q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
+                0, initial, lo * 0, lo * 0 + place[9], lo, 0, place[9], scale_log2, STAGES, False,
+                GATED,
+            )  # fmt: skip
+        smem = dq_smem.index(PART)
+        acc = acc * scale
+        if ADD:
+            mbarrier.wait(dq_bar.index(0), turn & 1)
+            acc += smem.reshape([ROWS, D]).load(ACC).to(gl.float32)
+        smem.reshape([ROWS, D]).store(acc.to(dq_smem.dtype))
+        fence_async_shared()
+        store_box(dq, [b, token, h * G, 0], smem)
+    tma.store_wait(0)
+    if ADD:
+        at_barrier("arrive", ADDED, THREADS)
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def dq_kernel(
+    q, k, v, d_out, dq, lse, delta, inner_lse, inner_delta, start, T, N, floor, reach, inner_floor,
+    inner_reach, pk, pv, P, each, scale, tiles, B, stride: gl.constexpr,
+    inner_stride: gl.constexpr, K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, GATED: gl.constexpr,
+    ADD: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program a multiprocessor: dq of tiles of queries of a row and KV head, in turn, added to
+    what is there if ADD."""
+    place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
+    q_smem, do_smem, dq_smem = places(q, PARTS), places(d_out, PARTS), places(dq, PARTS)
+    k_smem, v_smem = places(k, STAGES), places(v, STAGES)
+    q_bar, dq_bar, full = counters(1, 1), counters(1, 1), counters(STAGES, 1)
+    fence_async_shared()
+    thread_barrier()
+    gl.warp_specialize(
+        [
+            (form, (
+                dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, B, q_smem,
+                do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 0, G, STAGES, KIND, INNER,
+                PREFIX, GATED, ADD,
+            )),
+            (form, (
+                dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, B, q_smem,
+                do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 1, G, STAGES, KIND, INNER,
+                PREFIX, GATED, ADD,
+            )),
+            (read, (
+                q, d_out, k, v, pk, pv, each, dq, place, K, tiles, B, q_smem, do_smem, dq_smem,
+                k_smem, v_smem, q_bar, dq_bar, full, G, STAGES, KIND, INNER, PREFIX, ADD,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip

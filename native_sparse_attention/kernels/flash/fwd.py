@@ -1,0 +1,352 @@
+"""Attention in which every query sees one interval of keys, and perhaps a prefix: the window, the
+compressed branch with its memory, the forced blocks of the selected branch.
+
+A tile holds the tokens x heads of one KV head's group, so that keys and values are read once for
+the group. `device.interval` says which keys a query sees; the prefix is a few more keys, of tensors
+of their own. A narrower interval of local blocks within a causal window can be attended to in the
+same pass (`inner`): the prefix is then its own.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import launch
+from ..common.counts import cdiv
+from ..common.key_norms import bounds, key_norms
+from ..common.launch import LOG2_E, Place, strides
+from ..common.primitives import (
+    LOCAL_BLOCKS,
+    grid_place,
+    in_document,
+    interval,
+    joined,
+    large,
+    load_keys,
+    load_rows,
+    load_sinks,
+    measured_from,
+    rare,
+    scaled_step,
+    soft_capped,
+    store_softmax,
+    tile_rows,
+)
+from . import launch_sm90 as flash_sm90
+
+# one compiled kernel for all lengths and places
+LENGTHS = ["T", "N", "P", "start", "floor", "reach", "inner_floor", "inner_reach"]
+
+# the prefix: none, seen by every query, or causal (key n by the queries from position n on)
+NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
+
+
+@triton.jit
+def tile_intervals(
+    token, first, last, start, entry, doc_first, doc_last, unit, T, N, floor, reach, stride,
+    KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """The keys that rows of a tile of queries see, from lo to hi - 1: of each row's token [M], of
+    the tile's first and of its last; with documents, whose bounds a row has from `entry` on, those
+    in their own."""
+    lo, hi = interval(start + token, N, floor, reach, stride, KIND)
+    lo_first, hi_first = interval(start + first, N, floor, reach, stride, KIND)
+    lo_last, hi_last = interval(start + last, N, floor, reach, stride, KIND)
+    if DOCUMENTS:
+        firsts, lasts = doc_first + entry, doc_last + entry
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
+        lo_first, hi_first = in_document(lo_first, hi_first, first, T, firsts, lasts, unit)
+        lo_last, hi_last = in_document(lo_last, hi_last, last, T, firsts, lasts, unit)
+    return lo, hi, lo_first, hi_first, lo_last, hi_last
+
+
+@triton.jit
+def logits(
+    x, y, scale_log2, cap, CAP: tl.constexpr, POSITIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products [M, N] of x [M, D] and y [N, D], queries and keys: logits where they are capped or
+    the scale may be negative, and else to be multiplied by it."""
+    s = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+    if CAP:
+        s = soft_capped(s * scale_log2, cap)
+    elif not POSITIVE:
+        s *= scale_log2
+    return s
+
+
+@triton.jit
+def prefix_end(position, P, PREFIX: tl.constexpr):
+    """One past the last of P keys of a prefix that queries see."""
+    return tl.minimum(position + 1, P) if PREFIX == CAUSAL_PREFIX else position * 0 + P
+
+
+@triton.jit
+def attend_to_prefix(
+    q_tile, pk, pv, b, h, position, P, acc, m, l, scale_log2, unit_scale, cap, somewhere,
+    pk_b, pk_n, pk_h, pv_b, pv_n, pv_h, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX: tl.constexpr, CAP: tl.constexpr,
+    POSITIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the prefix into a tile's softmax."""
+    hi = prefix_end(position, P, PREFIX)
+    for n0 in range(0, P, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_keys(pk, b, h, n, n0, n < P, pk_b, pk_n, pk_h, D, BLOCK_D, False)
+        v_tile = load_keys(pv, b, h, n, n0, n < P, pv_b, pv_n, pv_h, E, BLOCK_E, False)
+        s = logits(q_tile, k_tile, scale_log2, cap, CAP, POSITIVE, PRECISION)
+        s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+        acc, m, l = scaled_step(
+            s, unit_scale, 0.0, v_tile, acc, m, l, True, somewhere, n0, False, PRECISION
+        )
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    q, k, v, norms, pk, pv, out, lse, inner_out, inner_lse, sinks, inner_sinks, starts, start,
+    doc_first, doc_last, unit, T, N, P, K, scale_log2, cap, floor, reach, stride,
+    inner_floor, inner_reach, inner_stride,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, pk_b, pk_n, pk_h, pv_b, pv_n, pv_h,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr, INNER: tl.constexpr, PREFIX: tl.constexpr, RAGGED: tl.constexpr,
+    DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TMA: tl.constexpr,
+    POSITIVE: tl.constexpr, BOUNDED: tl.constexpr, WIDE: tl.constexpr,
+    FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
+    with INNER those of the local blocks and the prefix apart."""
+    # the queries that see most go first
+    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile = tiles - 1 - tile
+    b, h = large(line // K, WIDE), large(line % K, WIDE)
+    TOKENS: tl.constexpr = BLOCK_M // G
+    token, g, real = tile_rows(tile, T, G, BLOCK_M)
+    if RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
+    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_intervals(
+        token, first, last, start, b * T, doc_first, doc_last, unit, T, N, floor, reach, stride,
+        KIND, DOCUMENTS,
+    )  # fmt: skip
+
+    # [M, D]
+    head = h * G + g
+    q_tile = load_rows(q, b * q_b + large(token, WIDE) * q_t + head * q_h, D, BLOCK_D, real)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    row = (b * T + token) * (K * G) + head
+    if SINKS:
+        m, l = load_sinks(sinks, head), l + 1.0
+
+    # of products that are no logits yet
+    unit_scale = scale_log2
+    if CAP or not POSITIVE:
+        unit_scale = 1.0
+
+    # tiles of keys that some row sees; keys that all see
+    begin = lo_first // BLOCK_N * BLOCK_N
+    tiles_seen = tl.maximum(tl.cdiv(hi_last - begin, BLOCK_N), 0)
+    all_lo, all_hi = lo_last, hi_first
+    if INNER:
+        # keys before the local blocks, those in them, the initial ones, one part after the other
+        local, _hi = interval(
+            start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
+        )
+        local_first, _hi_first = interval(
+            start + first, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
+        )
+        local_last, _hi_last = interval(
+            start + last, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
+        )
+        local, end = tl.maximum(local, lo), hi
+        hi = tl.minimum(hi, local)
+        local_begin = local_first // BLOCK_N * BLOCK_N
+        to_local = tl.maximum(tl.cdiv(tl.minimum(hi_last, local_last) - begin, BLOCK_N), 0)
+        to_initial = to_local + tl.maximum(tl.cdiv(hi_last - local_begin, BLOCK_N), 1)
+        tiles_seen = to_initial + tl.cdiv(inner_floor, BLOCK_N)
+        all_hi = tl.minimum(all_hi, local_first)
+
+    large_logits = True
+    if BOUNDED:
+        keys = hi - lo
+        if INNER:
+            keys = end - local + tl.minimum(start + token + 1, inner_floor)
+        m, factor, large_logits = measured_from(
+            q_tile, norms, b * K + h, scale_log2, tl.where(real, keys, 16), m, not SINKS
+        )
+        if SINKS:
+            l *= factor
+    if INNER:
+        outer_m, outer_l, outer_acc = m, l, acc
+        inner_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if BOUNDED:
+            inner_m = tl.where(large_logits, inner_m, m)
+
+    for j in range(0, tiles_seen):
+        n0 = begin + j * BLOCK_N
+        if INNER:
+            if j >= to_local:
+                n0 = local_begin + (j - to_local) * BLOCK_N
+            if j >= to_initial:
+                n0 = (j - to_initial) * BLOCK_N
+        n = n0 + tl.arange(0, BLOCK_N)
+        # [N, D], [N, E]
+        k_tile = load_keys(k, b, h, n, n0, n < N, k_b, k_n, k_h, D, BLOCK_D, TMA)
+        v_tile = load_keys(v, b, h, n, n0, n < N, v_b, v_n, v_h, E, BLOCK_E, TMA)
+        s = logits(q_tile, k_tile, scale_log2, cap, CAP, POSITIVE, PRECISION)
+        if INNER:
+            if j == to_local:
+                rare(lse, n0)
+                outer_acc, outer_m, outer_l = acc, m, l
+                acc, l = tl.zeros_like(acc), tl.zeros_like(l)
+                m = inner_m
+                lo, hi = local, end
+                all_lo, all_hi = local_last, hi_first
+            if j == to_initial:
+                rare(lse, n0)
+                outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+                lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
+                all_lo, all_hi = 0, tl.minimum(start + first + 1, inner_floor)
+        if (n0 < all_lo) | (n0 + BLOCK_N > all_hi):
+            rare(lse, n0)
+            s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
+        acc, m, l = scaled_step(
+            s, unit_scale, 0.0, v_tile, acc, m, l, large_logits, lse, n0, BOUNDED, PRECISION
+        )
+
+    if INNER:
+        if tiles_seen == to_initial:
+            outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+        store_softmax(out, lse, row, outer_acc, outer_m, outer_l, E, BLOCK_E, real)
+        if SINKS:
+            nothing, one = tl.zeros_like(acc), tl.full([BLOCK_M], 1.0, tl.float32)
+            acc, m, l = joined(acc, m, l, nothing, load_sinks(inner_sinks, head), one)
+        store_softmax(inner_out, inner_lse, row, acc, m, l, E, BLOCK_E, real)
+    else:
+        if PREFIX:
+            acc, m, l = attend_to_prefix(
+                q_tile, pk, pv, b, h, start + token, P, acc, m, l, scale_log2, unit_scale, cap, lse,
+                pk_b, pk_n, pk_h, pv_b, pv_n, pv_h, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PREFIX, CAP,
+                POSITIVE, PRECISION,
+            )  # fmt: skip
+        store_softmax(out, lse, row, acc, m, l, E, BLOCK_E, real)
+
+
+# launches
+
+
+def by_boxes(k: Tensor, v: Tensor, block_n: int) -> dict[str, Any]:
+    """k and v, as descriptors for the tensor memory accelerator where it can read both; not in
+    float32, whose products take far longer than its reads."""
+    boxes = [None if t.dtype == torch.float32 else launch.boxes(t, block_n) for t in (k, v)]
+    return dict(k=k, v=v, TMA=False) if None in boxes else dict(k=boxes[0], v=boxes[1], TMA=True)
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, place: Place, kernel: str, inner: Place | None = None
+) -> dict[str, Any]:
+    """What all three kernels take, and their tile."""
+    _, T, H, D = q.shape
+    N, K, E = k.shape[1], k.shape[2], v.shape[-1]
+    tile = launch.interval_tile(kernel, place.wide, max(D, E), H // K, q.dtype, N)
+    return dict(
+        q=q,
+        k=k,
+        v=v,
+        **strides("q", q, "bth"),
+        **strides("k", k, "bnh"),
+        **strides("v", v, "bnh"),
+        starts=place.starts,
+        start=place.start,
+        T=T,
+        N=N,
+        K=K,
+        floor=place.floor,
+        reach=place.reach,
+        stride=place.stride,
+        KIND=place.kind,
+        **launch.bounds(place.documents),
+        unit=place.unit,
+        **launch.cap(place.soft_cap),
+        inner_floor=inner.floor if inner else 0,
+        inner_reach=inner.reach if inner else 0,
+        inner_stride=inner.stride if inner else 1,
+        INNER=inner is not None,
+        G=H // K,
+        D=D,
+        E=E,
+        BLOCK_D=launch.padded(D),
+        BLOCK_E=launch.padded(E),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        RAGGED=place.starts is not None,
+        WIDE=launch.wide(q, k, v) or q.shape[0] * T * H * max(D, E) >= 1 << 31,
+        PRECISION="ieee",  # of float32; tf32x3 errs up to four times as much
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def tiles_of_queries(q: Tensor, k: Tensor, args: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Grid of a launch over tiles of queries, and whether it is flipped."""
+    tiles = cdiv(q.shape[1], args["BLOCK_M"] // args["G"])
+    return launch.grid(tiles, q.shape[0] * k.shape[2])
+
+
+def prefix_arguments(prefix: tuple[Tensor, Tensor] | None, place: Place) -> dict[str, Any]:
+    pk, pv = (None, None) if prefix is None else prefix
+    form = NO_PREFIX if pk is None else CAUSAL_PREFIX if place.causal_prefix else OPEN_PREFIX
+    return dict(
+        pk=pk,
+        pv=pv,
+        P=0 if pk is None else pk.shape[1],
+        PREFIX=form.value,
+        **strides("pk", pk, "bnh"),
+        **strides("pv", pv, "bnh"),
+    )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    inner: Place | None = None,
+    sinks: Tensor | None = None,
+    inner_sinks: Tensor | None = None,
+    norms: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """out [B T H E] and natural lse [B T H] of q [B T H D], k [B N K D], v [B N K E], and of a
+    prefix k [B P K D], v [B P K E]. Given an `inner` place, also those of its local blocks and of
+    the keys before its floor. `sinks` [H] in float32, both or none; `norms` those of
+    `key_norms.py`, if they are known."""
+    norms = key_norms(q, k) if norms is None else norms
+    plain = sinks is None and inner_sinks is None
+    if plain and flash_sm90.serves("forward", q, k, v, place, scale, inner, prefix):
+        return flash_sm90.forward(q, k, v, place, scale, inner, norms, prefix)
+    outputs, inner_outputs = launch.empty_outputs(q, v), ()
+    args = arguments(q, k, v, place, "forward", inner) | prefix_arguments(prefix, place)
+    args |= bounds(norms)
+    if inner is not None:
+        inner_outputs = launch.empty_outputs(q, v)
+        args |= dict(zip(("inner_out", "inner_lse"), inner_outputs, strict=True))
+    grid, flipped = tiles_of_queries(q, k, args)
+    args = dict(inner_out=None, inner_lse=None) | args
+    args |= dict(sinks=sinks, inner_sinks=inner_sinks, SINKS=sinks is not None)
+    args |= by_boxes(k, v, args["BLOCK_N"])
+    forward_kernel[grid](
+        out=outputs[0],
+        lse=outputs[1],
+        scale_log2=scale * LOG2_E,
+        POSITIVE=scale > 0,
+        FLIPPED=flipped,
+        **args,
+    )
+    return *outputs, *inner_outputs

@@ -1,0 +1,192 @@
+"""Launches of `fwd_sm90.py`, `dq_sm90.py`, `dkv_sm90.py`: where they can run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common import launch, sm90
+from ..common.counts import cdiv
+from ..common.launch import LOG2_E, Cotangent, Place, Sum
+from ..common.overrides import asked
+from ..common.primitives import BEHIND, CAUSAL_WINDOW
+
+# rows and keys of a tile
+ROWS, KEYS = 64, 64
+# widths of heads. Of 64 ptxas 12.8 overwrites d_out, which a loop of dq needs again, in registers;
+# `tests/compile_kernels.py` looks for that
+WIDTHS = (128,)
+# tiles that a multiprocessor has at least: 3.9 were faster, of fewer programs with half the rows
+# would use more multiprocessors
+LEAST_TILES = 3
+# tiles of queries of a share of dk and dv, at least, where no part of the GPU is idle for it
+LEAST_SHARE = 64
+# places of the ring, and registers of a thread that computes
+STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
+# of a forward with one softmax, and of its threads on average, of which at most four spill: so
+# programs of short kernels find room beside it
+FEWER = {"REGISTERS": 160, "maxnreg": 120}
+
+
+def serves(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    inner: Place | None = None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+) -> bool:
+    """Whether `kernel`, "forward", "dq" or "dkv", takes a call without sinks: where it can, and has
+    enough tiles to be the faster one. With `launch.using({"intervals": True})` however few there
+    are; with False never, and not where the call asks for tiles."""
+    wanted = launch.override.get("intervals")
+    tiled = asked(kernel if place.wide else f"window.{kernel}")
+    if wanted is False or tiled or not sm90.available(q):
+        return False
+    groups = q.shape[2] // max(k.shape[2], 1)
+    kinds = place.kind in (BEHIND.value, CAUSAL_WINDOW.value)
+    plain = place.starts is None and place.documents is None and place.soft_cap is None
+    within = inner is None or (inner.starts is None and place.kind == CAUSAL_WINDOW.value)
+    sizes = q.element_size() == 2 and q.shape[-1] == v.shape[-1] in WIDTHS
+    whole = 0 < groups <= ROWS and ROWS % groups == 0
+    if not (kinds and plain and within and sizes and whole and scale > 0):
+        return False
+    if not wanted and math.prod(tiles_of(q, k)) < LEAST_TILES * sm90.multiprocessors(q.device):
+        return False
+    if prefix is not None and place.kind != BEHIND.value:
+        return False
+    return all(launch.boxes(t, ROWS) is not None for t in (q, k, v, *own(prefix)))
+
+
+def own(prefix: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    """Of a prefix that rows share that of the first one."""
+    return () if prefix is None else tuple(t if t.stride(0) else t[0][None] for t in prefix)
+
+
+def tiles_of(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Tiles of queries of a line, a row and KV head, and lines."""
+    groups = q.shape[2] // k.shape[2]
+    return cdiv(q.shape[1], 2 * ROWS // groups), q.shape[0] * k.shape[2]
+
+
+def boxes(
+    q: Tensor, k: Tensor, v: Tensor, place: Place, inner: Place | None, kernel: str
+) -> dict[str, Any]:
+    """What all kernels take."""
+    groups, D = q.shape[2] // k.shape[2], q.shape[-1]
+    return dict(
+        q=sm90.box(q, [1, ROWS // groups, groups, D]), k=sm90.box(k, [1, KEYS, 1, D]),
+        v=sm90.box(v, [1, KEYS, 1, D]), start=place.start, T=q.shape[1], N=k.shape[1],
+        K=k.shape[2], floor=place.floor, reach=place.reach, stride=place.stride,
+        inner_floor=inner.floor if inner else 0, inner_reach=inner.reach if inner else 0,
+        inner_stride=inner.stride if inner else 1, G=groups, STAGES=STAGES[kernel],
+        KIND=place.kind, INNER=inner is not None, REGISTERS=REGISTERS, num_warps=4,
+    )  # fmt: skip
+
+
+def by_queries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    inner: Place | None,
+    prefix: tuple[Tensor, Tensor] | None,
+    kernel: str,
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Grid of the kernels that walk tiles of queries, and what they take."""
+    tiles, lines = tiles_of(q, k)
+    pk, pv = (sm90.box(t, [1, KEYS, 1, t.shape[-1]]) for t in (own(prefix) or (k, v)))
+    args = boxes(q, k, v, place, inner, kernel) | dict(
+        pk=pk, pv=pv, P=0 if prefix is None else prefix[0].shape[1], each=int(pk.shape[0] > 1),
+        PREFIX=prefix is not None, tiles=tiles, B=q.shape[0],
+    )  # fmt: skip
+    # one for each multiprocessor, which it fills
+    return (min(tiles * lines, sm90.multiprocessors(q.device)),), args
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    inner: Place | None,
+    norms: Tensor | None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """As `interval.forward`."""
+    from .fwd_sm90 import forward_kernel
+
+    outputs = launch.empty_outputs(q, v)
+    inner_outputs = () if inner is None else launch.empty_outputs(q, v)
+    out, lse, inner_out, inner_lse = (*outputs, *(inner_outputs or outputs))
+    grid, args = by_queries(q, k, v, place, inner, prefix, "forward")
+    shape = args["q"].block_shape
+    if inner is None:
+        args |= FEWER
+    forward_kernel[grid](
+        out=sm90.box(out, shape), lse=lse,
+        inner_out=sm90.box(inner_out, shape), inner_lse=inner_lse,
+        scale_log2=scale * LOG2_E, norms=norms, BOUNDED=norms is not None, **args,
+    )  # fmt: skip
+    return *outputs, *inner_outputs
+
+
+def backward_q(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    cotangent: Cotangent,
+    dq: Sum,
+    inner: tuple[Place, Cotangent] | None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """As `interval_backward.backward_q`."""
+    from .dq_sm90 import dq_kernel
+
+    within, of_inner = inner or (None, cotangent)
+    grid, args = by_queries(q, k, v, place, within, prefix, "dq")
+    shape, into = args["q"].block_shape, dq.arguments()
+    dq_kernel[grid](
+        d_out=sm90.box(cotangent.d_out, shape), dq=sm90.box(into["dq"], shape), ADD=into["ADD"],
+        lse=cotangent.lse, delta=cotangent.delta, inner_lse=of_inner.lse,
+        inner_delta=of_inner.delta, scale=scale, GATED=cotangent.gated, **args,
+    )  # fmt: skip
+
+
+def backward_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Place,
+    scale: float,
+    cotangent: Cotangent,
+    inner: tuple[Place, Cotangent] | None,
+) -> tuple[Tensor, Tensor]:
+    """As `interval_backward.backward_kv`."""
+    from .dkv_sm90 import dkv_kernel
+
+    (B, T), (N, K, D) = q.shape[:2], k.shape[1:]
+    within, of_inner = inner or (None, cotangent)
+    args = boxes(q, k, v, place, within, "dkv")
+    blocks = cdiv(N, 2 * KEYS)
+    seeing = T if place.wide else min(T, place.reach + 2 * KEYS)
+    tiles = cdiv(seeing, ROWS // args["G"])
+    splits = launch.query_splits(blocks * B * K, tiles, place.wide)
+    if place.wide:
+        fill = launch.query_splits(blocks * B * K, tiles, False)
+        splits = max(min(splits, tiles // LEAST_SHARE), fill)
+    dk, dv = (t.new_empty(splits, B, N, K, D, dtype=torch.float32) for t in (k, v))
+    dkv_kernel[(blocks * B * K, splits)](
+        d_out=sm90.box(cotangent.d_out, args["q"].block_shape), lse=cotangent.lse,
+        delta=cotangent.delta, inner_lse=of_inner.lse, inner_delta=of_inner.delta, dk=dk, dv=dv,
+        B=B, blocks=blocks, scale=scale, GATED=cotangent.gated, **args,
+    )  # fmt: skip
+    return dk, dv

@@ -1,0 +1,161 @@
+"""What the kernels over intervals of keys have in common. In Gluon.
+
+One program takes tiles of queries in turn, of PARTS x ROWS rows (tokens x heads of a group): two
+parts of four warps have ROWS each, with what is summed for them in registers, and a warp reads. It
+fills a ring of places with blocks of keys and values, which both parts use; and while the last tile
+is still worked at, the queries of the next. Each place has a barrier with a number, at which the
+parts say that they are done with it.
+
+Of a window within which local blocks lie, the local blocks come first, then the rest of the window,
+then the initial blocks.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..common.buffers_sm90 import at_barrier
+from ..common.dialect_sm90 import load_box
+from ..common.primitives import BEHIND
+
+PARTS = gl.constexpr(2)
+ROWS = gl.constexpr(64)  # of a part
+KEYS = gl.constexpr(64)  # of a block
+THREADS = gl.constexpr(32 * (4 * PARTS + 1))
+
+# barriers, behind those of the ring: of the places of queries, and of what is added to
+QUERIES = gl.constexpr(7)
+ADDED = gl.constexpr(6)
+
+# one compiled kernel for all lengths
+LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "tiles"]
+
+
+@gluon.jit
+def turn_of(i):
+    """The i-th turn of this program. Every second time the programs take theirs in reversed order:
+    where turns get shorter and shorter, all have about as much to do."""
+    programs, number = gl.num_programs(0), gl.program_id(0)
+    return i * programs + gl.where(i % 2 == 0, number, programs - 1 - number)
+
+
+@gluon.jit
+def turns_of(count):
+    """How many of so many turns this program takes. Of as many turns as programs, or more."""
+    last = gl.cdiv(count, gl.num_programs(0)) - 1
+    return gl.where(turn_of(last) < count, last + 1, last)
+
+
+@gluon.jit
+def line_of(i, tiles, B, K: gl.constexpr):
+    """Tile, row and KV head of the i-th turn: the last tiles, which see most, first."""
+    turn = turn_of(i)
+    return tiles - 1 - turn // K // B, turn // K % B, turn % K
+
+
+@gluon.jit
+def rows_of(i, tile, b, h, start, T, K, PART: gl.constexpr, G: gl.constexpr):
+    """The first token of a part of a tile; of its rows i positions, places in [B T H], and which
+    are there."""
+    TOKENS: gl.constexpr = ROWS // G
+    token = (tile * PARTS + PART) * TOKENS
+    position = start + token + i // G
+    row = (b * T + token + i // G).to(gl.int64) * (K * G) + h * G + i % G
+    real = token + i // G < T
+    return token, position, row, real
+
+
+@gluon.jit
+def local_start(position, place):
+    """The first key of a position's local blocks."""
+    inner_floor, inner_reach, inner_stride = place[6], place[7], place[8]
+    return gl.maximum(position // inner_stride * inner_stride - inner_reach, inner_floor)
+
+
+@gluon.jit
+def seen(position, first, last, place, KIND: gl.constexpr):
+    """First key and one past the last of each position's interval; and of what all positions from
+    `first` to `last` see."""
+    N, floor, reach, stride = place[2], place[3], place[4], place[5]
+    if KIND == BEHIND:
+        lo, all_lo = position * 0, first * 0
+        hi, all_hi = gl.minimum(position // stride, N), gl.minimum(first // stride, N)
+    else:
+        lo, all_lo = gl.maximum(position - reach, floor), gl.maximum(last - reach, floor)
+        hi, all_hi = gl.minimum(position + 1, N), gl.minimum(first + 1, N)
+    return lo, hi, all_lo, all_hi
+
+
+@gluon.jit
+def blocks_of(
+    tile, place, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
+    PREFIX: gl.constexpr,
+):  # fmt: skip
+    """Blocks that some row of a tile sees: the first of the local ones and how many, the same of
+    the others, and how many initial ones or of a prefix."""
+    start, T, N, floor, reach, stride = place[0], place[1], place[2], place[3], place[4], place[5]
+    first = start + tile * TOKENS
+    last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
+    local, locals_, initial = first * 0, first * 0, first * 0
+    if KIND == BEHIND:
+        begin, end = first * 0, gl.minimum(last // stride, N)
+    else:
+        begin, end = gl.maximum(first - reach, floor), gl.minimum(last + 1, N)
+    if INNER:
+        at = local_start(first, place)
+        local = at // KEYS
+        locals_ = gl.where(at < end, gl.cdiv(end, KEYS) - local, 0)
+        end = gl.minimum(end, gl.maximum(local_start(last, place), begin))
+        initial = gl.cdiv(gl.minimum(last + 1, place[6]), KEYS)
+    if PREFIX:
+        initial = gl.cdiv(place[9], KEYS)
+    begin = begin // KEYS
+    return local, locals_, begin, gl.maximum(gl.cdiv(end, KEYS) - begin, 0), initial
+
+
+@gluon.jit
+def read_rows(t, smem, bar, b, token, head):
+    """A tile's rows of t, a box for each part."""
+    for part in gl.static_range(PARTS):
+        at = [b, token + part * t.block_shape[1], head, 0]
+        load_box(t, at, bar, smem.index(part))
+
+
+@gluon.jit
+def read_blocks(
+    k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, locals_, begin, others, initial,
+    STAGES: gl.constexpr, PREFIX: gl.constexpr,
+):  # fmt: skip
+    """A tile's blocks of keys and values, and of a prefix, of each row its own or not, into the
+    places of the ring, as these are left."""
+    BYTES: gl.constexpr = KEYS * (k.block_shape[3] + v.block_shape[3]) * 2
+    for j in range(0, locals_ + others + initial):
+        block = local + j
+        block = gl.where(j >= locals_, begin + j - locals_, block)
+        block = gl.where(j >= locals_ + others, j - locals_ - others, block)
+        slot = done % STAGES
+        if done >= STAGES:
+            at_barrier("sync", slot, THREADS)
+        bar = full.index(slot)
+        mbarrier.expect(bar, BYTES)
+        if PREFIX:
+            there = j >= locals_ + others
+            at = [b * each, block * KEYS, h, 0]
+            load_box(pk, at, bar, k_smem.index(slot), pred=there)
+            load_box(pv, at, bar, v_smem.index(slot), pred=there)
+        else:
+            there = False
+        at = [b, block * KEYS, h, 0]
+        load_box(k, at, bar, k_smem.index(slot), pred=not there)
+        load_box(v, at, bar, v_smem.index(slot), pred=not there)
+        done += 1
+    return done
+
+
+@gluon.jit
+def wait_for_all(done, STAGES: gl.constexpr):
+    """Until all places of the ring are left: no barrier may be left halfway."""
+    for i in range(gl.maximum(done - STAGES, 0), done):
+        at_barrier("sync", i % STAGES, THREADS)

@@ -1,0 +1,1 @@
+"""The selected branch: attention to the blocks that block indices name."""

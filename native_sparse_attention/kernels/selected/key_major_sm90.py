@@ -1,0 +1,147 @@
+"""Launches of `key_major_fwd_sm90.py` and `key_major_bwd_sm90.py`: which calls they support, and in
+which the latter forms dq too."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ..common import launch, sm90
+from ..common.counts import cdiv, next_power_of_2
+from ..common.launch import LOG2_E, Cotangent, Selection
+from ..common.overrides import asked
+from .csr import Inverse
+
+# rows of a tile, and columns that are read at once
+ROWS, COLUMNS = 64, 64
+# widths of heads, and keys of a block
+WIDTHS, KEYS = (64, 128), 64
+# rows of an entry under which they are no box
+LEAST_BOX = 8
+# places of each part's ring, and registers of a warp that computes
+STAGES, REGISTERS = 2, 240
+# lists from which on dq is formed sooner with dk and dv than query by query
+LEAST_LISTS = 1 << 15
+
+
+def rows_of(groups: int) -> int:
+    """Rows of a tile that an entry with so many heads takes."""
+    return next_power_of_2(groups)
+
+
+def rows_of_part(groups: int) -> int:
+    """Rows of an entry's part of dq."""
+    rows = rows_of(groups)
+    return groups if rows < LEAST_BOX else rows
+
+
+def serves(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, kernel: str = "backward"
+) -> bool:
+    """Whether the kernel of that name takes a call. With `launch.using({"listed": False})` never,
+    and not where the call asks for tiles."""
+    wanted = launch.override.get("listed", True)
+    if not wanted or asked(f"pairs.{kernel}") or not sm90.available(q):
+        return False
+    (B, T, R, n), S = selection.lists.shape, k.shape[1]
+    groups = q.shape[2] // R
+    whole = selection.s == KEYS and S % KEYS == 0 and not selection.diagonal
+    whole = whole and not launch.ends(selection)["ENDS"]
+    sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
+    plain = selection.gates is None and selection.soft_cap is None and scale > 0
+    if not (groups <= ROWS and whole and sizes and plain):
+        return False
+    if not 0 < B * T * R * n < 1 << 31:
+        return False
+    # threads copy 16 bytes each where Triton knows that they can, by strides that 16 divides
+    copied = kernel == "forward" or rows_of(groups) < LEAST_BOX
+    if copied and any(stride % 16 for stride in q.stride()[:3]):
+        return False
+    return all(launch.boxes(t, KEYS) is not None for t in (q, k, v))
+
+
+def tokens_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> int:
+    """Neighbours that are one entry: of those that share a list as many as a tile has room for,
+    where tokens are such groups from the first on. One where their rows are no box anyhow."""
+    if selection.starts is not None or not serves(q, k, v, selection, scale):
+        return 1
+    rows = rows_of(q.shape[2] // selection.lists.shape[2])
+    tokens = math.gcd(selection.stride, selection.start, q.shape[1], ROWS // rows)
+    return tokens if tokens * rows >= LEAST_BOX else 1
+
+
+def forms_dq(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> bool:
+    """Whether dq is better formed block by block too. With `launch.using({"listed_dq": ...})` as
+    that says."""
+    lists = selection.lists.shape[:3].numel()
+    wanted = launch.override.get("listed_dq", lists >= LEAST_LISTS)
+    return bool(wanted) and selection.stride == 1 and serves(q, k, v, selection, scale)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    inverse: Inverse,
+    part: Tensor,
+    part_lse: Tensor,
+) -> None:
+    """As `pairs.forward_kernel`: writes the parts of a span of all heads."""
+    from .key_major_fwd_sm90 import forward_kernel
+
+    T, (S, K, D) = q.shape[1], k.shape[1:]
+    R, n = selection.lists.shape[2:]
+    items, blocks, groups = len(inverse.owner), cdiv(S, KEYS), q.shape[2] // R
+    forward_kernel[(items,)](
+        q=q, k=sm90.box(k, [1, KEYS, 1, D]), v=sm90.box(v, [1, KEYS, 1, D]), part=part,
+        part_lse=part_lse, entries=inverse.entries, bounds=inverse.bounds, owner=inverse.owner,
+        ordinals=inverse.ordinals, chunk=inverse.chunk, items=items, T=T, C=blocks,
+        BLOCKS=q.shape[0] * K * blocks, first=inverse.first, length=inverse.length,
+        scale_log2=scale * LOG2_E, q_b=q.stride(0), q_t=q.stride(1), q_h=q.stride(2), K=K, R=R, n=n,
+        G=groups, GROUP=rows_of(groups), num_warps=4,
+    )  # fmt: skip
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    cotangent: Cotangent,
+    dk: Tensor,
+    dv: Tensor,
+    spills: list[Tensor],
+    part: Tensor | None,
+    alike: Tensor | None,
+    inverse: Inverse,
+    tokens: int,
+) -> None:
+    """As `pairs.backward_kernel`: adds to dk and dv or writes the items' shares, and the parts of
+    dq [entries, rows, D], unless most neighbours are `alike`. Entries of so many `tokens` have no
+    parts."""
+    from .key_major_bwd_sm90 import backward_kernel
+
+    T, (S, K, D) = q.shape[1], k.shape[1:]
+    R, n = selection.lists.shape[2:]
+    items, blocks, groups = len(inverse.owner), cdiv(S, KEYS), q.shape[2] // R
+    shape = [1, tokens, rows_of(groups), COLUMNS]
+    few = tokens * shape[2] < LEAST_BOX
+    into = part if few or part is None else sm90.box(part, [1, *shape[2:]])
+    backward_kernel[(cdiv(items, 2),)](
+        q=q if few else sm90.box(q, shape), k=sm90.box(k, [1, KEYS, 1, D]),
+        v=sm90.box(v, [1, KEYS, 1, D]),
+        d_out=cotangent.d_out if few else sm90.box(cotangent.d_out, shape), q_b=q.stride(0),
+        q_t=q.stride(1), q_h=q.stride(2), lse=cotangent.lse, delta=cotangent.delta, part=into,
+        alike=alike, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1], entries=inverse.entries,
+        bounds=inverse.bounds, owner=inverse.owner, ordinals=inverse.ordinals,
+        spill_bounds=inverse.spill_bounds, chunk=inverse.chunk, items=items, head=inverse.head,
+        T=T, S=S, C=blocks,
+        BLOCKS=q.shape[0] * inverse.heads * blocks, scale=scale, K=K, HEADS=inverse.heads, R=R,
+        n=n, G=groups, TOKENS=tokens, GROUP=shape[2], STAGES=STAGES, GATED=cotangent.gated,
+        DQ=part is not None, ALIKE=alike is not None, FEW=few,
+        REGISTERS=REGISTERS, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,373 @@
+"""The selected branch, query by query: a tile of tokens that share a list of blocks reads those
+blocks of keys and values. Forward and dq.
+
+Rows of a tile are tokens x heads. `lists` [B T R n] holds block numbers, -1 for none; each of the R
+lists of a token serves H / R query heads. Tokens of an aligned group of `stride` share their list.
+Groups of lists whose blocks `union.py` has united are walked by a launch of their own, which reads
+each block of the union once; the other launch leaves them out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import launch, streams
+from ..common.counts import cdiv, next_power_of_2
+from ..common.key_norms import bounds
+from ..common.launch import LOG2_E, Cotangent, Mixture, Selection, Sum, strides
+from ..common.primitives import (
+    cap_slope,
+    grid_place,
+    load_keys,
+    load_rows,
+    measured_from,
+    scaled_step,
+    soft_capped,
+    softmax_grad,
+    store_mixed,
+    store_rows,
+)
+from . import query_major_sm90
+from .query_major_steps import (
+    list_keys,
+    list_tile,
+    own_tiles,
+    row_bias,
+    slot_gates,
+    tile_entries,
+    visible_keys,
+)
+from .union import Unions
+
+LENGTHS = ["T", "S", "start", "groups"]
+
+# rows of a tile from which logits are measured from a bound
+BOUNDED_ROWS = 64
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    q, k, v, norms, lists, counts, gates, out, lse, mix_cmp, mix_win, mix_gates, mixed,
+    starts, start, doc_last, T, S, K, R, n, s, groups, scale_log2, cap,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_t, g_h, g_3,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
+    LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
+    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
+    CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr, POSITIVE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    ADD: tl.constexpr, MIX: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of tokens that share a list, or STEP of them, or of unions. Writes out
+    and lse, with ADD of the keys seen so far and these; and with MIX the layer's output."""
+    place, pair, _places, _pairs = grid_place(FLIPPED)
+    b, r = (pair // R).to(tl.int64), (pair % R).to(tl.int64)
+    h = r * K // R
+    if RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    line = b * R + r
+    first, end = own_tiles(
+        place, counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE
+    )
+    for tile in range(first, end):
+        token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
+        entries, length = tile_entries(
+            lists, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNITED
+        )
+        if UNITED:  # a group that is not, beside one that is
+            real = tl.where(real, length, 0) > 0
+        ends = token
+        if ENDS:
+            ends = tl.load(doc_last + b * T + token, mask=real, other=0)
+
+        head = r * G + g
+        row = (b * T + token) * (R * G) + head
+        q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+        if ADD:
+            acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
+            m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
+            l = tl.where(m == float("-inf"), 0.0, 1.0)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l = tl.zeros([BLOCK_M], tl.float32)
+        large_logits = True
+        if BOUNDED:
+            m, factor, large_logits = measured_from(
+                q_tile, norms, b * K + h, scale_log2, s, m, not ADD
+            )
+            if ADD:
+                l *= factor
+                acc *= factor[:, None]
+
+        for j0 in range(0, length * BLOCK_S, BLOCK_N):
+            key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
+            k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
+            v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            unit_scale, bias = scale_log2, 0.0
+            if CAP or GATES or not POSITIVE:
+                logits, unit_scale = logits * scale_log2, 1.0
+            if CAP:
+                logits = soft_capped(logits, cap)
+            if GATES:
+                slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+                logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
+            if WHOLE:
+                bias = row_bias(entry, G, STRIDE, BLOCK_M, UNITED)
+            else:
+                visible = visible_keys(
+                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL,
+                    ends, ENDS,
+                )  # fmt: skip
+                logits = tl.where(visible, logits, float("-inf"))
+            acc, m, l = scaled_step(
+                logits, unit_scale, bias, v_tile, acc, m, l, large_logits, lse, j0, BOUNDED,
+                PRECISION,
+            )  # fmt: skip
+
+        empty = l == 0.0
+        l = tl.where(empty, 1.0, l)
+        acc *= (1.0 / l)[:, None]
+        store_rows(out, row * E, acc, E, BLOCK_E, real)
+        log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
+        tl.store(lse + row, log, mask=real)
+        if MIX:
+            gate = mix_gates + b * g_b + token.to(tl.int64) * g_t + head * g_h
+            store_mixed(mixed, acc, mix_cmp, mix_win, gate, row, g_3, E, BLOCK_E, real)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def dq_kernel(
+    q, k, v, lists, counts, gates, d_out, lse, delta, dq, d_gates, only, starts, start, doc_last,
+    T, S, K, R, n, s, groups, scale, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
+    LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
+    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
+    CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, ONLY: tl.constexpr, FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: as the forward. Writes dq, added to what is there if ADD; with GATES also what
+    each head adds to the gradient of each slot's gate, [B T H n]. With ONLY nothing where that is
+    0."""
+    place, pair, _places, _pairs = grid_place(FLIPPED)
+    b, r = (pair // R).to(tl.int64), (pair % R).to(tl.int64)
+    h = r * K // R
+    if RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    line = b * R + r
+    first, end = own_tiles(
+        place, counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE
+    )
+    if ONLY:
+        end = tl.where(tl.load(only) != 0, end, first)
+    for tile in range(first, end):
+        token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
+        entries, length = tile_entries(
+            lists, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNITED
+        )
+        if UNITED:  # a group that is not, beside one that is
+            real = tl.where(real, length, 0) > 0
+        ends = token
+        if ENDS:
+            ends = tl.load(doc_last + b * T + token, mask=real, other=0)
+
+        head = r * G + g
+        row = (b * T + token) * (R * G) + head
+        q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+        do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
+        lse_row = tl.load(lse + row, mask=real, other=0.0)
+        delta_row = tl.load(delta + row, mask=real, other=0.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        gate_sum = tl.zeros([BLOCK_M], tl.float32)
+
+        for j0 in range(0, length * BLOCK_S, BLOCK_N):
+            key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
+            k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
+            v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
+            product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            if CAP or GATES:
+                logits = product * scale
+                if CAP:
+                    logits = soft_capped(logits, cap)
+                weight = 1.0
+                if GATES:
+                    slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
+                    weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
+                logits2 = logits * weight * 1.4426950408889634
+            else:
+                logits2 = product * (scale * 1.4426950408889634)
+            seen_lse = lse_row
+            if WHOLE:
+                seen_lse -= row_bias(entry, G, STRIDE, BLOCK_M, UNITED)
+            else:
+                visible = visible_keys(
+                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL, ends,
+                    ENDS,
+                )  # fmt: skip
+                logits2 = tl.where(visible, logits2, float("-inf"))
+            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+            _p, ds = softmax_grad(logits2, 1.0, dp, seen_lse[:, None], delta_row[:, None], GATED)
+            if GATES:
+                share, first_slot = ds * logits, j0 // BLOCK_S
+                if BLOCK_N < BLOCK_S:  # a block takes several steps; the last one has it all
+                    gate_sum = tl.sum(share, 1) + tl.where(j0 % BLOCK_S == 0, 0.0, gate_sum)
+                    done = real & ((j0 + BLOCK_N) % BLOCK_S == 0)
+                    tl.store(d_gates + row * n + first_slot, gate_sum, mask=done)
+                else:
+                    share = tl.reshape(share, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S])
+                    slot = first_slot + tl.arange(0, BLOCK_N // BLOCK_S)
+                    at = (row * n)[:, None] + slot[None]
+                    seen = real[:, None] & (slot < n)[None]
+                    tl.store(d_gates + at, tl.sum(share, 2), mask=seen)
+                ds *= weight
+            if CAP:
+                ds *= cap_slope(logits, cap)
+            acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+
+        acc *= scale
+        if ADD:
+            acc += load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
+        store_rows(dq, row * D, acc, D, BLOCK_D, real)
+
+
+# launches
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    kernel: str,
+    unions: Unions | None,
+    united: bool,
+    seldom: bool = False,
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Grid, and what both kernels take: for all lists, or where there are unions for the `united`
+    groups or the lists of the others; where there is `seldom` anything to do."""
+    B, T, H, D = q.shape
+    S, K, E = k.shape[1], k.shape[2], v.shape[-1]
+    R, n = selection.lists.shape[2:]
+    s, stride, G = selection.s, selection.stride, H // R
+    # as many tokens as divide a group and fit
+    most = launch.architecture().gather_rows
+    fits = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= most)
+    tokens = max(fits, default=1)
+    lists = 1 if unions is None else unions.lists
+    if united:
+        tokens *= lists
+    tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype, united)
+    step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists, seldom)
+    if not united:
+        step = min(step, lists)  # of one group, which is left out or not
+    block_n, block_s = tile.block_n, next_power_of_2(s)
+    # rows see a tile's keys or they do not
+    whole = block_n <= block_s == s and S % s == 0
+    whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
+    # blocks as wide as a tile are read by the tensor memory accelerator
+    boxes = [launch.boxes(t, block_n) if block_n <= block_s else None for t in (k, v)]
+    tma = None not in boxes
+    args = dict(
+        q=q, k=boxes[0] if tma else k, v=boxes[1] if tma else v, TMA=tma,
+        **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
+        lists=unions.entries if united else selection.lists, gates=selection.gates,
+        counts=None if unions is None else unions.counts,
+        groups=0 if unions is None else unions.groups, starts=selection.starts,
+        start=selection.start, T=T, S=S, K=K, R=R, n=unions.limit if united else n, s=s, G=G, D=D,
+        E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
+        BLOCK_N=block_n, BLOCK_S=block_s, SLOTS=next_power_of_2(n), TOKENS=tokens,
+        STRIDE=stride, LISTS=lists, UNITED=united, STEP=step, RAGGED=selection.starts is not None,
+        DIAGONAL=selection.diagonal, **launch.ends(selection),
+        **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
+        GATES=selection.gates is not None, WHOLE=whole, PRECISION="ieee", num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )  # fmt: skip
+    grid, args["FLIPPED"] = launch.grid(cdiv(selection.aligned, tokens * step), B * R)
+    return grid, args
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    partial: tuple[Tensor, Tensor] | None = None,
+    unions: Unions | None = None,
+    written: tuple[Tensor, Tensor] | None = None,
+    norms: Tensor | None = None,
+    mix: Mixture | None = None,
+    seldom: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
+    keys if `partial` holds them. `written` holds both but for the united groups, and where that is
+    all there `seldom` is any; `norms` are those of the keys. Writes the layer's output to `mix`."""
+    out, lse = written or partial or launch.empty_outputs(q, v)
+
+    def run(united: bool) -> None:
+        call = (q, k, v, selection, scale)
+        whole, only = unions is None or united, unions.some if unions is not None else None
+        if whole and query_major_sm90.serves(*call, "forward", unions, only):
+            joined = partial is not None
+            query_major_sm90.forward(*call, out, lse, joined, norms, mix, unions, only)
+            return
+        grid, args = arguments(q, k, v, selection, "forward", unions, united, seldom)
+        # one list's tile waits for its keys, not for a maximum
+        bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
+        args |= bounds(norms if bounded else None)
+        forward_kernel[grid](
+            out=out, lse=lse, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
+            ADD=partial is not None,
+            **launch.mixture(mix), **args,
+        )  # fmt: skip
+
+    if unions is None or written is not None:
+        run(unions is not None)
+        return out, lse
+    with streams.forked(q.device) as beside:
+        with beside:
+            run(True)
+        run(False)
+    return out, lse
+
+
+def backward_q(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    scale: float,
+    cotangent: Cotangent,
+    dq: Sum,
+    unions: Unions | None = None,
+    only: Tensor | None = None,
+) -> Tensor | None:
+    """Adds to dq; the gradient of the gates. Nothing where `only` is given and 0, on the
+    device."""
+    R, n = selection.lists.shape[2:]
+    d_gates = None
+    if selection.gates is not None:
+        d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
+    if only is not None:  # nothing may be written
+        dq.begin()
+    into = dq.arguments()
+    for united in (False,) if unions is None else (False, True):
+        call = (q, k, v, selection, scale)
+        whole = unions is None or united
+        if whole and query_major_sm90.serves(*call, "dq", unions, only):
+            query_major_sm90.backward_q(*call, cotangent, into, unions, only)
+            continue
+        grid, args = arguments(q, k, v, selection, "dq", unions, united, only is not None)
+        args |= cotangent.arguments() | into
+        dq_kernel[grid](d_gates=d_gates, scale=scale, only=only, ONLY=only is not None, **args)
+    return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

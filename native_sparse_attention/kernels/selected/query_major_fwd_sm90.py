@@ -1,0 +1,157 @@
+"""The forward of `query_major.py` in tiles of 64 rows, in Gluon: `query_major_steps_sm90.py`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common.buffers_sm90 import at_barrier
+from ..common.epilogue_sm90 import finish
+from ..common.primitives import LARGEST_BOUND
+from .query_major_steps_sm90 import (
+    KEYS,
+    LENGTHS,
+    PARTS,
+    ROWS,
+    THREADS,
+    list_of,
+    place_of,
+    read,
+    ring,
+    sees,
+)
+
+
+@gluon.jit
+def attend(
+    norms, lists, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit, tiles,
+    total, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
+    PART: gl.constexpr, G: gl.constexpr, LISTS: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS: gl.constexpr, UNITED: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr,
+    MIX: gl.constexpr,
+):  # fmt: skip
+    """A part. Where logits have a bound it measures them from that; one of both ways takes no
+    turn."""
+    TOKENS: gl.constexpr = ROWS // G
+    D: gl.constexpr = k_smem.shape[4]
+    E: gl.constexpr = v_smem.shape[4]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    number = gl.arange(0, ROWS, ROW) // (ROWS // LISTS)
+    zero = gl.zeros([ROWS, KEYS], gl.float32, S)
+    done = 0
+    for nth in range(gl.program_id(0) * PARTS + PART, total, gl.num_programs(0) * PARTS):
+        line, b, r, h, tile = place_of(nth, tiles, K, R)
+        at, count = list_of(
+            lists, counts, line, b, r, tile, tiles, T, R, limit, 4, TOKENS, SLOTS, UNITED
+        )
+        if BOUNDED:
+            longest_key = gl.load(norms + b * K + h)
+        if count >= 0:
+            e = gl.load(at)  # of no meaning where there is none
+            place = PART * STAGES + done % STAGES
+            mbarrier.wait(full.index(place), (done // STAGES) & 1)
+            q = k_smem.index(place).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+            m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+            by_bound = False
+            if BOUNDED:
+                x = q.to(gl.float32)
+                bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), ROW)
+                bound = bound * (longest_key * gl.abs(scale_log2))
+                by_bound = gl.max(bound, 0) <= LARGEST_BOUND
+                m = gl.where(by_bound, bound, m)
+            fence_async_shared()  # what was read may be overwritten from outside
+            at_barrier("arrive", place, THREADS)
+            done += 1
+
+            acc = gl.zeros([ROWS, E], gl.float32, ACC)
+            l = gl.zeros([ROWS], gl.float32, ROW)
+            for way in gl.static_range(0 if BOUNDED else 1, 2):
+                blocks = count
+                if BOUNDED:
+                    blocks = gl.where(by_bound == (way == 0), count, 0)
+                for j in range(0, blocks):
+                    seen = sees(e, number, UNITED)
+                    e = gl.load(at + j + 1, mask=j + 1 < blocks, other=0)
+                    place = PART * STAGES + done % STAGES
+                    mbarrier.wait(full.index(place), (done // STAGES) & 1)
+                    keys = k_smem.index(place).reshape([KEYS, D]).permute((1, 0))
+                    s = warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
+                    s = warpgroup_mma_wait(0, deps=[s])
+                    if way == 0:
+                        origin = gl.where(seen, m, float("inf"))
+                        p = gl.exp2(s * scale_log2 - origin[:, None])
+                    else:
+                        s = gl.where(seen[:, None], s, float("-inf"))
+                        before = m
+                        m = gl.maximum(m, gl.max(s, 1) * scale_log2)
+                        origin = gl.where(m == float("-inf"), 0.0, m)
+                        p = gl.exp2(s * scale_log2 - origin[:, None])
+                        alpha = gl.exp2(before - origin)
+                        l = l * alpha
+                        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
+                    l += gl.sum(p, 1)
+                    left = gl.convert_layout(p.to(k_smem.dtype), LEFT)
+                    values = v_smem.index(place).reshape([KEYS, E])
+                    acc = warpgroup_mma(left, values, acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    at_barrier("arrive", place, THREADS)
+                    done += 1
+            to: gl.constexpr = gl.SliceLayout(1, ACC)
+            finish(
+                acc, gl.convert_layout(m, to), gl.convert_layout(l, to), out, lse, mix_cmp,
+                mix_win, mix_gates, mixed, b, r, tile * TOKENS, T, R, g_b, g_t, g_h, g_3, G, G, 4,
+                ADD, MIX,
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    q, k, v, norms, lists, counts, only, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R,
+    limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, G: gl.constexpr, LISTS: gl.constexpr,
+    SLOTS: gl.constexpr, STAGES: gl.constexpr, UNITED: gl.constexpr, BOUNDED: gl.constexpr,
+    ADD: gl.constexpr, MIX: gl.constexpr, ONLY: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program a multiprocessor: tiles in turn, a box of q each. Writes out and lse, with ADD of
+    the keys seen so far and these; with MIX the layer's output; with ONLY nothing where that is
+    0."""
+    k_smem, v_smem, full = ring(k, v, STAGES)
+    if ONLY:
+        total = gl.where(gl.load(only) != 0, total, 0)
+    needed = ()
+    if ADD:
+        needed = needed + (out,)  # noqa: RUF005
+    if MIX:
+        needed = needed + (mix_cmp, mix_win)  # noqa: RUF005
+    gl.warp_specialize(
+        [
+            (attend, (
+                norms, lists, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
+                tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
+                0, G, LISTS, STAGES, SLOTS, UNITED, BOUNDED, ADD, MIX,
+            )),
+            (attend, (
+                norms, lists, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
+                tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
+                1, G, LISTS, STAGES, SLOTS, UNITED, BOUNDED, ADD, MIX,
+            )),
+            (read, (
+                q, q, k, v, lists, counts, needed, T, K, R, limit, tiles, total, k_smem, v_smem,
+                full, 0, G, STAGES, SLOTS, UNITED, False,
+            )),
+            (read, (
+                q, q, k, v, lists, counts, needed, T, K, R, limit, tiles, total, k_smem, v_smem,
+                full, 1, G, STAGES, SLOTS, UNITED, False,
+            )),
+        ],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
+    )  # fmt: skip

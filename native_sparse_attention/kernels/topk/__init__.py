@@ -1,0 +1,1 @@
+"""Which blocks a query selects, and the gates of differentiable top-k."""

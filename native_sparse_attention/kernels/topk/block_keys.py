@@ -1,0 +1,253 @@
+"""Keys of selection blocks, for scores by `importance="logits"`, and their backward.
+
+A block's score is one dot product: the mean query of the heads that rank together, and the mean key
+of the block's windows. Both are formed in float32 and, to be ranked, cut into two float16 halves,
+whose products a tensor core adds up in float32: a term is right to 2^-21 of the product of its
+rows' largest elements. The backward takes two bfloat16 parts, which need no scaling: 2^-17.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import launch
+from ..common.counts import cdiv, next_power_of_2
+from ..common.primitives import grid_place, in_document, load_rows, store_rows
+
+
+@triton.jit
+def first_window(c, d: tl.constexpr, s: tl.constexpr):
+    """Of block c's windows: the first that ends in it or, for d > s, the one that spans it."""
+    return c * (s // d) if s >= d else c // (d // s)
+
+
+@triton.jit
+def two_halves(x):
+    """Rows [M, D] as float16 `high + low`, each row times a power of two, [M], that is returned to
+    undo it. Of a row's largest element at most 2^-23 is left out."""
+    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
+    exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
+    x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    high = x.to(tl.float16)
+    low = (x - high.to(tl.float32)).to(tl.float16)
+    return high, low, (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_parts(base, offsets, x, D: tl.constexpr, BLOCK_D: tl.constexpr, mask,
+                PARTS: tl.constexpr):  # fmt: skip
+    """Write rows x [M, D] as what they are a sum of: one part or two."""
+    high = x.to(base.dtype.element_ty)
+    store_rows(base, offsets, high, D, BLOCK_D, mask)
+    if PARTS == 2:
+        store_rows(base + D, offsets, x - high.to(tl.float32), D, BLOCK_D, mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def mean_kernel(
+    q, means, T, RANKS, q_b, q_t, q_h,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr, FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: the mean queries of M tokens of one row and ranking head."""
+    place, line, _places, _lines = grid_place(FLIPPED)
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    token = (place * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for g in range(G):
+        rows = b * q_b + token * q_t + (r * G + g) * q_h
+        total += load_rows(q, rows, D, BLOCK_D, token < T).to(tl.float32)
+    rows = ((b * T + token) * RANKS + r) * (PARTS * D)
+    store_parts(means, rows, total / G, D, BLOCK_D, token < T, PARTS)
+
+
+@triton.jit
+def block_windows(c, W, b, T, doc_first, doc_last, d: tl.constexpr, s: tl.constexpr,
+                  DOCUMENTS: tl.constexpr):  # fmt: skip
+    """The first window that blocks c [C] of row b may count, of W, and one past the last."""
+    lo = c * 0
+    hi = lo + W
+    if DOCUMENTS:
+        lo, hi = in_document(lo, hi, c * s, T, doc_first + b * T, doc_last + b * T, d)
+    return lo, hi
+
+
+@triton.jit
+def window_weight(c, j, end, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
+                  INTERPOLATED: tl.constexpr):  # fmt: skip
+    """What window j of blocks c [C], counted from the first of each, weighs among theirs, which lie
+    before windows `end` [C]."""
+    w = first_window(c, d, s) + j
+    if INTERPOLATED:
+        # [C, BLOCK_S]
+        u = tl.arange(0, BLOCK_S)[None]
+        t = c[:, None] * s + u
+        # twice the distance of token and window centre, in units of 1 / (2 d)
+        distance = tl.abs(2 * t + 1 - d - 2 * d * w[:, None])
+        near = tl.where((u < s) & (t < end[:, None] * d), tl.maximum(2 * d - distance, 0), 0)
+        weight = tl.sum(near, 1).to(tl.float32)
+    else:
+        weight = (w < end).to(tl.float32)
+    return weight
+
+
+@triton.jit(do_not_specialize=["T", "C", "W"])
+def keys_kernel(
+    ck, keys, sizes, doc_first, doc_last, T, C, W, K, scale,
+    k_b, k_w, k_h,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    PARTS: tl.constexpr, FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: keys of a tile of blocks of one row and KV head, in PARTS [PARTS, D] or, where
+    that is 0, halves [2, BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis
+    2 writes them for queries that do not see the window after the block's, whom that window counts
+    as the block's last."""
+    place, line, _places, lines = grid_place(FLIPPED)
+    b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
+    c = place * BLOCK_C + tl.arange(0, BLOCK_C)
+    WINDOWS: tl.constexpr = s // d if s > d else 1
+    first = first_window(c, d, s)
+    lo, end = block_windows(c, W, b, T, doc_first, doc_last, d, s, DOCUMENTS)
+    last = end - 1
+    if tl.program_id(2) == 1:
+        last = tl.minimum(last, first + WINDOWS - 1)
+
+    total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    count = tl.zeros([BLOCK_C], tl.float32)
+    # interpolated, sums are of differences from the first: the mean of equal keys is that key
+    origin = total
+    if INTERPOLATED:
+        w = tl.minimum(tl.maximum(first, lo), last)
+        rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
+        origin = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W)).to(tl.float32)
+    AROUND: tl.constexpr = 1 if INTERPOLATED else 0
+    for j in range(-AROUND, WINDOWS + AROUND):
+        w = first + j
+        weight = window_weight(c, j, end, d, s, BLOCK_S, INTERPOLATED)
+        if INTERPOLATED:
+            w = tl.minimum(tl.maximum(w, lo), last)
+        rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
+        tile = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W)).to(tl.float32)
+        if INTERPOLATED:
+            tile -= origin
+        total += weight[:, None] * tile
+        count += weight
+    key = (origin + total / tl.maximum(count, 1.0)[:, None]) * scale
+
+    row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
+    if PARTS == 0:
+        high, low, size = two_halves(key)
+        x = tl.arange(0, BLOCK_D)[None]
+        tl.store(keys + row[:, None] * (2 * BLOCK_D) + x, high, mask=(c < C)[:, None])
+        tl.store(keys + row[:, None] * (2 * BLOCK_D) + BLOCK_D + x, low, mask=(c < C)[:, None])
+        tl.store(sizes + row, size, mask=c < C)
+    else:
+        store_parts(keys, row * (PARTS * D), key, D, BLOCK_D, c < C, PARTS)
+
+
+@triton.jit(do_not_specialize=["T", "C", "W"])
+def keys_backward_kernel(
+    d_keys, d_ck, doc_first, doc_last, T, C, W, K, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    SETS: tl.constexpr, FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: gradients of a tile of windows of one row and KV head, gathered from the blocks
+    around it. d_keys [SETS B K C D], d_ck [B W K D]."""
+    place, line, _places, lines = grid_place(FLIPPED)
+    b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
+    w = place * BLOCK_W + tl.arange(0, BLOCK_W)
+    WINDOWS: tl.constexpr = s // d if s > d else 1
+    BLOCKS: tl.constexpr = d // s if d > s else 1
+    AROUND: tl.constexpr = 1 if INTERPOLATED else 0
+    total = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
+    for near in range(-AROUND * BLOCKS, (1 + AROUND) * BLOCKS):
+        c = w // WINDOWS * BLOCKS + near
+        there = (w < W) & (c >= 0) & (c < C)
+        first = first_window(c, d, s)
+        lo, end = block_windows(c, W, b, T, doc_first, doc_last, d, s, DOCUMENTS)
+        count = tl.zeros([BLOCK_W], tl.float32)
+        own = tl.zeros([BLOCK_W], tl.float32)
+        own_edge = tl.zeros([BLOCK_W], tl.float32)
+        for j in range(-AROUND, WINDOWS + AROUND):
+            weight = window_weight(c, j, end, d, s, BLOCK_S, INTERPOLATED)
+            count += weight
+            counts_as = tl.minimum(tl.maximum(first + j, lo), end - 1)
+            own += tl.where(counts_as == w, weight, 0.0)
+            counts_as = tl.minimum(counts_as, first + WINDOWS - 1)
+            own_edge += tl.where(counts_as == w, weight, 0.0)
+        rows = line.to(tl.int64) * C + c
+        share = own / tl.maximum(count, 1.0)
+        total += share[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
+        if SETS == 2:
+            rows += lines.to(tl.int64) * C
+            share = own_edge / tl.maximum(count, 1.0)
+            total += share[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
+    store_rows(d_ck, ((b * W + w) * K + h) * D, total * scale, D, BLOCK_D, w < W)
+
+
+def part_type(parts):
+    """Of what float32 values are written as a sum of."""
+    if parts == 1:
+        return torch.float32
+    # Triton's interpreter has no bfloat16
+    return torch.float16 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16
+
+
+def mean_queries(q, ranks, parts):
+    """Means [B, T, ranks, parts * D] of the queries q [B T H D] that rank together: float32, or
+    bfloat16 parts."""
+    B, T, H, D = q.shape
+    means = q.new_empty(B, T, ranks, parts * D, dtype=part_type(parts))
+    grid, flipped = launch.grid(cdiv(T, 32), B * ranks)
+    mean_kernel[grid](
+        q, means, T, ranks, *q.stride()[:3],
+        G=H // ranks, D=D, BLOCK_D=launch.padded(D), BLOCK_M=32, PARTS=parts,
+        FLIPPED=flipped,
+    )  # fmt: skip
+    return means
+
+
+def documents_of(documents):
+    """What the kernels take of where documents lie."""
+    return dict(T=0 if documents is None else documents.first.shape[1], **launch.bounds(documents))
+
+
+def block_keys(ck, C, d, s, interpolated, scale, parts=0, documents=None):
+    """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
+    C]; a second set for queries that do not see the window after the block, where interpolated.
+    With `parts` instead [sets, B, K, C, parts * D], float32 or bfloat16 parts, and None."""
+    B, W, K, D = ck.shape
+    block_d = launch.padded(D)
+    sets = 2 if interpolated else 1
+    if parts:
+        keys, sizes = ck.new_empty(sets, B, K, C, parts * D, dtype=part_type(parts)), None
+    else:
+        keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
+        sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
+    block_c = 16
+    grid, flipped = launch.grid(cdiv(C, block_c), B * K, sets)
+    keys_kernel[grid](
+        ck, keys, sizes, C=C, W=W, K=K, scale=scale, **launch.strides("k", ck, "bwh"),
+        **documents_of(documents), D=D, BLOCK_D=block_d, BLOCK_C=block_c,
+        BLOCK_S=next_power_of_2(s), d=d, s=s, INTERPOLATED=interpolated, PARTS=parts,
+        FLIPPED=flipped,
+    )  # fmt: skip
+    return keys, sizes
+
+
+def block_keys_backward(d_keys, W, d, s, interpolated, scale, documents=None):
+    """Gradient [B W K D] of ck from that of its block keys, [sets, B, K, C, D], in float32."""
+    sets, B, K, C, D = d_keys.shape
+    d_ck = d_keys.new_empty(B, W, K, D)
+    block_w = 16
+    grid, flipped = launch.grid(cdiv(W, block_w), B * K)
+    keys_backward_kernel[grid](
+        d_keys, d_ck, C=C, W=W, K=K, scale=scale, **documents_of(documents), D=D,
+        BLOCK_D=launch.padded(D), BLOCK_W=block_w, BLOCK_S=next_power_of_2(s),
+        d=d, s=s, INTERPOLATED=interpolated, SETS=sets, FLIPPED=flipped,
+    )  # fmt: skip
+    return d_ck

@@ -1,0 +1,347 @@
+"""The gates of differentiable top-k, backward. Their value is 1, so that there is no forward.
+
+Both rules are one problem: softmax attention p of rows to keys, in which the gate of block c is
+`sum_j share(j, c) p_j`.
+
+    rule     rows                        keys         beside them                 share(j, c)
+    probs    query heads                 windows      memory                      overlap(j, c) / d
+    logits   means of the query heads    block keys   one constant logit, -1e3    j == c
+
+From gradients g of the chosen blocks' gates follow `dp_j = sum_c share(j, c) g_c` and `ds = p (dp -
+delta)` with `delta = sum p dp`, for all keys, chosen or not. One kernel forms dq and each row's
+log-sum-exp and delta, one dk; p and dp are formed anew. Rows are those of groups' leaders (see
+`scores.py`), tokens x heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import launch
+from ..common.counts import cdiv
+from ..common.launch import strides
+from ..common.primitives import (
+    cap_slope,
+    grid_place,
+    in_document,
+    large,
+    leaders,
+    load_rows,
+    load_sinks,
+    soft_capped,
+    store_rows,
+)
+from .block_keys import block_keys_backward
+from .gates_launch import Problem, Ranking, problem
+from .gates_steps import (
+    BLOCKS,
+    EDGES,
+    MEMORY,
+    NOTHING,
+    cut,
+    dot_parts,
+    for_heads,
+    gate_grads,
+    load_parts,
+    row_tile,
+    seeing_groups,
+    seen_keys,
+)
+
+# one compiled kernel for all lengths and places
+LENGTHS = ["T", "N", "P", "GROUPS", "first_token"]
+
+
+@triton.jit(do_not_specialize=["T", "GROUPS", "first_token"])
+def chosen_kernel(
+    lists, d_gates, chosen, grads, starts, first_token, T, RANKS, GROUPS, n, weight,
+    STRIDE: tl.constexpr, SPANNED: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
+    FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: a slot of M groups of one row and ranking head. Writes the unit of keys that
+    SPANNED blocks have in common, and the sum of the group's gradients; [B R n GROUPS]."""
+    tile, line, _tiles, _lines = grid_place(FLIPPED)
+    b, r = (line // RANKS).to(tl.int64), line % RANKS
+    slot = tl.program_id(2)
+    if RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    _position, token, ranked = leaders(index, first_token, T, STRIDE)
+    at = ((b * T + token) * RANKS + r) * n + slot
+    c = tl.load(lists + at, mask=ranked, other=-1)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for j in range(STRIDE):
+        there = (c >= 0) & (token + j < T)
+        total += tl.load(d_gates + at + j * RANKS * n, mask=there, other=0.0).to(tl.float32)
+    to = ((b * RANKS + r) * n + slot) * GROUPS + index
+    tl.store(chosen + to, c // SPANNED, mask=index < GROUPS)
+    tl.store(grads + to, total * weight, mask=index < GROUPS)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def dq_kernel(
+    q, k, other, lse, delta, dq, chosen, grads, starts, first_token, doc_first, doc_last,
+    T, N, P, GROUPS, RANKS, slots,
+    scale_log2, cap, dq_scale, sinks, q_b, q_t, q_h, k_b, k_n, k_h, other_b, other_n, other_h,
+    G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
+    STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
+    WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
+    DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
+    OTHER: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
+    ADD: tl.constexpr, FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of rows of one batch row and ranking head, each the mean of MEAN heads.
+    Walks their keys, and those beside them of kind OTHER, twice: for log-sum-exp (in units of log2)
+    and delta, then for dq [B T H D], added to what is there if ADD."""
+    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile = tiles - 1 - tile  # those with most keys go first
+    b, r = large(line // RANKS, WIDE), large(line % RANKS, WIDE)
+    if RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    index, position, token, head, real = row_tile(
+        tile, r, first_token, T, G, HEADS, STRIDE, BLOCK_M
+    )
+    group = tile * (BLOCK_M // HEADS) + tl.arange(0, BLOCK_M // HEADS)
+    entry = (b * RANKS + r) * slots
+    q_rows = b * q_b + large(token, WIDE) * q_t + head * q_h
+    q_tile, q_low = load_parts(q, q_rows, D, BLOCK_D, real, PARTS)
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if KIND == BLOCKS:
+        m, l = l - 1e3 * 1.4426950408889634, l + 1.0
+    if SINKS:
+        # rows of heads that fill up a group have none
+        m, l = load_sinks(sinks, tl.where(real, head, 0)), l + 1.0
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    firsts, lasts = doc_first, doc_last
+    if DOCUMENTS:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
+    PHASES: tl.constexpr = 1 if OTHER == NOTHING else 2
+    for phase in tl.static_range(2 * PHASES):
+        k_base, key, length = k + b * k_b + r // SHARE * k_h, k_n, N
+        if phase % PHASES == 1:
+            k_base, key = other + b * other_b + r // SHARE * other_h, other_n
+            length = P
+        lo, hi = seen_keys(
+            position, token, real, length, T, firsts, lasts, d, s, INITIAL, LOCAL, CAUSAL,
+            OTHER == EDGES, KIND if phase % PHASES == 0 else OTHER, DOCUMENTS,
+        )  # fmt: skip
+        for n0 in range(tl.min(lo, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0), BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            k_rows = large(n, WIDE) * key
+            k_tile, k_low = load_parts(k_base, k_rows, D, BLOCK_D, n < length, PARTS)
+            x = dot_parts(q_tile, q_low, tl.trans(k_tile), tl.trans(k_low), PARTS) * scale_log2
+            slope = 1.0
+            if CAP:
+                x = soft_capped(x, cap)
+                slope = cap_slope(x, cap)
+            seen = (n[None] >= lo[:, None]) & (n[None] < hi[:, None])
+            x = tl.where(seen, x, float("-inf"))
+            dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            if phase % PHASES == 0 or OTHER == EDGES:
+                dp = gate_grads(
+                    chosen, grads, entry, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP,
+                    PER_UNIT, EXPAND, REACH, WINDOW, d, s,
+                )  # fmt: skip
+                dp = for_heads(dp, HEADS)
+            if phase < PHASES:
+                m_new = tl.maximum(m, tl.max(x, 1))
+                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # has seen nothing yet
+                p, alpha = tl.exp2(x - m_safe[:, None]), tl.exp2(m - m_safe)
+                l, total = l * alpha + tl.sum(p, 1), total * alpha + tl.sum(p * dp, 1)
+                m = m_new
+            else:
+                ds = tl.exp2(x - m[:, None]) * (dp - total[:, None]) * slope
+                ds, ds_low = cut(ds, k_tile, PARTS)
+                acc += dot_parts(ds, ds_low, k_tile, k_low, PARTS)
+        if phase == PHASES - 1:
+            # from here on the log-sum-exp and delta
+            empty = l == 0.0
+            l = tl.where(empty, 1.0, l)
+            m, total = tl.where(empty, 0.0, m + tl.log2(l)), total / l
+
+    row = (b * GROUPS + index) * (RANKS * G) + head
+    tl.store(lse + row, m, mask=real)
+    tl.store(delta + row, total, mask=real)
+    acc *= dq_scale
+    for g in range(MEAN):
+        at = ((b * T + token) * (RANKS * G) + head) * MEAN + g
+        value = acc
+        if ADD:
+            value += load_rows(dq, at * D, D, BLOCK_D, real).to(tl.float32)
+        store_rows(dq, at * D, value, D, BLOCK_D, real)
+
+
+@triton.jit(do_not_specialize=[n for n in LENGTHS if n != "P"])
+def dk_kernel(
+    q, k, lse, delta, dk, chosen, grads, starts, first_token, doc_first, doc_last,
+    T, N, GROUPS, RANKS, slots,
+    scale_log2, cap, dk_scale, q_b, q_t, q_h, k_b, k_n, k_h,
+    G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
+    STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
+    WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
+    DOCUMENTS: tl.constexpr, CAP: tl.constexpr, KIND: tl.constexpr, APART: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: what one of equal shares (axis 2) of the rows of one ranking head that see a
+    block of keys adds to their dk, written to [shares, B, N, RANKS, D]."""
+    block, line, _blocks, lines = grid_place(FLIPPED)
+    b, r = large(line // RANKS, WIDE), large(line % RANKS, WIDE)
+    split = tl.program_id(2)
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    if RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    n0 = block * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
+    k_rows = b * k_b + r // SHARE * k_h + large(n, WIDE) * k_n
+    k_tile, k_low = load_parts(k, k_rows, D, BLOCK_D, n < N, PARTS)
+    entry = (b * RANKS + r) * slots
+    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+
+    last = tl.minimum(n0 + BLOCK_N, N) - 1
+    first, end = seeing_groups(n0, last, first_token, d, s, LOCAL, STRIDE, CAUSAL, KIND)
+    firsts, lasts = doc_first, doc_last
+    if DOCUMENTS and KIND != MEMORY:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
+        UNIT: tl.constexpr = s if KIND >= BLOCKS else d
+        first, _end = in_document(first, end, n0 * UNIT, T, firsts, lasts, STRIDE)
+        _first, end = in_document(first, end, last * UNIT, T, firsts, lasts, STRIDE)
+    first_tile = first // TOKENS
+    end_tile = tl.cdiv(tl.minimum(tl.maximum(end, 0), GROUPS), TOKENS)
+    share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
+    begin_tile = first_tile + split * share
+    for tile in range(begin_tile, tl.minimum(begin_tile + share, end_tile)):
+        index, position, token, head, real = row_tile(
+            tile, r, first_token, T, G, HEADS, STRIDE, BLOCK_M
+        )
+        q_rows = b * q_b + large(token, WIDE) * q_t + head * q_h
+        q_tile, q_low = load_parts(q, q_rows, D, BLOCK_D, real, PARTS)
+        row = (b * GROUPS + index) * (RANKS * G) + head
+        lse_row = tl.load(lse + row, mask=real, other=0.0)
+        delta_row = tl.load(delta + row, mask=real, other=0.0)
+        lo, hi = seen_keys(
+            position, token, real, N, T, firsts, lasts, d, s, INITIAL, LOCAL, CAUSAL, APART, KIND,
+            DOCUMENTS,
+        )  # fmt: skip
+
+        # [N, M]: ds is the left operand of what follows
+        x = dot_parts(k_tile, k_low, tl.trans(q_tile), tl.trans(q_low), PARTS) * scale_log2
+        slope = 1.0
+        if CAP:
+            x = soft_capped(x, cap)
+            slope = cap_slope(x, cap)
+        seen = (n[:, None] >= lo[None]) & (n[:, None] < hi[None])
+        x = tl.where(seen, x, float("-inf"))
+        ds = -delta_row[None]
+        if KIND != MEMORY:
+            group = tile * TOKENS + tl.arange(0, TOKENS)
+            dp = gate_grads(
+                chosen, grads, entry, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP, PER_UNIT,
+                EXPAND, REACH, WINDOW, d, s,
+            )  # fmt: skip
+            ds += tl.trans(for_heads(dp, HEADS))
+        ds *= tl.exp2(x - lse_row[None]) * slope
+        ds, ds_low = cut(ds, q_tile, PARTS)
+        acc += dot_parts(ds, ds_low, q_tile, q_low, PARTS)
+
+    B = lines // RANKS
+    to = ((split * B + b) * N + n) * RANKS + r
+    store_rows(dk, to * D, acc * dk_scale, D, BLOCK_D, n < N)
+
+
+# launches
+
+
+def chosen_blocks(lists: Tensor, d_gates: Tensor, at: Ranking) -> dict[str, Tensor]:
+    """Of each group: the units of keys that its leader chose, and their gates' gradients."""
+    B, T, R, n = lists.shape
+    groups = at.groups(T)
+    chosen = lists.new_empty(B, R, n, groups, dtype=torch.int32)
+    grads = torch.empty_like(chosen, dtype=torch.float32)
+    probs = at.importance == "probs"
+    spanned = at.d // at.s if probs and at.d > at.s else 1
+    weight = 1 / at.d if probs and at.d <= at.s else 1.0
+    grid, flipped = launch.grid(cdiv(groups, 128), B * R, n)
+    chosen_kernel[grid](
+        lists.contiguous(), d_gates.contiguous(), chosen, grads, at.starts, at.start, T, R, groups,
+        n, weight, STRIDE=at.stride, SPANNED=spanned, RAGGED=at.starts is not None, BLOCK_M=128,
+        FLIPPED=flipped,
+    )  # fmt: skip
+    return dict(chosen=chosen, grads=grads)
+
+
+def backward_k(it: Problem, keys: Tensor, kind: int, found: dict[str, Tensor]) -> Tensor:
+    """dk [B N K D] of `keys` or those beside them, float32."""
+    B, N, K, D = *keys.shape[:3], keys.shape[3] // it.parts
+    tile = it.tile("dk")
+    args = it.arguments(keys, tile)
+    ranks, share = args["RANKS"], args["SHARE"]
+    blocks = cdiv(N, tile.block_n)
+    tiles = cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
+    splits = 1 if kind == EDGES.value else launch.query_splits(blocks * B * ranks, tiles)
+    dk = keys.new_empty(splits, B, N, ranks, D, dtype=torch.float32)
+    args["WIDE"] |= dk.numel() >= 1 << 31
+    grid, flipped = launch.grid(blocks, B * ranks, splits)
+    dk_kernel[grid](
+        dk=dk, dk_scale=it.scale, KIND=kind, APART=it.beside == EDGES.value, FLIPPED=flipped,
+        **args, **found,
+    )  # fmt: skip
+    return dk[0] if splits == share == 1 else dk.unflatten(3, (K, share)).sum((0, 4))
+
+
+def backward(
+    q: Tensor,
+    ck: Tensor,
+    mem_k: Tensor | None,
+    lists: Tensor,
+    d_gates: Tensor,
+    at: Ranking,
+    dq: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq [B T H D], added to the `dq` given; dck [B W K D], dmem_k [K m D] and d_sinks [H] in
+    float32. Of q [B T H D], ck [B W K D], mem_k [K m D] and the gates of `lists` [B T R n]."""
+    q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
+    it, add = problem(q, ck, mem_k, at), dq is not None
+    if dq is None:
+        # tokens that lead no group have none
+        dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    found = chosen_blocks(lists, d_gates, at)
+    tile = it.tile("dq")
+    args = it.arguments(it.keys, tile)
+    args |= dict(other=it.other, OTHER=it.beside, P=0 if it.other is None else it.other.shape[1])
+    args |= strides("other", it.other, "bnh")
+    for name in ("lse", "delta"):
+        shape = (len(q), args["GROUPS"], it.rows.shape[2])
+        found[name] = q.new_zeros(shape, dtype=torch.float32)
+    tiles = cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
+    grid, flipped = launch.grid(tiles, len(q) * args["RANKS"])
+    dq_kernel[grid](
+        dq=dq, dq_scale=it.scale / it.mean, MEAN=it.mean, ADD=add, KIND=it.kind, sinks=at.sinks,
+        SINKS=at.sinks is not None, FLIPPED=flipped, **args, **found,
+    )  # fmt: skip
+    d_sinks = None
+    if at.sinks is not None:
+        # the sink's own gate is 0
+        share = torch.exp2(at.sinks * launch.LOG2_E - found["lse"])
+        d_sinks = -(share * found["delta"]).sum((0, 1))
+
+    grads = [backward_k(it, it.keys, it.kind, found)]
+    if it.other is not None:
+        grads.append(backward_k(it, it.other, it.beside, found))
+    if at.importance == "probs":
+        d_mem = grads[1].sum(0).transpose(0, 1) if len(grads) > 1 else None
+        return dq, grads[0], d_mem, d_sinks
+    d_keys = torch.stack(grads).transpose(2, 3).contiguous()
+    dck = block_keys_backward(
+        d_keys, ck.shape[1], at.d, at.s, at.interpolated, at.scale, at.documents
+    )
+    return dq, dck, None, None

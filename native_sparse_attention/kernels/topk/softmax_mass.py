@@ -1,0 +1,210 @@
+"""Ranking blocks by `importance="probs"`: a block's score is the probability of the windows that
+share tokens with it, each by how many, summed over the heads that rank together.
+
+Tiles are [N, M], windows by rows of queries, M = tokens x heads. The windows are walked once, a
+chunk of blocks after the other. Those that end in block c give to c and, where they are longer than
+their stride, to the blocks before it.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.primitives import large, load_rows, soft_capped
+from .block_keys import first_window
+from .topn import NO_SCORE, chunk_blocks, finish, fold, start
+
+
+@triton.jit
+def sum_step(x, m, l):
+    """Fold logits x [M, N] into the running maximum and sum of a softmax, [M] each."""
+    m_new = tl.maximum(m, tl.max(x, 1))
+    m_safe = tl.where(m_new == NO_SCORE, 0.0, m_new)
+    return m_new, l * tl.exp2(m - m_safe) + tl.sum(tl.exp2(x - m_safe[:, None]), 1)
+
+
+@triton.jit
+def log_sum_exp(
+    q_tile, ck, k_base, k_w, mem_k, m_base, m_m, lo, hi, real, W, MEMORY, scale_log2, cap,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of all memory slots and the windows lo .. hi - 1 of each row, in units of log2, [M]."""
+    # windows that all rows see
+    fewest, latest = tl.min(tl.where(real, hi, W), 0), tl.max(tl.where(real, lo, 0), 0)
+    m = tl.full([q_tile.shape[0]], NO_SCORE, tl.float32)
+    l = tl.zeros([q_tile.shape[0]], tl.float32)
+    for n0 in range(0, MEMORY, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_rows(mem_k, m_base + n.to(tl.int64) * m_m, D, BLOCK_D, n < MEMORY)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        if CAP:
+            x = soft_capped(x, cap)
+        m, l = sum_step(tl.where((n < MEMORY)[None], x, NO_SCORE), m, l)
+    for n0 in range(tl.min(lo, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0), BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        k_tile = load_rows(ck, k_base + n.to(tl.int64) * k_w, D, BLOCK_D, n < W)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        if CAP:
+            x = soft_capped(x, cap)
+        if W > 0:  # always: see best_by_probs
+            if (n0 + BLOCK_N > fewest) | (n0 < latest):
+                x = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), x, NO_SCORE)
+            m, l = sum_step(x, m, l)
+    return m + tl.log2(l)
+
+
+@triton.jit
+def step_windows(N: tl.constexpr, WARPS: tl.constexpr):
+    """Which window of a step, 0 .. N - 1, each row of its tile holds. A thread of a matrix
+    instruction has rows r and r + 8 of every 16 WARPS: made windows in a row, it can add them up
+    by itself. Where there are fewer rows they are windows in order: what `in_order` would then ask
+    of the compiler (Triton 3.6) comes out wrong on an H200, 8 warps and 32 rows."""
+    row = tl.arange(0, N)
+    thread = row // 16 % WARPS * 8 + row % 8
+    window = thread * (N // (8 * WARPS)) + row // (16 * WARPS) * 2 + row // 8 % 2
+    return window if N >= 16 * WARPS else row
+
+
+@triton.jit
+def in_order(x, WARPS: tl.constexpr):
+    """Rows [N, M] of a step's tile in the order of their windows."""
+    N: tl.constexpr = x.shape[0]
+    M: tl.constexpr = x.shape[1]
+    if N >= 16 * WARPS:
+        x = tl.reshape(x, [N // (16 * WARPS), WARPS, 2, 8, M])
+        x = tl.reshape(tl.permute(x, [1, 3, 0, 2, 4]), [N, M])
+    return x
+
+
+@triton.jit
+def hide(x, seen):
+    """Logits [N, M], -inf where the row's token, `seen` [N, TOKENS], does not see the window."""
+    N: tl.constexpr = x.shape[0]
+    M: tl.constexpr = x.shape[1]
+    TOKENS: tl.constexpr = seen.shape[1]
+    x = tl.where(seen[:, :, None], tl.reshape(x, [N, TOKENS, M // TOKENS]), NO_SCORE)
+    return tl.reshape(x, [N, M])
+
+
+@triton.jit
+def sum_near(p, HEADS: tl.constexpr, PARTS: tl.constexpr):
+    """[N, M] to [N, TOKENS x PARTS]: the sum over those heads that one thread of a matrix
+    instruction holds, which has rows 2 i and 2 i + 1 of every 8."""
+    N: tl.constexpr = p.shape[0]
+    M: tl.constexpr = p.shape[1]
+    PAIR: tl.constexpr = 1 if HEADS == 1 else 2
+    p = tl.reshape(p, [N, M // HEADS, HEADS // (PAIR * PARTS), PARTS, PAIR])
+    return tl.reshape(tl.sum(tl.sum(p, 4), 2), [N, M // HEADS * PARTS])
+
+
+@triton.jit
+def shares(j, P: tl.constexpr, g: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr,
+           s: tl.constexpr):  # fmt: skip
+    """How many tokens a block shares with window j of the P that end in the g-th block after."""
+    share = j * 0 + 1
+    if s >= d:
+        past = (j + (g * P + 1)) * d  # the window's end
+        share = tl.maximum(tl.minimum(past, s) - tl.maximum(past - WINDOW, 0), 0)
+    return tl.where(j < P, share, 0).to(tl.float32)
+
+
+@triton.jit
+def block_sums(p, j, P: tl.constexpr, BACK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr,
+               s: tl.constexpr):  # fmt: skip
+    """What windows j [SLICE] of a chunk's blocks, p [CHUNK, SLICE, TOKENS, PARTS], give to the
+    block in which they end, to the one before, and so on: [TOKENS, CHUNK] each."""
+    sums = ()
+    for g in tl.static_range(BACK + 1):
+        share = shares(j, P, g, WINDOW, d, s)
+        sums += (tl.trans(tl.sum(tl.sum(p * share[None, :, None, None], 1), 2)),)
+    return sums
+
+
+@triton.jit
+def place(x, at):
+    """Columns `at` [N] of x [M, N]."""
+    return tl.gather(x, tl.broadcast_to(at[None], x.shape), 1)
+
+
+@triton.jit
+def scores_so_far(sums, kept):
+    """Scores [TOKENS, CHUNK] that are complete with these `block_sums`: those of the chunk's
+    blocks, each moved on by one place for each block that windows reach back. What moves out of the
+    chunk is `kept` for the next."""
+    CHUNK: tl.constexpr = sums[0].shape[1]
+    n = tl.arange(0, CHUNK)
+    score = sums[0]
+    new_kept = ()
+    for g in tl.static_range(len(kept)):
+        moved = tl.where((n == CHUNK - 1)[None], kept[g], score)
+        new_kept += (score,)
+        score = place(moved, (n - 1) & (CHUNK - 1)) + sums[g + 1]
+    return score, new_kept
+
+
+@triton.jit
+def best_by_probs(
+    q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
+    PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+    WARPS: tl.constexpr, WIDE: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The ranking [TOKENS, SLOTS_2] of blocks low .. end - 1, and whether it must be done again.
+    Tokens see windows lo .. hi - 1, all of them those from `latest` to `fewest`; `total` is by row.
+    A step takes SLICE of the PER_BLOCK windows, filled up to a power of two, of each block of a
+    chunk."""
+    TOKENS: tl.constexpr = end.shape[0]
+    P: tl.constexpr = s // d if s > d else 1
+    # blocks, besides the one it ends in, that a window reaches
+    BACK: tl.constexpr = (WINDOW + s - d - 1) // s if s >= d else 0
+    # Triton before 3.6 has no `min` of numbers that are known
+    PARTS: tl.constexpr = (HEADS + 1) // 2 if HEADS < 7 else 4
+    ROOM: tl.constexpr = BLOCK_N // (COLUMNS if COLUMNS > 0 else SLOTS_2)
+    SLICE: tl.constexpr = PER_BLOCK if PER_BLOCK < ROOM else ROOM
+    CHUNK: tl.constexpr = BLOCK_N // SLICE
+    STEPS: tl.constexpr = PER_BLOCK // SLICE
+    found = start(TOKENS, SLOTS_2, COLUMNS, DEPTH)
+    kept = ()
+    sums = ()
+    for g in tl.static_range(BACK + 1):
+        sums += (tl.zeros([TOKENS, CHUNK], tl.float32),)
+        if g < BACK:
+            kept += (tl.zeros([TOKENS, CHUNK], tl.float32),)
+
+    u = step_windows(BLOCK_N, WARPS)
+    chunks = tl.cdiv(tl.max(end, 0) + BACK, CHUNK)
+    for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
+        c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
+        w = first_window(c0 + u // SLICE, d, s) + (j0 + u % SLICE)
+        rows = large(tl.minimum(w, W - 1), WIDE) * k_w
+        k_tile = load_rows(ck + k_base, rows, D, BLOCK_D, tl.full([BLOCK_N], True, tl.int1))
+        x = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        x *= scale_log2
+        if CAP:
+            x = soft_capped(x, cap)
+        x -= total[None]
+        if W > 0:  # always: before a branch, not after, the compiler puts the next step's loads
+            last = first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK
+            if (last > fewest) | (first_window(c0, d, s) < latest):
+                x = hide(x, (w[:, None] >= lo[None]) & (w[:, None] < hi[None]))
+            p = in_order(sum_near(tl.exp2(x), HEADS, PARTS), WARPS)
+            p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTS])
+            more = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, WINDOW, d, s)
+            if STEPS > 1:
+                so_far = ()
+                for g in tl.static_range(BACK + 1):
+                    so_far += (tl.where(j0 == 0, 0.0, sums[g]) + more[g],)
+                sums = so_far
+                more = so_far
+            if j0 == PER_BLOCK - SLICE:
+                score, kept = scores_so_far(more, kept)
+                c = chunk_blocks(c0, CHUNK, COLUMNS)
+                if COLUMNS > 1:
+                    score = place(score, c - c0)
+                c -= BACK
+                candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
+                score = tl.where(candidate, score, NO_SCORE)
+                # a key has no room for the sign of a block
+                found = fold(found, score, tl.maximum(c, 0), COLUMNS)
+    return finish(found, SLOTS, SLOTS_2, COLUMNS)

@@ -1,0 +1,307 @@
+"""Ranking blocks by `importance="probs"`, as `softmax_mass.py`. In Gluon, for a Hopper.
+
+One program has a tile of rows, some tokens x the heads that rank together, and walks their windows,
+KEYS a step. While a product is under way, the scores of the step before go into the lists. Nothing
+is under way while its exponentials are formed, but products of other programs: registers and shared
+memory are for three or four of them a multiprocessor.
+
+A thread of a product has columns 2 i and 2 i + 1 of every 8: rows of q lie such that those are
+heads of one token, which it sums up by itself. Then the sums change hands through shared memory: a
+thread has all windows of a block and its score, and keeps a list of the best of every CHUNK-th
+block, as long as what is asked for. So no list ever loses a block that matters.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common.buffers_sm90 import counters, places
+from ..common.dialect_sm90 import load_box, reinterpret, thread_barrier
+
+KEYS = gl.constexpr(64)  # windows of a step
+WIDTH = gl.constexpr(64)  # of a box of queries
+# as products read it
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+NO_BLOCK = gl.constexpr(0x7FFFFFFF)
+NO_SCORE = gl.constexpr(float("-inf"))
+# one compiled kernel for all lengths
+LENGTHS = ["first_token", "T", "C", "W", "tiles", "lines"]
+
+
+@gluon.constexpr_function
+def owners(windows, per_block, tokens, warps, apart):
+    """Which thread has what of a step's windows [windows, tokens], or `apart` by block, [CHUNK,
+    per_block, tokens]: all of a block and token. Blocks of a token lie in one warp."""
+    first, size = per_block.bit_length() - 1, windows.bit_length() - 1
+    of_windows = [[1 << bit, 0] for bit in range(size)]
+    shape = [windows, tokens]
+    if apart:
+        of_windows = [[0, 1 << bit, 0] for bit in range(first)]
+        of_windows += [[1 << bit, 0, 0] for bit in range(size - first)]
+        shape = [windows // per_block, per_block, tokens]
+    some = [[0] * (len(shape) - 1) + [1 << bit] for bit in range(tokens.bit_length() - 1)]
+    threads, bases = 4 + warps.bit_length(), of_windows[first:] + some
+    spread = bases[:threads] + [[0] * len(shape)] * (threads - len(bases))
+    return gl.DistributedLinearLayout(
+        reg_bases=of_windows[:first] + bases[threads:],
+        lane_bases=spread[:5],
+        warp_bases=spread[5:],
+        block_bases=[],
+        shape=shape,
+    )
+
+
+@gluon.constexpr_function
+def accumulator(rows, warps):
+    """How products of all windows of a step and so many rows lie."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, rows * 4 // warps, 16])
+
+
+@gluon.jit
+def head_sums(x, total, scale_log2, TOKENS: gl.constexpr):
+    """Probabilities [KEYS, TOKENS], summed over heads, of products [KEYS, ROWS]. A column is token,
+    head, token among NEAR, and head among 8 // NEAR."""
+    NEAR: gl.constexpr = min(TOKENS, 4)
+    FAR: gl.constexpr = TOKENS // NEAR
+    HEADS: gl.constexpr = x.shape[1] // (8 * FAR)
+    p = gl.exp2(x * scale_log2 - total[None])
+    p = gl.sum(gl.reshape(p, [KEYS, FAR, HEADS, NEAR, 4 // NEAR, 2]), 5)
+    return gl.reshape(gl.sum(gl.sum(p, 2), 3), [KEYS, TOKENS])
+
+
+@gluon.jit
+def shares(j, P: gl.constexpr, g: gl.constexpr, WINDOW: gl.constexpr, d: gl.constexpr,
+           s: gl.constexpr):  # fmt: skip
+    """How many tokens a block shares with window j of the P that end in the g-th block after."""
+    past = (j + (g * P + 1)) * d
+    return gl.maximum(gl.minimum(past, s) - gl.maximum(past - WINDOW, 0), 0).to(gl.float32)
+
+
+@gluon.jit
+def empty_lists(
+    T, DEPTH: gl.constexpr, CHUNK: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Scores and blocks of lists with nothing in them."""
+    # T is not negative: of constants the compiler would follow how they move down the lists, and
+    # form some of them twice
+    score, block = gl.where(T < 0, 0.0, NO_SCORE), gl.where(T < 0, 0, NO_BLOCK)
+    scores = ()
+    blocks = ()
+    for _ in gl.static_range(DEPTH):
+        scores += (gl.full([CHUNK, TOKENS], score, gl.float32, LAYOUT),)
+        blocks += (gl.full([CHUNK, TOKENS], block, gl.int32, LAYOUT),)
+    return scores, blocks
+
+
+@gluon.jit
+def insert(found, score, block):
+    """Put the scores of some blocks into the lists, each into its own."""
+    scores, blocks = found
+    new_scores = ()
+    new_blocks = ()
+    score_above, block_above = score, block
+    for depth in gl.static_range(len(scores)):
+        # strictly: what is in a list is earlier
+        better = score > scores[depth]
+        new_scores += (gl.maximum(scores[depth], score_above),)
+        new_blocks += (gl.where(better, block_above, blocks[depth]),)
+        score_above = gl.minimum(scores[depth], score)
+        block_above = gl.where(better, blocks[depth], block)
+    return new_scores, new_blocks
+
+
+@gluon.jit
+def place_scores(
+    found, kept, p, step, hi, end, WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr,
+    INITIAL: gl.constexpr,
+):  # fmt: skip
+    """Put the scores of a step's blocks, of probabilities p [CHUNK, P, TOKENS], into the lists.
+    Where windows reach the block before, each is moved on by one place; `kept` is what of the last
+    step's last block's score is known."""
+    CHUNK: gl.constexpr = p.shape[0]
+    P: gl.constexpr = p.shape[1]
+    OWN: gl.constexpr = p.type.layout
+    SCORE: gl.constexpr = gl.SliceLayout(1, OWN)
+    c = gl.arange(0, CHUNK, gl.SliceLayout(1, SCORE))
+    block = step * CHUNK + c
+    j = gl.arange(0, P, gl.SliceLayout(0, gl.SliceLayout(2, OWN)))
+    # of the token's windows, those from this block's first on
+    more = hi[None] - (block * P)[:, None]
+    p = gl.where(j[None, :, None] < gl.expand_dims(more, 1), p, 0.0)
+    score = gl.sum(p * shares(j, P, 0, WINDOW, d, s)[None, :, None], 1)
+    if d < WINDOW:
+        moved = gl.where((c == CHUNK - 1)[:, None], kept, score)
+        kept = score
+        before, _ = gl.broadcast(((c - 1) & (CHUNK - 1))[:, None], moved)
+        score = gl.gather(moved, before, 0)
+        score += gl.sum(p * shares(j, P, 1, WINDOW, d, s)[None, :, None], 1)
+        block -= 1
+    candidate = (block >= INITIAL)[:, None] & (block[:, None] < end[None])
+    score = gl.where(candidate, score, NO_SCORE)
+    return insert(found, score, block[:, None]), kept
+
+
+@gluon.jit
+def read_keys(ck, smem, full, b, h, chunk, turn, turns):
+    """The windows of a chunk of blocks, into their place of the ring, if there are so many turns;
+    that so many bytes come has been said to its barrier."""
+    place = turn % smem.shape[0]
+    at = [b, chunk * KEYS, h, 0]
+    load_box(ck, at, full.index(place), smem.index(place), pred=turn < turns)
+
+
+@gluon.jit
+def expect_keys(smem, full, turn, turns):
+    BYTES: gl.constexpr = KEYS * smem.shape[4] * 2
+    mbarrier.expect(full.index(turn % smem.shape[0]), BYTES, pred=turn < turns)
+
+
+@gluon.jit
+def summed(smem, P: gl.constexpr):
+    """A step's probabilities [CHUNK, P, TOKENS]."""
+    TOKENS: gl.constexpr = smem.shape[1]
+    p = smem.load(owners(KEYS, P, TOKENS, gl.num_warps(), False))
+    p = gl.reshape(p, [KEYS // P, P, TOKENS])
+    return gl.convert_layout(p, owners(KEYS, P, TOKENS, gl.num_warps(), True), assert_trivial=True)
+
+
+@gluon.jit
+def walk(
+    ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, h, begin, turns, found, kept,
+    WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr, INITIAL: gl.constexpr,
+):  # fmt: skip
+    """The lists of a tile's tokens, of so many chunks of blocks."""
+    ROWS: gl.constexpr = q_tile.shape[0]
+    ACC: gl.constexpr = accumulator(ROWS, gl.num_warps())
+    PLACES: gl.constexpr = smem.shape[0]
+    x = gl.zeros([KEYS, ROWS], gl.float32, ACC)
+    for turn in range(0, turns):
+        chunk = begin + turn
+        mbarrier.wait(full.index(turn % PLACES), turn // PLACES & 1)
+        k_tile = smem.index(turn % PLACES).reshape([KEYS, q_tile.shape[1]])
+        x = warpgroup_mma(k_tile, q_tile.permute((1, 0)), x, use_acc=False, is_async=True)
+        # in the first turn anything, of blocks before those that are ranked
+        p = summed(sums, s // d)
+        found, kept = place_scores(found, kept, p, chunk - 1, hi, end, WINDOW, d, s, INITIAL)
+        x = warpgroup_mma_wait(0, deps=[x])
+        expect_keys(smem, full, turn + PLACES, turns)
+        thread_barrier()
+        read_keys(ck, smem, full, b, h, chunk + PLACES, turn + PLACES, turns)
+        sums.store(head_sums(x, total, scale_log2, sums.shape[1]))
+        thread_barrier()
+    p = summed(sums, s // d)
+    found, kept = place_scores(found, kept, p, begin + turns - 1, hi, end, WINDOW, d, s, INITIAL)
+    return found
+
+
+@gluon.jit
+def ranking_of(found, slot):
+    """The best of all lists by slot [CHUNK, TOKENS], best first, -1 in empty ones and past as many
+    as a list has."""
+    scores, blocks = found
+    SLOTS: gl.constexpr = len(scores)
+    ranking = gl.full(scores[0].shape, -1, gl.int32, scores[0].type.layout)
+    for j in gl.static_range(SLOTS):
+        best = gl.max(scores[0], 0)
+        block = gl.min(gl.where(scores[0] == best[None], blocks[0], NO_BLOCK), 0)
+        ranking = gl.where((slot == j)[:, None], block[None], ranking)
+        taken = blocks[0] == block[None]
+        new_scores = ()
+        new_blocks = ()
+        for depth in gl.static_range(SLOTS - 1 - j):
+            new_scores += (gl.where(taken, scores[depth + 1], scores[depth]),)
+            new_blocks += (gl.where(taken, blocks[depth + 1], blocks[depth]),)
+        scores, blocks = new_scores, new_blocks
+    return gl.where(ranking == NO_BLOCK, -1, ranking)
+
+
+@gluon.jit
+def totals(
+    lse, b, r, first, T, RANKS, G: gl.constexpr, TOKENS: gl.constexpr, STRIDE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Log-sum-exps of a tile's columns in units of log2, inf of those that have no probability to
+    give."""
+    NEAR: gl.constexpr = min(TOKENS, 4)
+    column = gl.arange(0, TOKENS * G, LAYOUT)
+    near, head = column % 8 // (8 // NEAR), column % (8 // NEAR)
+    head += column // 8 % (G * NEAR // 8) * (8 // NEAR)
+    token = (first + column // (G * NEAR) * NEAR + near) * STRIDE
+    row = (b * T + token).to(gl.int64) * (RANKS * G) + r * G + head
+    total = gl.load(lse + row, mask=token < T, other=float("-inf")) * 1.4426950408889634
+    return gl.where(total == float("-inf"), float("inf"), total)
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def ranking_kernel(
+    q, ck, lse, out, first_token, T, C, W, RANKS, tiles, lines, scale_log2,
+    G: gl.constexpr, SHARE: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+    WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr, INITIAL: gl.constexpr,
+    LOCAL: gl.constexpr, STRIDE: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One program: the rankings of a tile of tokens, each STRIDE-th, of one row and ranking head.
+    Reads their queries, those queries' log-sum-exp and the windows that they see."""
+    TOKENS: gl.constexpr = ROWS // G
+    P: gl.constexpr = s // d
+    CHUNK: gl.constexpr = KEYS // P
+    D: gl.constexpr = ck.block_shape[3]
+    FAR: gl.constexpr = TOKENS // q.block_shape[2]
+    SCORE: gl.constexpr = gl.SliceLayout(1, owners(KEYS, P, TOKENS, gl.num_warps(), True))
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [0, 1])
+    ACC: gl.constexpr = accumulator(ROWS, gl.num_warps())
+    # those that see most go first
+    tile, line = tiles - 1 - gl.program_id(0) // lines, gl.program_id(0) % lines
+    b, r = line // RANKS, line % RANKS
+    first = tile * TOKENS
+
+    q_smem, q_bar = places(q, FAR * (D // WIDTH)), counters(1, 1)
+    smem, full = places(ck, STAGES), counters(STAGES, 1)
+    sums = gl.allocate_shared_memory(gl.float32, [KEYS, TOKENS], SUMS)
+    fence_async_shared()
+    thread_barrier()
+
+    token = (first + gl.arange(0, TOKENS, gl.SliceLayout(0, SCORE))) * STRIDE
+    last = gl.minimum((first + TOKENS - 1) * STRIDE, T - 1)
+    hi, end, most = token * 0 + W, token * 0 + C, C
+    if CAUSAL:
+        hi = gl.minimum(hi, (first_token + token) // d)
+        end = gl.minimum(end, (first_token + token) // s - (LOCAL - 1))
+        most = gl.minimum(most, (first_token + last) // s - (LOCAL - 1))
+    begin: gl.constexpr = INITIAL // CHUNK
+    beyond: gl.constexpr = 1 if d < WINDOW else 0
+    turns = gl.maximum(gl.cdiv(gl.maximum(most + beyond, 1), CHUNK) - begin, 1)
+
+    mbarrier.expect(q_bar.index(0), ROWS * D * 2)
+    for turn in gl.static_range(STAGES):
+        expect_keys(smem, full, turn, turns)
+    thread_barrier()
+    for half in gl.static_range(D // WIDTH):
+        for far in gl.static_range(FAR):
+            at = [b, r * q.block_shape[1], first + far * q.block_shape[2], 0, half * WIDTH]
+            place = half * FAR + far
+            load_box(q, at, q_bar.index(0), q_smem.index(place))
+    for turn in gl.static_range(STAGES):
+        read_keys(ck, smem, full, b, r // SHARE, begin + turn, turn, turns)
+    total = totals(lse, b, r, first, T, RANKS, G, TOKENS, STRIDE, gl.SliceLayout(0, ACC))
+
+    found = empty_lists(T, SLOTS, CHUNK, TOKENS, SCORE)
+    kept = gl.zeros([CHUNK, TOKENS], gl.float32, SCORE)
+    mbarrier.wait(q_bar.index(0), 0)
+    q_tile = reinterpret(q_smem, ck.dtype, [1, ROWS, D], TILE).index(0)
+    found = walk(
+        ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, r // SHARE, begin, turns,
+        found, kept, WINDOW, d, s, INITIAL,
+    )  # fmt: skip
+    slot = gl.arange(0, CHUNK, gl.SliceLayout(1, SCORE))
+    ranking = ranking_of(found, slot)
+    for j in gl.static_range(STRIDE):
+        row = (b * T + token + j).to(gl.int64) * RANKS + r
+        mask = (token + j < T)[None] & (slot < SLOTS)[:, None]
+        gl.store(out + row[None] * SLOTS + slot[:, None], ranking, mask=mask)

@@ -1,0 +1,104 @@
+"""Who computes an operation: each backend says which calls it cannot run, and why.
+
+    triton   GPU kernels
+    flex     torch's flex_attention, compiled on CUDA
+    eager    plain PyTorch, everywhere
+
+An explicit backend runs or raises; only `auto` falls back: triton, flex, eager on CUDA, and eager
+elsewhere (with TRITON_INTERPRET=1 an explicit triton runs there too, to be tested). Inside
+`torch.compile` it is eager for `FEW_SCORES` too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks.tensors import BACKENDS, check_choice, shown
+from . import flex
+from .reference import eager
+from .triton import backend as triton_backend
+
+# scores T x S up to which `auto`, inside a compiled graph, leaves attention to the compiler
+FEW_SCORES = 256 * 256
+
+
+def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
+    """Reasons why a backend cannot run a call of an operation; empty where it can."""
+    if backend == "triton":
+        return triton_backend.why_not(op, **call)
+    if backend == "flex" and op != "native_sparse_attention":
+        if not hasattr(flex, op):
+            return [f"flex_attention has no form of {op}"]
+        return flex.why_not(op, **call)
+    return []
+
+
+def automatic(q: Tensor, k: Tensor) -> tuple[str, ...]:
+    """What `auto` stands for."""
+    # there launches cost more than scores that the compiler fuses (measured on an H200)
+    few = torch.compiler.is_compiling() and q.shape[1] * k.shape[1] <= FEW_SCORES
+    return ("triton", "flex", "eager") if q.is_cuda and not few else ("eager",)
+
+
+def takes_kernels(
+    backend: str | tuple[str, ...], op: str, q: Tensor, k: Tensor, **facts: Any
+) -> bool:
+    """Whether the kernels come first, and can run this call."""
+    names = automatic(q, k) if backend == "auto" else backend
+    first = names if isinstance(names, str) else names[0]
+    return first == "triton" and not why_not("triton", op, dict(q=q, k=k, **facts))
+
+
+def choose(
+    backend: str | tuple[str, ...],
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    gates: Tensor | None = None,
+    q_offset: int | Tensor = 0,
+    **facts: Any,
+) -> str:
+    """The backend that runs this call: the one asked for, or of several the first that can.
+    `facts` are what else of the call `why_not` of this operation asks for.
+
+    Raises:
+        ValueError: an unknown backend.
+        NotImplementedError: an explicit backend that cannot run the call, with its reasons.
+    """
+    call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset, **facts)
+    if not isinstance(backend, (str, tuple)):
+        raise ValueError(f"backend must be a name or a tuple of names, got {shown(backend)}")
+    if backend == "auto":
+        backend = automatic(q, k)
+    names = backend if isinstance(backend, tuple) else (backend,)
+    if not names:
+        raise ValueError("backend must be a name or a tuple of at least one, got ()")
+    reasons = {}
+    for name in names:
+        check_choice("backend", name, BACKENDS)
+        reasons[name] = why_not(name, op, call)
+        if not reasons[name]:
+            return name
+    told = "; ".join(
+        f"backend {name!r} cannot run this call of {op}: {', '.join(why)}"
+        for name, why in reasons.items()
+    )
+    raise NotImplementedError(f"{told}. Use backend='auto' to fall back.")
+
+
+def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
+    """Call operation `op` of a backend that `choose` returned."""
+    for name in ("documents", "sinks", "soft_cap"):
+        if kwargs.get(name) is None:
+            kwargs.pop(name, None)
+    if backend == "triton":
+        return getattr(triton_backend, op)(*args, **kwargs)
+    kwargs.pop("block_sizes", None)  # others have no tiles
+    if backend == "flex":
+        return getattr(flex, op)(*args, **kwargs)
+    return eager.run(op, *args, **kwargs)

@@ -1,0 +1,98 @@
+"""Eager PyTorch: the specification as it is written (`attention.py`, `ranking.py`) while its scores
+are few, and past that the same in memory linear in the length (`tiled.py`, `query_chunks.py`).
+
+Half precisions are computed in fp32, products included, and results rounded once. Under torch.func
+and forward-mode AD it is the specification at any length, which those see through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat import transforms
+from ...compat.autocast import no_autocast
+from . import attention as reference
+from . import local, query_chunks, tiled
+from . import topk as reference_topk
+from .online import in_autocast_dtype
+from .products import finite_part, in_fp32, is_finite, may_look
+
+# Scores that the specification may form at once on the CPU: 16 MiB of fp32. A GPU, whose launches
+# cost more than its arithmetic, is given more.
+MAX_SCORES = 2**22
+GPU_FACTOR = 16
+
+
+def few_scores(op: str, q: Tensor, k: Tensor, settings: dict[str, Any]) -> bool:
+    each = q.shape[2] * k.shape[1]
+    if op == "select_blocks":
+        each = query_chunks.scores_of_a_query(q, k, settings)
+        each = each // settings["selection_stride"]
+    most = MAX_SCORES if q.device.type == "cpu" else MAX_SCORES * GPU_FACTOR
+    return q.shape[0] * q.shape[1] * each <= most
+
+
+def few_blocks(q: Tensor, k: Tensor, block_indices: Tensor, settings: dict[str, Any]) -> bool:
+    """Whether gathering the keys that a query reads costs less than masking those that it does not
+    read: the sooner, the more heads share what is gathered (measured on a CPU)."""
+    causal = settings["causal"]
+    slots = block_indices.shape[3] + settings["num_initial_blocks"]
+    slots += settings["num_local_blocks"] if causal else 0
+    heads = q.shape[2] // block_indices.shape[2]
+    seen = k.shape[1] - q.shape[1] // 2 if causal else k.shape[1]
+    return heads * seen >= 3 * (heads + 4) * slots * settings["selection_block_size"]
+
+
+def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any:
+    """An operation of the specification, in fp32 or better."""
+    if op == "select_blocks":  # which takes fp32 itself
+        return strategy(op, q, k, tensors, settings)
+    memory = {n: settings[n] for n in ("mem_k", "mem_v") if settings.get(n) is not None}
+    floats = in_autocast_dtype(q, k, tensors[0], *memory.values())
+    dtype = floats[2].dtype
+    with no_autocast(q.device.type):
+        q, k, v, *rest = in_fp32(*floats)
+        settings = settings | dict(zip(memory, rest, strict=True))
+        result = strategy(op, q, k, (v, *tensors[1:]), settings)
+    if settings.get("return_lse"):
+        return result[0].to(dtype), result[1]
+    return result.to(dtype)
+
+
+def strategy(
+    op: str, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], settings: dict[str, Any]
+) -> Any:
+    """An operation by what suits its size."""
+    if op == "sliding_window_attention" and not transforms.active():
+        w, offset, lse = (settings[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
+        plain = not settings.keys() & {"documents", "sinks", "soft_cap"}
+        if plain and local.fits(q, k, w, offset, lse):
+            out = local.sliding_window_attention(q, k, *tensors, **settings)
+            if not may_look(out) or is_finite(out):
+                return out
+            # what is not finite has reached queries that do not see it
+            clean = (finite_part(t) for t in (q, k, *tensors))
+            out = local.sliding_window_attention(*clean, **settings)
+            right = general(op, q, k, tensors, settings)
+            return torch.where(right.isfinite(), out, right)
+    return general(op, q, k, tensors, settings)
+
+
+def general(
+    op: str, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], settings: dict[str, Any]
+) -> Any:
+    """A compiled graph has the specification whole, as it would unroll chunks and tiles."""
+    whole = torch.compiler.is_compiling() or transforms.active()
+    whole = whole or few_scores(op, q, k, settings)
+    if op == "select_blocks":
+        module: Any = reference_topk if whole else query_chunks
+    elif whole:
+        module = reference
+    elif op == "selected_attention" and not few_blocks(q, k, tensors[1], settings):
+        module = query_chunks
+    else:
+        module = tiled
+    return getattr(module, op)(q, k, *tensors, **settings)

@@ -1,0 +1,1 @@
+"""The Triton backend: kernels as torch operators, with autograd."""

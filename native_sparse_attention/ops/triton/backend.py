@@ -1,0 +1,219 @@
+"""The Triton backend: which calls it can run, and the branches on its operators.
+
+Layouts and arguments are those of `functional.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat import transforms
+from ...varlen import Documents
+from .operators import (
+    BEHIND,
+    CAUSAL_WINDOW,
+    EVERYTHING,
+    TWO_SIDED_WINDOW,
+    interval_attention,
+    listed_attention,
+    offsets,
+)
+from .topk import of_documents, select_blocks
+
+__all__ = [
+    "compressed_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+    "why_not",
+]
+
+OPERATIONS = (
+    "compressed_attention",
+    "decode_attention",
+    "native_sparse_attention",
+    "rotate",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+)
+
+# looked up once, here: a compiled graph cannot
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+# query heads of a KV head, and width of a head, that fit a tile
+MAX_GROUP = 64
+MAX_WIDTH = 256
+# keys of a selection block that fit a tile
+MAX_BLOCK = 128
+# blocks that a query's ranking may hold
+MAX_SELECTED = 64
+# new tokens of a row that decoding takes at once
+MAX_NEW = 16
+
+
+def too_large(op_name: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
+    """Why no tiles of a call are small enough for the current GPU, if none are."""
+    decoding = op_name == "decode_attention"
+    if q.dtype != torch.float32 and not decoding:
+        return []
+    from ...kernels.common import limits
+
+    size, most = q.element_size(), limits.shared_memory()
+    if decoding:
+        needed = limits.step_bytes(group, width, size, q.shape[1], s)
+    else:
+        needed = limits.backward_bytes(group, width)
+    if needed <= most:
+        return []
+    of = f"{group} heads of width {width} in {str(q.dtype).removeprefix('torch.')}"
+    return [f"a tile of {of} takes {needed} bytes, this GPU holds {most}"]
+
+
+def why_not(
+    op_name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    gates: Tensor | None = None,
+    q_offset: int | Tensor = 0,
+    num_selected_blocks: int = 0,
+    selection_block_size: int = 0,
+    others: Sequence[Tensor | None] = (),
+) -> list[str]:
+    """Reasons why the kernels cannot run this call; empty where they can."""
+    if op_name not in OPERATIONS:
+        return [f"this version has no kernel for {op_name} yet"]
+    reasons = transforms.unsupported_by_kernels()
+    if not HAS_TRITON:
+        reasons.append("triton is not installed")
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        reasons.append(f"q is on {q.device.type}, needs cuda")
+    if q.dtype == torch.float64:
+        reasons.append("q is float64, needs float16, bfloat16 or float32")
+    group = q.shape[2] // k.shape[2] if k.shape[2] else 0
+    if group > MAX_GROUP:
+        reasons.append(f"{group} query heads share a KV head, at most {MAX_GROUP}")
+    width = max(t.shape[-1] for t in (q, v) if t is not None)
+    if width > MAX_WIDTH:
+        reasons.append(f"heads are {width} wide, at most {MAX_WIDTH}")
+    elif q.is_cuda and not reasons:
+        reasons += too_large(op_name, q, group, width, selection_block_size)
+    if num_selected_blocks > MAX_SELECTED:
+        reasons.append(f"num_selected_blocks is {num_selected_blocks}, at most {MAX_SELECTED}")
+    if selection_block_size > MAX_BLOCK:
+        reasons.append(f"selection_block_size is {selection_block_size}, at most {MAX_BLOCK}")
+    if 0 in q.shape:
+        reasons.append(f"q is empty, {list(q.shape)}")
+    if op_name == "decode_attention":
+        if q.shape[1] > MAX_NEW:
+            reasons.append(f"{q.shape[1]} new tokens in each row, at most {MAX_NEW}")
+        given = (t for t in (q, k, v, *others) if t is not None)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+            reasons.append("its kernels have no gradients")
+    return reasons
+
+
+# the branches
+
+
+def compressed_attention(
+    q: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    *,
+    mem_k: Tensor | None,
+    mem_v: Tensor | None,
+    compress_block_sliding_stride: int,
+    causal: bool,
+    q_offset: int | Tensor,
+    scale: float | None = None,
+    return_lse: bool = False,
+    block_sizes: list[int] | None = None,
+    documents: Documents | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Any:
+    starts, start = offsets(q_offset)
+    kind, d = (BEHIND if causal else EVERYTHING), compress_block_sliding_stride
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = interval_attention(
+        q, ck, cv, mem_k, mem_v, starts, *of_documents(documents), sinks, kind, 0, d, start, scale,
+        soft_cap, block_sizes,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    gates: Tensor | None,
+    selection_block_size: int,
+    num_initial_blocks: int,
+    num_local_blocks: int,
+    causal: bool,
+    q_offset: int | Tensor,
+    scale: float | None = None,
+    return_lse: bool = False,
+    block_sizes: list[int] | None = None,
+    documents: Documents | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Any:
+    starts, start = offsets(q_offset)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse, _ = listed_attention(
+        q,
+        k,
+        v,
+        block_indices,
+        gates,
+        starts,
+        *of_documents(documents),
+        sinks,
+        selection_block_size,
+        num_initial_blocks,
+        num_local_blocks,
+        causal,
+        1,
+        start,
+        scale,
+        soft_cap,
+        block_sizes,
+    )
+    return (out, lse) if return_lse else out
+
+
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sliding_window_size: int,
+    causal: bool,
+    q_offset: int | Tensor,
+    scale: float | None = None,
+    return_lse: bool = False,
+    block_sizes: list[int] | None = None,
+    documents: Documents | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Any:
+    starts, start = offsets(q_offset)
+    kind = CAUSAL_WINDOW if causal else TWO_SIDED_WINDOW
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    w = sliding_window_size
+    out, lse = interval_attention(
+        q, k, v, None, None, starts, *of_documents(documents), sinks, kind, w, 1, start, scale,
+        soft_cap, block_sizes,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out

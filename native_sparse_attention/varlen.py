@@ -1,0 +1,324 @@
+"""Documents that share a row: where each lies, and rows laid out so that every document begins at a
+multiple of the block sizes. Block geometry then holds in the row as it does in each document alone,
+and a document is no more than a bound on what its queries see.
+
+    b  row        t  token, as the caller has them      p  position in an aligned row
+    w  window, as the caller has them, document after document
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import blocks
+from .checks.tensors import INDEX_DTYPES, mask_hint, shown
+from .compat import transforms
+
+
+class Documents(NamedTuple):
+    """Of each position [b p] of aligned rows: the first position of its document and one past the
+    last, int32. Positions past a document's last, up to the next one's first, hold no token: what
+    a query there gives means nothing, and no query of a token sees them."""
+
+    first: Tensor
+    last: Tensor
+
+    def among(self, start: int, stop: int, first_key: int) -> Documents:
+        """Of positions start .. stop - 1, counted from key `first_key` on."""
+        return Documents(*(bound[:, start:stop] - first_key for bound in self))
+
+    def windows(self, d: int, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """The first window of each position's document and one past its last."""
+        length = self.last - self.first
+        low = self.first // d
+        return low, low + blocks.num_windows(length, d, causal=causal)
+
+    def blocks(self, s: int) -> tuple[Tensor, Tensor]:
+        """The first selection block of each position's document and one past its last."""
+        return self.first // s, blocks.ceil_div(self.last, s)
+
+    def positions(self) -> Tensor:
+        """Of each position within its document, [b p]."""
+        return torch.arange(self.first.shape[1], device=self.first.device) - self.first
+
+
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """Entries `index` [b m] of the rows of x [b n ...]; zeros for -1."""
+    (b, n), m = x.shape[:2], index.shape[1]
+    if n == 0 or index.numel() == 0:
+        return x.new_zeros(b, m, *x.shape[2:])
+    row = torch.arange(b, device=x.device)[:, None] * n
+    picked = x.reshape(b * n, *x.shape[2:]).index_select(0, (index.clamp(min=0) + row).flatten())
+    hidden = (index < 0).reshape(b, m, *(1,) * (x.ndim - 2))
+    return picked.reshape(b, m, *x.shape[2:]).masked_fill(hidden, 0)
+
+
+def move(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
+    return pick(x, to) if transforms.active() else Move.apply(x, to, back)
+
+
+class Move(torch.autograd.Function):
+    """`pick(x, to)`, whose gradient is picked by `back`: no sum, so nothing to be out of order."""
+
+    @staticmethod
+    def forward(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
+        return pick(x, to)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        to, back = ctx.saved_tensors
+        return move(grad, back, to), None, None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The way from the caller's rows to aligned ones, and back."""
+
+    documents: Documents
+    source: Tensor  # [b p], the entry that stands there; -1 for none
+    target: Tensor  # [b t], where an entry stands; -1 for one that is hidden
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Entries [b t ...] at their positions [b p ...], zeros between."""
+        return move(x, self.source, self.target)
+
+    def collect(self, x: Tensor) -> Tensor:
+        """Entries [b t ...] from their positions [b p ...], zeros for hidden ones."""
+        return move(x, self.target, self.source)
+
+    def windows(self, d: int, count: int, *, causal: bool) -> Layout:
+        """The layout of windows, of which the caller has `count` a row."""
+        w = torch.arange(self.source.shape[1] // d, device=self.source.device)
+        low, end = (t[:, ::d] for t in self.documents.windows(d, causal=causal))
+        there = (w >= low) & (w < end)
+        source = torch.where(there, there.cumsum(1) - 1, -1)
+        target = source.new_full((source.shape[0], count + 1), -1)
+        target = target.scatter(
+            1, source.where(there & (source < count), count), w.expand_as(source)
+        )
+        return Layout(self.documents, source, target[:, :count])
+
+
+def next_begin(begins: Tensor) -> Tensor:
+    """Of each token [b t], the first after it that begins a document, or the number of tokens."""
+    T = begins.shape[1]
+    t = torch.arange(T, device=begins.device)
+    later = torch.where(begins, t, T).flip(1).cummin(1).values.flip(1)
+    return F.pad(later[:, 1:], (0, 1), value=T)
+
+
+def real_first(real: Tensor) -> Tensor:
+    """The order [b t] in which a row's real tokens stand together, before the others."""
+    return (~real).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) -> Layout:
+    """Rows in which every document begins at a multiple of `step`.
+
+    Args:
+        begins: [b t], whether a token begins a document; of the real ones put together.
+        real: [b t], which tokens there are; the others are left out.
+        length: of the aligned rows; None for what they need (which waits for the GPU).
+    """
+    b, T = begins.shape
+    device = begins.device
+    t = torch.arange(T, device=device)
+    if real is None:
+        order, count = t.expand(b, -1), torch.full((b, 1), T, device=device)
+    else:
+        order, count = real_first(real), real.sum(1, keepdim=True)
+    there = t < count
+    begins = (begins | (t == 0)) & there
+    begin = torch.where(begins, t, 0).cummax(1).values if T else begins.long()
+    end = next_begin(begins).minimum(count) if T else begin
+
+    # before a document, what fills its predecessor up to a multiple
+    before = F.pad(begin[:, :-1], (1, 0)) if T else begin
+    gap = torch.where(begins, -(t - before) % step, 0)
+    place = torch.where(there, t + gap.cumsum(1), -1)
+    if length is None:
+        if transforms.is_batched(place):
+            raise NotImplementedError(
+                "segment_ids cannot be mapped over by vmap, as the length of the rows depends on "
+                "them: map over the input alone, or pack by cu_seqlens"
+            )
+        length = int(place.max()) + 1 if place.numel() else 0
+        length = blocks.ceil_div(length, step) * step
+
+    def put(values: Tensor, where: Tensor, default: int) -> Tensor:
+        out = torch.full((b, length + 1), default, device=device)
+        return out.scatter(1, torch.where(where, place, length), values)[:, :length]
+
+    first = put(place, begins, 0)
+    last = put(place + end - begin, begins, 0)
+    if length:
+        first, last = first.cummax(1).values, last.cummax(1).values
+    documents = Documents(first.to(torch.int32), last.to(torch.int32))
+    target = torch.full_like(place, -1).scatter(1, order, place)
+    return Layout(documents, put(order, there, -1), target)
+
+
+def moved(layout: Layout, device: torch.device) -> Layout:
+    """The layout on a device."""
+    documents = layout.documents
+    first, last, source, target = (
+        t.to(device, non_blocking=True)
+        for t in (documents.first, documents.last, layout.source, layout.target)
+    )
+    return Layout(Documents(first, last), source, target)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether its values must not be asked for: in a graph that is compiled or captured, or under
+    `vmap`."""
+    if torch.compiler.is_compiling() or transforms.is_batched(tensor):
+        return True
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_cu_seqlens(cu_seqlens: Any, total: int, batch: int) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
+        got = (
+            list(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        )
+        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got {got}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens needs one row of packed documents, got a batch of {batch}: give "
+            "segment_ids for several rows"
+        )
+    if is_traced(cu_seqlens) or cu_seqlens.is_meta:
+        return
+    bounds = transforms.numbers(cu_seqlens)
+    if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens, {total}, and never fall, "
+            f"got {bounds if len(bounds) <= 16 else [*bounds[:8], '...', *bounds[-8:]]}"
+        )
+
+
+def check_row_tensor(
+    name: str,
+    value: Any,
+    shape: tuple[int, int],
+    dtypes: tuple[Any, ...],
+    device: torch.device,
+) -> None:
+    if not isinstance(value, Tensor) or value.shape != shape or value.dtype not in dtypes:
+        kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        hint = mask_hint(value) if torch.bool in dtypes else ""
+        if isinstance(value, Tensor) and torch.bool in dtypes and value.ndim in (3, 4):
+            hint = f". It says which tokens are real, [b, n]: causality is causal=True{hint}"
+        raise ValueError(f"{name} must be {kinds} of shape {list(shape)}, got {shown(value)}{hint}")
+    check_reachable(name, value, device)
+
+
+def check_reachable(name: str, value: Tensor, device: torch.device) -> None:
+    """On the device of the call, or on the CPU, from where it is brought."""
+    if value.device != device and value.device.type != "cpu":
+        raise ValueError(f"{name} must be on {device} or on the CPU, got {value.device}")
+
+
+def layout(
+    shape: tuple[int, int],
+    device: torch.device,
+    step: int,
+    *,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Layout:
+    """The layout of rows [b t] by the documents that the caller names.
+
+    Args:
+        shape: b and t.
+        step: what documents are to begin at a multiple of.
+        cu_seqlens: [documents + 1], where each begins in the one row, from 0 to its length.
+        segment_ids: [b t], integers; a document is a run of tokens of one id.
+        mask: [b t], True for tokens, False for padding, which is left out wherever it stands.
+
+    Values are looked at, so those of a GPU are waited for (a cu_seqlens or segment_ids on the CPU
+    is not), except while a graph is compiled or captured: there cu_seqlens are not checked.
+
+    Raises:
+        ValueError: dtypes, shapes or values that do not fit, or both cu_seqlens and segment_ids.
+    """
+    b, T = shape
+    if cu_seqlens is not None and (segment_ids is not None or mask is not None):
+        other = "mask" if segment_ids is None else "segment_ids"
+        raise ValueError(f"cu_seqlens and {other} are two ways to name documents: give one")
+    length = None
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, T, b)
+        check_reachable("cu_seqlens", cu_seqlens, device)
+        if is_traced(cu_seqlens) or cu_seqlens.is_meta:
+            length = blocks.ceil_div(T + (len(cu_seqlens) - 1) * (step - 1), step) * step
+        else:
+            cu_seqlens = cu_seqlens.cpu()
+        begins = torch.zeros(1, T + 1, dtype=torch.bool, device=cu_seqlens.device)
+        begins = begins.index_fill(1, cu_seqlens.long(), True)[:, :T]
+        return moved(lay_out(begins, None, step, length), device)
+    if mask is not None:
+        check_row_tensor("mask", mask, shape, (torch.bool,), device)
+    if segment_ids is None:
+        if mask is None:
+            raise ValueError("one of cu_seqlens, segment_ids and mask must be given, got None")
+        begins = torch.zeros_like(mask)
+        length = blocks.ceil_div(T, step) * step
+    else:
+        check_row_tensor("segment_ids", segment_ids, shape, INDEX_DTYPES, device)
+        ids = segment_ids
+        if ids.is_meta:  # as of one document
+            length = blocks.ceil_div(T, step) * step
+        if mask is not None:
+            ids = ids.to(mask.device).gather(1, real_first(mask))
+        begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
+    return moved(lay_out(begins, mask, step, length), device)
+
+
+def layer_layout(
+    inp: Tensor,
+    step: int,
+    cached: bool,
+    lengths: Any,
+    cu_seqlens: Tensor | None,
+    segment_ids: Tensor | None,
+    mask: Tensor | None,
+    documents: Documents | None,
+) -> tuple[Layout | None, Any]:
+    """The layout of a layer's input [b n dim], None where it can stay as it is; and the `lengths`
+    that a cache counts, which a mask gives too.
+
+    Raises:
+        ValueError: names of documents that do not fit, or that do not go together.
+    """
+    named = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
+    given = [name for name, t in named.items() if t is not None]
+    if documents is not None:
+        if not isinstance(documents, Documents):
+            got = type(documents).__name__
+            raise ValueError(f"documents must be ops.documents.Documents, got {got}")
+        given.append("documents")
+    if cached and given and given != ["mask"]:
+        raise ValueError(f"{given[0]} must be None with a cache, whose rows hold one document each")
+    if mask is not None and lengths is not None:
+        raise ValueError("mask and lengths are two ways to name padding: give one")
+    if documents is not None and len(given) > 1:
+        raise ValueError(f"documents and {given[0]} are two ways to name documents: give one")
+    if documents is not None or not given:
+        return None, lengths
+    found = layout((inp.shape[0], inp.shape[1]), inp.device, 1 if cached else step, **named)
+    if cached and mask is not None:
+        lengths = mask.sum(1)
+    return found, lengths
