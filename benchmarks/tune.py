@@ -1,8 +1,8 @@
 """Which tile config is fastest for each kernel: the rows of `kernels/common/tile_configs.py`.
 
     python -m benchmarks.tune --kernels dq dkv --heads 64/4 32/8
-    python -m benchmarks.tune --kernels gather.dq --tiles 64,64,4,2 64,128,4,3
-    python -m benchmarks.tune --kernels gather.dq --stride 4 --operations whole
+    python -m benchmarks.tune --kernels query_major.dq --tiles 64,64,4,2 64,128,4,3
+    python -m benchmarks.tune --kernels query_major.dq --stride 4 --operations whole
     python -m benchmarks.tune --winners                    those of the rows that are there
 
 Every operation that launches a kernel is timed with each tile in place of the one in tiles.py,
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.common.launch import RankingTile, Tile, Unite
+from native_sparse_attention.kernels.common.launch import RankingTile, Tile, UnionRule
 
 from . import attention, common
 from .common import Row
@@ -43,10 +43,10 @@ from .providers import (
 )
 
 KERNELS: tuple[str, ...] = ("forward", "dq", "dkv", "window.forward", "window.dq", "window.dkv")
-KERNELS += ("gather.forward", "gather.dq", "united.forward", "united.dq")
-KERNELS += ("pairs.forward", "pairs.backward", "prefix.dkv", "few.forward")
+KERNELS += ("query_major.forward", "query_major.dq", "union.forward", "union.dq")
+KERNELS += ("key_major.forward", "key_major.backward", "prefix.dkv", "few.forward")
 KERNELS += ("ranking.logits", "ranking.probs")
-KERNELS += ("unite",)  # the rule for lists that are alike
+KERNELS += ("union",)  # the rule for lists that are alike
 
 # by the name on the command line; "selected" for random selections, of which neighbours share none,
 # or 2 or 4 of which are alike
@@ -66,7 +66,7 @@ ALONE = ["compressed", "selected", "window", "select", "select-probs"]
 ALWAYS, NEVER = 1e-3, 1e6
 
 # what turns them off
-IN_GLUON = ("gather", "intervals", "listed", "probs", "shared")
+IN_GLUON = ("query_major_sm90", "flash_sm90", "key_major_sm90", "softmax_mass_sm90", "union_sm90")
 
 
 class Asked(Exception):
@@ -81,11 +81,11 @@ class Probe:
 
 
 def candidates(kernel: str, width: int) -> Iterator[Any]:
-    """A grid of tiles. Those of a gather have as many rows as share a list, whatever they say. A
-    rule that costs next to nothing unites all lists, ALWAYS; one of NEVER none."""
-    if kernel == "unite":
+    """A grid of tiles. Those of `query_major` have as many rows as share block indices, whatever
+    they say. A rule that costs next to nothing makes all unions, ALWAYS; one of NEVER none."""
+    if kernel == "union":
         for count, cost in itertools.product((2, 4, 8, 16), (ALWAYS, 1.2, 1.6, 2.4, 5.0, NEVER)):
-            yield Unite(count, cost, least=0)
+            yield UnionRule(count, cost, least=0)
         return
     if kernel.startswith("ranking"):
         lists = ((0, 0), (8, 8), (16, 6), (32, 4))
@@ -97,23 +97,23 @@ def candidates(kernel: str, width: int) -> Iterator[Any]:
     rows: tuple[int, ...] = (64, 128) if width <= 128 else (32, 64, 128)
     keys = (64, 128) if width <= 128 else (32, 64)
     few_warps: tuple[int, ...] = (4, 8)
-    if kernel.startswith(("gather", "united")):
+    if kernel.startswith(("query_major", "union")):
         rows, few_warps = (0,), (1, 2, 4, 8)
     for sizes in itertools.product(rows, keys, few_warps, (1, 2, 3)):
         yield Tile(*sizes)
 
 
 def kind(kernel: str) -> type:
-    if kernel == "unite":
-        return Unite
+    if kernel == "union":
+        return UnionRule
     return RankingTile if kernel.startswith("ranking") else Tile
 
 
 def parsed(kernel: str, text: str) -> Any:
-    number = float if kernel == "unite" else int
+    number = float if kernel == "union" else int
     numbers = [number(field) for field in text.split(",")]
-    if kernel == "unite":  # lists,cost[,least]
-        return Unite(int(numbers[0]), numbers[1], *map(int, numbers[2:]))
+    if kernel == "union":  # lists,cost[,least]
+        return UnionRule(int(numbers[0]), numbers[1], *map(int, numbers[2:]))
     return kind(kernel)(*numbers)
 
 

@@ -33,12 +33,12 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 # what a launch of few tokens does not take by itself
 ON_A_HOPPER = {
-    "gather": True,
-    "intervals": True,
-    "listed_dq": True,
-    "probs": True,
-    "shared": True,
-    "unite": launch.Unite(4, 1.6, least=0),
+    "query_major_sm90": True,
+    "flash_sm90": True,
+    "key_major_dq_sm90": True,
+    "softmax_mass_sm90": True,
+    "union_sm90": True,
+    "union": launch.UnionRule(4, 1.6, least=0),
 }
 
 
@@ -237,7 +237,7 @@ def rank(dtype, heads, importance="probs", **settings):
         "num_selected_blocks": 13, "num_initial_blocks": 1, "num_local_blocks": 2,
         "selection_stride": 1, "causal": True, **settings,
     }  # fmt: skip
-    with launch.using({"probs": True}):
+    with launch.using({"softmax_mass_sm90": True}):
         triton_backend.select_blocks(
             q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance=importance, scale=None,
             interpolated_importance_score=False, query_heads_share_selected_kv=True, seq_len=320,
@@ -294,24 +294,24 @@ if __name__ == "__main__":
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", packed=True)
         layer(torch.bfloat16, (4, 1, 64, 64), causal=False, packed=True)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", soft_cap=2.0, sinks=True)
-    if not some or "shared" in some:
+    if not some or "union" in some:
         for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64)):
-            with launch.using(ON_A_HOPPER | {"intervals": None, "probs": None}):
+            with launch.using(ON_A_HOPPER | {"flash_sm90": None, "softmax_mass_sm90": None}):
                 layer(dtype, (16, 1, width, width), S=192, selection_block_size=64)
                 for stride in (1, 4):  # dk and dv with dq, and without
                     layer(
                         dtype, (4, 1, width, width), S=192, selection_block_size=64,
                         selection_stride=stride,
                     )  # fmt: skip
-    if not some or "gather" in some:
-        with launch.using({"gather": True}):
+    if not some or "query_major" in some:
+        with launch.using({"query_major_sm90": True}):
             for heads in (1, 2, 4, 8, 16, 32, 64):
                 layer(
                     torch.bfloat16, (heads, 1, 128, 128), S=192, slots=0, selection_block_size=64,
                     selection_stride=64 // heads,
                 )  # fmt: skip
-    if not some or "intervals" in some:
-        with launch.using({"intervals": True}):
+    if not some or "flash" in some:
+        with launch.using({"flash_sm90": True}):
             for heads in (1, 2, 4, 8, 16, 32, 64):
                 for size in (64, 129):  # narrower than the local blocks, and wider
                     layer(
@@ -354,5 +354,5 @@ if __name__ == "__main__":
             branches(torch.float32, heads, sizes=(64, 128), num_local=1, gated=True)
             branches(torch.float32, heads, sizes=(64, 128), num_local=1)
         for lists, heads in ((4, (16, 1, 128, 128)), (4, (12, 1, 192, 128)), (16, (4, 1, 64, 64))):
-            with launch.using({"unite": launch.Unite(lists, 1.6, least=0)}):
+            with launch.using({"union": launch.UnionRule(lists, 1.6, least=0)}):
                 branches(torch.bfloat16, heads)

@@ -65,7 +65,7 @@ def all_kernels() -> Iterator[tuple[str, Any]]:
             continue
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
-            if name.endswith("_kernel") and value.fn.__module__ == module.__name__:
+            if name.startswith("nsa_") and value.fn.__module__ == module.__name__:
                 yield f"{short}.{name}", value
 
 
@@ -205,11 +205,11 @@ def ragged() -> None:
 def alike() -> None:
     """Neighbours that chose the same blocks, united, query by query and block by block; and united
     for blocks that are shared."""
-    with launch.using({"unite": launch.Unite(4, 1.1, least=0)}):
+    with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
-        some, cost = union.room_for_alike(selection, 12, DTYPE, beside_shared=True)
-        union.fill(selection, some, cost, union.room(selection, 8, 4), chunk=3)
+        some, cost = union.allocate_unions(selection, 12, DTYPE, beside_shared=True)
+        union.write_unions(selection, some, cost, union.allocate(selection, 8, 4), chunk=3)
         for heads in (12, 1):
             q, k, v = (draw(2, 19, h, 24) for h in (heads, 1, 1))
             lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
@@ -224,8 +224,11 @@ def alike() -> None:
 def hopper() -> None:
     """Neighbours that chose differently: blocks read once for all of them, some of them united; and
     what stands in for other kernels where heads fill a tile."""
-    tried = dict.fromkeys(("gather", "intervals", "shared", "listed_dq", "probs"), True)
-    tried["unite"] = launch.Unite(4, 1.1, least=0)
+    tried = dict.fromkeys(
+        ("query_major_sm90", "flash_sm90", "union_sm90", "key_major_dq_sm90", "softmax_mass_sm90"),
+        True,
+    )
+    tried["union"] = launch.UnionRule(4, 1.1, least=0)
     with launch.using(tried):
         for heads, T in (
             ((12, 1, 128, 128), 131),

@@ -322,9 +322,9 @@ def test_tiles_stand_in_and_go_again():
 
     def tiles():
         return [
-            launch.interval_tile("dq", True, 64, 2, torch.bfloat16),
-            launch.pair_tile("backward", 64, 2, torch.float32),
-            launch.gather_tile("dq", 64, 2, torch.bfloat16),
+            launch.flash_tile("dq", True, 64, 2, torch.bfloat16),
+            launch.key_major_tile("backward", 64, 2, torch.float32),
+            launch.query_major_tile("dq", 64, 2, torch.bfloat16),
             launch.ranking_tile("probs", 64, 2, 16, torch.bfloat16),
         ]
 
@@ -332,7 +332,7 @@ def test_tiles_stand_in_and_go_again():
     # rows of a gather are what they are
     gathered = launch.Tile(16, 16, 1, 1)
     others[3] = launch.RankingTile(256, 16, 1, 1, 1, 1)
-    for index, kernel in enumerate(("dq", "pairs.backward", "gather.dq", "ranking.probs")):
+    for index, kernel in enumerate(("dq", "key_major.backward", "query_major.dq", "ranking.probs")):
         other = others[index]
         with launch.using({kernel: other}):
             after = tiles()
@@ -351,7 +351,7 @@ def test_tuner(tmp_path, capsys):
     tune = importlib.import_module("benchmarks.tune")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = ["--lengths", "24", "--heads", "2/1", "--seconds", "1e-4", "--device", device]
-    options += ["--kernels", "window.forward", "gather.dq", "--tiles", "16,16,4,1", "16,7,4,1"]
+    options += ["--kernels", "window.forward", "query_major.dq", "--tiles", "16,16,4,1", "16,7,4,1"]
     options += ["--operations", "window"]
     try:
         rows = tune.main([*options, "--out", str(tmp_path / "tune.jsonl")])

@@ -120,14 +120,14 @@ def tiles(sizes, *kernels):
     pair = {
         "forward": (sizes.block_q, sizes.block_k),
         "window.forward": (sizes.block_q_window, sizes.block_k_window),
-        "gather.forward": (sizes.block_q_selected, sizes.block_k_selected),
-        "pairs.forward": (sizes.block_q_selected, sizes.block_k_selected),
+        "query_major.forward": (sizes.block_q_selected, sizes.block_k_selected),
+        "key_major.forward": (sizes.block_q_selected, sizes.block_k_selected),
         "dq": (sizes.block_q_dq, sizes.block_k_dq),
         "window.dq": (sizes.block_q_window_dq, sizes.block_k_window_dq),
-        "gather.dq": (sizes.block_q_selected_dq, sizes.block_k_selected_dq),
+        "query_major.dq": (sizes.block_q_selected_dq, sizes.block_k_selected_dq),
         "dkv": (sizes.block_q_dkv, sizes.block_k_dkv),
         "window.dkv": (sizes.block_q_window_dkv, sizes.block_k_window_dkv),
-        "pairs.backward": (sizes.block_q_selected_dkv, sizes.block_k_selected_dkv),
+        "key_major.backward": (sizes.block_q_selected_dkv, sizes.block_k_selected_dkv),
     }
     return {(kernel, *pair[kernel]) for kernel in kernels}
 
@@ -151,9 +151,9 @@ def test_layers_of_different_sizes(launched):
         close([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])], expected)
         used.append(launched.copy())
         launched.clear()
-    parts = ("forward", "window.forward", "pairs.forward")
+    parts = ("forward", "window.forward", "key_major.forward")
     assert used[:2] == [tiles(FEW, *parts), tiles(MANY, *parts)]
-    parts = ("dq", "window.dq", "dkv", "window.dkv", "pairs.backward")
+    parts = ("dq", "window.dq", "dkv", "window.dkv", "key_major.backward")
     assert used[2] == tiles(FEW, *parts)
     # what it was not given is the kernels' own
     assert {tile for tile in used[3] if "forward" in tile[0]} == used[1]
@@ -175,8 +175,8 @@ def test_branches(launched):
             ),
             [q, ck, cv],
         ),
-        ("window.forward", "window.dq", "window.dkv", "gather.forward", "gather.dq",
-         "pairs.backward"): (
+        ("window.forward", "window.dq", "window.dkv", "query_major.forward", "query_major.dq",
+         "key_major.backward"): (
             functools.partial(selected_attention, q, k, v, lists, selection_block_size=32),
             [q, k, v],
         ),
@@ -202,14 +202,14 @@ def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
         how = (width, groups, dtype)
         return [
             *(
-                launch.interval_tile(kernel, wide, *how)
+                launch.flash_tile(kernel, wide, *how)
                 for kernel in ("forward", "dq", "dkv", "prefix.dkv")
                 for wide in (True, False)
             ),
-            *(launch.gather_tile(kernel, *how) for kernel in ("forward", "dq")),
-            launch.pair_tile("backward", *how),
+            *(launch.query_major_tile(kernel, *how) for kernel in ("forward", "dq")),
+            launch.key_major_tile("backward", *how),
             # takes a whole block of keys
-            launch.pair_tile("forward", *how).block_m,
+            launch.key_major_tile("forward", *how).block_m,
         ]
 
     sizes = BlockSizes.get_default(width, heads, kv_heads, dtype)

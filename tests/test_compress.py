@@ -81,13 +81,13 @@ def assert_same_network(ours: nn.Module, theirs: nn.Module) -> None:
 
     outs, grads = [], []
     kv = torch.randn(3, H, 7, L, D, dtype=torch.float64)
-    cotangent = torch.randn(3, H, 7, D, dtype=torch.float64)
+    bwd = torch.randn(3, H, 7, D, dtype=torch.float64)
     for net in (ours, theirs):
         leaf = kv.clone().requires_grad_()
         out = net(leaf)
         outs.append(out)
         params = dict(net.named_parameters())
-        found = torch.autograd.grad(out, [leaf, *params.values()], cotangent)
+        found = torch.autograd.grad(out, [leaf, *params.values()], bwd)
         grads.append(dict(zip(["kv", *params], found, strict=True)))
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-10)

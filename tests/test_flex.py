@@ -297,9 +297,9 @@ def test_gpu_agrees_with_reference(shape, causal):
         close = {"rtol": 0, "atol": 2e-3}
         torch.testing.assert_close(out.double(), expected, **close)
         torch.testing.assert_close(lse.double(), expected_lse, **close)
-        cotangent = torch.randn_like(out)
-        grads = torch.autograd.grad(out, leaves, cotangent)
-        expected_grads = torch.autograd.grad(expected, exact, cotangent.double())
+        bwd = torch.randn_like(out)
+        grads = torch.autograd.grad(out, leaves, bwd)
+        expected_grads = torch.autograd.grad(expected, exact, bwd.double())
         for grad, expected_grad in zip(grads, expected_grads, strict=True):
             torch.testing.assert_close(grad.double(), expected_grad, **close)
 

@@ -200,10 +200,10 @@ def test_one_node():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monkeypatch):
     """Unless it is asked for again: the second of two passes finds what the first one found."""
-    form, finish = fused.layer_cotangents, fused.layer_backward
+    form, finish = fused.layer_backward_preprocess, fused.layer_backward
     alive = []
 
-    def layer_cotangents(d_out, outs, *others):
+    def layer_backward_preprocess(d_out, outs, *others):
         alive[:] = [weakref.ref(t.untyped_storage()) for t in outs]
         return form(d_out, outs, *others)
 
@@ -213,17 +213,17 @@ def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monke
         found.append([ref() is not None for ref in alive])
         return finish(*args)
 
-    monkeypatch.setattr(fused, "layer_cotangents", layer_cotangents)
+    monkeypatch.setattr(fused, "layer_backward_preprocess", layer_backward_preprocess)
     monkeypatch.setattr(fused, "layer_backward", layer_backward)
     tensors = {n: t.requires_grad_() for n, t in draw().items()}
     out = native_sparse_attention(**tensors, **SETTINGS, recompute=recompute, backend="triton")
-    found, leaves, cotangent = [], list(tensors.values()), torch.randn_like(out)
-    first = torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
-    second = torch.autograd.grad(out, leaves, cotangent)
+    found, leaves, bwd = [], list(tensors.values()), torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, bwd, retain_graph=True)
+    second = torch.autograd.grad(out, leaves, bwd)
     assert found == ([[], []] if recompute else [[True] * 3, [False] * 3])
     assert all(map(torch.equal, first, second))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(out, leaves, cotangent)
+        torch.autograd.grad(out, leaves, bwd)
 
 
 @pytest.mark.parametrize("stride, use_diff_topk", [(1, False), (4, True)])

@@ -24,9 +24,9 @@ def problem(name, length=90, dtype=torch.float64, device="cpu", width=8):
     return (q, k, v), mod, mask
 
 
-def with_gradients(call, tensors, cotangent):
+def with_gradients(call, tensors, bwd):
     out = call(*tensors)
-    return out, *torch.autograd.grad(out, tensors, cotangent)
+    return out, *torch.autograd.grad(out, tensors, bwd)
 
 
 def spelled_out(mask):
@@ -47,8 +47,8 @@ def test_flex_attention_is_sdpa_under_the_mask(name, flex_gradients):
     tensors, mod, mask = problem(name)
     q_len, kv_len = mask.shape
     block_mask = masks.block_mask_of(mod, q_len, kv_len, "cpu")
-    cotangent = torch.randn_like(tensors[0])
-    expected = with_gradients(spelled_out(mask), tensors, cotangent)
+    bwd = torch.randn_like(tensors[0])
+    expected = with_gradients(spelled_out(mask), tensors, bwd)
 
     def ours(q, k, v):
         return flex_gradients(q, k, v, block_mask=block_mask)
@@ -57,7 +57,7 @@ def test_flex_attention_is_sdpa_under_the_mask(name, flex_gradients):
         return masks.dense_attention(q, k, v, mask_mod=mod)
 
     for call in (ours, by_definition):
-        for got, right in zip(with_gradients(call, tensors, cotangent), expected):
+        for got, right in zip(with_gradients(call, tensors, bwd), expected):
             torch.testing.assert_close(got, right, rtol=0, atol=1e-12)
 
 
@@ -153,10 +153,10 @@ def composed(name, length, dtype, device="cpu", width=8):
 def test_composed_masks(name, flex_gradients):
     tensors, mod, mask = composed(name, 90, torch.float64)
     block_mask = masks.block_mask_of(mod, 90, 90, "cpu")
-    cotangent = torch.randn_like(tensors[0])
-    expected = with_gradients(spelled_out(mask), tensors, cotangent)
+    bwd = torch.randn_like(tensors[0])
+    expected = with_gradients(spelled_out(mask), tensors, bwd)
     got = with_gradients(
-        lambda q, k, v: flex_gradients(q, k, v, block_mask=block_mask), tensors, cotangent
+        lambda q, k, v: flex_gradients(q, k, v, block_mask=block_mask), tensors, bwd
     )
     for actual, right in zip(got, expected):
         torch.testing.assert_close(actual, right, rtol=0, atol=1e-12)
@@ -171,12 +171,10 @@ def test_gpu_agrees(name):
     block_mask = masks.block_mask_of(mod, *mask.shape)
     torch._dynamo.reset()
     compiled = torch.compile(flex.flex_attention, fullgraph=True)
-    cotangent = torch.randn_like(tensors[0])
-    got = with_gradients(
-        lambda q, k, v: compiled(q, k, v, block_mask=block_mask), tensors, cotangent
-    )
+    bwd = torch.randn_like(tensors[0])
+    got = with_gradients(lambda q, k, v: compiled(q, k, v, block_mask=block_mask), tensors, bwd)
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    expected = with_gradients(spelled_out(mask), exact, cotangent.double())
+    expected = with_gradients(spelled_out(mask), exact, bwd.double())
     for actual, right in zip(got, expected):
         torch.testing.assert_close(actual.double(), right, rtol=0, atol=2e-3)
 

@@ -34,7 +34,7 @@ def launches(monkeypatch):
 
     for name in seen:
         monkeypatch.setattr(query_major_sm90, name, counted(name, getattr(query_major_sm90, name)))
-    with launch.using({"gather": True}):
+    with launch.using({"query_major_sm90": True}):
         yield seen
 
 
@@ -110,19 +110,19 @@ def test_gates_of_rows_far_apart(launches):
 @pytest.mark.parametrize("listed_dq", [True, False])
 @pytest.mark.parametrize(
     "H, rule, shared",
-    [(32, launch.Unite(4, 1.6, 0), True), (32, launch.Unite(4, 1.6, 0), False),
-     (8, launch.Unite(16, 5.0, 0), False), (64, launch.Unite(2, 0.95, 0), False)],
+    [(32, launch.UnionRule(4, 1.6, 0), True), (32, launch.UnionRule(4, 1.6, 0), False),
+     (8, launch.UnionRule(16, 5.0, 0), False), (64, launch.UnionRule(2, 0.95, 0), False)],
 )  # fmt: skip
 def test_a_tile_a_union(launches, most, listed_dq, H, rule, shared):
     """Lists of which some, or most, are united, all of these or, as the device says, where most
     are. Of few heads a group the backward has all lists block by block."""
-    T, count = 656, rule.lists
+    T, count = 656, rule.members
     q, k, v = draw(T, 704, H, 2, 128, 128, torch.bfloat16)
     lists = chosen(2, T, 2, 5, 64)
     for first in range(0, T, count):
         if first // count % 5 < (4 if most else 2):
             lists[:, first : first + count] = lists[:, first + 1 : first + 2]
-    with launch.using({"listed_dq": listed_dq, "unite": rule, "shared": shared}):
+    with launch.using({"key_major_dq_sm90": listed_dq, "union": rule, "union_sm90": shared}):
         assert_right(
             selected_attention, {"q": q, "k": k, "v": v}, torch.bfloat16, block_indices=lists,
             selection_block_size=64, num_initial_blocks=1, num_local_blocks=2, causal=True,

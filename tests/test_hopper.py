@@ -24,12 +24,12 @@ from native_sparse_attention.kernels.topk import launch_sm90 as topk_sm90
 
 pytestmark = MARKS
 LAUNCHES = [
-    (flash_sm90, "forward"),
-    (flash_sm90, "backward_q"),
-    (flash_sm90, "backward_kv"),
-    (key_major_sm90, "forward"),
-    (key_major_sm90, "backward"),
-    (topk_sm90, "rank"),
+    ("flash", flash_sm90, "forward"),
+    ("flash", flash_sm90, "backward_q"),
+    ("flash", flash_sm90, "backward_kv"),
+    ("key_major", key_major_sm90, "forward"),
+    ("key_major", key_major_sm90, "backward"),
+    ("topk", topk_sm90, "rank"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 SIZES = pytest.mark.parametrize("size", [1.0, 8.0], ids=["by the bound", "by the maximum"])
@@ -47,17 +47,17 @@ def launches(monkeypatch):
 
         return launched
 
-    for module, name in LAUNCHES:
-        short = f"{module.__name__.split('.')[-1].removesuffix('_launch')}.{name}"
+    for operation, module, name in LAUNCHES:
+        short = f"{operation}.{name}"
         monkeypatch.setattr(module, name, counted(short, getattr(module, name)))
-    with launch.using({"intervals": True}):  # which takes small problems too
+    with launch.using({"flash_sm90": True}):  # which takes small problems too
         yield seen
 
 
 def of_keys(N):
     """Launches of all kernels over N keys: dk and dv of few are another's."""
-    some = {"interval.forward": 1, "interval.backward_q": 1}
-    return some | {"interval.backward_kv": 1} if N > FEW_KEYS else some
+    some = {"flash.forward": 1, "flash.backward_q": 1}
+    return some | {"flash.backward_kv": 1} if N > FEW_KEYS else some
 
 
 @SIZES
@@ -117,36 +117,38 @@ def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
     q, k, v = draw(T, T, *heads, D, D, dtype)
-    with launch.using({"listed_dq": True}):
+    with launch.using({"key_major_dq_sm90": True}):
         assert_right(
             selected_attention, {"q": q, "k": k, "v": v}, dtype,
             block_indices=chosen(2, T, heads[1], n, 64), selection_block_size=64,
             num_initial_blocks=1, num_local_blocks=2, causal=True, return_lse=True, q_offset=0,
         )  # fmt: skip
-    assert launches["listed.backward"] >= number
+    assert launches["key_major.backward"] >= number
     if heads[0] // heads[1] < launch.FEW_ROWS:
-        assert launches["listed.forward"] >= number
+        assert launches["key_major.forward"] >= number
 
 
 @pytest.mark.parametrize("most", [True, False])
-@pytest.mark.parametrize("H, unite", [(32, launch.Unite(4, 1.6, 0)), (8, launch.Unite(16, 5.0, 0))])
-def test_alike(launches, most, H, unite):
+@pytest.mark.parametrize(
+    "H, make_unions", [(32, launch.UnionRule(4, 1.6, 0)), (8, launch.UnionRule(16, 5.0, 0))]
+)
+def test_alike(launches, most, H, make_unions):
     """Where most neighbours are alike dq is formed of their unions, as the device says; of few
     heads a group the forward of those that are, beside the first part of the others'."""
-    T, n, count = 640, 3, unite.lists
+    T, n, count = 640, 3, make_unions.members
     q, k, v = draw(T, T, H, 2, 128, 128, torch.bfloat16)
     lists = chosen(2, T, 2, n, 64)
     for first in range(0, T, count):
         if first // count % 5 < (4 if most else 2):
             lists[:, first : first + count] = lists[:, first + 1 : first + 2]
-    with launch.using({"listed_dq": True, "unite": unite}):
+    with launch.using({"key_major_dq_sm90": True, "union": make_unions}):
         assert_right(
             selected_attention, {"q": q, "k": k, "v": v}, torch.bfloat16, block_indices=lists,
             selection_block_size=64, num_initial_blocks=1, num_local_blocks=2, causal=True,
             return_lse=True, q_offset=0,
         )  # fmt: skip
-    assert launches["listed.backward"] == 1
-    assert launches.get("listed.forward", 0) == (H // 2 < launch.FEW_ROWS)
+    assert launches["key_major.backward"] == 1
+    assert launches.get("key_major.forward", 0) == (H // 2 < launch.FEW_ROWS)
 
 
 def assert_ranked(q, ck, S, **settings):
@@ -155,7 +157,7 @@ def assert_ranked(q, ck, S, **settings):
         compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
         num_selected_blocks=13, num_local_blocks=2, importance="probs",
     )  # fmt: skip
-    with launch.using({"probs": True}):
+    with launch.using({"softmax_mass_sm90": True}):
         selections.assert_right(q, ck, None, S, **{**usual, **settings})
 
 
@@ -180,7 +182,7 @@ def test_ranking(launches, heads, D, T, S, settings, dtype):
     causal = settings.get("causal", True)
     q, ck, _ = selections.draw(T, S, *heads, D, d=16, causal=causal, dtype=dtype)
     assert_ranked(q, ck, S, **settings)
-    assert launches == ({"ranking.rank": 1} if ck.shape[1] else {})
+    assert launches == ({"topk.rank": 1} if ck.shape[1] else {})
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_ranking_of_windows(launches, heads, l, d, s, n):
     q, ck, _ = selections.draw(150, 3000, *heads, 128, d=d, dtype=torch.bfloat16)
     sizes = selections.sizes(l, d, s)
     assert_ranked(q, ck, 3000, **sizes, num_selected_blocks=n)
-    assert launches == {"ranking.rank": 1}
+    assert launches == {"topk.rank": 1}
 
 
 def test_ranking_of_one_list(launches):
@@ -201,7 +203,7 @@ def test_ranking_of_one_list(launches):
     q[..., 0] += 3
     ck.view(2, -1, 4, 1, 128)[:, 5::16, ..., 0] += 3
     assert_ranked(q, ck, 16 * 64 * 15)
-    assert launches == {"ranking.rank": 1}
+    assert launches == {"topk.rank": 1}
 
 
 def test_ranking_in_other_places(launches):
@@ -211,7 +213,7 @@ def test_ranking_in_other_places(launches):
     call = selections.SETTINGS | selections.sizes(32, 16, 64)
     call |= dict(importance="probs", num_selected_blocks=13, seq_len=S, mem_k=None)
     apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, ck)]
-    with launch.using({"probs": True}):
+    with launch.using({"softmax_mass_sm90": True}):
         whole, _ = selections.triton_backend.select_blocks(q, ck, q_offset=0, **call)
         parts = [
             selections.triton_backend.select_blocks(part, ck, q_offset=start, **call)[0]
@@ -221,7 +223,7 @@ def test_ranking_in_other_places(launches):
         assert torch.equal(
             selections.triton_backend.select_blocks(*apart, q_offset=0, **call)[0], whole
         )
-    assert launches == {"ranking.rank": 4}
+    assert launches == {"topk.rank": 4}
 
 
 @pytest.mark.parametrize(
@@ -250,16 +252,16 @@ def test_layer(launches, heads, T, S, settings):
     tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
     d_out = torch.randn_like(q)
     call = tensors, d_out
-    none = dict.fromkeys(("gather", "intervals", "listed", "shared"), False)
+    none = dict.fromkeys(("query_major_sm90", "flash_sm90", "key_major_sm90", "union_sm90"), False)
     plain = layer(*call, none, **settings)
     assert launches == {}
-    first = layer(*call, {"listed_dq": True}, **settings)
-    assert launches["interval.forward"] == 2
+    first = layer(*call, {"key_major_dq_sm90": True}, **settings)
+    assert launches["flash.forward"] == 2
     for one, other in zip(first, plain, strict=True):
         error = (one.float() - other.float()).norm() / other.float().norm()
         assert error <= torch.finfo(torch.bfloat16).eps
     for _ in range(3):
-        again = layer(*call, {"listed_dq": True}, **settings)
+        again = layer(*call, {"key_major_dq_sm90": True}, **settings)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -275,9 +277,7 @@ def test_strided(launches):
 
     for one, other in zip(run(apart), run(whole), strict=True):
         assert torch.equal(one, other)
-    assert launches == dict.fromkeys(
-        ("interval.forward", "interval.backward_q", "interval.backward_kv"), 2
-    )
+    assert launches == dict.fromkeys(("flash.forward", "flash.backward_q", "flash.backward_kv"), 2)
 
 
 def test_gradient_at_any_address(launches):
@@ -292,10 +292,10 @@ def test_gradient_at_any_address(launches):
         compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
         num_selected_blocks=2, num_local_blocks=2, sliding_window_size=255,
     )  # fmt: skip
-    found = layer(tensors, d_out, {"listed_dq": True}, **settings)
-    assert launches["interval.backward_kv"] and launches["listed.backward"]
+    found = layer(tensors, d_out, {"key_major_dq_sm90": True}, **settings)
+    assert launches["flash.backward_kv"] and launches["key_major.backward"]
     for one, other in zip(
-        found, layer(tensors, d_out.clone(), {"listed_dq": True}, **settings), strict=True
+        found, layer(tensors, d_out.clone(), {"key_major_dq_sm90": True}, **settings), strict=True
     ):
         assert torch.equal(one, other)
 
@@ -323,8 +323,8 @@ def test_layer_of_strided_keys(launches):
         if apart:
             k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
         leaves = [t.detach().requires_grad_() for t in (q, k, v, ck, cv, gates)]
-        found.append(layer(leaves, d_out, {"listed_dq": True}, **settings))
-    assert launches["listed.backward"] == 2
+        found.append(layer(leaves, d_out, {"key_major_dq_sm90": True}, **settings))
+    assert launches["key_major.backward"] == 2
     assert all(torch.equal(*grads) for grads in zip(*found, strict=True))
 
 
@@ -340,8 +340,10 @@ def test_captured_without_a_sync(waits_for_nothing):
         compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
         num_selected_blocks=5, num_local_blocks=2, sliding_window_size=255,
     )  # fmt: skip
-    within = dict.fromkeys(("gather", "intervals", "shared", "listed_dq"), True)
-    within["unite"] = launch.Unite(4, 1.6, least=0)
+    within = dict.fromkeys(
+        ("query_major_sm90", "flash_sm90", "union_sm90", "key_major_dq_sm90"), True
+    )
+    within["union"] = launch.UnionRule(4, 1.6, least=0)
     right = layer(tensors, d_out, within, **settings)
     torch.cuda.synchronize()
     with waits_for_nothing():

@@ -47,7 +47,7 @@ def test_entries_lie_by_block_in_their_own_order(case, longest):
     block = torch.where(lists >= 0, line[..., None] * C + lists, -1).view(-1)
     order = block.argsort(stable=True)
     order = order[block[order] >= 0]
-    spans = csr.room(lists, K, C, chunk, length, heads, longest).fill(lists)
+    spans = csr.allocate(lists, K, C, chunk, length, heads, longest).run(lists)
     firsts = [(h, t) for h in range(0, K, heads) for t in range(0, T, length)]
     assert [(span.head, span.first) for span in spans] == firsts
     assert sum(span.length * span.heads for span in spans) == T * K
@@ -90,7 +90,7 @@ def test_lists_of_more_slots_than_a_share_has_entries():
     slots = torch.arange(SHARE + 8, device=DEVICE, dtype=torch.int32) % 4
     lists = slots.expand(1, 3, 1, -1)
     lists = lists.contiguous()
-    (span,) = csr.room(lists, 1, 4, 1 << 14, 3, 1).fill(lists)
+    (span,) = csr.allocate(lists, 1, 4, 1 << 14, 3, 1).run(lists)
     assert torch.equal(span.entries.long(), lists.reshape(-1).argsort(stable=True))
 
 
@@ -102,7 +102,7 @@ def test_parts_of_a_span(H, K, T, kernel):
     n = 13
     q, k = (torch.empty(1, T, heads, 128, device="meta") for heads in (H, K))
     lists = torch.empty(1, T, K, n, dtype=torch.int32, device="meta")
-    found = spans.room(q, k, launch.Selection(lists, 64, 1, 2, True), kernel, H // K).spans
+    found = spans.allocate(q, k, launch.Selection(lists, 64, 1, 2, True), kernel, H // K).spans
     assert sum(span.length * span.heads for span in found) == T * K
     first = found[0]
     share, tokens, most = launch.row(spans.PARTS[kernel], H // K)

@@ -117,9 +117,9 @@ def test_each_sequence_as_alone(mask_mod, score):
     out = masks.jagged_attention(q, k, v, mask_mod, score_mod=score_mod, scale=0.4)
     assert out.is_nested and out.layout == torch.jagged and out.offsets() is q.offsets()
     torch.testing.assert_close(out.values(), expected, rtol=0, atol=1e-12)
-    cotangent = torch.randn_like(expected)
-    got = torch.autograd.grad(out.values(), values, cotangent)
-    for grad, right in zip(got, torch.autograd.grad(expected, values, cotangent)):
+    bwd = torch.randn_like(expected)
+    got = torch.autograd.grad(out.values(), values, bwd)
+    for grad, right in zip(got, torch.autograd.grad(expected, values, bwd)):
         torch.testing.assert_close(grad, right, rtol=0, atol=1e-12)
     with torch.no_grad():
         out = masks.jagged_attention(q, k, v, mask_mod, score_mod=score_mod, scale=0.4)
@@ -208,9 +208,9 @@ def test_gpu_each_sequence_as_alone(lengths):
         out = masks.jagged_attention(q, k, v, mask_mod, score_mod=score_mod)
         expected = alone(exact, [lengths] * 3, mask_mod, score_mod)
         torch.testing.assert_close(out.values().double(), expected, rtol=0, atol=2e-3)
-        cotangent = torch.randn_like(out.values())
-        grads = torch.autograd.grad(out.values(), values, cotangent)
-        right = torch.autograd.grad(expected, exact, cotangent.double())
+        bwd = torch.randn_like(out.values())
+        grads = torch.autograd.grad(out.values(), values, bwd)
+        right = torch.autograd.grad(expected, exact, bwd.double())
         for grad, expected_grad in zip(grads, right):
             torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-3)
 

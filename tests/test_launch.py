@@ -38,19 +38,19 @@ def test_every_size_has_a_tile(monkeypatch, name):
         for width in (16, 80, 128, 192, 256):
             for groups in (1, 3, 16, 64):
                 found = [
-                    launch.interval_tile(kernel, wide, width, groups, dtype, keys)
+                    launch.flash_tile(kernel, wide, width, groups, dtype, keys)
                     for kernel in ("forward", "dq", "dkv", "prefix.dkv")
                     for wide in (True, False)
                     for keys in (0, 1, 512, 513, 1025)
                 ]
                 found += [
-                    launch.pair_tile(kernel, width, groups, dtype)
+                    launch.key_major_tile(kernel, width, groups, dtype)
                     for kernel in ("forward", "backward")
                 ]
                 found += [
-                    launch.gather_tile(kernel, width, rows, dtype)
+                    launch.query_major_tile(kernel, width, rows, dtype)
                     for kernel in ("forward", "dq")
-                    for rows in (groups, launch.architecture().gather_rows)
+                    for rows in (groups, launch.architecture().query_major_rows)
                 ]
                 found += [
                     launch.ranking_tile(*rule, dtype, interpolated)
@@ -67,8 +67,8 @@ def test_tile_of_one_head_a_group(monkeypatch):
     """Its own where it has one, and else that of small groups."""
     monkeypatch.setattr(launch, "architecture", lambda: tiles.HOPPER)
     own = [
-        launch.pair_tile(kernel, width, 1, torch.bfloat16)
-        != launch.pair_tile(kernel, width, 2, torch.bfloat16)
+        launch.key_major_tile(kernel, width, 1, torch.bfloat16)
+        != launch.key_major_tile(kernel, width, 2, torch.bfloat16)
         for kernel in ("forward", "backward")
         for width in (128, 256)
     ]
@@ -78,8 +78,8 @@ def test_tile_of_one_head_a_group(monkeypatch):
 def test_elsewhere_nothing_is_fetched_ahead():
     """What a GPU of unknown size holds least of is shared memory."""
     rows = tiles.ELSEWHERE
-    tables = [*rows.intervals.values(), *rows.pairs.values()]
-    tables += [table for by_rows in rows.gather.values() for table in by_rows.values()]
+    tables = [*rows.flash.values(), *rows.key_major.values()]
+    tables += [table for by_rows in rows.query_major.values() for table in by_rows.values()]
     tables += [rows.few_heads, rows.logits, rows.interpolated, *rows.probs.values()]
     assert {tile.num_stages for table in tables for tile in table.values()} == {1}
 
@@ -100,7 +100,7 @@ def test_a_length_compiles_nothing_anew(monkeypatch, importance):
             (self.fn.__module__, self.fn.__name__, *((n, given[n]) for n in sorted(constants)))
         )
 
-    monkeypatch.setattr(type(flash_fwd.forward_kernel), "run", record)
+    monkeypatch.setattr(type(flash_fwd.nsa_flash_fwd), "run", record)
     for T in (1100, 2311, 3800):
         compiled[T] = set()
         shapes = (T, 4, 16), (T, 1, 16), (T, 1, 16), (T // 4, 1, 16), (T // 4, 1, 16), (T, 4, 3)
@@ -149,7 +149,7 @@ def written(B, K):
 def test_a_flipped_grid_gives_the_same(monkeypatch, call):
     """As for more rows x heads than fit along an axis."""
     results = []
-    with launch.using({"unite": launch.Unite(4, 1.1, least=0)}):
+    with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
         for most in (launch.MOST_LINES, 0):
             monkeypatch.setattr(launch, "MOST_LINES", most)
             torch.manual_seed(0)
@@ -208,12 +208,12 @@ def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
     k, v = (torch.zeros(1, at["S"], 1, at[width], dtype=at["dtype"]) for width in "DE")
     kind = at.get("kind", device.CAUSAL_WINDOW).value
     starts = torch.zeros(1, dtype=torch.int32) if at.get("ragged") else None
-    place = launch.Place(kind, 63, 16, soft_cap=at.get("soft_cap"), starts=starts)
-    inner = launch.Place(device.LOCAL_BLOCKS.value, 16, 16) if at.get("inner") else None
+    place = launch.KVRange(kind, 63, 16, soft_cap=at.get("soft_cap"), starts=starts)
+    inner = launch.KVRange(device.LOCAL_BLOCKS.value, 16, 16) if at.get("inner") else None
     sizes = [16, 16] * 9 if at.get("sized") else None
-    with launch.using({"intervals": at.get("allowed", True)}), sized(sizes):
+    with launch.using({"flash_sm90": at.get("allowed", True)}), sized(sizes):
         for kernel in ("forward", "dq", "dkv"):
-            assert hopper.serves(kernel, q, k, v, place, at["scale"], inner) == served
+            assert hopper.is_supported(kernel, q, k, v, place, at["scale"], inner) == served
 
 
 @pytest.mark.parametrize(
@@ -264,11 +264,11 @@ def test_where_listed_blocks_are_walked_on_a_hopper(monkeypatch, change, served,
     hopper = pytest.importorskip("native_sparse_attention.kernels.selected.key_major_sm90")
     monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
     tensors, selection, at = a_selection(change)
-    tried = {"listed": at.get("allowed", True)}
+    tried = {"key_major_sm90": at.get("allowed", True)}
     if "allowed_dq" in at:
-        tried["listed_dq"] = at["allowed_dq"]
+        tried["key_major_dq_sm90"] = at["allowed_dq"]
     with launch.using(tried), sized([16, 16] * 9 if at.get("sized") else None):
-        assert hopper.serves(*tensors, selection, at["scale"]) == served
+        assert hopper.is_supported(*tensors, selection, at["scale"]) == served
         assert hopper.forms_dq(*tensors, selection, at["scale"]) == with_dq
 
 
@@ -296,11 +296,11 @@ def test_where_a_tile_has_a_list_on_a_hopper(monkeypatch, change, served):
     monkeypatch.setattr(hopper.sm90, "multiprocessors", lambda device: 6)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     tensors, selection, at = a_selection({"stride": 4} | change)
-    unions = SimpleNamespace(lists=at["united"]) if "united" in at else None
+    unions = SimpleNamespace(members=at["united"]) if "united" in at else None
     sizes = [16, 16] * 9 if at.get("sized") else None
-    with launch.using({"gather": at.get("allowed", True)}), sized(sizes):
+    with launch.using({"query_major_sm90": at.get("allowed", True)}), sized(sizes):
         for kernel in ("forward", "dq"):
-            found = hopper.serves(*tensors, selection, at["scale"], kernel, unions)
+            found = hopper.is_supported(*tensors, selection, at["scale"], kernel, unions)
             assert found == served
 
 
@@ -321,5 +321,5 @@ def test_where_blocks_are_shared(monkeypatch, change, served):
     monkeypatch.setattr(shared.sm90, "multiprocessors", lambda device: 6)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     tensors, selection, at = a_selection(change)
-    with launch.using({"shared": at.get("allowed", True)}):
-        assert shared.serves(*tensors, selection, at["scale"]) == served
+    with launch.using({"union_sm90": at.get("allowed", True)}):
+        assert shared.is_supported(*tensors, selection, at["scale"]) == served

@@ -55,7 +55,18 @@ both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "not caus
 @pytest.fixture(autouse=True)
 def small_problems():
     """The kernels of a Hopper take these too."""
-    with launch.using(dict.fromkeys(("gather", "intervals", "shared", "listed_dq", "probs"), True)):
+    with launch.using(
+        dict.fromkeys(
+            (
+                "query_major_sm90",
+                "flash_sm90",
+                "union_sm90",
+                "key_major_dq_sm90",
+                "softmax_mass_sm90",
+            ),
+            True,
+        )
+    ):
         yield
 
 

@@ -15,7 +15,7 @@ from tests.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
 from native_sparse_attention.kernels.common import key_norms, launch
-from native_sparse_attention.kernels.common.launch import Unite
+from native_sparse_attention.kernels.common.launch import UnionRule
 from native_sparse_attention.kernels.selected import query_major
 
 pytestmark = pytest.mark.kernels
@@ -28,7 +28,7 @@ def measured(monkeypatch):
     """Also what the interpreter can run, and lists that are united."""
     monkeypatch.setattr(key_norms, "MEASURED", (DTYPE,))
     monkeypatch.setattr(query_major, "BOUNDED_ROWS", 1)
-    monkeypatch.setitem(launch.override, "unite", Unite(2, 1.6, least=0))
+    monkeypatch.setitem(launch.override, "union", UnionRule(2, 1.6, least=0))
 
 
 def sized(q, size):

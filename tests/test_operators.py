@@ -123,11 +123,11 @@ def own_window(tensors):
 # each with the operators that it calls
 CASES = {
     "window": (
-        ("interval_attention", "interval_attention_backward"),
+        ("range_attention", "range_attention_backward"),
         lambda: window(draw(), block_sizes=library.BlockSizes(*[16, 32] * 9)),
     ),
     "compressed": (
-        ("interval_attention", "interval_attention_backward"),
+        ("range_attention", "range_attention_backward"),
         lambda: compressed(draw(m=2), q_offset=torch.tensor([0], device=DEVICE), sinks=leaf(4)),
     ),
     "selected": (
@@ -139,7 +139,7 @@ CASES = {
         lambda: ranked(draw(m=2), importance="probs"),
     ),
     "layer": (
-        ("layer", "layer_cotangents", "layer_backward"),
+        ("layer", "layer_backward_preprocess", "layer_backward"),
         lambda: layer(draw()),
     ),
     "recomputed": (
@@ -164,7 +164,7 @@ def test_well_formed(case):
     assert {func._schema.name.split("::")[1] for func in calls.found} == set(names)
     for func, args in calls.found.items():
         # backwards have no gradients of their own
-        if func._schema.name.endswith(("backward", "cotangents")):
+        if func._schema.name.endswith(("backward", "preprocess")):
             args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
         torch.library.opcheck(func, args)
 

@@ -142,7 +142,18 @@ def results(call, problem):
 @pytest.mark.parametrize("case, heads", RUNS, ids=str)
 def test_the_same_bits(case, heads, dtype, T):
     problem = Problem(heads, dtype, T)
-    with launch.using(dict.fromkeys(("gather", "intervals", "shared", "listed_dq", "probs"), True)):
+    with launch.using(
+        dict.fromkeys(
+            (
+                "query_major_sm90",
+                "flash_sm90",
+                "union_sm90",
+                "key_major_dq_sm90",
+                "softmax_mass_sm90",
+            ),
+            True,
+        )
+    ):
         expected = results(CASES[case], problem)
         with poisoned():
             found = results(CASES[case], problem)

@@ -61,27 +61,30 @@ def small(H, K, stride=1):
     return problem.Setting(T=1024, H=H, K=K, n=5, w=255, stride=stride)
 
 
-GLUON = {"gather": True, "intervals": True, "listed": True}
-TRITON = dict.fromkeys(("gather", "intervals", "listed", "shared", "probs"), False)
-UNITED = launch.Unite(4, 1.6, least=0)
+GLUON = {"query_major_sm90": True, "flash_sm90": True, "key_major_sm90": True}
+TRITON = dict.fromkeys(
+    ("query_major_sm90", "flash_sm90", "key_major_sm90", "union_sm90", "softmax_mass_sm90"), False
+)
+UNION = launch.UnionRule(4, 1.6, least=0)
 # heads, tokens a ranking, importance, neighbours that are almost one, what serves
 CASES = {
-    "shared blocks": (32, 2, 1, "logits", 1, {**GLUON, "shared": True}),
+    "shared blocks": (32, 2, 1, "logits", 1, {**GLUON, "union_sm90": True}),
     "shared blocks and unions": (
-        32, 2, 1, "logits", 16, {**GLUON, "shared": True, "unite": UNITED}
+        32, 2, 1, "logits", 16, {**GLUON, "union_sm90": True, "union": UNION}
     ),
-    "shared blocks of lists": (8, 2, 4, "probs", 1, {**GLUON, "shared": True, "probs": True}),
-    "united lists": (32, 2, 1, "logits", 16, {**GLUON, "shared": False, "unite": UNITED}),
-    "united lists, dq by block": (
-        32, 2, 1, "probs", 16, {**GLUON, "shared": False, "listed_dq": True, "unite": UNITED}
+    "shared blocks of lists": (8, 2, 4, "probs", 1, {**GLUON, "union_sm90": True,
+    "softmax_mass_sm90": True}), "united lists": (32, 2, 1, "logits", 16, {**GLUON,
+    "union_sm90": False, "union": UNION}), "united lists, dq by block": (
+        32, 2, 1, "probs", 16, {**GLUON, "union_sm90": False, "key_major_dq_sm90": True,
+        "union": UNION}
     ),
-    "dq by block": (16, 1, 1, "probs", 1, {**GLUON, "probs": True, "listed_dq": True}),
-    "a tile a list": (32, 2, 4, "logits", 1, GLUON),
+    "dq by block": (16, 1, 1, "probs", 1, {**GLUON, "softmax_mass_sm90": True,
+    "key_major_dq_sm90": True}), "a tile a list": (32, 2, 4, "logits", 1, GLUON),
     "pairs": (8, 2, 1, "logits", 1, GLUON),
-    "pairs and unions": (8, 2, 1, "probs", 16, {**GLUON, "probs": True}),
+    "pairs and unions": (8, 2, 1, "probs", 16, {**GLUON, "softmax_mass_sm90": True}),
     "pairs of one head": (2, 2, 1, "logits", 1, GLUON),
-    "many tokens a ranking": (2, 2, 16, "probs", 1, {**GLUON, "shared": True}),
-    "by other kernels": (32, 2, 1, "probs", 16, {**TRITON, "unite": UNITED}),
+    "many tokens a ranking": (2, 2, 16, "probs", 1, {**GLUON, "union_sm90": True}),
+    "by other kernels": (32, 2, 1, "probs", 16, {**TRITON, "union": UNION}),
     "pairs by other kernels": (8, 2, 1, "probs", 16, TRITON),
     "as it is": (32, 2, 1, "logits", 1, {}),
 }  # fmt: skip
@@ -107,7 +110,7 @@ def test_many_runs_by_spans(heads, monkeypatch):
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
     monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
     tensors, d_out = draw(setting, B=2)
-    within, settings = {**GLUON, "listed_dq": True}, layer_settings(setting)
+    within, settings = {**GLUON, "key_major_dq_sm90": True}, layer_settings(setting)
     assert runs_that_differ(lambda: layer(tensors, d_out, within, **settings), 200) == 0
 
 

@@ -137,19 +137,19 @@ def test_flex_attention_and_definition(name, flex_gradients):
         learned_or_held = learned
     tensors = draw()
     expected = expected_attention(*tensors, by_formula(name, learned_or_held))
-    cotangent = torch.randn_like(expected)
+    bwd = torch.randn_like(expected)
     leaves = (*tensors, *learned)
-    right = torch.autograd.grad(expected, leaves, cotangent)
+    right = torch.autograd.grad(expected, leaves, bwd)
     block_mask = masks.block_mask_of(masks.causal, 9, 13, "cpu")
 
     out = masks.dense_attention(*tensors, mask_mod=masks.causal, score_mod=mod)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    for got, grad in zip(torch.autograd.grad(out, leaves, cotangent), right):
+    for got, grad in zip(torch.autograd.grad(out, leaves, bwd), right):
         torch.testing.assert_close(got, grad, rtol=0, atol=1e-12)
 
     out = flex_gradients(*tensors, score_mod=mod, block_mask=block_mask)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    for got, grad in zip(torch.autograd.grad(out, leaves, cotangent), right):
+    for got, grad in zip(torch.autograd.grad(out, leaves, bwd), right):
         torch.testing.assert_close(got, grad, rtol=0, atol=1e-12)
 
 
@@ -194,10 +194,10 @@ def test_gpu_agrees(name):
     # the instruction's error is 2^-11 of a tanh, which a softmax of capped scores hardly raises
     close = {"rtol": 0, "atol": 5e-3}
     torch.testing.assert_close(out.double(), expected, **close)
-    cotangent = torch.randn_like(out)
+    bwd = torch.randn_like(out)
     leaves, right = (*tensors, *learned), (*exact, *of_double[: len(learned)])
-    grads = torch.autograd.grad(out, leaves, cotangent)
-    expected_grads = torch.autograd.grad(expected, right, cotangent.double())
+    grads = torch.autograd.grad(out, leaves, bwd)
+    expected_grads = torch.autograd.grad(expected, right, bwd.double())
     for t, grad, expected_grad in zip(leaves, grads, expected_grads):
         # what is learned sums the gradients of very many scores
         atol = 5e-3 * (1 if t.ndim == 4 else max(1.0, expected_grad.abs().max().item()))

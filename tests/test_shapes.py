@@ -16,7 +16,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA
 
 FORCED = {"num_initial_blocks": 1, "num_local_blocks": 2}
 # the kernels in Triton, where a Hopper takes others
-IN_TRITON = dict.fromkeys(("gather", "intervals", "listed", "listed_dq", "shared", "probs"), False)
+IN_TRITON = dict.fromkeys(
+    (
+        "query_major_sm90",
+        "flash_sm90",
+        "key_major_sm90",
+        "key_major_dq_sm90",
+        "union_sm90",
+        "softmax_mass_sm90",
+    ),
+    False,
+)
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 

@@ -41,7 +41,7 @@ def launches(monkeypatch):
         return run(*args)
 
     monkeypatch.setattr(union_sm90, "forward", counted)
-    with launch.using({"shared": True}):
+    with launch.using({"union_sm90": True}):
         yield seen
 
 
@@ -74,7 +74,7 @@ def test_some_alike(launches, n, often):
     for group in range(T // 4):
         if group % 10 < often:
             lists[:, 4 * group : 4 * group + 4] = lists[:, 4 * group : 4 * group + 1]
-    with launch.using({"unite": launch.Unite(4, 1.6, least=0)}):
+    with launch.using({"union": launch.UnionRule(4, 1.6, least=0)}):
         assert_right(
             selected_attention, {"q": q, "k": k, "v": v}, torch.bfloat16, block_indices=lists,
             selection_block_size=64, num_initial_blocks=1, num_local_blocks=2, causal=True,
@@ -143,9 +143,9 @@ def test_layer(launches, heads, stride, sinks):
         "selection_stride": stride,
         "sinks": torch.randn(3, heads[0], device=DEVICE) if sinks else None,
     }
-    apart = layer(tensors, d_out, {"shared": False}, **settings)
+    apart = layer(tensors, d_out, {"union_sm90": False}, **settings)
     assert launches == []
-    found = layer(tensors, d_out, {"shared": True}, **settings)
+    found = layer(tensors, d_out, {"union_sm90": True}, **settings)
     for one, other in zip(found, apart, strict=True):
         error = (one.float() - other.float()).norm() / other.float().norm()
         assert error <= torch.finfo(torch.bfloat16).eps

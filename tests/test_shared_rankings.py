@@ -39,12 +39,12 @@ def test_tokens_that_share_a_ranking(monkeypatch, heads, D, stride, T, S, causal
     gates = torch.rand(2, T, heads[0], 3, device=DEVICE).to(torch.bfloat16)
     tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
     d_out = torch.randn_like(q)
-    plain = layer(tensors, d_out, {"intervals": False, "listed": False}, **settings)
+    plain = layer(tensors, d_out, {"flash_sm90": False, "key_major_sm90": False}, **settings)
     assert taken == []
-    found = layer(tensors, d_out, {"intervals": True}, **settings)
+    found = layer(tensors, d_out, {"flash_sm90": True}, **settings)
     assert taken == [tokens]
     for one, other in zip(found, plain, strict=True):
         error = (one.float() - other.float()).norm() / other.float().norm()
         assert error <= torch.finfo(torch.bfloat16).eps
-    again = layer(tensors, d_out, {"intervals": True}, **settings)
+    again = layer(tensors, d_out, {"flash_sm90": True}, **settings)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))

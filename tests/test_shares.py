@@ -41,7 +41,7 @@ def test_add_up(B, K, D, E, parts, dtype):
     for part in drawn:
         for right, d in zip(sums, part, strict=True):
             right[:, : d.shape[2]] += d.double().sum(0)
-    for found, right in zip(reduce.add_up(drawn, k, v, dtype), sums, strict=True):
+    for found, right in zip(reduce.reduce_partials(drawn, k, v, dtype), sums, strict=True):
         assert found.dtype == dtype and found.is_contiguous()
         torch.testing.assert_close(found, right.to(dtype), rtol=torch.finfo(dtype).eps, atol=2e-6)
 
@@ -49,17 +49,17 @@ def test_add_up(B, K, D, E, parts, dtype):
 def test_in_place():
     """What there is for some keys is added to one share of all keys."""
     k, v, (first, *others) = draw(2, 2, 16, 24, (1, 37), (3, 12))
-    dk, dv = reduce.add_up([first, *others], k, v)
+    dk, dv = reduce.reduce_partials([first, *others], k, v)
     assert dk.data_ptr() == first[0].data_ptr() and dv.data_ptr() == first[1].data_ptr()
-    _, other = reduce.add_up([first, *others], k, v, torch.float16)
+    _, other = reduce.reduce_partials([first, *others], k, v, torch.float16)
     assert other.data_ptr() != first[1].data_ptr()
 
 
 def test_nothing_to_add():
     """One share of all keys is what there is, and is not copied; no keys have no gradient."""
     k, v, [part] = draw(2, 2, 16, 16, (1, 37))
-    dk, dv = reduce.add_up([part], k, v)
+    dk, dv = reduce.reduce_partials([part], k, v)
     assert dk.data_ptr() == part[0].data_ptr() and dv.data_ptr() == part[1].data_ptr()
     empty = [t[:, :, :0] for t in part]
-    dk, dv = reduce.add_up([(empty[0], empty[1])], k[:, :0], v[:, :0], torch.bfloat16)
+    dk, dv = reduce.reduce_partials([(empty[0], empty[1])], k[:, :0], v[:, :0], torch.bfloat16)
     assert dk.shape == (2, 0, 2, 16) and dk.dtype == dv.dtype == torch.bfloat16

@@ -14,13 +14,13 @@ from tests.budget import CUDA, DEVICE, assert_right, draw
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.common.launch import Cotangent, Selection, Sum, Unite
+from native_sparse_attention.kernels.common.launch import BackwardInputs, Selection, Sum, UnionRule
 from native_sparse_attention.kernels.selected import query_major, union
 
 pytestmark = pytest.mark.kernels
 
 GROUP = 4
-RULE = Unite(GROUP, 1.6, least=0)
+RULE = UnionRule(GROUP, 1.6, least=0)
 
 
 def draw_lists(B, T, R, n, num_blocks, size=GROUP):
@@ -47,18 +47,19 @@ def draw_lists(B, T, R, n, num_blocks, size=GROUP):
 def expected(selection, rule):
     """Of each group: its blocks in their order of appearance, with the lists that hold each; empty
     where it is not united."""
-    B, T, R, _ = selection.lists.shape
+    B, T, R, _ = selection.block_indices.shape
     starts = [selection.start] * B if selection.starts is None else selection.starts.tolist()
     unions = {}
     for b in range(B):
-        size = rule.lists * selection.stride
+        size = rule.members * selection.stride
         for r in range(R):
             for group, first in enumerate(range(-(starts[b] % selection.stride), T, size)):
                 members, total = {}, 0
-                for i in range(rule.lists):
+                for i in range(rule.members):
                     token = max(first + i * selection.stride, 0)
                     if token < T:
-                        blocks = [c for c in selection.lists[b, token, r].tolist() if c >= 0]
+                        row = selection.block_indices[b, token, r].tolist()
+                        blocks = [c for c in row if c >= 0]
                         total += len(blocks)
                         for c in blocks:
                             members[c] = members.get(c, 0) | 1 << i
@@ -77,9 +78,9 @@ def test_unions(stride, n, ragged):
     starts = torch.tensor([7, 2], device=DEVICE) if ragged else None
     selection = Selection(lists, 8, 0, 1, True, 5, starts, stride=stride)
     rest = torch.empty_like(lists)
-    with launch.using({"unite": RULE}):
-        unions, cost = union.room_for_alike(selection, 2 * R, torch.float16)
-    union.fill(selection, unions, cost, rest=rest)
+    with launch.using({"union": RULE}):
+        unions, cost = union.allocate_unions(selection, 2 * R, torch.float16)
+    union.write_unions(selection, unions, cost, rest=rest)
     right = expected(selection, RULE)
     some = [bool(members) for members in right.values()]
     assert any(some) and not all(some)
@@ -103,16 +104,19 @@ def test_unions(stride, n, ragged):
 def test_where_none_are_united():
     lists = draw_lists(1, 16, 1, 3, 9)
     selection = Selection(lists, 8, 0, 1, True)
-    with launch.using({"unite": RULE}):
-        assert union.unite(selection, 16, torch.float16) is not None
+    with launch.using({"union": RULE}):
+        assert union.make_unions(selection, 16, torch.float16) is not None
         gated = replace(selection, gates=torch.ones(lists.shape, device=DEVICE))
-        assert union.unite(gated, 16, torch.float16) is None
-        assert union.unite(selection, 64, torch.float16) is None, "more rows than a tile has"
-        assert union.unite(replace(selection, lists=lists[..., :0]), 16, torch.float16) is None
-    assert union.unite(selection, 16, torch.float16) is None, "few tokens"
-    assert launch.uniting(16, torch.float32) is None
-    with launch.using({"unite": None}):
-        assert launch.uniting(16, torch.float16) is None
+        assert union.make_unions(gated, 16, torch.float16) is None
+        assert union.make_unions(selection, 64, torch.float16) is None, "more rows than a tile has"
+        assert (
+            union.make_unions(replace(selection, block_indices=lists[..., :0]), 16, torch.float16)
+            is None
+        )
+    assert union.make_unions(selection, 16, torch.float16) is None, "few tokens"
+    assert launch.union_rule(16, torch.float32) is None
+    with launch.using({"union": None}):
+        assert launch.union_rule(16, torch.float16) is None
 
 
 def test_two_lists_of_32_rows_are_one_tile():
@@ -121,9 +125,9 @@ def test_two_lists_of_32_rows_are_one_tile():
     lists[0, 4:6] = -1
     lists[1, 7] = -1
     selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
-    with launch.using({"unite": replace(launch.uniting(32, torch.float16), least=0)}):
-        unions = union.unite(selection, 32, torch.float16)
-    assert unions.lists == 2
+    with launch.using({"union": replace(launch.union_rule(32, torch.float16), least=0)}):
+        unions = union.make_unions(selection, 32, torch.float16)
+    assert unions.members == 2
     united = unions.counts[:, 0] > 0
     assert united.sum() == 19 and not united[0, 2], "all groups but the one without blocks"
 
@@ -131,7 +135,7 @@ def test_two_lists_of_32_rows_are_one_tile():
 @pytest.mark.parametrize("united", [0, 18, 19, 38])
 def test_most(united):
     selection = Selection(draw_lists(2, 76, 1, 3, 9), 8, 0, 1, True)
-    unions = union.room(selection, GROUP, 3 * GROUP)
+    unions = union.allocate(selection, GROUP, 3 * GROUP)
     places = torch.randperm(unions.counts.numel())[:united]
     unions.counts.zero_().view(-1)[places.to(DEVICE)] = 2
     out = torch.empty((), dtype=torch.int32, device=DEVICE)
@@ -161,13 +165,13 @@ if CUDA:
 )
 def test_selected(monkeypatch, dtype, heads, tiles, given):
     """Groups that are united and groups that are not in one call; twice the same, bit for bit."""
-    united, once = [], union.fill
+    united, once = [], union.write_unions
 
     def watched(selection, unions, *others, **named):
         once(selection, unions, *others, **named)
         united.append((unions.counts > 0).tolist())
 
-    monkeypatch.setattr(union, "fill", watched)
+    monkeypatch.setattr(union, "write_unions", watched)
     monkeypatch.setattr(launch, "tiles_a_program", lambda *_: tiles)
     B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
     place = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
@@ -188,7 +192,7 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
 
     def op(q, k, v, backend):
         if backend == "triton":
-            return operators.listed_attention(
+            return operators.selected_attention_op(
                 q, k, v, lists, None, place["starts"], None, None, None, s, place["num_initial"],
                 place["num_local"], place["causal"], place["stride"], place["start"],
                 q.shape[-1] ** -0.5, None, None,
@@ -200,7 +204,7 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
             backend=backend,
         )  # fmt: skip
 
-    with launch.using({"unite": RULE}):
+    with launch.using({"union": RULE}):
         assert_right(op, {"q": q, "k": k, "v": v}, dtype)
         assert "True" in str(united) and "False" in str(united)
         runs = []
@@ -223,14 +227,14 @@ def test_dq_where_most_are_united(monkeypatch, tiles):
     q, k, v = draw(T, T + 16, H, 1, D, D, torch.float16)
     q, k, v = q[:1], k[:1], v[:1]
     rows = torch.zeros(1, T, H, device=DEVICE)
-    cotangent = Cotangent(torch.randn_like(q).contiguous(), rows, rows)
-    with launch.using({"unite": RULE}):
-        unions = union.unite(selection, H, q.dtype)
+    bwd = BackwardInputs(torch.randn_like(q).contiguous(), rows, rows)
+    with launch.using({"union": RULE}):
+        unions = union.make_unions(selection, H, q.dtype)
     assert (unions.counts > 0).any() and (unions.counts == 0).any()
 
     def dq(unions, only):
         total = Sum(q)
-        query_major.backward_q(q, k, v, selection, 0.25, cotangent, total, unions, only)
+        query_major.backward_q(q, k, v, selection, 0.25, bwd, total, unions, only)
         return total.total().float()
 
     exact = dq(None, None)
@@ -251,18 +255,18 @@ def test_tiles_of_a_program_are_a_power_of_two():
 def test_unions_have_a_tile_of_their_own():
     """One to try out leaves that of single lists alone, and the other way round."""
     sizes = (64, 64, torch.bfloat16)
-    for united, name in ((True, "united.dq"), (False, "gather.dq")):
-        before = launch.gather_tile("dq", *sizes, not united)
+    for united, name in ((True, "union.dq"), (False, "query_major.dq")):
+        before = launch.query_major_tile("dq", *sizes, not united)
         with launch.using({name: launch.Tile(64, 16, 2, 1)}):
-            assert launch.gather_tile("dq", *sizes, united).block_n == 16
-            assert launch.gather_tile("dq", *sizes, not united) == before
+            assert launch.query_major_tile("dq", *sizes, united).block_n == 16
+            assert launch.query_major_tile("dq", *sizes, not united) == before
 
 
 def shared_unions(selection, blocks, alike=None):
-    limit = min(8 * selection.lists.shape[3], blocks)
-    unions = union.room(selection, 8, limit)
+    limit = min(8 * selection.block_indices.shape[3], blocks)
+    unions = union.allocate(selection, 8, limit)
     cost = None if alike is None else RULE.cost
-    union.fill(selection, alike or unions, cost, unions, chunk=3)
+    union.write_unions(selection, alike or unions, cost, unions, chunk=3)
     return unions
 
 
@@ -290,7 +294,7 @@ def test_shared(n, T, blocks):
         return sum((a & b) > 0 for some in chunks for a, b in itertools.combinations(some, 2))
 
     found, sorted_ = 0, 0
-    for place, members in expected(selection, Unite(8, 0.0, least=0)).items():
+    for place, members in expected(selection, UnionRule(8, 0.0, least=0)).items():
         assert members_of(unions, place) == members
         found += meetings(list(members_of(unions, place).values()))
         sorted_ += meetings([members[c] for c in sorted(members)])
@@ -306,11 +310,11 @@ def test_shared_and_alike(most):
     if most:
         lists[:, 4:40] = lists[:, :1]
     selection = Selection(lists, 8, 0, 1, True)
-    with launch.using({"unite": RULE}):
-        apart = union.unite(selection, 8, torch.float16)
-        alike, _cost = union.room_for_alike(selection, 8, torch.float16, beside_shared=True)
+    with launch.using({"union": RULE}):
+        apart = union.make_unions(selection, 8, torch.float16)
+        alike, _cost = union.allocate_unions(selection, 8, torch.float16, beside_shared=True)
     unions = shared_unions(selection, blocks, alike)
-    left, members = set(), expected(selection, Unite(8, 0.0, least=0))
+    left, members = set(), expected(selection, UnionRule(8, 0.0, least=0))
     for b, r, group in members:
         halves = range(2 * group, min(2 * group + 2, apart.groups))
         if all(apart.counts[b, r, half] > 0 for half in halves):

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from .common import launch
 from .common.counts import cdiv
-from .common.launch import Cotangent
-from .common.primitives import finite_log2, load_rows, store_mixed
+from .common.launch import BackwardInputs
+from .common.primitives import finite_log2, load_rows, store_combined
 
 # rows of a program; of the backward, which reads more of each
 BLOCK_ROWS, BACKWARD_ROWS = 32, 16
 
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
-def combine_kernel(
+def nsa_combine_fwd(
     cmp, sel, win, gates, out, ROWS, H, T, g_b, g_t, g_h, g_3,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -25,11 +25,11 @@ def combine_kernel(
     real = row < ROWS
     gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
     of_sel = load_rows(sel, row * E, E, BLOCK_E, real).to(tl.float32)
-    store_mixed(out, of_sel, cmp, win, gate, row, g_3, E, BLOCK_E, real)
+    store_combined(out, of_sel, cmp, win, gate, row, g_3, E, BLOCK_E, real)
 
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
-def combine_backward_kernel(
+def nsa_combine_bwd(
     cmp, sel, win, lse_cmp, lse_sel, lse_win, gates, d_out, d_gates, delta, gated, ROWS, H, T,
     g_b, g_t, g_h, g_3,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -63,7 +63,7 @@ def combine_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["ROWS"])
-def delta_kernel(
+def nsa_bwd_preprocess(
     out, d_out, lse, d_lse, log, delta, ROWS,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -97,35 +97,36 @@ def arguments(outs: list[Tensor], gates: Tensor, block: int) -> tuple[tuple[int]
 def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
     """Write `sum_b gate_b out_b` of contiguous outs [B T H E] and gates [B T H 3] to out."""
     grid, args = arguments(outs, gates, BLOCK_ROWS)
-    combine_kernel[grid](out=out, **args)
+    nsa_combine_fwd[grid](out=out, **args)
 
 
 def backward(
     d_out: Tensor, outs: list[Tensor], lses: list[Tensor], gates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_gates [B T H 3], and of each branch the gated lse and delta [3 B T H], of which
-    `cotangents` makes what its backward starts from."""
+    `branch_backward_inputs` makes what its backward starts from."""
     d_gates = gates.new_empty(gates.shape)
     delta, gated = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
     grid, args = arguments(outs, gates, BACKWARD_ROWS)
     args |= dict(zip(("lse_cmp", "lse_sel", "lse_win"), lses, strict=True))
-    combine_backward_kernel[grid](d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args)
+    nsa_combine_bwd[grid](d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args)
     return d_gates, gated, delta
 
 
-def cotangents(d_out: Tensor, gated: Tensor, delta: Tensor) -> list[Cotangent]:
+def branch_backward_inputs(d_out: Tensor, gated: Tensor, delta: Tensor) -> list[BackwardInputs]:
     """What the backward of each branch starts from."""
     return [
-        Cotangent(d_out, *of_branch, gated=True) for of_branch in zip(gated, delta, strict=True)
+        BackwardInputs(d_out, *of_branch, gated=True)
+        for of_branch in zip(gated, delta, strict=True)
     ]
 
 
-def cotangent(d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor) -> Cotangent:
+def backward_inputs(d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor) -> BackwardInputs:
     """What the backward of one branch alone starts from, given all of it contiguous."""
     E = out.shape[-1]
     log, delta = torch.empty_like(lse), torch.empty_like(lse)
-    delta_kernel[(cdiv(delta.numel(), BLOCK_ROWS),)](
+    nsa_bwd_preprocess[(cdiv(delta.numel(), BLOCK_ROWS),)](
         out, d_out, lse, d_lse, log, delta, delta.numel(),
         E=E, BLOCK_E=launch.padded(E), BLOCK_M=BLOCK_ROWS,
     )  # fmt: skip
-    return Cotangent(d_out, log, delta)
+    return BackwardInputs(d_out, log, delta)

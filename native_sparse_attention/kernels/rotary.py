@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .common import launch
 from .common.counts import cdiv
-from .common.primitives import grid_place, load_rows, store_rows
+from .common.primitives import grid_position, load_rows, store_rows
 
 # features of a tile, and tiles that a program turns by the angles that it formed
 FEATURES = 1024
@@ -47,7 +47,7 @@ def turn(
 
 
 @triton.jit(do_not_specialize=["start", "T"])
-def rotate_kernel(
+def nsa_rotary(
     q, k, q_out, k_out, freqs, starts, positions, start, factor, T, H, K, q_b, q_t, q_h, k_b, k_t,
     k_h, p_b, p_t,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
@@ -56,7 +56,7 @@ def rotate_kernel(
 ):  # fmt: skip
     """One program: some heads of q, or of k, of some tokens of a row. The angle of a pair is the
     token's position over `factor`, times the pair's frequency."""
-    tile, b, _tiles, _rows = grid_place(FLIPPED)
+    tile, b, _tiles, _rows = grid_position(FLIPPED)
     group, b = tile % GROUPS, b.to(tl.int64)
     t = tile // GROUPS * TOKENS + tl.arange(0, TOKENS)
     if GIVEN:
@@ -117,7 +117,7 @@ def launch_pair(tensors: list[Tensor], outs: list[Tensor], where: dict[str, Any]
     q_groups, k_groups = (cdiv(n, heads * tiles) for n in (H, K))
     groups = q_groups + k_groups * (len(tensors) - 1)
     grid, flipped = launch.grid(cdiv(T, tokens) * groups, B)
-    rotate_kernel[grid](
+    nsa_rotary[grid](
         q=q, k=k, q_out=outs[0], k_out=outs[-1], T=T, H=H, K=K, **launch.strides("q", q, "bht"),
         **launch.strides("k", k, "bht"), TOKENS=tokens, HEADS=heads, TILES=tiles, GROUPS=groups,
         Q_GROUPS=q_groups, D=D, BLOCK_D=block_d, FLIPPED=flipped, **where, num_warps=4,

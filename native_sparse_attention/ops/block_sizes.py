@@ -115,10 +115,10 @@ class BlockSizes:
         sizes: list[int] = []
         for kernel in ("forward", "dq", "dkv"):
             for wide in (True, False):
-                tile = launch.interval_tile(kernel, wide, *how)
+                tile = launch.flash_tile(kernel, wide, *how)
                 sizes += (tile.block_m, tile.block_n)
-            by_block = launch.pair_tile("forward" if kernel == "forward" else "backward", *how)
-            by_query = by_block if kernel == "dkv" else launch.gather_tile(kernel, *how)
+            by_block = launch.key_major_tile("forward" if kernel == "forward" else "backward", *how)
+            by_query = by_block if kernel == "dkv" else launch.query_major_tile(kernel, *how)
             sizes += (by_block.block_m, by_query.block_n)
         return cls(*sizes)
 

@@ -49,8 +49,9 @@ def rows_of(
 
 @gluon.jit
 def finish(
-    acc, m, l, out, lse, mix_cmp, mix_win, mix_gates, mixed, b, r, token, T, R, g_b, g_t, g_h, g_3,
-    G: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
+    acc, m, l, out, lse, combine_cmp, combine_win, combine_gates, layer_out, b, r, token, T, R,
+    g_b, g_t, g_h, g_3, G: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
+    ADD: gl.constexpr, COMBINE: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse of a tile that begins at `token`, with ADD of the keys seen so far and
     these; and with MIX the layer's output."""
@@ -67,15 +68,15 @@ def finish(
     if ADD:
         before = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
         held = gl.load(out + at, mask=there, other=0.0)
-    if MIX:
+    if COMBINE:
         i = gl.arange(0, M, ROW)
-        gate = mix_gates + b.to(gl.int64) * g_b + (token + i // GROUP).to(gl.int64) * g_t
+        gate = combine_gates + b.to(gl.int64) * g_b + (token + i // GROUP).to(gl.int64) * g_t
         gate += (r * G + i % GROUP).to(gl.int64) * g_h
         gate_cmp = gl.load(gate, mask=real, other=0.0).to(gl.float32)
         gate_sel = gl.load(gate + g_3, mask=real, other=0.0).to(gl.float32)
         gate_win = gl.load(gate + 2 * g_3, mask=real, other=0.0).to(gl.float32)
-        cmp = gl.load(mix_cmp + at, mask=there, other=0.0)
-        win = gl.load(mix_win + at, mask=there, other=0.0)
+        cmp = gl.load(combine_cmp + at, mask=there, other=0.0)
+        win = gl.load(combine_win + at, mask=there, other=0.0)
 
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
@@ -94,7 +95,7 @@ def finish(
         log = gl.where(none, float("-inf"), top + gl.log2(total))
     gl.store(out + at, acc.to(out.dtype.element_ty), mask=there)
     gl.store(lse + row, log * 0.6931471805599453, mask=real)
-    if MIX:
+    if COMBINE:
         x = gate_sel[:, None] * acc + gate_cmp[:, None] * cmp.to(gl.float32)
         x += gate_win[:, None] * win.to(gl.float32)
-        gl.store(mixed + at, x.to(mixed.dtype.element_ty), mask=there)
+        gl.store(layer_out + at, x.to(layer_out.dtype.element_ty), mask=there)

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import launch
 from .counts import cdiv
 from .launch import strides
-from .primitives import grid_place, load_rows
+from .primitives import grid_position, load_rows
 
 # keys of a program
 BLOCK_N = 128
@@ -26,13 +26,13 @@ MOST_KEYS = 4
 
 
 @triton.jit(do_not_specialize=["N"])
-def norms_kernel(
+def nsa_key_norms(
     k, norms, N, K, k_b, k_n, k_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: N keys of one row and head. Raises the largest norm to the largest of theirs, in
     the bits of a float32: those of floats that are not negative lie in their order."""
-    part, line, _parts, _lines = grid_place(FLIPPED)
+    part, line, _parts, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     n = part * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = load_rows(k + b * k_b + h * k_h, n.to(tl.int64) * k_n, D, BLOCK_D, n < N).to(tl.float32)
@@ -49,7 +49,7 @@ def key_norms(q: Tensor, k: Tensor) -> Tensor | None:
     norms = k.new_zeros(B, K, dtype=torch.float32)
     if k.numel():
         grid, flipped = launch.grid(cdiv(N, BLOCK_N), B * K)
-        norms_kernel[grid](
+        nsa_key_norms[grid](
             k, norms.view(torch.int32), N, K, **strides("k", k, "bnh"), D=D,
             BLOCK_D=launch.padded(D), BLOCK_N=BLOCK_N, FLIPPED=flipped,
         )  # fmt: skip

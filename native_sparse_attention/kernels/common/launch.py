@@ -27,11 +27,11 @@ from .tile_configs import (
     FEWER_KEYS,
     MOST_IN_LISTS,
     PROBS_FLOAT32,
-    UNITE,
+    UNION_RULES,
     Architecture,
     RankingTile,
     Tile,
-    Unite,
+    UnionRule,
 )
 
 LOG2_E = 1.4426950408889634
@@ -45,7 +45,7 @@ MOST_IN_BOX = 256
 # a reach past every sequence
 ALWAYS = 1 << 30
 
-# tiles that stand in for those of this module, by kernel: "dq", "gather.dq", "ranking.probs"
+# tiles that stand in for those of this module, by kernel: "dq", "query_major.dq", "ranking.probs"
 override: dict[str, Any] = {}
 
 # rows that a program of the selected branch, block by block, works through at most; and at least,
@@ -109,7 +109,7 @@ def for_groups(kernel: str, groups: int, tile: Tile) -> Tile:
     return replace(tile, block_m=max(tile.block_m, least))
 
 
-def interval_tile(
+def flash_tile(
     kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype, keys: int = ALWAYS
 ) -> Tile:
     """For `kernel` "forward", "dq" or "dkv", heads of `width` (the wider of keys and values) and
@@ -118,11 +118,11 @@ def interval_tile(
         kernel = f"window.{kernel}"
     tables = architecture()
     most, other = FEWER_KEYS.get(kernel, (-1, kernel))
-    tile = row(tables.intervals, width)[other if keys <= most else kernel]
+    tile = row(tables.flash, width)[other if keys <= most else kernel]
     if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
         tile = tables.few_heads[kernel]
     if dtype == torch.float32:
-        tile = tables.float32_tile("interval", width)
+        tile = tables.float32_tile("flash", width)
     return for_groups(kernel, groups, tile)
 
 
@@ -134,31 +134,31 @@ def wide(*tensors: Tensor) -> bool:
     return max(last) >= 1 << 31
 
 
-def gather_tile(
-    kernel: str, width: int, rows: int, dtype: torch.dtype, united: bool = False
+def query_major_tile(
+    kernel: str, width: int, rows: int, dtype: torch.dtype, is_union: bool = False
 ) -> Tile:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows, of one list or of lists
     that are `united`."""
     tables = architecture()
-    tile = row(row(tables.gather, width), rows)[kernel]
+    tile = row(row(tables.query_major, width), rows)[kernel]
     if dtype == torch.float32:
-        tile = tables.float32_tile("gather", width)
-    tile = chosen(f"{'united' if united else 'gather'}.{kernel}", tile)
+        tile = tables.float32_tile("query_major", width)
+    tile = chosen(f"{'union' if is_union else 'query_major'}.{kernel}", tile)
     return replace(tile, block_m=padded(rows))
 
 
-def uniting(rows: int, dtype: torch.dtype) -> Unite | None:
+def union_rule(rows: int, dtype: torch.dtype) -> UnionRule | None:
     """Whether and how lists are united whose tiles have `rows` rows. Not in float32, whose products
     take longer than reading."""
-    rule = None if dtype == torch.float32 else UNITE.get(next_power_of_2(rows))
-    rule = override.get("unite", rule)
-    return rule if rule and rule.lists * rows <= architecture().gather_rows else None
+    rule = None if dtype == torch.float32 else UNION_RULES.get(next_power_of_2(rows))
+    rule = override.get("union", rule)
+    return rule if rule and rule.members * rows <= architecture().query_major_rows else None
 
 
-def tiles_a_program(groups: int, lists: int, seldom: bool = False) -> int:
+def tiles_a_program(groups: int, members: int, seldom: bool = False) -> int:
     """Tiles that a program walks, a power of two, where whole groups of lists may be left out, or
     `seldom` there is anything to do: many programs that do nothing take time too."""
-    programs, most = (ENOUGH_PROGRAMS // 2, 8) if seldom else (2 * ENOUGH_PROGRAMS, min(lists, 2))
+    programs, most = (ENOUGH_PROGRAMS // 2, 8) if seldom else (2 * ENOUGH_PROGRAMS, min(members, 2))
     return 1 << min(max(1, groups // programs), most).bit_length() - 1
 
 
@@ -174,13 +174,13 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
 
 
-def pair_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
+def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
     """For `kernel` "forward" or "backward" block by block."""
-    tiles = row(architecture().pairs, width)
+    tiles = row(architecture().key_major, width)
     tile = tiles.get(f"one.{kernel}" if groups == 1 else kernel, tiles[kernel])
     if dtype == torch.float32:
-        tile = architecture().float32_tile("pairs", width)
-    return for_groups(f"pairs.{kernel}", groups, tile)
+        tile = architecture().float32_tile("key_major", width)
+    return for_groups(f"key_major.{kernel}", groups, tile)
 
 
 def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
@@ -220,7 +220,7 @@ def item_rows(rows: int, blocks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class KVRange:
     """Which keys each query sees, and where queries stand: at `start`, or at `starts` [B]. Those of
     `documents` see keys of their own, each standing for `unit` tokens."""
 
@@ -290,7 +290,7 @@ def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Cotangent:
+class BackwardInputs:
     """What the backward of one branch starts from: `d_out` [B T H E], the rows' log-sum-exp (in
     units of log2, 0 for an empty row) and `delta`, what each row's dp is measured from, [B T H] in
     float32; all contiguous and aligned to 16 bytes.
@@ -314,7 +314,7 @@ class Cotangent:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class CombineInputs:
     """What the selected branch is combined with, by its own kernel where that knows a whole row:
     outputs of the other branches [B T H E], gates [B T H 3], and `out` for the layer's; all but the
     gates contiguous."""
@@ -325,14 +325,18 @@ class Mixture:
     out: Tensor
 
 
-def mixture(mix: Mixture | None) -> dict[str, Any]:
+def combine_arguments(combine_inputs: CombineInputs | None) -> dict[str, Any]:
     """What a kernel takes of it."""
-    tensors = (None,) * 4 if mix is None else (mix.cmp, mix.win, mix.gates, mix.out)
-    names = ("mix_cmp", "mix_win", "mix_gates", "mixed")
+    tensors = (
+        (None,) * 4
+        if combine_inputs is None
+        else (combine_inputs.cmp, combine_inputs.win, combine_inputs.gates, combine_inputs.out)
+    )
+    names = ("combine_cmp", "combine_win", "combine_gates", "layer_out")
     return dict(
         zip(names, tensors, strict=True),
-        **strides("g", None if mix is None else mix.gates, "bth3"),
-        MIX=mix is not None,
+        **strides("g", None if combine_inputs is None else combine_inputs.gates, "bth3"),
+        COMBINE=combine_inputs is not None,
     )
 
 
@@ -342,7 +346,7 @@ class Selection:
     blocks and, causally, the `num_local` that end with its own. Tokens of an aligned group of
     `stride` have the same list. Queries stand at `start`, or at `starts` [B]."""
 
-    lists: Tensor
+    block_indices: Tensor
     s: int
     num_initial: int
     num_local: int
@@ -358,7 +362,7 @@ class Selection:
     def aligned(self) -> int:
         """Tokens, from where an aligned group begins (with `starts`, at most)."""
         before = self.start % self.stride if self.starts is None else self.stride - 1
-        return self.lists.shape[1] + before
+        return self.block_indices.shape[1] + before
 
     @property
     def diagonal(self) -> bool:

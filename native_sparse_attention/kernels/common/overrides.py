@@ -8,13 +8,13 @@ from contextvars import ContextVar
 SIZED: tuple[tuple[str, ...], ...] = (
     ("forward",),
     ("window.forward",),
-    ("gather.forward", "united.forward", "pairs.forward"),
+    ("query_major.forward", "union.forward", "key_major.forward"),
     ("dq",),
     ("window.dq",),
-    ("gather.dq", "united.dq"),
+    ("query_major.dq", "union.dq"),
     ("dkv",),
     ("window.dkv",),
-    ("pairs.backward",),
+    ("key_major.backward",),
 )
 
 # by kernel, in this thread: backward passes run in others

@@ -20,7 +20,7 @@ LARGEST_BOUND = tl.constexpr(48.0)
 
 
 @triton.jit
-def grid_place(FLIPPED: tl.constexpr):
+def grid_position(FLIPPED: tl.constexpr):
     """In a grid of tiles x lines, rows of the batch x heads: this program's tile and line, and the
     numbers of both; see `launch.grid`."""
     TILES: tl.constexpr = 1 if FLIPPED else 0
@@ -288,8 +288,8 @@ def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constex
 
 
 @triton.jit
-def store_mixed(
-    mixed, sel, cmp, win, gate, row, g_3, E: tl.constexpr, BLOCK_E: tl.constexpr, real
+def store_combined(
+    layer_out, sel, cmp, win, gate, row, g_3, E: tl.constexpr, BLOCK_E: tl.constexpr, real
 ):  # fmt: skip
     """Write rows of `g_cmp cmp + g_sel sel + g_win win`, the gates of a row at `gate`."""
     g = tl.load(gate + g_3, mask=real, other=0.0).to(tl.float32)
@@ -298,7 +298,7 @@ def store_mixed(
     acc += g[:, None] * load_rows(cmp, row * E, E, BLOCK_E, real).to(tl.float32)
     g = tl.load(gate + 2 * g_3, mask=real, other=0.0).to(tl.float32)
     acc += g[:, None] * load_rows(win, row * E, E, BLOCK_E, real).to(tl.float32)
-    store_rows(mixed, row * E, acc, E, BLOCK_E, real)
+    store_rows(layer_out, row * E, acc, E, BLOCK_E, real)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def added(acc, shares, count, size, b, B, x, AHEAD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "N", "n", "count_0", "count_1", "count_2", "n_0", "n_1", "n_2"])
-def add_kernel(
+def nsa_reduce_partials(
     dk, dv, dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, count_0, count_1, count_2, n_0, n_1, n_2,
     B, N, n, tiles, width_k, width_v, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def add_kernel(
         tl.store(row + x, acc.to(dv.dtype.element_ty), mask=x < n.to(tl.int64) * width_v)
 
 
-def add_up(
+def reduce_partials(
     parts: Sequence[Shares], k: Tensor, v: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """dk [B N K D] and dv [B N K E] of k and v, the sums of one to three parts of all shares: those
@@ -77,7 +77,7 @@ def add_up(
         args |= {f"count_{i}": len(some_dk), f"n_{i}": some_dk.shape[2]}
     tiles = cdiv(n * K * max(D, E), BLOCK)
     if B * tiles:
-        add_kernel[(B * tiles, 2)](
+        nsa_reduce_partials[(B * tiles, 2)](
             dk, dv, **args, B=B, N=N, n=n, tiles=tiles, width_k=K * D, width_v=K * E, BLOCK=BLOCK,
             AHEAD=AHEAD,
         )  # fmt: skip

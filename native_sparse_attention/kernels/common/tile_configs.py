@@ -55,13 +55,13 @@ FEW_HEADS_TILES = {
 }
 # of all kernels in float32, but for those of the selected branch where they have their own
 FLOAT32 = {
-    64: {"interval": Tile(32, 32, 4, 1), "pairs": Tile(32, 64, 8, 1)},
+    64: {"flash": Tile(32, 32, 4, 1), "key_major": Tile(32, 64, 8, 1)},
     128: {
-        "interval": Tile(64, 32, 8, 1),
-        "gather": Tile(16, 32, 4, 1),
-        "pairs": Tile(32, 64, 8, 1),
+        "flash": Tile(64, 32, 8, 1),
+        "query_major": Tile(16, 32, 4, 1),
+        "key_major": Tile(32, 64, 8, 1),
     },
-    256: {"interval": Tile(16, 16, 4, 1)},
+    256: {"flash": Tile(16, 16, 4, 1)},
 }
 
 # the selected branch query by query: by rows of a tile (those of the tokens that share a list).
@@ -75,12 +75,12 @@ GATHER = {
 
 
 @dataclass(frozen=True)
-class Unite:
+class UnionRule:
     """As many lists of neighbouring tokens are walked as one where they are alike: where `cost` x
     the blocks of their union are fewer than those of the lists. Not tried on fewer groups than
     `least`."""
 
-    lists: int
+    members: int
     cost: float
     least: int = ENOUGH_PROGRAMS
 
@@ -90,7 +90,12 @@ class Unite:
 # lists of 32 rows are faster together whatever they hold (on an H200 1.00 ms for 1.39, H = 64,
 # K = 2, 8k; not tried of tokens that share a list), so that theirs is under 1. 256 groups are those
 # of 512 tokens, 8 KV heads: on an H200 the layer's forward takes 97 µs for 110 with them
-UNITE = {4: Unite(16, 5.0, least=256), 8: Unite(8, 1.8), 16: Unite(4, 1.6), 32: Unite(2, 0.95)}
+UNION_RULES = {
+    4: UnionRule(16, 5.0, least=256),
+    8: UnionRule(8, 1.8),
+    16: UnionRule(4, 1.6),
+    32: UnionRule(2, 0.95),
+}
 
 # and block by block; "one." of one query head a KV head, where its tile is another
 PAIRS = {
@@ -166,14 +171,15 @@ def heads_ahead(size: int) -> int:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Tables of tiles: by width, and by rows of a tile (gather) or heads of a group (probs)."""
+    """Tables of tiles: by width, and by rows of a tile (query_major) or heads of a group
+    (probs)."""
 
     shared_memory: int  # bytes that a program may hold
-    intervals: dict[int, dict[str, Tile]]
+    flash: dict[int, dict[str, Tile]]
     few_heads: dict[str, Tile]
-    gather: dict[int, dict[int, dict[str, Tile]]]
-    gather_rows: int  # at most
-    pairs: dict[int, dict[str, Tile]]
+    query_major: dict[int, dict[int, dict[str, Tile]]]
+    query_major_rows: int  # at most
+    key_major: dict[int, dict[str, Tile]]
     float32: dict[int, dict[str, Tile]]
     block_bytes: int  # of keys and values, of a block that tiles of `pairs` can hold
     logits: dict[int, RankingTile]
@@ -181,9 +187,9 @@ class Architecture:
     probs: dict[int, dict[int, RankingTile]]
 
     def float32_tile(self, kind: str, width: int) -> Tile:
-        """For kernels of a kind, "interval", "gather" or "pairs", in float32."""
+        """For kernels of a kind, "flash", "query_major" or "key_major", in float32."""
         tiles = next(found for limit, found in self.float32.items() if width <= limit)
-        return tiles.get(kind, tiles["interval"])
+        return tiles.get(kind, tiles["flash"])
 
 
 def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
@@ -198,12 +204,12 @@ def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
 
 BY_WIDTH = {128: PROBS_TILES, 256: NARROW_PROBS_TILES}
 RANKING: tuple[dict[int, Any], ...] = (LOGITS_TILES, INTERPOLATED_TILES, BY_WIDTH)
-WIDE_GATHER = in_one_stage(GATHER)
+WIDE_QUERY_MAJOR = in_one_stage(GATHER)
 HOPPER = Architecture(
     227 * 1024,
     TILES,
     FEW_HEADS_TILES,
-    {128: GATHER, 256: WIDE_GATHER},
+    {128: GATHER, 256: WIDE_QUERY_MAJOR},
     # of 128 rows in two to four stages 1.27 ms for 1.06 (the layer's forward, H = 64, K = 4, 8k, 16
     # tokens a list), 16.0 for 14.4 at 64k; backward 3.19 for 3.08
     64,
@@ -223,7 +229,7 @@ AMPERE = Architecture(
     dict.fromkeys(FEW_HEADS_TILES, Tile(32, 64, 8, 2)),
     {
         128: GATHER,
-        256: WIDE_GATHER | {128: dict.fromkeys(GATHER[128], Tile(128, 16, 8, 1))},
+        256: WIDE_QUERY_MAJOR | {128: dict.fromkeys(GATHER[128], Tile(128, 16, 8, 1))},
     },
     128,
     {
@@ -252,8 +258,8 @@ ELSEWHERE = Architecture(
     64,
     {width: dict.fromkeys(PAIRS[width], tile) for width, tile in SMALL.items()},
     {
-        128: {"interval": Tile(32, 32, 4, 1), "gather": Tile(16, 16, 4, 1)},
-        256: {"interval": Tile(16, 16, 4, 1)},
+        128: {"flash": Tile(32, 32, 4, 1), "query_major": Tile(16, 16, 4, 1)},
+        256: {"flash": Tile(16, 16, 4, 1)},
     },
     32 * 1024,
     *(in_one_stage(table) for table in (LOGITS_TILES, INTERPOLATED_TILES)),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.counts import next_power_of_2
-from ..common.primitives import grid_place, load_rows, store_rows
+from ..common.primitives import grid_position, load_rows, store_rows
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def places(n, b, table, by_b, by_n, t_b, PAGE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def append_kernel(
+def nsa_kv_cache_append(
     x, y, x_store, y_store, lengths, counts, table, T, K, n_b, n_h, n_t, o_b, o_h, o_t, x_b, x_h,
     x_n, y_b, y_h, y_n, t_b,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -53,7 +53,7 @@ def append_kernel(
 ):  # fmt: skip
     """One program: one new entry of each of two streams, of a row and head, to its place; an entry
     stands for EVERY tokens, and is there once the row has them all."""
-    i, line, _each, _lines = grid_place(FLIPPED)
+    i, line, _each, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length, count = tl.load(lengths + b), T
     if COUNTED:
@@ -74,7 +74,7 @@ def append_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def recent_kernel(
+def nsa_kv_cache_recent(
     x, y, lengths, x_out, y_out, T, K, x_b, x_h, x_n, y_b, y_h, y_n,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     l: tl.constexpr, BLOCK_L: tl.constexpr, d: tl.constexpr, RING: tl.constexpr,
@@ -82,7 +82,7 @@ def recent_kernel(
 ):  # fmt: skip
     """One program: the raw keys and values of the i-th window that T new tokens may complete, of a
     row and head, out of their rings; zeros stand for tokens before the first and past the last."""
-    i, line, each, _lines = grid_place(FLIPPED)
+    i, line, each, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length = tl.load(lengths + b)
     u = tl.arange(0, BLOCK_L)
@@ -141,7 +141,7 @@ def append(new: tuple[Tensor, Tensor], stores: tuple[Tensor, Tensor], step: Step
     if ring:
         arguments |= dict(table=step.lengths, t_b=0, PAGE=0)
     grid, flipped = launch.grid(n, B * K)
-    append_kernel[grid](
+    nsa_kv_cache_append[grid](
         x=x, y=y, x_store=x_store, y_store=y_store, T=tokens, K=K, **launch.strides("n", x, "bht"),
         **launch.strides("o", y, "bht"), **launch.strides("x", x_store, "bhn"),
         **launch.strides("y", y_store, "bhn"), **arguments, **widths(x, y), EVERY=every,
@@ -158,7 +158,7 @@ def recent(
     most = (tokens + d - 1) // d
     outs = tuple(t.new_empty(B, K, most, l, t.shape[-1]) for t in rings)
     grid, flipped = launch.grid(most, B * K)
-    recent_kernel[grid](
+    nsa_kv_cache_recent[grid](
         x=x, y=y, lengths=step.lengths, x_out=outs[0], y_out=outs[1], T=tokens, K=K,
         **launch.strides("x", x, "bhn"), **launch.strides("y", y, "bhn"), **widths(x, y), l=l,
         BLOCK_L=next_power_of_2(l), d=d, RING=size, FLIPPED=flipped, num_warps=4,

@@ -23,7 +23,7 @@ from .split_kv import blocks, weights, windows
 from .topn import probabilities, rank, rank_share
 
 # which of the counters of a row and KV head is whose
-WINDOWS, ATTENDED, PROBABILITIES, LISTS, BLOCKS, JOINED = (tl.constexpr(i) for i in range(6))
+WINDOWS, ATTENDED, PROBABILITIES, MEMBERS, BLOCKS, JOINED = (tl.constexpr(i) for i in range(6))
 
 
 @triton.jit
@@ -92,13 +92,13 @@ def join(
         "NEAR_ITEMS", "FAR_ITEMS", "JOINS", "PAGES", "RANKERS",
     ]
 )  # fmt: skip
-def step_kernel(
+def nsa_decode_persistent(
     cq, q, k, v, wk, wv, ck, cv, mem_k, mem_v, gates, sinks, lengths, counts, table, ring, scores,
-    importances, lists, parts, part_lse, counters, out, B, T, H, K, RANKS, W, MEMORY, scale_log2,
-    cap, TILES, PROB_SPLITS, CMP_SPLITS, NEAR_SPLITS, FAR_SPLITS, NEAR_ITEMS, FAR_ITEMS, JOINS,
-    PAGES, RANKERS, p_b, p_t, p_h, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h,
-    y_b, y_n, y_h, c_b, c_n, c_h, o_b, o_n, o_h, m_h, m_m, u_h, u_m, g_b, g_t, g_h, g_3, t_b,
-    G: tl.constexpr,
+    importances, block_indices, parts, part_lse, counters, out, B, T, H, K, RANKS, W, MEMORY,
+    scale_log2, cap, TILES, PROB_SPLITS, CMP_SPLITS, NEAR_SPLITS, FAR_SPLITS, NEAR_ITEMS,
+    FAR_ITEMS, JOINS, PAGES, RANKERS, p_b, p_t, p_h, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    x_b, x_n, x_h, y_b, y_n, y_h, c_b, c_n, c_h, o_b, o_n, o_h, m_h, m_m, u_h, u_m, g_b, g_t, g_h,
+    g_3, t_b, G: tl.constexpr,
     HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_CMP: tl.constexpr,
@@ -160,26 +160,26 @@ def step_kernel(
                     scorers = PROB_SPLITS * T * SHARE
                 if RANKED > 0:
                     rank_share(
-                        x, lengths, counts, lists, scored, scorers, part, b, r, t, T, W, RANKS,
-                        RANKED, CHUNKS, COMPARED, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL,
+                        x, lengths, counts, block_indices, scored, scorers, part, b, r, t, T, W,
+                        RANKS, RANKED, CHUNKS, COMPARED, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL,
                         LOCAL if LOCAL > 0 else 1, PROBS, INTERPOLATED, COUNTED, ROOM,
                     )  # fmt: skip
                 else:
                     rank(
-                        x, lengths, counts, lists, ring, scored, scorers, b, r, t, T, W, RANKS,
-                        RANK_CHUNKS, RANK_N, COLUMNS, DEPTH, MERGE_N, SLOTS, SLOTS_2, l, d, s,
-                        BLOCK_S, INITIAL, LOCAL if LOCAL > 0 else 1, STRIDE, RING, PROBS,
+                        x, lengths, counts, block_indices, ring, scored, scorers, b, r, t, T, W,
+                        RANKS, RANK_CHUNKS, RANK_N, COLUMNS, DEPTH, MERGE_N, SLOTS, SLOTS_2, l, d,
+                        s, BLOCK_S, INITIAL, LOCAL if LOCAL > 0 else 1, STRIDE, RING, PROBS,
                         INTERPOLATED, COUNTED, ROOM,
                     )  # fmt: skip
-                arrived(mine + LISTS)
+                arrived(mine + MEMBERS)
         if share >= 0:
             blocks(
-                q, k, v, wk, wv, lists, lengths, counts, table, parts, part_lse, mine + LISTS,
-                RANKERS * T * SHARE, share, NEAR_SPLITS, CMP_SPLITS, b, r, t, B, T, RANKS,
-                NEAR_ITEMS, FAR_ITEMS, PAGES, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b,
-                v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b, GROUP, SHARE, D, BLOCK_D, E, BLOCK_E,
-                BLOCK_G, KEYS, BLOCK_STAGES, SLOTS, ITEMS_2, s, BLOCK_S, w, INITIAL, LOCAL, LISTED,
-                OWN_WINDOW, FUSED, PAGE, CAP, COUNTED, ROOM, TABLE,
+                q, k, v, wk, wv, block_indices, lengths, counts, table, parts, part_lse,
+                mine + MEMBERS, RANKERS * T * SHARE, share, NEAR_SPLITS, CMP_SPLITS, b, r, t, B, T,
+                RANKS, NEAR_ITEMS, FAR_ITEMS, PAGES, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h,
+                v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b, GROUP, SHARE, D, BLOCK_D, E,
+                BLOCK_E, BLOCK_G, KEYS, BLOCK_STAGES, SLOTS, ITEMS_2, s, BLOCK_S, w, INITIAL,
+                LOCAL, LISTED, OWN_WINDOW, FUSED, PAGE, CAP, COUNTED, ROOM, TABLE,
             )  # fmt: skip
             arrived(mine + BLOCKS)
     else:

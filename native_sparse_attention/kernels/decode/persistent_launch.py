@@ -176,14 +176,14 @@ def attend(call: Call, at: Settings) -> Tensor:
     parts, part_lse = call.shares(to.parts)
     scored = {NOTHING.value: 0, SUM.value: K, EACH.value: H}[scores_of.value]
     scores = parts.new_empty(B, T, scored, W)
-    lists = call.counters.new_empty(B, T, ranks, at.n)
-    ring = call.ranking if call.ranking is not None and at.stride > 1 and at.n else lists
+    block_indices = call.counters.new_empty(B, T, ranks, at.n)
+    ring = call.ranking if call.ranking is not None and at.stride > 1 and at.n else block_indices
     wk, wv = call.window or (call.k, call.v)
-    persistent.step_kernel[(programs,)](
+    persistent.nsa_decode_persistent[(programs,)](
         **call.arguments(at), **launch.strides("x", wk, "bnh"), **launch.strides("y", wv, "bnh"),
-        wk=wk, wv=wv, ring=ring, scores=scores, lists=lists, parts=parts, part_lse=part_lse,
-        importances=parts.new_empty(B, T, ranks, W) if probs else scores, out=out, H=H,
-        RANKS=ranks, TILES=to.tiles, PROB_SPLITS=to.probabilities, CMP_SPLITS=to.cmp,
+        wk=wk, wv=wv, ring=ring, scores=scores, block_indices=block_indices, parts=parts,
+        part_lse=part_lse, importances=parts.new_empty(B, T, ranks, W) if probs else scores,
+        out=out, H=H, RANKS=ranks, TILES=to.tiles, PROB_SPLITS=to.probabilities, CMP_SPLITS=to.cmp,
         NEAR_SPLITS=to.near, FAR_SPLITS=to.far, NEAR_ITEMS=to.near_items, FAR_ITEMS=to.far_items,
         JOINS=joins, PAGES=call.pages, RANKERS=ranking_programs, HEADS=heads, SHARE=ranks // K,
         BLOCK_M=block_m, BLOCK_N=wide.block_n, BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W,
@@ -194,7 +194,7 @@ def attend(call: Call, at: Settings) -> Tensor:
         MERGE_N=rank.merge_n, RANKED=ranked, COMPARED=COMPARED,
         CHUNKS=min(ASKED, next_power_of_2(cdiv(blocks, COMPARED))),
         SLOTS_2=max(2, next_power_of_2(at.n)), LISTED=listed_blocks(at, fused),
-        ITEMS_2=most_items, STRIDE=at.stride, RING=0 if ring is lists else ring.shape[2],
+        ITEMS_2=most_items, STRIDE=at.stride, RING=0 if ring is block_indices else ring.shape[2],
         SCORES=scores_of.value, PROBS=probs, FUSED=fused, OWN_WINDOW=call.window is not None,
         ROOM=room, EARLY=early, TABLE=held, num_warps=wide.num_warps, num_stages=1,
     )  # fmt: skip

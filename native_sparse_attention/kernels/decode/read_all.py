@@ -154,8 +154,8 @@ def members(
 
 @triton.jit
 def join_shares(
-    parts, part_lse, scores, lists, sinks, gates, lengths, counts, out, scored, windows, done,
-    programs, joined, part, b, t, h, B, T, K, W, BEFORE, g_b, g_t, g_h, g_3,
+    parts, part_lse, scores, block_indices, sinks, gates, lengths, counts, out, scored, windows,
+    done, programs, joined, part, b, t, h, B, T, K, W, BEFORE, g_b, g_t, g_h, g_3,
     G: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCKS: tl.constexpr, LISTED: tl.constexpr,
     l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr, w: tl.constexpr,
@@ -177,7 +177,7 @@ def join_shares(
     g_win = tl.load(gate + 2 * g_3, mask=real, other=0.0).to(tl.float32)
     own_scores = scores + ((b * T + t) * K + h) * W
     slot = tl.arange(0, LISTED)
-    own_list = lists + tl.program_id(0).to(tl.int64) * LISTED
+    own_list = block_indices + tl.program_id(0).to(tl.int64) * LISTED
     tl.store(own_list + slot, 0)
     tl.debug_barrier()
     is_cmp, is_cut = slot < BEFORE - 1, slot == BEFORE - 1
@@ -219,9 +219,9 @@ def join_shares(
 
 
 @triton.jit(do_not_specialize=["B", "W", "N", "MEMORY", "CMP_SHARES", "MEM_SHARES", "BLOCK_SHARES"])
-def ahead_kernel(
+def nsa_decode_read_all(
     cq, q, k, v, ck, cv, mem_k, mem_v, gates, sinks, lengths, counts, table, scores, parts,
-    part_lse, lists, counters, out, B, W, N, MEMORY, CMP_SHARES, MEM_SHARES, BLOCK_SHARES,
+    part_lse, block_indices, counters, out, B, W, N, MEMORY, CMP_SHARES, MEM_SHARES, BLOCK_SHARES,
     scale_log2, cap, p_b, p_t, p_h, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, c_b, c_n, c_h, o_b,
     o_n, o_h, m_h, m_m, u_h, u_m, g_b, g_t, g_h, g_3, t_b,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr,
@@ -252,10 +252,11 @@ def ahead_kernel(
     else:
         JOINS: tl.constexpr = ((G + ROWS - 1) // ROWS) * ((E + COLUMNS - 1) // COLUMNS)
         before = join_shares(
-            parts, part_lse, scores, lists, sinks, gates, lengths, counts, out, mine + WINDOWS,
-            T * CMP_SHARES, mine + SHARES, T * programs, mine + JOINED, program - programs, b, t, h,
-            B, T, K, W, BEFORE, g_b, g_t, g_h, g_3, G, E, COLUMNS, ROWS, SLOTS, BLOCKS, LISTED, l,
-            d, s, BLOCK_S, w, INITIAL, LOCAL, INTERPOLATED, SINKS, COUNTED,
+            parts, part_lse, scores, block_indices, sinks, gates, lengths, counts, out,
+            mine + WINDOWS, T * CMP_SHARES, mine + SHARES, T * programs, mine + JOINED,
+            program - programs, b, t, h, B, T, K, W, BEFORE, g_b, g_t, g_h, g_3, G, E, COLUMNS,
+            ROWS, SLOTS, BLOCKS, LISTED, l, d, s, BLOCK_S, w, INITIAL, LOCAL, INTERPOLATED, SINKS,
+            COUNTED,
         )  # fmt: skip
         if before == T * JOINS - 1:  # nobody waits any more: as they were
             tl.store(mine + tl.arange(0, COUNTERS), 0)

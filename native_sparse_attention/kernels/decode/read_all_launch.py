@@ -68,9 +68,9 @@ def attend(call: Call, to: Shares, at: Settings) -> Tensor:
     joins = cdiv(H // K, ROWS) * cdiv(E, columns)
     programs = B * T * K * (to.programs + joins)
     parts, part_lse = call.shares(to.before + to.blocks)
-    read_all.ahead_kernel[(programs,)](
+    read_all.nsa_decode_read_all[(programs,)](
         **call.arguments(at), N=call.tokens, scores=parts.new_empty(B, T, K, call.windows),
-        lists=call.counters.new_empty(programs, to.listed), parts=parts, part_lse=part_lse,
+        block_indices=call.counters.new_empty(programs, to.listed), parts=parts, part_lse=part_lse,
         out=out, CMP_SHARES=to.cmp, MEM_SHARES=to.memory, BLOCK_SHARES=to.blocks,
         BLOCK_G=launch.padded(H // K), ROWS=ROWS, COLUMNS=columns, ITEMS=to.items,
         BLOCKS=max(32, next_power_of_2(to.blocks)), LISTED=to.listed, num_warps=4,

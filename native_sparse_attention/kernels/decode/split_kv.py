@@ -106,8 +106,8 @@ def windows(
 
 @triton.jit
 def blocks(
-    q, k, v, wk, wv, lists, lengths, counts, table, parts, part_lse, before, programs, share,
-    NEAR_SHARES, first_part, b, r, t, B, T, RANKS, NEAR_ITEMS, FAR_ITEMS, PAGES,
+    q, k, v, wk, wv, block_indices, lengths, counts, table, parts, part_lse, before, programs,
+    share, NEAR_SHARES, first_part, b, r, t, B, T, RANKS, NEAR_ITEMS, FAR_ITEMS, PAGES,
     scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -162,7 +162,7 @@ def blocks(
             if not is_near:
                 if now == 1:
                     wait(before, programs)
-                listed = lists + ((b * T + t) * RANKS + r) * SLOTS + item
+                listed = block_indices + ((b * T + t) * RANKS + r) * SLOTS + item
                 mask = (own_blocks < items) & (item < SLOTS) & (now == 1)
                 c = tl.load(listed, mask=mask, other=-1)
         c = tl.where(initial, forced, c)

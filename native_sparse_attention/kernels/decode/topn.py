@@ -186,17 +186,19 @@ def best_blocks(
 
 
 @triton.jit
-def write_list(ranking, lists, ring, row, ring_row, kept, SLOTS: tl.constexpr, RING: tl.constexpr):
+def write_list(
+    ranking, block_indices, ring, row, ring_row, kept, SLOTS: tl.constexpr, RING: tl.constexpr
+):
     """A ranking [SLOTS_2] as a token's list, and the first `kept` entries of it in the ring."""
     slot = tl.arange(0, ranking.shape[0])
-    tl.store(lists + row * SLOTS + slot, ranking, mask=slot < SLOTS)
+    tl.store(block_indices + row * SLOTS + slot, ranking, mask=slot < SLOTS)
     if RING > 0:
         tl.store(ring + ring_row * SLOTS + slot, ranking, mask=slot < kept)
 
 
 @triton.jit
 def rank(
-    scores, lengths, counts, lists, ring, before, programs, b, r, t, T, W, RANKS,
+    scores, lengths, counts, block_indices, ring, before, programs, b, r, t, T, W, RANKS,
     CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr,
     SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
@@ -234,19 +236,26 @@ def rank(
                 if (t + j < T) & (turn == 1):
                     to, at = row + j * RANKS, ring_row + (position + j) % PLACES
                     write_list(
-                        ranking, lists, ring, to, at, tl.where(t + j < count, SLOTS, 0), SLOTS, RING
+                        ranking,
+                        block_indices,
+                        ring,
+                        to,
+                        at,
+                        tl.where(t + j < count, SLOTS, 0),
+                        SLOTS,
+                        RING,
                     )
     elif (leader < length) & (t < count):
         slot = tl.arange(0, SLOTS_2)
         kept = ring + (ring_row + (length - 1) % PLACES) * SLOTS + slot
         ranking = tl.load(kept, mask=slot < SLOTS, other=-1)
         ring_at = ring_row + position % PLACES
-        write_list(ranking, lists, ring, row, ring_at, SLOTS, SLOTS, RING)
+        write_list(ranking, block_indices, ring, row, ring_at, SLOTS, SLOTS, RING)
 
 
 @triton.jit
 def rank_share(
-    scores, lengths, counts, lists, before, programs, share, b, r, t, T, W, RANKS,
+    scores, lengths, counts, block_indices, before, programs, share, b, r, t, T, W, RANKS,
     OWN: tl.constexpr, CHUNKS: tl.constexpr, OTHERS: tl.constexpr, SLOTS: tl.constexpr,
     SLOTS_2: tl.constexpr, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
@@ -286,7 +295,7 @@ def rank_share(
                 for i in tl.static_range(CHUNKS):
                     better += tl.sum((chunks[i][:, None] > mine[None]).to(tl.int32), 0)
             best = (c >= INITIAL) & (c < end) & (better < SLOTS)
-            tl.store(lists + row * SLOTS + better, c, mask=best)
+            tl.store(block_indices + row * SLOTS + better, c, mask=best)
             if share == 0:
                 none = (slot >= end - INITIAL) & (slot < SLOTS) & (turn == 1)
-                tl.store(lists + row * SLOTS + slot, -1, mask=none)
+                tl.store(block_indices + row * SLOTS + slot, -1, mask=none)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.counts import cdiv
-from ..common.launch import ALWAYS, Cotangent, Place, Sum
+from ..common.launch import ALWAYS, BackwardInputs, KVRange, Sum
 from ..common.primitives import (
     CAUSAL_WINDOW,
     EVERYTHING,
     LOCAL_BLOCKS,
     cap_slope,
-    grid_place,
+    grid_position,
     in_document,
     interval,
     large,
@@ -37,7 +37,7 @@ from .fwd import (
     logits,
     prefix_arguments,
     prefix_end,
-    tile_intervals,
+    tile_ranges,
     tiles_of_queries,
 )
 
@@ -68,7 +68,7 @@ def add_dq_of_prefix(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def dq_kernel(
+def nsa_flash_dq(
     q, k, v, pk, pv, d_out, lse, delta, inner_lse, inner_delta, dq, starts, start,
     doc_first, doc_last, unit, T, N, P, K, scale, cap, floor, reach, stride,
     inner_floor, inner_reach, inner_stride,
@@ -82,7 +82,7 @@ def dq_kernel(
 ):  # fmt: skip
     """One program: dq of a tile of queries of one row and KV head, added to what is there if
     ADD."""
-    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
     b, h = large(line // K, WIDE), large(line % K, WIDE)
     TOKENS: tl.constexpr = BLOCK_M // G
@@ -90,7 +90,7 @@ def dq_kernel(
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
-    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_intervals(
+    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_ranges(
         token, first, last, start, b * T, doc_first, doc_last, unit, T, N, floor, reach, stride,
         KIND, DOCUMENTS,
     )  # fmt: skip
@@ -169,7 +169,7 @@ def dq_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def dkv_kernel(
+def nsa_flash_dkv(
     q, k, v, d_out, lse, delta, inner_lse, inner_delta, dk, dv, starts, start,
     doc_first, doc_last, unit, T, N, K, scale, cap, floor, reach, stride,
     inner_floor, inner_reach, inner_stride,
@@ -182,7 +182,7 @@ def dkv_kernel(
 ):  # fmt: skip
     """One program: what one of equal shares (axis 2) of the queries that see a block of keys adds
     to its dk and dv, written to [shares, B, N, K, ...]."""
-    block, line, _blocks, lines = grid_place(FLIPPED)
+    block, line, _blocks, lines = grid_position(FLIPPED)
     b, h = large(line // K, WIDE), large(line % K, WIDE)
     split = tl.program_id(2)
     TOKENS: tl.constexpr = BLOCK_M // G
@@ -281,10 +281,10 @@ def dkv_kernel(
 # launches
 
 
-def cotangents(cotangent: Cotangent, inner: Cotangent | None) -> dict[str, Any]:
+def cotangents(bwd: BackwardInputs, inner: BackwardInputs | None) -> dict[str, Any]:
     """What both kernels take of what they start from."""
-    args = cotangent.arguments()
-    within = (inner or cotangent).arguments()
+    args = bwd.arguments()
+    within = (inner or bwd).arguments()
     for name in ("lse", "delta"):
         args[f"inner_{name}"] = None if inner is None else within[name]
     return args
@@ -294,28 +294,28 @@ def backward_q(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    place: Place,
+    kv_range: KVRange,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
     dq: Sum,
     prefix: tuple[Tensor, Tensor] | None = None,
-    inner: tuple[Place, Cotangent] | None = None,
+    inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> None:
     """Adds to dq, with an `inner` place and its cotangent also through its local blocks and the
     keys before its floor."""
-    within, inner_cotangent = inner or (None, None)
-    if flash_sm90.serves("dq", q, k, v, place, scale, within, prefix):
-        flash_sm90.backward_q(q, k, v, place, scale, cotangent, dq, inner, prefix)
+    within, inner_bwd = inner or (None, None)
+    if flash_sm90.is_supported("dq", q, k, v, kv_range, scale, within, prefix):
+        flash_sm90.backward_q(q, k, v, kv_range, scale, bwd, dq, inner, prefix)
         return
-    args = arguments(q, k, v, place, "dq", within) | prefix_arguments(prefix, place)
+    args = arguments(q, k, v, kv_range, "dq", within) | prefix_arguments(prefix, kv_range)
     grid, args["FLIPPED"] = tiles_of_queries(q, k, args)
     args |= by_boxes(k, v, args["BLOCK_N"])
-    dq_kernel[grid](
+    nsa_flash_dq[grid](
         scale=scale,
         POSITIVE=scale > 0,
         **dq.arguments(),
         **args,
-        **cotangents(cotangent, inner_cotangent),
+        **cotangents(bwd, inner_bwd),
     )
 
 
@@ -323,43 +323,43 @@ def backward_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    place: Place,
+    kv_range: KVRange,
     scale: float,
-    cotangent: Cotangent,
-    inner: tuple[Place, Cotangent] | None = None,
+    bwd: BackwardInputs,
+    inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> Shares:
     """dk and dv in shares; with `inner` also through its local blocks (not the prefix)."""
-    within, inner_cotangent = inner or (None, None)
+    within, inner_bwd = inner or (None, None)
     few = k.shape[1] <= FEW_KEYS
-    if not few and flash_sm90.serves("dkv", q, k, v, place, scale, within):
-        return flash_sm90.backward_kv(q, k, v, place, scale, cotangent, inner)
+    if not few and flash_sm90.is_supported("dkv", q, k, v, kv_range, scale, within):
+        return flash_sm90.backward_kv(q, k, v, kv_range, scale, bwd, inner)
     kernel = "prefix.dkv" if few else "dkv"
     B, T, _, D = q.shape
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    args = arguments(q, k, v, place, kernel, within)
-    seeing = T if place.wide else min(T, place.reach + args["BLOCK_N"])
+    args = arguments(q, k, v, kv_range, kernel, within)
+    seeing = T if kv_range.wide else min(T, kv_range.reach + args["BLOCK_N"])
     tiles = cdiv(seeing, args["BLOCK_M"] // args["G"])
     blocks = cdiv(N, args["BLOCK_N"])
-    splits = launch.query_splits(blocks * B * K, tiles, place.wide)
+    splits = launch.query_splits(blocks * B * K, tiles, kv_range.wide)
     dk = k.new_empty(splits, B, N, K, D, dtype=torch.float32)
     dv = v.new_empty(splits, B, N, K, E, dtype=torch.float32)
     args["WIDE"] |= max(dk.numel(), dv.numel()) >= 1 << 31
-    args |= cotangents(cotangent, inner_cotangent)
+    args |= cotangents(bwd, inner_bwd)
     grid, args["FLIPPED"] = launch.grid(blocks, B * K, splits)
-    dkv_kernel[grid](dk=dk, dv=dv, scale=scale, POSITIVE=scale > 0, **args)
+    nsa_flash_dkv[grid](dk=dk, dv=dv, scale=scale, POSITIVE=scale > 0, **args)
     return dk, dv
 
 
 def backward_prefix(
     q: Tensor,
     prefix: tuple[Tensor, Tensor],
-    place: Place,
+    kv_range: KVRange,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
 ) -> Shares:
     """dk and dv of a prefix, in shares."""
-    kind = CAUSAL_WINDOW if place.causal_prefix else EVERYTHING
-    seen = Place(
-        kind.value, ALWAYS, start=place.start, starts=place.starts, soft_cap=place.soft_cap
+    kind = CAUSAL_WINDOW if kv_range.causal_prefix else EVERYTHING
+    seen = KVRange(
+        kind.value, ALWAYS, start=kv_range.start, starts=kv_range.starts, soft_cap=kv_range.soft_cap
     )
-    return backward_kv(q, *prefix, seen, scale, cotangent)
+    return backward_kv(q, *prefix, seen, scale, bwd)

@@ -32,10 +32,17 @@ LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "b
 
 
 @gluon.jit
-def tiles_of(n0, place, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr):
+def tiles_of(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr):
     """Of the tiles of queries that see some of the keys from n0 on the first of this program's
     share and one past its last, and the same of those that see all keys, none as a local one."""
-    start, T, N, floor, reach, stride = place[0], place[1], place[2], place[3], place[4], place[5]
+    start, T, N, floor, reach, stride = (
+        kv_range[0],
+        kv_range[1],
+        kv_range[2],
+        kv_range[3],
+        kv_range[4],
+        kv_range[5],
+    )
     last = gl.minimum(n0 + PARTS * KEYS, N) - 1
     if KIND == BEHIND:
         first, full = (n0 + 1) * stride, (last + 1) * stride
@@ -51,7 +58,7 @@ def tiles_of(n0, place, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.cons
     full = gl.maximum(gl.cdiv(gl.maximum(full - start, 0), TOKENS), begin)
     full_end = gl.minimum(gl.minimum(gl.maximum(full_end - start, 0), T) // TOKENS, end)
     if INNER:
-        inner_reach, inner_stride = place[7], place[8]
+        inner_reach, inner_stride = kv_range[7], kv_range[8]
         local_end = ((last + inner_reach) // inner_stride + 1) * inner_stride
         full = gl.maximum(full, gl.cdiv(gl.maximum(local_end - start, 0), TOKENS))
     if n0 < floor:
@@ -97,17 +104,17 @@ def read(
 
 
 @gluon.jit
-def seeing(n, place, KIND: gl.constexpr, INNER: gl.constexpr):
+def seeing(n, kv_range, KIND: gl.constexpr, INNER: gl.constexpr):
     """First position that sees each key and one past the last; and one past the last of those that
     see it as a local one."""
-    start, T, floor, reach, stride = place[0], place[1], place[3], place[4], place[5]
+    start, T, floor, reach, stride = kv_range[0], kv_range[1], kv_range[3], kv_range[4], kv_range[5]
     if KIND == BEHIND:
         first, end = (n + 1) * stride, n * 0 + (start + T)
     else:
         first, end = n, gl.where(n < floor, 0, gl.minimum(n + reach + 1, start + T))
     local_end = end
     if INNER:
-        inner_floor, inner_reach, inner_stride = place[6], place[7], place[8]
+        inner_floor, inner_reach, inner_stride = kv_range[6], kv_range[7], kv_range[8]
         local_end = ((n + inner_reach) // inner_stride + 1) * inner_stride
         local_end = gl.where(n < inner_floor, 0, local_end)
     return first, end, local_end
@@ -155,7 +162,7 @@ def add(
 
 @gluon.jit
 def form(
-    dk, dv, n0, b, B, h, K, tiles, place, scale, k_smem, v_smem, q_smem, do_smem, rows_smem,
+    dk, dv, n0, b, B, h, K, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem, rows_smem,
     kv_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
@@ -171,8 +178,8 @@ def form(
     k_tile = k_smem.index(PART).reshape([KEYS, D])
     v_tile = v_smem.index(PART).reshape([KEYS, D])
     key = n0 + PART * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
-    bounds = seeing(key, place, KIND, INNER)
-    start, N = place[0], place[2]
+    bounds = seeing(key, kv_range, KIND, INNER)
+    start, N = kv_range[0], kv_range[2]
     middle = begin
     mbarrier.wait(kv_bar.index(0), 0)
     if INNER:
@@ -209,7 +216,7 @@ def form(
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def dkv_kernel(
+def nsa_flash_dkv_sm90(
     q, k, v, d_out, lse, delta, inner_lse, inner_delta, dk, dv, start, T, N, floor, reach,
     inner_floor, inner_reach, scale, B, blocks, stride: gl.constexpr, inner_stride: gl.constexpr,
     K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
@@ -217,11 +224,11 @@ def dkv_kernel(
 ):  # fmt: skip
     """One program: what one of equal shares (axis 1) of the queries that see a block of keys adds
     to its dk and dv, written to [shares, B, N, K, D]."""
-    place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride)
+    kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride)
     rows = (lse, delta, inner_lse, inner_delta)
     n0 = gl.program_id(0) % blocks * (PARTS * KEYS)
     b, h = gl.program_id(0) // blocks // K, gl.program_id(0) // blocks % K
-    tiles = tiles_of(n0, place, ROWS // G, KIND, INNER)
+    tiles = tiles_of(n0, kv_range, ROWS // G, KIND, INNER)
     begin, end, _full, _full_end = tiles
     k_smem, v_smem = places(k, PARTS), places(v, PARTS)
     q_smem, do_smem = places(q, STAGES), places(d_out, STAGES)
@@ -234,11 +241,11 @@ def dkv_kernel(
     gl.warp_specialize(
         [
             (form, (
-                dk, dv, n0, b, B, h, K, tiles, place, scale, k_smem, v_smem, q_smem, do_smem,
+                dk, dv, n0, b, B, h, K, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
                 rows_smem, kv_bar, full, 0, G, STAGES, KIND, INNER, GATED,
             )),
             (form, (
-                dk, dv, n0, b, B, h, K, tiles, place, scale, k_smem, v_smem, q_smem, do_smem,
+                dk, dv, n0, b, B, h, K, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
                 rows_smem, kv_bar, full, 1, G, STAGES, KIND, INNER, GATED,
             )),
             (read, (

@@ -37,7 +37,7 @@ from .steps_sm90 import (
 
 @gluon.jit
 def read(
-    q, d_out, k, v, pk, pv, each, dq, place, K, tiles, B, q_smem, do_smem, dq_smem, k_smem,
+    q, d_out, k, v, pk, pv, each, dq, kv_range, K, tiles, B, q_smem, do_smem, dq_smem, k_smem,
     v_smem, q_bar, dq_bar, full, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     INNER: gl.constexpr, PREFIX: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,9 @@ def read(
     done = 0
     for turn in range(0, turns_of(tiles * B * K)):
         tile, b, h = line_of(turn, tiles, B, K)
-        local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER, PREFIX)
+        local, locals_, begin, others, initial = blocks_of(
+            tile, kv_range, TOKENS, KIND, INNER, PREFIX
+        )
         if turn > 0:
             at_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), 2 * BYTES)
@@ -126,7 +128,7 @@ def sums_of(
 
 @gluon.jit
 def form(
-    dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, B, q_smem, do_smem, dq_smem,
+    dq, lse, delta, inner_lse, inner_delta, kv_range, K, scale, tiles, B, q_smem, do_smem, dq_smem,
     k_smem, v_smem, q_bar, dq_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, GATED: gl.constexpr,
     ADD: gl.constexpr,
@@ -137,7 +139,7 @@ def form(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    start, T, N = place[0], place[1], place[2]
+    start, T, N = kv_range[0], kv_range[1], kv_range[2]
     i, scale_log2 = gl.arange(0, ROWS, ROW), scale * 1.4426950408889634
     done = 0
     next_lse, next_delta, next_other_lse, next_other_delta = sums_of(
@@ -146,11 +148,11 @@ def form(
     for turn in range(0, turns_of(tiles * B * K)):
         tile, b, h = line_of(turn, tiles, B, K)
         local, locals_, begin, others, initial = blocks_of(
-            tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
+            tile, kv_range, PARTS * TOKENS, KIND, INNER, PREFIX
         )
         token, position, _, _ = rows_of(i, tile, b, h, start, T, K, PART, G)
         p0, p1 = start + token, start + token + TOKENS - 1
-        lo, hi, all_lo, all_hi = seen(position, p0, p1, place, KIND)
+        lo, hi, all_lo, all_hi = seen(position, p0, p1, kv_range, KIND)
         lse_row, delta_row = next_lse, next_delta
         other_lse, other_delta = next_other_lse, next_other_delta
         mbarrier.wait(q_bar.index(0), turn & 1)
@@ -172,11 +174,11 @@ def form(
             # local keys are of the window too
             done, acc = walk(
                 q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, other_lse,
-                other_delta, local, locals_, lo, hi, local_start(position, place), all_lo, all_hi,
-                scale_log2, STAGES, True, GATED,
+                other_delta, local, locals_, lo, hi, local_start(position, kv_range), all_lo,
+                all_hi, scale_log2, STAGES, True, GATED,
             )  # fmt: skip
             # where a block begins with keys of the window alone, those have been seen with it
-            at = local_start(start + tile * (PARTS * TOKENS), place)
+            at = local_start(start + tile * (PARTS * TOKENS), kv_range)
             at = gl.where(locals_ > 0, at // KEYS * KEYS, N)
             hi_before, all_before = gl.minimum(hi, at), gl.minimum(all_hi, at)
         done, acc = walk(
@@ -184,7 +186,7 @@ def form(
             begin, others, lo, hi_before, lo, all_lo, all_before, scale_log2, STAGES, False, GATED,
         )  # fmt: skip
         if INNER:
-            floor = place[6]
+            floor = kv_range[6]
             done, acc = walk(
                 q, d_out, k_smem, v_smem, full, done, acc, other_lse, other_delta, lse_row,
                 delta_row, 0, initial, lo * 0, gl.minimum(position + 1, floor), lo, 0,
@@ -193,8 +195,8 @@ def form(
         if PREFIX:
             done, acc = walk(
                 q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
-                0, initial, lo * 0, lo * 0 + place[9], lo, 0, place[9], scale_log2, STAGES, False,
-                GATED,
+                0, initial, lo * 0, lo * 0 + kv_range[9], lo, 0, kv_range[9], scale_log2, STAGES,
+                False, GATED,
             )  # fmt: skip
         smem = dq_smem.index(PART)
         acc = acc * scale
@@ -210,7 +212,7 @@ def form(
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def dq_kernel(
+def nsa_flash_dq_sm90(
     q, k, v, d_out, dq, lse, delta, inner_lse, inner_delta, start, T, N, floor, reach, inner_floor,
     inner_reach, pk, pv, P, each, scale, tiles, B, stride: gl.constexpr,
     inner_stride: gl.constexpr, K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
@@ -219,7 +221,7 @@ def dq_kernel(
 ):  # fmt: skip
     """One program a multiprocessor: dq of tiles of queries of a row and KV head, in turn, added to
     what is there if ADD."""
-    place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
+    kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
     q_smem, do_smem, dq_smem = places(q, PARTS), places(d_out, PARTS), places(dq, PARTS)
     k_smem, v_smem = places(k, STAGES), places(v, STAGES)
     q_bar, dq_bar, full = counters(1, 1), counters(1, 1), counters(STAGES, 1)
@@ -228,17 +230,17 @@ def dq_kernel(
     gl.warp_specialize(
         [
             (form, (
-                dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, B, q_smem,
+                dq, lse, delta, inner_lse, inner_delta, kv_range, K, scale, tiles, B, q_smem,
                 do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 0, G, STAGES, KIND, INNER,
                 PREFIX, GATED, ADD,
             )),
             (form, (
-                dq, lse, delta, inner_lse, inner_delta, place, K, scale, tiles, B, q_smem,
+                dq, lse, delta, inner_lse, inner_delta, kv_range, K, scale, tiles, B, q_smem,
                 do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 1, G, STAGES, KIND, INNER,
                 PREFIX, GATED, ADD,
             )),
             (read, (
-                q, d_out, k, v, pk, pv, each, dq, place, K, tiles, B, q_smem, do_smem, dq_smem,
+                q, d_out, k, v, pk, pv, each, dq, kv_range, K, tiles, B, q_smem, do_smem, dq_smem,
                 k_smem, v_smem, q_bar, dq_bar, full, G, STAGES, KIND, INNER, PREFIX, ADD,
             )),
         ],

@@ -17,10 +17,10 @@ from torch import Tensor
 from ..common import launch
 from ..common.counts import cdiv
 from ..common.key_norms import bounds, key_norms
-from ..common.launch import LOG2_E, Place, strides
+from ..common.launch import LOG2_E, KVRange, strides
 from ..common.primitives import (
     LOCAL_BLOCKS,
-    grid_place,
+    grid_position,
     in_document,
     interval,
     joined,
@@ -45,7 +45,7 @@ NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
-def tile_intervals(
+def tile_ranges(
     token, first, last, start, entry, doc_first, doc_last, unit, T, N, floor, reach, stride,
     KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def attend_to_prefix(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def forward_kernel(
+def nsa_flash_fwd(
     q, k, v, norms, pk, pv, out, lse, inner_out, inner_lse, sinks, inner_sinks, starts, start,
     doc_first, doc_last, unit, T, N, P, K, scale_log2, cap, floor, reach, stride,
     inner_floor, inner_reach, inner_stride,
@@ -120,7 +120,7 @@ def forward_kernel(
     """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
     with INNER those of the local blocks and the prefix apart."""
     # the queries that see most go first
-    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
     b, h = large(line // K, WIDE), large(line % K, WIDE)
     TOKENS: tl.constexpr = BLOCK_M // G
@@ -128,7 +128,7 @@ def forward_kernel(
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
-    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_intervals(
+    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_ranges(
         token, first, last, start, b * T, doc_first, doc_last, unit, T, N, floor, reach, stride,
         KIND, DOCUMENTS,
     )  # fmt: skip
@@ -248,12 +248,12 @@ def by_boxes(k: Tensor, v: Tensor, block_n: int) -> dict[str, Any]:
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, place: Place, kernel: str, inner: Place | None = None
+    q: Tensor, k: Tensor, v: Tensor, kv_range: KVRange, kernel: str, inner: KVRange | None = None
 ) -> dict[str, Any]:
     """What all three kernels take, and their tile."""
     _, T, H, D = q.shape
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    tile = launch.interval_tile(kernel, place.wide, max(D, E), H // K, q.dtype, N)
+    tile = launch.flash_tile(kernel, kv_range.wide, max(D, E), H // K, q.dtype, N)
     return dict(
         q=q,
         k=k,
@@ -261,18 +261,18 @@ def arguments(
         **strides("q", q, "bth"),
         **strides("k", k, "bnh"),
         **strides("v", v, "bnh"),
-        starts=place.starts,
-        start=place.start,
+        starts=kv_range.starts,
+        start=kv_range.start,
         T=T,
         N=N,
         K=K,
-        floor=place.floor,
-        reach=place.reach,
-        stride=place.stride,
-        KIND=place.kind,
-        **launch.bounds(place.documents),
-        unit=place.unit,
-        **launch.cap(place.soft_cap),
+        floor=kv_range.floor,
+        reach=kv_range.reach,
+        stride=kv_range.stride,
+        KIND=kv_range.kind,
+        **launch.bounds(kv_range.documents),
+        unit=kv_range.unit,
+        **launch.cap(kv_range.soft_cap),
         inner_floor=inner.floor if inner else 0,
         inner_reach=inner.reach if inner else 0,
         inner_stride=inner.stride if inner else 1,
@@ -284,7 +284,7 @@ def arguments(
         BLOCK_E=launch.padded(E),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        RAGGED=place.starts is not None,
+        RAGGED=kv_range.starts is not None,
         WIDE=launch.wide(q, k, v) or q.shape[0] * T * H * max(D, E) >= 1 << 31,
         PRECISION="ieee",  # of float32; tf32x3 errs up to four times as much
         num_warps=tile.num_warps,
@@ -298,9 +298,9 @@ def tiles_of_queries(q: Tensor, k: Tensor, args: dict[str, Any]) -> tuple[tuple[
     return launch.grid(tiles, q.shape[0] * k.shape[2])
 
 
-def prefix_arguments(prefix: tuple[Tensor, Tensor] | None, place: Place) -> dict[str, Any]:
+def prefix_arguments(prefix: tuple[Tensor, Tensor] | None, kv_range: KVRange) -> dict[str, Any]:
     pk, pv = (None, None) if prefix is None else prefix
-    form = NO_PREFIX if pk is None else CAUSAL_PREFIX if place.causal_prefix else OPEN_PREFIX
+    form = NO_PREFIX if pk is None else CAUSAL_PREFIX if kv_range.causal_prefix else OPEN_PREFIX
     return dict(
         pk=pk,
         pv=pv,
@@ -315,10 +315,10 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    place: Place,
+    kv_range: KVRange,
     scale: float,
     prefix: tuple[Tensor, Tensor] | None = None,
-    inner: Place | None = None,
+    inner: KVRange | None = None,
     sinks: Tensor | None = None,
     inner_sinks: Tensor | None = None,
     norms: Tensor | None = None,
@@ -329,10 +329,10 @@ def forward(
     `key_norms.py`, if they are known."""
     norms = key_norms(q, k) if norms is None else norms
     plain = sinks is None and inner_sinks is None
-    if plain and flash_sm90.serves("forward", q, k, v, place, scale, inner, prefix):
-        return flash_sm90.forward(q, k, v, place, scale, inner, norms, prefix)
+    if plain and flash_sm90.is_supported("forward", q, k, v, kv_range, scale, inner, prefix):
+        return flash_sm90.forward(q, k, v, kv_range, scale, inner, norms, prefix)
     outputs, inner_outputs = launch.empty_outputs(q, v), ()
-    args = arguments(q, k, v, place, "forward", inner) | prefix_arguments(prefix, place)
+    args = arguments(q, k, v, kv_range, "forward", inner) | prefix_arguments(prefix, kv_range)
     args |= bounds(norms)
     if inner is not None:
         inner_outputs = launch.empty_outputs(q, v)
@@ -341,7 +341,7 @@ def forward(
     args = dict(inner_out=None, inner_lse=None) | args
     args |= dict(sinks=sinks, inner_sinks=inner_sinks, SINKS=sinks is not None)
     args |= by_boxes(k, v, args["BLOCK_N"])
-    forward_kernel[grid](
+    nsa_flash_fwd[grid](
         out=outputs[0],
         lse=outputs[1],
         scale_log2=scale * LOG2_E,

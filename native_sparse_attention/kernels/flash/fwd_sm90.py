@@ -40,7 +40,7 @@ FEWEST = gl.constexpr(16)
 
 @gluon.jit
 def read(
-    q, k, v, pk, pv, each, place, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
+    q, k, v, pk, pv, each, kv_range, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
     G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
     PREFIX: gl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,9 @@ def read(
     done = 0
     for turn in range(0, turns_of(tiles * B * K)):
         tile, b, h = line_of(turn, tiles, B, K)
-        local, locals_, begin, others, initial = blocks_of(tile, place, TOKENS, KIND, INNER, PREFIX)
+        local, locals_, begin, others, initial = blocks_of(
+            tile, kv_range, TOKENS, KIND, INNER, PREFIX
+        )
         if turn > 0:
             at_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), PARTS * ROWS * q.block_shape[3] * 2)
@@ -129,7 +131,7 @@ def write(out, lse, smem, acc, m, l, at, row, real):
 
 @gluon.jit
 def attend(
-    out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, B, q_smem, k_smem,
+    out, lse, inner_out, inner_lse, norms, kv_range, K, scale_log2, tiles, B, q_smem, k_smem,
     v_smem, out_smem, q_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -140,7 +142,7 @@ def attend(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    start, T = place[0], place[1]
+    start, T = kv_range[0], kv_range[1]
     i = gl.arange(0, ROWS, ROW)
     done = 0
     if BOUNDED:
@@ -149,15 +151,15 @@ def attend(
     for turn in range(0, turns_of(tiles * B * K)):
         tile, b, h = line_of(turn, tiles, B, K)
         local, locals_, begin, others, initial = blocks_of(
-            tile, place, PARTS * TOKENS, KIND, INNER, PREFIX
+            tile, kv_range, PARTS * TOKENS, KIND, INNER, PREFIX
         )
         token, position, row, real = rows_of(i, tile, b, h, start, T, K, PART, G)
         p0, p1 = start + token, start + token + TOKENS - 1
-        lo, hi, all_lo, all_hi = seen(position, p0, p1, place, KIND)
+        lo, hi, all_lo, all_hi = seen(position, p0, p1, kv_range, KIND)
         keys = hi - lo
         if INNER:
-            floor = place[6]
-            local_lo = gl.maximum(local_start(position, place), lo)
+            floor = kv_range[6]
+            local_lo = gl.maximum(local_start(position, kv_range), lo)
             keys = gl.maximum(hi - local_lo, 0) + gl.minimum(position + 1, floor)
 
         mbarrier.wait(q_bar.index(0), turn & 1)
@@ -181,13 +183,13 @@ def attend(
             if INNER:
                 done, acc, m, l = walk(
                     q, k_smem, v_smem, full, done, acc, m, l, local, gl.where(taken, locals_, 0),
-                    local_lo, gl.where(local_lo < hi, hi, 0), local_start(p1, place), all_hi,
+                    local_lo, gl.where(local_lo < hi, hi, 0), local_start(p1, kv_range), all_hi,
                     scale_log2, STAGES, way == 0,
                 )  # fmt: skip
                 inner_acc, inner_m, inner_l = acc, m, l
                 done, acc, m, l = walk(
                     q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, others, 0), lo,
-                    gl.minimum(hi, local_lo), all_lo, gl.minimum(all_hi, local_start(p0, place)),
+                    gl.minimum(hi, local_lo), all_lo, gl.minimum(all_hi, local_start(p0, kv_range)),
                     scale_log2, STAGES, way == 0,
                 )  # fmt: skip
                 if taken:
@@ -207,7 +209,7 @@ def attend(
             if PREFIX:  # no bound holds for these keys
                 done, acc, m, l = walk(
                     q, k_smem, v_smem, full, done, acc, m, l, 0, gl.where(taken, initial, 0),
-                    lo * 0, lo * 0 + place[9], 0, place[9], scale_log2, STAGES, False,
+                    lo * 0, lo * 0 + kv_range[9], 0, kv_range[9], scale_log2, STAGES, False,
                 )  # fmt: skip
         if not INNER:
             write(out, lse, smem, acc, m, l, at, row, real)
@@ -215,7 +217,7 @@ def attend(
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def forward_kernel(
+def nsa_flash_fwd_sm90(
     q, k, v, out, lse, inner_out, inner_lse, norms, start, T, N, floor, reach, inner_floor,
     inner_reach, pk, pv, P, each, scale_log2, tiles, B, stride: gl.constexpr,
     inner_stride: gl.constexpr, K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
@@ -223,7 +225,7 @@ def forward_kernel(
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor: tiles of queries of a row and KV head, in turn."""
-    place = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
+    kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
     q_smem, out_smem = places(q, PARTS), places(out, PARTS)
     k_smem, v_smem = places(k, STAGES), places(v, STAGES)
     q_bar, full = counters(1, 1), counters(STAGES, 1)
@@ -232,17 +234,17 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, B, q_smem,
+                out, lse, inner_out, inner_lse, norms, kv_range, K, scale_log2, tiles, B, q_smem,
                 k_smem, v_smem, out_smem, q_bar, full, 0, G, STAGES, KIND, INNER, PREFIX,
                 BOUNDED,
             )),
             (attend, (
-                out, lse, inner_out, inner_lse, norms, place, K, scale_log2, tiles, B, q_smem,
+                out, lse, inner_out, inner_lse, norms, kv_range, K, scale_log2, tiles, B, q_smem,
                 k_smem, v_smem, out_smem, q_bar, full, 1, G, STAGES, KIND, INNER, PREFIX,
                 BOUNDED,
             )),
             (read, (
-                q, k, v, pk, pv, each, place, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
+                q, k, v, pk, pv, each, kv_range, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
                 G, STAGES, KIND, INNER, PREFIX,
             )),
         ],

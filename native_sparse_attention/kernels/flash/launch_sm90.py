@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common import launch, sm90
 from ..common.counts import cdiv
-from ..common.launch import LOG2_E, Cotangent, Place, Sum
+from ..common.launch import LOG2_E, BackwardInputs, KVRange, Sum
 from ..common.overrides import asked
 from ..common.primitives import BEHIND, CAUSAL_WINDOW
 
@@ -31,34 +31,34 @@ STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
 FEWER = {"REGISTERS": 160, "maxnreg": 120}
 
 
-def serves(
+def is_supported(
     kernel: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    place: Place,
+    kv_range: KVRange,
     scale: float,
-    inner: Place | None = None,
+    inner: KVRange | None = None,
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> bool:
     """Whether `kernel`, "forward", "dq" or "dkv", takes a call without sinks: where it can, and has
-    enough tiles to be the faster one. With `launch.using({"intervals": True})` however few there
+    enough tiles to be the faster one. With `launch.using({"flash_sm90": True})` however few there
     are; with False never, and not where the call asks for tiles."""
-    wanted = launch.override.get("intervals")
-    tiled = asked(kernel if place.wide else f"window.{kernel}")
+    wanted = launch.override.get("flash_sm90")
+    tiled = asked(kernel if kv_range.wide else f"window.{kernel}")
     if wanted is False or tiled or not sm90.available(q):
         return False
     groups = q.shape[2] // max(k.shape[2], 1)
-    kinds = place.kind in (BEHIND.value, CAUSAL_WINDOW.value)
-    plain = place.starts is None and place.documents is None and place.soft_cap is None
-    within = inner is None or (inner.starts is None and place.kind == CAUSAL_WINDOW.value)
+    kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value)
+    plain = kv_range.starts is None and kv_range.documents is None and kv_range.soft_cap is None
+    within = inner is None or (inner.starts is None and kv_range.kind == CAUSAL_WINDOW.value)
     sizes = q.element_size() == 2 and q.shape[-1] == v.shape[-1] in WIDTHS
     whole = 0 < groups <= ROWS and ROWS % groups == 0
     if not (kinds and plain and within and sizes and whole and scale > 0):
         return False
     if not wanted and math.prod(tiles_of(q, k)) < LEAST_TILES * sm90.multiprocessors(q.device):
         return False
-    if prefix is not None and place.kind != BEHIND.value:
+    if prefix is not None and kv_range.kind != BEHIND.value:
         return False
     return all(launch.boxes(t, ROWS) is not None for t in (q, k, v, *own(prefix)))
 
@@ -75,17 +75,17 @@ def tiles_of(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def boxes(
-    q: Tensor, k: Tensor, v: Tensor, place: Place, inner: Place | None, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, kv_range: KVRange, inner: KVRange | None, kernel: str
 ) -> dict[str, Any]:
     """What all kernels take."""
     groups, D = q.shape[2] // k.shape[2], q.shape[-1]
     return dict(
         q=sm90.box(q, [1, ROWS // groups, groups, D]), k=sm90.box(k, [1, KEYS, 1, D]),
-        v=sm90.box(v, [1, KEYS, 1, D]), start=place.start, T=q.shape[1], N=k.shape[1],
-        K=k.shape[2], floor=place.floor, reach=place.reach, stride=place.stride,
+        v=sm90.box(v, [1, KEYS, 1, D]), start=kv_range.start, T=q.shape[1], N=k.shape[1],
+        K=k.shape[2], floor=kv_range.floor, reach=kv_range.reach, stride=kv_range.stride,
         inner_floor=inner.floor if inner else 0, inner_reach=inner.reach if inner else 0,
         inner_stride=inner.stride if inner else 1, G=groups, STAGES=STAGES[kernel],
-        KIND=place.kind, INNER=inner is not None, REGISTERS=REGISTERS, num_warps=4,
+        KIND=kv_range.kind, INNER=inner is not None, REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
@@ -93,15 +93,15 @@ def by_queries(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    place: Place,
-    inner: Place | None,
+    kv_range: KVRange,
+    inner: KVRange | None,
     prefix: tuple[Tensor, Tensor] | None,
     kernel: str,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid of the kernels that walk tiles of queries, and what they take."""
     tiles, lines = tiles_of(q, k)
     pk, pv = (sm90.box(t, [1, KEYS, 1, t.shape[-1]]) for t in (own(prefix) or (k, v)))
-    args = boxes(q, k, v, place, inner, kernel) | dict(
+    args = boxes(q, k, v, kv_range, inner, kernel) | dict(
         pk=pk, pv=pv, P=0 if prefix is None else prefix[0].shape[1], each=int(pk.shape[0] > 1),
         PREFIX=prefix is not None, tiles=tiles, B=q.shape[0],
     )  # fmt: skip
@@ -113,23 +113,23 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    place: Place,
+    kv_range: KVRange,
     scale: float,
-    inner: Place | None,
+    inner: KVRange | None,
     norms: Tensor | None,
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """As `interval.forward`."""
-    from .fwd_sm90 import forward_kernel
+    from .fwd_sm90 import nsa_flash_fwd_sm90
 
     outputs = launch.empty_outputs(q, v)
     inner_outputs = () if inner is None else launch.empty_outputs(q, v)
     out, lse, inner_out, inner_lse = (*outputs, *(inner_outputs or outputs))
-    grid, args = by_queries(q, k, v, place, inner, prefix, "forward")
+    grid, args = by_queries(q, k, v, kv_range, inner, prefix, "forward")
     shape = args["q"].block_shape
     if inner is None:
         args |= FEWER
-    forward_kernel[grid](
+    nsa_flash_fwd_sm90[grid](
         out=sm90.box(out, shape), lse=lse,
         inner_out=sm90.box(inner_out, shape), inner_lse=inner_lse,
         scale_log2=scale * LOG2_E, norms=norms, BOUNDED=norms is not None, **args,
@@ -141,23 +141,23 @@ def backward_q(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    place: Place,
+    kv_range: KVRange,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
     dq: Sum,
-    inner: tuple[Place, Cotangent] | None,
+    inner: tuple[KVRange, BackwardInputs] | None,
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """As `interval_backward.backward_q`."""
-    from .dq_sm90 import dq_kernel
+    from .dq_sm90 import nsa_flash_dq_sm90
 
-    within, of_inner = inner or (None, cotangent)
-    grid, args = by_queries(q, k, v, place, within, prefix, "dq")
+    within, of_inner = inner or (None, bwd)
+    grid, args = by_queries(q, k, v, kv_range, within, prefix, "dq")
     shape, into = args["q"].block_shape, dq.arguments()
-    dq_kernel[grid](
-        d_out=sm90.box(cotangent.d_out, shape), dq=sm90.box(into["dq"], shape), ADD=into["ADD"],
-        lse=cotangent.lse, delta=cotangent.delta, inner_lse=of_inner.lse,
-        inner_delta=of_inner.delta, scale=scale, GATED=cotangent.gated, **args,
+    nsa_flash_dq_sm90[grid](
+        d_out=sm90.box(bwd.d_out, shape), dq=sm90.box(into["dq"], shape), ADD=into["ADD"],
+        lse=bwd.lse, delta=bwd.delta, inner_lse=of_inner.lse,
+        inner_delta=of_inner.delta, scale=scale, GATED=bwd.gated, **args,
     )  # fmt: skip
 
 
@@ -165,28 +165,28 @@ def backward_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    place: Place,
+    kv_range: KVRange,
     scale: float,
-    cotangent: Cotangent,
-    inner: tuple[Place, Cotangent] | None,
+    bwd: BackwardInputs,
+    inner: tuple[KVRange, BackwardInputs] | None,
 ) -> tuple[Tensor, Tensor]:
     """As `interval_backward.backward_kv`."""
-    from .dkv_sm90 import dkv_kernel
+    from .dkv_sm90 import nsa_flash_dkv_sm90
 
     (B, T), (N, K, D) = q.shape[:2], k.shape[1:]
-    within, of_inner = inner or (None, cotangent)
-    args = boxes(q, k, v, place, within, "dkv")
+    within, of_inner = inner or (None, bwd)
+    args = boxes(q, k, v, kv_range, within, "dkv")
     blocks = cdiv(N, 2 * KEYS)
-    seeing = T if place.wide else min(T, place.reach + 2 * KEYS)
+    seeing = T if kv_range.wide else min(T, kv_range.reach + 2 * KEYS)
     tiles = cdiv(seeing, ROWS // args["G"])
-    splits = launch.query_splits(blocks * B * K, tiles, place.wide)
-    if place.wide:
+    splits = launch.query_splits(blocks * B * K, tiles, kv_range.wide)
+    if kv_range.wide:
         fill = launch.query_splits(blocks * B * K, tiles, False)
         splits = max(min(splits, tiles // LEAST_SHARE), fill)
     dk, dv = (t.new_empty(splits, B, N, K, D, dtype=torch.float32) for t in (k, v))
-    dkv_kernel[(blocks * B * K, splits)](
-        d_out=sm90.box(cotangent.d_out, args["q"].block_shape), lse=cotangent.lse,
-        delta=cotangent.delta, inner_lse=of_inner.lse, inner_delta=of_inner.delta, dk=dk, dv=dv,
-        B=B, blocks=blocks, scale=scale, GATED=cotangent.gated, **args,
+    nsa_flash_dkv_sm90[(blocks * B * K, splits)](
+        d_out=sm90.box(bwd.d_out, args["q"].block_shape), lse=bwd.lse,
+        delta=bwd.delta, inner_lse=of_inner.lse, inner_delta=of_inner.delta, dk=dk, dv=dv,
+        B=B, blocks=blocks, scale=scale, GATED=bwd.gated, **args,
     )  # fmt: skip
     return dk, dv

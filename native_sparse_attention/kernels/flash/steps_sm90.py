@@ -68,17 +68,17 @@ def rows_of(i, tile, b, h, start, T, K, PART: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def local_start(position, place):
+def local_start(position, kv_range):
     """The first key of a position's local blocks."""
-    inner_floor, inner_reach, inner_stride = place[6], place[7], place[8]
+    inner_floor, inner_reach, inner_stride = kv_range[6], kv_range[7], kv_range[8]
     return gl.maximum(position // inner_stride * inner_stride - inner_reach, inner_floor)
 
 
 @gluon.jit
-def seen(position, first, last, place, KIND: gl.constexpr):
+def seen(position, first, last, kv_range, KIND: gl.constexpr):
     """First key and one past the last of each position's interval; and of what all positions from
     `first` to `last` see."""
-    N, floor, reach, stride = place[2], place[3], place[4], place[5]
+    N, floor, reach, stride = kv_range[2], kv_range[3], kv_range[4], kv_range[5]
     if KIND == BEHIND:
         lo, all_lo = position * 0, first * 0
         hi, all_hi = gl.minimum(position // stride, N), gl.minimum(first // stride, N)
@@ -90,12 +90,19 @@ def seen(position, first, last, place, KIND: gl.constexpr):
 
 @gluon.jit
 def blocks_of(
-    tile, place, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
+    tile, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
     PREFIX: gl.constexpr,
 ):  # fmt: skip
     """Blocks that some row of a tile sees: the first of the local ones and how many, the same of
     the others, and how many initial ones or of a prefix."""
-    start, T, N, floor, reach, stride = place[0], place[1], place[2], place[3], place[4], place[5]
+    start, T, N, floor, reach, stride = (
+        kv_range[0],
+        kv_range[1],
+        kv_range[2],
+        kv_range[3],
+        kv_range[4],
+        kv_range[5],
+    )
     first = start + tile * TOKENS
     last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
     local, locals_, initial = first * 0, first * 0, first * 0
@@ -104,13 +111,13 @@ def blocks_of(
     else:
         begin, end = gl.maximum(first - reach, floor), gl.minimum(last + 1, N)
     if INNER:
-        at = local_start(first, place)
+        at = local_start(first, kv_range)
         local = at // KEYS
         locals_ = gl.where(at < end, gl.cdiv(end, KEYS) - local, 0)
-        end = gl.minimum(end, gl.maximum(local_start(last, place), begin))
-        initial = gl.cdiv(gl.minimum(last + 1, place[6]), KEYS)
+        end = gl.minimum(end, gl.maximum(local_start(last, kv_range), begin))
+        initial = gl.cdiv(gl.minimum(last + 1, kv_range[6]), KEYS)
     if PREFIX:
-        initial = gl.cdiv(place[9], KEYS)
+        initial = gl.cdiv(kv_range[9], KEYS)
     begin = begin // KEYS
     return local, locals_, begin, gl.maximum(gl.cdiv(end, KEYS) - begin, 0), initial
 

@@ -18,13 +18,13 @@ from .. import combine
 from ..common import launch, streams
 from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import key_norms
-from ..common.launch import Cotangent, Mixture, Place, Selection, Sum
+from ..common.launch import BackwardInputs, CombineInputs, KVRange, Selection, Sum
 from ..common.primitives import EVERYTHING, LOCAL_BLOCKS
-from ..common.reduce import add_up
+from ..common.reduce import reduce_partials
 from ..flash import bwd as flash_bwd
 from ..flash import fwd as flash_fwd
 from . import key_major, key_major_sm90, query_major, union, union_sm90, workspace
-from .csr import Inversion
+from .csr import CSRPlan
 from .union import Unions
 from .union_sm90 import Plan
 
@@ -35,19 +35,19 @@ def with_initial(selection: Selection) -> Selection:
     documents, count = selection.documents, selection.num_initial
     if documents is None or not count:
         return selection
-    lists, gates, s = selection.lists, selection.gates, selection.s
+    block_indices, gates, s = selection.block_indices, selection.gates, selection.s
     first, end = documents.blocks(s)
     if selection.causal:
-        own = torch.arange(lists.shape[1], device=lists.device) // s
+        own = torch.arange(block_indices.shape[1], device=block_indices.device) // s
         # the local ones are seen to
         end = end.minimum(own + 1 - selection.num_local)
-    block = first[..., None] + torch.arange(count, device=lists.device)
-    initial = torch.where(block < end[..., None], block, -1).to(lists.dtype)
-    initial = initial[:, :, None].expand(-1, -1, lists.shape[2], -1)
+    block = first[..., None] + torch.arange(count, device=block_indices.device)
+    initial = torch.where(block < end[..., None], block, -1).to(block_indices.dtype)
+    initial = initial[:, :, None].expand(-1, -1, block_indices.shape[2], -1)
     if gates is not None:
         gates = torch.cat((gates, gates.new_ones(initial.shape)), dim=-1)
-    lists = torch.cat((lists, initial), dim=-1)
-    return replace(selection, lists=lists, gates=gates, num_initial=0)
+    block_indices = torch.cat((block_indices, initial), dim=-1)
+    return replace(selection, block_indices=block_indices, gates=gates, num_initial=0)
 
 
 def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] | None:
@@ -60,45 +60,45 @@ def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] 
     end = min(selection.num_initial * s, k.shape[1])
     first = (k[:, :end], v[:, :end])
     if not selection.causal:
-        place = Place(EVERYTHING.value, **where)
-        return dict(k=first[0], v=first[1], place=place, prefix=None) if end else None
+        kv_range = KVRange(EVERYTHING.value, **where)
+        return dict(k=first[0], v=first[1], kv_range=kv_range, prefix=None) if end else None
     if not end and not selection.num_local:
         return None
     reach = (selection.num_local - 1) * s
-    place = Place(LOCAL_BLOCKS.value, reach, s, floor=end, causal_prefix=True, **where)
-    return dict(k=k, v=v, place=place, prefix=first if end else None)
+    kv_range = KVRange(LOCAL_BLOCKS.value, reach, s, floor=end, causal_prefix=True, **where)
+    return dict(k=k, v=v, kv_range=kv_range, prefix=first if end else None)
 
 
 def within_window(
     selection: Selection, k: Tensor, v: Tensor, w: int
-) -> tuple[tuple[Tensor, Tensor] | None, Place | None]:
+) -> tuple[tuple[Tensor, Tensor] | None, KVRange | None]:
     """Prefix and place of the forced blocks where the local ones lie in a causal window of w keys
     back over the same k and v, which can then see to them too; None otherwise."""
     reach = selection.num_local * selection.s - 1
     if not selection.causal or not selection.num_local or reach > w:
         return None, None
     forced = forced_blocks(selection, k, v)
-    return (None, None) if forced is None else (forced["prefix"], forced["place"])
+    return (None, None) if forced is None else (forced["prefix"], forced["kv_range"])
 
 
-def by_block(selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def is_key_major(selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the listed blocks are better walked block by block than query by query."""
-    rows = q.shape[2] // selection.lists.shape[2] * selection.stride
+    rows = q.shape[2] // selection.block_indices.shape[2] * selection.stride
     return rows < launch.FEW_ROWS and launch.holds_block(selection.s, k, v)
 
 
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
-def valid_kernel(
-    lists, valid, starts, start, doc_first, doc_last, ROWS, T, R, n, s, C, num_initial, num_local,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+def nsa_selected_valid_indices(
+    block_indices, valid, starts, start, doc_first, doc_last, ROWS, T, R, n, s, C, num_initial,
+    num_local, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program: M lists. Keeps each block that exists, is not forced, not ahead of the query and
     not in an earlier slot; others become -1."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.arange(0, SLOTS)
     real = (row < ROWS)[:, None] & (slot < n)[None]
-    c = tl.load(lists + row[:, None] * n + slot[None], mask=real, other=-1)
+    c = tl.load(block_indices + row[:, None] * n + slot[None], mask=real, other=-1)
     bt = row // R
     position = bt % T + start
     if RAGGED:
@@ -113,19 +113,19 @@ def valid_kernel(
         keep = keep & (c <= own) & (c <= own - num_local)
     c = tl.where(keep, c, -1)
     for other in range(0, n):
-        before = tl.load(lists + row * n + other, mask=row < ROWS, other=-1)
+        before = tl.load(block_indices + row * n + other, mask=row < ROWS, other=-1)
         c = tl.where((c == before[:, None]) & (slot > other)[None], -1, c)
     tl.store(valid + row[:, None] * n + slot[None], c.to(tl.int32), mask=real)
 
 
-def valid_lists(selection: Selection, S: int) -> Tensor:
+def valid_block_indices(selection: Selection, S: int) -> Tensor:
     """The lists without what is forced, ahead of its query, past the keys, or there twice."""
-    lists = selection.lists.contiguous()
-    B, T, R, n = lists.shape
-    valid = torch.empty_like(lists, dtype=torch.int32)
+    block_indices = selection.block_indices.contiguous()
+    B, T, R, n = block_indices.shape
+    valid = torch.empty_like(block_indices, dtype=torch.int32)
     if valid.numel():
-        valid_kernel[(cdiv(B * T * R, 64),)](
-            lists, valid, selection.starts, selection.start, ROWS=B * T * R, T=T, R=R, n=n,
+        nsa_selected_valid_indices[(cdiv(B * T * R, 64),)](
+            block_indices, valid, selection.starts, selection.start, ROWS=B * T * R, T=T, R=R, n=n,
             s=selection.s, C=cdiv(S, selection.s), num_initial=selection.num_initial,
             num_local=selection.num_local,
             **launch.bounds(selection.documents),
@@ -135,10 +135,16 @@ def valid_lists(selection: Selection, S: int) -> Tensor:
     return valid
 
 
-def combined(done: tuple[Tensor, Tensor], mix: Mixture | None) -> tuple[Tensor, Tensor]:
+def combined(
+    done: tuple[Tensor, Tensor], combine_inputs: CombineInputs | None
+) -> tuple[Tensor, Tensor]:
     """What is done; the layer's output of it besides."""
-    if mix is not None:
-        combine.forward([mix.cmp, done[0], mix.win], mix.gates, mix.out)
+    if combine_inputs is not None:
+        combine.forward(
+            [combine_inputs.cmp, done[0], combine_inputs.win],
+            combine_inputs.gates,
+            combine_inputs.out,
+        )
     return done
 
 
@@ -148,56 +154,56 @@ def nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
 
 
-class ByBlock(NamedTuple):
+class KeyMajorPlan(NamedTuple):
     """What the key-major forward waits for: the tokens whose blocks overlap (`alike`), for
     `query_major.py`, and the block indices of the others, transposed at once only if that is
     all."""
 
-    alike: Unions | None
+    overlapping: Unions | None
     cost: float
     rest: Selection
-    inverse: Inversion
+    block_csr: CSRPlan
 
-    def fill(self, selection: Selection) -> None:
-        if self.alike is not None:
-            union.fill(selection, self.alike, self.cost, rest=self.rest.lists)
+    def run(self, selection: Selection) -> None:
+        if self.overlapping is not None:
+            union.write_unions(selection, self.overlapping, self.cost, rest=self.rest.block_indices)
         else:
-            self.inverse.fill(self.rest.lists)
+            self.block_csr.run(self.rest.block_indices)
 
 
-def room(
+def allocate(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
-) -> Plan | ByBlock | None:
+) -> Plan | KeyMajorPlan | None:
     """For a plan of the forward, where there is one."""
-    if union_sm90.serves(q, k, v, selection, scale):
+    if union_sm90.is_supported(q, k, v, selection, scale):
         return union_sm90.plan(q, k, selection)
-    if not selection.lists.numel() or not by_block(selection, q, k, v):
+    if not selection.block_indices.numel() or not is_key_major(selection, q, k, v):
         return None
-    alike, cost = union.room_for_alike(selection, q.shape[2], q.dtype)
+    overlapping, cost = union.allocate_unions(selection, q.shape[2], q.dtype)
     rest = selection
-    if alike is not None:
-        rest = replace(selection, lists=torch.empty_like(selection.lists))
-    parts = q.shape[2] // selection.lists.shape[2]
-    return ByBlock(alike, cost, rest, workspace.room(q, k, rest, "forward", parts))
+    if overlapping is not None:
+        rest = replace(selection, block_indices=torch.empty_like(selection.block_indices))
+    parts = q.shape[2] // selection.block_indices.shape[2]
+    return KeyMajorPlan(overlapping, cost, rest, workspace.allocate(q, k, rest, "forward", parts))
 
 
 @contextmanager
 def planned(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
-) -> Iterator[Plan | ByBlock | None]:
+) -> Iterator[Plan | KeyMajorPlan | None]:
     """A plan for the forward, made beside what is launched within, where there is one."""
-    plan = room(q, k, v, selection, scale)
+    plan = allocate(q, k, v, selection, scale)
     if plan is None:
         yield None
         return
     # short programs, which would come last behind those of a kernel that fills the GPU
     with streams.forked(q.device, ahead=True) as beside:
         with beside:
-            plan.fill(selection)
+            plan.run(selection)
         yield plan
 
 
-def listed_forward(
+def topn_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -205,31 +211,35 @@ def listed_forward(
     scale: float,
     partial: tuple[Tensor, Tensor] | None,
     norms: Tensor | None,
-    mix: Mixture | None,
-    plan: Plan | ByBlock | None,
+    combine_inputs: CombineInputs | None,
+    plan: Plan | KeyMajorPlan | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the listed blocks, joined in place with those that `partial` holds."""
     call = (q, k, v, selection, scale)
-    if isinstance(plan, ByBlock):
-        rest, inverses, parts = plan.rest, plan.inverse.spans, None
-        if plan.alike is not None:
+    if isinstance(plan, KeyMajorPlan):
+        rest, block_csrs, parts = plan.rest, plan.block_csr.spans, None
+        if plan.overlapping is not None:
             done = partial or nothing(q, v)
-            parts = key_major.room(q, v, rest, inverses)
+            parts = key_major.allocate(q, v, rest, block_csrs)
             with streams.forked(q.device, ahead=True) as beside:
                 with beside:  # short programs, each waiting for the one before, then the first span
-                    plan.inverse.fill(rest.lists)
-                    key_major.attend(q, k, v, rest, scale, inverses[0], parts)
-                partial = query_major.forward(*call, partial, plan.alike, done, norms)
-        return key_major.forward(q, k, v, rest, scale, inverses, partial, mix, parts)
+                    plan.block_csr.run(rest.block_indices)
+                    key_major.attend(q, k, v, rest, scale, block_csrs[0], parts)
+                partial = query_major.forward(*call, partial, plan.overlapping, done, norms)
+        return key_major.forward(q, k, v, rest, scale, block_csrs, partial, combine_inputs, parts)
     if plan is None:
-        unions = union.unite(selection, q.shape[2], q.dtype)
-        return query_major.forward(*call, partial, unions, norms=norms, mix=mix)
+        unions = union.make_unions(selection, q.shape[2], q.dtype)
+        return query_major.forward(
+            *call, partial, unions, norms=norms, combine_inputs=combine_inputs
+        )
     done = partial or launch.empty_outputs(q, v)
     with streams.forked(q.device) as beside:
-        union_sm90.forward(*call, *done, partial is not None, norms, mix, plan.shared)
-        if plan.alike is not None:
+        union_sm90.forward(*call, *done, partial is not None, norms, combine_inputs, plan.shared)
+        if plan.overlapping is not None:
             with beside:
-                query_major.forward(*call, partial, plan.alike, done, norms, mix, seldom=True)
+                query_major.forward(
+                    *call, partial, plan.overlapping, done, norms, combine_inputs, seldom=True
+                )
     return done
 
 
@@ -241,9 +251,9 @@ def forward(
     scale: float,
     partial: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
-    mix: Mixture | None = None,
+    combine_inputs: CombineInputs | None = None,
     norms: Tensor | None = None,
-    plan: Plan | ByBlock | None = None,
+    plan: Plan | KeyMajorPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]; in those of the forced blocks if `partial` holds
     them, with their sinks. Given a `mix` also writes the layer's output. `norms` are those of the
@@ -254,13 +264,13 @@ def forward(
         forced = forced_blocks(selection, k, v) if partial is None else None
         if forced is not None:
             partial = flash_fwd.forward(q, scale=scale, sinks=sinks, **forced)
-    listed = selection.lists.shape[-1] > 0
+    listed = selection.block_indices.shape[-1] > 0
     if partial is None and (sinks is not None or not listed):
         out, lse = nothing(q, v)
         partial = out, lse if sinks is None else lse.copy_(sinks)
     if not listed:
-        return combined(partial, mix)
-    return listed_forward(q, k, v, selection, scale, partial, norms, mix, plan)
+        return combined(partial, combine_inputs)
+    return topn_forward(q, k, v, selection, scale, partial, norms, combine_inputs, plan)
 
 
 def forced_backward_q(
@@ -269,13 +279,13 @@ def forced_backward_q(
     v: Tensor,
     selection: Selection,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
     dq: Sum,
 ) -> None:
     """Adds to dq, through the forced blocks."""
     forced = forced_blocks(selection, k, v)
     if forced is not None:
-        flash_bwd.backward_q(q, scale=scale, cotangent=cotangent, dq=dq, **forced)
+        flash_bwd.backward_q(q, scale=scale, bwd=bwd, dq=dq, **forced)
 
 
 def forced_backward_kv(
@@ -284,7 +294,7 @@ def forced_backward_kv(
     v: Tensor,
     selection: Selection,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv through the forced blocks, in float32."""
     forced = forced_blocks(selection, k, v)
@@ -292,11 +302,11 @@ def forced_backward_kv(
         dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
         return dk, dv
     prefix = forced.pop("prefix")
-    parts = [flash_bwd.backward_kv(q, scale=scale, cotangent=cotangent, **forced)]
+    parts = [flash_bwd.backward_kv(q, scale=scale, bwd=bwd, **forced)]
     if prefix is not None:
-        place = forced["place"]
-        parts.append(flash_bwd.backward_prefix(q, prefix, place, scale, cotangent))
-    return add_up(parts, k, v)
+        kv_range = forced["kv_range"]
+        parts.append(flash_bwd.backward_prefix(q, prefix, kv_range, scale, bwd))
+    return reduce_partials(parts, k, v)
 
 
 class BackwardPlan(NamedTuple):
@@ -304,66 +314,66 @@ class BackwardPlan(NamedTuple):
     what other keys give; and else, or where on the device `alike` is not 0 (most neighbours are),
     query by query with these unions. And the lists turned round, one of so many `neighbours`."""
 
-    by_block: bool
-    apart: bool = False
+    is_key_major: bool
+    concurrent: bool = False
     unions: Unions | None = None
     cost: float = 0.0
-    alike: Tensor | None = None
-    inverse: Inversion | None = None
+    overlapping: Tensor | None = None
+    block_csr: CSRPlan | None = None
     neighbours: int = 1
 
-    def fill(self, selection: Selection) -> None:
+    def run(self, selection: Selection) -> None:
         if self.unions is not None:
-            union.fill(selection, self.unions, self.cost)
-            if self.alike is not None:
-                union.most(self.unions, self.alike)
-        if self.inverse is not None:
-            self.inverse.fill(selection.lists[:, :: self.neighbours].contiguous())
+            union.write_unions(selection, self.unions, self.cost)
+            if self.overlapping is not None:
+                union.most(self.unions, self.overlapping)
+        if self.block_csr is not None:
+            self.block_csr.run(selection.block_indices[:, :: self.neighbours].contiguous())
 
 
 def plan_backward(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
 ) -> BackwardPlan:
     """Room for what `fill` writes."""
-    if not selection.lists.shape[-1]:
+    if not selection.block_indices.shape[-1]:
         return BackwardPlan(False)
     call = (q, k, v, selection, scale)
-    if by_block(selection, q, k, v):
-        return BackwardPlan(True, inverse=workspace.room_for_backward(*call, with_dq=True))
-    unions, cost = union.room_for_alike(selection, q.shape[2], q.dtype)
+    if is_key_major(selection, q, k, v):
+        return BackwardPlan(True, block_csr=workspace.allocate_backward(*call, with_dq=True))
+    unions, cost = union.allocate_unions(selection, q.shape[2], q.dtype)
     with_dq = key_major_sm90.forms_dq(*call)
-    alike = None if unions is None or not with_dq else unions.counts.new_empty(())
+    overlapping = None if unions is None or not with_dq else unions.counts.new_empty(())
     neighbours = 1 if with_dq else key_major_sm90.tokens_of(*call)
-    inverse = workspace.room_for_backward(*call, with_dq, neighbours)
-    return BackwardPlan(with_dq, with_dq, unions, cost, alike, inverse, neighbours)
+    block_csr = workspace.allocate_backward(*call, with_dq, neighbours)
+    return BackwardPlan(with_dq, with_dq, unions, cost, overlapping, block_csr, neighbours)
 
 
-def listed_backward_q(
+def topn_backward_q(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     selection: Selection,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
     dq: Sum,
     plan: BackwardPlan,
 ) -> Tensor | None:
     """Adds to dq, through the listed blocks where those are walked query by query; the gradient of
     the gates."""
-    if plan.by_block and plan.alike is None:
+    if plan.is_key_major and plan.overlapping is None:
         return None
-    if not selection.lists.shape[-1]:
+    if not selection.block_indices.shape[-1]:
         return None if selection.gates is None else torch.zeros_like(selection.gates)
-    return query_major.backward_q(q, k, v, selection, scale, cotangent, dq, plan.unions, plan.alike)
+    return query_major.backward_q(q, k, v, selection, scale, bwd, dq, plan.unions, plan.overlapping)
 
 
-def listed_backward_kv(
+def topn_backward_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     selection: Selection,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
     dk: Tensor,
     dv: Tensor,
     dq: Sum,
@@ -374,25 +384,25 @@ def listed_backward_kv(
     """Adds to dk and dv, in float32, through the listed blocks, and to dq what `listed_backward_q`
     has not, but not before `after`; then also gives the gradient of the gates. The plan is filled
     when `ready`."""
-    if plan.inverse is None:
+    if plan.block_csr is None:
         return None if selection.gates is None else torch.zeros_like(selection.gates)
     streams.wait(q.device, ready)
-    rest = dq if plan.by_block else None
+    rest = dq if plan.is_key_major else None
     return key_major.backward(
-        q, k, v, selection, scale, cotangent, plan.inverse.spans, dk, dv, rest, plan.alike, after,
+        q, k, v, selection, scale, bwd, plan.block_csr.spans, dk, dv, rest, plan.overlapping, after,
         plan.neighbours,
     )  # fmt: skip
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, cotangent: Cotangent
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, bwd: BackwardInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk and dv, these in float32, and the gradient of the gates."""
-    given, dq = (q, k, v, selection, scale, cotangent), Sum(q)
+    given, dq = (q, k, v, selection, scale, bwd), Sum(q)
     plan = plan_backward(q, k, v, selection, scale)
-    plan.fill(selection)
+    plan.run(selection)
     forced_backward_q(*given, dq)
-    d_gates = listed_backward_q(*given, dq, plan)
+    d_gates = topn_backward_q(*given, dq, plan)
     dk, dv = forced_backward_kv(*given)
-    rest = listed_backward_kv(*given, dk, dv, dq, plan)
+    rest = topn_backward_kv(*given, dk, dv, dq, plan)
     return dq.total(), dk, dv, rest if d_gates is None else d_gates

@@ -31,18 +31,18 @@ NUMBERING = 1
 # blocks whose items are counted, and ordered, at once; lengths that are told apart there of items
 # that are no chunk
 ITEMS, CLASSES = 512, 8
-LENGTHS = ["T", "C", "length", "heads", "tokens", "shares", "blocks", "room", "most"]
+LENGTHS = ["T", "C", "length", "heads", "tokens", "shares", "blocks", "capacity", "most"]
 
 
 @dataclass(frozen=True)
-class Inverse:
+class BlockCSR:
     """Entries of a span by block: blocks are numbered (b heads + h - head) C + c."""
 
     first: int  # token
     length: int  # tokens
     head: int  # the first KV head
     heads: int  # KV heads
-    entries: Tensor  # of all spans, room for all there could be in each
+    entries: Tensor  # of all spans, capacity for all there could be in each
     places: Tensor  # [B T R n], where among its span's an entry lies; -1 of one that is none
     bounds: Tensor  # [blocks + 1], where each block's entries begin, and the next one's
     owner: Tensor  # [items], the block of each item; `blocks` for an item that is none
@@ -51,7 +51,7 @@ class Inverse:
     chunk: int
     spills: int  # bound of the last of spill_bounds
 
-    def lists(self, of_token: int, num_heads: int) -> tuple[int, int]:
+    def selections(self, of_token: int, num_heads: int) -> tuple[int, int]:
         """The first of a token's lists that is the span's, and how many are, of all KV heads'."""
         each = of_token // num_heads
         return self.head * each, self.heads * each
@@ -78,8 +78,8 @@ def share_of_tokens(line, T, length, heads, tokens, B, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def number_kernel(
-    lists, numbers, counts, T, C, length, heads, tokens, shares, B,
+def nsa_csr_count(
+    block_indices, numbers, counts, T, C, length, heads, tokens, shares, B,
     R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a share. Numbers its entries by block, and others -1; and counts those of each
@@ -92,7 +92,7 @@ def number_kernel(
         tl.store(counted + c0 + i, tl.zeros_like(i), mask=c0 + i < C)
     end = held * (R // K * n)
     entry, there = share_entries(i, end, first, b, h, T, R, K, n)
-    ahead = tl.load(lists + entry, mask=there, other=-1)
+    ahead = tl.load(block_indices + entry, mask=there, other=-1)
     # of two that are numbered together: 1 for the earlier one, in the upper half for the later one
     order = tl.where(i[None] < i[:, None], 1, tl.where(i[None] > i[:, None], 1 << 16, 0))
     for x in range(0, end, BLOCK):
@@ -106,13 +106,13 @@ def number_kernel(
         tl.store(numbers + entry, tl.where(c >= 0, number, -1), mask=there)
         # those of the next turn now
         entry, there = share_entries(x + BLOCK + i, end, first, b, h, T, R, K, n)
-        ahead = tl.load(lists + entry, mask=there, other=-1)
+        ahead = tl.load(block_indices + entry, mask=there, other=-1)
         tl.debug_barrier()  # all have read
         tl.store(counted + c, number + 1, mask=(c >= 0) & (same < 1 << 16))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def total_kernel(
+def nsa_csr_scan(
     counts, totals, C, shares, BLOCKS: tl.constexpr, SHARES: tl.constexpr
 ):  # fmt: skip
     """One program: some blocks of a line. Instead of what each share counted, what those before it
@@ -131,14 +131,14 @@ def total_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def item_kernel(
-    totals, bounds, spill_bounds, owner, ordinals, blocks, chunk, room, most,
+def nsa_csr_work_tiles(
+    totals, bounds, spill_bounds, owner, ordinals, blocks, chunk, capacity, most,
     BLOCKS: tl.constexpr, CLASSES: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """One program: a span. Where the entries of each block begin, and the items, by block or, with
-    LONGEST, of every BLOCKS blocks the longest first; `room` entries belong to a span."""
+    LONGEST, of every BLOCKS blocks the longest first; `capacity` entries belong to a span."""
     span = tl.program_id(0).to(tl.int64)
-    begins, spills, items = span * room, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+    begins, spills, items = span * capacity, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     line = span * (blocks + 1)
     totals += span * blocks
     owner += span * most
@@ -178,8 +178,8 @@ def item_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def place_kernel(
-    lists, numbers, counts, bounds, entries, T, C, length, heads, tokens, shares, B,
+def nsa_csr_scatter(
+    block_indices, numbers, counts, bounds, entries, T, C, length, heads, tokens, shares, B,
     R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a share. Writes each entry to its place, and that place, counted from the span's
@@ -194,7 +194,7 @@ def place_kernel(
     end = held * (R // K * n)
     for x in range(0, end, BLOCK):
         entry, there = share_entries(x + tl.arange(0, BLOCK), end, first, b, h, T, R, K, n)
-        c = tl.load(lists + entry, mask=there, other=-1)
+        c = tl.load(block_indices + entry, mask=there, other=-1)
         there = c >= 0
         number = tl.load(numbers + entry, mask=there, other=0)
         number += tl.load(before + c, mask=there, other=0)
@@ -204,10 +204,10 @@ def place_kernel(
 
 
 @dataclass(frozen=True)
-class Inversion:
+class CSRPlan:
     """Room for the inverse of lists [B T R n], by spans, and what is on its way to it."""
 
-    spans: list[Inverse]
+    spans: list[BlockCSR]
     numbers: Tensor  # as the lists; in the end the places
     counts: Tensor  # [spans lines, shares, C]
     totals: Tensor  # [spans, blocks]
@@ -216,45 +216,52 @@ class Inversion:
     tokens: int  # of a share
     longest: bool  # items first, of every ITEMS blocks
 
-    def fill(self, lists: Tensor) -> list[Inverse]:
+    def run(self, block_indices: Tensor) -> list[BlockCSR]:
         """Writes the inverse of `lists`, contiguous."""
-        B, T, R, n = lists.shape
+        B, T, R, n = block_indices.shape
         lines, shares, C = self.counts.shape
         spans, blocks = self.totals.shape
         at, first = self.tensors, self.spans[0]
         args = dict(T=T, C=C, length=first.length, heads=first.heads, tokens=self.tokens)
         args |= dict(shares=shares, B=B, R=R, K=self.num_heads, n=n)
-        number_kernel[(lines, shares)](
-            lists, self.numbers, self.counts, BLOCK=NUMBERED, num_warps=NUMBERING, num_stages=1,
+        nsa_csr_count[(lines, shares)](
+            block_indices, self.numbers, self.counts, BLOCK=NUMBERED, num_warps=NUMBERING,
+            num_stages=1,
             **args,
         )  # fmt: skip
-        total_kernel[(lines, cdiv(C, SUMMED[0]))](
+        nsa_csr_scan[(lines, cdiv(C, SUMMED[0]))](
             self.counts, self.totals, C, shares, BLOCKS=SUMMED[0], SHARES=SUMMED[1], num_stages=1
         )
-        item_kernel[(spans,)](
+        nsa_csr_work_tiles[(spans,)](
             self.totals, at["bounds"], at["spill_bounds"], at["owner"], at["ordinals"], blocks,
             first.chunk, len(at["entries"]) // spans, at["owner"].shape[1], BLOCKS=ITEMS,
             CLASSES=CLASSES, LONGEST=self.longest, num_warps=8, num_stages=1,
         )  # fmt: skip
-        place_kernel[(lines, shares)](
-            lists, self.numbers, self.counts, at["bounds"], at["entries"], BLOCK=PLACED, **args
+        nsa_csr_scatter[(lines, shares)](
+            block_indices,
+            self.numbers,
+            self.counts,
+            at["bounds"],
+            at["entries"],
+            BLOCK=PLACED,
+            **args,
         )
         return self.spans
 
 
-def room(
-    lists: Tensor,
+def allocate(
+    block_indices: Tensor,
     num_heads: int,
     num_blocks: int,
     chunk: int,
     length: int,
     heads: int,
     longest: bool = False,
-) -> Inversion:
+) -> CSRPlan:
     """For the entries of each of B x num_heads x num_blocks blocks, for each span of `length`
     tokens and of `heads` KV heads, by which `num_heads` can be divided. Items lie by block, or of
     every ITEMS blocks the `longest` first."""
-    B, T, R, n = lists.shape
+    B, T, R, n = block_indices.shape
     lines, blocks = B * heads, B * heads * num_blocks
     firsts = [(t, h) for h in range(0, num_heads, heads) for t in range(0, T, length)]
     spans, each = len(firsts), R // num_heads * n
@@ -265,15 +272,15 @@ def room(
     most = entries_of_span // chunk + min(blocks, entries_of_span)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return lists.new_empty(shape, dtype=dtype)
+        return block_indices.new_empty(shape, dtype=dtype)
 
     bounds, items = ("bounds", "spill_bounds"), ("owner", "ordinals")
     tensors = {name: empty(spans, blocks + 1, dtype=torch.int64) for name in bounds}
     tensors |= {name: empty(spans, most) for name in items}
     tensors["entries"] = empty(spans * entries_of_span, dtype=small)
-    numbers = empty(*lists.shape)
+    numbers = empty(*block_indices.shape)
     inverses = [
-        Inverse(
+        BlockCSR(
             token,
             min(length, T - token),
             head,
@@ -289,7 +296,7 @@ def room(
         )
         for i, (token, head) in enumerate(firsts)
     ]
-    return Inversion(
+    return CSRPlan(
         inverses, numbers, empty(spans * lines, shares, num_blocks),
         empty(spans, blocks), tensors, num_heads, tokens, longest,
     )  # fmt: skip

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from ..common import launch, streams
 from ..common.counts import cdiv, next_power_of_2
-from ..common.launch import ENOUGH_PROGRAMS, LOG2_E, Cotangent, Mixture, Selection, Sum, strides
+from ..common.launch import (
+    ENOUGH_PROGRAMS,
+    LOG2_E,
+    BackwardInputs,
+    CombineInputs,
+    Selection,
+    Sum,
+    strides,
+)
 from ..common.primitives import (
     cap_slope,
     large,
@@ -30,16 +38,16 @@ from ..common.primitives import (
     store_rows,
 )
 from . import key_major_sm90, workspace
-from .csr import Inverse
+from .csr import BlockCSR
 from .reduce import (
     JOIN_ROWS,
     SPILLS,
     SPILT_KEYS,
     SUM_ROWS,
-    gather_spill_kernel,
-    join_kernel,
+    nsa_selected_reduce_dkv,
+    nsa_selected_reduce_dq,
+    nsa_selected_reduce_out,
     store_parts,
-    sum_kernel,
 )
 
 # one compiled kernel for all lengths
@@ -83,7 +91,7 @@ def place_of(i, bounds, G: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constex
 
 
 @triton.jit(do_not_specialize=[*LENGTHS, "first", "length"])
-def forward_kernel(
+def nsa_selected_fwd_key_major(
     q, k, v, gates, part, part_lse, entries, bounds, owner, ordinals, chunk, starts, start,
     doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
@@ -138,7 +146,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=[*LENGTHS, "head", "heads"])
-def backward_kernel(
+def nsa_selected_bwd_key_major(
     q, k, v, gates, d_out, lse, delta, part, d_gates, dk, dv, spill_k, spill_v,
     entries, bounds, owner, ordinals, spill_bounds, chunk, starts, start,
     doc_last, T, S, K, s, C, BLOCKS, head, heads, scale, cap,
@@ -232,28 +240,28 @@ def backward_kernel(
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, inverse: Inverse, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, block_csr: BlockCSR, kernel: str
 ) -> dict[str, Any]:
     """What the kernels over items take."""
     H, D = q.shape[2:]
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    B, T, R, n = selection.lists.shape
-    tile = launch.pair_tile(kernel, max(D, E), H // R, q.dtype)
+    B, T, R, n = selection.block_indices.shape
+    tile = launch.key_major_tile(kernel, max(D, E), H // R, q.dtype)
     num_blocks = cdiv(S, selection.s)
     # no key of a tile is none, and rows see all
     whole = launch.padded(selection.s) == selection.s and S % selection.s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
     # rows of d_out, of parts, of dk
-    pieces, ranks = cdiv(selection.s, tile.block_n), inverse.lists(R, K)[1]
-    most = max(T * H, inverse.length * ranks * (H // R) * n * pieces, S * K)
+    pieces, ranks = cdiv(selection.s, tile.block_n), block_csr.selections(R, K)[1]
+    most = max(T * H, block_csr.length * ranks * (H // R) * n * pieces, S * K)
     return dict(
         q=q, k=k, v=v, **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
-        gates=selection.gates, entries=inverse.entries, bounds=inverse.bounds, owner=inverse.owner,
-        ordinals=inverse.ordinals, chunk=inverse.chunk, starts=selection.starts,
-        start=selection.start, T=T, S=S, K=K, R=R, n=n, s=selection.s, C=num_blocks,
-        BLOCKS=B * inverse.heads * num_blocks, G=H // R, D=D, E=E, BLOCK_D=launch.padded(D),
-        BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m, RAGGED=selection.starts is not None,
-        DIAGONAL=selection.diagonal, **launch.ends(selection),
+        gates=selection.gates, entries=block_csr.entries, bounds=block_csr.bounds,
+        owner=block_csr.owner, ordinals=block_csr.ordinals, chunk=block_csr.chunk,
+        starts=selection.starts, start=selection.start, T=T, S=S, K=K, R=R, n=n, s=selection.s,
+        C=num_blocks, BLOCKS=B * block_csr.heads * num_blocks, G=H // R, D=D, E=E,
+        BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
+        RAGGED=selection.starts is not None, DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
         GATES=selection.gates is not None, WHOLE=whole,
         WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
@@ -261,13 +269,13 @@ def arguments(
     )  # fmt: skip
 
 
-def room(
-    q: Tensor, v: Tensor, selection: Selection, inverses: list[Inverse]
+def allocate(
+    q: Tensor, v: Tensor, selection: Selection, block_csrs: list[BlockCSR]
 ) -> tuple[Tensor, Tensor]:
     """For the parts of any span of all heads: out of each entry and head, and its lse in units of
     log2."""
-    longest = max(inverse.length for inverse in inverses)
-    rows = q.shape[0] * longest * q.shape[2] * selection.lists.shape[-1]
+    longest = max(block_csr.length for block_csr in block_csrs)
+    rows = q.shape[0] * longest * q.shape[2] * selection.block_indices.shape[-1]
     return q.new_empty(rows, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
 
 
@@ -277,18 +285,18 @@ def attend(
     v: Tensor,
     selection: Selection,
     scale: float,
-    inverse: Inverse,
+    block_csr: BlockCSR,
     parts: tuple[Tensor, Tensor],
 ) -> None:
     """Writes the parts of a span."""
     part, part_lse = parts
-    if key_major_sm90.serves(q, k, v, selection, scale, "forward"):
-        key_major_sm90.forward(q, k, v, selection, scale, inverse, *parts)
+    if key_major_sm90.is_supported(q, k, v, selection, scale, "forward"):
+        key_major_sm90.forward(q, k, v, selection, scale, block_csr, *parts)
         return
-    forward_kernel[(len(inverse.owner),)](
-        part=part, part_lse=part_lse, first=inverse.first, length=inverse.length,
+    nsa_selected_fwd_key_major[(len(block_csr.owner),)](
+        part=part, part_lse=part_lse, first=block_csr.first, length=block_csr.length,
         scale_log2=scale * LOG2_E, POSITIVE=scale > 0, BLOCK_S=launch.padded(selection.s),
-        **arguments(q, k, v, selection, inverse, "forward"),
+        **arguments(q, k, v, selection, block_csr, "forward"),
     )  # fmt: skip
 
 
@@ -298,9 +306,9 @@ def forward(
     v: Tensor,
     selection: Selection,
     scale: float,
-    inverses: list[Inverse],
+    block_csrs: list[BlockCSR],
     partial: tuple[Tensor, Tensor] | None = None,
-    mix: Mixture | None = None,
+    combine_inputs: CombineInputs | None = None,
     parts: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
@@ -308,18 +316,18 @@ def forward(
     `parts` is given it holds those of the first."""
     (B, T, H, _), E = q.shape, v.shape[-1]
     out, lse = partial or launch.empty_outputs(q, v)
-    R, n = selection.lists.shape[2:]
+    R, n = selection.block_indices.shape[2:]
     begun = parts is not None
-    parts = parts or room(q, v, selection, inverses)
-    for span, inverse in enumerate(inverses):
+    parts = parts or allocate(q, v, selection, block_csrs)
+    for span, block_csr in enumerate(block_csrs):
         if span > 0 or not begun:
-            attend(q, k, v, selection, scale, inverse, parts)
-        grid, flipped = launch.grid(cdiv(inverse.length * H, JOIN_ROWS), B)
-        join_kernel[grid](
-            *parts, selection.lists, out, lse, T=T, R=R, n=n, first=inverse.first,
-            length=inverse.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS,
+            attend(q, k, v, selection, scale, block_csr, parts)
+        grid, flipped = launch.grid(cdiv(block_csr.length * H, JOIN_ROWS), B)
+        nsa_selected_reduce_out[grid](
+            *parts, selection.block_indices, out, lse, T=T, R=R, n=n, first=block_csr.first,
+            length=block_csr.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS,
             SLOTS=next_power_of_2(n), ADD=partial is not None, FLIPPED=flipped,
-            **launch.mixture(mix),
+            **launch.combine_arguments(combine_inputs),
         )  # fmt: skip
     return out, lse
 
@@ -330,12 +338,12 @@ def backward(
     v: Tensor,
     selection: Selection,
     scale: float,
-    cotangent: Cotangent,
-    inverses: list[Inverse],
+    bwd: BackwardInputs,
+    block_csrs: list[BlockCSR],
     dk: Tensor,
     dv: Tensor,
     dq: Sum | None,
-    alike: Tensor | None = None,
+    overlapping: Tensor | None = None,
     after: torch.cuda.Event | None = None,
     neighbours: int = 1,
 ) -> Tensor | None:
@@ -344,45 +352,45 @@ def backward(
     entry is of so many `neighbours`, on a Hopper and without dq."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    s, (R, n) = selection.s, selection.lists.shape[2:]
+    s, (R, n) = selection.s, selection.block_indices.shape[2:]
     pieces, block_n, rows, on_hopper = workspace.pieces(q, k, v, selection, scale)
     d_gates = None
     if dq is not None and selection.gates is not None:
-        d_gates = q.new_zeros(*selection.lists.shape, pieces * H // R, dtype=torch.float32)
+        d_gates = q.new_zeros(*selection.block_indices.shape, pieces * H // R, dtype=torch.float32)
     into = None if dq is None else dq.arguments()
-    for inverse in inverses:
-        part, (rank, ranks) = None, inverse.lists(R, K)
+    for block_csr in block_csrs:
+        part, (rank, ranks) = None, block_csr.selections(R, K)
         if into is not None:
-            part = q.new_empty(B * inverse.length * ranks * n * pieces, rows, D)
-        spills = [d.new_empty(inverse.spills, s, d.shape[-1]) for d in (dk, dv)]
+            part = q.new_empty(B * block_csr.length * ranks * n * pieces, rows, D)
+        spills = [d.new_empty(block_csr.spills, s, d.shape[-1]) for d in (dk, dv)]
         if on_hopper:
             key_major_sm90.backward(
-                q, k, v, selection, scale, cotangent, dk, dv, spills, part, alike, inverse,
+                q, k, v, selection, scale, bwd, dk, dv, spills, part, overlapping, block_csr,
                 neighbours,
             )  # fmt: skip
         else:
-            backward_kernel[(len(inverse.owner), pieces)](
+            nsa_selected_bwd_key_major[(len(block_csr.owner), pieces)](
                 part=part, d_gates=d_gates, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1],
-                spill_bounds=inverse.spill_bounds, scale=scale, BLOCK_N=block_n,
-                head=inverse.head, heads=inverse.heads,
-                DQ=into is not None, PIECES=pieces, **cotangent.arguments(),
-                **arguments(q, k, v, selection, inverse, "backward"),
+                spill_bounds=block_csr.spill_bounds, scale=scale, BLOCK_N=block_n,
+                head=block_csr.head, heads=block_csr.heads,
+                DQ=into is not None, PIECES=pieces, **bwd.arguments(),
+                **arguments(q, k, v, selection, block_csr, "backward"),
             )  # fmt: skip
-        lines, blocks = B * inverse.heads, cdiv(S, s)
+        lines, blocks = B * block_csr.heads, cdiv(S, s)
         keys = SPILT_KEYS if lines * blocks >= ENOUGH_PROGRAMS else SPILT_KEYS // 4
-        gather_spill_kernel[(lines * blocks, cdiv(s, keys), 2)](
-            *spills, dk, dv, inverse.spill_bounds, S, K, s, blocks, inverse.head, inverse.heads,
-            D=D, E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_N=keys,
-            SPILLS=SPILLS,
+        nsa_selected_reduce_dkv[(lines * blocks, cdiv(s, keys), 2)](
+            *spills, dk, dv, block_csr.spill_bounds, S, K, s, blocks, block_csr.head,
+            block_csr.heads, D=D, E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E),
+            BLOCK_N=keys, SPILLS=SPILLS,
         )  # fmt: skip
         if into is not None:
             streams.wait(q.device, after)
-            tiles = cdiv(inverse.length * ranks * (H // R), SUM_ROWS)
+            tiles = cdiv(block_csr.length * ranks * (H // R), SUM_ROWS)
             grid, flipped = launch.grid(tiles, B)
-            sum_kernel[grid](
-                part, inverse.places, unless=alike, T=T, R=R, n=n, first=inverse.first,
-                length=inverse.length, rank=rank, RANKS=ranks, PIECES=pieces, ROWS=rows, G=H // R,
-                D=D, BLOCK_D=launch.padded(D), BLOCK_M=SUM_ROWS, UNLESS=alike is not None,
+            nsa_selected_reduce_dq[grid](
+                part, block_csr.places, unless=overlapping, T=T, R=R, n=n, first=block_csr.first,
+                length=block_csr.length, rank=rank, RANKS=ranks, PIECES=pieces, ROWS=rows, G=H // R,
+                D=D, BLOCK_D=launch.padded(D), BLOCK_M=SUM_ROWS, UNLESS=overlapping is not None,
                 FLIPPED=flipped, **into,
             )  # fmt: skip
         del part, spills

@@ -101,19 +101,19 @@ def walk(
 
 @gluon.jit
 def form(
-    part, alike, inverse, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v, k_smem,
-    v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full, PART: gl.constexpr,
-    K: gl.constexpr, HEADS: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
+    part, overlapping, block_csr, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v,
+    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full,
+    PART: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr,
-    ALIKE: gl.constexpr, FEW: gl.constexpr,
+    OVERLAPPING: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """A part. What the item adds to dk and dv is written to the block's, or apart where the block
     has several items."""
     D: gl.constexpr = k_smem.shape[4]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    bounds, ordinals, chunk, spill_bounds = inverse[1], inverse[3], inverse[4], inverse[5]
+    bounds, ordinals, chunk, spill_bounds = block_csr[1], block_csr[3], block_csr[4], block_csr[5]
     item = gl.program_id(0) * PARTS + PART
-    block, b, h, c, begin, end = item_of(item, items, inverse, C, BLOCKS, head, HEADS)
+    block, b, h, c, begin, end = item_of(item, items, block_csr, C, BLOCKS, head, HEADS)
     k_tile = k_smem.index(PART).reshape([KEYS, D])
     v_tile = v_smem.index(PART).reshape([KEYS, D])
     dk_acc = gl.zeros([KEYS, D], gl.float32, ACC)
@@ -121,8 +121,8 @@ def form(
     origin = gl.load(bounds).to(gl.int32)
     steps = gl.maximum(gl.cdiv(end - begin, ROWS // (TOKENS * GROUP)), 0)
     with_dq = steps if DQ else 0
-    if ALIKE:
-        with_dq = gl.where(gl.load(alike) != 0, 0, steps)
+    if OVERLAPPING:
+        with_dq = gl.where(gl.load(overlapping) != 0, 0, steps)
     mbarrier.wait(kv_bar.index(PART), 0)
     if DQ:
         dk_acc, dv_acc = walk(
@@ -131,7 +131,7 @@ def form(
             True, FEW,
         )  # fmt: skip
         tma.store_wait(0)
-    if ALIKE or not DQ:
+    if OVERLAPPING or not DQ:
         dk_acc, dv_acc = walk(
             part, begin, end, steps - with_dq, origin, scale, dk_acc, dv_acc, k_tile, v_tile,
             q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, PART, G, GROUP, TOKENS, STAGES,
@@ -155,16 +155,16 @@ def form(
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def backward_kernel(
-    q, k, v, d_out, q_b, q_t, q_h, lse, delta, part, alike, dk, dv, spill_k, spill_v, entries,
+def nsa_selected_bwd_key_major_sm90(
+    q, k, v, d_out, q_b, q_t, q_h, lse, delta, part, overlapping, dk, dv, spill_k, spill_v, entries,
     bounds, owner, ordinals, spill_bounds, chunk, items, head, T, S, C, BLOCKS, scale,
     K: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    DQ: gl.constexpr, ALIKE: gl.constexpr, FEW: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ: gl.constexpr, OVERLAPPING: gl.constexpr, FEW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: two items. With ALIKE no dq where that says so. With FEW q, d_out and `part` are
     pointers, else descriptors of boxes of an entry."""
-    inverse = (entries, bounds, owner, ordinals, chunk, spill_bounds)
+    block_csr = (entries, bounds, owner, ordinals, chunk, spill_bounds)
     strides = (q_b, q_t, q_h)
     D: gl.constexpr = k.block_shape[3]
     TILES: gl.constexpr = ROWS // (TOKENS * GROUP) * (D // WIDTH)
@@ -189,17 +189,17 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (form, (
-                part, alike, inverse, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v,
-                k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full, 0,
-                K, HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ, ALIKE, FEW,
+                part, overlapping, block_csr, items, head, S, C, BLOCKS, scale, dk, dv, spill_k,
+                spill_v, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar,
+                full, 0, K, HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ, OVERLAPPING, FEW,
             )),
             (form, (
-                part, alike, inverse, items, head, S, C, BLOCKS, scale, dk, dv, spill_k, spill_v,
-                k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full, 1,
-                K, HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ, ALIKE, FEW,
+                part, overlapping, block_csr, items, head, S, C, BLOCKS, scale, dk, dv, spill_k,
+                spill_v, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar,
+                full, 1, K, HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ, OVERLAPPING, FEW,
             )),
             (read, (
-                q, d_out, k, v, lse, delta, strides, inverse, items, head, T, C, BLOCKS, k_smem,
+                q, d_out, k, v, lse, delta, strides, block_csr, items, head, T, C, BLOCKS, k_smem,
                 v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_bar, full, HEADS, R, n, G, GROUP,
                 TOKENS, STAGES, FEW,
             )),

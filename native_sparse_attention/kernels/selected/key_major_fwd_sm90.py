@@ -26,7 +26,7 @@ LENGTHS = ["T", "C", "BLOCKS", "first", "length", "chunk", "items"]
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def forward_kernel(
+def nsa_selected_fwd_key_major_sm90(
     q, k, v, part, part_lse, entries, bounds, owner, ordinals, chunk, items, T, C, BLOCKS,
     first, length, scale_log2, q_b, q_t, q_h,
     K: gl.constexpr, R: gl.constexpr, n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr,
@@ -41,12 +41,12 @@ def forward_kernel(
     SEEN: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = k.dtype
     strides = (q_b, q_t, q_h)
-    inverse = (entries, bounds, owner, ordinals, chunk)
+    block_csr = (entries, bounds, owner, ordinals, chunk)
     k_smem, v_smem, bar = places(k, 1), places(v, 1), counters(1, 1)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS.value, D], TILE)
     fence_async_shared()
     thread_barrier()
-    _block, b, h, c, begin, end = item_of(gl.program_id(0), items, inverse, C, BLOCKS, 0, K)
+    _block, b, h, c, begin, end = item_of(gl.program_id(0), items, block_csr, C, BLOCKS, 0, K)
     if begin < end:
         mbarrier.expect(bar.index(0), KEYS * D * 4)
         load_box(k, [b, c * KEYS, h, 0], bar.index(0), k_smem.index(0))

@@ -30,10 +30,10 @@ TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 
 
 @gluon.jit
-def item_of(item, items, inverse, C, BLOCKS, head, HEADS):
+def item_of(item, items, block_csr, C, BLOCKS, head, HEADS):
     """Block of an item, its row, KV head (of so many from `head` on) and number there, its first
     entry and one past the last; no entries for one that is none."""
-    bounds, owner, ordinals, chunk = inverse[1], inverse[2], inverse[3], inverse[4]
+    bounds, owner, ordinals, chunk = block_csr[1], block_csr[2], block_csr[3], block_csr[4]
     there = item < items
     block = gl.load(owner + item, mask=there, other=0x7FFFFFFF)
     there = block < BLOCKS
@@ -113,7 +113,7 @@ def copy_rows(
 
 @gluon.jit
 def read(
-    q, d_out, k, v, lse, delta, strides, inverse, items, head, T, C, BLOCKS, k_smem, v_smem,
+    q, d_out, k, v, lse, delta, strides, block_csr, items, head, T, C, BLOCKS, k_smem, v_smem,
     q_smem, do_smem, lse_smem, delta_smem, kv_bar, full, HEADS: gl.constexpr, R: gl.constexpr,
     n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, FEW: gl.constexpr,
@@ -127,11 +127,11 @@ def read(
     WARPS: gl.constexpr = 4 if FEW else 1
     LANES: gl.constexpr = gl.BlockedLayout([1 if FEW else 2], [32], [WARPS], [0])
     THREADS: gl.constexpr = 128 + 32 * WARPS
-    entries = inverse[0]
+    entries = block_csr[0]
     row = gl.arange(0, ROWS, LANES)
     item = gl.program_id(0) * PARTS
-    _, b0, h0, c0, begin0, end0 = item_of(item, items, inverse, C, BLOCKS, head, HEADS)
-    _, b1, h1, c1, begin1, end1 = item_of(item + 1, items, inverse, C, BLOCKS, head, HEADS)
+    _, b0, h0, c0, begin0, end0 = item_of(item, items, block_csr, C, BLOCKS, head, HEADS)
+    _, b1, h1, c1, begin1, end1 = item_of(item + 1, items, block_csr, C, BLOCKS, head, HEADS)
     for part in gl.static_range(PARTS):
         b, h, c = (b0, h0, c0) if part == 0 else (b1, h1, c1)
         bar = kv_bar.index(part)

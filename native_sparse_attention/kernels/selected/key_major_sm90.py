@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..common import launch, sm90
 from ..common.counts import cdiv, next_power_of_2
-from ..common.launch import LOG2_E, Cotangent, Selection
+from ..common.launch import LOG2_E, BackwardInputs, Selection
 from ..common.overrides import asked
-from .csr import Inverse
+from .csr import BlockCSR
 
 # rows of a tile, and columns that are read at once
 ROWS, COLUMNS = 64, 64
@@ -22,7 +22,7 @@ LEAST_BOX = 8
 # places of each part's ring, and registers of a warp that computes
 STAGES, REGISTERS = 2, 240
 # lists from which on dq is formed sooner with dk and dv than query by query
-LEAST_LISTS = 1 << 15
+LEAST_SELECTIONS = 1 << 15
 
 
 def rows_of(groups: int) -> int:
@@ -36,15 +36,15 @@ def rows_of_part(groups: int) -> int:
     return groups if rows < LEAST_BOX else rows
 
 
-def serves(
+def is_supported(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, kernel: str = "backward"
 ) -> bool:
-    """Whether the kernel of that name takes a call. With `launch.using({"listed": False})` never,
-    and not where the call asks for tiles."""
-    wanted = launch.override.get("listed", True)
-    if not wanted or asked(f"pairs.{kernel}") or not sm90.available(q):
+    """Whether the kernel of that name takes a call. With `launch.using({"key_major_sm90": False})`
+    never, and not where the call asks for tiles."""
+    wanted = launch.override.get("key_major_sm90", True)
+    if not wanted or asked(f"key_major.{kernel}") or not sm90.available(q):
         return False
-    (B, T, R, n), S = selection.lists.shape, k.shape[1]
+    (B, T, R, n), S = selection.block_indices.shape, k.shape[1]
     groups = q.shape[2] // R
     whole = selection.s == KEYS and S % KEYS == 0 and not selection.diagonal
     whole = whole and not launch.ends(selection)["ENDS"]
@@ -64,19 +64,19 @@ def serves(
 def tokens_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> int:
     """Neighbours that are one entry: of those that share a list as many as a tile has room for,
     where tokens are such groups from the first on. One where their rows are no box anyhow."""
-    if selection.starts is not None or not serves(q, k, v, selection, scale):
+    if selection.starts is not None or not is_supported(q, k, v, selection, scale):
         return 1
-    rows = rows_of(q.shape[2] // selection.lists.shape[2])
+    rows = rows_of(q.shape[2] // selection.block_indices.shape[2])
     tokens = math.gcd(selection.stride, selection.start, q.shape[1], ROWS // rows)
     return tokens if tokens * rows >= LEAST_BOX else 1
 
 
 def forms_dq(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> bool:
-    """Whether dq is better formed block by block too. With `launch.using({"listed_dq": ...})` as
-    that says."""
-    lists = selection.lists.shape[:3].numel()
-    wanted = launch.override.get("listed_dq", lists >= LEAST_LISTS)
-    return bool(wanted) and selection.stride == 1 and serves(q, k, v, selection, scale)
+    """Whether dq is better formed block by block too. With `launch.using({"key_major_dq_sm90":
+    ...})` as that says."""
+    selections = selection.block_indices.shape[:3].numel()
+    wanted = launch.override.get("key_major_dq_sm90", selections >= LEAST_SELECTIONS)
+    return bool(wanted) and selection.stride == 1 and is_supported(q, k, v, selection, scale)
 
 
 def forward(
@@ -85,23 +85,23 @@ def forward(
     v: Tensor,
     selection: Selection,
     scale: float,
-    inverse: Inverse,
+    block_csr: BlockCSR,
     part: Tensor,
     part_lse: Tensor,
 ) -> None:
-    """As `pairs.forward_kernel`: writes the parts of a span of all heads."""
-    from .key_major_fwd_sm90 import forward_kernel
+    """As `nsa_selected_fwd_key_major`: writes the parts of a span of all heads."""
+    from .key_major_fwd_sm90 import nsa_selected_fwd_key_major_sm90
 
     T, (S, K, D) = q.shape[1], k.shape[1:]
-    R, n = selection.lists.shape[2:]
-    items, blocks, groups = len(inverse.owner), cdiv(S, KEYS), q.shape[2] // R
-    forward_kernel[(items,)](
+    R, n = selection.block_indices.shape[2:]
+    items, blocks, groups = len(block_csr.owner), cdiv(S, KEYS), q.shape[2] // R
+    nsa_selected_fwd_key_major_sm90[(items,)](
         q=q, k=sm90.box(k, [1, KEYS, 1, D]), v=sm90.box(v, [1, KEYS, 1, D]), part=part,
-        part_lse=part_lse, entries=inverse.entries, bounds=inverse.bounds, owner=inverse.owner,
-        ordinals=inverse.ordinals, chunk=inverse.chunk, items=items, T=T, C=blocks,
-        BLOCKS=q.shape[0] * K * blocks, first=inverse.first, length=inverse.length,
-        scale_log2=scale * LOG2_E, q_b=q.stride(0), q_t=q.stride(1), q_h=q.stride(2), K=K, R=R, n=n,
-        G=groups, GROUP=rows_of(groups), num_warps=4,
+        part_lse=part_lse, entries=block_csr.entries, bounds=block_csr.bounds,
+        owner=block_csr.owner, ordinals=block_csr.ordinals, chunk=block_csr.chunk, items=items,
+        T=T, C=blocks, BLOCKS=q.shape[0] * K * blocks, first=block_csr.first,
+        length=block_csr.length, scale_log2=scale * LOG2_E, q_b=q.stride(0), q_t=q.stride(1),
+        q_h=q.stride(2), K=K, R=R, n=n, G=groups, GROUP=rows_of(groups), num_warps=4,
     )  # fmt: skip
 
 
@@ -111,37 +111,37 @@ def backward(
     v: Tensor,
     selection: Selection,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
     dk: Tensor,
     dv: Tensor,
     spills: list[Tensor],
     part: Tensor | None,
-    alike: Tensor | None,
-    inverse: Inverse,
+    overlapping: Tensor | None,
+    block_csr: BlockCSR,
     tokens: int,
 ) -> None:
-    """As `pairs.backward_kernel`: adds to dk and dv or writes the items' shares, and the parts of
-    dq [entries, rows, D], unless most neighbours are `alike`. Entries of so many `tokens` have no
+    """As `nsa_selected_bwd_key_major`: adds to dk and dv or writes the items' shares, and the parts
+    of dq [entries, rows, D], unless most neighbours overlap. Entries of so many `tokens` have no
     parts."""
-    from .key_major_bwd_sm90 import backward_kernel
+    from .key_major_bwd_sm90 import nsa_selected_bwd_key_major_sm90
 
     T, (S, K, D) = q.shape[1], k.shape[1:]
-    R, n = selection.lists.shape[2:]
-    items, blocks, groups = len(inverse.owner), cdiv(S, KEYS), q.shape[2] // R
+    R, n = selection.block_indices.shape[2:]
+    items, blocks, groups = len(block_csr.owner), cdiv(S, KEYS), q.shape[2] // R
     shape = [1, tokens, rows_of(groups), COLUMNS]
     few = tokens * shape[2] < LEAST_BOX
     into = part if few or part is None else sm90.box(part, [1, *shape[2:]])
-    backward_kernel[(cdiv(items, 2),)](
+    nsa_selected_bwd_key_major_sm90[(cdiv(items, 2),)](
         q=q if few else sm90.box(q, shape), k=sm90.box(k, [1, KEYS, 1, D]),
         v=sm90.box(v, [1, KEYS, 1, D]),
-        d_out=cotangent.d_out if few else sm90.box(cotangent.d_out, shape), q_b=q.stride(0),
-        q_t=q.stride(1), q_h=q.stride(2), lse=cotangent.lse, delta=cotangent.delta, part=into,
-        alike=alike, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1], entries=inverse.entries,
-        bounds=inverse.bounds, owner=inverse.owner, ordinals=inverse.ordinals,
-        spill_bounds=inverse.spill_bounds, chunk=inverse.chunk, items=items, head=inverse.head,
-        T=T, S=S, C=blocks,
-        BLOCKS=q.shape[0] * inverse.heads * blocks, scale=scale, K=K, HEADS=inverse.heads, R=R,
-        n=n, G=groups, TOKENS=tokens, GROUP=shape[2], STAGES=STAGES, GATED=cotangent.gated,
-        DQ=part is not None, ALIKE=alike is not None, FEW=few,
+        d_out=bwd.d_out if few else sm90.box(bwd.d_out, shape), q_b=q.stride(0),
+        q_t=q.stride(1), q_h=q.stride(2), lse=bwd.lse, delta=bwd.delta, part=into,
+        overlapping=overlapping, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1],
+        entries=block_csr.entries, bounds=block_csr.bounds, owner=block_csr.owner,
+        ordinals=block_csr.ordinals, spill_bounds=block_csr.spill_bounds, chunk=block_csr.chunk,
+        items=items, head=block_csr.head, T=T, S=S, C=blocks,
+        BLOCKS=q.shape[0] * block_csr.heads * blocks, scale=scale, K=K, HEADS=block_csr.heads, R=R,
+        n=n, G=groups, TOKENS=tokens, GROUP=shape[2], STAGES=STAGES, GATED=bwd.gated,
+        DQ=part is not None, OVERLAPPING=overlapping is not None, FEW=few,
         REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -19,17 +19,17 @@ from torch import Tensor
 from ..common import launch, streams
 from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import bounds
-from ..common.launch import LOG2_E, Cotangent, Mixture, Selection, Sum, strides
+from ..common.launch import LOG2_E, BackwardInputs, CombineInputs, Selection, Sum, strides
 from ..common.primitives import (
     cap_slope,
-    grid_place,
+    grid_position,
     load_keys,
     load_rows,
     measured_from,
     scaled_step,
     soft_capped,
     softmax_grad,
-    store_mixed,
+    store_combined,
     store_rows,
 )
 from . import query_major_sm90
@@ -51,36 +51,36 @@ BOUNDED_ROWS = 64
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def forward_kernel(
-    q, k, v, norms, lists, counts, gates, out, lse, mix_cmp, mix_win, mix_gates, mixed,
-    starts, start, doc_last, T, S, K, R, n, s, groups, scale_log2, cap,
+def nsa_selected_fwd_query_major(
+    q, k, v, norms, block_indices, counts, gates, out, lse, combine_cmp, combine_win,
+    combine_gates, layer_out, starts, start, doc_last, T, S, K, R, n, s, groups, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_t, g_h, g_3,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
-    LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
+    MEMBERS: tl.constexpr, UNION: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
     CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr, POSITIVE: tl.constexpr,
     BOUNDED: tl.constexpr,
-    ADD: tl.constexpr, MIX: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, COMBINE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens that share a list, or STEP of them, or of unions. Writes out
     and lse, with ADD of the keys seen so far and these; and with MIX the layer's output."""
-    place, pair, _places, _pairs = grid_place(FLIPPED)
+    place, pair, _places, _pairs = grid_position(FLIPPED)
     b, r = (pair // R).to(tl.int64), (pair % R).to(tl.int64)
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     line = b * R + r
     first, end = own_tiles(
-        place, counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE
+        place, counts, line, T, start, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE
     )
     for tile in range(first, end):
         token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
         entries, length = tile_entries(
-            lists, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNITED
+            block_indices, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNION
         )
-        if UNITED:  # a group that is not, beside one that is
+        if UNION:  # a group that is not, beside one that is
             real = tl.where(real, length, 0) > 0
         ends = token
         if ENDS:
@@ -120,10 +120,10 @@ def forward_kernel(
                 slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
                 logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
             if WHOLE:
-                bias = row_bias(entry, G, STRIDE, BLOCK_M, UNITED)
+                bias = row_bias(entry, G, STRIDE, BLOCK_M, UNION)
             else:
                 visible = visible_keys(
-                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL,
+                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNION, DIAGONAL,
                     ends, ENDS,
                 )  # fmt: skip
                 logits = tl.where(visible, logits, float("-inf"))
@@ -138,19 +138,21 @@ def forward_kernel(
         store_rows(out, row * E, acc, E, BLOCK_E, real)
         log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
         tl.store(lse + row, log, mask=real)
-        if MIX:
-            gate = mix_gates + b * g_b + token.to(tl.int64) * g_t + head * g_h
-            store_mixed(mixed, acc, mix_cmp, mix_win, gate, row, g_3, E, BLOCK_E, real)
+        if COMBINE:
+            gate = combine_gates + b * g_b + token.to(tl.int64) * g_t + head * g_h
+            store_combined(
+                layer_out, acc, combine_cmp, combine_win, gate, row, g_3, E, BLOCK_E, real
+            )
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def dq_kernel(
-    q, k, v, lists, counts, gates, d_out, lse, delta, dq, d_gates, only, starts, start, doc_last,
-    T, S, K, R, n, s, groups, scale, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+def nsa_selected_dq_query_major(
+    q, k, v, block_indices, counts, gates, d_out, lse, delta, dq, d_gates, only, starts, start,
+    doc_last, T, S, K, R, n, s, groups, scale, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
-    LISTS: tl.constexpr, UNITED: tl.constexpr, STEP: tl.constexpr,
+    MEMBERS: tl.constexpr, UNION: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
     CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, ONLY: tl.constexpr, FLIPPED: tl.constexpr,
@@ -159,23 +161,23 @@ def dq_kernel(
     """One program: as the forward. Writes dq, added to what is there if ADD; with GATES also what
     each head adds to the gradient of each slot's gate, [B T H n]. With ONLY nothing where that is
     0."""
-    place, pair, _places, _pairs = grid_place(FLIPPED)
+    place, pair, _places, _pairs = grid_position(FLIPPED)
     b, r = (pair // R).to(tl.int64), (pair % R).to(tl.int64)
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     line = b * R + r
     first, end = own_tiles(
-        place, counts, line, T, start, groups, LISTS, UNITED, STEP, TOKENS, STRIDE
+        place, counts, line, T, start, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE
     )
     if ONLY:
         end = tl.where(tl.load(only) != 0, end, first)
     for tile in range(first, end):
         token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
         entries, length = tile_entries(
-            lists, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNITED
+            block_indices, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNION
         )
-        if UNITED:  # a group that is not, beside one that is
+        if UNION:  # a group that is not, beside one that is
             real = tl.where(real, length, 0) > 0
         ends = token
         if ENDS:
@@ -208,10 +210,10 @@ def dq_kernel(
                 logits2 = product * (scale * 1.4426950408889634)
             seen_lse = lse_row
             if WHOLE:
-                seen_lse -= row_bias(entry, G, STRIDE, BLOCK_M, UNITED)
+                seen_lse -= row_bias(entry, G, STRIDE, BLOCK_M, UNION)
             else:
                 visible = visible_keys(
-                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNITED, DIAGONAL, ends,
+                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNION, DIAGONAL, ends,
                     ENDS,
                 )  # fmt: skip
                 logits2 = tl.where(visible, logits2, float("-inf"))
@@ -250,26 +252,26 @@ def arguments(
     selection: Selection,
     kernel: str,
     unions: Unions | None,
-    united: bool,
+    is_union: bool,
     seldom: bool = False,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid, and what both kernels take: for all lists, or where there are unions for the `united`
     groups or the lists of the others; where there is `seldom` anything to do."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    R, n = selection.lists.shape[2:]
+    R, n = selection.block_indices.shape[2:]
     s, stride, G = selection.s, selection.stride, H // R
     # as many tokens as divide a group and fit
-    most = launch.architecture().gather_rows
+    most = launch.architecture().query_major_rows
     fits = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= most)
     tokens = max(fits, default=1)
-    lists = 1 if unions is None else unions.lists
-    if united:
-        tokens *= lists
-    tile = launch.gather_tile(kernel, max(D, E), tokens * G, q.dtype, united)
-    step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), lists, seldom)
-    if not united:
-        step = min(step, lists)  # of one group, which is left out or not
+    members = 1 if unions is None else unions.members
+    if is_union:
+        tokens *= members
+    tile = launch.query_major_tile(kernel, max(D, E), tokens * G, q.dtype, is_union)
+    step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), members, seldom)
+    if not is_union:
+        step = min(step, members)  # of one group, which is left out or not
     block_n, block_s = tile.block_n, next_power_of_2(s)
     # rows see a tile's keys or they do not
     whole = block_n <= block_s == s and S % s == 0
@@ -280,14 +282,14 @@ def arguments(
     args = dict(
         q=q, k=boxes[0] if tma else k, v=boxes[1] if tma else v, TMA=tma,
         **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
-        lists=unions.entries if united else selection.lists, gates=selection.gates,
-        counts=None if unions is None else unions.counts,
+        block_indices=unions.entries if is_union else selection.block_indices,
+        gates=selection.gates, counts=None if unions is None else unions.counts,
         groups=0 if unions is None else unions.groups, starts=selection.starts,
-        start=selection.start, T=T, S=S, K=K, R=R, n=unions.limit if united else n, s=s, G=G, D=D,
+        start=selection.start, T=T, S=S, K=K, R=R, n=unions.limit if is_union else n, s=s, G=G, D=D,
         E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
         BLOCK_N=block_n, BLOCK_S=block_s, SLOTS=next_power_of_2(n), TOKENS=tokens,
-        STRIDE=stride, LISTS=lists, UNITED=united, STEP=step, RAGGED=selection.starts is not None,
-        DIAGONAL=selection.diagonal, **launch.ends(selection),
+        STRIDE=stride, MEMBERS=members, UNION=is_union, STEP=step, RAGGED=selection.starts is
+        not None, DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
         GATES=selection.gates is not None, WHOLE=whole, PRECISION="ieee", num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -306,7 +308,7 @@ def forward(
     unions: Unions | None = None,
     written: tuple[Tensor, Tensor] | None = None,
     norms: Tensor | None = None,
-    mix: Mixture | None = None,
+    combine_inputs: CombineInputs | None = None,
     seldom: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
@@ -314,21 +316,21 @@ def forward(
     all there `seldom` is any; `norms` are those of the keys. Writes the layer's output to `mix`."""
     out, lse = written or partial or launch.empty_outputs(q, v)
 
-    def run(united: bool) -> None:
+    def run(is_union: bool) -> None:
         call = (q, k, v, selection, scale)
-        whole, only = unions is None or united, unions.some if unions is not None else None
-        if whole and query_major_sm90.serves(*call, "forward", unions, only):
+        whole, only = unions is None or is_union, unions.some if unions is not None else None
+        if whole and query_major_sm90.is_supported(*call, "forward", unions, only):
             joined = partial is not None
-            query_major_sm90.forward(*call, out, lse, joined, norms, mix, unions, only)
+            query_major_sm90.forward(*call, out, lse, joined, norms, combine_inputs, unions, only)
             return
-        grid, args = arguments(q, k, v, selection, "forward", unions, united, seldom)
+        grid, args = arguments(q, k, v, selection, "forward", unions, is_union, seldom)
         # one list's tile waits for its keys, not for a maximum
         bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
         args |= bounds(norms if bounded else None)
-        forward_kernel[grid](
+        nsa_selected_fwd_query_major[grid](
             out=out, lse=lse, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
             ADD=partial is not None,
-            **launch.mixture(mix), **args,
+            **launch.combine_arguments(combine_inputs), **args,
         )  # fmt: skip
 
     if unions is None or written is not None:
@@ -347,27 +349,29 @@ def backward_q(
     v: Tensor,
     selection: Selection,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
     dq: Sum,
     unions: Unions | None = None,
     only: Tensor | None = None,
 ) -> Tensor | None:
     """Adds to dq; the gradient of the gates. Nothing where `only` is given and 0, on the
     device."""
-    R, n = selection.lists.shape[2:]
+    R, n = selection.block_indices.shape[2:]
     d_gates = None
     if selection.gates is not None:
         d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
     if only is not None:  # nothing may be written
         dq.begin()
     into = dq.arguments()
-    for united in (False,) if unions is None else (False, True):
+    for is_union in (False,) if unions is None else (False, True):
         call = (q, k, v, selection, scale)
-        whole = unions is None or united
-        if whole and query_major_sm90.serves(*call, "dq", unions, only):
-            query_major_sm90.backward_q(*call, cotangent, into, unions, only)
+        whole = unions is None or is_union
+        if whole and query_major_sm90.is_supported(*call, "dq", unions, only):
+            query_major_sm90.backward_q(*call, bwd, into, unions, only)
             continue
-        grid, args = arguments(q, k, v, selection, "dq", unions, united, only is not None)
-        args |= cotangent.arguments() | into
-        dq_kernel[grid](d_gates=d_gates, scale=scale, only=only, ONLY=only is not None, **args)
+        grid, args = arguments(q, k, v, selection, "dq", unions, is_union, only is not None)
+        args |= bwd.arguments() | into
+        nsa_selected_dq_query_major[grid](
+            d_gates=d_gates, scale=scale, only=only, ONLY=only is not None, **args
+        )
     return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

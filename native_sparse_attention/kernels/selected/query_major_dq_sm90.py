@@ -31,9 +31,9 @@ from .query_major_steps_sm90 import (
 
 @gluon.jit
 def form(
-    lists, counts, lse, delta, dq, T, K, R, limit, tiles, total, scale, k_smem, v_smem, full,
-    PART: gl.constexpr, G: gl.constexpr, LISTS: gl.constexpr, STAGES: gl.constexpr,
-    SLOTS: gl.constexpr, UNITED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
+    block_indices, counts, lse, delta, dq, T, K, R, limit, tiles, total, scale, k_smem, v_smem,
+    full, PART: gl.constexpr, G: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS: gl.constexpr, UNION: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """A part."""
     TOKENS: gl.constexpr = ROWS // G
@@ -43,14 +43,14 @@ def form(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     FLAT: gl.constexpr = flat(4, D)
-    number = gl.arange(0, ROWS, ROW) // (ROWS // LISTS)
+    number = gl.arange(0, ROWS, ROW) // (ROWS // MEMBERS)
     scale_log2 = scale * 1.4426950408889634
     zero = gl.zeros([ROWS, KEYS], gl.float32, S)
     done = 0
     for nth in range(gl.program_id(0) * PARTS + PART, total, gl.num_programs(0) * PARTS):
         line, b, r, _h, tile = place_of(nth, tiles, K, R)
         at, count = list_of(
-            lists, counts, line, b, r, tile, tiles, T, R, limit, 4, TOKENS, SLOTS, UNITED
+            block_indices, counts, line, b, r, tile, tiles, T, R, limit, 4, TOKENS, SLOTS, UNION
         )
         if count >= 0:
             e = gl.load(at)  # of no meaning where there is none
@@ -67,7 +67,7 @@ def form(
 
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
             for j in range(0, count):
-                seen_lse = gl.where(sees(e, number, UNITED), lse_row, float("inf"))
+                seen_lse = gl.where(sees(e, number, UNION), lse_row, float("inf"))
                 e = gl.load(at + j + 1, mask=j + 1 < count, other=0)
                 place = PART * STAGES + done % STAGES
                 mbarrier.wait(full.index(place), (done // STAGES) & 1)
@@ -98,10 +98,10 @@ def form(
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def dq_kernel(
-    q, k, v, d_out, lists, counts, only, lse, delta, dq, T, K, R, limit, tiles, total, scale,
-    G: gl.constexpr, LISTS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    UNITED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ONLY: gl.constexpr,
+def nsa_selected_dq_query_major_sm90(
+    q, k, v, d_out, block_indices, counts, only, lse, delta, dq, T, K, R, limit, tiles, total,
+    scale, G: gl.constexpr, MEMBERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    UNION: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ONLY: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor: tiles in turn, a box of q each. Writes dq, added to what is
@@ -115,20 +115,20 @@ def dq_kernel(
     gl.warp_specialize(
         [
             (form, (
-                lists, counts, lse, delta, dq, T, K, R, limit, tiles, total, scale, k_smem, v_smem,
-                full, 0, G, LISTS, STAGES, SLOTS, UNITED, GATED, ADD,
+                block_indices, counts, lse, delta, dq, T, K, R, limit, tiles, total, scale, k_smem,
+                v_smem, full, 0, G, MEMBERS, STAGES, SLOTS, UNION, GATED, ADD,
             )),
             (form, (
-                lists, counts, lse, delta, dq, T, K, R, limit, tiles, total, scale, k_smem, v_smem,
-                full, 1, G, LISTS, STAGES, SLOTS, UNITED, GATED, ADD,
+                block_indices, counts, lse, delta, dq, T, K, R, limit, tiles, total, scale, k_smem,
+                v_smem, full, 1, G, MEMBERS, STAGES, SLOTS, UNION, GATED, ADD,
             )),
             (read, (
-                q, d_out, k, v, lists, counts, needed, T, K, R, limit, tiles, total, k_smem,
-                v_smem, full, 0, G, STAGES, SLOTS, UNITED, True,
+                q, d_out, k, v, block_indices, counts, needed, T, K, R, limit, tiles, total, k_smem,
+                v_smem, full, 0, G, STAGES, SLOTS, UNION, True,
             )),
             (read, (
-                q, d_out, k, v, lists, counts, needed, T, K, R, limit, tiles, total, k_smem,
-                v_smem, full, 1, G, STAGES, SLOTS, UNITED, True,
+                q, d_out, k, v, block_indices, counts, needed, T, K, R, limit, tiles, total, k_smem,
+                v_smem, full, 1, G, STAGES, SLOTS, UNION, True,
             )),
         ],
         [4, 1, 1],

@@ -30,11 +30,11 @@ from .query_major_steps_sm90 import (
 
 @gluon.jit
 def attend(
-    norms, lists, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit, tiles,
-    total, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-    PART: gl.constexpr, G: gl.constexpr, LISTS: gl.constexpr, STAGES: gl.constexpr,
-    SLOTS: gl.constexpr, UNITED: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr,
-    MIX: gl.constexpr,
+    norms, block_indices, counts, out, lse, combine_cmp, combine_win, combine_gates, layer_out, T,
+    K, R, limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
+    PART: gl.constexpr, G: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS: gl.constexpr, UNION: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr,
+    COMBINE: gl.constexpr,
 ):  # fmt: skip
     """A part. Where logits have a bound it measures them from that; one of both ways takes no
     turn."""
@@ -45,13 +45,13 @@ def attend(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    number = gl.arange(0, ROWS, ROW) // (ROWS // LISTS)
+    number = gl.arange(0, ROWS, ROW) // (ROWS // MEMBERS)
     zero = gl.zeros([ROWS, KEYS], gl.float32, S)
     done = 0
     for nth in range(gl.program_id(0) * PARTS + PART, total, gl.num_programs(0) * PARTS):
         line, b, r, h, tile = place_of(nth, tiles, K, R)
         at, count = list_of(
-            lists, counts, line, b, r, tile, tiles, T, R, limit, 4, TOKENS, SLOTS, UNITED
+            block_indices, counts, line, b, r, tile, tiles, T, R, limit, 4, TOKENS, SLOTS, UNION
         )
         if BOUNDED:
             longest_key = gl.load(norms + b * K + h)
@@ -79,7 +79,7 @@ def attend(
                 if BOUNDED:
                     blocks = gl.where(by_bound == (way == 0), count, 0)
                 for j in range(0, blocks):
-                    seen = sees(e, number, UNITED)
+                    seen = sees(e, number, UNION)
                     e = gl.load(at + j + 1, mask=j + 1 < blocks, other=0)
                     place = PART * STAGES + done % STAGES
                     mbarrier.wait(full.index(place), (done // STAGES) & 1)
@@ -107,18 +107,19 @@ def attend(
                     done += 1
             to: gl.constexpr = gl.SliceLayout(1, ACC)
             finish(
-                acc, gl.convert_layout(m, to), gl.convert_layout(l, to), out, lse, mix_cmp,
-                mix_win, mix_gates, mixed, b, r, tile * TOKENS, T, R, g_b, g_t, g_h, g_3, G, G, 4,
-                ADD, MIX,
+                acc, gl.convert_layout(m, to), gl.convert_layout(l, to), out, lse, combine_cmp,
+                combine_win, combine_gates, layer_out, b, r, tile * TOKENS, T, R, g_b, g_t, g_h,
+                g_3, G, G, 4, ADD, COMBINE,
             )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def forward_kernel(
-    q, k, v, norms, lists, counts, only, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R,
-    limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, G: gl.constexpr, LISTS: gl.constexpr,
-    SLOTS: gl.constexpr, STAGES: gl.constexpr, UNITED: gl.constexpr, BOUNDED: gl.constexpr,
-    ADD: gl.constexpr, MIX: gl.constexpr, ONLY: gl.constexpr, REGISTERS: gl.constexpr,
+def nsa_selected_fwd_query_major_sm90(
+    q, k, v, norms, block_indices, counts, only, out, lse, combine_cmp, combine_win, combine_gates,
+    layer_out, T, K, R, limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, G: gl.constexpr,
+    MEMBERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, UNION: gl.constexpr,
+    BOUNDED: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr, ONLY: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor: tiles in turn, a box of q each. Writes out and lse, with ADD of
     the keys seen so far and these; with MIX the layer's output; with ONLY nothing where that is
@@ -129,27 +130,27 @@ def forward_kernel(
     needed = ()
     if ADD:
         needed = needed + (out,)  # noqa: RUF005
-    if MIX:
-        needed = needed + (mix_cmp, mix_win)  # noqa: RUF005
+    if COMBINE:
+        needed = needed + (combine_cmp, combine_win)  # noqa: RUF005
     gl.warp_specialize(
         [
             (attend, (
-                norms, lists, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
-                tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-                0, G, LISTS, STAGES, SLOTS, UNITED, BOUNDED, ADD, MIX,
+                norms, block_indices, counts, out, lse, combine_cmp, combine_win, combine_gates,
+                layer_out, T, K, R, limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem,
+                v_smem, full, 0, G, MEMBERS, STAGES, SLOTS, UNION, BOUNDED, ADD, COMBINE,
             )),
             (attend, (
-                norms, lists, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
-                tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-                1, G, LISTS, STAGES, SLOTS, UNITED, BOUNDED, ADD, MIX,
+                norms, block_indices, counts, out, lse, combine_cmp, combine_win, combine_gates,
+                layer_out, T, K, R, limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem,
+                v_smem, full, 1, G, MEMBERS, STAGES, SLOTS, UNION, BOUNDED, ADD, COMBINE,
             )),
             (read, (
-                q, q, k, v, lists, counts, needed, T, K, R, limit, tiles, total, k_smem, v_smem,
-                full, 0, G, STAGES, SLOTS, UNITED, False,
+                q, q, k, v, block_indices, counts, needed, T, K, R, limit, tiles, total, k_smem,
+                v_smem, full, 0, G, STAGES, SLOTS, UNION, False,
             )),
             (read, (
-                q, q, k, v, lists, counts, needed, T, K, R, limit, tiles, total, k_smem, v_smem,
-                full, 1, G, STAGES, SLOTS, UNITED, False,
+                q, q, k, v, block_indices, counts, needed, T, K, R, limit, tiles, total, k_smem,
+                v_smem, full, 1, G, STAGES, SLOTS, UNION, False,
             )),
         ],
         [4, 1, 1],

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..common import launch, sm90
 from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import bounds
-from ..common.launch import LOG2_E, Cotangent, Mixture, Selection
+from ..common.launch import LOG2_E, BackwardInputs, CombineInputs, Selection
 from ..common.overrides import asked
 from .union import Unions
 
@@ -25,7 +25,7 @@ LEAST_TILES, MOST_GROUPS = 16, 128
 STAGES, REGISTERS = 3, 232
 
 
-def serves(
+def is_supported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -37,18 +37,18 @@ def serves(
 ) -> bool:
     """Whether `kernel`, "forward" or "dq", takes a call, or its groups that are united, all of
     which might not be unless `only` says where they are: where it can, and is the faster one for
-    that many tiles. With `launch.using({"gather": True})` however many there are; with False never,
-    and not where the call asks for tiles."""
-    wanted = launch.override.get("gather")
-    if wanted is False or asked(f"gather.{kernel}") or not sm90.available(q):
+    that many tiles. With `launch.using({"query_major_sm90": True})` however many there are; with
+    False never, and not where the call asks for tiles."""
+    wanted = launch.override.get("query_major_sm90")
+    if wanted is False or asked(f"query_major.{kernel}") or not sm90.available(q):
         return False
-    lists = 1 if unions is None else unions.lists
-    (B, T, R, n), s, S = selection.lists.shape, selection.s, k.shape[1]
+    members = 1 if unions is None else unions.members
+    (B, T, R, n), s, S = selection.block_indices.shape, selection.s, k.shape[1]
     groups, stride = q.shape[2] // R, selection.stride
     aligned = selection.starts is None and selection.start % stride == 0
     # a tile has the tokens that share a list, some of them, or those of all lists of a group
-    rows = groups * stride * lists
-    whole_tiles = ROWS % groups == 0 and (rows == ROWS or (lists == 1 and rows % ROWS == 0))
+    rows = groups * stride * members
+    whole_tiles = ROWS % groups == 0 and (rows == ROWS or (members == 1 and rows % ROWS == 0))
     whole = s == KEYS and S % s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
     sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
@@ -75,18 +75,23 @@ def arguments(
     only: Tensor | None,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid, and what both kernels take."""
-    (B, T, R, n), G = selection.lists.shape, q.shape[2] // selection.lists.shape[2]
+    (B, T, R, n), G = selection.block_indices.shape, q.shape[2] // selection.block_indices.shape[2]
     tiles = cdiv(T, ROWS // G)
-    which: dict[str, Any] = dict(lists=selection.lists, counts=None, limit=n, LISTS=1)
+    which: dict[str, Any] = dict(
+        block_indices=selection.block_indices, counts=None, limit=n, MEMBERS=1
+    )
     if unions is not None:
         which = dict(
-            lists=unions.entries, counts=unions.counts, limit=unions.limit, LISTS=unions.lists
+            block_indices=unions.entries,
+            counts=unions.counts,
+            limit=unions.limit,
+            MEMBERS=unions.members,
         )
     total = tiles * B * R
     args = dict(
         q=sm90.box(q, [1, ROWS // G, G, q.shape[-1]]), k=sm90.box(k, [1, KEYS, 1, k.shape[-1]]),
         v=sm90.box(v, [1, KEYS, 1, v.shape[-1]]), T=T, K=k.shape[2], R=R, tiles=tiles, total=total,
-        G=G, SLOTS=next_power_of_2(n), STAGES=STAGES, UNITED=unions is not None,
+        G=G, SLOTS=next_power_of_2(n), STAGES=STAGES, UNION=unions is not None,
         only=only, ONLY=only is not None, REGISTERS=REGISTERS, num_warps=4, **which,
     )  # fmt: skip
     # one for each multiprocessor, which it fills
@@ -103,18 +108,18 @@ def forward(
     lse: Tensor,
     joined: bool,
     norms: Tensor | None,
-    mix: Mixture | None,
+    combine_inputs: CombineInputs | None,
     unions: Unions | None,
     only: Tensor | None,
 ) -> None:
     """out and lse over the listed blocks, `joined` with what those hold; of the groups that are
     united where there are `unions`. Nothing where `only` is given and 0, on the device."""
-    from .query_major_fwd_sm90 import forward_kernel
+    from .query_major_fwd_sm90 import nsa_selected_fwd_query_major_sm90
 
     grid, args = arguments(q, k, v, selection, unions, only)
-    forward_kernel[grid](
+    nsa_selected_fwd_query_major_sm90[grid](
         out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=joined, **bounds(norms),
-        **launch.mixture(mix), **args,
+        **launch.combine_arguments(combine_inputs), **args,
     )  # fmt: skip
 
 
@@ -124,17 +129,17 @@ def backward_q(
     v: Tensor,
     selection: Selection,
     scale: float,
-    cotangent: Cotangent,
+    bwd: BackwardInputs,
     into: dict[str, Any],
     unions: Unions | None,
     only: Tensor | None,
 ) -> None:
     """As `forward`, dq `into` what that says."""
-    from .query_major_dq_sm90 import dq_kernel
+    from .query_major_dq_sm90 import nsa_selected_dq_query_major_sm90
 
     grid, args = arguments(q, k, v, selection, unions, only)
-    d_out = cotangent.d_out
-    dq_kernel[grid](
-        d_out=sm90.box(d_out, args["q"].block_shape), lse=cotangent.lse, delta=cotangent.delta,
-        scale=scale, GATED=cotangent.gated, **into, **args,
+    d_out = bwd.d_out
+    nsa_selected_dq_query_major_sm90[grid](
+        d_out=sm90.box(d_out, args["q"].block_shape), lse=bwd.lse, delta=bwd.delta,
+        scale=scale, GATED=bwd.gated, **into, **args,
     )  # fmt: skip

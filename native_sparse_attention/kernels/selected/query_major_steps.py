@@ -5,20 +5,20 @@ import triton.language as tl
 
 
 @triton.jit
-def own_tiles(place, counts, line, T, start, groups, LISTS: tl.constexpr, UNITED: tl.constexpr,
+def own_tiles(place, counts, line, T, start, groups, MEMBERS: tl.constexpr, UNION: tl.constexpr,
               STEP: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
     """First tile of the program at `place` and one past its last. Where unions of LISTS lists have
     `counts` entries, those are STEP unions with UNITED, otherwise STEP tiles of a group without
     one."""
     first = place * STEP
-    if LISTS == 1:
+    if MEMBERS == 1:
         end = first + 1
-    elif UNITED:
+    elif UNION:
         group = first + tl.arange(0, STEP)
         count = tl.load(counts + line * groups + group, mask=group < groups, other=0)
         end = tl.where(tl.max(count, 0) > 0, tl.minimum(first + STEP, groups), first)
     else:
-        count = tl.load(counts + line * groups + first // LISTS)
+        count = tl.load(counts + line * groups + first // MEMBERS)
         end = tl.minimum(first + STEP, tl.cdiv(T + start % STRIDE, TOKENS))
         end = tl.where(count > 0, first, end)
     return first, end
@@ -55,10 +55,10 @@ def list_keys(entries, j0, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def row_bias(entry, G: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-             UNITED: tl.constexpr):  # fmt: skip
+             UNION: tl.constexpr):  # fmt: skip
     """Of an entry, 0 where rows [M] see its block, else -inf: of a union those whose list holds
     it, otherwise all of them or none."""
-    if UNITED:
+    if UNION:
         number = tl.arange(0, BLOCK_M) // (G * STRIDE)
         sees = (((entry >> 32).to(tl.int32) >> number) & 1) != 0
     else:
@@ -68,12 +68,12 @@ def row_bias(entry, G: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr
 
 @triton.jit
 def visible_keys(there, key, entry, position, G: tl.constexpr, STRIDE: tl.constexpr,
-                 BLOCK_M: tl.constexpr, UNITED: tl.constexpr, DIAGONAL: tl.constexpr,
+                 BLOCK_M: tl.constexpr, UNION: tl.constexpr, DIAGONAL: tl.constexpr,
                  end, ENDS: tl.constexpr):  # fmt: skip
     """Which keys rows see, [M, N]: of an entry of a union, the rows whose list holds it; with ENDS
     those before each row's `end`."""
     visible = there[None]
-    if UNITED:
+    if UNION:
         number = tl.arange(0, BLOCK_M) // (G * STRIDE)
         held = (entry + tl.zeros_like(key)) >> 32
         held = held.to(tl.int32)[None] >> number[:, None]
@@ -94,15 +94,15 @@ def slot_gates(gates, bt, r, slot, R, n, real):
 
 
 @triton.jit
-def tile_entries(lists, counts, line, tile, bt, r, R, n, groups, SLOTS: tl.constexpr,
-                 UNITED: tl.constexpr):  # fmt: skip
+def tile_entries(block_indices, counts, line, tile, bt, r, R, n, groups, SLOTS: tl.constexpr,
+                 UNION: tl.constexpr):  # fmt: skip
     """What the tile of token bt walks: where its entries are, and how many; of a list up to the
     last that holds a block."""
-    if UNITED:
-        entries = lists + (line * groups + tile) * n
+    if UNION:
+        entries = block_indices + (line * groups + tile) * n
         length = tl.load(counts + line * groups + tile)
     else:
-        entries = lists + (bt * R + r) * n
+        entries = block_indices + (bt * R + r) * n
         slot = tl.arange(0, SLOTS)
         c = tl.load(entries + slot, mask=slot < n, other=-1)
         length = tl.max(tl.where(c >= 0, slot + 1, 0), 0)

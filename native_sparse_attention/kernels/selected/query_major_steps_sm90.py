@@ -47,34 +47,34 @@ def place_of(nth, tiles, K, R):
 
 @gluon.jit
 def list_of(
-    lists, counts, line, b, r, tile, tiles, T, R, limit, WARPS: gl.constexpr,
-    TOKENS: gl.constexpr, SLOTS: gl.constexpr, UNITED: gl.constexpr,
+    block_indices, counts, line, b, r, tile, tiles, T, R, limit, WARPS: gl.constexpr,
+    TOKENS: gl.constexpr, SLOTS: gl.constexpr, UNION: gl.constexpr,
 ):  # fmt: skip
     """Where a tile's entries are and how many, up to the last that holds a block; -1 of a group
     that is not united."""
-    if UNITED:
+    if UNION:
         number = line * tiles + tile
         count = gl.load(counts + number)
-        return lists + number.to(gl.int64) * limit, gl.where(count > 0, count, -1)
-    at = lists + ((b * T + tile * TOKENS).to(gl.int64) * R + r) * limit
+        return block_indices + number.to(gl.int64) * limit, gl.where(count > 0, count, -1)
+    at = block_indices + ((b * T + tile * TOKENS).to(gl.int64) * R + r) * limit
     slot = gl.arange(0, SLOTS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     c = gl.load(at + slot, mask=slot < limit, other=-1)
     return at, gl.max(gl.where(c >= 0, slot + 1, 0), 0)
 
 
 @gluon.jit
-def sees(e, number, UNITED: gl.constexpr):
+def sees(e, number, UNION: gl.constexpr):
     """Which rows, of the lists of these numbers, see an entry's block."""
-    if UNITED:
+    if UNION:
         return (((e >> 32).to(gl.int32) >> number) & 1) != 0
     return number <= e.to(gl.int32)  # all numbers are 0: where the entry is a block
 
 
 @gluon.jit
 def read(
-    q, d_out, k, v, lists, counts, needed, T, K, R, limit, tiles, total, k_smem, v_smem, full,
-    PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    UNITED: gl.constexpr, BACKWARD: gl.constexpr,
+    q, d_out, k, v, block_indices, counts, needed, T, K, R, limit, tiles, total, k_smem, v_smem,
+    full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    UNION: gl.constexpr, BACKWARD: gl.constexpr,
 ):  # fmt: skip
     """The warp that reads for a part: of each tile its queries, where keys of a block would be, in
     the backward d_out where values would, and then its blocks. What is `needed` of its rows at the
@@ -86,7 +86,7 @@ def read(
     for nth in range(gl.program_id(0) * PARTS + PART, total, gl.num_programs(0) * PARTS):
         line, b, r, h, tile = place_of(nth, tiles, K, R)
         at, count = list_of(
-            lists, counts, line, b, r, tile, tiles, T, R, limit, 1, TOKENS, SLOTS, UNITED
+            block_indices, counts, line, b, r, tile, tiles, T, R, limit, 1, TOKENS, SLOTS, UNION
         )
         e = gl.load(at, mask=count > 0, other=0)
         if count >= 0:

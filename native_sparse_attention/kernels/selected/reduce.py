@@ -4,7 +4,7 @@ order: attentions and dq of a query's slots, dk and dv of a block's items."""
 import triton
 import triton.language as tl
 
-from ..common.primitives import grid_place, load_rows, store_mixed, store_rows
+from ..common.primitives import grid_position, load_rows, store_combined, store_rows
 
 # rows of a program
 JOIN_ROWS, SUM_ROWS = 16, 16
@@ -31,21 +31,21 @@ def store_parts(part, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["T", "first", "length"])
-def join_kernel(
-    part, part_lse, lists, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, R, n, first, length,
-    g_b, g_t, g_h, g_3,
+def nsa_selected_reduce_out(
+    part, part_lse, block_indices, out, lse, combine_cmp, combine_win, combine_gates, layer_out, T,
+    R, n, first, length, g_b, g_t, g_h, g_3,
     G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    SLOTS: tl.constexpr, ADD: tl.constexpr, MIX: tl.constexpr, FLIPPED: tl.constexpr,
+    SLOTS: tl.constexpr, ADD: tl.constexpr, COMBINE: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: M rows (token, head) of a span of tokens. Joins the parts of a row's slots, and
     with ADD what out and lse hold, into out and lse; part_lse is in units of log2. With MIX writes
     the layer's output too."""
-    tile, b, _tiles, _rows = grid_place(FLIPPED)
+    tile, b, _tiles, _rows = grid_position(FLIPPED)
     i, b = tile * BLOCK_M + tl.arange(0, BLOCK_M), b.to(tl.int64)
     H = R * G
     real = i < length * H
     row = (b * T + first) * H + i
-    line = lists + ((b * T + first) * R + i // G) * n
+    line = block_indices + ((b * T + first) * R + i // G) * n
     there = (b * length * R + i // G) * (n * G) + i % G
 
     # what all slots are measured from, first: then no part waits for the one before
@@ -75,10 +75,10 @@ def join_kernel(
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     acc = acc / l[:, None]
-    if MIX:
+    if COMBINE:
         token = first + i // H
-        gate = mix_gates + b * g_b + token.to(tl.int64) * g_t + i % H * g_h
-        store_mixed(mixed, acc, mix_cmp, mix_win, gate, row, g_3, E, BLOCK_E, real)
+        gate = combine_gates + b * g_b + token.to(tl.int64) * g_t + i % H * g_h
+        store_combined(layer_out, acc, combine_cmp, combine_win, gate, row, g_3, E, BLOCK_E, real)
     store_rows(out, row * E, acc, E, BLOCK_E, real)
     tl.store(
         lse + row, tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453), mask=real
@@ -96,7 +96,7 @@ def add_shares(spill, d, at, j, begin, end, s, there, D: tl.constexpr, BLOCK_D: 
 
 
 @triton.jit(do_not_specialize=["S", "C", "head", "heads"])
-def gather_spill_kernel(
+def nsa_selected_reduce_dkv(
     spill_k, spill_v, dk, dv, spill_bounds, S, K, s, C, head, heads,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, SPILLS: tl.constexpr,
@@ -123,7 +123,7 @@ def list_of_span(x, first, rank, RANKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "first", "length", "rank"])
-def sum_kernel(
+def nsa_selected_reduce_dq(
     part, places, dq, unless, T, R, n, first, length, rank, RANKS: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     PIECES: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, UNLESS: tl.constexpr,
@@ -132,7 +132,7 @@ def sum_kernel(
     """One program: M rows (token, head) of a span. The sum of a row's parts over its slots and
     their pieces, with ADD on top of what dq holds. A part has ROWS rows, the first G of which are
     heads. With UNLESS nothing where that is not 0."""
-    tile, b, _tiles, _rows = grid_place(FLIPPED)
+    tile, b, _tiles, _rows = grid_position(FLIPPED)
     i, b = tile * BLOCK_M + tl.arange(0, BLOCK_M), b.to(tl.int64)
     real = i < length * RANKS * G
     if UNLESS:

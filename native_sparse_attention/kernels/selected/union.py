@@ -19,7 +19,7 @@ from torch import Tensor
 from ..common import launch
 from ..common.counts import cdiv, next_power_of_2
 from ..common.launch import Selection
-from ..common.primitives import grid_place
+from ..common.primitives import grid_position
 
 # pairs of entries that one program compares, and entries that one warp does
 MOST_PAIRS, ALONE = 1 << 14, 256
@@ -31,7 +31,7 @@ class Unions:
 
     entries: Tensor  # [B R groups limit] int64
     counts: Tensor  # [B R groups] int32
-    lists: int  # of a group
+    members: int  # of a group
     some: Tensor | None = None  # [] int32, beside shared ones: whether any group is united
 
     @property
@@ -44,21 +44,21 @@ class Unions:
 
 
 @triton.jit
-def list_blocks(lists, b, r, token, slot, T, R, n):
+def list_blocks(block_indices, b, r, token, slot, T, R, n):
     """Blocks in slots of the list r of tokens; -1 for none. The first group may begin before the
     call, at tokens that share their list with token 0."""
     line = (b * T + tl.maximum(token, 0)) * R + r
-    return tl.load(lists + line * n + slot, mask=slot < tl.where(token < T, n, 0), other=-1)
+    return tl.load(block_indices + line * n + slot, mask=slot < tl.where(token < T, n, 0), other=-1)
 
 
 @triton.jit
-def copy_lists(lists, rest, left, b, r, token, slot, T, R, n, STRIDE: tl.constexpr):
+def copy_lists(block_indices, rest, left, b, r, token, slot, T, R, n, STRIDE: tl.constexpr):
     """Copy the list r of tokens, and of those that share it, where it is `left`; else -1."""
     for j in tl.static_range(STRIDE):
         t = token + j
         at = ((b * T + t) * R + r) * n + slot
         there = (t >= 0) & (t < T) & (slot < n)
-        tl.store(rest + at, tl.load(lists + at, mask=there & left, other=-1), mask=there)
+        tl.store(rest + at, tl.load(block_indices + at, mask=there & left, other=-1), mask=there)
 
 
 @triton.jit
@@ -92,11 +92,11 @@ def store_by_chunks(entries, c, held, leads, size, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "start", "limit", "shared_limit", "groups", "together"])
-def unite_kernel(
-    lists, entries, counts, shared, shared_counts, rest, starts, start, T, R, n, limit,
+def nsa_selected_union(
+    block_indices, entries, counts, shared, shared_counts, rest, starts, start, T, R, n, limit,
     shared_limit, groups, together, cost,
-    LISTS: tl.constexpr, PARTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr, ALIKE: tl.constexpr, REST: tl.constexpr, RAGGED: tl.constexpr,
+    MEMBERS: tl.constexpr, PARTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr, OVERLAPPING: tl.constexpr, REST: tl.constexpr, RAGGED: tl.constexpr,
     FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: PARTS groups of LISTS lists, none of which holds a block twice. Writes of each,
@@ -105,22 +105,22 @@ def unite_kernel(
 
     With a CHUNK, of all of them together: their union and its size. Where each of them has a union
     that is -1 - size, for `settle_kernel`; otherwise none of them has one."""
-    place, pair, places, _pairs = grid_place(FLIPPED)
+    place, pair, places, _pairs = grid_position(FLIPPED)
     b, r = (pair // R).to(tl.int64), pair % R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    first = place * (PARTS * LISTS * STRIDE) - start % STRIDE
-    i = tl.arange(0, PARTS * LISTS * SLOTS)
+    first = place * (PARTS * MEMBERS * STRIDE) - start % STRIDE
+    i = tl.arange(0, PARTS * MEMBERS * SLOTS)
     number = i // SLOTS
-    c = list_blocks(lists, b, r, first + number * STRIDE, i % SLOTS, T, R, n)
-    held = tl.zeros([PARTS * LISTS * SLOTS], tl.int32)
+    c = list_blocks(block_indices, b, r, first + number * STRIDE, i % SLOTS, T, R, n)
+    held = tl.zeros([PARTS * MEMBERS * SLOTS], tl.int32)
     # few loops are unrolled: a program runs once, and its code is fetched as it runs
     for other in range(0, together):
         same = c < -1
         for first_slot in range(0, n, 4):
             for j in tl.static_range(4):
                 slot = first_slot + j
-                same |= c == list_blocks(lists, b, r, first + other * STRIDE, slot, T, R, n)
+                same |= c == list_blocks(block_indices, b, r, first + other * STRIDE, slot, T, R, n)
         held |= tl.where(same, 1 << other, 0)
 
     before = (1 << number) - 1
@@ -129,18 +129,18 @@ def unite_kernel(
         # an entry stands for its block in the first list that holds it
         leads = (c >= 0) & ((held & before) == 0)
         size = tl.sum(leads.to(tl.int32), 0)
-    if ALIKE:
-        part = number // LISTS
-        members = (held >> (part * LISTS)) & ((1 << LISTS) - 1)
-        alone = (c >= 0) & ((members & (before >> (part * LISTS))) == 0)
-        by_part: tl.constexpr = (PARTS, LISTS * SLOTS)
+    if OVERLAPPING:
+        part = number // MEMBERS
+        members = (held >> (part * MEMBERS)) & ((1 << MEMBERS) - 1)
+        alone = (c >= 0) & ((members & (before >> (part * MEMBERS))) == 0)
+        by_part: tl.constexpr = (PARTS, MEMBERS * SLOTS)
         group = place * PARTS + tl.arange(0, PARTS)
         sizes = tl.sum(tl.reshape(alone.to(tl.int32), by_part), 1)
         total = tl.sum(tl.reshape((c >= 0).to(tl.int32), by_part), 1)
         sizes = tl.where(sizes * cost < total, sizes, 0)
         if CHUNK > 0:
-            all_alike = tl.min(tl.where(group < groups, sizes, 1), 0) > 0
-            sizes = tl.where(all_alike, sizes, 0)
+            all_overlap = tl.min(tl.where(group < groups, sizes, 1), 0) > 0
+            sizes = tl.where(all_overlap, sizes, 0)
         tl.store(counts + line * groups + group, sizes, mask=group < groups)
         if tl.max(sizes, 0) > 0:
             at = tl.cumsum(tl.reshape(alone.to(tl.int32), by_part), 1) - 1
@@ -151,26 +151,28 @@ def unite_kernel(
         if REST:
             left = tl.reshape(tl.broadcast_to((sizes == 0)[:, None], by_part), c.shape)
             token = first + number * STRIDE
-            copy_lists(lists, rest, left, b, r, token, i % SLOTS, T, R, n, STRIDE)
+            copy_lists(block_indices, rest, left, b, r, token, i % SLOTS, T, R, n, STRIDE)
     if CHUNK > 0:
         line = line * places + place
         store_by_chunks(shared + line * shared_limit, c, held, leads, size, CHUNK)
-        if ALIKE:
-            size = tl.where(all_alike, -1 - size, size)
+        if OVERLAPPING:
+            size = tl.where(all_overlap, -1 - size, size)
         tl.store(shared_counts + line, size)
 
 
 @triton.jit(do_not_specialize=["groups", "shared_groups"])
-def settle_kernel(counts, shared_counts, some, groups, shared_groups, BLOCK: tl.constexpr):
+def nsa_selected_union_settle(
+    counts, shared_counts, some, groups, shared_groups, BLOCK: tl.constexpr
+):
     """One program. Where at least half of the shared unions are of groups that all have one of
     their own, those count: the shared ones get -1. Otherwise there are only shared ones, and `some`
     is 0."""
     i = tl.arange(0, BLOCK)
-    alike = tl.zeros([BLOCK], tl.int32)
+    overlapping = tl.zeros([BLOCK], tl.int32)
     for first in range(0, shared_groups, BLOCK):
         size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
-        alike += (size < 0).to(tl.int32)
-    few = tl.sum(alike, 0) < shared_groups - tl.sum(alike, 0)
+        overlapping += (size < 0).to(tl.int32)
+    few = tl.sum(overlapping, 0) < shared_groups - tl.sum(overlapping, 0)
     tl.store(some, tl.where(few, 0, 1))
     for first in range(0, shared_groups, BLOCK):
         size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
@@ -180,15 +182,17 @@ def settle_kernel(counts, shared_counts, some, groups, shared_groups, BLOCK: tl.
         tl.store(counts + first + i, tl.zeros([BLOCK], tl.int32), mask=first + i < groups)
 
 
-def room(selection: Selection, lists: int, limit: int) -> Unions:
+def allocate(selection: Selection, members: int, limit: int) -> Unions:
     """For the unions of as many lists, of `limit` blocks at most."""
-    B, _T, R, _n = selection.lists.shape
-    groups = cdiv(selection.aligned, lists * selection.stride)
-    entries = selection.lists.new_empty(B, R, groups, limit, dtype=torch.int64)
-    return Unions(entries, selection.lists.new_empty(B, R, groups, dtype=torch.int32), lists)
+    B, _T, R, _n = selection.block_indices.shape
+    groups = cdiv(selection.aligned, members * selection.stride)
+    entries = selection.block_indices.new_empty(B, R, groups, limit, dtype=torch.int64)
+    return Unions(
+        entries, selection.block_indices.new_empty(B, R, groups, dtype=torch.int32), members
+    )
 
 
-def fill(
+def write_unions(
     selection: Selection,
     unions: Unions,
     cost: float | None,
@@ -198,65 +202,67 @@ def fill(
 ) -> None:
     """Writes unions where they pay, but with no cost none, and the shared ones in chunks; to `rest`
     the lists, empty where they are united; as the kernels say."""
-    B, T, R, n = selection.lists.shape
+    B, T, R, n = selection.block_indices.shape
     whole = unions if shared is None else shared
     slots = next_power_of_2(n)
     grid, flipped = launch.grid(whole.groups, B * R)
-    unite_kernel[grid](
-        selection.lists, unions.entries, unions.counts, whole.entries, whole.counts,
+    nsa_selected_union[grid](
+        selection.block_indices, unions.entries, unions.counts, whole.entries, whole.counts,
         rest, selection.starts, selection.start, T, R, n, unions.limit, whole.limit, unions.groups,
-        whole.lists, float(cost or 0.0), LISTS=unions.lists, PARTS=whole.lists // unions.lists,
-        STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk, ALIKE=cost is not None,
-        REST=rest is not None, RAGGED=selection.starts is not None, FLIPPED=flipped,
-        num_warps=1 if whole.lists * slots <= (128 if chunk else ALONE) else 4,
+        whole.members, float(cost or 0.0), MEMBERS=unions.members,
+        PARTS=whole.members // unions.members, STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk,
+        OVERLAPPING=cost is not None, REST=rest is not None, RAGGED=selection.starts is not None,
+        FLIPPED=flipped, num_warps=1 if whole.members * slots <= (128 if chunk else ALONE) else 4,
     )  # fmt: skip
     if shared is not None and cost is not None:
-        settle_kernel[(1,)](
+        nsa_selected_union_settle[(1,)](
             unions.counts, shared.counts, unions.some, unions.counts.numel(), shared.counts.numel(),
             BLOCK=2048, num_warps=8,
         )  # fmt: skip
 
 
-def room_for_alike(
+def allocate_unions(
     selection: Selection, H: int, dtype: torch.dtype, beside_shared: bool = False
 ) -> tuple[Unions | None, float]:
     """Room for unions of the lists of a call with H query heads, beside shared ones or not, and
     what a block of one costs; None where they cannot pay."""
-    B, _T, R, n = selection.lists.shape
-    rule = launch.uniting(H // R * selection.stride, dtype)
+    B, _T, R, n = selection.block_indices.shape
+    rule = launch.union_rule(H // R * selection.stride, dtype)
     if rule is None or selection.gates is not None or not n:
         return None, 0.0
-    groups = cdiv(selection.aligned, rule.lists * selection.stride)
+    groups = cdiv(selection.aligned, rule.members * selection.stride)
     slots = next_power_of_2(n)
     few = B * R * groups < rule.least
-    if few or rule.lists * slots * slots > MOST_PAIRS:
+    if few or rule.members * slots * slots > MOST_PAIRS:
         return None, 0.0
     # as many as pay at most
-    limit = min(int(rule.lists * n / rule.cost) + 1, rule.lists * n)
-    unions = room(selection, rule.lists, limit)
+    limit = min(int(rule.members * n / rule.cost) + 1, rule.members * n)
+    unions = allocate(selection, rule.members, limit)
     if beside_shared:
         unions = replace(unions, some=unions.counts.new_empty(()))
     return unions, rule.cost
 
 
-def unite(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
+def make_unions(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
     """Unions of the lists of a call with H query heads; None where they cannot pay."""
-    alike, cost = room_for_alike(selection, H, dtype)
-    if alike is not None:
-        fill(selection, alike, cost)
-    return alike
+    overlapping, cost = allocate_unions(selection, H, dtype)
+    if overlapping is not None:
+        write_unions(selection, overlapping, cost)
+    return overlapping
 
 
 @triton.jit(do_not_specialize=["groups"])
-def most_kernel(counts, out, groups, BLOCK: tl.constexpr):
+def nsa_selected_union_majority(counts, out, groups, BLOCK: tl.constexpr):
     """One program. Whether most groups are united."""
-    united = tl.zeros([BLOCK], tl.int32)
+    is_union = tl.zeros([BLOCK], tl.int32)
     for first in range(0, groups, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        united += (tl.load(counts + i, mask=i < groups, other=0) > 0).to(tl.int32)
-    tl.store(out, (tl.sum(united, 0) > groups // 2).to(tl.int32))
+        is_union += (tl.load(counts + i, mask=i < groups, other=0) > 0).to(tl.int32)
+    tl.store(out, (tl.sum(is_union, 0) > groups // 2).to(tl.int32))
 
 
 def most(unions: Unions, out: Tensor) -> None:
     """Writes whether most groups are united, [] int32."""
-    most_kernel[(1,)](unions.counts, out, unions.counts.numel(), BLOCK=4096, num_warps=8)
+    nsa_selected_union_majority[(1,)](
+        unions.counts, out, unions.counts.numel(), BLOCK=4096, num_warps=8
+    )

@@ -67,9 +67,9 @@ def rows_smem(q, k_smem, v_smem, place, PART: gl.constexpr):
 
 @gluon.jit
 def read(
-    q, k, v, out, mix_cmp, mix_win, entries, counts, T, K, R, limit, s, groups, tiles, k_smem,
-    v_smem, full, G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
-    ADD: gl.constexpr, MIX: gl.constexpr,
+    q, k, v, out, combine_cmp, combine_win, entries, counts, T, K, R, limit, s, groups, tiles,
+    k_smem, v_smem, full, G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr,
+    CHUNKS: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
 ):  # fmt: skip
     """The warp that reads, as there is room: of each tile its queries, a part's where keys or
     values of a block would be, and then its blocks. What is needed at its end comes nearer."""
@@ -119,9 +119,9 @@ def read(
             real = (i < PARTS * TOKENS) & (token < T) & (n >= 0)
             if ADD:
                 fetch_rows(out, row, real, G * E * 2)
-            if MIX:
-                fetch_rows(mix_cmp, row, real, G * E * 2)
-                fetch_rows(mix_win, row, real, G * E * 2)
+            if COMBINE:
+                fetch_rows(combine_cmp, row, real, G * E * 2)
+                fetch_rows(combine_win, row, real, G * E * 2)
     # none is left behind
     for chunk in range(gl.maximum(done - CHUNKS, 0), done):
         for i in gl.static_range(CHUNK):
@@ -163,11 +163,11 @@ def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr, SLICE
 
 @gluon.jit
 def attend(
-    queries, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
-    groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
+    queries, norms, entries, counts, out, lse, combine_cmp, combine_win, combine_gates, layer_out,
+    T, K, R, limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
     PART: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr,
     CHUNK: gl.constexpr, CHUNKS: gl.constexpr, SLICE: gl.constexpr,
-    BOUNDED: gl.constexpr, ADD: gl.constexpr, MIX: gl.constexpr,
+    BOUNDED: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
 ):  # fmt: skip
     """A part: attention of its lists' tokens to the blocks that these hold. Tiles of less than none
     are left out."""
@@ -230,18 +230,18 @@ def attend(
                     done += 1
             token = (group * PARTS + PART) * TOKENS
             finish(
-                acc, m, l, out, lse, mix_cmp, mix_win, mix_gates, mixed, b, r, token, T, R, g_b,
-                g_t, g_h, g_3, G, GROUP, WARPS, ADD, MIX,
+                acc, m, l, out, lse, combine_cmp, combine_win, combine_gates, layer_out, b, r,
+                token, T, R, g_b, g_t, g_h, g_3, G, GROUP, WARPS, ADD, COMBINE,
             )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def forward_kernel(
-    q, k, v, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R, limit,
-    s, groups, tiles, scale_log2, g_b, g_t, g_h, g_3,
+def nsa_selected_fwd_union_sm90(
+    q, k, v, norms, entries, counts, out, lse, combine_cmp, combine_win, combine_gates, layer_out,
+    T, K, R, limit, s, groups, tiles, scale_log2, g_b, g_t, g_h, g_3,
     G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
     SLICE: gl.constexpr, REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr,
-    MIX: gl.constexpr,
+    COMBINE: gl.constexpr,
 ):  # fmt: skip
     """One program: every so many tiles, of the tokens of a group of lists, those of a part a box of
     q. Writes out and lse, with ADD of the keys seen so far and these; and with MIX the layer's
@@ -250,18 +250,18 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                q, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R,
-                limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-                0, G, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, MIX,
+                q, norms, entries, counts, out, lse, combine_cmp, combine_win, combine_gates,
+                layer_out, T, K, R, limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem,
+                v_smem, full, 0, G, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, COMBINE,
             )),
             (attend, (
-                q, norms, entries, counts, out, lse, mix_cmp, mix_win, mix_gates, mixed, T, K, R,
-                limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-                1, G, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, MIX,
+                q, norms, entries, counts, out, lse, combine_cmp, combine_win, combine_gates,
+                layer_out, T, K, R, limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem,
+                v_smem, full, 1, G, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, COMBINE,
             )),
             (read, (
-                q, k, v, out, mix_cmp, mix_win, entries, counts, T, K, R, limit, s, groups, tiles,
-                k_smem, v_smem, full, G, WARPS, CHUNK, CHUNKS, ADD, MIX,
+                q, k, v, out, combine_cmp, combine_win, entries, counts, T, K, R, limit, s, groups,
+                tiles, k_smem, v_smem, full, G, WARPS, CHUNK, CHUNKS, ADD, COMBINE,
             )),
         ],
         [WARPS, 1],

@@ -11,7 +11,7 @@ from ..common import launch
 from ..common.counts import cdiv
 from ..common.launch import Selection
 from . import csr, key_major_sm90
-from .csr import Inversion
+from .csr import CSRPlan
 
 
 class Parts(NamedTuple):
@@ -40,14 +40,14 @@ LEAST_ROWS = 4096
 FORWARD_ROWS = 1024
 
 
-def room(
+def allocate(
     q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int, neighbours: int = 1
-) -> Inversion:
+) -> CSRPlan:
     """For the inverse, by spans whose parts, of so many rows, together take `PARTS` times as much
     memory as q does; in one where no parts are kept. It is of the lists of every so many-th token
     where `neighbours` are one entry."""
-    lists = selection.lists[:, ::neighbours]
-    (B, T, R, n), K = lists.shape, k.shape[2]
+    block_indices = selection.block_indices[:, ::neighbours]
+    (B, T, R, n), K = block_indices.shape, k.shape[2]
     groups = q.shape[2] // R * neighbours
     tokens = T  # whose parts are kept at once, of all heads
     if parts:
@@ -70,7 +70,7 @@ def room(
     chunk = max(most_rows // groups, 1)
     # short items of the forward end together anyhow, and by block more is found in the cache
     longest = kernel == "backward"
-    return csr.room(lists, K, num_blocks, chunk, length, heads, longest)
+    return csr.allocate(block_indices, K, num_blocks, chunk, length, heads, longest)
 
 
 def heads_of_span(num_heads: int, most: int, blocks: int) -> int:
@@ -96,19 +96,19 @@ class Pieces(NamedTuple):
 
 
 def pieces(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> Pieces:
-    s, groups = selection.s, q.shape[2] // selection.lists.shape[2]
-    if key_major_sm90.serves(q, k, v, selection, scale):
+    s, groups = selection.s, q.shape[2] // selection.block_indices.shape[2]
+    if key_major_sm90.is_supported(q, k, v, selection, scale):
         return Pieces(1, s, key_major_sm90.rows_of_part(groups), True)
-    tile = launch.pair_tile("backward", max(k.shape[-1], v.shape[-1]), groups, q.dtype)
+    tile = launch.key_major_tile("backward", max(k.shape[-1], v.shape[-1]), groups, q.dtype)
     keys = min(launch.padded(s), tile.block_n)
     return Pieces(cdiv(s, keys), keys, groups, False)
 
 
-def room_for_backward(
+def allocate_backward(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, with_dq: bool,
     neighbours: int = 1,
-) -> Inversion:  # fmt: skip
+) -> CSRPlan:  # fmt: skip
     """For the inverse of a `backward` that forms dq too, or not."""
     taken = pieces(q, k, v, selection, scale)
     parts = taken.number * taken.rows if with_dq else 0
-    return room(q, k, selection, "backward", parts, neighbours)
+    return allocate(q, k, selection, "backward", parts, neighbours)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..common import launch
 from ..common.counts import cdiv, next_power_of_2
-from ..common.primitives import grid_place, in_document, load_rows, store_rows
+from ..common.primitives import grid_position, in_document, load_rows, store_rows
 
 
 @triton.jit
@@ -46,13 +46,13 @@ def store_parts(base, offsets, x, D: tl.constexpr, BLOCK_D: tl.constexpr, mask,
 
 
 @triton.jit(do_not_specialize=["T"])
-def mean_kernel(
+def nsa_topk_mean_keys(
     q, means, T, RANKS, q_b, q_t, q_h,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: the mean queries of M tokens of one row and ranking head."""
-    place, line, _places, _lines = grid_place(FLIPPED)
+    place, line, _places, _lines = grid_position(FLIPPED)
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     token = (place * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -94,7 +94,7 @@ def window_weight(c, j, end, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.const
 
 
 @triton.jit(do_not_specialize=["T", "C", "W"])
-def keys_kernel(
+def nsa_topk_block_keys(
     ck, keys, sizes, doc_first, doc_last, T, C, W, K, scale,
     k_b, k_w, k_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -105,7 +105,7 @@ def keys_kernel(
     that is 0, halves [2, BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis
     2 writes them for queries that do not see the window after the block's, whom that window counts
     as the block's last."""
-    place, line, _places, lines = grid_place(FLIPPED)
+    place, line, _places, lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     c = place * BLOCK_C + tl.arange(0, BLOCK_C)
     WINDOWS: tl.constexpr = s // d if s > d else 1
@@ -149,7 +149,7 @@ def keys_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "C", "W"])
-def keys_backward_kernel(
+def nsa_topk_block_keys_bwd(
     d_keys, d_ck, doc_first, doc_last, T, C, W, K, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
     d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -157,7 +157,7 @@ def keys_backward_kernel(
 ):  # fmt: skip
     """One program: gradients of a tile of windows of one row and KV head, gathered from the blocks
     around it. d_keys [SETS B K C D], d_ck [B W K D]."""
-    place, line, _places, lines = grid_place(FLIPPED)
+    place, line, _places, lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     w = place * BLOCK_W + tl.arange(0, BLOCK_W)
     WINDOWS: tl.constexpr = s // d if s > d else 1
@@ -203,7 +203,7 @@ def mean_queries(q, ranks, parts):
     B, T, H, D = q.shape
     means = q.new_empty(B, T, ranks, parts * D, dtype=part_type(parts))
     grid, flipped = launch.grid(cdiv(T, 32), B * ranks)
-    mean_kernel[grid](
+    nsa_topk_mean_keys[grid](
         q, means, T, ranks, *q.stride()[:3],
         G=H // ranks, D=D, BLOCK_D=launch.padded(D), BLOCK_M=32, PARTS=parts,
         FLIPPED=flipped,
@@ -230,7 +230,7 @@ def block_keys(ck, C, d, s, interpolated, scale, parts=0, documents=None):
         sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
     block_c = 16
     grid, flipped = launch.grid(cdiv(C, block_c), B * K, sets)
-    keys_kernel[grid](
+    nsa_topk_block_keys[grid](
         ck, keys, sizes, C=C, W=W, K=K, scale=scale, **launch.strides("k", ck, "bwh"),
         **documents_of(documents), D=D, BLOCK_D=block_d, BLOCK_C=block_c,
         BLOCK_S=next_power_of_2(s), d=d, s=s, INTERPOLATED=interpolated, PARTS=parts,
@@ -245,7 +245,7 @@ def block_keys_backward(d_keys, W, d, s, interpolated, scale, documents=None):
     d_ck = d_keys.new_empty(B, W, K, D)
     block_w = 16
     grid, flipped = launch.grid(cdiv(W, block_w), B * K)
-    keys_backward_kernel[grid](
+    nsa_topk_block_keys_bwd[grid](
         d_keys, d_ck, C=C, W=W, K=K, scale=scale, **documents_of(documents), D=D,
         BLOCK_D=launch.padded(D), BLOCK_W=block_w, BLOCK_S=next_power_of_2(s),
         d=d, s=s, INTERPOLATED=interpolated, SETS=sets, FLIPPED=flipped,

@@ -25,7 +25,7 @@ from ..common.counts import cdiv
 from ..common.launch import strides
 from ..common.primitives import (
     cap_slope,
-    grid_place,
+    grid_position,
     in_document,
     large,
     leaders,
@@ -56,14 +56,14 @@ LENGTHS = ["T", "N", "P", "GROUPS", "first_token"]
 
 
 @triton.jit(do_not_specialize=["T", "GROUPS", "first_token"])
-def chosen_kernel(
-    lists, d_gates, chosen, grads, starts, first_token, T, RANKS, GROUPS, n, weight,
+def nsa_gates_bwd_preprocess(
+    block_indices, d_gates, chosen, grads, starts, first_token, T, RANKS, GROUPS, n, weight,
     STRIDE: tl.constexpr, SPANNED: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
     FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a slot of M groups of one row and ranking head. Writes the unit of keys that
     SPANNED blocks have in common, and the sum of the group's gradients; [B R n GROUPS]."""
-    tile, line, _tiles, _lines = grid_place(FLIPPED)
+    tile, line, _tiles, _lines = grid_position(FLIPPED)
     b, r = (line // RANKS).to(tl.int64), line % RANKS
     slot = tl.program_id(2)
     if RAGGED:
@@ -71,7 +71,7 @@ def chosen_kernel(
     index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     _position, token, ranked = leaders(index, first_token, T, STRIDE)
     at = ((b * T + token) * RANKS + r) * n + slot
-    c = tl.load(lists + at, mask=ranked, other=-1)
+    c = tl.load(block_indices + at, mask=ranked, other=-1)
     total = tl.zeros([BLOCK_M], tl.float32)
     for j in range(STRIDE):
         there = (c >= 0) & (token + j < T)
@@ -82,7 +82,7 @@ def chosen_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def dq_kernel(
+def nsa_gates_bwd_dq(
     q, k, other, lse, delta, dq, chosen, grads, starts, first_token, doc_first, doc_last,
     T, N, P, GROUPS, RANKS, slots,
     scale_log2, cap, dq_scale, sinks, q_b, q_t, q_h, k_b, k_n, k_h, other_b, other_n, other_h,
@@ -98,7 +98,7 @@ def dq_kernel(
     """One program: a tile of rows of one batch row and ranking head, each the mean of MEAN heads.
     Walks their keys, and those beside them of kind OTHER, twice: for log-sum-exp (in units of log2)
     and delta, then for dq [B T H D], added to what is there if ADD."""
-    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile  # those with most keys go first
     b, r = large(line // RANKS, WIDE), large(line % RANKS, WIDE)
     if RAGGED:
@@ -180,7 +180,7 @@ def dq_kernel(
 
 
 @triton.jit(do_not_specialize=[n for n in LENGTHS if n != "P"])
-def dk_kernel(
+def nsa_gates_bwd_dk(
     q, k, lse, delta, dk, chosen, grads, starts, first_token, doc_first, doc_last,
     T, N, GROUPS, RANKS, slots,
     scale_log2, cap, dk_scale, q_b, q_t, q_h, k_b, k_n, k_h,
@@ -194,7 +194,7 @@ def dk_kernel(
 ):  # fmt: skip
     """One program: what one of equal shares (axis 2) of the rows of one ranking head that see a
     block of keys adds to their dk, written to [shares, B, N, RANKS, D]."""
-    block, line, _blocks, lines = grid_place(FLIPPED)
+    block, line, _blocks, lines = grid_position(FLIPPED)
     b, r = large(line // RANKS, WIDE), large(line % RANKS, WIDE)
     split = tl.program_id(2)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
@@ -261,20 +261,20 @@ def dk_kernel(
 # launches
 
 
-def chosen_blocks(lists: Tensor, d_gates: Tensor, at: Ranking) -> dict[str, Tensor]:
+def chosen_blocks(block_indices: Tensor, d_gates: Tensor, at: Ranking) -> dict[str, Tensor]:
     """Of each group: the units of keys that its leader chose, and their gates' gradients."""
-    B, T, R, n = lists.shape
+    B, T, R, n = block_indices.shape
     groups = at.groups(T)
-    chosen = lists.new_empty(B, R, n, groups, dtype=torch.int32)
+    chosen = block_indices.new_empty(B, R, n, groups, dtype=torch.int32)
     grads = torch.empty_like(chosen, dtype=torch.float32)
     probs = at.importance == "probs"
     spanned = at.d // at.s if probs and at.d > at.s else 1
     weight = 1 / at.d if probs and at.d <= at.s else 1.0
     grid, flipped = launch.grid(cdiv(groups, 128), B * R, n)
-    chosen_kernel[grid](
-        lists.contiguous(), d_gates.contiguous(), chosen, grads, at.starts, at.start, T, R, groups,
-        n, weight, STRIDE=at.stride, SPANNED=spanned, RAGGED=at.starts is not None, BLOCK_M=128,
-        FLIPPED=flipped,
+    nsa_gates_bwd_preprocess[grid](
+        block_indices.contiguous(), d_gates.contiguous(), chosen, grads, at.starts, at.start, T, R,
+        groups, n, weight, STRIDE=at.stride, SPANNED=spanned, RAGGED=at.starts is not None,
+        BLOCK_M=128, FLIPPED=flipped,
     )  # fmt: skip
     return dict(chosen=chosen, grads=grads)
 
@@ -291,7 +291,7 @@ def backward_k(it: Problem, keys: Tensor, kind: int, found: dict[str, Tensor]) -
     dk = keys.new_empty(splits, B, N, ranks, D, dtype=torch.float32)
     args["WIDE"] |= dk.numel() >= 1 << 31
     grid, flipped = launch.grid(blocks, B * ranks, splits)
-    dk_kernel[grid](
+    nsa_gates_bwd_dk[grid](
         dk=dk, dk_scale=it.scale, KIND=kind, APART=it.beside == EDGES.value, FLIPPED=flipped,
         **args, **found,
     )  # fmt: skip
@@ -302,7 +302,7 @@ def backward(
     q: Tensor,
     ck: Tensor,
     mem_k: Tensor | None,
-    lists: Tensor,
+    block_indices: Tensor,
     d_gates: Tensor,
     at: Ranking,
     dq: Tensor | None = None,
@@ -314,7 +314,7 @@ def backward(
     if dq is None:
         # tokens that lead no group have none
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    found = chosen_blocks(lists, d_gates, at)
+    found = chosen_blocks(block_indices, d_gates, at)
     tile = it.tile("dq")
     args = it.arguments(it.keys, tile)
     args |= dict(other=it.other, OTHER=it.beside, P=0 if it.other is None else it.other.shape[1])
@@ -324,7 +324,7 @@ def backward(
         found[name] = q.new_zeros(shape, dtype=torch.float32)
     tiles = cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
     grid, flipped = launch.grid(tiles, len(q) * args["RANKS"])
-    dq_kernel[grid](
+    nsa_gates_bwd_dq[grid](
         dq=dq, dq_scale=it.scale / it.mean, MEAN=it.mean, ADD=add, KIND=it.kind, sinks=at.sinks,
         SINKS=at.sinks is not None, FLIPPED=flipped, **args, **found,
     )  # fmt: skip

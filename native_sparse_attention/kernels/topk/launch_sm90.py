@@ -42,7 +42,7 @@ def tiles_of(q: Tensor, ranks: int, stride: int) -> tuple[int, int]:
     return cdiv(cdiv(q.shape[1], stride), tokens), q.shape[0] * ranks
 
 
-def serves(
+def is_supported(
     q: Tensor,
     ck: Tensor,
     first_token: int,
@@ -55,9 +55,9 @@ def serves(
     plain: bool,
 ) -> bool:
     """Whether the kernel takes a call, `plain` without documents, soft cap and rows that start at
-    different positions. With `launch.using({"probs": True})` however few tiles there are; with
-    False never, and not where the call asks for tiles."""
-    wanted = launch.override.get("probs")
+    different positions. With `launch.using({"softmax_mass_sm90": True})` however few tiles there
+    are; with False never, and not where the call asks for tiles."""
+    wanted = launch.override.get("softmax_mass_sm90")
     tiled = "ranking.probs" in launch.override
     if wanted is False or tiled or not plain or not sm90.available(q):
         return False
@@ -65,8 +65,8 @@ def serves(
     # whole windows end in a block, and reach no further than the one before
     per_block = s // d
     whole = s % d == 0 and per_block in PER_BLOCK and d <= l <= d + s
-    lists = whole and 0 < n <= min(MOST_SLOTS, KEYS // per_block)
-    if not (sizes and lists and first_token % stride == 0):
+    slots = whole and 0 < n <= min(MOST_SLOTS, KEYS // per_block)
+    if not (sizes and slots and first_token % stride == 0):
         return False
     tiles, lines = tiles_of(q, ranks, stride)
     if not wanted and tiles * lines < LEAST_TILES * sm90.multiprocessors(q.device):
@@ -90,8 +90,8 @@ def rank(
     causal: bool,
     scale: float,
 ) -> None:
-    """As `scoring.probs_kernel`."""
-    from .softmax_mass_sm90 import ranking_kernel
+    """As `softmax_mass.nsa_topk_softmax_mass`."""
+    from .softmax_mass_sm90 import nsa_topk_softmax_mass_sm90
 
     ranks, n, D = out.shape[2], out.shape[3], q.shape[-1]
     tiles, lines = tiles_of(q, ranks, stride)
@@ -103,7 +103,7 @@ def rank(
         first_token=first_token, T=q.shape[1], C=num_ranked, W=ck.shape[1], RANKS=ranks,
         tiles=tiles, lines=lines, scale_log2=scale * LOG2_E,
     )  # fmt: skip
-    ranking_kernel[(tiles * lines,)](
+    nsa_topk_softmax_mass_sm90[(tiles * lines,)](
         **args, G=groups, SHARE=ranks // ck.shape[2], ROWS=size, SLOTS=n, WINDOW=l, d=d, s=s,
         INITIAL=num_initial, LOCAL=max(num_local, 1), STRIDE=stride, CAUSAL=causal, STAGES=STAGES,
         num_warps=WARPS, maxnreg=registers,

@@ -16,7 +16,7 @@ from ..common.counts import cdiv, next_power_of_2
 from ..common.primitives import (
     candidates_end,
     candidates_in_document,
-    grid_place,
+    grid_position,
     in_document,
     leaders,
     load_rows,
@@ -103,7 +103,7 @@ def best_by_logits(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def logits_kernel(
+def nsa_topk_logits(
     q, keys, sizes, out, before, starts, first_token, doc_first, doc_last, T, C, RANKS,
     q_b, q_t, q_h,
     G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -117,7 +117,7 @@ def logits_kernel(
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, the mean
     of G query heads, of which AHEAD are on their way at once. Reads those queries and the keys of
     their candidates. SHARE ranking heads have one KV head."""
-    tile, line, tiles, lines = grid_place(FLIPPED)
+    tile, line, tiles, lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile  # those with most candidates go first
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if RAGGED:
@@ -182,7 +182,7 @@ def lse_kernel(
 ):  # fmt: skip
     """One program: the log-sum-exp of a tile of rows. Reads those queries, all memory and the
     windows that they see."""
-    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if RAGGED:
@@ -218,7 +218,7 @@ def probs_kernel(
 ):  # fmt: skip
     """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
     of G query heads. Reads those queries, their log-sum-exp and the windows that they see."""
-    tile, line, tiles, _lines = grid_place(FLIPPED)
+    tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if RAGGED:
@@ -277,7 +277,7 @@ def log_sum_exps(mem_k, args, B, H):
     take."""
     q, heads = args["q"], args["HEADS"]
     lse = q.new_empty(B, q.shape[1], H, dtype=torch.float32)
-    tile = launch.interval_tile("forward", True, args["D"], heads, q.dtype)
+    tile = launch.flash_tile("forward", True, args["D"], heads, q.dtype)
     grid, flipped = ranking_grid(args, tile.block_m // heads, B)
     lse_kernel[grid](
         mem_k=args["ck"] if mem_k is None else mem_k, lse=lse,
@@ -309,7 +309,7 @@ def select_blocks(
         **launch.strides("q", q, "bth"), **launch.bounds(documents),
     )  # fmt: skip
     if importance == "logits":
-        kernel, rows = logits_kernel, 1
+        kernel, rows = nsa_topk_logits, 1
         tile = launch.ranking_tile(importance, D, G, n, q.dtype, interpolated, num_ranked)
         keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale, documents=documents)
         one_half = G == 1 and q.dtype != torch.float32
@@ -328,7 +328,7 @@ def select_blocks(
             lse = log_sum_exps(mem_k, args, B, H)
             lse = lse if sinks is None else torch.logaddexp(lse, sinks)
         plain = starts is None and documents is None and soft_cap is None
-        if topk_sm90.serves(q, ck, first_token, ranks, l, d, s, n, stride, plain):
+        if topk_sm90.is_supported(q, ck, first_token, ranks, l, d, s, n, stride, plain):
             topk_sm90.rank(
                 q, ck, lse, out, first_token, num_ranked, l, d, s, num_initial, num_local, stride,
                 causal, scale,

@@ -240,7 +240,7 @@ def totals(
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def ranking_kernel(
+def nsa_topk_softmax_mass_sm90(
     q, ck, lse, out, first_token, T, C, W, RANKS, tiles, lines, scale_log2,
     G: gl.constexpr, SHARE: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
     WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr, INITIAL: gl.constexpr,

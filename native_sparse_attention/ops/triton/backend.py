@@ -20,9 +20,9 @@ from .operators import (
     CAUSAL_WINDOW,
     EVERYTHING,
     TWO_SIDED_WINDOW,
-    interval_attention,
-    listed_attention,
     offsets,
+    range_attention,
+    selected_attention_op,
 )
 from .topk import of_documents, select_blocks
 
@@ -143,7 +143,7 @@ def compressed_attention(
     starts, start = offsets(q_offset)
     kind, d = (BEHIND if causal else EVERYTHING), compress_block_sliding_stride
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = interval_attention(
+    out, lse = range_attention(
         q, ck, cv, mem_k, mem_v, starts, *of_documents(documents), sinks, kind, 0, d, start, scale,
         soft_cap, block_sizes,
     )  # fmt: skip
@@ -171,7 +171,7 @@ def selected_attention(
 ) -> Any:
     starts, start = offsets(q_offset)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse, _ = listed_attention(
+    out, lse, _ = selected_attention_op(
         q,
         k,
         v,
@@ -212,7 +212,7 @@ def sliding_window_attention(
     kind = CAUSAL_WINDOW if causal else TWO_SIDED_WINDOW
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     w = sliding_window_size
-    out, lse = interval_attention(
+    out, lse = range_attention(
         q, k, v, None, None, starts, *of_documents(documents), sinks, kind, w, 1, start, scale,
         soft_cap, block_sizes,
     )  # fmt: skip

@@ -50,24 +50,26 @@ class Settings(NamedTuple):
             None if self.importance == "logits" else sinks,
         )  # fmt: skip
 
-    def room_for_lists(self, q: Tensor, ck: Tensor, ranked: bool) -> Tensor:
+    def allocate_block_indices(self, q: Tensor, ck: Tensor, ranked: bool) -> Tensor:
         """[B T R n]: unwritten if blocks are ranked, of no block if not."""
         ranks = ck.shape[2] if self.shared else q.shape[2]
-        lists = q.new_empty(*q.shape[:2], ranks, self.num_selected, dtype=torch.int32)
-        return lists if ranked else lists.fill_(-1)
+        block_indices = q.new_empty(*q.shape[:2], ranks, self.num_selected, dtype=torch.int32)
+        return block_indices if ranked else block_indices.fill_(-1)
 
-    def selection(self, lists: Tensor, starts: Tensor | None, documents: Documents | None) -> Any:
+    def selection(
+        self, block_indices: Tensor, starts: Tensor | None, documents: Documents | None
+    ) -> Any:
         from ...kernels.common.launch import Selection
 
         return Selection(
-            lists, self.s, self.num_initial, self.num_local, self.causal, self.start, starts,
-            stride=self.stride, documents=documents, soft_cap=self.soft_cap,
+            block_indices, self.s, self.num_initial, self.num_local, self.causal, self.start,
+            starts, stride=self.stride, documents=documents, soft_cap=self.soft_cap,
         )  # fmt: skip
 
-    def places(self, starts: Tensor | None, documents: Documents | None) -> tuple[Any, Any]:
+    def kv_ranges(self, starts: Tensor | None, documents: Documents | None) -> tuple[Any, Any]:
         """Of the compressed branch and of the window."""
         from ...kernels.common import primitives
-        from ...kernels.common.launch import Place
+        from ...kernels.common.launch import KVRange
 
         wide = primitives.BEHIND if self.causal else primitives.EVERYTHING
         near = primitives.CAUSAL_WINDOW if self.causal else primitives.TWO_SIDED_WINDOW
@@ -75,8 +77,8 @@ class Settings(NamedTuple):
             start=self.start, starts=starts, documents=documents, soft_cap=self.soft_cap
         )
         return (
-            Place(wide.value, stride=self.d, unit=self.d, **where),
-            Place(near.value, self.w, **where),
+            KVRange(wide.value, stride=self.d, unit=self.d, **where),
+            KVRange(near.value, self.w, **where),
         )
 
 
@@ -95,25 +97,25 @@ def attend(
     starts: Tensor | None,
     documents: Documents | None,
     leaders: Tensor | None,
-    lists: Tensor | None,
-    mixed: tuple[Tensor, Tensor] | None = None,
+    block_indices: Tensor | None,
+    layer_out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Outputs and log-sum-exps of the three branches, and the selection where `lists` is not it.
     Given gates [B T H 3] and a tensor for the layer's output in `mixed`, writes that."""
     from ...kernels.common import streams
     from ...kernels.common.key_norms import key_norms
-    from ...kernels.common.launch import Mixture
+    from ...kernels.common.launch import CombineInputs
     from ...kernels.flash import fwd as flash_fwd
     from ...kernels.selected import branch as selected
     from ...kernels.topk import scores
 
     at = settings
     leaders = None if leaders is None else leaders.contiguous()
-    place_cmp, place_win = at.places(starts, documents)
+    range_cmp, range_win = at.kv_ranges(starts, documents)
     sink_cmp, sink_sel, sink_win = (None,) * 3 if sinks is None else of_heads(sinks)
-    ranked = lists is None and at.num_ranked > 0 and at.num_selected > 0
-    if lists is None:
-        lists = at.room_for_lists(q, ck, ranked)
+    ranked = block_indices is None and at.num_ranked > 0 and at.num_selected > 0
+    if block_indices is None:
+        block_indices = at.allocate_block_indices(q, ck, ranked)
     # where no one waits for the compressed branch, whose keys are ranked beside it
     ahead = ranked and at.importance == "logits" and leaders is None and documents is None
 
@@ -121,27 +123,27 @@ def attend(
         scores.select_blocks(
             cq, ck, mem_k, lse, starts, leaders, at.start, at.num_ranked, at.num_selected,
             at.l, at.d, at.s, at.importance, at.interpolated, at.num_initial, at.num_local,
-            at.stride, at.shared, at.causal, at.scale, documents, at.soft_cap, out=lists,
+            at.stride, at.shared, at.causal, at.scale, documents, at.soft_cap, out=block_indices,
         )  # fmt: skip
 
     attend_compressed = functools.partial(
-        flash_fwd.forward, cq, ck, cv, place_cmp, at.scale, memory, sinks=sink_cmp
+        flash_fwd.forward, cq, ck, cv, range_cmp, at.scale, memory, sinks=sink_cmp
     )
     if not ahead:
         out_cmp, lse_cmp = attend_compressed()
         if ranked:
             rank(lse_cmp)
-    selection = at.selection(lists, starts, documents)
-    if leaders is not None and lists.shape[-1]:
+    selection = at.selection(block_indices, starts, documents)
+    if leaders is not None and block_indices.shape[-1]:
         # handed in by a caller, not ranked here
-        lists = selected.valid_lists(selection, k.shape[1])
-        selection = at.selection(lists, starts, documents)
+        block_indices = selected.valid_block_indices(selection, k.shape[1])
+        selection = at.selection(block_indices, starts, documents)
     selection = selected.with_initial(selection)
     if window is None:
         near, of_window = selected.within_window(selection, k, v, at.w)[1], (k, v)
     else:
         near, of_window = None, window
-    plan = selected.room(q, k, v, selection, at.scale)
+    plan = selected.allocate(q, k, v, selection, at.scale)
     # short programs, on the way to the selection: the tensor cores have little to do
     fork = ahead or plan is not None
     with streams.forked(q.device, ahead=True) if fork else nullcontext(nullcontext()) as beside:
@@ -149,20 +151,20 @@ def attend(
             if ahead:
                 rank(None)
             if plan is not None:
-                plan.fill(selection)
+                plan.run(selection)
         norms = key_norms(q, k)
         if ahead:
             out_cmp, lse_cmp = attend_compressed()
         out_win, lse_win, *partial = flash_fwd.forward(
-            q, *of_window, place_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
+            q, *of_window, range_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
             norms=norms if window is None else None,
         )  # fmt: skip
     done = (partial[0], partial[1]) if partial else None
-    mix = None if mixed is None else Mixture(out_cmp, out_win, *mixed)
+    combine_inputs = None if layer_out is None else CombineInputs(out_cmp, out_win, *layer_out)
     out_sel, lse_sel = selected.forward(
-        q, k, v, selection, at.scale, done, sink_sel, mix, norms, plan
+        q, k, v, selection, at.scale, done, sink_sel, combine_inputs, norms, plan
     )
-    return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], lists
+    return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
 
 
 class BranchGradients(NamedTuple):
@@ -192,7 +194,7 @@ def attend_backward(
     window: tuple[Tensor, Tensor] | None,
     starts: Tensor | None,
     documents: Documents | None,
-    lists: Tensor,
+    block_indices: Tensor,
     cmp: Any,
     sel: Any,
     win: Any,
@@ -201,15 +203,17 @@ def attend_backward(
     launch after the other, runs beside what forms dk and dv."""
     from ...kernels.common import streams
     from ...kernels.common.launch import Sum
-    from ...kernels.common.reduce import add_up
+    from ...kernels.common.reduce import reduce_partials
     from ...kernels.flash import bwd as flash_bwd
     from ...kernels.selected import branch as selected
 
     at = settings
-    place_cmp, place_win = at.places(starts, documents)
-    chosen = at.selection(lists, starts, documents)
+    range_cmp, range_win = at.kv_ranges(starts, documents)
+    chosen = at.selection(block_indices, starts, documents)
     if at.diff_topk and at.num_ranked and at.num_selected:
-        chosen = dataclasses.replace(chosen, gates=torch.ones_like(lists, dtype=torch.float32))
+        chosen = dataclasses.replace(
+            chosen, gates=torch.ones_like(block_indices, dtype=torch.float32)
+        )
     chosen = selected.with_initial(chosen)
     first, inner = selected.within_window(chosen, k, v, at.w) if window is None else (None, None)
     within = None if inner is None else (inner, sel)
@@ -220,55 +224,55 @@ def attend_backward(
     query, dcq = (q, dq) if cq is None else (cq, Sum(cq))
 
     def through_queries() -> None:
-        flash_bwd.backward_q(query, ck, cv, place_cmp, at.scale, cmp, dcq, memory)
-        flash_bwd.backward_q(q, *near, place_win, at.scale, win, dq, inner=within)
+        flash_bwd.backward_q(query, ck, cv, range_cmp, at.scale, cmp, dcq, memory)
+        flash_bwd.backward_q(q, *near, range_win, at.scale, win, dq, inner=within)
         if within is None:
             selected.forced_backward_q(*listed, dq)
         if chosen.gates is None:
             streams.wait(q.device, ready)
-            selected.listed_backward_q(*listed, dq, plan)
+            selected.topn_backward_q(*listed, dq, plan)
 
     d_chosen = None
     if chosen.gates is not None:
-        d_chosen = selected.listed_backward_q(*listed, dq, plan)
-    if plan.apart:
-        room = k.new_empty(k.numel() + v.numel(), dtype=torch.float32)
-        listed_dk, listed_dv = room[: k.numel()].view(k.shape), room[k.numel() :].view(v.shape)
+        d_chosen = selected.topn_backward_q(*listed, dq, plan)
+    if plan.concurrent:
+        buffer = k.new_empty(k.numel() + v.numel(), dtype=torch.float32)
+        topn_dk, topn_dv = buffer[: k.numel()].view(k.shape), buffer[k.numel() :].view(v.shape)
     with streams.forked(q.device, ahead=True) as ahead, streams.forked(q.device) as beside:
         with ahead:
-            plan.fill(chosen)
-            if plan.apart:
-                room.zero_()
+            plan.run(chosen)
+            if plan.concurrent:
+                buffer.zero_()
             ready = streams.mark(q.device)
-        if plan.apart:
+        if plan.concurrent:
             through_queries()
             done = streams.mark(q.device)
         with beside:
-            if plan.apart:
-                selected.listed_backward_kv(*listed, listed_dk, listed_dv, dq, plan, ready, done)
+            if plan.concurrent:
+                selected.topn_backward_kv(*listed, topn_dk, topn_dv, dq, plan, ready, done)
             else:
                 through_queries()
         # with differentiable top-k what goes through its scores is added to these
         dtype = ck.dtype if chosen.gates is None else torch.float32
-        parts = [flash_bwd.backward_kv(query, ck, cv, place_cmp, at.scale, cmp)]
-        dck, dcv = add_up(parts, ck, cv, dtype)
-        parts = [flash_bwd.backward_kv(q, *near, place_win, at.scale, win, within)]
+        parts = [flash_bwd.backward_kv(query, ck, cv, range_cmp, at.scale, cmp)]
+        dck, dcv = reduce_partials(parts, ck, cv, dtype)
+        parts = [flash_bwd.backward_kv(q, *near, range_win, at.scale, win, within)]
         d_window = None
         if window is not None:
-            d_window, parts = add_up(parts, *near, k.dtype), []
+            d_window, parts = reduce_partials(parts, *near, k.dtype), []
         if inner is not None and first is not None:
             parts.append(flash_bwd.backward_prefix(q, first, inner, at.scale, sel))
         if not within:
             dk, dv = selected.forced_backward_kv(*listed)
             parts.append((dk[None], dv[None]))
-        if not plan.apart:
-            dk, dv = add_up(parts, k, v)  # what is listed is added to these
+        if not plan.concurrent:
+            dk, dv = reduce_partials(parts, k, v)  # what is listed is added to these
             parts = [(dk[None], dv[None])]
-        if not plan.by_block:
-            selected.listed_backward_kv(*listed, dk, dv, dq, plan, ready)
-    if plan.apart:
-        parts.append((listed_dk[None], listed_dv[None]))
-    elif plan.by_block:
-        d_chosen = selected.listed_backward_kv(*listed, dk, dv, dq, plan)
-    dk, dv = add_up(parts, k, v, k.dtype)
+        if not plan.is_key_major:
+            selected.topn_backward_kv(*listed, dk, dv, dq, plan, ready)
+    if plan.concurrent:
+        parts.append((topn_dk[None], topn_dv[None]))
+    elif plan.is_key_major:
+        d_chosen = selected.topn_backward_kv(*listed, dk, dv, dq, plan)
+    dk, dv = reduce_partials(parts, k, v, k.dtype)
     return BranchGradients(dq.total(), dk, dv, dck, dcv, dcq.total(), d_window, d_chosen)

@@ -82,11 +82,11 @@ def layer(
     window = None if window_k is None or window_v is None else rows(window_k, window_v)
     memory = prefix(mem_k, mem_v, q.shape[0])
     out, _ = empty_outputs(q, v)
-    outs, lses, lists = attend(
+    outs, lses, block_indices = attend(
         settings, q, k, v, ck, cv, cq, memory, mem_k, window, sinks, starts,
         bounds(doc_first, doc_last), leaders, None, (branch_gates, out),
     )  # fmt: skip
-    return [out, lists] if recompute else [out, lists, *outs, *lses]
+    return [out, block_indices] if recompute else [out, block_indices, *outs, *lses]
 
 
 @layer.register_fake
@@ -97,19 +97,19 @@ def _(
     settings = Settings(*others)
     out, lse = empty_outputs(q, v)
     ranks = ck.shape[2] if settings.shared else q.shape[2]
-    lists = q.new_empty(*q.shape[:2], ranks, settings.num_selected, dtype=torch.int32)
+    block_indices = q.new_empty(*q.shape[:2], ranks, settings.num_selected, dtype=torch.int32)
     kept = 0 if settings.recompute else 3
     return [
         out,
-        lists,
+        block_indices,
         *(torch.empty_like(out) for _ in range(kept)),
         *(torch.empty_like(lse) for _ in range(kept)),
     ]
 
 
-@torch.library.custom_op("native_sparse_attention::layer_cotangents", mutates_args=())
+@torch.library.custom_op("native_sparse_attention::layer_backward_preprocess", mutates_args=())
 @on_its_device
-def layer_cotangents(
+def layer_backward_preprocess(
     d_out: Tensor, outs: list[Tensor], lses: list[Tensor], branch_gates: Tensor
 ) -> list[Tensor]:
     """The gradient of the gates, and gated log-sum-exps and deltas of the branches [3 B T H]."""
@@ -118,7 +118,7 @@ def layer_cotangents(
     return list(combine.backward(d_out.contiguous(), outs, lses, branch_gates))
 
 
-@layer_cotangents.register_fake
+@layer_backward_preprocess.register_fake
 def _(d_out, outs, lses, branch_gates):
     of_rows = [branch_gates.new_empty(3, *d_out.shape[:3], dtype=torch.float32) for _ in range(2)]
     return [torch.empty_like(branch_gates, memory_format=torch.contiguous_format), *of_rows]
@@ -169,7 +169,7 @@ def layer_backward(
     with `recompute`. `kept`: the selection, and without `recompute` the branches' log-sum-exps and
     what `layer_cotangents` formed beside that gradient."""
     from ...kernels import combine
-    from ...kernels.common.reduce import add_up
+    from ...kernels.common.reduce import reduce_partials
     from ...kernels.flash import bwd as flash_bwd
     from ...kernels.topk import gates_bwd
 
@@ -177,7 +177,7 @@ def layer_backward(
         start, num_ranked, num_selected, l, d, s, w, importance, interpolated, num_initial,
         num_local, stride, shared, causal, scale, soft_cap, recompute, diff_topk, block_sizes,
     )  # fmt: skip
-    lists, *kept = kept
+    block_indices, *kept = kept
     documents = bounds(doc_first, doc_last)
     dtype = q.dtype
     q, k, v, ck, cv, d_out = rows(q, k, v, ck, cv, d_out)
@@ -191,25 +191,27 @@ def layer_backward(
     else:
         outs, lses, _ = attend(
             settings, q, k, v, ck, cv, query, memory, mem_k, window, sinks, starts, documents,
-            None, lists,
+            None, block_indices,
         )  # fmt: skip
         d_gates, gated, delta = combine.backward(d_out, outs, lses, branch_gates)
         del outs
-    cmp, sel, win = combine.cotangents(d_out, gated, delta)
+    cmp, sel, win = combine.branch_backward_inputs(d_out, gated, delta)
     d_sinks = None
     if sinks is not None:
         of_branches = zip(sinks, lses, (cmp, sel, win), branch_gates.unbind(-1), strict=True)
         d_sinks = torch.stack([sink_grads(a, b, c.delta, g).float() for a, b, c, g in of_branches])
     dq, dk, dv, dck, dcv, dcq, d_window, d_chosen = attend_backward(
         settings, q, k, v, ck, cv, None if cq is None else query, memory, window, starts, documents,
-        lists, cmp, sel, win,
+        block_indices, cmp, sel, win,
     )  # fmt: skip
     d_scored = None
     if d_chosen is not None:
         # through the gates of the blocks to the scores that chose them, in place in dq or dcq
         at = settings.ranking(starts, documents, None if sinks is None else of_heads(sinks)[0])
-        d_chosen = d_chosen[..., : lists.shape[-1]]
-        _, more, d_scored, d_sink = gates_bwd.backward(query, ck, mem_k, lists, d_chosen, at, dcq)
+        d_chosen = d_chosen[..., : block_indices.shape[-1]]
+        _, more, d_scored, d_sink = gates_bwd.backward(
+            query, ck, mem_k, block_indices, d_chosen, at, dcq
+        )
         if d_sinks is not None and d_sink is not None:
             d_sinks[0] += d_sink
         dck = dck + more
@@ -219,9 +221,9 @@ def layer_backward(
     if cq is not None:
         grads.append(dcq)
     if memory is not None:
-        place_cmp = settings.places(starts, documents)[0]
-        shares = flash_bwd.backward_prefix(query, memory, place_cmp, scale, cmp)
-        d_mem = memory_grads(*add_up([shares], *memory))
+        range_cmp = settings.kv_ranges(starts, documents)[0]
+        shares = flash_bwd.backward_prefix(query, memory, range_cmp, scale, cmp)
+        d_mem = memory_grads(*reduce_partials([shares], *memory))
         if d_scored is not None:
             d_mem[0] += d_scored
         grads += d_mem
@@ -261,16 +263,16 @@ def setup(ctx, inputs, output):
 def backward(ctx, grads):
     refuse_legacy_batched(grads[0])
     saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
-    tensors, (lists, *kept) = saved[: -ctx.kept], saved[-ctx.kept :]
+    tensors, (block_indices, *kept) = saved[: -ctx.kept], saved[-ctx.kept :]
     d_out, d_gates = grads[0].contiguous(), None
     if kept:
         outs, lses = kept[:3], kept[3:]
-        d_gates, *rest = layer_cotangents(d_out, outs, lses, tensors[GATES])
+        d_gates, *rest = layer_backward_preprocess(d_out, outs, lses, tensors[GATES])
         kept = [*lses, *rest]
         # nothing else has what the branches gave
         del saved, outs
         ctx.maybe_clear_saved_tensors()
-    some = layer_backward(d_out, *tensors, [lists, *kept], *ctx.numbers)
+    some = layer_backward(d_out, *tensors, [block_indices, *kept], *ctx.numbers)
     if d_gates is not None:
         some.insert(GATES, d_gates)
     found = iter(some)
@@ -280,7 +282,7 @@ def backward(ctx, grads):
 
 layer.register_autograd(backward, setup_context=setup)
 refuse_vmap(layer)
-refuse_second_derivatives(layer_cotangents)
+refuse_second_derivatives(layer_backward_preprocess)
 refuse_second_derivatives(layer_backward)
 
 
@@ -340,8 +342,8 @@ def native_sparse_attention(
         query_heads_share_selected_kv, causal, q.shape[-1] ** -0.5 if scale is None else scale,
         soft_cap, recompute, use_diff_topk, block_sizes,
     )  # fmt: skip
-    out, lists, *_ = layer(
+    out, block_indices, *_ = layer(
         q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks, starts,
         *of_documents(documents), leader_indices, *settings,
     )  # fmt: skip
-    return out, lists
+    return out, block_indices

@@ -19,10 +19,10 @@ from .topk import bounds, in_its_sizes, on_its_device
 CAUSAL_WINDOW, TWO_SIDED_WINDOW, BEHIND, EVERYTHING = range(4)
 
 
-@torch.library.custom_op("native_sparse_attention::interval_attention", mutates_args=())
+@torch.library.custom_op("native_sparse_attention::range_attention", mutates_args=())
 @on_its_device
 @in_its_sizes
-def interval_attention(
+def range_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -46,25 +46,25 @@ def interval_attention(
     from ...kernels.flash import fwd as flash_fwd
 
     documents = bounds(doc_first, doc_last)
-    place = launch.Place(
+    kv_range = launch.KVRange(
         kind, reach, stride, start=start, starts=starts, documents=documents,
         unit=stride if kind in (BEHIND, EVERYTHING) else 1, soft_cap=soft_cap,
     )  # fmt: skip
     q, k, v = rows(q, k, v)
     memory = prefix(mem_k, mem_v, k.shape[0])
-    out, lse = flash_fwd.forward(q, k, v, place, scale, memory, sinks=of_heads(sinks))
+    out, lse = flash_fwd.forward(q, k, v, kv_range, scale, memory, sinks=of_heads(sinks))
     return out, lse
 
 
-@interval_attention.register_fake
+@range_attention.register_fake
 def _(q, k, v, *others):
     return empty_outputs(q, v)
 
 
-@torch.library.custom_op("native_sparse_attention::interval_attention_backward", mutates_args=())
+@torch.library.custom_op("native_sparse_attention::range_attention_backward", mutates_args=())
 @on_its_device
 @in_its_sizes
-def interval_attention_backward(
+def range_attention_backward(
     d_out: Tensor,
     d_lse: Tensor,
     q: Tensor,
@@ -89,32 +89,32 @@ def interval_attention_backward(
     """dq, dk, dv, and those of the memory."""
     from ...kernels import combine
     from ...kernels.common import launch
-    from ...kernels.common.reduce import add_up
-    from ...kernels.flash import bwd as interval_backward
+    from ...kernels.common.reduce import reduce_partials
+    from ...kernels.flash import bwd as flash_bwd
 
     documents = bounds(doc_first, doc_last)
-    place = launch.Place(
+    kv_range = launch.KVRange(
         kind, reach, stride, start=start, starts=starts, documents=documents,
         unit=stride if kind in (BEHIND, EVERYTHING) else 1, soft_cap=soft_cap,
     )  # fmt: skip
     q, k, v = rows(q, k, v)
     d_out = whole(d_out)
-    cotangent = combine.cotangent(d_out, out, lse, d_lse.contiguous())
+    bwd = combine.backward_inputs(d_out, out, lse, d_lse.contiguous())
     memory = prefix(mem_k, mem_v, k.shape[0])
     dq = launch.Sum(q)
-    interval_backward.backward_q(q, k, v, place, scale, cotangent, dq, memory)
-    shares = interval_backward.backward_kv(q, k, v, place, scale, cotangent)
-    grads = [dq.total(), *add_up([shares], k, v, q.dtype)]
+    flash_bwd.backward_q(q, k, v, kv_range, scale, bwd, dq, memory)
+    shares = flash_bwd.backward_kv(q, k, v, kv_range, scale, bwd)
+    grads = [dq.total(), *reduce_partials([shares], k, v, q.dtype)]
     if memory is not None:
-        shares = interval_backward.backward_prefix(q, memory, place, scale, cotangent)
-        grads += memory_grads(*add_up([shares], *memory))
+        shares = flash_bwd.backward_prefix(q, memory, kv_range, scale, bwd)
+        grads += memory_grads(*reduce_partials([shares], *memory))
     elif mem_k is not None and mem_v is not None:
         grads += [torch.zeros_like(mem_k), torch.zeros_like(mem_v)]
     grads = [g.to(q.dtype) for g in grads]
-    return grads if sinks is None else [*grads, sink_grads(sinks, lse, cotangent.delta)]
+    return grads if sinks is None else [*grads, sink_grads(sinks, lse, bwd.delta)]
 
 
-@interval_attention_backward.register_fake
+@range_attention_backward.register_fake
 def _(d_out, d_lse, q, k, v, mem_k, mem_v, starts, doc_first, doc_last, sinks, *others):
     return [t.new_empty(t.shape) for t in (q, k, v, mem_k, mem_v, sinks) if t is not None]
 
@@ -124,28 +124,28 @@ def interval_setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:9], *output)
 
 
-def interval_backward(ctx, d_out, d_lse):
+def flash_bwd(ctx, d_out, d_lse):
     refuse_legacy_batched(d_out, d_lse)
     tensors = ctx.saved_tensors
-    some = iter(interval_attention_backward(d_out, d_lse, *tensors, *ctx.numbers))
+    some = iter(range_attention_backward(d_out, d_lse, *tensors, *ctx.numbers))
     q, k, v, mem_k, mem_v = (None if t is None else next(some) for t in tensors[:5])
     d_sinks = None if tensors[8] is None else next(some)
     return (q, k, v, mem_k, mem_v, None, None, None, d_sinks, *(None,) * 7)
 
 
-interval_attention.register_autograd(interval_backward, setup_context=interval_setup)
-refuse_vmap(interval_attention)
-refuse_second_derivatives(interval_attention_backward)
+range_attention.register_autograd(flash_bwd, setup_context=interval_setup)
+refuse_vmap(range_attention)
+refuse_second_derivatives(range_attention_backward)
 
 
 @torch.library.custom_op("native_sparse_attention::selected_attention", mutates_args=())
 @on_its_device
 @in_its_sizes
-def listed_attention(
+def selected_attention_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lists: Tensor,
+    block_indices: Tensor,
     gates: Tensor | None,
     starts: Tensor | None,
     doc_first: Tensor | None,
@@ -167,27 +167,27 @@ def listed_attention(
     from ...kernels.selected import branch as selected
 
     selection = launch.Selection(
-        lists, block_size, num_initial, num_local, causal, start, starts, gates, stride,
+        block_indices, block_size, num_initial, num_local, causal, start, starts, gates, stride,
         bounds(doc_first, doc_last), soft_cap,
     )  # fmt: skip
-    valid = selected.valid_lists(selection, k.shape[1])
+    valid = selected.valid_block_indices(selection, k.shape[1])
     gates = None if gates is None else gates.contiguous()
-    selection = dataclasses.replace(selection, lists=valid, gates=gates)
+    selection = dataclasses.replace(selection, block_indices=valid, gates=gates)
     selection = selected.with_initial(selection)
     q, k, v = rows(q, k, v)
     out, lse = selected.forward(q, k, v, selection, scale, sinks=of_heads(sinks))
     return out, lse, valid
 
 
-@listed_attention.register_fake
-def _(q, k, v, lists, *others):
-    return *empty_outputs(q, v), lists.new_empty(lists.shape, dtype=torch.int32)
+@selected_attention_op.register_fake
+def _(q, k, v, block_indices, *others):
+    return *empty_outputs(q, v), block_indices.new_empty(block_indices.shape, dtype=torch.int32)
 
 
 @torch.library.custom_op("native_sparse_attention::selected_attention_backward", mutates_args=())
 @on_its_device
 @in_its_sizes
-def listed_attention_backward(
+def selected_attention_backward(
     d_out: Tensor,
     d_lse: Tensor,
     q: Tensor,
@@ -217,7 +217,7 @@ def listed_attention_backward(
     from ...kernels.selected import branch as selected
 
     d_out = whole(d_out)
-    cotangent = combine.cotangent(d_out, out, lse, d_lse.contiguous())
+    bwd = combine.backward_inputs(d_out, out, lse, d_lse.contiguous())
     gates = None if gates is None else gates.contiguous()
     selection = launch.Selection(
         valid, block_size, num_initial, num_local, causal, start, starts, gates, stride,
@@ -225,14 +225,14 @@ def listed_attention_backward(
     )  # fmt: skip
     selection = selected.with_initial(selection)
     q, k, v = rows(q, k, v)
-    *grads, d_gates = selected.backward(q, k, v, selection, scale, cotangent)
+    *grads, d_gates = selected.backward(q, k, v, selection, scale, bwd)
     grads = [g.to(q.dtype) for g in grads]
     if gates is not None and d_gates is not None:
         grads.append(d_gates[..., : gates.shape[-1]].to(gates.dtype).contiguous())
-    return grads if sinks is None else [*grads, sink_grads(sinks, lse, cotangent.delta)]
+    return grads if sinks is None else [*grads, sink_grads(sinks, lse, bwd.delta)]
 
 
-@listed_attention_backward.register_fake
+@selected_attention_backward.register_fake
 def _(d_out, d_lse, q, k, v, gates, starts, doc_first, doc_last, sinks, *others):
     return [t.new_empty(t.shape) for t in (q, k, v, gates, sinks) if t is not None]
 
@@ -247,15 +247,15 @@ def listed_setup(ctx, inputs, output):
 def listed_backward(ctx, d_out, d_lse, _):
     refuse_legacy_batched(d_out, d_lse)
     tensors = ctx.saved_tensors
-    some = iter(listed_attention_backward(d_out, d_lse, *tensors, *ctx.numbers))
+    some = iter(selected_attention_backward(d_out, d_lse, *tensors, *ctx.numbers))
     dq, dk, dv, d_gates = (None if t is None else next(some) for t in tensors[:4])
     d_sinks = None if tensors[7] is None else next(some)
     return (dq, dk, dv, None, d_gates, None, None, None, d_sinks, *(None,) * 9)
 
 
-listed_attention.register_autograd(listed_backward, setup_context=listed_setup)
-refuse_vmap(listed_attention)
-refuse_second_derivatives(listed_attention_backward)
+selected_attention_op.register_autograd(listed_backward, setup_context=listed_setup)
+refuse_vmap(selected_attention_op)
+refuse_second_derivatives(selected_attention_backward)
 
 
 # what the operators share
