@@ -26,10 +26,6 @@ PACKAGE = "native_sparse_attention_pytorch"
 SUBMODULES = ("native_sparse_attention", "compress_networks", "transformer")
 
 
-# without a GPU the kernels run in Triton's interpreter, which asks for it before triton is imported
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 # tensors here are tiny: threads would wait for one another longer than they compute
 torch.set_num_threads(1)
 
