@@ -1,13 +1,14 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
 from .attention import SparseAttention
+from .block_sizes import BlockSizes
 from .cache.kv_cache import KVCache
 from .cache.paged import PagedKVCache
+from .config import NSAConfig
 from .dense.block_masked import block_masked_attention, mask_blocker
 from .dense.chunked import chunked_attention
 from .dense.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
 from .dense.segments import SegmentIds, below_or_on_diag
-from .ops.block_sizes import BlockSizes
 from .ops.decode import decode_attention
 from .ops.functional import compressed_attention, selected_attention, sliding_window_attention
 from .ops.functional_selection import select_blocks
@@ -17,6 +18,7 @@ from .transformer import Transformer
 __all__ = [
     "BlockSizes",
     "KVCache",
+    "NSAConfig",
     "PagedKVCache",
     "SegmentIds",
     "SparseAttention",

@@ -7,6 +7,7 @@ w  windows          l  tokens of a window                d  width of a head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -17,31 +18,43 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from . import decoding
+from .block_sizes import BlockSizes
 from .cache.identity import Identity
 from .cache.kv_cache import KVCache
 from .checks.keywords import refuse
 from .checks.networks import check_compress_mlp, check_gate, check_input, copied
-from .checks.scalars import check_factor, check_hidden
+from .checks.scalars import check_hidden
 from .checks.tensors import check_bools
 from .compress import count_freely, default_compress_mlp, slide, slides, windowed, windows_of
+from .config import NSAConfig
 from .frequencies import RotaryLayer
 from .gate import default_gate
 from .initialization import reset
-from .ops.block_sizes import BlockSizes
-from .ops.nsa import native_sparse_attention
+from .ops import nsa
+from .ops.call import Call
 from .rotary import Rotary, make_rotary
-from .settings import NAMES, check_settings
 from .varlen import Documents, layer_layout
 
-# what the layer hands on as it is
-SETTINGS = (
-    "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
-    "num_selected_blocks", "sliding_window_size", "importance", "interpolated_importance_score",
-    "num_initial_blocks", "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
-    "use_diff_topk", "causal", "recompute", "block_sizes", "soft_cap", "sinks",
-)  # fmt: skip
+
+def exposed(layer: type[SparseAttention]) -> type[SparseAttention]:
+    """Give a layer the fields of its `config` as attributes. Setting one makes another config."""
+
+    def attribute(name: str) -> property:
+        def get(self: SparseAttention) -> Any:
+            return getattr(self.config, name)
+
+        def put(self: SparseAttention, value: Any) -> None:
+            self.config = replace(self.config, **{name: value})
+
+        return property(get, put)
+
+    for field in fields(NSAConfig):
+        if field.name != "norm":  # a module of the layer
+            setattr(layer, field.name, attribute(field.name))
+    return layer
 
 
+@exposed
 class SparseAttention(RotaryLayer):
     """Native Sparse Attention (arXiv 2502.11089): three attentions over one input, joined by a
     gate.
@@ -98,6 +111,7 @@ class SparseAttention(RotaryLayer):
 
     twins = ("k_compress", "v_compress")
 
+    config: NSAConfig
     dim: int
     dim_head: int
     heads: int
@@ -118,6 +132,8 @@ class SparseAttention(RotaryLayer):
     query_heads_share_selected_kv: bool
     branch_kv: str
     soft_cap: float | None
+    attention_sinks: bool
+    compress_mlp_expand_factor: float
     block_sizes: BlockSizes | None
     recompute: bool
     backend: str
@@ -158,16 +174,47 @@ class SparseAttention(RotaryLayer):
         recompute: bool = False,
         backend: str = "auto",
     ):
-        given = locals()
+        (use_triton_kernel,) = check_bools(use_triton_kernel=use_triton_kernel)
+        if use_triton_kernel and backend not in ("auto", "triton"):
+            raise ValueError(
+                "use_triton_kernel=True asks for backend='triton', "
+                f"but backend={backend!r} was given"
+            )
         super().__init__()
-        for name, value in check_settings(**{name: given[name] for name in NAMES}).items():
-            setattr(self, name, value)
+        self.config = NSAConfig(
+            dim=dim,
+            dim_head=dim_head,
+            heads=heads,
+            kv_heads=kv_heads,
+            sliding_window_size=sliding_window_size,
+            compress_block_size=compress_block_size,
+            compress_block_sliding_stride=compress_block_sliding_stride,
+            selection_block_size=selection_block_size,
+            num_selected_blocks=num_selected_blocks,
+            num_compressed_mem_kv=num_compressed_mem_kv,
+            causal=causal,
+            norm=norm,
+            use_diff_topk=use_diff_topk,
+            interpolated_importance_score=interpolated_importance_score,
+            query_heads_share_selected_kv=query_heads_share_selected_kv,
+            compress_mlp_expand_factor=compress_mlp_expand_factor,
+            importance=importance,
+            num_initial_blocks=num_initial_blocks,
+            num_local_blocks=num_local_blocks,
+            selection_stride=selection_stride,
+            branch_kv=branch_kv,
+            soft_cap=soft_cap,
+            attention_sinks=attention_sinks,
+            block_sizes=block_sizes,
+            recompute=recompute,
+            backend="triton" if use_triton_kernel else backend,
+        )
         dim, dim_head, heads, kv_heads = self.dim, self.dim_head, self.heads, self.kv_heads
         compress_block_size = self.compress_block_size
         rotary = make_rotary(dim_head, rotary_emb, rope_theta, inv_freq)
         self.identity = Identity()
 
-        self.norm = nn.RMSNorm(dim) if norm else nn.Identity()
+        self.norm = nn.RMSNorm(dim) if self.config.norm else nn.Identity()
         # q, then a key and a value for all branches, or for each: compressed, selected, window
         dim_kv = kv_heads * dim_head
         kv_sets = 3 if branch_kv == "independent" else 1
@@ -180,11 +227,11 @@ class SparseAttention(RotaryLayer):
             self.compress_mem_kv = nn.Parameter(memory)
         else:  # a parameter would never have a gradient; checkpoints have the name
             self.register_buffer("compress_mem_kv", memory)
-        self.sinks = nn.Parameter(torch.zeros(3, heads)) if attention_sinks else None
+        self.sinks = nn.Parameter(torch.zeros(3, heads)) if self.attention_sinks else None
         positions = kv_heads, compress_block_size, dim_head
         self.k_intrablock_positions = nn.Parameter(torch.zeros(positions))
         self.v_intrablock_positions = nn.Parameter(torch.zeros(positions))
-        expand_factor = check_factor("compress_mlp_expand_factor", compress_mlp_expand_factor)
+        expand_factor = self.compress_mlp_expand_factor
         if compress_mlp is None:
             check_hidden(
                 "compress_mlp_expand_factor", expand_factor, compress_block_size * dim_head
@@ -204,6 +251,18 @@ class SparseAttention(RotaryLayer):
         )
 
         self.combine_heads = nn.Linear(heads * dim_head, dim, bias=False)
+
+    @classmethod
+    def from_config(cls, config: NSAConfig, **networks: Any) -> SparseAttention:
+        """The layer of these settings. `networks` are the constructor's other arguments:
+        compress_mlp, strategy_combine_mlp, rotary_emb, rope_theta, inv_freq."""
+        if not isinstance(config, NSAConfig):
+            raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
+        settings = {field.name: getattr(config, field.name) for field in fields(config)}
+        scale = settings.pop("scale")
+        layer = cls(**settings, **networks)
+        layer.config = replace(layer.config, scale=scale)
+        return layer
 
     def reset_gate(self) -> None:
         """Restore the start of the gate, after a recipe that has initialised every `nn.Linear`."""
@@ -309,21 +368,27 @@ class SparseAttention(RotaryLayer):
         return x, q, [rearrange(t, "b n (h d) -> b h n d", d=self.dim_head) for t in kv]
 
     def attend(
-        self, x: Tensor, tensors: dict[str, Tensor], masks: tuple[Any, Any], **where: Any
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        tensors: dict[str, Tensor],
+        masks: tuple[Any, Any],
+        backend: str | tuple[str, ...],
+        **where: Any,
+    ) -> tuple[Tensor, Tensor]:
         """The branches, of tensors [b h n d] by name, and the gate: [b n (h d)], and the selected
-        blocks where tokens share them."""
-        result = native_sparse_attention(
-            **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
+        blocks. `where` is what else a `Call` has: offset, leaders, documents."""
+        rows: dict[str, Any] = {
+            name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()
+        }
+        call = Call(
+            **rows,
             **self.memory(tensors["q"].dtype),
             branch_gates=self.to_strategy_combine(x),
-            **{name: getattr(self, name) for name in SETTINGS},
-            return_indices=self.selection_stride > 1,
-            sliding_window_flex_mask=masks[0],
-            fine_selection_flex_mask=masks[1],
+            sinks=self.sinks,
             **where,
         )
-        out, indices = result if isinstance(result, tuple) else (result, None)
+        keep_slots = self.selection_stride > 1
+        out, indices = nsa.attend(call, self.config, backend, masks, keep_slots)
         return rearrange(out, "b n h d -> b n (h d)"), indices
 
     def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:

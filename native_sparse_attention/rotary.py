@@ -12,7 +12,6 @@ from torch.nn import Module
 
 from .frequencies import cast, exact_frequencies, frequencies_of, keep_exact, reset_frequencies
 from .ops import dispatch
-from .ops.triton.operators import offsets
 from .ops.triton.rotary import rotate as by_kernel
 
 
@@ -93,7 +92,7 @@ def rotate(
     if learned or not dispatch.takes_kernels(backend, "rotate", q, k):
         turn = rotation(rotary, tensors[0], start, positions)
         return [turn(t) for t in tensors]
-    starts, start = offsets(start)
+    starts, start = (start, 0) if isinstance(start, Tensor) else (None, start)
     factor = float(rotary.interpolate_factor)
     return by_kernel(tensors, exact_frequencies(rotary), starts, positions, start, factor)
 

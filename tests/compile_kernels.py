@@ -20,10 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import rotary
 from native_sparse_attention.kernels.common import launch, limits, sm90
 from native_sparse_attention.kernels.decode import kv_cache, persistent_launch, read_all_launch
 from native_sparse_attention.kernels.decode.call import Call, Settings
+from native_sparse_attention.ops.call import Call as LayerCall
 from native_sparse_attention.ops.triton import backend as triton_backend
 from native_sparse_attention.ops.triton import layer as fused
 from native_sparse_attention.varlen import Documents
@@ -150,33 +152,20 @@ def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
         torch.randn(K, slots, width).to(dtype).requires_grad_() if slots else None
         for width in (D, E)
     ]
+    given = {name: settings.pop(name) for name in LayerCall._fields if name in settings}
+    call = LayerCall(*tensors, mem_k=memory[0], mem_v=memory[1], q_offset=0)._replace(**given)
     settings = {
-        "cq": None,
-        "mem_k": memory[0],
-        "mem_v": memory[1],
-        "window_k": None,
-        "window_v": None,
         "compress_block_size": 8,
         "compress_block_sliding_stride": d,
         "selection_block_size": 32,
         "num_selected_blocks": 2,
         "sliding_window_size": 70,
-        "importance": "logits",
-        "interpolated_importance_score": False,
         "num_initial_blocks": 1,
         "num_local_blocks": 2,
-        "selection_stride": 1,
-        "query_heads_share_selected_kv": True,
-        "q_offset": 0,
-        "leader_indices": None,
-        "scale": None,
-        "recompute": False,
-        "use_diff_topk": False,
-        "block_sizes": None,
         "causal": causal,
         **settings,
     }
-    out, _ = fused.native_sparse_attention(*tensors, **settings)
+    out, _ = fused.native_sparse_attention(call, AttentionConfig(**settings))
     out.sum().backward()
 
 

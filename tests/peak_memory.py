@@ -19,7 +19,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.problem import Setting
+from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import layer
 
 
@@ -40,12 +42,8 @@ def step(at: Setting) -> None:
     ]
     gates = torch.empty(1, at.T, at.H, 3, dtype=at.dtype, requires_grad=True)
     d_out = torch.empty(1, at.T, at.H, at.D, dtype=at.dtype)
-    out, _ = layer.native_sparse_attention(
-        *tensors, gates, cq=None, mem_k=None, mem_v=None, window_k=None, window_v=None,
-        sliding_window_size=at.w, importance="logits", interpolated_importance_score=False,
-        query_heads_share_selected_kv=True, causal=True, q_offset=0, leader_indices=None,
-        scale=None, recompute=False, use_diff_topk=False, block_sizes=None, **at.ranking,
-    )  # fmt: skip
+    config = AttentionConfig(sliding_window_size=at.w, causal=True, **at.ranking)
+    out, _ = layer.native_sparse_attention(Call(*tensors, gates, q_offset=0), config)
     torch.autograd.grad(out, [*tensors, gates], d_out)
 
 

@@ -17,7 +17,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops.block_sizes import BACKWARD, FORWARD, NAMES
+from native_sparse_attention.block_sizes import BACKWARD, FORWARD, NAMES
 
 kernels = pytest.mark.kernels
 

@@ -12,7 +12,6 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops.triton import operators
 from tests.budget import CUDA, DEVICE, assert_right, draw
 from tests.interpreter import not_of_3_4
 
@@ -270,14 +269,6 @@ def test_strided_inputs_and_a_repeat():
         runs.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
-
-
-def test_numbers_of_the_kinds():
-    """`ops.operators` writes the kinds out, so as not to import triton."""
-    from native_sparse_attention.kernels.common import primitives
-
-    names = ("CAUSAL_WINDOW", "TWO_SIDED_WINDOW", "BEHIND", "EVERYTHING")
-    assert [getattr(primitives, n).value for n in names] == [getattr(operators, n) for n in names]
 
 
 @pytest.mark.gpu

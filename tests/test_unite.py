@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from native_sparse_attention import selected_attention
+from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.ops.triton import operators
 from tests.budget import CUDA, DEVICE, assert_right, draw
 
@@ -192,11 +193,16 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
 
     def op(q, k, v, backend):
         if backend == "triton":
-            return operators.selected_attention_op(
-                q, k, v, lists, None, place["starts"], None, None, None, s, place["num_initial"],
-                place["num_local"], place["causal"], place["stride"], place["start"],
-                q.shape[-1] ** -0.5, None, None,
-            )[:2]  # fmt: skip
+            config = AttentionConfig.unchecked(
+                selection_block_size=s, num_initial_blocks=place["num_initial"],
+                num_local_blocks=place["num_local"], causal=place["causal"],
+                selection_stride=place["stride"],
+            )  # fmt: skip
+            arguments = operators.SELECTED.flat(
+                config, q=q, k=k, v=v, block_indices=lists, starts=place["starts"],
+                start=place["start"],
+            )  # fmt: skip
+            return operators.selected_attention_op(*arguments)[:2]
         return selected_attention(
             q, k, v, lists, selection_block_size=s, num_initial_blocks=place["num_initial"],
             num_local_blocks=place["num_local"], causal=place["causal"], return_lse=True,

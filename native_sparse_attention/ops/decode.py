@@ -17,12 +17,8 @@ from ..checks.tensors import (
     check_given,
     check_groups,
     check_indices,
-    check_int,
     check_memory,
-    check_positive,
     check_same,
-    check_scale,
-    check_selection,
     check_shapes,
     check_sinks,
     check_weights,
@@ -30,16 +26,13 @@ from ..checks.tensors import (
 )
 from ..compat import transforms
 from ..compat.transforms import refuse_vmap
-from . import dispatch
-from .nsa import native_sparse_attention
-from .triton.topk import on_its_device
+from ..config import AttentionConfig
+from . import dispatch, nsa
+from .call import Call
+from .triton.operator import Arguments, operator
 
 __all__ = ["decode_attention", "workspace"]
 
-LENGTHS = (
-    "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
-    "num_selected_blocks",
-)  # fmt: skip
 # numbers of a workspace for each row and KV head
 COUNTERS = 8
 
@@ -138,28 +131,29 @@ def decode_attention(
     check_weights("branch_gates", branch_gates, q.device)
     check_groups(dims["H"], dims["K"])
     check_memory(mem_k, mem_v)
-    sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
-    selection = check_selection(
+    config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
         selection_block_size=selection_block_size,
         num_selected_blocks=num_selected_blocks,
+        sliding_window_size=sliding_window_size,
         importance=importance,
         interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks,
         num_local_blocks=num_local_blocks,
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
+        causal=True,
+        scale=scale,
+        soft_cap=soft_cap,
     )
-    l, d, s, n = (selection.pop(name) for name in LENGTHS)
+    d, s, n = config.d, config.selection_block_size, config.num_selected_blocks
     for name, t in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
         check_indices(name, t, q.device)
     check_pages(page_table, dims, d, s)
-    soft_cap = check_positive("soft_cap", soft_cap)
-    scale = check_scale(scale)
     check_sinks(sinks, (3, dims["H"]), q.device)
-    ranks = dims["K" if selection["query_heads_share_selected_kv"] else "H"]
-    check_ranking(ranking, dims, ranks, n, selection["selection_stride"], q.device)
+    ranks = dims["K" if config.query_heads_share_selected_kv else "H"]
+    check_ranking(ranking, dims, ranks, n, config.selection_stride, q.device)
     check_counters(counters, dims, q.device)
     if (window_k is None) != (window_v is None):
         raise ValueError("window_k and window_v go together: give both or none")
@@ -178,86 +172,62 @@ def decode_attention(
         raise NotImplementedError(
             "ranking is written in place, which vmap cannot do: give the rows as a batch"
         )
-    settings: dict[str, Any] = dict(
-        zip(LENGTHS, (l, d, s, n), strict=True),
-        sliding_window_size=sliding_window_size,
-        **selection,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        soft_cap=soft_cap,
-    )
+    tensors: dict[str, Any] = dict(
+        q=q, k=k, v=v, ck=ck, cv=cv, branch_gates=branch_gates, lengths=lengths, counts=counts,
+        page_table=page_table, ranking=ranking, sinks=sinks, **others,
+    )  # fmt: skip
     if name == "triton":
         if counters is None:
             counters = workspace(q.shape[0], k.shape[2], q.device)
-        return by_kernels(
-            q, k, v, ck, cv, branch_gates, lengths, counters, counts, page_table, ranking, sinks,
-            *others.values(), *settings.values(),
-        )  # fmt: skip
-    return by_gathering(
-        q, k, v, ck, cv, branch_gates, lengths, counts, page_table, ranking, sinks, others, settings
-    )
+        out: Tensor = by_kernels(*DECODE.flat(config, **tensors, counters=counters))
+        return out
+    return by_gathering(config, others, **{n: t for n, t in tensors.items() if n not in others})
 
 
-@torch.library.custom_op(
-    "native_sparse_attention::decode_attention", mutates_args=("counters", "ranking")
-)
-@on_its_device
-def by_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    branch_gates: Tensor,
-    lengths: Tensor,
-    counters: Tensor,
-    counts: Tensor | None,
-    page_table: Tensor | None,
-    ranking: Tensor | None,
-    sinks: Tensor | None,
-    cq: Tensor | None,
-    mem_k: Tensor | None,
-    mem_v: Tensor | None,
-    window_k: Tensor | None,
-    window_v: Tensor | None,
-    l: int,
-    d: int,
-    s: int,
-    n: int,
-    w: int,
-    importance: str,
-    interpolated: bool,
-    num_initial: int,
-    num_local: int,
-    stride: int,
-    shared: bool,
-    scale: float,
-    soft_cap: float | None,
-) -> Tensor:
+DECODE = Arguments(
+    "Tensor q", "Tensor k", "Tensor v", "Tensor ck", "Tensor cv", "Tensor branch_gates",
+    "Tensor lengths", "Tensor(a!) counters", "Tensor? counts", "Tensor? page_table",
+    "Tensor(b!)? ranking", "Tensor? sinks", "Tensor? cq", "Tensor? mem_k", "Tensor? mem_v",
+    "Tensor? window_k", "Tensor? window_v",
+)  # fmt: skip
+
+
+@operator(
+    "decode_attention", DECODE, "Tensor", mutates=("counters", "ranking"),
+    fake=lambda at: at.q.new_empty(*at.q.shape[:-1], at.v.shape[-1]),
+)  # fmt: skip
+def by_kernels(at):
     """In Triton, as a torch operator."""
     from ..kernels.decode import persistent_launch
     from ..kernels.decode.call import Call, Settings
     from ..kernels.decode.kv_cache import Step
 
-    at = Settings(
-        l, d, s, n, w, importance, interpolated, num_initial, num_local, stride, shared, scale,
-        soft_cap,
+    config = at.config
+    settings = Settings(
+        config.compress_block_size, config.d, config.selection_block_size,
+        config.num_selected_blocks, config.sliding_window_size, config.importance,
+        config.interpolated_importance_score, config.num_initial_blocks, config.num_local_blocks,
+        config.selection_stride, config.query_heads_share_selected_kv,
+        config.scale_of(at.q.shape[-1]), config.soft_cap,
     )  # fmt: skip
-    memory = None if mem_k is None or mem_v is None else (mem_k, mem_v)
-    window = None if window_k is None or window_v is None else (window_k, window_v)
-    step = Step(lengths, counts, page_table, 0 if page_table is None else k.shape[1])
-    call = Call(q, k, v, ck, cv, branch_gates, cq, memory, window, ranking, sinks, counters, step)
-    return persistent_launch.attend(call, at)
+    memory = None if at.mem_k is None or at.mem_v is None else (at.mem_k, at.mem_v)
+    window = None if at.window_k is None or at.window_v is None else (at.window_k, at.window_v)
+    page = 0 if at.page_table is None else at.k.shape[1]
+    step = Step(at.lengths, at.counts, at.page_table, page)
+    call = Call(
+        at.q, at.k, at.v, at.ck, at.cv, at.branch_gates, at.cq, memory, window, at.ranking,
+        at.sinks, at.counters, step,
+    )  # fmt: skip
+    return persistent_launch.attend(call, settings)
 
 
 refuse_vmap(by_kernels)
 
 
-@by_kernels.register_fake
-def _(q, k, v, *others):
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
-
-
 def by_gathering(
+    config: AttentionConfig,
+    others: dict[str, Any],
+    *,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -269,8 +239,6 @@ def by_gathering(
     page_table: Tensor | None,
     ranking: Tensor | None,
     sinks: Tensor | None,
-    others: dict[str, Tensor | None],
-    settings: dict[str, Any],
 ) -> Tensor:
     """In eager PyTorch: whole rows of storage, queries at their places."""
     if page_table is not None:
@@ -278,7 +246,7 @@ def by_gathering(
         for name in ("window_k", "window_v"):
             t = others[name]
             others = others | {name: None if t is None else gathered(t, page_table)}
-    d = settings["compress_block_sliding_stride"]
+    d = config.d
     S = min(k.shape[1], (ck.shape[1] + 1) * d - 1)
     starts = lengths.long()
     ends = starts + (q.shape[1] if counts is None else counts)
@@ -292,22 +260,24 @@ def by_gathering(
         if t is not None and "window" in name
     }
     leader = None
-    if ranking is not None and settings["selection_stride"] > 1:
+    if ranking is not None and config.selection_stride > 1:
         at = ((starts - 1) % ranking.shape[2])[:, None, None, None]
         leader = ranking.gather(2, at.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
-    out, lists = native_sparse_attention(
-        q, k, v, ck, cv, branch_gates,
-        **others | rows, **settings, q_offset=starts, leader_indices=leader, sinks=sinks,
-        return_indices=True, backend="eager",
+    call = Call(
+        q, k, v, ck, cv, branch_gates, **others | rows, sinks=sinks, q_offset=starts,
+        leader_indices=leader,
     )  # fmt: skip
+    out, block_indices = nsa.attend(call, config, "eager", keep_slots=True)
     T = q.shape[1]
     new = torch.arange(T, device=q.device)
-    if ranking is not None and settings["selection_stride"] > 1:
+    if ranking is not None and config.selection_stride > 1:
         real = torch.full_like(starts, T) if counts is None else counts
         keep = (new < real[:, None])[:, None, :, None]
         at = ((starts[:, None] + new) % ranking.shape[2])[:, None, :, None]
         at = at.expand(-1, ranking.shape[1], -1, ranking.shape[3])
-        ranking.scatter_(2, at, torch.where(keep, lists.transpose(1, 2), ranking.gather(2, at)))
+        ranking.scatter_(
+            2, at, torch.where(keep, block_indices.transpose(1, 2), ranking.gather(2, at))
+        )
     if counts is None:
         return out
     return out.masked_fill((new >= counts[:, None])[..., None, None], 0.0)

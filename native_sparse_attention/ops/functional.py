@@ -33,6 +33,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..block_sizes import BlockSizes, flat
 from ..checks.tensors import (
     check_bools,
     check_documents,
@@ -53,7 +54,6 @@ from ..checks.tensors import (
 )
 from ..varlen import Documents
 from . import dispatch
-from .block_sizes import BlockSizes, flat
 from .packed import takes_documents
 
 

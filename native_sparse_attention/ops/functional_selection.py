@@ -125,19 +125,8 @@ def select_blocks(
     check_sinks(sinks, (dims["H"],), q.device)
     check_leaders(leader_indices, dims, n, shared, q)
     check_first_group(offset, stride, leader_indices)
-    # scoring has no form in flex_attention: there is no top-k in it
-    if isinstance(backend, str) and backend == "flex":
-        backend = "eager"
-    backend = dispatch.choose(
-        backend,
-        "select_blocks",
-        q,
-        ck,
-        q_offset=offset,
-        num_selected_blocks=n,
-    )
     indices, gates = dispatch.run(
-        backend,
+        scoring_backend(backend, q, ck, offset, n),
         "select_blocks",
         q,
         ck,
@@ -154,3 +143,14 @@ def select_blocks(
         documents=documents,
     )
     return (indices, gates) if return_gates else indices
+
+
+def scoring_backend(
+    backend: str | tuple[str, ...], q: Tensor, ck: Tensor, q_offset: int | Tensor, n: int
+) -> str:
+    """Who ranks blocks: flex_attention has no form of it, eager PyTorch stands in."""
+    if isinstance(backend, str) and backend == "flex":
+        backend = "eager"
+    return dispatch.choose(
+        backend, "select_blocks", q, ck, q_offset=q_offset, num_selected_blocks=n
+    )

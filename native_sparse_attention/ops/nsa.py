@@ -9,30 +9,27 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
+from ..block_sizes import BlockSizes, flat
 from ..checks.tensors import (
     check_bools,
     check_documents,
     check_first_group,
     check_groups,
-    check_int,
     check_leaders,
     check_memory,
     check_offset,
-    check_positive,
     check_same,
-    check_scale,
-    check_selection,
     check_shapes,
     check_sinks,
     check_weights,
     check_windows,
     shown,
 )
+from ..config import SELECTION, AttentionConfig
 from ..varlen import Documents
 from . import dispatch, flex
-from .block_sizes import BlockSizes, flat
-from .functional import compressed_attention, selected_attention, sliding_window_attention
-from .functional_selection import select_blocks
+from .call import Call
+from .functional_selection import scoring_backend
 from .packed import takes_documents
 from .reference import attention as reference
 from .triton import layer
@@ -127,184 +124,174 @@ def native_sparse_attention(
         ValueError: shapes, dtypes, devices or settings that do not fit.
         NotImplementedError: an explicit backend that cannot run the call.
     """
-    dims = check_shapes(
-        q=(q, "B T H D"),
-        cq=(cq, "B T H D"),
-        k=(k, "B S K D"),
-        v=(v, "B S K E"),
-        ck=(ck, "B W K D"),
-        cv=(cv, "B W K E"),
-        mem_k=(mem_k, "K m D"),
-        mem_v=(mem_v, "K m E"),
-        window_k=(window_k, "B S K D"),
-        window_v=(window_v, "B S K E"),
-        branch_gates=(branch_gates, "B T H 3"),
-    )
-    tensors: dict[str, Any] = dict(
-        cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v
-    )
-    check_same(q=q, k=k, v=v, ck=ck, cv=cv, **tensors)
-    check_weights("branch_gates", branch_gates, q.device)
     causal, use_diff_topk, return_indices, recompute = check_bools(
         causal=causal,
         use_diff_topk=use_diff_topk,
         return_indices=return_indices,
         recompute=recompute,
     )
-    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
-    check_memory(mem_k, mem_v)
-    sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
-    settings = check_selection(
+    config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
         selection_block_size=selection_block_size,
         num_selected_blocks=num_selected_blocks,
+        sliding_window_size=sliding_window_size,
         importance=importance,
         interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks,
         num_local_blocks=num_local_blocks,
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
+        use_diff_topk=use_diff_topk,
+        causal=causal,
+        scale=scale,
+        soft_cap=soft_cap,
+        recompute=recompute,
+        block_sizes=block_sizes,
     )
-    d, s, n, stride = (
-        settings[name]
-        for name in (
-            "compress_block_sliding_stride", "selection_block_size", "num_selected_blocks",
-            "selection_stride",
-        )
-    )  # fmt: skip
-    check_windows(dims["W"], dims["S"], d, causal=causal)
-    offset = check_offset(q_offset, dims, dims["S"], causal, q)
-    check_documents(documents, dims, offset, q)
-    soft_cap = check_positive("soft_cap", soft_cap)
-    scale = check_scale(scale)
-    check_sinks(sinks, (3, dims["H"]), q.device)
-    shared = settings["query_heads_share_selected_kv"]
-    check_leaders(leader_indices, dims, n, shared, q)
-    check_first_group(offset, stride, leader_indices)
-    sizes = flat(block_sizes)
-    if n > MANY_BLOCKS and not return_indices and leader_indices is None:
-        # nobody sees the slots past the last block
-        n = min(n, max(MANY_BLOCKS, blocks.num_blocks(dims["S"], s)))
-        settings["num_selected_blocks"] = n
-    check_flex_masks(sliding_window_flex_mask, fine_selection_flex_mask)
-    given_masks = sliding_window_flex_mask, fine_selection_flex_mask
-    beyond = [n for n, t in (("documents", documents), ("sinks", sinks)) if t is not None]
-    if given_masks != (None, None) and (beyond or soft_cap is not None):
+    tensors = (q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks)
+    call = Call(*tensors, q_offset, leader_indices, documents)
+    masks = sliding_window_flex_mask, fine_selection_flex_mask
+    out, block_indices = attend(call, config, backend, masks, keep_slots=return_indices)
+    return (out, block_indices) if return_indices else out
+
+
+def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call:
+    """The call with its offset as a number, or as a tensor of one a row.
+
+    Raises:
+        ValueError: tensors that do not fit one another or the settings.
+    """
+    q, mem_k, mem_v = call.q, call.mem_k, call.mem_v
+    dims = check_shapes(
+        q=(q, "B T H D"),
+        cq=(call.cq, "B T H D"),
+        k=(call.k, "B S K D"),
+        v=(call.v, "B S K E"),
+        ck=(call.ck, "B W K D"),
+        cv=(call.cv, "B W K E"),
+        mem_k=(mem_k, "K m D"),
+        mem_v=(mem_v, "K m E"),
+        window_k=(call.window_k, "B S K D"),
+        window_v=(call.window_v, "B S K E"),
+        branch_gates=(call.branch_gates, "B T H 3"),
+    )
+    inputs = call.tensors()
+    check_same(**{name: inputs[name] for name in inputs if name not in ("branch_gates", "sinks")})
+    check_weights("branch_gates", call.branch_gates, q.device)
+    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
+    check_memory(mem_k, mem_v)
+    check_windows(dims["W"], dims["S"], config.d, causal=config.causal)
+    offset = check_offset(call.q_offset, dims, dims["S"], config.causal, q)
+    check_documents(call.documents, dims, offset, q)
+    check_sinks(call.sinks, (3, dims["H"]), q.device)
+    shared, leaders = config.query_heads_share_selected_kv, call.leader_indices
+    check_leaders(leaders, dims, config.num_selected_blocks, shared, q)
+    check_first_group(offset, config.selection_stride, leaders)
+    check_flex_masks(*masks)
+    beyond = [n for n in ("documents", "sinks") if getattr(call, n) is not None]
+    if masks != (None, None) and (beyond or config.soft_cap is not None):
         raise ValueError(
             "sliding_window_flex_mask and fine_selection_flex_mask must be None with "
             f"{(beyond or ['soft_cap'])[0]}, which they know nothing of"
         )
+    return call.at(offset)
+
+
+def attend(
+    call: Call,
+    config: AttentionConfig,
+    backend: str | tuple[str, ...],
+    masks: tuple[Any, Any] = (None, None),
+    keep_slots: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The output [B T H E] and the selected block indices of a call whose settings are checked.
+    Unless `keep_slots`, slots past the number of blocks may be left out."""
+    call = checked(call, config, masks)
+    n, s = config.num_selected_blocks, config.selection_block_size
+    if n > MANY_BLOCKS and not keep_slots and call.leader_indices is None:
+        # nobody sees the slots past the last block
+        n = min(n, max(MANY_BLOCKS, blocks.num_blocks(call.k.shape[1], s)))
+        config = config.with_selected(n)
     name = dispatch.choose(
-        backend,
-        "native_sparse_attention",
-        q,
-        k,
-        v,
-        q_offset=offset,
-        num_selected_blocks=n,
-        selection_block_size=s,
-    )
-    if name == "triton" and given_masks == (None, None):
-        out, lists = layer.native_sparse_attention(
-            q,
-            k,
-            v,
-            ck,
-            cv,
-            branch_gates,
-            **tensors,
-            sliding_window_size=sliding_window_size,
-            causal=causal,
-            q_offset=offset,
-            leader_indices=leader_indices,
-            scale=scale,
-            recompute=recompute,
-            use_diff_topk=use_diff_topk,
-            block_sizes=sizes,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            documents=documents,
-            **settings,
-        )
-        return (out, lists) if return_indices else out
-
-    cq = q if cq is None else cq
-    sink_cmp, sink_sel, sink_win = (None,) * 3 if sinks is None else sinks
-    place: dict[str, Any] = dict(
-        causal=causal, q_offset=offset, scale=scale, soft_cap=soft_cap, documents=documents,
-        backend=backend,
+        backend, "native_sparse_attention", call.q, call.k, call.v, q_offset=call.q_offset,
+        num_selected_blocks=n, selection_block_size=s,
     )  # fmt: skip
-    forced = {name: settings[name] for name in ("num_initial_blocks", "num_local_blocks")}
-    out_cmp = compressed_attention(
-        cq,
-        ck,
-        cv,
-        compress_block_sliding_stride=d,
-        mem_k=mem_k,
-        mem_v=mem_v,
-        seq_len=dims["S"],
-        sinks=sink_cmp,
-        block_sizes=block_sizes,
-        **place,
-    )
-    selection = select_blocks(
-        cq if use_diff_topk else cq.detach(),
-        ck if use_diff_topk else ck.detach(),
-        mem_k=mem_k if use_diff_topk or mem_k is None else mem_k.detach(),
-        seq_len=dims["S"],
-        leader_indices=leader_indices,
-        return_gates=use_diff_topk,
-        sinks=sink_cmp if use_diff_topk or sink_cmp is None else sink_cmp.detach(),
-        **settings,
-        **place,
-    )
-    block_indices, gates = selection if use_diff_topk else (selection, None)
+    if name == "triton" and masks == (None, None):
+        return layer.native_sparse_attention(call, config)
+    return by_branches(call, config, backend, masks)
 
-    if fine_selection_flex_mask is not None:
-        if gates is not None:
-            raise NotImplementedError(
-                "flex_attention has no differentiable top-k: leave out fine_selection_flex_mask, "
-                "or set use_diff_topk=False"
-            )
+
+def by_branches(
+    call: Call,
+    config: AttentionConfig,
+    backend: str | tuple[str, ...],
+    masks: tuple[Any, Any],
+) -> tuple[Tensor, Tensor]:
+    """Branch after branch, each by the first backend that can run it, and their combination."""
+    q, k, v, ck, cv = call.q, call.k, call.v, call.ck, call.cv
+    cq = q if call.cq is None else call.cq
+    sink_cmp, sink_sel, sink_win = (None,) * 3 if call.sinks is None else call.sinks
+    diff, offset = config.use_diff_topk, call.q_offset
+    sizes = flat(config.block_sizes)
+    where: dict[str, Any] = dict(
+        causal=config.causal, q_offset=offset, scale=config.scale, soft_cap=config.soft_cap,
+        documents=call.documents,
+    )  # fmt: skip
+    forced = {name: getattr(config, name) for name in ("num_initial_blocks", "num_local_blocks")}
+
+    def run(op: str, *tensors: Tensor, facts: dict[str, Any] | None = None, **settings: Any) -> Any:
+        gates = settings.get("gates")
+        name = dispatch.choose(
+            backend, op, *tensors[:3], gates=gates, q_offset=offset, **facts or {}
+        )
+        if name == "flex":
+            settings.pop("gates", None)  # there are none: flex says that it cannot
+        return dispatch.run(name, op, *tensors, **settings, **where)
+
+    out_cmp = run(
+        "compressed_attention", cq, ck, cv, mem_k=call.mem_k, mem_v=call.mem_v, sinks=sink_cmp,
+        compress_block_sliding_stride=config.d, return_lse=False, block_sizes=sizes,
+    )  # fmt: skip
+    block_indices, gates = dispatch.run(
+        scoring_backend(backend, cq, ck, offset, config.num_selected_blocks),
+        "select_blocks",
+        cq if diff else cq.detach(),
+        ck if diff else ck.detach(),
+        mem_k=call.mem_k if diff or call.mem_k is None else call.mem_k.detach(),
+        seq_len=k.shape[1],
+        leader_indices=call.leader_indices,
+        return_gates=diff,
+        sinks=sink_cmp if diff or sink_cmp is None else sink_cmp.detach(),
+        **{name: getattr(config, name) for name in SELECTION},
+        **where,
+    )
+    s, w = config.selection_block_size, config.sliding_window_size
+    window_mask, fine_mask = masks
+    if fine_mask is None:
+        out_sel = run(
+            "selected_attention", q, k, v, block_indices, gates=gates, sinks=sink_sel,
+            facts=dict(selection_block_size=s), selection_block_size=s, return_lse=False,
+            block_sizes=sizes, **forced,
+        )  # fmt: skip
+    elif gates is not None:
+        raise NotImplementedError(
+            "flex_attention has no differentiable top-k: leave out fine_selection_flex_mask, "
+            "or set use_diff_topk=False"
+        )
+    else:
         out_sel = flex.selected_under_mask(
-            q,
-            k,
-            v,
-            block_indices,
-            fine_selection_flex_mask,
-            selection_block_size=s,
-            causal=causal,
-            scale=scale,
-            **forced,
-        )
+            q, k, v, block_indices, fine_mask, selection_block_size=s, causal=config.causal,
+            scale=config.scale, **forced,
+        )  # fmt: skip
+    window_k = k if call.window_k is None else call.window_k
+    window_v = v if call.window_v is None else call.window_v
+    if window_mask is None:
+        out_win = run(
+            "sliding_window_attention", q, window_k, window_v, sinks=sink_win,
+            sliding_window_size=w, return_lse=False, block_sizes=sizes,
+        )  # fmt: skip
     else:
-        out_sel = selected_attention(
-            q,
-            k,
-            v,
-            block_indices,
-            selection_block_size=s,
-            gates=gates,
-            sinks=sink_sel,
-            block_sizes=block_sizes,
-            **forced,
-            **place,
-        )
-
-    window_k, window_v = k if window_k is None else window_k, v if window_v is None else window_v
-    if sliding_window_flex_mask is not None:
-        out_win = flex.under_mask(q, window_k, window_v, sliding_window_flex_mask, scale)
-    else:
-        out_win = sliding_window_attention(
-            q,
-            window_k,
-            window_v,
-            sliding_window_size=sliding_window_size,
-            sinks=sink_win,
-            block_sizes=block_sizes,
-            **place,
-        )
-
-    out = reference.combine_branches((out_cmp, out_sel, out_win), branch_gates)
-    return (out, block_indices) if return_indices else out
+        out_win = flex.under_mask(q, window_k, window_v, window_mask, config.scale)
+    out = reference.combine_branches((out_cmp, out_sel, out_win), call.branch_gates)
+    return out, block_indices

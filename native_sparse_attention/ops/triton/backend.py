@@ -14,17 +14,11 @@ import torch
 from torch import Tensor
 
 from ...compat import transforms
+from ...config import AttentionConfig
 from ...varlen import Documents
-from .operators import (
-    BEHIND,
-    CAUSAL_WINDOW,
-    EVERYTHING,
-    TWO_SIDED_WINDOW,
-    offsets,
-    range_attention,
-    selected_attention_op,
-)
-from .topk import of_documents, select_blocks
+from .operator import layout
+from .operators import RANGE, SELECTED, range_attention, selected_attention_op
+from .topk import select_blocks
 
 __all__ = [
     "compressed_attention",
@@ -130,23 +124,16 @@ def compressed_attention(
     *,
     mem_k: Tensor | None,
     mem_v: Tensor | None,
-    compress_block_sliding_stride: int,
-    causal: bool,
     q_offset: int | Tensor,
-    scale: float | None = None,
     return_lse: bool = False,
-    block_sizes: list[int] | None = None,
     documents: Documents | None = None,
-    soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    **settings: Any,
 ) -> Any:
-    starts, start = offsets(q_offset)
-    kind, d = (BEHIND if causal else EVERYTHING), compress_block_sliding_stride
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = range_attention(
-        q, ck, cv, mem_k, mem_v, starts, *of_documents(documents), sinks, kind, 0, d, start, scale,
-        soft_cap, block_sizes,
-    )  # fmt: skip
+    config = AttentionConfig.unchecked(**settings)
+    tensors = dict(q=q, k=ck, v=cv, mem_k=mem_k, mem_v=mem_v, sinks=sinks)
+    where = layout(q_offset, documents)
+    out, lse = range_attention(*RANGE.flat(config, branch="cmp", **tensors, **where))
     return (out, lse) if return_lse else out
 
 
@@ -157,39 +144,16 @@ def selected_attention(
     block_indices: Tensor,
     *,
     gates: Tensor | None,
-    selection_block_size: int,
-    num_initial_blocks: int,
-    num_local_blocks: int,
-    causal: bool,
     q_offset: int | Tensor,
-    scale: float | None = None,
     return_lse: bool = False,
-    block_sizes: list[int] | None = None,
     documents: Documents | None = None,
-    soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    **settings: Any,
 ) -> Any:
-    starts, start = offsets(q_offset)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse, _ = selected_attention_op(
-        q,
-        k,
-        v,
-        block_indices,
-        gates,
-        starts,
-        *of_documents(documents),
-        sinks,
-        selection_block_size,
-        num_initial_blocks,
-        num_local_blocks,
-        causal,
-        1,
-        start,
-        scale,
-        soft_cap,
-        block_sizes,
-    )
+    config = AttentionConfig.unchecked(**settings)
+    tensors = dict(q=q, k=k, v=v, block_indices=block_indices, gates=gates, sinks=sinks)
+    where = layout(q_offset, documents)
+    out, lse, _ = selected_attention_op(*SELECTED.flat(config, **tensors, **where))
     return (out, lse) if return_lse else out
 
 
@@ -198,22 +162,14 @@ def sliding_window_attention(
     k: Tensor,
     v: Tensor,
     *,
-    sliding_window_size: int,
-    causal: bool,
     q_offset: int | Tensor,
-    scale: float | None = None,
     return_lse: bool = False,
-    block_sizes: list[int] | None = None,
     documents: Documents | None = None,
-    soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    **settings: Any,
 ) -> Any:
-    starts, start = offsets(q_offset)
-    kind = CAUSAL_WINDOW if causal else TWO_SIDED_WINDOW
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    w = sliding_window_size
-    out, lse = range_attention(
-        q, k, v, None, None, starts, *of_documents(documents), sinks, kind, w, 1, start, scale,
-        soft_cap, block_sizes,
-    )  # fmt: skip
+    config = AttentionConfig.unchecked(**settings)
+    tensors = dict(q=q, k=k, v=v, sinks=sinks)
+    where = layout(q_offset, documents)
+    out, lse = range_attention(*RANGE.flat(config, branch="win", **tensors, **where))
     return (out, lse) if return_lse else out

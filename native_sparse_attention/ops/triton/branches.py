@@ -3,105 +3,77 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...config import AttentionConfig
 from ...varlen import Documents
-from .operators import of_heads
+from .operator import empty_block_indices, of_heads
+from .operators import kv_range
 
 
-class Settings(NamedTuple):
-    """What is not a tensor, in the operators' order."""
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of a call as the kernels take them, and its settings."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ck: Tensor
+    cv: Tensor
+    own_cq: Tensor | None  # queries of the compressed branch where they are not q
+    mem_k: Tensor | None
+    memory: tuple[Tensor, Tensor] | None  # as keys and values before all others
+    window: tuple[Tensor, Tensor] | None  # keys and values of the window where it has its own
+    sinks: Tensor | None
+    starts: Tensor | None
+    documents: Documents | None
     start: int
     num_ranked: int
-    num_selected: int
-    l: int
-    d: int
-    s: int
-    w: int
-    importance: str
-    interpolated: bool
-    num_initial: int
-    num_local: int
-    stride: int
-    shared: bool
-    causal: bool
-    scale: float
-    soft_cap: float | None
-    recompute: bool
-    diff_topk: bool
-    block_sizes: list[int] | None
+    config: AttentionConfig
 
-    def ranking(
-        self, starts: Tensor | None, documents: Documents | None, sinks: Tensor | None
-    ) -> Any:
-        from ...kernels.topk.gates_launch import Ranking
+    @property
+    def cq(self) -> Tensor:
+        return self.q if self.own_cq is None else self.own_cq
 
-        return Ranking(
-            self.start, self.num_ranked, self.num_selected, self.l, self.d, self.s,
-            self.importance, self.interpolated, self.num_initial, self.num_local, self.stride,
-            self.shared, self.causal, self.scale, starts, documents, self.soft_cap,
-            None if self.importance == "logits" else sinks,
-        )  # fmt: skip
+    @property
+    def scale(self) -> float:
+        return self.config.scale_of(self.q.shape[-1])
 
-    def allocate_block_indices(self, q: Tensor, ck: Tensor, ranked: bool) -> Tensor:
-        """[B T R n]: unwritten if blocks are ranked, of no block if not."""
-        ranks = ck.shape[2] if self.shared else q.shape[2]
-        block_indices = q.new_empty(*q.shape[:2], ranks, self.num_selected, dtype=torch.int32)
-        return block_indices if ranked else block_indices.fill_(-1)
+    @property
+    def ranks_blocks(self) -> bool:
+        return self.num_ranked > 0 and self.config.num_selected_blocks > 0
 
-    def selection(
-        self, block_indices: Tensor, starts: Tensor | None, documents: Documents | None
-    ) -> Any:
+    def selection(self, block_indices: Tensor) -> Any:
         from ...kernels.common.launch import Selection
 
+        at = self.config
         return Selection(
-            block_indices, self.s, self.num_initial, self.num_local, self.causal, self.start,
-            starts, stride=self.stride, documents=documents, soft_cap=self.soft_cap,
+            block_indices, at.selection_block_size, at.num_initial_blocks, at.num_local_blocks,
+            at.causal, self.start, self.starts, stride=at.selection_stride,
+            documents=self.documents, soft_cap=at.soft_cap,
         )  # fmt: skip
 
-    def kv_ranges(self, starts: Tensor | None, documents: Documents | None) -> tuple[Any, Any]:
-        """Of the compressed branch and of the window."""
-        from ...kernels.common import primitives
-        from ...kernels.common.launch import KVRange
-
-        wide = primitives.BEHIND if self.causal else primitives.EVERYTHING
-        near = primitives.CAUSAL_WINDOW if self.causal else primitives.TWO_SIDED_WINDOW
-        where: dict[str, Any] = dict(
-            start=self.start, starts=starts, documents=documents, soft_cap=self.soft_cap
-        )
-        return (
-            KVRange(wide.value, stride=self.d, unit=self.d, **where),
-            KVRange(near.value, self.w, **where),
-        )
+    def kv_ranges(self) -> tuple[Any, Any]:
+        """The keys that queries see in the compressed branch, and in the window."""
+        where = self.start, self.starts, self.documents
+        return kv_range("cmp", self.config, *where), kv_range("win", self.config, *where)
 
 
 def attend(
-    settings: Settings,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    cq: Tensor,
-    memory: tuple[Tensor, Tensor] | None,
-    mem_k: Tensor | None,
-    window: tuple[Tensor, Tensor] | None,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    documents: Documents | None,
+    call: Problem,
     leaders: Tensor | None,
     block_indices: Tensor | None,
-    layer_out: tuple[Tensor, Tensor] | None = None,
+    combined: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Outputs and log-sum-exps of the three branches, and the selection where `lists` is not it.
-    Given gates [B T H 3] and a tensor for the layer's output in `mixed`, writes that."""
+    """Outputs and log-sum-exps of the three branches, and the block indices, ranked here where they
+    are not given. Given gates [B T H 3] and a tensor for the layer's output in `combined`, writes
+    that output."""
     from ...kernels.common import streams
     from ...kernels.common.key_norms import key_norms
     from ...kernels.common.launch import CombineInputs
@@ -109,41 +81,45 @@ def attend(
     from ...kernels.selected import branch as selected
     from ...kernels.topk import scores
 
-    at = settings
+    at, q, k, v = call.config, call.q, call.k, call.v
     leaders = None if leaders is None else leaders.contiguous()
-    range_cmp, range_win = at.kv_ranges(starts, documents)
-    sink_cmp, sink_sel, sink_win = (None,) * 3 if sinks is None else of_heads(sinks)
-    ranked = block_indices is None and at.num_ranked > 0 and at.num_selected > 0
+    range_cmp, range_win = call.kv_ranges()
+    sink_cmp, sink_sel, sink_win = (None,) * 3 if call.sinks is None else of_heads(call.sinks)
+    ranked = block_indices is None and call.ranks_blocks
     if block_indices is None:
-        block_indices = at.allocate_block_indices(q, ck, ranked)
-    # where no one waits for the compressed branch, whose keys are ranked beside it
-    ahead = ranked and at.importance == "logits" and leaders is None and documents is None
+        block_indices = empty_block_indices(q, call.ck, at)
+        block_indices = block_indices if ranked else block_indices.fill_(-1)
+    # nothing waits for the compressed branch then: blocks are ranked beside it
+    ahead = ranked and at.importance == "logits" and leaders is None and call.documents is None
 
     def rank(lse: Tensor | None) -> None:
         scores.select_blocks(
-            cq, ck, mem_k, lse, starts, leaders, at.start, at.num_ranked, at.num_selected,
-            at.l, at.d, at.s, at.importance, at.interpolated, at.num_initial, at.num_local,
-            at.stride, at.shared, at.causal, at.scale, documents, at.soft_cap, out=block_indices,
+            call.cq, call.ck, call.mem_k, lse, call.starts, leaders, call.start, call.num_ranked,
+            at.num_selected_blocks, at.compress_block_size, at.d, at.selection_block_size,
+            at.importance, at.interpolated_importance_score, at.num_initial_blocks,
+            at.num_local_blocks, at.selection_stride, at.query_heads_share_selected_kv, at.causal,
+            call.scale, call.documents, at.soft_cap, out=block_indices,
         )  # fmt: skip
 
     attend_compressed = functools.partial(
-        flash_fwd.forward, cq, ck, cv, range_cmp, at.scale, memory, sinks=sink_cmp
-    )
+        flash_fwd.forward, call.cq, call.ck, call.cv, range_cmp, call.scale, call.memory,
+        sinks=sink_cmp,
+    )  # fmt: skip
     if not ahead:
         out_cmp, lse_cmp = attend_compressed()
         if ranked:
             rank(lse_cmp)
-    selection = at.selection(block_indices, starts, documents)
+    selection = call.selection(block_indices)
     if leaders is not None and block_indices.shape[-1]:
         # handed in by a caller, not ranked here
         block_indices = selected.valid_block_indices(selection, k.shape[1])
-        selection = at.selection(block_indices, starts, documents)
+        selection = call.selection(block_indices)
     selection = selected.with_initial(selection)
-    if window is None:
-        near, of_window = selected.within_window(selection, k, v, at.w)[1], (k, v)
-    else:
-        near, of_window = None, window
-    plan = selected.allocate(q, k, v, selection, at.scale)
+    of_window, near = call.window, None
+    if of_window is None:
+        of_window = k, v
+        near = selected.within_window(selection, k, v, at.sliding_window_size)[1]
+    plan = selected.allocate(q, k, v, selection, call.scale)
     # short programs, on the way to the selection: the tensor cores have little to do
     fork = ahead or plan is not None
     with streams.forked(q.device, ahead=True) if fork else nullcontext(nullcontext()) as beside:
@@ -156,13 +132,13 @@ def attend(
         if ahead:
             out_cmp, lse_cmp = attend_compressed()
         out_win, lse_win, *partial = flash_fwd.forward(
-            q, *of_window, range_win, at.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
-            norms=norms if window is None else None,
+            q, *of_window, range_win, call.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
+            norms=norms if call.window is None else None,
         )  # fmt: skip
     done = (partial[0], partial[1]) if partial else None
-    combine_inputs = None if layer_out is None else CombineInputs(out_cmp, out_win, *layer_out)
+    combine_inputs = None if combined is None else CombineInputs(out_cmp, out_win, *combined)
     out_sel, lse_sel = selected.forward(
-        q, k, v, selection, at.scale, done, sink_sel, combine_inputs, norms, plan
+        q, k, v, selection, call.scale, done, sink_sel, combine_inputs, norms, plan
     )
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
 
@@ -183,21 +159,7 @@ class BranchGradients(NamedTuple):
 
 
 def attend_backward(
-    settings: Settings,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    cq: Tensor | None,
-    memory: tuple[Tensor, Tensor] | None,
-    window: tuple[Tensor, Tensor] | None,
-    starts: Tensor | None,
-    documents: Documents | None,
-    block_indices: Tensor,
-    cmp: Any,
-    sel: Any,
-    win: Any,
+    call: Problem, block_indices: Tensor, cmp: Any, sel: Any, win: Any
 ) -> BranchGradients:
     """Gradients from those of the branches' outputs, `launch.Cotangent`s. What adds to dq, one
     launch after the other, runs beside what forms dk and dv."""
@@ -207,25 +169,28 @@ def attend_backward(
     from ...kernels.flash import bwd as flash_bwd
     from ...kernels.selected import branch as selected
 
-    at = settings
-    range_cmp, range_win = at.kv_ranges(starts, documents)
-    chosen = at.selection(block_indices, starts, documents)
-    if at.diff_topk and at.num_ranked and at.num_selected:
-        chosen = dataclasses.replace(
-            chosen, gates=torch.ones_like(block_indices, dtype=torch.float32)
-        )
+    q, k, v, ck, cv, scale = call.q, call.k, call.v, call.ck, call.cv, call.scale
+    window = call.window
+    range_cmp, range_win = call.kv_ranges()
+    chosen = call.selection(block_indices)
+    if call.config.use_diff_topk and call.ranks_blocks:
+        chosen = replace(chosen, gates=torch.ones_like(block_indices, dtype=torch.float32))
     chosen = selected.with_initial(chosen)
-    first, inner = selected.within_window(chosen, k, v, at.w) if window is None else (None, None)
+    first, inner = (
+        selected.within_window(chosen, k, v, call.config.sliding_window_size)
+        if window is None
+        else (None, None)
+    )
     within = None if inner is None else (inner, sel)
     near = window or (k, v)
-    listed = (q, k, v, chosen, at.scale, sel)
-    plan = selected.plan_backward(q, k, v, chosen, at.scale)
+    listed = (q, k, v, chosen, scale, sel)
+    plan = selected.plan_backward(q, k, v, chosen, scale)
     dq = Sum(q)
-    query, dcq = (q, dq) if cq is None else (cq, Sum(cq))
+    query, dcq = (q, dq) if call.own_cq is None else (call.cq, Sum(call.cq))
 
     def through_queries() -> None:
-        flash_bwd.backward_q(query, ck, cv, range_cmp, at.scale, cmp, dcq, memory)
-        flash_bwd.backward_q(q, *near, range_win, at.scale, win, dq, inner=within)
+        flash_bwd.backward_q(query, ck, cv, range_cmp, scale, cmp, dcq, call.memory)
+        flash_bwd.backward_q(q, *near, range_win, scale, win, dq, inner=within)
         if within is None:
             selected.forced_backward_q(*listed, dq)
         if chosen.gates is None:
@@ -254,14 +219,14 @@ def attend_backward(
                 through_queries()
         # with differentiable top-k what goes through its scores is added to these
         dtype = ck.dtype if chosen.gates is None else torch.float32
-        parts = [flash_bwd.backward_kv(query, ck, cv, range_cmp, at.scale, cmp)]
+        parts = [flash_bwd.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
         dck, dcv = reduce_partials(parts, ck, cv, dtype)
-        parts = [flash_bwd.backward_kv(q, *near, range_win, at.scale, win, within)]
+        parts = [flash_bwd.backward_kv(q, *near, range_win, scale, win, within)]
         d_window = None
         if window is not None:
             d_window, parts = reduce_partials(parts, *near, k.dtype), []
         if inner is not None and first is not None:
-            parts.append(flash_bwd.backward_prefix(q, first, inner, at.scale, sel))
+            parts.append(flash_bwd.backward_prefix(q, first, inner, scale, sel))
         if not within:
             dk, dv = selected.forced_backward_kv(*listed)
             parts.append((dk[None], dv[None]))

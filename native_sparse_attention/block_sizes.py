@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..checks.scalars import as_int
-from ..checks.tensors import FLOAT_DTYPES, check_groups, check_int, check_ints, shown
+from .checks.scalars import as_int
+from .checks.tensors import FLOAT_DTYPES, check_groups, check_int, check_ints, shown
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class BlockSizes:
         if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
             raise ValueError(f"dtype must be a floating torch.dtype, got {shown(dtype)}")
         try:
-            from ..kernels.common import launch
+            from .kernels.common import launch
         except ImportError as error:
             raise NotImplementedError(
                 "the kernels choose their tiles for a GPU, and triton is not installed"
