@@ -122,8 +122,8 @@ def over_fixed_cache(
 ) -> Tensor:
     """`over_cache`, of which no shape depends on a length."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
-    at = static.places(cache, inp, lengths)
-    x, q, kv = layer.project(static.hide_padding(inp, at))
+    at = static.new_tokens(cache, inp, lengths)
+    x, q, kv = layer.project(static.zero_padding(inp, at))
     raw = {"k": kv[0], "v": kv[1]}
     cache.bind(layer.identity, layer.geometry, raw)
     rotated_q, tokens = rotated(layer, q, kv, at.starts, None, backend)
@@ -143,22 +143,22 @@ def over_fixed_cache(
     if layer.selection_stride > 1:
         static.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
     static.advance(cache, at)
-    return static.hide_padding(layer.combine_heads(out), at)
+    return static.zero_padding(layer.combine_heads(out), at)
 
 
 def dense_over_fixed_cache(
     layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
 ) -> Tensor:
     """`dense_over_cache`, of which no shape depends on a length."""
-    at = static.places(cache, x, lengths)
-    q, k, v = layer.project(static.hide_padding(x, at), at.starts)
+    at = static.new_tokens(cache, x, lengths)
+    q, k, v = layer.project(static.zero_padding(x, at), at.starts)
     cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
     tokens = static.append(cache, {"k": k, "v": v}, at)
     i = at.starts[:, None] + torch.arange(at.new, device=q.device)
     mask = torch.arange(tokens["k"].shape[2], device=q.device) <= i[:, None, :, None]
     out = layer.attend(q, tokens["k"], tokens["v"], mask)
     static.advance(cache, at)
-    return static.hide_padding(out, at)
+    return static.zero_padding(out, at)
 
 
 def rotated(

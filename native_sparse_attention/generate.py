@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .cache.entries import integers
+from .cache.layout import integers
 from .cache.kv_cache import KVCache
 from .checks.scalars import LEAST_NORMAL, as_float, as_int, check_finite, check_int, shown
 

@@ -1,1 +1,1 @@
-"""KV caches: what a layer keeps of the tokens it has seen."""
+"""KV caches: keys and values of the tokens that an attention layer has processed."""

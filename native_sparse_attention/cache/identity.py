@@ -1,4 +1,4 @@
-"""Which layer a cache belongs to."""
+"""The identity of a layer, by which a KV cache knows the layer that it belongs to."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 
 class Identity:
-    """A layer's own. Its deepcopy, or what is loaded of a pickle of it, is another layer, whose
-    weights may go other ways; what wraps a layer runs the same one."""
+    """The identity of one attention layer.
+
+    A deepcopied or unpickled layer gets a new identity, because its weights may change
+    independently. A module that wraps a layer shares the layer's identity.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
         return Identity()

@@ -1,14 +1,15 @@
-"""KVCache: what a layer keeps of the tokens it has seen, preallocated, appended to in place.
+"""KVCache: keys and values of one attention layer, preallocated and appended to in place.
 
-    b  batch    h  KV heads (or ranking heads)    n  tokens, or windows    d  width
+    b  sequences    h  KV heads (or ranking heads)    n  tokens, or windows    d  head dimension
 
-A token stream (keys, values) holds one entry a token, a window stream (compressed keys and values)
-one a compression window, and the tail the last raw keys and values, of which the next window is
-made.
+A token stream (keys, values) has one entry per token, a window stream (compressed keys and values)
+one entry per compression window. A tail is a ring buffer of the last raw keys and values, from
+which the next compression window is formed.
 
-Who writes entries in kernels of his own takes the storage of `room` and `ring`, writes the entry of
-the token at position p to slot p of a token stream, of window w to slot w of a window stream, and
-to slot `p mod size` of a tail, and counts the tokens. `lengths_on` has the rows' lengths for them.
+A kernel that appends by itself gets the storage from `room` and `ring` and the sequence lengths
+from `lengths_on`. It writes the token at position p to slot p of a token stream and to slot
+`p mod size` of a tail, writes window w to slot w of a window stream, and adds the tokens to the
+lengths.
 """
 
 from __future__ import annotations
@@ -24,43 +25,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks.scalars import TOO_MANY, as_int, check_device, check_int, check_ints
-from .entries import (
-    check_entries,
-    check_full,
-    counts_of,
-    differentiable,
-    fill,
-    first_device,
-    hide_behind,
-    integers,
-    pick,
-    places_of,
-    put,
-    row_numbers,
-    zeros,
-)
 from .identity import Identity
-from .rows import Rows
+from .layout import (
+    allocate_zeros,
+    append_differentiably,
+    check_capacity,
+    check_entries,
+    first_device,
+    integers,
+    new_token_counts,
+    select_sequences,
+    sequence_indices,
+    slot_mapping,
+    write_entries,
+    write_slots,
+    zero_past_end,
+)
+from .sequences import Sequences
 
 
-class KVCache(Rows):
-    """Keys and values of one attention layer, for any number of rows of different lengths.
+class KVCache(Sequences):
+    """Keys and values of one attention layer, for a batch of sequences of different lengths.
 
-    Storage is allocated when the layer first appends, and doubles (to powers of two) as rows grow,
-    so that a step never copies what is already there; with `max_length` it is allocated once, and a
-    full cache raises before anything is written. It is updated in place; `clone()` keeps a copy.
-    While nothing grows and the number of rows stays, so does every tensor: a CUDA graph may use it.
+    A row of the cache is one sequence of the batch. Storage is allocated when the layer first
+    appends, and doubles (to powers of two) as sequences grow. With `max_length` it is allocated
+    once, and an append to a full cache raises before anything is written. The cache is updated in
+    place; `clone()` copies it. Its tensors stay the same while the storage does not grow and the
+    batch size does not change, so a CUDA graph can use them.
 
-    It belongs to the layer that first used it, and to its geometry, until all rows are empty: what
-    another layer keeps means something else. A clone or a deepcopy belongs to the same layer (and a
-    deepcopy of layer and cache together to the copied one); after a pickle the next layer of that
-    geometry takes it.
+    A cache belongs to the layer that first used it, and to the layer's geometry, until all
+    sequences are empty. A clone or a deepcopy belongs to the same layer. A deepcopy of layer and
+    cache together belongs to the copied layer. An unpickled cache belongs to the next layer of its
+    geometry that uses it.
 
     Args:
-        max_length: tokens a row may hold; None grows without limit.
-        batch: rows; None takes the batch of the first call.
-        rollback: how many tokens back `truncate` reaches at least. It keeps that many raw keys and
-            values more (`rollback=max_length` reaches everywhere); 0 tokens is always in reach.
+        max_length: the most tokens of a sequence; None: unlimited.
+        batch: number of sequences; None: the batch size of the first call.
+        rollback: number of tokens that `truncate` can always remove. The tails keep `rollback` more
+            raw keys and values for this (`rollback=max_length` allows any length). Truncation to 0
+            tokens is always possible.
 
     Raises:
         ValueError: a size that is not an integer of at least 1 (rollback: 0).
@@ -93,12 +96,12 @@ class KVCache(Rows):
         return sum(self.memory().values())
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated, by name: of each stream, of each tail ("tail k"), of what the device
-        knows of the rows ("lengths", after `lengths_on`; "page_table", of a paged cache), and of
-        the "workspace" of kernels."""
+        """Bytes allocated, by name: each stream, each tail ("tail k"), the sequence lengths on the
+        device ("lengths", after `lengths_on`), the "page_table" of a paged cache, and the
+        "workspace" of kernels."""
         tensors = self._tensors()
         if not self._is_asked:
-            tensors.pop("lengths", None)  # a fixed cache has them at hand, b numbers
+            tensors.pop("lengths", None)  # b numbers, which a fixed cache allocates early
         return {name: t.nbytes for name, t in tensors.items()}
 
     @property
@@ -109,26 +112,26 @@ class KVCache(Rows):
     def device(self) -> torch.device | None:
         return first_device(self._streams, self._tail, self._known)
 
-    # appending: a layer writes to its streams, then counts the tokens with `advance`
+    # appending: a layer writes to its streams, then calls `advance` to count the tokens
 
     def check(self, batch: int, new: int, lengths: Sequence[int] | Tensor | None) -> list[int]:
-        """How many of `new` tokens each row takes; raises before anything is written."""
+        """How many of `new` tokens each sequence takes; raises before anything is written."""
         if not self.lengths:
-            # storage of a first call that failed half-way
+            # drop the storage of a first call that raised
             self._streams, self._tail = {}, {}
         if self.batch is not None and self.batch != batch:
             raise ValueError(f"cache holds {self.batch} rows but the input has {batch}")
-        counts = counts_of(batch, new, lengths)
-        check_full(self.max_length, self.starts(batch), counts)
+        counts = new_token_counts(batch, new, lengths)
+        check_capacity(self.max_length, self.starts(batch), counts)
         return counts
 
     def bind(self, layer: Identity, geometry: dict[str, Any], new: dict[str, Tensor]) -> None:
-        """Hold the cache to the layer that uses it, which is about to append entries like `new`.
+        """Bind the cache to the layer that is about to append entries like `new`.
 
         Raises:
-            ValueError: it holds tokens of another layer, or those of another geometry.
+            ValueError: the cache holds tokens of another layer or of another geometry.
         """
-        if self._is_of(layer, geometry):
+        if self._is_bound_to(layer, geometry):
             return
         if any(self.lengths):
             check_entries(self._streams, new, len(self.lengths), self.device)
@@ -137,17 +140,17 @@ class KVCache(Rows):
             self._streams, self._tail = {}, {}
         self._layer, self._geometry = weakref.ref(layer), geometry
 
-    def _is_of(self, layer: Identity, geometry: dict[str, Any]) -> bool:
-        of_it = self._layer is not None and self._layer() is layer
-        return of_it and geometry == self._geometry
+    def _is_bound_to(self, layer: Identity, geometry: dict[str, Any]) -> bool:
+        is_same = self._layer is not None and self._layer() is layer
+        return is_same and geometry == self._geometry
 
     def check_layer(self, layer: Identity, geometry: dict[str, Any]) -> None:
-        """Whether a layer may use the cache.
+        """Check that a layer may use the cache.
 
         Raises:
-            ValueError: it holds tokens of another layer, or those of another geometry.
+            ValueError: the cache holds tokens of another layer or of another geometry.
         """
-        if self._is_of(layer, geometry) or not any(self.lengths):
+        if self._is_bound_to(layer, geometry) or not any(self.lengths):
             return
         for name in (*self._geometry, *geometry) if self._geometry else ():
             held, got = (g.get(name) for g in (self._geometry, geometry))
@@ -170,41 +173,49 @@ class KVCache(Rows):
         every: int = 1,
         saved: bool = False,
     ) -> dict[str, Tensor]:
-        """Write entries [b h n d], one for each `every` tokens, to their streams: `counts[row]` of
-        them from `starts[row]` on.
+        """Write entries [b h n d], each of `every` tokens, to their streams.
 
-        Returns each stream up to its last entry, zeros behind the end of a row: views of the
-        storage where all rows have one length and no gradients flow to the new entries. `saved`:
-        copies in any case, as autograd needs of what it saves while later calls write.
+        Sequence b writes its first `counts[b]` entries, from entry `starts[b]` of the stream on.
+        Returns each stream up to its last entry, with zeros past the end of each sequence. The
+        result is a view of the storage if all sequences have the same length and no gradients flow
+        to the new entries. `saved`: always return a copy, because autograd saves the result for the
+        backward and later calls overwrite the storage.
         """
-        check_full(self.max_length, starts, counts, every)
+        check_capacity(self.max_length, starts, counts, every)
         ends = [a + n for a, n in zip(starts, counts, strict=True)]
-        stores = self._hold(new, ends, every)
+        stores = self._allocate(new, ends, every)
         streams = {}
         for name, entries in new.items():
             self._write(stores[name], entries.detach(), starts, counts)
-            grows = torch.is_grad_enabled() and entries.requires_grad
-            held = self._read(stores[name], ends, saved and not grows)
-            streams[name] = differentiable(held, entries, starts, counts) if grows else held
+            needs_grad = torch.is_grad_enabled() and entries.requires_grad
+            stream = self._read(stores[name], ends, saved and not needs_grad)
+            if needs_grad:
+                stream = append_differentiably(stream, entries, starts, counts)
+            streams[name] = stream
         return streams
 
     def room(self, new: dict[str, Tensor], counts: list[int], every: int = 1) -> dict[str, Tensor]:
-        """Storage of streams with one entry for each `every` tokens, in which `counts[row]` more
-        tokens fit, for entries like `new` [b h n d] (any n): [b h capacity d]. Nothing is written.
+        """Allocate storage for `counts[b]` more tokens of each sequence, without writing to it.
+
+        Returns the storage [b h capacity d] of the streams named in `new`, for entries of `every`
+        tokens each that look like `new` [b h n d] (any n).
 
         Raises:
-            ValueError: a full cache, or entries that do not fit what it holds.
+            ValueError: a full cache, or entries that do not match the streams.
         """
         self._check_counts(counts)
         check_ints(1, every=every)
         starts = self.starts(len(counts))
-        check_full(self.max_length, starts, counts)
+        check_capacity(self.max_length, starts, counts)
         ends = [n // every for n in map(add, starts, counts)]
-        return self._hold(new, ends, every)
+        return self._allocate(new, ends, every)
 
     def ring(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-        """Storage of tails that keep `length` entries like `new` [b h n d] (any n), and `rollback`
-        more: [b h length+rollback d]. Nothing is written."""
+        """Allocate tails for the last `length + rollback` entries, without writing to them.
+
+        Returns the ring buffers [b h length+rollback d] of the tails named in `new`, for entries
+        that look like `new` [b h n d] (any n).
+        """
         size = length + self.rollback
         for name, entries in new.items():
             check_entries(self._tail, {name: entries}, self.batch or len(entries), self.device)
@@ -215,20 +226,19 @@ class KVCache(Rows):
                 )
         for name, entries in new.items():
             if name not in self._tail:
-                self._tail[name] = zeros(entries, len(entries), size)
+                self._tail[name] = allocate_zeros(entries, len(entries), size)
         return {name: self._tail[name] for name in new}
 
     def recent(self, name: str, length: int) -> Tensor:
-        """The last `length` entries of a tail, [b h length d]; zeros stand for those before the
-        first token."""
+        """The last `length` entries of a tail, [b h length d]; zeros before the first token."""
         tail = self._tail[name]
-        at = torch.tensor(self.lengths)[:, None] - length + torch.arange(length)
-        slots = (at % max(1, tail.shape[2])).to(tail.device)[:, None, :, None]
+        position = torch.tensor(self.lengths)[:, None] - length + torch.arange(length)
+        slots = (position % max(1, tail.shape[2])).to(tail.device)[:, None, :, None]
         entries = tail.gather(2, slots.expand(-1, tail.shape[1], -1, tail.shape[3]))
-        return entries.masked_fill((at < 0).to(tail.device)[:, None, :, None], 0)
+        return entries.masked_fill((position < 0).to(tail.device)[:, None, :, None], 0)
 
     def with_recent(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-        """New entries [b h n d] behind the last `length` entries of their tails."""
+        """The last `length` entries of the tails, followed by the new entries [b h n d]."""
         return {
             name: torch.cat((self.recent(name, length), t), dim=2)
             if name in self._tail
@@ -237,36 +247,40 @@ class KVCache(Rows):
         }
 
     def keep_recent(self, new: dict[str, Tensor], counts: list[int], length: int) -> None:
-        """Remember the last `length` entries [b h n d] of each row, and `rollback` more: the entry
-        of the token at position p lies in slot `p mod size`."""
+        """Write the last `length + rollback` entries [b h n d] of each sequence to the tails.
+
+        The token at position p goes to slot `p mod size`.
+        """
         tails = self.ring(new, length)
         size = length + self.rollback
         starts = self.starts(len(counts))
-        rows, places, at = places_of(starts, counts, [max(0, n - size) for n in counts])
+        first = [max(0, n - size) for n in counts]
+        sequence, position, source = slot_mapping(starts, counts, first)
+        slot = position % max(1, size)
         for name, entries in new.items():
-            put(tails[name], rows, places % max(1, size), entries.detach(), at)
+            write_slots(tails[name], sequence, slot, entries.detach(), source)
 
     @staticmethod
     def zero_padding(out: Tensor, counts: list[int]) -> Tensor:
-        """Zero the output [b n d] of tokens that a row did not take."""
+        """Zero the output [b n d] of padding, the tokens beyond `counts` of each sequence."""
         if all(n == out.shape[1] for n in counts):
             return out
         padding = torch.arange(out.shape[1]) >= torch.tensor(counts)[:, None]
         return out.masked_fill(padding.to(out.device)[..., None], 0.0)
 
-    # managing rows
+    # managing sequences
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
-        """Forget all but the first `lengths` tokens of every row (an int, or one for each row).
+        """Keep only the first `lengths` tokens of each sequence (an int, or one per sequence).
 
         Raises:
-            ValueError: more tokens than a row has, or fewer than `rollback` lets it go back to.
+            ValueError: more tokens than a sequence has, or fewer than `rollback` allows.
         """
-        several: Any = lengths
-        rows, one = len(self.lengths), as_int(lengths)
-        wanted = integers("lengths", several) if one is None else [one] * rows
-        if len(wanted) != rows:
-            raise ValueError(f"lengths must be one integer or {rows} of them, got {len(wanted)}")
+        per_sequence: Any = lengths
+        batch, one = len(self.lengths), as_int(lengths)
+        wanted = integers("lengths", per_sequence) if one is None else [one] * batch
+        if len(wanted) != batch:
+            raise ValueError(f"lengths must be one integer or {batch} of them, got {len(wanted)}")
         for row, new in enumerate(wanted):
             held, reached = self.lengths[row], self._reached[row]
             if not 0 <= new <= held:
@@ -279,42 +293,45 @@ class KVCache(Rows):
                 )
         self.lengths = wanted
         self._reached = [0 if n == 0 else r for n, r in zip(wanted, self._reached, strict=True)]
-        self._tell_lengths()
+        self._update_device_lengths()
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Forget all tokens of all rows, or of those listed, whose places new sequences can take;
-        the storage stays.
+        """Empty all sequences, or those in `rows`, so that new sequences can take their rows.
+
+        The storage stays allocated.
 
         Raises:
-            ValueError: a row that is not there.
+            ValueError: an index that is out of range.
         """
-        gone = range(len(self.lengths)) if rows is None else row_numbers(rows, len(self.lengths))
-        self.truncate([0 if row in gone else n for row, n in enumerate(self.lengths)])
+        batch = len(self.lengths)
+        emptied = range(batch) if rows is None else sequence_indices(rows, batch)
+        self.truncate([0 if row in emptied else n for row, n in enumerate(self.lengths)])
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
-        """Make row r a copy of the former row `rows[r]`, as beam search does; the number of rows
-        may change.
+        """Replace each sequence r by a copy of sequence `rows[r]`, as beam search does.
+
+        The batch size becomes `len(rows)`.
 
         Raises:
-            ValueError: a row that is not there.
+            ValueError: an index that is out of range.
         """
-        index = row_numbers(rows, len(self.lengths))
+        index = sequence_indices(rows, len(self.lengths))
         with torch.inference_mode(False), torch.no_grad():
             self._reorder_streams(index)
-            self._tail = {name: pick(t, index) for name, t in self._tail.items()}
+            self._tail = {name: select_sequences(t, index) for name, t in self._tail.items()}
             self.lengths = [self.lengths[r] for r in index]
             self._reached = [self._reached[r] for r in index]
             self.batch = len(index)
-            self._tell_lengths()
+            self._update_device_lengths()
 
     def to(self, device: torch.device | str) -> KVCache:
-        """Move the storage to a device; returns self."""
-        where = check_device("device", device)
-        self._apply(lambda t: t.to(where))
+        """Move the storage to a device, in place; returns self."""
+        target = check_device("device", device)
+        self._apply(lambda t: t.to(target))
         return self
 
     def clone(self) -> KVCache:
-        """A copy that shares nothing with this cache."""
+        """A copy that shares no storage with this cache."""
         other = copy.copy(self)
         other.lengths, other._reached = list(self.lengths), list(self._reached)
         other._apply(lambda t: t.clone())
@@ -346,34 +363,36 @@ class KVCache(Rows):
             self._tail = {name: fn(t) for name, t in self._tail.items()}
             self._known = {name: fn(t) for name, t in self._known.items()}
 
-    def _hold(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
-        """Storage of streams in which `ends[row]` entries like `new` fit."""
+    def _allocate(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
+        """Storage of the streams in `new`, grown to hold `ends[b]` entries of each sequence."""
         check_entries(self._streams, new, len(ends), self.device)
         for name, entries in new.items():
-            self._streams[name] = self._storage(name, entries, max(ends, default=0), every)
+            self._streams[name] = self._allocate_stream(name, entries, max(ends, default=0), every)
         return {name: self._streams[name] for name in new}
 
-    def _storage(self, name: str, like: Tensor, end: int, every: int) -> Tensor:
-        """The storage of one stream, grown to hold `end` entries a row."""
+    def _allocate_stream(self, name: str, like: Tensor, end: int, every: int) -> Tensor:
+        """Storage of one stream, grown to hold `end` entries per sequence."""
         store = self._streams.get(name)
         if store is not None and end <= store.shape[2]:
             return store
-        doubled = 1 << max(0, end - 1).bit_length()
-        size = doubled if self.max_length is None else self.max_length // every
-        grown = zeros(like, len(like), size)
+        power_of_2 = 1 << max(0, end - 1).bit_length()
+        size = power_of_2 if self.max_length is None else self.max_length // every
+        grown = allocate_zeros(like, len(like), size)
         if store is not None:
             grown[:, :, : store.shape[2]] = store
         return grown
 
     def _write(self, store: Tensor, new: Tensor, starts: list[int], counts: list[int]) -> None:
-        """Put `counts[row]` entries [b h n d] in their places from `starts[row]` on."""
-        fill(store, new, starts, counts)
+        """Write the first `counts[b]` entries [b h n d] from slot `starts[b]` on."""
+        write_entries(store, new, starts, counts)
 
     def _read(self, store: Tensor, ends: list[int], copied: bool) -> Tensor:
-        """A stream up to its last entry, [b h max(ends) d]; 0 behind the end of a row, where there
-        may be what it held before. A view where it can be, unless a copy is asked for."""
+        """A stream up to its last entry, [b h max(ends) d], with zeros past the end of a sequence.
+
+        The result is a view of the storage if possible, and a copy if `copied`.
+        """
         entries = store[:, :, : max(ends, default=0)]
-        return hide_behind(entries.clone() if copied else entries, ends)
+        return zero_past_end(entries.clone() if copied else entries, ends)
 
     def _reorder_streams(self, index: list[int]) -> None:
-        self._streams = {name: pick(t, index) for name, t in self._streams.items()}
+        self._streams = {name: select_sequences(t, index) for name, t in self._streams.items()}

@@ -1,11 +1,11 @@
-"""PagedKVCache: a KVCache whose rows share one pool of pages.
+"""PagedKVCache: a KVCache whose sequences allocate pages from one pool.
 
-    b  batch    h  KV heads    p  pages of a row    n  entries    d  width
+    b  sequences    h  KV heads    p  pages of a sequence    n  entries    d  head dimension
 
-A page holds `page_size` tokens of every token stream and `page_size // every` entries of a stream
-with one entry for each `every` tokens, so that one page table serves them all. The token at
-position t of row r lies in page `page_table[r, t // page_size]`, slot `t % page_size`; window w of
-`every` tokens in page `page_table[r, w * every // page_size]`, slot `w % (page_size // every)`.
+A page holds `page_size` tokens of every token stream, and `page_size // every` entries of a stream
+whose entries cover `every` tokens, so all streams use one page table. The token at position t of
+sequence b lies in page `page_table[b, t // page_size]`, slot `t % page_size`. Window w of `every`
+tokens lies in page `page_table[b, w * every // page_size]`, slot `w % (page_size // every)`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch import Tensor
 
 from ..blocks import ceil_div
 from ..checks.scalars import TOO_MANY, check_int, check_ints
-from .entries import hide_behind, places_of, zeros
 from .kv_cache import KVCache
+from .layout import allocate_zeros, slot_mapping, zero_past_end
 
 
 class PagedKVCache(KVCache):
-    """A KVCache in pages, which a row takes as it grows and gives back with the tokens that it
-    forgets (`truncate`, `reset`): memory follows the tokens held, not rows times `max_length`.
+    """A KVCache in pages. Memory follows the tokens held, not batch times `max_length`.
 
-    Storage of a stream is [num_pages h page_size//every d], made on first use; the tails stay per
-    row. Layers read and write it as they do a KVCache, through gathered copies of its streams.
-    Each row owns its pages: `reorder` moves those of a row to its first copy, and copies them for
-    the others. Entries of `page_table` behind a row's pages are 0 and mean nothing: a kernel writes
-    for the rows alone that take tokens, and reads below their lengths.
+    A sequence takes pages from the pool as it grows, and returns them when it is truncated or
+    reset. The storage of a stream is [num_pages h page_size//every d], allocated on first use; the
+    tails are stored per sequence. Layers read the streams as gathered copies. Sequences do not
+    share pages: after `reorder`, the first copy of a sequence owns its pages and the other copies
+    get new ones. Entries of `page_table` past a sequence's pages are 0; a kernel must neither read
+    nor write through them.
 
     Args:
-        page_size: tokens of a page, a multiple of the layer's selection_block_size and
+        page_size: tokens per page, a multiple of the layer's selection_block_size and
             compress_block_sliding_stride.
-        num_pages: pages of the pool.
-        batch: rows.
-        max_length: tokens a row may hold.
-        rollback: how many tokens back `truncate` reaches, as KVCache's.
+        num_pages: pages in the pool.
+        batch: number of sequences.
+        max_length: the most tokens of a sequence.
+        rollback: number of tokens that `truncate` can always remove; see KVCache.
 
     Raises:
         ValueError: a size that is not an integer of at least 1 (rollback: 0).
@@ -56,7 +56,7 @@ class PagedKVCache(KVCache):
         super().__init__(max_length, batch, rollback)
         self.page_size = page_size
         self.num_pages = num_pages
-        # of every row, and the free ones, the next to be taken last
+        # pages of each sequence, and the free pages; the last free page is allocated next
         self._pages: list[list[int]] = [[] for _ in range(batch)]
         self._free = list(range(num_pages))[::-1]
         self._width = ceil_div(max_length, page_size)
@@ -67,12 +67,12 @@ class PagedKVCache(KVCache):
 
     def check(self, batch: int, new: int, lengths: Sequence[int] | Tensor | None) -> list[int]:
         counts = super().check(batch, new, lengths)
-        self._missing([a + n for a, n in zip(self.lengths, counts, strict=True)])
+        self._pages_needed([a + n for a, n in zip(self.lengths, counts, strict=True)])
         return counts
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         super().truncate(lengths)
-        pages = [held[:n] for held, n in zip(self._pages, self._used(), strict=True)]
+        pages = [held[:n] for held, n in zip(self._pages, self._pages_used(), strict=True)]
         for kept, held in zip(pages, self._pages, strict=True):
             self._free += held[len(kept) :][::-1]
         self._assign(pages)
@@ -84,19 +84,23 @@ class PagedKVCache(KVCache):
 
     # pages
 
-    def _used(self) -> list[int]:
-        """Pages that the tokens of each row lie in."""
+    def _pages_used(self) -> list[int]:
+        """Number of pages that hold tokens, per sequence."""
         return [ceil_div(n, self.page_size) for n in self.lengths]
 
-    def _missing(self, lengths: list[int]) -> list[int]:
-        """Pages that each row has yet to take before it can hold so many tokens."""
+    def _pages_needed(self, lengths: list[int]) -> list[int]:
+        """Number of pages that each sequence must allocate to hold `lengths` tokens.
+
+        Raises:
+            ValueError: more pages than are free.
+        """
         sizes = map(len, self._pages)
-        missing = [-(-n // self.page_size) - size for n, size in zip(lengths, sizes, strict=True)]
-        if max(missing, default=0) <= 0:
-            return [0] * len(missing)
-        missing = [max(0, n) for n in missing]
-        self._check_free(sum(missing), len(self._free))
-        return missing
+        needed = [-(-n // self.page_size) - size for n, size in zip(lengths, sizes, strict=True)]
+        if max(needed, default=0) <= 0:
+            return [0] * len(needed)
+        needed = [max(0, n) for n in needed]
+        self._check_free(sum(needed), len(self._free))
+        return needed
 
     def _check_free(self, needed: int, free: int) -> None:
         if needed > free:
@@ -105,13 +109,13 @@ class PagedKVCache(KVCache):
             )
 
     def _assign(self, pages: list[list[int]]) -> None:
-        """Give each row these pages, and write to the page table what has changed in it."""
+        """Set the pages of each sequence, and update the changed entries of the page table."""
         changes = [
             (row, column, page)
-            for row, (now, before) in enumerate(zip(pages, self._pages, strict=True))
-            if now != before
-            for column, (page, old) in enumerate(zip_longest(now, before, fillvalue=0))
-            if page != old
+            for row, (new, old) in enumerate(zip(pages, self._pages, strict=True))
+            if new != old
+            for column, (page, old_page) in enumerate(zip_longest(new, old, fillvalue=0))
+            if page != old_page
         ]
         self._pages = pages
         if changes:
@@ -119,35 +123,35 @@ class PagedKVCache(KVCache):
             rows, columns, numbers = torch.tensor(changes).T.to(table.device, non_blocking=True)
             table[rows, columns] = numbers.to(table.dtype)
 
-    def _new_table(self, rows: int, device: torch.device) -> None:
+    def _allocate_page_table(self, batch: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._known["page_table"] = torch.zeros(
-                rows, self._width, dtype=torch.int32, device=device
+                batch, self._width, dtype=torch.int32, device=device
             )
 
     # storage
 
-    def _hold(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
-        missing = self._missing([end * every for end in ends])
-        stores = super()._hold(new, ends, every)
+    def _allocate(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
+        needed = self._pages_needed([end * every for end in ends])
+        stores = super()._allocate(new, ends, every)
         if "page_table" not in self._known:
-            self._new_table(len(ends), next(iter(new.values())).device)
-        if any(missing):
+            self._allocate_page_table(len(ends), next(iter(new.values())).device)
+        if any(needed):
             self._assign(
                 [
                     pages + [self._free.pop() for _ in range(n)] if n else pages
-                    for pages, n in zip(self._pages, missing, strict=True)
+                    for pages, n in zip(self._pages, needed, strict=True)
                 ]
             )
         return stores
 
-    def _storage(self, name: str, like: Tensor, end: int, every: int) -> Tensor:
+    def _allocate_stream(self, name: str, like: Tensor, end: int, every: int) -> Tensor:
         slots, odd = divmod(self.page_size, every)
         if odd:
             raise ValueError(f"page_size must be a multiple of every={every}, got {self.page_size}")
         store = self._streams.get(name)
         if store is None:
-            return zeros(like, self.num_pages, slots)
+            return allocate_zeros(like, self.num_pages, slots)
         if store.shape[2] != slots:
             raise ValueError(
                 f"cache holds {store.shape[2]} entries of {name} a page, not {slots}: is it "
@@ -156,54 +160,56 @@ class PagedKVCache(KVCache):
         return store
 
     def _write(self, store: Tensor, new: Tensor, starts: list[int], counts: list[int]) -> None:
-        rows, places, at = (
-            t.to(store.device, non_blocking=True) for t in places_of(starts, counts)
+        sequence, position, source = (
+            t.to(store.device, non_blocking=True) for t in slot_mapping(starts, counts)
         )
         slots = store.shape[2]
-        pages = self._known["page_table"][rows, places // slots]
-        store[pages, :, places % slots] = new[rows, :, at]
+        pages = self._known["page_table"][sequence, position // slots]
+        store[pages, :, position % slots] = new[sequence, :, source]
 
     def _read(self, store: Tensor, ends: list[int], copied: bool) -> Tensor:
-        """A stream up to its last entry, [b h max(ends) d], gathered; 0 behind the end of a row,
-        where a page may hold what another row left."""
+        """A gathered copy of a stream up to its last entry, [b h max(ends) d].
+
+        Past the end of a sequence it is zero: the pages may hold entries of an earlier owner.
+        """
         end = max(ends, default=0)
         pages = self._known["page_table"][:, : ceil_div(end, store.shape[2])]
         # [b p h slots d] -> [b h n d]
-        return hide_behind(store[pages].transpose(1, 2).flatten(2, 3)[:, :, :end], ends)
+        return zero_past_end(store[pages].transpose(1, 2).flatten(2, 3)[:, :, :end], ends)
 
     def _reorder_streams(self, index: list[int]) -> None:
-        used = [held[:n] for held, n in zip(self._pages, self._used(), strict=True)]
-        # the first copy of a row takes over its pages
-        heirs = {source: row for row, source in reversed(list(enumerate(index)))}
+        used = [held[:n] for held, n in zip(self._pages, self._pages_used(), strict=True)]
+        # the first copy of a sequence takes over its pages
+        owners = {source: row for row, source in reversed(list(enumerate(index)))}
         free = self._free.copy()
         for row, held in enumerate(self._pages):
-            free += (held[len(used[row]) :] if row in heirs else held)[::-1]
-        copies = [source for row, source in enumerate(index) if heirs[source] != row]
+            free += (held[len(used[row]) :] if row in owners else held)[::-1]
+        copies = [source for row, source in enumerate(index) if owners[source] != row]
         self._check_free(sum(len(used[source]) for source in copies), len(free))
 
-        moved: list[tuple[int, int]] = []
+        copied: list[tuple[int, int]] = []
         pages: list[list[int]] = []
         for row, source in enumerate(index):
             own = used[source]
-            if heirs[source] != row:
+            if owners[source] != row:
                 own = [free.pop() for _ in own]
-                moved += zip(own, used[source], strict=True)
+                copied += zip(own, used[source], strict=True)
             pages.append(own)
         self._free = free
-        self._copy_pages(moved)
+        self._copy_pages(copied)
         if len(index) != len(self._pages):
             self._pages = [[] for _ in index]
             if self.page_table is not None:
-                self._new_table(len(index), self.page_table.device)
+                self._allocate_page_table(len(index), self.page_table.device)
         self._assign(pages)
 
-    def _copy_pages(self, moved: list[tuple[int, int]]) -> None:
-        """Page a of every stream becomes a copy of page b, for each (a, b)."""
-        if not moved:
+    def _copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy page b of every stream to page a, for each pair (a, b)."""
+        if not pairs:
             return
         for store in self._streams.values():
-            to, of = torch.tensor(moved).T.to(store.device, non_blocking=True)
-            store[to] = store[of]
+            target, source = torch.tensor(pairs).T.to(store.device, non_blocking=True)
+            store[target] = store[source]
 
 
 def new_cache(
@@ -213,7 +219,7 @@ def new_cache(
     page_size: int | None,
     num_pages: int | None,
 ) -> KVCache:
-    """A PagedKVCache where `page_size` is given, which then needs the other sizes too."""
+    """A PagedKVCache if `page_size` or `num_pages` is given, else a KVCache."""
     if page_size is None and num_pages is None:
         return KVCache(max_length, batch, rollback)
     sizes: dict[str, Any] = dict(

@@ -1,4 +1,4 @@
-"""Rows of a cache, b of them: how many tokens each holds, on the host and on the device."""
+"""Lengths of the sequences in a KV cache, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ import torch
 from torch import Tensor
 
 from ..checks.scalars import check_device
-from .entries import first_device
+from .layout import first_device
 
 
-class Rows:
-    """Lengths of the rows of a cache.
+class Sequences:
+    """Lengths of the b sequences of a KV cache.
 
-    The host counts the tokens that it appends. In a compiled step the device alone counts, and
-    `lengths` asks it for them when next read.
+    The host counts the tokens that it appends. In a compiled step only the device counts; the host
+    reads its lengths the next time `lengths` is accessed.
 
     Attributes:
-        batch: rows, None before the first call where none were asked for.
-        counts_itself: whether the device counted the tokens that came last by kernels.
+        batch: number of sequences; None before the first call, if it was not given.
+        counts_itself: whether kernels appended the last tokens and updated the lengths on the
+            device themselves.
     """
 
+    # These names are in users' pickles of caches: they must not change.
     def __init__(self, batch: int | None):
         self.batch = batch
         self._lengths: list[int] = [] if batch is None else [0] * batch
-        self._reached = list(self._lengths)  # most tokens that a row has ever held
-        self._known: dict[str, Tensor] = {}  # the device's copy: "lengths", "page_table"
-        self._is_asked = False  # whether somebody has asked for the device's lengths
+        self._reached = list(self._lengths)  # the maximal length of each sequence so far
+        self._known: dict[str, Tensor] = {}  # on the device: "lengths", "page_table", "workspace"
+        self._is_asked = False  # whether `lengths_on` has been called
         self._is_behind = False  # whether the device has counted tokens that the host has not
         self.counts_itself = False
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that each row holds; [] before there are rows."""
+        """Tokens of each sequence; [] while the batch size is unknown."""
         if self._is_behind:
             self._is_behind = False
             self._lengths = self._known["lengths"].tolist()
@@ -46,12 +48,12 @@ class Rows:
         self._lengths = lengths
 
     def __len__(self) -> int:
-        """Tokens in the longest row."""
+        """Tokens of the longest sequence."""
         return max(self.lengths, default=0)
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a compiled step may leave it to the device to count."""
+        """Whether a compiled step may count on the device only."""
         return False
 
     @property
@@ -60,20 +62,22 @@ class Rows:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all rows have one length."""
+        """Whether all sequences have the same length."""
         return len(set(self.lengths)) <= 1
 
     @property
     def page_table(self) -> Tensor | None:
-        """Where the pages of each row lie; None where there are none."""
+        """Page indices of each sequence, int32 [b, pages]; None for a cache without pages."""
         return self._known.get("page_table")
 
     def lengths_on(self, device: torch.device | str) -> Tensor:
-        """The rows' lengths on a device, int32 [b]: one tensor while the number of rows stays,
-        which follows `lengths` through all but `count`.
+        """Lengths of the sequences on a device, int32 [b].
+
+        The tensor stays the same while the batch size does not change. Every method but `count`
+        keeps it up to date with `lengths`.
 
         Raises:
-            ValueError: a cache on another device, or one that has no rows yet.
+            ValueError: the cache is on another device, or its batch size is unknown.
         """
         if self.batch is None:
             raise ValueError("cache has no rows yet, and no lengths: construct it with batch=...")
@@ -82,9 +86,9 @@ class Rows:
         if wanted.type != held.type or wanted.index not in (None, held.index):
             raise ValueError(f"cache is on {held}, got {wanted} for its lengths")
         self._is_asked = True
-        return self._lengths_there(held)
+        return self._device_lengths(held)
 
-    def _lengths_there(self, device: torch.device) -> Tensor:
+    def _device_lengths(self, device: torch.device) -> Tensor:
         if "lengths" not in self._known:
             with torch.inference_mode(False):
                 lengths = torch.tensor(self.lengths, dtype=torch.int32)
@@ -92,29 +96,35 @@ class Rows:
         return self._known["lengths"]
 
     def workspace(self, device: torch.device | str, *size: int) -> Tensor:
-        """int32 zeros [b, *size] on a device, for kernels that leave them so: one tensor while the
-        number of rows stays."""
-        rows = self.lengths_on(device)
+        """int32 zeros [b, *size] on a device, for kernels that reset what they write to zero.
+
+        The tensor stays the same while the batch size does not change.
+        """
+        lengths = self.lengths_on(device)
         held = self._known.get("workspace")
-        if held is None or held.shape != (len(rows), *size):
+        if held is None or held.shape != (len(lengths), *size):
             with torch.inference_mode(False):
-                held = self._known["workspace"] = rows.new_zeros(len(rows), *size)
+                held = self._known["workspace"] = lengths.new_zeros(len(lengths), *size)
         return held
 
     def positions(self, device: torch.device, counts: list[int], new: int) -> int | Tensor:
-        """Where each row goes on: an int where all rows have one length and the longest takes all
-        `new` tokens, else a tensor [b]."""
+        """Position of the first new token of each sequence, [b].
+
+        An int if all sequences have the same length and at least one takes all `new` tokens.
+        """
         if counts and max(counts) == new and self.is_uniform:
             return len(self)
         return torch.tensor(self.starts(len(counts)), dtype=torch.long, device=device)
 
     def starts(self, batch: int) -> list[int]:
-        """Tokens that each row holds, also before the first call."""
+        """Tokens of each of `batch` sequences; zeros before the first call."""
         return self.lengths or [0] * batch
 
     def count(self, counts: list[int]) -> None:
-        """Count the tokens appended, on the host alone: whoever appended them adds `counts` to the
-        tensor of `lengths_on` himself."""
+        """Count appended tokens on the host only.
+
+        The caller adds `counts` to the tensor of `lengths_on`.
+        """
         self._check_counts(counts)
         self.counts_itself = True
         self.lengths = list(map(add, self.starts(len(counts)), counts))
@@ -122,20 +132,20 @@ class Rows:
         self._reached = list(map(max, self._reached or counts, self.lengths))
 
     def advance(self, counts: list[int]) -> None:
-        """Count the tokens appended."""
+        """Count appended tokens on the host and on the device."""
         self.count(counts)
         self.counts_itself = False
-        self._tell_lengths()
+        self._update_device_lengths()
 
     def is_counted_by(self, batch: int) -> None:
-        """The device alone has counted tokens of so many rows."""
+        """Note that the device has counted tokens of `batch` sequences and the host has not."""
         self.batch, self._is_behind, self.counts_itself = batch, True, False
 
-    def _tell_lengths(self) -> None:
-        """Bring the device's copy of `lengths` up to date."""
+    def _update_device_lengths(self) -> None:
+        """Copy `lengths` to the device's tensor, if there is one or a compiled step may need it."""
         held = self._known.get("lengths")
         if held is None and self.is_fixed and self.device is not None:
-            held = self._lengths_there(self.device)
+            held = self._device_lengths(self.device)
         if held is None:
             return
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
@@ -145,6 +155,6 @@ class Rows:
             self._known["lengths"] = lengths.to(held.device)
 
     def _check_counts(self, counts: list[int]) -> None:
-        rows = len(counts) if self.batch is None else self.batch
-        if len(counts) != rows or min(counts, default=0) < 0:
-            raise ValueError(f"counts must be {rows} integers of at least 0, got {counts}")
+        batch = len(counts) if self.batch is None else self.batch
+        if len(counts) != batch or min(counts, default=0) < 0:
+            raise ValueError(f"counts must be {batch} integers of at least 0, got {counts}")
