@@ -1,4 +1,4 @@
-"""One token after the other: which to take of a model's logits, and steps as CUDA graphs."""
+"""Autoregressive generation: sampling from logits, and decode steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .cache.layout import integers
 from .cache.kv_cache import KVCache
+from .cache.layout import integers
 from .checks.scalars import LEAST_NORMAL, as_float, as_int, check_finite, check_int, shown
 
 
@@ -25,29 +25,30 @@ def check_sampling(
     top_k: Any,
     device: torch.device,
 ) -> tuple[Any, ...]:
-    """What `sample_token` takes beside the logits."""
-    heat = check_finite("temperature", temperature)
-    if 0.0 < heat < LEAST_NORMAL:
+    """Validate the arguments that `sample_token` takes besides the logits, in its order."""
+    checked_temperature = check_finite("temperature", temperature)
+    if 0.0 < checked_temperature < LEAST_NORMAL:
         raise ValueError(
             f"temperature must be 0 or less, or at least {LEAST_NORMAL:.2g}, got {temperature!r}"
         )
-    part = as_float(filter_thres)
-    if not 0.0 <= part < 1.0:
+    threshold = as_float(filter_thres)
+    if not 0.0 <= threshold < 1.0:
         raise ValueError(f"filter_thres must be in [0, 1), got {shown(filter_thres)}")
-    held = None if top_p is None else as_float(top_p)
-    if held is not None and not 0.0 < held <= 1.0:
+    nucleus = None if top_p is None else as_float(top_p)
+    if nucleus is not None and not 0.0 < nucleus <= 1.0:
         raise ValueError(f"top_p must be in (0, 1], got {shown(top_p)}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(f"generator must be a torch.Generator or None, got {shown(generator)}")
     if generator is not None and generator.device.type != device.type:
         raise ValueError(f"generator must be on {device} as prompt is, got {generator.device}")
-    # less than any probability of float32 is as good as the least
-    held = None if held is None else max(held, LEAST_NORMAL)
-    return heat, part, held, generator, None if top_k is None else check_int("top_k", top_k, 1)
+    # any smaller top_p keeps the same single token
+    nucleus = None if nucleus is None else max(nucleus, LEAST_NORMAL)
+    checked_top_k = None if top_k is None else check_int("top_k", top_k, 1)
+    return checked_temperature, threshold, nucleus, generator, checked_top_k
 
 
 def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list[int]:
-    """Tokens of each row of a prompt [b, n], padded on the right."""
+    """Length of each prompt of a batch [b, n], padded on the right."""
     if prompt.numel() == 0:
         raise ValueError(
             f"prompt must have shape [b, n] with at least one token, got {list(prompt.shape)}"
@@ -64,7 +65,7 @@ def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list
 
 
 def check_stop(tokens: Any, num_tokens: int) -> list[int]:
-    """Ids of the vocabulary: None, one, or several."""
+    """Stop tokens, given as None, one token id or several, as a list of ids."""
     if tokens is None:
         return []
     one = as_int(tokens)
@@ -96,16 +97,16 @@ def sample_token(
     generator: torch.Generator | None,
     top_k: int | None = None,
 ) -> Tensor:
-    """One token [b] from logits [b t]."""
+    """Sample one token per sequence, [b], from logits [b vocabulary]."""
     if temperature <= 0.0:
         return logits.argmax(dim=-1)
     count = max(1, ceil((1.0 - filter_thres) * logits.shape[-1]))
     count = count if top_k is None else min(count, top_k)
     values, tokens = logits.float().topk(count, dim=-1)
-    # differences to the largest, which stay finite at any temperature
+    # subtract the maximum before the division: the result is finite at any temperature
     probs = ((values - values[:, :1]) / temperature).softmax(dim=-1)
     if top_p is not None:
-        # drop a token where those before it already hold top_p
+        # drop a token if the more probable ones already have a total of top_p
         probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
     choice = probs.multinomial(1, generator=generator)
     return tokens.gather(-1, choice)[:, 0]
@@ -113,8 +114,10 @@ def sample_token(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in training mode without dropout, and then each module as it was: parts of it may be
-    kept in eval mode. Modules with a `train` of their own, which may do more, are told by it."""
+    """Put a model into eval mode, and afterwards each module back into its own mode.
+
+    A module that overrides `train` is switched by that method, which may do more than set the flag.
+    """
     if not model.training:
         yield
         return
@@ -124,7 +127,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train()
-        # parents come before their parts, whose modes `train` changes too
+        # parents come first: their `train` also changes the modes of their children
         for module, mode in modes:
             if module.training != mode:
                 module.train(mode)
@@ -133,16 +136,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.training = mode
 
 
-class GraphedSteps:
-    """`forward(ids, weights={})`, ids [b n], over a model's caches, one a layer and all of one
-    length, whose rows each take n more tokens; replayed as a CUDA graph where the device counts the
-    rows' lengths by itself. `weights` stand in for the model's own.
+class GraphedDecoding:
+    """Decode steps `forward(ids, weights={})`, ids [b n], that are replayed as CUDA graphs.
 
-    Two graphs: of steps that complete a window of some row, and of those that do not. The first
-    step of each kind runs as it is, and so do all where there is nothing to capture: on another
-    device, and where a layer's call was none of `decoding.step`.
+    `caches` holds one KV cache per layer, all of the same lengths; a step appends n tokens to each
+    sequence. `weights` replace the model's own. `d` is the stride of the compression windows.
 
-    `d`: tokens from one window to the next.
+    There are two graphs: one for steps that complete a compression window of some sequence, and one
+    for all others. The first step of each kind runs uncaptured. A step is captured only on a GPU,
+    if the kernels update the sequence lengths on the device (`decoding.step`) in every layer.
     """
 
     def __init__(
@@ -154,46 +156,47 @@ class GraphedSteps:
     ):
         self.forward, self.caches, self.d, self.model = forward, caches, d, model
         self.weights: dict[str, Tensor] = {}
-        self.seen: set[bool] = set()
+        self.warmed_up: set[bool] = set()
         self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.ids: Tensor | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """The step's result: the graph's own, which the next step writes over."""
-        counts = [ids.shape[1]] * len(ids)
+        """The step's output. A graph's output is overwritten by its next replay."""
+        new = ids.shape[1]
+        counts = [new] * len(ids)
         lengths = self.caches[0].lengths
-        kind = any((held + ids.shape[1]) // self.d > held // self.d for held in lengths)
-        if kind not in self.seen or not self.can_capture(ids):
-            self.seen.add(kind)
+        completes_window = any((n + new) // self.d > n // self.d for n in lengths)
+        if completes_window not in self.warmed_up or not self.can_capture(ids):
+            self.warmed_up.add(completes_window)
             return self.forward(ids)
-        self.caches[0].check(len(ids), ids.shape[1], None)
+        self.caches[0].check(len(ids), new, None)
         for cache in self.caches:
             if cache.page_size is not None:
                 cache.room({}, counts)
         if self.ids is None:
             self.ids = ids.clone()
         self.ids.copy_(ids)
-        if kind not in self.graphs:
-            self.graphs[kind] = self.capture(self.ids)
+        if completes_window not in self.graphs:
+            self.graphs[completes_window] = self.capture(self.ids)
         else:
             for cache in self.caches:
                 cache.count(counts)
-        graph, out = self.graphs[kind]
+        graph, out = self.graphs[completes_window]
         graph.replay()
         return out
 
     def can_capture(self, ids: Tensor) -> bool:
-        fixed = self.ids is None or self.ids.shape == ids.shape
-        static = all(c.max_length is not None and c.counts_itself for c in self.caches)
-        return ids.is_cuda and fixed and static
+        same_shape = self.ids is None or self.ids.shape == ids.shape
+        is_static = all(c.max_length is not None and c.counts_itself for c in self.caches)
+        return ids.is_cuda and same_shape and is_static
 
     def capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Of one step, which the host counts here and the first replay does."""
+        """Capture one step. The host counts its tokens now, the device at the first replay."""
         with torch.cuda.device_of(ids):
             return self.captured(ids)
 
     def captured(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # torch's own stream is one for all GPUs, on that which captured first
+        # torch's default capture stream is on the GPU that captured first, whichever that is
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         if not torch.is_autocast_enabled("cuda"):
             with torch.cuda.graph(graph, stream=stream):
@@ -208,8 +211,11 @@ class GraphedSteps:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What autocast makes of the weights of linear layers, by name. A CUDA graph needs copies that
-    last as it does: autocast's own are gone when its context ends."""
+    """The float32 weights of linear layers in `dtype`, by name, as autocast casts them.
+
+    A CUDA graph needs copies that live as long as the graph; autocast frees its own copies when its
+    context ends.
+    """
     return {
         f"{name}.{key}": weight.to(dtype)
         for name, module in model.named_modules()
@@ -223,44 +229,53 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 def generate(
     model: Any,
     prompt: Tensor,
-    held: list[int],
+    prompt_lengths: list[int],
     steps: int,
-    rule: tuple[Any, ...],
+    sampling: tuple[Any, ...],
     use_cache_kv: bool,
     stop: list[int],
 ) -> Iterator[Tensor]:
-    """Tokens [b], so many `steps`, after prompts [b n] of which the first `held` tokens are real;
-    `rule` is what `sample_token` takes beside the logits."""
-    after = cached_logits(model, prompt, held, steps) if use_cache_kv else None
-    text, place = prompt, torch.tensor(held, device=prompt.device)
-    rows = torch.arange(len(prompt), device=prompt.device)
+    """Yield up to `steps` tokens [b] after prompts [b n].
+
+    The first `prompt_lengths` tokens of each prompt are real. `sampling` holds the arguments of
+    `sample_token` besides the logits.
+    """
+    next_logits = None
+    if use_cache_kv:
+        next_logits = cached_logits(model, prompt, prompt_lengths, steps)
+    text, ends = prompt, torch.tensor(prompt_lengths, device=prompt.device)
+    batch = torch.arange(len(prompt), device=prompt.device)
     done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     token = None
     for _ in range(steps):
-        if after is None:
+        if next_logits is None:
             with evaluating(model):
-                logits = model(text, disable_flex=True)[rows, place - 1]
+                logits = model(text, disable_flex=True)[batch, ends - 1]
         else:
-            logits = after(token)
-        new = sample_token(logits, *rule)
-        # a text that has ended goes on with the token that ended it
+            logits = next_logits(token)
+        new = sample_token(logits, *sampling)
+        # a finished sequence repeats its stop token
         token = new if token is None else torch.where(done, token, new)
         yield token
         if stop:
             done |= (token[:, None] == token.new_tensor(stop)).any(1)
             if done.all():
                 return
-        if after is None:
+        if next_logits is None:
             text = F.pad(text, (0, 1))
-            text[rows, place] = token
-            place = place + 1
+            text[batch, ends] = token
+            ends = ends + 1
 
 
 def cached_logits(
-    model: Any, prompt: Tensor, held: list[int], steps: int
+    model: Any, prompt: Tensor, prompt_lengths: list[int], steps: int
 ) -> Callable[[Tensor | None], Tensor]:
-    """A function that gives logits [b t] after the prompt, and then after each token [b]."""
-    cache = model.new_cache(max_length=max(1, max(held, default=1) + steps), batch=len(prompt))
+    """A function that returns the logits [b vocabulary] of the next token, using a KV cache.
+
+    The first call takes None and processes the prompt; later calls take the last token [b].
+    """
+    max_length = max(1, max(prompt_lengths, default=1) + steps)
+    cache = model.new_cache(max_length=max_length, batch=len(prompt))
     d = getattr(model.layers[0][0], "compress_block_sliding_stride", 1)
 
     def forward(
@@ -272,14 +287,15 @@ def cached_logits(
         with evaluating(model):
             return functional_call(model, weights or {}, (ids,), call, tie_weights=False)
 
-    graphed = GraphedSteps(forward, cache, d, model)
-    lengths = held if min(held, default=0) < prompt.shape[1] else None
+    decode = GraphedDecoding(forward, cache, d, model)
+    is_padded = min(prompt_lengths, default=0) < prompt.shape[1]
+    lengths = prompt_lengths if is_padded else None
 
-    def after(token: Tensor | None) -> Tensor:
+    def next_logits(token: Tensor | None) -> Tensor:
         if token is not None:
-            return graphed(token[:, None])[:, -1]
+            return decode(token[:, None])[:, -1]
         logits = forward(prompt, lengths)
-        last = torch.tensor(held, device=prompt.device) - 1
+        last = torch.tensor(prompt_lengths, device=prompt.device) - 1
         return logits[torch.arange(len(prompt), device=prompt.device), last]
 
-    return after
+    return next_logits
