@@ -256,7 +256,7 @@ def step(
     for names in [("k", "v"), ("window_k", "window_v")][: len(tokens) // 2]:
         cache_writes.append(pick(tokens, names), pick(stores, names), held, n, **where)
     cache_writes.append(
-        pick(raw, ("k", "v")), pick(rings, ("k", "v")), held, n, counts=new, ring=True
+        pick(raw, ("k", "v")), pick(rings, ("k", "v")), held, n, counts=new, tail=True
     )
     if completes_window(cache.starts(b), counts, d):
         windows = cache_writes.recent(pick(rings, ("k", "v")), held, n, l, d)

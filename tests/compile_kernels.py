@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import rotary
 from native_sparse_attention.kernels.common import launch, limits, sm90
-from native_sparse_attention.kernels.decode import kv_cache, persistent_launch, read_all_launch
+from native_sparse_attention.kernels.decode import kv_cache, persistent, read_all
 from native_sparse_attention.kernels.decode.call import Call, Settings
 from native_sparse_attention.ops.call import Call as LayerCall
 from native_sparse_attention.ops.triton import backend as triton_backend
@@ -193,7 +193,7 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     shapes += [(pages, n // d, K, D), (pages, n // d, K, E), (B, T, H, 3)]
     table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
     lengths = torch.zeros(B, dtype=torch.int32)
-    where = kv_cache.Step(lengths, lengths.long() if counted else None, table, page)
+    where = kv_cache.CacheMetadata(lengths, lengths.long() if counted else None, table, page)
     at = dict(
         l=32, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
         num_local=2, stride=1, shared=True, scale=0.1, soft_cap=None,
@@ -204,9 +204,9 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     counters = torch.zeros(B, K, 8, dtype=torch.int32)
     tensors = list(tensors)
     call = Call(*tensors, None, None, None, ring, None, counters, where)
-    blocks = read_all_launch.BLOCKS
-    for read_all_launch.BLOCKS in (0, blocks):
-        persistent_launch.attend(call, at)
+    blocks = read_all.MAX_BLOCKS
+    for read_all.MAX_BLOCKS in (0, blocks):
+        persistent.decode(call, at)
 
 
 def rotate(dtype, heads, tokens=64, starts=None):

@@ -133,12 +133,12 @@ def test_kernels(case):
 def test_kernels_one_after_the_other(case, monkeypatch):
     """As where there is much to read: blocks are selected before they are read. Several programs
     rank those of a token, each some of them, against all in several passes."""
-    from native_sparse_attention.kernels.decode import persistent_launch, read_all_launch
+    from native_sparse_attention.kernels.decode import persistent, read_all
 
-    monkeypatch.setattr(read_all_launch, "BLOCKS", 0)
-    monkeypatch.setattr(persistent_launch, "RANKED", (4, 64))
-    monkeypatch.setattr(persistent_launch, "COMPARED", 8)
-    monkeypatch.setattr(persistent_launch, "ASKED", 2)
+    monkeypatch.setattr(read_all, "MAX_BLOCKS", 0)
+    monkeypatch.setattr(persistent, "RANK_SPLIT_BLOCKS", (4, 64))
+    monkeypatch.setattr(persistent, "RANK_COMPARED", 8)
+    monkeypatch.setattr(persistent, "RANK_SPLIT_CHUNKS", 2)
     assert_right(torch.float32, **CASES[case])
 
 
@@ -150,20 +150,20 @@ IN_LISTS = ["own rankings, probs", "pages", "d > s", "a long list", "forced bloc
 @pytest.mark.parametrize("case", CASES if CUDA else IN_LISTS)
 def test_no_room_for_all_programs(case, monkeypatch):
     """Then one program ranks for a token, and nobody does anything for nothing."""
-    from native_sparse_attention.kernels.decode import persistent_launch, read_all_launch
+    from native_sparse_attention.kernels.decode import persistent, read_all
 
-    monkeypatch.setattr(read_all_launch, "BLOCKS", 0)
-    monkeypatch.setattr(persistent_launch, "ROOM", 0)
-    monkeypatch.setattr(persistent_launch, "ROOM_TO_RANK", 0)
+    monkeypatch.setattr(read_all, "MAX_BLOCKS", 0)
+    monkeypatch.setattr(persistent, "MAX_RESIDENT", 0)
+    monkeypatch.setattr(persistent, "MAX_RESIDENT_RANKING", 0)
     assert_right(torch.float32, **CASES[case])
 
 
 @kernels
 @pytest.mark.parametrize("case", ["plain", "pages", "short rows", "no local block"])
 def test_several_blocks_a_program_ahead(case, monkeypatch):
-    from native_sparse_attention.kernels.decode import read_all_launch
+    from native_sparse_attention.kernels.decode import read_all
 
-    monkeypatch.setattr(read_all_launch, "ITEMS", 8)
+    monkeypatch.setattr(read_all, "BLOCK_PROGRAMS", 8)
     assert_right(torch.float32, **CASES[case])
 
 
@@ -171,10 +171,10 @@ def test_several_blocks_a_program_ahead(case, monkeypatch):
 @pytest.mark.parametrize("changed", [{}, dict(window=True), dict(page=16, counts=(2, 1))], ids=str)
 def test_shares_of_several_blocks(changed, monkeypatch):
     """As where rows are many: few programs for each."""
-    from native_sparse_attention.kernels.decode import persistent_launch, read_all_launch
+    from native_sparse_attention.kernels.decode import persistent, read_all
 
-    monkeypatch.setattr(read_all_launch, "BLOCKS", 0)
-    monkeypatch.setattr(persistent_launch, "PROGRAMS", {"windows": 2, "blocks": 8})
+    monkeypatch.setattr(read_all, "MAX_BLOCKS", 0)
+    monkeypatch.setattr(persistent, "TARGET_PROGRAMS", {"windows": 2, "blocks": 8})
     forced = dict(num_initial_blocks=1, num_local_blocks=2, sliding_window_size=29)
     assert_right(torch.float32, **forced, **changed)
 

@@ -12,7 +12,7 @@ from tests.interpreter import not_of_3_4
 
 launch = pytest.importorskip("native_sparse_attention.kernels.common.launch")
 device = pytest.importorskip("native_sparse_attention.kernels.common.primitives")
-entries = pytest.importorskip("native_sparse_attention.kernels.decode.kv_cache")
+kv_cache = pytest.importorskip("native_sparse_attention.kernels.decode.kv_cache")
 rotary = pytest.importorskip("native_sparse_attention.kernels.rotary")
 tiles = pytest.importorskip("native_sparse_attention.kernels.common.tile_configs")
 sized = pytest.importorskip("native_sparse_attention.kernels.common.overrides").sized
@@ -134,10 +134,10 @@ def written(B, K):
     """New entries in their places, windows that they may complete, and heads that are turned."""
     draw = functools.partial(torch.randn, device=DEVICE)
     new, store, rings = ([draw(B, K, n, 16) for _ in range(2)] for n in (3, 9, 12))
-    step = entries.Step(torch.arange(B, device=DEVICE, dtype=torch.int32) % 5)
-    entries.append(tuple(new), tuple(store), step, 3)
+    step = kv_cache.CacheMetadata(torch.arange(B, device=DEVICE, dtype=torch.int32) % 5)
+    kv_cache.append(tuple(new), tuple(store), step, 3)
     turned = rotary.rotate(new, torch.ones(8, device=DEVICE), step.lengths, None, 0, 1.0)
-    return [*store, *turned, *entries.recent(tuple(rings), 3, 8, 4, step)]
+    return [*store, *turned, *kv_cache.recent(tuple(rings), 3, 8, 4, step)]
 
 
 @pytest.mark.kernels

@@ -198,9 +198,9 @@ DECODE = Arguments(
 )  # fmt: skip
 def by_kernels(at):
     """In Triton, as a torch operator."""
-    from ..kernels.decode import persistent_launch
+    from ..kernels.decode import persistent
     from ..kernels.decode.call import Call, Settings
-    from ..kernels.decode.kv_cache import Step
+    from ..kernels.decode.kv_cache import CacheMetadata
 
     config = at.config
     settings = Settings(
@@ -212,13 +212,13 @@ def by_kernels(at):
     )  # fmt: skip
     memory = None if at.mem_k is None or at.mem_v is None else (at.mem_k, at.mem_v)
     window = None if at.window_k is None or at.window_v is None else (at.window_k, at.window_v)
-    page = 0 if at.page_table is None else at.k.shape[1]
-    step = Step(at.lengths, at.counts, at.page_table, page)
+    page_size = 0 if at.page_table is None else at.k.shape[1]
+    metadata = CacheMetadata(at.lengths, at.counts, at.page_table, page_size)
     call = Call(
         at.q, at.k, at.v, at.ck, at.cv, at.branch_gates, at.cq, memory, window, at.ranking,
-        at.sinks, at.counters, step,
+        at.sinks, at.counters, metadata,
     )  # fmt: skip
-    return persistent_launch.attend(call, settings)
+    return persistent.decode(call, settings)
 
 
 refuse_vmap(by_kernels)

@@ -1,3 +1,6 @@
-"""A step of decoding over a cache's storage in one launch: parts (`branches.py`, `ranking.py`), the
-counters by which programs wait for one another (`grid_barrier.py`), and both forms: blocks read
-once they are ranked (`persistent.py`), or before, where they are few (`read_all.py`)."""
+"""Decode kernels: a few new tokens per sequence attend over a KV cache, in one kernel launch.
+
+`persistent.py` ranks the KV blocks first and reads the selected ones (`split_kv.py`: split-KV
+attention, `topn.py`: ranking, `grid_barrier.py`: waits between programs). `read_all.py` reads every
+block of a short cache while it ranks them. `kv_cache.py` writes new tokens to the cache.
+"""

@@ -1,5 +1,7 @@
-"""A step of decoding: its tensors, what it needs to know of the layer, and the arguments that its
-kernels have in common. Nothing here asks the device for a length."""
+"""The tensors and settings of a decode step, and the arguments that its kernels share.
+
+The host never reads a sequence length from the device.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..common import launch
-from .kv_cache import Step, widths
+from .kv_cache import CacheMetadata, head_dims
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the layer, as `ops.decode` names them."""
+    """Settings of the attention layer, as `ops.decode` names them."""
 
     l: int
     d: int
@@ -32,15 +34,18 @@ class Settings:
     soft_cap: float | None
 
     @property
-    def near_blocks(self) -> int:
-        """Blocks that a window may reach into."""
+    def window_blocks(self) -> int:
+        """The most KV blocks that a sliding window overlaps."""
         return (self.w + self.s - 1) // self.s + 1
 
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors of a step, as `ops.decode` names them; where their entries lie, and how many of
-    them are there, says `step`."""
+    """The tensors of a decode step, as `ops.decode` names them.
+
+    `metadata` has the sequence lengths and the page table. `ranking_tail` keeps the block indices
+    of the last tokens of each sequence, for a selection stride above 1.
+    """
 
     q: Tensor
     k: Tensor
@@ -51,10 +56,10 @@ class Call:
     cq: Tensor | None
     memory: tuple[Tensor, Tensor] | None
     window: tuple[Tensor, Tensor] | None
-    ranking: Tensor | None
+    ranking_tail: Tensor | None
     sinks: Tensor | None
     counters: Tensor
-    step: Step
+    metadata: CacheMetadata
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
@@ -63,26 +68,27 @@ class Call:
         return B, T, H, self.k.shape[2], D, self.v.shape[-1]
 
     @property
-    def tokens(self) -> int:
-        """That a row has room for."""
+    def max_tokens(self) -> int:
+        """Tokens that the storage of one sequence can hold."""
         return self.k.shape[1] * self.pages
 
     @property
-    def windows(self) -> int:
-        """That a row has room for."""
+    def max_windows(self) -> int:
+        """Compression windows that the storage of one sequence can hold."""
         return self.ck.shape[1] * self.pages
 
     @property
     def pages(self) -> int:
-        """Of a row; 1 where it lies by itself."""
-        return 1 if self.step.table is None else self.step.table.shape[1]
+        """Pages of one sequence; 1 without a page table."""
+        return 1 if self.metadata.page_table is None else self.metadata.page_table.shape[1]
 
     @property
-    def memories(self) -> int:
+    def memory_tokens(self) -> int:
+        """Learned memory keys and values per KV head."""
         return 0 if self.memory is None else self.memory[0].shape[1]
 
-    def arguments(self, at: Settings) -> dict[str, Any]:
-        """What both kernels take, but for what they write beside the output."""
+    def arguments(self, settings: Settings) -> dict[str, Any]:
+        """Arguments of both decode kernels: inputs, strides, sizes and settings."""
         H, K = self.q.shape[2], self.k.shape[2]
         cq = self.q if self.cq is None else self.cq
         mem_k, mem_v = self.memory or (self.ck, self.cv)
@@ -98,22 +104,26 @@ class Call:
             gates=self.gates, counters=self.counters,
             sinks=self.counters if self.sinks is None else self.sinks.float().contiguous(),
         )  # fmt: skip
+        is_paged = self.metadata.page_table is not None
         return dict(
-            **tensors, **strides, **self.step.arguments(), **widths(self.k, self.v),
-            **launch.cap(at.soft_cap), B=self.q.shape[0], T=self.q.shape[1], K=K, G=H // K,
-            W=self.windows, MEMORY=self.memories, scale_log2=at.scale * launch.LOG2_E,
-            WINDOW_PAGE=0 if self.step.table is None else self.step.page // at.d,
-            COUNTERS=self.counters.shape[2], l=at.l, d=at.d, s=at.s,
-            BLOCK_S=launch.padded(at.s), w=at.w, SLOTS=at.n, INITIAL=at.num_initial,
-            LOCAL=at.num_local, INTERPOLATED=at.interpolated, SINKS=self.sinks is not None,
+            **tensors, **strides, **self.metadata.arguments(), **head_dims(self.k, self.v),
+            **launch.cap(settings.soft_cap), B=self.q.shape[0], T=self.q.shape[1], K=K, G=H // K,
+            W=self.max_windows, MEMORY=self.memory_tokens,
+            scale_log2=settings.scale * launch.LOG2_E,
+            WINDOWS_PER_PAGE=self.metadata.page_size // settings.d if is_paged else 0,
+            COUNTERS=self.counters.shape[2], l=settings.l, d=settings.d, s=settings.s,
+            BLOCK_S=launch.padded(settings.s), w=settings.w, TOPN=settings.n,
+            INITIAL=settings.num_initial, LOCAL=settings.num_local,
+            INTERPOLATED=settings.interpolated, SINKS=self.sinks is not None,
         )  # fmt: skip
 
-    def empty(self) -> Tensor:
+    def allocate_output(self) -> Tensor:
+        """The step's output, [B T H E]."""
         B, T, H, _, _, E = self.sizes
         return self.q.new_empty(B, T, H, E)
 
-    def shares(self, number: int) -> tuple[Tensor, Tensor]:
-        """Places for so many shares of every row: outputs and log-sum-exps."""
+    def allocate_partials(self, splits: int) -> tuple[Tensor, Tensor]:
+        """Partial results of `splits` splits: outputs [splits B T H E] and their lse [.. H]."""
         B, T, H, _, _, E = self.sizes
-        parts = self.q.new_empty(number, B, T, H, E, dtype=torch.float32)
-        return parts, parts.new_empty(number, B, T, H)
+        partial_out = self.q.new_empty(splits, B, T, H, E, dtype=torch.float32)
+        return partial_out, partial_out.new_empty(splits, B, T, H)

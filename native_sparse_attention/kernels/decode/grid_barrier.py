@@ -1,7 +1,7 @@
-"""Programs of one launch that wait for others.
+"""Grid barriers: a program waits until other programs of the same launch have written their output.
 
-Those they wait for must have smaller numbers: a GPU begins programs in the order of their numbers,
-so these run, or have run, wherever it comes to waiting.
+A program waits only for programs with smaller ids. A GPU starts programs in the order of their ids,
+so the programs that it waits for are running or finished, and every wait ends.
 """
 
 import triton
@@ -9,25 +9,28 @@ import triton.language as tl
 
 
 @triton.jit
-def arrived(counter):
-    """One program more has written what it had to; how many had before."""
-    tl.debug_barrier()  # all its threads have
+def arrive(counter):
+    """Signal that this program has written its output; returns how many programs arrived before."""
+    tl.debug_barrier()  # all threads of this program have written
     return tl.atomic_add(counter, 1, sem="acq_rel")
 
 
 @triton.jit
-def first_turn(counter, programs, ROOM: tl.constexpr):
-    """Of the turns up to 1, in which a program does its work: 0 where it would wait now and the GPU
-    has ROOM. In turn 0 it does all that comes after the wait, of nothing: the instructions, which a
-    GPU reads from its memory, are there when it counts."""
-    turn = 1
-    if ROOM:
-        turn = (tl.atomic_add(counter, 0, sem="relaxed") >= programs).to(tl.int32)
-    return turn
+def first_phase(counter, programs, WARMUP: tl.constexpr):
+    """The phase in which a program starts: 1 (wait, then work) or 0 (warm up first).
+
+    A program warms up with WARMUP, if it would have to wait now. Phase 0 executes the code that
+    follows the wait with all loads and stores masked. This loads the instructions into the
+    instruction cache before the wait ends.
+    """
+    phase = 1
+    if WARMUP:
+        phase = (tl.atomic_add(counter, 0, sem="relaxed") >= programs).to(tl.int32)
+    return phase
 
 
 @triton.jit
 def wait(counter, programs):
-    """Until so many programs have arrived: what they wrote can be read."""
+    """Wait until `programs` programs have arrived at the counter. Their output is visible then."""
     while tl.atomic_add(counter, 0, sem="acquire") < programs:
         pass

@@ -1,8 +1,9 @@
-"""Where a cache's entries lie, and what a decoding step writes there.
+"""Addresses in a KV cache, and the kernels that write new tokens to it.
 
-A cache holds entries by row, or by page: entry n of row b is entry n % PAGE of page table[b, n //
-PAGE]. A ring holds the last ones, each in its place modulo the ring's size. Lengths are read on the
-device: nothing here asks it for one, and a step can be captured in a CUDA graph.
+A stream stores entries (one per token, or one per compression window) contiguously per sequence or
+in pages: entry n of sequence b lies in slot n % PAGE_SIZE of page page_table[b, n // PAGE_SIZE]. A
+tail keeps the last entries of a sequence in a ring buffer: entry n lies in slot n % TAIL_SIZE.
+Kernels read the sequence lengths on the device, so a decode step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,147 +21,170 @@ from ..common.primitives import grid_position, load_rows, store_rows
 
 
 @triton.jit
-def pages_of(n, b, table, t_b, PAGE: tl.constexpr):
-    """Where entries n of row b lie: their pages, or the row."""
-    if PAGE == 0:
+def load_page(n, b, page_table, t_b, PAGE_SIZE: tl.constexpr):
+    """The pages that hold entries n of sequence b; b itself without pages."""
+    if PAGE_SIZE == 0:
         page = b
     else:
-        page = tl.load(table + b * t_b + n // PAGE).to(tl.int64)
+        page = tl.load(page_table + b * t_b + n // PAGE_SIZE).to(tl.int64)
     return page
 
 
 @triton.jit
-def offsets(n, page, by_b, by_n, PAGE: tl.constexpr):
-    """Offsets in a cache of entries n of a row, which lie in these pages, or rows."""
-    if PAGE > 0:
-        n = n % PAGE
-    return page * by_b + n.to(tl.int64) * by_n
+def slot_offsets(n, page, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
+    """Offsets of entries n of a sequence, given their pages (or the sequence, without pages)."""
+    if PAGE_SIZE > 0:
+        n = n % PAGE_SIZE
+    return page * stride_page + n.to(tl.int64) * stride_slot
 
 
 @triton.jit
-def places(n, b, table, by_b, by_n, t_b, PAGE: tl.constexpr):
-    """Offsets of entries n of row b in a cache."""
-    return offsets(n, pages_of(n, b, table, t_b, PAGE), by_b, by_n, PAGE)
+def cache_offsets(n, b, page_table, stride_page, stride_slot, t_b, PAGE_SIZE: tl.constexpr):
+    """Offsets of entries n of sequence b in a stream."""
+    page = load_page(n, b, page_table, t_b, PAGE_SIZE)
+    return slot_offsets(n, page, stride_page, stride_slot, PAGE_SIZE)
 
 
 @triton.jit(do_not_specialize=["T"])
 def nsa_kv_cache_append(
-    x, y, x_store, y_store, lengths, counts, table, T, K, n_b, n_h, n_t, o_b, o_h, o_t, x_b, x_h,
-    x_n, y_b, y_h, y_n, t_b,
+    k, v, k_cache, v_cache, lengths, counts, page_table, T, K, k_b, k_h, k_n, v_b, v_h, v_n,
+    kc_b, kc_h, kc_n, vc_b, vc_h, vc_n, t_b,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    EVERY: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, COUNTED: tl.constexpr,
-    FLIPPED: tl.constexpr,
+    EVERY: tl.constexpr, TAIL_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one new entry of each of two streams, of a row and head, to its place; an entry
-    stands for EVERY tokens, and is there once the row has them all."""
-    i, line, _each, _lines = grid_position(FLIPPED)
+    """Append new entries to two streams, or to their tails (TAIL_SIZE > 0).
+
+    One program owns the i-th new entry of one sequence and KV head. It reads the entry from `k` and
+    `v` [B K n D] and writes it to its slots in `k_cache` and `v_cache`. An entry covers EVERY
+    tokens; it is written only if the sequence holds all of them after the step.
+    """
+    i, line, _entries, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length, count = tl.load(lengths + b), T
-    if COUNTED:
+    if HAS_COUNTS:
         count = tl.load(counts + b)
     n = length // EVERY + i
     if (n + 1) * EVERY <= length + count:
-        if RING > 0:
-            n = n % RING
-        at, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-        value = tl.load(x + b * n_b + h * n_h + i * n_t + at, mask=at < D)
-        tl.store(
-            x_store + h * x_h + places(n, b, table, x_b, x_n, t_b, PAGE) + at, value, mask=at < D
-        )
-        value = tl.load(y + b * o_b + h * o_h + i * o_t + e, mask=e < E)
-        tl.store(
-            y_store + h * y_h + places(n, b, table, y_b, y_n, t_b, PAGE) + e, value, mask=e < E
-        )
+        if TAIL_SIZE > 0:
+            n = n % TAIL_SIZE
+        i_d, i_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+        value = tl.load(k + b * k_b + h * k_h + i * k_n + i_d, mask=i_d < D)
+        k_ptr = k_cache + h * kc_h
+        k_slot = cache_offsets(n, b, page_table, kc_b, kc_n, t_b, PAGE_SIZE)
+        tl.store(k_ptr + k_slot + i_d, value, mask=i_d < D)
+        value = tl.load(v + b * v_b + h * v_h + i * v_n + i_e, mask=i_e < E)
+        v_ptr = v_cache + h * vc_h
+        v_slot = cache_offsets(n, b, page_table, vc_b, vc_n, t_b, PAGE_SIZE)
+        tl.store(v_ptr + v_slot + i_e, value, mask=i_e < E)
 
 
 @triton.jit(do_not_specialize=["T"])
 def nsa_kv_cache_recent(
-    x, y, lengths, x_out, y_out, T, K, x_b, x_h, x_n, y_b, y_h, y_n,
+    k_tail, v_tail, lengths, k_out, v_out, T, K, k_b, k_h, k_n, v_b, v_h, v_n,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    l: tl.constexpr, BLOCK_L: tl.constexpr, d: tl.constexpr, RING: tl.constexpr,
+    l: tl.constexpr, BLOCK_L: tl.constexpr, d: tl.constexpr, TAIL_SIZE: tl.constexpr,
     FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: the raw keys and values of the i-th window that T new tokens may complete, of a
-    row and head, out of their rings; zeros stand for tokens before the first and past the last."""
-    i, line, each, _lines = grid_position(FLIPPED)
+    """Gather the compression windows that T new tokens may complete from the tails.
+
+    One program owns the i-th such window of one sequence and KV head. It reads the raw keys and
+    values of the window's l tokens from `k_tail` and `v_tail` and writes them to `k_out` and
+    `v_out` [B K windows l D]. Tokens before the first and after the last one are zeros.
+    """
+    i, line, windows, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length = tl.load(lengths + b)
     u = tl.arange(0, BLOCK_L)
     token = (length // d + i + 1) * d - l + u
-    there = (u < l) & (token >= 0) & (token < length + T)
-    slot = (tl.maximum(token, 0) % RING).to(tl.int64)
-    row = ((line * each + i) * l + u).to(tl.int64)
-    tile = load_rows(x, b * x_b + h * x_h + slot * x_n, D, BLOCK_D, there)
-    store_rows(x_out, row * D, tile, D, BLOCK_D, u < l)
-    tile = load_rows(y, b * y_b + h * y_h + slot * y_n, E, BLOCK_E, there)
-    store_rows(y_out, row * E, tile, E, BLOCK_E, u < l)
+    mask = (u < l) & (token >= 0) & (token < length + T)
+    slot = (tl.maximum(token, 0) % TAIL_SIZE).to(tl.int64)
+    row = ((line * windows + i) * l + u).to(tl.int64)
+    tile = load_rows(k_tail, b * k_b + h * k_h + slot * k_n, D, BLOCK_D, mask)
+    store_rows(k_out, row * D, tile, D, BLOCK_D, u < l)
+    tile = load_rows(v_tail, b * v_b + h * v_h + slot * v_n, E, BLOCK_E, mask)
+    store_rows(v_out, row * E, tile, E, BLOCK_E, u < l)
 
 
 # launches
 
 
 @dataclass(frozen=True)
-class Step:
-    """New tokens T of each row over what a cache holds: `lengths` [B] tokens before them; `counts`
-    [B] of them are real, all where that is None. Pages of `page` tokens lie where `table` [B, n]
-    says, or rows as they are."""
+class CacheMetadata:
+    """Sequence lengths of a decode step, and the page table of the KV cache.
+
+    `lengths` [B] tokens precede the T new tokens of each sequence. Only the first `counts` [B] new
+    tokens are real; None: all are. `page_table` [B, pages] lists the pages of each sequence, each
+    of `page_size` tokens; None: the cache is contiguous per sequence.
+    """
 
     lengths: Tensor
     counts: Tensor | None = None
-    table: Tensor | None = None
-    page: int = 0
+    page_table: Tensor | None = None
+    page_size: int = 0
 
-    def pages(self, every: int = 1) -> dict[str, Any]:
-        """What a kernel takes of the places of entries, each of which stands for `every` tokens."""
-        if self.table is None:
-            return dict(table=self.lengths, t_b=0, PAGE=0)
-        return dict(table=self.table, t_b=self.table.stride(0), PAGE=self.page // every)
+    def page_arguments(self, every: int = 1) -> dict[str, Any]:
+        """Kernel arguments that locate entries of `every` tokens each."""
+        if self.page_table is None:
+            return dict(page_table=self.lengths, t_b=0, PAGE_SIZE=0)
+        table = self.page_table
+        return dict(page_table=table, t_b=table.stride(0), PAGE_SIZE=self.page_size // every)
 
     def arguments(self, every: int = 1) -> dict[str, Any]:
-        counted = self.counts is not None
-        counts = self.counts if counted else self.lengths
-        return dict(lengths=self.lengths, counts=counts, COUNTED=counted, **self.pages(every))
+        """Kernel arguments: lengths, counts, and those that locate entries of `every` tokens."""
+        has_counts = self.counts is not None
+        counts = self.counts if has_counts else self.lengths
+        return dict(
+            lengths=self.lengths,
+            counts=counts,
+            HAS_COUNTS=has_counts,
+            **self.page_arguments(every),
+        )
 
 
-def widths(k: Tensor, v: Tensor) -> dict[str, int]:
+def head_dims(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Kernel arguments: the head dimensions of keys and values, and their padded tile sizes."""
     D, E = k.shape[-1], v.shape[-1]
     return dict(D=D, BLOCK_D=launch.padded(D), E=E, BLOCK_E=launch.padded(E))
 
 
-def append(new: tuple[Tensor, Tensor], stores: tuple[Tensor, Tensor], step: Step, tokens: int, *,
-           every: int = 1, ring: bool = False) -> None:  # fmt: skip
-    """Write entries [b h n d] of two streams to their places, of those that `tokens` new tokens of
-    each row may complete. A cache's rows and pages are [.. h n d]; a ring takes a token's entry at
-    its position modulo the ring's size."""
-    x, y = new
-    B, K, n = x.shape[:3]
-    if x.numel() + y.numel() == 0:
+def append(new: tuple[Tensor, Tensor], stores: tuple[Tensor, Tensor], metadata: CacheMetadata,
+           tokens: int, *, every: int = 1, tail: bool = False) -> None:  # fmt: skip
+    """Write the entries `new` [b h n d] that `tokens` new tokens may complete to two streams.
+
+    The streams' storage is [b h n d], or [pages h n d] with a page table; with `tail` it is a ring
+    buffer [b h size d], in which an entry's slot is its position modulo `size`.
+    """
+    k, v = new
+    B, K, n = k.shape[:3]
+    if k.numel() + v.numel() == 0:
         return
-    x_store, y_store = stores
-    arguments = step.arguments(every)
-    if ring:
-        arguments |= dict(table=step.lengths, t_b=0, PAGE=0)
+    k_cache, v_cache = stores
+    arguments = metadata.arguments(every)
+    if tail:
+        arguments |= dict(page_table=metadata.lengths, t_b=0, PAGE_SIZE=0)
     grid, flipped = launch.grid(n, B * K)
     nsa_kv_cache_append[grid](
-        x=x, y=y, x_store=x_store, y_store=y_store, T=tokens, K=K, **launch.strides("n", x, "bht"),
-        **launch.strides("o", y, "bht"), **launch.strides("x", x_store, "bhn"),
-        **launch.strides("y", y_store, "bhn"), **arguments, **widths(x, y), EVERY=every,
-        RING=x_store.shape[2] if ring else 0, FLIPPED=flipped, num_warps=1,
+        k=k, v=v, k_cache=k_cache, v_cache=v_cache, T=tokens, K=K, **launch.strides("k", k, "bhn"),
+        **launch.strides("v", v, "bhn"), **launch.strides("kc", k_cache, "bhn"),
+        **launch.strides("vc", v_cache, "bhn"), **arguments, **head_dims(k, v), EVERY=every,
+        TAIL_SIZE=k_cache.shape[2] if tail else 0, FLIPPED=flipped, num_warps=1,
     )  # fmt: skip
 
 
 def recent(
-    rings: tuple[Tensor, Tensor], tokens: int, l: int, d: int, step: Step
+    tails: tuple[Tensor, Tensor], tokens: int, l: int, d: int, metadata: CacheMetadata
 ) -> tuple[Tensor, Tensor]:
-    """Windows [b h w l d] that so many new tokens may complete, out of rings [b h size d]."""
-    x, y = rings
-    B, K, size = x.shape[:3]
-    most = (tokens + d - 1) // d
-    outs = tuple(t.new_empty(B, K, most, l, t.shape[-1]) for t in rings)
-    grid, flipped = launch.grid(most, B * K)
+    """The windows [b h w l d] that `tokens` new tokens may complete, from tails [b h size d]."""
+    k_tail, v_tail = tails
+    B, K, size = k_tail.shape[:3]
+    max_windows = (tokens + d - 1) // d
+    outs = tuple(t.new_empty(B, K, max_windows, l, t.shape[-1]) for t in tails)
+    grid, flipped = launch.grid(max_windows, B * K)
     nsa_kv_cache_recent[grid](
-        x=x, y=y, lengths=step.lengths, x_out=outs[0], y_out=outs[1], T=tokens, K=K,
-        **launch.strides("x", x, "bhn"), **launch.strides("y", y, "bhn"), **widths(x, y), l=l,
-        BLOCK_L=next_power_of_2(l), d=d, RING=size, FLIPPED=flipped, num_warps=4,
+        k_tail=k_tail, v_tail=v_tail, lengths=metadata.lengths, k_out=outs[0], v_out=outs[1],
+        T=tokens, K=K, **launch.strides("k", k_tail, "bhn"), **launch.strides("v", v_tail, "bhn"),
+        **head_dims(k_tail, v_tail), l=l, BLOCK_L=next_power_of_2(l), d=d, TAIL_SIZE=size,
+        FLIPPED=flipped, num_warps=4,
     )  # fmt: skip
     return outs[0], outs[1]

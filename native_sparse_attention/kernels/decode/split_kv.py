@@ -1,49 +1,62 @@
-"""The branches of a decoding step, each cut into shares: an output and a log-sum-exp of its own."""
+"""Split-KV attention of a decode step.
+
+The keys of each branch are divided into splits. A split gives a partial result: an output and its
+log-sum-exp (lse). `partial_weights` computes the weights with which partial results are reduced.
+"""
 
 import triton
 import triton.language as tl
 
 from ..common.primitives import load_rows, load_sinks, soft_capped, softmax_step, store_rows
 from ..topk.topn import NO_SCORE
-from .grid_barrier import arrived, first_turn, wait
-from .kv_cache import offsets, pages_of, places
+from .grid_barrier import arrive, first_phase, wait
+from .kv_cache import cache_offsets, load_page, slot_offsets
 
-# what `windows` stores of each window's logits
-NOTHING, SUM, EACH = (tl.constexpr(i) for i in range(3))
-
-
-@triton.jit
-def store_part(parts, part_lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constexpr, real):
-    """Write a share's output, of rows that saw something; and its lse in units of log2, -inf of
-    others."""
-    some = tl.where(l == 0.0, 1.0, l)
-    store_rows(parts, row * E, acc * (1.0 / some)[:, None], E, BLOCK_E, real & (l > 0.0))
-    tl.store(part_lse + row, tl.where(l == 0.0, NO_SCORE, m + tl.log2(some)), mask=real)
-
-
-# branch 1
+# the scores of a window that `compressed_split` stores: none, the sum of the logits over the query
+# heads of a KV head, or one logit per query head
+SCORES_NONE, SCORES_SUM, SCORES_PER_HEAD = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
-def windows(
-    q, ck, cv, mem_k, mem_v, lengths, counts, table, parts, part_lse, scores,
-    split, SPLITS, b, h, tile, B, T, K, W, MEMORY, scale_log2, cap,
-    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, m_h, m_m, u_h, u_m, t_b,
-    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    d: tl.constexpr, PAGE: tl.constexpr, SCORES: tl.constexpr, CAPPED_SCORES: tl.constexpr,
-    CAP: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr, scored,
+def store_partial(
+    partial_out, partial_lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constexpr, valid
 ):  # fmt: skip
-    """Of a row and KV head, a tile of T x HEADS queries against one share of the windows that they
-    see; the first share has the memory too. EARLY, where a share is one tile: it counts itself
-    as `scored` as soon as it is."""
+    """Write the partial result of a split: the outputs of rows that see at least one key, and the
+    lse of all rows in units of log2; -inf for a row that sees no key."""
+    denominator = tl.where(l == 0.0, 1.0, l)
+    offsets = row * E
+    out = acc * (1.0 / denominator)[:, None]
+    store_rows(partial_out, offsets, out, E, BLOCK_E, valid & (l > 0.0))
+    tl.store(partial_lse + row, tl.where(l == 0.0, NO_SCORE, m + tl.log2(denominator)), mask=valid)
+
+
+# the compressed branch
+
+
+@triton.jit
+def compressed_split(
+    q, ck, cv, mem_k, mem_v, lengths, counts, page_table, partial_out, partial_lse, scores, split,
+    SPLITS, b, h, tile, B, T, K, W, MEMORY, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n,
+    v_h, m_h, m_m, u_h, u_m, t_b, G: tl.constexpr, PADDED_G: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, d: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SCORE_MODE: tl.constexpr, CAPPED_SCORES: tl.constexpr, CAP: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, SIGNAL_EARLY: tl.constexpr, scores_ready,
+):  # fmt: skip
+    """Attention of the compressed branch over one split of the windows.
+
+    A program owns one split for one sequence, KV head and tile of BLOCK_M (token, query head)
+    rows. It reads the compressed keys and values of the windows in the split; split 0 also reads
+    the memory keys and values. It writes the partial result and, by SCORE_MODE, the scores of the
+    windows [B T heads W]. With SIGNAL_EARLY a split has at most one tile of windows, and the
+    program arrives at `scores_ready` as soon as the scores are written."""
     length = tl.load(lengths + b)
-    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    TOKENS: tl.constexpr = BLOCK_M // PADDED_G
     row = tl.arange(0, BLOCK_M)
-    t, g = tile * TOKENS + row // HEADS, row % HEADS
-    real = (t < T) & (g < G)
-    hi = (length + t) // d
-    q_tile = load_rows(q, b * q_b + t.to(tl.int64) * q_t + (h * G + g) * q_h, D, BLOCK_D, real)
+    t, g = tile * TOKENS + row // PADDED_G, row % PADDED_G
+    valid = (t < T) & (g < G)
+    window_end = (length + t) // d
+    q_tile = load_rows(q, b * q_b + t.to(tl.int64) * q_t + (h * G + g) * q_h, D, BLOCK_D, valid)
 
     m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -59,150 +72,166 @@ def windows(
             x = tl.where((n < MEMORY)[None], x, NO_SCORE)
             acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
 
-    count = tl.load(counts + b) if COUNTED else T  # past it windows may not be written yet
-    most = tl.minimum((length + count - 1) // d, W)
-    share = tl.cdiv(tl.cdiv(most, BLOCK_N), SPLITS) * BLOCK_N
-    end = tl.minimum((split + 1) * share, most)
-    for n0 in tl.range(split * share, end, BLOCK_N, num_stages=STAGES):
+    count = tl.load(counts + b) if HAS_COUNTS else T  # windows past it may be unwritten
+    num_windows = tl.minimum((length + count - 1) // d, W)
+    split_size = tl.cdiv(tl.cdiv(num_windows, BLOCK_N), SPLITS) * BLOCK_N
+    end = tl.minimum((split + 1) * split_size, num_windows)
+    for n0 in tl.range(split * split_size, end, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
-        here = tl.minimum(n, most - 1)
-        k_tile = load_rows(
-            ck + h * k_h, places(here, b, table, k_b, k_n, t_b, PAGE), D, BLOCK_D, n < most
-        )
-        v_tile = load_rows(
-            cv + h * v_h, places(here, b, table, v_b, v_n, t_b, PAGE), E, BLOCK_E, n < most
-        )
-        plain = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
-        x = plain
+        clamped = tl.minimum(n, num_windows - 1)
+        k_ptr = ck + h * k_h
+        k_offsets = cache_offsets(clamped, b, page_table, k_b, k_n, t_b, PAGE_SIZE)
+        k_tile = load_rows(k_ptr, k_offsets, D, BLOCK_D, n < num_windows)
+        v_ptr = cv + h * v_h
+        v_offsets = cache_offsets(clamped, b, page_table, v_b, v_n, t_b, PAGE_SIZE)
+        v_tile = load_rows(v_ptr, v_offsets, E, BLOCK_E, n < num_windows)
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        x = logits
         if CAP:
             x = soft_capped(x, cap)
-        if SCORES == SUM:
-            total = tl.sum(tl.reshape(plain, [TOKENS, HEADS, BLOCK_N]), 1)
-            at = tile * TOKENS + tl.arange(0, TOKENS)
-            to = ((b * T + at) * K + h) * W
-            tl.store(
-                scores + to[:, None] + n[None], total, mask=(at < T)[:, None] & (n < most)[None]
-            )
-        elif SCORES == EACH:
-            to = ((b * T + t) * (K * G) + h * G + g) * W
-            tl.store(
-                scores + to[:, None] + n[None], x if CAPPED_SCORES else plain,
-                mask=real[:, None] & (n < most)[None],
-            )  # fmt: skip
-        if EARLY:
-            arrived(scored)
-        x = tl.where(n[None] < hi[:, None], x, NO_SCORE)
+        if SCORE_MODE == SCORES_SUM:
+            head_sum = tl.sum(tl.reshape(logits, [TOKENS, PADDED_G, BLOCK_N]), 1)
+            token = tile * TOKENS + tl.arange(0, TOKENS)
+            score_row = ((b * T + token) * K + h) * W
+            score_ptr = scores + score_row[:, None] + n[None]
+            tl.store(score_ptr, head_sum, mask=(token < T)[:, None] & (n < num_windows)[None])
+        elif SCORE_MODE == SCORES_PER_HEAD:
+            score_row = ((b * T + t) * (K * G) + h * G + g) * W
+            score_ptr = scores + score_row[:, None] + n[None]
+            score = x if CAPPED_SCORES else logits
+            tl.store(score_ptr, score, mask=valid[:, None] & (n < num_windows)[None])
+        if SIGNAL_EARLY:
+            arrive(scores_ready)
+        x = tl.where(n[None] < window_end[:, None], x, NO_SCORE)
         acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
-    if EARLY:  # noqa: SIM102
-        if split * share >= end:  # there was none
-            arrived(scored)
+    if SIGNAL_EARLY:  # noqa: SIM102
+        if split * split_size >= end:  # the split is empty
+            arrive(scores_ready)
 
     out_row = ((split * B + b) * T + t) * (K * G) + h * G + g
-    store_part(parts, part_lse, out_row, acc, m, l, E, BLOCK_E, real)
+    store_partial(partial_out, partial_lse, out_row, acc, m, l, E, BLOCK_E, valid)
 
 
-# branches 2 and 3
+# the selected branch and the sliding window
 
 
 @triton.jit
-def blocks(
-    q, k, v, wk, wv, block_indices, lengths, counts, table, parts, part_lse, before, programs,
-    share, NEAR_SHARES, first_part, b, r, t, B, T, RANKS, NEAR_ITEMS, FAR_ITEMS, PAGES,
-    scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b,
-    G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    SLOTS: tl.constexpr, ITEMS_2: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
-    w: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LISTED: tl.constexpr,
-    OWN_WINDOW: tl.constexpr, FUSED: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    COUNTED: tl.constexpr, ROOM: tl.constexpr, TABLE: tl.constexpr,
+def block_split(
+    q, k, v, window_k, window_v, block_indices, lengths, counts, page_table, partial_out,
+    partial_lse, ready, producers, split, WINDOW_SPLITS, first_split, b, r, t, B, T, RANKS,
+    WINDOW_SPLIT_BLOCKS, SELECTED_SPLIT_BLOCKS, PAGES, scale_log2, cap, q_b, q_t, q_h, k_b, k_n,
+    k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b, GROUP: tl.constexpr,
+    RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr, STAGES: tl.constexpr,
+    TOPN: tl.constexpr, PADDED_SPLIT_BLOCKS: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
+    w: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, SELECTED_BLOCKS: tl.constexpr,
+    SEPARATE_WINDOW: tl.constexpr, FUSE_LOCAL: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    CAP: tl.constexpr, HAS_COUNTS: tl.constexpr, WARMUP: tl.constexpr,
+    PRELOADED_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """The G query heads of token t that rank together, against one share of blocks, KEYS keys at
-    once. The NEAR_SHARES are of the blocks that reach into the window, whose keys alone count; the
-    others of the LISTED ones: those of its list, which is there once the `programs` before have
-    arrived, the initial and the local. Where both branches have the same keys and the window covers
-    the local blocks (FUSED), these are the last of the near shares, which counts for both."""
-    h = r // SHARE
-    is_near = share < NEAR_SHARES
-    items = tl.where(is_near, NEAR_ITEMS, FAR_ITEMS)
-    first = tl.where(is_near, share, share - NEAR_SHARES) * items
-    # of tokens past `counts` there are no keys
-    last = tl.load(lengths + b) + (tl.minimum(t, tl.load(counts + b) - 1) if COUNTED else t)
-    own, edge = last // s, tl.maximum(last - w, 0)
-    near, near_end, begin = edge // s + first, own + 1, tl.where(is_near, edge, 0)
-    if FUSED:
-        is_both = share == NEAR_SHARES - 1
-        near = tl.where(is_both, tl.maximum(own - LOCAL + 1, 0), near)
-        near_end = tl.where(is_both, own + 1, own - LOCAL + 1)
+    """Attention of the selected branch or of the sliding window over one split of the KV blocks.
+
+    A program owns one split for one token t and ranking head r, with the GROUP query heads that
+    share the ranking. It reads the keys and values of the split's blocks, BLOCK_KEYS keys at a
+    time, and writes the partial result.
+
+    The first WINDOW_SPLITS splits cover the blocks that overlap the window, WINDOW_SPLIT_BLOCKS
+    each; keys outside the window are masked. The other splits cover the SELECTED_BLOCKS blocks of
+    the selected branch, SELECTED_SPLIT_BLOCKS each: TOPN ranked blocks, then the initial and the
+    local ones. A program of these splits waits until the `producers` ranking programs have arrived
+    at `ready`, and reads the ranked blocks from `block_indices`.
+
+    With FUSE_LOCAL both branches have the same keys and the window covers the local blocks. The
+    last window split then covers the local blocks and counts for both branches."""
+    h = r // RANKS_PER_KV
+    is_window = split < WINDOW_SPLITS
+    split_blocks = tl.where(is_window, WINDOW_SPLIT_BLOCKS, SELECTED_SPLIT_BLOCKS)
+    first_block = tl.where(is_window, split, split - WINDOW_SPLITS) * split_blocks
+    # tokens past `counts` have no keys: use the position of the last real token
+    last = tl.load(lengths + b) + (tl.minimum(t, tl.load(counts + b) - 1) if HAS_COUNTS else t)
+    own_block, window_start = last // s, tl.maximum(last - w, 0)
+    first_window_block, window_block_end = window_start // s + first_block, own_block + 1
+    first_token = tl.where(is_window, window_start, 0)
+    if FUSE_LOCAL:
+        is_local = split == WINDOW_SPLITS - 1
+        first_local_block = tl.maximum(own_block - LOCAL + 1, 0)
+        first_window_block = tl.where(is_local, first_local_block, first_window_block)
+        window_block_end = tl.where(is_local, own_block + 1, own_block - LOCAL + 1)
     row = tl.arange(0, BLOCK_M)
-    head, real = r * G + row, row < G
-    q_tile = load_rows(q, b * q_b + t.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
-    if OWN_WINDOW:  # noqa: SIM102
-        if is_near:
-            k, k_b, k_n, k_h = wk, x_b, x_n, x_h
-            v, v_b, v_n, v_h = wv, y_b, y_n, y_h
-    own_blocks = tl.arange(0, ITEMS_2)
-    item = first + own_blocks
-    forced = item - SLOTS
-    initial = (forced >= 0) & (forced < INITIAL) & (forced <= own - LOCAL)
-    close = near + own_blocks
-    AT_ONCE: tl.constexpr = KEYS // BLOCK_S
-    which, u = tl.arange(0, KEYS) // BLOCK_S, tl.arange(0, KEYS) % BLOCK_S
-    out_row = (((first_part + share) * B + b) * T + t) * (RANKS * G) + head
-    if TABLE > 0:  # the row's PAGES: nothing to look up once its list is there
-        slot = tl.arange(0, TABLE)
-        row_pages = tl.load(table + b * t_b + slot, mask=slot < PAGES, other=0)
-    turn = 1
-    if SLOTS > 0:  # noqa: SIM102
-        if not is_near:
-            turn = first_turn(before, programs, ROOM)
-    # of a bound that is the outcome of a branch Triton before 3.6 knows too little
-    for now in range(tl.minimum(turn, 1), 2):
-        c = own_blocks * 0 - 1
-        if SLOTS > 0:  # noqa: SIM102
-            if not is_near:
-                if now == 1:
-                    wait(before, programs)
-                listed = block_indices + ((b * T + t) * RANKS + r) * SLOTS + item
-                mask = (own_blocks < items) & (item < SLOTS) & (now == 1)
-                c = tl.load(listed, mask=mask, other=-1)
-        c = tl.where(initial, forced, c)
-        c = tl.where((forced >= INITIAL) & (item < LISTED), own - (forced - INITIAL), c)
-        c = tl.where(is_near, tl.where(close < near_end, close, -1), c)
-        chosen = tl.where((own_blocks < items) & (now == 1), c, -1)
-        # a page holds whole blocks
-        inside = tl.maximum(tl.minimum(chosen, own), 0)
-        if TABLE > 0:
-            pages = tl.gather(row_pages, (inside * s // PAGE).to(tl.int32), 0).to(tl.int64)
+    head, valid = r * GROUP + row, row < GROUP
+    q_tile = load_rows(q, b * q_b + t.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, valid)
+    if SEPARATE_WINDOW:  # noqa: SIM102
+        if is_window:
+            k, k_b, k_n, k_h = window_k, x_b, x_n, x_h
+            v, v_b, v_n, v_h = window_v, y_b, y_n, y_h
+    i = tl.arange(0, PADDED_SPLIT_BLOCKS)
+    position = first_block + i
+    forced = position - TOPN
+    is_initial = (forced >= 0) & (forced < INITIAL) & (forced <= own_block - LOCAL)
+    window_block = first_window_block + i
+    BLOCKS_PER_TILE: tl.constexpr = BLOCK_KEYS // BLOCK_S
+    tile_block, in_block = tl.arange(0, BLOCK_KEYS) // BLOCK_S, tl.arange(0, BLOCK_KEYS) % BLOCK_S
+    out_row = (((first_split + split) * B + b) * T + t) * (RANKS * GROUP) + head
+    if PRELOADED_PAGES > 0:  # the whole page table row: no lookup after the wait
+        page_slot = tl.arange(0, PRELOADED_PAGES)
+        preloaded = tl.load(page_table + b * t_b + page_slot, mask=page_slot < PAGES, other=0)
+    start = 1
+    if TOPN > 0:  # noqa: SIM102
+        if not is_window:
+            start = first_phase(ready, producers, WARMUP)
+    # Triton before 3.6 loses the range of a bound that is set in a branch: repeat it by `minimum`
+    for phase in range(tl.minimum(start, 1), 2):
+        block = i * 0 - 1
+        if TOPN > 0:  # noqa: SIM102
+            if not is_window:
+                if phase == 1:
+                    wait(ready, producers)
+                index_ptr = block_indices + ((b * T + t) * RANKS + r) * TOPN + position
+                is_ranked = (i < split_blocks) & (position < TOPN) & (phase == 1)
+                block = tl.load(index_ptr, mask=is_ranked, other=-1)
+        block = tl.where(is_initial, forced, block)
+        is_last = (forced >= INITIAL) & (position < SELECTED_BLOCKS)
+        block = tl.where(is_last, own_block - (forced - INITIAL), block)
+        in_window = window_block < window_block_end
+        block = tl.where(is_window, tl.where(in_window, window_block, -1), block)
+        split_block = tl.where((i < split_blocks) & (phase == 1), block, -1)
+        # a block lies in one page
+        clamped_block = tl.maximum(tl.minimum(split_block, own_block), 0)
+        if PRELOADED_PAGES > 0:
+            page_index = (clamped_block * s // PAGE_SIZE).to(tl.int32)
+            block_pages = tl.gather(preloaded, page_index, 0).to(tl.int64)
         else:
-            pages = pages_of(inside * s, b, table, t_b, PAGE)
+            block_pages = load_page(clamped_block * s, b, page_table, t_b, PAGE_SIZE)
 
         m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
         l_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-        for i in tl.range(0, tl.where(now == 1, items, AT_ONCE), AT_ONCE, num_stages=STAGES):
-            is_this = own_blocks[None] == (i + which)[:, None]
-            n = tl.max(tl.where(is_this, chosen[None], -1), 1) * s + u
-            seen = (u < s) & (n >= begin) & (n <= last)  # none of block -1
-            here, page = tl.minimum(tl.maximum(n, 0), tl.maximum(last, 0)), b
-            if PAGE > 0:
-                page = tl.max(tl.where(is_this, pages[None], 0), 1)
-            k_rows = offsets(here, page, k_b, k_n, PAGE)
-            v_rows = offsets(here, page, v_b, v_n, PAGE)
-            k_tile = load_rows(k + h * k_h, k_rows, D, BLOCK_D, seen)
-            v_tile = load_rows(v + h * v_h, v_rows, E, BLOCK_E, seen)
+        num_blocks = tl.where(phase == 1, split_blocks, BLOCKS_PER_TILE)
+        for i0 in tl.range(0, num_blocks, BLOCKS_PER_TILE, num_stages=STAGES):
+            is_block = i[None] == (i0 + tile_block)[:, None]
+            token = tl.max(tl.where(is_block, split_block[None], -1), 1) * s + in_block
+            visible = (in_block < s) & (token >= first_token) & (token <= last)  # never of block -1
+            clamped, page = tl.minimum(tl.maximum(token, 0), tl.maximum(last, 0)), b
+            if PAGE_SIZE > 0:
+                page = tl.max(tl.where(is_block, block_pages[None], 0), 1)
+            k_offsets = slot_offsets(clamped, page, k_b, k_n, PAGE_SIZE)
+            v_offsets = slot_offsets(clamped, page, v_b, v_n, PAGE_SIZE)
+            k_tile = load_rows(k + h * k_h, k_offsets, D, BLOCK_D, visible)
+            v_tile = load_rows(v + h * v_h, v_offsets, E, BLOCK_E, visible)
             x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
             if CAP:
                 x = soft_capped(x, cap)
-            x = tl.where(seen[None], x, NO_SCORE)
+            x = tl.where(visible[None], x, NO_SCORE)
             acc, m, l_sum = softmax_step(x, v_tile, acc, m, l_sum, "ieee")
-        store_part(parts, part_lse, out_row, acc, m, l_sum, E, BLOCK_E, real & (now == 1))
+        out_mask = valid & (phase == 1)
+        store_partial(partial_out, partial_lse, out_row, acc, m, l_sum, E, BLOCK_E, out_mask)
 
 
-# the gates
+# weights of the partial results
 
 
 @triton.jit
-def most_of_three(a, b, c, x, y, z):
+def max_of_three(a, b, c, x, y, z):
     return tl.maximum(a, x), tl.maximum(b, y), tl.maximum(c, z)
 
 
@@ -212,37 +241,42 @@ def sum_of_three(a, b, c, x, y, z):
 
 
 @triton.jit
-def powers(x, m):
+def masked_exp2(x, m):
     """2^(x - m); 0 where x is -inf."""
     return tl.exp2(x - tl.where(m == NO_SCORE, 0.0, m))
 
 
 @triton.jit
-def of_sum(gate, total):
+def divide_nonzero(gate, total):
+    """gate / total; the gate itself if the total is 0."""
     return gate / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
-def weights(
-    x, is_cmp, is_sel, is_win, g_cmp, g_sel, g_win, sinks, head, H, SINKS: tl.constexpr,
+def partial_weights(
+    lse, is_cmp, is_sel, is_win, g_cmp, g_sel, g_win, sinks, head, H, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What shares of log-sum-exp x [M, N], in units of log2, weigh in rows' outputs: of each branch
-    that a share is of [1, N], what it is of the branch's sum, times the gate [M, 1]. Maxima and
-    sums of the three are taken in one pass each: a pass is a wait of threads for one another."""
-    cmp = tl.where(is_cmp, x, NO_SCORE)
-    sel = tl.where(is_sel, x, NO_SCORE)
-    win = tl.where(is_win, x, NO_SCORE)
-    m_cmp, m_sel, m_win = tl.reduce((cmp, sel, win), 1, most_of_three, keep_dims=True)
+    """Weights [M, N] of N partial results in the gated sum of the three branches, for M rows.
+
+    `lse` [M, N] is in units of log2. `is_cmp`, `is_sel` and `is_win` [1, N] say which branches a
+    partial result belongs to. Its weight is the sum over these branches of its part of the branch's
+    softmax denominator, times the branch's gate [M, 1]. The maxima of the three branches share one
+    reduction, and so do the sums: each reduction synchronizes the threads."""
+    cmp = tl.where(is_cmp, lse, NO_SCORE)
+    sel = tl.where(is_sel, lse, NO_SCORE)
+    win = tl.where(is_win, lse, NO_SCORE)
+    m_cmp, m_sel, m_win = tl.reduce((cmp, sel, win), 1, max_of_three, keep_dims=True)
     if SINKS:
         s_cmp = load_sinks(sinks, head)
         s_sel = load_sinks(sinks, H + head)
         s_win = load_sinks(sinks, 2 * H + head)
         m_cmp, m_sel = tl.maximum(m_cmp, s_cmp), tl.maximum(m_sel, s_sel)
         m_win = tl.maximum(m_win, s_win)
-    cmp, sel, win = powers(cmp, m_cmp), powers(sel, m_sel), powers(win, m_win)
+    cmp, sel, win = masked_exp2(cmp, m_cmp), masked_exp2(sel, m_sel), masked_exp2(win, m_win)
     l_cmp, l_sel, l_win = tl.reduce((cmp, sel, win), 1, sum_of_three, keep_dims=True)
     if SINKS:
-        l_cmp += powers(s_cmp, m_cmp)
-        l_sel += powers(s_sel, m_sel)
-        l_win += powers(s_win, m_win)
-    return cmp * of_sum(g_cmp, l_cmp) + sel * of_sum(g_sel, l_sel) + win * of_sum(g_win, l_win)
+        l_cmp += masked_exp2(s_cmp, m_cmp)
+        l_sel += masked_exp2(s_sel, m_sel)
+        l_win += masked_exp2(s_win, m_win)
+    weight = cmp * divide_nonzero(g_cmp, l_cmp) + sel * divide_nonzero(g_sel, l_sel)
+    return weight + win * divide_nonzero(g_win, l_win)

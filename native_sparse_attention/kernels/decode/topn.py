@@ -1,4 +1,4 @@
-"""The ranking of a decoding step: blocks' scores out of the windows', and the n best of them."""
+"""Ranking of KV blocks in a decode step: block scores from window scores, and the top-n blocks."""
 
 import triton
 import triton.language as tl
@@ -17,81 +17,90 @@ from ..topk.topn import (
     sort_keys,
     start,
 )
-from .grid_barrier import first_turn, wait
+from .grid_barrier import first_phase, wait
 
 NEVER = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def probabilities(
-    scores, part_lse, sinks, lengths, counts, out, before, programs, share, SHARES, b, r, t, T, W,
-    RANKS, SPLITS, ROWS,
-    HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, d: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
+def window_probabilities(
+    scores, partial_lse, sinks, lengths, counts, out, ready, producers, split, SPLITS, b, r, t, T,
+    W, RANKS, CMP_SPLITS, SPLIT_STRIDE, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
+    PADDED_CMP_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr, SINKS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities of a share of the windows, summed over the HEADS heads of token t that rank
-    together; once the `programs` before have arrived. None for a token past `counts`."""
-    hi = tl.minimum((tl.load(lengths + b) + t) // d, W)
-    if COUNTED:
-        hi = tl.where(t < tl.load(counts + b), hi, 0)
+    """Softmax probabilities of the windows, with importance="probs".
+
+    A program owns one split of the windows for one token t and ranking head r. It waits until the
+    `producers` programs of the compressed branch have arrived at `ready`. It reads the logits
+    `scores` of the GROUP query heads that share the ranking and the lse of all CMP_SPLITS partial
+    results, and writes to `out` [B T RANKS W] the probabilities summed over these heads. It writes
+    nothing for a token past `counts`."""
+    window_end = tl.minimum((tl.load(lengths + b) + t) // d, W)
+    if HAS_COUNTS:
+        window_end = tl.where(t < tl.load(counts + b), window_end, 0)
     token = (b * T + t) * RANKS + r
-    g = tl.arange(0, BLOCK_HEADS)
-    row, real = token * HEADS + g, g < HEADS
-    split = tl.arange(0, BLOCK_SPLITS)
-    wait(before, programs)
-    there = (split < SPLITS)[:, None] & real[None]
-    x = tl.load(part_lse + split[:, None] * ROWS + row[None], mask=there, other=NO_SCORE)
-    m = tl.max(x, 0)
+    g = tl.arange(0, PADDED_GROUP)
+    row, valid = token * GROUP + g, g < GROUP
+    cmp_split = tl.arange(0, PADDED_CMP_SPLITS)
+    wait(ready, producers)
+    mask = (cmp_split < CMP_SPLITS)[:, None] & valid[None]
+    lse_ptr = partial_lse + cmp_split[:, None] * SPLIT_STRIDE + row[None]
+    split_lse = tl.load(lse_ptr, mask=mask, other=NO_SCORE)
+    m = tl.max(split_lse, 0)
     if SINKS:
-        sink = tl.load(sinks + r * HEADS + g, mask=real, other=0.0) * 1.4426950408889634
+        sink = tl.load(sinks + r * GROUP + g, mask=valid, other=0.0) * 1.4426950408889634
         m = tl.maximum(m, sink)
     m = tl.where(m == NO_SCORE, 0.0, m)
-    total = tl.sum(tl.exp2(x - m[None]), 0)
+    denominator = tl.sum(tl.exp2(split_lse - m[None]), 0)
     if SINKS:
-        total += tl.exp2(sink - m)
-    lse = m + tl.log2(total)
-    size = tl.cdiv(tl.cdiv(hi, BLOCK_N), SHARES) * BLOCK_N
-    for n0 in range(share * size, tl.minimum((share + 1) * size, hi), BLOCK_N):
+        denominator += tl.exp2(sink - m)
+    lse = m + tl.log2(denominator)
+    split_size = tl.cdiv(tl.cdiv(window_end, BLOCK_N), SPLITS) * BLOCK_N
+    for n0 in range(split * split_size, tl.minimum((split + 1) * split_size, window_end), BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
-        seen = real[:, None] & (n < hi)[None]
-        logits = tl.load(scores + row[:, None] * W + n[None], mask=seen, other=NO_SCORE)
-        p = tl.where(seen, tl.exp2(logits - lse[:, None]), 0.0)
-        tl.store(out + token * W + n, tl.sum(p, 0), mask=n < hi)
+        visible = valid[:, None] & (n < window_end)[None]
+        logits = tl.load(scores + row[:, None] * W + n[None], mask=visible, other=NO_SCORE)
+        p = tl.where(visible, tl.exp2(logits - lse[:, None]), 0.0)
+        tl.store(out + token * W + n, tl.sum(p, 0), mask=n < window_end)
 
 
 @triton.jit
-def window_shares(c, j, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr):
-    """How many tokens blocks c share with the j-th of the windows that end in them or after."""
-    share = c * 0 + 1
+def window_overlaps(c, j, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr):
+    """Tokens that blocks c share with the j-th of the windows that end in or after them."""
+    overlap = c * 0 + 1
     if s >= d:
-        past = (first_window(c, d, s) + j + 1) * d  # the window's end
-        share = tl.minimum(past, (c + 1) * s) - tl.maximum(past - l, c * s)
-    return tl.maximum(share, 0).to(tl.float32)
+        end = (first_window(c, d, s) + j + 1) * d
+        overlap = tl.minimum(end, (c + 1) * s) - tl.maximum(end - l, c * s)
+    return tl.maximum(overlap, 0).to(tl.float32)
 
 
 @triton.jit
 def block_scores(
-    scores, c, hi, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, PROBS: tl.constexpr,
+    scores, c, window_end, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, PROBS: tl.constexpr,
     INTERPOLATED: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Scores [C] of blocks c from those of the windows, of which `hi` are seen."""
-    WINDOWS: tl.constexpr = s // d if s > d else 1
-    AROUND: tl.constexpr = 1 if INTERPOLATED else 0
-    COUNT: tl.constexpr = (l + s - 1) // d if PROBS and s >= d else WINDOWS + AROUND
+    """Scores [C] of blocks c from the scores of the windows before `window_end`."""
+    WINDOWS_PER_BLOCK: tl.constexpr = s // d if s > d else 1
+    NEIGHBOURS: tl.constexpr = 1 if INTERPOLATED else 0
+    WINDOWS_READ: tl.constexpr = (
+        (l + s - 1) // d if PROBS and s >= d else WINDOWS_PER_BLOCK + NEIGHBOURS
+    )
     total = tl.zeros([c.shape[0]], tl.float32)
-    # interpolated, sums are of differences from the first: equal scores make equal blocks
+    # interpolation sums differences from the first score, so that blocks of equal window scores
+    # get equal scores
     origin, count = total, total
     if INTERPOLATED:
-        w = tl.minimum(first_window(c, d, s), hi - 1)
-        origin = tl.load(scores + w, mask=w >= 0, other=0.0)
-    for j in tl.static_range(-AROUND, COUNT):
-        w = first_window(c, d, s) + j
+        window = tl.minimum(first_window(c, d, s), window_end - 1)
+        origin = tl.load(scores + window, mask=window >= 0, other=0.0)
+    for j in tl.static_range(-NEIGHBOURS, WINDOWS_READ):
+        window = first_window(c, d, s) + j
         if PROBS:
-            weight = tl.where(w < hi, window_shares(c, j, l, d, s), 0.0)
+            weight = tl.where(window < window_end, window_overlaps(c, j, l, d, s), 0.0)
         else:
-            weight = window_weight(c, j, hi + c * 0, d, s, BLOCK_S, INTERPOLATED)
-        w = tl.minimum(tl.maximum(w, 0), hi - 1)
-        score = tl.load(scores + w, mask=w >= 0, other=0.0)
+            weight = window_weight(c, j, window_end + c * 0, d, s, BLOCK_S, INTERPOLATED)
+        window = tl.minimum(tl.maximum(window, 0), window_end - 1)
+        score = tl.load(scores + window, mask=window >= 0, other=0.0)
         if INTERPOLATED:
             score -= origin
             count += weight
@@ -102,200 +111,212 @@ def block_scores(
 
 
 @triton.jit
-def score_keys(
-    scores, c, end, hi, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
-    INITIAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
+def block_sort_keys(
+    scores, c, end, window_end, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+    BLOCK_S: tl.constexpr, INITIAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
 ):  # fmt: skip
-    """Of blocks c the scores, as integers of which no two are equal; NO_KEY of no candidate, which
-    are INITIAL .. end - 1."""
-    candidate = (c >= INITIAL) & (c < end)
-    inside = tl.where(candidate, c, INITIAL)
-    score = block_scores(scores, inside, hi, l, d, s, PROBS, INTERPOLATED, BLOCK_S)
-    return tl.where(candidate, sort_keys(score, c), NO_KEY)
+    """Sort keys of blocks c: distinct integers in the order of the scores.
+
+    Candidates are blocks INITIAL .. end - 1; the others get NO_KEY."""
+    is_candidate = (c >= INITIAL) & (c < end)
+    clamped = tl.where(is_candidate, c, INITIAL)
+    score = block_scores(scores, clamped, window_end, l, d, s, PROBS, INTERPOLATED, BLOCK_S)
+    return tl.where(is_candidate, sort_keys(score, c), NO_KEY)
 
 
 @triton.jit
-def merge_by_warps(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
-    """As `topn.merge_lists` of one row: the SLOTS best [1, SLOTS_2] and whether a list may have
-    lost one of them. Lists are merged by 32, within a warp, to one each; of what these hold, the
-    place is how many are better."""
-    scores, blocks, lost = found
+def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
+    """`topn.merge_lists` of one row: the TOPN best blocks [1, PADDED_TOPN], and whether a list may
+    have dropped one of them.
+
+    Each warp merges its 32 sorted lists into one of TOPN blocks. The position of a block in the
+    result is the number of better blocks in the lists of all warps."""
+    scores, blocks, lost = candidates
     DEPTH: tl.constexpr = len(scores)
-    ROWS: tl.constexpr = lost.shape[1] // 32
-    orders = ()
-    numbers = ()
+    WARPS: tl.constexpr = lost.shape[1] // 32
+    score_order = ()
+    block_ids = ()
     for depth in tl.static_range(DEPTH):
-        orders += (tl.reshape(in_order(scores[depth]), [ROWS, 32]),)
-        numbers += (tl.reshape(blocks[depth], [ROWS, 32]),)
-    slot = tl.arange(0, SLOTS_2)
-    best = tl.full([ROWS, SLOTS_2], NO_ORDER, tl.int32)
-    block = tl.full([ROWS, SLOTS_2], NO_BLOCK, tl.int32)
-    for j in range(SLOTS):
-        most = tl.max(orders[0], 1)
-        c = tl.min(tl.where(orders[0] == most[:, None], numbers[0], NO_BLOCK), 1)
-        best = tl.where(slot[None] == j, most[:, None], best)
-        block = tl.where(slot[None] == j, c[:, None], block)
-        taken = numbers[0] == c[:, None]
+        score_order += (tl.reshape(in_order(scores[depth]), [WARPS, 32]),)
+        block_ids += (tl.reshape(blocks[depth], [WARPS, 32]),)
+    slot = tl.arange(0, PADDED_TOPN)
+    warp_order = tl.full([WARPS, PADDED_TOPN], NO_ORDER, tl.int32)
+    warp_block = tl.full([WARPS, PADDED_TOPN], NO_BLOCK, tl.int32)
+    for j in range(TOPN):
+        best_order = tl.max(score_order[0], 1)
+        c = tl.min(tl.where(score_order[0] == best_order[:, None], block_ids[0], NO_BLOCK), 1)
+        warp_order = tl.where(slot[None] == j, best_order[:, None], warp_order)
+        warp_block = tl.where(slot[None] == j, c[:, None], warp_block)
+        taken = block_ids[0] == c[:, None]
         new_orders = ()
-        new_numbers = ()
+        new_block_ids = ()
         for depth in tl.static_range(1, DEPTH):
-            new_orders += (tl.where(taken, orders[depth], orders[depth - 1]),)
-            new_numbers += (tl.where(taken, numbers[depth], numbers[depth - 1]),)
-        new_orders += (tl.where(taken, NO_ORDER, orders[DEPTH - 1]),)
-        new_numbers += (tl.where(taken, NO_BLOCK, numbers[DEPTH - 1]),)
-        orders, numbers = new_orders, new_numbers
-    order, block = tl.reshape(best, [ROWS * SLOTS_2]), tl.reshape(block, [ROWS * SLOTS_2])
+            new_orders += (tl.where(taken, score_order[depth], score_order[depth - 1]),)
+            new_block_ids += (tl.where(taken, block_ids[depth], block_ids[depth - 1]),)
+        new_orders += (tl.where(taken, NO_ORDER, score_order[DEPTH - 1]),)
+        new_block_ids += (tl.where(taken, NO_BLOCK, block_ids[DEPTH - 1]),)
+        score_order, block_ids = new_orders, new_block_ids
+    order = tl.reshape(warp_order, [WARPS * PADDED_TOPN])
+    warp_block = tl.reshape(warp_block, [WARPS * PADDED_TOPN])
     better = order[None] > order[:, None]
-    better |= (order[None] == order[:, None]) & (block[None] < block[:, None])
-    place = tl.sum(better.to(tl.int32), 1)
-    is_there = (place[None] == slot[:, None]) & (block[None] != NO_BLOCK)
-    ranking = tl.min(tl.where(is_there, block[None], NO_BLOCK), 1)
-    # the worst of them: a list that let go of as much may have had one more
-    nth = tl.max(tl.where(place == SLOTS - 1, order, NO_ORDER), 0)
-    nth = tl.where(tl.sum((block != NO_BLOCK).to(tl.int32), 0) >= SLOTS, nth, NO_ORDER)
+    better |= (order[None] == order[:, None]) & (warp_block[None] < warp_block[:, None])
+    position = tl.sum(better.to(tl.int32), 1)
+    is_position = (position[None] == slot[:, None]) & (warp_block[None] != NO_BLOCK)
+    ranking = tl.min(tl.where(is_position, warp_block[None], NO_BLOCK), 1)
+    # the n-th best: a list that dropped a block at least as good may have dropped one of the top n
+    nth = tl.max(tl.where(position == TOPN - 1, order, NO_ORDER), 0)
+    nth = tl.where(tl.sum((warp_block != NO_BLOCK).to(tl.int32), 0) >= TOPN, nth, NO_ORDER)
     missed = (in_order(lost) >= nth) & (lost > NO_SCORE)
     return ranking[None], tl.max(tl.max(missed.to(tl.int32), 1), 0)
 
 
 @triton.jit
 def best_blocks(
-    scores, end, hi, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, l: tl.constexpr,
+    scores, end, window_end, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr, l: tl.constexpr,
     d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr, INITIAL: tl.constexpr,
     PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
 ):  # fmt: skip
-    """The ranking [1, SLOTS_2] of blocks INITIAL .. end - 1, and whether it must be done again.
-    The scores of several chunks are asked for before the first is folded."""
-    found = start(1, SLOTS_2, COLUMNS, DEPTH)
+    """The top-n [1, PADDED_TOPN] of blocks INITIAL .. end - 1, and whether it must be redone.
+
+    It must be redone if a list of candidates may have dropped one of the top n. The scores of
+    CHUNKS chunks are loaded before the first chunk is merged."""
+    candidates = start(1, PADDED_TOPN, COLUMNS, DEPTH)
     for c0 in range(INITIAL // (CHUNKS * BLOCK_N) * (CHUNKS * BLOCK_N), end, CHUNKS * BLOCK_N):
         tiles = ()
         for i in tl.static_range(CHUNKS):
             c = chunk_blocks(c0 + i * BLOCK_N, BLOCK_N, COLUMNS)
-            candidate = (c >= INITIAL) & (c < end)
-            inside = tl.where(candidate, c, INITIAL)
-            score = block_scores(scores, inside, hi, l, d, s, PROBS, INTERPOLATED, BLOCK_S)
-            tiles += (tl.where(candidate, score, NO_SCORE)[None],)
+            is_candidate = (c >= INITIAL) & (c < end)
+            clamped = tl.where(is_candidate, c, INITIAL)
+            score = block_scores(scores, clamped, window_end, l, d, s, PROBS, INTERPOLATED, BLOCK_S)
+            tiles += (tl.where(is_candidate, score, NO_SCORE)[None],)
         for i in tl.static_range(CHUNKS):
             c = chunk_blocks(c0 + i * BLOCK_N, BLOCK_N, COLUMNS)
-            found = fold(found, tiles[i], c, COLUMNS)
+            candidates = fold(candidates, tiles[i], c, COLUMNS)
     if COLUMNS > 0:
-        ranking, missed = merge_by_warps(found, SLOTS, SLOTS_2)
+        ranking, missed = merge_by_warps(candidates, TOPN, PADDED_TOPN)
     else:
-        ranking, missed = finish(found, SLOTS, SLOTS_2, COLUMNS)
+        ranking, missed = finish(candidates, TOPN, PADDED_TOPN, COLUMNS)
     return ranking, missed
 
 
 @triton.jit
-def write_list(
-    ranking, block_indices, ring, row, ring_row, kept, SLOTS: tl.constexpr, RING: tl.constexpr
-):
-    """A ranking [SLOTS_2] as a token's list, and the first `kept` entries of it in the ring."""
+def write_block_indices(
+    ranking, block_indices, ranking_tail, row, tail_slot, tail_topn, TOPN: tl.constexpr,
+    TAIL_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write a ranking [PADDED_TOPN] to `block_indices`, and `tail_topn` blocks of it to a tail."""
     slot = tl.arange(0, ranking.shape[0])
-    tl.store(block_indices + row * SLOTS + slot, ranking, mask=slot < SLOTS)
-    if RING > 0:
-        tl.store(ring + ring_row * SLOTS + slot, ranking, mask=slot < kept)
+    tl.store(block_indices + row * TOPN + slot, ranking, mask=slot < TOPN)
+    if TAIL_SIZE > 0:
+        tl.store(ranking_tail + tail_slot * TOPN + slot, ranking, mask=slot < tail_topn)
 
 
 @triton.jit
-def rank(
-    scores, lengths, counts, block_indices, ring, before, programs, b, r, t, T, W, RANKS,
+def rank_blocks(
+    scores, lengths, counts, block_indices, ranking_tail, ready, producers, b, r, t, T, W, RANKS,
     CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    MERGE_N: tl.constexpr,
-    SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
-    BLOCK_S: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr,
-    RING: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr, COUNTED: tl.constexpr,
-    ROOM: tl.constexpr,
+    MERGE_N: tl.constexpr, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr, l: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, STRIDE: tl.constexpr, TAIL_SIZE: tl.constexpr, PROBS: tl.constexpr,
+    INTERPOLATED: tl.constexpr, HAS_COUNTS: tl.constexpr, WARMUP: tl.constexpr,
 ):  # fmt: skip
-    """The ranking of token t, for all tokens of its group where it leads one; else that which the
-    ring holds. Once the `programs` before have arrived."""
-    PLACES: tl.constexpr = RING if RING > 0 else 1
-    length, count = tl.load(lengths + b), tl.load(counts + b) if COUNTED else T
+    """Rank the blocks of one token.
+
+    A program owns token t and ranking head r. If the token leads its group of STRIDE tokens, the
+    program waits until `producers` programs have arrived at `ready`, reads the window scores, and
+    writes the top-n blocks for all tokens of the group to `block_indices` and the ranking tail. If
+    the leader precedes the new tokens, the program copies the leader's ranking from the tail."""
+    MODULO: tl.constexpr = TAIL_SIZE if TAIL_SIZE > 0 else 1
+    length, count = tl.load(lengths + b), tl.load(counts + b) if HAS_COUNTS else T
     position = length + t
-    ring_row = (b * RANKS + r) * RING
+    tail_row = (b * RANKS + r) * TAIL_SIZE
     row = (b * T + t) * RANKS + r
     leader = position // STRIDE * STRIDE
     if (leader == position) & (t < count):
-        hi = tl.minimum(position // d, W)
+        window_end = tl.minimum(position // d, W)
         end = candidates_end(position, NEVER, LOCAL, d, s, True)
-        own = scores + row * W
-        for turn in range(first_turn(before, programs, ROOM), 2):
-            if turn == 1:
-                wait(before, programs)
+        token_scores = scores + row * W
+        for phase in range(first_phase(ready, producers, WARMUP), 2):
+            if phase == 1:
+                wait(ready, producers)
             ranking, missed = best_blocks(
-                own, tl.where(turn == 1, end, tl.minimum(end, INITIAL + 1)), hi, CHUNKS, BLOCK_N,
-                COLUMNS, DEPTH, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED,
+                token_scores, tl.where(phase == 1, end, tl.minimum(end, INITIAL + 1)), window_end,
+                CHUNKS, BLOCK_N, COLUMNS, DEPTH, TOPN, PADDED_TOPN, l, d, s, BLOCK_S, INITIAL,
+                PROBS, INTERPOLATED,
             )  # fmt: skip
-            if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+            if DEPTH < TOPN and COLUMNS > 0:  # noqa: SIM102
                 if missed > 0:
                     ranking, missed = best_blocks(
-                        own, end, hi, 1, MERGE_N, 0, 0, SLOTS, SLOTS_2, l, d, s, BLOCK_S, INITIAL,
-                        PROBS, INTERPOLATED,
+                        token_scores, end, window_end, 1, MERGE_N, 0, 0, TOPN, PADDED_TOPN, l, d, s,
+                        BLOCK_S, INITIAL, PROBS, INTERPOLATED,
                     )  # fmt: skip
-            ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [SLOTS_2])
+            ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [PADDED_TOPN])
             for j in range(STRIDE):
-                if (t + j < T) & (turn == 1):
-                    to, at = row + j * RANKS, ring_row + (position + j) % PLACES
-                    write_list(
-                        ranking,
-                        block_indices,
-                        ring,
-                        to,
-                        at,
-                        tl.where(t + j < count, SLOTS, 0),
-                        SLOTS,
-                        RING,
-                    )
+                if (t + j < T) & (phase == 1):
+                    out_row, tail_slot = row + j * RANKS, tail_row + (position + j) % MODULO
+                    tail_topn = tl.where(t + j < count, TOPN, 0)
+                    write_block_indices(
+                        ranking, block_indices, ranking_tail, out_row, tail_slot, tail_topn, TOPN,
+                        TAIL_SIZE,
+                    )  # fmt: skip
     elif (leader < length) & (t < count):
-        slot = tl.arange(0, SLOTS_2)
-        kept = ring + (ring_row + (length - 1) % PLACES) * SLOTS + slot
-        ranking = tl.load(kept, mask=slot < SLOTS, other=-1)
-        ring_at = ring_row + position % PLACES
-        write_list(ranking, block_indices, ring, row, ring_at, SLOTS, SLOTS, RING)
+        slot = tl.arange(0, PADDED_TOPN)
+        leader_ptr = ranking_tail + (tail_row + (length - 1) % MODULO) * TOPN + slot
+        ranking = tl.load(leader_ptr, mask=slot < TOPN, other=-1)
+        tail_slot = tail_row + position % MODULO
+        write_block_indices(
+            ranking, block_indices, ranking_tail, row, tail_slot, TOPN, TOPN, TAIL_SIZE
+        )
 
 
 @triton.jit
-def rank_share(
-    scores, lengths, counts, block_indices, before, programs, share, b, r, t, T, W, RANKS,
-    OWN: tl.constexpr, CHUNKS: tl.constexpr, OTHERS: tl.constexpr, SLOTS: tl.constexpr,
-    SLOTS_2: tl.constexpr, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
-    COUNTED: tl.constexpr, ROOM: tl.constexpr,
+def rank_blocks_split(
+    scores, lengths, counts, block_indices, ready, producers, split, b, r, t, T, W, RANKS,
+    SPLIT_BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, COMPARED: tl.constexpr, TOPN: tl.constexpr,
+    PADDED_TOPN: tl.constexpr, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+    BLOCK_S: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, PROBS: tl.constexpr,
+    INTERPOLATED: tl.constexpr, HAS_COUNTS: tl.constexpr, WARMUP: tl.constexpr,
 ):  # fmt: skip
-    """Of OWN blocks those that are among the SLOTS best of token t, each to its place in the list:
-    the number of blocks that are better, counted. Once the `programs` before have arrived."""
-    length, count = tl.load(lengths + b), tl.load(counts + b) if COUNTED else T
+    """Rank SPLIT_BLOCKS blocks of one token against all blocks.
+
+    A program owns one split of the blocks for token t and ranking head r. It waits until
+    `producers` programs have arrived at `ready`, reads the window scores, and counts for each of
+    its blocks the blocks that are better. This count is the block's position in the ranking; the
+    program writes its blocks with a position below TOPN to `block_indices`."""
+    length, count = tl.load(lengths + b), tl.load(counts + b) if HAS_COUNTS else T
     row, position = (b * T + t) * RANKS + r, length + t
     if t < count:
-        hi, own_scores = tl.minimum(position // d, W), scores + row * W
+        window_end, token_scores = tl.minimum(position // d, W), scores + row * W
         all_end = candidates_end(position, NEVER, LOCAL, d, s, True)
-        c, slot = share * OWN + tl.arange(0, OWN), tl.arange(0, SLOTS_2)
-        for turn in range(first_turn(before, programs, ROOM), 2):
-            if turn == 1:
-                wait(before, programs)
-            end = tl.where(turn == 1, all_end, 0)
-            mine, again = tl.full([OWN], NO_KEY, tl.int64), 1
-            # a loop of one turn: what comes out of a `while` is not formed anew for each layout in
-            # which a compiler would have it
+        c, slot = split * SPLIT_BLOCKS + tl.arange(0, SPLIT_BLOCKS), tl.arange(0, PADDED_TOPN)
+        for phase in range(first_phase(ready, producers, WARMUP), 2):
+            if phase == 1:
+                wait(ready, producers)
+            end = tl.where(phase == 1, all_end, 0)
+            own_keys, again = tl.full([SPLIT_BLOCKS], NO_KEY, tl.int64), 1
+            # a loop of one iteration: the compiler computes the result of a `while` once, and not
+            # again for each layout in which it is used
             while again > 0:
-                mine = score_keys(
-                    own_scores, c, end, hi, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED
+                own_keys = block_sort_keys(
+                    token_scores, c, end, window_end, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED
                 )
                 again -= 1
-            better = tl.zeros([OWN], tl.int32)
-            for c0 in range(0, tl.maximum(end, 1), CHUNKS * OTHERS):
+            better = tl.zeros([SPLIT_BLOCKS], tl.int32)
+            for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
                 chunks = ()
                 for i in tl.static_range(CHUNKS):
-                    them = c0 + i * OTHERS + tl.arange(0, OTHERS)
+                    others = c0 + i * COMPARED + tl.arange(0, COMPARED)
                     chunks += (
-                        score_keys(
-                            own_scores, them, end, hi, l, d, s, BLOCK_S, INITIAL, PROBS,
+                        block_sort_keys(
+                            token_scores, others, end, window_end, l, d, s, BLOCK_S, INITIAL, PROBS,
                             INTERPOLATED,
                         ),
                     )  # fmt: skip
                 for i in tl.static_range(CHUNKS):
-                    better += tl.sum((chunks[i][:, None] > mine[None]).to(tl.int32), 0)
-            best = (c >= INITIAL) & (c < end) & (better < SLOTS)
-            tl.store(block_indices + row * SLOTS + better, c, mask=best)
-            if share == 0:
-                none = (slot >= end - INITIAL) & (slot < SLOTS) & (turn == 1)
-                tl.store(block_indices + row * SLOTS + slot, -1, mask=none)
+                    better += tl.sum((chunks[i][:, None] > own_keys[None]).to(tl.int32), 0)
+            is_best = (c >= INITIAL) & (c < end) & (better < TOPN)
+            tl.store(block_indices + row * TOPN + better, c, mask=is_best)
+            if split == 0:
+                is_empty = (slot >= end - INITIAL) & (slot < TOPN) & (phase == 1)
+                tl.store(block_indices + row * TOPN + slot, -1, mask=is_empty)

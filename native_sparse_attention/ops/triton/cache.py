@@ -1,4 +1,4 @@
-"""What a step of decoding writes to a cache, by kernels that read lengths on the device."""
+"""Writes of a decode step to a KV cache, by kernels that read sequence lengths on the device."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ def append(
     page_table: Tensor | None = None,
     page_size: int | None = None,
     every: int = 1,
-    ring: bool = False,
+    tail: bool = False,
 ) -> None:
-    """Write two streams' entries [b h n d], those that `tokens` new tokens of each row may
-    complete, behind what the storage [b or pages, h, n, d] holds: one entry for each `every`
-    tokens. A ring takes a token's at its position modulo the ring's size."""
+    """Append the entries `new` [b h n d] that `tokens` new tokens may complete to two streams.
+
+    The streams' storage is [b h n d], or [pages h n d] with a page table. An entry covers `every`
+    tokens. With `tail` the storage is a ring buffer, in which the token at position p lies in slot
+    `p mod size`.
+    """
     from ...kernels.decode import kv_cache
 
-    step = kv_cache.Step(lengths, counts, page_table, page_size or 0)
+    metadata = kv_cache.CacheMetadata(lengths, counts, page_table, page_size or 0)
     with torch.cuda.device_of(lengths):
-        kv_cache.append(new, stores, step, tokens, every=every, ring=ring)
+        kv_cache.append(new, stores, metadata, tokens, every=every, tail=tail)
 
 
 def recent(
-    rings: tuple[Tensor, Tensor], lengths: Tensor, tokens: int, l: int, d: int
+    tails: tuple[Tensor, Tensor], lengths: Tensor, tokens: int, l: int, d: int
 ) -> tuple[Tensor, Tensor]:
-    """The windows [b h w l d] of raw keys and values that so many new tokens, in the rings [b h
-    size d] already, may complete; zeros stand for tokens before the first."""
+    """The windows [b h w l d] of raw keys and values that `tokens` new tokens may complete.
+
+    The new tokens are in the tails [b h size d] already. Tokens before the first are zeros.
+    """
     from ...kernels.decode import kv_cache
 
     with torch.cuda.device_of(lengths):
-        return kv_cache.recent(rings, tokens, l, d, kv_cache.Step(lengths))
+        return kv_cache.recent(tails, tokens, l, d, kv_cache.CacheMetadata(lengths))
