@@ -189,9 +189,9 @@ def nsa_decode_persistent(
         is_early = program < window_splits_end
         splits = tl.where(is_early, RANK_PROGRAMS + WINDOW_SPLITS, SELECTED_SPLITS)
         first_program = tl.where(is_early, probabilities_end, window_splits_end)
-        part, token = split_of(program - first_program, splits)
+        stage_split, token = split_of(program - first_program, splits)
         # negative for programs that rank; window splits come before selected ones
-        split = part + tl.where(is_early, -RANK_PROGRAMS, WINDOW_SPLITS)
+        split = stage_split + tl.where(is_early, -RANK_PROGRAMS, WINDOW_SPLITS)
         b, r, t = token_index(token, T, RANKS)
         own_counters = counters + (b * K + r // RANKS_PER_KV) * COUNTERS
         if TOPN > 0:  # noqa: SIM102
@@ -203,8 +203,8 @@ def nsa_decode_persistent(
                     producers = PROB_SPLITS * T * RANKS_PER_KV
                 if RANK_SPLIT_BLOCKS > 0:
                     rank_blocks_split(
-                        scores_in, lengths, counts, block_indices, ready, producers, part, b,
-                        r, t, T, W, RANKS, RANK_SPLIT_BLOCKS, RANK_SPLIT_CHUNKS, RANK_COMPARED,
+                        scores_in, lengths, counts, block_indices, ready, producers, stage_split,
+                        b, r, t, T, W, RANKS, RANK_SPLIT_BLOCKS, RANK_SPLIT_CHUNKS, RANK_COMPARED,
                         TOPN, PADDED_TOPN, l, d, s, BLOCK_S, INITIAL, LOCAL if LOCAL > 0 else 1,
                         PROBS, INTERPOLATED, HAS_COUNTS, WARMUP,
                     )  # fmt: skip
@@ -332,6 +332,7 @@ def plan_splits(
     fuse_local: bool,
     settings: Settings,
 ) -> SplitPlan:
+    """The splits of a call, so that each stage has about TARGET_PROGRAMS programs."""
     B, T, H, K, _, E = call.sizes
     tiles = cdiv(T * next_power_of_2(H // K), block_m)
     tokens, blocks_per_tile = B * ranks * T, block_keys // launch.padded(settings.s)

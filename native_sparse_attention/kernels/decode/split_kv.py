@@ -2,6 +2,7 @@
 
 The keys of each branch are divided into splits. A split gives a partial result: an output and its
 log-sum-exp (lse). `partial_weights` computes the weights with which partial results are reduced.
+"Windows" are compression windows; "the window" is the sliding window.
 """
 
 import triton
@@ -146,11 +147,11 @@ def block_split(
     h = r // RANKS_PER_KV
     is_window = split < WINDOW_SPLITS
     split_blocks = tl.where(is_window, WINDOW_SPLIT_BLOCKS, SELECTED_SPLIT_BLOCKS)
-    first_block = tl.where(is_window, split, split - WINDOW_SPLITS) * split_blocks
+    first_index = tl.where(is_window, split, split - WINDOW_SPLITS) * split_blocks
     # tokens past `counts` have no keys: use the position of the last real token
     last = tl.load(lengths + b) + (tl.minimum(t, tl.load(counts + b) - 1) if HAS_COUNTS else t)
     own_block, window_start = last // s, tl.maximum(last - w, 0)
-    first_window_block, window_block_end = window_start // s + first_block, own_block + 1
+    first_window_block, window_block_end = window_start // s + first_index, own_block + 1
     first_token = tl.where(is_window, window_start, 0)
     if FUSE_LOCAL:
         is_local = split == WINDOW_SPLITS - 1
@@ -165,8 +166,9 @@ def block_split(
             k, k_b, k_n, k_h = window_k, x_b, x_n, x_h
             v, v_b, v_n, v_h = window_v, y_b, y_n, y_h
     i = tl.arange(0, PADDED_SPLIT_BLOCKS)
-    position = first_block + i
-    forced = position - TOPN
+    # index in the list of selected blocks: TOPN ranked ones, INITIAL, LOCAL
+    index = first_index + i
+    forced = index - TOPN
     is_initial = (forced >= 0) & (forced < INITIAL) & (forced <= own_block - LOCAL)
     window_block = first_window_block + i
     BLOCKS_PER_TILE: tl.constexpr = BLOCK_KEYS // BLOCK_S
@@ -186,11 +188,11 @@ def block_split(
             if not is_window:
                 if phase == 1:
                     wait(ready, producers)
-                index_ptr = block_indices + ((b * T + t) * RANKS + r) * TOPN + position
-                is_ranked = (i < split_blocks) & (position < TOPN) & (phase == 1)
+                index_ptr = block_indices + ((b * T + t) * RANKS + r) * TOPN + index
+                is_ranked = (i < split_blocks) & (index < TOPN) & (phase == 1)
                 block = tl.load(index_ptr, mask=is_ranked, other=-1)
         block = tl.where(is_initial, forced, block)
-        is_last = (forced >= INITIAL) & (position < SELECTED_BLOCKS)
+        is_last = (forced >= INITIAL) & (index < SELECTED_BLOCKS)
         block = tl.where(is_last, own_block - (forced - INITIAL), block)
         in_window = window_block < window_block_end
         block = tl.where(is_window, tl.where(in_window, window_block, -1), block)
@@ -259,9 +261,9 @@ def partial_weights(
     """Weights [M, N] of N partial results in the gated sum of the three branches, for M rows.
 
     `lse` [M, N] is in units of log2. `is_cmp`, `is_sel` and `is_win` [1, N] say which branches a
-    partial result belongs to. Its weight is the sum over these branches of its part of the branch's
-    softmax denominator, times the branch's gate [M, 1]. The maxima of the three branches share one
-    reduction, and so do the sums: each reduction synchronizes the threads."""
+    partial result belongs to. Its weight is the sum over these branches of its fraction of the
+    branch's softmax denominator, times the branch's gate [M, 1]. The maxima of the three branches
+    share one reduction, and so do the sums: each reduction synchronizes the threads."""
     cmp = tl.where(is_cmp, lse, NO_SCORE)
     sel = tl.where(is_sel, lse, NO_SCORE)
     win = tl.where(is_win, lse, NO_SCORE)
