@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.common.launch import RankingTile, Tile, UnionRule
+from native_sparse_attention.kernels.common.launch import TileConfig, TopkTileConfig, UnionRule
 
 from . import attention, common
 from .common import Row
@@ -92,21 +92,21 @@ def candidates(kernel: str, width: int) -> Iterator[Any]:
         steps = (64, 128) if kernel == "ranking.probs" else (32, 64)  # of windows, or of blocks
         tiles = itertools.product(((64, 4), (128, 4), (128, 8)), steps, lists, (2, 3))
         for (block_m, warps), block_n, each, stages in tiles:
-            yield RankingTile(block_m, block_n, *each, warps, stages)
+            yield TopkTileConfig(block_m, block_n, *each, warps, stages)
         return
     rows: tuple[int, ...] = (64, 128) if width <= 128 else (32, 64, 128)
     keys = (64, 128) if width <= 128 else (32, 64)
     few_warps: tuple[int, ...] = (4, 8)
-    if kernel.startswith(("query_major", "union")):
+    if kernel.startswith(("query_major", "union.")):
         rows, few_warps = (0,), (1, 2, 4, 8)
     for sizes in itertools.product(rows, keys, few_warps, (1, 2, 3)):
-        yield Tile(*sizes)
+        yield TileConfig(*sizes)
 
 
 def kind(kernel: str) -> type:
     if kernel == "union":
         return UnionRule
-    return RankingTile if kernel.startswith("ranking") else Tile
+    return TopkTileConfig if kernel.startswith("ranking") else TileConfig
 
 
 def parsed(kernel: str, text: str) -> Any:

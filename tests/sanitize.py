@@ -146,7 +146,7 @@ def causal() -> None:
     parts = {key: {64: workspace.Parts(0.0, 16)} for key in workspace.PARTS}
     with (
         patch.multiple(workspace, PARTS=parts, LEAST_TOKENS=1, LEAST_ROWS=1),
-        patch.object(launch, "ITEM_ROWS", 16),
+        patch.object(launch, "WORK_TILE_ROWS", 16),
     ):
         layer(37, 41)
 

@@ -325,13 +325,13 @@ def test_tiles_stand_in_and_go_again():
             launch.flash_tile("dq", True, 64, 2, torch.bfloat16),
             launch.key_major_tile("backward", 64, 2, torch.float32),
             launch.query_major_tile("dq", 64, 2, torch.bfloat16),
-            launch.ranking_tile("probs", 64, 2, 16, torch.bfloat16),
+            launch.topk_tile("probs", 64, 2, 16, torch.bfloat16),
         ]
 
-    before, others = tiles(), [launch.Tile(256, 16, 1, 1)] * 4
+    before, others = tiles(), [launch.TileConfig(256, 16, 1, 1)] * 4
     # rows of a gather are what they are
-    gathered = launch.Tile(16, 16, 1, 1)
-    others[3] = launch.RankingTile(256, 16, 1, 1, 1, 1)
+    gathered = launch.TileConfig(16, 16, 1, 1)
+    others[3] = launch.TopkTileConfig(256, 16, 1, 1, 1, 1)
     for index, kernel in enumerate(("dq", "key_major.backward", "query_major.dq", "ranking.probs")):
         other = others[index]
         with launch.using({kernel: other}):
@@ -380,4 +380,6 @@ def test_winning_tiles():
     rows += [row("window", 8192, [64, 32, 4, 1], 0.5), row("selected", 8192, [64, 32, 4, 1], 2.0)]
     rows += [{**row("window", 8192, [128, 64, 4, 1], 0.1), "failed": "wrong"}]
     (told,) = tune.winners(rows)
-    assert told.startswith('"dq": Tile(64, 64, 4, 2),  # 0.900 of the time; width 128, G=4, s=64')
+    assert told.startswith(
+        '"dq": TileConfig(64, 64, 4, 2),  # 0.900 of the time; width 128, G=4, s=64'
+    )

@@ -104,10 +104,10 @@ def launched(monkeypatch):
 
     # not even a prefix is one of few keys
     monkeypatch.setattr(flash_bwd, "FEW_KEYS", 0)
-    chosen, seen = launch.chosen, set()
+    apply_overrides, seen = launch.apply_overrides, set()
 
     def spy(kernel, tile):
-        tile = chosen(kernel, tile)
+        tile = apply_overrides(kernel, tile)
         seen.add((kernel, tile.block_m, tile.block_n))
         return tile
 
@@ -198,7 +198,7 @@ def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
 
     groups = heads // kv_heads
 
-    def chosen():
+    def apply_overrides():
         how = (width, groups, dtype)
         return [
             *(
@@ -214,10 +214,10 @@ def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
 
     sizes = BlockSizes.get_default(width, heads, kv_heads, dtype)
     assert sizes.has_backward_blocks
-    before = chosen()
+    before = apply_overrides()
     with current.sized([getattr(sizes, name) for name in NAMES]):
-        assert chosen() == before
-    assert chosen() == before
+        assert apply_overrides() == before
+    assert apply_overrides() == before
     with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
         BlockSizes.get_default(64, 4, 3)
 

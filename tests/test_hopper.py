@@ -115,7 +115,7 @@ def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
     monkeypatch.setattr(workspace, "LEAST_ROWS", 1)
     monkeypatch.setattr(workspace, "FEW_LISTS", 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
-    monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
+    monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
     q, k, v = draw(T, T, *heads, D, D, dtype)
     with launch.using({"key_major_dq_sm90": True}):
         assert_right(

@@ -175,7 +175,7 @@ def test_block_that_all_choose(monkeypatch):
     from native_sparse_attention.kernels.common import launch
     from native_sparse_attention.kernels.selected import workspace
 
-    monkeypatch.setattr(launch, "ITEM_ROWS", 16)
+    monkeypatch.setattr(launch, "WORK_TILE_ROWS", 16)
     few = {8: workspace.Parts(0.0, 16)}
     monkeypatch.setattr(workspace, "PARTS", dict.fromkeys(workspace.PARTS, few))
     monkeypatch.setattr(workspace, "LEAST_TOKENS", 1)
@@ -200,7 +200,7 @@ def test_window_in_shares(monkeypatch, causal):
     from native_sparse_attention.kernels.common import launch
 
     shares, query_splits = [], launch.query_splits
-    monkeypatch.setattr(launch, "LEAST_SHARE", 1)
+    monkeypatch.setattr(launch, "MIN_SPLIT_TILES", 1)
     monkeypatch.setattr(
         launch, "query_splits", lambda *args: shares.append(query_splits(*args)) or shares[-1]
     )

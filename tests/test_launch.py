@@ -53,7 +53,7 @@ def test_every_size_has_a_tile(monkeypatch, name):
                     for rows in (groups, launch.architecture().query_major_rows)
                 ]
                 found += [
-                    launch.ranking_tile(*rule, dtype, interpolated)
+                    launch.topk_tile(*rule, dtype, interpolated)
                     for rule in (("logits", width, groups, 16), ("probs", width, groups, 64))
                     for interpolated in (False, True)
                 ]
@@ -150,7 +150,7 @@ def test_a_flipped_grid_gives_the_same(monkeypatch, call):
     """As for more rows x heads than fit along an axis."""
     results = []
     with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
-        for most in (launch.MOST_LINES, 0):
+        for most in (launch.MAX_GRID_Y, 0):
             monkeypatch.setattr(launch, "MOST_LINES", most)
             torch.manual_seed(0)
             results.append(call())
@@ -160,7 +160,7 @@ def test_a_flipped_grid_gives_the_same(monkeypatch, call):
 
 @pytest.mark.gpu
 def test_more_rows_than_fit_along_an_axis():
-    rows = launch.MOST_LINES + 2
+    rows = launch.MAX_GRID_Y + 2
     assert all(found.isfinite().all() for found in layer(rows, 12, 2, 1, use_diff_topk=True))
     assert all(found.isfinite().all() for found in layer(rows, 12, 10, 1, importance="probs"))
     assert all(found.isfinite().all() for found in written(rows, 2))

@@ -108,7 +108,7 @@ def test_many_runs_by_spans(heads, monkeypatch):
     for name in ("LEAST_TOKENS", "LEAST_ROWS", "FEW_LISTS"):
         monkeypatch.setattr(workspace, name, 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
-    monkeypatch.setattr(launch, "ITEM_ROWS", 1024)
+    monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
     tensors, d_out = draw(setting, B=2)
     within, settings = {**GLUON, "key_major_dq_sm90": True}, layer_settings(setting)
     assert runs_that_differ(lambda: layer(tensors, d_out, within, **settings), 200) == 0

@@ -102,7 +102,7 @@ def test_windows_that_reach_into_other_blocks(l, d, s):
     ck[:, 64::64, :, 0] += 3
     call = dict(sizes(l, d, s), importance="probs", num_selected_blocks=5, with_lse=True)
     assert_right(q, ck, mem_k, S, **call)
-    lossy = launch.RankingTile(16, 64, 16, 1, 4, 1, 32)
+    lossy = launch.TopkTileConfig(16, 64, 16, 1, 4, 1, 32)
     # fewer candidates than slots, merged
     few = [t.float() for t in (q, ck, mem_k)]
     assert_right(*few, S, **call, q_offset=4 * max(s, d))

@@ -15,7 +15,12 @@ from tests.budget import CUDA, DEVICE, assert_right, draw
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.common.launch import BackwardInputs, Selection, Sum, UnionRule
+from native_sparse_attention.kernels.common.launch import (
+    Accumulator,
+    BackwardInputs,
+    Selection,
+    UnionRule,
+)
 from native_sparse_attention.kernels.selected import query_major, union
 
 pytestmark = pytest.mark.kernels
@@ -173,7 +178,7 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
         united.append((unions.counts > 0).tolist())
 
     monkeypatch.setattr(union, "write_unions", watched)
-    monkeypatch.setattr(launch, "tiles_a_program", lambda *_: tiles)
+    monkeypatch.setattr(launch, "tiles_per_program", lambda *_: tiles)
     B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
     place = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
     place |= {"start": 0 if "starts" in given else S - T, **given}
@@ -226,7 +231,7 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
 @pytest.mark.parametrize("tiles", [1, 8])
 def test_dq_where_most_are_united(monkeypatch, tiles):
     """Beside groups that are not, which share a program with some that are."""
-    monkeypatch.setattr(launch, "tiles_a_program", lambda *_: tiles)
+    monkeypatch.setattr(launch, "tiles_per_program", lambda *_: tiles)
     T, H, D, s = 40, 16, 16, 4
     lists = draw_lists(1, T, 1, 3, 4)
     selection = Selection(lists, s, 0, 1, True, start=16)
@@ -239,7 +244,7 @@ def test_dq_where_most_are_united(monkeypatch, tiles):
     assert (unions.counts > 0).any() and (unions.counts == 0).any()
 
     def dq(unions, only):
-        total = Sum(q)
+        total = Accumulator(q)
         query_major.backward_q(q, k, v, selection, 0.25, bwd, total, unions, only)
         return total.total().float()
 
@@ -254,7 +259,7 @@ def test_tiles_of_a_program_are_a_power_of_two():
     for groups in (1, 1023, 1536, 2560, 3071, 4095, 8192, 65536):
         for lists in (2, 4, 16):
             for seldom in (False, True):
-                tiles = launch.tiles_a_program(groups, lists, seldom)
+                tiles = launch.tiles_per_program(groups, lists, seldom)
                 assert tiles & (tiles - 1) == 0 and 1 <= tiles <= (8 if seldom else 2)
 
 
@@ -263,7 +268,7 @@ def test_unions_have_a_tile_of_their_own():
     sizes = (64, 64, torch.bfloat16)
     for united, name in ((True, "union.dq"), (False, "query_major.dq")):
         before = launch.query_major_tile("dq", *sizes, not united)
-        with launch.using({name: launch.Tile(64, 16, 2, 1)}):
+        with launch.using({name: launch.TileConfig(64, 16, 2, 1)}):
             assert launch.query_major_tile("dq", *sizes, united).block_n == 16
             assert launch.query_major_tile("dq", *sizes, not united) == before
 

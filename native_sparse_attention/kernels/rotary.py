@@ -19,10 +19,10 @@ TILES = 8
 
 
 @triton.jit
-def turn(
+def rotate_rows(
     x, out, position, freq, t, first, T, H, x_t, x_h,
     HEADS: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Heads of a row x from `first` on, TILES times HEADS of them, of tokens t at these positions,
     to `out`, in which a token's heads lie together. A pair turns by `freq` radians a position. All
@@ -39,11 +39,11 @@ def turn(
     for i in tl.static_range(TILES):
         rows, h = tiles[i].to(tl.float32), head + i * HEADS
         even, odd = tl.split(tl.reshape(rows, [TOKENS, HEADS, BLOCK_D // 2, 2]))
-        turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
-        turned = tl.reshape(turned, [TOKENS * HEADS, BLOCK_D])
-        if TURNED < D:
-            turned = tl.where((tl.arange(0, BLOCK_D) < TURNED)[None], turned, rows)
-        store_rows(out, (token * H + h) * D, turned, D, BLOCK_D, (token < T) & (h < H))
+        rotated = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+        rotated = tl.reshape(rotated, [TOKENS * HEADS, BLOCK_D])
+        if ROTATED < D:
+            rotated = tl.where((tl.arange(0, BLOCK_D) < ROTATED)[None], rotated, rows)
+        store_rows(out, (token * H + h) * D, rotated, D, BLOCK_D, (token < T) & (h < H))
 
 
 @triton.jit(do_not_specialize=["start", "T"])
@@ -51,7 +51,7 @@ def nsa_rotary(
     q, k, q_out, k_out, freqs, starts, positions, start, factor, T, H, K, q_b, q_t, q_h, k_b, k_t,
     k_h, p_b, p_t,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
-    Q_GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TURNED: tl.constexpr,
+    Q_GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
     RAGGED: tl.constexpr, GIVEN: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: some heads of q, or of k, of some tokens of a row. The angle of a pair is the
@@ -67,18 +67,18 @@ def nsa_rotary(
         position = start + t
     position = tl.div_rn(position.to(tl.float32), factor)
     pair = tl.arange(0, BLOCK_D // 2)
-    freq = tl.load(freqs + pair, mask=pair < TURNED // 2, other=0.0).to(tl.float32)
+    freq = tl.load(freqs + pair, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)
     if group < Q_GROUPS:
         out, first = q_out + b * T * H * D, group * (HEADS * TILES)
-        turn(
+        rotate_rows(
             q + b * q_b, out, position, freq, t, first, T, H, q_t, q_h, HEADS, TILES, D, BLOCK_D,
-            TURNED,
+            ROTATED,
         )  # fmt: skip
     else:
         out, first = k_out + b * T * K * D, (group - Q_GROUPS) * (HEADS * TILES)
-        turn(
+        rotate_rows(
             k + b * k_b, out, position, freq, t, first, T, K, k_t, k_h, HEADS, TILES, D, BLOCK_D,
-            TURNED,
+            ROTATED,
         )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def rotate(
         freqs=freqs.contiguous(), starts=freqs if starts is None else starts.contiguous(),
         positions=freqs if positions is None else positions, start=start, factor=float(factor),
         **launch.strides("p", positions, "bt"), RAGGED=starts is not None,
-        GIVEN=positions is not None, TURNED=2 * len(freqs),
+        GIVEN=positions is not None, ROTATED=2 * len(freqs),
     )  # fmt: skip
     for i in range(0, len(tensors), 2):
         launch_pair(tensors[i : i + 2], outs[i : i + 2], where)

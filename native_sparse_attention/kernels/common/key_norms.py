@@ -19,10 +19,10 @@ BLOCK_N = 128
 
 # what may be measured from a bound: probabilities of float16 would be rounded to too few bits, and
 # logits of float32
-MEASURED = (torch.bfloat16,)
+BOUNDED_DTYPES = (torch.bfloat16,)
 
 # keys a query up to which it pays to read all keys for their norms
-MOST_KEYS = 4
+MAX_KEYS_PER_QUERY = 4
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -32,11 +32,13 @@ def nsa_key_norms(
 ):  # fmt: skip
     """One program: N keys of one row and head. Raises the largest norm to the largest of theirs, in
     the bits of a float32: those of floats that are not negative lie in their order."""
-    part, line, _parts, _lines = grid_position(FLIPPED)
+    tile, line, _tiles, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
-    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    tile = load_rows(k + b * k_b + h * k_h, n.to(tl.int64) * k_n, D, BLOCK_D, n < N).to(tl.float32)
-    longest = tl.sqrt(tl.max(tl.sum(tile * tile, 1), 0))
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_tile = load_rows(k + b * k_b + h * k_h, n.to(tl.int64) * k_n, D, BLOCK_D, n < N).to(
+        tl.float32
+    )
+    longest = tl.sqrt(tl.max(tl.sum(k_tile * k_tile, 1), 0))
     tl.atomic_max(norms + line, longest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -44,7 +46,7 @@ def key_norms(q: Tensor, k: Tensor) -> Tensor | None:
     """The largest norm of the keys k [B N K D] of each row and head [B K], float32, for queries q
     [B T H D]. None where they would not serve or pay."""
     B, N, K, D = k.shape
-    if k.dtype not in MEASURED or MOST_KEYS * q.shape[1] < N:
+    if k.dtype not in BOUNDED_DTYPES or MAX_KEYS_PER_QUERY * q.shape[1] < N:
         return None
     norms = k.new_zeros(B, K, dtype=torch.float32)
     if k.numel():

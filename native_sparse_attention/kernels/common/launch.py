@@ -29,35 +29,35 @@ from .tile_configs import (
     PROBS_FLOAT32,
     UNION_RULES,
     Architecture,
-    RankingTile,
-    Tile,
+    TileConfig,
+    TopkTileConfig,
     UnionRule,
 )
 
 LOG2_E = 1.4426950408889634
 
 # programs along any axis of a grid but the first
-MOST_LINES = 65535
+MAX_GRID_Y = 65535
 
 # rows that the tensor memory accelerator reads at once
-MOST_IN_BOX = 256
+MAX_BOX_ROWS = 256
 
 # a reach past every sequence
-ALWAYS = 1 << 30
+UNLIMITED = 1 << 30
 
 # tiles that stand in for those of this module, by kernel: "dq", "query_major.dq", "ranking.probs"
 override: dict[str, Any] = {}
 
 # rows that a program of the selected branch, block by block, works through at most; and at least,
 # where blocks are few
-ITEM_ROWS = 16384
-FEW_ITEM_ROWS = 2048
+WORK_TILE_ROWS = 16384
+MIN_WORK_TILE_ROWS = 2048
 
 # programs for dk and dv at most, where blocks of keys are cut into shares of their queries
-MOST_SHARES = 2048
+MAX_SPLIT_PROGRAMS = 2048
 # and so many that run at once; tiles of queries of a share, at least
-AT_ONCE = 128
-LEAST_SHARE = 8
+CONCURRENT_PROGRAMS = 128
+MIN_SPLIT_TILES = 8
 
 # rows of a query-by-query tile under which block by block is faster
 FEW_ROWS = 9
@@ -75,11 +75,11 @@ def using(tiles: dict[str, Any]) -> Iterator[None]:
         override.update(before)
 
 
-def chosen(kernel: str, tile: Tile) -> Tile:
+def apply_overrides(kernel: str, tile: TileConfig) -> TileConfig:
     """The tile of a launch: this one, or one to try out, in the sizes that the call asks for."""
     tile = override.get(kernel, tile)
     block_m, block_n = asked(kernel) or (tile.block_m, tile.block_n)
-    return Tile(block_m, block_n, tile.num_warps, tile.num_stages)
+    return TileConfig(block_m, block_n, tile.num_warps, tile.num_stages)
 
 
 @functools.cache
@@ -99,19 +99,19 @@ def row(table: dict[int, Any], size: int) -> Any:
     return next(found for limit, found in table.items() if size <= limit)
 
 
-def for_groups(kernel: str, groups: int, tile: Tile) -> Tile:
+def for_groups(kernel: str, groups: int, tile: TileConfig) -> TileConfig:
     """The tile of `kernel`, of at least one token with all heads of its group; of fewer keys where
     it is grown for them."""
     least = next_power_of_2(groups)
     grown = max(1, least // tile.block_m)
     tile = replace(tile, block_m=tile.block_m * grown, block_n=max(16, tile.block_n // grown))
-    tile = chosen(kernel, tile)
+    tile = apply_overrides(kernel, tile)
     return replace(tile, block_m=max(tile.block_m, least))
 
 
 def flash_tile(
-    kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype, keys: int = ALWAYS
-) -> Tile:
+    kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype, keys: int = UNLIMITED
+) -> TileConfig:
     """For `kernel` "forward", "dq" or "dkv", heads of `width` (the wider of keys and values) and
     queries that see many of the `keys` (`wide`) or a window of them."""
     if not wide and "." not in kernel:
@@ -136,14 +136,14 @@ def wide(*tensors: Tensor) -> bool:
 
 def query_major_tile(
     kernel: str, width: int, rows: int, dtype: torch.dtype, is_union: bool = False
-) -> Tile:
+) -> TileConfig:
     """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows, of one list or of lists
     that are `united`."""
     tables = architecture()
     tile = row(row(tables.query_major, width), rows)[kernel]
     if dtype == torch.float32:
         tile = tables.float32_tile("query_major", width)
-    tile = chosen(f"{'union' if is_union else 'query_major'}.{kernel}", tile)
+    tile = apply_overrides(f"{'union' if is_union else 'query_major'}.{kernel}", tile)
     return replace(tile, block_m=padded(rows))
 
 
@@ -155,7 +155,7 @@ def union_rule(rows: int, dtype: torch.dtype) -> UnionRule | None:
     return rule if rule and rule.members * rows <= architecture().query_major_rows else None
 
 
-def tiles_a_program(groups: int, members: int, seldom: bool = False) -> int:
+def tiles_per_program(groups: int, members: int, seldom: bool = False) -> int:
     """Tiles that a program walks, a power of two, where whole groups of lists may be left out, or
     `seldom` there is anything to do: many programs that do nothing take time too."""
     programs, most = (ENOUGH_PROGRAMS // 2, 8) if seldom else (2 * ENOUGH_PROGRAMS, min(members, 2))
@@ -169,12 +169,12 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
         return None
     size = t.element_size()
     aligned = t.data_ptr() % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in t.stride()[:3])
-    if t.stride(-1) != 1 or not aligned or 0 in t.shape or rows > MOST_IN_BOX:
+    if t.stride(-1) != 1 or not aligned or 0 in t.shape or rows > MAX_BOX_ROWS:
         return None
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
 
 
-def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> Tile:
+def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> TileConfig:
     """For `kernel` "forward" or "backward" block by block."""
     tiles = row(architecture().key_major, width)
     tile = tiles.get(f"one.{kernel}" if groups == 1 else kernel, tiles[kernel])
@@ -192,7 +192,7 @@ def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
 def grid(tiles: int, lines: int, *others: int) -> tuple[tuple[int, ...], bool]:
     """A grid of tiles x lines (rows of the batch x heads), those of one line side by side; and
     whether it is flipped, as it is for more lines than fit: tiles are few then."""
-    flipped = lines > MOST_LINES
+    flipped = lines > MAX_GRID_Y
     return (*((lines, tiles) if flipped else (tiles, lines)), *others), flipped
 
 
@@ -202,18 +202,18 @@ def query_splits(programs: int, tiles: int, wide: bool = True) -> int:
     begin and to add up. Both cost the same at about this many tiles. In a window, where all blocks
     are seen by as many, just so many that no part of the GPU is idle."""
     if not wide:
-        return max(1, min(AT_ONCE // max(1, programs), tiles // LEAST_SHARE))
-    share = max(LEAST_SHARE, math.isqrt(programs * tiles // 8))
-    return max(1, min(MOST_SHARES // max(1, programs), tiles // share))
+        return max(1, min(CONCURRENT_PROGRAMS // max(1, programs), tiles // MIN_SPLIT_TILES))
+    share = max(MIN_SPLIT_TILES, math.isqrt(programs * tiles // 8))
+    return max(1, min(MAX_SPLIT_PROGRAMS // max(1, programs), tiles // share))
 
 
-def item_rows(rows: int, blocks: int) -> int:
+def work_tile_rows(rows: int, blocks: int) -> int:
     """Rows that a program of the selected branch, block by block, works through at most: fewer
     where few blocks would leave few programs, the longest of which all wait for."""
     if blocks >= ENOUGH_PROGRAMS:
-        return ITEM_ROWS
+        return WORK_TILE_ROWS
     share = next_power_of_2(max(1, rows // ENOUGH_PROGRAMS))
-    return min(max(share, FEW_ITEM_ROWS), ITEM_ROWS)
+    return min(max(share, MIN_WORK_TILE_ROWS), WORK_TILE_ROWS)
 
 
 # what a launch is told
@@ -238,7 +238,7 @@ class KVRange:
     @property
     def wide(self) -> bool:
         """Whether queries see more keys than lie near them."""
-        return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == ALWAYS
+        return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == UNLIMITED
 
 
 def bounds(documents: Documents | None) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def ends(selection: Selection) -> dict[str, Any]:
     return dict(doc_last=selection.documents.last, ENDS=True)
 
 
-class Sum:
+class Accumulator:
     """A tensor that several launches add to, one after the other: the first one writes it."""
 
     def __init__(self, like: Tensor) -> None:
@@ -375,10 +375,10 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def ranking_tile(
+def topk_tile(
     rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False,
-    blocks: int = ALWAYS,
-) -> RankingTile:  # fmt: skip
+    blocks: int = UNLIMITED,
+) -> TopkTileConfig:  # fmt: skip
     """For heads of `width`, `groups` of which rank together, and the n best of `blocks`."""
     tables = architecture()
     if rule == "probs":

@@ -13,20 +13,20 @@ from torch import Tensor
 from .counts import cdiv
 
 # dk [shares B n K D] and dv [shares B n K E] of the first n keys, float32 and contiguous
-Shares = tuple[Tensor, Tensor]
+Partials = tuple[Tensor, Tensor]
 
 # elements of a program; shares whose elements are read at once
 BLOCK, AHEAD = 1024, 4
 # of different lengths, that a launch adds up
-MOST_PARTS = 3
+MAX_INPUTS = 3
 
 
 @triton.jit
-def added(acc, shares, count, size, b, B, x, AHEAD: tl.constexpr):
+def sum_partials(acc, partials, count, size, b, B, x, AHEAD: tl.constexpr):
     """acc, and elements x of row b of so many shares, each of `size` elements a row."""
-    for share in tl.range(0, count, loop_unroll_factor=AHEAD):
-        row = (share * B + b).to(tl.int64)
-        acc += tl.load(shares + row * size + x, mask=x < size, other=0.0)
+    for split in tl.range(0, count, loop_unroll_factor=AHEAD):
+        row = (split * B + b).to(tl.int64)
+        acc += tl.load(partials + row * size + x, mask=x < size, other=0.0)
     return acc
 
 
@@ -41,40 +41,40 @@ def nsa_reduce_partials(
     x = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     if tl.program_id(1) == 0:
-        acc = added(acc, dk_0, count_0, n_0.to(tl.int64) * width_k, b, B, x, AHEAD)
-        acc = added(acc, dk_1, count_1, n_1.to(tl.int64) * width_k, b, B, x, AHEAD)
-        acc = added(acc, dk_2, count_2, n_2.to(tl.int64) * width_k, b, B, x, AHEAD)
+        acc = sum_partials(acc, dk_0, count_0, n_0.to(tl.int64) * width_k, b, B, x, AHEAD)
+        acc = sum_partials(acc, dk_1, count_1, n_1.to(tl.int64) * width_k, b, B, x, AHEAD)
+        acc = sum_partials(acc, dk_2, count_2, n_2.to(tl.int64) * width_k, b, B, x, AHEAD)
         row = dk + b.to(tl.int64) * N * width_k
         tl.store(row + x, acc.to(dk.dtype.element_ty), mask=x < n.to(tl.int64) * width_k)
     else:
-        acc = added(acc, dv_0, count_0, n_0.to(tl.int64) * width_v, b, B, x, AHEAD)
-        acc = added(acc, dv_1, count_1, n_1.to(tl.int64) * width_v, b, B, x, AHEAD)
-        acc = added(acc, dv_2, count_2, n_2.to(tl.int64) * width_v, b, B, x, AHEAD)
+        acc = sum_partials(acc, dv_0, count_0, n_0.to(tl.int64) * width_v, b, B, x, AHEAD)
+        acc = sum_partials(acc, dv_1, count_1, n_1.to(tl.int64) * width_v, b, B, x, AHEAD)
+        acc = sum_partials(acc, dv_2, count_2, n_2.to(tl.int64) * width_v, b, B, x, AHEAD)
         row = dv + b.to(tl.int64) * N * width_v
         tl.store(row + x, acc.to(dv.dtype.element_ty), mask=x < n.to(tl.int64) * width_v)
 
 
 def reduce_partials(
-    parts: Sequence[Shares], k: Tensor, v: Tensor, dtype: torch.dtype = torch.float32
+    inputs: Sequence[Partials], k: Tensor, v: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """dk [B N K D] and dv [B N K E] of k and v, the sums of one to three parts of all shares: those
     of the first part, which others are added to, where that is one share of all keys and of the
     dtype."""
     (B, N, K, D), E = k.shape, v.shape[-1]
-    first_dk, first_dv = parts[0]
+    first_dk, first_dv = inputs[0]
     n = N
     if len(first_dk) == 1 and first_dk.shape[2] == N and first_dk.dtype == dtype:
         dk, dv = first_dk[0], first_dv[0]
         # other keys have their sums
-        n = max((some_dk.shape[2] for some_dk, _ in parts[1:]), default=0)
+        n = max((part_dk.shape[2] for part_dk, _ in inputs[1:]), default=0)
     else:
         dk, dv = (t.new_empty(t.shape, dtype=dtype) for t in (k, v))
     args = {}
-    for i in range(MOST_PARTS):
+    for i in range(MAX_INPUTS):
         # of one that is not there no share is read
-        some_dk, some_dv = parts[i] if i < len(parts) else (first_dk[:0], first_dv[:0])
-        args |= {f"dk_{i}": some_dk, f"dv_{i}": some_dv}
-        args |= {f"count_{i}": len(some_dk), f"n_{i}": some_dk.shape[2]}
+        part_dk, part_dv = inputs[i] if i < len(inputs) else (first_dk[:0], first_dv[:0])
+        args |= {f"dk_{i}": part_dk, f"dv_{i}": part_dv}
+        args |= {f"count_{i}": len(part_dk), f"n_{i}": part_dk.shape[2]}
     tiles = cdiv(n * K * max(D, E), BLOCK)
     if B * tiles:
         nsa_reduce_partials[(B * tiles, 2)](

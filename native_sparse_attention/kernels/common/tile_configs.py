@@ -15,7 +15,7 @@ ENOUGH_PROGRAMS = 1024
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileConfig:
     """BLOCK_M rows of queries (tokens x heads) against BLOCK_N keys."""
 
     block_m: int
@@ -25,52 +25,52 @@ class Tile:
 
 
 # by width and kernel; "window." where queries see few keys, "few.", "prefix." where there are few
-TILES = {
+FLASH = {
     128: {
-        "forward": Tile(64, 64, 4, 3),
-        "few.forward": Tile(64, 32, 4, 2),
-        "window.forward": Tile(64, 64, 4, 3),
-        "dq": Tile(128, 64, 8, 3),
-        "window.dq": Tile(64, 64, 4, 2),
-        "dkv": Tile(64, 128, 8, 3),
-        "window.dkv": Tile(64, 128, 8, 3),
-        "prefix.dkv": Tile(64, 64, 4, 2),
+        "forward": TileConfig(64, 64, 4, 3),
+        "few.forward": TileConfig(64, 32, 4, 2),
+        "window.forward": TileConfig(64, 64, 4, 3),
+        "dq": TileConfig(128, 64, 8, 3),
+        "window.dq": TileConfig(64, 64, 4, 2),
+        "dkv": TileConfig(64, 128, 8, 3),
+        "window.dkv": TileConfig(64, 128, 8, 3),
+        "prefix.dkv": TileConfig(64, 64, 4, 2),
     },
     256: {
-        "forward": Tile(64, 64, 8, 2),
-        "few.forward": Tile(64, 64, 8, 2),
-        "window.forward": Tile(64, 64, 8, 2),
-        "dq": Tile(64, 32, 8, 2),
-        "window.dq": Tile(64, 32, 8, 2),
-        "dkv": Tile(64, 32, 8, 2),
-        "window.dkv": Tile(64, 32, 8, 2),
-        "prefix.dkv": Tile(64, 32, 8, 2),
+        "forward": TileConfig(64, 64, 8, 2),
+        "few.forward": TileConfig(64, 64, 8, 2),
+        "window.forward": TileConfig(64, 64, 8, 2),
+        "dq": TileConfig(64, 32, 8, 2),
+        "window.dq": TileConfig(64, 32, 8, 2),
+        "dkv": TileConfig(64, 32, 8, 2),
+        "window.dkv": TileConfig(64, 32, 8, 2),
+        "prefix.dkv": TileConfig(64, 32, 8, 2),
     },
 }
 # dk and dv of few query heads a KV head
 FEW_HEADS_TILES = {
-    "dkv": Tile(32, 128, 8, 3),
-    "window.dkv": Tile(32, 64, 4, 3),
-    "prefix.dkv": Tile(32, 64, 4, 2),
+    "dkv": TileConfig(32, 128, 8, 3),
+    "window.dkv": TileConfig(32, 64, 4, 3),
+    "prefix.dkv": TileConfig(32, 64, 4, 2),
 }
 # of all kernels in float32, but for those of the selected branch where they have their own
 FLOAT32 = {
-    64: {"flash": Tile(32, 32, 4, 1), "key_major": Tile(32, 64, 8, 1)},
+    64: {"flash": TileConfig(32, 32, 4, 1), "key_major": TileConfig(32, 64, 8, 1)},
     128: {
-        "flash": Tile(64, 32, 8, 1),
-        "query_major": Tile(16, 32, 4, 1),
-        "key_major": Tile(32, 64, 8, 1),
+        "flash": TileConfig(64, 32, 8, 1),
+        "query_major": TileConfig(16, 32, 4, 1),
+        "key_major": TileConfig(32, 64, 8, 1),
     },
-    256: {"flash": Tile(16, 16, 4, 1)},
+    256: {"flash": TileConfig(16, 16, 4, 1)},
 }
 
 # the selected branch query by query: by rows of a tile (those of the tokens that share a list).
 # Entries of lists are fetched before their keys: of five stages two hold keys
-GATHER = {
-    16: {"forward": Tile(16, 32, 1, 5), "dq": Tile(16, 64, 2, 5)},
-    32: {"forward": Tile(32, 64, 2, 5), "dq": Tile(32, 64, 2, 3)},
-    64: {"forward": Tile(64, 64, 4, 5), "dq": Tile(64, 64, 4, 2)},
-    128: {"forward": Tile(128, 64, 8, 2), "dq": Tile(128, 64, 8, 2)},
+QUERY_MAJOR = {
+    16: {"forward": TileConfig(16, 32, 1, 5), "dq": TileConfig(16, 64, 2, 5)},
+    32: {"forward": TileConfig(32, 64, 2, 5), "dq": TileConfig(32, 64, 2, 3)},
+    64: {"forward": TileConfig(64, 64, 4, 5), "dq": TileConfig(64, 64, 4, 2)},
+    128: {"forward": TileConfig(128, 64, 8, 2), "dq": TileConfig(128, 64, 8, 2)},
 }
 
 
@@ -98,13 +98,13 @@ UNION_RULES = {
 }
 
 # and block by block; "one." of one query head a KV head, where its tile is another
-PAIRS = {
+KEY_MAJOR = {
     128: {
-        "forward": Tile(64, 64, 4, 2),
-        "one.forward": Tile(64, 64, 4, 1),
-        "backward": Tile(32, 64, 4, 3),
+        "forward": TileConfig(64, 64, 4, 2),
+        "one.forward": TileConfig(64, 64, 4, 1),
+        "backward": TileConfig(32, 64, 4, 3),
     },
-    256: {"forward": Tile(64, 64, 8, 2), "backward": Tile(32, 64, 8, 1)},
+    256: {"forward": TileConfig(64, 64, 8, 2), "backward": TileConfig(32, 64, 8, 1)},
 }
 
 # keys that are few: a prefix, of memory or of the initial block
@@ -121,7 +121,7 @@ FEW_HEADS = 8
 
 
 @dataclass(frozen=True)
-class RankingTile:
+class TopkTileConfig:
     """BLOCK_M rows of queries against BLOCK_N blocks (`probs`: windows) a step, whose n best are
     kept in `columns` lists of `depth` blocks, or merged where `columns` is 0. Where lists lose a
     block, the tile is done again by merging, `merge_n` a step."""
@@ -139,23 +139,26 @@ class RankingTile:
 # best took 0.957 of the time at 65536 tokens. With 8 lists of 8, one tile in 60 of random scores
 # loses one of the 16 best, and one in 370 one of the 13 best. A row of a tile's scores should lie
 # in one warp, which 16 rows a warp achieve
-LOGITS_TILES = {128: RankingTile(64, 64, 8, 8, 4, 2), 256: RankingTile(64, 32, 8, 8, 4, 2)}
+LOGITS_TILES = {128: TopkTileConfig(64, 64, 8, 8, 4, 2), 256: TopkTileConfig(64, 32, 8, 8, 4, 2)}
 # blocks that are ranked 32 a step: 191 µs for 205 of 128, H = K = 32, but 5.06 ms for 4.82 of 1024
 FEW_BLOCKS = 128
-INTERPOLATED_TILES = {128: RankingTile(64, 32, 8, 8, 4, 2), 256: RankingTile(64, 32, 0, 0, 8, 1)}
+INTERPOLATED_TILES = {
+    128: TopkTileConfig(64, 32, 8, 8, 4, 2),
+    256: TopkTileConfig(64, 32, 0, 0, 8, 1),
+}
 # by the heads of a group: many of them leave a tile few tokens, whose scores are spread over more
 # lists
 PROBS_TILES = {
-    2: RankingTile(64, 64, 8, 8, 4, 2, 64),
-    8: RankingTile(64, 128, 32, 4, 4, 2, 64),
-    64: RankingTile(128, 128, 32, 4, 4, 2, 64),
+    2: TopkTileConfig(64, 64, 8, 8, 4, 2, 64),
+    8: TopkTileConfig(64, 128, 32, 4, 4, 2, 64),
+    64: TopkTileConfig(128, 128, 32, 4, 4, 2, 64),
 }
 # of wide heads, and for GPUs that hold less
 NARROW_PROBS_TILES = {
-    2: RankingTile(64, 64, 8, 8, 8, 2, 64),
-    64: RankingTile(64, 64, 32, 4, 4, 2, 64),
+    2: TopkTileConfig(64, 64, 8, 8, 8, 2, 64),
+    64: TopkTileConfig(64, 64, 32, 4, 4, 2, 64),
 }
-PROBS_FLOAT32 = RankingTile(32, 32, 0, 0, 8, 1)
+PROBS_FLOAT32 = TopkTileConfig(32, 32, 0, 0, 8, 1)
 # lists are too short for more
 MOST_IN_LISTS = 16
 
@@ -175,18 +178,18 @@ class Architecture:
     (probs)."""
 
     shared_memory: int  # bytes that a program may hold
-    flash: dict[int, dict[str, Tile]]
-    few_heads: dict[str, Tile]
-    query_major: dict[int, dict[int, dict[str, Tile]]]
+    flash: dict[int, dict[str, TileConfig]]
+    few_heads: dict[str, TileConfig]
+    query_major: dict[int, dict[int, dict[str, TileConfig]]]
     query_major_rows: int  # at most
-    key_major: dict[int, dict[str, Tile]]
-    float32: dict[int, dict[str, Tile]]
+    key_major: dict[int, dict[str, TileConfig]]
+    float32: dict[int, dict[str, TileConfig]]
     block_bytes: int  # of keys and values, of a block that tiles of `pairs` can hold
-    logits: dict[int, RankingTile]
-    interpolated: dict[int, RankingTile]
-    probs: dict[int, dict[int, RankingTile]]
+    logits: dict[int, TopkTileConfig]
+    interpolated: dict[int, TopkTileConfig]
+    probs: dict[int, dict[int, TopkTileConfig]]
 
-    def float32_tile(self, kind: str, width: int) -> Tile:
+    def float32_tile(self, kind: str, width: int) -> TileConfig:
         """For kernels of a kind, "flash", "query_major" or "key_major", in float32."""
         tiles = next(found for limit, found in self.float32.items() if width <= limit)
         return tiles.get(kind, tiles["flash"])
@@ -204,16 +207,16 @@ def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
 
 BY_WIDTH = {128: PROBS_TILES, 256: NARROW_PROBS_TILES}
 RANKING: tuple[dict[int, Any], ...] = (LOGITS_TILES, INTERPOLATED_TILES, BY_WIDTH)
-WIDE_QUERY_MAJOR = in_one_stage(GATHER)
+WIDE_QUERY_MAJOR = in_one_stage(QUERY_MAJOR)
 HOPPER = Architecture(
     227 * 1024,
-    TILES,
+    FLASH,
     FEW_HEADS_TILES,
-    {128: GATHER, 256: WIDE_QUERY_MAJOR},
+    {128: QUERY_MAJOR, 256: WIDE_QUERY_MAJOR},
     # of 128 rows in two to four stages 1.27 ms for 1.06 (the layer's forward, H = 64, K = 4, 8k, 16
     # tokens a list), 16.0 for 14.4 at 64k; backward 3.19 for 3.08
     64,
-    PAIRS,
+    KEY_MAJOR,
     FLOAT32,
     128 * 1024,
     *RANKING,
@@ -223,18 +226,19 @@ HOPPER = Architecture(
 AMPERE = Architecture(
     163 * 1024,
     {
-        128: dict.fromkeys(TILES[128], Tile(64, 64, 8, 2)) | {"forward": Tile(128, 64, 8, 2)},
-        256: dict.fromkeys(TILES[256], Tile(32, 64, 8, 1)),
+        128: dict.fromkeys(FLASH[128], TileConfig(64, 64, 8, 2))
+        | {"forward": TileConfig(128, 64, 8, 2)},
+        256: dict.fromkeys(FLASH[256], TileConfig(32, 64, 8, 1)),
     },
-    dict.fromkeys(FEW_HEADS_TILES, Tile(32, 64, 8, 2)),
+    dict.fromkeys(FEW_HEADS_TILES, TileConfig(32, 64, 8, 2)),
     {
-        128: GATHER,
-        256: WIDE_QUERY_MAJOR | {128: dict.fromkeys(GATHER[128], Tile(128, 16, 8, 1))},
+        128: QUERY_MAJOR,
+        256: WIDE_QUERY_MAJOR | {128: dict.fromkeys(QUERY_MAJOR[128], TileConfig(128, 16, 8, 1))},
     },
     128,
     {
-        128: dict.fromkeys(PAIRS[128], Tile(64, 64, 8, 2)),
-        256: dict.fromkeys(PAIRS[256], Tile(32, 64, 8, 1)),
+        128: dict.fromkeys(KEY_MAJOR[128], TileConfig(64, 64, 8, 2)),
+        256: dict.fromkeys(KEY_MAJOR[256], TileConfig(32, 64, 8, 1)),
     },
     FLOAT32,
     64 * 1024,
@@ -242,24 +246,24 @@ AMPERE = Architecture(
 )
 
 # what holds least and runs bfloat16: an Ampere or Ada of the desktop
-SMALL = {128: Tile(64, 64, 8, 1), 256: Tile(32, 32, 4, 1)}
+SMALL = {128: TileConfig(64, 64, 8, 1), 256: TileConfig(32, 32, 4, 1)}
 ELSEWHERE = Architecture(
     99 * 1024,
-    {width: dict.fromkeys(TILES[width], tile) for width, tile in SMALL.items()},
-    dict.fromkeys(FEW_HEADS_TILES, Tile(32, 64, 4, 1)),
+    {width: dict.fromkeys(FLASH[width], tile) for width, tile in SMALL.items()},
+    dict.fromkeys(FEW_HEADS_TILES, TileConfig(32, 64, 4, 1)),
     {
-        128: in_one_stage(GATHER),
+        128: in_one_stage(QUERY_MAJOR),
         256: {
-            16: dict.fromkeys(GATHER[16], Tile(16, 32, 2, 1)),
-            32: dict.fromkeys(GATHER[32], Tile(32, 32, 2, 1)),
-            64: dict.fromkeys(GATHER[64], Tile(64, 16, 4, 1)),
+            16: dict.fromkeys(QUERY_MAJOR[16], TileConfig(16, 32, 2, 1)),
+            32: dict.fromkeys(QUERY_MAJOR[32], TileConfig(32, 32, 2, 1)),
+            64: dict.fromkeys(QUERY_MAJOR[64], TileConfig(64, 16, 4, 1)),
         },
     },
     64,
-    {width: dict.fromkeys(PAIRS[width], tile) for width, tile in SMALL.items()},
+    {width: dict.fromkeys(KEY_MAJOR[width], tile) for width, tile in SMALL.items()},
     {
-        128: {"flash": Tile(32, 32, 4, 1), "query_major": Tile(16, 16, 4, 1)},
-        256: {"flash": Tile(16, 16, 4, 1)},
+        128: {"flash": TileConfig(32, 32, 4, 1), "query_major": TileConfig(16, 16, 4, 1)},
+        256: {"flash": TileConfig(16, 16, 4, 1)},
     },
     32 * 1024,
     *(in_one_stage(table) for table in (LOGITS_TILES, INTERPOLATED_TILES)),

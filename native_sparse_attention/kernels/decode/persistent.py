@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.counts import cdiv, next_power_of_2
-from ..common.tile_configs import MOST_IN_LISTS, RankingTile, Tile
+from ..common.tile_configs import MOST_IN_LISTS, TileConfig, TopkTileConfig
 from ..topk.topn import NO_SCORE
 from . import read_all
 from .call import Call, Settings
@@ -263,11 +263,11 @@ MAX_PRELOADED_PAGES = 1024
 # tile configs by head dimension; BLOCK_M holds at least all heads of one token. For blocks, BLOCK_M
 # is one token, BLOCK_N is at least one block, and the number of warps is that of the windows
 TILES = {
-    "windows": {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
-    "blocks": {128: Tile(0, 64, 4, 2), 256: Tile(0, 64, 4, 1)},
+    "windows": {128: TileConfig(64, 64, 4, 3), 256: TileConfig(64, 32, 4, 2)},
+    "blocks": {128: TileConfig(0, 64, 4, 2), 256: TileConfig(0, 64, 4, 1)},
 }
-TILES_FLOAT32 = Tile(64, 32, 4, 1)
-RANKING_TILE = RankingTile(1, 128, 128, 4, 4, 1, 64)
+TILES_FLOAT32 = TileConfig(64, 32, 4, 1)
+RANKING_TILE = TopkTileConfig(1, 128, 128, 4, 4, 1, 64)
 # the most partial result elements that one reduce program reads, and the most rows
 REDUCE_ELEMENTS, REDUCE_ROWS = 8192, 4
 # the most chunks of window scores that `rank_blocks` loads together
@@ -276,7 +276,7 @@ RANK_CHUNKS = 8
 BLOCK_W = 256
 
 
-def decode_tile(kernel: str, width: int, dtype: torch.dtype) -> Tile:
+def decode_tile(kernel: str, width: int, dtype: torch.dtype) -> TileConfig:
     """The tile config for "windows" or "blocks", by head dimension and dtype."""
     tile = TILES_FLOAT32 if dtype == torch.float32 else launch.row(TILES[kernel], width)
     return launch.override.get(f"decode.{kernel}", tile)
@@ -378,7 +378,7 @@ def num_selected(settings: Settings, fuse_local: bool) -> int:
     return settings.n + settings.num_initial + (0 if fuse_local else settings.num_local)
 
 
-def ranking_tile(W: int, settings: Settings) -> tuple[RankingTile, int]:
+def ranking_tile(W: int, settings: Settings) -> tuple[TopkTileConfig, int]:
     """The tile config of `rank_blocks`, and the number of chunks that it loads together."""
     tile = replace(RANKING_TILE, merge_n=max(RANKING_TILE.merge_n, next_power_of_2(settings.n)))
     if settings.n > MOST_IN_LISTS:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.counts import cdiv
-from ..common.launch import ALWAYS, BackwardInputs, KVRange, Sum
+from ..common.launch import UNLIMITED, Accumulator, BackwardInputs, KVRange
 from ..common.primitives import (
     CAUSAL_WINDOW,
     EVERYTHING,
@@ -27,7 +27,7 @@ from ..common.primitives import (
     store_rows,
     tile_rows,
 )
-from ..common.reduce import Shares
+from ..common.reduce import Partials
 from ..common.tile_configs import FEW_KEYS
 from . import launch_sm90 as flash_sm90
 from .fwd import (
@@ -213,9 +213,9 @@ def nsa_flash_dkv(
         full_end = tl.where(last * unit < end, full_end, 0)
     first_tile = tl.maximum(first - start, 0) // TOKENS
     end_tile = tl.cdiv(tl.minimum(tl.maximum(end - start, 0), T), TOKENS)
-    share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
-    begin_tile = first_tile + split * share
-    end_tile = tl.minimum(begin_tile + share, end_tile)
+    split_tiles = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
+    begin_tile = first_tile + split * split_tiles
+    end_tile = tl.minimum(begin_tile + split_tiles, end_tile)
     full_tile = tl.maximum(tl.cdiv(tl.maximum(full - start, 0), TOKENS), begin_tile)
     full_end_tile = tl.minimum(tl.minimum(tl.maximum(full_end - start, 0), T) // TOKENS, end_tile)
     if INNER:
@@ -281,7 +281,7 @@ def nsa_flash_dkv(
 # launches
 
 
-def cotangents(bwd: BackwardInputs, inner: BackwardInputs | None) -> dict[str, Any]:
+def backward_arguments(bwd: BackwardInputs, inner: BackwardInputs | None) -> dict[str, Any]:
     """What both kernels take of what they start from."""
     args = bwd.arguments()
     within = (inner or bwd).arguments()
@@ -297,7 +297,7 @@ def backward_q(
     kv_range: KVRange,
     scale: float,
     bwd: BackwardInputs,
-    dq: Sum,
+    dq: Accumulator,
     prefix: tuple[Tensor, Tensor] | None = None,
     inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> None:
@@ -315,7 +315,7 @@ def backward_q(
         POSITIVE=scale > 0,
         **dq.arguments(),
         **args,
-        **cotangents(bwd, inner_bwd),
+        **backward_arguments(bwd, inner_bwd),
     )
 
 
@@ -327,7 +327,7 @@ def backward_kv(
     scale: float,
     bwd: BackwardInputs,
     inner: tuple[KVRange, BackwardInputs] | None = None,
-) -> Shares:
+) -> Partials:
     """dk and dv in shares; with `inner` also through its local blocks (not the prefix)."""
     within, inner_bwd = inner or (None, None)
     few = k.shape[1] <= FEW_KEYS
@@ -344,7 +344,7 @@ def backward_kv(
     dk = k.new_empty(splits, B, N, K, D, dtype=torch.float32)
     dv = v.new_empty(splits, B, N, K, E, dtype=torch.float32)
     args["WIDE"] |= max(dk.numel(), dv.numel()) >= 1 << 31
-    args |= cotangents(bwd, inner_bwd)
+    args |= backward_arguments(bwd, inner_bwd)
     grid, args["FLIPPED"] = launch.grid(blocks, B * K, splits)
     nsa_flash_dkv[grid](dk=dk, dv=dv, scale=scale, POSITIVE=scale > 0, **args)
     return dk, dv
@@ -356,10 +356,14 @@ def backward_prefix(
     kv_range: KVRange,
     scale: float,
     bwd: BackwardInputs,
-) -> Shares:
+) -> Partials:
     """dk and dv of a prefix, in shares."""
     kind = CAUSAL_WINDOW if kv_range.causal_prefix else EVERYTHING
     seen = KVRange(
-        kind.value, ALWAYS, start=kv_range.start, starts=kv_range.starts, soft_cap=kv_range.soft_cap
+        kind.value,
+        UNLIMITED,
+        start=kv_range.start,
+        starts=kv_range.starts,
+        soft_cap=kv_range.soft_cap,
     )
     return backward_kv(q, *prefix, seen, scale, bwd)

@@ -25,14 +25,14 @@ from ..common.buffers_sm90 import at_barrier, counters, places
 from ..common.dialect_sm90 import load_box, load_elements, thread_barrier
 from ..common.primitives import BEHIND
 from ..common.softmax_sm90 import probabilities
-from .steps_sm90 import KEYS, PARTS, ROWS, THREADS
+from .steps_sm90 import CONSUMERS, KEYS, ROWS, THREADS
 
 # one compiled kernel for all lengths
 LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "blocks"]
 
 
 @gluon.jit
-def tiles_of(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr):
+def query_tiles(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr):
     """Of the tiles of queries that see some of the keys from n0 on the first of this program's
     share and one past its last, and the same of those that see all keys, none as a local one."""
     start, T, N, floor, reach, stride = (
@@ -43,7 +43,7 @@ def tiles_of(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.c
         kv_range[4],
         kv_range[5],
     )
-    last = gl.minimum(n0 + PARTS * KEYS, N) - 1
+    last = gl.minimum(n0 + CONSUMERS * KEYS, N) - 1
     if KIND == BEHIND:
         first, full = (n0 + 1) * stride, (last + 1) * stride
         end, full_end = 0x7FFFFFFF, 0x7FFFFFFF
@@ -52,9 +52,9 @@ def tiles_of(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.c
         end, full_end = last + reach + 1, n0 + reach + 1
     first = gl.maximum(first - start, 0) // TOKENS
     end = gl.cdiv(gl.minimum(gl.maximum(end - start, 0), T), TOKENS)
-    share = gl.cdiv(gl.maximum(end - first, 0), gl.num_programs(1))
-    begin = first + gl.program_id(1) * share
-    end = gl.minimum(begin + share, end)
+    split_tiles = gl.cdiv(gl.maximum(end - first, 0), gl.num_programs(1))
+    begin = first + gl.program_id(1) * split_tiles
+    end = gl.minimum(begin + split_tiles, end)
     full = gl.maximum(gl.cdiv(gl.maximum(full - start, 0), TOKENS), begin)
     full_end = gl.minimum(gl.minimum(gl.maximum(full_end - start, 0), T) // TOKENS, end)
     if INNER:
@@ -67,7 +67,7 @@ def tiles_of(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.c
 
 
 @gluon.jit
-def read(
+def produce(
     q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem, rows_smem,
     kv_bar, full, K, G: gl.constexpr, STAGES: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
@@ -76,11 +76,11 @@ def read(
     D: gl.constexpr = q.block_shape[3]
     TOKENS: gl.constexpr = ROWS // G
     row = gl.arange(0, ROWS, LANES)
-    mbarrier.expect(kv_bar.index(0), PARTS * KEYS * D * 4)
-    for part in gl.static_range(PARTS):
-        at = [b, n0 + part * KEYS, h, 0]
-        load_box(k, at, kv_bar.index(0), k_smem.index(part))
-        load_box(v, at, kv_bar.index(0), v_smem.index(part))
+    mbarrier.expect(kv_bar.index(0), CONSUMERS * KEYS * D * 4)
+    for consumer in gl.static_range(CONSUMERS):
+        at = [b, n0 + consumer * KEYS, h, 0]
+        load_box(k, at, kv_bar.index(0), k_smem.index(consumer))
+        load_box(v, at, kv_bar.index(0), v_smem.index(consumer))
     for tile in range(begin, end):
         i = tile - begin
         slot = i % STAGES
@@ -104,7 +104,7 @@ def read(
 
 
 @gluon.jit
-def seeing(n, kv_range, KIND: gl.constexpr, INNER: gl.constexpr):
+def visible_positions(n, kv_range, KIND: gl.constexpr, INNER: gl.constexpr):
     """First position that sees each key and one past the last; and one past the last of those that
     see it as a local one."""
     start, T, floor, reach, stride = kv_range[0], kv_range[1], kv_range[3], kv_range[4], kv_range[5]
@@ -121,7 +121,7 @@ def seeing(n, kv_range, KIND: gl.constexpr, INNER: gl.constexpr):
 
 
 @gluon.jit
-def add(
+def accumulate(
     k_tile, v_tile, q_tile, do_tile, dk, dv, rows, slot, first_row, at, bounds, masked, scale_log2,
     G: gl.constexpr, LOCAL: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
@@ -161,9 +161,9 @@ def add(
 
 
 @gluon.jit
-def form(
+def consume(
     dk, dv, n0, b, B, h, K, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem, rows_smem,
-    kv_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
+    kv_bar, full, CONSUMER: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """A part."""
@@ -175,10 +175,10 @@ def form(
     scale_log2 = scale * 1.4426950408889634
     dk_acc = gl.zeros([KEYS, D], gl.float32, ACC)
     dv_acc = gl.zeros([KEYS, D], gl.float32, ACC)
-    k_tile = k_smem.index(PART).reshape([KEYS, D])
-    v_tile = v_smem.index(PART).reshape([KEYS, D])
-    key = n0 + PART * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
-    bounds = seeing(key, kv_range, KIND, INNER)
+    k_tile = k_smem.index(CONSUMER).reshape([KEYS, D])
+    v_tile = v_smem.index(CONSUMER).reshape([KEYS, D])
+    key = n0 + CONSUMER * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
+    bounds = visible_positions(key, kv_range, KIND, INNER)
     start, N = kv_range[0], kv_range[2]
     middle = begin
     mbarrier.wait(kv_bar.index(0), 0)
@@ -191,7 +191,7 @@ def form(
             q_tile = q_smem.index(slot).reshape([ROWS, D])
             do_tile = do_smem.index(slot).reshape([ROWS, D])
             for half in gl.static_range(2):
-                dk_acc, dv_acc = add(
+                dk_acc, dv_acc = accumulate(
                     k_tile, v_tile, q_tile.slice(half * HALF, HALF, 0),
                     do_tile.slice(half * HALF, HALF, 0), dk_acc, dv_acc,
                     rows_smem, slot, half * HALF, start + tile * TOKENS, bounds, True, scale_log2,
@@ -204,7 +204,7 @@ def form(
         q_tile = q_smem.index(slot).reshape([ROWS, D])
         do_tile = do_smem.index(slot).reshape([ROWS, D])
         masked = (tile < full_tile) | (tile >= full_end)
-        dk_acc, dv_acc = add(
+        dk_acc, dv_acc = accumulate(
             k_tile, v_tile, q_tile, do_tile, dk_acc, dv_acc, rows_smem, slot, 0,
             start + tile * TOKENS, bounds, masked, scale_log2, G, False, GATED,
         )  # fmt: skip
@@ -226,11 +226,11 @@ def nsa_flash_dkv_sm90(
     to its dk and dv, written to [shares, B, N, K, D]."""
     kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride)
     rows = (lse, delta, inner_lse, inner_delta)
-    n0 = gl.program_id(0) % blocks * (PARTS * KEYS)
+    n0 = gl.program_id(0) % blocks * (CONSUMERS * KEYS)
     b, h = gl.program_id(0) // blocks // K, gl.program_id(0) // blocks % K
-    tiles = tiles_of(n0, kv_range, ROWS // G, KIND, INNER)
+    tiles = query_tiles(n0, kv_range, ROWS // G, KIND, INNER)
     begin, end, _full, _full_end = tiles
-    k_smem, v_smem = places(k, PARTS), places(v, PARTS)
+    k_smem, v_smem = places(k, CONSUMERS), places(v, CONSUMERS)
     q_smem, do_smem = places(q, STAGES), places(d_out, STAGES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES * 4, ROWS.value], FLAT)
@@ -240,15 +240,15 @@ def nsa_flash_dkv_sm90(
     thread_barrier()
     gl.warp_specialize(
         [
-            (form, (
+            (consume, (
                 dk, dv, n0, b, B, h, K, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
                 rows_smem, kv_bar, full, 0, G, STAGES, KIND, INNER, GATED,
             )),
-            (form, (
+            (consume, (
                 dk, dv, n0, b, B, h, K, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
                 rows_smem, kv_bar, full, 1, G, STAGES, KIND, INNER, GATED,
             )),
-            (read, (
+            (produce, (
                 q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem,
                 rows_smem, kv_bar, full, K, G, STAGES, INNER,
             )),

@@ -17,50 +17,50 @@ from ..common.dialect_sm90 import store_box, thread_barrier
 from ..common.softmax_sm90 import probabilities
 from .steps_sm90 import (
     ADDED,
+    CONSUMERS,
     KEYS,
     LENGTHS,
-    PARTS,
     QUERIES,
     ROWS,
     THREADS,
     blocks_of,
-    line_of,
     local_start,
+    num_work_tiles,
     read_blocks,
     read_rows,
     rows_of,
-    seen,
-    turns_of,
+    tile_position,
+    visible_range,
     wait_for_all,
 )
 
 
 @gluon.jit
-def read(
+def produce(
     q, d_out, k, v, pk, pv, each, dq, kv_range, K, tiles, B, q_smem, do_smem, dq_smem, k_smem,
     v_smem, q_bar, dq_bar, full, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     INNER: gl.constexpr, PREFIX: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The warp that reads; with ADD also what dq holds, once it has read the blocks."""
-    BYTES: gl.constexpr = PARTS * ROWS * q.block_shape[3] * 2
-    TOKENS: gl.constexpr = PARTS * ROWS // G
+    BYTES: gl.constexpr = CONSUMERS * ROWS * q.block_shape[3] * 2
+    TOKENS: gl.constexpr = CONSUMERS * ROWS // G
     done = 0
-    for turn in range(0, turns_of(tiles * B * K)):
-        tile, b, h = line_of(turn, tiles, B, K)
-        local, locals_, begin, others, initial = blocks_of(
+    for iteration in range(0, num_work_tiles(tiles * B * K)):
+        tile, b, h = tile_position(iteration, tiles, B, K)
+        local, num_local, begin, num_outer, num_initial = blocks_of(
             tile, kv_range, TOKENS, KIND, INNER, PREFIX
         )
-        if turn > 0:
+        if iteration > 0:
             at_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), 2 * BYTES)
         read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
         read_rows(d_out, do_smem, q_bar.index(0), b, tile * TOKENS, h * G)
         done = read_blocks(
-            k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, locals_, begin, others,
-            initial, STAGES, PREFIX,
+            k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin,
+            num_outer, num_initial, STAGES, PREFIX,
         )  # fmt: skip
         if ADD:
-            if turn > 0:
+            if iteration > 0:
                 at_barrier("sync", ADDED, THREADS)
             mbarrier.expect(dq_bar.index(0), BYTES)
             read_rows(dq, dq_smem, dq_bar.index(0), b, tile * TOKENS, h * G)
@@ -71,7 +71,7 @@ def read(
 
 
 @gluon.jit
-def walk(
+def process_blocks(
     q, d_out, k_smem, v_smem, full, done, acc, lse, delta, other_lse, other_delta, first, count,
     lo, hi, other_lo, all_lo, all_hi, scale_log2, STAGES: gl.constexpr, BOTH: gl.constexpr,
     GATED: gl.constexpr,
@@ -109,13 +109,13 @@ def walk(
 
 
 @gluon.jit
-def sums_of(
-    i, turn, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K: gl.constexpr,
-    PART: gl.constexpr, G: gl.constexpr, INNER: gl.constexpr,
+def load_lse_delta(
+    i, iteration, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K: gl.constexpr,
+    CONSUMER: gl.constexpr, G: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
     """lse and delta of a part's rows i at a turn; with INNER those of the other softmax too."""
-    tile, b, h = line_of(turn, tiles, B, K)
-    _, _, row, real = rows_of(i, tile, b, h, start, T, K, PART, G)
+    tile, b, h = tile_position(iteration, tiles, B, K)
+    _, _, row, real = rows_of(i, tile, b, h, start, T, K, CONSUMER, G)
     real = real & (tile >= 0)  # there may be no such turn
     lse_row = gl.load(lse + row, mask=real, other=0.0)
     delta_row = gl.load(delta + row, mask=real, other=0.0)
@@ -127,11 +127,11 @@ def sums_of(
 
 
 @gluon.jit
-def form(
+def consume(
     dq, lse, delta, inner_lse, inner_delta, kv_range, K, scale, tiles, B, q_smem, do_smem, dq_smem,
-    k_smem, v_smem, q_bar, dq_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, GATED: gl.constexpr,
-    ADD: gl.constexpr,
+    k_smem, v_smem, q_bar, dq_bar, full, CONSUMER: gl.constexpr, G: gl.constexpr,
+    STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """A part."""
     D: gl.constexpr = k_smem.shape[4]
@@ -142,66 +142,80 @@ def form(
     start, T, N = kv_range[0], kv_range[1], kv_range[2]
     i, scale_log2 = gl.arange(0, ROWS, ROW), scale * 1.4426950408889634
     done = 0
-    next_lse, next_delta, next_other_lse, next_other_delta = sums_of(
-        i, 0, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K, PART, G, INNER
+    next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
+        i, 0, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K, CONSUMER, G, INNER
     )
-    for turn in range(0, turns_of(tiles * B * K)):
-        tile, b, h = line_of(turn, tiles, B, K)
-        local, locals_, begin, others, initial = blocks_of(
-            tile, kv_range, PARTS * TOKENS, KIND, INNER, PREFIX
+    for iteration in range(0, num_work_tiles(tiles * B * K)):
+        tile, b, h = tile_position(iteration, tiles, B, K)
+        local, num_local, begin, num_outer, num_initial = blocks_of(
+            tile, kv_range, CONSUMERS * TOKENS, KIND, INNER, PREFIX
         )
-        token, position, _, _ = rows_of(i, tile, b, h, start, T, K, PART, G)
+        token, position, _, _ = rows_of(i, tile, b, h, start, T, K, CONSUMER, G)
         p0, p1 = start + token, start + token + TOKENS - 1
-        lo, hi, all_lo, all_hi = seen(position, p0, p1, kv_range, KIND)
+        lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, KIND)
         lse_row, delta_row = next_lse, next_delta
         other_lse, other_delta = next_other_lse, next_other_delta
-        mbarrier.wait(q_bar.index(0), turn & 1)
-        q = q_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
-        d_out = do_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+        mbarrier.wait(q_bar.index(0), iteration & 1)
+        q = q_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+        d_out = do_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         fence_async_shared()  # what was read may be overwritten from outside
         at_barrier("arrive", QUERIES, THREADS)
         # of the next turn now, as they would be waited for then
-        next_lse, next_delta, next_other_lse, next_other_delta = sums_of(
-            i, turn + 1, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K, PART, G, INNER
+        next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
+            i,
+            iteration + 1,
+            tiles,
+            B,
+            lse,
+            delta,
+            inner_lse,
+            inner_delta,
+            start,
+            T,
+            K,
+            CONSUMER,
+            G,
+            INNER,
         )
         tma.store_wait(0)  # what was there before is written
         if ADD:  # noqa: SIM102
-            if turn > 0:
+            if iteration > 0:
                 at_barrier("arrive", ADDED, THREADS)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
         hi_before, all_before = hi, all_hi
         if INNER:
             # local keys are of the window too
-            done, acc = walk(
+            done, acc = process_blocks(
                 q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, other_lse,
-                other_delta, local, locals_, lo, hi, local_start(position, kv_range), all_lo,
+                other_delta, local, num_local, lo, hi, local_start(position, kv_range), all_lo,
                 all_hi, scale_log2, STAGES, True, GATED,
             )  # fmt: skip
             # where a block begins with keys of the window alone, those have been seen with it
-            at = local_start(start + tile * (PARTS * TOKENS), kv_range)
-            at = gl.where(locals_ > 0, at // KEYS * KEYS, N)
+            at = local_start(start + tile * (CONSUMERS * TOKENS), kv_range)
+            at = gl.where(num_local > 0, at // KEYS * KEYS, N)
             hi_before, all_before = gl.minimum(hi, at), gl.minimum(all_hi, at)
-        done, acc = walk(
+        done, acc = process_blocks(
             q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
-            begin, others, lo, hi_before, lo, all_lo, all_before, scale_log2, STAGES, False, GATED,
+            begin, num_outer, lo, hi_before, lo, all_lo, all_before, scale_log2, STAGES, False,
+            GATED,
         )  # fmt: skip
         if INNER:
             floor = kv_range[6]
-            done, acc = walk(
+            done, acc = process_blocks(
                 q, d_out, k_smem, v_smem, full, done, acc, other_lse, other_delta, lse_row,
-                delta_row, 0, initial, lo * 0, gl.minimum(position + 1, floor), lo, 0,
+                delta_row, 0, num_initial, lo * 0, gl.minimum(position + 1, floor), lo, 0,
                 gl.minimum(p0 + 1, floor), scale_log2, STAGES, False, GATED,
             )  # fmt: skip
         if PREFIX:
-            done, acc = walk(
+            done, acc = process_blocks(
                 q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
-                0, initial, lo * 0, lo * 0 + kv_range[9], lo, 0, kv_range[9], scale_log2, STAGES,
-                False, GATED,
+                0, num_initial, lo * 0, lo * 0 + kv_range[9], lo, 0, kv_range[9], scale_log2,
+                STAGES, False, GATED,
             )  # fmt: skip
-        smem = dq_smem.index(PART)
+        smem = dq_smem.index(CONSUMER)
         acc = acc * scale
         if ADD:
-            mbarrier.wait(dq_bar.index(0), turn & 1)
+            mbarrier.wait(dq_bar.index(0), iteration & 1)
             acc += smem.reshape([ROWS, D]).load(ACC).to(gl.float32)
         smem.reshape([ROWS, D]).store(acc.to(dq_smem.dtype))
         fence_async_shared()
@@ -222,24 +236,24 @@ def nsa_flash_dq_sm90(
     """One program a multiprocessor: dq of tiles of queries of a row and KV head, in turn, added to
     what is there if ADD."""
     kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
-    q_smem, do_smem, dq_smem = places(q, PARTS), places(d_out, PARTS), places(dq, PARTS)
+    q_smem, do_smem, dq_smem = places(q, CONSUMERS), places(d_out, CONSUMERS), places(dq, CONSUMERS)
     k_smem, v_smem = places(k, STAGES), places(v, STAGES)
     q_bar, dq_bar, full = counters(1, 1), counters(1, 1), counters(STAGES, 1)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
-            (form, (
+            (consume, (
                 dq, lse, delta, inner_lse, inner_delta, kv_range, K, scale, tiles, B, q_smem,
                 do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 0, G, STAGES, KIND, INNER,
                 PREFIX, GATED, ADD,
             )),
-            (form, (
+            (consume, (
                 dq, lse, delta, inner_lse, inner_delta, kv_range, K, scale, tiles, B, q_smem,
                 do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 1, G, STAGES, KIND, INNER,
                 PREFIX, GATED, ADD,
             )),
-            (read, (
+            (produce, (
                 q, d_out, k, v, pk, pv, each, dq, kv_range, K, tiles, B, q_smem, do_smem, dq_smem,
                 k_smem, v_smem, q_bar, dq_bar, full, G, STAGES, KIND, INNER, PREFIX, ADD,
             )),

@@ -17,20 +17,20 @@ from ..common.buffers_sm90 import at_barrier, counters, places
 from ..common.dialect_sm90 import store_box, thread_barrier
 from ..common.primitives import LARGEST_BOUND
 from .steps_sm90 import (
+    CONSUMERS,
     KEYS,
     LENGTHS,
-    PARTS,
     QUERIES,
     ROWS,
     THREADS,
     blocks_of,
-    line_of,
     local_start,
+    num_work_tiles,
     read_blocks,
     read_rows,
     rows_of,
-    seen,
-    turns_of,
+    tile_position,
+    visible_range,
     wait_for_all,
 )
 
@@ -39,33 +39,33 @@ FEWEST = gl.constexpr(16)
 
 
 @gluon.jit
-def read(
+def produce(
     q, k, v, pk, pv, each, kv_range, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
     G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
     PREFIX: gl.constexpr,
 ):  # fmt: skip
     """The warp that reads."""
-    TOKENS: gl.constexpr = PARTS * ROWS // G
+    TOKENS: gl.constexpr = CONSUMERS * ROWS // G
     done = 0
-    for turn in range(0, turns_of(tiles * B * K)):
-        tile, b, h = line_of(turn, tiles, B, K)
-        local, locals_, begin, others, initial = blocks_of(
+    for iteration in range(0, num_work_tiles(tiles * B * K)):
+        tile, b, h = tile_position(iteration, tiles, B, K)
+        local, num_local, begin, num_outer, num_initial = blocks_of(
             tile, kv_range, TOKENS, KIND, INNER, PREFIX
         )
-        if turn > 0:
+        if iteration > 0:
             at_barrier("sync", QUERIES, THREADS)
-        mbarrier.expect(q_bar.index(0), PARTS * ROWS * q.block_shape[3] * 2)
+        mbarrier.expect(q_bar.index(0), CONSUMERS * ROWS * q.block_shape[3] * 2)
         read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
         done = read_blocks(
-            k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, locals_, begin, others,
-            initial, STAGES, PREFIX,
+            k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin,
+            num_outer, num_initial, STAGES, PREFIX,
         )  # fmt: skip
     at_barrier("sync", QUERIES, THREADS)
     wait_for_all(done, STAGES)
 
 
 @gluon.jit
-def walk(
+def process_blocks(
     q, k_smem, v_smem, full, done, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2,
     STAGES: gl.constexpr, BY_BOUND: gl.constexpr,
 ):  # fmt: skip
@@ -104,12 +104,12 @@ def walk(
 
 
 @gluon.jit
-def measured_from(q, longest_key, scale_log2, keys, real, m):
+def measured_from(q, key_norm, scale_log2, keys, real, m):
     """The bounds of a tile's logits instead of m, if all are small and rows see enough keys; and
     whether they are."""
     x = q.to(gl.float32)
     bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
-    bound = bound * (longest_key * gl.abs(scale_log2))
+    bound = bound * (key_norm * gl.abs(scale_log2))
     most = gl.max(gl.where((keys < FEWEST) & real, float("inf"), bound), 0)
     by_bound = most <= LARGEST_BOUND
     return gl.where(by_bound, bound, m), by_bound
@@ -120,9 +120,9 @@ def write(out, lse, smem, acc, m, l, at, row, real):
     """Out and natural lse of a part's rows."""
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
-    share = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc.type.layout))
+    inverse_l = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc.type.layout))
     tma.store_wait(0)  # what was there before is written
-    smem.reshape(acc.shape).store((acc * share[:, None]).to(smem.dtype))
+    smem.reshape(acc.shape).store((acc * inverse_l[:, None]).to(smem.dtype))
     fence_async_shared()
     store_box(out, at, smem)
     log = gl.where(empty, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
@@ -130,9 +130,9 @@ def write(out, lse, smem, acc, m, l, at, row, real):
 
 
 @gluon.jit
-def attend(
+def consume(
     out, lse, inner_out, inner_lse, norms, kv_range, K, scale_log2, tiles, B, q_smem, k_smem,
-    v_smem, out_smem, q_bar, full, PART: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
+    v_smem, out_smem, q_bar, full, CONSUMER: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """A part. Where logits have a bound it measures them from that; one of both ways takes no
@@ -146,69 +146,69 @@ def attend(
     i = gl.arange(0, ROWS, ROW)
     done = 0
     if BOUNDED:
-        _, b, h = line_of(0, tiles, B, K)
-        longest_key = gl.load(norms + b * K + h)
-    for turn in range(0, turns_of(tiles * B * K)):
-        tile, b, h = line_of(turn, tiles, B, K)
-        local, locals_, begin, others, initial = blocks_of(
-            tile, kv_range, PARTS * TOKENS, KIND, INNER, PREFIX
+        _, b, h = tile_position(0, tiles, B, K)
+        key_norm = gl.load(norms + b * K + h)
+    for iteration in range(0, num_work_tiles(tiles * B * K)):
+        tile, b, h = tile_position(iteration, tiles, B, K)
+        local, num_local, begin, num_outer, num_initial = blocks_of(
+            tile, kv_range, CONSUMERS * TOKENS, KIND, INNER, PREFIX
         )
-        token, position, row, real = rows_of(i, tile, b, h, start, T, K, PART, G)
+        token, position, row, real = rows_of(i, tile, b, h, start, T, K, CONSUMER, G)
         p0, p1 = start + token, start + token + TOKENS - 1
-        lo, hi, all_lo, all_hi = seen(position, p0, p1, kv_range, KIND)
+        lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, KIND)
         keys = hi - lo
         if INNER:
             floor = kv_range[6]
             local_lo = gl.maximum(local_start(position, kv_range), lo)
             keys = gl.maximum(hi - local_lo, 0) + gl.minimum(position + 1, floor)
 
-        mbarrier.wait(q_bar.index(0), turn & 1)
-        q = q_smem.index(PART).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+        mbarrier.wait(q_bar.index(0), iteration & 1)
+        q = q_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         by_bound = False
         if BOUNDED:
-            m, by_bound = measured_from(q, longest_key, scale_log2, keys, real, m)
+            m, by_bound = measured_from(q, key_norm, scale_log2, keys, real, m)
         fence_async_shared()  # what was read may be overwritten from outside
         at_barrier("arrive", QUERIES, THREADS)
         if BOUNDED:  # of the next turn now, as it would be waited for then
-            _, next_b, next_h = line_of(turn + 1, tiles, B, K)
-            longest_key = gl.load(norms + next_b * K + next_h)
+            _, next_b, next_h = tile_position(iteration + 1, tiles, B, K)
+            key_norm = gl.load(norms + next_b * K + next_h)
 
         l = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
         at = [b, token, h * G, 0]
-        smem = out_smem.index(PART)
+        smem = out_smem.index(CONSUMER)
         for way in gl.static_range(0 if BOUNDED else 1, 2):
             taken = by_bound == (way == 0)
             if INNER:
-                done, acc, m, l = walk(
-                    q, k_smem, v_smem, full, done, acc, m, l, local, gl.where(taken, locals_, 0),
+                done, acc, m, l = process_blocks(
+                    q, k_smem, v_smem, full, done, acc, m, l, local, gl.where(taken, num_local, 0),
                     local_lo, gl.where(local_lo < hi, hi, 0), local_start(p1, kv_range), all_hi,
                     scale_log2, STAGES, way == 0,
                 )  # fmt: skip
                 inner_acc, inner_m, inner_l = acc, m, l
-                done, acc, m, l = walk(
-                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, others, 0), lo,
-                    gl.minimum(hi, local_lo), all_lo, gl.minimum(all_hi, local_start(p0, kv_range)),
-                    scale_log2, STAGES, way == 0,
+                done, acc, m, l = process_blocks(
+                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, num_outer, 0),
+                    lo, gl.minimum(hi, local_lo), all_lo,
+                    gl.minimum(all_hi, local_start(p0, kv_range)), scale_log2, STAGES, way == 0,
                 )  # fmt: skip
                 if taken:
                     write(out, lse, smem, acc, m, l, at, row, real)
-                done, inner_acc, inner_m, inner_l = walk(
+                done, inner_acc, inner_m, inner_l = process_blocks(
                     q, k_smem, v_smem, full, done, inner_acc, inner_m, inner_l, 0,
-                    gl.where(taken, initial, 0), lo * 0, gl.minimum(position + 1, floor), 0,
+                    gl.where(taken, num_initial, 0), lo * 0, gl.minimum(position + 1, floor), 0,
                     gl.minimum(p0 + 1, floor), scale_log2, STAGES, way == 0,
                 )  # fmt: skip
                 if taken:
                     write(inner_out, inner_lse, smem, inner_acc, inner_m, inner_l, at, row, real)
             else:
-                done, acc, m, l = walk(
-                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, others, 0), lo,
-                    hi, all_lo, all_hi, scale_log2, STAGES, way == 0,
+                done, acc, m, l = process_blocks(
+                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, num_outer, 0),
+                    lo, hi, all_lo, all_hi, scale_log2, STAGES, way == 0,
                 )  # fmt: skip
             if PREFIX:  # no bound holds for these keys
-                done, acc, m, l = walk(
-                    q, k_smem, v_smem, full, done, acc, m, l, 0, gl.where(taken, initial, 0),
+                done, acc, m, l = process_blocks(
+                    q, k_smem, v_smem, full, done, acc, m, l, 0, gl.where(taken, num_initial, 0),
                     lo * 0, lo * 0 + kv_range[9], 0, kv_range[9], scale_log2, STAGES, False,
                 )  # fmt: skip
         if not INNER:
@@ -226,24 +226,24 @@ def nsa_flash_fwd_sm90(
 ):  # fmt: skip
     """One program a multiprocessor: tiles of queries of a row and KV head, in turn."""
     kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
-    q_smem, out_smem = places(q, PARTS), places(out, PARTS)
+    q_smem, out_smem = places(q, CONSUMERS), places(out, CONSUMERS)
     k_smem, v_smem = places(k, STAGES), places(v, STAGES)
     q_bar, full = counters(1, 1), counters(STAGES, 1)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
-            (attend, (
+            (consume, (
                 out, lse, inner_out, inner_lse, norms, kv_range, K, scale_log2, tiles, B, q_smem,
                 k_smem, v_smem, out_smem, q_bar, full, 0, G, STAGES, KIND, INNER, PREFIX,
                 BOUNDED,
             )),
-            (attend, (
+            (consume, (
                 out, lse, inner_out, inner_lse, norms, kv_range, K, scale_log2, tiles, B, q_smem,
                 k_smem, v_smem, out_smem, q_bar, full, 1, G, STAGES, KIND, INNER, PREFIX,
                 BOUNDED,
             )),
-            (read, (
+            (produce, (
                 q, k, v, pk, pv, each, kv_range, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
                 G, STAGES, KIND, INNER, PREFIX,
             )),

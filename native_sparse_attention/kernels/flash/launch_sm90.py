@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common import launch, sm90
 from ..common.counts import cdiv
-from ..common.launch import LOG2_E, BackwardInputs, KVRange, Sum
+from ..common.launch import LOG2_E, Accumulator, BackwardInputs, KVRange
 from ..common.overrides import asked
 from ..common.primitives import BEHIND, CAUSAL_WINDOW
 
@@ -23,7 +23,7 @@ WIDTHS = (128,)
 # would use more multiprocessors
 LEAST_TILES = 3
 # tiles of queries of a share of dk and dv, at least, where no part of the GPU is idle for it
-LEAST_SHARE = 64
+MIN_SPLIT_TILES = 64
 # places of the ring, and registers of a thread that computes
 STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
 # of a forward with one softmax, and of its threads on average, of which at most four spill: so
@@ -56,7 +56,7 @@ def is_supported(
     whole = 0 < groups <= ROWS and ROWS % groups == 0
     if not (kinds and plain and within and sizes and whole and scale > 0):
         return False
-    if not wanted and math.prod(tiles_of(q, k)) < LEAST_TILES * sm90.multiprocessors(q.device):
+    if not wanted and math.prod(query_tiles(q, k)) < LEAST_TILES * sm90.multiprocessors(q.device):
         return False
     if prefix is not None and kv_range.kind != BEHIND.value:
         return False
@@ -68,7 +68,7 @@ def own(prefix: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
     return () if prefix is None else tuple(t if t.stride(0) else t[0][None] for t in prefix)
 
 
-def tiles_of(q: Tensor, k: Tensor) -> tuple[int, int]:
+def query_tiles(q: Tensor, k: Tensor) -> tuple[int, int]:
     """Tiles of queries of a line, a row and KV head, and lines."""
     groups = q.shape[2] // k.shape[2]
     return cdiv(q.shape[1], 2 * ROWS // groups), q.shape[0] * k.shape[2]
@@ -89,7 +89,7 @@ def boxes(
     )  # fmt: skip
 
 
-def by_queries(
+def query_tile_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -99,7 +99,7 @@ def by_queries(
     kernel: str,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid of the kernels that walk tiles of queries, and what they take."""
-    tiles, lines = tiles_of(q, k)
+    tiles, lines = query_tiles(q, k)
     pk, pv = (sm90.box(t, [1, KEYS, 1, t.shape[-1]]) for t in (own(prefix) or (k, v)))
     args = boxes(q, k, v, kv_range, inner, kernel) | dict(
         pk=pk, pv=pv, P=0 if prefix is None else prefix[0].shape[1], each=int(pk.shape[0] > 1),
@@ -125,7 +125,7 @@ def forward(
     outputs = launch.empty_outputs(q, v)
     inner_outputs = () if inner is None else launch.empty_outputs(q, v)
     out, lse, inner_out, inner_lse = (*outputs, *(inner_outputs or outputs))
-    grid, args = by_queries(q, k, v, kv_range, inner, prefix, "forward")
+    grid, args = query_tile_arguments(q, k, v, kv_range, inner, prefix, "forward")
     shape = args["q"].block_shape
     if inner is None:
         args |= FEWER
@@ -144,7 +144,7 @@ def backward_q(
     kv_range: KVRange,
     scale: float,
     bwd: BackwardInputs,
-    dq: Sum,
+    dq: Accumulator,
     inner: tuple[KVRange, BackwardInputs] | None,
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -152,7 +152,7 @@ def backward_q(
     from .dq_sm90 import nsa_flash_dq_sm90
 
     within, of_inner = inner or (None, bwd)
-    grid, args = by_queries(q, k, v, kv_range, within, prefix, "dq")
+    grid, args = query_tile_arguments(q, k, v, kv_range, within, prefix, "dq")
     shape, into = args["q"].block_shape, dq.arguments()
     nsa_flash_dq_sm90[grid](
         d_out=sm90.box(bwd.d_out, shape), dq=sm90.box(into["dq"], shape), ADD=into["ADD"],
@@ -177,12 +177,12 @@ def backward_kv(
     within, of_inner = inner or (None, bwd)
     args = boxes(q, k, v, kv_range, within, "dkv")
     blocks = cdiv(N, 2 * KEYS)
-    seeing = T if kv_range.wide else min(T, kv_range.reach + 2 * KEYS)
-    tiles = cdiv(seeing, ROWS // args["G"])
+    visible_positions = T if kv_range.wide else min(T, kv_range.reach + 2 * KEYS)
+    tiles = cdiv(visible_positions, ROWS // args["G"])
     splits = launch.query_splits(blocks * B * K, tiles, kv_range.wide)
     if kv_range.wide:
         fill = launch.query_splits(blocks * B * K, tiles, False)
-        splits = max(min(splits, tiles // LEAST_SHARE), fill)
+        splits = max(min(splits, tiles // MIN_SPLIT_TILES), fill)
     dk, dv = (t.new_empty(splits, B, N, K, D, dtype=torch.float32) for t in (k, v))
     nsa_flash_dkv_sm90[(blocks * B * K, splits)](
         d_out=sm90.box(bwd.d_out, args["q"].block_shape), lse=bwd.lse,

@@ -20,10 +20,10 @@ from ..common.buffers_sm90 import at_barrier
 from ..common.dialect_sm90 import load_box
 from ..common.primitives import BEHIND
 
-PARTS = gl.constexpr(2)
+CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a part
 KEYS = gl.constexpr(64)  # of a block
-THREADS = gl.constexpr(32 * (4 * PARTS + 1))
+THREADS = gl.constexpr(32 * (4 * CONSUMERS + 1))
 
 # barriers, behind those of the ring: of the places of queries, and of what is added to
 QUERIES = gl.constexpr(7)
@@ -34,7 +34,7 @@ LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "t
 
 
 @gluon.jit
-def turn_of(i):
+def work_tile(i):
     """The i-th turn of this program. Every second time the programs take theirs in reversed order:
     where turns get shorter and shorter, all have about as much to do."""
     programs, number = gl.num_programs(0), gl.program_id(0)
@@ -42,25 +42,25 @@ def turn_of(i):
 
 
 @gluon.jit
-def turns_of(count):
+def num_work_tiles(count):
     """How many of so many turns this program takes. Of as many turns as programs, or more."""
     last = gl.cdiv(count, gl.num_programs(0)) - 1
-    return gl.where(turn_of(last) < count, last + 1, last)
+    return gl.where(work_tile(last) < count, last + 1, last)
 
 
 @gluon.jit
-def line_of(i, tiles, B, K: gl.constexpr):
+def tile_position(i, tiles, B, K: gl.constexpr):
     """Tile, row and KV head of the i-th turn: the last tiles, which see most, first."""
-    turn = turn_of(i)
-    return tiles - 1 - turn // K // B, turn // K % B, turn % K
+    iteration = work_tile(i)
+    return tiles - 1 - iteration // K // B, iteration // K % B, iteration % K
 
 
 @gluon.jit
-def rows_of(i, tile, b, h, start, T, K, PART: gl.constexpr, G: gl.constexpr):
+def rows_of(i, tile, b, h, start, T, K, CONSUMER: gl.constexpr, G: gl.constexpr):
     """The first token of a part of a tile; of its rows i positions, places in [B T H], and which
     are there."""
     TOKENS: gl.constexpr = ROWS // G
-    token = (tile * PARTS + PART) * TOKENS
+    token = (tile * CONSUMERS + CONSUMER) * TOKENS
     position = start + token + i // G
     row = (b * T + token + i // G).to(gl.int64) * (K * G) + h * G + i % G
     real = token + i // G < T
@@ -75,7 +75,7 @@ def local_start(position, kv_range):
 
 
 @gluon.jit
-def seen(position, first, last, kv_range, KIND: gl.constexpr):
+def visible_range(position, first, last, kv_range, KIND: gl.constexpr):
     """First key and one past the last of each position's interval; and of what all positions from
     `first` to `last` see."""
     N, floor, reach, stride = kv_range[2], kv_range[3], kv_range[4], kv_range[5]
@@ -105,7 +105,7 @@ def blocks_of(
     )
     first = start + tile * TOKENS
     last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
-    local, locals_, initial = first * 0, first * 0, first * 0
+    local, num_local, num_initial = first * 0, first * 0, first * 0
     if KIND == BEHIND:
         begin, end = first * 0, gl.minimum(last // stride, N)
     else:
@@ -113,42 +113,42 @@ def blocks_of(
     if INNER:
         at = local_start(first, kv_range)
         local = at // KEYS
-        locals_ = gl.where(at < end, gl.cdiv(end, KEYS) - local, 0)
+        num_local = gl.where(at < end, gl.cdiv(end, KEYS) - local, 0)
         end = gl.minimum(end, gl.maximum(local_start(last, kv_range), begin))
-        initial = gl.cdiv(gl.minimum(last + 1, kv_range[6]), KEYS)
+        num_initial = gl.cdiv(gl.minimum(last + 1, kv_range[6]), KEYS)
     if PREFIX:
-        initial = gl.cdiv(kv_range[9], KEYS)
+        num_initial = gl.cdiv(kv_range[9], KEYS)
     begin = begin // KEYS
-    return local, locals_, begin, gl.maximum(gl.cdiv(end, KEYS) - begin, 0), initial
+    return local, num_local, begin, gl.maximum(gl.cdiv(end, KEYS) - begin, 0), num_initial
 
 
 @gluon.jit
 def read_rows(t, smem, bar, b, token, head):
     """A tile's rows of t, a box for each part."""
-    for part in gl.static_range(PARTS):
-        at = [b, token + part * t.block_shape[1], head, 0]
-        load_box(t, at, bar, smem.index(part))
+    for consumer in gl.static_range(CONSUMERS):
+        at = [b, token + consumer * t.block_shape[1], head, 0]
+        load_box(t, at, bar, smem.index(consumer))
 
 
 @gluon.jit
 def read_blocks(
-    k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, locals_, begin, others, initial,
-    STAGES: gl.constexpr, PREFIX: gl.constexpr,
+    k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin, num_outer,
+    num_initial, STAGES: gl.constexpr, PREFIX: gl.constexpr,
 ):  # fmt: skip
     """A tile's blocks of keys and values, and of a prefix, of each row its own or not, into the
     places of the ring, as these are left."""
     BYTES: gl.constexpr = KEYS * (k.block_shape[3] + v.block_shape[3]) * 2
-    for j in range(0, locals_ + others + initial):
+    for j in range(0, num_local + num_outer + num_initial):
         block = local + j
-        block = gl.where(j >= locals_, begin + j - locals_, block)
-        block = gl.where(j >= locals_ + others, j - locals_ - others, block)
+        block = gl.where(j >= num_local, begin + j - num_local, block)
+        block = gl.where(j >= num_local + num_outer, j - num_local - num_outer, block)
         slot = done % STAGES
         if done >= STAGES:
             at_barrier("sync", slot, THREADS)
         bar = full.index(slot)
         mbarrier.expect(bar, BYTES)
         if PREFIX:
-            there = j >= locals_ + others
+            there = j >= num_local + num_outer
             at = [b * each, block * KEYS, h, 0]
             load_box(pk, at, bar, k_smem.index(slot), pred=there)
             load_box(pv, at, bar, v_smem.index(slot), pred=there)

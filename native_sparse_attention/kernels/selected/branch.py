@@ -18,7 +18,7 @@ from .. import combine
 from ..common import launch, streams
 from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import key_norms
-from ..common.launch import BackwardInputs, CombineInputs, KVRange, Selection, Sum
+from ..common.launch import Accumulator, BackwardInputs, CombineInputs, KVRange, Selection
 from ..common.primitives import EVERYTHING, LOCAL_BLOCKS
 from ..common.reduce import reduce_partials
 from ..flash import bwd as flash_bwd
@@ -280,7 +280,7 @@ def forced_backward_q(
     selection: Selection,
     scale: float,
     bwd: BackwardInputs,
-    dq: Sum,
+    dq: Accumulator,
 ) -> None:
     """Adds to dq, through the forced blocks."""
     forced = forced_blocks(selection, k, v)
@@ -355,7 +355,7 @@ def topn_backward_q(
     selection: Selection,
     scale: float,
     bwd: BackwardInputs,
-    dq: Sum,
+    dq: Accumulator,
     plan: BackwardPlan,
 ) -> Tensor | None:
     """Adds to dq, through the listed blocks where those are walked query by query; the gradient of
@@ -376,7 +376,7 @@ def topn_backward_kv(
     bwd: BackwardInputs,
     dk: Tensor,
     dv: Tensor,
-    dq: Sum,
+    dq: Accumulator,
     plan: BackwardPlan,
     ready: torch.cuda.Event | None = None,
     after: torch.cuda.Event | None = None,
@@ -398,7 +398,7 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, bwd: BackwardInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk and dv, these in float32, and the gradient of the gates."""
-    given, dq = (q, k, v, selection, scale, bwd), Sum(q)
+    given, dq = (q, k, v, selection, scale, bwd), Accumulator(q)
     plan = plan_backward(q, k, v, selection, scale)
     plan.run(selection)
     forced_backward_q(*given, dq)

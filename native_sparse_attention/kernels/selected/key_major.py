@@ -22,10 +22,10 @@ from ..common.counts import cdiv, next_power_of_2
 from ..common.launch import (
     ENOUGH_PROGRAMS,
     LOG2_E,
+    Accumulator,
     BackwardInputs,
     CombineInputs,
     Selection,
-    Sum,
     strides,
 )
 from ..common.primitives import (
@@ -342,7 +342,7 @@ def backward(
     block_csrs: list[BlockCSR],
     dk: Tensor,
     dv: Tensor,
-    dq: Sum | None,
+    dq: Accumulator | None,
     overlapping: Tensor | None = None,
     after: torch.cuda.Event | None = None,
     neighbours: int = 1,

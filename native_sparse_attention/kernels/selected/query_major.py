@@ -19,7 +19,7 @@ from torch import Tensor
 from ..common import launch, streams
 from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import bounds
-from ..common.launch import LOG2_E, BackwardInputs, CombineInputs, Selection, Sum, strides
+from ..common.launch import LOG2_E, Accumulator, BackwardInputs, CombineInputs, Selection, strides
 from ..common.primitives import (
     cap_slope,
     grid_position,
@@ -269,7 +269,7 @@ def arguments(
     if is_union:
         tokens *= members
     tile = launch.query_major_tile(kernel, max(D, E), tokens * G, q.dtype, is_union)
-    step = 1 if unions is None else launch.tiles_a_program(unions.counts.numel(), members, seldom)
+    step = 1 if unions is None else launch.tiles_per_program(unions.counts.numel(), members, seldom)
     if not is_union:
         step = min(step, members)  # of one group, which is left out or not
     block_n, block_s = tile.block_n, next_power_of_2(s)
@@ -350,7 +350,7 @@ def backward_q(
     selection: Selection,
     scale: float,
     bwd: BackwardInputs,
-    dq: Sum,
+    dq: Accumulator,
     unions: Unions | None = None,
     only: Tensor | None = None,
 ) -> Tensor | None:

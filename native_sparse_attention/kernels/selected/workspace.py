@@ -62,7 +62,7 @@ def allocate(
         heads = heads_of_span(K, tokens * K // T, B * num_blocks)
     length = cdiv(T, cdiv(T * heads, tokens * K))
     rows = B * length * (R // K * heads) * groups * n
-    most_rows = launch.item_rows(rows, B * heads * num_blocks)
+    most_rows = launch.work_tile_rows(rows, B * heads * num_blocks)
     if kernel == "forward":
         most_rows = min(most_rows, FORWARD_ROWS)
     if parts and kernel == "backward":

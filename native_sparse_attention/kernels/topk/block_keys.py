@@ -36,12 +36,12 @@ def two_halves(x):
 
 
 @triton.jit
-def store_parts(base, offsets, x, D: tl.constexpr, BLOCK_D: tl.constexpr, mask,
-                PARTS: tl.constexpr):  # fmt: skip
+def store_terms(base, offsets, x, D: tl.constexpr, BLOCK_D: tl.constexpr, mask,
+                TERMS: tl.constexpr):  # fmt: skip
     """Write rows x [M, D] as what they are a sum of: one part or two."""
     high = x.to(base.dtype.element_ty)
     store_rows(base, offsets, high, D, BLOCK_D, mask)
-    if PARTS == 2:
+    if TERMS == 2:
         store_rows(base + D, offsets, x - high.to(tl.float32), D, BLOCK_D, mask)
 
 
@@ -49,18 +49,18 @@ def store_parts(base, offsets, x, D: tl.constexpr, BLOCK_D: tl.constexpr, mask,
 def nsa_topk_mean_keys(
     q, means, T, RANKS, q_b, q_t, q_h,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    PARTS: tl.constexpr, FLIPPED: tl.constexpr,
+    TERMS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: the mean queries of M tokens of one row and ranking head."""
-    place, line, _places, _lines = grid_position(FLIPPED)
+    tile_index, line, _tiles, _lines = grid_position(FLIPPED)
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
-    token = (place * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    token = (tile_index * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for g in range(G):
         rows = b * q_b + token * q_t + (r * G + g) * q_h
         total += load_rows(q, rows, D, BLOCK_D, token < T).to(tl.float32)
-    rows = ((b * T + token) * RANKS + r) * (PARTS * D)
-    store_parts(means, rows, total / G, D, BLOCK_D, token < T, PARTS)
+    rows = ((b * T + token) * RANKS + r) * (TERMS * D)
+    store_terms(means, rows, total / G, D, BLOCK_D, token < T, TERMS)
 
 
 @triton.jit
@@ -99,15 +99,15 @@ def nsa_topk_block_keys(
     k_b, k_w, k_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
     d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PARTS: tl.constexpr, FLIPPED: tl.constexpr,
+    TERMS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: keys of a tile of blocks of one row and KV head, in PARTS [PARTS, D] or, where
     that is 0, halves [2, BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis
     2 writes them for queries that do not see the window after the block's, whom that window counts
     as the block's last."""
-    place, line, _places, lines = grid_position(FLIPPED)
+    tile_index, line, _tiles, lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
-    c = place * BLOCK_C + tl.arange(0, BLOCK_C)
+    c = tile_index * BLOCK_C + tl.arange(0, BLOCK_C)
     WINDOWS: tl.constexpr = s // d if s > d else 1
     first = first_window(c, d, s)
     lo, end = block_windows(c, W, b, T, doc_first, doc_last, d, s, DOCUMENTS)
@@ -138,14 +138,14 @@ def nsa_topk_block_keys(
     key = (origin + total / tl.maximum(count, 1.0)[:, None]) * scale
 
     row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
-    if PARTS == 0:
+    if TERMS == 0:
         high, low, size = two_halves(key)
         x = tl.arange(0, BLOCK_D)[None]
         tl.store(keys + row[:, None] * (2 * BLOCK_D) + x, high, mask=(c < C)[:, None])
         tl.store(keys + row[:, None] * (2 * BLOCK_D) + BLOCK_D + x, low, mask=(c < C)[:, None])
         tl.store(sizes + row, size, mask=c < C)
     else:
-        store_parts(keys, row * (PARTS * D), key, D, BLOCK_D, c < C, PARTS)
+        store_terms(keys, row * (TERMS * D), key, D, BLOCK_D, c < C, TERMS)
 
 
 @triton.jit(do_not_specialize=["T", "C", "W"])
@@ -157,9 +157,9 @@ def nsa_topk_block_keys_bwd(
 ):  # fmt: skip
     """One program: gradients of a tile of windows of one row and KV head, gathered from the blocks
     around it. d_keys [SETS B K C D], d_ck [B W K D]."""
-    place, line, _places, lines = grid_position(FLIPPED)
+    tile_index, line, _tiles, lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
-    w = place * BLOCK_W + tl.arange(0, BLOCK_W)
+    w = tile_index * BLOCK_W + tl.arange(0, BLOCK_W)
     WINDOWS: tl.constexpr = s // d if s > d else 1
     BLOCKS: tl.constexpr = d // s if d > s else 1
     AROUND: tl.constexpr = 1 if INTERPOLATED else 0
@@ -180,32 +180,32 @@ def nsa_topk_block_keys_bwd(
             counts_as = tl.minimum(counts_as, first + WINDOWS - 1)
             own_edge += tl.where(counts_as == w, weight, 0.0)
         rows = line.to(tl.int64) * C + c
-        share = own / tl.maximum(count, 1.0)
-        total += share[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
+        fraction = own / tl.maximum(count, 1.0)
+        total += fraction[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
         if SETS == 2:
             rows += lines.to(tl.int64) * C
-            share = own_edge / tl.maximum(count, 1.0)
-            total += share[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
+            fraction = own_edge / tl.maximum(count, 1.0)
+            total += fraction[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
     store_rows(d_ck, ((b * W + w) * K + h) * D, total * scale, D, BLOCK_D, w < W)
 
 
-def part_type(parts):
+def term_dtype(terms):
     """Of what float32 values are written as a sum of."""
-    if parts == 1:
+    if terms == 1:
         return torch.float32
     # Triton's interpreter has no bfloat16
     return torch.float16 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16
 
 
-def mean_queries(q, ranks, parts):
+def mean_queries(q, ranks, terms):
     """Means [B, T, ranks, parts * D] of the queries q [B T H D] that rank together: float32, or
     bfloat16 parts."""
     B, T, H, D = q.shape
-    means = q.new_empty(B, T, ranks, parts * D, dtype=part_type(parts))
+    means = q.new_empty(B, T, ranks, terms * D, dtype=term_dtype(terms))
     grid, flipped = launch.grid(cdiv(T, 32), B * ranks)
     nsa_topk_mean_keys[grid](
         q, means, T, ranks, *q.stride()[:3],
-        G=H // ranks, D=D, BLOCK_D=launch.padded(D), BLOCK_M=32, PARTS=parts,
+        G=H // ranks, D=D, BLOCK_D=launch.padded(D), BLOCK_M=32, TERMS=terms,
         FLIPPED=flipped,
     )  # fmt: skip
     return means
@@ -216,15 +216,15 @@ def documents_of(documents):
     return dict(T=0 if documents is None else documents.first.shape[1], **launch.bounds(documents))
 
 
-def block_keys(ck, C, d, s, interpolated, scale, parts=0, documents=None):
+def block_keys(ck, C, d, s, interpolated, scale, terms=0, documents=None):
     """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
     C]; a second set for queries that do not see the window after the block, where interpolated.
     With `parts` instead [sets, B, K, C, parts * D], float32 or bfloat16 parts, and None."""
     B, W, K, D = ck.shape
     block_d = launch.padded(D)
     sets = 2 if interpolated else 1
-    if parts:
-        keys, sizes = ck.new_empty(sets, B, K, C, parts * D, dtype=part_type(parts)), None
+    if terms:
+        keys, sizes = ck.new_empty(sets, B, K, C, terms * D, dtype=term_dtype(terms)), None
     else:
         keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
         sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
@@ -233,7 +233,7 @@ def block_keys(ck, C, d, s, interpolated, scale, parts=0, documents=None):
     nsa_topk_block_keys[grid](
         ck, keys, sizes, C=C, W=W, K=K, scale=scale, **launch.strides("k", ck, "bwh"),
         **documents_of(documents), D=D, BLOCK_D=block_d, BLOCK_C=block_c,
-        BLOCK_S=next_power_of_2(s), d=d, s=s, INTERPOLATED=interpolated, PARTS=parts,
+        BLOCK_S=next_power_of_2(s), d=d, s=s, INTERPOLATED=interpolated, TERMS=terms,
         FLIPPED=flipped,
     )  # fmt: skip
     return keys, sizes

@@ -35,20 +35,22 @@ from ..common.primitives import (
     store_rows,
 )
 from .block_keys import block_keys_backward
-from .gates_launch import Problem, Ranking, problem
-from .gates_steps import (
+from .gates import (
     BLOCKS,
     EDGES,
     MEMORY,
     NOTHING,
-    cut,
-    dot_parts,
+    Problem,
+    TopkSettings,
+    dot_terms,
     for_heads,
     gate_grads,
-    load_parts,
+    gates_problem,
+    load_terms,
     row_tile,
     seeing_groups,
     seen_keys,
+    to_terms,
 )
 
 # one compiled kernel for all lengths and places
@@ -58,8 +60,8 @@ LENGTHS = ["T", "N", "P", "GROUPS", "first_token"]
 @triton.jit(do_not_specialize=["T", "GROUPS", "first_token"])
 def nsa_gates_bwd_preprocess(
     block_indices, d_gates, chosen, grads, starts, first_token, T, RANKS, GROUPS, n, weight,
-    STRIDE: tl.constexpr, SPANNED: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
-    FLIPPED: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCKS_PER_WINDOW: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_M: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a slot of M groups of one row and ranking head. Writes the unit of keys that
     SPANNED blocks have in common, and the sum of the group's gradients; [B R n GROUPS]."""
@@ -77,7 +79,7 @@ def nsa_gates_bwd_preprocess(
         there = (c >= 0) & (token + j < T)
         total += tl.load(d_gates + at + j * RANKS * n, mask=there, other=0.0).to(tl.float32)
     to = ((b * RANKS + r) * n + slot) * GROUPS + index
-    tl.store(chosen + to, c // SPANNED, mask=index < GROUPS)
+    tl.store(chosen + to, c // BLOCKS_PER_WINDOW, mask=index < GROUPS)
     tl.store(grads + to, total * weight, mask=index < GROUPS)
 
 
@@ -86,13 +88,13 @@ def nsa_gates_bwd_dq(
     q, k, other, lse, delta, dq, chosen, grads, starts, first_token, doc_first, doc_last,
     T, N, P, GROUPS, RANKS, slots,
     scale_log2, cap, dq_scale, sinks, q_b, q_t, q_h, k_b, k_n, k_h, other_b, other_n, other_h,
-    G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
-    OTHER: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
+    OTHER: tl.constexpr, WIDE: tl.constexpr, TERMS: tl.constexpr, MEAN: tl.constexpr,
     ADD: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of rows of one batch row and ranking head, each the mean of MEAN heads.
@@ -109,7 +111,7 @@ def nsa_gates_bwd_dq(
     group = tile * (BLOCK_M // HEADS) + tl.arange(0, BLOCK_M // HEADS)
     entry = (b * RANKS + r) * slots
     q_rows = b * q_b + large(token, WIDE) * q_t + head * q_h
-    q_tile, q_low = load_parts(q, q_rows, D, BLOCK_D, real, PARTS)
+    q_tile, q_low = load_terms(q, q_rows, D, BLOCK_D, real, TERMS)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -125,9 +127,9 @@ def nsa_gates_bwd_dq(
         firsts, lasts = doc_first + b * T, doc_last + b * T
     PHASES: tl.constexpr = 1 if OTHER == NOTHING else 2
     for phase in tl.static_range(2 * PHASES):
-        k_base, key, length = k + b * k_b + r // SHARE * k_h, k_n, N
+        k_base, key, length = k + b * k_b + r // RANKS_PER_KV * k_h, k_n, N
         if phase % PHASES == 1:
-            k_base, key = other + b * other_b + r // SHARE * other_h, other_n
+            k_base, key = other + b * other_b + r // RANKS_PER_KV * other_h, other_n
             length = P
         lo, hi = seen_keys(
             position, token, real, length, T, firsts, lasts, d, s, INITIAL, LOCAL, CAUSAL,
@@ -136,8 +138,8 @@ def nsa_gates_bwd_dq(
         for n0 in range(tl.min(lo, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0), BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
             k_rows = large(n, WIDE) * key
-            k_tile, k_low = load_parts(k_base, k_rows, D, BLOCK_D, n < length, PARTS)
-            x = dot_parts(q_tile, q_low, tl.trans(k_tile), tl.trans(k_low), PARTS) * scale_log2
+            k_tile, k_low = load_terms(k_base, k_rows, D, BLOCK_D, n < length, TERMS)
+            x = dot_terms(q_tile, q_low, tl.trans(k_tile), tl.trans(k_low), TERMS) * scale_log2
             slope = 1.0
             if CAP:
                 x = soft_capped(x, cap)
@@ -159,8 +161,8 @@ def nsa_gates_bwd_dq(
                 m = m_new
             else:
                 ds = tl.exp2(x - m[:, None]) * (dp - total[:, None]) * slope
-                ds, ds_low = cut(ds, k_tile, PARTS)
-                acc += dot_parts(ds, ds_low, k_tile, k_low, PARTS)
+                ds, ds_low = to_terms(ds, k_tile, TERMS)
+                acc += dot_terms(ds, ds_low, k_tile, k_low, TERMS)
         if phase == PHASES - 1:
             # from here on the log-sum-exp and delta
             empty = l == 0.0
@@ -184,13 +186,13 @@ def nsa_gates_bwd_dk(
     q, k, lse, delta, dk, chosen, grads, starts, first_token, doc_first, doc_last,
     T, N, GROUPS, RANKS, slots,
     scale_log2, cap, dk_scale, q_b, q_t, q_h, k_b, k_n, k_h,
-    G: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    DOCUMENTS: tl.constexpr, CAP: tl.constexpr, KIND: tl.constexpr, APART: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, FLIPPED: tl.constexpr,
+    DOCUMENTS: tl.constexpr, CAP: tl.constexpr, KIND: tl.constexpr, HAS_EDGES: tl.constexpr,
+    WIDE: tl.constexpr, TERMS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: what one of equal shares (axis 2) of the rows of one ranking head that see a
     block of keys adds to their dk, written to [shares, B, N, RANKS, D]."""
@@ -202,8 +204,8 @@ def nsa_gates_bwd_dk(
         first_token = tl.load(starts + b).to(tl.int32)
     n0 = block * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
-    k_rows = b * k_b + r // SHARE * k_h + large(n, WIDE) * k_n
-    k_tile, k_low = load_parts(k, k_rows, D, BLOCK_D, n < N, PARTS)
+    k_rows = b * k_b + r // RANKS_PER_KV * k_h + large(n, WIDE) * k_n
+    k_tile, k_low = load_terms(k, k_rows, D, BLOCK_D, n < N, TERMS)
     entry = (b * RANKS + r) * slots
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
@@ -217,24 +219,24 @@ def nsa_gates_bwd_dk(
         _first, end = in_document(first, end, last * UNIT, T, firsts, lasts, STRIDE)
     first_tile = first // TOKENS
     end_tile = tl.cdiv(tl.minimum(tl.maximum(end, 0), GROUPS), TOKENS)
-    share = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
-    begin_tile = first_tile + split * share
-    for tile in range(begin_tile, tl.minimum(begin_tile + share, end_tile)):
+    split_tiles = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
+    begin_tile = first_tile + split * split_tiles
+    for tile in range(begin_tile, tl.minimum(begin_tile + split_tiles, end_tile)):
         index, position, token, head, real = row_tile(
             tile, r, first_token, T, G, HEADS, STRIDE, BLOCK_M
         )
         q_rows = b * q_b + large(token, WIDE) * q_t + head * q_h
-        q_tile, q_low = load_parts(q, q_rows, D, BLOCK_D, real, PARTS)
+        q_tile, q_low = load_terms(q, q_rows, D, BLOCK_D, real, TERMS)
         row = (b * GROUPS + index) * (RANKS * G) + head
         lse_row = tl.load(lse + row, mask=real, other=0.0)
         delta_row = tl.load(delta + row, mask=real, other=0.0)
         lo, hi = seen_keys(
-            position, token, real, N, T, firsts, lasts, d, s, INITIAL, LOCAL, CAUSAL, APART, KIND,
-            DOCUMENTS,
+            position, token, real, N, T, firsts, lasts, d, s, INITIAL, LOCAL, CAUSAL, HAS_EDGES,
+            KIND, DOCUMENTS,
         )  # fmt: skip
 
         # [N, M]: ds is the left operand of what follows
-        x = dot_parts(k_tile, k_low, tl.trans(q_tile), tl.trans(q_low), PARTS) * scale_log2
+        x = dot_terms(k_tile, k_low, tl.trans(q_tile), tl.trans(q_low), TERMS) * scale_log2
         slope = 1.0
         if CAP:
             x = soft_capped(x, cap)
@@ -250,8 +252,8 @@ def nsa_gates_bwd_dk(
             )  # fmt: skip
             ds += tl.trans(for_heads(dp, HEADS))
         ds *= tl.exp2(x - lse_row[None]) * slope
-        ds, ds_low = cut(ds, q_tile, PARTS)
-        acc += dot_parts(ds, ds_low, q_tile, q_low, PARTS)
+        ds, ds_low = to_terms(ds, q_tile, TERMS)
+        acc += dot_terms(ds, ds_low, q_tile, q_low, TERMS)
 
     B = lines // RANKS
     to = ((split * B + b) * N + n) * RANKS + r
@@ -261,30 +263,33 @@ def nsa_gates_bwd_dk(
 # launches
 
 
-def chosen_blocks(block_indices: Tensor, d_gates: Tensor, at: Ranking) -> dict[str, Tensor]:
+def chosen_blocks(
+    block_indices: Tensor, d_gates: Tensor, settings: TopkSettings
+) -> dict[str, Tensor]:
     """Of each group: the units of keys that its leader chose, and their gates' gradients."""
     B, T, R, n = block_indices.shape
-    groups = at.groups(T)
+    groups = settings.groups(T)
     chosen = block_indices.new_empty(B, R, n, groups, dtype=torch.int32)
     grads = torch.empty_like(chosen, dtype=torch.float32)
-    probs = at.importance == "probs"
-    spanned = at.d // at.s if probs and at.d > at.s else 1
-    weight = 1 / at.d if probs and at.d <= at.s else 1.0
+    probs = settings.importance == "probs"
+    blocks_per_window = settings.d // settings.s if probs and settings.d > settings.s else 1
+    weight = 1 / settings.d if probs and settings.d <= settings.s else 1.0
     grid, flipped = launch.grid(cdiv(groups, 128), B * R, n)
     nsa_gates_bwd_preprocess[grid](
-        block_indices.contiguous(), d_gates.contiguous(), chosen, grads, at.starts, at.start, T, R,
-        groups, n, weight, STRIDE=at.stride, SPANNED=spanned, RAGGED=at.starts is not None,
-        BLOCK_M=128, FLIPPED=flipped,
+        block_indices.contiguous(), d_gates.contiguous(), chosen, grads, settings.starts,
+        settings.start, T, R, groups, n, weight, STRIDE=settings.stride,
+        BLOCKS_PER_WINDOW=blocks_per_window, RAGGED=settings.starts is not None, BLOCK_M=128,
+        FLIPPED=flipped,
     )  # fmt: skip
     return dict(chosen=chosen, grads=grads)
 
 
-def backward_k(it: Problem, keys: Tensor, kind: int, found: dict[str, Tensor]) -> Tensor:
+def backward_k(problem: Problem, keys: Tensor, kind: int, tensors: dict[str, Tensor]) -> Tensor:
     """dk [B N K D] of `keys` or those beside them, float32."""
-    B, N, K, D = *keys.shape[:3], keys.shape[3] // it.parts
-    tile = it.tile("dk")
-    args = it.arguments(keys, tile)
-    ranks, share = args["RANKS"], args["SHARE"]
+    B, N, K, D = *keys.shape[:3], keys.shape[3] // problem.terms
+    tile = problem.tile("dk")
+    args = problem.arguments(keys, tile)
+    ranks, ranks_per_kv = args["RANKS"], args["RANKS_PER_KV"]
     blocks = cdiv(N, tile.block_n)
     tiles = cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
     splits = 1 if kind == EDGES.value else launch.query_splits(blocks * B * ranks, tiles)
@@ -292,10 +297,11 @@ def backward_k(it: Problem, keys: Tensor, kind: int, found: dict[str, Tensor]) -
     args["WIDE"] |= dk.numel() >= 1 << 31
     grid, flipped = launch.grid(blocks, B * ranks, splits)
     nsa_gates_bwd_dk[grid](
-        dk=dk, dk_scale=it.scale, KIND=kind, APART=it.beside == EDGES.value, FLIPPED=flipped,
-        **args, **found,
+        dk=dk, dk_scale=problem.scale, KIND=kind, HAS_EDGES=problem.other_kind == EDGES.value,
+        FLIPPED=flipped,
+        **args, **tensors,
     )  # fmt: skip
-    return dk[0] if splits == share == 1 else dk.unflatten(3, (K, share)).sum((0, 4))
+    return dk[0] if splits == ranks_per_kv == 1 else dk.unflatten(3, (K, ranks_per_kv)).sum((0, 4))
 
 
 def backward(
@@ -304,44 +310,55 @@ def backward(
     mem_k: Tensor | None,
     block_indices: Tensor,
     d_gates: Tensor,
-    at: Ranking,
+    settings: TopkSettings,
     dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq [B T H D], added to the `dq` given; dck [B W K D], dmem_k [K m D] and d_sinks [H] in
     float32. Of q [B T H D], ck [B W K D], mem_k [K m D] and the gates of `lists` [B T R n]."""
     q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
-    it, add = problem(q, ck, mem_k, at), dq is not None
+    problem, add = gates_problem(q, ck, mem_k, settings), dq is not None
     if dq is None:
         # tokens that lead no group have none
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    found = chosen_blocks(block_indices, d_gates, at)
-    tile = it.tile("dq")
-    args = it.arguments(it.keys, tile)
-    args |= dict(other=it.other, OTHER=it.beside, P=0 if it.other is None else it.other.shape[1])
-    args |= strides("other", it.other, "bnh")
+    tensors = chosen_blocks(block_indices, d_gates, settings)
+    tile = problem.tile("dq")
+    args = problem.arguments(problem.keys, tile)
+    args |= dict(
+        other=problem.other,
+        OTHER=problem.other_kind,
+        P=0 if problem.other is None else problem.other.shape[1],
+    )
+    args |= strides("other", problem.other, "bnh")
     for name in ("lse", "delta"):
-        shape = (len(q), args["GROUPS"], it.rows.shape[2])
-        found[name] = q.new_zeros(shape, dtype=torch.float32)
+        shape = (len(q), args["GROUPS"], problem.rows.shape[2])
+        tensors[name] = q.new_zeros(shape, dtype=torch.float32)
     tiles = cdiv(args["GROUPS"], tile.block_m // args["HEADS"])
     grid, flipped = launch.grid(tiles, len(q) * args["RANKS"])
     nsa_gates_bwd_dq[grid](
-        dq=dq, dq_scale=it.scale / it.mean, MEAN=it.mean, ADD=add, KIND=it.kind, sinks=at.sinks,
-        SINKS=at.sinks is not None, FLIPPED=flipped, **args, **found,
+        dq=dq, dq_scale=problem.scale / problem.mean, MEAN=problem.mean, ADD=add,
+        KIND=problem.kind, sinks=settings.sinks, SINKS=settings.sinks is not None, FLIPPED=flipped,
+        **args, **tensors,
     )  # fmt: skip
     d_sinks = None
-    if at.sinks is not None:
+    if settings.sinks is not None:
         # the sink's own gate is 0
-        share = torch.exp2(at.sinks * launch.LOG2_E - found["lse"])
-        d_sinks = -(share * found["delta"]).sum((0, 1))
+        sink_probs = torch.exp2(settings.sinks * launch.LOG2_E - tensors["lse"])
+        d_sinks = -(sink_probs * tensors["delta"]).sum((0, 1))
 
-    grads = [backward_k(it, it.keys, it.kind, found)]
-    if it.other is not None:
-        grads.append(backward_k(it, it.other, it.beside, found))
-    if at.importance == "probs":
+    grads = [backward_k(problem, problem.keys, problem.kind, tensors)]
+    if problem.other is not None:
+        grads.append(backward_k(problem, problem.other, problem.other_kind, tensors))
+    if settings.importance == "probs":
         d_mem = grads[1].sum(0).transpose(0, 1) if len(grads) > 1 else None
         return dq, grads[0], d_mem, d_sinks
     d_keys = torch.stack(grads).transpose(2, 3).contiguous()
     dck = block_keys_backward(
-        d_keys, ck.shape[1], at.d, at.s, at.interpolated, at.scale, at.documents
+        d_keys,
+        ck.shape[1],
+        settings.d,
+        settings.s,
+        settings.interpolated,
+        settings.scale,
+        settings.documents,
     )
     return dq, dck, None, None

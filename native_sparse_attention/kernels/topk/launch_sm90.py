@@ -32,8 +32,8 @@ def tile_of(q: Tensor, ranks: int) -> tuple[int, int]:
 def rows_of(q: Tensor, ranks: int, stride: int) -> Tensor:
     """The queries that are ranked: heads [B, of, T, heads, D], of neighbouring tokens so many that
     eight rows are of four tokens, or of as many as a tile has."""
-    apart = 8 // min(4, tile_of(q, ranks)[0] * ranks // q.shape[2])
-    return q[:, ::stride].unflatten(2, (-1, apart)).transpose(1, 2)
+    heads_per_row = 8 // min(4, tile_of(q, ranks)[0] * ranks // q.shape[2])
+    return q[:, ::stride].unflatten(2, (-1, heads_per_row)).transpose(1, 2)
 
 
 def tiles_of(q: Tensor, ranks: int, stride: int) -> tuple[int, int]:
@@ -104,7 +104,7 @@ def rank(
         tiles=tiles, lines=lines, scale_log2=scale * LOG2_E,
     )  # fmt: skip
     nsa_topk_softmax_mass_sm90[(tiles * lines,)](
-        **args, G=groups, SHARE=ranks // ck.shape[2], ROWS=size, SLOTS=n, WINDOW=l, d=d, s=s,
+        **args, G=groups, RANKS_PER_KV=ranks // ck.shape[2], ROWS=size, SLOTS=n, WINDOW=l, d=d, s=s,
         INITIAL=num_initial, LOCAL=max(num_local, 1), STRIDE=stride, CAUSAL=causal, STAGES=STAGES,
         num_warps=WARPS, maxnreg=registers,
     )  # fmt: skip

@@ -44,22 +44,22 @@ def dot_of_halves(q_high, q_low, k_high, k_low, ONE_HALF: tl.constexpr):
 
 
 @triton.jit
-def write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS: tl.constexpr,
+def write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS: tl.constexpr,
                   STRIDE: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
     """Hand each group's ranking [M, SLOTS_2] to its tokens; to a group whose leader came before
     this call, `before`."""
-    slot = tl.arange(0, ranking.shape[1])
-    ranking = tl.where(ranking == NO_BLOCK, -1, ranking)
+    slot = tl.arange(0, indices.shape[1])
+    indices = tl.where(indices == NO_BLOCK, -1, indices)
     if STRIDE > 1:
-        earlier = tl.full([ranking.shape[1]], -1, tl.int32)
+        earlier = tl.full([indices.shape[1]], -1, tl.int32)
         if BEFORE:
             earlier = tl.load(before + (b * RANKS + r) * SLOTS + slot, mask=slot < SLOTS, other=-1)
-        ranking = tl.where((token < 0)[:, None], earlier[None], ranking)
+        indices = tl.where((token < 0)[:, None], earlier[None], indices)
     for j in range(STRIDE):
         t = token + j
         row = (b * T + t) * RANKS + r
         mask = ((t >= 0) & (t < T))[:, None] & (slot < SLOTS)[None]
-        tl.store(out + row[:, None] * SLOTS + slot[None], ranking, mask=mask)
+        tl.store(out + row[:, None] * SLOTS + slot[None], indices, mask=mask)
 
 
 # logits
@@ -106,13 +106,13 @@ def best_by_logits(
 def nsa_topk_logits(
     q, keys, sizes, out, before, starts, first_token, doc_first, doc_last, T, C, RANKS,
     q_b, q_t, q_h,
-    G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
     INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_HALF: tl.constexpr, FLIPPED: tl.constexpr, AHEAD: tl.constexpr,
+    ONE_HALF: tl.constexpr, FLIPPED: tl.constexpr, NUM_STAGES_Q: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, the mean
     of G query heads, of which AHEAD are on their way at once. Reads those queries and the keys of
@@ -134,25 +134,25 @@ def nsa_topk_logits(
 
     # [M, D]
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for g in tl.range(0, G, num_stages=AHEAD):
+    for g in tl.range(0, G, num_stages=NUM_STAGES_Q):
         rows = b * q_b + token.to(tl.int64) * q_t + (r * G + g) * q_h
         total += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
     q_high, q_low, _ = two_halves(total)
 
-    first_row = (line // SHARE).to(tl.int64) * C
-    edge_row = first_row + (lines // SHARE).to(tl.int64) * C
+    first_row = (line // RANKS_PER_KV).to(tl.int64) * C
+    edge_row = first_row + (lines // RANKS_PER_KV).to(tl.int64) * C
     EDGES: tl.constexpr = INTERPOLATED and CAUSAL
-    ranking, missed = best_by_logits(
+    indices, missed = best_by_logits(
         q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, C, BLOCK_D, BLOCK_N,
         COLUMNS, DEPTH, SLOTS, SLOTS_2, d, s, EDGES, ONE_HALF,
     )  # fmt: skip
     if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
-            ranking, missed = best_by_logits(
+            indices, missed = best_by_logits(
                 q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, C, BLOCK_D,
                 MERGE_N, 0, 0, SLOTS, SLOTS_2, d, s, EDGES, ONE_HALF,
             )  # fmt: skip
-    write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
+    write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
 
 
 # probs
@@ -171,11 +171,11 @@ def head_rows(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, BLO
 
 
 @triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
-def lse_kernel(
+def nsa_topk_lse(
     q, ck, mem_k, lse, starts, first_token, doc_first, doc_last, T, W, RANKS, MEMORY, scale_log2,
     cap,
     q_b, q_t, q_h, k_b, k_w, k_h, m_h, m_m,
-    G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr, STRIDE: tl.constexpr,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
     HEADS: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
@@ -194,7 +194,7 @@ def lse_kernel(
     if DOCUMENTS:
         lo, hi = in_document(lo, hi, token, T, doc_first + b * T, doc_last + b * T, d)
     total = log_sum_exp(
-        q_tile, ck, b * k_b + r // SHARE * k_h, k_w, mem_k, r // SHARE * m_h, m_m,
+        q_tile, ck, b * k_b + r // RANKS_PER_KV * k_h, k_w, mem_k, r // RANKS_PER_KV * m_h, m_m,
         tl.where(real, lo, W), tl.where(real, hi, 0), real, W, MEMORY, scale_log2, cap, D,
         BLOCK_D, BLOCK_N, CAP, PRECISION,
     )  # fmt: skip
@@ -203,11 +203,11 @@ def lse_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def probs_kernel(
+def nsa_topk_softmax_mass(
     q, ck, lse, out, before, starts, first_token, doc_first, doc_last, T, C, W, RANKS, scale_log2,
     cap,
     q_b, q_t, q_h, k_b, k_w, k_h,
-    G: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
@@ -247,26 +247,26 @@ def probs_kernel(
     # rows that are none, or see nothing, have no probability to give
     total = tl.where(real & (total > NO_SCORE), total, float("inf"))
 
-    k_base = b * k_b + r // SHARE * k_h
-    ranking, missed = best_by_probs(
+    k_base = b * k_b + r // RANKS_PER_KV * k_h
+    indices, missed = best_by_probs(
         q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
         HEADS, D, BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, WARPS,
         WIDE, CAP, PRECISION,
     )  # fmt: skip
     if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
-            ranking, missed = best_by_probs(
+            indices, missed = best_by_probs(
                 q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2,
                 cap, HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s,
                 WARPS, WIDE, CAP, PRECISION,
             )  # fmt: skip
-    write_ranking(ranking, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
+    write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
 
 
 # launches
 
 
-def ranking_grid(args, groups, B):
+def topk_grid(args, groups, B):
     """Tiles of `groups` groups of tokens, of each row and ranking head; and whether flipped."""
     leaders = cdiv(args["T"] + args["STRIDE"] - 1, args["STRIDE"])
     return launch.grid(cdiv(leaders, groups), B * args["RANKS"])
@@ -278,8 +278,8 @@ def log_sum_exps(mem_k, args, B, H):
     q, heads = args["q"], args["HEADS"]
     lse = q.new_empty(B, q.shape[1], H, dtype=torch.float32)
     tile = launch.flash_tile("forward", True, args["D"], heads, q.dtype)
-    grid, flipped = ranking_grid(args, tile.block_m // heads, B)
-    lse_kernel[grid](
+    grid, flipped = topk_grid(args, tile.block_m // heads, B)
+    nsa_topk_lse[grid](
         mem_k=args["ck"] if mem_k is None else mem_k, lse=lse,
         MEMORY=0 if mem_k is None else mem_k.shape[1], **launch.strides("m", mem_k, "hm"),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
@@ -304,22 +304,23 @@ def select_blocks(
     q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
 
     args = dict(
-        q=q, starts=starts, first_token=first_token, T=T, RANKS=ranks, G=G, SHARE=ranks // K, D=D,
-        BLOCK_D=launch.padded(D), d=d, STRIDE=stride, CAUSAL=causal, RAGGED=starts is not None,
+        q=q, starts=starts, first_token=first_token, T=T, RANKS=ranks, G=G,
+        RANKS_PER_KV=ranks // K, D=D, BLOCK_D=launch.padded(D), d=d, STRIDE=stride, CAUSAL=causal,
+        RAGGED=starts is not None,
         **launch.strides("q", q, "bth"), **launch.bounds(documents),
     )  # fmt: skip
     if importance == "logits":
         kernel, rows = nsa_topk_logits, 1
-        tile = launch.ranking_tile(importance, D, G, n, q.dtype, interpolated, num_ranked)
+        tile = launch.topk_tile(importance, D, G, n, q.dtype, interpolated, num_ranked)
         keys, sizes = block_keys(ck, num_ranked, d, s, interpolated, scale, documents=documents)
         one_half = G == 1 and q.dtype != torch.float32
         args |= dict(
             keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half,
-            AHEAD=tiles.heads_ahead(tile.block_m * args["BLOCK_D"] * q.element_size()),
+            NUM_STAGES_Q=tiles.heads_ahead(tile.block_m * args["BLOCK_D"] * q.element_size()),
         )  # fmt: skip
     else:
-        kernel, rows = probs_kernel, next_power_of_2(G)
-        tile = launch.ranking_tile(importance, D, G, n, q.dtype)
+        kernel, rows = nsa_topk_softmax_mass, next_power_of_2(G)
+        tile = launch.topk_tile(importance, D, G, n, q.dtype)
         args |= dict(
             ck=ck, W=W, scale_log2=scale * launch.LOG2_E, **launch.strides("k", ck, "bwh"),
             HEADS=rows, PRECISION="ieee", **launch.cap(soft_cap),
@@ -339,7 +340,7 @@ def select_blocks(
             WARPS=tile.num_warps, WIDE=launch.wide(ck),
         )  # fmt: skip
 
-    grid, flipped = ranking_grid(args, tile.block_m // rows, B)
+    grid, flipped = topk_grid(args, tile.block_m // rows, B)
     kernel[grid](
         out=out, before=before, C=num_ranked, SLOTS=n, SLOTS_2=max(2, next_power_of_2(n)),
         s=s, INITIAL=num_initial, LOCAL=max(num_local, 1), BEFORE=before is not None,

@@ -77,7 +77,7 @@ def in_order(x, WARPS: tl.constexpr):
 
 
 @triton.jit
-def hide(x, seen):
+def mask_windows(x, seen):
     """Logits [N, M], -inf where the row's token, `seen` [N, TOKENS], does not see the window."""
     N: tl.constexpr = x.shape[0]
     M: tl.constexpr = x.shape[1]
@@ -87,25 +87,25 @@ def hide(x, seen):
 
 
 @triton.jit
-def sum_near(p, HEADS: tl.constexpr, PARTS: tl.constexpr):
+def sum_near(p, HEADS: tl.constexpr, PARTIALS: tl.constexpr):
     """[N, M] to [N, TOKENS x PARTS]: the sum over those heads that one thread of a matrix
     instruction holds, which has rows 2 i and 2 i + 1 of every 8."""
     N: tl.constexpr = p.shape[0]
     M: tl.constexpr = p.shape[1]
     PAIR: tl.constexpr = 1 if HEADS == 1 else 2
-    p = tl.reshape(p, [N, M // HEADS, HEADS // (PAIR * PARTS), PARTS, PAIR])
-    return tl.reshape(tl.sum(tl.sum(p, 4), 2), [N, M // HEADS * PARTS])
+    p = tl.reshape(p, [N, M // HEADS, HEADS // (PAIR * PARTIALS), PARTIALS, PAIR])
+    return tl.reshape(tl.sum(tl.sum(p, 4), 2), [N, M // HEADS * PARTIALS])
 
 
 @triton.jit
-def shares(j, P: tl.constexpr, g: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr,
+def overlap_tokens(j, P: tl.constexpr, g: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr,
            s: tl.constexpr):  # fmt: skip
     """How many tokens a block shares with window j of the P that end in the g-th block after."""
-    share = j * 0 + 1
+    overlap = j * 0 + 1
     if s >= d:
         past = (j + (g * P + 1)) * d  # the window's end
-        share = tl.maximum(tl.minimum(past, s) - tl.maximum(past - WINDOW, 0), 0)
-    return tl.where(j < P, share, 0).to(tl.float32)
+        overlap = tl.maximum(tl.minimum(past, s) - tl.maximum(past - WINDOW, 0), 0)
+    return tl.where(j < P, overlap, 0).to(tl.float32)
 
 
 @triton.jit
@@ -115,13 +115,13 @@ def block_sums(p, j, P: tl.constexpr, BACK: tl.constexpr, WINDOW: tl.constexpr, 
     block in which they end, to the one before, and so on: [TOKENS, CHUNK] each."""
     sums = ()
     for g in tl.static_range(BACK + 1):
-        share = shares(j, P, g, WINDOW, d, s)
-        sums += (tl.trans(tl.sum(tl.sum(p * share[None, :, None, None], 1), 2)),)
+        overlap = overlap_tokens(j, P, g, WINDOW, d, s)
+        sums += (tl.trans(tl.sum(tl.sum(p * overlap[None, :, None, None], 1), 2)),)
     return sums
 
 
 @triton.jit
-def place(x, at):
+def gather_columns(x, at):
     """Columns `at` [N] of x [M, N]."""
     return tl.gather(x, tl.broadcast_to(at[None], x.shape), 1)
 
@@ -138,7 +138,7 @@ def scores_so_far(sums, kept):
     for g in tl.static_range(len(kept)):
         moved = tl.where((n == CHUNK - 1)[None], kept[g], score)
         new_kept += (score,)
-        score = place(moved, (n - 1) & (CHUNK - 1)) + sums[g + 1]
+        score = gather_columns(moved, (n - 1) & (CHUNK - 1)) + sums[g + 1]
     return score, new_kept
 
 
@@ -159,7 +159,7 @@ def best_by_probs(
     # blocks, besides the one it ends in, that a window reaches
     BACK: tl.constexpr = (WINDOW + s - d - 1) // s if s >= d else 0
     # Triton before 3.6 has no `min` of numbers that are known
-    PARTS: tl.constexpr = (HEADS + 1) // 2 if HEADS < 7 else 4
+    PARTIALS: tl.constexpr = (HEADS + 1) // 2 if HEADS < 7 else 4
     ROOM: tl.constexpr = BLOCK_N // (COLUMNS if COLUMNS > 0 else SLOTS_2)
     SLICE: tl.constexpr = PER_BLOCK if PER_BLOCK < ROOM else ROOM
     CHUNK: tl.constexpr = BLOCK_N // SLICE
@@ -187,9 +187,9 @@ def best_by_probs(
         if W > 0:  # always: before a branch, not after, the compiler puts the next step's loads
             last = first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK
             if (last > fewest) | (first_window(c0, d, s) < latest):
-                x = hide(x, (w[:, None] >= lo[None]) & (w[:, None] < hi[None]))
-            p = in_order(sum_near(tl.exp2(x), HEADS, PARTS), WARPS)
-            p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTS])
+                x = mask_windows(x, (w[:, None] >= lo[None]) & (w[:, None] < hi[None]))
+            p = in_order(sum_near(tl.exp2(x), HEADS, PARTIALS), WARPS)
+            p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
             more = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, WINDOW, d, s)
             if STEPS > 1:
                 so_far = ()
@@ -201,7 +201,7 @@ def best_by_probs(
                 score, kept = scores_so_far(more, kept)
                 c = chunk_blocks(c0, CHUNK, COLUMNS)
                 if COLUMNS > 1:
-                    score = place(score, c - c0)
+                    score = gather_columns(score, c - c0)
                 c -= BACK
                 candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
                 score = tl.where(candidate, score, NO_SCORE)

@@ -36,13 +36,13 @@ LENGTHS = ["first_token", "T", "C", "W", "tiles", "lines"]
 
 
 @gluon.constexpr_function
-def owners(windows, per_block, tokens, warps, apart):
+def owners(windows, per_block, tokens, warps, by_block):
     """Which thread has what of a step's windows [windows, tokens], or `apart` by block, [CHUNK,
     per_block, tokens]: all of a block and token. Blocks of a token lie in one warp."""
     first, size = per_block.bit_length() - 1, windows.bit_length() - 1
     of_windows = [[1 << bit, 0] for bit in range(size)]
     shape = [windows, tokens]
-    if apart:
+    if by_block:
         of_windows = [[0, 1 << bit, 0] for bit in range(first)]
         of_windows += [[1 << bit, 0, 0] for bit in range(size - first)]
         shape = [windows // per_block, per_block, tokens]
@@ -77,7 +77,7 @@ def head_sums(x, total, scale_log2, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def shares(j, P: gl.constexpr, g: gl.constexpr, WINDOW: gl.constexpr, d: gl.constexpr,
+def overlap_tokens(j, P: gl.constexpr, g: gl.constexpr, WINDOW: gl.constexpr, d: gl.constexpr,
            s: gl.constexpr):  # fmt: skip
     """How many tokens a block shares with window j of the P that end in the g-th block after."""
     past = (j + (g * P + 1)) * d
@@ -118,7 +118,7 @@ def insert(found, score, block):
 
 
 @gluon.jit
-def place_scores(
+def insert_scores(
     found, kept, p, step, hi, end, WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr,
     INITIAL: gl.constexpr,
 ):  # fmt: skip
@@ -135,13 +135,13 @@ def place_scores(
     # of the token's windows, those from this block's first on
     more = hi[None] - (block * P)[:, None]
     p = gl.where(j[None, :, None] < gl.expand_dims(more, 1), p, 0.0)
-    score = gl.sum(p * shares(j, P, 0, WINDOW, d, s)[None, :, None], 1)
+    score = gl.sum(p * overlap_tokens(j, P, 0, WINDOW, d, s)[None, :, None], 1)
     if d < WINDOW:
         moved = gl.where((c == CHUNK - 1)[:, None], kept, score)
         kept = score
         before, _ = gl.broadcast(((c - 1) & (CHUNK - 1))[:, None], moved)
         score = gl.gather(moved, before, 0)
-        score += gl.sum(p * shares(j, P, 1, WINDOW, d, s)[None, :, None], 1)
+        score += gl.sum(p * overlap_tokens(j, P, 1, WINDOW, d, s)[None, :, None], 1)
         block -= 1
     candidate = (block >= INITIAL)[:, None] & (block[:, None] < end[None])
     score = gl.where(candidate, score, NO_SCORE)
@@ -149,22 +149,22 @@ def place_scores(
 
 
 @gluon.jit
-def read_keys(ck, smem, full, b, h, chunk, turn, turns):
+def load_keys(ck, smem, full, b, h, chunk, iteration, iterations):
     """The windows of a chunk of blocks, into their place of the ring, if there are so many turns;
     that so many bytes come has been said to its barrier."""
-    place = turn % smem.shape[0]
+    stage = iteration % smem.shape[0]
     at = [b, chunk * KEYS, h, 0]
-    load_box(ck, at, full.index(place), smem.index(place), pred=turn < turns)
+    load_box(ck, at, full.index(stage), smem.index(stage), pred=iteration < iterations)
 
 
 @gluon.jit
-def expect_keys(smem, full, turn, turns):
+def expect_keys(smem, full, iteration, iterations):
     BYTES: gl.constexpr = KEYS * smem.shape[4] * 2
-    mbarrier.expect(full.index(turn % smem.shape[0]), BYTES, pred=turn < turns)
+    mbarrier.expect(full.index(iteration % smem.shape[0]), BYTES, pred=iteration < iterations)
 
 
 @gluon.jit
-def summed(smem, P: gl.constexpr):
+def load_probabilities(smem, P: gl.constexpr):
     """A step's probabilities [CHUNK, P, TOKENS]."""
     TOKENS: gl.constexpr = smem.shape[1]
     p = smem.load(owners(KEYS, P, TOKENS, gl.num_warps(), False))
@@ -173,45 +173,47 @@ def summed(smem, P: gl.constexpr):
 
 
 @gluon.jit
-def walk(
-    ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, h, begin, turns, found, kept,
+def process_chunks(
+    ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, h, begin, iterations, found, kept,
     WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr, INITIAL: gl.constexpr,
 ):  # fmt: skip
     """The lists of a tile's tokens, of so many chunks of blocks."""
     ROWS: gl.constexpr = q_tile.shape[0]
     ACC: gl.constexpr = accumulator(ROWS, gl.num_warps())
-    PLACES: gl.constexpr = smem.shape[0]
+    STAGES: gl.constexpr = smem.shape[0]
     x = gl.zeros([KEYS, ROWS], gl.float32, ACC)
-    for turn in range(0, turns):
-        chunk = begin + turn
-        mbarrier.wait(full.index(turn % PLACES), turn // PLACES & 1)
-        k_tile = smem.index(turn % PLACES).reshape([KEYS, q_tile.shape[1]])
+    for iteration in range(0, iterations):
+        chunk = begin + iteration
+        mbarrier.wait(full.index(iteration % STAGES), iteration // STAGES & 1)
+        k_tile = smem.index(iteration % STAGES).reshape([KEYS, q_tile.shape[1]])
         x = warpgroup_mma(k_tile, q_tile.permute((1, 0)), x, use_acc=False, is_async=True)
         # in the first turn anything, of blocks before those that are ranked
-        p = summed(sums, s // d)
-        found, kept = place_scores(found, kept, p, chunk - 1, hi, end, WINDOW, d, s, INITIAL)
+        p = load_probabilities(sums, s // d)
+        found, kept = insert_scores(found, kept, p, chunk - 1, hi, end, WINDOW, d, s, INITIAL)
         x = warpgroup_mma_wait(0, deps=[x])
-        expect_keys(smem, full, turn + PLACES, turns)
+        expect_keys(smem, full, iteration + STAGES, iterations)
         thread_barrier()
-        read_keys(ck, smem, full, b, h, chunk + PLACES, turn + PLACES, turns)
+        load_keys(ck, smem, full, b, h, chunk + STAGES, iteration + STAGES, iterations)
         sums.store(head_sums(x, total, scale_log2, sums.shape[1]))
         thread_barrier()
-    p = summed(sums, s // d)
-    found, kept = place_scores(found, kept, p, begin + turns - 1, hi, end, WINDOW, d, s, INITIAL)
+    p = load_probabilities(sums, s // d)
+    found, kept = insert_scores(
+        found, kept, p, begin + iterations - 1, hi, end, WINDOW, d, s, INITIAL
+    )
     return found
 
 
 @gluon.jit
-def ranking_of(found, slot):
+def best_blocks(found, slot):
     """The best of all lists by slot [CHUNK, TOKENS], best first, -1 in empty ones and past as many
     as a list has."""
     scores, blocks = found
     SLOTS: gl.constexpr = len(scores)
-    ranking = gl.full(scores[0].shape, -1, gl.int32, scores[0].type.layout)
+    indices = gl.full(scores[0].shape, -1, gl.int32, scores[0].type.layout)
     for j in gl.static_range(SLOTS):
         best = gl.max(scores[0], 0)
         block = gl.min(gl.where(scores[0] == best[None], blocks[0], NO_BLOCK), 0)
-        ranking = gl.where((slot == j)[:, None], block[None], ranking)
+        indices = gl.where((slot == j)[:, None], block[None], indices)
         taken = blocks[0] == block[None]
         new_scores = ()
         new_blocks = ()
@@ -219,11 +221,11 @@ def ranking_of(found, slot):
             new_scores += (gl.where(taken, scores[depth + 1], scores[depth]),)
             new_blocks += (gl.where(taken, blocks[depth + 1], blocks[depth]),)
         scores, blocks = new_scores, new_blocks
-    return gl.where(ranking == NO_BLOCK, -1, ranking)
+    return gl.where(indices == NO_BLOCK, -1, indices)
 
 
 @gluon.jit
-def totals(
+def load_lse(
     lse, b, r, first, T, RANKS, G: gl.constexpr, TOKENS: gl.constexpr, STRIDE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -242,7 +244,7 @@ def totals(
 @gluon.jit(do_not_specialize=LENGTHS)
 def nsa_topk_softmax_mass_sm90(
     q, ck, lse, out, first_token, T, C, W, RANKS, tiles, lines, scale_log2,
-    G: gl.constexpr, SHARE: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+    G: gl.constexpr, RANKS_PER_KV: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
     WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr, INITIAL: gl.constexpr,
     LOCAL: gl.constexpr, STRIDE: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -276,32 +278,32 @@ def nsa_topk_softmax_mass_sm90(
         most = gl.minimum(most, (first_token + last) // s - (LOCAL - 1))
     begin: gl.constexpr = INITIAL // CHUNK
     beyond: gl.constexpr = 1 if d < WINDOW else 0
-    turns = gl.maximum(gl.cdiv(gl.maximum(most + beyond, 1), CHUNK) - begin, 1)
+    iterations = gl.maximum(gl.cdiv(gl.maximum(most + beyond, 1), CHUNK) - begin, 1)
 
     mbarrier.expect(q_bar.index(0), ROWS * D * 2)
-    for turn in gl.static_range(STAGES):
-        expect_keys(smem, full, turn, turns)
+    for iteration in gl.static_range(STAGES):
+        expect_keys(smem, full, iteration, iterations)
     thread_barrier()
     for half in gl.static_range(D // WIDTH):
         for far in gl.static_range(FAR):
             at = [b, r * q.block_shape[1], first + far * q.block_shape[2], 0, half * WIDTH]
-            place = half * FAR + far
-            load_box(q, at, q_bar.index(0), q_smem.index(place))
-    for turn in gl.static_range(STAGES):
-        read_keys(ck, smem, full, b, r // SHARE, begin + turn, turn, turns)
-    total = totals(lse, b, r, first, T, RANKS, G, TOKENS, STRIDE, gl.SliceLayout(0, ACC))
+            stage = half * FAR + far
+            load_box(q, at, q_bar.index(0), q_smem.index(stage))
+    for iteration in gl.static_range(STAGES):
+        load_keys(ck, smem, full, b, r // RANKS_PER_KV, begin + iteration, iteration, iterations)
+    total = load_lse(lse, b, r, first, T, RANKS, G, TOKENS, STRIDE, gl.SliceLayout(0, ACC))
 
     found = empty_lists(T, SLOTS, CHUNK, TOKENS, SCORE)
     kept = gl.zeros([CHUNK, TOKENS], gl.float32, SCORE)
     mbarrier.wait(q_bar.index(0), 0)
     q_tile = reinterpret(q_smem, ck.dtype, [1, ROWS, D], TILE).index(0)
-    found = walk(
-        ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, r // SHARE, begin, turns,
-        found, kept, WINDOW, d, s, INITIAL,
+    found = process_chunks(
+        ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, r // RANKS_PER_KV, begin,
+        iterations, found, kept, WINDOW, d, s, INITIAL,
     )  # fmt: skip
     slot = gl.arange(0, CHUNK, gl.SliceLayout(1, SCORE))
-    ranking = ranking_of(found, slot)
+    indices = best_blocks(found, slot)
     for j in gl.static_range(STRIDE):
         row = (b * T + token + j).to(gl.int64) * RANKS + r
         mask = (token + j < T)[None] & (slot < SLOTS)[:, None]
-        gl.store(out + row[None] * SLOTS + slot[:, None], ranking, mask=mask)
+        gl.store(out + row[None] * SLOTS + slot[:, None], indices, mask=mask)

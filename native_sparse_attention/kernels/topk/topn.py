@@ -78,14 +78,14 @@ def insert(found, s, c):
 @triton.jit
 def slices(x, COLUMNS: tl.constexpr):
     """[M, N] cut into a tuple of [M, COLUMNS], from left to right."""
-    parts = (x,)
+    pieces = (x,)
     for _ in tl.static_range(8):
-        if parts[0].shape[1] > COLUMNS:
+        if pieces[0].shape[1] > COLUMNS:
             finer = ()
-            for part in tl.static_range(len(parts)):
-                finer += halves(parts[part])
-            parts = finer
-    return parts
+            for i in tl.static_range(len(pieces)):
+                finer += halves(pieces[i])
+            pieces = finer
+    return pieces
 
 
 @triton.jit
@@ -106,9 +106,9 @@ def fold(found, s, c, COLUMNS: tl.constexpr):
     """Fold scores s [M, N] of blocks c [N] into what was found."""
     c = tl.broadcast_to(c[None], s.shape)
     if COLUMNS > 0:
-        s_parts, c_parts = slices(s, COLUMNS), slices(c, COLUMNS)
-        for part in tl.static_range(len(s_parts)):
-            found = insert(found, s_parts[part], c_parts[part])
+        s_pieces, c_pieces = slices(s, COLUMNS), slices(c, COLUMNS)
+        for i in tl.static_range(len(s_pieces)):
+            found = insert(found, s_pieces[i], c_pieces[i])
     else:
         (best,) = found
         # one ascending, one descending: their maximum is the n best, ready to be merged
@@ -124,12 +124,12 @@ def merge_lists(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
     DEPTH: tl.constexpr = len(scores)
     M: tl.constexpr = lost.shape[0]
     slot = tl.arange(0, SLOTS_2)[None]
-    ranking = tl.full([M, SLOTS_2], NO_BLOCK, tl.int32)
+    indices = tl.full([M, SLOTS_2], NO_BLOCK, tl.int32)
     nth = tl.full([M], NO_SCORE, tl.float32)
     for j in range(SLOTS):
         nth = tl.max(scores[0], 1)
         c = tl.min(tl.where(scores[0] == nth[:, None], blocks[0], NO_BLOCK), 1)
-        ranking = tl.where(slot == j, c[:, None], ranking)
+        indices = tl.where(slot == j, c[:, None], indices)
         taken = blocks[0] == c[:, None]
         new_scores = ()
         new_blocks = ()
@@ -143,7 +143,7 @@ def merge_lists(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
     # and not where that is all that was asked for
     missed = (blocks[0] == NO_BLOCK) & (lost >= nth[:, None]) & (lost > NO_SCORE)
     missed &= SLOTS > DEPTH
-    return ranking, tl.max(tl.max(missed.to(tl.int32), 1), 0)
+    return indices, tl.max(tl.max(missed.to(tl.int32), 1), 0)
 
 
 @triton.jit
@@ -151,11 +151,11 @@ def finish(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, COLUMNS: tl.conste
     """The ranking [M, SLOTS_2], best first, NO_BLOCK in empty slots and past SLOTS; and 1 if it
     must be done again with COLUMNS = 0, else 0."""
     if COLUMNS > 0:
-        ranking, missed = merge_lists(found, SLOTS, SLOTS_2)
+        indices, missed = merge_lists(found, SLOTS, SLOTS_2)
     else:
         (best,) = found
         best = tl.sort(best, descending=True)
         block = (best & NO_BLOCK).to(tl.int32) ^ NO_BLOCK
         filled = ((best >> 32).to(tl.int32) > NO_ORDER) & (tl.arange(0, SLOTS_2)[None] < SLOTS)
-        ranking, missed = tl.where(filled, block, NO_BLOCK), 0
-    return ranking, missed
+        indices, missed = tl.where(filled, block, NO_BLOCK), 0
+    return indices, missed

@@ -164,7 +164,7 @@ def attend_backward(
     """Gradients from those of the branches' outputs, `launch.Cotangent`s. What adds to dq, one
     launch after the other, runs beside what forms dk and dv."""
     from ...kernels.common import streams
-    from ...kernels.common.launch import Sum
+    from ...kernels.common.launch import Accumulator
     from ...kernels.common.reduce import reduce_partials
     from ...kernels.flash import bwd as flash_bwd
     from ...kernels.selected import branch as selected
@@ -185,8 +185,8 @@ def attend_backward(
     near = window or (k, v)
     listed = (q, k, v, chosen, scale, sel)
     plan = selected.plan_backward(q, k, v, chosen, scale)
-    dq = Sum(q)
-    query, dcq = (q, dq) if call.own_cq is None else (call.cq, Sum(call.cq))
+    dq = Accumulator(q)
+    query, dcq = (q, dq) if call.own_cq is None else (call.cq, Accumulator(call.cq))
 
     def through_queries() -> None:
         flash_bwd.backward_q(query, ck, cv, range_cmp, scale, cmp, dcq, call.memory)

@@ -95,7 +95,7 @@ def range_attention_backward(at):
     bwd = combine.backward_inputs(whole(at.d_out), at.out, at.lse, at.d_lse.contiguous())
     memory, keys = prefix(at.mem_k, at.mem_v, k.shape[0]), seen(at)
     scale = at.config.scale_of(q.shape[-1])
-    dq = launch.Sum(q)
+    dq = launch.Accumulator(q)
     flash_bwd.backward_q(q, k, v, keys, scale, bwd, dq, memory)
     partials = flash_bwd.backward_kv(q, k, v, keys, scale, bwd)
     grads = [dq.total(), *reduce_partials([partials], k, v, q.dtype)]

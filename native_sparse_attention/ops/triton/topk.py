@@ -83,9 +83,9 @@ def ranking_of(
     sinks: Tensor | None,
 ) -> Any:
     """What the gradients of the gates need to know of the ranking."""
-    from ...kernels.topk.gates_launch import Ranking
+    from ...kernels.topk.gates import TopkSettings
 
-    return Ranking(
+    return TopkSettings(
         start, num_ranked, config.num_selected_blocks, config.compress_block_size, config.d,
         config.selection_block_size, config.importance, config.interpolated_importance_score,
         config.num_initial_blocks, config.num_local_blocks, config.selection_stride,
