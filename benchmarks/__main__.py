@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import attention, decode, enwik8, masks, memory, report, rotary, training, windows
+from . import attention, decode, enwik8, host, masks, memory, report, rotary, training, windows
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         windows.main(["--quick"])
         decode.main(["--quick"])
         decode.main(["--quick", "--sampling"])
+        host.main(["--quick"])
         return
     try:
         attention.main(every)
@@ -44,6 +45,8 @@ def main(argv: list[str] | None = None) -> None:
         decode.main(["--sampling"])
     finally:
         decode.main(["--table"])
+    host.main([])
+    host.main(["--first-call"])
     enwik8.main([])
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the attention benchmark, and the best that others published."""
+"""Targets of the benchmarks of attention and of host time, and the best that others published."""
 
 from __future__ import annotations
 
@@ -32,3 +32,9 @@ PUBLISHED: Goals = {
 MOST_MEMORY = 1.5
 MOST_FOR_PROBS = 1.25
 LEAST_ALIKE = 2.0  # times as fast as where neighbours do not choose alike
+
+# of the layer against its dense twin (benchmarks/host.py)
+MOST_HOST = 2.0  # host time over that of dense
+MOST_KERNELS = 45  # launches, forward and backward
+LEAST_WALL = {16384: 1.5}  # times as fast as dense, forward and backward, by T
+MOST_FIRST_CALL = 15.0  # seconds
