@@ -3,6 +3,7 @@
     python -m benchmarks.attention                   everything; better a length or two at a time:
     python -m benchmarks.attention --lengths 8192 --heads 64/4 --strides 1 4 --parts --agreement 4
     python -m benchmarks.attention --quick           few sizes; on a CPU tiny ones, in seconds
+    python -m benchmarks.attention --peer fsa=PATH   a published kernel, from a checkout (peers.py)
 
 One row of tokens, causal, random q, k, v. "ours" is all of `native_sparse_attention` after
 compression; ck, cv are the mean pooled windows of k, v, made outside the timing. The forward pass
@@ -13,7 +14,8 @@ with inputs and gradients, over what was allocated before the inputs. TFLOP/s co
 of the definition (`problem.py`), GB/s each tensor of the call once.
 
 No provider is timed before it passed `oracle.py` in this process: at a small length whole, at the
-timed length by some queries. One that fails, or cannot run, leaves a row that says why.
+timed length by some queries. One that fails, or cannot run, leaves a row that says why. With --peer
+the lengths are 8k and 64k by default, and ours is timed whole and by the parts that peers have.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import Tensor
 
 from . import common, oracle, problem
 from .common import Row
+from .peers import PEERS, Peer, checkout
 from .problem import Setting, Tensors
 from .providers import OursSelected, Provider, providers
 
@@ -173,6 +176,7 @@ class Run:
         self.checked: dict[Any, str | None] = {}
         self.baseline: dict[Any, float] = {}
         self.independent: dict[Any, float] = {}
+        self.ours: dict[Any, float] = {}
         self.rows: list[Row] = []
 
     def check(self, provider: Provider, setting: Setting) -> str | None:
@@ -194,6 +198,12 @@ class Run:
             self.baseline[key] = row["p50_ms"]
         if provider.part == "whole" and key in self.baseline and "p50_ms" in row:
             row["speedup_over_cudnn"] = round(self.baseline[key] / row["p50_ms"], 3)
+        if provider.name == "ours" and setting.stride == 1 and "p50_ms" in row:
+            self.ours.setdefault((*key, provider.part), row["p50_ms"])
+        if isinstance(provider, Peer) and "p50_ms" in row:
+            ours = self.ours.get((*key, provider.part))
+            if ours is not None:
+                row["times_ours"] = round(row["p50_ms"] / ours, 3)
         head: Row = {"provider": provider.name, "part": provider.part}
         if isinstance(provider, OursSelected) and provider.alike is not None:
             head["alike"] = provider.alike
@@ -209,7 +219,9 @@ class Run:
         print(line(row), flush=True)
 
     def one(self, provider: Provider, setting: Setting) -> None:
-        reason = provider.why_not(setting, self.device)
+        reason, field = provider.why_not(setting, self.device), "failed"
+        if reason is not None:
+            field = provider.refusal
         try:
             reason = reason or self.check(provider, setting)
             if reason is None:
@@ -220,7 +232,7 @@ class Run:
         except Exception as error:
             reason = common.why(error)
         if reason is not None:
-            self.write(provider, setting, {"failed": reason})
+            self.write(provider, setting, {field: reason})
         common.release()
         if not common.still_alive(self.device):
             raise SystemExit("the GPU takes no more work after this error: nothing else was timed")
@@ -240,14 +252,16 @@ def line(row: Row) -> str:
     head += f" stride {row['selection_stride']:<2}"
     if "alike" in row:
         head += f" {row['alike']} alike"
-    if "failed" in row:
-        return f"{head} {row['failed']}"
+    if "failed" in row or "refused" in row:
+        return f"{head} {row.get('failed') or row['refused']}"
     text = f"{head} {row['pass']:8} {row['p50_ms']:10.3f} ms {row['tflops']:7.1f} TFLOP/s"
     if row["peak_mib"] is not None:
         text += f" {row['peak_mib']:9.0f} MiB"
     for speedup in ("speedup_over_cudnn", "speedup_over_independent"):
         if speedup in row:
             text += f" {row[speedup]:6.2f} x"
+    if "times_ours" in row:
+        text += f" {row['times_ours']:6.2f} times ours"
     return text
 
 
@@ -266,28 +280,41 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     names = [name for name in providers() if name != "parts"]
-    add("--lengths", type=int, nargs="+", default=[2**e for e in range(10, 18)], metavar="T")
+    add("--lengths", type=int, nargs="+", metavar="T", help="1k to 128k; 8k and 64k with --peer")
     add("--heads", nargs="+", default=["64/4", "32/8", "32/32"], metavar="H/K")
     add("--strides", type=int, nargs="+", default=[1, 4, 16], help="selection_stride of ours")
     add("--providers", nargs="*", choices=names, help="all by default")
     add("--parts", action="store_true", help="the branches and the selection, each alone")
     add("--agreement", type=int, metavar="R", help="random selections, independent and R alike")
+    known = f"published kernels from a checkout; NAME: {', '.join(PEERS)}"
+    add("--peer", type=checkout, nargs="+", default=[], metavar="NAME=PATH", help=known)
+    add("--block-size", type=int, default=64, metavar="S", help="tokens of a selected block")
     add("--out", type=Path, help="JSONL to append to; results/attention.jsonl, none with --quick")
     add("--seconds", type=float, default=0.3, help="of timing for each row")
     add("--check-length", type=int, default=CHECK_LENGTH, help="where all results are checked")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="few sizes, little timing, all the checks")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.block_size != 64 and args.out is None:
+        parser.error("--block-size needs --out: the page is drawn from rows of blocks of 64")
+    return args
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
     known, cuda = providers(), torch.device(args.device).type == "cuda"
     names = args.providers
+    peers = [peer for some in args.peer for peer in some]
+    if names is None and peers:
+        names = ["dense-cudnn", "ours"]
     if names is None:
         names = [name for name in known if name not in ("parts", "dense-sdpa" if cuda else "")]
     # the baseline first: others are compared with it
     names = [name for name in known if name in names] + (["parts"] if args.parts else [])
     chosen = [provider for name in names for provider in known[name]]
+    if peers and not args.parts:
+        parts = {peer.part for peer in peers}
+        chosen += [p for p in known["parts"] if p.name == "ours" and p.part in parts]
+    chosen += peers
     if args.agreement:
         chosen += [OursSelected(alike) for alike in (1, args.agreement)]
     options: dict[str, Any] = dict(
@@ -302,10 +329,14 @@ def plan_of(args: argparse.Namespace) -> Plan:
             return Plan((Setting(2048), Setting(8192)), strides=(1, 4), **options)
         options["check_length"] = 96
         return Plan((tiny(192, 4, 2),), strides=(1, 4), **options)
-    settings = []
+    settings, lengths = [], args.lengths
+    if lengths is None:
+        lengths = [8192, 65536] if peers else [2**e for e in range(10, 18)]
     for heads in args.heads:
         H, K = (int(number) for number in heads.split("/"))
-        settings += [Setting(T, H, K) if cuda else tiny(T, H, K) for T in args.lengths]
+        settings += [
+            Setting(T, H, K, s=args.block_size) if cuda else tiny(T, H, K) for T in lengths
+        ]
     return Plan(tuple(settings), strides=tuple(args.strides), **options)
 
 

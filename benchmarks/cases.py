@@ -20,7 +20,8 @@ class Rows:
     def __init__(self, rows: list[Row], gpu: str | None = None) -> None:
         if gpu is None and rows:
             gpu = rows[-1]["gpu"]
-        self.used = [row for row in rows if row["gpu"] == gpu]
+        # a peer that cannot run a setting leaves a row for the reader of the rows alone
+        self.used = [row for row in rows if row["gpu"] == gpu and "refused" not in row]
         self.cases: dict[Case, dict[int, dict[str, Row]]] = {}
         for row in self.used:
             heads = (row["H"], row["K"])

@@ -38,6 +38,7 @@ class Provider:
     backend = "auto"  # of ours
     factor = 4.0
     note = ""
+    refusal = "failed"  # the field of a row that says why it cannot run
 
     def unfit(self, setting: Setting) -> str | None:
         """What of the setting it does not take, wherever it runs."""
