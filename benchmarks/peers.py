@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -365,7 +366,6 @@ class FlashMsa(PeerSelected):
     first; the reverse index is an extension that it builds at the first call."""
 
     name, module, source = "flash_msa", "flash_msa", "poolsideai/flash-msa"
-    computes = "the selected branch, copies to and from its layout [B H T D] included"
     padding = None
 
     def unfit(self, setting: Setting) -> str | None:
@@ -379,23 +379,23 @@ class FlashMsa(PeerSelected):
         return super().unfit(setting)
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
-        """Its schedule of given blocks; like the ranking, not timed."""
+        """Its schedule, of these blocks in place of those that its proxy heads would select; like
+        the ranking, not timed."""
         super().prepare(x, setting)
         c, blocks = setting, x["blocks"]
         own = (torch.arange(c.T, device=blocks.device) // c.s)[:, None]
         # the query's own block before all others
         order = torch.where(blocks == own, -1, blocks).argsort(dim=-1, stable=True)
         blocks = blocks.gather(-1, order)[None]
-        index = self.load("flash_msa.reverse_index_cuda")
-        tiling = self.load("flash_msa.msa_backward_cutedsl")._derive_head_tiling(c.H, c.K, c.K)
-        self.metadata = index.build_sparse_attention_metadata_cuda(
-            blocks,
-            backward_query_chunk=2 * tiling[1],
-            document_ids=torch.empty(0, dtype=torch.int32, device=blocks.device),
-        )
+        q, k, v = (x[name].detach().transpose(1, 2) for name in self.names)
+        inner = self.load("flash_msa.flash_msa")
+        with mock.patch.object(inner, "select_blocks", lambda *args, **kwargs: blocks):
+            self.metadata = inner.prepare_sparse_attention(
+                k, k, q, k, v, blocks.shape[-1] * c.s, c.D**-0.5, cu_seqlens=x["cu_seqlens"]
+            )
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
-        q, k, v = (x[name].transpose(1, 2).contiguous() for name in self.names)
+        q, k, v = (x[name].transpose(1, 2) for name in self.names)
         attend = self.load().sparse_main_attention
         out, _ = attend(q, k, v, self.metadata, setting.D**-0.5)
         return out.unflatten(-1, (setting.H, setting.D))

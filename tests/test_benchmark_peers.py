@@ -149,27 +149,26 @@ from .eager import selected
 def sparse_main_attention(q, k, v, metadata, scale):
     q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
     own = torch.arange(len(q)) // 128
-    assert (metadata[0, ..., 0] == own).all()
+    assert (metadata[0, ..., 0] == own).all() and metadata.shape == (1, k.shape[1], len(q), 4)
     return selected(q, k, v, metadata[0], 128, scale).flatten(1)[None], None
 """
 
-MSA_INDEX = """
-def build_sparse_attention_metadata_cuda(block_indices, *, backward_query_chunk, document_ids):
-    assert backward_query_chunk == 16 and document_ids.numel() == 0
-    return block_indices
-"""
+MSA_INNER = """
+def select_blocks(q_proxy, k_proxy, **options):
+    raise AssertionError("blocks are given")
 
-MSA_TILING = """
-def _derive_head_tiling(n_heads, n_kv_heads, n_proxy_heads):
-    assert n_kv_heads == n_proxy_heads
-    return n_heads // n_proxy_heads, 8, 0, 0
+
+def prepare_sparse_attention(
+    q_proxy, k_proxy, q, k, v, top_k, scale, document_list=None, *, cu_seqlens=None
+):
+    assert q_proxy.shape == k.shape and q.shape[2] == cu_seqlens[-1] and top_k == 4 * 128
+    return select_blocks(q_proxy, k_proxy, num_blocks=q.shape[2] // 128, top_k_blocks=4)
 """
 
 FILES = {
     "flash_msa/__init__.py": MSA,
     "flash_msa/eager.py": EAGER,
-    "flash_msa/reverse_index_cuda.py": MSA_INDEX,
-    "flash_msa/msa_backward_cutedsl.py": MSA_TILING,
+    "flash_msa/flash_msa.py": MSA_INNER,
     "fsa/ops/__init__.py": FSA,
     "fsa/ops/eager.py": EAGER,
     "infllm_v2/__init__.py": INFLLM,
