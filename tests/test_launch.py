@@ -151,7 +151,7 @@ def test_a_flipped_grid_gives_the_same(monkeypatch, call):
     results = []
     with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
         for most in (launch.MAX_GRID_Y, 0):
-            monkeypatch.setattr(launch, "MOST_LINES", most)
+            monkeypatch.setattr(launch, "MAX_GRID_Y", most)
             torch.manual_seed(0)
             results.append(call())
     for value, flipped in zip(*results, strict=True):

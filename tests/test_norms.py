@@ -26,7 +26,7 @@ T = 133 if CUDA else 49
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """Also what the interpreter can run, and lists that are united."""
-    monkeypatch.setattr(key_norms, "MEASURED", (DTYPE,))
+    monkeypatch.setattr(key_norms, "BOUNDED_DTYPES", (DTYPE,))
     monkeypatch.setattr(query_major, "BOUNDED_ROWS", 1)
     monkeypatch.setitem(launch.override, "union", UnionRule(2, 1.6, least=0))
 
@@ -79,7 +79,7 @@ def test_layer(monkeypatch, size, sinks):
     bound = q.norm(dim=-1) * longest * 16**-0.5 / torch.log(q.new_tensor(2.0))
     assert ((bound <= 48).any(), (bound > 48).any()) == (True, size > 1)
     by_bound = forward(tensors, settings)
-    monkeypatch.setattr(key_norms, "MEASURED", ())
+    monkeypatch.setattr(key_norms, "BOUNDED_DTYPES", ())
     by_maximum = forward(tensors, settings)
     # another order of roundings, if any tile was measured from its bound
     assert not torch.equal(by_bound, by_maximum)

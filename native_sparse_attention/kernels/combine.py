@@ -35,9 +35,9 @@ def nsa_combine_bwd(
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3]; and, branch by branch
-    [3, ROWS], what a backward starts from (`launch.Cotangent`): the same in float32, its last bit
-    set where the gate is negative, and lse less the logarithm of the gate's size, in units of
-    log2."""
+    [3, ROWS], the gated backward inputs (`launch.BackwardInputs`): delta, the same sum in float32
+    with its last bit set where the gate is negative, and lse minus the logarithm of the gate's
+    size, in units of log2."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
@@ -114,7 +114,7 @@ def backward(
 
 
 def branch_backward_inputs(d_out: Tensor, gated: Tensor, delta: Tensor) -> list[BackwardInputs]:
-    """What the backward of each branch starts from."""
+    """The backward inputs of each branch."""
     return [
         BackwardInputs(d_out, *of_branch, gated=True)
         for of_branch in zip(gated, delta, strict=True)
@@ -122,7 +122,7 @@ def branch_backward_inputs(d_out: Tensor, gated: Tensor, delta: Tensor) -> list[
 
 
 def backward_inputs(d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor) -> BackwardInputs:
-    """What the backward of one branch alone starts from, given all of it contiguous."""
+    """The backward inputs of a single branch; all tensors are contiguous."""
     E = out.shape[-1]
     log, delta = torch.empty_like(lse), torch.empty_like(lse)
     nsa_bwd_preprocess[(cdiv(delta.numel(), BLOCK_ROWS),)](

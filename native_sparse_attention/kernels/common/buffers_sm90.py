@@ -1,8 +1,7 @@
-"""Places of shared memory that some warps fill and others empty, and the barriers between them.
+"""Shared-memory buffers between producer and consumer warps, and their barriers.
 
-Full is a place by a barrier in memory, which counts the bytes that arrive. Left it is by a barrier
-with a number, at which all threads of some warps meet: those that are done with it arrive and go
-on, those that fill it again wait.
+A "full" barrier lies in memory and counts the bytes that arrive in a slot. A slot is released at a
+named barrier of all threads of some warps: consumers arrive and go on, the producer waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long keys are, which bounds logits: |scale q . k| <= |scale| |q| |k|. Where the bound is
 small it can be subtracted in place of each row's largest logit, and no maximum need be followed;
-see `device.measured_from`."""
+see `primitives.measured_from`."""
 
 from typing import Any
 
@@ -59,5 +59,5 @@ def key_norms(q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def bounds(norms: Tensor | None) -> dict[str, Any]:
-    """What a kernel takes of them."""
+    """Kernel arguments of the norms."""
     return dict(norms=norms, BOUNDED=norms is not None)

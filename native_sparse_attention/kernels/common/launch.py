@@ -1,5 +1,8 @@
-"""Launch parameters: a function of the problem and the GPU, by the tables of `tiles.py`; nothing is
-tuned at a first call. And what a launch is told."""
+"""Launch parameters, and the argument groups that launches pass to kernels.
+
+Tile configs are a function of the problem and the GPU, from the tables of `tile_configs.py`.
+Nothing is tuned at run time.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ FEW_ROWS = 9
 
 @contextmanager
 def using(tiles: dict[str, Any]) -> Iterator[None]:
-    """Launch with these tiles, to try them out. In all threads: backward passes have their own."""
+    """Launch with these tile configs, in all threads: backward passes run in their own."""
     before = dict(override)
     override.update(tiles)
     try:
@@ -76,7 +79,7 @@ def using(tiles: dict[str, Any]) -> Iterator[None]:
 
 
 def apply_overrides(kernel: str, tile: TileConfig) -> TileConfig:
-    """The tile of a launch: this one, or one to try out, in the sizes that the call asks for."""
+    """`tile`, or its override, with the sizes that the call asks for."""
     tile = override.get(kernel, tile)
     block_m, block_n = asked(kernel) or (tile.block_m, tile.block_n)
     return TileConfig(block_m, block_n, tile.num_warps, tile.num_stages)
@@ -216,13 +219,15 @@ def work_tile_rows(rows: int, blocks: int) -> int:
     return min(max(share, MIN_WORK_TILE_ROWS), WORK_TILE_ROWS)
 
 
-# what a launch is told
+# argument groups
 
 
 @dataclass(frozen=True)
 class KVRange:
-    """Which keys each query sees, and where queries stand: at `start`, or at `starts` [B]. Those of
-    `documents` see keys of their own, each standing for `unit` tokens."""
+    """The range of keys that each query sees in a branch.
+
+    The first query's position is `start`, or `starts` [B] per sequence. With `documents` a query
+    sees keys of its own document only; a key covers `unit` tokens."""
 
     kind: int
     reach: int = 0
@@ -237,33 +242,33 @@ class KVRange:
 
     @property
     def wide(self) -> bool:
-        """Whether queries see more keys than lie near them."""
+        """Whether the range reaches beyond a window around the query."""
         return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == UNLIMITED
 
 
 def bounds(documents: Documents | None) -> dict[str, Any]:
-    """What a kernel takes of where documents lie."""
+    """Kernel arguments of the document bounds."""
     if documents is None:
         return dict(doc_first=None, doc_last=None, DOCUMENTS=False)
     return dict(doc_first=documents.first, doc_last=documents.last, DOCUMENTS=True)
 
 
 def ends(selection: Selection) -> dict[str, Any]:
-    """What a kernel over blocks takes of where documents end: causally no query sees so far."""
+    """Kernel arguments of the documents' ends; a causal query never sees that far."""
     if selection.documents is None or selection.causal:
         return dict(doc_last=None, ENDS=False)
     return dict(doc_last=selection.documents.last, ENDS=True)
 
 
 class Accumulator:
-    """A tensor that several launches add to, one after the other: the first one writes it."""
+    """A tensor that several launches accumulate into, in order. The first launch overwrites it."""
 
     def __init__(self, like: Tensor) -> None:
         self.value = like.new_empty(like.shape)
         self.begun = False
 
     def arguments(self) -> dict[str, Any]:
-        """What the next launch takes of it."""
+        """Kernel arguments of the next launch."""
         add, self.begun = self.begun, True
         return dict(dq=self.value, ADD=add)
 
@@ -278,7 +283,7 @@ class Accumulator:
 
 
 def cap(soft_cap: float | None, *, in_log2: bool = True) -> dict[str, Any]:
-    """What a kernel takes of the cap of its logits."""
+    """Kernel arguments of the soft cap of logits."""
     if soft_cap is None:
         return dict(cap=0.0, CAP=False)
     return dict(cap=float(soft_cap) * (LOG2_E if in_log2 else 1.0), CAP=True)
@@ -326,7 +331,7 @@ class CombineInputs:
 
 
 def combine_arguments(combine_inputs: CombineInputs | None) -> dict[str, Any]:
-    """What a kernel takes of it."""
+    """Kernel arguments of the combination."""
     tensors = (
         (None,) * 4
         if combine_inputs is None

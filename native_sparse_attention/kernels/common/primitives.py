@@ -1,4 +1,4 @@
-"""Steps that the kernels share. A tile has M rows: the tokens of a tile times the G heads of a
+"""Steps common to the kernels. A tile has M rows: the tokens of a tile times the G heads of a
 group.
 
 All logits are in units of log2 (multiplied by `scale * log2 e`), so that `exp2` is the exponential.
@@ -305,7 +305,7 @@ def store_combined(
 def softmax_grad(s, scale, dp, lse, delta, GATED: tl.constexpr):
     """Probabilities and the gradient of logits `scale s`, from dp = d_out . v; `lse` and `delta`
     broadcast along the keys. With GATED both are those of a gated output: see
-    `launch.Cotangent`."""
+    `launch.BackwardInputs`."""
     p = tl.exp2(s * scale - lse)
     if GATED:
         sign = delta.to(tl.int32, bitcast=True) << 31

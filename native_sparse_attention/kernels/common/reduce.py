@@ -1,5 +1,5 @@
-"""Gradients of keys and values in shares, as several programs form them, added up in a fixed order:
-of both in one launch, and of shares that cover different keys."""
+"""Reduction of partial dk and dv in a fixed order: both in one launch, from partials that may cover
+different numbers of keys."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from .counts import cdiv
 
-# dk [shares B n K D] and dv [shares B n K E] of the first n keys, float32 and contiguous
+# dk [splits B n K D] and dv [splits B n K E] of the first n keys, float32 and contiguous
 Partials = tuple[Tensor, Tensor]
 
-# elements of a program; shares whose elements are read at once
+# elements of a program; partials whose elements are read at once
 BLOCK, AHEAD = 1024, 4
-# of different lengths, that a launch adds up
+# inputs of different lengths in one launch
 MAX_INPUTS = 3
 
 
 @triton.jit
 def sum_partials(acc, partials, count, size, b, B, x, AHEAD: tl.constexpr):
-    """acc, and elements x of row b of so many shares, each of `size` elements a row."""
+    """acc plus elements x of row b of `count` partials, each of `size` elements a row."""
     for split in tl.range(0, count, loop_unroll_factor=AHEAD):
         row = (split * B + b).to(tl.int64)
         acc += tl.load(partials + row * size + x, mask=x < size, other=0.0)
@@ -36,7 +36,7 @@ def nsa_reduce_partials(
     B, N, n, tiles, width_k, width_v, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program: some elements of the first n keys of a row of dk, or of dv, [N K D]: the sum of
-    all shares. The first of these may be where the sum is written."""
+    all partials. The output may alias the first partial."""
     b, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     x = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def probabilities(s, scale_log2, lse, delta, GATED: gl.constexpr):
-    """Of logits `s`, with the sign of the gate; as `device.softmax_grad`."""
+    """Of logits `s`, with the sign of the gate; as `primitives.softmax_grad`."""
     p = gl.exp2(s * scale_log2 - lse)
     if GATED:
         sign = delta.to(gl.int32, bitcast=True) << 31

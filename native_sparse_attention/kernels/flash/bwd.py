@@ -80,8 +80,8 @@ def nsa_flash_dq(
     TMA: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dq of a tile of queries of one row and KV head, added to what is there if
-    ADD."""
+    """One program owns a tile of queries of one sequence and KV head. It reads the keys and values
+    that they see and writes dq, or with ADD adds to dq."""
     tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
     b, h = large(line // K, WIDE), large(line % K, WIDE)
@@ -180,8 +180,8 @@ def nsa_flash_dkv(
     CAP: tl.constexpr, GATED: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
     FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: what one of equal shares (axis 2) of the queries that see a block of keys adds
-    to its dk and dv, written to [shares, B, N, K, ...]."""
+    """One program owns a block of keys and one split (axis 2) of the queries that see it. It writes
+    partial dk and dv, [splits, B, N, K, ...]."""
     block, line, _blocks, lines = grid_position(FLIPPED)
     b, h = large(line // K, WIDE), large(line % K, WIDE)
     split = tl.program_id(2)
@@ -282,7 +282,7 @@ def nsa_flash_dkv(
 
 
 def backward_arguments(bwd: BackwardInputs, inner: BackwardInputs | None) -> dict[str, Any]:
-    """What both kernels take of what they start from."""
+    """Arguments of both kernels from the backward inputs."""
     args = bwd.arguments()
     within = (inner or bwd).arguments()
     for name in ("lse", "delta"):
@@ -301,8 +301,8 @@ def backward_q(
     prefix: tuple[Tensor, Tensor] | None = None,
     inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> None:
-    """Adds to dq, with an `inner` place and its cotangent also through its local blocks and the
-    keys before its floor."""
+    """Add to dq; with an `inner` range and its backward inputs also through its local blocks and
+    the keys before its floor."""
     within, inner_bwd = inner or (None, None)
     if flash_sm90.is_supported("dq", q, k, v, kv_range, scale, within, prefix):
         flash_sm90.backward_q(q, k, v, kv_range, scale, bwd, dq, inner, prefix)
@@ -328,7 +328,7 @@ def backward_kv(
     bwd: BackwardInputs,
     inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> Partials:
-    """dk and dv in shares; with `inner` also through its local blocks (not the prefix)."""
+    """Partial dk and dv; with `inner` also through its local blocks (not the prefix)."""
     within, inner_bwd = inner or (None, None)
     few = k.shape[1] <= FEW_KEYS
     if not few and flash_sm90.is_supported("dkv", q, k, v, kv_range, scale, within):
@@ -357,7 +357,7 @@ def backward_prefix(
     scale: float,
     bwd: BackwardInputs,
 ) -> Partials:
-    """dk and dv of a prefix, in shares."""
+    """Partial dk and dv of a prefix."""
     kind = CAUSAL_WINDOW if kv_range.causal_prefix else EVERYTHING
     seen = KVRange(
         kind.value,

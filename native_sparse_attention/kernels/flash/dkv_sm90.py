@@ -1,12 +1,12 @@
-"""dk and dv of keys that lie in intervals, as `bwd.py`. In Gluon.
+"""dk and dv of the flash kernels, as `bwd.py`. In Gluon.
 
-A program has a block of PARTS x KEYS keys and a share of the tiles of queries that see some of
-them: two parts of four warps have KEYS each, with dk and dv of them in registers, and a warp reads
-tiles of queries into a ring of places, which both parts use. While one part waits, or forms
-probabilities, the tensor cores work for the other. [keys, queries] of a product are the left
-operand of the next, in registers.
+A program owns a block of CONSUMERS x KEYS keys and one split of the query tiles that see it. Two
+consumer warpgroups own KEYS keys each, with their dk and dv in registers. A producer warp loads
+query tiles into a ring buffer that both consumers read. While one consumer waits or forms
+probabilities, the tensor cores work for the other. A product [keys, queries] is the left operand of
+the next one, in registers.
 
-Within a window first come the tiles whose queries see some of the keys as local blocks too.
+In a window, the query tiles that see some of the keys as local blocks come first.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def produce(
     q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem, rows_smem,
     kv_bar, full, K, G: gl.constexpr, STAGES: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
-    """The warp that reads. `rows` are the log-sum-exps and deltas, with INNER of both softmaxes."""
+    """The producer warp. `rows` are the log-sum-exps and deltas, with INNER of both softmaxes."""
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     D: gl.constexpr = q.block_shape[3]
     TOKENS: gl.constexpr = ROWS // G
@@ -166,7 +166,7 @@ def consume(
     kv_bar, full, CONSUMER: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """A part."""
+    """One consumer warpgroup."""
     D: gl.constexpr = q_smem.shape[4]
     TOKENS: gl.constexpr = ROWS // G
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -222,8 +222,8 @@ def nsa_flash_dkv_sm90(
     K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
     GATED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: what one of equal shares (axis 1) of the queries that see a block of keys adds
-    to its dk and dv, written to [shares, B, N, K, D]."""
+    """One program owns a block of keys and one split (axis 1) of the queries that see it. It writes
+    partial dk and dv, [splits, B, N, K, D]."""
     kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride)
     rows = (lse, delta, inner_lse, inner_delta)
     n0 = gl.program_id(0) % blocks * (CONSUMERS * KEYS)

@@ -1,4 +1,4 @@
-"""dq through intervals of keys, as `bwd.py`; see `steps_sm90.py`. In Gluon."""
+"""dq of the flash kernels, as `bwd.py`; see `steps_sm90.py`. In Gluon."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def produce(
     v_smem, q_bar, dq_bar, full, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     INNER: gl.constexpr, PREFIX: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """The warp that reads; with ADD also what dq holds, once it has read the blocks."""
+    """The producer warp; with ADD also what dq holds, once it has read the blocks."""
     BYTES: gl.constexpr = CONSUMERS * ROWS * q.block_shape[3] * 2
     TOKENS: gl.constexpr = CONSUMERS * ROWS // G
     done = 0
@@ -133,7 +133,7 @@ def consume(
     STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """A part."""
+    """One consumer warpgroup."""
     D: gl.constexpr = k_smem.shape[4]
     TOKENS: gl.constexpr = ROWS // G
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])

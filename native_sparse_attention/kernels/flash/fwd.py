@@ -117,8 +117,9 @@ def nsa_flash_fwd(
     POSITIVE: tl.constexpr, BOUNDED: tl.constexpr, WIDE: tl.constexpr,
     FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of queries of one row and KV head. Reads their keys, writes out and lse;
-    with INNER those of the local blocks and the prefix apart."""
+    """One program owns a tile of queries of one sequence and KV head. It reads the keys and values
+    that they see and writes out and lse. With INNER it writes a second out and lse, of the local
+    blocks and the initial keys."""
     # the queries that see most go first
     tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
@@ -250,7 +251,7 @@ def by_boxes(k: Tensor, v: Tensor, block_n: int) -> dict[str, Any]:
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, kv_range: KVRange, kernel: str, inner: KVRange | None = None
 ) -> dict[str, Any]:
-    """What all three kernels take, and their tile."""
+    """Arguments of all three kernels, with their tile config."""
     _, T, H, D = q.shape
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
     tile = launch.flash_tile(kernel, kv_range.wide, max(D, E), H // K, q.dtype, N)

@@ -34,7 +34,8 @@ from .steps_sm90 import (
     wait_for_all,
 )
 
-# keys that a row sees at least where logits are measured from a bound: as `device.measured_from`
+# keys that a row must see for its logits to be measured from a bound: as in
+# `primitives.measured_from`
 FEWEST = gl.constexpr(16)
 
 
@@ -44,7 +45,7 @@ def produce(
     G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
     PREFIX: gl.constexpr,
 ):  # fmt: skip
-    """The warp that reads."""
+    """The producer warp."""
     TOKENS: gl.constexpr = CONSUMERS * ROWS // G
     done = 0
     for iteration in range(0, num_work_tiles(tiles * B * K)):
@@ -69,7 +70,7 @@ def process_blocks(
     q, k_smem, v_smem, full, done, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2,
     STAGES: gl.constexpr, BY_BOUND: gl.constexpr,
 ):  # fmt: skip
-    """Some blocks into a running softmax; see `device.scaled_step`."""
+    """Some blocks into a running softmax; see `primitives.scaled_step`."""
     D: gl.constexpr = k_smem.shape[4]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -135,8 +136,8 @@ def consume(
     v_smem, out_smem, q_bar, full, CONSUMER: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """A part. Where logits have a bound it measures them from that; one of both ways takes no
-    turn."""
+    """One consumer warpgroup. Logits with a bound are measured from it; of the two code paths one
+    processes no blocks."""
     D: gl.constexpr = k_smem.shape[4]
     TOKENS: gl.constexpr = ROWS // G
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])

@@ -1,4 +1,4 @@
-"""Launches of `fwd_sm90.py`, `dq_sm90.py`, `dkv_sm90.py`: where they can run."""
+"""Launches of `fwd_sm90.py`, `dq_sm90.py` and `dkv_sm90.py`, and the calls that they support."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def query_tiles(q: Tensor, k: Tensor) -> tuple[int, int]:
 def boxes(
     q: Tensor, k: Tensor, v: Tensor, kv_range: KVRange, inner: KVRange | None, kernel: str
 ) -> dict[str, Any]:
-    """What all kernels take."""
+    """Arguments of all three kernels."""
     groups, D = q.shape[2] // k.shape[2], q.shape[-1]
     return dict(
         q=sm90.box(q, [1, ROWS // groups, groups, D]), k=sm90.box(k, [1, KEYS, 1, D]),
@@ -119,7 +119,7 @@ def forward(
     norms: Tensor | None,
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """As `interval.forward`."""
+    """As `fwd.forward`."""
     from .fwd_sm90 import nsa_flash_fwd_sm90
 
     outputs = launch.empty_outputs(q, v)
@@ -148,7 +148,7 @@ def backward_q(
     inner: tuple[KVRange, BackwardInputs] | None,
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """As `interval_backward.backward_q`."""
+    """As `bwd.backward_q`."""
     from .dq_sm90 import nsa_flash_dq_sm90
 
     within, of_inner = inner or (None, bwd)
@@ -170,7 +170,7 @@ def backward_kv(
     bwd: BackwardInputs,
     inner: tuple[KVRange, BackwardInputs] | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `interval_backward.backward_kv`."""
+    """As `bwd.backward_kv`."""
     from .dkv_sm90 import nsa_flash_dkv_sm90
 
     (B, T), (N, K, D) = q.shape[:2], k.shape[1:]

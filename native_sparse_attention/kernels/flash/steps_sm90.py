@@ -1,13 +1,12 @@
-"""What the kernels over intervals of keys have in common. In Gluon.
+"""Steps common to the Hopper flash kernels. In Gluon.
 
-One program takes tiles of queries in turn, of PARTS x ROWS rows (tokens x heads of a group): two
-parts of four warps have ROWS each, with what is summed for them in registers, and a warp reads. It
-fills a ring of places with blocks of keys and values, which both parts use; and while the last tile
-is still worked at, the queries of the next. Each place has a barrier with a number, at which the
-parts say that they are done with it.
+A persistent program processes work tiles of CONSUMERS x ROWS query rows (tokens x heads of a
+group). Two consumer warpgroups own ROWS rows each and keep their accumulators in registers. A
+producer warp loads blocks of keys and values into a ring buffer that both consumers read, and
+prefetches the next work tile's queries. Consumers release a ring slot at its named barrier.
 
-Of a window within which local blocks lie, the local blocks come first, then the rest of the window,
-then the initial blocks.
+With local blocks inside a window, the local blocks come first, then the rest of the window, then
+the initial blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..common.dialect_sm90 import load_box
 from ..common.primitives import BEHIND
 
 CONSUMERS = gl.constexpr(2)
-ROWS = gl.constexpr(64)  # of a part
+ROWS = gl.constexpr(64)  # of a consumer
 KEYS = gl.constexpr(64)  # of a block
 THREADS = gl.constexpr(32 * (4 * CONSUMERS + 1))
 

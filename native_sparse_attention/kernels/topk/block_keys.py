@@ -212,7 +212,7 @@ def mean_queries(q, ranks, terms):
 
 
 def documents_of(documents):
-    """What the kernels take of where documents lie."""
+    """Kernel arguments of the document bounds."""
     return dict(T=0 if documents is None else documents.first.shape[1], **launch.bounds(documents))
 
 

@@ -202,7 +202,7 @@ def gates_tile(kernel: str, rule: str, width: int, groups: int, dtype: torch.dty
 
 @dataclass(frozen=True)
 class TopkSettings:
-    """What is ranked, and how: the numbers of `ops.selection`, in their order. Queries stand at
+    """The settings of a top-n: the numbers of `ops.selection`, in their order. Queries stand at
     `start`, or at `starts` [B]."""
 
     start: int
@@ -250,7 +250,7 @@ class Problem:
         return 1.0 if self.settings.importance == "logits" else self.settings.scale
 
     def arguments(self, keys: Tensor, tile: TileConfig) -> dict[str, Any]:
-        """What both kernels take, of `keys` or those beside them."""
+        """Arguments of both kernels, for `keys` or the other keys."""
         settings, rows = self.settings, self.rows
         B, T, H, D = *rows.shape[:3], rows.shape[3] // self.terms
         logits = settings.importance == "logits"

@@ -1,14 +1,14 @@
 """The gates of differentiable top-k, backward. Their value is 1, so that there is no forward.
 
 Both rules are one problem: softmax attention p of rows to keys, in which the gate of block c is
-`sum_j share(j, c) p_j`.
+`sum_j weight(j, c) p_j`.
 
-    rule     rows                        keys         beside them                 share(j, c)
+    rule     rows                        keys         beside them                 weight(j, c)
     probs    query heads                 windows      memory                      overlap(j, c) / d
     logits   means of the query heads    block keys   one constant logit, -1e3    j == c
 
-From gradients g of the chosen blocks' gates follow `dp_j = sum_c share(j, c) g_c` and `ds = p (dp -
-delta)` with `delta = sum p dp`, for all keys, chosen or not. One kernel forms dq and each row's
+From gradients g of the chosen blocks' gates follow `dp_j = sum_c weight(j, c) g_c` and `ds = p (dp
+- delta)` with `delta = sum p dp`, for all keys, chosen or not. One kernel forms dq and each row's
 log-sum-exp and delta, one dk; p and dp are formed anew. Rows are those of groups' leaders (see
 `scores.py`), tokens x heads.
 """
@@ -194,8 +194,8 @@ def nsa_gates_bwd_dk(
     DOCUMENTS: tl.constexpr, CAP: tl.constexpr, KIND: tl.constexpr, HAS_EDGES: tl.constexpr,
     WIDE: tl.constexpr, TERMS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: what one of equal shares (axis 2) of the rows of one ranking head that see a
-    block of keys adds to their dk, written to [shares, B, N, RANKS, D]."""
+    """One program owns a block of keys and one split (axis 2) of the rows of one ranking head that
+    see it. It writes partial dk, [splits, B, N, RANKS, D]."""
     block, line, _blocks, lines = grid_position(FLIPPED)
     b, r = large(line // RANKS, WIDE), large(line % RANKS, WIDE)
     split = tl.program_id(2)
@@ -314,7 +314,8 @@ def backward(
     dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq [B T H D], added to the `dq` given; dck [B W K D], dmem_k [K m D] and d_sinks [H] in
-    float32. Of q [B T H D], ck [B W K D], mem_k [K m D] and the gates of `lists` [B T R n]."""
+    float32. Of q [B T H D], ck [B W K D], mem_k [K m D] and the gates of `block_indices`
+    [B T R n]."""
     q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
     problem, add = gates_problem(q, ck, mem_k, settings), dq is not None
     if dq is None:

@@ -1,4 +1,4 @@
-"""Launches of `softmax_mass_sm90.py`: where it can run."""
+"""Launches of `softmax_mass_sm90.py`, and the calls that it supports."""
 
 from __future__ import annotations
 
