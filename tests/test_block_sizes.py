@@ -111,7 +111,7 @@ def launched(monkeypatch):
         seen.add((kernel, tile.block_m, tile.block_n))
         return tile
 
-    monkeypatch.setattr(launch, "chosen", spy)
+    monkeypatch.setattr(launch, "apply_overrides", spy)
     return seen
 
 
