@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from tests.tiny_runs import (
     make_runs,
     resume,
 )
+from training.runs import restore
+from training.sample import printable
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +91,9 @@ def test_optimizer_state_of_other_shapes_is_refused(run):
     found, _ = runs.newest_checkpoint(run, config)
     found.optimizer = {name: t.new_zeros(1) for name, t in found.optimizer.items()}
     model = Transformer(**runs.model_arguments(config["settings"]))
-    optimizer = script.build_optimizer(model, script.Namespace(**config["settings"]))
+    optimizer = script.build_optimizer(model, Namespace(**config["settings"]))
     with pytest.raises(runs.RunError, match=f"{NEWEST}.optimizer is of another model"):
-        script.restore(run, found, model, optimizer)
+        restore(run, found, model, optimizer)
 
 
 # torn files
@@ -244,7 +247,7 @@ def test_from_run(run, which, name):
     text = in_process(run, *args, "--device", "cpu").stdout
     if which == "best":
         said = bytes(tokens[0].tolist()).decode(errors="replace")
-        assert text == f"12{script.printable(said)}\n"
+        assert text == f"12{printable(said)}\n"
 
 
 def test_from_run_of_a_dense_model_and_bad_arguments(folder, tmp_path):

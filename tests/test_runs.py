@@ -160,8 +160,8 @@ def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     )
     assert not list(run.glob("*.tmp"))
     monkeypatch.undo()
-    config = script.read_config(run)
-    script.verify_config(run, config)
+    config = runs.read_config(run)
+    runs.verify_config(run, config)
     found, _ = runs.newest_checkpoint(run, config)
     assert found.step >= 8
     assert resume(run).returncode == 0

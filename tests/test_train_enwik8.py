@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import train_enwik8 as script  # noqa: E402
+from training.sample import generate  # noqa: E402
 
 TINY = [
     *("--dim", 16, "--depth", 1, "--heads", 2, "--kv-heads", 1, "--dim-head", 8),
@@ -146,8 +148,8 @@ def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
             for byte in "é\x1b[2J".encode() + b"\xc3":
                 yield script.torch.tensor([byte])
 
-    cfg = script.Namespace(device="cpu", precision="fp32", seed=0)
-    assert "".join(script.generate(Model(), cfg, b"a", 6)) == "é\ufffd[2J\ufffd"
+    cfg = Namespace(device="cpu", precision="fp32", seed=0)
+    assert "".join(generate(Model(), cfg, b"a", 6)) == "é\ufffd[2J\ufffd"
 
 
 @pytest.mark.parametrize(

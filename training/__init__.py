@@ -1,1 +1,1 @@
-"""What `train_enwik8.py` needs besides the training loop: data, the files of a run, the plot."""
+"""What `train_enwik8.py` needs besides model and loop: options, data, files of a run, the plot."""

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,21 @@ URL = "http://mattmahoney.net/dc/enwik8.zip"
 ZIP_SIZE = 36_445_475
 ZIP_SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
 ENWIK8_SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
+
+
+def load_data(which: str) -> tuple[str, bytes]:
+    """The corpus and its name; `auto` is enwik8 where it is or can be had, else the stdlib."""
+    if which == "stdlib":
+        return which, stdlib_corpus()
+    if which not in ("auto", "enwik8"):
+        return which, read_bytes(Path(which))
+    try:
+        return "enwik8", enwik8()
+    except DownloadError as error:
+        if which == "enwik8":
+            raise UserError(f"{error}; data/README.md says how to place the file by hand") from None
+        print(f"{error}; training on the embedded corpus, the standard library's source files")
+        return "stdlib", stdlib_corpus()
 
 
 def enwik8(
@@ -167,3 +183,26 @@ def split(corpus: bytes, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
         need = 20 * (seq_len + 1)
         raise UserError(f"the data has {len(data):,} bytes; --seq-len {seq_len} needs {need:,}")
     return train, valid, test
+
+
+def check_pack(cfg: Namespace, corpus: bytes) -> None:
+    if encoded(cfg.pack) not in corpus:
+        raise UserError(f"--pack {cfg.pack} begins no document: {cfg.data} does not hold it")
+
+
+def check_data(
+    cfg: Namespace, corpus: bytes, config: dict[str, Any], run: Path | None
+) -> dict[str, Any]:
+    """Size and SHA-256 of the corpus, which must be those in the `config.json` of a resumed run."""
+    about = {"bytes": len(corpus), "sha256": hashlib.sha256(corpus).hexdigest()}
+    if config.get("data", about) != about:
+        raise UserError(f"{cfg.data} is not what it was when {run} began (other size or SHA-256)")
+    return about
+
+
+def encoded(text: str) -> bytes:
+    """The bytes of an option, bad UTF-8 among them."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise UserError(f"{text!a} is no text: it cannot be encoded") from None

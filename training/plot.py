@@ -1,4 +1,4 @@
-"""The loss curve of a run."""
+"""The curves of a run: loss.png, TensorBoard events."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from .errors import UserError
 from .runs import write
 
 
@@ -42,3 +43,12 @@ def draw(run: Path, records: list[dict[str, Any]]) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write(run / "loss.png", buffer.getvalue())
+
+
+def tensorboard() -> Any:
+    """The class that writes TensorBoard events."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("--tensorboard needs the package tensorboard, not installed") from None
+    return SummaryWriter

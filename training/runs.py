@@ -7,9 +7,11 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import socket
+from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,27 @@ def new_run(folder: Path, name: str | None, stem: str) -> Path:
                 check_name(folder, name)
                 raise
     return run
+
+
+def open_folder(
+    given: Namespace, stem: str, config: dict[str, Any], held: ExitStack
+) -> tuple[Path, dict[str, Any]]:
+    """The directory of a run, new or that of `--resume`, and the `config.json` written to it.
+
+    `held` keeps the lock of a new directory; `resume_settings` took that of an old one.
+    """
+    resumed = "resume" in given
+    run: Path = given.resume if resumed else new_run(given.out_dir, given.name, stem)
+    try:
+        if not resumed:
+            held.enter_context(locked(run))
+        claim(run)
+        config = write_config(run, config)
+    except OSError:
+        if not resumed:  # without its config.json it could not go on
+            shutil.rmtree(run, ignore_errors=True)
+        raise
+    return run, config
 
 
 @contextmanager

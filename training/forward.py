@@ -1,0 +1,64 @@
+"""The forward pass of a training step: precision, torch.compile, the loss."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention import Transformer
+
+from .batches import segments
+from .errors import UserError, reason
+
+
+def autocast(cfg: Namespace) -> AbstractContextManager[Any]:
+    on = cfg.precision == "bf16"
+    return torch.autocast(torch.device(cfg.device).type, dtype=torch.bfloat16, enabled=on)
+
+
+def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
+    """The model through torch.compile where asked for or, with auto, on CUDA if it works there.
+
+    Without the kernels, a compiled graph forms T x S scores, which do not fit for long texts.
+    """
+    scores = cfg.attention == "sparse" and cfg.backend in ("eager", "flex") and cfg.seq_len > 8192
+    # nor is it known beforehand how long rows of packed documents are
+    helps = cfg.device.startswith("cuda") and not scores and not cfg.pack
+    if cfg.compile == "off" or (cfg.compile == "auto" and not helps):
+        return model
+    # CUDA graphs leave no launches to wait for, but write the next gradients over the last
+    graphs = cfg.device.startswith("cuda") and cfg.accumulate == 1
+    program = torch.compile(model, mode="reduce-overhead" if graphs else "default")
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        if graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        return program(*args, **kwargs)
+
+    ids = torch.zeros(cfg.batch_size, cfg.seq_len + 1, dtype=torch.long, device=cfg.device)
+    try:
+        for learning in (True, False):  # two programs
+            with autocast(cfg), torch.set_grad_enabled(learning):
+                loss = forward(ids, return_loss=True)
+            if learning:
+                loss.backward()
+        return forward
+    except Exception as error:  # of a compiler, of any kind
+        if cfg.compile == "on":
+            raise UserError(f"torch.compile failed, give --compile off: {reason(error)}") from None
+        print(f"torch.compile failed, going on without it: {reason(error)}")
+        return model
+    finally:
+        model.zero_grad()
+
+
+def loss_of(forward: Callable[..., Tensor], ids: Tensor, cfg: Namespace) -> Tensor:
+    """Of predicting bytes [b, n + 1], each from those of its row or of its document there."""
+    named = {"segment_ids": segments(ids, cfg.pack)} if cfg.pack else {}
+    with autocast(cfg):
+        return forward(ids.to(cfg.device), return_loss=True, **named)

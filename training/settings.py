@@ -1,0 +1,105 @@
+"""Settings of a run: their ranges, the presets of a new run, what `config.json` may hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from native_sparse_attention.runs import CHANGEABLE, CONFIG, read_config, verify_config
+
+from .errors import UserError
+
+
+class number:
+    """A kind of setting: a number from `least` to `most`, both allowed."""
+
+    def __init__(self, kind: type, least: float = 0, most: float = sys.float_info.max):
+        self.kind, self.least, self.most, self.__name__ = kind, least, most, kind.__name__
+
+    def __call__(self, text: str) -> Any:
+        if not self.least <= (value := self.kind(text)) <= self.most:
+            raise argparse.ArgumentTypeError(f"{text} is out of range, expected {self.range()}")
+        return value
+
+    def range(self) -> str:
+        to = "or more" if self.most == sys.float_info.max else f"to {self.most}"
+        return f"{self.least} {to}"
+
+    def holds(self, value: Any) -> bool:
+        kinds = (int,) if self.kind is int else (int, float)
+        return type(value) in kinds and self.least <= value <= self.most
+
+
+count, whole, real = number(int, 1, 2**31 - 1), number(int, 0, 2**31 - 1), number(float)
+size, seed, threads = number(int, 1, 2**63 - 1), number(int, 0, 2**63 - 1), number(int, 1, 1024)
+Kind = Callable[[str], Any] | tuple[str, ...]
+# name: (type or choices, preset on CPU, preset on CUDA, meaning)
+Table = dict[str, tuple[Kind, Any, Any, str]]
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def new_settings(given: Namespace, table: Table) -> Namespace:
+    """The settings of a new run: what was given, the rest from the preset of the device."""
+    device = find_device(getattr(given, "device", None))
+    column = 2 if device.startswith("cuda") else 1
+    cfg = Namespace(**{name: getattr(given, name, row[column]) for name, row in table.items()})
+    # half the cores: threads wait for each other, and all of them for one whose core is taken
+    cfg.device, cfg.threads = device, cfg.threads or max(1, torch.get_num_threads() // 2)
+    for name in ("compress_block_size", "selection_block_size"):
+        if cfg.attention == "sparse" and cfg.seq_len < (size := getattr(cfg, name)):
+            raise UserError(f"--seq-len {cfg.seq_len} is shorter than {option(name)} {size}")
+    return cfg
+
+
+def find_device(name: str | None) -> str:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name).item()  # meta has no values
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UserError(f"device {name!r} is not usable here; give --device cpu") from None
+    return name
+
+
+def open_run(run: Path, given: Namespace, table: Table) -> tuple[Namespace, dict[str, Any]]:
+    """The settings of a run with the given changes, and its whole `config.json`.
+
+    A change of a setting that cannot change is a UserError.
+    """
+    path, config = run / CONFIG, read_config(run)
+    saved = config["settings"]
+    if odd := sorted(saved.keys() ^ table.keys()):
+        what = "has no setting" if odd[0] in table else "has an unknown setting"
+        raise UserError(f"{path} {what} {odd[0]!r}")
+    for name, (kind, *_) in table.items():
+        check_setting(path, name, kind, saved[name])
+    verify_config(run, config)
+    for name in sorted(table.keys() & vars(given).keys()):
+        value, old = getattr(given, name), saved[name]
+        if name == "data" and value == "auto":
+            continue
+        if "sample" in given or name in CHANGEABLE:
+            saved[name] = value
+        elif value != old:
+            raise UserError(f"{option(name)} {value} was {old} in {path}: it cannot change")
+    return Namespace(**saved), config
+
+
+def check_setting(path: Path, name: str, kind: Kind, value: Any) -> None:
+    if isinstance(kind, number):
+        what = f"must be a {kind.__name__} of {kind.range()}"
+        right = kind.holds(value)
+    elif isinstance(kind, tuple):
+        right, what = value in kind, f"must be one of {', '.join(kind)}"
+    else:
+        right, what = isinstance(value, str), "must be a string"
+    if not right:
+        raise UserError(f"{path}: {name} {what}, got {value!r}")
