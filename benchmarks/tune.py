@@ -5,9 +5,9 @@
     python -m benchmarks.tune --kernels query_major.dq --stride 4 --operations whole
     python -m benchmarks.tune --winners                    those of the rows that are there
 
-Every operation that launches a kernel is timed with each tile in place of the one in tiles.py,
-which is timed first and whose results the others must give. A row for each goes to
-results/tune.jsonl. The winner has the least product of its times over those of tiles.py's tile,
+Every operation that launches a kernel is timed with each tile in place of the one in
+`tile_configs.py`, which is timed first and whose results the others must give. A row for each goes
+to results/tune.jsonl. The winner has the least product of its times over those of the tile there,
 over all operations and lengths in which it ran; rows to paste are printed.
 """
 
@@ -227,7 +227,8 @@ GROUP = ("gpu", "kernel", "D", "G", "s", "selection_stride", "dtype")
 
 
 def winners(rows: list[Row]) -> list[str]:
-    """For each kernel, width, group and dtype on each GPU, the best tile, as tiles.py has them."""
+    """For each kernel, width, group and dtype on each GPU, the best tile, as `tile_configs.py` has
+    them."""
     groups: dict[tuple[Any, ...], dict[tuple[int, ...], dict[Any, float]]] = {}
     for row in rows:
         key = tuple(row[name] for name in GROUP)

@@ -94,8 +94,8 @@ def forward(
     combine_inputs: CombineInputs | None,
     unions: Unions,
 ) -> None:
-    """out and lse over the listed blocks, as `gather.forward`, of those groups that are not alike;
-    `joined` with what those hold."""
+    """out and lse over the listed blocks, as `query_major.forward`, of those groups that are not
+    alike; `joined` with what those hold."""
     from .union_fwd_sm90 import nsa_selected_fwd_union_sm90
 
     R, s, tiles = selection.block_indices.shape[2], selection.s, unions.counts.numel()

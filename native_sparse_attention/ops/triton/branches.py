@@ -161,7 +161,7 @@ class BranchGradients(NamedTuple):
 def attend_backward(
     call: Problem, block_indices: Tensor, cmp: Any, sel: Any, win: Any
 ) -> BranchGradients:
-    """Gradients from those of the branches' outputs, `launch.Cotangent`s. What adds to dq, one
+    """Gradients from those of the branches' outputs, `launch.BackwardInputs`. What adds to dq, one
     launch after the other, runs beside what forms dk and dv."""
     from ...kernels.common import streams
     from ...kernels.common.launch import Accumulator
