@@ -49,8 +49,11 @@ def over_cache(
 ) -> Tensor:
     """The layer's output [b n dim] for the next tokens; the cache is advanced."""
     if torch.compiler.is_compiling():
-        run = over_fixed_cache if cache.is_fixed else uncompiled
-        return run(layer, cache, inp, lengths, backend, masks)
+        if cache.is_fixed:
+            return over_fixed_cache(layer, cache, inp, lengths, backend, masks)
+        from .compat.uncompiled import call_uncompiled
+
+        return call_uncompiled(over_cache, layer, cache, inp, lengths, backend, masks)
     counts = cache.check(inp.shape[0], inp.shape[1], lengths)
     if torch.is_grad_enabled():
         inp = cache.zero_padding(inp, counts)  # gradients of 0 do not hide what is not finite
@@ -84,8 +87,11 @@ def dense_over_cache(
 ) -> Tensor:
     """`over_cache` of the dense twin."""
     if torch.compiler.is_compiling():
-        run = dense_over_fixed_cache if cache.is_fixed else dense_uncompiled
-        return run(layer, cache, x, lengths)
+        if cache.is_fixed:
+            return dense_over_fixed_cache(layer, cache, x, lengths)
+        from .compat.uncompiled import call_uncompiled
+
+        return call_uncompiled(dense_over_cache, layer, cache, x, lengths)
     counts = cache.check(x.shape[0], x.shape[1], lengths)
     if torch.is_grad_enabled():
         x = cache.zero_padding(x, counts)
@@ -106,10 +112,6 @@ def dense_over_cache(
 
 
 # In a graph that is compiled. Of a cache that grows, or has pages, the host must know the lengths.
-
-WHY_UNCOMPILED = "only a KVCache with max_length can be used inside of a compiled graph"
-uncompiled = torch.compiler.disable(over_cache, reason=WHY_UNCOMPILED)
-dense_uncompiled = torch.compiler.disable(dense_over_cache, reason=WHY_UNCOMPILED)
 
 
 def over_fixed_cache(

@@ -218,6 +218,27 @@ assert not loaded, f"the import loaded {loaded}"
     )
 
 
+def test_import_loads_no_compiler():
+    """Compilers and symbolic shapes take seconds to load; the code that needs them imports them."""
+    run_python(
+        """
+import sys, torch
+
+heavy = (
+    "torch._dynamo", "torch._inductor", "torch.nn.attention.flex_attention", "sympy", "triton",
+    "einx", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes",
+)
+by_torch = {name for name in heavy if name in sys.modules}
+
+import native_sparse_attention
+import native_sparse_attention.masks
+
+loaded = [name for name in heavy if name in sys.modules and name not in by_torch]
+assert not loaded, f"the import loaded {loaded}"
+"""
+    )
+
+
 def python_blocks(document: Path) -> Iterator[tuple[int, str]]:
     """(line of the first statement, code) of each block fenced as python."""
     text = document.read_text(encoding="utf-8")

@@ -5,8 +5,6 @@
 `python -m native_sparse_attention.masks NAME` draws one.
 """
 
-from torch.nn.attention.flex_attention import and_masks, or_masks
-
 from .dense import dense_attention
 from .gallery import (
     causal,
@@ -37,7 +35,7 @@ from .scores import (
     soft_cap,
 )
 from .tanh import tanh_approx
-from .tiles import MaskMod, block_mask_of
+from .tiles import MaskMod, and_masks, block_mask_of, or_masks
 
 __all__ = [
     "MaskMod",

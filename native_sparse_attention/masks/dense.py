@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask
 
 from ..checks.scalars import check_callable
 from ..checks.tensors import check_given, check_groups, check_same, check_scale, check_shapes
@@ -43,6 +42,8 @@ def dense_attention(
     dtype, scale = v.dtype, dims["D"] ** -0.5 if scale is None else scale
     allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
     if mask_mod is not None:
+        from torch.nn.attention.flex_attention import create_mask
+
         allowed = create_mask(mask_mod, B, H, T, S, device=str(q.device))
     # [b k g i j]
     seen = allowed.unflatten(1, (-1, groups) if allowed.shape[1] > 1 else (1, 1))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..checks.scalars import check_callable, shown
 from ..checks.tensors import check_groups, check_same, check_scale, check_shapes
@@ -21,6 +20,9 @@ from .dense import dense_attention
 from .gallery import check_cu_seqlens, sequence_of
 from .scores import ScoreMod
 from .tiles import MaskMod, block_mask_of
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # smallest head width, and recompilations, as in ops/flex.py
 MIN_WIDTH = 16
@@ -121,6 +123,7 @@ def check_jagged(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def compiled() -> Callable[..., Tensor]:
     """Made at first use, with a count of recompilations of its own."""
+    from torch.nn.attention.flex_attention import flex_attention
 
     def packed_rows(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         return flex_attention(q, k, v, **options)
@@ -199,8 +202,11 @@ def jagged_attention(
 
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     check_callable("score_mod", score_mod, "(score, b, h, i, j)")
-    if block_mask is not None and not isinstance(block_mask, BlockMask):
-        raise ValueError(f"block_mask must be a BlockMask or None, got {shown(block_mask)}")
+    if block_mask is not None:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        if not isinstance(block_mask, BlockMask):
+            raise ValueError(f"block_mask must be a BlockMask or None, got {shown(block_mask)}")
     scale = check_scale(scale)
 
     of_q = Packing(offsets, dims["T"])

@@ -10,11 +10,11 @@ tq, tk  tiles of queries, of keys
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
 from ..checks.scalars import TOO_LARGE
@@ -39,6 +39,9 @@ from .tiles import (
     scalar,
     tile_bounds,
 )
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # mask mods. `offset` is the absolute position of query 0. The block masks below hand all numbers
 # over as tensors of one element: these may change without a recompilation, and an integer that

@@ -158,7 +158,8 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
             f"cap must be a positive finite number of at least {LEAST_NORMAL:.2g}, got {shown(cap)}"
         )
     approximate = check_bool("approximate", approximate)
-    if approximate:
+    # inside a graph the operator's fake implementation registers it
+    if approximate and not torch.compiler.is_compiling():
         tanh.register_lowering()
 
     # two integers, exactly: dynamo makes a float symbolic even as a default (torch 2.15)

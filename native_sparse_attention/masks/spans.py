@@ -6,10 +6,14 @@ i, j    query, key
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from .tiles import MaskMod, from_tiles, scalar, tile_bounds
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def span_mask_mod(lo: Tensor, hi: Tensor, memory: Tensor) -> MaskMod:

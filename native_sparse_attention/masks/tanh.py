@@ -53,8 +53,6 @@ def tanh_backward(ctx: Any, grad: Tensor) -> Tensor:
 tanh_approx.register_autograd(tanh_backward, setup_context=tanh_setup)
 
 
-# a compiled graph may ask for it: it is done while that is traced
-@torch.compiler.assume_constant_result
 def register_lowering() -> None:
     """Tell inductor how the operator is compiled: as one pointwise step, that it fuses into others
     and takes inside flex_attention. Not at import, which shall not load inductor."""

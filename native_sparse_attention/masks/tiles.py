@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..checks.scalars import check_callable, check_device, check_ints
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128
 
@@ -30,6 +32,31 @@ Number = Any  # an int, or a tensor of one element
 
 # pairs that are asked for at once
 PAIRS_AT_ONCE = 2**24
+
+
+# PyTorch's functions, without loading flex_attention when this package is imported
+
+
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """`torch.nn.attention.flex_attention.and_masks`: a pair is allowed if every mask mod allows it.
+
+    Raises:
+        RuntimeError: a mask mod that is not callable.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    return flex.and_masks(*mask_mods)
+
+
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """`torch.nn.attention.flex_attention.or_masks`: a pair is allowed if any mask mod allows it.
+
+    Raises:
+        RuntimeError: a mask mod that is not callable.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    return flex.or_masks(*mask_mods)
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -49,6 +76,8 @@ def from_tiles(
     touched: Tensor, full: Tensor, mask_mod: MaskMod, q_len: int, kv_len: int
 ) -> BlockMask:
     """A block mask of the tiles [b h tq tk] where some pair is allowed, and those where all are."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     return BlockMask.from_kv_blocks(
         *ordered(touched & ~full),
         *ordered(full),
@@ -113,6 +142,7 @@ def tile_counts(
 
     Every pair is asked for, in batch row 0 and head 0: time O(T S), memory O(T S / tile^2).
     """
+    from torch.nn.attention.flex_attention import create_mask
 
     # a whole number of tiles of queries
     rows = max(1, PAIRS_AT_ONCE // max(1, kv_len * tile)) * tile

@@ -12,13 +12,11 @@ import types
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
 from ..compat import transforms
@@ -32,6 +30,9 @@ from ..masks.scores import soft_cap as soft_cap_mod
 from ..masks.spans import span_block_mask
 from ..varlen import Documents
 from .reference.products import finite_part, in_fp32, is_finite, may_look, with_kinds
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # smallest head width of torch's CUDA kernels
 MIN_WIDTH = 16
@@ -88,6 +89,9 @@ def attend(
     soft_cap: float | None = None,
 ) -> Any:
     """flex_attention on [B H T D]: the output, and its lse on request."""
+    # not at import: it loads sympy, a second
+    from torch.nn.attention import flex_attention as flex
+
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale}
     if soft_cap is not None:
         options["score_mod"] = soft_cap_mod(soft_cap)

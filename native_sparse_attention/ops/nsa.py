@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from .. import blocks
 from ..block_sizes import BlockSizes, flat
@@ -39,11 +38,14 @@ MANY_BLOCKS = 64
 
 
 def check_flex_masks(sliding_window: Any, fine_selection: Any) -> None:
-    if sliding_window is not None and not isinstance(sliding_window, BlockMask):
-        raise ValueError(
-            "sliding_window_flex_mask must be a BlockMask, as create_sliding_mask makes it, "
-            f"got {shown(sliding_window)}"
-        )
+    if sliding_window is not None:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        if not isinstance(sliding_window, BlockMask):
+            raise ValueError(
+                "sliding_window_flex_mask must be a BlockMask, as create_sliding_mask makes it, "
+                f"got {shown(sliding_window)}"
+            )
     if fine_selection is not None and not callable(fine_selection):
         raise ValueError(
             "fine_selection_flex_mask must be a function, as create_fine_mask makes it, "

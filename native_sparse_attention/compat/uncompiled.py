@@ -1,0 +1,19 @@
+"""A call outside of the graph that torch.compile is tracing.
+
+`torch.compiler.disable` loads dynamo, so this module is imported only while a graph is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@torch.compiler.disable(
+    reason="only a KVCache with max_length can be used inside of a compiled graph"
+)
+def call_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, in eager mode: the graph breaks here, fullgraph=True raises the reason."""
+    return function(*args)
