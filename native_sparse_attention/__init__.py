@@ -1,5 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
+from importlib import metadata
+
 from .attention import SparseAttention
 from .block_sizes import BlockSizes
 from .cache.kv_cache import KVCache
@@ -14,6 +16,11 @@ from .ops.functional import compressed_attention, selected_attention, sliding_wi
 from .ops.functional_selection import select_blocks
 from .ops.nsa import native_sparse_attention
 from .transformer import Transformer
+
+try:
+    __version__ = metadata.version("native-sparse-attention")
+except metadata.PackageNotFoundError:  # sources on the path, not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "BlockSizes",
