@@ -322,7 +322,7 @@ class SparseAttention(RotaryLayer):
                 integer for every token [b, n], the same for the tokens of a document.
             mask: [b, n], False for padding, on either side, which is left out; its output is 0.
                 With a cache it is as if each row held its real tokens alone.
-            documents: `ops.documents.Documents` of rows whose documents begin at multiples of s and
+            documents: `varlen.Documents` of rows whose documents begin at multiples of s and
                 d already.
 
         Returns:

@@ -28,7 +28,7 @@ SETTINGS = (
     "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
     "num_selected_blocks", "sliding_window_size", "importance", "interpolated_importance_score",
     "num_initial_blocks", "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
-    "soft_cap", "sinks",
+    "scale", "soft_cap", "sinks",
 )  # fmt: skip
 
 # what the entries of a cache depend on; and those of shared rankings

@@ -308,7 +308,7 @@ def layer_layout(
     if documents is not None:
         if not isinstance(documents, Documents):
             got = type(documents).__name__
-            raise ValueError(f"documents must be ops.documents.Documents, got {got}")
+            raise ValueError(f"documents must be varlen.Documents, got {got}")
         given.append("documents")
     if cached and given and given != ["mask"]:
         raise ValueError(f"{given[0]} must be None with a cache, whose rows hold one document each")

@@ -278,6 +278,24 @@ def test_steps_are_one_forward(setting, form, steps):
 
 
 @kernels
+def test_steps_have_the_scale_of_the_layer(steps):
+    module = layer(
+        **(dict(dim_head=16) if CUDA else dict(heads=2, kv_heads=1)), dtype=torch.float32
+    )
+    module = module.to(DEVICE)
+    module.scale = 0.9
+    x, cache = torch.randn(1, 21, DIM, device=DEVICE), KVCache(48, 1)
+    with torch.no_grad():
+        module.backend = "eager"
+        expected = module(x)
+        module(x[:, :20], cache=cache)
+        module.backend = "triton"
+        out = module(x[:, 20:], cache=cache)
+    assert len(steps) == 1
+    torch.testing.assert_close(out, expected[:, 20:], atol=1e-4, rtol=1e-4)
+
+
+@kernels
 def test_steps_that_are_none(steps):
     """With gradients, with more tokens than the kernels take, by another backend, or under a mask
     of flex_attention."""

@@ -159,7 +159,7 @@ def test_documents_that_do_not_go_together():
         (dict(cu_seqlens=cu, documents=documents), "documents and cu_seqlens are two ways"),
         (dict(mask=mask, lengths=[8], cache=KVCache()), "mask and lengths are two ways"),
         (dict(mask=mask[:, :7]), r"mask must be bool of shape \[1, 8\]"),
-        (dict(documents=[1]), "documents must be ops.documents.Documents, got list"),
+        (dict(documents=[1]), "documents must be varlen.Documents, got list"),
     ]:
         with pytest.raises(ValueError, match=message):
             module(x, **kwargs)

@@ -126,12 +126,7 @@ def native_sparse_attention(
         ValueError: shapes, dtypes, devices or settings that do not fit.
         NotImplementedError: an explicit backend that cannot run the call.
     """
-    causal, use_diff_topk, return_indices, recompute = check_bools(
-        causal=causal,
-        use_diff_topk=use_diff_topk,
-        return_indices=return_indices,
-        recompute=recompute,
-    )
+    (return_indices,) = check_bools(return_indices=return_indices)
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,

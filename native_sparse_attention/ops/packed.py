@@ -29,7 +29,7 @@ DOCUMENTATION = """
         segment_ids: [B, T], integers, in their place: a document is a run of tokens of one id.
         mask: [B, T], True for tokens and False for padding, on either side, which nothing sees and
             whose results are 0.
-        documents: `ops.documents.Documents` of rows that are aligned already.
+        documents: `varlen.Documents` of rows that are aligned already.
 """
 
 
