@@ -95,7 +95,7 @@ class AttentionConfig:
     def with_selected(self, n: int) -> AttentionConfig:
         """These settings with n selected blocks, not checked again."""
         values = {name: getattr(self, name) for name in DEFAULTS}
-        return self.unchecked(**values | {"num_selected_blocks": n})
+        return AttentionConfig.unchecked(**values | {"num_selected_blocks": n})
 
 
 DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}

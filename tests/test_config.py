@@ -92,6 +92,22 @@ def test_is_frozen_hashable_and_copied():
     assert dataclasses.replace(config, heads=2) != config
 
 
+def test_fewer_slots_for_a_call():
+    """A layer with more slots than there are blocks; what travels then is whole."""
+    torch.manual_seed(0)
+    config = NSAConfig(**SIZES | dict(num_selected_blocks=80), causal=True)
+    fewer = config.with_selected(3)
+    assert fewer == AttentionConfig.unchecked(
+        **{field.name: getattr(config, field.name) for field in dataclasses.fields(AttentionConfig)}
+        | {"num_selected_blocks": 3}
+    )
+    assert "num_selected_blocks=3" in repr(fewer) and hash(fewer)
+    layer, x = SparseAttention.from_config(config), torch.randn(1, 40, 16)
+    expected = layer(x)
+    layer.num_selected_blocks = 5
+    torch.testing.assert_close(layer(x), expected)
+
+
 @pytest.mark.parametrize(
     "change, told",
     [
