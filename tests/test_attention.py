@@ -126,7 +126,7 @@ def test_flex_masks(setting, causal, length):
         expected = module(x)
         out = module(
             x,
-            sliding_window_flex_mask=create_sliding_mask(length, 5, causal=causal),
+            sliding_window_flex_mask=create_sliding_mask(length, 5, causal, "cpu"),
             fine_selection_flex_mask=create_fine_mask(length, 8, causal=causal),
         )
         close(out, expected, 1e-5)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from budget import DEVICE
 from layers import DIM, SETTINGS, layer
 
 from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
@@ -128,14 +129,14 @@ def test_weights_of_a_functional_call():
 @pytest.mark.kernels
 def test_kernels_leave_to_others_what_is_trained(steps):
     """Those of decoding have no gradients."""
-    module = layer(**SPARSE, heads=2, kv_heads=1, dtype=torch.float32)
-    x, params = torch.randn(1, 14, DIM), only(module, "sinks")
+    module = layer(**SPARSE, heads=2, kv_heads=1, dtype=torch.float32).to(DEVICE)
+    x, params = torch.randn(1, 14, DIM, device=DEVICE), only(module, "sinks")
     for backend in ("eager", "auto"):
         module.backend, cache = backend, KVCache(40, 1)
         outs = [module(x[:, :13], cache=cache), module(x[:, 13:], cache=cache)]
         got = gradients(outs, params)
         torch.testing.assert_close(got, gradients([module(x)], params), atol=1e-4, rtol=1e-4)
-    q = torch.randn(1, 2, 1, 8)
+    q = torch.randn(1, 2, 1, 8, device=DEVICE)
     call = (module, KVCache(40, 1), q, [q[:, :1]] * 2, "triton", (None, None))
     assert not decoding.is_step(*call) and not steps
     with torch.no_grad():

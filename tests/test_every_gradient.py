@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from budget import DEVICE
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
@@ -84,8 +85,9 @@ def test_documents_padding_and_no_rows(setting):
 @pytest.mark.parametrize("setting", ["default", "little", "learned frequencies"])
 def test_kernels(setting):
     for n in (1, 21):
-        module = SparseAttention(**ARGS | SETTINGS[setting](), causal=True, backend="triton")
-        assert_all(module, module(torch.randn(1, n, 16)))
+        kwargs = ARGS | SETTINGS[setting]()
+        module = SparseAttention(**kwargs, causal=True, backend="triton").to(DEVICE)
+        assert_all(module, module(torch.randn(1, n, 16, device=DEVICE)))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from budget import DEVICE
 from layers import DIM, layer
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
@@ -220,10 +221,10 @@ def test_a_cache_goes_on(kwargs):
 @pytest.mark.parametrize("kwargs", [dict(dim_head=2), dict(dim_head=8, rotary_emb=False)], ids=str)
 def test_kernels(kwargs):
     """Forward, gradients and a step of decoding."""
-    exact = layer(torch.float64, **kwargs)
+    exact = layer(torch.float64, **kwargs).to(DEVICE)
     module = copy.deepcopy(exact).float()
     module.backend = "triton"
-    x = torch.randn(1, 21, DIM)
+    x = torch.randn(1, 21, DIM, device=DEVICE)
     out, expect = module(x), exact(x.double())
     torch.testing.assert_close(out.double(), expect, atol=1e-4, rtol=1e-4)
     (grad,) = torch.autograd.grad(out.square().sum(), module.to_qkv.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from budget import DEVICE
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -268,25 +269,31 @@ def test_what_vmap_cannot_write():
 # kernels
 
 KERNEL_OPERATIONS = {
-    "whole": lambda x, **kw: native_sparse_attention(
-        x, KEYS.float(), V.float(), CK.float(), CV.float(), torch.ones(1, 12, 2, 3),
+    "whole": lambda x, k, v, ck, cv, lists, **kw: native_sparse_attention(
+        x, k, v, ck, cv, torch.ones(1, 12, 2, 3, device=x.device),
         compress_block_size=4, compress_block_sliding_stride=4, selection_block_size=4,
         num_selected_blocks=1, sliding_window_size=3, **kw,
     ),
-    "compressed": lambda x, **kw: compressed_attention(
-        x, CK.float(), CV.float(), compress_block_sliding_stride=4, **kw
+    "compressed": lambda x, k, v, ck, cv, lists, **kw: compressed_attention(
+        x, ck, cv, compress_block_sliding_stride=4, **kw
     ),
-    "selected": lambda x, **kw: selected_attention(
-        x, KEYS.float(), V.float(), INDICES, selection_block_size=4, **kw
+    "selected": lambda x, k, v, ck, cv, lists, **kw: selected_attention(
+        x, k, v, lists, selection_block_size=4, **kw
     ),
-    "window": lambda x, **kw: sliding_window_attention(
-        x, KEYS.float(), V.float(), sliding_window_size=3, **kw
+    "window": lambda x, k, v, ck, cv, lists, **kw: sliding_window_attention(
+        x, k, v, sliding_window_size=3, **kw
     ),
-    "gates": lambda x, **kw: select_blocks(
-        x, CK.float(), seq_len=12, compress_block_size=4, compress_block_sliding_stride=4,
+    "gates": lambda x, k, v, ck, cv, lists, **kw: select_blocks(
+        x, ck, seq_len=12, compress_block_size=4, compress_block_sliding_stride=4,
         selection_block_size=4, num_selected_blocks=1, return_gates=True, **kw,
     )[1],
 }  # fmt: skip
+
+
+def run_operation(named, x, backend):
+    """An operation of x as queries, over the keys and values of this file."""
+    fixed = (KEYS.float(), V.float(), CK.float(), CV.float(), INDICES)
+    return KERNEL_OPERATIONS[named](x, *(t.to(x.device) for t in fixed), backend=backend)
 
 
 @pytest.fixture(params=KERNEL_OPERATIONS)
@@ -301,7 +308,7 @@ def test_kernels_refuse(named, backend):
     x = torch.randn(1, 12, 2, 4)
 
     def f(x):
-        return KERNEL_OPERATIONS[named](x, backend=backend)
+        return run_operation(named, x, backend)
 
     with pytest.raises(NotImplementedError, match="backend='eager'"):
         jvp(f, (x,), (x,))
@@ -315,11 +322,11 @@ def test_kernels_refuse(named, backend):
 @pytest.mark.kernels
 def test_second_derivatives_of_kernels(named):
     """The first are right, with their graph too; asked for the second, kernels refuse."""
-    x = torch.randn(1, 12, 2, 4, requires_grad=True)
-    w = torch.randn(KERNEL_OPERATIONS[named](x, backend="eager").shape)
+    x = torch.randn(1, 12, 2, 4, device=DEVICE, requires_grad=True)
+    w = torch.randn(run_operation(named, x, "eager").shape, device=DEVICE)
 
     def loss(x, backend="triton"):
-        return (KERNEL_OPERATIONS[named](x, backend=backend).square() * w).sum()
+        return (run_operation(named, x, backend).square() * w).sum()
 
     (expected,) = torch.autograd.grad(loss(x, "eager"), x)
     (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
@@ -328,15 +335,14 @@ def test_second_derivatives_of_kernels(named):
         first.sum().backward()
     with pytest.raises(NotImplementedError, match="backend='eager'"):
         torch.autograd.functional.jacobian(
-            lambda x: KERNEL_OPERATIONS[named](x, backend="triton"), x, vectorize=True
+            lambda x: run_operation(named, x, "triton"), x, vectorize=True
         )
 
 
 @pytest.mark.kernels
 def test_rotation_by_the_kernel():
-    x = torch.randn(1, 2, 3, 8)
-
-    freqs = torch.rand(4)
+    x = torch.randn(1, 2, 3, 8, device=DEVICE)
+    freqs = torch.rand(4, device=DEVICE)
 
     def turned(x):
         return rotate([x, x[:, :1]], freqs, None, None, 0, 1.0)[0]
