@@ -2,6 +2,8 @@
 calls give them their arguments; and that kernels read the tensors of the caller, wherever these
 lie."""
 
+import re
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -239,3 +241,12 @@ def test_only_the_last_stride_matters():
         assert row.data_ptr() == strided.data_ptr() and row.stride() == strided.stride()
     (row,) = operators.rows(t[..., ::2])
     assert row.stride(-1) == 1 and torch.equal(row, t[..., ::2])
+
+
+def test_integers_may_be_symbols():
+    """Else a compiled graph would hold for one length alone."""
+    names = [name for name in torch.ops.native_sparse_attention if name != "name"]
+    assert "layer" in names
+    for name in names:
+        schema = str(getattr(torch.ops.native_sparse_attention, name).default._schema)
+        assert not re.search(r"[(, ]int\b", schema), schema

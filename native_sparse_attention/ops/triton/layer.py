@@ -46,7 +46,7 @@ DIFFERENTIABLE = (
     "Tensor? cq", "Tensor? mem_k", "Tensor? mem_v", "Tensor? window_k", "Tensor? window_v",
     "Tensor? sinks",
 )  # fmt: skip
-NUMBERS = ("int start", "int num_ranked")
+NUMBERS = ("SymInt start", "SymInt num_ranked")
 FORWARD = Arguments(*DIFFERENTIABLE, *LAYOUT, "Tensor? leaders", *NUMBERS)
 BACKWARD = Arguments("Tensor d_out", *DIFFERENTIABLE, *LAYOUT, "Tensor[] kept", *NUMBERS)
 LEAVES = Arguments(*DIFFERENTIABLE).names

@@ -21,8 +21,8 @@ from ...varlen import Documents
 
 # types of fields, as annotated, and of a schema
 TYPES = {
-    "int": "int", "bool": "bool", "str": "str", "float | None": "float?",
-    "BlockSizes | None": "int[]?",
+    "int": "SymInt", "bool": "bool", "str": "str", "float | None": "float?",
+    "BlockSizes | None": "SymInt[]?",
 }  # fmt: skip
 CONFIG = {field.name: TYPES[str(field.type)] for field in fields(AttentionConfig)}
 # where documents lie, and where queries stand: at `start`, or at `starts` [B]
@@ -30,7 +30,7 @@ LAYOUT = ("Tensor? starts", "Tensor? doc_first", "Tensor? doc_last")
 
 
 class Arguments:
-    """What an operator takes: `declared` as in a schema ("Tensor? cq", "int start"), then the
+    """What an operator takes: `declared` as in a schema ("Tensor? cq", "SymInt start"), then the
     settings."""
 
     def __init__(self, *declared: str) -> None:

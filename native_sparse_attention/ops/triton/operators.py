@@ -55,10 +55,10 @@ def kv_range(
 
 
 TENSORS = ("Tensor q", "Tensor k", "Tensor v", "Tensor? mem_k", "Tensor? mem_v", "Tensor? sinks")
-RANGE = Arguments(*TENSORS, *LAYOUT, "str branch", "int start")
+RANGE = Arguments(*TENSORS, *LAYOUT, "str branch", "SymInt start")
 RANGE_BACKWARD = Arguments(
     "Tensor d_out", "Tensor d_lse", *TENSORS, *LAYOUT, "Tensor out", "Tensor lse", "str branch",
-    "int start",
+    "SymInt start",
 )  # fmt: skip
 RANGE_LEAVES = Arguments(*TENSORS).names
 RANGE_SAVED = (*RANGE_LEAVES, *Arguments(*LAYOUT).names)
@@ -140,11 +140,11 @@ refuse_second_derivatives(range_attention_backward)
 
 SELECTED = Arguments(
     "Tensor q", "Tensor k", "Tensor v", "Tensor block_indices", "Tensor? gates", "Tensor? sinks",
-    *LAYOUT, "int start",
+    *LAYOUT, "SymInt start",
 )  # fmt: skip
 SELECTED_BACKWARD = Arguments(
     "Tensor d_out", "Tensor d_lse", "Tensor q", "Tensor k", "Tensor v", "Tensor? gates",
-    "Tensor? sinks", *LAYOUT, "Tensor out", "Tensor lse", "Tensor block_indices", "int start",
+    "Tensor? sinks", *LAYOUT, "Tensor out", "Tensor lse", "Tensor block_indices", "SymInt start",
 )  # fmt: skip
 SELECTED_LEAVES = ("q", "k", "v", "gates", "sinks")
 SELECTED_SAVED = (*SELECTED_LEAVES, *Arguments(*LAYOUT).names)

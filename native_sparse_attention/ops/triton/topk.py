@@ -14,7 +14,7 @@ from ...config import AttentionConfig
 from ...varlen import Documents
 from .operator import LAYOUT, Arguments, documents_of, empty_block_indices, layout, operator
 
-NUMBERS = ("int start", "int num_ranked")
+NUMBERS = ("SymInt start", "SymInt num_ranked")
 TENSORS = ("Tensor q", "Tensor ck", "Tensor? mem_k", "Tensor? sinks")
 RANKED = Arguments(*TENSORS, "Tensor? lse", "Tensor? leader_indices", *LAYOUT, *NUMBERS)
 GATES = Arguments(*TENSORS, "Tensor block_indices", *LAYOUT, *NUMBERS)
