@@ -130,7 +130,7 @@ def test_operators_take_every_setting():
 
     names = [field.name for field in dataclasses.fields(AttentionConfig)]
     assert list(CONFIG) == names
-    arguments = Arguments("Tensor q", "Tensor? cq", "int start")
+    arguments = Arguments("Tensor q", "Tensor? cq", "SymInt start")
     config = AttentionConfig(
         sliding_window_size=7, soft_cap=2.0, causal=True, block_sizes=BlockSizes(*[32] * 6)
     )
@@ -142,4 +142,6 @@ def test_operators_take_every_setting():
     assert dataclasses.replace(config, block_sizes=None) == AttentionConfig.unchecked(
         **{name: getattr(at.config, name) for name in names} | {"block_sizes": None}
     )
-    assert arguments.schema("Tensor").startswith("(Tensor q, Tensor? cq, int start, int compress")
+    assert arguments.schema("Tensor").startswith(
+        "(Tensor q, Tensor? cq, SymInt start, SymInt compress"
+    )

@@ -200,11 +200,14 @@ def test_operator(monkeypatch):
     ranking, counters = ring(settings, (2, 1), 2), workspace(2, 1, DEVICE)
     calls = []
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "by_kernels", lambda *args: calls.append(args))
+        patch.setattr(
+            decode, "by_kernels",
+            lambda config, **tensors: calls.append(decode.DECODE.flat(config, **tensors)),
+        )  # fmt: skip
         decode_attention(
             **tensors, **settings, ranking=ranking, counters=counters, backend="triton"
         )
-    torch.library.opcheck(decode.by_kernels, calls[0])
+    torch.library.opcheck(decode.by_kernels.op, tuple(calls[0]))
 
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
     for past in (0, 3, 11)[: 2 + CUDA]:

@@ -203,15 +203,15 @@ def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monke
     form, finish = fused.layer_backward_preprocess, fused.layer_backward
     alive = []
 
-    def layer_backward_preprocess(d_out, outs, *others):
+    def layer_backward_preprocess(outs, **others):
         alive[:] = [weakref.ref(t.untyped_storage()) for t in outs]
-        return form(d_out, outs, *others)
+        return form(outs=outs, **others)
 
-    def layer_backward(*args):
+    def layer_backward(*config, **others):
         if not CUDA:
             gc.collect()  # frames of the interpreter
         found.append([ref() is not None for ref in alive])
-        return finish(*args)
+        return finish(*config, **others)
 
     monkeypatch.setattr(fused, "layer_backward_preprocess", layer_backward_preprocess)
     monkeypatch.setattr(fused, "layer_backward", layer_backward)

@@ -3,6 +3,7 @@ calls give them their arguments; and that kernels read the tensors of the caller
 lie."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import native_sparse_attention as library
 from benchmarks.problem import pooled
 from native_sparse_attention.ops.triton import operators
+from native_sparse_attention.ops.triton.operator import Arguments, operator
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.budget import DEVICE
 from tests.interpreter import not_of_3_4
@@ -250,3 +252,46 @@ def test_integers_may_be_symbols():
     for name in names:
         schema = str(getattr(torch.ops.native_sparse_attention, name).default._schema)
         assert not re.search(r"[(, ]int\b", schema), schema
+
+
+class Named(TorchDispatchMode):
+    """The names of our operators that a call reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "native_sparse_attention":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("call", [layer, window, ranked], ids=lambda call: call.__name__)
+def test_plain_calls_and_operators_give_the_same(call):
+    """With a mode that looks at operators, and without: outputs and gradients, bit for bit."""
+    results = []
+    for mode in (nullcontext(), Named()):
+        torch.manual_seed(0)
+        tensors = draw(m=2)
+        with mode:
+            out = call(tensors)
+            out.square().sum().backward()
+        results.append([out, *(t.grad for t in tensors.values() if t.grad is not None)])
+    assert mode.names and all(map(torch.equal, *results))
+
+
+def test_what_an_operator_writes_to_has_another_version():
+    """Autograd then knows that what it kept is no longer there."""
+    arguments = Arguments("Tensor(a!) t", "Tensor(b!)? other", settings=False)
+
+    @operator("test_fill", arguments, "()", lambda at: None, ("t", "other"))
+    def fill(at):
+        at.t.data.fill_(3.0)  # as a kernel does, unseen by autograd
+
+    t = torch.zeros(2, device=DEVICE)
+    before = t._version
+    fill(t=t)
+    assert t._version > before and t.sum() == 6
+    with torch.inference_mode():
+        fill(t=torch.zeros(2, device=DEVICE))

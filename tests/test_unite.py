@@ -203,11 +203,10 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
                 num_local_blocks=place["num_local"], causal=place["causal"],
                 selection_stride=place["stride"],
             )  # fmt: skip
-            arguments = operators.SELECTED.flat(
+            return operators.selected_attention_op(
                 config, q=q, k=k, v=v, block_indices=lists, starts=place["starts"],
                 start=place["start"],
-            )  # fmt: skip
-            return operators.selected_attention_op(*arguments)[:2]
+            )[:2]  # fmt: skip
         return selected_attention(
             q, k, v, lists, selection_block_size=s, num_initial_blocks=place["num_initial"],
             num_local_blocks=place["num_local"], causal=place["causal"], return_lse=True,

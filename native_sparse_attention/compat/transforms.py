@@ -38,6 +38,23 @@ def unsupported_by_kernels() -> list[str]:
     return []
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether nobody looks at a call from outside, compiler, transform, mode or tensor subclass, so
+    that an operator's dispatch is for nothing. Not of meta tensors, which no kernel takes."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_mode()
+        or torch.jit.is_tracing()
+        or any(t is not None and (type(t) not in PLAIN or t.is_meta) for t in tensors)
+    )
+
+
 def vjp(
     function: Callable[..., Any],
     tensors: Sequence[Tensor | None],
@@ -118,9 +135,8 @@ def refuse_second_derivatives(operator: Any) -> None:
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
-            f"{operator._name} has no derivative itself: kernels give first derivatives only. "
+            f"{operator.name} has no derivative itself: kernels give first derivatives only. "
             f"{WAY_OUT}"
         )
 
-    operator.register_autograd(refuse)
-    refuse_vmap(operator)
+    operator.op.register_autograd(refuse)

@@ -25,7 +25,6 @@ from ..checks.tensors import (
     shown,
 )
 from ..compat import transforms
-from ..compat.transforms import refuse_vmap
 from ..config import AttentionConfig
 from . import dispatch, nsa
 from .call import Call
@@ -179,7 +178,7 @@ def decode_attention(
     if name == "triton":
         if counters is None:
             counters = workspace(q.shape[0], k.shape[2], q.device)
-        out: Tensor = by_kernels(*DECODE.flat(config, **tensors, counters=counters))
+        out: Tensor = by_kernels(config, **tensors, counters=counters)
         return out
     return by_gathering(config, others, **{n: t for n, t in tensors.items() if n not in others})
 
@@ -219,9 +218,6 @@ def by_kernels(at):
         at.sinks, at.counters, metadata,
     )  # fmt: skip
     return persistent.decode(call, settings)
-
-
-refuse_vmap(by_kernels)
 
 
 def by_gathering(

@@ -17,7 +17,7 @@ from ...compat import transforms
 from ...config import AttentionConfig
 from ...varlen import Documents
 from .operator import layout
-from .operators import RANGE, SELECTED, range_attention, selected_attention_op
+from .operators import range_attention, selected_attention_op
 from .topk import select_blocks
 
 __all__ = [
@@ -133,7 +133,7 @@ def compressed_attention(
     config = AttentionConfig.unchecked(**settings)
     tensors = dict(q=q, k=ck, v=cv, mem_k=mem_k, mem_v=mem_v, sinks=sinks)
     where = layout(q_offset, documents)
-    out, lse = range_attention(*RANGE.flat(config, branch="cmp", **tensors, **where))
+    out, lse = range_attention(config, branch="cmp", **tensors, **where)
     return (out, lse) if return_lse else out
 
 
@@ -153,7 +153,7 @@ def selected_attention(
     config = AttentionConfig.unchecked(**settings)
     tensors = dict(q=q, k=k, v=v, block_indices=block_indices, gates=gates, sinks=sinks)
     where = layout(q_offset, documents)
-    out, lse, _ = selected_attention_op(*SELECTED.flat(config, **tensors, **where))
+    out, lse, _ = selected_attention_op(config, **tensors, **where)
     return (out, lse) if return_lse else out
 
 
@@ -171,5 +171,5 @@ def sliding_window_attention(
     config = AttentionConfig.unchecked(**settings)
     tensors = dict(q=q, k=k, v=v, sinks=sinks)
     where = layout(q_offset, documents)
-    out, lse = range_attention(*RANGE.flat(config, branch="win", **tensors, **where))
+    out, lse = range_attention(config, branch="win", **tensors, **where)
     return (out, lse) if return_lse else out

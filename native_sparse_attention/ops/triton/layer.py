@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import blocks
-from ...compat.transforms import (
-    on_values,
-    refuse_legacy_batched,
-    refuse_second_derivatives,
-    refuse_vmap,
-)
+from ...compat.transforms import refuse_legacy_batched, refuse_second_derivatives
 from ...config import AttentionConfig
 from ..call import Call
 from .branches import Problem, attend, attend_backward
@@ -49,6 +44,9 @@ DIFFERENTIABLE = (
 NUMBERS = ("SymInt start", "SymInt num_ranked")
 FORWARD = Arguments(*DIFFERENTIABLE, *LAYOUT, "Tensor? leaders", *NUMBERS)
 BACKWARD = Arguments("Tensor d_out", *DIFFERENTIABLE, *LAYOUT, "Tensor[] kept", *NUMBERS)
+PREPROCESS = Arguments(
+    "Tensor d_out", "Tensor[] outs", "Tensor[] lses", "Tensor branch_gates", settings=False
+)
 LEAVES = Arguments(*DIFFERENTIABLE).names
 SAVED = (*LEAVES, *Arguments(*LAYOUT).names)
 
@@ -94,22 +92,18 @@ def layer(at):
     return [out, block_indices, *kept]
 
 
-@torch.library.custom_op("native_sparse_attention::layer_backward_preprocess", mutates_args=())
-@on_values
-def layer_backward_preprocess(
-    d_out: Tensor, outs: list[Tensor], lses: list[Tensor], branch_gates: Tensor
-) -> list[Tensor]:
+def preprocess_fake(at: SimpleNamespace) -> list[Tensor]:
+    gates, rows = at.branch_gates, at.d_out.shape[:3]
+    of_rows = [gates.new_empty(3, *rows, dtype=torch.float32) for _ in range(2)]
+    return [torch.empty_like(gates, memory_format=torch.contiguous_format), *of_rows]
+
+
+@operator("layer_backward_preprocess", PREPROCESS, "Tensor[]", fake=preprocess_fake)
+def layer_backward_preprocess(at):
     """The gradient of the gates, and gated log-sum-exps and deltas of the branches [3 B T H]."""
     from ...kernels import combine
 
-    with torch.cuda.device_of(d_out):
-        return list(combine.backward(d_out.contiguous(), outs, lses, branch_gates))
-
-
-@layer_backward_preprocess.register_fake
-def _(d_out, outs, lses, branch_gates):
-    of_rows = [branch_gates.new_empty(3, *d_out.shape[:3], dtype=torch.float32) for _ in range(2)]
-    return [torch.empty_like(branch_gates, memory_format=torch.contiguous_format), *of_rows]
+    return list(combine.backward(at.d_out.contiguous(), at.outs, at.lses, at.branch_gates))
 
 
 def gradients_fake(at: SimpleNamespace) -> list[Tensor]:
@@ -178,8 +172,7 @@ def layer_backward(at):
     ]
 
 
-def setup(ctx, inputs, output):
-    at = FORWARD.named(inputs)
+def setup(ctx, at, output):
     ctx.config = at.config
     ctx.numbers = dict(start=at.start, num_ranked=at.num_ranked)
     ctx.kept = len(output) - 1
@@ -197,24 +190,20 @@ def backward(ctx, grads):
     if kept:
         outs, lses = kept[:3], kept[3:]
         found["branch_gates"], *rest = layer_backward_preprocess(
-            d_out, outs, lses, tensors["branch_gates"]
+            d_out=d_out, outs=outs, lses=lses, branch_gates=tensors["branch_gates"]
         )
         kept = [*lses, *rest]
         # nothing else has what the branches gave
         del saved, outs
         ctx.maybe_clear_saved_tensors()
     some = layer_backward(
-        *BACKWARD.flat(
-            ctx.config, d_out=d_out, kept=[block_indices, *kept], **tensors, **ctx.numbers
-        )
+        ctx.config, d_out=d_out, kept=[block_indices, *kept], **tensors, **ctx.numbers
     )
     here = (name for name in LEAVES if tensors[name] is not None and name not in found)
-    found |= zip(here, some, strict=True)
-    return FORWARD.gradients(found)
+    return found | dict(zip(here, some, strict=True))
 
 
-layer.register_autograd(backward, setup_context=setup)
-refuse_vmap(layer)
+layer.differentiable(setup, backward, many=True)
 refuse_second_derivatives(layer_backward_preprocess)
 refuse_second_derivatives(layer_backward)
 
@@ -233,8 +222,6 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
         num_ranked = blocks.num_blocks(call.k.shape[1], s)
     where = layout(call.q_offset, call.documents)
     out, block_indices, *_ = layer(
-        *FORWARD.flat(
-            config, **tensors, **where, leaders=call.leader_indices, num_ranked=num_ranked
-        )
-    )  # fmt: skip
+        config, **tensors, **where, leaders=call.leader_indices, num_ranked=num_ranked
+    )
     return out, block_indices

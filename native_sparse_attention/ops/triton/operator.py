@@ -31,32 +31,128 @@ LAYOUT = ("Tensor? starts", "Tensor? doc_first", "Tensor? doc_last")
 
 class Arguments:
     """What an operator takes: `declared` as in a schema ("Tensor? cq", "SymInt start"), then the
-    settings."""
+    settings, unless it has none."""
 
-    def __init__(self, *declared: str) -> None:
+    def __init__(self, *declared: str, settings: bool = True) -> None:
         self.declared = declared
         self.names = tuple(one.split()[1] for one in declared)
+        self.tensors = tuple(one.split()[1] for one in declared if one.startswith("Tensor"))
+        self.settings = CONFIG if settings else {}
 
     def schema(self, returns: str) -> str:
-        settings = (f"{kind} {name}" for name, kind in CONFIG.items())
+        settings = (f"{kind} {name}" for name, kind in self.settings.items())
         return f"({', '.join((*self.declared, *settings))}) -> {returns}"
 
-    def flat(self, config: AttentionConfig, **values: Any) -> list[Any]:
+    def flat(self, config: AttentionConfig | None, **values: Any) -> list[Any]:
         """The values in order; one that is not given is None."""
-        settings = {name: getattr(config, name) for name in CONFIG}
-        if isinstance(config.block_sizes, BlockSizes):
+        settings = {name: getattr(config, name) for name in self.settings}
+        if config is not None and isinstance(config.block_sizes, BlockSizes):
             settings["block_sizes"] = flat(config.block_sizes)
         return [*(values.get(name) for name in self.names), *settings.values()]
 
     def named(self, values: tuple[Any, ...]) -> SimpleNamespace:
         """The values by name, and the settings as `config`, in which tiles are a list."""
-        found = dict(zip((*self.names, *CONFIG), values, strict=True))
-        config = AttentionConfig.unchecked(**{name: found.pop(name) for name in CONFIG})
+        found = dict(zip((*self.names, *self.settings), values, strict=True))
+        config = None
+        if self.settings:
+            config = AttentionConfig.unchecked(**{name: found.pop(name) for name in CONFIG})
         return SimpleNamespace(**found, config=config)
 
-    def gradients(self, found: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+    def given(self, config: AttentionConfig | None, values: dict[str, Any]) -> SimpleNamespace:
+        """What `named` makes of `flat`."""
+        return SimpleNamespace(**dict.fromkeys(self.names) | values, config=config)
+
+    def flat_tensors(self, values: dict[str, Any]) -> list[Any]:
+        """The tensors in order, those of lists one by one."""
+        found: list[Any] = []
+        for name in self.tensors:
+            value = values.get(name)
+            found.extend(value) if isinstance(value, (list, tuple)) else found.append(value)
+        return found
+
+    def gradients(self, found: dict[str, Any]) -> tuple[Any, ...]:
         """A gradient for each argument, None for those that have none."""
-        return (*(found.get(name) for name in self.names), *(None,) * len(CONFIG))
+        return (*(found.get(name) for name in self.names), *(None,) * len(self.settings))
+
+
+class Operator:
+    """A torch operator, called by the names of its arguments.
+
+    torch takes half a millisecond to bring this many arguments to an operator that has a gradient.
+    A plain call (`transforms.is_plain`) runs the same function in an autograd node of its own; the
+    operator is for whoever looks at a call from outside: compilers, modes, transforms, subclasses.
+
+    Args:
+        op: the operator that torch knows by this name.
+        run: what it computes, of named arguments.
+        mutates: names of the tensors that it writes to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        op: Any,
+        arguments: Arguments,
+        run: Callable[..., Any],
+        mutates: tuple[str, ...],
+    ) -> None:
+        self.name, self.op, self.arguments = name, op, arguments
+        self.run, self.mutates = run, mutates
+        self.node: Any = None
+
+    def __call__(self, config: AttentionConfig | None = None, **values: Any) -> Any:
+        tensors = self.arguments.flat_tensors(values)
+        wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        if (wanted and self.node is None) or not transforms.is_plain(tensors):
+            return self.op(*self.arguments.flat(config, **values))
+        at = self.arguments.given(config, values)
+        if wanted:
+            return self.node.apply(at, *tensors)
+        out = self.run(at)
+        written = (getattr(at, name) for name in self.mutates)
+        for tensor in written:
+            if tensor is not None and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        return out
+
+    def differentiable(
+        self, setup: Callable[..., None], backward: Callable[..., dict[str, Any]], many: bool
+    ) -> None:
+        """Give it a gradient: `setup(ctx, at, output)` of named arguments, and `backward(ctx,
+        grads)`, which names what it finds. `many`: of a list of results, and not of a few."""
+        arguments, run = self.arguments, self.run
+
+        def of_op(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            return arguments.gradients(backward(ctx, grads[0] if many else grads))
+
+        def setup_op(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            setup(ctx, arguments.named(inputs), output)
+
+        self.op.register_autograd(of_op, setup_context=setup_op)
+
+        class Node(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, at: SimpleNamespace, *tensors: Any) -> Any:
+                out = run(at)
+                out = tuple(out) if isinstance(out, list) else out
+                lists = (getattr(at, name) for name in arguments.tensors)
+                ctx.lengths = [len(t) if isinstance(t, (list, tuple)) else None for t in lists]
+                setup(ctx, at, out)
+                return out
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+                found, flat_grads = backward(ctx, grads), [None]
+                for name, length in zip(arguments.tensors, ctx.lengths, strict=True):
+                    grad = found.get(name)
+                    if length is None:
+                        flat_grads.append(grad)
+                    else:
+                        flat_grads.extend([None] * length if grad is None else grad)
+                return tuple(flat_grads)
+
+        Node.__name__ = self.name
+        self.node = Node
 
 
 def operator(
@@ -65,18 +161,25 @@ def operator(
     returns: str,
     fake: Callable[[SimpleNamespace], Any],
     mutates: tuple[str, ...] = (),
-) -> Callable[[Callable[[SimpleNamespace], Any]], Any]:
-    """Make a function of named arguments a torch operator, which runs with the GPU of its first
-    tensor the current one, as Triton launches there, in tiles of `block_sizes`, and not under
-    forward-mode AD. `fake` gives the results without their values."""
+) -> Callable[[Callable[[SimpleNamespace], Any]], Operator]:
+    """Make a function of named arguments an operator, which runs with the GPU of its first tensor
+    the current one, as Triton launches there, in tiles of `block_sizes`, and not under forward-mode
+    AD. `fake` gives the results without their values."""
 
-    def make(run: Callable[[SimpleNamespace], Any]) -> Any:
-        def implementation(*values: Any) -> Any:
+    def make(run: Callable[[SimpleNamespace], Any]) -> Operator:
+        first = arguments.names[0]
+
+        def there(at: SimpleNamespace) -> Any:
             from ...kernels.common import overrides
 
-            at = arguments.named(values)
-            with torch.cuda.device_of(values[0]), overrides.sized(at.config.block_sizes):
+            tensor, sizes = getattr(at, first), at.config and at.config.block_sizes
+            tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
+            sizes = flat(sizes) if isinstance(sizes, BlockSizes) else sizes
+            with torch.cuda.device_of(tensor), overrides.sized(sizes):
                 return run(at)
+
+        def implementation(*values: Any) -> Any:
+            return there(arguments.named(values))
 
         implementation.__name__ = run.__name__
         made = torch.library.custom_op(
@@ -84,7 +187,8 @@ def operator(
             mutates_args=mutates, schema=arguments.schema(returns),
         )  # fmt: skip
         made.register_fake(lambda *values: fake(arguments.named(values)))
-        return made
+        transforms.refuse_vmap(made)
+        return Operator(name, made, arguments, there, mutates)
 
     return make
 

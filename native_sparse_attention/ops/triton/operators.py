@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.transforms import refuse_legacy_batched, refuse_second_derivatives, refuse_vmap
+from ...compat.transforms import refuse_legacy_batched, refuse_second_derivatives
 from ...config import AttentionConfig
 from ...varlen import Documents
 from .operator import (
@@ -113,25 +113,22 @@ def leaves_of(at: SimpleNamespace, names: tuple[str, ...]) -> list[Tensor]:
     return [getattr(at, name) for name in names if getattr(at, name) is not None]
 
 
-def range_setup(ctx, inputs, output):
-    at = RANGE.named(inputs)
+def range_setup(ctx, at, output):
     ctx.at = dict(branch=at.branch, start=at.start), at.config
     ctx.save_for_backward(*(getattr(at, name) for name in RANGE_SAVED), *output)
 
 
-def range_backward(ctx, d_out, d_lse):
-    refuse_legacy_batched(d_out, d_lse)
+def range_backward(ctx, grads):
+    refuse_legacy_batched(*grads)
+    d_out, d_lse = grads
     tensors = dict(zip((*RANGE_SAVED, "out", "lse"), ctx.saved_tensors, strict=True))
     numbers, config = ctx.at
-    some = range_attention_backward(
-        *RANGE_BACKWARD.flat(config, d_out=d_out, d_lse=d_lse, **tensors, **numbers)
-    )
+    some = range_attention_backward(config, d_out=d_out, d_lse=d_lse, **tensors, **numbers)
     names = [name for name in RANGE_LEAVES if tensors[name] is not None]
-    return RANGE.gradients(dict(zip(names, some, strict=True)))
+    return dict(zip(names, some, strict=True))
 
 
-range_attention.register_autograd(range_backward, setup_context=range_setup)
-refuse_vmap(range_attention)
+range_attention.differentiable(range_setup, range_backward, many=False)
 refuse_second_derivatives(range_attention_backward)
 
 
@@ -201,25 +198,22 @@ def selected_attention_backward(at):
     return grads if at.sinks is None else [*grads, sink_grads(at.sinks, at.lse, bwd.delta)]
 
 
-def selected_setup(ctx, inputs, output):
-    at = SELECTED.named(inputs)
+def selected_setup(ctx, at, output):
     ctx.at = dict(start=at.start), at.config
     ctx.save_for_backward(*(getattr(at, name) for name in SELECTED_SAVED), *output)
     ctx.mark_non_differentiable(output[2])
 
 
-def selected_backward(ctx, d_out, d_lse, _):
+def selected_backward(ctx, grads):
+    d_out, d_lse, _ = grads
     refuse_legacy_batched(d_out, d_lse)
     names = (*SELECTED_SAVED, "out", "lse", "block_indices")
     tensors = dict(zip(names, ctx.saved_tensors, strict=True))
     numbers, config = ctx.at
-    some = selected_attention_backward(
-        *SELECTED_BACKWARD.flat(config, d_out=d_out, d_lse=d_lse, **tensors, **numbers)
-    )
+    some = selected_attention_backward(config, d_out=d_out, d_lse=d_lse, **tensors, **numbers)
     names = [name for name in SELECTED_LEAVES if tensors[name] is not None]
-    return SELECTED.gradients(dict(zip(names, some, strict=True)))
+    return dict(zip(names, some, strict=True))
 
 
-selected_attention_op.register_autograd(selected_backward, setup_context=selected_setup)
-refuse_vmap(selected_attention_op)
+selected_attention_op.differentiable(selected_setup, selected_backward, many=False)
 refuse_second_derivatives(selected_attention_backward)

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ...compat.transforms import on_values, refuse_legacy_batched, refuse_vmap
-from .operators import rows
+from ...compat.transforms import refuse_legacy_batched
+from .operator import Arguments, operator, rows
+
+ROTATE = Arguments(
+    "Tensor[] tensors", "Tensor freqs", "Tensor? starts", "Tensor? positions", "SymInt start",
+    "float factor", settings=False,
+)  # fmt: skip
 
 
-@torch.library.custom_op("native_sparse_attention::rotate", mutates_args=())
-@on_values
+def rotated_fake(at):
+    return [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in at.tensors]
+
+
+@operator("rotate", ROTATE, "Tensor[]", fake=rotated_fake)
+def turn(at):
+    from ...kernels import rotary
+
+    where = at.freqs, at.starts, at.positions, at.start, at.factor
+    return rotary.rotate(rows(*at.tensors), *where)
+
+
+def setup(ctx, at, output):
+    ctx.numbers = at.start, at.factor
+    ctx.save_for_backward(at.freqs, at.starts, at.positions)
+
+
+def backward(ctx, grads):
+    """Gradients are turned back."""
+    refuse_legacy_batched(*grads)
+    start, factor = ctx.numbers
+    return dict(tensors=rotate(list(grads), *ctx.saved_tensors, start, -factor))
+
+
+turn.differentiable(setup, backward, many=True)
+
+
 def rotate(
     tensors: list[Tensor],
     freqs: Tensor,
@@ -23,29 +52,9 @@ def rotate(
     by the angles `position / factor * freqs`, in fp32, and the other features copied. In memory
     they are [b n h d] then. Positions are `positions` [b n], or go on from `starts` [b] or `start`.
     """
-    from ...kernels import rotary
-
-    with torch.cuda.device_of(tensors[0]):
-        return rotary.rotate(rows(*tensors), freqs, starts, positions, start, factor)
-
-
-@rotate.register_fake
-def _(tensors, *others):
-    return [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
-
-
-def setup(ctx, inputs, output):
-    _, *where, start, factor = inputs
-    ctx.numbers = start, factor
-    ctx.save_for_backward(*where)
-
-
-def backward(ctx, grads):
-    """Gradients are turned back."""
-    refuse_legacy_batched(*grads)
-    start, factor = ctx.numbers
-    return rotate(grads, *ctx.saved_tensors, start, -factor), *(None,) * 5
-
-
-rotate.register_autograd(backward, setup_context=setup)
-refuse_vmap(rotate)
+    return list(
+        turn(
+            tensors=tensors, freqs=freqs, starts=starts, positions=positions, start=start,
+            factor=factor,
+        )
+    )  # fmt: skip

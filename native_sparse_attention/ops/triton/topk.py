@@ -94,26 +94,21 @@ def ranking_of(
     )  # fmt: skip
 
 
-def gates_setup(ctx, inputs, output):
-    at = GATES.named(inputs)
+def gates_setup(ctx, at, output):
     ctx.at = dict(start=at.start, num_ranked=at.num_ranked), at.config
     ctx.save_for_backward(*(getattr(at, name) for name in SAVED))
 
 
-def gates_backward(ctx, d_gates):
-    transforms.refuse_legacy_batched(d_gates)
+def gates_backward(ctx, grads):
+    transforms.refuse_legacy_batched(*grads)
     tensors = dict(zip(SAVED, ctx.saved_tensors, strict=True))
     numbers, config = ctx.at
-    some = selection_gates_backward(
-        *GATES_BACKWARD.flat(config, d_gates=d_gates, **tensors, **numbers)
-    )
+    some = selection_gates_backward(config, d_gates=grads[0], **tensors, **numbers)
     names = [name for name in LEAVES if tensors[name] is not None]
-    return GATES.gradients(dict(zip(names, some, strict=True)))
+    return dict(zip(names, some, strict=True))
 
 
-selection_gates.register_autograd(gates_backward, setup_context=gates_setup)
-transforms.refuse_vmap(ranked_blocks)
-transforms.refuse_vmap(selection_gates)
+selection_gates.differentiable(gates_setup, gates_backward, many=False)
 transforms.refuse_second_derivatives(selection_gates_backward)
 
 
@@ -149,13 +144,11 @@ def select_blocks(
     leaves = dict(q=q, ck=ck, mem_k=mem_k, sinks=sinks)
     fixed = {name: None if t is None else t.detach() for name, t in leaves.items()}
     indices = ranked_blocks(
-        *RANKED.flat(
-            config, **fixed, **where,
-            lse=None if lse is None else lse.detach().contiguous(),
-            leader_indices=None if leader_indices is None else leader_indices.contiguous(),
-        )
+        config, **fixed, **where,
+        lse=None if lse is None else lse.detach().contiguous(),
+        leader_indices=None if leader_indices is None else leader_indices.contiguous(),
     )  # fmt: skip
     gates = None
     if return_gates:
-        gates = selection_gates(*GATES.flat(config, **leaves, block_indices=indices, **where))
+        gates = selection_gates(config, **leaves, block_indices=indices, **where)
     return indices, gates
