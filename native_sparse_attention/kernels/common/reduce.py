@@ -30,7 +30,10 @@ def sum_partials(acc, partials, count, size, b, B, x, AHEAD: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["B", "N", "n", "count_0", "count_1", "count_2", "n_0", "n_1", "n_2"])
+LENGTHS = ["B", "N", "n", "tiles", "count_0", "count_1", "count_2", "n_0", "n_1", "n_2"]
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def nsa_reduce_partials(
     dk, dv, dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, count_0, count_1, count_2, n_0, n_1, n_2,
     B, N, n, tiles, width_k, width_v, BLOCK: tl.constexpr, AHEAD: tl.constexpr,

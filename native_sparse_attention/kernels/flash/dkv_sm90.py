@@ -28,7 +28,7 @@ from ..common.softmax_sm90 import probabilities
 from .steps_sm90 import CONSUMERS, KEYS, ROWS, THREADS
 
 # one compiled kernel for all lengths
-LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "blocks"]
+LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "blocks", "B"]
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ QUERIES = gl.constexpr(7)
 ADDED = gl.constexpr(6)
 
 # one compiled kernel for all lengths
-LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "tiles"]
+LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "tiles", "B", "each"]
 
 
 @gluon.jit

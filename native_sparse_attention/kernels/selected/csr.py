@@ -31,7 +31,7 @@ NUMBERING = 1
 # blocks whose items are counted, and ordered, at once; lengths that are told apart there of items
 # that are no chunk
 ITEMS, CLASSES = 512, 8
-LENGTHS = ["T", "C", "length", "heads", "tokens", "shares", "blocks", "capacity", "most"]
+LENGTHS = ["T", "C", "length", "heads", "tokens", "shares", "B", "blocks", "capacity", "most"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,13 @@ def share_of_tokens(line, T, length, heads, tokens, B, K: tl.constexpr):
     first = span * length + tl.program_id(1) * tokens
     end = tl.minimum(tl.minimum(first + tokens, span * length + length), T)
     return b.to(tl.int64), h, first, tl.maximum(end - first, 0)
+
+
+@triton.jit
+def bounds_of(blocks):
+    """Bounds of a span: one more than blocks, and perhaps one that says nothing, so that each
+    span's begin at a multiple of 16 bytes."""
+    return (blocks // 2 + 1) * 2
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -139,7 +146,7 @@ def nsa_csr_work_tiles(
     LONGEST, of every BLOCKS blocks the longest first; `capacity` entries belong to a span."""
     span = tl.program_id(0).to(tl.int64)
     begins, spills, items = span * capacity, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
-    line = span * (blocks + 1)
+    line = span * bounds_of(blocks)
     totals += span * blocks
     owner += span * most
     ordinals += span * most
@@ -187,10 +194,10 @@ def nsa_csr_scatter(
     line = tl.program_id(0)
     b, h, first, held = share_of_tokens(line, T, length, heads, tokens, B, K)
     before = counts + (line.to(tl.int64) * shares + tl.program_id(1)) * C
-    # of each span there is one bound more than blocks
     lines = B * heads
-    blocks = bounds + line.to(tl.int64) * C + line // lines
-    origin = tl.load(bounds + (line // lines).to(tl.int64) * (lines * C + 1))
+    bounds += (line // lines).to(tl.int64) * bounds_of(lines * C)
+    blocks = bounds + (line % lines).to(tl.int64) * C
+    origin = tl.load(bounds)
     end = held * (R // K * n)
     for x in range(0, end, BLOCK):
         entry, there = share_entries(x + tl.arange(0, BLOCK), end, first, b, h, T, R, K, n)
@@ -269,13 +276,15 @@ def allocate(
     shares = cdiv(length, tokens)
     entries_of_span = lines * min(length, T) * each
     small = torch.int32 if spans * entries_of_span < 1 << 31 else torch.int64
-    most = entries_of_span // chunk + min(blocks, entries_of_span)
+    # rows begin at multiples of 16 bytes, whatever the length: else each needs kernels of its own
+    most = cdiv(entries_of_span // chunk + min(blocks, entries_of_span), 4) * 4
+    ends = (blocks // 2 + 1) * 2
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return block_indices.new_empty(shape, dtype=dtype)
 
     bounds, items = ("bounds", "spill_bounds"), ("owner", "ordinals")
-    tensors = {name: empty(spans, blocks + 1, dtype=torch.int64) for name in bounds}
+    tensors = {name: empty(spans, ends, dtype=torch.int64) for name in bounds}
     tensors |= {name: empty(spans, most) for name in items}
     tensors["entries"] = empty(spans * entries_of_span, dtype=small)
     numbers = empty(*block_indices.shape)
@@ -287,10 +296,10 @@ def allocate(
             heads,
             tensors["entries"],
             numbers,
-            tensors["bounds"][i],
+            tensors["bounds"][i, : blocks + 1],
             tensors["owner"][i],
             tensors["ordinals"][i],
-            tensors["spill_bounds"][i],
+            tensors["spill_bounds"][i, : blocks + 1],
             chunk,
             entries_of_span // chunk + min(blocks, entries_of_span // chunk),
         )
