@@ -15,6 +15,7 @@ from .ops.decode import decode_attention
 from .ops.functional import compressed_attention, selected_attention, sliding_window_attention
 from .ops.functional_selection import select_blocks
 from .ops.nsa import native_sparse_attention
+from .precompile import warmup
 from .transformer import Transformer
 
 try:
@@ -43,4 +44,5 @@ __all__ = [
     "select_blocks",
     "selected_attention",
     "sliding_window_attention",
+    "warmup",
 ]

@@ -9,13 +9,16 @@ forms: what each branch gave is gone by then. Arguments are those of
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import blocks
-from ...compat.transforms import refuse_legacy_batched, refuse_second_derivatives
+from ...compat.transforms import is_plain, refuse_legacy_batched, refuse_second_derivatives
 from ...config import AttentionConfig
 from ..call import Call
 from .branches import Problem, attend, attend_backward
@@ -208,6 +211,58 @@ refuse_second_derivatives(layer_backward_preprocess)
 refuse_second_derivatives(layer_backward)
 
 
+def compile_ahead(dry_run: Callable[[], Any], done: Callable[[int, int], None] | None) -> int:
+    """`kernels.common.ahead.compile_ahead`, of 0 kernels where that is not possible."""
+    from ...kernels.common import ahead
+
+    return ahead.compile_ahead(dry_run, done) if ahead.is_possible() else 0
+
+
+# the kinds of calls that this process has compiled for
+compiled: set[Any] = set()
+
+
+def compile_first(call: Call, config: AttentionConfig, values: dict[str, Any]) -> None:
+    """At the first call of a kind, or of twice the length, compile the kernels of its forward and
+    backward side by side: each by itself, at its launch, they take several times as long."""
+    q, k, v = call.q, call.k, call.v
+    trains = torch.is_grad_enabled() and any(
+        values[name] is not None and values[name].requires_grad for name in LEAVES if name in values
+    )
+    kind = (
+        config, trains, q.dtype, q.device, q.shape[1].bit_length(), q.shape[2:], k.shape[2:],
+        v.shape[3], tuple(name for name, value in values.items() if value is None),
+    )  # fmt: skip
+    if kind in compiled or not is_plain(FORWARD.flat_tensors(values)):
+        return
+    from ...kernels.common import ahead
+
+    if ahead.only_compiles.get() or torch.cuda.is_current_stream_capturing():
+        return
+    compiled.add(kind)
+    if not ahead.is_possible():
+        return
+    at = FORWARD.given(config, values)
+
+    def dry_run() -> None:
+        from ...kernels import combine
+
+        with torch.no_grad():
+            out, block_indices, *kept = layer.run(at)
+            if not trains:
+                return
+            d_out = torch.empty_like(out)
+            if kept:
+                rest = combine.backward(d_out, kept[:3], kept[3:], at.branch_gates)[1:]
+                kept = [*kept[3:], *rest]
+            tensors = {name: getattr(at, name) for name in SAVED}
+            tensors |= dict(start=at.start, num_ranked=at.num_ranked, d_out=d_out)
+            layer_backward.run(BACKWARD.given(config, {**tensors, "kept": [block_indices, *kept]}))
+
+    with contextlib.suppress(torch.OutOfMemoryError):  # then each compiles at its launch
+        ahead.compile_ahead(dry_run, ignore_errors=True)
+
+
 def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """The output [B T H E] and the selected block indices."""
     tensors = call.tensors()
@@ -221,7 +276,8 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
     if not config.causal:
         num_ranked = blocks.num_blocks(call.k.shape[1], s)
     where = layout(call.q_offset, call.documents)
-    out, block_indices, *_ = layer(
-        config, **tensors, **where, leaders=call.leader_indices, num_ranked=num_ranked
-    )
+    values = {**tensors, **where, "leaders": call.leader_indices, "num_ranked": num_ranked}
+    if call.q.is_cuda and not torch.compiler.is_compiling():
+        compile_first(call, config, values)
+    out, block_indices, *_ = layer(config, **values)
     return out, block_indices

@@ -1,0 +1,80 @@
+"""Kernels compiled ahead of their first launch, side by side.
+
+A call compiles its kernels one after the other, as it comes to their launches. Here its host code
+runs once without launching anything, and what it would launch is compiled in threads: the compiler
+is outside of Python's lock for most of its time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+try:  # from Triton 3.6 on
+    from triton import knobs
+    from triton.runtime._async_compile import AsyncCompileMode
+except ImportError:
+    AsyncCompileMode = None
+
+# whether launches of this thread only compile
+only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+one_at_a_time = threading.Lock()
+
+
+def cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def is_possible() -> bool:
+    """Whether this Triton compiles in threads, and there are cores for it."""
+    return AsyncCompileMode is not None and not knobs.runtime.interpret and cores() > 1
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Launches of this thread compile, and go no further; other threads launch as ever."""
+    own = JITFunction.run
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return own(self, *args, grid=grid, warmup=warmup or only_compiles.get(), **kwargs)
+
+    JITFunction.run = run
+    token = only_compiles.set(True)
+    try:
+        yield
+    finally:
+        only_compiles.reset(token)
+        JITFunction.run = own
+
+
+def compile_ahead(
+    dry_run: Callable[[], Any],
+    done: Callable[[int, int], None] | None = None,
+    ignore_errors: bool = False,
+) -> int:
+    """Compile the kernels that `dry_run` would launch, and that are not compiled yet.
+
+    Args:
+        dry_run: host code, which may allocate, and must not read what kernels write.
+        done: called with the number of compiled kernels and that of all, as they end.
+        ignore_errors: of the compiler, which a launch then meets again.
+
+    Returns:
+        How many kernels were compiled, or loaded from Triton's cache on disk.
+    """
+    with one_at_a_time, ThreadPoolExecutor(cores(), "nsa-compile") as pool:
+        with AsyncCompileMode(pool, ignore_errors=ignore_errors) as mode, without_launches():
+            dry_run()
+            futures: list[Future] = mode.raw_futures
+            for number, _ in enumerate(as_completed(futures), 1):
+                if done is not None:
+                    done(number, len(futures))
+        return len(futures)

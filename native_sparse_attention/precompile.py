@@ -1,0 +1,95 @@
+"""Compile the kernels of a layer before its first call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from .attention import SparseAttention
+from .checks.scalars import check_int, shown
+from .checks.tensors import check_bools
+from .compress import MeanPool
+from .config import NSAConfig
+from .ops.triton.layer import compile_ahead
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def show(done: int, total: int) -> None:
+    """A bar on stderr, drawn over itself in a terminal."""
+    if sys.stderr.isatty():
+        bar = "#" * (20 * done // total)
+        sys.stderr.write(f"\rkernels compiled [{bar:<20}] {done}/{total}")
+    if done == total:
+        sys.stderr.write("\n" if sys.stderr.isatty() else f"{total} kernels compiled\n")
+    sys.stderr.flush()
+
+
+def warmup(
+    config: NSAConfig,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    lengths: Sequence[int] = (1000, 2048, 8192, 16384),
+    device: torch.device | str | None = None,
+    training: bool = True,
+    documents: bool = False,
+    progress: bool = True,
+) -> int:
+    """Compile the Triton kernels of a `SparseAttention` of these settings, side by side, into this
+    process and Triton's cache on disk. Without it the first call of a layer does so.
+
+    Which kernels run depends on the settings, the dtype, the GPU and, by ranges, on the length;
+    neither on the batch nor on where documents end.
+
+    Args:
+        config: the settings of the layer.
+        dtype: of its input; under autocast that of autocast.
+        lengths: tokens of the calls to come, one of each range; by default from short texts to
+            those longer than the last. Each needs the memory of one layer's forward and backward.
+        device: a CUDA device; the current one by default.
+        training: compile the backward too.
+        documents: compile what packed documents run.
+        progress: draw a bar on stderr.
+
+    Returns:
+        How many kernels were compiled, or loaded from Triton's cache on disk. 0 where the layer
+        runs no kernels (without CUDA, or with another backend) or Triton cannot compile ahead
+        (before 3.6).
+
+    Raises:
+        ValueError: arguments of another kind, or a device that is no CUDA device.
+    """
+    if not isinstance(config, NSAConfig):
+        raise ValueError(f"config must be an NSAConfig, got {shown(config)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {shown(dtype)}")
+    if isinstance(lengths, (str, int)) or not isinstance(lengths, Sequence):
+        raise ValueError(f"lengths must be a sequence of integers, got {shown(lengths)}")
+    lengths = [check_int("lengths", length, 1) for length in lengths]
+    training, documents, progress = check_bools(
+        training=training, documents=documents, progress=progress
+    )
+    if not torch.cuda.is_available() or config.backend not in ("auto", "triton"):
+        return 0
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {shown(device)}")
+    # what a network of the windows computes is no kernel of ours
+    layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).to(device, dtype)
+
+    def dry_run() -> None:
+        # in this thread, in which nothing is launched, the backward too
+        with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(training):
+            for length in lengths:
+                x = torch.zeros(1, length, config.dim, dtype=dtype, device=device)
+                x.requires_grad_(training)
+                offsets = torch.tensor([0, length // 2, length], device=device)
+                for cu_seqlens in (None, offsets) if documents else (None,):
+                    out = layer(x, cu_seqlens=cu_seqlens)
+                    if training:
+                        out.backward(torch.zeros_like(out))
+                    del out
+
+    return compile_ahead(dry_run, show if progress else None)

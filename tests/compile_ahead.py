@@ -1,0 +1,50 @@
+"""Compiles two kernels ahead, side by side, for a GPU that is not there, and prints what it saw."""
+
+import json
+
+import torch
+import triton
+import triton.language as tl
+from compile_kernels import Driver
+from triton.runtime import driver
+
+from native_sparse_attention.kernels.common import ahead
+
+
+@triton.jit
+def add(x, y, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + i, tl.load(x + i, mask=i < n) + 1, mask=i < n)
+
+
+@triton.jit
+def wrong(x, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), tl.zeros([2 * BLOCK], tl.float32))
+
+
+def main() -> None:
+    driver.set_active(Driver(90))
+    steps = []
+    x = torch.zeros(64)
+
+    def run() -> None:
+        for block in (16, 32, 16):
+            add[(4,)](x, x, 64, BLOCK=block)
+
+    found = {"possible": ahead.is_possible()}
+    if found["possible"]:
+        found["first"] = ahead.compile_ahead(run, lambda *step: steps.append(step))
+        found["steps"] = steps[:]
+        found["again"] = ahead.compile_ahead(run)
+        found["ignored"] = ahead.compile_ahead(lambda: wrong[(1,)](x, BLOCK=3), ignore_errors=True)
+        try:
+            ahead.compile_ahead(lambda: wrong[(1,)](x, BLOCK=16))
+        except Exception as error:
+            found["error"] = type(error).__name__
+        found["values"] = x.sum().item()  # nothing was launched
+        found["mode"] = ahead.only_compiles.get()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Kernels compiled ahead of their first launch: side by side, and those that a layer then runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from native_sparse_attention import NSAConfig, SparseAttention, warmup
+from native_sparse_attention.compress import MeanPool
+
+CONFIG = NSAConfig(
+    dim=64, dim_head=32, heads=4, kv_heads=2, sliding_window_size=31, compress_block_size=16,
+    compress_block_sliding_stride=8, selection_block_size=16, num_selected_blocks=4, causal=True,
+)  # fmt: skip
+
+
+def test_kernels_compile_side_by_side(tmp_path):
+    pytest.importorskip("triton")
+    env = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).with_name("compile_ahead.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    if not found.pop("possible"):
+        pytest.skip("this Triton does not compile in threads, or there is one core")
+    assert found == {
+        "first": 2, "steps": [[1, 2], [2, 2]], "again": 0,
+        "ignored": 1, "error": "CompilationError", "values": 0.0, "mode": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call, names",
+    [
+        (lambda: warmup({"dim": 64}), "config must be an NSAConfig"),
+        (lambda: warmup(CONFIG, "bf16"), "dtype must be one of torch.bfloat16"),
+        (lambda: warmup(CONFIG, torch.float64), "dtype must be one of torch.bfloat16"),
+        (lambda: warmup(CONFIG, lengths=2048), "lengths must be a sequence"),
+        (lambda: warmup(CONFIG, lengths=[0]), "lengths must be"),
+        (lambda: warmup(CONFIG, training="yes"), "training must be"),
+        (lambda: warmup(CONFIG, progress=1.0), "progress must be"),
+    ],
+)
+def test_bad_arguments(call, names):
+    with pytest.raises(ValueError, match=names):
+        call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are kernels to compile")
+def test_nothing_to_compile(capsys):
+    assert warmup(CONFIG) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.gpu
+def test_a_layer_runs_what_was_compiled(capsys):
+    """Everything, at another batch too; and its results are right."""
+    with pytest.raises(ValueError, match="device must be a CUDA device"):
+        warmup(CONFIG, device="cpu")
+    first = warmup(CONFIG, torch.float32, lengths=(300,), documents=True)
+    assert ("kernels compiled" in capsys.readouterr().err) == (first > 0)
+    layer = SparseAttention.from_config(CONFIG, compress_mlp=MeanPool()).cuda()
+    x = torch.randn(2, 300, 64, device="cuda", requires_grad=True)
+    outs = []
+    for backend in ("triton", "eager"):
+        layer.backend = backend
+        out = layer(x)
+        outs.append([out, *torch.autograd.grad(out.square().sum(), x)])
+    for got, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+    assert warmup(CONFIG, torch.float32, lengths=(300,), documents=True, progress=False) == 0
