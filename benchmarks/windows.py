@@ -71,7 +71,7 @@ def draw(b: int, h: int, n: int, d: int, device: torch.device) -> list[Tensor]:
 def summaries(layer: SparseAttention, kv: list[Tensor], way: str) -> list[Tensor]:
     raw = dict(zip("kv", kv, strict=True))
     if way == "sliding":
-        found = layer.compress_whole(raw, None)
+        found = layer.compress_whole(raw, None, layer.backend)
     else:
         l, d = layer.compress_block_size, layer.compress_block_sliding_stride
         found = layer.compress({name: windows_of(t, l, d, True) for name, t in raw.items()})

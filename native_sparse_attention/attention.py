@@ -17,7 +17,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
-from . import decoding
+from . import blocks, decoding
 from .block_sizes import BlockSizes
 from .cache.identity import Identity
 from .cache.kv_cache import KVCache
@@ -25,13 +25,22 @@ from .checks.keywords import refuse
 from .checks.networks import check_compress_mlp, check_gate, check_input, copied
 from .checks.scalars import check_hidden
 from .checks.tensors import check_bools
-from .compress import count_freely, default_compress_mlp, slide, slides, windowed, windows_of
+from .compress import (
+    MeanPool,
+    count_freely,
+    default_compress_mlp,
+    slide,
+    slides,
+    windowed,
+    windows_of,
+)
 from .config import NSAConfig
 from .frequencies import RotaryLayer
 from .gate import default_gate
 from .initialization import reset
-from .ops import nsa
+from .ops import dispatch, nsa
 from .ops.call import Call
+from .ops.triton.compress import means
 from .rotary import Rotary, make_rotary
 from .varlen import Documents, layer_layout
 
@@ -355,7 +364,7 @@ class SparseAttention(RotaryLayer):
         # windows are made of raw keys (they have positions of their own), tokens are rotated
         positions = None if documents is None else documents.positions()
         rotated_q, tokens = decoding.rotated(self, q, kv, 0, positions, backend)
-        tokens |= self.compress_whole({"k": kv[0], "v": kv[1]}, documents)
+        tokens |= self.compress_whole({"k": kv[0], "v": kv[1]}, documents, backend)
         where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
         out, _ = self.attend(x, {"q": rotated_q, "cq": q, **tokens}, masks, **where)
         return self.combine_heads(out if layout is None else layout.collect(out))
@@ -405,10 +414,13 @@ class SparseAttention(RotaryLayer):
         return {"mem_k": mem_k, "mem_v": mem_v}
 
     def compress_whole(
-        self, raw: dict[str, Tensor], documents: Documents | None
+        self,
+        raw: dict[str, Tensor],
+        documents: Documents | None,
+        backend: str | tuple[str, ...],
     ) -> dict[str, Tensor]:
         """Summaries of whole sequences "k" and "v" [b h n d]; of networks that form them of the
-        sequence without a copy of each window."""
+        sequence without a copy of each window; means by a kernel."""
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         sliding = [net for net in (self.k_compress, self.v_compress) if slides(net)]
         count = count_freely(raw["k"].shape[2], d, self.causal)
@@ -418,6 +430,12 @@ class SparseAttention(RotaryLayer):
             }
             return self.compress(windows)
         positions = (self.k_intrablock_positions, self.v_intrablock_positions)
+        k, v = raw["k"], raw["v"]
+        if all(isinstance(net, MeanPool) for net in sliding) and dispatch.takes_kernels(
+            backend, "compress_mean", k.transpose(1, 2), v.transpose(1, 2)
+        ):
+            n = blocks.num_windows(k.shape[2], d, causal=self.causal)
+            return means(k, v, *positions, l, d, n)
         compressed = {}
         for name, net, p in zip("kv", sliding, positions, strict=True):
             compressed[f"c{name}"] = slide(net, windowed(raw[name], l, d, self.causal), p, l, d)

@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from native_sparse_attention.config import AttentionConfig
-from native_sparse_attention.kernels import rotary
+from native_sparse_attention.kernels import compress_mean, rotary
 from native_sparse_attention.kernels.common import launch, limits, sm90
 from native_sparse_attention.kernels.decode import kv_cache, persistent, read_all
 from native_sparse_attention.kernels.decode.call import Call, Settings
@@ -217,6 +217,16 @@ def rotate(dtype, heads, tokens=64, starts=None):
     rotary.rotate(pair, torch.ones(D // 2), starts, None, 0, 1.0)
 
 
+def means(dtype, heads, l=32, d=16, tokens=256):
+    """Means of windows of a projection's keys and values."""
+    _, K, D = heads
+    kv = torch.zeros(2, tokens, 3 * K * D).to(dtype).split(K * D, -1)[1:]
+    k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in kv)
+    positions = [torch.zeros(K, l, D)] * 2
+    ck, cv = compress_mean.forward(k, v, *positions, l, d, tokens // d)
+    compress_mean.backward(ck, cv, *positions, l, d, tokens)
+
+
 def rank(dtype, heads, importance="probs", **settings):
     """The selection; by probabilities as a Hopper does it."""
     H, K, D = heads
@@ -274,6 +284,9 @@ if __name__ == "__main__":
         rotate(torch.bfloat16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
         rotate(torch.float16, (3, 1, 80))
         rotate(torch.float32, (4, 4, 256))
+    if not some or "means" in some:
+        means(torch.bfloat16, (64, 4, 128))
+        means(torch.float32, (3, 1, 80), 5, 1)
     if not some or "layer" in some:
         layer(torch.bfloat16)
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)

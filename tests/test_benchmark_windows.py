@@ -28,8 +28,8 @@ def test_wrong_summaries_are_not_timed(monkeypatch):
     windows.check(layer, kv, "sliding")
     right = layer.compress_whole
 
-    def a_stride_late(raw, documents):
-        return {name: t.roll(1, dims=2) for name, t in right(raw, documents).items()}
+    def a_stride_late(raw, documents, backend):
+        return {name: t.roll(1, dims=2) for name, t in right(raw, documents, backend).items()}
 
     monkeypatch.setattr(layer, "compress_whole", a_stride_late)
     with pytest.raises(WrongResult, match="sliding windows err by"):

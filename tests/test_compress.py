@@ -6,6 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from budget import DEVICE
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
@@ -264,13 +265,15 @@ def layer_of(name: str, l: int, d: int, causal: bool = True) -> SparseAttention:
     return layer
 
 
-def summaries(layer: SparseAttention, raw: dict[str, Tensor], copied: bool) -> list[Tensor]:
+def summaries(
+    layer: SparseAttention, raw: dict[str, Tensor], copied: bool, backend: str = "eager"
+) -> list[Tensor]:
     """Of whole sequences; by copies of each window, as for other networks."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
     if copied:
         found = layer.compress({n: windows_of(t, l, d, layer.causal) for n, t in raw.items()})
     else:
-        found = layer.compress_whole(raw, None)
+        found = layer.compress_whole(raw, None, backend)
     return [found["ck"], found["cv"]]
 
 
@@ -289,6 +292,34 @@ def test_windows_without_copies(name, l, d, n, causal):
           for t in (expected, actual)]  # fmt: skip
     for right, found in zip((*expected, *of[0]), (*actual, *of[1]), strict=True):
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("n", [2, 13, 70])
+@pytest.mark.parametrize("l, d", [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_means_by_the_kernel(dtype, l, d, n, causal):
+    """Of keys and values as a projection gives them, and positions of another dtype: no further
+    from the means of copied windows, and their gradients, than PyTorch in that dtype."""
+    layer = layer_of("mean", l, d, causal).to(DEVICE)
+    projected = torch.randn(2, n, 3 * H * D, device=DEVICE).to(dtype)
+    names = ("k", "v", "k_intrablock_positions", "v_intrablock_positions")
+    results, weights = {}, None
+    for way, kind in (("exact", torch.float64), ("eager", dtype), ("triton", dtype)):
+        module = deepcopy(layer).to(kind if way == "exact" else torch.float32)
+        leaf = projected.to(kind, copy=True).requires_grad_()
+        k, v = (t.unflatten(2, (H, D)).transpose(1, 2) for t in leaf.chunk(3, 2)[1:])
+        found = summaries(module, {"k": k, "v": v}, way == "exact", way)
+        weights = weights or [torch.randn_like(t) for t in found]
+        leaves = [leaf, *(getattr(module, name) for name in names[2:])]
+        loss = [(t * w.to(kind)).sum() for t, w in zip(found, weights, strict=True)]
+        grads = torch.autograd.grad(sum(loss), leaves, allow_unused=True, materialize_grads=True)
+        results[way] = [*found, *grads]
+    for right, low, got in zip(*results.values(), strict=True):
+        assert got.shape == right.shape and got.dtype == low.dtype
+        error, allowed = ((t.double() - right).norm() for t in (got, low))
+        assert error <= 1.5 * allowed + 4 * torch.finfo(dtype).eps * right.norm()
 
 
 @pytest.mark.parametrize("name", SLIDING)

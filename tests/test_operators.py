@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import native_sparse_attention as library
 from benchmarks.problem import pooled
 from native_sparse_attention.ops.triton import operators
-from native_sparse_attention.ops.triton.operator import Arguments, operator
+from native_sparse_attention.ops.triton.compress import means
+from native_sparse_attention.ops.triton.operator import Arguments, Operator
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.budget import DEVICE
 from tests.interpreter import not_of_3_4
@@ -117,6 +118,11 @@ def rotated(tensors):
     return rotate(rotary, given, torch.tensor([3], device=DEVICE), None, "triton")[0]
 
 
+def averaged(tensors):
+    k, v = (tensors[name].transpose(1, 2) for name in "kv")
+    return means(k, v, leaf(2, L, 16), leaf(2, L, 16), L, D, 3)["ck"]
+
+
 def own_window(tensors):
     """The tensors that few calls have: a window's own keys and values, queries of branch 1."""
     others = {"window_k": "k", "window_v": "v", "cq": "q"}
@@ -154,6 +160,7 @@ CASES = {
         ),
     ),
     "rotated": (("rotate",), lambda: rotated(draw())),
+    "means": (("compress_mean", "compress_mean_backward"), lambda: averaged(draw())),
 }  # fmt: skip
 
 
@@ -285,10 +292,10 @@ def test_what_an_operator_writes_to_has_another_version():
     """Autograd then knows that what it kept is no longer there."""
     arguments = Arguments("Tensor(a!) t", "Tensor(b!)? other", settings=False)
 
-    @operator("test_fill", arguments, "()", lambda at: None, ("t", "other"))
-    def fill(at):
+    def run(at):
         at.t.data.fill_(3.0)  # as a kernel does, unseen by autograd
 
+    fill = Operator("fill", None, arguments, run, ("t", "other"))
     t = torch.zeros(2, device=DEVICE)
     before = t._version
     fill(t=t)

@@ -33,6 +33,7 @@ OPERATIONS = (
     "decode_attention",
     "native_sparse_attention",
     "rotate",
+    "compress_mean",
     "select_blocks",
     "selected_attention",
     "sliding_window_attention",
