@@ -199,6 +199,8 @@ def in_process(cwd, *args):
     """As `call`, without a process of its own: a start of torch for each bad option is long."""
     out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
     threads = script.torch.get_num_threads()
+    # training lets fp32 products be TF32: on a GPU, every later test of the process would err
+    precision = script.torch.get_float32_matmul_precision()
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     try:
         os.chdir(cwd)
@@ -209,6 +211,7 @@ def in_process(cwd, *args):
     finally:
         os.chdir(before)
         script.torch.set_num_threads(threads)
+        script.torch.set_float32_matmul_precision(precision)
         signal.signal(signal.SIGINT, handlers[0])
         signal.signal(signal.SIGTERM, handlers[1])
     return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())

@@ -119,7 +119,6 @@ def test_float16_with_a_scaler():
     assert losses[-1] < 0.95 * losses[0]
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_for_all_lengths(dtype):
     """One graph, compiled at most twice, forward and backward, that errs no more than twice as much
