@@ -62,7 +62,6 @@ def test_forward_and_backward(settings, dtype):
         assert torch.equal(first, second)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled():
     """To float32's precision: the compiler times its own kernels, and may choose others there."""
     x = torch.randn(1, 200, 128)

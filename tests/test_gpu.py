@@ -65,7 +65,6 @@ def test_cached_decoding(setting):
         assert on_cpu.device == torch.device("cpu") and cache.device.type == "cuda"
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("use_sparse_attn", [True, False])
 def test_training_under_autocast_and_compile(use_sparse_attn):
     """bf16 autocast, compiled, several lengths: losses near the eager ones; and greedy sampling."""
