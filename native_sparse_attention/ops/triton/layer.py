@@ -277,7 +277,8 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
         num_ranked = blocks.num_blocks(call.k.shape[1], s)
     where = layout(call.q_offset, call.documents)
     values = {**tensors, **where, "leaders": call.leader_indices, "num_ranked": num_ranked}
-    if call.q.is_cuda and not torch.compiler.is_compiling():
+    # not of a graph, whose lengths are symbols
+    if call.q.is_cuda and not torch.compiler.is_compiling() and isinstance(call.q.shape[1], int):
         compile_first(call, config, values)
     out, block_indices, *_ = layer(config, **values)
     return out, block_indices
