@@ -70,6 +70,13 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.fixture
+def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host code runs once a call, for who counts what it does: nothing is compiled ahead."""
+    ahead = pytest.importorskip("native_sparse_attention.kernels.common.ahead")
+    monkeypatch.setattr(ahead, "is_possible", lambda: False)
+
+
+@pytest.fixture
 def waits_for_nothing() -> Callable[[], AbstractContextManager[None]]:
     """A context in which to wait for the GPU is an error."""
 

@@ -44,6 +44,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
+from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.kernels.common import launch, sm90
 from native_sparse_attention.kernels.selected import union, workspace
 
@@ -277,6 +278,15 @@ def full() -> None:
     )  # fmt: skip
 
 
+def means() -> None:
+    """Windows of keys and values, summed up as they are pooled."""
+    module = SparseAttention(
+        24, 24, 6, 5, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        compress_mlp=MeanPool(), backend="triton",
+    ).to(DEVICE)  # fmt: skip
+    module(draw(2, 29, 24, dtype=torch.float32)).sum().backward()
+
+
 def wide() -> None:
     layer(67, 67, (64, 1, 192, 128), importance="probs")
 
@@ -285,7 +295,7 @@ PARTS = {
     part.__name__: part
     for part in (
         causal, not_causal, groups_of_tokens, unaligned, gates, documents, documents_not_causal,
-        ragged, alike, rows, little, pages, *((full, wide) if CUDA else ()),
+        ragged, alike, rows, little, pages, means, *((full, wide) if CUDA else ()),
         *((hopper,) if HOPPER else ()),
     )
 }  # fmt: skip

@@ -96,7 +96,7 @@ def close(actual, expected):
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, as_written):
     """(kernel, rows, keys) of the tiles that were launched with."""
     pytest.importorskip("triton")
     from native_sparse_attention.kernels.common import launch

@@ -198,7 +198,7 @@ def test_one_node():
 
 @not_of_3_4
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monkeypatch):
+def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monkeypatch, as_written):
     """Unless it is asked for again: the second of two passes finds what the first one found."""
     form, finish = fused.layer_backward_preprocess, fused.layer_backward
     alive = []

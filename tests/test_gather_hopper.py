@@ -21,7 +21,7 @@ SIZES = pytest.mark.parametrize("size", [1.0, 8.0], ids=["by the bound", "by the
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(monkeypatch, as_written):
     """How often each kernel was launched, which take small problems too."""
     seen = {"forward": 0, "backward_q": 0}
 

@@ -31,7 +31,7 @@ def chosen(B, T, R, n, s):
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(monkeypatch, as_written):
     """How often the kernel was launched, which takes small problems too."""
     seen = []
     run = union_sm90.forward
