@@ -25,6 +25,7 @@ except ImportError:
 
 # whether launches of this thread only compile
 only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+# of those who put something in the place of launches
 one_at_a_time = threading.Lock()
 
 

@@ -6,8 +6,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
 
 import torch
+
+# who writes down how streams wait for one another
+listener: ContextVar[Any] = ContextVar("listener", default=None)
 
 
 @functools.cache
@@ -28,10 +33,15 @@ def forked(device: torch.device, ahead: bool = False) -> Iterator[AbstractContex
     first = torch.cuda.current_stream(device)
     beside = second(first.device_index, first.cuda_stream, ahead)
     beside.wait_stream(first)
+    heard = listener.get()
+    if heard is not None:
+        heard.forked(beside, ahead)
     try:
         yield torch.cuda.stream(beside)
     finally:
         first.wait_stream(beside)
+        if heard is not None:
+            heard.waits(first.cuda_stream, beside.cuda_stream)
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
@@ -40,6 +50,8 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
         return None
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
+    if listener.get() is not None:
+        listener.get().marked(event)
     return event
 
 
@@ -47,3 +59,5 @@ def wait(device: torch.device, event: torch.cuda.Event | None) -> None:
     """What is launched from here on waits for what was marked."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
+        if listener.get() is not None:
+            listener.get().awaited(event)

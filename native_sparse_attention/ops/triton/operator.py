@@ -167,16 +167,28 @@ def operator(
     AD. `fake` gives the results without their values."""
 
     def make(run: Callable[[SimpleNamespace], Any]) -> Operator:
-        first = arguments.names[0]
+        repeated: list[Any] = []
+        numbers = [n for n in arguments.names if n not in arguments.tensors]
 
-        def there(at: SimpleNamespace) -> Any:
+        def sized(at: SimpleNamespace) -> Any:
             from ...kernels.common import overrides
 
-            tensor, sizes = getattr(at, first), at.config and at.config.block_sizes
-            tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-            sizes = flat(sizes) if isinstance(sizes, BlockSizes) else sizes
-            with torch.cuda.device_of(tensor), overrides.sized(sizes):
+            sizes = at.config and at.config.block_sizes
+            with overrides.sized(flat(sizes) if isinstance(sizes, BlockSizes) else sizes):
                 return run(at)
+
+        def there(at: SimpleNamespace) -> Any:
+            from ...kernels.common import replay
+
+            tensors = arguments.flat_tensors(vars(at))
+            with torch.cuda.device_of(tensors[0]):
+                if mutates or not replay.is_possible(tensors[0]):
+                    return sized(at)
+                if not repeated:
+                    repeated.append(replay.Repeated(sized))
+                lengths = [len(t) for t in vars(at).values() if isinstance(t, (list, tuple))]
+                rest = at.config, *(getattr(at, name) for name in numbers), *lengths
+                return repeated[0](at, tensors, rest)
 
         def implementation(*values: Any) -> Any:
             return there(arguments.named(values))

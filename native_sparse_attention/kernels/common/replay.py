@@ -1,0 +1,442 @@
+"""Host code that runs once, and whose launches are repeated.
+
+What a call of the layer launches is a function of the shapes, strides and alignments of its tensors
+and of its settings. Its second call with the same ones is recorded: allocations, launches, what
+torch computes between them, and how streams wait for one another. Later calls repeat that with
+their own tensors, and plan nothing: a launch takes a tenth of the time.
+
+Tensors are named by their source, an input or an allocation, and by how far in it they begin.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from triton.runtime import jit
+
+from . import ahead, launch, streams
+
+# plans of an operator, of which all are dropped when there are more
+MOST_PLANS = 256
+EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
+         "aten::new_empty_strided")  # fmt: skip
+# whether launches of this thread are being recorded; whether calls are where there is no GPU
+recording: ContextVar[bool] = ContextVar("recording", default=False)
+everywhere: ContextVar[bool] = ContextVar("everywhere", default=False)
+RUN = jit.JITFunction.run
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor by its source."""
+
+    source: int
+    offset: int  # bytes from where the source begins
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, base: Tensor) -> Tensor:
+        same = self.offset == 0 and self.dtype == base.dtype and self.shape == tuple(base.shape)
+        if same and self.stride == base.stride():
+            return base
+        first = base.storage_offset() * base.element_size() + self.offset
+        like = torch.empty(0, dtype=self.dtype, device=base.device)
+        return like.set_(
+            base.untyped_storage(), first // self.dtype.itemsize, self.shape, self.stride
+        )
+
+
+@dataclass
+class State:
+    """A call under way: tensors by source, their addresses, streams and events."""
+
+    bases: list[Any]
+    addresses: list[int]
+    on_gpu: bool
+    streams: list[torch.cuda.Stream]
+    handles: list[int]
+    events: dict[int, torch.cuda.Event] = field(default_factory=dict)
+
+    def on(self, stream: int) -> Any:
+        return torch.cuda.stream(self.streams[stream]) if stream else nullcontext()
+
+    def put(self, source: int, tensor: Tensor) -> None:
+        self.bases[source] = tensor
+        self.addresses[source] = tensor.data_ptr()
+
+
+Step = Callable[[State], None]
+
+
+def begin(t: Tensor) -> int:
+    """Where a tensor begins in its storage, in bytes."""
+    return t.storage_offset() * t.element_size()
+
+
+class Address:
+    """What a descriptor asks of its tensor at a launch."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def based(descriptor: Any, base: Any) -> Any:
+    """The descriptor of another tensor, which is not checked again."""
+    other = object.__new__(type(descriptor))
+    other.__dict__.update(descriptor.__dict__, base=base)
+    return other
+
+
+class Launch:
+    """A kernel with its grid and arguments, but for tensors."""
+
+    def __init__(
+        self, runner: Any, args: list[Any], tensors: list[tuple[int, View]],
+        descriptors: list[tuple[int, Any, View]], stream: int,
+    ) -> None:  # fmt: skip
+        self.runner, self.args, self.stream = runner, args, stream
+        self.tensors, self.descriptors = tensors, descriptors
+        self.pointers = [(at, view.source, view.offset) for at, view in tensors]
+
+    def __call__(self, state: State) -> None:
+        args, addresses = self.args.copy(), state.addresses
+        if not state.on_gpu:
+            for at, view in self.tensors:
+                args[at] = view.of(state.bases[view.source])
+            for at, descriptor, view in self.descriptors:
+                args[at] = based(descriptor, view.of(state.bases[view.source]))
+            self.runner(*args)
+            return
+        for at, source, offset in self.pointers:
+            args[at] = addresses[source] + offset
+        for at, descriptor, view in self.descriptors:
+            address = addresses[view.source] + view.offset
+            args[at] = based(descriptor, Address(address, view.dtype))
+        self.runner(*args, stream=state.handles[self.stream])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a call, and where its results lie."""
+
+    steps: list[Step]
+    sources: int
+    paths: list[tuple[bool, ...]]  # of streams, from the current one: whether it goes ahead
+    results: tuple[list[View], Any]  # and what they make
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        device = inputs[0].device
+        on_gpu, found = device.type == "cuda", []
+        if on_gpu:
+            current = torch.cuda.current_stream(device)
+            for path in self.paths:
+                stream = current
+                for ahead in path:
+                    stream = streams.second(stream.device_index, stream.cuda_stream, ahead)
+                found.append(stream)
+        rest = self.sources - len(inputs)
+        addresses = [t.data_ptr() for t in inputs] + [0] * rest
+        handles = [stream.cuda_stream for stream in found]
+        state = State([*inputs, *[None] * rest], addresses, on_gpu, found, handles)
+        for step in self.steps:
+            step(state)
+        views, structure = self.results
+        found = [view.of(state.bases[view.source]) for view in views]
+        return tree_unflatten(found, structure)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what a call does. `failed`: something that cannot be repeated."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.failed = False
+        self.inputs, self.sources = len(inputs), len(inputs)
+        self.device = inputs[0].device
+        self.known: dict[int, tuple[int, int]] = {}  # by storage: source and its address
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by source: and its storage
+        self.paths: list[tuple[bool, ...]] = [()]
+        self.by_handle: dict[int, int] = {}
+        self.events: dict[int, int] = {}
+        self.kept: list[Any] = []  # events, so that none is taken for another
+        for source, t in enumerate(inputs):
+            self.known.setdefault(self.storage(t), (source, begin(t)))
+        if self.device.type == "cuda":
+            self.by_handle[torch.cuda.current_stream(self.device).cuda_stream] = 0
+
+    @staticmethod
+    def storage(t: Tensor) -> int:
+        return t.untyped_storage().data_ptr()
+
+    def view(self, t: Tensor) -> View:
+        at = self.known.get(self.storage(t))
+        if at is None:  # neither given nor made here: the same for all calls
+            source, self.sources = self.sources, self.sources + 1
+            at = self.known[self.storage(t)] = source, begin(t)
+            self.steps.append(lambda state: state.put(source, t))
+        return View(at[0], begin(t) - at[1], tuple(t.shape), t.stride(), t.dtype)
+
+    def made(self, t: Tensor) -> int:
+        """The source that a new tensor is."""
+        source, self.sources = self.sources, self.sources + 1
+        self.known[self.storage(t)] = source, begin(t)
+        self.alive[source] = StorageWeakRef(t.untyped_storage()), self.storage(t)
+        return source
+
+    def forget(self) -> None:
+        """Let go of what the call has let go of."""
+        gone = [source for source, (ref, _) in self.alive.items() if ref.expired()]
+        for source in gone:
+            _, storage = self.alive.pop(source)
+            if self.known.get(storage, (None,))[0] == source:
+                del self.known[storage]
+        if gone:
+
+            def let_go(state: State) -> None:
+                for source in gone:
+                    state.bases[source] = None
+
+            self.steps.append(let_go)
+
+    def stream(self) -> int:
+        """The number of the current stream."""
+        if self.device.type != "cuda":
+            return 0
+        found = self.by_handle.get(torch.cuda.current_stream(self.device).cuda_stream)
+        self.failed |= found is None
+        return found or 0
+
+    # what torch does
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.forget()
+        before = [self.view(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        out = func(*args, **kwargs)
+        outs = tree_flatten(out)[0]
+        if not all(isinstance(t, Tensor) for t in outs):
+            self.failed = True
+            return out
+        fresh = [t for t in outs if t.numel() and self.storage(t) not in self.known]
+        name, stream = func.name().split(".")[0], self.stream()
+        if name in EMPTY:
+            for t in fresh:
+                self.allocate(t, stream)
+        elif fresh or func._schema.is_mutable:
+            flat, structure = tree_flatten((args, kwargs))
+            views = iter(before)
+            flat = [next(views) if isinstance(t, Tensor) else t for t in flat]
+            sources = [self.made(t) if any(t is f for f in fresh) else None for t in outs]
+            self.compute(func, flat, structure, sources, stream)
+        return out
+
+    def allocate(self, t: Tensor, stream: int) -> None:
+        source = self.made(t)
+        size, stride, kind = tuple(t.shape), t.stride(), dict(dtype=t.dtype, device=t.device)
+
+        def step(state: State) -> None:
+            with state.on(stream):
+                state.put(source, torch.empty_strided(size, stride, **kind))
+
+        def here(state: State) -> None:
+            state.put(source, torch.empty_strided(size, stride, **kind))
+
+        self.steps.append(step if stream else here)
+
+    def compute(
+        self, func: Any, flat: list[Any], structure: Any, sources: list[int | None], stream: int
+    ) -> None:
+        def step(state: State) -> None:
+            given = [self_of(state, value) if isinstance(value, View) else value for value in flat]
+            args, kwargs = tree_unflatten(given, structure)
+            with state.on(stream):
+                outs = tree_flatten(func(*args, **kwargs))[0]
+            for source, t in zip(sources, outs, strict=True):
+                if source is not None:
+                    state.put(source, t)
+
+        self.steps.append(step)
+
+    # launches
+
+    def launched(
+        self, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: Any, made: Any
+    ) -> None:
+        self.forget()
+        parameters = inspect.signature(kernel.fn).parameters
+        values = dict(zip(parameters, args, strict=False))
+        options = {n: value for n, value in kwargs.items() if n not in parameters}
+        values |= {n: value for n, value in kwargs.items() if n in parameters}
+        flat, tensors, descriptors = [], [], []
+        for at, (name, parameter) in enumerate(parameters.items()):
+            value = values.get(name, parameter.default)
+            flat.append(value)
+            if isinstance(value, Tensor):
+                tensors.append((at, self.view(value)))
+                flat[-1] = None
+            elif hasattr(value, "base") and isinstance(value.base, Tensor):
+                descriptors.append((at, based(value, None), self.view(value.base)))
+                flat[-1] = None
+        size = (*grid, 1, 1)[:3]
+        runner = made[size] if made is not None else interpreted(kernel, grid, options)
+        self.steps.append(Launch(runner, flat, tensors, descriptors, self.stream()))
+
+    # streams: see `streams.py`
+
+    def forked(self, beside: torch.cuda.Stream, ahead: bool) -> None:
+        path = (*self.paths[self.stream()], ahead)
+        if path not in self.paths:
+            self.paths.append(path)
+        self.by_handle[beside.cuda_stream] = self.paths.index(path)
+        self.waits(beside.cuda_stream, torch.cuda.current_stream(self.device).cuda_stream)
+
+    def waits(self, stream: int, other: int) -> None:
+        a, b = (self.by_handle.get(handle, -1) for handle in (stream, other))
+        self.failed |= min(a, b) < 0
+        self.steps.append(lambda state: state.streams[a].wait_stream(state.streams[b]))
+
+    def marked(self, event: Any) -> None:
+        number, stream = self.events.setdefault(id(event), len(self.events)), self.stream()
+        self.kept.append(event)
+
+        def step(state: State) -> None:
+            state.events[number] = torch.cuda.Event()
+            state.events[number].record(state.streams[stream])
+
+        self.steps.append(step)
+
+    def awaited(self, event: Any) -> None:
+        number, stream = self.events.get(id(event), -1), self.stream()
+        self.failed |= number < 0
+        self.steps.append(lambda state: state.streams[stream].wait_event(state.events[number]))
+
+    def plan(self, results: Any) -> Plan | None:
+        """What was recorded; None if it cannot be repeated."""
+        found, structure = tree_flatten(results)
+        views = [self.view(t) if isinstance(t, Tensor) else t for t in found]
+        for view in views:
+            # an input that is returned would be another tensor for autograd
+            self.failed |= not isinstance(view, View) or 0 <= view.source < self.inputs
+        if self.failed:
+            return None
+        self.forget()
+        return Plan(self.steps, self.sources, self.paths, (views, structure))
+
+
+def self_of(state: State, view: View) -> Tensor:
+    return view.of(state.bases[view.source])
+
+
+def interpreted(kernel: Any, grid: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    return lambda *args: kernel[grid](*args, **options)
+
+
+@contextmanager
+def launches_go_to(recorder: Recorder) -> Iterator[None]:
+    """Launches of this thread are recorded, too."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    token = recording.set(True)
+    streams.listener.set(recorder)
+    own = {kind: kind.run for kind in (jit.JITFunction, InterpretedFunction)}
+
+    def watched(kind: Any) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            with _disable_current_modes():  # the interpreter copies tensors
+                made = own[kind](self, *args, grid=grid, warmup=warmup, **kwargs)
+            if recording.get():
+                recorder.launched(self, grid, args, kwargs, made)
+            return made
+
+        return run
+
+    for kind in own:
+        kind.run = watched(kind)
+    try:
+        yield
+    finally:
+        for kind, run in own.items():
+            kind.run = run
+        streams.listener.set(None)
+        recording.reset(token)
+
+
+def is_possible(tensor: Tensor) -> bool:
+    """Whether calls may be repeated: not while somebody looks at launches, or has put tiles in the
+    place of others."""
+    return (
+        (tensor.is_cuda or everywhere.get())
+        and jit.JITFunction.run is RUN
+        and not recording.get()
+        and not ahead.only_compiles.get()
+        and not launch.override
+    )
+
+
+class Repeated:
+    """A function of tensors and numbers whose calls are recorded and repeated."""
+
+    def __init__(self, run: Callable[[Any], Any]) -> None:
+        self.run = run
+        # by what a call is made of: None after the first, False if it cannot be repeated
+        self.plans: dict[Any, Plan | bool | None] = {}
+
+    def __call__(self, at: Any, tensors: Sequence[Tensor | None], rest: Any) -> Any:
+        """run(at), whose tensors are these, and which is a function of them and of `rest`."""
+        given = [t for t in tensors if t is not None]
+        key = (rest, *map(described, tensors), shared(given))
+        plan = self.plans.get(key)
+        if isinstance(plan, Plan):
+            return plan(given)
+        if plan is False:
+            return self.run(at)
+        if key not in self.plans:
+            if len(self.plans) >= MOST_PLANS:
+                self.plans.clear()
+            self.plans[key] = None
+            return self.run(at)
+        if not ahead.one_at_a_time.acquire(blocking=False):
+            return self.run(at)  # another thread has put something in the place of launches
+        try:
+            recorder = Recorder(given)
+            with launches_go_to(recorder), recorder:
+                results = self.run(at)
+        finally:
+            ahead.one_at_a_time.release()
+        self.plans[key] = recorder.plan(results) or False
+        return results
+
+
+def described(t: Tensor | None) -> Any:
+    if t is None:
+        return None
+    return t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.data_ptr() % 16
+
+
+def shared(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Which tensors lie in the same storage."""
+    seen: dict[int, int] = {}
+    return tuple(
+        seen.setdefault(t.untyped_storage().data_ptr(), number) for number, t in enumerate(tensors)
+    )
