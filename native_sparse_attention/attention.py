@@ -41,7 +41,7 @@ from .initialization import reset
 from .ops import dispatch, nsa
 from .ops.call import Call
 from .ops.triton.compress import means
-from .rotary import Rotary, make_rotary
+from .rotary import Rotary, make_rotary, rotated_heads
 from .varlen import Documents, layer_layout
 
 
@@ -360,21 +360,41 @@ class SparseAttention(RotaryLayer):
             out = out if layout is None else layout.collect(out)
             return (out, cache) if return_cache else out
 
-        x, q, kv = self.project(inp)
-        # windows are made of raw keys (they have positions of their own), tokens are rotated
+        x = self.norm(inp)
         positions = None if documents is None else documents.positions()
-        rotated_q, tokens = decoding.rotated(self, q, kv, 0, positions, backend)
-        tokens |= self.compress_whole({"k": kv[0], "v": kv[1]}, documents, backend)
+        tensors, raw = self.rotated(self.to_qkv(x), positions, backend)
+        tensors |= self.compress_whole(raw, documents, backend)
         where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
-        out, _ = self.attend(x, {"q": rotated_q, "cq": q, **tokens}, masks, **where)
+        out, _ = self.attend(x, tensors, masks, **where)
         return self.combine_heads(out if layout is None else layout.collect(out))
+
+    def rotated(
+        self, qkv: Tensor, positions: Tensor | None, backend: str | tuple[str, ...]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Queries, keys and values [b h n d] of a whole sequence, rotated; and the keys and values
+        of which windows are made: raw, as they have positions of their own."""
+        if self.branch_kv == "shared":
+            given = self.heads, self.dim_head, positions, backend
+            heads = rotated_heads(self.rotary_emb, qkv, *given)
+            if heads is not None:
+                tensors = {"q": heads.q, "cq": heads.cq, "k": heads.k, "v": heads.v}
+                return tensors, {"k": heads.ck, "v": heads.cv}
+        q, kv = self.split(qkv)
+        rotated_q, tokens = decoding.rotated(self, q, kv, 0, positions, backend)
+        return {"q": rotated_q, "cq": q, **tokens}, {"k": kv[0], "v": kv[1]}
 
     def project(self, inp: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The normalized input, queries [b h n d], and keys and values in turn."""
         x = self.norm(inp)
-        q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)
-        q = rearrange(q, "b n (h d) -> b h n d", d=self.dim_head)
-        return x, q, [rearrange(t, "b n (h d) -> b h n d", d=self.dim_head) for t in kv]
+        return x, *self.split(self.to_qkv(x))
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Queries [b h n d], and keys and values in turn."""
+        q, *kv = (
+            rearrange(t, "b n (h d) -> b h n d", d=self.dim_head)
+            for t in qkv.split(self.qkv_split, dim=-1)
+        )
+        return q, kv
 
     def attend(
         self,

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from .frequencies import cast, exact_frequencies, frequencies_of, keep_exact, reset_frequencies
 from .ops import dispatch
+from .ops.triton.rotary import Heads, projected_heads
 from .ops.triton.rotary import rotate as by_kernel
 
 
@@ -95,6 +96,25 @@ def rotate(
     starts, start = (start, 0) if isinstance(start, Tensor) else (None, start)
     factor = float(rotary.interpolate_factor)
     return by_kernel(tensors, exact_frequencies(rotary), starts, positions, start, factor)
+
+
+def rotated_heads(
+    rotary: RotaryEmbedding | Rotary | None,
+    qkv: Tensor,
+    heads: int,
+    dim_head: int,
+    positions: Tensor | None,
+    backend: str | tuple[str, ...],
+) -> Heads | None:
+    """Of a projection's output [b n (h + 2 k) d]: queries and keys [b h n d], rotated and as they
+    are, and values. None where `rotate` does as well."""
+    if rotary is None or (rotary.freqs.requires_grad and torch.is_grad_enabled()):
+        return None
+    q = qkv.unflatten(-1, (-1, dim_head))
+    if not dispatch.takes_kernels(backend, "rotate", q[:, :, :heads], q[:, :, heads:]):
+        return None
+    factor = float(rotary.interpolate_factor)
+    return projected_heads(qkv, heads, dim_head, exact_frequencies(rotary), positions, factor)
 
 
 def make_rotary(

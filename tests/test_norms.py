@@ -40,16 +40,26 @@ def sized(q, size):
 @pytest.mark.parametrize("D", [16, 80])
 def test_largest_norms(N, D):
     k = torch.randn(2, N, 6, D, device=DEVICE).to(DTYPE)[:, :, ::2]
-    found = key_norms.key_norms(k.new_empty(2, N, 3, D), k)
+    found, _ = key_norms.key_norms(k.new_empty(2, N, 3, D), k)
     expected = k.float().norm(dim=-1).amax(1) if N else k.new_zeros(2, 3).float()
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("N, W", [(130, 9), (9, 130), (0, 3), (3, 0)])
+def test_of_compressed_keys_too(N, W):
+    k, ck = (torch.randn(2, n, 3, 16, device=DEVICE).to(DTYPE) for n in (N, W))
+    found = key_norms.key_norms(k.new_empty(2, 40, 3, 16), k, ck)
+    for norms, keys in zip(found, (k, ck), strict=True):
+        n = keys.shape[1]
+        expected = keys.float().norm(dim=-1).amax(1) if n else k.new_zeros(2, 3).float()
+        torch.testing.assert_close(norms, expected)
+
+
 def test_not_of_few_queries():
     q, k = (torch.randn(1, n, 2, 16, device=DEVICE).to(DTYPE) for n in (8, 33))
-    assert key_norms.key_norms(q, k) is None
-    assert key_norms.key_norms(q, k[:, :32]) is not None
-    assert key_norms.key_norms(q.half(), k[:, :32].half()) is None
+    assert key_norms.key_norms(q, k) == (None, None)
+    assert key_norms.key_norms(q, k[:, :32])[0] is not None
+    assert key_norms.key_norms(q.half(), k[:, :32].half()) == (None, None)
 
 
 def layer(size, sinks=False):

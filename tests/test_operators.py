@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import native_sparse_attention as library
 from benchmarks.problem import pooled
 from native_sparse_attention.ops.triton import operators
+from native_sparse_attention.ops.triton import rotary as operator
 from native_sparse_attention.ops.triton.compress import means
 from native_sparse_attention.ops.triton.operator import Arguments, Operator
 from native_sparse_attention.rotary import Rotary, rotate
@@ -118,6 +119,15 @@ def rotated(tensors):
     return rotate(rotary, given, torch.tensor([3], device=DEVICE), None, "triton")[0]
 
 
+def turned_back(tensors):
+    q, k, v = (tensors[name].detach().transpose(1, 2) for name in "qkv")
+    grads = dict(zip(operator.GRADIENTS, (q, q.flip(1), k, k.flip(2), v, v.flip(2))))
+    freqs = Rotary(16).to(DEVICE).freqs
+    return operator.projected_heads_backward(
+        **grads, freqs=freqs, positions=None, start=0, factor=-1.0
+    )
+
+
 def averaged(tensors):
     k, v = (tensors[name].transpose(1, 2) for name in "kv")
     return means(k, v, leaf(2, L, 16), leaf(2, L, 16), L, D, 3)["ck"]
@@ -160,6 +170,7 @@ CASES = {
         ),
     ),
     "rotated": (("rotate",), lambda: rotated(draw())),
+    "turned back": (("projected_heads_backward",), lambda: turned_back(draw())),
     "means": (("compress_mean", "compress_mean_backward"), lambda: averaged(draw())),
 }  # fmt: skip
 

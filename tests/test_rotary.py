@@ -2,6 +2,7 @@
 on a GPU in every dtype."""
 
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,13 @@ from torch import nn
 
 from native_sparse_attention import KVCache, decoding
 from native_sparse_attention.ops.triton import rotary as operator
-from native_sparse_attention.rotary import Rotary, rotate, rotation
+from native_sparse_attention.rotary import Rotary, rotate, rotated_heads, rotation
 from tests.budget import CUDA, DEVICE
+
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels import rotary as kernels
+from native_sparse_attention.kernels.rotary import backward
 
 pytestmark = pytest.mark.kernels
 
@@ -133,6 +139,115 @@ def test_one_graph_for_all_lengths():
             torch.testing.assert_close(actual, expected)
             assert actual.stride() == expected.stride()
     assert len(graphs) == 1
+
+
+# of a projection
+
+
+def heads_of(rotary, qkv, positions, sizes, backend):
+    """q, k, cq, ck, v and cv: by one node, or by autograd's."""
+    (h, k), d = sizes, rotary_width(rotary)
+    if backend == "triton":
+        return rotated_heads(rotary, qkv, h, d, positions, backend)
+    split = qkv.unflatten(-1, (-1, d)).transpose(1, 2).split((h, k, k), 1)
+    q, k, v = split
+    return *rotate(rotary, [q, k], 0, positions, backend), q, k, v, v
+
+
+def rotary_width(rotary):
+    return 24 if len(rotary.freqs) == 4 else 2 * len(rotary.freqs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "rotary, sizes, n, given",
+    [
+        (Rotary(16), (3, 1), 70, False),
+        (Rotary(80), (9, 3), 5, True),
+        (Rotary(8), (2, 2), 1, False),
+        (RotaryEmbedding(16, interpolate_factor=1.7), (4, 2), 9, True),
+    ],
+    ids=["plain", "wide", "in part", "interpolated"],
+)
+def test_projected_heads(rotary, sizes, n, given, dtype):
+    """Within twice the error of eager PyTorch in the same dtype, and one ulp."""
+    rotary, width = rotary.to(DEVICE), rotary_width(rotary)
+    qkv = torch.randn(2, n, (sizes[0] + 2 * sizes[1]) * width, device=DEVICE).to(dtype)
+    positions = torch.randint(100_000, (n, 2), device=DEVICE).T if given else None
+    d_outs, results = None, []
+    for kind, backend in ((dtype, "triton"), (torch.float64, "eager"), (dtype, "eager")):
+        leaf = qkv.to(kind).requires_grad_()
+        outs = heads_of(rotary, leaf, positions, sizes, backend)
+        d_outs = d_outs or [torch.randn_like(t) for t in outs]
+        results.append([*outs, *torch.autograd.grad(outs, leaf, [t.to(kind) for t in d_outs])])
+    for actual, exact, low in zip(*results, strict=True):
+        assert actual.dtype == dtype and actual.shape == exact.shape
+        error, lowp = ((t.double() - exact).abs().max() for t in (actual, low))
+        assert error <= 2 * lowp + torch.finfo(dtype).eps * exact.abs().max(), f"{error:.2e}"
+
+
+@pytest.mark.parametrize("b, n", [(0, 3), (2, 0)])
+def test_projected_heads_of_nothing(b, n):
+    qkv = torch.randn(b, n, 5 * 16, device=DEVICE, requires_grad=True)
+    outs = operator.projected_heads(qkv, 3, 16, Rotary(16).to(DEVICE).freqs, None, 1.0)
+    assert [t.shape for t in outs] == [(b, h, n, 16) for h in (3, 1, 3, 1, 1, 1)]
+    (grad,) = torch.autograd.grad([t.sum() for t in outs], qkv)
+    assert grad.shape == qkv.shape
+
+
+def test_projected_heads_only_for_gradients():
+    rotary, qkv = Rotary(16).to(DEVICE), torch.randn(1, 3, 80, device=DEVICE)
+    call = 3, 16, None
+    assert rotated_heads(rotary, qkv, *call, "triton") is None
+    leaf = qkv.clone().requires_grad_()
+    for backend in ("eager", "flex"):
+        assert rotated_heads(rotary, leaf, *call, backend) is None
+    assert rotated_heads(None, leaf, *call, "triton") is None
+    with torch.no_grad():
+        assert rotated_heads(rotary, leaf, *call, "triton") is None
+    rotary.freqs = nn.Parameter(rotary.freqs)
+    assert rotated_heads(rotary, leaf, *call, "triton") is None
+    outs = rotated_heads(Rotary(16).to(DEVICE), leaf, *call, "triton")
+    (grad,) = torch.autograd.grad(outs.q.square().sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="projected_heads_backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("branch_kv", ["shared", "independent"])
+def test_gradients_of_a_layer(branch_kv):
+    """Of every parameter and the input, with packed documents and without; one launch joins those
+    of shared keys."""
+    module = layer(torch.float32, dim_head=16, branch_kv=branch_kv, backend="eager").to(DEVICE)
+    x = torch.randn(2, 13, DIM, device=DEVICE, requires_grad=True)
+    documents = torch.arange(13, device=DEVICE).expand(2, -1) // 8
+
+    def run():
+        loss = module(x).square().sum() + module(x, segment_ids=documents).sum()
+        return torch.autograd.grad(loss, [x, *module.parameters()])
+
+    expected, joined = run(), []
+    module.backend = "triton"
+    with patch.object(kernels, "backward", lambda *a: joined.append(a) or backward(*a)):
+        for actual, e in zip(run(), expected, strict=True):
+            torch.testing.assert_close(actual, e, atol=1e-4, rtol=1e-4)
+    assert len(joined) == (2 if branch_kv == "shared" else 0)
+
+
+@pytest.mark.gpu
+def test_gradients_of_many_tokens():
+    """Past 2^31 elements in one tensor."""
+    n, rotary = 300_000, Rotary(128).cuda()
+    q, k = (torch.randn(1, h, n, 128, device="cuda").bfloat16() for h in (64, 1))
+    grads = dict(zip(operator.GRADIENTS, (q, q, k, k, k, k)))
+    out = operator.projected_heads_backward(
+        **grads, freqs=rotary.freqs, positions=None, start=0, factor=-1.0
+    )
+    last = torch.cat((q, k), 1)[:, :, -3:].float()
+    back = rotation(rotary, last.flip(2), torch.tensor([1 - n], device="cuda"))
+    turned = back(last.flip(2)).flip(2)  # by the angles of positions -(n - 1), ..
+    expected = torch.cat((turned + last, 2 * k[:, :, -3:].float()), 1)
+    out = out.unflatten(-1, (-1, 128))[:, -3:].transpose(1, 2).float()
+    torch.testing.assert_close(out, expected, atol=0.05, rtol=0.01)
 
 
 # which layers take it

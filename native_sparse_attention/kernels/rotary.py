@@ -1,5 +1,6 @@
 """Rotary embedding: interleaved pairs of features, turned by the angle of their token. Where tokens
-stand is read on the device: a launch can be captured in a CUDA graph and replayed as rows grow."""
+stand is read on the device: a launch can be captured in a CUDA graph and replayed as rows grow.
+And its backward, with what else queries, keys and values get gradients from."""
 
 from __future__ import annotations
 
@@ -16,24 +17,30 @@ from .common.primitives import grid_position, load_rows, store_rows
 # features of a tile, and tiles that a program turns by the angles that it formed
 FEATURES = 1024
 TILES = 8
+# the same where each has another that is added to it
+ADDED_TILES = 4
 
 
 @triton.jit
 def rotate_rows(
-    x, out, position, freq, t, first, T, H, x_t, x_h,
+    x, added, out, position, freq, t, first, T, H, x_t, x_h, added_t, added_h, out_t,
     HEADS: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATED: tl.constexpr,
+    ROTATED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Heads of a row x from `first` on, TILES times HEADS of them, of tokens t at these positions,
-    to `out`, in which a token's heads lie together. A pair turns by `freq` radians a position. All
-    loads come before the first store, which they would wait for."""
+    to `out`, in which a token's heads lie together. A pair turns by `freq` radians a position, and
+    those of `added` are added as they are. All loads come before the first store, which they would
+    wait for."""
     TOKENS: tl.constexpr = t.shape[0]
     token = tl.reshape(tl.broadcast_to(t[:, None], [TOKENS, HEADS]), [TOKENS * HEADS]).to(tl.int64)
     head = (first + tl.arange(0, TOKENS * HEADS) % HEADS).to(tl.int64)
-    tiles = ()
+    tiles, others = (), ()
     for i in tl.static_range(TILES):
         h = head + i * HEADS
         tiles += (load_rows(x, token * x_t + h * x_h, D, BLOCK_D, (token < T) & (h < H)),)
+        if ADD:
+            at = token * added_t + h * added_h
+            others += (load_rows(added, at, D, BLOCK_D, (token < T) & (h < H)),)
     angle = position[:, None] * freq[None]
     cos, sin = tl.cos(angle)[:, None], tl.sin(angle)[:, None]
     for i in tl.static_range(TILES):
@@ -43,7 +50,22 @@ def rotate_rows(
         rotated = tl.reshape(rotated, [TOKENS * HEADS, BLOCK_D])
         if ROTATED < D:
             rotated = tl.where((tl.arange(0, BLOCK_D) < ROTATED)[None], rotated, rows)
-        store_rows(out, (token * H + h) * D, rotated, D, BLOCK_D, (token < T) & (h < H))
+        if ADD:
+            rotated += others[i].to(tl.float32)
+        store_rows(out, token * out_t + h * D, rotated, D, BLOCK_D, (token < T) & (h < H))
+
+
+@triton.jit
+def positions_of(t, b, starts, positions, start, factor, T, p_b, p_t, RAGGED: tl.constexpr,
+                 GIVEN: tl.constexpr):  # fmt: skip
+    """Of tokens t of row b, over `factor`."""
+    if GIVEN:
+        position = tl.load(positions + b * p_b + t.to(tl.int64) * p_t, mask=t < T, other=0)
+    elif RAGGED:
+        position = tl.load(starts + b) + t
+    else:
+        position = start + t
+    return tl.div_rn(position.to(tl.float32), factor)
 
 
 @triton.jit(do_not_specialize=["start", "T"])
@@ -59,26 +81,59 @@ def nsa_rotary(
     tile, b, _tiles, _rows = grid_position(FLIPPED)
     group, b = tile % GROUPS, b.to(tl.int64)
     t = tile // GROUPS * TOKENS + tl.arange(0, TOKENS)
-    if GIVEN:
-        position = tl.load(positions + b * p_b + t.to(tl.int64) * p_t, mask=t < T, other=0)
-    elif RAGGED:
-        position = tl.load(starts + b) + t
-    else:
-        position = start + t
-    position = tl.div_rn(position.to(tl.float32), factor)
+    position = positions_of(t, b, starts, positions, start, factor, T, p_b, p_t, RAGGED, GIVEN)
     pair = tl.arange(0, BLOCK_D // 2)
     freq = tl.load(freqs + pair, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)
     if group < Q_GROUPS:
         out, first = q_out + b * T * H * D, group * (HEADS * TILES)
         rotate_rows(
-            q + b * q_b, out, position, freq, t, first, T, H, q_t, q_h, HEADS, TILES, D, BLOCK_D,
-            ROTATED,
+            q + b * q_b, q, out, position, freq, t, first, T, H, q_t, q_h, q_t, q_h, H * D, HEADS,
+            TILES, D, BLOCK_D, ROTATED, False,
         )  # fmt: skip
     else:
         out, first = k_out + b * T * K * D, (group - Q_GROUPS) * (HEADS * TILES)
         rotate_rows(
-            k + b * k_b, out, position, freq, t, first, T, K, k_t, k_h, HEADS, TILES, D, BLOCK_D,
-            ROTATED,
+            k + b * k_b, k, out, position, freq, t, first, T, K, k_t, k_h, k_t, k_h, K * D, HEADS,
+            TILES, D, BLOCK_D, ROTATED, False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["start", "T"])
+def nsa_rotary_bwd(
+    dq, dcq, dk, dck, dv, dcv, out, freqs, positions, start, factor, T, H, K,
+    dq_b, dq_t, dq_h, dcq_b, dcq_t, dcq_h, dk_b, dk_t, dk_h, dck_b, dck_t, dck_h, dv_b, dv_t, dv_h,
+    dcv_b, dcv_t, dcv_h, p_b, p_t,
+    TOKENS: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, Q_GROUPS: tl.constexpr,
+    K_GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
+    GIVEN: tl.constexpr, FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: gradients of some heads of q, k or v of some tokens of a row, where a projection
+    gave them, to out [B T H+K+K D]: of q and k as they were rotated, turned back, and as they
+    were not; of v, both."""
+    tile, b, _tiles, _rows = grid_position(FLIPPED)
+    group, b = tile % GROUPS, b.to(tl.int64)
+    t = tile // GROUPS * TOKENS + tl.arange(0, TOKENS)
+    position = positions_of(t, b, out, positions, start, factor, T, p_b, p_t, False, GIVEN)
+    pair = tl.arange(0, BLOCK_D // 2)
+    freq = tl.load(freqs + pair, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)
+    out_t = (H + 2 * K) * D
+    out += b * T * out_t
+    if group < Q_GROUPS:
+        rotate_rows(
+            dq + b * dq_b, dcq + b * dcq_b, out, position, freq, t, group * TILES, T, H, dq_t, dq_h,
+            dcq_t, dcq_h, out_t, 1, TILES, D, BLOCK_D, ROTATED, True,
+        )  # fmt: skip
+    elif group < Q_GROUPS + K_GROUPS:
+        rotate_rows(
+            dk + b * dk_b, dck + b * dck_b, out + H * D, position, freq, t,
+            (group - Q_GROUPS) * TILES, T, K, dk_t, dk_h, dck_t, dck_h, out_t, 1, TILES, D, BLOCK_D,
+            ROTATED, True,
+        )  # fmt: skip
+    else:
+        rotate_rows(
+            dv + b * dv_b, dcv + b * dcv_b, out + (H + K) * D, position, freq, t,
+            (group - Q_GROUPS - K_GROUPS) * TILES, T, K, dv_t, dv_h, dcv_t, dcv_h, out_t, 1, TILES,
+            D, BLOCK_D, 0, True,
         )  # fmt: skip
 
 
@@ -122,3 +177,39 @@ def launch_pair(tensors: list[Tensor], outs: list[Tensor], where: dict[str, Any]
         **launch.strides("k", k, "bht"), TOKENS=tokens, HEADS=heads, TILES=tiles, GROUPS=groups,
         Q_GROUPS=q_groups, D=D, BLOCK_D=block_d, FLIPPED=flipped, **where, num_warps=4,
     )  # fmt: skip
+
+
+def backward(
+    dq: Tensor,
+    dcq: Tensor,
+    dk: Tensor,
+    dck: Tensor,
+    dv: Tensor,
+    dcv: Tensor,
+    freqs: Tensor,
+    positions: Tensor | None,
+    start: int,
+    factor: float,
+) -> Tensor:
+    """[b n (h + 2 k) d] of gradients [b h n d] and [b k n d]: see `ops.triton.rotary`."""
+    (B, H, T, D), K = dq.shape, dk.shape[1]
+    out = dq.new_empty(B, T, (H + 2 * K) * D)
+    if out.numel() == 0:
+        return out
+    block_d = launch.padded(D)
+    tokens, tiles = max(1, FEATURES // block_d), min(ADDED_TILES, max(H, K))
+    q_groups, k_groups = cdiv(H, tiles), cdiv(K, tiles)
+    groups = q_groups + 2 * k_groups
+    grid, flipped = launch.grid(cdiv(T, tokens) * groups, B)
+    grads = dict(dq=dq, dcq=dcq, dk=dk, dck=dck, dv=dv, dcv=dcv)
+    strides: dict[str, int] = {}
+    for name, t in grads.items():
+        strides |= launch.strides(name, t, "bht")
+    nsa_rotary_bwd[grid](
+        **grads, out=out, freqs=freqs.contiguous(),
+        positions=freqs if positions is None else positions, start=start, factor=float(factor), T=T,
+        H=H, K=K, **strides, **launch.strides("p", positions, "bt"), TOKENS=tokens, TILES=tiles,
+        GROUPS=groups, Q_GROUPS=q_groups, K_GROUPS=k_groups, D=D, BLOCK_D=block_d,
+        ROTATED=2 * len(freqs), GIVEN=positions is not None, FLIPPED=flipped, num_warps=4,
+    )  # fmt: skip
+    return out

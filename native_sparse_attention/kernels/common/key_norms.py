@@ -25,37 +25,50 @@ BOUNDED_DTYPES = (torch.bfloat16,)
 MAX_KEYS_PER_QUERY = 4
 
 
-@triton.jit(do_not_specialize=["N"])
-def nsa_key_norms(
-    k, norms, N, K, k_b, k_n, k_h,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FLIPPED: tl.constexpr,
-):  # fmt: skip
-    """One program: N keys of one row and head. Raises the largest norm to the largest of theirs, in
-    the bits of a float32: those of floats that are not negative lie in their order."""
-    tile, line, _tiles, _lines = grid_position(FLIPPED)
+@triton.jit
+def raise_norm(k, norms, n, N, line, K, k_b, k_n, k_h, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Raises a line's norm to the largest of keys n, in the bits of a float32: those of floats that
+    are not negative lie in their order."""
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k_tile = load_rows(k + b * k_b + h * k_h, n.to(tl.int64) * k_n, D, BLOCK_D, n < N).to(
-        tl.float32
-    )
-    longest = tl.sqrt(tl.max(tl.sum(k_tile * k_tile, 1), 0))
+    rows = load_rows(k + b * k_b + h * k_h, n.to(tl.int64) * k_n, D, BLOCK_D, n < N).to(tl.float32)
+    longest = tl.sqrt(tl.max(tl.sum(rows * rows, 1), 0))
     tl.atomic_max(norms + line, longest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
-def key_norms(q: Tensor, k: Tensor) -> Tensor | None:
-    """The largest norm of the keys k [B N K D] of each row and head [B K], float32, for queries q
-    [B T H D]. None where they would not serve or pay."""
+@triton.jit(do_not_specialize=["N", "W", "lines", "tiles"])
+def nsa_key_norms(
+    k, ck, norms, N, W, lines, tiles, K, k_b, k_n, k_h, ck_b, ck_n, ck_h,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: some of the N keys of one row and head, or of the W compressed keys, which begin
+    at a tile of their own."""
+    tile, line, _tiles, _lines = grid_position(FLIPPED)
+    if tile < tiles:
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        raise_norm(k, norms, n, N, line, K, k_b, k_n, k_h, D, BLOCK_D)
+    else:
+        n = (tile - tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+        raise_norm(ck, norms + lines, n, W, line, K, ck_b, ck_n, ck_h, D, BLOCK_D)
+
+
+def key_norms(q: Tensor, k: Tensor, ck: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """The largest norm of the keys k [B N K D] of each row and head, [B K] in float32, for queries
+    q [B T H D]; and that of ck [B W K D] by the same launch. None where they would not serve or
+    pay."""
     B, N, K, D = k.shape
     if k.dtype not in BOUNDED_DTYPES or MAX_KEYS_PER_QUERY * q.shape[1] < N:
-        return None
-    norms = k.new_zeros(B, K, dtype=torch.float32)
-    if k.numel():
-        grid, flipped = launch.grid(cdiv(N, BLOCK_N), B * K)
+        return None, None
+    norms = k.new_zeros(2, B, K, dtype=torch.float32)
+    W = 0 if ck is None else ck.shape[1]
+    tiles = cdiv(N, BLOCK_N)
+    grid, flipped = launch.grid(tiles + cdiv(W, BLOCK_N), B * K)
+    if B * K * (N + W):
         nsa_key_norms[grid](
-            k, norms.view(torch.int32), N, K, **strides("k", k, "bnh"), D=D,
-            BLOCK_D=launch.padded(D), BLOCK_N=BLOCK_N, FLIPPED=flipped,
+            k, k if ck is None else ck, norms.view(torch.int32), N, W, B * K, tiles, K,
+            **strides("k", k, "bnh"), **strides("ck", ck, "bnh"), D=D, BLOCK_D=launch.padded(D),
+            BLOCK_N=BLOCK_N, FLIPPED=flipped,
         )  # fmt: skip
-    return norms
+    return norms[0], None if ck is None else norms[1]
 
 
 def bounds(norms: Tensor | None) -> dict[str, Any]:

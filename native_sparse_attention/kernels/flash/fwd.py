@@ -328,7 +328,7 @@ def forward(
     prefix k [B P K D], v [B P K E]. Given an `inner` place, also those of its local blocks and of
     the keys before its floor. `sinks` [H] in float32, both or none; `norms` those of
     `key_norms.py`, if they are known."""
-    norms = key_norms(q, k) if norms is None else norms
+    norms = key_norms(q, k)[0] if norms is None else norms
     plain = sinks is None and inner_sinks is None
     if plain and flash_sm90.is_supported("forward", q, k, v, kv_range, scale, inner, prefix):
         return flash_sm90.forward(q, k, v, kv_range, scale, inner, norms, prefix)

@@ -258,7 +258,7 @@ def forward(
     """out [B T H E] and natural lse [B T H]; in those of the forced blocks if `partial` holds
     them, with their sinks. Given a `mix` also writes the layer's output. `norms` are those of the
     keys, and `plan` is what `planned` gave, if they are known."""
-    norms = key_norms(q, k) if norms is None else norms
+    norms = key_norms(q, k)[0] if norms is None else norms
     given = nullcontext(plan) if plan is not None else planned(q, k, v, selection, scale)
     with given as plan:
         forced = forced_blocks(selection, k, v) if partial is None else None

@@ -106,7 +106,8 @@ def attend(
         sinks=sink_cmp,
     )  # fmt: skip
     if not ahead:
-        out_cmp, lse_cmp = attend_compressed()
+        norms, norms_cmp = key_norms(q, k, call.ck)
+        out_cmp, lse_cmp = attend_compressed(norms=norms_cmp)
         if ranked:
             rank(lse_cmp)
     selection = call.selection(block_indices)
@@ -128,9 +129,9 @@ def attend(
                 rank(None)
             if plan is not None:
                 plan.run(selection)
-        norms = key_norms(q, k)
         if ahead:
-            out_cmp, lse_cmp = attend_compressed()
+            norms, norms_cmp = key_norms(q, k, call.ck)
+            out_cmp, lse_cmp = attend_compressed(norms=norms_cmp)
         out_win, lse_win, *partial = flash_fwd.forward(
             q, *of_window, range_win, call.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
             norms=norms if call.window is None else None,
