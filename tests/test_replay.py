@@ -49,7 +49,8 @@ def layer(**settings):
 def results(module, x):
     x = x.clone().requires_grad_()
     out = module(x)
-    return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+    grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+    return [out.detach(), *grads]
 
 
 def as_written(monkeypatch, module, x):

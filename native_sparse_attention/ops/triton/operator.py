@@ -51,11 +51,14 @@ class Arguments:
         return [*(values.get(name) for name in self.names), *settings.values()]
 
     def named(self, values: tuple[Any, ...]) -> SimpleNamespace:
-        """The values by name, and the settings as `config`, in which tiles are a list."""
+        """The values by name, and the settings as `config`, in which tiles are a tuple."""
         found = dict(zip((*self.names, *self.settings), values, strict=True))
         config = None
         if self.settings:
-            config = AttentionConfig.unchecked(**{name: found.pop(name) for name in CONFIG})
+            settings = {name: found.pop(name) for name in CONFIG}
+            if settings["block_sizes"] is not None:
+                settings["block_sizes"] = tuple(settings["block_sizes"])
+            config = AttentionConfig.unchecked(**settings)
         return SimpleNamespace(**found, config=config)
 
     def given(self, config: AttentionConfig | None, values: dict[str, Any]) -> SimpleNamespace:
@@ -188,6 +191,8 @@ def operator(
                     repeated.append(replay.Repeated(sized))
                 lengths = [len(t) for t in vars(at).values() if isinstance(t, (list, tuple))]
                 rest = at.config, *(getattr(at, name) for name in numbers), *lengths
+                if torch.SymInt in map(type, rest):
+                    return sized(at)
                 return repeated[0](at, tensors, rest)
 
         def implementation(*values: Any) -> Any:
