@@ -35,12 +35,14 @@ from .compress import (
     windows_of,
 )
 from .config import NSAConfig
-from .frequencies import RotaryLayer
+from .frequencies import RotaryLayer, exact_frequencies
 from .gate import default_gate
 from .initialization import reset
 from .ops import dispatch, nsa
 from .ops.call import Call
 from .ops.triton.compress import means
+from .ops.triton.projected import projected_attention
+from .ops.triton.rotary import split
 from .rotary import Rotary, make_rotary, rotated_heads
 from .varlen import Documents, layer_layout
 
@@ -361,12 +363,53 @@ class SparseAttention(RotaryLayer):
             return (out, cache) if return_cache else out
 
         x = self.norm(inp)
-        positions = None if documents is None else documents.positions()
-        tensors, raw = self.rotated(self.to_qkv(x), positions, backend)
-        tensors |= self.compress_whole(raw, documents, backend)
-        where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
-        out, _ = self.attend(x, tensors, masks, **where)
-        return self.combine_heads(out if layout is None else layout.collect(out))
+        qkv, gates = self.to_qkv(x), self.to_strategy_combine(x)
+        found = None
+        if documents is None and masks == (None, None) and not torch.compiler.is_compiling():
+            found = self.attend_projected(qkv, gates, backend)
+        if found is None:
+            positions = None if documents is None else documents.positions()
+            tensors, raw = self.rotated(qkv, positions, backend)
+            tensors |= self.compress_whole(raw, documents, backend)
+            where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
+            found, _ = self.attend(gates, tensors, masks, **where)
+        return self.combine_heads(found if layout is None else layout.collect(found))
+
+    def attend_projected(
+        self, qkv: Tensor, gates: Tensor, backend: str | tuple[str, ...]
+    ) -> Tensor | None:
+        """`attend` [b n (h d)] of a projection's output, by one plan; None where there is none."""
+        rotary = self.rotary_emb
+        pooled = isinstance(self.k_compress, MeanPool) and isinstance(self.v_compress, MeanPool)
+        if not pooled or rotary is None or rotary.freqs.requires_grad:
+            return None
+        if backend not in ("auto", "triton") or self.branch_kv != "shared":
+            return None
+        l, d = self.compress_block_size, self.compress_block_sliding_stride
+        if l % d or self.num_selected_blocks > nsa.MANY_BLOCKS:
+            return None
+
+        def possible() -> bool:
+            q, k, _ = (t.transpose(1, 2) for t in split(qkv, self.heads, self.dim_head))
+            name, facts = (
+                "native_sparse_attention",
+                dict(
+                    num_selected_blocks=self.num_selected_blocks,
+                    selection_block_size=self.selection_block_size,
+                ),
+            )
+            return all(
+                dispatch.takes_kernels(backend, op, q, k, **more)
+                for op, more in (("rotate", {}), ("compress_mean", {}), (name, facts))
+            )
+
+        out = projected_attention(
+            self.config, possible, backend=backend, qkv=qkv, branch_gates=gates, sinks=self.sinks,
+            k_positions=self.k_intrablock_positions, v_positions=self.v_intrablock_positions,
+            **self.memory(qkv.dtype), freqs=exact_frequencies(rotary), heads=self.heads,
+            dim_head=self.dim_head, factor=float(rotary.interpolate_factor),
+        )  # fmt: skip
+        return None if out is None else out.flatten(2)
 
     def rotated(
         self, qkv: Tensor, positions: Tensor | None, backend: str | tuple[str, ...]
@@ -398,21 +441,21 @@ class SparseAttention(RotaryLayer):
 
     def attend(
         self,
-        x: Tensor,
+        gates: Tensor,
         tensors: dict[str, Tensor],
         masks: tuple[Any, Any],
         backend: str | tuple[str, ...],
         **where: Any,
     ) -> tuple[Tensor, Tensor]:
-        """The branches, of tensors [b h n d] by name, and the gate: [b n (h d)], and the selected
-        blocks. `where` is what else a `Call` has: offset, leaders, documents."""
+        """The branches, of tensors [b h n d] by name, joined by gates: [b n (h d)], and the
+        selected blocks. `where` is what else a `Call` has: offset, leaders, documents."""
         rows: dict[str, Any] = {
             name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()
         }
         call = Call(
             **rows,
             **self.memory(tensors["q"].dtype),
-            branch_gates=self.to_strategy_combine(x),
+            branch_gates=gates,
             sinks=self.sinks,
             **where,
         )

@@ -72,7 +72,7 @@ def over_cache(
         leader = cache.recent("ranking", 1)[:, :, 0]
     tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
     where: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=backend)
-    out, indices = layer.attend(x, tensors, masks, **where)
+    out, indices = layer.attend(layer.to_strategy_combine(x), tensors, masks, **where)
     out = layer.combine_heads(out)
     if layer.selection_stride > 1:
         ranking = rearrange(indices, "b n h s -> b h n s")
@@ -141,7 +141,7 @@ def over_fixed_cache(
         leader = static.recent(cache, "ranking", at, 1)[:, :, 0]
     tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
     where: dict[str, Any] = dict(q_offset=at.starts, leader_indices=leader, backend=backend)
-    out, indices = layer.attend(x, tensors, masks, **where)
+    out, indices = layer.attend(layer.to_strategy_combine(x), tensors, masks, **where)
     if layer.selection_stride > 1:
         static.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
     static.advance(cache, at)

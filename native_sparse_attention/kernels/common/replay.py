@@ -10,6 +10,7 @@ Tensors are named by their source, an input or an allocation, and by how far in 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -404,18 +405,31 @@ class Repeated:
 
     def __call__(self, at: Any, tensors: Sequence[Tensor | None], rest: Any) -> Any:
         """run(at), whose tensors are these, and which is a function of them and of `rest`."""
+        found = self.known(at, tensors, rest)
+        return self.run(at) if found is None else found()
+
+    def known(
+        self, at: Any, tensors: Sequence[Tensor | None], rest: Any,
+        possible: Callable[[], bool] = lambda: True,
+    ) -> Callable[[], Any] | None:  # fmt: skip
+        """run(at), still to be called, which is recorded or repeated. None for the first call of a
+        kind, and for those that cannot be repeated; some are not `possible`."""
         given = [t for t in tensors if t is not None]
         key = (rest, *map(described, tensors), shared(given))
         plan = self.plans.get(key)
         if isinstance(plan, Plan):
-            return plan(given)
-        if plan is False:
-            return self.run(at)
-        if key not in self.plans:
+            return functools.partial(plan, given)
+        if plan is None and key in self.plans:
+            if possible():
+                return functools.partial(self.record, key, at, given)
+            self.plans[key] = False
+        elif plan is None:
             if len(self.plans) >= MOST_PLANS:
                 self.plans.clear()
             self.plans[key] = None
-            return self.run(at)
+        return None
+
+    def record(self, key: Any, at: Any, given: list[Tensor]) -> Any:
         if not ahead.one_at_a_time.acquire(blocking=False):
             return self.run(at)  # another thread has put something in the place of launches
         try:

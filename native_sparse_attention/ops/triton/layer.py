@@ -263,8 +263,8 @@ def compile_first(call: Call, config: AttentionConfig, values: dict[str, Any]) -
         ahead.compile_ahead(dry_run, ignore_errors=True)
 
 
-def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """The output [B T H E] and the selected block indices."""
+def operands(call: Call, config: AttentionConfig) -> dict[str, Any]:
+    """The tensors and numbers of the operator."""
     tensors = call.tensors()
     if call.window_k is not None or call.window_v is not None:
         tensors |= dict(
@@ -276,7 +276,12 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
     if not config.causal:
         num_ranked = blocks.num_blocks(call.k.shape[1], s)
     where = layout(call.q_offset, call.documents)
-    values = {**tensors, **where, "leaders": call.leader_indices, "num_ranked": num_ranked}
+    return {**tensors, **where, "leaders": call.leader_indices, "num_ranked": num_ranked}
+
+
+def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """The output [B T H E] and the selected block indices."""
+    values = operands(call, config)
     # not of a graph, whose lengths are symbols
     if call.q.is_cuda and not torch.compiler.is_compiling() and isinstance(call.q.shape[1], int):
         compile_first(call, config, values)

@@ -101,6 +101,13 @@ class Heads(NamedTuple):
     cv: Tensor
 
 
+def split(qkv: Tensor, heads: int, dim_head: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values [b h n d] of a projection's output [b n (h + 2 k) d]."""
+    every = qkv.unflatten(-1, (-1, dim_head)).transpose(1, 2)
+    kv_heads = (every.shape[1] - heads) // 2
+    return every.split((heads, kv_heads, kv_heads), dim=1)
+
+
 class ProjectedHeads(torch.autograd.Function):
     """q, k and v from a projection's output [b n (h + 2 k) d], rotated and as they are. Its
     backward adds up what they get, turned back, where it belongs, by one launch; autograd would
@@ -111,9 +118,7 @@ class ProjectedHeads(torch.autograd.Function):
         ctx: Any, qkv: Tensor, heads: int, dim_head: int, freqs: Tensor, positions: Tensor | None,
         factor: float,
     ) -> Any:  # fmt: skip
-        split = qkv.detach().unflatten(-1, (-1, dim_head)).transpose(1, 2)
-        kv_heads = (split.shape[1] - heads) // 2
-        q, k, v = split.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = split(qkv.detach(), heads, dim_head)
         ctx.factor = factor
         ctx.save_for_backward(freqs, positions)
         return *rotate([q, k], freqs, None, positions, 0, factor), q, k, v, v.view_as(v)
