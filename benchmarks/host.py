@@ -271,24 +271,31 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def clock(call: Call, before: Call, plan: Plan, device: torch.device) -> Row:
-    """Medians in ms of host and wall times; `before` each call runs untimed."""
-    host, wall = [], []
+def clock(calls: dict[str, tuple[Call, Call]], plan: Plan, device: torch.device) -> dict[str, Row]:
+    """Medians in ms of host and wall times of calls, which take turns: a machine's speed changes
+    from one second to the next. What runs before each is not timed."""
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     for index in range(plan.warmup + plan.repeats):
-        before()
-        synchronize(device)
-        began = time.perf_counter()
-        call()
-        returned = time.perf_counter()
-        synchronize(device)
-        ended = time.perf_counter()
-        if index >= plan.warmup:
-            host.append((returned - began) * 1e3)
-            wall.append((ended - began) * 1e3)
-    names = {"host_ms": host, "wall_ms": wall}
-    row: Row = {name: round(statistics.median(times), 5) for name, times in names.items()}
-    row["host_p80_ms"] = common.quantiles(host)["p80_ms"]
-    return {**row, "repeats": plan.repeats}
+        for name, (call, before) in calls.items():
+            before()
+            synchronize(device)
+            began = time.perf_counter()
+            call()
+            returned = time.perf_counter()
+            synchronize(device)
+            ended = time.perf_counter()
+            if index >= plan.warmup:
+                times[name][0].append((returned - began) * 1e3)
+                times[name][1].append((ended - began) * 1e3)
+    return {
+        name: {
+            "host_ms": round(statistics.median(host), 5),
+            "wall_ms": round(statistics.median(wall), 5),
+            "host_p80_ms": common.quantiles(host)["p80_ms"],
+            "repeats": plan.repeats,
+        }
+        for name, (host, wall) in times.items()
+    }
 
 
 def busy(intervals: list[tuple[float, float]]) -> float:
@@ -365,20 +372,27 @@ def decode_step(layer: nn.Module, name: str, plan: Plan, S: int, device: torch.d
     return step
 
 
-def measure(layer: nn.Module, name: str, plan: Plan, device: torch.device) -> list[Row]:
+def measure(layers: dict[str, nn.Module], plan: Plan, device: torch.device) -> list[Row]:
     rows: list[Row] = []
 
-    def add(which: str, T: int, call: Call, before: Call) -> None:
-        row = {"pass": which, "T": T, **clock(call, before, plan, device)}
-        rows.append({**row, **profiled(call, before, device)})
+    def add(which: str, T: int, calls: dict[str, tuple[Call, Call]]) -> None:
+        times = clock(calls, plan, device)
+        for name, (call, before) in calls.items():
+            row = {"provider": name, "pass": which, "T": T, **times[name]}
+            rows.append({**row, **profiled(call, before, device)})
 
     for T in plan.lengths:
-        for which, (call, before) in passes(layer, plan, T, device).items():
-            add(which, T, call, before)
-        layer.zero_grad(set_to_none=True)
+        every = {name: passes(layer, plan, T, device) for name, layer in layers.items()}
+        for which in ("forward", "both"):
+            add(which, T, {name: found[which] for name, found in every.items()})
+        for layer in layers.values():
+            layer.zero_grad(set_to_none=True)
+        del every
         common.release()
     for S in plan.cached:
-        add("decode", S, decode_step(layer, name, plan, S, device), nothing)
+        steps = {name: decode_step(layer, name, plan, S, device) for name, layer in layers.items()}
+        add("decode", S, {name: (step, nothing) for name, step in steps.items()})
+        del steps
         common.release()
     return rows
 
@@ -392,19 +406,21 @@ def head(name: str, plan: Plan) -> Row:
 def run(plan: Plan, device: torch.device) -> list[Row]:
     """Rows of both layers; one whose results are wrong leaves a row that says so."""
     known, rows = common.environment(device), []
+    layers: dict[str, nn.Module] = {}
+    shares: dict[str, float] = {}
     for name in PROVIDERS:
         layer = layer_of(name, plan, device)
         try:
-            share = round(check(layer, name, plan, device), 3)
-            found = [{**row, "error_share": share} for row in measure(layer, name, plan, device)]
+            shares[name] = round(check(layer, name, plan, device), 3)
+            layers[name] = layer
         except WrongResult as error:
-            found = [{"failed": f"wrong: {error}"}]
-        for row in found:
-            row = {**head(name, plan), **row, **known}
-            common.append_row(plan.out, row)
-            rows.append(row)
-        del layer
+            rows.append({**head(name, plan), "failed": f"wrong: {error}", **known})
         common.release()
+    for row in measure(layers, plan, device):
+        name = row["provider"]
+        rows.append({**head(name, plan), **row, "error_share": shares[name], **known})
+    for row in rows:
+        common.append_row(plan.out, row)
     return rows
 
 

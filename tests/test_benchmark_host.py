@@ -20,7 +20,7 @@ def test_quick_form(tmp_path, capsys):
     assert common.read_rows(path) == json.loads(json.dumps(rows))
     cases = [("forward", 96), ("both", 96), ("forward", 160), ("both", 160), ("decode", 96)]
     assert [(row["provider"], row["pass"], row["T"]) for row in rows] == [
-        (name, *case) for name in ("dense", "sparse") for case in cases
+        (name, *case) for case in cases for name in ("dense", "sparse")
     ]
     for row in rows:
         assert 0 < row["host_ms"] <= row["wall_ms"] and row["repeats"] == 3

@@ -269,7 +269,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, flat: list[Any], structure: Any, sources: list[int | None], stream: int
     ) -> None:
         def step(state: State) -> None:
-            given = [self_of(state, value) if isinstance(value, View) else value for value in flat]
+            given = [
+                value.of(state.bases[value.source]) if isinstance(value, View) else value
+                for value in flat
+            ]
             args, kwargs = tree_unflatten(given, structure)
             with state.on(stream):
                 outs = tree_flatten(func(*args, **kwargs))[0]
@@ -343,10 +346,6 @@ class Recorder(TorchDispatchMode):
             return None
         self.forget()
         return Plan(self.steps, self.sources, self.paths, (views, structure))
-
-
-def self_of(state: State, view: View) -> Tensor:
-    return view.of(state.bases[view.source])
 
 
 def interpreted(kernel: Any, grid: Any, options: dict[str, Any]) -> Callable[..., Any]:
