@@ -138,7 +138,7 @@ def test_operators_take_every_setting():
     assert len(flat) == 3 + len(names)
     at = arguments.named(tuple(flat))
     assert (at.q, at.cq, at.start) == ("q", None, 3)
-    assert at.config.block_sizes == [32] * 6
+    assert at.config.block_sizes == (32,) * 6
     assert dataclasses.replace(config, block_sizes=None) == AttentionConfig.unchecked(
         **{name: getattr(at.config, name) for name in names} | {"block_sizes": None}
     )
