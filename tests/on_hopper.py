@@ -14,7 +14,7 @@ MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not CUDA or not sm90.available(torch.empty(1, device=DEVICE)),
-        reason="needs a Hopper and Triton 3.6 to 3.8",
+        reason="needs a Hopper and Triton 3.6 to 3.9",
     ),
 ]
 

@@ -14,7 +14,7 @@ from . import launch
 
 # versions of Triton with which these kernels have run on a GPU: Gluon, in which they are written,
 # changes from one version to the next
-VERSIONS = ((3, 6), (3, 7), (3, 8))
+VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def warn_of_unknown(version: str) -> None:
     warnings.warn(
         f"the kernels for Hopper GPUs have not been run with Triton {version}. The portable "
         "kernels take their place: about 1.3 times the forward's time and 1.2 times the "
-        "backward's. Install 'triton>=3.6,<3.9' for the faster ones.",
+        "backward's. Install 'triton>=3.6,<3.10' for the faster ones.",
         stacklevel=2,
     )
 
