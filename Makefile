@@ -35,6 +35,7 @@ docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) -m benchmarks.windows --table
 	$(PYTHON) -m benchmarks.training --table
 	$(PYTHON) -m benchmarks.decode --table
+	$(PYTHON) -m benchmarks.host --table
 
 ci:  ## the whole gate, in environments of its own
 	.ci/run

@@ -2,7 +2,7 @@
 
     python -m benchmarks.host                append rows to results/host.jsonl, print the table
     python -m benchmarks.host --first-call   first calls of fresh processes, Triton's cache empty
-    python -m benchmarks.host --table        print the table of the rows there
+    python -m benchmarks.host --table        redraw docs/performance.md, print the table
     python -m benchmarks.host --quick        tiny sizes, nothing recorded
 
 The layer is `SparseAttention` with mean pooling; the twin has the same norm, projections and rotary
@@ -45,7 +45,7 @@ from native_sparse_attention import KVCache, SparseAttention
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.rotary import Rotary, rotate
 
-from . import common, goals
+from . import common, goals, host_report
 from .cases import NO_ROWS, length
 from .common import Row
 from .oracle import WrongResult
@@ -553,12 +553,13 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--repeats", type=int, help="timed calls of each pass")
     add("--first-call", action="store_true", help="first calls of fresh processes instead")
     add("--out", type=Path, help="JSONL; results/host.jsonl, none with --quick")
-    add("--table", action="store_true", help="print the table of the rows there")
+    add("--table", action="store_true", help="redraw the page's tables, print the rows")
     add("--quick", action="store_true", help="tiny sizes, nothing recorded")
     add("--child", choices=PROVIDERS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.table:
         rows = common.read_rows(args.out or RESULTS)
+        host_report.draw(rows)
         print(table(rows))
         return rows
     device = torch.device(args.device)

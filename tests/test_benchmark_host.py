@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import common, host
+from benchmarks import common, host, host_report
 from benchmarks.oracle import WrongResult
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
@@ -123,3 +123,32 @@ def test_table():
         "GPU, torch 2.11, triton 3.6, commit abcdef0.",
     ]
     assert host.table([]) == host.NO_ROWS
+
+
+# the page
+
+
+def test_page_is_drawn_from_the_rows():
+    page = host_report.PAGE.read_text(encoding="utf-8")
+    assert host_report.render(page, common.read_rows(host.RESULTS)) == page
+
+
+def test_tables_of_the_page():
+    """The latest rows of one GPU; what has no dense twin stands alone."""
+    known = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "abcdefghij"}
+    wall = {"pass": "both", "T": 2048, "host_ms": 1.0, "busy_ms": None, "kernels": 18, **known}
+    first = {"pass": "first call", "form": "documents", "T": 2048, "seconds": 7.25, **known}
+    rows = [
+        {**wall, "provider": "sparse", "wall_ms": 9.0, "gpu": "another GPU"},
+        {**wall, "provider": "sparse", "wall_ms": 8.0},
+        {**wall, "provider": "dense", "wall_ms": 2.0},
+        {**wall, "provider": "sparse", "wall_ms": 3.0, "kernels": 27},
+        {**first, "provider": "sparse", "compiled": 14},
+        {"provider": "sparse", "failed": "wrong", **known},
+    ]
+    drawn = host_report.wall_table(rows)
+    assert drawn.startswith("| sparse (times dense) | both passes, 2k |")
+    assert "| wall, ms | 3 (1.50) |" in drawn and "| kernels | 27 (1.50) |" in drawn
+    assert "| GPU, ms |  |" in drawn and drawn.endswith("a GPU, torch 2, triton 3; abcdefg.")
+    assert "| packed documents, 2k | 7.25 |  | 14 |" in host_report.first_call_table(rows)
+    assert host_report.wall_table([]) == host_report.NO_ROWS == host_report.first_call_table([])
