@@ -18,9 +18,9 @@ gpu:  ## the GPU-marked tests and the kernels', then the benchmark's quick form;
 	$(PYTHON) -m benchmarks --quick
 
 sanitize:  ## every kernel under compute-sanitizer: no read or write out of bounds; compiled first
-	$(PYTHON) tests/sanitize.py
+	$(PYTHON) tests/scripts/sanitize.py
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all \
-		--error-exitcode 1 $(PYTHON) tests/sanitize.py --jobs 0
+		--error-exitcode 1 $(PYTHON) tests/scripts/sanitize.py --jobs 0
 
 bench:  ## every benchmark; rows are appended to benchmarks/results/
 	$(PYTHON) -m benchmarks

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import interpreter
 import pytest
 import torch
 import torch.nn.attention.flex_attention
+
+from tests.helpers import interpreter
 
 PUBLISHED = Path(__file__).parent / ".published"
 DISTRIBUTION = "native-sparse-attention-pytorch"

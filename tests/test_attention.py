@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from layers import DIM, SETTINGS, layer
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
@@ -13,7 +12,8 @@ from native_sparse_attention import KVCache, SparseAttention
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
 from native_sparse_attention.rotary import rotation
-from tests.memory import poisoned
+from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.helpers.memory import poisoned
 
 
 def normal(*shape, dtype=torch.float64):

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-from budget import DEVICE, draw
 
 from native_sparse_attention import (
     BlockSizes,
@@ -18,6 +17,7 @@ from native_sparse_attention import (
     sliding_window_attention,
 )
 from native_sparse_attention.block_sizes import BACKWARD, FORWARD, NAMES
+from tests.helpers.budget import DEVICE, draw
 
 kernels = pytest.mark.kernels
 
@@ -224,7 +224,7 @@ def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
 
 @kernels
 def test_compiled_with_sizes_as_an_argument():
-    """In one graph; `tests/test_fused.py` compiles a layer that has sizes."""
+    """In one graph; `tests/ops/triton/test_fused.py` compiles a layer that has sizes."""
 
     def window(q, sizes):
         return sliding_window_attention(

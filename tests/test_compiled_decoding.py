@@ -3,11 +3,11 @@ forward."""
 
 import pytest
 import torch
-from layers import DIM, SETTINGS, layer
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from native_sparse_attention import KVCache, PagedKVCache, Transformer
 from native_sparse_attention.transformer import Attention
+from tests.helpers.layers import DIM, SETTINGS, layer
 
 
 def normal(*shape):

@@ -6,7 +6,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from budget import DEVICE
 from torch import Tensor, nn
 
 from native_sparse_attention import SparseAttention
@@ -21,6 +20,7 @@ from native_sparse_attention.compress import (
     slides,
     windows_of,
 )
+from tests.helpers.budget import DEVICE
 
 H, L, D = 2, 5, 4
 

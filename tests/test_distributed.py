@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parent / "distributed_worker.py"
+SCRIPT = Path(__file__).parent / "scripts" / "distributed_worker.py"
 
 
 def test_two_processes():

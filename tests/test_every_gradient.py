@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from budget import DEVICE
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
@@ -15,6 +14,7 @@ from native_sparse_attention.compress import (
     MeanPool,
     SingleProjection,
 )
+from tests.helpers.budget import DEVICE
 
 ARGS = dict(
     dim=16, dim_head=8, heads=4, kv_heads=2, sliding_window_size=5, compress_block_size=8,

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from budget import DEVICE
-from layers import DIM, layer
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
@@ -13,6 +11,8 @@ from native_sparse_attention import KVCache, SparseAttention, Transformer
 from native_sparse_attention.frequencies import exact_frequencies
 from native_sparse_attention.rotary import Rotary, rotation
 from native_sparse_attention.transformer import Attention
+from tests.helpers.budget import DEVICE
+from tests.helpers.layers import DIM, layer
 
 D, P = 64, 10_000
 NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]

@@ -7,9 +7,9 @@ import copy
 
 import pytest
 import torch
-from layers import DIM, SETTINGS, layer
 
 from native_sparse_attention import KVCache, SparseAttention, Transformer
+from tests.helpers.layers import DIM, SETTINGS, layer
 
 pytestmark = pytest.mark.gpu
 

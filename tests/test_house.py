@@ -43,7 +43,7 @@ MAX_LINES = 600
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
 AROUND = sorted(
-    path for folder in ("benchmarks", "tests", "training") for path in (ROOT / folder).glob("*.py")
+    path for folder in ("benchmarks", "tests", "training") for path in (ROOT / folder).rglob("*.py")
 )
 
 # Written as patterns, which do not match themselves.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from layers import DIM, SETTINGS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from native_sparse_attention import SparseAttention, Transformer
+from tests.helpers.layers import DIM, SETTINGS
 
 ARGS = dict(
     dim=DIM, dim_head=8, heads=4, kv_heads=2, sliding_window_size=5, compress_block_size=8,

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from layers import DIM, SETTINGS, layer, randomize
 
 from native_sparse_attention import KVCache, Transformer, sliding_window_attention
 from native_sparse_attention import varlen as docs
+from tests.helpers.layers import DIM, SETTINGS, layer, randomize
 
 LENGTHS = [13, 0, 1, 32, 5]
 

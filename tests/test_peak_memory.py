@@ -16,7 +16,7 @@ from benchmarks.goals import MOST_MEMORY
 from benchmarks.report import Rows
 from native_sparse_attention.kernels.common import sm90
 
-SCRIPT = Path(__file__).with_name("peak_memory.py")
+SCRIPT = Path(__file__).parent / "scripts" / "peak_memory.py"
 LENGTHS = (1024, 4096, 8192, 65536)
 CASES = [
     f"{T}:{heads}:{stride}"

@@ -22,7 +22,7 @@ def test_kernels_compile_side_by_side(tmp_path):
     pytest.importorskip("triton")
     env = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).with_name("compile_ahead.py")
+    script = Path(__file__).parent / "scripts" / "compile_ahead.py"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script], env=env, capture_output=True, text=True
     )

@@ -6,14 +6,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from layers import DIM, layer
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 from native_sparse_attention import KVCache, decoding
 from native_sparse_attention.ops.triton import rotary as operator
 from native_sparse_attention.rotary import Rotary, rotate, rotated_heads, rotation
-from tests.budget import CUDA, DEVICE
+from tests.helpers.budget import CUDA, DEVICE
+from tests.helpers.layers import DIM, layer
 
 pytest.importorskip("triton")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from native_sparse_attention import Transformer
-from tests.budget import DEVICE
+from tests.helpers.budget import DEVICE
 
 
 def model(**kwargs):

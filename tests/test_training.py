@@ -5,12 +5,12 @@ import copy
 
 import pytest
 import torch
-from budget import CUDA, DEVICE
-from layers import DIM, layer
 from torch.utils.checkpoint import checkpoint
 
 import native_sparse_attention.attention as attention
 from native_sparse_attention import Transformer
+from tests.helpers.budget import CUDA, DEVICE
+from tests.helpers.layers import DIM, layer
 
 kernels = pytest.mark.kernels
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from budget import assert_right
 
 from native_sparse_attention import (
     SparseAttention,
@@ -21,6 +20,7 @@ from native_sparse_attention import (
     sliding_window_attention,
 )
 from native_sparse_attention.ops.reference.attention import combine_branches
+from tests.helpers.budget import assert_right
 
 pytestmark = pytest.mark.gpu
 
@@ -218,7 +218,7 @@ def test_every_kernel_is_launched_for_the_sanitizer():
     """`make sanitize`, less the sanitizer."""
     root = Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, root / "tests" / "sanitize.py", "--jobs", "8"],
+        [sys.executable, root / "tests" / "scripts" / "sanitize.py", "--jobs", "8"],
         cwd=root,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
         capture_output=True,

@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from layers import randomize
 
 from native_sparse_attention import Transformer
 from native_sparse_attention.generate import sample_token
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
+from tests.helpers.layers import randomize
 
 SHAPE = dict(num_tokens=32, dim=16, depth=2, dim_head=8, heads=2, kv_heads=1)
 

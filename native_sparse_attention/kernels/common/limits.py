@@ -1,5 +1,5 @@
 """What no choice of tiles makes small enough for every GPU: calls whose tiles, at their smallest,
-hold more than some GPUs have. As `tests/compile_kernels.py` found it."""
+hold more than some GPUs have. As `tests/scripts/compile_kernels.py` found it."""
 
 from __future__ import annotations
 

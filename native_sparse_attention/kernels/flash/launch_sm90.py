@@ -17,7 +17,7 @@ from ..common.primitives import BEHIND, CAUSAL_WINDOW
 # rows and keys of a tile
 ROWS, KEYS = 64, 64
 # widths of heads. Of 64 ptxas 12.8 overwrites d_out, which a loop of dq needs again, in registers;
-# `tests/compile_kernels.py` looks for that
+# `tests/scripts/compile_kernels.py` looks for that
 WIDTHS = (128,)
 # tiles that a multiprocessor has at least: 3.9 were faster, of fewer programs with half the rows
 # would use more multiprocessors

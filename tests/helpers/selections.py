@@ -1,0 +1,157 @@
+"""Selections drawn at random, scored in float64, and what a kernel may have chosen of them."""
+
+import pytest
+import torch
+
+from native_sparse_attention import blocks, compressed_attention
+from native_sparse_attention.ops.reference import attention as reference
+from native_sparse_attention.ops.reference import topk as reference_topk
+from native_sparse_attention.ops.triton import backend as triton_backend
+from tests.helpers.budget import CUDA, DEVICE
+
+# Triton's interpreter has no bfloat16
+DTYPE = torch.bfloat16 if CUDA else torch.float16
+
+SETTINGS = dict(
+    compress_block_size=8,
+    compress_block_sliding_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=3,
+    importance="logits",
+    interpolated_importance_score=False,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+    selection_stride=1,
+    query_heads_share_selected_kv=True,
+    causal=True,
+)
+RULES = [
+    dict(importance="logits"),
+    dict(importance="logits", interpolated_importance_score=True),
+    dict(importance="probs"),
+]
+rules = pytest.mark.parametrize("rule", RULES, ids=["logits", "interpolated", "probs"])
+both = pytest.mark.parametrize("causal", [True, False])
+
+
+def sizes(l, d, s):
+    return dict(compress_block_size=l, compress_block_sliding_stride=d, selection_block_size=s)
+
+
+def draw(T, S, H, K, D, *, d=4, causal=True, m=2, dtype=DTYPE, B=2):
+    """q, ck and mem_k."""
+    W = blocks.num_windows(S, d, causal=causal)
+    shapes = (B, T, H, D), (B, W, K, D), (K, m, D)
+    q, ck, mem_k = (torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes)
+    return q, ck, mem_k if m else None
+
+
+def candidates(i, C, settings):
+    """Which of blocks 0 .. C - 1 queries at positions i may rank, [b|1 1 i c]."""
+    d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
+    c = torch.arange(C, device=i.device)
+    forced = reference.forced_blocks(
+        i,
+        c,
+        s,
+        causal=settings["causal"],
+        num_initial_blocks=settings["num_initial_blocks"],
+        num_local_blocks=settings["num_local_blocks"],
+    )
+    ranked = ~forced
+    if settings["causal"]:
+        own = (i // s)[..., None]
+        ranked = ranked & (c < own) & (c < blocks.num_complete_blocks(i, d, s)[..., None])
+    return ranked[:, None]
+
+
+def scores(q, ck, mem_k, i, C, settings, scale, dtype):
+    """[b r i c], formed in `dtype`."""
+    d = settings["compress_block_sliding_stride"]
+    return reference_topk.importance_scores(
+        q.to(dtype),
+        ck.to(dtype),
+        None if mem_k is None else mem_k.to(dtype),
+        reference.visible_windows(i, ck.shape[1], d, settings["causal"]),
+        torch.arange(C, device=q.device),
+        rule=settings["importance"],
+        interpolated=settings["interpolated_importance_score"],
+        shared=settings["query_heads_share_selected_kv"],
+        l=settings["compress_block_size"],
+        d=d,
+        s=settings["selection_block_size"],
+        scale=scale,
+    ).double()
+
+
+def rounding(q, ck, mem_k, settings, scale, exact):
+    """One float32 ulp of a score's terms: those of a logit or, `probs`, of an exponent."""
+    keys = max(t.double().norm(dim=-1).max() for t in (ck, mem_k) if t is not None)
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    logits = q.double().norm(dim=-1).max() * keys * scale
+    eps = torch.finfo(torch.float32).eps
+    if settings["importance"] == "logits":
+        return eps * logits
+    return eps * (1 + 2 * logits) * exact.max()
+
+
+def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, with_lse=False, **changed):
+    """A score may err by twice what eager PyTorch errs in the same dtype, and one float32 ulp of
+    its terms; so the block in place j differs by at most twice that from the j-th best."""
+    settings = {**SETTINGS, **changed}
+    T, R = q.shape[1], settings["selection_stride"]
+    start = S - T if q_offset is None else q_offset
+    call = dict(settings, seq_len=S, mem_k=mem_k, q_offset=start, scale=scale)
+    lse = None
+    if with_lse:
+        memory = None if mem_k is None else mem_k.float()
+        _, lse = compressed_attention(
+            q.float(),
+            ck.float(),
+            ck.float(),
+            compress_block_sliding_stride=settings["compress_block_sliding_stride"],
+            mem_k=memory,
+            mem_v=memory,
+            causal=settings["causal"],
+            q_offset=start,
+            seq_len=S,
+            scale=scale,
+            return_lse=True,
+            backend="eager",
+        )
+    actual, _ = triton_backend.select_blocks(q, ck, lse=lse, **call)
+    expected, _ = reference_topk.select_blocks(q, ck, **call)
+    assert actual.dtype == torch.int32 and actual.shape == expected.shape
+    assert torch.equal(actual < 0, expected < 0)
+
+    i = reference.query_positions(q, start)
+    if R > 1:
+        # hold the leaders to their scores, and their groups to the leaders
+        queries, leading, group = reference_topk.leaders(q, i, R)
+        first = (leading - i[:, :1]).expand(q.shape[0], -1)
+        ranked = actual.gather(1, first[..., None, None].expand(-1, -1, *actual.shape[2:]))
+        assert torch.equal(actual, reference_topk.share(ranked, group, actual.new_full((), -1)))
+        q, i, actual = queries, leading, ranked
+    actual = actual.transpose(1, 2).long()
+    d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
+    C = blocks.num_complete_blocks(ck.shape[1] * d, d, s)
+    C = C if settings["causal"] else blocks.num_blocks(S, s)
+    if C == 0:
+        return
+    exact, low = (
+        scores(q, ck, mem_k, i, C, settings, scale, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    ranked = candidates(i, C, settings).expand_as(exact)
+    found = actual >= 0
+    assert (ranked.gather(-1, actual.clamp(min=0)) | ~found).all(), "no candidate was chosen"
+    blocks_chosen = torch.where(found, actual, -1 - torch.arange(actual.shape[-1], device=DEVICE))
+    assert (blocks_chosen.sort(dim=-1).values.diff(dim=-1) != 0).all(), "a block was chosen twice"
+    if not found.any():
+        return
+    eager = (low - exact).abs().masked_fill(~ranked, 0).max()
+    budget = 2 * eager + rounding(q, ck, mem_k, settings, scale, exact[ranked])
+    best = exact.masked_fill(~ranked, float("-inf")).sort(dim=-1, descending=True).values
+    best = torch.nn.functional.pad(best, (0, actual.shape[-1]))[..., : actual.shape[-1]]
+    error = (exact.gather(-1, actual.clamp(min=0)) - best).abs()[found].max()
+    assert error <= 2 * budget, f"{error:.2e} > 2 x {budget:.2e}"

@@ -1,0 +1,326 @@
+"""Launch parameters are data: each architecture has a row for every kernel and size."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from native_sparse_attention import native_sparse_attention
+from tests.helpers.budget import DEVICE
+from tests.helpers.interpreter import not_of_3_4
+
+launch = pytest.importorskip("native_sparse_attention.kernels.common.launch")
+device = pytest.importorskip("native_sparse_attention.kernels.common.primitives")
+kv_cache = pytest.importorskip("native_sparse_attention.kernels.decode.kv_cache")
+rotary = pytest.importorskip("native_sparse_attention.kernels.rotary")
+tiles = pytest.importorskip("native_sparse_attention.kernels.common.tile_configs")
+sized = pytest.importorskip("native_sparse_attention.kernels.common.overrides").sized
+
+ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.ELSEWHERE}
+
+
+@pytest.mark.parametrize("capability, name", [
+    ((9, 0), "hopper"), ((8, 0), "ampere"), ((8, 7), "ampere"), ((8, 6), "elsewhere"),
+    ((8, 9), "elsewhere"), ((10, 0), "elsewhere"), ((7, 5), "elsewhere"), (None, "elsewhere"),
+])  # fmt: skip
+def test_rows_by_capability(monkeypatch, capability, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "capability", lambda device: capability)
+    assert launch.architecture() is ARCHITECTURES[name]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_size_has_a_tile(monkeypatch, name):
+    monkeypatch.setattr(launch, "architecture", lambda: ARCHITECTURES[name])
+    for dtype in (torch.bfloat16, torch.float32):
+        for width in (16, 80, 128, 192, 256):
+            for groups in (1, 3, 16, 64):
+                found = [
+                    launch.flash_tile(kernel, wide, width, groups, dtype, keys)
+                    for kernel in ("forward", "dq", "dkv", "prefix.dkv")
+                    for wide in (True, False)
+                    for keys in (0, 1, 512, 513, 1025)
+                ]
+                found += [
+                    launch.key_major_tile(kernel, width, groups, dtype)
+                    for kernel in ("forward", "backward")
+                ]
+                found += [
+                    launch.query_major_tile(kernel, width, rows, dtype)
+                    for kernel in ("forward", "dq")
+                    for rows in (groups, launch.architecture().query_major_rows)
+                ]
+                found += [
+                    launch.topk_tile(*rule, dtype, interpolated)
+                    for rule in (("logits", width, groups, 16), ("probs", width, groups, 64))
+                    for interpolated in (False, True)
+                ]
+                for tile in found:
+                    assert tile.block_m >= groups
+                    sizes = (tile.block_m, tile.block_n, tile.num_warps)
+                    assert all(size & (size - 1) == 0 for size in sizes)
+
+
+def test_tile_of_one_head_a_group(monkeypatch):
+    """Its own where it has one, and else that of small groups."""
+    monkeypatch.setattr(launch, "architecture", lambda: tiles.HOPPER)
+    own = [
+        launch.key_major_tile(kernel, width, 1, torch.bfloat16)
+        != launch.key_major_tile(kernel, width, 2, torch.bfloat16)
+        for kernel in ("forward", "backward")
+        for width in (128, 256)
+    ]
+    assert own == [True, False, False, False]
+
+
+def test_elsewhere_nothing_is_fetched_ahead():
+    """What a GPU of unknown size holds least of is shared memory."""
+    rows = tiles.ELSEWHERE
+    tables = [*rows.flash.values(), *rows.key_major.values()]
+    tables += [table for by_rows in rows.query_major.values() for table in by_rows.values()]
+    tables += [rows.few_heads, rows.logits, rows.interpolated, *rows.probs.values()]
+    assert {tile.num_stages for table in tables for tile in table.values()} == {1}
+
+
+@not_of_3_4
+@pytest.mark.kernels
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+def test_a_length_compiles_nothing_anew(monkeypatch, importance):
+    """What a kernel is compiled for is the same at all lengths, forward and backward."""
+    from native_sparse_attention.kernels.flash import fwd as flash_fwd
+
+    compiled: dict[int, set] = {}
+
+    def record(self, *args, grid, warmup, **kwargs):
+        given = dict(zip(self.arg_names, args)) | kwargs
+        constants = self.fn.__annotations__.keys() | (kwargs.keys() - set(self.arg_names))
+        compiled[T].add(
+            (self.fn.__module__, self.fn.__name__, *((n, given[n]) for n in sorted(constants)))
+        )
+
+    monkeypatch.setattr(type(flash_fwd.nsa_flash_fwd), "run", record)
+    for T in (1100, 2311, 3800):
+        compiled[T] = set()
+        shapes = (T, 4, 16), (T, 1, 16), (T, 1, 16), (T // 4, 1, 16), (T // 4, 1, 16), (T, 4, 3)
+        tensors = [torch.zeros(1, *shape, device=DEVICE, requires_grad=True) for shape in shapes]
+        memory = torch.zeros(2, 1, 2, 16, device=DEVICE, requires_grad=True)
+        out = native_sparse_attention(
+            *tensors, mem_k=memory[0], mem_v=memory[1], compress_block_size=8,
+            compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+            sliding_window_size=9, importance=importance, use_diff_topk=True, backend="triton",
+        )  # fmt: skip
+        out.sum().backward()
+    first, *others = compiled.values()
+    assert len(first) > 10 and all(other == first for other in others)
+
+
+def layer(B, T, H, K, **settings):
+    """The layer, forward and backward: its output, the selection and every gradient."""
+    draw = functools.partial(torch.randn, device=DEVICE)
+    shapes = (T, H, 16), (T, K, 16), (T, K, 16), (T // 4, K, 16), (T // 4, K, 16), (T, H, 3)
+    leaves = [draw(B, *shape) for shape in shapes] + [draw(K, 2, 16) for _ in range(2)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out, lists = native_sparse_attention(
+        *leaves[:6], mem_k=leaves[6], mem_v=leaves[7], compress_block_size=8,
+        compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+        sliding_window_size=17, return_indices=True, backend="triton", **settings,
+    )  # fmt: skip
+    return [out, lists, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def written(B, K):
+    """New entries in their places, windows that they may complete, and heads that are turned."""
+    draw = functools.partial(torch.randn, device=DEVICE)
+    new, store, rings = ([draw(B, K, n, 16) for _ in range(2)] for n in (3, 9, 12))
+    step = kv_cache.CacheMetadata(torch.arange(B, device=DEVICE, dtype=torch.int32) % 5)
+    kv_cache.append(tuple(new), tuple(store), step, 3)
+    turned = rotary.rotate(new, torch.ones(8, device=DEVICE), step.lengths, None, 0, 1.0)
+    return [*store, *turned, *kv_cache.recent(tuple(rings), 3, 8, 4, step)]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("call", [
+    functools.partial(layer, 2, 12, 2, 1, use_diff_topk=True, interpolated_importance_score=True),
+    functools.partial(layer, 2, 12, 9, 1, importance="probs"),
+    functools.partial(written, 3, 2),
+], ids=["pairs", "gather", "entries"])  # fmt: skip
+def test_a_flipped_grid_gives_the_same(monkeypatch, call):
+    """As for more rows x heads than fit along an axis."""
+    results = []
+    with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
+        for most in (launch.MAX_GRID_Y, 0):
+            monkeypatch.setattr(launch, "MAX_GRID_Y", most)
+            torch.manual_seed(0)
+            results.append(call())
+    for value, flipped in zip(*results, strict=True):
+        assert torch.equal(value, flipped)
+
+
+@pytest.mark.gpu
+def test_more_rows_than_fit_along_an_axis():
+    rows = launch.MAX_GRID_Y + 2
+    assert all(found.isfinite().all() for found in layer(rows, 12, 2, 1, use_diff_topk=True))
+    assert all(found.isfinite().all() for found in layer(rows, 12, 10, 1, importance="probs"))
+    assert all(found.isfinite().all() for found in written(rows, 2))
+
+
+SERVED = dict(T=512, H=16, K=1, D=128, E=128, S=512, s=64, n=13, stride=1, local=2)
+
+
+def a_selection(change):
+    """q, k and v, a selection, and what else was asked for."""
+    at = SERVED | {"causal": True, "dtype": torch.bfloat16, "scale": 0.1, "soft_cap": None} | change
+    q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
+    if at.get("strided"):
+        q = torch.zeros(1, at["T"], at["H"], 2 * at["D"], dtype=at["dtype"])[..., ::2]
+    if at.get("padded"):
+        q = torch.zeros(1, at["T"], at["H"], at["D"] + 8, dtype=at["dtype"])[..., : at["D"]]
+    k, v = (torch.zeros(1, at["S"], at["K"], at[width], dtype=at["dtype"]) for width in "DE")
+    lists = torch.zeros(1, at["T"], at["K"], at["n"], dtype=torch.int32)
+    selection = launch.Selection(
+        lists, at["s"], 1, at["local"], at["causal"], stride=at["stride"], soft_cap=at["soft_cap"],
+        gates=torch.ones_like(lists) if at.get("gated") else None,
+    )  # fmt: skip
+    return (q, k, v), selection, at
+
+
+@pytest.mark.parametrize("change, served", [
+    ({}, True), ({"H": 8}, True), ({"H": 1}, True), ({"kind": device.BEHIND}, True),
+    ({"inner": True}, True), ({"dtype": torch.float16}, True), ({"dtype": torch.float32}, False),
+    ({"D": 64}, False), ({"E": 64}, False), ({"H": 12}, False), ({"H": 3}, False),
+    ({"kind": device.LOCAL_BLOCKS}, False), ({"kind": device.EVERYTHING}, False),
+    ({"kind": device.BEHIND, "inner": True}, False), ({"soft_cap": 2.0}, False),
+    ({"ragged": True}, False), ({"scale": -1.0}, False), ({"T": 0}, False), ({"S": 0}, False),
+    ({"strided": True}, False), ({"allowed": False}, False), ({"sized": True}, False),
+    ({"allowed": None, "T": 144}, True), ({"allowed": None, "T": 136}, False),
+])  # fmt: skip
+def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
+    """On a GPU of 6 multiprocessors that could."""
+    hopper = pytest.importorskip("native_sparse_attention.kernels.flash.launch_sm90")
+    monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
+    monkeypatch.setattr(hopper.sm90, "multiprocessors", lambda device: 6)
+    at = dict(T=100, S=100, H=16, D=128, E=128, dtype=torch.bfloat16, scale=0.1) | change
+    q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
+    if at.get("strided"):
+        q = torch.zeros(1, at["T"], at["H"], 2 * at["D"], dtype=at["dtype"])[..., ::2]
+    k, v = (torch.zeros(1, at["S"], 1, at[width], dtype=at["dtype"]) for width in "DE")
+    kind = at.get("kind", device.CAUSAL_WINDOW).value
+    starts = torch.zeros(1, dtype=torch.int32) if at.get("ragged") else None
+    place = launch.KVRange(kind, 63, 16, soft_cap=at.get("soft_cap"), starts=starts)
+    inner = launch.KVRange(device.LOCAL_BLOCKS.value, 16, 16) if at.get("inner") else None
+    sizes = [16, 16] * 9 if at.get("sized") else None
+    with launch.using({"flash_sm90": at.get("allowed", True)}), sized(sizes):
+        for kernel in ("forward", "dq", "dkv"):
+            assert hopper.is_supported(kernel, q, k, v, place, at["scale"], inner) == served
+
+
+@pytest.mark.parametrize(
+    "version, capability, asked, there",
+    [
+        ("3.6.0", (9, 0), False, True),
+        ("3.6.1", (9, 0), True, True),
+        ("3.7.1", (9, 0), False, True),
+        ("3.6.0", (10, 0), True, False),
+        ("3.8.0", (9, 0), False, True),
+        ("3.9.0", (9, 0), False, True),
+        ("3.99.0", (9, 0), True, True),
+    ],
+)
+def test_where_the_hopper_kernels_run(monkeypatch, version, capability, asked, there):
+    gpu = pytest.importorskip("native_sparse_attention.kernels.common.sm90")
+    monkeypatch.setattr(gpu.triton, "__version__", version)
+    monkeypatch.setattr(launch, "capability", lambda device: capability)
+    q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    with launch.using({"gluon": True} if asked else {}):
+        assert gpu.available(q) == there
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0"])
+def test_an_unknown_triton_is_told_once(monkeypatch, version):
+    gpu = pytest.importorskip("native_sparse_attention.kernels.common.sm90")
+    monkeypatch.setattr(gpu.triton, "__version__", version)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    gpu.warn_of_unknown.cache_clear()
+    q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match=rf"Triton {version}.*Install 'triton>=3\.6,<3\.10'"):
+        assert not gpu.available(q)
+    assert not gpu.available(q)
+
+
+@pytest.mark.parametrize("change, served, with_dq", [
+    ({}, True, False), ({"T": 1 << 15}, True, True), ({"allowed_dq": True}, True, True),
+    ({"H": 64, "allowed_dq": True}, True, True), ({"H": 9}, True, False), ({"H": 2}, True, False),
+    ({"H": 1}, True, False), ({"H": 65}, False, False), ({"padded": True}, True, False),
+    ({"H": 4, "padded": True}, False, False),
+    ({"D": 64, "E": 64}, True, False), ({"D": 96, "E": 96}, False, False),
+    ({"s": 32}, False, False), ({"S": 500}, False, False), ({"local": 0}, False, False),
+    ({"stride": 4, "T": 1 << 15}, True, False), ({"soft_cap": 2.0}, False, False),
+    ({"gated": True}, False, False), ({"dtype": torch.float32}, False, False),
+    ({"scale": -1.0}, False, False), ({"n": 0}, False, False), ({"allowed": False}, False, False),
+    ({"sized": True}, False, False),
+])  # fmt: skip
+def test_where_listed_blocks_are_walked_on_a_hopper(monkeypatch, change, served, with_dq):
+    hopper = pytest.importorskip("native_sparse_attention.kernels.selected.key_major_sm90")
+    monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
+    tensors, selection, at = a_selection(change)
+    tried = {"key_major_sm90": at.get("allowed", True)}
+    if "allowed_dq" in at:
+        tried["key_major_dq_sm90"] = at["allowed_dq"]
+    with launch.using(tried), sized([16, 16] * 9 if at.get("sized") else None):
+        assert hopper.is_supported(*tensors, selection, at["scale"]) == served
+        assert hopper.forms_dq(*tensors, selection, at["scale"]) == with_dq
+
+
+@pytest.mark.parametrize("change, served", [
+    ({}, True), ({"H": 8, "stride": 8}, True), ({"stride": 16}, True),
+    ({"H": 64, "stride": 1}, True), ({"stride": 1, "united": 4}, True),
+    ({"stride": 1, "united": 3}, False),
+    ({"stride": 8, "united": 4}, False), ({"stride": 2}, False), ({"stride": 6}, False),
+    ({"H": 12, "stride": 16}, False), ({"H": 3, "stride": 64}, False),
+    ({"causal": False, "local": 0}, True), ({"dtype": torch.float16}, True),
+    ({"dtype": torch.float32}, False), ({"D": 64, "E": 64}, False), ({"E": 64}, False),
+    ({"s": 32}, False), ({"S": 500}, False), ({"n": 0}, False), ({"local": 0}, False),
+    ({"soft_cap": 2.0}, False), ({"scale": -1.0}, False), ({"T": 0}, False),
+    ({"gated": True}, False), ({"strided": True}, False), ({"allowed": False}, False),
+    ({"sized": True}, False), ({"allowed": None, "T": 384}, True),
+    ({"allowed": None, "T": 380}, False),
+    ({"allowed": None, "T": 3072, "stride": 1, "united": 4}, True),
+    ({"allowed": None, "T": 3076, "stride": 1, "united": 4}, False),
+    ({"allowed": None, "T": 3076}, True),
+])  # fmt: skip
+def test_where_a_tile_has_a_list_on_a_hopper(monkeypatch, change, served):
+    """On a GPU of 6 multiprocessors that could."""
+    hopper = pytest.importorskip("native_sparse_attention.kernels.selected.query_major_sm90")
+    monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
+    monkeypatch.setattr(hopper.sm90, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    tensors, selection, at = a_selection({"stride": 4} | change)
+    unions = SimpleNamespace(members=at["united"]) if "united" in at else None
+    sizes = [16, 16] * 9 if at.get("sized") else None
+    with launch.using({"query_major_sm90": at.get("allowed", True)}), sized(sizes):
+        for kernel in ("forward", "dq"):
+            found = hopper.is_supported(*tensors, selection, at["scale"], kernel, unions)
+            assert found == served
+
+
+@pytest.mark.parametrize("change, served", [
+    ({}, True), ({"D": 64, "E": 64}, True), ({"H": 9}, True), ({"H": 32, "K": 2}, True),
+    ({"causal": False, "local": 0}, True), ({"dtype": torch.float16}, True),
+    ({"dtype": torch.float32}, False), ({"D": 192}, False), ({"D": 96, "E": 96}, False),
+    ({"H": 8}, False), ({"H": 17}, False), ({"s": 32}, False), ({"S": 500}, False),
+    ({"n": 0}, False), ({"n": 33}, False), ({"stride": 4}, False), ({"local": 0}, False),
+    ({"soft_cap": 2.0}, False), ({"scale": -1.0}, False), ({"T": 0}, False),
+    ({"gated": True}, False), ({"strided": True}, False), ({"allowed": False}, False),
+    ({"allowed": None}, True), ({"allowed": None, "T": 376}, False),
+])  # fmt: skip
+def test_where_blocks_are_shared(monkeypatch, change, served):
+    """On a GPU of 6 multiprocessors that could."""
+    shared = pytest.importorskip("native_sparse_attention.kernels.selected.union_sm90")
+    monkeypatch.setattr(shared.sm90, "available", lambda q: True)
+    monkeypatch.setattr(shared.sm90, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    tensors, selection, at = a_selection(change)
+    with launch.using({"union_sm90": at.get("allowed", True)}):
+        assert shared.is_supported(*tensors, selection, at["scale"]) == served

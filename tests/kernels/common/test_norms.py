@@ -1,0 +1,152 @@
+"""Logits measured from a bound instead of their maximum: what the bound is made of, and that both
+ways are right, next to each other and where numbers are not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from native_sparse_attention import (
+    compressed_attention,
+    native_sparse_attention,
+    sliding_window_attention,
+)
+from tests.helpers.budget import CUDA, DEVICE, assert_right, draw
+
+pytest.importorskip("triton")
+from native_sparse_attention.kernels.common import key_norms, launch
+from native_sparse_attention.kernels.common.launch import UnionRule
+from native_sparse_attention.kernels.selected import query_major
+
+pytestmark = pytest.mark.kernels
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+T = 133 if CUDA else 49
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """Also what the interpreter can run, and lists that are united."""
+    monkeypatch.setattr(key_norms, "BOUNDED_DTYPES", (DTYPE,))
+    monkeypatch.setattr(query_major, "BOUNDED_ROWS", 1)
+    monkeypatch.setitem(launch.override, "union", UnionRule(2, 1.6, least=0))
+
+
+def sized(q, size):
+    """The later half of q `size` times as long."""
+    return torch.cat((q[:, : T // 2], q[:, T // 2 :] * size), dim=1)
+
+
+@pytest.mark.parametrize("N", [0, 1, 63, 64, 4097])
+@pytest.mark.parametrize("D", [16, 80])
+def test_largest_norms(N, D):
+    k = torch.randn(2, N, 6, D, device=DEVICE).to(DTYPE)[:, :, ::2]
+    found, _ = key_norms.key_norms(k.new_empty(2, N, 3, D), k)
+    expected = k.float().norm(dim=-1).amax(1) if N else k.new_zeros(2, 3).float()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("N, W", [(130, 9), (9, 130), (0, 3), (3, 0)])
+def test_of_compressed_keys_too(N, W):
+    k, ck = (torch.randn(2, n, 3, 16, device=DEVICE).to(DTYPE) for n in (N, W))
+    found = key_norms.key_norms(k.new_empty(2, 40, 3, 16), k, ck)
+    for norms, keys in zip(found, (k, ck), strict=True):
+        n = keys.shape[1]
+        expected = keys.float().norm(dim=-1).amax(1) if n else k.new_zeros(2, 3).float()
+        torch.testing.assert_close(norms, expected)
+
+
+def test_not_of_few_queries():
+    q, k = (torch.randn(1, n, 2, 16, device=DEVICE).to(DTYPE) for n in (8, 33))
+    assert key_norms.key_norms(q, k) == (None, None)
+    assert key_norms.key_norms(q, k[:, :32])[0] is not None
+    assert key_norms.key_norms(q.half(), k[:, :32].half()) == (None, None)
+
+
+def layer(size, sinks=False):
+    q, k, v = draw(T, T, 4, 2, 16, 16, DTYPE)
+    _, ck, cv = draw(T, T // 2, 4, 2, 16, 16, DTYPE)
+    tensors = dict(q=sized(q, size), k=k, v=v, ck=ck, cv=cv)
+    tensors |= {n: torch.randn(2, 2, 16, device=DEVICE).to(DTYPE) for n in ("mem_k", "mem_v")}
+    if sinks:
+        tensors["sinks"] = 3 * torch.randn(3, 4, device=DEVICE)
+    tensors["branch_gates"] = torch.rand(2, T, 4, 3, device=DEVICE).to(DTYPE)
+    settings = dict(
+        compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=16,
+        num_selected_blocks=2, sliding_window_size=37,
+    )  # fmt: skip
+    return tensors, settings
+
+
+def forward(tensors, settings):
+    return native_sparse_attention(**tensors, **settings, backend="triton")
+
+
+@pytest.mark.parametrize("size, sinks", [(1.0, False), (8.0, True)])
+def test_layer(monkeypatch, size, sinks):
+    tensors, settings = layer(size, sinks)
+    q = tensors["q"].double()
+    longest = tensors["k"].double().norm(dim=-1).amax()
+    bound = q.norm(dim=-1) * longest * 16**-0.5 / torch.log(q.new_tensor(2.0))
+    assert ((bound <= 48).any(), (bound > 48).any()) == (True, size > 1)
+    by_bound = forward(tensors, settings)
+    monkeypatch.setattr(key_norms, "BOUNDED_DTYPES", ())
+    by_maximum = forward(tensors, settings)
+    # another order of roundings, if any tile was measured from its bound
+    assert not torch.equal(by_bound, by_maximum)
+    exact = native_sparse_attention(
+        **{n: t.double() for n, t in tensors.items()}, **settings, backend="eager"
+    )
+    error, other = ((t.double() - exact).abs().max() for t in (by_bound, by_maximum))
+    assert error <= 2 * other + torch.finfo(DTYPE).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("size", [1.0, 8.0] if CUDA else [1.0])
+@pytest.mark.parametrize("soft_cap", [None, 2.5])
+def test_branches_and_gradients(size, soft_cap):
+    q, k, v = draw(T, T, 4, 2, 16, 16, DTYPE)
+    tensors = {"q": sized(q, size), "k": k, "v": v}
+    call = dict(return_lse=True, soft_cap=soft_cap)
+    assert_right(sliding_window_attention, tensors, DTYPE, sliding_window_size=21, **call)
+    memory = {n: torch.randn(2, 2, 16, device=DEVICE).to(DTYPE) for n in ("mem_k", "mem_v")}
+    tensors = dict(q=tensors["q"], ck=k[:, : T // 2], cv=v[:, : T // 2], **memory)
+    assert_right(compressed_attention, tensors, DTYPE, compress_block_sliding_stride=2, **call)
+
+
+def test_one_key_has_all():
+    """Exactly: where the probability is 1, what comes out is the value."""
+    q, k, v = draw(T, T, 4, 2, 16, 16, DTYPE)
+    out = sliding_window_attention(q, k, v, sliding_window_size=21, backend="triton")
+    assert torch.equal(out[:, 0], v[:, 0].repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale(scale):
+    q, k, v = draw(T, T, 4, 2, 16, 16, DTYPE)
+    assert_right(
+        sliding_window_attention, {"q": q, "k": k, "v": v}, DTYPE, sliding_window_size=21,
+        scale=scale, return_lse=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_only_who_sees_it_is_not_finite(name, value):
+    tensors = dict(zip("qkv", draw(T, T, 4, 2, 16, 16, DTYPE)))
+    # of enough keys to be measured from a bound
+    call = dict(sliding_window_size=19, backend="triton")
+    fine, whole = sliding_window_attention(**tensors, **call), dict(tensors)
+    tensors[name] = tensors[name].clone()
+    tensors[name][0, 20, 0] = value
+    out = sliding_window_attention(**tensors, **call)
+    hit = torch.zeros(2, T, 4, dtype=torch.bool, device=DEVICE)
+    if name == "q":
+        hit[0, 20, 0] = True
+    else:
+        hit[0, 20:40, :2] = True
+    assert out[hit].isnan().any(-1).all()
+    # another order of roundings, where only one of the two is measured from a bound
+    exact = sliding_window_attention(
+        **{n: t.double() for n, t in whole.items()}, sliding_window_size=19, backend="eager"
+    )[~hit]
+    error, other = ((t[~hit].double() - exact).abs().max() for t in (out, fine))
+    assert error <= 2 * other + torch.finfo(DTYPE).eps * exact.abs().max()

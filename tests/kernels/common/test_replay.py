@@ -1,0 +1,195 @@
+"""Calls that are recorded and repeated give what they give otherwise, bit for bit."""
+
+import threading
+
+import pytest
+import torch
+
+from native_sparse_attention import SparseAttention
+from native_sparse_attention.compress import MeanPool
+from tests.helpers.budget import DEVICE
+
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels.common import replay
+
+pytestmark = pytest.mark.kernels
+
+SETTINGS = {
+    "plain": {},
+    "gates": dict(use_diff_topk=True, importance="probs", attention_sinks=True),
+    "independent": dict(branch_kv="independent", recompute=True, num_initial_blocks=1),
+}
+
+
+@pytest.fixture
+def repeats(monkeypatch):
+    """The lengths of the plans that were repeated, on the CPU too."""
+    token, lengths, own = replay.everywhere.set(True), [], replay.Plan.__call__
+
+    def counted(self, inputs):
+        lengths.append(len(self.steps))
+        return own(self, inputs)
+
+    monkeypatch.setattr(replay.Plan, "__call__", counted)
+    with torch.autograd.set_multithreading_enabled(False):  # the variable is this thread's
+        yield lengths
+    replay.everywhere.reset(token)
+
+
+def layer(**settings):
+    torch.manual_seed(0)
+    return SparseAttention(
+        dim=32, dim_head=16, heads=2, kv_heads=1, sliding_window_size=5, compress_block_size=8,
+        compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+        causal=True, compress_mlp=MeanPool(), backend="triton", **settings,
+    ).to(DEVICE)  # fmt: skip
+
+
+def results(module, x):
+    x = x.clone().requires_grad_()
+    out = module(x)
+    grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+    return [out.detach(), *grads]
+
+
+def as_written(monkeypatch, module, x):
+    """The results without plans."""
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "is_possible", lambda tensor: False)
+        return results(module, x)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_same_bits(setting, repeats, monkeypatch):
+    module = layer(**SETTINGS[setting])
+    for n in (21, 21, 21, 16, 21):
+        x, before = torch.randn(1, n, 32, device=DEVICE), len(repeats)
+        got = results(module, x)
+        assert all(map(torch.equal, got, as_written(monkeypatch, module, x)))
+    assert len(repeats) >= before + 3 > 3  # forward, the deltas of the backward, and its rest
+
+
+@pytest.mark.gpu
+def test_of_hopper(repeats, monkeypatch):
+    """Kernels whose tensors come in descriptors, of another stream, and in a CUDA graph."""
+    torch.manual_seed(0)
+    module = SparseAttention(
+        256, 128, 16, 256, 32, 64, 4, kv_heads=2, causal=True, compress_block_sliding_stride=16,
+        compress_mlp=MeanPool(), backend="triton",
+    ).to("cuda", torch.bfloat16)  # fmt: skip
+    x = torch.randn(2, 2048, 256, device="cuda", dtype=torch.bfloat16)
+    expected = as_written(monkeypatch, module, x)
+    for _ in range(4):
+        assert all(map(torch.equal, results(module, x), expected))
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        found = [results(module, x) for _ in range(3)]
+        graph, before = torch.cuda.CUDAGraph(), len(repeats)
+        with torch.no_grad(), torch.cuda.graph(graph, stream=other):
+            out = module(x)
+        out.zero_()
+        graph.replay()
+    torch.cuda.current_stream().wait_stream(other)
+    assert len(repeats) > before
+    assert all(torch.equal(*pair) for some in found for pair in zip(some, expected, strict=True))
+    assert torch.equal(out, expected[0])
+
+
+@pytest.mark.gpu
+def test_side_by_side():
+    """Threads that record at once: one does, the others run as ever, and launches are left as they
+    were."""
+    modules = [layer().requires_grad_(False) for _ in range(3)]
+    x = torch.randn(1, 23, 32, device=DEVICE)
+    expected = modules[0](x)
+    own, found = replay.jit.JITFunction.run, []
+
+    def work(module):
+        found.extend(module(x) for _ in range(4))
+
+    threads = [threading.Thread(target=work, args=(module,)) for module in modules]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12 and all(torch.equal(out, expected) for out in found)
+    assert replay.jit.JITFunction.run is own and not replay.ahead.one_at_a_time.locked()
+
+
+def test_what_cannot_be_repeated_runs_as_ever():
+    calls = []
+
+    def run(at):
+        calls.append(at)
+        return at.sum().item() * at
+
+    repeated, t = replay.Repeated(run), torch.ones(3)
+    for _ in range(4):
+        assert torch.equal(repeated(t, [t], ()), 3 * t)
+    assert len(calls) == 4 and list(repeated.plans.values()) == [False]
+
+
+def test_not_recorded_while_another_thread_records():
+    repeated, t = replay.Repeated(lambda at: at + 1), torch.ones(3)
+    with replay.ahead.one_at_a_time:
+        for _ in range(3):
+            assert torch.equal(repeated(t, [t], ()), t + 1)
+    assert list(repeated.plans.values()) == [None]
+    for _ in range(2):
+        assert torch.equal(repeated(t, [t], ()), t + 1)
+    assert [type(plan) for plan in repeated.plans.values()] == [replay.Plan]
+    assert not replay.ahead.one_at_a_time.locked()
+
+
+def test_computations_views_and_buffers():
+    """Of torch, between launches; with inputs that share their storage, and other strides."""
+
+    def run(at):
+        a, b = at
+        room = a.new_empty(2, 3).zero_()
+        room[:, 1:] += a[:, :2]
+        return [room.t(), (room.view(-1)[2:4] * b.sum(), a.new_empty(0))]
+
+    repeated = replay.Repeated(run)
+    for _ in range(4):
+        both = torch.randn(2, 8)
+        for a, b in ((both[:, :3], both[:, 3:]), (both[:, 1:4], torch.randn(4))):
+            got, expected = repeated((a, b), [a, b], ()), run((a, b))
+            torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    assert [type(plan) for plan in repeated.plans.values()] == [replay.Plan] * 2
+
+
+def test_inputs_that_are_given_back_are_not_repeated():
+    repeated, t = replay.Repeated(lambda at: [at[0], at[0] + 1]), torch.ones(3)
+    for _ in range(3):
+        assert repeated([t], [t], ())[0] is t
+
+
+def test_memory_is_given_back_where_it_was():
+    """A buffer that the call lets go of before the next is made is let go of by its plan."""
+
+    def run(at):
+        first = at.new_empty(1000).fill_(1.0)
+        total = first.sum()
+        del first
+        second = at.new_empty(1000).fill_(2.0)
+        return total + second.sum()
+
+    repeated, t = replay.Repeated(run), torch.ones(3)
+    for _ in range(2):
+        repeated(t, [t], ())
+    (plan,) = repeated.plans.values()
+    names = [step.__qualname__.split(".")[1] for step in plan.steps]
+    assert names.index("forget") < len(names) - 3
+    assert repeated(t, [t], ()) == 3000
+
+
+def test_few_plans_are_kept(monkeypatch):
+    monkeypatch.setattr(replay, "MOST_PLANS", 3)
+    repeated = replay.Repeated(lambda at: at + 1)
+    for n in range(1, 9):
+        t = torch.ones(n)
+        assert torch.equal(repeated(t, [t], ()), t + 1)
+    assert len(repeated.plans) <= 3

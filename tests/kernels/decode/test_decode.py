@@ -1,0 +1,363 @@
+"""A step of decoding by its own kernels: what eager PyTorch makes of the same cache, and what the
+layer makes of whole sequences."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from native_sparse_attention import KVCache, PagedKVCache, decoding
+from native_sparse_attention.ops import decode
+from native_sparse_attention.ops.decode import decode_attention, workspace
+from tests.helpers.budget import CUDA, DEVICE, products_in
+from tests.helpers.layers import DIM, SETTINGS, layer
+
+kernels = pytest.mark.kernels
+DTYPE = torch.float16 if CUDA else torch.float32
+SIZES = dict(
+    compress_block_size=8,
+    compress_block_sliding_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=3,
+    sliding_window_size=11,
+)
+
+
+def problem(
+    dtype, T=2, heads=(2, 1, 16, 16), N=64, lengths=(37, 5), memory=2, window=False, page=None,
+    sinks=False, **changed,
+):  # fmt: skip
+    """Arguments of `decode_attention`; behind the ends of the rows its storage holds NaN."""
+    settings = {**SIZES, **changed}
+    B, (H, K, D, E), d = len(lengths), heads, settings["compress_block_sliding_stride"]
+
+    def draw(*shape):
+        return torch.randn(shape, device=DEVICE).to(dtype)
+
+    tensors = {
+        "k": draw(B, N, K, D), "v": draw(B, N, K, E),
+        "ck": draw(B, N // d, K, D), "cv": draw(B, N // d, K, E),
+    }  # fmt: skip
+    if window:
+        tensors |= {"window_k": draw(B, N, K, D), "window_v": draw(B, N, K, E)}
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    if page:
+        tensors = {n: paged(t, page // (d if n in ("ck", "cv") else 1)) for n, t in tensors.items()}
+        order = torch.arange(B * (N // page), dtype=torch.int32, device=DEVICE)
+        settings["page_table"] = order.flip(0).view(B, -1)
+    tensors |= {"q": draw(B, T, H, D), "cq": draw(B, T, H, D)}
+    tensors["branch_gates"] = torch.rand(B, T, H, 3, device=DEVICE).to(dtype)
+    if memory:
+        tensors |= {"mem_k": draw(K, memory, D), "mem_v": draw(K, memory, E)}
+    if sinks:
+        settings["sinks"] = torch.randn(3, H, device=DEVICE)
+    return tensors, dict(settings, lengths=lengths)
+
+
+def paged(t, size):
+    """Pages [pages, size, K, D] of rows [B, N, K, D], the last first."""
+    return t.reshape(-1, size, *t.shape[2:]).flip(0)
+
+
+def ring(settings, heads, B):
+    """Rankings that tokens before may have had: at most one block, which is no candidate twice."""
+    ranks = heads[1] if settings.get("query_heads_share_selected_kv", True) else heads[0]
+    rankings = torch.full((B, ranks, 9, settings["num_selected_blocks"]), -1, dtype=torch.int32)
+    rankings[..., 0] = 0
+    return rankings.to(DEVICE)
+
+
+def assert_right(dtype, counts=None, **changed):
+    """Within twice the error of eager PyTorch in the same dtype, both against fp64, and one ulp."""
+    tensors, settings = problem(dtype, **changed)
+    B = len(tensors["q"])
+    if counts is not None:
+        settings["counts"] = torch.tensor(counts, device=DEVICE)
+    outs, rings = {}, {}
+    for name, backend, to in (
+        ("kernels", "triton", dtype), ("exact", "eager", torch.float64), ("low", "eager", dtype),
+    ):  # fmt: skip
+        given = {n: t.to(to) for n, t in tensors.items()}
+        if settings.get("selection_stride", 1) > 1:
+            rings[name] = ring(settings, changed.get("heads", (2, 1)), B)
+            given["ranking"] = rings[name]
+        with products_in(dtype) if name == "low" else nullcontext():
+            outs[name] = decode_attention(**given, **settings, backend=backend)
+    out, exact, low = (outs[n].double() for n in ("kernels", "exact", "low"))
+    assert outs["kernels"].dtype == dtype and out.isfinite().all()
+    error, lowp, most = (out - exact).abs().max(), (low - exact).abs().max(), exact.abs().max()
+    assert error <= 2 * lowp + torch.finfo(dtype).eps * most, f"{error:.2e} > 2 x {lowp:.2e}"
+    assert not rings or torch.equal(rings["kernels"], rings["exact"])
+
+
+CASES = {
+    "plain": {},
+    "one token, probs": dict(T=1, importance="probs"),
+    "interpolated, one head": dict(interpolated_importance_score=True, heads=(1, 1, 16, 16)),
+    "own rankings": dict(query_heads_share_selected_kv=False, T=1),
+    "own rankings, probs": dict(query_heads_share_selected_kv=False, importance="probs", T=1),
+    "rankings of groups": dict(selection_stride=4, T=7, counts=(7, 3)),
+    "window of its own": dict(window=True, heads=(2, 2, 16, 24)),
+    "pages": dict(page=16),
+    "pages, probs, cap, sinks": dict(
+        page=8, window=True, T=3, importance="probs", soft_cap=2.0, sinks=True, heads=(4, 2, 16, 16)
+    ),
+    "forced blocks": dict(heads=(3, 1, 24, 16), num_initial_blocks=1, num_local_blocks=2),
+    "nothing to select": dict(num_selected_blocks=0, memory=0, T=1),
+    "d > s": dict(
+        compress_block_size=12, compress_block_sliding_stride=12, selection_block_size=4, N=60
+    ),
+    "interpolated, d > s": dict(
+        compress_block_size=24, compress_block_sliding_stride=24, selection_block_size=4, N=60,
+        interpolated_importance_score=True, heads=(6, 2, 24, 16),
+    ),
+    "short rows": dict(lengths=(0, 3)),
+    "narrow window": dict(sliding_window_size=2, num_local_blocks=3, sinks=True),
+    "no local block": dict(num_local_blocks=0, scale=-0.4),
+    "a long list": dict(
+        num_selected_blocks=20, selection_block_size=4, compress_block_sliding_stride=2,
+        compress_block_size=4, N=128, lengths=(90,), T=1,
+    ),
+}  # fmt: skip
+
+
+@kernels
+@pytest.mark.parametrize("case", CASES)
+def test_kernels(case):
+    assert_right(torch.float32, **CASES[case])
+
+
+@kernels
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_one_after_the_other(case, monkeypatch):
+    """As where there is much to read: blocks are selected before they are read. Several programs
+    rank those of a token, each some of them, against all in several passes."""
+    from native_sparse_attention.kernels.decode import persistent, read_all
+
+    monkeypatch.setattr(read_all, "MAX_BLOCKS", 0)
+    monkeypatch.setattr(persistent, "RANK_SPLIT_BLOCKS", (4, 64))
+    monkeypatch.setattr(persistent, "RANK_COMPARED", 8)
+    monkeypatch.setattr(persistent, "RANK_SPLIT_CHUNKS", 2)
+    assert_right(torch.float32, **CASES[case])
+
+
+# others rank alike, and wait alike
+IN_LISTS = ["own rankings, probs", "pages", "d > s", "a long list", "forced blocks"]
+
+
+@kernels
+@pytest.mark.parametrize("case", CASES if CUDA else IN_LISTS)
+def test_no_room_for_all_programs(case, monkeypatch):
+    """Then one program ranks for a token, and nobody does anything for nothing."""
+    from native_sparse_attention.kernels.decode import persistent, read_all
+
+    monkeypatch.setattr(read_all, "MAX_BLOCKS", 0)
+    monkeypatch.setattr(persistent, "MAX_RESIDENT", 0)
+    monkeypatch.setattr(persistent, "MAX_RESIDENT_RANKING", 0)
+    assert_right(torch.float32, **CASES[case])
+
+
+@kernels
+@pytest.mark.parametrize("case", ["plain", "pages", "short rows", "no local block"])
+def test_several_blocks_a_program_ahead(case, monkeypatch):
+    from native_sparse_attention.kernels.decode import read_all
+
+    monkeypatch.setattr(read_all, "BLOCK_PROGRAMS", 8)
+    assert_right(torch.float32, **CASES[case])
+
+
+@kernels
+@pytest.mark.parametrize("changed", [{}, dict(window=True), dict(page=16, counts=(2, 1))], ids=str)
+def test_shares_of_several_blocks(changed, monkeypatch):
+    """As where rows are many: few programs for each."""
+    from native_sparse_attention.kernels.decode import persistent, read_all
+
+    monkeypatch.setattr(read_all, "MAX_BLOCKS", 0)
+    monkeypatch.setattr(persistent, "TARGET_PROGRAMS", {"windows": 2, "blocks": 8})
+    forced = dict(num_initial_blocks=1, num_local_blocks=2, sliding_window_size=29)
+    assert_right(torch.float32, **forced, **changed)
+
+
+@kernels
+def test_counters_are_left_as_they_were():
+    importance = "probs" if CUDA else "logits"
+    tensors, settings = problem(torch.float32, T=1, importance=importance, lengths=(38, 5))
+    counters = workspace(2, 1, DEVICE)
+    outs = [
+        decode_attention(**tensors, **settings, counters=given, backend="triton")
+        for given in (None, counters)
+    ]
+    assert torch.equal(*outs)
+    assert not counters.any()
+
+
+@kernels
+def test_operator(monkeypatch):
+    """`torch.library` knows what it writes to, and torch.compile takes it as it is, whatever the
+    rows' lengths are."""
+    tensors, settings = problem(torch.float32, T=2, memory=1, selection_stride=4, lengths=(38, 5))
+    ranking, counters = ring(settings, (2, 1), 2), workspace(2, 1, DEVICE)
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            decode, "by_kernels",
+            lambda config, **tensors: calls.append(decode.DECODE.flat(config, **tensors)),
+        )  # fmt: skip
+        decode_attention(
+            **tensors, **settings, ranking=ranking, counters=counters, backend="triton"
+        )
+    torch.library.opcheck(decode.by_kernels.op, tuple(calls[0]))
+
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
+    for past in (0, 3, 11)[: 2 + CUDA]:
+        settings["lengths"] = torch.tensor([38, 5 + past], dtype=torch.int32, device=DEVICE)
+        outs, rankings = [], []
+        for function in (decode_attention, compiled):
+            rankings.append(ring(settings, (2, 1), 2))
+            given = dict(ranking=rankings[-1], counters=counters, backend="triton")
+            outs.append(function(**tensors, **settings, **given))
+        assert torch.equal(*outs) and torch.equal(*rankings)
+        assert not counters.any()
+
+
+@kernels
+def test_what_lies_behind_a_row_is_of_no_matter():
+    tensors, settings = problem(torch.float32, T=3, importance="probs", lengths=(43, 5))
+    settings["counts"] = torch.tensor([2, 1], device=DEVICE)
+    expected = decode_attention(**tensors, **settings, backend="triton")
+    ends = (settings["lengths"] + settings["counts"])[:, None, None, None]
+    for name, every in (("k", 1), ("v", 1), ("ck", 4), ("cv", 4)):
+        t = tensors[name]
+        place = torch.arange(t.shape[1], device=DEVICE)[None, :, None, None]
+        tensors[name] = t.masked_fill((place + 1) * every > ends, float("nan"))
+    out = decode_attention(**tensors, **settings, backend="triton")
+    assert torch.equal(out, expected)
+
+
+def caches(module, b, length):
+    page = module.selection_block_size * module.compress_block_sliding_stride
+    pages = -(-length // page)
+    return KVCache(length, b), PagedKVCache(page, b * pages, b, length)
+
+
+STEPPED = [("shared rankings, probs", "rows"), ("independent", "pages")]
+if CUDA:
+    STEPPED = [(setting, form) for setting in SETTINGS for form in ("rows", "pages")]
+
+
+@kernels
+@pytest.mark.parametrize("setting, form", STEPPED)
+def test_steps_are_one_forward(setting, form, steps):
+    """After a prefill, several tokens at once and one by one; rows that take fewer; and a row that
+    ends, whose place a new sequence takes."""
+    settings = SETTINGS[setting] | (dict(dim_head=16) if CUDA else dict(heads=2, kv_heads=1))
+    module = layer(**settings, dtype=torch.float32).to(DEVICE)
+    exact = copy.deepcopy(module)
+    exact.backend = "eager"
+    x = torch.randn(2, 32, DIM, device=DEVICE)
+    cache = caches(module, 2, 48)[form == "pages"]
+    close = dict(atol=1e-4, rtol=1e-4) if CUDA else dict(atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        expected, done = exact(x), [0, 0]
+        for counts in ([19, 17], [3, 2], [1, 1], [0, 1]):
+            module.backend = "triton" if CUDA or done[0] else "eager"
+            inp = x.new_zeros(2, max(counts), DIM)
+            for row, n in enumerate(counts):
+                inp[row, :n] = x[row, done[row] : done[row] + n]
+            out = module(inp, cache=cache, lengths=counts)
+            for row, n in enumerate(counts):
+                right = expected[row, done[row] : done[row] + n]
+                torch.testing.assert_close(out[row, :n], right, **close)
+                assert (out[row, n:] == 0).all()
+                done[row] += n
+        assert len(steps) == 3 and cache.lengths == done
+        cache.reset([1])
+        out = module(x[:, done[0] : done[0] + 2], cache=cache)
+        torch.testing.assert_close(out[0], expected[0, done[0] : done[0] + 2], **close)
+        fresh = exact(x[1:, done[0] : done[0] + 2])[0]
+        torch.testing.assert_close(out[1], fresh, **close)
+        assert cache.lengths_on(DEVICE).tolist() == cache.lengths == [done[0] + 2, 2]
+
+
+@kernels
+def test_steps_have_the_scale_of_the_layer(steps):
+    module = layer(
+        **(dict(dim_head=16) if CUDA else dict(heads=2, kv_heads=1)), dtype=torch.float32
+    )
+    module = module.to(DEVICE)
+    module.scale = 0.9
+    x, cache = torch.randn(1, 21, DIM, device=DEVICE), KVCache(48, 1)
+    with torch.no_grad():
+        module.backend = "eager"
+        expected = module(x)
+        module(x[:, :20], cache=cache)
+        module.backend = "triton"
+        out = module(x[:, 20:], cache=cache)
+    assert len(steps) == 1
+    torch.testing.assert_close(out, expected[:, 20:], atol=1e-4, rtol=1e-4)
+
+
+@kernels
+def test_steps_that_are_none(steps):
+    """With gradients, with more tokens than the kernels take, by another backend, or under a mask
+    of flex_attention."""
+    module = layer(dtype=torch.float32).to(DEVICE)
+    x = torch.randn(1, 40, DIM, device=DEVICE)
+    module(x[:, :2], cache=KVCache(64, 1))
+    with torch.no_grad():
+        cache = KVCache(64, 1)
+        module(x[:, :17], cache=cache)
+        module(x[:, :1], cache=cache, disable_triton_kernel=True)
+        module(x[:, :1], cache=KVCache(64, 1, rollback=0))
+        assert not steps
+        q = torch.randn(1, 4, 1, 16, device=DEVICE)
+        call = (module, cache, q, [q[:, :2]] * 2, "triton")
+        assert decoding.is_step(*call, (None, None))
+        assert not decoding.is_step(*call, (object(), None))
+
+
+def test_bad_input():
+    tensors, settings = problem(torch.float32)
+    q, rows = tensors["q"], len(tensors["q"])
+    table = torch.zeros(rows, 4, dtype=torch.int32)
+    for wrong, message in [
+        (dict(lengths=torch.zeros(rows + 1, dtype=torch.int32)), "lengths"),
+        (dict(lengths=torch.zeros(rows)), "lengths must be int32 or int64, got torch.float32"),
+        (dict(counts=torch.zeros(rows, dtype=torch.bool)), "counts must be int32 or int64"),
+        (dict(ck=tensors["ck"][:1]), "ck"),
+        (dict(window_k=tensors["k"]), "window_k and window_v go together"),
+        (dict(selection_stride=2), "ranking must be given where selection_stride is above 1"),
+        (
+            dict(selection_stride=2, ranking=torch.zeros(rows, 1, 2, 3, dtype=torch.int32)),
+            "ranking must be int32 of shape .* of at least T . 1 = 3 tokens",
+        ),
+        (
+            dict(page_table=table, ck=tensors["ck"][:, :3], cv=tensors["cv"][:, :3]),
+            "ck must hold N / d = 16",
+        ),
+        (dict(num_selected_blocks=-1), "num_selected_blocks"),
+        (dict(counters=torch.zeros(rows, 1, 8)), "counters must be int32 of shape .2, 1, 8."),
+        (dict(counters=workspace(rows, 2, DEVICE)), "counters must be int32 of shape .2, 1, 8."),
+    ]:
+        wrong = {n: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for n, t in wrong.items()}
+        with pytest.raises(ValueError, match=message):
+            decode_attention(**{**tensors, **settings, **wrong})
+    with pytest.raises(NotImplementedError, match="17 new tokens in each row, at most 16"):
+        many = {n: tensors[n].repeat(1, 9, 1, 1)[:, :17] for n in ("q", "cq", "branch_gates")}
+        decode_attention(**{**tensors, **many, **settings}, backend="triton")
+    with pytest.raises(NotImplementedError, match="its kernels have no gradients"):
+        decode_attention(**{**tensors, "q": q.requires_grad_()}, **settings, backend="triton")
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_nothing(waits_for_nothing):
+    module = layer(dim_head=16, dtype=torch.float32).cuda()
+    x = torch.randn(2, 60, DIM, device="cuda")
+    for cache in caches(module, 2, 96):
+        with torch.no_grad():
+            module(x[:, :30], cache=cache)
+            module(x[:, 30:36], cache=cache)
+            with waits_for_nothing():
+                for i in range(36, 60):
+                    module(x[:, i : i + 1], cache=cache)

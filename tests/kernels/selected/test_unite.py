@@ -1,0 +1,343 @@
+"""Lists of neighbours that are alike, walked as one: which are united, and that the selected branch
+is right where some are."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from native_sparse_attention import selected_attention
+from native_sparse_attention.config import AttentionConfig
+from native_sparse_attention.ops.triton import operators
+from tests.helpers.budget import CUDA, DEVICE, assert_right, draw
+
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.common.launch import (
+    Accumulator,
+    BackwardInputs,
+    Selection,
+    UnionRule,
+)
+from native_sparse_attention.kernels.selected import query_major, union
+
+pytestmark = pytest.mark.kernels
+
+GROUP = 4
+RULE = UnionRule(GROUP, 1.6, least=0)
+
+
+def draw_lists(B, T, R, n, num_blocks, size=GROUP):
+    """For groups of `size` neighbours in turn: alike in another order, not alike, alike but for a
+    block, alike with empty slots, and empty; in each row of the batch groups begin elsewhere."""
+    lists = torch.full((B, T, R, n), -1, dtype=torch.int32)
+    for b, t, r in itertools.product(range(B), range(T), range(R)):
+        group, i = divmod(t + b, size)
+        alike = torch.Generator().manual_seed(100 * b + 10 * r + group)
+        blocks = torch.randperm(num_blocks, generator=alike)
+        kind = (group + r) % 5
+        if kind == 1:
+            blocks = blocks.roll(i * n)
+        elif kind == 2:
+            blocks[n - 1 :] = blocks[n - 1 :].roll(i)
+        blocks = blocks[:n][torch.randperm(n)]
+        if kind == 3:
+            blocks[torch.randperm(n)[: n // 2]] = -1
+        if kind != 4:
+            lists[b, t, r] = blocks
+    return lists.to(DEVICE)
+
+
+def expected(selection, rule):
+    """Of each group: its blocks in their order of appearance, with the lists that hold each; empty
+    where it is not united."""
+    B, T, R, _ = selection.block_indices.shape
+    starts = [selection.start] * B if selection.starts is None else selection.starts.tolist()
+    unions = {}
+    for b in range(B):
+        size = rule.members * selection.stride
+        for r in range(R):
+            for group, first in enumerate(range(-(starts[b] % selection.stride), T, size)):
+                members, total = {}, 0
+                for i in range(rule.members):
+                    token = max(first + i * selection.stride, 0)
+                    if token < T:
+                        row = selection.block_indices[b, token, r].tolist()
+                        blocks = [c for c in row if c >= 0]
+                        total += len(blocks)
+                        for c in blocks:
+                            members[c] = members.get(c, 0) | 1 << i
+                united = len(members) * rule.cost < total
+                unions[b, r, group] = members if united else {}
+    return unions
+
+
+@pytest.mark.parametrize(
+    "stride, n, ragged", [(1, 5, False), (1, 33, True), (3, 2, True), (1, 1, False)]
+)
+def test_unions(stride, n, ragged):
+    """Entry for entry what sets give."""
+    B, T, R = 2, 14 * stride, 2
+    lists = draw_lists(B, T, R, n, max(3 * n, 8))
+    starts = torch.tensor([7, 2], device=DEVICE) if ragged else None
+    selection = Selection(lists, 8, 0, 1, True, 5, starts, stride=stride)
+    rest = torch.empty_like(lists)
+    with launch.using({"union": RULE}):
+        unions, cost = union.allocate_unions(selection, 2 * R, torch.float16)
+    union.write_unions(selection, unions, cost, rest=rest)
+    right = expected(selection, RULE)
+    some = [bool(members) for members in right.values()]
+    assert any(some) and not all(some)
+    for (b, r, group), members in right.items():
+        count = int(unions.counts[b, r, group])
+        entries = unions.entries[b, r, group, :count].tolist()
+        assert [(e & 0xFFFFFFFF, e >> 32) for e in entries] == list(members.items())
+    of_groups = int((unions.counts > 0).sum())
+    assert of_groups == sum(some), "a group past the last token is united"
+
+    # what is left for others
+    for b in range(B):
+        start = selection.start if starts is None else int(starts[b])
+        for t in range(T):
+            group = (t + start % stride) // (GROUP * stride)
+            for r in range(R):
+                left = torch.full_like(rest[b, t, r], -1) if right[b, r, group] else lists[b, t, r]
+                assert torch.equal(rest[b, t, r], left)
+
+
+def test_where_none_are_united():
+    lists = draw_lists(1, 16, 1, 3, 9)
+    selection = Selection(lists, 8, 0, 1, True)
+    with launch.using({"union": RULE}):
+        assert union.make_unions(selection, 16, torch.float16) is not None
+        gated = replace(selection, gates=torch.ones(lists.shape, device=DEVICE))
+        assert union.make_unions(gated, 16, torch.float16) is None
+        assert union.make_unions(selection, 64, torch.float16) is None, "more rows than a tile has"
+        assert (
+            union.make_unions(replace(selection, block_indices=lists[..., :0]), 16, torch.float16)
+            is None
+        )
+    assert union.make_unions(selection, 16, torch.float16) is None, "few tokens"
+    assert launch.union_rule(16, torch.float32) is None
+    with launch.using({"union": None}):
+        assert launch.union_rule(16, torch.float16) is None
+
+
+def test_two_lists_of_32_rows_are_one_tile():
+    """By the kernels' own rule, whatever they hold."""
+    lists = torch.stack([torch.randperm(64)[:5] for _ in range(38)]).int().view(2, 19, 1, 5)
+    lists[0, 4:6] = -1
+    lists[1, 7] = -1
+    selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
+    with launch.using({"union": replace(launch.union_rule(32, torch.float16), least=0)}):
+        unions = union.make_unions(selection, 32, torch.float16)
+    assert unions.members == 2
+    united = unions.counts[:, 0] > 0
+    assert united.sum() == 19 and not united[0, 2], "all groups but the one without blocks"
+
+
+@pytest.mark.parametrize("united", [0, 18, 19, 38])
+def test_most(united):
+    selection = Selection(draw_lists(2, 76, 1, 3, 9), 8, 0, 1, True)
+    unions = union.allocate(selection, GROUP, 3 * GROUP)
+    places = torch.randperm(unions.counts.numel())[:united]
+    unions.counts.zero_().view(-1)[places.to(DEVICE)] = 2
+    out = torch.empty((), dtype=torch.int32, device=DEVICE)
+    union.most(unions, out)
+    assert unions.counts.numel() == 38 and int(out) == (united > 19)
+
+
+CASES = [
+    (torch.float32, (12, 1, 16, 16), 1, {}),
+    (torch.float16, (16, 1, 16, 24), GROUP, {"num_local": 0}),
+    (torch.float32, (6, 1, 16, 16), GROUP, {"starts": [43, 46], "num_local": 0, "stride": 2}),
+    (torch.float32, (4, 1, 16, 16), GROUP, {"num_initial": 1}),
+    (torch.float32, (4, 1, 16, 16), 1, {"num_local": 0}),
+]
+if CUDA:
+    CASES += [
+        (torch.bfloat16, (64, 4, 128, 128), 1, {}),
+        (torch.bfloat16, (64, 4, 128, 128), GROUP, {"num_local": 0}),
+        (torch.bfloat16, (48, 4, 192, 128), GROUP, {"causal": False, "num_initial": 1}),
+        (torch.bfloat16, (16, 4, 64, 64), GROUP, {"start": 203, "num_local": 2, "stride": 4}),
+        (torch.bfloat16, (8, 2, 64, 64), GROUP, {"starts": [200, 189]}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "dtype, heads, tiles, given", CASES, ids=lambda value: str(value).replace("torch.", "")
+)
+def test_selected(monkeypatch, dtype, heads, tiles, given):
+    """Groups that are united and groups that are not in one call; twice the same, bit for bit."""
+    united, once = [], union.write_unions
+
+    def watched(selection, unions, *others, **named):
+        once(selection, unions, *others, **named)
+        united.append((unions.counts > 0).tolist())
+
+    monkeypatch.setattr(union, "write_unions", watched)
+    monkeypatch.setattr(launch, "tiles_per_program", lambda *_: tiles)
+    B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
+    place = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
+    place |= {"start": 0 if "starts" in given else S - T, **given}
+    if place["starts"] is not None:
+        # far enough that as many blocks lie behind
+        at = torch.tensor(place["starts"], device=DEVICE) + (112 if CUDA else 0)
+        B, place["starts"] = 2, at
+    q, k, v = (t[:B] for t in draw(T, S, *heads, dtype))
+    start = place["start"] if place["starts"] is None else int(place["starts"].min())
+    lists = draw_lists(B, T, heads[1], n, start // s, GROUP * place["stride"])
+    for b in range(B):
+        first = start if place["starts"] is None else int(place["starts"][b])
+        for t in range(T):
+            lists[b, t] = lists[b, max(t - (first + t) % place["stride"], 0)]
+            if place["num_local"] == 0 and (first + t) // 2 % 2:
+                lists[b, t, :, 0] = (first + t) // s
+
+    def op(q, k, v, backend):
+        if backend == "triton":
+            config = AttentionConfig.unchecked(
+                selection_block_size=s, num_initial_blocks=place["num_initial"],
+                num_local_blocks=place["num_local"], causal=place["causal"],
+                selection_stride=place["stride"],
+            )  # fmt: skip
+            return operators.selected_attention_op(
+                config, q=q, k=k, v=v, block_indices=lists, starts=place["starts"],
+                start=place["start"],
+            )[:2]  # fmt: skip
+        return selected_attention(
+            q, k, v, lists, selection_block_size=s, num_initial_blocks=place["num_initial"],
+            num_local_blocks=place["num_local"], causal=place["causal"], return_lse=True,
+            q_offset=place["start"] if place["starts"] is None else place["starts"],
+            backend=backend,
+        )  # fmt: skip
+
+    with launch.using({"union": RULE}):
+        assert_right(op, {"q": q, "k": k, "v": v}, dtype)
+        assert "True" in str(united) and "False" in str(united)
+        runs = []
+        for _ in range(2 if CUDA or not given else 0):
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out, lse = op(*leaves, backend="triton")
+            # the interpreter takes its time
+            grads = torch.autograd.grad(out.square().sum(), leaves) if CUDA else ()
+            runs.append([out, lse, *grads])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+@pytest.mark.parametrize("tiles", [1, 8])
+def test_dq_where_most_are_united(monkeypatch, tiles):
+    """Beside groups that are not, which share a program with some that are."""
+    monkeypatch.setattr(launch, "tiles_per_program", lambda *_: tiles)
+    T, H, D, s = 40, 16, 16, 4
+    lists = draw_lists(1, T, 1, 3, 4)
+    selection = Selection(lists, s, 0, 1, True, start=16)
+    q, k, v = draw(T, T + 16, H, 1, D, D, torch.float16)
+    q, k, v = q[:1], k[:1], v[:1]
+    rows = torch.zeros(1, T, H, device=DEVICE)
+    bwd = BackwardInputs(torch.randn_like(q).contiguous(), rows, rows)
+    with launch.using({"union": RULE}):
+        unions = union.make_unions(selection, H, q.dtype)
+    assert (unions.counts > 0).any() and (unions.counts == 0).any()
+
+    def dq(unions, only):
+        total = Accumulator(q)
+        query_major.backward_q(q, k, v, selection, 0.25, bwd, total, unions, only)
+        return total.total().float()
+
+    exact = dq(None, None)
+    for most in (1, 0):
+        found = dq(unions, torch.tensor(most, dtype=torch.int32, device=DEVICE))
+        tolerance = {"rtol": 1e-2, "atol": 1e-3 * exact.abs().max().item()}
+        torch.testing.assert_close(found, most * exact, **tolerance)
+
+
+def test_tiles_of_a_program_are_a_power_of_two():
+    for groups in (1, 1023, 1536, 2560, 3071, 4095, 8192, 65536):
+        for lists in (2, 4, 16):
+            for seldom in (False, True):
+                tiles = launch.tiles_per_program(groups, lists, seldom)
+                assert tiles & (tiles - 1) == 0 and 1 <= tiles <= (8 if seldom else 2)
+
+
+def test_unions_have_a_tile_of_their_own():
+    """One to try out leaves that of single lists alone, and the other way round."""
+    sizes = (64, 64, torch.bfloat16)
+    for united, name in ((True, "union.dq"), (False, "query_major.dq")):
+        before = launch.query_major_tile("dq", *sizes, not united)
+        with launch.using({name: launch.TileConfig(64, 16, 2, 1)}):
+            assert launch.query_major_tile("dq", *sizes, united).block_n == 16
+            assert launch.query_major_tile("dq", *sizes, not united) == before
+
+
+def shared_unions(selection, blocks, alike=None):
+    limit = min(8 * selection.block_indices.shape[3], blocks)
+    unions = union.allocate(selection, 8, limit)
+    cost = None if alike is None else RULE.cost
+    union.write_unions(selection, alike or unions, cost, unions, chunk=3)
+    return unions
+
+
+def members_of(unions, place):
+    entries = unions.entries[place][: max(int(unions.counts[place]), 0)].tolist()
+    members = {e & 0xFFFFFFFF: e >> 32 for e in entries}
+    assert len(members) == len(entries)
+    return members
+
+
+@pytest.mark.parametrize("n, T, blocks", [(5, 37, 40), (1, 8, 3), (13, 19, 13)])
+def test_shared(n, T, blocks):
+    """All blocks of 8 neighbours, each once, with those that hold it; in an order in which fewer of
+    a chunk have a list in common than in that of their numbers."""
+    B, R, chunk = 2, 2, 3
+    lists = torch.full((B, T, R, n), -1, dtype=torch.int32)
+    for b, t, r in itertools.product(range(B), range(T), range(R)):
+        held = int(torch.randint(n + 1, ()))
+        lists[b, t, r, :held] = torch.randperm(blocks)[:held].int()
+    selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
+    unions = shared_unions(selection, blocks)
+
+    def meetings(held):
+        chunks = [held[i : i + chunk] for i in range(0, len(held), chunk)]
+        return sum((a & b) > 0 for some in chunks for a, b in itertools.combinations(some, 2))
+
+    found, sorted_ = 0, 0
+    for place, members in expected(selection, UnionRule(8, 0.0, least=0)).items():
+        assert members_of(unions, place) == members
+        found += meetings(list(members_of(unions, place).values()))
+        sorted_ += meetings([members[c] for c in sorted(members)])
+    assert found <= sorted_
+
+
+@pytest.mark.parametrize("most", [False, True], ids=["few alike", "most alike"])
+def test_shared_and_alike(most):
+    """Groups of 8 both halves of which are united are left to those halves, where they are most of
+    all; otherwise there are only shared blocks."""
+    n, T, blocks = 5, 45, 15
+    lists = draw_lists(2, T, 2, n, blocks)
+    if most:
+        lists[:, 4:40] = lists[:, :1]
+    selection = Selection(lists, 8, 0, 1, True)
+    with launch.using({"union": RULE}):
+        apart = union.make_unions(selection, 8, torch.float16)
+        alike, _cost = union.allocate_unions(selection, 8, torch.float16, beside_shared=True)
+    unions = shared_unions(selection, blocks, alike)
+    left, members = set(), expected(selection, UnionRule(8, 0.0, least=0))
+    for b, r, group in members:
+        halves = range(2 * group, min(2 * group + 2, apart.groups))
+        if all(apart.counts[b, r, half] > 0 for half in halves):
+            left.add((b, r, group))
+    assert 0 < len(left) < len(members)
+    assert (2 * len(left) >= len(members)) == most == bool(alike.some)
+    for b, r, group in members:
+        for half in range(2 * group, min(2 * group + 2, apart.groups)):
+            place = (b, r, half)
+            of_half = members_of(apart, place) if most and (b, r, group) in left else {}
+            assert members_of(alike, place) == of_half
+        if most and (b, r, group) in left:
+            assert unions.counts[b, r, group] == -1
+        else:
+            assert members_of(unions, (b, r, group)) == members[b, r, group]
+            assert unions.counts[b, r, group] == len(members[b, r, group])

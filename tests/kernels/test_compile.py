@@ -1,0 +1,41 @@
+"""The kernels compile for GPUs that are not there; `compile_kernels.py` compiles more of them."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "compile_kernels.py"
+
+
+def compiled_in_gluon() -> bool:
+    from native_sparse_attention.kernels.common import sm90
+
+    return sm90.triton_is_known()
+
+
+@pytest.mark.parametrize("capability", [86, 90])
+def test_layer_compiles(capability):
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    # the interpreter compiles nothing
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(SCRIPT.parent.parent)}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(capability), "small"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for kernel in ("nsa_flash_fwd", "nsa_flash_dq", "nsa_flash_dkv", "nsa_topk_logits",
+                   "nsa_selected_fwd_key_major", "nsa_selected_bwd_key_major", "nsa_gates_bwd_dq",
+                   "nsa_gates_bwd_dk", "nsa_rotary"):  # fmt: skip
+        assert f".{kernel} " in done.stdout
+    if capability == 90 and compiled_in_gluon():
+        for kernel in ("flash_fwd", "flash_dq", "flash_dkv", "selected_fwd_key_major",
+                       "selected_bwd_key_major", "selected_fwd_union", "topk_softmax_mass",
+                       "selected_fwd_query_major", "selected_dq_query_major"):  # fmt: skip
+            assert f".nsa_{kernel}_sm90 " in done.stdout

@@ -1,0 +1,134 @@
+"""Every run of a layer gives the same bits, its gradients too: on a GPU, where what one thread or
+kernel does not wait for is there in most runs."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from benchmarks import problem
+from tests.helpers.budget import DEVICE
+
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.selected import workspace
+from tests.helpers.memory import poisoned
+from tests.helpers.on_hopper import layer
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("q", "k", "v", "ck", "cv", "branch_gates", "d_out")
+
+
+def bits(t):
+    return t.view(torch.int16 if t.itemsize == 2 else torch.int32)
+
+
+def runs_that_differ(step, times):
+    """Of so many, from the first one. Nothing waits for the GPU before the end. Every other run
+    begins in memory that holds NaN: what is read too soon cannot be what the run before left."""
+    first, differ = [bits(t) for t in step()], []
+    for run in range(1, times):
+        with poisoned() if run % 2 else nullcontext():
+            again = step()
+        same = zip(first, map(bits, again), strict=True)
+        differ.append(torch.stack([(one != other).any() for one, other in same]).any())
+    return int(torch.stack(differ).sum())
+
+
+def draw(setting, alike=1, B=1):
+    """Leaves of the layer and d_out. Queries of so many neighbours are almost one, but for every
+    third group of them, so that some choose alike and some do not."""
+    rows = [problem.draw(setting, NAMES, torch.device(DEVICE), seed) for seed in range(B)]
+    tensors = {name: torch.cat([row[name] for row in rows]) for name in NAMES}
+    if alike > 1:
+        q = tensors["q"]
+        group = torch.arange(q.shape[1], device=q.device) // alike
+        leader = torch.where(
+            group % 3 > 0, group * alike, torch.arange(len(group), device=q.device)
+        )
+        tensors["q"] = q[:, leader] + 0.05 * q
+    *leaves, d_out = tensors.values()
+    return [t.requires_grad_() for t in leaves], d_out
+
+
+def layer_settings(setting, **others):
+    return {**setting.ranking, "sliding_window_size": setting.w, **others}
+
+
+def small(H, K, stride=1):
+    return problem.Setting(T=1024, H=H, K=K, n=5, w=255, stride=stride)
+
+
+GLUON = {"query_major_sm90": True, "flash_sm90": True, "key_major_sm90": True}
+TRITON = dict.fromkeys(
+    ("query_major_sm90", "flash_sm90", "key_major_sm90", "union_sm90", "softmax_mass_sm90"), False
+)
+UNION = launch.UnionRule(4, 1.6, least=0)
+# heads, tokens a ranking, importance, neighbours that are almost one, what serves
+CASES = {
+    "shared blocks": (32, 2, 1, "logits", 1, {**GLUON, "union_sm90": True}),
+    "shared blocks and unions": (
+        32, 2, 1, "logits", 16, {**GLUON, "union_sm90": True, "union": UNION}
+    ),
+    "shared blocks of lists": (8, 2, 4, "probs", 1, {**GLUON, "union_sm90": True,
+    "softmax_mass_sm90": True}), "united lists": (32, 2, 1, "logits", 16, {**GLUON,
+    "union_sm90": False, "union": UNION}), "united lists, dq by block": (
+        32, 2, 1, "probs", 16, {**GLUON, "union_sm90": False, "key_major_dq_sm90": True,
+        "union": UNION}
+    ),
+    "dq by block": (16, 1, 1, "probs", 1, {**GLUON, "softmax_mass_sm90": True,
+    "key_major_dq_sm90": True}), "a tile a list": (32, 2, 4, "logits", 1, GLUON),
+    "pairs": (8, 2, 1, "logits", 1, GLUON),
+    "pairs and unions": (8, 2, 1, "probs", 16, {**GLUON, "softmax_mass_sm90": True}),
+    "pairs of one head": (2, 2, 1, "logits", 1, GLUON),
+    "many tokens a ranking": (2, 2, 16, "probs", 1, {**GLUON, "union_sm90": True}),
+    "by other kernels": (32, 2, 1, "probs", 16, {**TRITON, "union": UNION}),
+    "pairs by other kernels": (8, 2, 1, "probs", 16, TRITON),
+    "as it is": (32, 2, 1, "logits", 1, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_many_runs(case):
+    H, K, stride, importance, alike, within = CASES[case]
+    setting = small(H, K, stride)
+    tensors, d_out = draw(setting, alike, B=2)
+    settings = layer_settings(setting, importance=importance)
+    assert runs_that_differ(lambda: layer(tensors, d_out, within, **settings), 200) == 0
+
+
+@pytest.mark.parametrize("heads", [(32, 2), (8, 2), (2, 2)])
+def test_many_runs_by_spans(heads, monkeypatch):
+    """Parts by several spans, and blocks by several items."""
+    setting = small(*heads)
+    of_spans = {64: workspace.Parts(setting.n / 3, 1)}
+    monkeypatch.setattr(workspace, "PARTS", dict.fromkeys(workspace.PARTS, of_spans))
+    for name in ("LEAST_TOKENS", "LEAST_ROWS", "FEW_LISTS"):
+        monkeypatch.setattr(workspace, name, 1)
+    monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
+    monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
+    tensors, d_out = draw(setting, B=2)
+    within, settings = {**GLUON, "key_major_dq_sm90": True}, layer_settings(setting)
+    assert runs_that_differ(lambda: layer(tensors, d_out, within, **settings), 200) == 0
+
+
+@pytest.mark.parametrize(
+    "others", [{"use_diff_topk": True}, {"recompute": True}, {"selection_stride": 4}], ids=str
+)
+def test_many_runs_of_other_layers(others):
+    setting = small(16, 1)
+    tensors, d_out = draw(setting, B=2)
+    settings = layer_settings(setting, **{"importance": "probs", **others})
+    assert runs_that_differ(lambda: layer(tensors, d_out, GLUON, **settings), 200) == 0
+
+
+@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("heads", [(64, 4), (32, 8), (32, 32)], ids=str)
+def test_runs_by_the_rules(heads, importance):
+    """Of 16k tokens, by what the library chooses."""
+    setting = problem.Setting(T=16384, H=heads[0], K=heads[1])
+    tensors, d_out = draw(setting)
+    settings = layer_settings(setting, importance=importance)
+    assert runs_that_differ(lambda: layer(tensors, d_out, {}, **settings), 10) == 0

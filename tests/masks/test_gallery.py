@@ -1,0 +1,295 @@
+"""Mask mods: drawn by hand, by brute force, and their block masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from native_sparse_attention import masks
+from native_sparse_attention.masks import and_masks, catalog, or_masks
+from tests.helpers.pictures import SMALL, dense, drawn
+
+CPU = torch.device("cpu")
+
+# by hand
+
+TWO_IMAGES = torch.tensor([[0, 3], [1, 4], [5, 6]])
+
+DRAWN = {
+    "causal": (masks.causal, "x... xx.. xxx. xxxx"),
+    "sliding_window": (masks.sliding_window(2), "x.... xx... xxx.. .xxx. ..xxx"),
+    "sliding_window, both sides": (
+        masks.sliding_window(1, causal=False),
+        "xx... xxx.. .xxx. ..xxx ...xx",
+    ),
+    "a window of the query alone": (masks.sliding_window(0), "x.. .x. ..x"),
+    "dilated_window": (
+        masks.dilated_window(2, 2),
+        """
+        x......
+        .x.....
+        x.x....
+        .x.x...
+        x.x.x..
+        .x.x.x.
+        ..x.x.x
+        """,
+    ),
+    "dilated_window, both sides": (
+        masks.dilated_window(1, 3, causal=False),
+        """
+        x..x...
+        .x..x..
+        ..x..x.
+        x..x..x
+        .x..x..
+        ..x..x.
+        ...x..x
+        """,
+    ),
+    "prefix_lm": (masks.prefix_lm(2), "xx... xx... xxx.. xxxx. xxxxx"),
+    "an empty prefix": (masks.prefix_lm(0), "x.. xx. xxx"),
+    "document, by offsets": (
+        masks.document(offsets=torch.tensor([0, 2, 2, 5])),
+        "x.... xx... ..x.. ..xx. ..xxx",
+    ),
+    "document, both sides": (
+        masks.document(offsets=torch.tensor([0, 2, 5]), causal=False),
+        "xx... xx... ..xxx ..xxx ..xxx",
+    ),
+    # ids in no order, and padding
+    "document, by ids": (
+        masks.document(torch.tensor([7, 3, 7, -1, 3, -1])),
+        "x..... .x.... x.x... ...... .x..x. ......",
+    ),
+    # 2 rows of 4 pixels, a kernel of 1 x 3 and of 3 x 3
+    "sasa, in rows": (
+        masks.sasa(2, 4, 1, 3),
+        """
+        xx......
+        xxx.....
+        .xxx....
+        ..xx....
+        ....xx..
+        ....xxx.
+        .....xxx
+        ......xx
+        """,
+    ),
+    "sasa": (
+        masks.sasa(3, 3, 3),
+        """
+        xx.xx....
+        xxxxxx...
+        .xx.xx...
+        xx.xx.xx.
+        xxxxxxxxx
+        .xx.xx.xx
+        ...xx.xx.
+        ...xxxxxx
+        ....xx.xx
+        """,
+    ),
+    "natten, in rows": (
+        masks.natten(2, 4, 1, 3),
+        """
+        xxx.....
+        xxx.....
+        .xxx....
+        .xxx....
+        ....xxx.
+        ....xxx.
+        .....xxx
+        .....xxx
+        """,
+    ),
+    # 4 rows of 2 pixels: a canvas that is not square
+    "natten, in columns": (
+        masks.natten(4, 2, 3, 1),
+        """
+        x.x.x...
+        .x.x.x..
+        x.x.x...
+        .x.x.x..
+        ..x.x.x.
+        ...x.x.x
+        ..x.x.x.
+        ...x.x.x
+        """,
+    ),
+    # texts see images 0 and 1 overlapping; token 4 sees nothing
+    "flamingo, by length": (
+        masks.flamingo(TWO_IMAGES, image_token_length=2),
+        """
+        xx....
+        xxxx..
+        xxxx..
+        ..xx..
+        ......
+        ....xx
+        """,
+    ),
+    "flamingo, by ids": (
+        masks.flamingo(TWO_IMAGES, torch.tensor([2, 0, 0, 0, 1])),
+        """
+        .xxx.
+        .xxxx
+        .xxxx
+        ....x
+        .....
+        x....
+        """,
+    ),
+    "a window and sinks": (
+        or_masks(masks.sliding_window(1), and_masks(masks.causal, lambda b, h, i, j: j < 1)),
+        "x.... xx... xxx.. x.xx. x..xx",
+    ),
+    "no key beyond the last image": (
+        masks.flamingo(TWO_IMAGES[:1], image_token_length=2),
+        "xx.. xx.. xx.. ....",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn(name):
+    mod, picture = DRAWN[name]
+    expected = drawn(picture)
+    assert torch.equal(dense(mod, *expected.shape), expected)
+
+
+def test_the_prefix_is_one_shorter_than_written_with_at_most():
+    def at_most(b, h, q_idx, kv_idx):
+        return (kv_idx <= 3) | (q_idx >= kv_idx)
+
+    assert torch.equal(dense(at_most, 9), dense(masks.prefix_lm(4), 9))
+
+
+def test_documents_by_row():
+    ids = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    both = flex.create_mask(masks.document(ids), 2, 1, 4, 4, device="cpu")[:, 0]
+    for row, of_row in zip(both, ids):
+        assert torch.equal(row, dense(masks.document(of_row), 4))
+
+
+# by brute force
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "rows", "columns"), [(5, 7, 3, 5), (7, 5, 7, 1), (1, 9, 1, 3), (4, 4, 3, 3)]
+)
+def test_canvases(height, width, rows, columns):
+    """Pixel by pixel: what a kernel around it covers, cut at the border, or moved inside."""
+    cut = torch.zeros(height * width, height * width, dtype=torch.bool)
+    moved = cut.clone()
+    for i in range(height * width):
+        y, x = divmod(i, width)
+        top, left = y - rows // 2, x - columns // 2
+        inside = min(max(top, 0), height - rows), min(max(left, 0), width - columns)
+        for mask, (first_y, first_x) in ((cut, (top, left)), (moved, inside)):
+            for at_y in range(max(first_y, 0), min(first_y + rows, height)):
+                for at_x in range(max(first_x, 0), min(first_x + columns, width)):
+                    mask[i, at_y * width + at_x] = True
+    assert torch.equal(dense(masks.sasa(height, width, rows, columns), height * width), cut)
+    found = dense(masks.natten(height, width, rows, columns), height * width)
+    assert torch.equal(found, moved)
+    assert (found.sum(1) == rows * columns).all()
+
+
+def test_a_kernel_wider_than_the_canvas_sees_it_all():
+    assert dense(masks.sasa(3, 4, 9), 12).all()
+    assert dense(masks.natten(3, 5, 3, 5), 15).all()
+
+
+def test_windows_are_those_of_native_sparse_attention():
+    for window in (0, 1, 5, 40):
+        for causal in (True, False):
+            ours = dense(masks.sliding_window(window, causal), 33)
+            assert torch.equal(ours, dense(masks.sliding_mask_mod(window, causal), 33))
+            assert torch.equal(ours, dense(masks.dilated_window(window, 1, causal), 33))
+
+
+# block masks
+
+
+@pytest.mark.parametrize("name", catalog.CATALOG)
+def test_block_masks_are_torchs(name, monkeypatch):
+    """Tile for tile, strip by strip, at lengths that are no multiple of a tile."""
+    monkeypatch.setattr(masks.tiles, "PAIRS_AT_ONCE", 2 * 128 * 400)
+    options = {"canvas_width": 20} if "canvas_width" in catalog.CATALOG[name].options else {}
+    mod, q_len, kv_len = catalog.make(name, 400, CPU, **options)
+    ours = masks.block_mask_of(mod, q_len, kv_len, "cpu")
+    torchs = flex.create_block_mask(mod, 1, 1, q_len, kv_len, device="cpu")
+    assert ours.shape == torchs.shape == (1, 1, q_len, kv_len)
+    assert torch.equal(ours.to_dense(), torchs.to_dense())
+    for full in ("", "full_"):
+        count = getattr(torchs, f"{full}kv_num_blocks")
+        assert torch.equal(getattr(ours, f"{full}kv_num_blocks"), count)
+        listed = torch.arange(torchs.kv_indices.shape[-1]) < count[..., None]
+        index = (getattr(m, f"{full}kv_indices") for m in (ours, torchs))
+        assert torch.equal(*(torch.where(listed, t, -1) for t in index))
+
+
+@pytest.mark.parametrize("name", catalog.CATALOG)
+def test_counts_are_of_pairs(name):
+    mod, q_len, kv_len = catalog.make(name, 90, CPU, **SMALL.get(name, {}))
+    exact = dense(mod, q_len, kv_len)
+    assert exact.any() and not exact.all()
+    for tile in (1, 7, 128):
+        counts = masks.tiles.tile_counts(mod, q_len, kv_len, CPU, tile)
+        assert counts.shape == (-(-q_len // tile), -(-kv_len // tile))
+        assert counts[0, 0] == exact[:tile, :tile].sum()
+        assert counts.sum() == exact.sum()
+
+
+# what is refused
+
+IDS = torch.tensor([0, 0, 1])
+SPANS = torch.tensor([[0, 2]])
+
+BAD = [
+    (lambda: masks.sliding_window(-1), "window must be an integer of at least 0, got -1"),
+    (lambda: masks.sliding_window(2.0), "window must be an integer"),
+    (lambda: masks.dilated_window(-1, 2), "window must"),
+    (lambda: masks.dilated_window(1, 0), "dilation must be an integer of at least 1, got 0"),
+    (lambda: masks.prefix_lm(-1), "prefix_length must"),
+    (lambda: masks.document(), "document_ids or offsets must be given, and not both, got neither"),
+    (lambda: masks.document(IDS, offsets=IDS), "document_ids or offsets .* got both"),
+    (lambda: masks.document(IDS.float()), "document_ids must be an integer tensor, got torch.floa"),
+    (lambda: masks.document([0, 1]), "document_ids must be an integer tensor, got list"),
+    (lambda: masks.document(IDS > 0), "document_ids must be an integer tensor, got torch.bool"),
+    (lambda: masks.document(IDS[None, None]), r"document_ids must have 1 or 2 axes, got shape \["),
+    (lambda: masks.document(offsets=torch.tensor([0, 4, 3])), "offsets must not decrease, got 4 b"),
+    (lambda: masks.document(offsets=torch.tensor([1, 4])), "offsets must begin with 0, got 1"),
+    (lambda: masks.document(offsets=torch.tensor([0])), "offsets must hold two numbers at least"),
+    (lambda: masks.document(offsets=torch.zeros(2, 2).long()), "offsets must have 1 axes"),
+    (lambda: masks.sasa(0, 4, 3), "canvas_height must"),
+    (lambda: masks.sasa(4, 4, 4), "kernel_height must be odd, .* got 4"),
+    (lambda: masks.sasa(4, 4, 3, 2), "kernel_width must be odd, .* got 2"),
+    (lambda: masks.natten(4, 0, 3), "canvas_width must"),
+    (lambda: masks.natten(4, 4, 2), "kernel_height must be odd"),
+    (lambda: masks.natten(4, 9, 5), "kernel_height must be at most canvas_height=4, got 5"),
+    (lambda: masks.natten(9, 4, 5), "kernel_width must be at most canvas_width=4, got 5"),
+    (lambda: masks.natten(9, 9, -1), "kernel_height must be an integer of at least 1, got -1"),
+    (lambda: masks.flamingo(SPANS), "image_ids or image_token_length .* got neither"),
+    (lambda: masks.flamingo(SPANS, IDS, image_token_length=2), "image_ids or .* got both"),
+    (lambda: masks.flamingo(SPANS, IDS), r"image_ids must be of 0 .. 0, .* got 0 .. 1"),
+    (lambda: masks.flamingo(SPANS, image_token_length=0), "image_token_length must"),
+    (lambda: masks.flamingo(SPANS[0], IDS), "intervals must have 2 axes"),
+    (lambda: masks.flamingo(SPANS.repeat(1, 2), IDS), r"intervals must have shape \[images, 2\]"),
+    (lambda: masks.flamingo(SPANS.flip(1), IDS), "intervals must be pairs of 0 <= start <= end, g"),
+    (lambda: masks.flamingo(SPANS - 1, IDS), "intervals must be pairs"),
+    (lambda: masks.block_mask_of(masks.causal, 0, 4), "q_len must"),
+    (lambda: catalog.make("nothing", 4, CPU), "name must be one of 'causal', .* got 'nothing'"),
+    (lambda: catalog.make("causal", 4, CPU, window=1), "option must be one of"),
+    (lambda: catalog.make("document", 4, CPU, documents=5), "documents must be at most length=4"),
+    (lambda: catalog.make("sasa", 10, CPU, canvas_width=3), "canvas_width must divide length=10"),
+    (lambda: catalog.make("compress", 10, CPU, stride=11), "stride must be at most length=10"),
+]
+
+
+@pytest.mark.parametrize(("call", "told"), BAD, ids=[told for _, told in BAD])
+def test_bad_arguments_are_named(call, told):
+    with pytest.raises(ValueError, match=f"^{told}"):
+        call()

@@ -1,0 +1,360 @@
+"""Compiles the kernels for a GPU that is not there: `python tests/scripts/compile_kernels.py 90`.
+
+Stands in for the driver, so that a launch compiles and goes no further. What the interpreter lets
+pass and a compiler does not (types that change in a loop, shapes that are no power of two) shows
+here. Prints what each kernel takes: registers, and bytes of stack, which are spilt registers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from native_sparse_attention.config import AttentionConfig
+from native_sparse_attention.kernels import compress_mean, rotary
+from native_sparse_attention.kernels.common import launch, limits, sm90
+from native_sparse_attention.kernels.decode import kv_cache, persistent, read_all
+from native_sparse_attention.kernels.decode.call import Call, Settings
+from native_sparse_attention.ops.call import Call as LayerCall
+from native_sparse_attention.ops.triton import backend as triton_backend
+from native_sparse_attention.ops.triton import layer as fused
+from native_sparse_attention.varlen import Documents
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+# what a launch of few tokens does not take by itself
+ON_A_HOPPER = {
+    "query_major_sm90": True,
+    "flash_sm90": True,
+    "key_major_dq_sm90": True,
+    "softmax_mass_sm90": True,
+    "union_sm90": True,
+    "union": launch.UnionRule(4, 1.6, least=0),
+}
+
+
+class Driver:
+    """What a launch asks of a driver before it launches."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def dump(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes) -> str:
+    return " ".join(re.findall(r"(?:REG|STACK):\d+", dump(cubin, "--dump-resource-usage")))
+
+
+def written(instruction: str) -> range:
+    """The registers that an instruction writes."""
+    found = re.match(r"(?:@!?U?P\d+ )?(\S+) (?:P\d+, )?R(\d+)\b", instruction)
+    if not found or found[1].startswith(("ST", "BAR", "BRA", "RED", "SYNCS", "UTMA", "WARP")):
+        return range(0)
+    name, first = found[1], int(found[2])
+    product = re.search(r"HGMMA\.64x(\d+)", name)
+    count = 4 if re.search(r"\.128|M88\.4", name) else 2 if re.search(r"\.64|CS2R", name) else 1
+    return range(first, first + (int(product[1]) // 2 if product else count))
+
+
+def overwritten(machine_code: str) -> set[int]:
+    """Registers that a loop's products read as they were before it, and that the loop writes behind
+    that: ptxas 12.8 has lost such operands."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+?)\s*;", machine_code)
+    code = [(int(at, 16), instruction) for at, instruction in lines]
+    place, lost = {at: i for i, (at, _) in enumerate(code)}, set()
+    for end, (_, instruction) in enumerate(code):
+        target = re.search(r"BRA (?:\S+, )?0x([0-9a-f]+)", instruction)
+        begin = place.get(int(target[1], 16), end) if target else end
+        body = [text for _, text in code[begin : end + 1]]
+        # the ones within
+        jumps = [re.search(r"BRA (?:\S+, )?0x([0-9a-f]+)", text) for text in body[:-1]]
+        back = any(
+            jump and begin < place.get(int(jump[1], 16), 1 << 30) <= begin + i
+            for i, jump in enumerate(jumps)
+        )
+        if begin == end or back:
+            continue
+        kept, done = set(), set()
+        for text in body:
+            product = re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", text)
+            if product:
+                first = int(product[1])
+                kept |= set(range(first, first + 4)) - done
+            done |= set(written(text))
+        lost |= kept & done
+    return lost
+
+
+def compile_only(capability: int) -> None:
+    run, seen = JITFunction.run, set()
+    rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)
+
+    def compiled(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            name, shared = f"{self.fn.__module__}.{self.fn.__name__}", kernel.metadata.shared
+            print(name, resources(kernel.asm["cubin"]), f"{shared // 1024} KB")
+            assert shared <= rows.shared_memory, f"{name} takes {shared} bytes"
+            if "_sm90." in name:
+                assert not overwritten(dump(kernel.asm["cubin"], "-sass")), name
+        return kernel
+
+    JITFunction.run = compiled
+    driver.set_active(Driver(capability))
+    if capability < 90:
+        launch.boxes = lambda *_: None
+    elif sm90.triton_is_known():
+        sm90.available = lambda *_: True
+        sm90.multiprocessors = lambda *_: 132
+    launch.architecture = lambda: rows
+
+
+def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
+    """Forward and backward of the layer."""
+    H, K, D, E = heads
+    d = settings.get("compress_block_sliding_stride", 4)
+    shapes = [(1, S, H, D), (1, S, K, D), (1, S, K, E), (1, S // d, K, D), (1, S // d, K, E)]
+    tensors = [torch.randn(s).to(dtype).requires_grad_() for s in (*shapes, (1, S, H, 3))]
+    slots = settings.pop("slots", 1)
+    if settings.pop("sinks", False):
+        settings["sinks"] = torch.zeros(3, H, requires_grad=True)
+    if settings.pop("packed", False):
+        settings["documents"] = Documents(*torch.zeros(2, 1, S, dtype=torch.int32))
+    memory = [
+        torch.randn(K, slots, width).to(dtype).requires_grad_() if slots else None
+        for width in (D, E)
+    ]
+    given = {name: settings.pop(name) for name in LayerCall._fields if name in settings}
+    call = LayerCall(*tensors, mem_k=memory[0], mem_v=memory[1], q_offset=0)._replace(**given)
+    settings = {
+        "compress_block_size": 8,
+        "compress_block_sliding_stride": d,
+        "selection_block_size": 32,
+        "num_selected_blocks": 2,
+        "sliding_window_size": 70,
+        "num_initial_blocks": 1,
+        "num_local_blocks": 2,
+        "causal": causal,
+        **settings,
+    }
+    out, _ = fused.native_sparse_attention(call, AttentionConfig(**settings))
+    out.sum().backward()
+
+
+def branches(dtype, heads=(4, 2, 64, 64), S=200, sizes=(16, 128), num_local=0, gated=False):
+    """Forward and backward of the selected branch alone, with gates of its own."""
+    H, K, D, E = heads
+    q, k, v = (torch.randn(1, S, *s).to(dtype).requires_grad_() for s in ((H, D), (K, D), (K, E)))
+    lists = torch.zeros(1, S, K, 2, dtype=torch.int32)
+    gates = torch.ones(lists.shape).to(dtype).requires_grad_() if gated else None
+    for s in sizes:
+        out = triton_backend.selected_attention(
+            q, k, v, lists, gates=gates, selection_block_size=s, num_initial_blocks=1,
+            num_local_blocks=num_local, causal=True, q_offset=0,
+        )  # fmt: skip
+        out.sum().backward()
+
+
+def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
+    """A step of decoding, over rows or pages; so few rows that the GPU has room, or more; with all
+    blocks read ahead where that fits, and without."""
+    H, K, D, E = heads
+    N, d = 1024, 16
+    pages, n = (B * N // page, page) if page else (B, N)
+    shapes = [(B, T, H, D), (pages, n, K, D), (pages, n, K, E)]
+    shapes += [(pages, n // d, K, D), (pages, n // d, K, E), (B, T, H, 3)]
+    table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
+    lengths = torch.zeros(B, dtype=torch.int32)
+    where = kv_cache.CacheMetadata(lengths, lengths.long() if counted else None, table, page)
+    at = dict(
+        l=32, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
+        num_local=2, stride=1, shared=True, scale=0.1, soft_cap=None,
+    )  # fmt: skip
+    at = Settings(**{**at, **settings})
+    ring = torch.zeros(B, K, 20, at.n, dtype=torch.int32)
+    tensors = (torch.randn(shape).to(dtype) for shape in shapes)
+    counters = torch.zeros(B, K, 8, dtype=torch.int32)
+    tensors = list(tensors)
+    call = Call(*tensors, None, None, None, ring, None, counters, where)
+    blocks = read_all.MAX_BLOCKS
+    for read_all.MAX_BLOCKS in (0, blocks):
+        persistent.decode(call, at)
+
+
+def rotate(dtype, heads, tokens=64, starts=None):
+    """Queries and keys of a projection."""
+    H, K, D = heads
+    q, k = torch.zeros(2, tokens, (H + 2 * K) * D).to(dtype).split([H * D, 2 * K * D], -1)
+    pair = [t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k[..., : K * D])]
+    rotary.rotate(pair, torch.ones(D // 2), starts, None, 0, 1.0)
+
+
+def means(dtype, heads, l=32, d=16, tokens=256):
+    """Means of windows of a projection's keys and values."""
+    _, K, D = heads
+    kv = torch.zeros(2, tokens, 3 * K * D).to(dtype).split(K * D, -1)[1:]
+    k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in kv)
+    positions = [torch.zeros(K, l, D)] * 2
+    ck, cv = compress_mean.forward(k, v, *positions, l, d, tokens // d)
+    compress_mean.backward(ck, cv, *positions, l, d, tokens)
+
+
+def rank(dtype, heads, importance="probs", **settings):
+    """The selection; by probabilities as a Hopper does it."""
+    H, K, D = heads
+    q, ck = torch.zeros(1, 320, H, D).to(dtype), torch.zeros(1, 20, K, D).to(dtype)
+    settings = {
+        "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
+        "num_selected_blocks": 13, "num_initial_blocks": 1, "num_local_blocks": 2,
+        "selection_stride": 1, "causal": True, **settings,
+    }  # fmt: skip
+    with launch.using({"softmax_mass_sm90": True}):
+        triton_backend.select_blocks(
+            q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance=importance, scale=None,
+            interpolated_importance_score=False, query_heads_share_selected_kv=True, seq_len=320,
+            q_offset=0, **settings,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    compile_only(int(sys.argv[1]))
+    some = sys.argv[2:]
+    if "small" in some:
+        layer(torch.bfloat16, use_diff_topk=True, packed=True, soft_cap=2.0, sinks=True)
+        if sys.argv[1] == "90":
+            with launch.using(ON_A_HOPPER):
+                layer(
+                    torch.bfloat16, (16, 1, 128, 128), S=192, selection_block_size=64, slots=0,
+                    importance="probs",
+                )  # fmt: skip
+                layer(
+                    torch.bfloat16, (16, 1, 128, 128), S=192, selection_block_size=64, slots=0,
+                    selection_stride=4,
+                )  # fmt: skip
+            branches(torch.bfloat16, (4, 1, 128, 128), S=192, sizes=(64,), num_local=1)
+            rank(torch.bfloat16, (16, 1, 128))
+    if not some or "small" in some:
+        rank(torch.float32, (2, 1, 256), importance="logits")
+        rotate(torch.bfloat16, (16, 1, 128))
+        step(torch.bfloat16, (16, 1, 128, 128), stride=4, page=128)
+        step(torch.bfloat16, (16, 1, 128, 128), B=1)
+    if not some or "decode" in some:
+        step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=16, soft_cap=2.0)
+        step(torch.bfloat16, (3, 1, 192, 128), T=4, interpolated=True)
+        step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=2, B=1, counted=True)
+        step(torch.float32, (4, 4, 80, 40), n=20)
+        step(torch.float32, (4, 4, 80, 40), n=20, B=1)
+        step(torch.bfloat16, (64, 4, 128, 128), B=1, counted=True)
+        step(torch.bfloat16, (64, 4, 128, 128), B=8, page=256, interpolated=True)
+        step(torch.float32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
+        step(torch.bfloat16, (16, 1, 128, 128), B=1, page=256, importance="probs")
+        for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
+            needed = limits.step_bytes(H, 256, 4, T, s)
+            if needed <= launch.architecture().shared_memory:
+                step(torch.float32, (H, 1, 256, 256), T=T, s=s)
+    if not some or "rotary" in some:
+        rotate(torch.bfloat16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
+        rotate(torch.float16, (3, 1, 80))
+        rotate(torch.float32, (4, 4, 256))
+    if not some or "means" in some:
+        means(torch.bfloat16, (64, 4, 128))
+        means(torch.float32, (3, 1, 80), 5, 1)
+    if not some or "layer" in some:
+        layer(torch.bfloat16)
+        layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)
+        layer(torch.bfloat16, (16, 1, 128, 128), selection_stride=4)
+        layer(torch.bfloat16, (3, 1, 192, 128), causal=False, query_heads_share_selected_kv=False)
+        layer(torch.float32, (5, 1, 80, 40), importance="probs", slots=0)
+        layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", packed=True)
+        layer(torch.bfloat16, (4, 1, 64, 64), causal=False, packed=True)
+        layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", soft_cap=2.0, sinks=True)
+    if not some or "union" in some:
+        for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64)):
+            with launch.using(ON_A_HOPPER | {"flash_sm90": None, "softmax_mass_sm90": None}):
+                layer(dtype, (16, 1, width, width), S=192, selection_block_size=64)
+                for stride in (1, 4):  # dk and dv with dq, and without
+                    layer(
+                        dtype, (4, 1, width, width), S=192, selection_block_size=64,
+                        selection_stride=stride,
+                    )  # fmt: skip
+    if not some or "query_major" in some:
+        with launch.using({"query_major_sm90": True}):
+            for heads in (1, 2, 4, 8, 16, 32, 64):
+                layer(
+                    torch.bfloat16, (heads, 1, 128, 128), S=192, slots=0, selection_block_size=64,
+                    selection_stride=64 // heads,
+                )  # fmt: skip
+    if not some or "flash" in some:
+        with launch.using({"flash_sm90": True}):
+            for heads in (1, 2, 4, 8, 16, 32, 64):
+                for size in (64, 129):  # narrower than the local blocks, and wider
+                    layer(
+                        torch.bfloat16, (heads, 1, 128, 128), slots=0, selection_block_size=64,
+                        sliding_window_size=size,
+                    )  # fmt: skip
+            layer(torch.float16, (16, 1, 128, 128), slots=1, sliding_window_size=129)
+    if not some or "ranking" in some:
+        for heads in (4, 8, 16, 32, 64):
+            rank(torch.bfloat16, (heads, 1, 128))
+        rank(torch.float16, (16, 1, 64), num_selected_blocks=16, selection_stride=4)
+        rank(torch.bfloat16, (8, 1, 128), num_selected_blocks=16, causal=False)
+        rank(torch.bfloat16, (16, 1, 128), selection_block_size=32)
+    if not some or "gates" in some:
+        for rule in ("logits", "probs"):
+            layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)
+            layer(
+                torch.bfloat16, (2, 1, 64, 64), importance=rule, use_diff_topk=True, soft_cap=2.0,
+                sinks=True, packed=True,
+            )  # fmt: skip
+        layer(
+            torch.bfloat16, (4, 4, 128, 128), importance="probs", use_diff_topk=True,
+            num_selected_blocks=20,
+        )  # fmt: skip
+        layer(
+            torch.float16, (3, 1, 192, 128), selection_block_size=2, use_diff_topk=True,
+            query_heads_share_selected_kv=False, interpolated_importance_score=True,
+        )  # fmt: skip
+        layer(torch.float32, (5, 1, 80, 40), importance="probs", use_diff_topk=True)
+    if not some or "selected" in some:
+        branches(torch.bfloat16, gated=True)
+        branches(torch.float16, (16, 1, 64, 64), gated=True)
+        for width in (128, 256):  # as many heads as this GPU holds
+            most = max(
+                group
+                for group in (16, 32, 64)
+                if limits.backward_bytes(group, width) <= launch.architecture().shared_memory
+            )
+            heads = (most, 1, width, width)
+            branches(torch.float32, heads, sizes=(64, 128), num_local=1, gated=True)
+            branches(torch.float32, heads, sizes=(64, 128), num_local=1)
+        for lists, heads in ((4, (16, 1, 128, 128)), (4, (12, 1, 192, 128)), (16, (4, 1, 64, 64))):
+            with launch.using({"union": launch.UnionRule(lists, 1.6, least=0)}):
+                branches(torch.bfloat16, heads)

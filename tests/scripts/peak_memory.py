@@ -1,0 +1,66 @@
+"""Peak memory of a training step's attention on a Hopper, without one: launches do nothing, tensors
+are the CPU's, and what they take is counted as they come and go.
+
+    TRITON_INTERPRET=0 python tests/scripts/peak_memory.py 8192:32/8:1 8192:32/8:16
+
+Prints MiB of the forward and the backward pass over the benchmark's problem, of so many tokens,
+heads and tokens to a ranking: inputs and gradients included, as `benchmarks.attention` counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import compile_kernels
+import torch
+from torch.profiler import ProfilerActivity, profile
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.problem import Setting
+from native_sparse_attention.config import AttentionConfig
+from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.ops.call import Call
+from native_sparse_attention.ops.triton import layer
+
+
+def stand_in() -> None:
+    """For a Hopper."""
+    JITFunction.run = lambda *_, **__: None
+    driver.set_active(compile_kernels.Driver(90))
+    sm90.available = lambda *_: True
+    sm90.multiprocessors = lambda *_: 132
+    launch.architecture = lambda: launch.ARCHITECTURES[9, 0]
+
+
+def step(at: Setting) -> None:
+    W = at.T // at.d
+    shapes = [(at.T, at.H), (at.T, at.K), (at.T, at.K), (W, at.K), (W, at.K)]
+    tensors = [
+        torch.empty(1, n, heads, at.D, dtype=at.dtype, requires_grad=True) for n, heads in shapes
+    ]
+    gates = torch.empty(1, at.T, at.H, 3, dtype=at.dtype, requires_grad=True)
+    d_out = torch.empty(1, at.T, at.H, at.D, dtype=at.dtype)
+    config = AttentionConfig(sliding_window_size=at.w, causal=True, **at.ranking)
+    out, _ = layer.native_sparse_attention(Call(*tensors, gates, q_offset=0), config)
+    torch.autograd.grad(out, [*tensors, gates], d_out)
+
+
+def peak(at: Setting) -> float:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step(at)
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most / 2**20
+
+
+if __name__ == "__main__":
+    stand_in()
+    for case in sys.argv[1:]:
+        T, heads, stride = case.split(":")
+        H, K = heads.split("/")
+        print(json.dumps([case, peak(Setting(int(T), int(H), int(K), stride=int(stride)))]))

@@ -1,0 +1,348 @@
+"""Launches every kernel a few times at odd, small shapes, for a memory checker to watch: in parts,
+each a process of its own, or with `--jobs 0` in this one:
+
+    python tests/scripts/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \\
+        python tests/scripts/sanitize.py --jobs 0
+
+or `make sanitize`, which does both: the first compiles, on all cores, what the second launches.
+Computes no reference; fails where a kernel was not launched.
+
+Nearly all of the time is the compiler's, and every dtype, width and group of heads is compiled
+anew. What is in bounds hardly depends on them: there is one dtype, and one shape of heads, which
+fills no tile. What it does depend on (kinds of masks, documents, rows that start anywhere, memory,
+pages, groups of tokens, strides that the tensor memory accelerator cannot take) each kernel has
+once, not in all combinations; on a GPU also heads that fill their tiles, and wider ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from native_sparse_attention import (
+    KVCache,
+    PagedKVCache,
+    SparseAttention,
+    compressed_attention,
+    kernels,
+    native_sparse_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+from native_sparse_attention.compress import MeanPool
+from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.kernels.selected import union, workspace
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+# Triton's interpreter has no bfloat16
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+# whether kernels of a Hopper run here
+HOPPER = sm90.available(torch.empty(0, device=DEVICE))
+# query heads, KV heads, and widths of keys and of values
+HEADS = (6, 2, 24, 40)
+
+
+def all_kernels() -> Iterator[tuple[str, Any]]:
+    """What has a grid, here: functions of a module of `kernels` that are named so."""
+    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        short = info.name.removeprefix(f"{kernels.__name__}.")
+        if short.endswith("_sm90") and not HOPPER:
+            continue
+        module = importlib.import_module(info.name)
+        for name, value in vars(module).items():
+            if name.startswith("nsa_") and value.fn.__module__ == module.__name__:
+                yield f"{short}.{name}", value
+
+
+def watch() -> set[str]:
+    """The kernels launched from now on."""
+    launched: set[str] = set()
+    for name, kernel in all_kernels():
+        kernel.add_pre_run_hook(lambda *_, _name=name, **__: launched.add(_name))
+    return launched
+
+
+def draw(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_()
+
+
+def run(call: Any, *tensors: Tensor, **kwargs: Any) -> None:
+    out = call(*tensors, backend="triton", **kwargs)
+    out.sum().backward()
+
+
+def layer(T: int, S: int, heads: tuple[int, int, int, int] = HEADS, **settings: Any) -> None:
+    """The whole layer, forward and backward; with memory slots if not told otherwise."""
+    settings = {
+        "compress_block_size": 8,
+        "compress_block_sliding_stride": 4,
+        "selection_block_size": 8,
+        "num_selected_blocks": 3,
+        "sliding_window_size": 11,
+        "num_initial_blocks": 1,
+        "num_local_blocks": 2,
+        "causal": True,
+        **settings,
+    }
+    (H, K, D, E), d = heads, settings["compress_block_sliding_stride"]
+    slots = {"mem_k": (K, 3, D), "mem_v": (K, 3, E)} if settings.pop("memory", True) else {}
+    W = S // d if settings["causal"] else -(-S // d)
+    shapes = [(2, T, H, D), (2, S, K, D), (2, S, K, E), (2, W, K, D), (2, W, K, E), (2, T, H, 3)]
+    memory = {name: draw(*shape) for name, shape in slots.items()}
+    run(native_sparse_attention, *(draw(*shape) for shape in shapes), **memory, **settings)
+
+
+def packed(**settings: Any) -> None:
+    """Documents in a row, some of them of no token or one; with a cap and sinks."""
+    lengths = [3, 0, 1, 38, 17]
+    (H, K, D, E), total = HEADS, sum(lengths)
+    W = sum(n // 4 if settings["causal"] else -(-n // 4) for n in lengths)
+    shapes = [(total, H, D), (total, K, D), (total, K, E), (W, K, D), (W, K, E), (total, H, 3)]
+    run(
+        native_sparse_attention, *(draw(1, *shape) for shape in shapes), compress_block_size=8,
+        compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+        sliding_window_size=9, num_initial_blocks=1, soft_cap=2.0,
+        sinks=draw(3, H, dtype=torch.float32),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0), **settings,
+    )  # fmt: skip
+
+
+def steps(cache: KVCache, **settings: Any) -> None:
+    """Steps of decoding, of one token and of several, some of them not real, to a window's end."""
+    module = SparseAttention(
+        24, 24, 6, 5, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        num_compressed_mem_kv=1, backend="triton", **settings,
+    ).to(DEVICE)  # fmt: skip
+    with torch.no_grad():
+        for counts in ([8, 2], [8, 1], [1, 1]):
+            inp = draw(2, max(counts), 24, dtype=torch.float32).detach()
+            module(inp, cache=cache, lengths=counts)
+
+
+# parts
+
+
+def causal() -> None:
+    layer(21, 53, importance="probs")
+    layer(1, 29, query_heads_share_selected_kv=False)
+    layer(1, 1)
+    layer(9, 13, num_selected_blocks=0)
+    # several spans, and several items of a block
+    parts = {key: {64: workspace.Parts(0.0, 16)} for key in workspace.PARTS}
+    with (
+        patch.multiple(workspace, PARTS=parts, LEAST_TOKENS=1, LEAST_ROWS=1),
+        patch.object(launch, "WORK_TILE_ROWS", 16),
+    ):
+        layer(37, 41)
+
+
+def not_causal() -> None:
+    layer(19, 19, causal=False, interpolated_importance_score=True)
+
+
+def groups_of_tokens() -> None:
+    """And local blocks in the window's launch."""
+    layer(33, 33, selection_stride=4, recompute=True, sliding_window_size=17)
+
+
+def unaligned() -> None:
+    """Rows that the tensor memory accelerator cannot read."""
+    layer(23, 29, (3, 1, 17, 19))
+
+
+def gates() -> None:
+    layer(23, 29, use_diff_topk=True, num_selected_blocks=2)
+    settings = {"importance": "probs", "selection_stride": 4, "num_selected_blocks": 2}
+    layer(23, 23, use_diff_topk=True, **settings)
+
+
+def documents() -> None:
+    packed(causal=True, importance="probs", use_diff_topk=True)
+
+
+def documents_not_causal() -> None:
+    packed(causal=False, importance="logits")
+
+
+def ragged() -> None:
+    """The branches alone, over rows that start at different positions; lists and gates of a
+    caller's."""
+    B, T, S, H, K, D = 2, 5, 37, 18, 2, 24
+    q, k, v = (draw(B, n, h, D) for n, h in ((T, H), (S, K), (S, K)))
+    where = {"q_offset": torch.tensor([29, 3], device=DEVICE)}
+    run(sliding_window_attention, q, k, v, sliding_window_size=7, **where)
+    ck, cv = (t.detach()[:, :9] for t in (k, v))
+    run(compressed_attention, q, ck, cv, compress_block_sliding_stride=4, **where)
+    for ranks in (K, H):
+        lists = torch.randint(-1, 7, (B, T, ranks, 3), device=DEVICE, dtype=torch.int32)
+        gates = torch.rand(lists.shape, device=DEVICE).to(DTYPE).requires_grad_()
+        run(selected_attention, q, k, v, lists, gates=gates, selection_block_size=6, **where)
+    sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
+    before = torch.randint(-1, 7, (B, K, 5), device=DEVICE, dtype=torch.int32)
+    for importance in ("logits", "probs"):
+        select_blocks(
+            q, ck, mem_k=draw(K, 3, D), num_selected_blocks=5, selection_stride=2,
+            leader_indices=before, importance=importance, backend="triton",
+            **dict.fromkeys(sizes, 4), **where,
+        )  # fmt: skip
+
+
+def alike() -> None:
+    """Neighbours that chose the same blocks, united, query by query and block by block; and united
+    for blocks that are shared."""
+    with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
+        lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
+        selection = launch.Selection(lists, 5, 0, 0, True)
+        some, cost = union.allocate_unions(selection, 12, DTYPE, beside_shared=True)
+        union.write_unions(selection, some, cost, union.allocate(selection, 8, 4), chunk=3)
+        for heads in (12, 1):
+            q, k, v = (draw(2, 19, h, 24) for h in (heads, 1, 1))
+            lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
+            lists = lists.expand(2, 19, 1, 3).clone()
+            lists[:, 8:12] = torch.randint(-1, 4, (2, 4, 1, 3), device=DEVICE, dtype=torch.int32)
+            run(
+                selected_attention, q, k, v, lists, selection_block_size=5, num_initial_blocks=0,
+                num_local_blocks=0,
+            )  # fmt: skip
+
+
+def hopper() -> None:
+    """Neighbours that chose differently: blocks read once for all of them, some of them united; and
+    what stands in for other kernels where heads fill a tile."""
+    tried = dict.fromkeys(
+        ("query_major_sm90", "flash_sm90", "union_sm90", "key_major_dq_sm90", "softmax_mass_sm90"),
+        True,
+    )
+    tried["union"] = launch.UnionRule(4, 1.1, least=0)
+    with launch.using(tried):
+        for heads, T in (
+            ((12, 1, 128, 128), 131),
+            ((32, 2, 64, 64), 256),
+            ((16, 1, 128, 128), 131),
+            ((8, 2, 128, 128), 131),
+            ((2, 2, 128, 128), 131),
+        ):
+            layer(
+                T, 256, heads, compress_block_size=32, compress_block_sliding_stride=16,
+                selection_block_size=64, sliding_window_size=129, memory=heads[0] != 16,
+                importance="probs" if heads[0] in (8, 16) else "logits",
+            )  # fmt: skip
+        layer(
+            256, 256, (4, 2, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
+            selection_block_size=64, sliding_window_size=129, selection_stride=8,
+        )  # fmt: skip
+        layer(
+            132, 256, (32, 2, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
+            selection_block_size=64, sliding_window_size=129, selection_stride=4,
+        )  # fmt: skip
+
+
+def rows() -> None:
+    steps(KVCache(24, 2), selection_stride=4)
+
+
+def little() -> None:
+    """Steps that read every block before they know which are selected."""
+    steps(KVCache(24, 2), attention_sinks=True)
+    steps(PagedKVCache(8, 6, 2, 24), soft_cap=2.0)
+
+
+def pages() -> None:
+    steps(
+        PagedKVCache(8, 6, 2, 24), importance="probs", branch_kv="independent", soft_cap=2.0,
+        attention_sinks=True,
+    )  # fmt: skip
+
+
+def full() -> None:
+    """Blocks of as many keys as a tile has, read by the tensor memory accelerator."""
+    layer(
+        131, 211, (16, 1, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
+        selection_block_size=64, sliding_window_size=129, importance="probs", use_diff_topk=True,
+    )  # fmt: skip
+
+
+def means() -> None:
+    """Windows of keys and values, summed up as they are pooled."""
+    module = SparseAttention(
+        24, 24, 6, 5, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        compress_mlp=MeanPool(), backend="triton",
+    ).to(DEVICE)  # fmt: skip
+    module(draw(2, 29, 24, dtype=torch.float32)).sum().backward()
+
+
+def wide() -> None:
+    layer(67, 67, (64, 1, 192, 128), importance="probs")
+
+
+PARTS = {
+    part.__name__: part
+    for part in (
+        causal, not_causal, groups_of_tokens, unaligned, gates, documents, documents_not_causal,
+        ragged, alike, rows, little, pages, means, *((full, wide) if CUDA else ()),
+        *((hopper,) if HOPPER else ()),
+    )
+}  # fmt: skip
+
+
+def here(parts: list[str]) -> set[str]:
+    """The kernels that these parts launch."""
+    launched = watch()
+    for part in parts:
+        PARTS[part]()
+        if CUDA:
+            torch.cuda.synchronize()
+    return launched
+
+
+def elsewhere(part: str) -> set[str]:
+    """The same, of a part in a process of its own."""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, __file__, part], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{part}: exit status {done.returncode}")
+    print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"only these: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes at a time; 0: all in this one"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.parts:
+        print(json.dumps(sorted(here(args.parts))))
+        return
+    if args.jobs:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            # those that take longest come last
+            launched = set().union(*pool.map(elsewhere, reversed(PARTS)))
+    else:
+        launched = here(list(PARTS))
+    missing = {name for name, _ in all_kernels()} - launched
+    if missing:
+        raise SystemExit(f"never launched: {', '.join(sorted(missing))}")
+    print(f"launched {len(launched)} kernels: {', '.join(sorted(launched))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""The bytes that train_enwik8.py trains on: splits, batches, documents, and their download."""
+
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import sysconfig
+import threading
+import time
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from native_sparse_attention import Transformer
+from tests.training.test_train_enwik8 import TINY, in_process, refused
+from training.batches import batches, segments
+from training.data import (
+    DownloadError,
+    download,
+    enwik8,
+    load_data,
+    read_bytes,
+    split,
+    stdlib_corpus,
+)
+from training.errors import UserError
+from training.forward import loss_of
+
+# data
+
+
+def test_splits_are_90_5_5_in_order():
+    corpus = bytes(range(250)) * 4
+    train, valid, test = split(corpus, seq_len=16)
+    assert (len(train), len(valid), len(test)) == (900, 50, 50)
+    assert np.concatenate((train, valid, test)).tobytes() == corpus
+
+
+def test_stdlib_corpus_is_the_same_each_time_and_free_of_tests():
+    first = stdlib_corpus()
+    assert first == stdlib_corpus()
+    assert len(first) > 2**22
+    assert Path(json.__file__).read_bytes() in first
+    names = ["test/__init__.py", "unittest/test/__init__.py"]
+    for path in (Path(sysconfig.get_paths()["stdlib"], name) for name in names):
+        if path.exists() and len(content := path.read_bytes()) > 100:
+            assert content not in first
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    data = np.arange(200, dtype=np.uint8)
+    cfg = Namespace(seed=1, accumulate=2, batch_size=3, seq_len=8, device="cpu")
+
+    def drawn(step):
+        return [ids.tolist() for ids in batches(data, cfg, step)]
+
+    assert drawn(5) == drawn(5) != drawn(6)
+    assert np.shape(drawn(5)) == (2, 3, 9)
+    assert all(row == list(range(row[0], row[0] + 9)) for ids in drawn(5) for row in ids)
+
+
+def test_every_window_can_be_drawn():
+    data = np.arange(10, dtype=np.uint8)
+    cfg = Namespace(seed=0, accumulate=1, batch_size=200, seq_len=8, device="cpu")
+    (ids,) = batches(data, cfg, 1)
+    assert {row[0] for row in ids.tolist()} == {0, 1}
+
+
+def test_segments():
+    """A document begins with each whole marker of a row."""
+    ids = torch.tensor([list(b"ab<p>cd<p><p>e"), list(b"<p>abcdefghi<p")])
+    assert segments(ids, "<p>").tolist() == [[0] * 2 + [1] * 5 + [2] * 3 + [3] * 4, [1] * 14]
+    assert segments(ids[:, :2], "<p>").tolist() == [[0, 0], [0, 0]]
+
+
+def test_loss_of_packed_documents():
+    """What a document's bytes are predicted from is their document alone."""
+    cfg = Namespace(pack="<p>", device="cpu", precision="fp32")
+    net = Transformer(256, 16, 1, dim_head=8, heads=2, use_sparse_attn=True)
+    parts = [torch.tensor([list(text)]) for text in (b"abc", b"<p>de", b"<p>fghij" * 3)]
+    parts = [parts[0], parts[1], *parts[2].split(8, 1)]
+    losses = [net(ids, return_loss=True) * (ids.shape[1] - 1) for ids in parts]
+    expected = sum(losses) / sum(ids.shape[1] - 1 for ids in parts)
+    torch.testing.assert_close(loss_of(net, torch.cat(parts, 1), cfg), expected)
+
+
+def test_training_on_packed_documents(tmp_path):
+    page = b"<page>" + bytes(range(97, 123)) + b"</page>"
+    (tmp_path / "pages").write_bytes(page * 300)
+    plan = ("--data", "pages", "--pack", "<page>", "--name", "a", "--steps", 2, *TINY)
+    done = in_process(tmp_path, *plan)
+    assert done.returncode == 0, done
+    assert json.loads((tmp_path / "runs/a/config.json").read_text())["settings"]["pack"]
+    said = refused(in_process(tmp_path, *plan, "--pack", "<p>", "--name", "b"))
+    assert "--pack <p> begins no document" in said
+
+
+def test_packed_files(tmp_path):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"bytes"))
+    (tmp_path / "a.zip").write_bytes(zipped(b"bytes"))
+    (tmp_path / "a").write_bytes(b"bytes")
+    assert {read_bytes(tmp_path / name) for name in ("a", "a.gz", "a.zip")} == {b"bytes"}
+    for name in ("a.gz", "a.zip"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-10])
+        with pytest.raises(UserError, match="broken"):
+            read_bytes(tmp_path / name)
+
+
+def marked(content, local, central, value):
+    """A zip archive with a byte of its two headers changed."""
+    content = bytearray(content)
+    content[local] = content[content.rindex(b"PK\x01\x02") + central] = value
+    return bytes(content)
+
+
+def of_several():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("a", b"a")
+        archive.writestr("b", b"b")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("a.zip", lambda: marked(zipped(b"bytes"), 6, 8, 1), "a.zip is encrypted"),
+        ("a.ZIP", lambda: marked(zipped(b"bytes"), 8, 10, 99), "a.ZIP is broken"),
+        ("a.zip", of_several, "a.zip holds 2 files, expected one"),
+        ("a.zip", lambda: b"", "a.zip is broken"),
+        ("a.gz", lambda: b"bytes", "a.gz is broken"),
+    ],
+)
+def test_archives_that_do_not_open(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content())
+    assert said in refused(in_process(tmp_path, "--data", name, *TINY))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+# the download, from a server of our own
+
+CONTENT = np.random.default_rng(0).bytes(300_000)
+
+
+def zipped(content):
+    """An archive of it, the same bytes whenever it is made."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("enwik8"), content)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def server():
+    """Serves `body`, or the range of it that is asked for; `requests` has the headers that came."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            server.requests.append(dict(self.headers))
+            if server.silent:
+                time.sleep(server.silent)
+                return
+            asked = self.headers.get("Range") if server.ranges else None
+            start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+            self.send_response(206 if asked else 200)
+            self.send_header("Content-Length", str(len(server.body) - start))
+            self.end_headers()
+            self.wfile.write(server.body[start : server.stop_at])
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.body, server.requests = zipped(CONTENT), []
+    server.ranges, server.stop_at, server.silent = True, None, 0.0
+    server.url = f"http://127.0.0.1:{server.server_port}/enwik8.zip"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def fetch(server, folder):
+    good = zipped(CONTENT)
+    return enwik8(
+        folder,
+        server.url,
+        zip_size=len(good),
+        zip_sha256=hashlib.sha256(good).hexdigest(),
+        sha256=hashlib.sha256(CONTENT).hexdigest(),
+    )
+
+
+def test_download_once(server, tmp_path):
+    assert fetch(server, tmp_path / "data") == CONTENT
+    assert fetch(server, tmp_path / "data") == CONTENT
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["enwik8.zip"]
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_download_resumes(server, tmp_path, ranges):
+    server.stop_at, server.ranges = 100_000, ranges
+    with pytest.raises(DownloadError, match=r"broke off|IncompleteRead"):
+        fetch(server, tmp_path)
+    assert (tmp_path / "enwik8.zip.part").stat().st_size == 100_000
+    server.stop_at = None
+    assert fetch(server, tmp_path) == CONTENT
+    assert server.requests[1]["Range"] == "bytes=100000-"
+    assert [path.name for path in tmp_path.iterdir()] == ["enwik8.zip"]
+
+
+@pytest.mark.parametrize("wrong", [lambda b: b[:-1] + b"?", lambda b: b + b"?"])
+def test_corrupted_download_is_removed(server, tmp_path, wrong):
+    server.body = wrong(server.body)
+    with pytest.raises(DownloadError, match="other bytes than expected"):
+        fetch(server, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_silent_server_is_given_up(server, tmp_path):
+    server.silent = 0.6
+    start = time.monotonic()
+    with pytest.raises(DownloadError, match="cannot download"):
+        download(server.url, tmp_path / "enwik8.zip", 1, "", timeout=0.2)
+    assert time.monotonic() - start < 0.6
+
+
+def test_file_placed_by_hand_is_verified_and_kept(server, tmp_path):
+    path = tmp_path / "enwik8.gz"
+    path.write_bytes(gzip.compress(CONTENT[:-1]))
+    with pytest.raises(UserError, match="not enwik8"):
+        fetch(server, tmp_path)
+    assert path.exists() and not server.requests
+
+
+def test_without_network_the_embedded_corpus(monkeypatch, tmp_path, capsys):
+    gone = DownloadError("cannot download http://127.0.0.1:9/enwik8.zip (refused)")
+    path = tmp_path / "enwik8.zip"
+
+    def offline():
+        download("http://127.0.0.1:9/enwik8.zip", path, 1, "")
+        raise gone
+
+    monkeypatch.setattr("training.data.enwik8", offline)
+    name, corpus = load_data("auto")
+    assert (name, corpus) == ("stdlib", stdlib_corpus())
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 1 and "cannot download" in out[0] and "embedded corpus" in out[0]
+    with pytest.raises(UserError, match=r"cannot download.*by hand"):
+        load_data("enwik8")

@@ -1,0 +1,231 @@
+"""Who may write a run, what a kill or a full disk leaves of it, and options of the script."""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from native_sparse_attention import Transformer, runs
+from tests.helpers.tiny_runs import (
+    KINDS,
+    NEWEST,
+    PLAN,
+    config_of,
+    contents,
+    make_runs,
+    resume,
+)
+from tests.training.test_train_enwik8 import (
+    command,
+    in_process,
+    metrics,
+    read,
+    refused,
+    script,
+    wait_for,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_runs(tmp_path_factory.mktemp("runs"), "whole")
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    return shutil.copytree(folder / "runs/whole", tmp_path / "run")
+
+
+# killed
+
+
+def test_killed_before_its_first_checkpoint(folder, run):
+    """What was written by then: the configuration, and perhaps the first validation."""
+    expected = metrics(run)
+    for lines in (1, 0, None):
+        for path in [*run.glob("step-*"), run / "best.safetensors", run / "loss.png"]:
+            path.unlink(missing_ok=True)
+        (run / "step-00000000.optimizer.tmp").write_bytes(b"half")
+        text = (run / "metrics.jsonl").read_text().splitlines(keepends=True) if lines else []
+        (run / "metrics.jsonl").write_text("".join(text[:1]))
+        if lines is None:
+            (run / "metrics.jsonl").unlink()
+        done = in_process(run.parent, "--resume", run)
+        assert done.returncode == 0, done.stderr
+        assert "step 0 of 8" in done.stdout
+        assert metrics(run) == expected
+        assert not list(run.glob("*.tmp"))
+    whole = folder / "runs/whole" / NEWEST
+    for kind in KINDS[:2]:
+        assert (run / (NEWEST + kind)).read_bytes() == whole.with_suffix(kind).read_bytes()
+
+
+def test_one_writer_at_a_time_and_readers_beside_it(folder, tmp_path):
+    run, pipe = tmp_path / "out/busy", subprocess.PIPE
+    args = ["--data", folder / "data", "--out-dir", "out", "--name", "busy", *PLAN]
+    with subprocess.Popen(
+        command(*args, "--steps", 100000), cwd=tmp_path, stdout=pipe, stderr=pipe
+    ) as process:
+        wait_for(lambda: len(read(run / "metrics.jsonl").splitlines()) > 6, process)
+        link = tmp_path / "link"
+        link.symlink_to(run)
+        owner = f"is being written by process {process.pid} on "
+        for path in ("out/busy/", link):
+            assert owner in refused(in_process(tmp_path, "--resume", path))
+        assert "out/busy is there already" in refused(in_process(tmp_path, *args))
+        sample = ["--sample", run, "--device", "cpu", "--max-new-tokens", 3]
+        assert in_process(tmp_path, *sample).returncode == 0
+        assert not Transformer.from_run(run).training
+        assert process.poll() is None
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    step = runs.checkpoint_steps(run)[-1]
+    done = in_process(tmp_path, "--resume", run, "--steps", step + 1)
+    assert done.returncode == 0, done.stderr
+
+
+def test_killed_and_resumed_equals_undisturbed(folder, tmp_path):
+    """Killed as soon as there is a configuration, and among checkpoints after every step."""
+    args = ["--data", folder / "data", "--out-dir", ".", *PLAN, "--save-every", 1, "--steps", 20]
+    assert in_process(tmp_path, *args, "--name", "undisturbed").returncode == 0
+    run = tmp_path / "killed"
+    start = command(*args, "--name", "killed")
+    for begun in ("config.json", "step-0000000[3-9].optimizer"):
+        with subprocess.Popen(start, cwd=tmp_path, stdout=-3, stderr=-3) as process:
+            while not any(run.glob(begun)) and process.poll() is None:
+                time.sleep(0.002)
+            process.kill()
+        start = command("--resume", "killed")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 19, "lo')  # what a kill in the middle of a line leaves
+    done = in_process(tmp_path, "--resume", "killed")
+    assert done.returncode == 0, done.stderr
+    assert metrics(run) == metrics(tmp_path / "undisturbed")
+    for kind in KINDS[:2]:
+        name = "step-00000020" + kind
+        assert (run / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+
+
+# metrics
+
+
+def test_missing_lines_of_metrics_are_told(run):
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3] + lines[5:]) + '{"step": 9, "lo')
+    said = resume(run).stdout
+    assert f"{path} lacks 2 lines up to step 8: of step 3, 4" in said
+    assert f"{path} ends in a torn line, which is dropped" in said
+    assert [r["step"] for r in metrics(run)] == [0, 1, 2, *range(5, 13)]
+    path.unlink()
+    said = in_process(run, "--resume", run, "--steps", 13).stdout
+    assert f"{path} is missing" in said and "lacks 13 lines up to step 12" in said
+    assert [r["step"] for r in metrics(run)] == [13]
+
+
+@pytest.mark.parametrize(
+    "line", ["no json", "[]", "{}", '{"step": "1"}', '{"step": 2}', '{"step": 9, "bpb": "low"}']
+)
+def test_metrics_that_are_none(run, line):
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    before = contents(run)
+    assert f"{path} is broken" in refused(resume(run))
+    assert contents(run) == before
+
+
+# a full disk
+
+
+@pytest.mark.parametrize("call", range(1, 12))
+def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
+    """Whichever write it is: no half of a file is left, and what was whole stays so."""
+    done, sync = [], os.fsync
+
+    def full(file):
+        done.append(file)
+        if len(done) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    said = refused_at_the_end(resume(run, "--save-every", 2))
+    assert said.startswith(f"train_enwik8.py: {run}/") and said.endswith(
+        ": No space left on device"
+    )
+    assert not list(run.glob("*.tmp"))
+    monkeypatch.undo()
+    config = runs.read_config(run)
+    runs.verify_config(run, config)
+    found, _ = runs.newest_checkpoint(run, config)
+    assert found.step >= 8
+    assert resume(run).returncode == 0
+
+
+def refused_at_the_end(done):
+    """The last line of an exit with status 2, after a progress bar."""
+    assert done.returncode == 2, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_limit_on_the_size_of_files(folder, run):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+    args = command("--resume", run, "--steps", 12)
+    done = subprocess.run(args, preexec_fn=limit, capture_output=True, text=True, timeout=100)
+    assert refused_at_the_end(done).endswith(": File too large")
+    assert runs.newest_checkpoint(run, config_of(run))[0].step == 8
+    assert not list(run.glob("*.tmp"))
+
+
+def test_metrics_that_cannot_be_written(run, monkeypatch):
+    monkeypatch.setattr(script, "METRICS", "full")
+    monkeypatch.setattr(script, "write", lambda *_: None)
+    (run / "full").symlink_to("/dev/full")
+    said = refused_at_the_end(resume(run))
+    assert said == f"train_enwik8.py: {run}/full: No space left on device"
+
+
+# the script
+
+
+def test_top_k(run):
+    """Of one byte there is no choice; of many, all of them, but for `--filter-thres`."""
+    args = ["--sample", run, "--device", "cpu", "--max-new-tokens", 40, "--prompt", "1"]
+    greedy, one, few = (
+        in_process(run, *args, *more).stdout
+        for more in (["--temperature", 0], ["--top-k", 1], ["--top-k", 200])
+    )
+    both = in_process(run, *args, "--top-k", 200, "--filter-thres", 0.999).stdout
+    assert greedy == one == both != few
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_several_processes_are_refused(folder, tmp_path, monkeypatch, name):
+    args = ["--data", folder / "data", *PLAN, "--steps", 1]
+    monkeypatch.setenv(name, "2")
+    assert f"{name} is 2: training in several processes" in refused(in_process(tmp_path, *args))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(name, "1")
+    assert in_process(tmp_path, *args).returncode == 0
+
+
+@pytest.mark.parametrize("first", [float("nan"), float("inf")])
+def test_a_first_validation_that_is_not_finite(folder, tmp_path, monkeypatch, first):
+    values = iter([first, 5.0, 6.0, 5.5])
+    monkeypatch.setattr(script, "evaluate", lambda *_: next(values))
+    plan = ["--name", "a", "--steps", 4, "--eval-every", 2]
+    done = in_process(tmp_path, "--data", folder / "data", *PLAN, *plan)
+    assert done.returncode == 0, done.stderr
+    best = tmp_path / "runs/a/best.safetensors"
+    assert runs.record_of(best.read_bytes())["step"] == 2
+    values = iter([float("nan"), 4.0, 4.5])
+    done = in_process(tmp_path, "--resume", "runs/a", "--steps", 8)
+    assert done.returncode == 0, done.stderr
+    assert runs.record_of(best.read_bytes())["step"] == 8

@@ -1,0 +1,330 @@
+"""train_enwik8.py as its users meet it: in processes of its own, with small models."""
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import train_enwik8 as script  # noqa: E402
+from training.sample import generate  # noqa: E402
+
+TINY = [
+    *("--dim", 16, "--depth", 1, "--heads", 2, "--kv-heads", 1, "--dim-head", 8),
+    *("--sliding-window-size", 8, "--compress-block-size", 4, "--compress-block-sliding-stride", 2),
+    *("--selection-block-size", 4, "--num-selected-blocks", 2, "--seq-len", 32, "--batch-size", 2),
+    *("--accumulate", 2, "--warmup", 2, "--eval-bytes", 256, "--test-bytes", 256),
+    *("--sample-length", 8, "--device", "cpu", "--threads", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "squares.txt"
+    path.write_text("".join(f"{i} squared is {i * i}\n" for i in range(3000)))
+    return path
+
+
+def command(*args):
+    return [sys.executable, "-W", "error", str(ROOT / "train_enwik8.py"), *map(str, args)]
+
+
+def call(cwd, *args):
+    return subprocess.run(command(*args), cwd=cwd, capture_output=True, text=True, timeout=100)
+
+
+def refused(done):
+    """The one line of an exit with status 2."""
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("train_enwik8.py: "), done.stderr
+    return lines[0]
+
+
+def metrics(run):
+    """What is not a matter of the clock."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_s"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text):
+    """A run of 20 steps that nothing disturbed."""
+    cwd = tmp_path_factory.mktemp("trained")
+    plan = ["--steps", 20, "--eval-every", 10, "--save-every", 5, "--sample-every", 10]
+    done = in_process(cwd, "--data", text, "--name", "whole", *plan, *TINY)
+    assert done.returncode == 0, done.stderr
+    return cwd, plan, done
+
+
+# training
+
+
+def test_run_leaves_what_it_promises(trained):
+    cwd, _, done = trained
+    run = cwd / "runs/whole"
+    names = sorted(path.name for path in run.iterdir())
+    kinds = "json", "optimizer", "safetensors"
+    steps = [f"step-000000{n}.{kind}" for n in (15, 20) for kind in kinds]
+    assert names == ["best.safetensors", "config.json", "lock", "loss.png", "metrics.jsonl", *steps]
+    records = metrics(run)
+    assert [r["step"] for r in records] == list(range(21))
+    assert [r["step"] for r in records if "val_bpb" in r] == [0, 10, 20]
+    assert records[-1]["val_bpb"] < records[0]["val_bpb"] - 0.2
+    assert 0 < records[-1]["test_bpb"] < 9
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.count("--- step") == 2
+    assert "bits/byte" in done.stderr and "tokens/s" in done.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_saves_and_says_how_to_go_on(trained, text, signum):
+    cwd, plan, _ = trained
+    run = cwd / f"runs/stopped-{signum.name}"
+    args = command("--data", text, "--name", run.name, *plan, *TINY, "--save-every", 1000)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(args, cwd=cwd, stdout=pipe, stderr=pipe, text=True) as process:
+        wait_for(lambda: len(read(run / "metrics.jsonl").splitlines()) > 3, process)
+        process.send_signal(signum)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    last = out.splitlines()[-1]
+    resume = f"go on with: python train_enwik8.py --resume runs/{run.name}"
+    assert last.startswith("stopped at step ") and last.endswith(resume)
+    done = in_process(cwd, "--resume", f"runs/{run.name}")
+    assert done.returncode == 0, done.stderr
+    assert metrics(run) == metrics(cwd / "runs/whole")
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition, process, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_dense_twin_and_default_names(tmp_path, text):
+    for number in (1, 2):
+        plan = ["--steps", 2, "--attention", "dense", "--sample-every", 0]
+        done = in_process(tmp_path, "--data", text, *plan, *TINY)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / f"runs/squares-dense-{number}/config.json").exists()
+
+
+def test_finished_run_says_so(trained):
+    done = in_process(trained[0], "--resume", "runs/whole")
+    assert done.returncode == 0 and "finished at step 20" in done.stdout
+
+
+def test_sample_streams_text_that_repeats(trained):
+    args = ["--sample", "runs/whole", "--prompt", "12", "--length", 20, "--device", "cpu"]
+    done = call(trained[0], *args)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("12") and len(done.stdout) >= 10
+    again, other = (in_process(trained[0], *args, "--seed", seed) for seed in (0, 1))
+    assert again.stdout == done.stdout != other.stdout
+
+
+# bad input
+
+
+def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
+    class Model:
+        def stream(self, ids, seq_len, generator):
+            for byte in "é\x1b[2J".encode() + b"\xc3":
+                yield script.torch.tensor([byte])
+
+    cfg = Namespace(device="cpu", precision="fp32", seed=0)
+    assert "".join(generate(Model(), cfg, b"a", 6)) == "é\ufffd[2J\ufffd"
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["--data", "none.txt"], "none.txt: No such file"),
+        (["--data", "short.txt"], "the data has 100 bytes; --seq-len 32 needs 660"),
+        (["--data", "bad.zip"], "bad.zip is broken"),
+        (["--seq-len", "3"], "--seq-len 3 is shorter than --compress-block-size 4"),
+        (["--kv-heads", "3"], "kv_heads"),
+        (["--name", "whole"], "runs/whole is there already"),
+        (["--name", "a/b"], "not a plain directory name"),
+        (["--name", ".."], "not a plain directory name"),
+        (["--name", "a\nb"], "not a plain directory name"),
+        (["--out-dir", "short.txt"], "short.txt: File exists"),
+        (["--data", "."], ": Is a directory"),
+        (["--data", "/dev/zero"], "/dev/zero is a device"),
+        (["--data", "empty.txt"], "the data has 0 bytes"),
+        (["--threads", "0"], "--threads: 0 is out of range, expected 1 to 1024"),
+        (["--threads", "1000000"], "--threads: 1000000 is out of range"),
+        (["--dim", str(2**40)], f"--dim: {2**40} is out of range"),
+        (["--seed", "-1"], "--seed: -1 is out of range"),
+        (["--seed", str(2**63)], f"--seed: {2**63} is out of range"),
+        (["--lr", "nan"], "--lr: nan is out of range"),
+        (["--lr", "inf"], "--lr: inf is out of range"),
+        (["--pack", "\udcff"], "begins no document"),
+        (["--device", "meta"], "device 'meta' is not usable"),
+        (["--steps", "0"], "--steps: 0 is out of range"),
+        (["--attention", "other"], "--attention: invalid choice"),
+        (["--prompt", "text"], "--prompt does not go with training"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not usable"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
+    ],
+)
+def test_bad_input_of_a_new_run(trained, text, args, said):
+    cwd = trained[0]
+    (cwd / "short.txt").write_bytes(b"x" * 100)
+    (cwd / "bad.zip").write_bytes(b"PK no archive")
+    (cwd / "empty.txt").touch()
+    before = sorted(cwd.rglob("*"))
+    data = [] if "--data" in args else ["--data", str(text)]
+    assert said in refused(in_process(cwd, *TINY, *data, *args))
+    assert sorted(cwd.rglob("*")) == before
+
+
+def in_process(cwd, *args):
+    """As `call`, without a process of its own: a start of torch for each bad option is long."""
+    out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
+    threads = script.torch.get_num_threads()
+    # training lets fp32 products be TF32: on a GPU, every later test of the process would err
+    precision = script.torch.get_float32_matmul_precision()
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        os.chdir(cwd)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            status = script.main(list(map(str, args)))
+    finally:
+        os.chdir(before)
+        script.torch.set_num_threads(threads)
+        script.torch.set_float32_matmul_precision(precision)
+        signal.signal(signal.SIGINT, handlers[0])
+        signal.signal(signal.SIGTERM, handlers[1])
+    return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def damage(name, change):
+    def apply(run):
+        change(run / name)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "harm, args, said",
+    [
+        (damage("config.json", cut), [], "config.json is broken"),
+        (damage("config.json", Path.unlink), [], "is not a run directory"),
+        (
+            damage("metrics.jsonl", lambda p: p.write_text("no json\n")),
+            [],
+            "metrics.jsonl is broken",
+        ),
+        (lambda run: [p.unlink() for p in run.glob("step-*")], [], "has no checkpoint"),
+        (lambda run: None, ["--dim", "32"], "--dim 32 was 16 in"),
+        (lambda run: None, ["--name", "other"], "--name does not go with --resume"),
+    ],
+)
+def test_bad_input_of_a_resume(short_run, tmp_path, harm, args, said):
+    run = tmp_path / "run"
+    run.mkdir()
+    for path in short_run.iterdir():
+        (run / path.name).write_bytes(path.read_bytes())
+    harm(run)
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    assert said in refused(in_process(tmp_path, "--resume", run, "--steps", 8, *args))
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory, text):
+    cwd = tmp_path_factory.mktemp("short")
+    plan = ["--steps", 5, "--save-every", 5, "--sample-every", 0]
+    done = in_process(cwd, "--data", text, "--name", "short", *plan, *TINY)
+    assert done.returncode == 0, done.stderr
+    return cwd / "runs/short"
+
+
+def test_changed_data_is_refused(tmp_path, text):
+    data = tmp_path / "data.txt"
+    data.write_bytes(text.read_bytes())
+    plan = ["--steps", 2, "--sample-every", 0]
+    assert in_process(tmp_path, "--data", data, "--name", "a", *plan, *TINY).returncode == 0
+    data.write_bytes(text.read_bytes()[1:])
+    assert "data.txt is not what it was" in refused(
+        in_process(tmp_path, "--resume", "runs/a", "--steps", 3)
+    )
+
+
+def test_no_place_to_write(tmp_path, text):
+    (tmp_path / "runs").write_text("a file")
+    said = refused(call(tmp_path, "--data", text, *TINY))
+    assert said == "train_enwik8.py: runs: File exists"
+    assert (tmp_path / "runs").read_text() == "a file"
+
+
+def test_sample_of_no_run(tmp_path):
+    assert "is not a run directory" in refused(in_process(tmp_path, "--sample", tmp_path))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(["--top-p", "2"], ["--filter-thres", "1.5"], ["--dim", "16"], ["--top-k", "0"]),
+        *(["--temperature", value] for value in ("nan", "inf", "-1", "1e-310", "hot")),
+        *(["--seed", "-1"], ["--seed", str(2**63)], ["--max-new-tokens", "0"]),
+        *(["--out-dir", "there"], ["--name", "new"], ["--prompt", "\ud800"]),
+    ],
+)
+def test_bad_sampling_options(short_run, args):
+    name = "ud800" if "\ud800" in args else args[0].strip("-").replace("-", "_")
+    done = in_process(short_run, "--sample", short_run, "--device", "cpu", *args)
+    assert name in refused(done).replace("-", "_") and not done.stdout
+
+
+def test_tensorboard_that_is_missing(short_run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    args = ["--resume", short_run, "--steps", 8, "--tensorboard"]
+    assert "--tensorboard needs the package" in refused(in_process(short_run, *args))
+
+
+# the benchmark that is made of such runs
+
+
+def benchmark():
+    spec = importlib.util.spec_from_file_location("bench", ROOT / "benchmarks/enwik8.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_row_of_a_run(trained):
+    bench = benchmark()
+    row = bench.row(trained[0] / "runs/whole")
+    assert row["config"]["attention"] == "sparse" and list(row["val_bpb"]) == [0, 10, 20]
+    line = bench.table([json.loads(json.dumps(row))]).splitlines()[-1]
+    assert line.startswith("| sparse | logits | 1 | ") and line.endswith(f"{row['test_bpb']:.3f} |")
+
+
+def test_documented_table_is_that_of_the_rows():
+    bench = benchmark()
+    rows = [json.loads(line) for line in bench.RESULTS.read_text().splitlines()]
+    assert bench.table(rows) in (ROOT / "docs/training.md").read_text()
