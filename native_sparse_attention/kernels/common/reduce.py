@@ -4,6 +4,7 @@ different numbers of keys."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -72,7 +73,7 @@ def reduce_partials(
         n = max((part_dk.shape[2] for part_dk, _ in inputs[1:]), default=0)
     else:
         dk, dv = (t.new_empty(t.shape, dtype=dtype) for t in (k, v))
-    args = {}
+    args: dict[str, Any] = {}
     for i in range(MAX_INPUTS):
         # of one that is not there no share is read
         part_dk, part_dv = inputs[i] if i < len(inputs) else (first_dk[:0], first_dv[:0])

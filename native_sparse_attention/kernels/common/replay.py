@@ -82,7 +82,7 @@ Step = Callable[[State], None]
 
 def begin(t: Tensor) -> int:
     """Where a tensor begins in its storage, in bytes."""
-    return t.storage_offset() * t.element_size()
+    return int(t.storage_offset()) * t.element_size()
 
 
 class Address:
@@ -141,7 +141,8 @@ class Plan:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         device = inputs[0].device
-        on_gpu, found = device.type == "cuda", []
+        on_gpu = device.type == "cuda"
+        found: list[torch.cuda.Stream] = []
         if on_gpu:
             current = torch.cuda.current_stream(device)
             for path in self.paths:
@@ -156,8 +157,8 @@ class Plan:
         for step in self.steps:
             step(state)
         views, structure = self.results
-        found = [view.of(state.bases[view.source]) for view in views]
-        return tree_unflatten(found, structure)
+        results = [view.of(state.bases[view.source]) for view in views]
+        return tree_unflatten(results, structure)
 
 
 class Recorder(TorchDispatchMode):
@@ -254,7 +255,8 @@ class Recorder(TorchDispatchMode):
 
     def allocate(self, t: Tensor, stream: int) -> None:
         source = self.made(t)
-        size, stride, kind = tuple(t.shape), t.stride(), dict(dtype=t.dtype, device=t.device)
+        size, stride = tuple(t.shape), t.stride()
+        kind: dict[str, Any] = dict(dtype=t.dtype, device=t.device)
 
         def step(state: State) -> None:
             with state.on(stream):

@@ -206,7 +206,7 @@ def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
 
 
 BY_WIDTH = {128: PROBS_TILES, 256: NARROW_PROBS_TILES}
-RANKING: tuple[dict[int, Any], ...] = (LOGITS_TILES, INTERPOLATED_TILES, BY_WIDTH)
+RANKING: tuple[Any, Any, Any] = (LOGITS_TILES, INTERPOLATED_TILES, BY_WIDTH)
 WIDE_QUERY_MAJOR = in_one_stage(QUERY_MAJOR)
 HOPPER = Architecture(
     227 * 1024,
@@ -266,7 +266,8 @@ ELSEWHERE = Architecture(
         256: {"flash": TileConfig(16, 16, 4, 1)},
     },
     32 * 1024,
-    *(in_one_stage(table) for table in (LOGITS_TILES, INTERPOLATED_TILES)),
+    in_one_stage(LOGITS_TILES),
+    in_one_stage(INTERPOLATED_TILES),
     dict.fromkeys(BY_WIDTH, in_one_stage(NARROW_PROBS_TILES)),
 )
 

@@ -442,14 +442,13 @@ def decode(call: Call, settings: Settings) -> Tensor:
     score_heads = {SCORES_NONE.value: 0, SCORES_SUM.value: K, SCORES_PER_HEAD.value: H}
     scores = partial_out.new_empty(B, T, score_heads[score_mode.value], W)
     block_indices = call.counters.new_empty(B, T, ranks, settings.n)
-    has_tail = call.ranking_tail is not None and settings.stride > 1 and settings.n
-    ranking_tail = call.ranking_tail if has_tail else block_indices
+    ranking_tail = call.ranking_tail if settings.stride > 1 and settings.n else None
     window_k, window_v = call.window or (call.k, call.v)
     nsa_decode_persistent[(programs,)](
         **call.arguments(settings), **launch.strides("x", window_k, "bnh"),
         **launch.strides("y", window_v, "bnh"), window_k=window_k, window_v=window_v,
-        ranking_tail=ranking_tail, scores=scores, block_indices=block_indices,
-        partial_out=partial_out, partial_lse=partial_lse,
+        ranking_tail=block_indices if ranking_tail is None else ranking_tail, scores=scores,
+        block_indices=block_indices, partial_out=partial_out, partial_lse=partial_lse,
         importances=partial_out.new_empty(B, T, ranks, W) if probs else scores, out=out, H=H,
         RANKS=ranks, TILES=plan.tiles, PROB_SPLITS=plan.probs, CMP_SPLITS=plan.cmp,
         WINDOW_SPLITS=plan.window, SELECTED_SPLITS=plan.selected,
@@ -468,7 +467,7 @@ def decode(call: Call, settings: Settings) -> Tensor:
         PADDED_TOPN=max(2, next_power_of_2(settings.n)),
         SELECTED_BLOCKS=selected,
         PADDED_SPLIT_BLOCKS=next_power_of_2(most_blocks), STRIDE=settings.stride,
-        TAIL_SIZE=0 if ranking_tail is block_indices else ranking_tail.shape[2],
+        TAIL_SIZE=0 if ranking_tail is None else ranking_tail.shape[2],
         SCORE_MODE=score_mode.value, PROBS=probs, FUSE_LOCAL=fuse_local,
         SEPARATE_WINDOW=call.window is not None, WARMUP=warmup, SIGNAL_EARLY=signal_early,
         PRELOADED_PAGES=preloaded_pages, num_warps=window_tile.num_warps, num_stages=1,

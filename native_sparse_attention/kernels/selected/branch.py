@@ -53,7 +53,7 @@ def with_initial(selection: Selection) -> Selection:
 def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] | None:
     """Keys, values, place and prefix of the forced blocks, for `interval`; None without any."""
     s = selection.s
-    where = dict(
+    where: dict[str, Any] = dict(
         start=selection.start, starts=selection.starts, documents=selection.documents,
         soft_cap=selection.soft_cap,
     )  # fmt: skip
@@ -263,12 +263,12 @@ def forward(
     with given as plan:
         forced = forced_blocks(selection, k, v) if partial is None else None
         if forced is not None:
-            partial = flash_fwd.forward(q, scale=scale, sinks=sinks, **forced)
+            partial = flash_fwd.forward(q, scale=scale, sinks=sinks, **forced)[:2]
     listed = selection.block_indices.shape[-1] > 0
     if partial is None and (sinks is not None or not listed):
         out, lse = nothing(q, v)
         partial = out, lse if sinks is None else lse.copy_(sinks)
-    if not listed:
+    if partial is not None and not listed:
         return combined(partial, combine_inputs)
     return topn_forward(q, k, v, selection, scale, partial, norms, combine_inputs, plan)
 

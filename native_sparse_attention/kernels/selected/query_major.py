@@ -282,12 +282,13 @@ def arguments(
     args = dict(
         q=q, k=boxes[0] if tma else k, v=boxes[1] if tma else v, TMA=tma,
         **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
-        block_indices=unions.entries if is_union else selection.block_indices,
+        block_indices=unions.entries if unions and is_union else selection.block_indices,
         gates=selection.gates, counts=None if unions is None else unions.counts,
         groups=0 if unions is None else unions.groups, starts=selection.starts,
-        start=selection.start, T=T, S=S, K=K, R=R, n=unions.limit if is_union else n, s=s, G=G, D=D,
-        E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
-        BLOCK_N=block_n, BLOCK_S=block_s, SLOTS=next_power_of_2(n), TOKENS=tokens,
+        start=selection.start, T=T, S=S, K=K, R=R, s=s, G=G, D=D,
+        n=unions.limit if unions and is_union else n, E=E, BLOCK_D=launch.padded(D),
+        BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_S=block_s,
+        SLOTS=next_power_of_2(n), TOKENS=tokens,
         STRIDE=stride, MEMBERS=members, UNION=is_union, STEP=step, RAGGED=selection.starts is
         not None, DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
