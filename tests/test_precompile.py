@@ -1,5 +1,6 @@
 """Kernels compiled ahead of their first launch: side by side, and those that a layer then runs."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -76,3 +77,26 @@ def test_a_layer_runs_what_was_compiled(capsys):
     for got, expected in zip(*outs, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
     assert warmup(CONFIG, torch.float32, lengths=(300,), documents=True, progress=False) == 0
+
+
+@pytest.mark.gpu
+def test_a_first_call_compiles_everything_side_by_side(monkeypatch):
+    """Of a layer of averaged windows: heads of a width that no other test has."""
+    from triton.runtime.jit import JITFunction
+
+    from native_sparse_attention.kernels.common import ahead
+
+    if not ahead.is_possible():
+        pytest.skip("this Triton does not compile in threads, or there is one core")
+    compiled, before = [], []
+    own, side_by_side = JITFunction._do_compile, ahead.compile_ahead
+    monkeypatch.setattr(
+        JITFunction, "_do_compile", lambda *args, **kw: compiled.append(args) or own(*args, **kw)
+    )
+    monkeypatch.setattr(
+        ahead, "compile_ahead", lambda *args, **kw: before.append(side_by_side(*args, **kw))
+    )
+    config = dataclasses.replace(CONFIG, dim_head=40)
+    layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).cuda()
+    layer(torch.randn(1, 300, 64, device="cuda")).sum().backward()
+    assert before[0] > 10 and len(compiled) == sum(before)

@@ -10,7 +10,7 @@ forms: what each branch gave is gone by then. Arguments are those of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,9 +222,33 @@ def compile_ahead(dry_run: Callable[[], Any], done: Callable[[int, int], None] |
 compiled: set[Any] = set()
 
 
-def compile_first(call: Call, config: AttentionConfig, values: dict[str, Any]) -> None:
-    """At the first call of a kind, or of twice the length, compile the kernels of its forward and
-    backward side by side: each by itself, at its launch, they take several times as long."""
+def compile_first(kind: Any, tensors: Sequence[Tensor | None], dry_run: Callable[[], Any]) -> None:
+    """At the first call of a kind, compile what a dry run of its forward and backward would launch,
+    side by side: each by itself, at its launch, kernels take several times as long."""
+    if kind in compiled or not is_plain(tensors):
+        return
+    from ...kernels.common import ahead
+
+    if ahead.only_compiles.get() or torch.cuda.is_current_stream_capturing():
+        return
+    compiled.add(kind)
+    if ahead.is_possible():
+        with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):  # then at its launch
+            ahead.compile_ahead(dry_run, ignore_errors=True)
+
+
+def preprocessed(kept: Sequence[Tensor], d_out: Tensor, gates: Tensor) -> list[Tensor]:
+    """What `layer` kept, as `layer_backward` takes it, in a dry run."""
+    from ...kernels import combine
+
+    if not kept:
+        return []
+    return [*kept[3:], *combine.backward(d_out, list(kept[:3]), list(kept[3:]), gates)[1:]]
+
+
+def compile_layer(call: Call, config: AttentionConfig, values: dict[str, Any]) -> None:
+    """`compile_first` of the operator: at the first call of these settings and widths, or of twice
+    the length."""
     q, k, v = call.q, call.k, call.v
     trains = torch.is_grad_enabled() and any(
         values[name] is not None and values[name].requires_grad for name in LEAVES if name in values
@@ -233,34 +257,20 @@ def compile_first(call: Call, config: AttentionConfig, values: dict[str, Any]) -
         config, trains, q.dtype, q.device, q.shape[1].bit_length(), q.shape[2:], k.shape[2:],
         v.shape[3], tuple(name for name, value in values.items() if value is None),
     )  # fmt: skip
-    if kind in compiled or not is_plain(FORWARD.flat_tensors(values)):
-        return
-    from ...kernels.common import ahead
-
-    if ahead.only_compiles.get() or torch.cuda.is_current_stream_capturing():
-        return
-    compiled.add(kind)
-    if not ahead.is_possible():
+    if kind in compiled:
         return
     at = FORWARD.given(config, values)
 
     def dry_run() -> None:
-        from ...kernels import combine
-
-        with torch.no_grad():
-            out, block_indices, *kept = layer.run(at)
-            if not trains:
-                return
+        out, block_indices, *kept = layer.run(at)
+        if trains:
             d_out = torch.empty_like(out)
-            if kept:
-                rest = combine.backward(d_out, kept[:3], kept[3:], at.branch_gates)[1:]
-                kept = [*kept[3:], *rest]
+            kept = [block_indices, *preprocessed(kept, d_out, at.branch_gates)]
             tensors = {name: getattr(at, name) for name in SAVED}
-            tensors |= dict(start=at.start, num_ranked=at.num_ranked, d_out=d_out)
-            layer_backward.run(BACKWARD.given(config, {**tensors, "kept": [block_indices, *kept]}))
+            tensors |= dict(start=at.start, num_ranked=at.num_ranked, d_out=d_out, kept=kept)
+            layer_backward.run(BACKWARD.given(config, tensors))
 
-    with contextlib.suppress(torch.OutOfMemoryError):  # then each compiles at its launch
-        ahead.compile_ahead(dry_run, ignore_errors=True)
+    compile_first(kind, FORWARD.flat_tensors(values), dry_run)
 
 
 def operands(call: Call, config: AttentionConfig) -> dict[str, Any]:
@@ -284,6 +294,6 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
     values = operands(call, config)
     # not of a graph, whose lengths are symbols
     if call.q.is_cuda and not torch.compiler.is_compiling() and isinstance(call.q.shape[1], int):
-        compile_first(call, config, values)
+        compile_layer(call, config, values)
     out, block_indices, *_ = layer(config, **values)
     return out, block_indices

@@ -137,6 +137,28 @@ def given(at: SimpleNamespace, names: tuple[str, ...], *others: str) -> tuple[li
     return tensors, (at.config, len(tensors), *(getattr(at, name) for name in NUMBERS))
 
 
+def compile_first(
+    at: SimpleNamespace, tensors: list[Any], trains: bool, possible: Callable[[], bool]
+) -> None:
+    """Before the first call of these settings and widths, or of twice the length, compile what it
+    will launch."""
+    shape = at.qkv.shape[1].bit_length(), at.qkv.shape[2], at.qkv.dtype, at.qkv.device
+    there = tuple(t is None for t in tensors)
+    kind = "projected", at.config, trains, at.heads, at.dim_head, shape, there
+    if kind in layer.compiled or not possible():
+        return
+
+    def dry_run() -> None:
+        out, *kept = forward(at)
+        if trains:
+            formed, (indices, *kept) = kept[: len(FORMED)], kept[len(FORMED) :]
+            d_out = torch.empty_like(out)
+            kept = [indices, *layer.preprocessed(kept, d_out, at.branch_gates)]
+            backward(SimpleNamespace(**vars(at), formed=formed, kept=kept, d_out=d_out))
+
+    layer.compile_first(kind, tensors, dry_run)
+
+
 def projected_attention(
     config: AttentionConfig, possible: Callable[[], bool], **values: Any
 ) -> Tensor | None:
@@ -153,9 +175,12 @@ def projected_attention(
         PASSES.update(forward=replay.Repeated(forward), backward=replay.Repeated(backward))
     with torch.cuda.device_of(at.qkv):
         attend = PASSES["forward"].known(at, tensors, rest, possible)
-        if attend is None:
-            return None
         leaves = tensors[: len(LEAVES)]
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
+        trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
+        if attend is None:
+            if at.qkv.is_cuda:
+                compile_first(at, tensors, trains, possible)
+            return None
+        if trains:
             return ProjectedAttention.apply(at, attend, *leaves)
         return attend()[0]
