@@ -43,7 +43,10 @@ MAX_LINES = 600
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
 AROUND = sorted(
-    path for folder in ("benchmarks", "tests", "training") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("benchmarks", "tests", "training")
+    for path in (ROOT / folder).rglob("*.py")
+    if ".published" not in path.parts
 )
 
 # Written as patterns, which do not match themselves.
