@@ -7,6 +7,7 @@ from .block_sizes import BlockSizes
 from .cache.kv_cache import KVCache
 from .cache.paged import PagedKVCache
 from .config import NSAConfig
+from .cost import nsa_cost
 from .dense.block_masked import block_masked_attention, mask_blocker
 from .dense.chunked import chunked_attention
 from .dense.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
@@ -41,6 +42,7 @@ __all__ = [
     "mha_reference_bwd",
     "mha_reference_no_custom_vjp",
     "native_sparse_attention",
+    "nsa_cost",
     "select_blocks",
     "selected_attention",
     "sliding_window_attention",

@@ -1,0 +1,170 @@
+"""What a layer costs: parameters, operations, and bytes of a cache and of a decoding step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from . import blocks
+from .attention import SparseAttention
+from .checks.scalars import check_int, shown
+from .config import NSAConfig
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one layer, over `batch` sequences of T tokens.
+
+    Args:
+        parameters: how many numbers the layer learns.
+        flops: operations of one forward, 2 a multiply-add: of the projections, the gate, the
+            compression networks and the attention. A forward and backward take about three times
+            as many. Norms, softmaxes, rotary embedding and pooling by sums are not counted.
+        attention_flops: those of them that are products of queries with keys, of probabilities with
+            values, and the ranking's.
+        cache_bytes: keys, values and their summaries in a `KVCache` of T tokens, without the recent
+            tokens that the next windows need, a constant; 0 for a layer that is not causal.
+        step_bytes: what one step of decoding behind T tokens reads at least: each parameter once,
+            and each cached key and value that a new token attends to; 0 if not causal.
+    """
+
+    parameters: int
+    flops: int
+    attention_flops: int
+    cache_bytes: int
+    step_bytes: int
+
+
+class Costs(NamedTuple):
+    """A layer, and dense causal or full attention with the same width, heads and norm."""
+
+    sparse: Cost
+    dense: Cost
+
+
+def visible_windows(i: Tensor, T: int, config: NSAConfig) -> Tensor:
+    """How many compressed keys queries i see, without memory slots."""
+    d = config.d
+    if config.causal:
+        return blocks.num_visible_windows(i, d)
+    return torch.full_like(i, blocks.num_windows(T, d, causal=False))
+
+
+def selected_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
+    """How many keys of selected and forced blocks queries i see."""
+    s, n, initial = (
+        config.selection_block_size,
+        config.num_selected_blocks,
+        config.num_initial_blocks,
+    )
+    if not config.causal:
+        return torch.full_like(i, min(T, (initial + n) * s))
+    own, local = i // s, config.num_local_blocks
+    first_local = (own - local + 1).clamp(min=0)
+    of_local = i + 1 - first_local * s if local else torch.zeros_like(i)
+    of_initial = (first_local * s if local else i + 1).clamp(max=initial * s)
+    leader = blocks.leader(i, config.selection_stride)
+    complete = blocks.num_complete_blocks(leader, config.d, s)
+    candidates = (complete.minimum(first_local if local else own) - initial).clamp(min=0)
+    return of_local + of_initial + candidates.clamp(max=n) * s
+
+
+def window_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
+    """How many keys of the sliding window queries i see."""
+    w = config.sliding_window_size
+    behind = i.clamp(max=w) + 1
+    return behind if config.causal else behind + (T - 1 - i).clamp(max=w)
+
+
+def keys_read(i: Tensor, T: int, config: NSAConfig) -> Tensor:
+    """Keys of all branches that queries i attend to, memory slots included."""
+    windows = visible_windows(i, T, config) + config.num_compressed_mem_kv
+    return windows + selected_tokens(i, T, config) + window_tokens(i, T, config)
+
+
+def nsa_cost(
+    config: NSAConfig,
+    T: int,
+    *,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    compress_mlp: Module | None = None,
+) -> Costs:
+    """Count what a `SparseAttention` of these settings costs, and what dense attention does.
+
+    Query i of a head multiplies `4 D` numbers for each key that it sees: `i // d` windows and m
+    memory slots, the tokens of its selected, initial and local blocks, and `min(i, w) + 1` of the
+    window. The ranking multiplies `2 D` for each window and group (`importance="logits"`) or head
+    ("probs", or heads that rank by themselves), once for `selection_stride` tokens. Dense attention
+    sees `i + 1` keys.
+
+    Args:
+        config: the settings of the layer.
+        T: tokens of a sequence.
+        batch: sequences.
+        dtype: of weights, activations and cache.
+        compress_mlp: the compression network, the layer's own by default. It must run on meta
+            tensors.
+
+    Raises:
+        ValueError: an argument of another kind, or a number below 1.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
+    if not isinstance(config, NSAConfig):
+        raise ValueError(f"config must be an NSAConfig, got {shown(config)}")
+    T, batch = check_int("T", T, 1), check_int("batch", batch, 1)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating dtype, got {shown(dtype)}")
+    with torch.device("meta"):
+        layer = SparseAttention.from_config(config, compress_mlp=compress_mlp).to(dtype)
+    H, D = config.heads, config.dim_head
+    K, size = layer.kv_heads, dtype.itemsize
+    i = torch.arange(T)
+    sets = 3 if config.branch_kv == "independent" else 1
+
+    def projections(numbers: int) -> int:
+        return 2 * batch * T * numbers
+
+    def of_attention(pairs: int) -> int:
+        return 4 * D * H * batch * pairs
+
+    d, l = config.d, config.compress_block_size
+    windows = blocks.num_windows(T, d, causal=config.causal)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for network in (layer.k_compress, layer.v_compress):
+            network(torch.empty(batch, K, windows, l, D, dtype=dtype, device="meta"))
+    per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
+    leaders = i[:: config.selection_stride]
+    scored = int(visible_windows(leaders, T, config).sum())
+    attention = of_attention(int(keys_read(i, T, config).sum()))
+    attention += 2 * D * (H if per_head else K) * batch * scored
+    weights = config.dim * ((2 * H + 2 * K * sets) * D + 3 * H)
+    parameters = sum(p.numel() for p in layer.parameters())
+    cache, step = 0, 0
+    if config.causal:
+        entry = 2 * K * D * size
+        cache = batch * ((2 if sets > 1 else 1) * T + T // d) * entry
+        read = int(keys_read(torch.tensor([T]), T + 1, config))
+        step = parameters * size + batch * (read - config.num_compressed_mem_kv) * entry
+    sparse = Cost(
+        parameters,
+        projections(weights) + counter.get_total_flops() + attention,
+        attention,
+        cache,
+        step,
+    )
+
+    weights = config.dim * (2 * H + 2 * K) * D
+    pairs = T * (T + 1) // 2 if config.causal else T * T
+    parameters = weights + sum(p.numel() for p in layer.norm.parameters())
+    cache = step = 0
+    if config.causal:
+        cache = batch * T * 2 * K * D * size
+        step = parameters * size + cache + batch * 2 * K * D * size
+    attention = of_attention(pairs)
+    return Costs(sparse, Cost(parameters, projections(weights) + attention, attention, cache, step))
