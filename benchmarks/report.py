@@ -229,7 +229,7 @@ def picture(rows: Rows) -> str:
 
 
 # drawn by `benchmarks.decode`
-OTHERS = ("decode", "sampling")
+OTHERS = ("wall", "first_call", "decode", "sampling")
 DRAWN: dict[str, Callable[[Rows], str]] = {
     "machine": machine,
     "speedups": speedups,
