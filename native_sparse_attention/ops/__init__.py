@@ -1,1 +1,1 @@
-"""What is computed: the public operations and the backends that run them."""
+"""The public operations and the backends that run them."""

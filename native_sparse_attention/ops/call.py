@@ -1,4 +1,4 @@
-"""The tensors of a call of the whole layer, as they travel from its checks to a backend."""
+"""The arguments of one call of the whole layer, passed from its checks to a backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..varlen import Documents
 
 
 class Call(NamedTuple):
-    """Tensors [B T H D] and where they stand, named as `native_sparse_attention` does."""
+    """Tensors [B T H D] and their positions, with the names of `native_sparse_attention`."""
 
     q: Tensor
     k: Tensor
@@ -24,17 +24,17 @@ class Call(NamedTuple):
     window_k: Tensor | None = None
     window_v: Tensor | None = None
     sinks: Tensor | None = None
-    q_offset: Any = None  # int or Tensor [B]; None, the last T tokens, until it is checked
+    q_offset: Any = None  # int or Tensor [B]; before the checks None for the last T tokens
     leader_indices: Tensor | None = None
     documents: Documents | None = None
 
     def at(self, q_offset: int | Tensor) -> Call:
-        """The call whose queries stand there."""
+        """The same call with another `q_offset`."""
         values = {name: getattr(self, name) for name in FIELDS}
         return Call(**values | {"q_offset": q_offset})
 
     def tensors(self) -> dict[str, Any]:
-        """The differentiable ones by name."""
+        """The differentiable tensors by name."""
         names = (
             "q", "k", "v", "ck", "cv", "branch_gates", "cq", "mem_k", "mem_v", "window_k",
             "window_v", "sinks",
@@ -42,4 +42,4 @@ class Call(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
 
-FIELDS = Call._fields  # dynamo of torch 2.8 follows neither this of an instance nor `_replace`
+FIELDS = Call._fields  # dynamo of torch 2.8 traces neither `self._fields` nor `_replace`

@@ -1,7 +1,7 @@
-"""Decoding: attention of a few new tokens over what a cache holds, whose rows have lengths of their
-own, on the device.
+"""Decoding: attention of a few new tokens over a KV cache. Lengths differ by sequence and stay on
+the device.
 
-    B  rows    T  new tokens of each    N  tokens that the storage of a row holds, or that of a page
+    B  sequences    T  new tokens per sequence    N  tokens per sequence of storage, or per page
     H, K  query and KV heads    D, E  their widths    R_  heads that rank: K, or H    n  blocks
 """
 
@@ -32,12 +32,12 @@ from .triton.operator import Arguments, operator
 
 __all__ = ["decode_attention", "workspace"]
 
-# numbers of a workspace for each row and KV head
+# counters per sequence and KV head
 COUNTERS = 8
 
 
 def workspace(batch: int, kv_heads: int, device: torch.device) -> Tensor:
-    """What a step of `decode_attention` counts in, [B, K, 8] zeros."""
+    """Counters for `decode_attention`, [B, K, 8] zeros."""
     return torch.zeros(batch, kv_heads, COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -75,28 +75,28 @@ def decode_attention(
     sinks: Tensor | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Tensor:
-    """`native_sparse_attention` of the T newest tokens of every row, causal, over a cache that
-    holds their keys, values and complete windows already.
+    """Causal `native_sparse_attention` of the T newest tokens of every sequence over a KV cache.
+    The cache already holds their keys, values and complete windows.
 
-    Token t of row b stands at position `lengths[b] + t`, and nothing past it is seen: what lies in
-    the storage behind a row's end is of no matter, finite or not. The host never asks for a
-    length, and shapes do not depend on one: a step can be captured in a CUDA graph.
+    Token t of sequence b has position `lengths[b] + t` and sees nothing after it. Storage past the
+    end of a sequence may hold any values, finite or not. The host never reads a length, and shapes
+    do not depend on lengths, so a CUDA graph can capture a step.
 
     Args:
         q: queries with rotary embedding, [B, T, H, D]. The kernels take up to 16 new tokens.
-        k, v: storage [B, N, K, D] and [B, N, K, E], views of any strides. With `page_table` it is
-            [pages, N, K, D]: N tokens a page.
+        k, v: storage [B, N, K, D] and [B, N, K, E], with any strides. With `page_table` the shape
+            is [pages, N, K, D], N tokens per page.
         ck, cv: storage of windows, [B, W, K, D] and [B, W, K, E]; paged, W = N / d.
         branch_gates: [B, T, H, 3], in the order compressed, selected, window.
-        lengths: integers [B], tokens of each row before the new ones.
-        counts: integers [B], how many of the T new tokens are real; the others' output is 0.
-        page_table: int32 [B, pages of a row]: token p of row b lies in page `page_table[b, p // N]`
-            at `p % N`, and window j in page `page_table[b, j d // N]`.
-        ranking: with a `selection_stride` R above 1, int32 [B, R_, size, n]: a token's list lies at
-            its position modulo the size, which is at least T + 1. Read for a group that began
-            before, and written.
-        counters: `workspace(B, K, device)`, int32 zeros, and zeros again afterwards. Steps that may
-            run at the same time need one each. None: made by the call, which takes a launch.
+        lengths: integers [B], tokens of each sequence before the new ones.
+        counts: integers [B], how many of the T new tokens are real. The others output 0.
+        page_table: int32 [B, pages per sequence]. Page `page_table[b, p // N]` holds token p of
+            sequence b at `p % N`; page `page_table[b, j d // N]` holds window j.
+        ranking: with a `selection_stride` R above 1, int32 [B, R_, size, n]: block indices of each
+            token at its position modulo size, which is at least T + 1. The call reads the indices
+            of a group that began before it, and writes its own.
+        counters: `workspace(B, K, device)`: int32 zeros before and after the call. Concurrent steps
+            need one each. None: the call allocates it, with one more launch.
 
     The remaining arguments are those of `native_sparse_attention`.
 
@@ -104,7 +104,7 @@ def decode_attention(
         [B, T, H, E].
 
     Raises:
-        ValueError: shapes, dtypes, devices or settings that do not fit.
+        ValueError: shapes, dtypes, devices or settings do not match.
         NotImplementedError: an explicit backend that cannot run the call.
     """
     rows = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
@@ -196,7 +196,7 @@ DECODE = Arguments(
     fake=lambda at: at.q.new_empty(*at.q.shape[:-1], at.v.shape[-1]),
 )  # fmt: skip
 def by_kernels(at):
-    """In Triton, as a torch operator."""
+    """Decode in Triton, as a torch operator."""
     from ..kernels.decode import persistent
     from ..kernels.decode.call import Call, Settings
     from ..kernels.decode.kv_cache import CacheMetadata
@@ -236,7 +236,7 @@ def by_gathering(
     ranking: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """In eager PyTorch: whole rows of storage, queries at their places."""
+    """Decode in eager PyTorch, over the whole storage of each sequence."""
     if page_table is not None:
         k, v, ck, cv = (gathered(t, page_table) for t in (k, v, ck, cv))
         for name in ("window_k", "window_v"):
@@ -280,19 +280,19 @@ def by_gathering(
 
 
 def hide_behind(t: Tensor, ends: Tensor) -> Tensor:
-    """Rows [B, N, K, D] with 0 behind the end [B] of each: a weight of 0 does not hide what is not
-    finite."""
+    """Sequences [B, N, K, D] with 0 past the end [B] of each. A weight of 0 would not hide values
+    that are not finite."""
     behind = torch.arange(t.shape[1], device=t.device) >= ends[:, None]
     return t.masked_fill(behind[..., None, None], 0)
 
 
 def gathered(t: Tensor, page_table: Tensor) -> Tensor:
-    """Rows [B, N, K, D] of what lies in pages [pages, N, K, D]."""
+    """Gather pages [pages, N, K, D] to sequences [B, tokens, K, D]."""
     return t[page_table.long()].flatten(1, 2)
 
 
 def check_pages(page_table: Tensor | None, dims: dict[str, int], d: int, s: int) -> None:
-    """Pages hold whole selection blocks and windows."""
+    """Check that pages hold whole selection blocks and windows."""
     if page_table is None:
         return
     N, W = dims["N"], dims["W"]

@@ -1,12 +1,12 @@
-"""Who computes an operation: each backend says which calls it cannot run, and why.
+"""Choice of the backend of an operation. Each backend reports which calls it cannot run, and why.
 
     triton   GPU kernels
     flex     torch's flex_attention, compiled on CUDA
     eager    plain PyTorch, everywhere
 
-An explicit backend runs or raises; only `auto` falls back: triton, flex, eager on CUDA, and eager
-elsewhere (with TRITON_INTERPRET=1 an explicit triton runs there too, to be tested). Inside
-`torch.compile` it is eager for `FEW_SCORES` too.
+An explicit backend runs or raises. Only `auto` falls back: it tries triton, flex, eager on CUDA,
+and eager elsewhere. Inside `torch.compile`, `auto` also means eager up to `FEW_SCORES` scores. With
+TRITON_INTERPRET=1 an explicit triton runs without CUDA too, for tests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from . import flex
 from .reference import eager
 from .triton import backend as triton_backend
 
-# scores T x S up to which `auto`, inside a compiled graph, leaves attention to the compiler
+# up to so many scores T x S, `auto` inside a compiled graph leaves attention to the compiler
 FEW_SCORES = 256 * 256
 
 
 def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
-    """Reasons why a backend cannot run a call of an operation; empty where it can."""
+    """Reasons why a backend cannot run a call of an operation; empty if it can."""
     if backend == "triton":
         return triton_backend.why_not(op, **call)
     if backend == "flex" and op != "native_sparse_attention":
@@ -37,8 +37,8 @@ def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
 
 
 def automatic(q: Tensor, k: Tensor) -> tuple[str, ...]:
-    """What `auto` stands for."""
-    # there launches cost more than scores that the compiler fuses (measured on an H200)
+    """The backends that `auto` tries, in order."""
+    # few scores that the compiler fuses cost less than launches (measured on an H200)
     few = torch.compiler.is_compiling() and q.shape[1] * k.shape[1] <= FEW_SCORES
     return ("triton", "flex", "eager") if q.is_cuda and not few else ("eager",)
 
@@ -46,7 +46,7 @@ def automatic(q: Tensor, k: Tensor) -> tuple[str, ...]:
 def takes_kernels(
     backend: str | tuple[str, ...], op: str, q: Tensor, k: Tensor, **facts: Any
 ) -> bool:
-    """Whether the kernels come first, and can run this call."""
+    """Whether triton is the first choice and supports this call."""
     names = automatic(q, k) if backend == "auto" else backend
     first = names if isinstance(names, str) else names[0]
     return first == "triton" and not why_not("triton", op, dict(q=q, k=k, **facts))
@@ -63,12 +63,12 @@ def choose(
     q_offset: int | Tensor = 0,
     **facts: Any,
 ) -> str:
-    """The backend that runs this call: the one asked for, or of several the first that can.
-    `facts` are what else of the call `why_not` of this operation asks for.
+    """The first of the given backends that supports this call. `facts` are the other arguments of
+    `why_not` for this operation.
 
     Raises:
-        ValueError: an unknown backend.
-        NotImplementedError: an explicit backend that cannot run the call, with its reasons.
+        ValueError: the backend is unknown.
+        NotImplementedError: no given backend supports the call; lists the reasons of each.
     """
     call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset, **facts)
     if not isinstance(backend, (str, tuple)):
@@ -98,7 +98,7 @@ def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
             kwargs.pop(name, None)
     if backend == "triton":
         return getattr(triton_backend, op)(*args, **kwargs)
-    kwargs.pop("block_sizes", None)  # others have no tiles
+    kwargs.pop("block_sizes", None)  # only triton has tile configs
     if backend == "flex":
         return getattr(flex, op)(*args, **kwargs)
     return eager.run(op, *args, **kwargs)

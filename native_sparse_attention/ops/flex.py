@@ -1,9 +1,8 @@
 """The three branches on torch's flex_attention: compiled on CUDA, unfused on the CPU.
 
-Tensors are [B, T, H, D]; queries stand at absolute positions `q_offset + t`, and query head h reads
-KV head `h // (H / K)`. A row that sees nothing gives 0, log-sum-exp -inf (natural logarithm, fp32
-or better) and zero gradients. Nothing here checks its arguments: `functional.py` does, and asks
-`why_not` beforehand.
+Tensors are [B, T, H, D]. Query t has absolute position `q_offset + t`; query head h reads KV head
+`h // (H / K)`. A query that sees no key outputs 0, log-sum-exp -inf (natural logarithm, fp32 or
+better) and zero gradients. `functional.py` checks all arguments, and calls `why_not` first.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 # smallest head width of torch's CUDA kernels
 MIN_WIDTH = 16
 
-# shapes that one compiled function may see: lengths become symbolic at the second, but a length, a
-# batch or a number of tiles of one is always a case of its own
+# shapes that one compiled function may see. Lengths become symbolic at the second shape, but dynamo
+# always compiles a length, batch or number of tiles of 1 separately
 RECOMPILE_LIMIT = 64
 
 
@@ -51,7 +50,7 @@ def why_not(
     q_offset: int | Tensor = 0,
     **facts: Any,
 ) -> list[str]:
-    """Reasons why flex_attention cannot run this call; empty where it can."""
+    """Reasons why flex_attention cannot run this call; empty if it can."""
     reasons = transforms.unsupported_by_kernels()
     if q.device.type not in ("cuda", "cpu"):
         reasons.append(f"q is on {q.device.type}, needs cuda or cpu")
@@ -88,8 +87,8 @@ def attend(
     return_lse: bool,
     soft_cap: float | None = None,
 ) -> Any:
-    """flex_attention on [B H T D]: the output, and its lse on request."""
-    # not at import: it loads sympy, a second
+    """flex_attention on [B H T D]: the output, and its log-sum-exp on request."""
+    # not at import: it loads sympy, which takes 1 s
     from torch.nn.attention import flex_attention as flex
 
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale}
@@ -106,8 +105,8 @@ def attend(
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
-    """`attend` without compiling, in fp32 or better. It multiplies hidden values by 0: where one is
-    not finite, the finite ones are taken alone, and the others brought to those who see them."""
+    """`attend` without compiling, in fp32 or better. flex_attention multiplies hidden values by 0,
+    so NaN and infinities would leak. A second call finds the queries that see such values."""
     dtype = v.dtype
     q, k, v = in_fp32(q, k, v)
     with warnings.catch_warnings():
@@ -117,7 +116,7 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
         if may_look(out) and not is_finite(out):
             block_mask, scale, _, soft_cap = settings
             out = attend(q, k, finite_part(v), block_mask, scale, False, soft_cap)
-            # of who sees whom: logits of 0
+            # equal logits of 0 show which queries see such a value
             kinds = torch.cat((v.isnan(), v.isposinf(), v.isneginf()), dim=-1).to(v.dtype)
             met = attend(torch.zeros_like(q), torch.zeros_like(k), kinds, block_mask, scale, False)
             out = with_kinds(out, *(met > 0).chunk(3, dim=-1))
@@ -128,10 +127,10 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
 def compiled(
     op_name: str, scale: float | None, return_lse: bool, soft_cap: float | None
 ) -> Callable[..., Any]:
-    """`attend` compiled for one operation, made at first use.
+    """`attend` compiled for one operation, at first use.
 
-    Dynamo counts recompilations per code object, so each gets its own; and it raises at the limit
-    rather than form T x S scores unfused.
+    Dynamo counts recompilations per code object, so each operation has its own. At the limit dynamo
+    raises; it does not fall back to unfused T x S scores.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None) -> Any:
@@ -153,7 +152,7 @@ def dispatch(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Any:
-    """[B T H D] in and out, lse [B T H]; sinks [H]."""
+    """Attention of [B T H D] with sinks [H]: [B T H D], and on request its lse [B T H]."""
     if sinks is not None:
         out, lse = dispatch(op_name, q, k, v, block_mask, scale, True, soft_cap)
         sinks = sinks.to(lse.dtype)
@@ -167,7 +166,7 @@ def dispatch(
             result = compiled(op_name, scale, return_lse, soft_cap)(q, k, v, block_mask)
     else:
         if not torch.is_grad_enabled():
-            # flex asks whether tensors want gradients, not whether they are recorded
+            # flex checks `requires_grad` of tensors, not whether autograd records
             q, k, v = q.detach(), k.detach(), v.detach()
         result = unfused(q, k, v, block_mask, scale, return_lse, soft_cap)
     if not return_lse:
@@ -192,8 +191,8 @@ def compressed_attention(
     sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Any:
-    """Attention to memory [K m D], always visible, and to windows ck, cv [B W K D]: query i sees
-    window j iff `j < i // d`, or every window where not causal."""
+    """Attention to memory [K m D], always visible, and to windows ck, cv [B W K D]. Causally query
+    i sees window j iff `j < i // d`; otherwise it sees every window."""
     num_mem = 0
     if mem_k is not None and mem_v is not None:
         num_mem = mem_k.shape[1]
@@ -204,7 +203,7 @@ def compressed_attention(
     T, kv_len = q.shape[1], ck.shape[1]
     block_mask = None
     if kv_len == 0:
-        # flex_attention needs a key: one that lies before every query's window
+        # flex_attention needs a key: add one that no query sees
         ck, cv = F.pad(ck, (0, 0, 0, 0, 0, 1)), F.pad(cv, (0, 0, 0, 0, 0, 1))
         block_mask = cached_sliding_block_mask(T, 1, 0, True, 1, q.device)
     elif documents is not None:
@@ -240,8 +239,8 @@ def selected_attention(
     sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Any:
-    """Attention to the tokens of the selected blocks, block_indices [B T K|H n] with -1 for none,
-    and of the forced ones: the first, and causally the local ones. Causally no key after the query.
+    """Attention to the tokens of selected and forced blocks: block_indices [B T K|H n] with -1 for
+    none, initial blocks and, causally, local blocks. Causally no query sees a key after itself.
     """
     S, s = k.shape[1], selection_block_size
     offset = S - q.shape[1] if q_offset is None else q_offset
@@ -277,7 +276,7 @@ def sliding_window_attention(
     sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Any:
-    """Attention to keys `i - w .. i`, or `i - w .. i + w` where not causal."""
+    """Attention to keys `i - w .. i`, or `i - w .. i + w` if not causal."""
     T, S, w = q.shape[1], k.shape[1], sliding_window_size
     if documents is not None:
         i = torch.arange(T, device=q.device)
@@ -290,7 +289,7 @@ def sliding_window_attention(
             "sliding_window_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks
         )  # fmt: skip
     offset = S - T if q_offset is None else q_offset
-    # without the keys that no query sees, every step of a long decode has one shape
+    # drop keys that no query sees, so that every step of a long decode has one shape
     first, last = max(0, offset - w), min(S, offset + T + (0 if causal else w))
     block_mask = cached_sliding_block_mask(T, last - first, w, causal, offset - first, q.device)
     k, v = k[:, first:last], v[:, first:last]
@@ -299,16 +298,16 @@ def sliding_window_attention(
     )  # fmt: skip
 
 
-# masks that the user made
+# masks given by the user
 
 
 def under_mask(
     q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float | None
 ) -> Tensor:
-    """Attention under a block mask made elsewhere.
+    """Attention under a given block mask.
 
     Raises:
-        NotImplementedError: a call that flex_attention cannot run.
+        NotImplementedError: flex_attention cannot run the call.
     """
     reasons = why_not("under_mask", q, k, v)
     if reasons:
@@ -332,8 +331,8 @@ def selected_under_mask(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention under `fine_mask(indices [b r i n], num_grouped_queries)`, as `create_fine_mask`
-    makes them; the forced blocks it does not know of are handed to it as selected ones."""
+    """Attention under `fine_mask(indices [b r i n], num_grouped_queries)` of `create_fine_mask`.
+    The mask does not know the forced blocks, so it gets them as selected blocks."""
     T, s = q.shape[1], selection_block_size
     if causal and num_local_blocks == 0:
         raise NotImplementedError(

@@ -1,29 +1,28 @@
 """The public operations: check the call, choose a backend, run it.
 
-All tensors are laid out [B, T, H, D]. Symbols as in the paper (arXiv 2502.11089) and
+All tensors have layout [B, T, H, D]. Symbols as in the paper (arXiv 2502.11089) and
 `docs/semantics.md`:
 
     B batch        T query tokens    S key tokens, T <= S    H query heads    K KV heads
     G = H / K      D key width       E value width           W windows        m memory slots
     n selected blocks
 
-Query t stands at absolute position `q_offset + t`; by default the queries are the last T of the S
-tokens. Causally, `q_offset` may be a tensor [B] for rows that start at different positions; keys
-past a row's last query are then never seen.
+Query t has absolute position `q_offset + t`. By default the queries are the last T of the S tokens.
+Causal calls also take a tensor `q_offset` [B], one offset per sequence. Then no query sees a key
+past the last query of its sequence.
 
-`backend` is "triton", "flex", "eager", a tuple of these, of which the first that can run the call
-does, or "auto": all three in this order on CUDA, else eager. Inside `torch.compile` "auto" leaves
-calls of at most 256 * 256 scores, T x S (or T x W), to the compiler, as eager PyTorch.
+`backend` is "triton", "flex", "eager", a tuple of these, or "auto". The first backend of a tuple
+that supports the call runs it. "auto" is all three in this order on CUDA, else eager. Inside
+`torch.compile`, "auto" is eager up to 256 * 256 scores, T x S (or T x W); the compiler fuses them.
 
-`block_sizes` are tiles for the Triton kernels, in place of their own; other backends pass them
-over.
+`block_sizes` replace the tile configs of the Triton kernels; other backends ignore them.
 
-With a `soft_cap` c logits x become `c tanh(x / c)`, before gates and masks. `sinks` [H] are logits
-of one more key for each query head, seen by every query, whose value is 0: they take their share of
-the softmax and count in the log-sum-exp.
+With a `soft_cap` c, logits x become `c tanh(x / c)`, before gates and masks. `sinks` [H] are logits
+of one more key per query head. Every query sees this key, and its value is 0. The softmax and the
+log-sum-exp include it.
 
-Log-sum-exps are natural, float32 (float64 for float64 inputs). A row that sees nothing gives output
-0, log-sum-exp -inf (or its sink) and no gradient. All backends are deterministic but flex's
+Log-sum-exps are natural, float32 (float64 for float64 inputs). A query that sees no key has output
+0, log-sum-exp -inf (or its sink) and no gradient. All backends are deterministic except flex's
 backward on CUDA.
 """
 
@@ -77,25 +76,25 @@ def compressed_attention(
     documents: Documents | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
-    """Branch 1: softmax attention over learned memory and the windows that lie behind a query.
+    """Branch 1: softmax attention over learned memory and the windows before a query.
 
     `out_i = softmax_w(q_i . ck_w * scale) cv_w`, over all m memory slots and, causally, the windows
-    w with `(w + 1) d - 1 < i` (strictly behind); otherwise all windows (Eq. 7).
+    w with `(w + 1) d - 1 < i` (strictly before i); otherwise all windows (Eq. 7).
 
     Args:
         q: queries without rotary embedding, [B, T, H, D].
         ck, cv: compressed keys and values, [B, W, K, D] and [B, W, K, E].
-        compress_block_sliding_stride: d, tokens from one window's end to the next one's.
-        mem_k, mem_v: memory seen by every query, [K, m, D] and [K, m, E]; None for m = 0.
-        seq_len: S, for the default `q_offset = S - T`; T where it is not given.
+        compress_block_sliding_stride: d, tokens from the end of one window to the end of the next.
+        mem_k, mem_v: memory that every query sees, [K, m, D] and [K, m, E]; None for m = 0.
+        seq_len: S, for the default `q_offset = S - T`; T by default.
         scale: multiplies the dot products; `D ** -0.5` by default.
 
     Returns:
         [B, T, H, E], and with `return_lse` also [B, T, H].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        NotImplementedError: an explicit backend that cannot run the call.
+        ValueError: shapes, dtypes or devices do not match.
+        NotImplementedError: no given backend supports the call.
     """
     dims = check_shapes(
         q=(q, "B T H D"),
@@ -164,22 +163,22 @@ def selected_attention(
 
     `out_i = softmax_j(g_ij q_i . k_j * scale) v_j`, over the tokens j of the blocks in
     `block_indices`, of the first `num_initial_blocks` blocks and, causally, of the
-    `num_local_blocks` blocks that end with the query's own; causally only j <= i. g_ij is the gate
-    of a selected block, 1 of a forced one (listed or not).
+    `num_local_blocks` blocks that end with the query's own. Causally only j <= i. g_ij is the gate
+    of a selected block, and 1 for a forced block, even if it is in `block_indices`.
 
     Args:
         q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E].
-        block_indices: [B, T, K, n] shared by a group, or [B, T, H, n]; int32 or int64, each block
-            once, -1 for an empty slot. Values are not looked at, which would wait for the GPU:
-            numbers of no block are up to the caller to keep out.
-        gates: of the shape of `block_indices`, for differentiable top-k.
+        block_indices: [B, T, K, n] shared by a head group, or [B, T, H, n]; int32 or int64, each
+            block once, -1 for an empty slot. The caller must keep out indices of no block: to check
+            them would wait for the GPU.
+        gates: same shape as `block_indices`, for differentiable top-k.
 
     Returns:
         [B, T, H, E], and with `return_lse` also [B, T, H].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        NotImplementedError: an explicit backend that cannot run the call.
+        ValueError: shapes, dtypes or devices do not match.
+        NotImplementedError: no given backend supports the call.
     """
     dims = check_shapes(
         q=(q, "B T H D"),
@@ -257,19 +256,19 @@ def sliding_window_attention(
     documents: Documents | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
-    """Branch 3: softmax attention over keys `i - w .. i` (w + 1 of them), or `i - w .. i + w` where
-    not causal.
+    """Branch 3: softmax attention over the w + 1 keys `i - w .. i`, or `i - w .. i + w` if not
+    causal.
 
     Args:
         q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E].
-        sliding_window_size: w, in tokens; 0 leaves the query's own key.
+        sliding_window_size: w, in tokens; 0 leaves only the query's own key.
 
     Returns:
         [B, T, H, E], and with `return_lse` also [B, T, H].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        NotImplementedError: an explicit backend that cannot run the call.
+        ValueError: shapes, dtypes or devices do not match.
+        NotImplementedError: no given backend supports the call.
     """
     dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
     check_same(q=q, k=k, v=v)

@@ -1,4 +1,4 @@
-"""The public form of the selection; see `functional.py`, whose layouts and symbols these are."""
+"""The public operation of the selection. `functional.py` defines its layouts and symbols."""
 
 from __future__ import annotations
 
@@ -54,44 +54,45 @@ def select_blocks(
     documents: Documents | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
-    """The n most important selection blocks of every query (Eq. 8-12).
+    """Top-n selection blocks of every query (Eq. 8-12).
 
-    A block's score, `importance`:
+    `importance` defines the score of a block:
 
     * `"logits"`: the mean over the group's heads and the block's windows of `q_i . ck_w * scale`;
     * `"probs"`: `sum_w overlap(w, c) / d * p_w`, with p the softmax of branch 1, summed over the
       group's heads.
 
-    Causal candidates are the blocks strictly before the query's own block whose windows it sees
-    all; otherwise all blocks. The `num_initial_blocks` first and, causally, the `num_local_blocks`
-    that end with the query's own are not candidates: `selected_attention` attends to them in any
-    case. Ties go to the earlier block. Scores are formed in float32 or better.
+    Causal candidates are the blocks strictly before the query's own block, if the query sees all
+    their windows. Otherwise all blocks are candidates. The `num_initial_blocks` first blocks and,
+    causally, the `num_local_blocks` that end with the query's own are forced: no candidates, but
+    `selected_attention` always reads them. The earlier block wins a tie. Scores are float32 or
+    better.
 
     Args:
         q: queries without rotary embedding, [B, T, H, D].
         ck: compressed keys, [B, W, K, D].
-        mem_k: memory keys [K, m, D]; they take their share of the softmax of `"probs"`.
+        mem_k: memory keys [K, m, D]; the softmax of `"probs"` includes them.
         interpolated_importance_score: interpolate window scores linearly to tokens before averaging
             (logits only).
-        selection_stride: R; tokens `[R t, R t + R)` share the ranking of the first of them.
+        selection_stride: R; tokens `[R t, R t + R)` share the ranking of token `R t`.
         query_heads_share_selected_kv: False ranks for every query head on its own.
-        seq_len: S; T where it is not given.
-        leader_indices: the ranking [B, R_, n] of the token that opens the first query's group,
-            needed where `q_offset` is not a multiple of `selection_stride`. (Rows of a tensor
-            `q_offset` are not checked for it, which would wait for the GPU: without a leader such
-            a row's first tokens select nothing.)
-        soft_cap, sinks: as branch 1 has them, for `"probs"`; `"logits"` ranks by logits without.
+        seq_len: S; T by default.
+        leader_indices: block indices [B, R_, n] of the first token of the first query's group.
+            Required if `q_offset` is not a multiple of `selection_stride`. A tensor `q_offset` is
+            not checked, since that would wait for the GPU; without leader indices the first tokens
+            of such a sequence select nothing.
+        soft_cap, sinks: as in branch 1, for `"probs"`; `"logits"` ignores them.
         return_gates: also return the gates of differentiable top-k.
 
     Returns:
-        Block indices [B, T, K, n] (or H for K where heads do not share), int32, best first, -1 for
-        an empty slot. With `return_gates` also gates of that shape: their value is 1, their
-        gradient that of the softmax of the scores over the candidates and one logit of -1e3
-        (`"logits"`), or of the score itself (`"probs"`).
+        Block indices [B, T, K, n] (H in place of K if heads do not share), int32, best first, -1
+        for an empty slot. With `return_gates` also gates of that shape with value 1. Their gradient
+        is that of the softmax of the scores over the candidates and one logit of -1e3 (`"logits"`),
+        or of the score itself (`"probs"`).
 
     Raises:
-        ValueError: shapes or settings that do not fit.
-        NotImplementedError: an explicit backend that cannot run the call.
+        ValueError: shapes or settings do not match.
+        NotImplementedError: no given backend supports the call.
     """
     dims = check_shapes(q=(q, "B T H D"), ck=(ck, "B W K D"), mem_k=(mem_k, "K m D"))
     check_same(q=q, ck=ck, mem_k=mem_k)
@@ -148,7 +149,7 @@ def select_blocks(
 def scoring_backend(
     backend: str | tuple[str, ...], q: Tensor, ck: Tensor, q_offset: int | Tensor, n: int
 ) -> str:
-    """Who ranks blocks: flex_attention has no form of it, eager PyTorch stands in."""
+    """The backend that ranks blocks: eager PyTorch for "flex", which cannot rank."""
     if isinstance(backend, str) and backend == "flex":
         backend = "eager"
     return dispatch.choose(

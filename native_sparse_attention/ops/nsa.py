@@ -1,4 +1,4 @@
-"""The whole layer between projection and output: selection, three branches, and the gate."""
+"""The whole layer between projection and output: selection, three branches and their gates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .packed import takes_documents
 from .reference import attention as reference
 from .triton import layer
 
-# selected blocks up to which a call does not ask how many blocks there are
+# up to so many selected blocks, a call keeps a slot for each even if the sequence has fewer blocks
 MANY_BLOCKS = 64
 
 
@@ -93,7 +93,7 @@ def native_sparse_attention(
     fine_selection_flex_mask: Callable[..., Any] | None = None,
     backend: str | tuple[str, ...] = "auto",
 ) -> Any:
-    """The whole layer between projection and output: selection, three branches, and the gate
+    """The whole layer between projection and output: selection, three branches and their gates
     (Eq. 5).
 
     `out = g_cmp compressed(cq, ck, cv) + g_sel selected(q, k, v) + g_win window(q, k, v)`.
@@ -102,29 +102,29 @@ def native_sparse_attention(
         q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E], with rotary embedding applied.
         ck, cv: compressed keys and values, [B, W, K, D] and [B, W, K, E].
         branch_gates: [B, T, H, 3], in the order compressed, selected, window.
-        cq: queries of branch 1 and of the scoring, without rotary embedding; q where not given.
-        window_k, window_v: keys and values of branch 3; k and v where not given.
+        cq: queries of branch 1 and of the ranking, without rotary embedding; q by default.
+        window_k, window_v: keys and values of branch 3; k and v by default.
         use_diff_topk: let gradients reach the scores through straight-through gates.
         return_indices: also return the selected block indices, [B, T, K or H, n].
-        recompute: keep no branch's output for the backward, which then forms them again (Triton
-            only; other backends keep what autograd keeps).
-        block_sizes: tiles of the Triton kernels, in place of their own; other backends have none.
+        recompute: do not save branch outputs; the backward computes them again (Triton only; other
+            backends save the tensors that autograd saves).
+        block_sizes: replace the tile configs of the Triton kernels; other backends have none.
         sliding_window_flex_mask, fine_selection_flex_mask: masks of
-            `native_sparse_attention.masks`; the branch is then computed by flex_attention under
-            that mask.
-        soft_cap: c, logits x of all branches become `c tanh(x / c)`.
-        sinks: [3, H], for each branch and query head the logit of one more key, whose value is 0.
+            `native_sparse_attention.masks`. flex_attention then computes the branch under that
+            mask.
+        soft_cap: c; logits x of all branches become `c tanh(x / c)`.
+        sinks: [3, H], for each branch and query head the logit of one more key with value 0.
 
     The remaining arguments are those of `compressed_attention`, `select_blocks`,
     `selected_attention` and `sliding_window_attention`. With `backend="flex"` the branches run in
-    flex_attention and the scoring, which it has no form of, in eager PyTorch.
+    flex_attention and the ranking runs in eager PyTorch.
 
     Returns:
         [B, T, H, E], and with `return_indices` also the block indices.
 
     Raises:
-        ValueError: shapes, dtypes, devices or settings that do not fit.
-        NotImplementedError: an explicit backend that cannot run the call.
+        ValueError: shapes, dtypes, devices or settings do not match.
+        NotImplementedError: no given backend supports the call.
     """
     (return_indices,) = check_bools(return_indices=return_indices)
     config = AttentionConfig(
@@ -154,10 +154,10 @@ def native_sparse_attention(
 
 
 def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call:
-    """The call with its offset as a number, or as a tensor of one a row.
+    """Check a call. Its offset becomes a number, or a tensor with one offset per sequence.
 
     Raises:
-        ValueError: tensors that do not fit one another or the settings.
+        ValueError: the tensors do not match one another or the settings.
     """
     q, mem_k, mem_v = call.q, call.mem_k, call.mem_v
     dims = check_shapes(
@@ -202,12 +202,12 @@ def attend(
     masks: tuple[Any, Any] = (None, None),
     keep_slots: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The output [B T H E] and the selected block indices of a call whose settings are checked.
-    Unless `keep_slots`, slots past the number of blocks may be left out."""
+    """Check the tensors of a call and run it: the output [B T H E] and the selected block indices.
+    Unless `keep_slots`, the indices may lack slots past the number of blocks."""
     call = checked(call, config, masks)
     n, s = config.num_selected_blocks, config.selection_block_size
     if n > MANY_BLOCKS and not keep_slots and call.leader_indices is None:
-        # nobody sees the slots past the last block
+        # the caller does not read the slots past the last block
         n = min(n, max(MANY_BLOCKS, blocks.num_blocks(call.k.shape[1], s)))
         config = config.with_selected(n)
     name = dispatch.choose(
@@ -225,13 +225,13 @@ def by_branches(
     backend: str | tuple[str, ...],
     masks: tuple[Any, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Branch after branch, each by the first backend that can run it, and their combination."""
+    """Run each branch with the first backend that supports it, and combine the outputs."""
     q, k, v, ck, cv = call.q, call.k, call.v, call.ck, call.cv
     cq = q if call.cq is None else call.cq
     sink_cmp, sink_sel, sink_win = (None,) * 3 if call.sinks is None else call.sinks
     diff, offset = config.use_diff_topk, call.q_offset
     sizes = flat(config.block_sizes)
-    where: dict[str, Any] = dict(
+    common: dict[str, Any] = dict(
         causal=config.causal, q_offset=offset, scale=config.scale, soft_cap=config.soft_cap,
         documents=call.documents,
     )  # fmt: skip
@@ -243,8 +243,8 @@ def by_branches(
             backend, op, *tensors[:3], gates=gates, q_offset=offset, **facts or {}
         )
         if name == "flex":
-            settings.pop("gates", None)  # there are none: flex says that it cannot
-        return dispatch.run(name, op, *tensors, **settings, **where)
+            settings.pop("gates", None)  # None, since flex supports no gates
+        return dispatch.run(name, op, *tensors, **settings, **common)
 
     out_cmp = run(
         "compressed_attention", cq, ck, cv, mem_k=call.mem_k, mem_v=call.mem_v, sinks=sink_cmp,
@@ -261,7 +261,7 @@ def by_branches(
         return_gates=diff,
         sinks=sink_cmp if diff or sink_cmp is None else sink_cmp.detach(),
         **{name: getattr(config, name) for name in SELECTION},
-        **where,
+        **common,
     )
     s, w = config.selection_block_size, config.sliding_window_size
     window_mask, fine_mask = masks

@@ -1,5 +1,5 @@
-"""Operations over packed documents and padded batches: rows are laid out (`varlen.py`), the
-operation runs over aligned rows, and its results are brought back."""
+"""Operations over packed documents and padded batches. They copy tokens to aligned rows
+(`varlen.py`), run the operation there, and copy the results back."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .. import varlen as docs
 from ..checks.keywords import check_keywords
 from ..checks.tensors import HINT, check_bool, check_given, check_indices, check_ints
 
-# arguments by what their second axis counts
+# arguments whose second axis counts tokens or windows
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "block_indices", "gates")
 WINDOWS = ("ck", "cv")
 
 DOCUMENTATION = """
-    Packed documents and padding, where queries and keys are the same tokens:
+    Packed documents and padding. Queries and keys must be the same tokens:
 
-        cu_seqlens: [documents + 1], integers from 0 to the number of tokens: where each document
-            begins in one packed row, [1, total, ...] or [total, ...]. Results are those of each
-            document alone: positions and blocks count from its first token. Windows lie document
-            after document. On a GPU their values are waited for; on the CPU they are not.
-        segment_ids: [B, T], integers, in their place: a document is a run of tokens of one id.
-        mask: [B, T], True for tokens and False for padding, on either side, which nothing sees and
-            whose results are 0.
+        cu_seqlens: [documents + 1], integers from 0 to the number of tokens: the begin of each
+            document in one packed row, [1, total, ...] or [total, ...]. Each document has the
+            results that it has alone: positions and blocks count from its first token. Windows are
+            in the order of documents. The host waits for `cu_seqlens` on a GPU, not on the CPU.
+        segment_ids: [B, T], integers, instead of `cu_seqlens`: a run of one id is a document.
+        mask: [B, T], True for tokens and False for padding, on either side. No token sees padding;
+            results of padding are 0.
         documents: `varlen.Documents` of rows that are aligned already.
 """
 
 
 def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an operation over rows, which takes `documents`, the arguments above."""
+    """Add the arguments above to an operation that takes `documents`."""
     signature = inspect.signature(op)
     names = list(signature.parameters)
     known = {*names}
@@ -118,7 +118,7 @@ def over_documents(
             if call.get(name) is not None:
                 moved[name] = windows.spread(call[name])
     if 0 in layout.source.shape and isinstance(call.get("backend"), str):
-        call = call | {"backend": "eager"}  # every document is empty: there is nothing to run
+        call = call | {"backend": "eager"}  # every document is empty
     results = op(**call | moved, documents=documents)
 
     hidden = layout.target < 0
@@ -137,7 +137,7 @@ def over_documents(
 
 
 def check_windows(W: int, windows: docs.Layout, d: int, causal: bool) -> None:
-    """As many as the documents of the longest row have."""
+    """Check that W is the number of windows in the row that has most."""
     if docs.is_traced(windows.source):
         return
     there = (windows.source >= 0).sum(1)
@@ -150,13 +150,13 @@ def check_windows(W: int, windows: docs.Layout, d: int, causal: bool) -> None:
 
 
 def absolute(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
-    """Block indices [b p r n] of documents as those of the row; -1 where a document ends before."""
+    """Convert block indices [b p r n] from documents to rows; -1 past the end of a document."""
     first, end = (t[..., None, None] for t in documents.blocks(s))
     there = (block_indices >= 0) & (block_indices < end - first)
     return torch.where(there, block_indices + first, -1).to(block_indices.dtype)
 
 
 def local(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
-    """Block indices [b p r n] of the row as those of its documents."""
+    """Convert block indices [b p r n] from rows to documents."""
     first = documents.blocks(s)[0][..., None, None]
     return torch.where(block_indices >= 0, block_indices - first, -1).to(block_indices.dtype)

@@ -1,1 +1,1 @@
-"""The specification in eager PyTorch, and the same in memory linear in the length."""
+"""The specification in eager PyTorch, dense and in memory linear in the length."""

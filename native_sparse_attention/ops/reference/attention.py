@@ -1,9 +1,9 @@
-"""The specification of the attentions: what every backend computes, in plain PyTorch, on any device
-and in any dtype. `ranking.py` is that of the selection.
+"""The specification of the attention branches in plain PyTorch, on any device and in any dtype.
+`topk.py` specifies the selection. Every backend computes these functions.
 
-Dense masks and a softmax, memory O(T S): to be read and to be compared with. It computes in its
-inputs' dtype, which `eager.py` makes fp32 or better. Autograd gives the gradients. Who does not see
-has no share in a product, whatever the value (`products.py`).
+The code favours reading and comparison over speed: dense masks, a softmax, memory O(T S). It
+computes in its inputs' dtype, and `eager.py` makes that dtype fp32 or better. Autograd gives the
+gradients. A masked key never reaches a product, even if it is NaN or infinite (`products.py`).
 
     b  batch         i  query       h  query heads        d  key width
     k  KV heads      j  key         g  query heads of one KV head
@@ -23,14 +23,14 @@ from .products import isolated, logits, weighted
 
 
 def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
-    """Absolute position of each query: [1, T], or [b, T] where rows start at different places."""
+    """Absolute position of each query: [1, T], or [b, T] where offsets differ by sequence."""
     i = torch.arange(q.shape[1], device=q.device)
     return i[None] + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)
 
 
 def scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """Scaled logits [b k g i j] of q [b i (k g) d] and k [b j k d]: of all pairs, with gradients of
-    those in the mask alone."""
+    """Scaled logits [b k g i j] of q [b i (k g) d] and k [b j k d]. All pairs get logits, but only
+    pairs in the mask get gradients."""
     q = rearrange(q, "b i (k g) d -> b k g i d", k=k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return logits(q, rearrange(k, "b j k d -> b k j d"), mask) * scale
@@ -42,20 +42,20 @@ def capped(sim: Tensor, soft_cap: float | None) -> Tensor:
 
 
 def with_sinks(sim: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits [b k g i j] and who sees them, with the sinks [(k g)] as one more that all see."""
+    """Logits [b k g i j] and their mask, with the sinks [(k g)] as one more visible column."""
     if sinks is None:
         return sim, mask
     column = rearrange(sinks.to(sim.dtype), "(k g) -> 1 k g 1 1", k=sim.shape[1])
     sim = torch.cat((sim, column.expand(*sim.shape[:-1], 1)), dim=-1)
-    # not F.pad: torch's compiler for CPUs writes no vector code for a bool that is padded by True
+    # not F.pad: torch's CPU compiler does not vectorize padding a bool tensor with True
     return sim, torch.cat((mask, mask.new_ones(()).expand(*mask.shape[:-1], 1)), dim=-1)
 
 
 def masked_softmax(sim: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over the last axis where mask is True; returns (probabilities, masked logits).
 
-    A row with nothing to see has probability 0 everywhere and no gradient: its logits are replaced
-    by zeros before the softmax, so that no NaN ever forms.
+    A row that sees no key has probability 0 everywhere and no gradient. Zeros replace its logits
+    before the softmax, so no NaN forms.
     """
     empty = ~mask.any(dim=-1, keepdim=True)
     sim = sim.masked_fill(~mask, float("-inf")).masked_fill(empty, 0.0)
@@ -72,8 +72,8 @@ def attend(
     gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of logits [b k g i j] over v [b j k e]: [b i (k g) e], and on request its
-    log-sum-exp [b i (k g)]. Gates multiply the capped logits. A sink takes its share of the
-    softmax, and gives 0."""
+    log-sum-exp [b i (k g)]. Gates multiply the capped logits. A sink is one more logit of the
+    softmax with value 0."""
     v = rearrange(v, "b j k e -> b k j e")
 
     def attention(sim: Tensor, gate: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -116,7 +116,7 @@ def compressed_scores(
     visible: tuple[Tensor, Tensor],
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [b k g i (m w)] over memory and windows, and who may see them [b|1 1 1 i (m w)]."""
+    """Logits [b k g i (m w)] over memory and windows, and their mask [b|1 1 1 i (m w)]."""
     memory, (first, end) = 0 if mem_k is None else mem_k.shape[1], visible
     w = torch.arange(-memory, ck.shape[1], device=q.device)
     mask = ((w >= first[..., None]) & (w < end[..., None])) | (w < 0)
@@ -163,8 +163,8 @@ def forced_blocks(
     num_local_blocks: int,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Blocks attended without being ranked, [b|1 i] x [c] -> [b|1 i c]: the initial ones and,
-    causally, the `num_local_blocks` that end with the query's own."""
+    """Blocks that a query reads without ranking, [b|1 i] x [c] -> [b|1 i c]: the initial blocks
+    and, if causal, the `num_local_blocks` that end with the query's own block."""
     first = torch.zeros_like(i) if documents is None else documents.blocks(s)[0]
     first = first[..., None]
     forced = c < first + num_initial_blocks
@@ -182,8 +182,8 @@ def same_document(j: Tensor, documents: Documents) -> Tensor:
 def scatter_blocks(
     values: Tensor, block_indices: Tensor, num_blocks: int, default: float
 ) -> Tensor:
-    """Values of the selected blocks laid out over all blocks, [b i r n] -> [b r i c]; -1 is
-    skipped."""
+    """Scatter the values of the selected blocks over all blocks, [b i r n] -> [b r i c]. Index -1
+    is skipped."""
     b, i, r, _ = block_indices.shape
     dense = values.new_full((b, i, r, num_blocks + 1), default)
     index = block_indices.long()
@@ -193,8 +193,8 @@ def scatter_blocks(
 
 
 def block_numbers(S: int, s: int, device: torch.device) -> Tensor:
-    """The block of each of S keys, [S]: how many begin up to it, less one. Not their quotient by s:
-    torch's compiler for CPUs splits a loop over those by s, and forgets the last S % s of them."""
+    """The block of each of S keys, [S]: the number of blocks that begin up to the key, less one.
+    `j // s` fails: torch's CPU compiler splits that loop by s and drops the last S % s keys."""
     begins = torch.arange(S, device=device) % s == 0
     return begins.cumsum(0) - 1
 
@@ -234,7 +234,7 @@ def selected_attention(
         num_local_blocks=num_local_blocks,
         documents=documents,
     )
-    # [b r i c] -> [b k g' i j] with g' = 1 where the group shares
+    # [b r i c] -> [b k g' i j] with g' = 1 if a group shares its block indices
     attended = rearrange(chosen | forced[:, None], "b (k g) i c -> b k g i c", k=kv)
     of_key = block_numbers(S, s, q.device)
     mask = attended.index_select(-1, of_key)

@@ -1,8 +1,8 @@
-"""Eager PyTorch: the specification as it is written (`attention.py`, `ranking.py`) while its scores
-are few, and past that the same in memory linear in the length (`tiled.py`, `query_chunks.py`).
+"""The eager PyTorch backend. Small calls run the specification as written (`attention.py`,
+`topk.py`); larger calls run it in memory linear in the length (`tiled.py`, `query_chunks.py`).
 
-Half precisions are computed in fp32, products included, and results rounded once. Under torch.func
-and forward-mode AD it is the specification at any length, which those see through.
+It computes half precisions in fp32, products included, and rounds results once. torch.func and
+forward-mode AD cannot trace the linear-memory code, so they run the specification at any length.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from . import topk as reference_topk
 from .online import in_autocast_dtype
 from .products import finite_part, in_fp32, is_finite, may_look
 
-# Scores that the specification may form at once on the CPU: 16 MiB of fp32. A GPU, whose launches
-# cost more than its arithmetic, is given more.
+# Scores that the specification may form at once on the CPU: 16 MiB of fp32. A GPU forms
+# GPU_FACTOR times more, since its launches cost more than its arithmetic.
 MAX_SCORES = 2**22
 GPU_FACTOR = 16
 
@@ -36,8 +36,8 @@ def few_scores(op: str, q: Tensor, k: Tensor, settings: dict[str, Any]) -> bool:
 
 
 def few_blocks(q: Tensor, k: Tensor, block_indices: Tensor, settings: dict[str, Any]) -> bool:
-    """Whether gathering the keys that a query reads costs less than masking those that it does not
-    read: the sooner, the more heads share what is gathered (measured on a CPU)."""
+    """Whether gathering the keys that a query reads costs less than masking all other keys. More
+    heads that share gathered keys favour gathering (measured on a CPU)."""
     causal = settings["causal"]
     slots = block_indices.shape[3] + settings["num_initial_blocks"]
     slots += settings["num_local_blocks"] if causal else 0
@@ -47,8 +47,8 @@ def few_blocks(q: Tensor, k: Tensor, block_indices: Tensor, settings: dict[str, 
 
 
 def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any:
-    """An operation of the specification, in fp32 or better."""
-    if op == "select_blocks":  # which takes fp32 itself
+    """Run an operation of the specification in fp32 or better."""
+    if op == "select_blocks":  # casts to fp32 itself
         return strategy(op, q, k, tensors, settings)
     memory = {n: settings[n] for n in ("mem_k", "mem_v") if settings.get(n) is not None}
     floats = in_autocast_dtype(q, k, tensors[0], *memory.values())
@@ -65,7 +65,7 @@ def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any
 def strategy(
     op: str, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], settings: dict[str, Any]
 ) -> Any:
-    """An operation by what suits its size."""
+    """Run an operation with the implementation that suits its size."""
     if op == "sliding_window_attention" and not transforms.active():
         w, offset, lse = (settings[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
         plain = not settings.keys() & {"documents", "sinks", "soft_cap"}
@@ -73,7 +73,7 @@ def strategy(
             out = local.sliding_window_attention(q, k, *tensors, **settings)
             if not may_look(out) or is_finite(out):
                 return out
-            # what is not finite has reached queries that do not see it
+            # non-finite values have leaked into queries that do not see them
             clean = (finite_part(t) for t in (q, k, *tensors))
             out = local.sliding_window_attention(*clean, **settings)
             right = general(op, q, k, tensors, settings)
@@ -84,7 +84,8 @@ def strategy(
 def general(
     op: str, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], settings: dict[str, Any]
 ) -> Any:
-    """A compiled graph has the specification whole, as it would unroll chunks and tiles."""
+    """Run an operation densely or in chunks. Compiled graphs would unroll chunks, so they run it
+    densely."""
     whole = torch.compiler.is_compiling() or transforms.active()
     whole = whole or few_scores(op, q, k, settings)
     if op == "select_blocks":

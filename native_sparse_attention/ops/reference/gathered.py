@@ -1,9 +1,9 @@
-"""The selected branch on the blocks that each query reads, a few queries at a time: time and memory
-linear in the length.
+"""The selected branch by gathering the blocks that each query reads, a few queries at a time. Time
+and memory are linear in the length.
 
     b  batch         i  query        h  query heads        d  key width
     k  KV heads      j  key          r  heads that choose: k (for their group) or h (each its own)
-    n  slots         s  tokens of a block                  g  query heads of one that chooses
+    n  slots         s  tokens of a block                  g  query heads per choosing head
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Choice:
     rows: int
 
     def slots(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """The blocks of some queries, [b i r n], initial ones first, then local ones, then selected
-        ones; and which slots hold a block that none before holds."""
+        """The blocks of some queries, [b i r n]: initial, then local, then selected blocks. The
+        second result marks the slots whose block exists and is in no earlier slot."""
         indices, i = self.indices[:, rows].long(), self.positions[:, rows, None]
         first = torch.zeros_like(i)
         if self.documents is not None:
@@ -65,7 +65,7 @@ class Choice:
         return block, there & ~same.tril(diagonal=-1).any(dim=-1)
 
     def keys(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """The blocks of some queries [b r i n], 0 in empty slots, and which of their keys they see
+        """The blocks of some queries [b r i n], 0 in empty slots, and the mask of their keys
         [b r i n s]."""
         block, there = (rearrange(t, "b i r n -> b r i n") for t in self.slots(rows))
         j = block[..., None] * self.s + torch.arange(self.s, device=block.device)
@@ -79,13 +79,13 @@ class Choice:
 
 
 def in_blocks(x: Tensor, s: int) -> Tensor:
-    """[b j k d] as [(b k c) (s d)], zeros in what is missing of the last block."""
+    """[b j k d] as [(b k c) (s d)], the last block padded with zeros."""
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % s))
     return rearrange(x, "b (c s) k d -> (b k c) (s d)", s=s)
 
 
 def rows_of(block: Tensor, heads: int, num_blocks: int) -> Tensor:
-    """Where blocks [b r i n] stand among those of all KV heads and batch rows, [(b r i n)]."""
+    """Flat indices [(b r i n)] of blocks [b r i n] among the blocks (b k c) of `in_blocks`."""
     b, r = block.shape[:2]
     head = torch.arange(r, device=block.device) * heads // r
     row = torch.arange(b, device=block.device)[:, None] * heads + head
@@ -93,19 +93,19 @@ def rows_of(block: Tensor, heads: int, num_blocks: int) -> Tensor:
 
 
 def add_rows(to: Tensor, index: Tensor, rows: Tensor) -> None:
-    """`to[index] += rows`, in an order that is the same each time."""
+    """`to[index] += rows`, in a fixed order."""
     if to.is_cuda:
         to.index_put_((index,), rows, accumulate=True)
     else:
         to.index_add_(0, index, rows)
 
 
-ONE = slice(0, 1)  # each query is alone in its row
+ONE = slice(0, 1)  # each batch row holds one query
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A few queries and what they read, as attention in which each is a batch row of its own."""
+    """A few queries and the blocks that they read. Each query is a batch row of its own."""
 
     q: Tensor  # [b (r i) g 1 d]
     index: Tensor  # [(b r i n)] of the blocks
@@ -121,7 +121,7 @@ class Chunk:
 def chunk(
     q: Tensor, gates: Tensor | None, rows: slice, choice: Choice, heads: int, plan: Plan
 ) -> Chunk:
-    """Queries `rows` of q [b i (r g) d] and gates [b i r n]; `heads` are those of k."""
+    """Queries `rows` of q [b i (r g) d] and gates [b i r n]; `heads` is the number of KV heads."""
     block, seen = choice.keys(rows)
     r, s = block.shape[1], choice.s
     weights = None
@@ -144,7 +144,7 @@ def chunk(
 def attend_chunks(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, choice: Choice, plan: Plan
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some queries after the other: their outputs [b i h e] and log-sum-exps [b i h]."""
+    """Yield the rows, outputs [b i h e] and log-sum-exps [b i h] of each chunk of queries."""
     ks, vs, r = in_blocks(k, choice.s), in_blocks(v, choice.s), choice.indices.shape[2]
     for rows in chunks(0, q.shape[1], choice.rows):
         own = chunk(q, gates, rows, choice, k.shape[2], plan)
@@ -155,8 +155,8 @@ def attend_chunks(
 
 
 class Gathered(torch.autograd.Function):
-    """q [b i h d], k [b j k d], v [b j k e] and gates [b i r n] or None to output [b i h e] and its
-    log-sum-exp [b i h]. The backward gathers again, and is made of differentiable steps."""
+    """Map q [b i h d], k [b j k d], v [b j k e] and gates [b i r n] or None to output [b i h e] and
+    its log-sum-exp [b i h]. The backward gathers again, in differentiable steps."""
 
     @staticmethod
     def forward(

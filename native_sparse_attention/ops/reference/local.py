@@ -1,4 +1,4 @@
-"""The causal or two-sided sliding window in memory O(T w), by the local-attention package."""
+"""The causal or two-sided sliding window in memory O(T w), by package local-attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=64)
 def local_attention(sliding_window_size: int, causal: bool) -> LocalAttention:
-    """The package's layer for a window; it has no weights, so all callers share one."""
+    """The package's layer for a window. It has no weights, so all callers share one."""
     return LocalAttention(
         window_size=sliding_window_size,
         causal=causal,
@@ -23,8 +23,8 @@ def local_attention(sliding_window_size: int, causal: bool) -> LocalAttention:
 
 
 def fits(q: Tensor, k: Tensor, w: int, q_offset: int | Tensor, return_lse: bool) -> bool:
-    """Whether this call is one that the package computes, and gains by: whole sequences of at least
-    two windows, no log-sum-exp. Not in a compiled graph: it branches on the length."""
+    """Whether the package supports this call and is faster: whole sequences of at least two
+    windows, no log-sum-exp, no compiled graph (the package branches on the length)."""
     if torch.compiler.is_compiling() or return_lse or not isinstance(q_offset, int):
         return False
     return q.shape[0] > 0 and q.shape[1] == k.shape[1] and 0 < 2 * w <= q.shape[1]
@@ -47,7 +47,7 @@ def sliding_window_attention(
     groups = q.shape[2] // k.shape[2]
     q = rearrange(q, "b i h d -> b h i d")
     k, v = (repeat(t, "b j k d -> b (k g) j d", g=groups) for t in (k, v))
-    # the package pads to whole windows and, looking forward, would attend to its padding
+    # the package pads to whole windows; a two-sided window would attend to the padding
     padding = None
     if not causal and q.shape[2] % sliding_window_size:
         padding = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)

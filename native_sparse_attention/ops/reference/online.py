@@ -1,11 +1,10 @@
-"""Softmax attention tile by tile, under a running maximum and sum (Rabe and Staats, arXiv
-2112.05682): no row of scores is ever whole, in the forward or in the backward.
+"""Softmax attention tile by tile, with a running maximum and sum (Rabe and Staats, arXiv
+2112.05682). Neither the forward nor the backward ever holds a whole row of scores.
 
     b  batch         i  query        g  query heads of one KV head     d  key width
     k  KV heads      j  key          e  value width
 
-A `Plan` says which tiles there are; what it leaves out is not computed. Half precisions are fp32
-here; fp64 stays fp64.
+A `Plan` lists the tiles to compute. Half precisions are computed in fp32; fp64 stays fp64.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from .products import contained, in_fp32, is_finite, is_live, may_look, times, t
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which tiles to visit, and how their logits are formed.
+    """Which tiles to visit, and how to form their logits.
 
     Args:
-        tiles: for each chunk of queries, which together are all of them, its chunks of keys.
-        visible: who sees whom in a tile of queries and keys, a bool tensor that broadcasts to
-            [b k g i j], or None where all see all.
+        tiles: for each chunk of queries its chunks of keys. The chunks cover all queries.
+        visible: mask of a tile of queries and keys: a bool tensor that broadcasts to [b k g i j],
+            or None if no pair is masked.
         scale: multiplies the dot products.
         soft_cap: c of `c tanh(logits / c)`.
-        mask_value: the logit of those who do not see each other. Where it is finite it takes part
-            in the softmax of a row that sees something; a row that sees nothing is empty.
+        mask_value: the logit of masked pairs. If it is finite, it takes part in the softmax of a
+            row that sees some key. A row that sees no key is empty.
     """
 
     tiles: Sequence[tuple[slice, Sequence[slice]]]
@@ -44,8 +43,8 @@ class Plan:
 
 
 class Running(NamedTuple):
-    """The softmax of the keys so far: unnormalized output, greatest logit, sum of exponentials, and
-    which rows saw a key."""
+    """The softmax over the keys so far: unnormalized output, greatest logit, sum of exponentials,
+    and which rows saw a key."""
 
     acc: Tensor  # [b k g i e]
     m: Tensor  # [b k g i]
@@ -56,8 +55,8 @@ class Running(NamedTuple):
 def tile_logits(
     q: Tensor, k: Tensor, visible: Tensor | None, plan: Plan, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [b k g i j] as the softmax sees them, those before weights and mask, and the slope of
-    the cap."""
+    """Logits [b k g i j] for the softmax, the logits before weights and mask, and the slope of the
+    cap."""
     s = times(q, k.mT) * plan.scale
     slope = s.new_ones(())
     if plan.soft_cap is not None:
@@ -69,7 +68,7 @@ def tile_logits(
 
 
 def fold(s: Tensor, v: Tensor, visible: Tensor | None, run: Running) -> Running:
-    """Fold logits s [b k g i j] and values v [b k j e] into the softmax so far."""
+    """Fold logits s [b k g i j] and values v [b k j e] into the running softmax."""
     m = torch.maximum(run.m, s.detach().amax(dim=-1))  # cancels: no gradient
     shift = m.masked_fill(m == float("-inf"), 0.0)  # rows that see nothing yet
     p, alpha = torch.exp(s - shift[..., None]), torch.exp(run.m - shift)
@@ -91,7 +90,7 @@ def attend_rows(
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [b k g i e], log-sum-exp and greatest logit [b k g i] of one chunk of queries.
-    `weights` [b k g|1 i|1 j] of all queries and keys, multiply the capped logits."""
+    `weights` [b k g|1 i|1 j] of all queries and keys multiply the capped logits."""
     q = q[..., rows, :]
     m = q.new_full(q.shape[:-1], float("-inf"))
     acc = q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -111,7 +110,7 @@ def attend_rows(
 
 
 def empty_as(q: Tensor, width: int) -> Tensor:
-    """Room for q's rows at another width, its axes in memory in the order of q's."""
+    """Allocate a tensor like q with another last width and q's memory order of axes."""
     strides = q.stride()
     order = sorted(range(q.ndim - 1), key=lambda axis: -strides[axis])
     return torch.empty_permuted(
@@ -120,12 +119,12 @@ def empty_as(q: Tensor, width: int) -> Tensor:
 
 
 class Attend(torch.autograd.Function):
-    """q [b k g i d], k [b k j d], v [b k j e] and a plan to output [b k g i e], log-sum-exp and
-    greatest logit [b k g i]; the last has no gradient.
+    """Map q [b k g i d], k [b k j d], v [b k j e] and a plan to output [b k g i e], log-sum-exp and
+    greatest logit [b k g i]. The greatest logit has no gradient.
 
-    Kept for the backward are the inputs, the output and the log-sum-exp, from which each tile's
-    probabilities are formed again. The backward is made of differentiable steps, so that it has a
-    backward itself; that one is autograd's and keeps every tile.
+    The forward saves the inputs, the output and the log-sum-exp. The backward recomputes each
+    tile's probabilities from them, in differentiable steps. Autograd therefore differentiates the
+    backward too, and keeps every tile for that.
     """
 
     @staticmethod
@@ -152,7 +151,7 @@ class Attend(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan = ctx.plan
         with no_autocast(q.device.type):
-            if transforms.active():  # of the backward alone, as by `jacrev`
+            if transforms.active():  # torch.func transforms only the backward, as `jacrev` does
                 grads = transforms.vjp(
                     lambda q, k, v: plainly(q, k, v, plan)[:2], (q, k, v), (d_out, d_lse)
                 )
@@ -172,12 +171,12 @@ def gradients(
     plan: Plan,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of q, k, v and weights: `ds = p (do . v - do . o + dlse)`, tile by tile."""
+    """Gradients of q, k, v and weights, tile by tile: `ds = p (do . v - do . o + dlse)`."""
     d_q, d_k, d_v = (torch.zeros_like(t) for t in (q, k, v))
     d_weights = None if weights is None else torch.zeros_like(weights)
-    # exp(s - inf) is 0: rows that saw nothing get nothing, whatever their logits
+    # exp(s - inf) is 0: rows that see no key get no gradient, whatever their logits
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    live = None  # where something is not finite: rows that have a gradient
+    live = None  # if a value is not finite: the rows that have a gradient
     if may_look(out) and not is_finite(out):
         live = is_live(d_out, d_lse)
     for rows, keys in plan.tiles:
@@ -207,8 +206,8 @@ def gradients(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention by a plan, the output in q's dtype; see `Attend`. Autocast has been dealt with by
-    whoever calls."""
+    """Attention by a plan, with the output in q's dtype; see `Attend`. The caller handles
+    autocast."""
     dtype = q.dtype
     with no_autocast(q.device.type):
         q, k, v = in_fp32(q, k, v)
@@ -217,7 +216,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor,
 
 
 def plainly(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """`Attend` as autograd and its transforms see through it; every tile is kept."""
+    """`Attend` in operations that autograd and torch.func trace. It keeps every tile."""
     if not plan.tiles:
         return Attend.forward(q, k, v, plan)
     chunks = [attend_rows(q, k, v, rows, keys, plan) for rows, keys in plan.tiles]
@@ -230,7 +229,7 @@ def hide(t: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast makes of a matmul's inputs: its dtype for all but fp64."""
+    """Cast tensors as autocast casts a matmul's inputs: all but fp64 to its dtype."""
     device = tensors[0].device.type
     if not is_autocast_enabled(device):
         return tensors
@@ -240,10 +239,10 @@ def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def chunks(start: int, stop: int, size: int) -> list[slice]:
-    """Slices of `size`, the last of what is left, from start to stop."""
+    """Slices of `size` from start to stop; the last may be shorter."""
     return [slice(a, min(a + size, stop)) for a in range(start, stop, size)]
 
 
 def slice_axis(t: Tensor, axis: int, some: slice) -> Tensor:
-    """Part of an axis, unless it has length 1 and broadcasts."""
+    """Slice an axis, unless it has length 1 and broadcasts."""
     return t if t.shape[axis] == 1 else t.narrow(axis, some.start, some.stop - some.start)

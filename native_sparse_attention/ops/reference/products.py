@@ -1,11 +1,11 @@
-"""The products of attention, in which who does not see has no share: a weight of 0 times a value
-that is NaN or infinite is 0 there, in the forward and in the backward.
+"""The products of attention. Masked pairs never contribute: a weight of 0 times a NaN or infinite
+value is 0, in the forward and in the backward.
 
     b  batch      g  query heads of one KV head     i  query      d  key width
     k  KV heads   x, y  any widths                  j  key        e  value width
 
-Values are looked at on the CPU alone, where that waits for nothing, and not in compiled graphs, nor
-under torch.func: there products are torch's own. `in_fp32` is the precision of all of them.
+Only eager code on the CPU inspects values, since that costs no synchronization. GPUs, compiled
+graphs and torch.func use torch's own products. `in_fp32` sets the precision of all products.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ...compat.graphs import is_exporting
 
 
 def in_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In fp32 or better, as products and softmax are formed: fp16 overflows where logits pass 65504
-    before the scale, bf16 rounds them by 1 in 256."""
+    """Cast to fp32 or better for products and softmax. fp16 overflows if unscaled logits pass
+    65504; bf16 rounds logits by 1 in 256."""
     return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
 
 
 def times(a: Tensor, x: Tensor) -> Tensor:
-    """[b k g i j] times [b k j y]: a group's heads are rows of one product. In an exported program
-    they are not, as to merge axes there ties it to lengths."""
+    """[b k g i j] times [b k j y] as one matmul for all heads of a group. An exported program keeps
+    the axes apart, since merging them would fix the lengths."""
     if is_exporting():
         return torch.matmul(a, x[:, :, None])
     b, k, g, i, j = a.shape
@@ -36,14 +36,14 @@ def times(a: Tensor, x: Tensor) -> Tensor:
 
 
 def times_over_rows(a: Tensor, x: Tensor) -> Tensor:
-    """[b k g i j] and [b k g i y], summed over a group's heads and rows: [b k j y]."""
+    """[b k g i j] times [b k g i y], summed over a group's heads and queries: [b k j y]."""
     b, k, g, i, j = a.shape
     rows = a.reshape(b, k, g * i, j)
     return torch.matmul(rows.transpose(2, 3), x.reshape(b, k, g * i, x.shape[-1]))
 
 
 def may_look(t: Tensor) -> bool:
-    """Whether the host may ask for values of this tensor at no cost."""
+    """Whether the host can read values of this tensor at no cost."""
     return (
         t.device.type == "cpu"
         and type(t) is Tensor
@@ -56,12 +56,12 @@ def may_look(t: Tensor) -> bool:
 
 
 def is_finite(t: Tensor) -> bool:
-    """Whether all values are finite, by their sum; a sum that overflows says False."""
+    """Whether the sum of all values is finite. An overflow of the sum gives False."""
     return bool(t.detach().sum().isfinite())
 
 
 def finite_part(x: Tensor) -> Tensor:
-    """x with 0 for what is not finite."""
+    """x with 0 for NaN and infinities."""
     return x if not may_look(x) or is_finite(x) else x.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -72,9 +72,9 @@ def contained(
     seen: Tensor | None,
     gradient: bool = False,
 ) -> Tensor:
-    """`product(a, x)` of weights a [b k g i j] of pairs that see each other, or have a weight; seen
-    broadcasts to a. A result is NaN or infinite where it sees such a value, and nowhere else; in a
-    gradient, where such a value has a weight."""
+    """`product(a, x)` of weights a [b k g i j] over pairs in `seen` or with a weight; `seen`
+    broadcasts to a. Only a result that sees a NaN or infinite value becomes non-finite. In a
+    gradient, that value must also have a weight."""
     out = product(a, x)
     if seen is None or not may_look(out) or is_finite(out):
         return out
@@ -89,7 +89,7 @@ def contained(
 
 
 def with_kinds(x: Tensor, nan: Tensor, above: Tensor, below: Tensor) -> Tensor:
-    """x where no NaN, inf or -inf was met, and else what a sum with them is."""
+    """x, or the sum of the NaN, inf and -inf that the masks mark."""
     x = x.masked_fill(above, float("inf")).masked_fill(below, float("-inf"))
     return x.masked_fill(nan | (above & below), float("nan"))
 
@@ -150,7 +150,7 @@ class Logits(torch.autograd.Function):
 
 
 class Finite(torch.autograd.Function):
-    """Logits with 0 for NaN and a bound for infinities, through which gradients pass."""
+    """Logits with 0 for NaN and a bound for infinities. Gradients pass unchanged."""
 
     @staticmethod
     def forward(ctx: Any, sim: Tensor, bound: float) -> Tensor:
@@ -166,21 +166,21 @@ def finite(sim: Tensor, bound: float = 1e30) -> Tensor:
 
 
 class Spoiled(torch.autograd.Function):
-    """Values that are not finite at some places, and NaN in their gradient where that is not 0."""
+    """`out` with `values` where `mask` is True. There a gradient other than 0 becomes NaN."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, values: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return torch.where(places, values, out)
+    def forward(ctx: Any, out: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return torch.where(mask, values, out)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        (places,) = ctx.saved_tensors
-        return d_out.masked_fill(places & (d_out != 0), float("nan")), None, None
+        (mask,) = ctx.saved_tensors
+        return d_out.masked_fill(mask & (d_out != 0), float("nan")), None, None
 
 
 def is_live(*grads: Tensor) -> Tensor:
-    """Which rows [b k g i] have a gradient, of an output [b k g i e] and of others [b k g i]."""
+    """Rows [b k g i] with a gradient in an output [b k g i e] or in others [b k g i]."""
     live = (grads[0] != 0).any(dim=-1)
     for grad in grads[1:]:
         live = live | (grad != 0)
@@ -190,8 +190,8 @@ def is_live(*grads: Tensor) -> Tensor:
 def isolated(
     attention: Callable[..., tuple[Tensor, ...]], sim: Tensor, gate: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """`attention(sim, gate)`, an output [.. i e] and others [.. i] of logits [.. i j]. A row that
-    is not finite has no share in the gradients of others, unless its own gradient is not 0."""
+    """`attention(sim, gate)` of logits [.. i j]: an output [.. i e] and others [.. i]. A non-finite
+    row with gradient 0 does not change the gradients of other rows."""
     given = (sim,) if gate is None else (sim, gate)
     first = attention(*given)
     if not may_look(first[0]) or is_finite(first[0]):
@@ -210,10 +210,10 @@ def weighted(p: Tensor, v: Tensor, seen: Tensor, gradient: bool = False) -> Tens
 
 
 def over_rows(p: Tensor, x: Tensor, seen: Tensor) -> Tensor:
-    """`sum_i p_ij x_i` over the queries that see j, of all heads of the group: a gradient."""
+    """`sum_i p_ij x_i` over the queries of all heads of the group that see j: a gradient."""
     return OverRows.apply(p, x, seen) if may_look(p) else times_over_rows(p, x)
 
 
 def logits(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """`q_i . k_j`, whose gradients pass between those that see each other."""
+    """`q_i . k_j`. Only pairs in `seen` pass gradients."""
     return Logits.apply(q, k, seen) if may_look(q) else times(q, k.mT)

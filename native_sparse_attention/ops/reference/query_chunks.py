@@ -1,5 +1,5 @@
-"""The ranking and the selected branch of the specification in memory linear in the length: its own
-functions, on a few queries at a time and the keys that those can see, formed again by the backward.
+"""The selection and the selected branch of the specification in memory linear in the length. They
+call the specification on a few queries and the keys that these can see. The backward recomputes.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ...varlen import Documents
 from . import attention as reference
 from . import topk as reference_topk
 
-# Scores that a chunk may form on the CPU: 16 MiB of fp32, of which a backward holds a handful of
-# copies. A GPU, which would wait for the launches of small chunks, is given more.
+# Scores that a chunk may form on the CPU: 16 MiB of fp32. A backward holds a handful of copies. A
+# GPU forms GPU_FACTOR times more, since it would wait for the launches of small chunks.
 CHUNK_SCORES = 2**22
 GPU_FACTOR = 16
-# Queries of a chunk at least: each chunk adds to the gradients of all keys that it sees, which must
-# not be the most of its work. Past 2**18 keys times heads, a chunk's scores grow with those.
+# Minimum number of queries in a chunk. Each chunk adds to the gradients of all keys that it sees,
+# and this must not dominate. Past 2**18 keys times heads, a chunk's scores exceed CHUNK_SCORES.
 LEAST_QUERIES = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A call that gives some rows of the outputs.
+    """A call that computes some rows of the outputs.
 
     Args:
-        rows: which they are.
-        parts: of each tensor its rows that the call is given, or None for all of it.
-        call: the tensors' parts to those rows of all outputs.
+        rows: the rows of the outputs.
+        parts: for each tensor the rows that the call reads, or None for all rows.
+        call: maps the sliced tensors to these rows of all outputs.
     """
 
     rows: slice
@@ -50,11 +50,10 @@ class Chunk:
 
 
 class ByChunks(torch.autograd.Function):
-    """The outputs [b i ...] of chunks, which together are all of them.
+    """Compute the outputs [b i ...] chunk by chunk; the chunks cover all rows.
 
-    Kept for the backward are the inputs. Outputs and gradients have their memory before the first
-    chunk needs any: pieces of them between what chunks free would keep a heap from using that
-    again.
+    The forward saves the inputs for the backward. Whole outputs and gradients are allocated at the
+    start: small pieces between the memory that chunks free would fragment the heap.
     """
 
     @staticmethod
@@ -78,7 +77,7 @@ class ByChunks(torch.autograd.Function):
     def backward(ctx: Any, *d_outs: Tensor) -> Any:
         transforms.refuse_legacy_batched(*d_outs)
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        if transforms.active():  # of the backward alone, as by `jacrev`
+        if transforms.active():  # torch.func transforms only the backward, as `jacrev` does
 
             def plainly(*tensors: Tensor | None) -> list[Tensor]:
                 found = zip(*(c.call(*c.of(tensors)) for c in ctx.chunks), strict=True)
@@ -124,14 +123,14 @@ class ByChunks(torch.autograd.Function):
 
 
 def by_chunks(chunks: Sequence[Chunk], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Autocast has been dealt with by whoever calls."""
+    """Run `ByChunks`. The caller handles autocast."""
     device = next(t.device.type for t in tensors if t is not None)
     with no_autocast(device):
         return ByChunks.apply(chunks[-1].rows.stop, chunks, *tensors)
 
 
 def chunk_size(q: Tensor, scores: int) -> int:
-    """Queries that form as many scores as a chunk may, or the least number of them."""
+    """Queries per chunk within the limit of scores, at least LEAST_QUERIES."""
     most = CHUNK_SCORES if q.device.type == "cpu" else CHUNK_SCORES * GPU_FACTOR
     return max(LEAST_QUERIES, most // max(1, q.shape[0] * scores))
 
@@ -179,14 +178,14 @@ def selected_attention(
 
 
 def scores_of_a_query(q: Tensor, ck: Tensor, settings: dict[str, Any]) -> int:
-    """Of one batch row: how many numbers its ranking forms at once."""
+    """Scores that the ranking of one query forms at once."""
     heads, keys = q.shape[2], ck.shape[1]
     if settings["mem_k"] is not None:
         keys += settings["mem_k"].shape[1]
     if settings["importance"] == "logits" and settings["query_heads_share_selected_kv"]:
         heads = ck.shape[2]
     d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
-    # interpolated there is a score for every token, else for every window and every block
+    # interpolation scores every token; otherwise every window and every block has a score
     return heads * keys * (d if settings["interpolated_importance_score"] else max(1, d // s))
 
 
@@ -203,7 +202,7 @@ def select_blocks(
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
     T, W, stride = q.shape[1], ck.shape[1], settings["selection_stride"]
-    # one token of a group is ranked
+    # only one token of a group is ranked
     size = chunk_size(q, scores_of_a_query(q, ck, settings | {"mem_k": mem_k})) * stride
 
     def call(start: int, a: int, b: int, q: Tensor, ck: Tensor, mem_k: Any, sinks: Any) -> Any:
@@ -223,7 +222,7 @@ def select_blocks(
 
     chunks = []
     for a in range(0, T, size):
-        # from where the first query's group may have begun
+        # start where the first query's group may have begun
         start, b, stop = max(0, a - stride + 1), min(a + size, T), W
         if settings["causal"] and isinstance(q_offset, int):
             d = settings["compress_block_sliding_stride"]

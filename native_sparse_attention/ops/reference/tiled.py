@@ -1,5 +1,5 @@
-"""The branches of the specification in memory linear in the length: what `attention.py` computes,
-to rounding, tile by tile and with its arguments.
+"""The branches of the specification in memory linear in the length. They compute `attention.py`
+tile by tile, with its arguments and equal up to rounding.
 
     b  batch    i  query    h  query heads    k  KV heads    j  key    m  memory    d  key width
 """
@@ -18,13 +18,12 @@ from .gathered import Choice, Gathered
 from .online import Plan
 from .products import isolated
 
-# Scores of a tile, of all heads. On the CPU they are 4 MiB of fp32, and what passes between the
-# operations stays in the cache. A GPU, which would wait for the launches of small tiles, is given
-# more.
+# Scores of a tile, of all heads. On the CPU these are 4 MiB of fp32, so intermediates stay in the
+# cache. A GPU uses GPU_FACTOR times more, since it would wait for the launches of small tiles.
 TILE_SCORES = 2**20
 GPU_FACTOR = 64
-KEYS = 1024  # of a tile
-LEAST_QUERIES = 16  # of a tile; each adds to the gradients of its keys
+KEYS = 1024  # keys of a tile
+LEAST_QUERIES = 16  # queries of a tile, since each tile adds to the gradients of its keys
 
 
 def tile_scores(device: torch.device) -> int:
@@ -32,13 +31,13 @@ def tile_scores(device: torch.device) -> int:
 
 
 def chunk_sizes(q: Tensor, window: int | None = None) -> tuple[int, int]:
-    """Queries and keys of a tile; a window's queries are not many more than its keys."""
+    """Queries and keys of a tile. A window limits its queries to about its size."""
     most = max(LEAST_QUERIES, tile_scores(q.device) // max(1, q.shape[0] * q.shape[2] * KEYS))
     return (most if window is None else min(most, max(window, 64))), KEYS
 
 
 def inside(low: Tensor, high: Tensor, memory: int = 0) -> Visible:
-    """Keys low .. high - 1 of each query, [b i] each, and the memory before them."""
+    """Mask of keys low .. high - 1 of each query, [b i] each, and of the memory before them."""
 
     def visible(rows: slice, keys: slice) -> Tensor:
         j = torch.arange(keys.start, keys.stop, device=low.device) - memory
@@ -51,7 +50,7 @@ def inside(low: Tensor, high: Tensor, memory: int = 0) -> Visible:
 def finish(
     out: Tensor, lse: Tensor, sinks: Tensor | None, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A sink [h] takes its share of the softmax, and gives 0."""
+    """Apply a sink [h]: one more logit of the softmax with value 0."""
     if sinks is not None:
         logits = sinks.to(lse.dtype)
 
@@ -86,7 +85,7 @@ def compressed_attention(
             torch.cat((repeat(mem, "k m d -> b m k d", b=len(q)), c), dim=1)
             for mem, c in ((mem_k, ck), (mem_v, cv))
         )
-    # window w is seen from w < i // d on
+    # query i sees window w if w < i // d
     band = Band(None, -1 if causal else None, q_offset, stride=d, memory=m)
     others = []
     if documents is not None:
@@ -143,9 +142,9 @@ def selected_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     (B, _, R, n), s = block_indices.shape, selection_block_size
     slots = n + num_initial_blocks + (num_local_blocks if causal else 0)
-    if slots == 0:  # one that is empty
+    if slots == 0:  # add one empty slot
         block_indices, slots = F.pad(block_indices, (0, 1), value=-1), 1
-    # what a chunk gathers is to its scores what the width is to the heads that share it
+    # numbers that a chunk gathers per query
     entries = B * R * slots * s * max(q.shape[-1], v.shape[-1])
     choice = Choice(
         block_indices,

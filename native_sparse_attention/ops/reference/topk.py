@@ -1,4 +1,4 @@
-"""The specification of the selection: the importance of blocks, their ranking, and its gates.
+"""The specification of the selection: block scores, top-n and the gates of selected blocks.
 
 b  batch         i  query       h  query heads        d  key width
 k  KV heads      w  windows     g  query heads of one KV head
@@ -39,15 +39,14 @@ def block_mean(window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int) ->
 def block_mean_interpolated(
     window_scores: Tensor, visible: tuple[Tensor, Tensor], c: Tensor, d: int, s: int
 ) -> Tensor:
-    """The mean over block c's tokens (those under a window) of window scores interpolated to
-    tokens.
+    """Score of block c: the mean over its tokens under a window of interpolated window scores.
 
-    Token t lies at `(t + 0.5) / d - 0.5` on the axis of window centres; a neighbour that the query
-    does not see (it sees windows `visible[0]` to `visible[1] - 1`, [b|1 i] each), or that does not
-    exist, counts as the nearest one it sees.
+    Token t lies at `(t + 0.5) / d - 0.5` on the axis of window centres. The query sees windows
+    `visible[0]` to `visible[1] - 1`, [b|1 i] each. The nearest window that it sees replaces a
+    neighbour that is hidden or does not exist.
     """
     t = c[:, None] * s + torch.arange(s, device=c.device)
-    # both neighbours in integers: twice the position in units of 1 / (2 d)
+    # both neighbours in integer arithmetic: positions in units of 1 / (2 d)
     left, remainder = (2 * t + 1 - d) // (2 * d), (2 * t + 1 - d) % (2 * d)
     weight = remainder.to(window_scores.dtype) / (2 * d)
     first, end = (n[..., None, None] for n in visible)
@@ -64,9 +63,8 @@ def block_mean_interpolated(
 
 
 def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
-    """Score of block c: the probability of the windows over it, each by its share of the block,
-    `sum_w overlap(w, c) / d * p_w`; where a window spans whole blocks, that window's
-    probability."""
+    """Score of block c: `sum_w overlap(w, c) / d * p_w`, the probabilities of its windows weighted
+    by overlap. If d > s, the score is the probability of the one window over the block."""
     W = probs.shape[-1]
     mass = probs.new_zeros(*probs.shape[:-1], c.shape[0])
     if W == 0:
@@ -80,8 +78,8 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
 
 
 def with_last(t: Tensor) -> Tensor:
-    """What is known of windows [.. w]; in a compiled graph, which serves sequences that have no
-    window too, with zeros for one more, which nobody sees."""
+    """Append a hidden window of zeros to t [.. w] in a compiled graph, since its sequences may have
+    no window."""
     return F.pad(t, (0, 1)) if torch.compiler.is_compiling() else t
 
 
@@ -102,8 +100,8 @@ def importance_scores(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Scores [b r i c] of blocks c for queries that see the windows from `visible[0]` up to
-    `visible[1]`, [b|1 i] each."""
+    """Scores [b r i c] of blocks c for queries that see windows `visible[0]` to `visible[1] - 1`,
+    [b|1 i] each."""
     if rule == "probs":
         sim, mask = compressed_scores(q, ck, mem_k, visible, scale)
         keys, sim = sim.shape[-1], capped(finite(sim), soft_cap)
@@ -112,7 +110,7 @@ def importance_scores(
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
         return block_mass(probs, c, l, d, s)
     if shared:
-        # the mean over heads of a dot product is the dot product with the mean query
+        # the mean over heads of dot products is the dot product with the mean query
         q = rearrange(q, "b i (k g) d -> b i k g d", k=ck.shape[2]).mean(dim=3)
     sim, _ = compressed_scores(q, ck, None, visible, scale)
     window_scores = with_last(rearrange(finite(sim), "b k g i w -> b (k g) i w"))
@@ -122,8 +120,8 @@ def importance_scores(
 
 
 def rank(block_scores: Tensor, candidate: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n best candidates of each query, in order: block indices [b r i n] and which of them are
-    there at all. Ties go to the earlier block."""
+    """Top-n candidates of each query, best first: block indices [b r i n] and which of them are
+    candidates. The earlier block wins a tie."""
     masked = block_scores.detach().masked_fill(~candidate, float("-inf"))
     order = masked.sort(dim=-1, descending=True, stable=True).indices[..., :n]
     return order, candidate.expand_as(masked).gather(-1, order)
@@ -140,8 +138,8 @@ def straight_through_gates(block_scores: Tensor, candidate: Tensor, rule: str) -
 
 
 def leaders(q: Tensor, i: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens whose ranking is shared: their queries [b t h d], their positions [b|1 t], and the
-    group [b|1 i] that each query belongs to, -1 where its first token came before this call."""
+    """The first token of each group, whose ranking the group shares: queries [b t h d], positions
+    [b|1 t], and each query's group [b|1 i]. A group that began before this call is -1."""
     T, first = q.shape[1], i[:, :1]
     group = i // stride - blocks.ceil_div(first, stride)
     groups = free_size(blocks.ceil_div(T, stride))
@@ -152,7 +150,7 @@ def leaders(q: Tensor, i: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def share(ranked: Tensor, group: Tensor, before: Tensor) -> Tensor:
-    """Hand each group's ranking [b t r n] to its tokens, and `before` to those of group -1."""
+    """Give each group's ranking [b t r n] to its tokens. Tokens of group -1 get `before`."""
     index = group.clamp(min=0)[..., None, None].expand(ranked.shape[0], -1, *ranked.shape[2:])
     return torch.where(group[..., None, None] < 0, before, ranked.gather(1, index))
 
@@ -199,12 +197,12 @@ def select_blocks(
     if selection_stride > 1:
         start = i[:, :1]
         q, i, group = leaders(q, i, selection_stride)
-        if documents is not None:  # of the leaders
+        if documents is not None:  # documents of the leaders
             at = (i - start).expand(len(q), -1)
             documents = Documents(*(bound.gather(1, at) for bound in documents))
 
-    # candidates [b|1 1 i c]: not forced and, causally, past and wholly visible; of n columns or
-    # more (a compiled graph, which serves other lengths, does not ask how many are missing)
+    # candidates [b|1 1 i c] are not forced and, if causal, past and wholly visible. There are at
+    # least n columns. A compiled graph runs other lengths, so it always appends n.
     missing = n if torch.compiler.is_compiling() else max(0, n - num_ranked)
     c = torch.arange(num_ranked + missing, device=q.device)
     candidate = ((c >= num_initial_blocks) & (c < num_ranked)).expand(*i.shape, -1)
@@ -216,7 +214,7 @@ def select_blocks(
         candidate = candidate & past & (c < blocks.num_complete_blocks(i, d, s)[..., None])
     candidate = candidate[:, None]
 
-    # a ranking is worth fp32: in bf16 half of its scores would tie
+    # rank in fp32: in bf16 half of the scores would tie
     accumulate = torch.promote_types(q.dtype, torch.float32)
     with no_autocast(q.device.type):
         block_scores = importance_scores(

@@ -1,6 +1,6 @@
-"""The Triton backend: which calls it can run, and the branches on its operators.
+"""The Triton backend: which calls its kernels support, and the branches on its operators.
 
-Layouts and arguments are those of `functional.py`.
+Layouts and arguments are as in `functional.py`.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ OPERATIONS = (
     "sliding_window_attention",
 )
 
-# looked up once, here: a compiled graph cannot
+# looked up at import, since a compiled graph cannot look it up
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-# query heads of a KV head, and width of a head, that fit a tile
+# most query heads per KV head, and largest head width, that fit a tile
 MAX_GROUP = 64
 MAX_WIDTH = 256
-# keys of a selection block that fit a tile
+# most keys of a selection block that fit a tile
 MAX_BLOCK = 128
-# blocks that a query's ranking may hold
+# most blocks that a query may select
 MAX_SELECTED = 64
-# new tokens of a row that decoding takes at once
+# most new tokens per sequence of a decode step
 MAX_NEW = 16
 
 
 def too_large(op_name: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
-    """Why no tiles of a call are small enough for the current GPU, if none are."""
+    """Reason why even the smallest tile of a call exceeds the GPU's shared memory; else empty."""
     decoding = op_name == "decode_attention"
     if q.dtype != torch.float32 and not decoding:
         return []
@@ -82,7 +82,7 @@ def why_not(
     selection_block_size: int = 0,
     others: Sequence[Tensor | None] = (),
 ) -> list[str]:
-    """Reasons why the kernels cannot run this call; empty where they can."""
+    """Reasons why the kernels cannot run this call; empty if they can."""
     if op_name not in OPERATIONS:
         return [f"this version has no kernel for {op_name} yet"]
     reasons = transforms.unsupported_by_kernels()
@@ -133,8 +133,8 @@ def compressed_attention(
 ) -> Any:
     config = AttentionConfig.unchecked(**settings)
     tensors = dict(q=q, k=ck, v=cv, mem_k=mem_k, mem_v=mem_v, sinks=sinks)
-    where = layout(q_offset, documents)
-    out, lse = range_attention(config, branch="cmp", **tensors, **where)
+    layout_args = layout(q_offset, documents)
+    out, lse = range_attention(config, branch="cmp", **tensors, **layout_args)
     return (out, lse) if return_lse else out
 
 
@@ -153,8 +153,8 @@ def selected_attention(
 ) -> Any:
     config = AttentionConfig.unchecked(**settings)
     tensors = dict(q=q, k=k, v=v, block_indices=block_indices, gates=gates, sinks=sinks)
-    where = layout(q_offset, documents)
-    out, lse, _ = selected_attention_op(config, **tensors, **where)
+    layout_args = layout(q_offset, documents)
+    out, lse, _ = selected_attention_op(config, **tensors, **layout_args)
     return (out, lse) if return_lse else out
 
 
@@ -171,6 +171,6 @@ def sliding_window_attention(
 ) -> Any:
     config = AttentionConfig.unchecked(**settings)
     tensors = dict(q=q, k=k, v=v, sinks=sinks)
-    where = layout(q_offset, documents)
-    out, lse = range_attention(config, branch="win", **tensors, **where)
+    layout_args = layout(q_offset, documents)
+    out, lse = range_attention(config, branch="win", **tensors, **layout_args)
     return (out, lse) if return_lse else out

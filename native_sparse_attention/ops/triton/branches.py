@@ -1,5 +1,5 @@
-"""The three branches of the layer in Triton, without the operators around them: what the forward of
-`layer.py` runs, and its backward again with `recompute`; and their backward."""
+"""Forward and backward of the layer's three branches in Triton, without the operators around them.
+`layer.py` runs them. With `recompute` its backward runs the forward again."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .operators import kv_range
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of a call as the kernels take them, and its settings."""
+    """The tensors of a call in the kernels' form, and its settings."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     ck: Tensor
     cv: Tensor
-    own_cq: Tensor | None  # queries of the compressed branch where they are not q
+    own_cq: Tensor | None  # queries of the compressed branch if they differ from q
     mem_k: Tensor | None
-    memory: tuple[Tensor, Tensor] | None  # as keys and values before all others
-    window: tuple[Tensor, Tensor] | None  # keys and values of the window where it has its own
+    memory: tuple[Tensor, Tensor] | None  # keys and values before all others
+    window: tuple[Tensor, Tensor] | None  # keys and values of the window if they differ from k, v
     sinks: Tensor | None
     starts: Tensor | None
     documents: Documents | None
@@ -60,9 +60,9 @@ class Problem:
         )  # fmt: skip
 
     def kv_ranges(self) -> tuple[Any, Any]:
-        """The keys that queries see in the compressed branch, and in the window."""
-        where = self.start, self.starts, self.documents
-        return kv_range("cmp", self.config, *where), kv_range("win", self.config, *where)
+        """KV ranges of the compressed branch and of the window."""
+        offsets = self.start, self.starts, self.documents
+        return kv_range("cmp", self.config, *offsets), kv_range("win", self.config, *offsets)
 
 
 def attend(
@@ -71,9 +71,9 @@ def attend(
     block_indices: Tensor | None,
     combined: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Outputs and log-sum-exps of the three branches, and the block indices, ranked here where they
-    are not given. Given gates [B T H 3] and a tensor for the layer's output in `combined`, writes
-    that output."""
+    """Outputs and log-sum-exps of the three branches, and the block indices. Ranks the blocks if
+    `block_indices` is None. `combined` holds gates [B T H 3] and a tensor for the layer's output:
+    writes that output."""
     from ...kernels.common import streams
     from ...kernels.common.key_norms import key_norms
     from ...kernels.common.launch import CombineInputs
@@ -89,7 +89,7 @@ def attend(
     if block_indices is None:
         block_indices = empty_block_indices(q, call.ck, at)
         block_indices = block_indices if ranked else block_indices.fill_(-1)
-    # nothing waits for the compressed branch then: blocks are ranked beside it
+    # then the ranking needs nothing of the compressed branch and runs beside it
     ahead = ranked and at.importance == "logits" and leaders is None and call.documents is None
 
     def rank(lse: Tensor | None) -> None:
@@ -112,7 +112,7 @@ def attend(
             rank(lse_cmp)
     selection = call.selection(block_indices)
     if leaders is not None and block_indices.shape[-1]:
-        # handed in by a caller, not ranked here
+        # the caller gave the leaders' block indices, so they may be invalid
         block_indices = selected.valid_block_indices(selection, k.shape[1])
         selection = call.selection(block_indices)
     selection = selected.with_initial(selection)
@@ -121,7 +121,7 @@ def attend(
         of_window = k, v
         near = selected.within_window(selection, k, v, at.sliding_window_size)[1]
     plan = selected.allocate(q, k, v, selection, call.scale)
-    # short programs, on the way to the selection: the tensor cores have little to do
+    # short programs that the selection waits for; they leave the tensor cores idle
     fork = ahead or plan is not None
     with streams.forked(q.device, ahead=True) if fork else nullcontext(nullcontext()) as beside:
         with beside:
@@ -145,9 +145,9 @@ def attend(
 
 
 class BranchGradients(NamedTuple):
-    """Of the tensors that the branches read, from their outputs; dcq is dq where the compressed
-    branch has no queries of its own. `window`: of its keys and values if it has its own; `chosen`:
-    of the slots of the selection, with differentiable top-k."""
+    """Gradients of the tensors that the branches read. dcq is dq if the compressed branch has no
+    queries of its own. `window`: of the window's own keys and values. `chosen`: of the slots of the
+    selection, with differentiable top-k."""
 
     dq: Tensor
     dk: Tensor
@@ -162,8 +162,8 @@ class BranchGradients(NamedTuple):
 def attend_backward(
     call: Problem, block_indices: Tensor, cmp: Any, sel: Any, win: Any
 ) -> BranchGradients:
-    """Gradients from those of the branches' outputs, `launch.BackwardInputs`. What adds to dq, one
-    launch after the other, runs beside what forms dk and dv."""
+    """Gradients from the `launch.BackwardInputs` of the branches. The launches that add to dq run
+    one after the other, beside the launches for dk and dv."""
     from ...kernels.common import streams
     from ...kernels.common.launch import Accumulator
     from ...kernels.common.reduce import reduce_partials
@@ -184,7 +184,7 @@ def attend_backward(
     )
     within = None if inner is None else (inner, sel)
     near = window or (k, v)
-    listed = (q, k, v, chosen, scale, sel)
+    selected_args = (q, k, v, chosen, scale, sel)
     plan = selected.plan_backward(q, k, v, chosen, scale)
     dq = Accumulator(q)
     query, dcq = (q, dq) if call.own_cq is None else (call.cq, Accumulator(call.cq))
@@ -193,14 +193,14 @@ def attend_backward(
         flash_bwd.backward_q(query, ck, cv, range_cmp, scale, cmp, dcq, call.memory)
         flash_bwd.backward_q(q, *near, range_win, scale, win, dq, inner=within)
         if within is None:
-            selected.forced_backward_q(*listed, dq)
+            selected.forced_backward_q(*selected_args, dq)
         if chosen.gates is None:
             streams.wait(q.device, ready)
-            selected.topn_backward_q(*listed, dq, plan)
+            selected.topn_backward_q(*selected_args, dq, plan)
 
     d_chosen = None
     if chosen.gates is not None:
-        d_chosen = selected.topn_backward_q(*listed, dq, plan)
+        d_chosen = selected.topn_backward_q(*selected_args, dq, plan)
     if plan.concurrent:
         buffer = k.new_empty(k.numel() + v.numel(), dtype=torch.float32)
         topn_dk, topn_dv = buffer[: k.numel()].view(k.shape), buffer[k.numel() :].view(v.shape)
@@ -215,10 +215,10 @@ def attend_backward(
             done = streams.mark(q.device)
         with beside:
             if plan.concurrent:
-                selected.topn_backward_kv(*listed, topn_dk, topn_dv, dq, plan, ready, done)
+                selected.topn_backward_kv(*selected_args, topn_dk, topn_dv, dq, plan, ready, done)
             else:
                 through_queries()
-        # with differentiable top-k what goes through its scores is added to these
+        # differentiable top-k later adds the gradients of its scores to these
         dtype = ck.dtype if chosen.gates is None else torch.float32
         parts = [flash_bwd.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
         dck, dcv = reduce_partials(parts, ck, cv, dtype)
@@ -229,16 +229,16 @@ def attend_backward(
         if inner is not None and first is not None:
             parts.append(flash_bwd.backward_prefix(q, first, inner, scale, sel))
         if not within:
-            dk, dv = selected.forced_backward_kv(*listed)
+            dk, dv = selected.forced_backward_kv(*selected_args)
             parts.append((dk[None], dv[None]))
         if not plan.concurrent:
-            dk, dv = reduce_partials(parts, k, v)  # what is listed is added to these
+            dk, dv = reduce_partials(parts, k, v)  # topn_backward_kv adds to these
             parts = [(dk[None], dv[None])]
         if not plan.is_key_major:
-            selected.topn_backward_kv(*listed, dk, dv, dq, plan, ready)
+            selected.topn_backward_kv(*selected_args, dk, dv, dq, plan, ready)
     if plan.concurrent:
         parts.append((topn_dk[None], topn_dv[None]))
     elif plan.is_key_major:
-        d_chosen = selected.topn_backward_kv(*listed, dk, dv, dq, plan)
+        d_chosen = selected.topn_backward_kv(*selected_args, dk, dv, dq, plan)
     dk, dv = reduce_partials(parts, k, v, k.dtype)
     return BranchGradients(dq.total(), dk, dv, dck, dcv, dcq.total(), d_window, d_chosen)

@@ -1,4 +1,4 @@
-"""Writes of a decode step to a KV cache, by kernels that read sequence lengths on the device."""
+"""Writes of a decode step to a KV cache. The kernels read sequence lengths on the device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def append(
     """Append the entries `new` [b h n d] that `tokens` new tokens may complete to two streams.
 
     The streams' storage is [b h n d], or [pages h n d] with a page table. An entry covers `every`
-    tokens. With `tail` the storage is a ring buffer, in which the token at position p lies in slot
-    `p mod size`.
+    tokens. With `tail` the storage is a ring buffer: slot `p mod size` holds position p.
     """
     from ...kernels.decode import kv_cache
 
@@ -36,7 +35,7 @@ def recent(
 ) -> tuple[Tensor, Tensor]:
     """The windows [b h w l d] of raw keys and values that `tokens` new tokens may complete.
 
-    The new tokens are in the tails [b h size d] already. Tokens before the first are zeros.
+    The tails [b h size d] hold the new tokens already. Tokens before the first are zeros.
     """
     from ...kernels.decode import kv_cache
 

@@ -20,7 +20,7 @@ MEAN_BACKWARD = Arguments(
 
 
 def heads_last(like: Tensor, n: int) -> Tensor:
-    """Unwritten [b h n d], which is [b n h d] in memory."""
+    """Allocate [b h n d] with memory order [b n h d]."""
     b, h, _, d = like.shape
     return like.new_empty(b, n, h, d).transpose(1, 2)
 
@@ -30,7 +30,7 @@ def heads_last(like: Tensor, n: int) -> Tensor:
     fake=lambda at: (heads_last(at.k, at.windows), heads_last(at.v, at.windows)),
 )  # fmt: skip
 def compress_mean(at):
-    """Of k and v [b h n d], with positions [h l d] added: [b h windows d] each."""
+    """Window means [b h windows d] of k and v [b h n d] with positions [h l d] added."""
     from ...kernels import compress_mean
 
     positions = rows(at.k_positions, at.v_positions)
@@ -44,7 +44,7 @@ def gradients_fake(at):
 
 @operator("compress_mean_backward", MEAN_BACKWARD, "Tensor[]", fake=gradients_fake)
 def compress_mean_backward(at):
-    """The gradients of k, v and the positions."""
+    """Gradients of k, v and the positions."""
     from ...kernels import compress_mean
 
     positions = at.k_positions, at.v_positions

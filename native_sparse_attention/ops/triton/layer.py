@@ -1,10 +1,9 @@
 """The whole layer between projection and output in Triton, as one torch operator and one autograd
-node: delta, dq, dk and dv are formed once for all branches.
+node. It computes delta, dq, dk and dv once for all branches.
 
-The forward keeps what each branch gave, [B T H E], for the backward; with `recompute` the backward
-forms it again. Most of the backward needs two numbers a row of it, which an operator of its own
-forms: what each branch gave is gone by then. Arguments are those of
-`ops.nsa.native_sparse_attention`.
+The forward saves the branch outputs [B T H E]; with `recompute` the backward computes them again.
+The preprocess operator reduces each output row to two numbers, so that the branch outputs are free
+during the rest of the backward. Arguments are those of `ops.nsa.native_sparse_attention`.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ SAVED = (*LEAVES, *Arguments(*LAYOUT).names)
 
 
 def problem(at: SimpleNamespace) -> Problem:
-    """The call that an operator's arguments make."""
+    """Convert an operator's arguments to a `Problem`."""
     q, k, v, ck, cv = rows(at.q, at.k, at.v, at.ck, at.cv)
     own_window = at.window_k is not None and at.window_v is not None
     return Problem(
@@ -86,8 +85,8 @@ def layer_fake(at: SimpleNamespace) -> list[Tensor]:
 
 @operator("layer", FORWARD, "Tensor[]", fake=layer_fake)
 def layer(at):
-    """The output [B T H E], the selection [B T R n], and outputs and log-sum-exps of the
-    branches, which `recompute` leaves out."""
+    """The output [B T H E], block indices [B T R n] and, unless `recompute`, outputs and
+    log-sum-exps of the branches."""
     call = problem(at)
     out, _ = empty_outputs(call.q, call.v)
     outs, lses, block_indices = attend(call, at.leaders, None, (at.branch_gates, out))
@@ -103,7 +102,7 @@ def preprocess_fake(at: SimpleNamespace) -> list[Tensor]:
 
 @operator("layer_backward_preprocess", PREPROCESS, "Tensor[]", fake=preprocess_fake)
 def layer_backward_preprocess(at):
-    """The gradient of the gates, and gated log-sum-exps and deltas of the branches [3 B T H]."""
+    """Gradient of the gates, gated log-sum-exps and deltas of the branches [3 B T H]."""
     from ...kernels import combine
 
     return list(combine.backward(at.d_out.contiguous(), at.outs, at.lses, at.branch_gates))
@@ -117,9 +116,9 @@ def gradients_fake(at: SimpleNamespace) -> list[Tensor]:
 
 @operator("layer_backward", BACKWARD, "Tensor[]", fake=gradients_fake)
 def layer_backward(at):
-    """Gradients of the differentiable tensors that are there, in their order; of the gates only
-    with `recompute`. `kept`: the selection, and without `recompute` the branches' log-sum-exps and
-    what `layer_backward_preprocess` formed beside that gradient."""
+    """Gradients of the differentiable tensors that are not None, in order; of the gates only with
+    `recompute`. `kept`: the block indices and, without `recompute`, the branches' log-sum-exps, and
+    the gated log-sum-exps and deltas of `layer_backward_preprocess`."""
     from ...kernels import combine
     from ...kernels.common.reduce import reduce_partials
     from ...kernels.flash import bwd as flash_bwd
@@ -143,7 +142,7 @@ def layer_backward(at):
     grads = attend_backward(call, block_indices, cmp, sel, win)
     dck, d_scored = grads.dck, None
     if grads.chosen is not None:
-        # through the gates of the blocks to the scores that chose them, in place in dq or dcq
+        # add the gradients of the block scores, through the gates, in place to dq or dcq
         ranking = ranking_of(
             at.config, call.q, at.start, at.num_ranked, at.starts, call.documents,
             None if at.sinks is None else of_heads(at.sinks)[0],
@@ -186,7 +185,7 @@ def setup(ctx, at, output):
 
 def backward(ctx, grads):
     refuse_legacy_batched(grads[0])
-    saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
+    saved = ctx.saved_tensors  # read once: activation checkpointing gives them only once
     tensors = dict(zip(SAVED, saved, strict=False))
     block_indices, *kept = saved[-ctx.kept :]
     d_out, found = grads[0].contiguous(), {}
@@ -196,7 +195,7 @@ def backward(ctx, grads):
             d_out=d_out, outs=outs, lses=lses, branch_gates=tensors["branch_gates"]
         )
         kept = [*lses, *rest]
-        # nothing else has what the branches gave
+        # these are the last references to the branch outputs
         del saved, outs
         ctx.maybe_clear_saved_tensors()
     some = layer_backward(
@@ -212,19 +211,19 @@ refuse_second_derivatives(layer_backward)
 
 
 def compile_ahead(dry_run: Callable[[], Any], done: Callable[[int, int], None] | None) -> int:
-    """`kernels.common.ahead.compile_ahead`, of 0 kernels where that is not possible."""
+    """`kernels.common.ahead.compile_ahead`; compiles 0 kernels if that is not possible."""
     from ...kernels.common import ahead
 
     return ahead.compile_ahead(dry_run, done) if ahead.is_possible() else 0
 
 
-# the kinds of calls that this process has compiled for
+# the kinds of calls whose kernels this process has compiled
 compiled: set[Any] = set()
 
 
 def compile_first(kind: Any, tensors: Sequence[Tensor | None], dry_run: Callable[[], Any]) -> None:
-    """At the first call of a kind, compile what a dry run of its forward and backward would launch,
-    side by side: each by itself, at its launch, kernels take several times as long."""
+    """At the first call of a kind, compile the kernels of its forward and backward in parallel. One
+    by one, at their launches, they would take several times as long."""
     if kind in compiled or not is_plain(tensors):
         return
     from ...kernels.common import ahead
@@ -233,12 +232,13 @@ def compile_first(kind: Any, tensors: Sequence[Tensor | None], dry_run: Callable
         return
     compiled.add(kind)
     if ahead.is_possible():
-        with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):  # then at its launch
+        # out of memory: kernels compile at their launch instead
+        with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
             ahead.compile_ahead(dry_run, ignore_errors=True)
 
 
 def preprocessed(kept: Sequence[Tensor], d_out: Tensor, gates: Tensor) -> list[Tensor]:
-    """What `layer` kept, as `layer_backward` takes it, in a dry run."""
+    """Convert the tensors that `layer` saved to arguments of `layer_backward`, in a dry run."""
     from ...kernels import combine
 
     if not kept:
@@ -247,8 +247,8 @@ def preprocessed(kept: Sequence[Tensor], d_out: Tensor, gates: Tensor) -> list[T
 
 
 def compile_layer(call: Call, config: AttentionConfig, values: dict[str, Any]) -> None:
-    """`compile_first` of the operator: at the first call of these settings and widths, or of twice
-    the length."""
+    """`compile_first` of the operator: at the first call of these settings, widths and
+    power-of-two range of lengths."""
     q, k, v = call.q, call.k, call.v
     trains = torch.is_grad_enabled() and any(
         values[name] is not None and values[name].requires_grad for name in LEAVES if name in values
@@ -285,14 +285,14 @@ def operands(call: Call, config: AttentionConfig) -> dict[str, Any]:
     num_ranked = blocks.num_complete_blocks(call.ck.shape[1] * d, d, s)
     if not config.causal:
         num_ranked = blocks.num_blocks(call.k.shape[1], s)
-    where = layout(call.q_offset, call.documents)
-    return {**tensors, **where, "leaders": call.leader_indices, "num_ranked": num_ranked}
+    layout_args = layout(call.q_offset, call.documents)
+    return {**tensors, **layout_args, "leaders": call.leader_indices, "num_ranked": num_ranked}
 
 
 def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """The output [B T H E] and the selected block indices."""
     values = operands(call, config)
-    # not of a graph, whose lengths are symbols
+    # lengths in a compiled graph are symbols
     if call.q.is_cuda and not torch.compiler.is_compiling() and isinstance(call.q.shape[1], int):
         compile_layer(call, config, values)
     out, block_indices, *_ = layer(config, **values)

@@ -1,7 +1,7 @@
-"""How torch operators are made here: tensors and numbers, then the fields of `AttentionConfig`.
+"""Definition of torch operators that take tensors, numbers and the fields of `AttentionConfig`.
 
-torch hands an operator a flat tuple. `Arguments` names what lies in it, so that nobody counts
-places, and its schema has the fields of the settings. Nothing here imports triton.
+torch passes an operator a flat tuple. `Arguments` names its items, so that no code depends on their
+order, and adds the fields of the settings to the schema. This module does not import triton.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ...compat import transforms
 from ...config import AttentionConfig
 from ...varlen import Documents
 
-# types of fields, as annotated, and of a schema
+# annotated types of fields, and their types in a schema
 TYPES = {
     "int": "SymInt", "bool": "bool", "str": "str", "float | None": "float?",
     "BlockSizes | None": "SymInt[]?",
 }  # fmt: skip
 CONFIG = {field.name: TYPES[str(field.type)] for field in fields(AttentionConfig)}
-# where documents lie, and where queries stand: at `start`, or at `starts` [B]
+# bounds of documents; positions of the first queries [B], in place of the number `start`
 LAYOUT = ("Tensor? starts", "Tensor? doc_first", "Tensor? doc_last")
 
 
 class Arguments:
-    """What an operator takes: `declared` as in a schema ("Tensor? cq", "SymInt start"), then the
-    settings, unless it has none."""
+    """Arguments of an operator: `declared` as in a schema ("Tensor? cq", "SymInt start"), then the
+    fields of the settings if it has settings."""
 
     def __init__(self, *declared: str, settings: bool = True) -> None:
         self.declared = declared
@@ -44,14 +44,14 @@ class Arguments:
         return f"({', '.join((*self.declared, *settings))}) -> {returns}"
 
     def flat(self, config: AttentionConfig | None, **values: Any) -> list[Any]:
-        """The values in order; one that is not given is None."""
+        """The values in order; a missing value is None."""
         settings = {name: getattr(config, name) for name in self.settings}
         if config is not None and isinstance(config.block_sizes, BlockSizes):
             settings["block_sizes"] = flat(config.block_sizes)
         return [*(values.get(name) for name in self.names), *settings.values()]
 
     def named(self, values: tuple[Any, ...]) -> SimpleNamespace:
-        """The values by name, and the settings as `config`, in which tiles are a tuple."""
+        """The values by name, and the settings as `config`, whose `block_sizes` are a tuple."""
         found = dict(zip((*self.names, *self.settings), values, strict=True))
         config = None
         if self.settings:
@@ -62,11 +62,11 @@ class Arguments:
         return SimpleNamespace(**found, config=config)
 
     def given(self, config: AttentionConfig | None, values: dict[str, Any]) -> SimpleNamespace:
-        """What `named` makes of `flat`."""
+        """`named(flat(config, **values))`."""
         return SimpleNamespace(**dict.fromkeys(self.names) | values, config=config)
 
     def flat_tensors(self, values: dict[str, Any]) -> list[Any]:
-        """The tensors in order, those of lists one by one."""
+        """The tensors in order; lists are flattened."""
         found: list[Any] = []
         for name in self.tensors:
             value = values.get(name)
@@ -74,20 +74,20 @@ class Arguments:
         return found
 
     def gradients(self, found: dict[str, Any]) -> tuple[Any, ...]:
-        """A gradient for each argument, None for those that have none."""
+        """A gradient for each argument, or None."""
         return (*(found.get(name) for name in self.names), *(None,) * len(self.settings))
 
 
 class Operator:
     """A torch operator, called by the names of its arguments.
 
-    torch takes half a millisecond to bring this many arguments to an operator that has a gradient.
-    A plain call (`transforms.is_plain`) runs the same function in an autograd node of its own; the
-    operator is for whoever looks at a call from outside: compilers, modes, transforms, subclasses.
+    torch takes 0.5 ms to dispatch this many arguments to a differentiable operator. A plain call
+    (`transforms.is_plain`) therefore runs the same function in its own autograd node. Compilers,
+    modes, transforms and tensor subclasses get the operator.
 
     Args:
-        op: the operator that torch knows by this name.
-        run: what it computes, of named arguments.
+        op: the operator that torch registered under this name.
+        run: the function of named arguments that computes it.
         mutates: names of the tensors that it writes to.
     """
 
@@ -121,8 +121,8 @@ class Operator:
     def differentiable(
         self, setup: Callable[..., None], backward: Callable[..., dict[str, Any]], many: bool
     ) -> None:
-        """Give it a gradient: `setup(ctx, at, output)` of named arguments, and `backward(ctx,
-        grads)`, which names what it finds. `many`: of a list of results, and not of a few."""
+        """Make the operator differentiable. `setup(ctx, at, output)` takes named arguments;
+        `backward(ctx, grads)` returns gradients by name. `many`: the result is one list."""
         arguments, run = self.arguments, self.run
 
         def of_op(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -165,9 +165,9 @@ def operator(
     fake: Callable[[SimpleNamespace], Any],
     mutates: tuple[str, ...] = (),
 ) -> Callable[[Callable[[SimpleNamespace], Any]], Operator]:
-    """Make a function of named arguments an operator, which runs with the GPU of its first tensor
-    the current one, as Triton launches there, in tiles of `block_sizes`, and not under forward-mode
-    AD. `fake` gives the results without their values."""
+    """Make a function of named arguments an operator. It sets the current GPU to the GPU of its
+    first tensor, since Triton launches there. It applies `block_sizes` and refuses forward-mode AD.
+    `fake` allocates the results without values."""
 
     def make(run: Callable[[SimpleNamespace], Any]) -> Operator:
         repeated: list[Any] = []
@@ -218,20 +218,20 @@ def documents_of(at: SimpleNamespace) -> Documents | None:
 
 
 def layout(q_offset: int | Tensor, documents: Documents | None) -> dict[str, Any]:
-    """Offset and documents as an operator takes them: `LAYOUT`, and `start`."""
+    """Offset and documents as arguments of an operator: `LAYOUT`, and `start`."""
     starts, start = (q_offset, 0) if isinstance(q_offset, Tensor) else (None, q_offset)
     first, last = (None, None) if documents is None else (documents.first, documents.last)
     return dict(starts=starts, start=start, doc_first=first, doc_last=last)
 
 
 def rows(*tensors: Tensor) -> Any:
-    """Kernels take any strides but the last."""
+    """Tensors with a last stride of 1; kernels take any other strides."""
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 
 
 def whole(t: Tensor) -> Tensor:
-    """Contiguous, and at an address that the tensor memory accelerator takes: a gradient may be
-    part of another tensor."""
+    """A contiguous tensor at a 16-byte aligned address, for the tensor memory accelerator. A
+    gradient may be a view into another tensor."""
     t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
@@ -242,13 +242,13 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_block_indices(q: Tensor, ck: Tensor, config: AttentionConfig) -> Tensor:
-    """[B T R n], unwritten."""
+    """Allocate [B T R n]."""
     ranks = ck.shape[2] if config.query_heads_share_selected_kv else q.shape[2]
     return q.new_empty(*q.shape[:2], ranks, config.num_selected_blocks, dtype=torch.int32)
 
 
 def prefix(mem_k: Tensor | None, mem_v: Tensor | None, batch: int) -> tuple[Tensor, Tensor] | None:
-    """Memory [K m D] as the keys and values [B m K D] before all others; None without any."""
+    """Memory [K m D] as keys and values [B m K D] before all others; None without memory."""
     if mem_k is None or mem_v is None or mem_k.shape[1] == 0:
         return None
     k, v = (m.transpose(0, 1).expand(batch, -1, -1, -1) for m in rows(mem_k, mem_v))
@@ -256,18 +256,18 @@ def prefix(mem_k: Tensor | None, mem_v: Tensor | None, batch: int) -> tuple[Tens
 
 
 def memory_grads(dk: Tensor, dv: Tensor) -> list[Tensor]:
-    """Gradients [K m D] of memory from those of its rows [B m K D]."""
+    """Gradients [K m D] of memory from gradients [B m K D] of its prefix."""
     return [d.sum(0).transpose(0, 1).contiguous() for d in (dk, dv)]
 
 
 def of_heads(sinks: Tensor | None) -> Any:
-    """Sinks as the kernels read them."""
+    """Sinks in contiguous fp32, for the kernels."""
     return None if sinks is None else sinks.to(torch.float32).contiguous()
 
 
 def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor, gates: Tensor | None = None) -> Tensor:
-    """Gradient of the sinks [H] of a branch, whose value is 0: `-sum p delta` over the queries,
-    times the gate of its output where it has one. lse, delta and gates [B T H]."""
-    share = torch.exp(sinks.float() - lse) * delta
-    share = share if gates is None else share * gates.float()
-    return -share.sum((0, 1)).to(sinks.dtype)
+    """Gradient of the sinks [H] of a branch: `-sum p delta` over the queries, times the gates if
+    given (a sink has value 0). lse, delta and gates are [B T H]."""
+    weighted = torch.exp(sinks.float() - lse) * delta
+    weighted = weighted if gates is None else weighted * gates.float()
+    return -weighted.sum((0, 1)).to(sinks.dtype)

@@ -1,7 +1,7 @@
-"""The branches in Triton, each as a torch operator with its autograd. `topk.py` has the operators
-of the selection, `layer.py` that of the whole layer.
+"""The branches in Triton, each as a differentiable torch operator. `topk.py` has the operators of
+the selection; `layer.py` has the operator of the whole layer.
 
-Nothing here imports triton before a kernel runs.
+This module does not import triton before a kernel runs.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def kv_range(
     starts: Tensor | None,
     documents: Documents | None,
 ) -> Any:
-    """The keys that queries see in the compressed branch ("cmp") or the window ("win")."""
+    """KV range of the compressed branch ("cmp") or the window ("win")."""
     from ...kernels.common import primitives
     from ...kernels.common.launch import KVRange
 
-    where: dict[str, Any] = dict(
+    common: dict[str, Any] = dict(
         start=start, starts=starts, documents=documents, soft_cap=config.soft_cap
     )
     if branch == "cmp":
         kind = primitives.BEHIND if config.causal else primitives.EVERYTHING
-        return KVRange(kind.value, stride=config.d, unit=config.d, **where)
+        return KVRange(kind.value, stride=config.d, unit=config.d, **common)
     kind = primitives.CAUSAL_WINDOW if config.causal else primitives.TWO_SIDED_WINDOW
-    return KVRange(kind.value, config.sliding_window_size, **where)
+    return KVRange(kind.value, config.sliding_window_size, **common)
 
 
-# the compressed branch and the window: each query sees a range of keys
+# the compressed branch and the window: each query sees one KV range
 
 
 TENSORS = ("Tensor q", "Tensor k", "Tensor v", "Tensor? mem_k", "Tensor? mem_v", "Tensor? sinks")
@@ -70,7 +70,7 @@ def seen(at: SimpleNamespace) -> Any:
 
 @operator("range_attention", RANGE, "(Tensor, Tensor)", fake=lambda at: empty_outputs(at.q, at.v))
 def range_attention(at):
-    """Attention to one range of keys a query, and to memory; out [B T H E], lse [B T H]."""
+    """Attention to one KV range per query and to memory; out [B T H E], lse [B T H]."""
     from ...kernels.flash import fwd as flash_fwd
 
     q, k, v = rows(at.q, at.k, at.v)
@@ -85,7 +85,7 @@ def range_attention(at):
     fake=lambda at: [t.new_empty(t.shape) for t in leaves_of(at, RANGE_LEAVES)],
 )  # fmt: skip
 def range_attention_backward(at):
-    """The gradients of the differentiable tensors that are there, in their order."""
+    """Gradients of the differentiable tensors that are not None, in order."""
     from ...kernels import combine
     from ...kernels.common import launch
     from ...kernels.common.reduce import reduce_partials
@@ -109,7 +109,7 @@ def range_attention_backward(at):
 
 
 def leaves_of(at: SimpleNamespace, names: tuple[str, ...]) -> list[Tensor]:
-    """The tensors of these names that are there."""
+    """The tensors of these names that are not None."""
     return [getattr(at, name) for name in names if getattr(at, name) is not None]
 
 
@@ -166,8 +166,8 @@ def selected_fake(at: SimpleNamespace) -> Any:
 
 @operator("selected_attention", SELECTED, "(Tensor, Tensor, Tensor)", fake=selected_fake)
 def selected_attention_op(at):
-    """Attention to selected and forced blocks: out [B T H E], lse [B T H], and the block indices as
-    they were used."""
+    """Attention to selected and forced blocks: out [B T H E], lse [B T H], and the valid block
+    indices."""
     from ...kernels.selected import branch as selected
 
     valid = selected.valid_block_indices(selection_of(at, at.block_indices), at.k.shape[1])
@@ -183,7 +183,7 @@ def selected_attention_op(at):
     fake=lambda at: [t.new_empty(t.shape) for t in leaves_of(at, SELECTED_LEAVES)],
 )  # fmt: skip
 def selected_attention_backward(at):
-    """The gradients of the differentiable tensors that are there, in their order."""
+    """Gradients of the differentiable tensors that are not None, in order."""
     from ...kernels import combine
     from ...kernels.selected import branch as selected
 

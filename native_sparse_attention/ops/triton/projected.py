@@ -1,10 +1,10 @@
-"""The layer from its projection to its output, by one plan a pass.
+"""The layer from its projection to its output, with one recorded plan per pass.
 
-Of a layer with shared keys whose windows are averaged, everything between `to_qkv` and
-`combine_heads` is kernels: heads are rotated, windows averaged, blocks selected, and branches
-attended to and combined. The first call of a kind goes through the operators and their checks one
-by one. Later ones are one autograd node, whose two passes are each recorded and repeated as a
-whole: see `kernels/common/replay.py`.
+This module covers layers that share keys between branches and average windows. There kernels run
+everything between `to_qkv` and `combine_heads`: rotary embedding, window means, selection, the
+branches and their combination. The first call of a kind runs the operators and their checks one by
+one. Later calls run one autograd node, which records and replays each of its two passes as a whole
+(`kernels/common/replay.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ..call import Call
 from . import compress, layer, rotary
 from .operator import Operator
 
-# of the autograd node, in the order of its inputs
+# differentiable inputs of the autograd node, in order
 LEAVES = ("qkv", "branch_gates", "k_positions", "v_positions", "mem_k", "mem_v", "sinks")
 TENSORS = (*LEAVES, "freqs")
-FORMED = ("q", "k", "ck", "cv")  # kept for the backward, with what the layer keeps
+FORMED = ("q", "k", "ck", "cv")  # saved for the backward, beside the layer's own tensors
 NUMBERS = ("backend", "heads", "dim_head", "factor")
-# the two plans, made at the first call: Triton is imported then
+# the two plans, made at the first call, since that imports Triton
 PASSES: dict[str, Any] = {}
 
 
 def within(operator: Operator, config: AttentionConfig | None = None, **values: Any) -> Any:
-    """What an operator computes, without its dispatch, where no gradient of it is wanted."""
+    """Run an operator, without its dispatch if autograd is off."""
     if torch.is_grad_enabled():
         return operator(config, **values)
     return operator.run(operator.arguments.given(config, values))
@@ -51,7 +51,7 @@ def operands(at: SimpleNamespace, cq: Tensor, v: Tensor, formed: tuple[Tensor, .
 
 
 def forward(at: SimpleNamespace) -> list[Tensor]:
-    """The output [B T H E], then what the backward needs: `FORMED`, and what `layer` keeps."""
+    """The output [B T H E], then tensors saved for the backward: `FORMED` and those of `layer`."""
     cq, raw_k, v = rotary.split(at.qkv, at.heads, at.dim_head)
     turned = dict(tensors=[cq, raw_k], freqs=at.freqs, start=0, factor=at.factor)
     q, k = within(rotary.turn, **turned)
@@ -65,7 +65,7 @@ def forward(at: SimpleNamespace) -> list[Tensor]:
 
 
 def backward(at: SimpleNamespace) -> list[Tensor]:
-    """Gradients of those of `LEAVES` that are there, but for the gates' unless `recompute`."""
+    """Gradients of the `LEAVES` that are not None; of the gates only with `recompute`."""
     cq, raw_k, v = rotary.split(at.qkv, at.heads, at.dim_head)
     values = operands(at, cq, v, at.formed)
     names = [n for n in layer.LEAVES if values[n] is not None]
@@ -89,7 +89,7 @@ def backward(at: SimpleNamespace) -> list[Tensor]:
 
 
 class ProjectedAttention(torch.autograd.Function):
-    """`forward` and `backward` above, of a recorded plan each."""
+    """`forward` and `backward` of this module, each from its recorded plan."""
 
     @staticmethod
     def forward(ctx: Any, at: SimpleNamespace, attend: Callable[[], Any], *tensors: Any) -> Any:
@@ -102,7 +102,7 @@ class ProjectedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         refuse_legacy_batched(*grads)
-        saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
+        saved = ctx.saved_tensors  # read once: activation checkpointing gives them only once
         at = SimpleNamespace(**dict(zip(TENSORS, saved, strict=False)), **ctx.numbers)
         kept = saved[len(TENSORS) :]
         at.formed, (indices, *kept) = kept[: len(FORMED)], kept[len(FORMED) :]
@@ -113,11 +113,11 @@ class ProjectedAttention(torch.autograd.Function):
                 d_out=at.d_out, outs=outs, lses=lses, branch_gates=at.branch_gates
             )
             kept = [*lses, *rest]
-            # nothing else has what the branches gave
+            # these are the last references to the branch outputs
             del saved, outs
             ctx.maybe_clear_saved_tensors()
         at.kept = [indices, *kept]
-        if torch.is_grad_enabled():  # each operator says that it has no second derivatives
+        if torch.is_grad_enabled():  # each operator then refuses second derivatives
             found = backward(at)
         else:
             with torch.cuda.device_of(at.d_out):
@@ -129,7 +129,7 @@ class ProjectedAttention(torch.autograd.Function):
 
 
 def given(at: SimpleNamespace, names: tuple[str, ...], *others: str) -> tuple[list[Any], Any]:
-    """The tensors of a call, and what else its launches depend on."""
+    """The tensors of a call, and the settings and numbers that its launches depend on."""
     tensors = [getattr(at, name) for name in names]
     for name in others:
         value = getattr(at, name)
@@ -140,8 +140,8 @@ def given(at: SimpleNamespace, names: tuple[str, ...], *others: str) -> tuple[li
 def compile_first(
     at: SimpleNamespace, tensors: list[Any], trains: bool, possible: Callable[[], bool]
 ) -> None:
-    """Before the first call of these settings and widths, or of twice the length, compile what it
-    will launch."""
+    """Compile the kernels of the first call of these settings, widths and power-of-two range of
+    lengths."""
     shape = at.qkv.shape[1].bit_length(), at.qkv.shape[2], at.qkv.dtype, at.qkv.device
     there = tuple(t is None for t in tensors)
     kind = "projected", at.config, trains, at.heads, at.dim_head, shape, there
@@ -163,8 +163,8 @@ def projected_attention(
     config: AttentionConfig, possible: Callable[[], bool], **values: Any
 ) -> Tensor | None:
     """The output [B T H E] of `qkv` [b n (h + 2 k) d] with `branch_gates`, positions of windows,
-    memory, sinks and frequencies, from the second call of a kind on; None at the first, and
-    where that is not `possible` or somebody looks at launches or dispatches."""
+    memory, sinks and frequencies. None at the first call of a kind, if not `possible`, or if a
+    hook or mode observes launches or dispatch."""
     from ...kernels.common import replay
 
     at = SimpleNamespace(config=config, **values)

@@ -1,4 +1,4 @@
-"""Rotary embedding in Triton, as a torch operator: queries and keys by one launch."""
+"""Rotary embedding in Triton, as a torch operator. One launch rotates queries and keys."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def rotated_fake(at):
 def turn(at):
     from ...kernels import rotary
 
-    where = at.freqs, at.starts, at.positions, at.start, at.factor
-    return rotary.rotate(rows(*at.tensors), *where)
+    position_args = at.freqs, at.starts, at.positions, at.start, at.factor
+    return rotary.rotate(rows(*at.tensors), *position_args)
 
 
 def setup(ctx, at, output):
@@ -34,7 +34,7 @@ def setup(ctx, at, output):
 
 
 def backward(ctx, grads):
-    """Gradients are turned back."""
+    """Rotate the gradients by the negative angles."""
     refuse_legacy_batched(*grads)
     start, factor = ctx.numbers
     return dict(tensors=rotate(list(grads), *ctx.saved_tensors, start, -factor))
@@ -51,9 +51,9 @@ def rotate(
     start: int,
     factor: float,
 ) -> list[Tensor]:
-    """Tensors [b h n d] that differ in their heads only, the pairs of their first features turned
-    by the angles `position / factor * freqs`, in fp32, and the other features copied. In memory
-    they are [b n h d] then. Positions are `positions` [b n], or go on from `starts` [b] or `start`.
+    """Rotate pairs of the first features of tensors [b h n d] by `position / factor * freqs`, in
+    fp32, and copy the other features. The tensors differ only in their heads. Results have memory
+    order [b n h d]. Positions are `positions` [b n], or count from `starts` [b] or `start`.
     """
     return list(
         turn(
@@ -63,7 +63,7 @@ def rotate(
     )  # fmt: skip
 
 
-# of a projection's output, to heads of which some are rotated
+# from a projection's output to heads, some of them rotated
 
 GRADIENTS = ("dq", "dcq", "dk", "dck", "dv", "dcv")
 PROJECTED = Arguments(
@@ -79,7 +79,7 @@ def projected_fake(at):
 
 @operator("projected_heads_backward", PROJECTED, "Tensor", fake=projected_fake)
 def projected_heads_backward(at):
-    """The gradient of `ProjectedHeads`' input."""
+    """Gradient of the input of `ProjectedHeads`."""
     from ...kernels import rotary
 
     grads = rows(*(getattr(at, name) for name in GRADIENTS))
@@ -90,8 +90,8 @@ refuse_second_derivatives(projected_heads_backward)
 
 
 class Heads(NamedTuple):
-    """[b h n d], the first two rotated; cq, ck and cv are for the compressed branch. In `v` and
-    `cv` are the same numbers, in the same memory."""
+    """Heads [b h n d]; only q and k are rotated. cq, ck and cv are for the compressed branch. `v`
+    and `cv` share their memory."""
 
     q: Tensor
     k: Tensor
@@ -109,9 +109,9 @@ def split(qkv: Tensor, heads: int, dim_head: int) -> tuple[Tensor, ...]:
 
 
 class ProjectedHeads(torch.autograd.Function):
-    """q, k and v from a projection's output [b n (h + 2 k) d], rotated and as they are. Its
-    backward adds up what they get, turned back, where it belongs, by one launch; autograd would
-    take one for each sum, and one to concatenate."""
+    """Split a projection's output [b n (h + 2 k) d] into q, k and v, with q and k both rotated and
+    unrotated. One launch of the backward rotates, sums and writes all gradients. Autograd would
+    launch a kernel for each sum and one to concatenate."""
 
     @staticmethod
     def forward(
@@ -136,7 +136,7 @@ class ProjectedHeads(torch.autograd.Function):
 def projected_heads(
     qkv: Tensor, heads: int, dim_head: int, freqs: Tensor, positions: Tensor | None, factor: float
 ) -> Heads | None:
-    """The heads of a projection's output; None where nothing is gained."""
+    """The heads of a projection's output; None if one launch would not help."""
     if not (torch.is_grad_enabled() and qkv.requires_grad and is_plain([qkv, freqs, positions])):
         return None
     return Heads(*ProjectedHeads.apply(qkv, heads, dim_head, freqs, positions, factor))

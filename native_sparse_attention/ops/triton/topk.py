@@ -1,5 +1,5 @@
-"""The selection in Triton, as torch operators: the blocks, and the gates of differentiable top-k.
-`backend.py` says which calls they can run."""
+"""The selection in Triton, as torch operators: block indices, and gates of differentiable top-k.
+`backend.py` decides which calls they support."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAVED = (*LEAVES, "block_indices", *Arguments(*LAYOUT).names)
     "select_blocks", RANKED, "Tensor", fake=lambda at: empty_block_indices(at.q, at.ck, at.config)
 )
 def ranked_blocks(at):
-    """Block indices [B T R n] of the n best of the first `num_ranked` blocks, int32."""
+    """Top-n of the first `num_ranked` blocks: block indices [B T R n], int32."""
     from ...kernels.topk import scores
 
     config = at.config
@@ -47,7 +47,7 @@ def empty_gates(at):
 
 @operator("selection_gates", GATES, "Tensor", fake=empty_gates)
 def selection_gates(at):
-    """Straight-through gates of ranked blocks [B T R n]: 1 in value, and differentiable."""
+    """Straight-through gates of ranked blocks [B T R n]: value 1, differentiable."""
     return empty_gates(at).fill_(1.0)
 
 
@@ -57,7 +57,7 @@ def gates_gradients(at):
 
 @operator("selection_gates_backward", GATES_BACKWARD, "Tensor[]", fake=gates_gradients)
 def selection_gates_backward(at):
-    """dq, dck, and those of memory and sinks where they are there."""
+    """dq, dck, and the gradients of memory and sinks if given."""
     from ...kernels.topk import gates_bwd
 
     q, ck, mem_k, sinks = at.q, at.ck, at.mem_k, at.sinks
@@ -82,7 +82,7 @@ def ranking_of(
     documents: Documents | None,
     sinks: Tensor | None,
 ) -> Any:
-    """What the gradients of the gates need to know of the ranking."""
+    """Settings of the ranking for the backward of the gates."""
     from ...kernels.topk.gates import TopkSettings
 
     return TopkSettings(
@@ -126,8 +126,8 @@ def select_blocks(
     sinks: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `ops.reference.topk.select_blocks`. `lse` is branch 1's, [B, T, H]: where it is at hand,
-    the ranking by `"probs"` need not form it again."""
+    """As `ops.reference.topk.select_blocks`. `lse` [B, T, H] of branch 1 saves the ranking by
+    `"probs"` from computing it again."""
     config = AttentionConfig.unchecked(**settings)
     d, s = config.d, config.selection_block_size
     num_ranked = blocks.num_complete_blocks(ck.shape[1] * d, d, s)
@@ -140,15 +140,15 @@ def select_blocks(
         sinks = None
     elif sinks is not None:
         sinks = sinks.to(torch.float32)
-    where = dict(layout(q_offset, documents), num_ranked=num_ranked)
+    layout_args = dict(layout(q_offset, documents), num_ranked=num_ranked)
     leaves = dict(q=q, ck=ck, mem_k=mem_k, sinks=sinks)
     fixed = {name: None if t is None else t.detach() for name, t in leaves.items()}
     indices = ranked_blocks(
-        config, **fixed, **where,
+        config, **fixed, **layout_args,
         lse=None if lse is None else lse.detach().contiguous(),
         leader_indices=None if leader_indices is None else leader_indices.contiguous(),
     )  # fmt: skip
     gates = None
     if return_gates:
-        gates = selection_gates(config, **leaves, block_indices=indices, **where)
+        gates = selection_gates(config, **leaves, block_indices=indices, **layout_args)
     return indices, gates
