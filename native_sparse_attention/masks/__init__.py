@@ -1,8 +1,8 @@
 """Masks and score modifications for torch's flex_attention.
 
-`nsa` has the masks of native sparse attention's branches, `gallery` and `scores` those of others,
-`jagged` makes them fit packed sequences, `tiles` turns a mask mod into a block mask.
-`python -m native_sparse_attention.masks NAME` draws one.
+`nsa` has the masks of native sparse attention's branches; `gallery` and `scores` have mods of other
+papers. `jagged` adapts mods to packed sequences. `tiles` turns a mask mod into a block mask.
+`python -m native_sparse_attention.masks NAME` draws a mask.
 """
 
 from .dense import dense_attention

@@ -1,5 +1,5 @@
-"""`python -m native_sparse_attention.masks NAME`: what a mask allows, and what a block mask of it
-skips.
+"""`python -m native_sparse_attention.masks NAME`: draw the pairs that a mask allows and the tiles
+that its block mask skips.
 
     python -m native_sparse_attention.masks natten --length 256 --kernel-height 5
     python -m native_sparse_attention.masks sliding_window --window 64 --out window.png
@@ -18,7 +18,7 @@ from .tiles import TILE
 
 
 def parser() -> argparse.ArgumentParser:
-    """A command for each mask, with its own settings."""
+    """A parser with one command per mask, each with its own settings."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--length", type=int, default=512, help="queries (512)")
     common.add_argument("--block-size", type=int, default=TILE, help=f"side of a tile ({TILE})")

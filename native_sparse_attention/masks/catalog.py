@@ -1,4 +1,4 @@
-"""The masks by name, at any length, with settings that suit it: for pictures and benchmarks."""
+"""Masks by name for pictures and benchmarks, with default settings for any length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tiles import MaskMod
 
 @dataclass(frozen=True)
 class Option:
-    """An integer setting; its default is a function of the length."""
+    """An integer setting. Its default is a function of the length."""
 
     default: Callable[[int], int]
     meaning: str
@@ -26,7 +26,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Entry:
-    """`build(length, device, **options)` gives the mod, and its numbers of queries and of keys."""
+    """`build(length, device, **options)` returns a mod and its numbers of queries and keys."""
 
     build: Callable[..., tuple[MaskMod, int, int]]
     meaning: str
@@ -34,7 +34,7 @@ class Entry:
 
 
 def shares(length: int, parts: int, device: torch.device) -> Tensor:
-    """Offsets of sequences whose lengths are as 1 : 2 : 3 : ..., to `length` together."""
+    """Offsets of sequences with lengths in the ratio 1 : 2 : 3 : ... and a total of `length`."""
     if parts > length:
         raise ValueError(f"documents must be at most length={length}, got {parts}")
     ends = [length * n * (n + 1) // (parts * (parts + 1)) for n in range(parts + 1)]
@@ -42,7 +42,7 @@ def shares(length: int, parts: int, device: torch.device) -> Tensor:
 
 
 def canvas(length: int, width: int) -> int:
-    """The height of a canvas of so many pixels."""
+    """The height of a canvas of `length` pixels."""
     check_ints(1, canvas_width=width)
     if length % width:
         raise ValueError(f"canvas_width must divide length={length}, got {width}")
@@ -50,7 +50,7 @@ def canvas(length: int, width: int) -> int:
 
 
 def squarest(length: int) -> int:
-    """The divisor nearest to the root, from below: the height of a canvas."""
+    """The largest divisor up to the square root: the height of a canvas."""
     return next(n for n in range(math.isqrt(length), 0, -1) if length % n == 0)
 
 
@@ -109,7 +109,7 @@ def natten(
 def flamingo(
     length: int, device: torch.device, images: int, image_token_length: int
 ) -> tuple[MaskMod, int, int]:
-    """As many texts as images, equally long; each sees the image before it."""
+    """Texts of equal length, one after each image; each text sees the image before it."""
     check_ints(1, images=images)
     ends = [length * n // images for n in range(images + 1)]
     intervals = torch.tensor([ends[:-1], ends[1:]], device=device).T
@@ -128,7 +128,7 @@ def compress(length: int, device: torch.device, stride: int) -> tuple[MaskMod, i
 def selected(
     length: int, device: torch.device, selection_block_size: int, num_selected_blocks: int
 ) -> tuple[MaskMod, int, int]:
-    """Selections drawn at random, the same ones for the queries of a block; the same every time."""
+    """Block indices at random with a fixed seed; all queries of a block share them."""
     check_ints(1, selection_block_size=selection_block_size)
     check_ints(0, num_selected_blocks=num_selected_blocks)
     count = blocks.num_blocks(length, selection_block_size)
@@ -139,11 +139,11 @@ def selected(
     membership = nsa.block_membership(index[None, None].to(device), count, selection_block_size)
     mod = nsa.selected_mask_mod(membership, selection_block_size)
 
-    def alike(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        # of one row and one head, whatever the row and the head
+    def broadcast(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        # all batch rows and heads use the membership of row 0 and head 0
         return mod(b * 0, h * 0, q_idx, kv_idx)
 
-    return square(alike, length)
+    return square(broadcast, length)
 
 
 def fixed(value: int, meaning: str) -> Option:
@@ -221,7 +221,7 @@ CATALOG: dict[str, Entry] = {
 
 
 def make(name: str, length: int, device: torch.device, **options: Any) -> tuple[MaskMod, int, int]:
-    """A mask mod by name for `length` queries, and its numbers of queries and of keys.
+    """A mask mod by name for `length` queries, and its numbers of queries and keys.
 
     Raises:
         ValueError: an unknown name or option, or a setting that the mask refuses.

@@ -1,8 +1,8 @@
-"""Integers that a mod carries, for torch's compiler.
+"""Integers of a mod as constants for torch's compiler.
 
-One that a closure holds becomes symbolic with its second value, which flex_attention cannot
-compile. The default of a parameter stays a constant; but torch before 2.12 looks at a function's
-code alone to tell whether it has compiled it, and takes the graph of another default for it.
+An integer in a closure becomes symbolic at its second value, and flex_attention cannot compile
+symbolic integers. A parameter's default stays constant. But torch before 2.12 looks up a compiled
+graph by the function's code alone, so it would reuse the graph of another default.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 Mod = TypeVar("Mod", bound=Callable[..., Any])
 
 
-# for ever: torch tells a code by its address
+# never evicted: torch identifies a code object by its address
 @cache
 def code_with(code: CodeType, defaults: tuple[int, ...]) -> CodeType:
-    """A copy of `code` for these defaults, the same one whenever they come again."""
+    """A copy of `code` for these defaults. The same defaults return the same copy."""
     return code.replace(co_name=f"{code.co_name}_{'_'.join(map(str, defaults))}")
 
 
 def constant_defaults(mod: Mod) -> Mod:
-    """Decorates a mod whose integers are defaults of its parameters: it is compiled anew for other
-    integers, and not for the same."""
+    """Decorate a mod whose integers are parameter defaults: torch compiles it once per set of
+    integers."""
     if torch.compiler.is_compiling():  # a mod made in the graph is part of it
         return mod
     function = cast(FunctionType, mod)

@@ -1,5 +1,5 @@
-"""flex_attention by its definition: all scores, a mask, a softmax. Memory O(T S), any device and
-dtype, differentiable; to be compared with, and for gradients on a CPU, where flex has none."""
+"""flex_attention by its definition: all scores, a mask, a softmax. Differentiable, memory O(T S),
+any device and dtype. A reference for tests, and gradients on a CPU, where flex has none."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def dense_attention(
 ) -> Tensor:
     """`softmax(score_mod(scale * q k^T) over the keys that mask_mod allows) v`.
 
-    q [B H T D], k [B K S D], v [B K S E], query head h reading KV head `h // (H / K)`; the output
-    is [B H T E]. Scores are float32 or wider. A row that sees nothing gives 0 and zero gradients.
-    The score mod is called once, with indices that broadcast against the scores [B H T S].
+    q [B H T D], k [B K S D], v [B K S E] to [B H T E]. Query head h reads KV head `h // (H / K)`.
+    Scores are float32 or wider. A query that sees no key gives 0 and zero gradients. The function
+    calls the score mod once, with indices that broadcast against the scores [B H T S].
 
     Raises:
-        ValueError: shapes, dtypes, devices or settings that do not go together.
+        ValueError: shapes, dtypes, devices or settings do not match.
     """
     check_given(q=q, k=k, v=v)
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B K S D"), v=(v, "B K S E"))

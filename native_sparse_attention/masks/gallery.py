@@ -1,13 +1,13 @@
-"""Mask mods for torch's flex_attention, beside the three of native sparse attention.
+"""Mask mods for torch's flex_attention, besides the three of native sparse attention.
 
     b, h          batch row, query head
     i, j          query, key: `q_idx` and `kv_idx`
-    y, x          row and column of a pixel on a canvas, read row by row: index = y * width + x
+    y, x          row and column of a pixel on a canvas: index = y * width + x
 
-Each is a function, or a factory of one, that says of one pair whether i may attend to j. torch's
-`and_masks` and `or_masks` put them together.
+Each mask is a mod, or a factory of a mod. A mod tells for one pair whether i may attend to j.
+torch's `and_masks` and `or_masks` combine mods.
 
-Integers travel as defaults of the mod's parameters: `constants.py` says why.
+Integers are defaults of the mod's parameters; `constants.py` gives the reason.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """`j <= i`: a mask mod itself, no factory."""
+    """`j <= i`. This is a mask mod, not a factory."""
     return kv_idx <= q_idx
 
 
 def sliding_window(window: int, causal: bool = True) -> MaskMod:
-    """`i - window <= j <= i`, that is `window + 1` keys; to `i + window` where not causal.
+    """`i - window <= j <= i`, that is `window + 1` keys; up to `i + window` if not causal.
 
-    Mistral 7B, arXiv 2310.06825, whose window counts the query's own key. The window of native
-    sparse attention is this one.
+    Mistral 7B, arXiv 2310.06825, but its window counts the query's own key. Native sparse attention
+    has this window.
 
     Raises:
         ValueError: window below 0.
@@ -56,8 +56,8 @@ def sliding_window(window: int, causal: bool = True) -> MaskMod:
 
 
 def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
-    """`j = i - m * dilation` for m of `0 .. window`: `window + 1` keys, `dilation` apart; where not
-    causal, m of `-window .. window`. With a dilation of 1 it is `sliding_window`.
+    """`j = i - m * dilation` for m of `0 .. window`: `window + 1` keys, `dilation` apart. If not
+    causal, m of `-window .. window`. A dilation of 1 gives `sliding_window`.
 
     Longformer, arXiv 2004.05150.
 
@@ -85,10 +85,10 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
 
 
 def prefix_lm(prefix_length: int) -> MaskMod:
-    """`j < prefix_length` or `j <= i`: all see the prefix, what follows it is causal.
+    """`j < prefix_length` or `j <= i`: all queries see the prefix; the rest is causal.
 
-    The prefix is of exactly `prefix_length` keys; written with `j <= prefix_length`, as often, it
-    is one longer. T5, arXiv 1910.10683.
+    The prefix has exactly `prefix_length` keys. The common form `j <= prefix_length` has one more.
+    T5, arXiv 1910.10683.
 
     Raises:
         ValueError: prefix_length below 0.
@@ -107,16 +107,17 @@ def prefix_lm(prefix_length: int) -> MaskMod:
 def document(
     document_ids: Tensor | None = None, *, offsets: Tensor | None = None, causal: bool = True
 ) -> MaskMod:
-    """`id(i) == id(j)`, and causally `j <= i`: sequences packed one after another stay apart.
+    """`id(i) == id(j)`, and causally `j <= i`: attention never crosses packed documents.
 
     Args:
-        document_ids: an integer for each token, [T] or [B T], in any order; a token of a negative
-            one (padding) sees nothing and is not seen.
-        offsets: in their place, where each document begins and the last one ends, [documents + 1]
-            (`cu_seqlens`): `[0, 3, 5]` are documents of 3 and 2 tokens. An empty one is allowed.
+        document_ids: an integer for each token, [T] or [B T], in any order. A negative id marks
+            padding, which sees nothing and is not seen.
+        offsets: in place of ids, begins of documents and the end of the last one,
+            [documents + 1] (`cu_seqlens`): `[0, 3, 5]` are documents of 3 and 2 tokens. A document
+            may be empty.
 
     Raises:
-        ValueError: both or none of the two, or one that is malformed.
+        ValueError: both or neither are given, or one is malformed.
     """
     causal = check_bool("causal", causal)
     if (document_ids is None) == (offsets is None):
@@ -146,13 +147,13 @@ def sasa(
     canvas_height: int, canvas_width: int, kernel_height: int, kernel_width: int | None = None
 ) -> MaskMod:
     """`|y_i - y_j| <= kernel_height // 2` and `|x_i - x_j| <= kernel_width // 2`: a window around
-    each pixel, cut where it hangs over the canvas, so that pixels at the border see fewer.
+    each pixel. The border of the canvas cuts the window, so pixels there see fewer pixels.
 
-    Stand-alone self-attention, arXiv 1906.05909. `kernel_width` is `kernel_height` by default; the
+    Stand-alone self-attention, arXiv 1906.05909. `kernel_width` is `kernel_height` by default. The
     kernel may be larger than the canvas.
 
     Raises:
-        ValueError: a canvas below 1 x 1, a kernel that is not odd.
+        ValueError: a canvas below 1 x 1, an even kernel.
     """
     kernel_width = kernel_height if kernel_width is None else kernel_width
     canvas_height, canvas_width = check_ints(
@@ -181,15 +182,15 @@ def sasa(
 def natten(
     canvas_height: int, canvas_width: int, kernel_height: int, kernel_width: int | None = None
 ) -> MaskMod:
-    """A window of kernel_height x kernel_width pixels around each pixel, moved inside where it
-    would hang over the canvas: every pixel sees exactly as many.
+    """A window of kernel_height x kernel_width pixels around each pixel. At the border the window
+    moves inside the canvas, so every pixel sees equally many pixels.
 
-    `|c_y - y_j| <= kernel_height // 2` with `c_y` the query's row, held at least that far from the
-    top and the bottom; columns likewise. Neighborhood attention, arXiv 2204.07143. `kernel_width`
+    `|c_y - y_j| <= kernel_height // 2` with `c_y` the query's row, clamped to at least that far
+    from top and bottom; columns likewise. Neighborhood attention, arXiv 2204.07143. `kernel_width`
     is `kernel_height` by default.
 
     Raises:
-        ValueError: a canvas below 1 x 1, a kernel that is not odd or larger than the canvas.
+        ValueError: a canvas below 1 x 1, a kernel that is even or larger than the canvas.
     """
     kernel_width = kernel_height if kernel_width is None else kernel_width
     canvas_height, canvas_width = check_ints(
@@ -230,18 +231,18 @@ def natten(
 def flamingo(
     intervals: Tensor, image_ids: Tensor | None = None, *, image_token_length: int | None = None
 ) -> MaskMod:
-    """`start <= i < end` for the interval `[start, end)` of the image that key j belongs to:
-    cross-attention of text to the images that it speaks of. Text outside all intervals sees none.
+    """`start <= i < end` for the interval `[start, end)` of key j's image: cross-attention of text
+    to its images. Text outside all intervals sees no image.
 
     Args:
-        intervals: which text sees each image, integers [images 2]; they may overlap.
+        intervals: the text that sees each image, integers [images 2]. Intervals may overlap.
         image_ids: the image of each key, integers [S], `0 .. images - 1`.
-        image_token_length: in its place, where every image has as many keys: `j // length`.
+        image_token_length: in place of `image_ids`, the number of keys per image: `j // length`.
 
     Flamingo, arXiv 2204.14198.
 
     Raises:
-        ValueError: both or none of the two, or one of the three that is malformed.
+        ValueError: both or neither of the two are given, or an argument is malformed.
     """
     integers("intervals", intervals, (2,))
     check_values("intervals", intervals)
@@ -296,7 +297,7 @@ def flamingo(
 
 
 def integers(name: str, value: Tensor | None, ndims: tuple[int, ...]) -> Tensor:
-    """An integer tensor of so many axes."""
+    """Check that a tensor has integers and one of `ndims` axes."""
     if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be an integer tensor, got {got}")
@@ -309,7 +310,7 @@ def integers(name: str, value: Tensor | None, ndims: tuple[int, ...]) -> Tensor:
 
 
 def check_values(name: str, value: Tensor) -> None:
-    """A tensor whose numbers are looked at has some."""
+    """Check that a tensor holds values."""
     if value.is_meta:
         raise ValueError(f"{name} must hold numbers, got a tensor on meta")
 
@@ -323,7 +324,7 @@ def check_odd(**kernels: int) -> tuple[int, ...]:
 
 
 def check_cu_seqlens(name: str, offsets: Tensor) -> None:
-    """Begins of sequences and the end of the last: 0 first, none before the one before it."""
+    """Check begins of sequences and the end of the last: they start at 0 and never decrease."""
     integers(name, offsets, (1,))
     check_values(name, offsets)
     if len(offsets) < 2:
@@ -339,6 +340,6 @@ def check_cu_seqlens(name: str, offsets: Tensor) -> None:
 
 
 def sequence_of(offsets: Tensor, length: int) -> Tensor:
-    """The sequence of each of `length` packed tokens, int64 [length]; empty ones have none."""
+    """The sequence of each of `length` packed tokens, int64 [length]."""
     tokens = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets.contiguous(), tokens, right=True) - 1

@@ -1,7 +1,7 @@
-"""Sequences of different lengths, packed one after another into a single row: mods for the packed
-row out of mods for one sequence, and attention on torch's nested tensors.
+"""Sequences of different lengths, packed one after another into a single row. Mods for one sequence
+become mods for the packed row; attention takes torch's nested tensors.
 
-    offsets     where each sequence begins and the last one ends, [sequences + 1]
+    offsets     begin of each sequence and end of the last one, [sequences + 1]
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .tiles import MaskMod, block_mask_of
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# smallest head width, and recompilations, as in ops/flex.py
+# smallest head width and limit of recompilations, as in ops/flex.py
 MIN_WIDTH = 16
 RECOMPILE_LIMIT = 64
 
 
 class Packing:
-    """Where the tokens of a packed row stand: their sequence, and their place in it."""
+    """The sequence of each token of a packed row, and the token's position in that sequence."""
 
     def __init__(self, offsets: Tensor, length: int) -> None:
         self.sequence = sequence_of(offsets, length)
-        self.place = torch.arange(length, device=offsets.device) - offsets[self.sequence]
+        self.position = torch.arange(length, device=offsets.device) - offsets[self.sequence]
 
 
 def packings(offsets: Tensor, kv_offsets: Tensor | None) -> tuple[Packing, Packing]:
@@ -52,23 +52,23 @@ def packings(offsets: Tensor, kv_offsets: Tensor | None) -> tuple[Packing, Packi
 
 
 def masked_within(mask_mod: MaskMod | None, of_q: Packing, of_kv: Packing) -> MaskMod:
-    q_sequence, q_place = of_q.sequence, of_q.place
-    kv_sequence, kv_place = of_kv.sequence, of_kv.place
+    q_sequence, q_position = of_q.sequence, of_q.position
+    kv_sequence, kv_position = of_kv.sequence, of_kv.position
 
     def jagged_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         same = q_sequence[q_idx] == kv_sequence[kv_idx]
         if mask_mod is None:
             return same
-        return same & mask_mod(q_sequence[q_idx], h, q_place[q_idx], kv_place[kv_idx])
+        return same & mask_mod(q_sequence[q_idx], h, q_position[q_idx], kv_position[kv_idx])
 
     return jagged_mask
 
 
 def scored_within(score_mod: ScoreMod, of_q: Packing, of_kv: Packing) -> ScoreMod:
-    q_sequence, q_place, kv_place = of_q.sequence, of_q.place, of_kv.place
+    q_sequence, q_position, kv_position = of_q.sequence, of_q.position, of_kv.position
 
     def jagged_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score_mod(score, q_sequence[q_idx], h, q_place[q_idx], kv_place[kv_idx])
+        return score_mod(score, q_sequence[q_idx], h, q_position[q_idx], kv_position[kv_idx])
 
     return jagged_score
 
@@ -76,13 +76,13 @@ def scored_within(score_mod: ScoreMod, of_q: Packing, of_kv: Packing) -> ScoreMo
 def jagged_mask_mod(
     mask_mod: MaskMod | None, offsets: Tensor, kv_offsets: Tensor | None = None
 ) -> MaskMod:
-    """`mask_mod` within each sequence of a packed row, nothing between sequences.
+    """`mask_mod` within each sequence of a packed row. No pair crosses sequences.
 
-    `mask_mod` is asked with the number of the sequence as b, and with places in the sequence; None
-    allows all of it. `kv_offsets`: those of the keys, where they are not those of the queries.
+    `mask_mod` gets the number of the sequence as b and positions within the sequence as i and j.
+    None allows all pairs of a sequence. `kv_offsets`: offsets of the keys; by default `offsets`.
 
     Raises:
-        ValueError: offsets that are malformed, or of different numbers of sequences.
+        ValueError: offsets are malformed, or differ in their number of sequences.
     """
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     return masked_within(mask_mod, *packings(offsets, kv_offsets))
@@ -91,10 +91,10 @@ def jagged_mask_mod(
 def jagged_score_mod(
     score_mod: ScoreMod, offsets: Tensor, kv_offsets: Tensor | None = None
 ) -> ScoreMod:
-    """`score_mod`, asked as `jagged_mask_mod` asks.
+    """`score_mod` with the indices of `jagged_mask_mod`.
 
     Raises:
-        ValueError: offsets that are malformed, or of different numbers of sequences.
+        ValueError: offsets are malformed, or differ in their number of sequences.
     """
     check_callable("score_mod", score_mod, "(score, b, h, i, j)", required=True)
     return scored_within(score_mod, *packings(offsets, kv_offsets))
@@ -122,7 +122,7 @@ def check_jagged(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def compiled() -> Callable[..., Tensor]:
-    """Made at first use, with a count of recompilations of its own."""
+    """Compile flex_attention at first use, with its own count of recompilations."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def packed_rows(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -132,7 +132,7 @@ def compiled() -> Callable[..., Tensor]:
 
 
 def why_not(q: Tensor, v: Tensor) -> list[str]:
-    """Reasons why flex_attention's CUDA kernels cannot run this call; empty where they can."""
+    """Reasons why flex_attention's CUDA kernels cannot run this call; empty if they can."""
     reasons = []
     if q.dtype == torch.float64:
         reasons.append("its CUDA kernels have no float64")
@@ -145,16 +145,16 @@ def why_not(q: Tensor, v: Tensor) -> list[str]:
 def jagged_block_mask(
     mask_mod: MaskMod | None, offsets: Tensor, kv_offsets: Tensor | None = None
 ) -> BlockMask:
-    """The block mask of `jagged_mask_mod`, on the device of the offsets: for `jagged_attention` in
-    many layers. `mask_mod` may not look at h.
+    """The block mask of `jagged_mask_mod` on the device of the offsets, to share between layers of
+    `jagged_attention`. `mask_mod` may not depend on h.
 
     Raises:
-        ValueError: offsets that are malformed, of different numbers of sequences, or of no token.
+        ValueError: offsets are malformed, differ in their number of sequences, or hold no token.
     """
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     of_q, of_kv = packings(offsets, kv_offsets)
     mod = masked_within(mask_mod, of_q, of_kv)
-    return block_mask_of(mod, len(of_q.place), len(of_kv.place), offsets.device)
+    return block_mask_of(mod, len(of_q.position), len(of_kv.position), offsets.device)
 
 
 def jagged_attention(
@@ -169,21 +169,21 @@ def jagged_attention(
 ) -> Tensor:
     """Attention within each sequence of nested tensors q [B j H D], k [B j K D], v [B j K E].
 
-    By flex_attention, compiled, on CUDA; by `dense_attention` on the CPU, where flex_attention
-    forms all scores too and has no gradients, and under `vmap` and forward-mode AD. Any lengths;
-    the total need be a multiple of nothing. Differentiable.
+    On CUDA it runs compiled flex_attention. On the CPU, under `vmap` and under forward-mode AD it
+    runs `dense_attention`. (On the CPU flex_attention forms all scores too and has no gradients.)
+    Any total length works. Differentiable.
 
     Args:
-        mask_mod, score_mod: of one sequence, asked as `jagged_mask_mod` says; `mask_mod` may not
-            look at h.
-        block_mask: in place of `mask_mod`, one that `jagged_block_mask` made of these offsets.
+        mask_mod, score_mod: mods of one sequence, called as in `jagged_mask_mod`. `mask_mod` may
+            not depend on h.
+        block_mask: in place of `mask_mod`, the result of `jagged_block_mask` for these offsets.
 
     Returns:
-        A nested tensor [B j H E] with the offsets of q. A row that sees nothing is 0.
+        A nested tensor [B j H E] with the offsets of q. A query that sees no key gives 0.
 
     Raises:
-        ValueError: tensors that are not jagged or do not go together; both masks; no token.
-        NotImplementedError: what flex_attention's CUDA kernels lack.
+        ValueError: tensors are not jagged or do not match; both masks are given; no token.
+        NotImplementedError: flex_attention's CUDA kernels do not support the call.
     """
     (q_values, offsets), (k_values, kv_offsets), (v_values, v_offsets) = (
         check_jagged(name, x) for name, x in (("q", q), ("k", k), ("v", v))
@@ -233,7 +233,7 @@ def run(
     score_mod: ScoreMod | None,
     scale: float | None,
 ) -> Tensor:
-    """Attention of one packed row, [1 H T D] and [1 K S D]."""
+    """Attention of one packed row: q [1 H T D], k and v [1 K S D|E]."""
     options: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "scale": scale}
     options["enable_gqa"] = q.shape[1] != k.shape[1]
     if q.is_cuda and not transforms.unsupported_by_kernels():

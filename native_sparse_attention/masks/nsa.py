@@ -1,8 +1,8 @@
-"""The masks of the three branches: sliding window, compressed, selected.
+"""Masks of the three branches: sliding window, compressed, selected.
 
 b, h    batch row, query head
-i, j    query, key; absolute positions where said so, else indices of the tensors
-r       heads that select: KV heads, or query heads where each selects for itself
+i, j    query, key: indices of the tensors, unless stated to be absolute positions
+r       heads that select: KV heads, or query heads if each selects for itself
 c       selection blocks
 tq, tk  tiles of queries, of keys
 """
@@ -43,13 +43,13 @@ from .tiles import (
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# mask mods. `offset` is the absolute position of query 0. The block masks below hand all numbers
-# over as tensors of one element: these may change without a recompilation, and an integer that
-# dynamo has made symbolic cannot be lowered inside a mask mod (torch 2.11)
+# mask mods. `offset` is the absolute position of query 0. The block masks below pass all numbers as
+# tensors of one element: their values may change without a recompilation, and torch 2.11 cannot
+# lower an integer inside a mask mod that dynamo has made symbolic
 
 
 def check_number(name: str, value: Number, minimum: int) -> Number:
-    """An integer of at least `minimum`, or a tensor of one, which is not looked at."""
+    """Check an integer of at least `minimum`, or a tensor of one, whose value is not read."""
     if isinstance(value, Tensor):
         if value.numel() == 1 and value.dtype in INDEX_DTYPES:
             return value
@@ -62,10 +62,10 @@ def check_offset(offset: Number) -> Number:
 
 
 def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 0) -> MaskMod:
-    """Keys `i - w .. i`, or `i - w .. i + w` where not causal.
+    """Keys `i - w .. i`, or `i - w .. i + w` if not causal.
 
     Raises:
-        ValueError: a window_size below 0, an offset that is no integer.
+        ValueError: window_size below 0, offset not an integer.
     """
     window_size, offset = check_number("window_size", window_size, 0), check_offset(offset)
     causal = check_bool("causal", causal)
@@ -79,16 +79,16 @@ def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 
 
 
 def compress_mask_mod(stride: Number, mem_kv_len: Number = 0, offset: Number = 0) -> MaskMod:
-    """The `mem_kv_len` memory keys, which come first, and the windows that end before the query.
+    """First the `mem_kv_len` memory keys, then the windows that end before the query.
 
     Raises:
-        ValueError: a stride below 1, a mem_kv_len below 0, an offset that is no integer.
+        ValueError: stride below 1, mem_kv_len below 0, offset not an integer.
     """
     stride, offset = check_number("stride", stride, 1), check_offset(offset)
     mem_kv_len = check_number("mem_kv_len", mem_kv_len, 0)
 
     def compress_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        # memory keys are windows of negative index, and before any window
+        # memory keys are windows of negative index, which every query sees
         return kv_idx - mem_kv_len < blocks.num_visible_windows(q_idx + offset, stride)
 
     return compress_mask
@@ -101,12 +101,12 @@ def selected_mask_mod(
     causal: bool = True,
     offset: Number = 0,
 ) -> MaskMod:
-    """Keys of the blocks in `membership`, bool [b r i c+1], of `block_membership`; causally,
-    those up to the query.
+    """Keys of the blocks in `membership`, bool [b r i c+1] of `block_membership`; if causal, only
+    keys up to the query.
 
     Raises:
-        ValueError: a membership of another dtype or shape, a block_size or num_grouped_queries
-            below 1, an offset that is no integer.
+        ValueError: membership of another dtype or shape, block_size or num_grouped_queries below 1,
+            offset not an integer.
     """
     check_given(membership=membership)
     if membership.dtype != torch.bool or membership.ndim != 4:
@@ -137,15 +137,15 @@ def block_membership(
     offset: int = 0,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Which blocks each query attends to, bool [b r i c+1], from those selected, [b r i n].
+    """Blocks that each query reads, bool [b r i c+1], from its block indices [b r i n].
 
-    The last column is never read: it takes the entries that are no block, and keeps that axis from
-    having length 1, which would be compiled apart.
+    A query reads its selected blocks, the first `num_initial_blocks` and, causally, the
+    `num_local_blocks` that end with its own block. Indices that are no block, such as -1, are
+    skipped. Causally no block begins after the query. With `bounds` [b i] a query reads only blocks
+    of its own document, `bounds[0] .. bounds[1] - 1`.
 
-    Attended are the selected ones (an entry that is no block, such as -1, is passed over), the
-    first `num_initial_blocks` and, causally, the `num_local_blocks` that end with the query's own.
-    Causally none begins after the query. With `bounds` [b i] each query has the blocks of its own
-    document, from the first of them up to the second.
+    Mods never read the last column. It collects indices that are no block, and it keeps the axis
+    longer than 1, since torch would compile length 1 separately.
     """
     index = block_indices.long()
     index = torch.where((index >= 0) & (index < num_blocks), index, num_blocks)
@@ -171,7 +171,7 @@ def block_membership(
 def sliding_block_mask(
     q_len: int, kv_len: int, window_size: int, causal: bool, offset: int, device: torch.device
 ) -> BlockMask:
-    """Of `sliding_mask_mod`: T queries from position `offset` on, over S keys."""
+    """Block mask of `sliding_mask_mod`: T queries from position `offset`, over S keys."""
 
     def interval(i: Tensor) -> tuple[Tensor, Tensor]:
         i = i + offset
@@ -184,7 +184,7 @@ def sliding_block_mask(
 def compress_block_mask(
     q_len: int, kv_len: int, stride: int, mem_kv_len: int, offset: int, device: torch.device
 ) -> BlockMask:
-    """Of `compress_mask_mod`; `kv_len` counts the windows and the memory."""
+    """Block mask of `compress_mask_mod`; `kv_len` counts windows and memory."""
 
     def interval(i: Tensor) -> tuple[Tensor, Tensor]:
         last = mem_kv_len + blocks.num_visible_windows(i + offset, stride) - 1
@@ -204,19 +204,19 @@ def selected_block_mask(
     offset: int = 0,
     ends: Tensor | None = None,
 ) -> BlockMask:
-    """Of `selected_mask_mod`, from `block_membership` [b r i c+1]: memory O(T * S / s). With `ends`
-    [b i] a query sees only the keys before its own."""
+    """Block mask of `selected_mask_mod`, from `block_membership` [b r i c+1], in memory
+    O(T * S / s). With `ends` [b i], query i sees only keys before `ends[b, i]`."""
     q_len, device = membership.shape[2], membership.device
     top, bottom, whole_q = (t[:, None] for t in tile_bounds(q_len, device))
     left, right, whole_kv = tile_bounds(kv_len, device)
 
-    # how many rows of each tile of queries attend to each block [b r tq c]
+    # whether some and all queries of each tile read each block [b r tq c]
     padding = -q_len % TILE
     rows = F.pad(membership, (0, 0, 0, padding)).unflatten(2, (-1, TILE))
     some, every = rows.any(dim=3), rows.all(dim=3)
 
     def count(of: Tensor) -> Tensor:
-        """How many of the blocks that each tile of keys shares tokens with, [b r tq tk]"""
+        """Number of marked blocks that overlap each tile of keys, [b r tq tk]"""
         sums = F.pad(of.cumsum(dim=-1, dtype=torch.int32), (1, 0))
         return sums[..., right // block_size + 1] - sums[..., left // block_size]
 
@@ -237,7 +237,7 @@ cached_sliding_block_mask = cached(sliding_block_mask)
 cached_compress_block_mask = cached(compress_block_mask)
 
 
-# the published package's names
+# names of the published package
 
 
 def create_sliding_mask(
@@ -246,10 +246,10 @@ def create_sliding_mask(
     causal: bool = True,
     device: torch.device | str | None = None,
 ) -> BlockMask:
-    """The window branch's mask for `SparseAttention.forward(sliding_window_flex_mask=...)`.
+    """Mask of the window branch, for `SparseAttention.forward(sliding_window_flex_mask=...)`.
 
-    Query i sees keys `i - window_size .. i`, non-causally to `i + window_size`. `device` is CUDA by
-    default where there is one.
+    Query i sees keys `i - window_size .. i`, up to `i + window_size` if not causal. `device` is
+    CUDA by default if available.
 
     Raises:
         ValueError: seq_len below 1, window_size below 0.
@@ -268,10 +268,10 @@ def create_compress_mask(
     causal: bool = True,
     device: torch.device | str | None = None,
 ) -> BlockMask | None:
-    """The compressed branch's mask: `mem_kv_len` memory keys, then `kv_seq_len` windows.
+    """Mask of the compressed branch: `mem_kv_len` memory keys, then `kv_seq_len` windows.
 
-    Query i sees all memory, and window j where `(j + 1) * stride - 1 < i`. None where not causal:
-    everything is visible. `device` is CUDA by default where there is one.
+    Query i sees all memory, and window j if `(j + 1) * stride - 1 < i`. None if not causal, since
+    all pairs are visible. `device` is CUDA by default if available.
 
     Raises:
         ValueError: seq_len or the stride below 1, kv_seq_len or mem_kv_len below 0.
@@ -289,13 +289,13 @@ def create_compress_mask(
 def create_fine_mask(
     seq_len: int, fine_block_size: int, causal: bool = True
 ) -> Callable[..., BlockMask]:
-    """The selected branch's mask, for `SparseAttention.forward(fine_selection_flex_mask=...)`.
+    """Mask of the selected branch, for `SparseAttention.forward(fine_selection_flex_mask=...)`.
 
     Returns:
-        `inner(selected_block_indices, num_grouped_queries=1)`, which takes the blocks [b h i sel]
-        that each query selected (-1 for an empty slot) and returns their block mask, with
-        `h * num_grouped_queries` heads, on their device. Causally, a query's own block is always
-        attended, and no key after the query.
+        `inner(selected_block_indices, num_grouped_queries=1)`. It takes the block indices
+        [b h i sel] of each query (-1 for an empty slot) and returns their block mask on the same
+        device, with `h * num_grouped_queries` heads. Causally a query always reads its own block,
+        and no key after itself.
 
     Raises:
         ValueError: seq_len or fine_block_size below 1, selected_block_indices of another length.

@@ -1,5 +1,5 @@
-"""Pictures of masks: which pairs are allowed, and which tiles a block mask skips. As characters, or
-by matplotlib."""
+"""Pictures of masks as characters or with matplotlib: the pairs that a mask allows, and the tiles
+that its block mask skips."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from .tiles import MaskMod, tile_counts
 
-# cells along the longer side of a picture in characters
+# most cells along the longer side of a picture in characters
 CELLS = 48
 
-# by how much of a cell is allowed: none, some, all
+# a cell with no, some and all pairs allowed
 MARKS = (".", "+", "#")
 EMPTY, PARTIAL, FULL = range(3)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A mask of q_len x kv_len in cells: how many pairs each allows, [rows columns], and how many
-    it holds."""
+    """A mask of q_len x kv_len in cells: the pairs that each cell allows and the pairs that it
+    holds, [rows columns] each."""
 
     q_len: int
     kv_len: int
@@ -40,7 +40,7 @@ class Drawing:
 
 
 def sides(length: int, size: int) -> Tensor:
-    """How much of the sequence each cell covers."""
+    """Number of tokens that each cell covers."""
     first = torch.arange(0, length, size)
     return (length - first).clamp(max=size)
 
@@ -48,8 +48,8 @@ def sides(length: int, size: int) -> Tensor:
 def draw(
     mask_mod: MaskMod, q_len: int, kv_len: int, size: int, device: torch.device, whole: bool = False
 ) -> Drawing:
-    """In cells of size x size. `whole`: as a block mask has them, where a tile that hangs over the
-    end is never full."""
+    """Draw a mask in cells of size x size. With `whole` a cell past the end is never full, as in a
+    block mask."""
     allowed = tile_counts(mask_mod, q_len, kv_len, device, size).cpu()
     area = sides(q_len, size)[:, None] * sides(kv_len, size)
     return Drawing(
@@ -58,13 +58,13 @@ def draw(
 
 
 def fine(mask_mod: MaskMod, q_len: int, kv_len: int, device: torch.device) -> Drawing:
-    """Every pair a cell, or more where these would be over CELLS to a side."""
+    """Draw one cell per pair, or larger cells to keep each side within CELLS."""
     size = math.ceil(max(q_len, kv_len) / CELLS)
     return draw(mask_mod, q_len, kv_len, size, device)
 
 
 def describe(name: str, pairs: Drawing, tiles: Drawing) -> str:
-    """Both pictures and what they count, in words."""
+    """Both pictures as text, with their counts."""
     states = tiles.states()
     of = states.numel()
     counts = [int((states == state).sum()) for state in (EMPTY, PARTIAL, FULL)]
@@ -90,7 +90,7 @@ def describe(name: str, pairs: Drawing, tiles: Drawing) -> str:
 
 
 def save(path: Path, name: str, mask_mod: MaskMod, tiles: Drawing, device: torch.device) -> None:
-    """Both pictures side by side, as a PNG.
+    """Save both pictures side by side as a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -103,9 +103,9 @@ def save(path: Path, name: str, mask_mod: MaskMod, tiles: Drawing, device: torch
         ) from error
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from PIL import Image  # matplotlib brings it
+    from PIL import Image  # a dependency of matplotlib
 
-    # one dot for each pair, up to so many dots
+    # one dot per pair, up to 512 dots
     longest = max(tiles.q_len, tiles.kv_len)
     pairs = draw(mask_mod, tiles.q_len, tiles.kv_len, math.ceil(longest / 512), device)
     colours = matplotlib.colors.ListedColormap(["#f4f4f4", "#9ecae1", "#08519c"])
@@ -133,5 +133,5 @@ def save(path: Path, name: str, mask_mod: MaskMod, tiles: Drawing, device: torch
     right.set(title=f"tiles of {tiles.size}: {skipped:.0f} % skipped", xlabel="key")
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=70)
-    # few colours: a fifth of the bytes
+    # 32 colours take a fifth of the bytes
     Image.open(drawn).convert("RGB").quantize(32).save(path, optimize=True)

@@ -1,10 +1,10 @@
-"""Score mods for torch's flex_attention: what becomes of a scaled logit before the softmax.
+"""Score mods for torch's flex_attention: they change scaled logits before the softmax.
 
     b, h    batch row, query head
     i, j    query, key: `q_idx` and `kv_idx`
 
-Each is a function, or a factory of one, of (score, b, h, i, j). They say nothing of who sees whom:
-that is a mask's business, which may skip tiles where a score of -inf cannot.
+Each is a mod of (score, b, h, i, j), or a factory of a mod. They hide no pairs. Masks do that,
+since a mask can skip tiles and a score of -inf cannot.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slope of each head, float32 [H].
 
-    `2^(-8 (h + 1) / H)` where H is a power of two. Else those of the next lower power P, and after
-    them every other one of 2 P, from the first on, as the authors' code has it.
+    `2^(-8 (h + 1) / H)` if H is a power of two. Otherwise the slopes of the next lower power P,
+    then every other slope of 2 P from the first on, as in the authors' code.
 
     Raises:
         ValueError: num_heads below 1.
@@ -54,11 +54,10 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
 def alibi_bias(
     score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor
 ) -> Tensor:
-    """`score - slopes[h] * |i - j|`, for `functools.partial(alibi_bias, slopes=...)`, or to be
-    called by a score mod of one's own.
+    """`score - slopes[h] * |i - j|`, for `functools.partial(alibi_bias, slopes=...)` or calls from
+    other score mods.
 
-    ALiBi, arXiv 2108.12409: the further away, the lower. The paper is causal; keys after the query
-    are lowered alike.
+    ALiBi, arXiv 2108.12409. The paper is causal; here keys after the query have the same bias.
     """
     return score - slopes[h] * (q_idx - kv_idx).abs()
 
@@ -66,8 +65,8 @@ def alibi_bias(
 def alibi(
     num_heads: int, slopes: Tensor | None = None, device: torch.device | str | None = None
 ) -> ScoreMod:
-    """`score - slopes[h] * |i - j|` with the slopes held, by default `alibi_slopes(num_heads)` on
-    `device`; slopes that require gradients get them.
+    """`score - slopes[h] * |i - j|`, by default with `alibi_slopes(num_heads)` on `device`. Slopes
+    that require gradients get them.
 
     Raises:
         ValueError: num_heads below 1, slopes that are not num_heads floating numbers.
@@ -96,21 +95,21 @@ def alibi(
 
 
 def relative_position(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """`score + (i - j)`: a score mod itself, no factory, to try things with."""
+    """`score + (i - j)`, for experiments. This is a score mod, not a factory."""
     return score + (q_idx - kv_idx)
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
     """`score + table[h, clip(i - j, -m, m) + m]`: a learned bias of the clipped distance.
 
-    Clipped as in arXiv 1803.02155, one number a head as in T5, arXiv 1910.10683. A table that
-    requires gradients gets them: compiled on CUDA, and in `dense_attention` anywhere. Where
-    compiling fails with "out of resource" (heads of 64 in bf16 on an H200, torch 2.11),
-    flex_attention has to keep less in shared memory: `kernel_options={"num_stages": 2}`.
+    Clipped as in arXiv 1803.02155, one number per head as in T5, arXiv 1910.10683. A table that
+    requires gradients gets them: compiled on CUDA, and in `dense_attention` anywhere. Compiling may
+    fail with "out of resource" (heads of 64 in bf16 on an H200, torch 2.11). Then reduce the shared
+    memory of flex_attention with `kernel_options={"num_stages": 2}`.
 
     Args:
-        table: floating, [H, 2 m + 1], or [2 m + 1] for all heads; the first entry is of keys m or
-            more after the query.
+        table: floating, [H, 2 m + 1], or [2 m + 1] for all heads. The first entry applies to keys
+            m or more after the query.
 
     Raises:
         ValueError: a table of another shape or dtype.
@@ -144,10 +143,10 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
 
 def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
-    """`cap * tanh(score / cap)`: scores of less than `cap`, small ones nearly as they were.
+    """`cap * tanh(score / cap)`: bounds scores by `cap` and hardly changes small ones.
 
-    Gemma 2, arXiv 2408.00118. `approximate=True` takes the GPU's own tanh where it is compiled for
-    CUDA (`tanh.approx.f32`, relative error 2^-11), forward and backward.
+    Gemma 2, arXiv 2408.00118. `approximate=True` compiles for CUDA to the GPU's tanh instruction
+    (`tanh.approx.f32`, relative error 2^-11), forward and backward.
 
     Raises:
         ValueError: a cap that is not positive and finite.
@@ -158,11 +157,11 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
             f"cap must be a positive finite number of at least {LEAST_NORMAL:.2g}, got {shown(cap)}"
         )
     approximate = check_bool("approximate", approximate)
-    # inside a graph the operator's fake implementation registers it
+    # inside a graph the operator's fake implementation registers the lowering
     if approximate and not torch.compiler.is_compiling():
         tanh.register_lowering()
 
-    # two integers, exactly: dynamo makes a float symbolic even as a default (torch 2.15)
+    # exact as two integers: dynamo makes a float symbolic even as a default (torch 2.15)
     numerator, denominator = number.as_integer_ratio()
 
     @constant_defaults

@@ -1,4 +1,4 @@
-"""Masks of queries that see one interval of keys each, given as tensors: those of packed documents.
+"""Masks of packed documents: each query sees one KV range, given as tensors.
 
 b       batch row
 i, j    query, key
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def span_mask_mod(lo: Tensor, hi: Tensor, memory: Tensor) -> MaskMod:
-    """The `memory` keys, which come first, and of those behind them `lo .. hi - 1`, [b i] each."""
+    """First the `memory` keys, then keys `lo .. hi - 1` after the memory, [b i] each."""
 
     def span_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         key = kv_idx - memory
@@ -28,7 +28,8 @@ def span_mask_mod(lo: Tensor, hi: Tensor, memory: Tensor) -> MaskMod:
 
 
 def span_block_mask(lo: Tensor, hi: Tensor, memory: int, kv_len: int) -> BlockMask:
-    """Of `span_mask_mod`; `kv_len` counts the memory too. Both ends must not fall along i."""
+    """Block mask of `span_mask_mod`; `kv_len` counts memory too. lo and hi must not fall along
+    i."""
     q_len, device = lo.shape[1], lo.device
     lo, hi = lo.contiguous(), hi.contiguous()
     first, last, whole_q = tile_bounds(q_len, device)
@@ -44,7 +45,7 @@ def span_block_mask(lo: Tensor, hi: Tensor, memory: int, kv_len: int) -> BlockMa
 
 
 def before_mask_mod(mask_mod: MaskMod, ends: Tensor) -> MaskMod:
-    """What a mask allows of the keys before `ends` [b i]."""
+    """`mask_mod` restricted to keys before `ends` [b i]."""
 
     def before_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_mod(b_idx, h_idx, q_idx, kv_idx) & (kv_idx < ends[b_idx, q_idx])
@@ -53,8 +54,8 @@ def before_mask_mod(mask_mod: MaskMod, ends: Tensor) -> MaskMod:
 
 
 def full_before(ends: Tensor, q_len: int, kv_len: int) -> Tensor:
-    """Tiles [b 1 tq tk] whose keys all lie before the `ends` of their queries, which do not
-    fall."""
+    """Tiles [b 1 tq tk] whose keys all lie before the `ends` of their queries. `ends` must not
+    fall along i."""
     first, _, _ = tile_bounds(q_len, ends.device)
     _, right, _ = tile_bounds(kv_len, ends.device)
     return (right < ends[:, first, None])[:, None]

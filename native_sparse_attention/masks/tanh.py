@@ -1,7 +1,7 @@
-"""tanh by one instruction of an NVIDIA GPU, as a torch operator.
+"""tanh in one instruction of an NVIDIA GPU, as a torch operator.
 
-Compiled for CUDA it is PTX's `tanh.approx.f32`, whose relative error is at most 2^-11; anywhere
-else, and in eager mode, torch's own tanh. Its gradient is `1 - y^2` of the y that it gave.
+Compiled for CUDA it is PTX's `tanh.approx.f32`, with a relative error of at most 2^-11. On other
+devices and in eager mode it is torch's tanh. Its gradient is `1 - y^2` of its output y.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tanh_approx(x: Tensor) -> Tensor:
 @tanh_approx.register_fake
 def tanh_approx_fake(x: Tensor) -> Tensor:
     if torch._guards.TracingContext.try_get() is not None:
-        register_lowering()  # of a graph that is about to be compiled
+        register_lowering()  # torch is about to compile this graph
     return torch.empty_like(x)
 
 
@@ -54,8 +54,8 @@ tanh_approx.register_autograd(tanh_backward, setup_context=tanh_setup)
 
 
 def register_lowering() -> None:
-    """Tell inductor how the operator is compiled: as one pointwise step, that it fuses into others
-    and takes inside flex_attention. Not at import, which shall not load inductor."""
+    """Register the operator in inductor as a pointwise step, which inductor fuses and accepts
+    inside flex_attention. Not at import, since that would load inductor."""
     from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 
@@ -64,7 +64,7 @@ def register_lowering() -> None:
         return
 
     def assembly(x: Any) -> Any:
-        # half precisions are float32 in registers, and stay so
+        # half precisions are float32 in registers and stay float32
         wide = ops.to_dtype(x, torch.float32)
         return ops.inline_asm_elementwise(
             wide, asm=ASM, constraints=CONSTRAINTS, dtype=torch.float32, is_pure=True, pack=1

@@ -1,13 +1,12 @@
-"""Block masks of torch's flex_attention: which tiles of queries and keys hold an allowed pair.
+"""Block masks of torch's flex_attention: the tiles of queries and keys that hold an allowed pair.
 
     b, h    batch row, query head
     i, j    query, key
     tq, tk  tiles of queries, of keys
 
-A *mask mod* answers for one pair (b, h, i, j). A *block mask* adds the list of tiles in which some
-pair is allowed, and of those in which all are. Here they are found from geometry, or by asking for
-every pair a strip of queries at a time: no T x S array is formed, and no length need be a multiple
-of anything.
+A *mask mod* decides about one pair (b, h, i, j). A *block mask* adds the tiles with some allowed
+pair and the tiles with only allowed pairs. This module finds the tiles from geometry, or evaluates
+every pair for one strip of queries at a time. It never forms a T x S array. Any length works.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ TILE = 128
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Number = Any  # an int, or a tensor of one element
 
-# pairs that are asked for at once
+# pairs that one strip evaluates at once
 PAIRS_AT_ONCE = 2**24
 
 
-# PyTorch's functions, without loading flex_attention when this package is imported
+# functions of PyTorch, without loading flex_attention at import
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
@@ -66,7 +65,8 @@ def default_device(device: torch.device | str | None) -> torch.device:
 
 
 def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Tiles [b h tq tk] as their number in each row, and their indices, those of the row first."""
+    """The number of marked tiles in each row of [b h tq tk], and tile indices, marked ones
+    first."""
     tiles = tiles.to(torch.int32)
     order = tiles.argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
@@ -75,7 +75,7 @@ def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
 def from_tiles(
     touched: Tensor, full: Tensor, mask_mod: MaskMod, q_len: int, kv_len: int
 ) -> BlockMask:
-    """A block mask of the tiles [b h tq tk] where some pair is allowed, and those where all are."""
+    """A block mask from the tiles [b h tq tk] with some allowed pair and those with all allowed."""
     from torch.nn.attention.flex_attention import BlockMask
 
     return BlockMask.from_kv_blocks(
@@ -88,7 +88,7 @@ def from_tiles(
 
 
 def tile_bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """First and last index of each tile of a sequence, and whether it is a whole one."""
+    """First and last index of each tile of a sequence, and whether the tile is whole."""
     first = torch.arange(0, length, TILE, device=device)
     return first, (first + TILE - 1).clamp(max=length - 1), first + TILE <= length
 
@@ -100,10 +100,10 @@ def from_intervals(
     kv_len: int,
     device: torch.device,
 ) -> BlockMask:
-    """A block mask for queries that see one interval of keys each, `interval(i) = (first, last)`.
+    """A block mask for queries that see one KV range each, `interval(i) = (first, last)`.
 
-    Both ends must rise with i, and neighbours' intervals overlap or adjoin, so that a tile's first
-    and last query tell about all between.
+    Both ends must rise with i, and ranges of neighbours must overlap or adjoin. Then the first and
+    the last query of a tile determine the tile.
     """
     top, bottom, whole_q = (t[:, None] for t in tile_bounds(q_len, device))
     left, right, whole_kv = tile_bounds(kv_len, device)
@@ -118,8 +118,8 @@ def scalar(value: int, device: torch.device) -> Tensor:
 
 
 def cached(build: Callable[..., BlockMask]) -> Callable[..., BlockMask]:
-    """Keep the masks of the last few shapes. Not while a graph is traced, and never as inference
-    tensors: the next user of the mask may train."""
+    """Cache the masks of the last 64 shapes, except during tracing. Cached masks are never
+    inference tensors, since the next user of a mask may train."""
 
     @lru_cache(maxsize=64)
     def keep(*args: int | bool | torch.device) -> BlockMask:
@@ -132,15 +132,15 @@ def cached(build: Callable[..., BlockMask]) -> Callable[..., BlockMask]:
     return get
 
 
-# masks of no known geometry
+# masks without known geometry
 
 
 def tile_counts(
     mask_mod: MaskMod, q_len: int, kv_len: int, device: torch.device, tile: int = TILE
 ) -> Tensor:
-    """How many pairs each tile of `tile` x `tile` allows, int64 [tq tk].
+    """Number of allowed pairs in each tile of `tile` x `tile`, int64 [tq tk].
 
-    Every pair is asked for, in batch row 0 and head 0: time O(T S), memory O(T S / tile^2).
+    Evaluates every pair of batch row 0 and head 0: time O(T S), memory O(T S / tile^2).
     """
     from torch.nn.attention.flex_attention import create_mask
 
@@ -162,13 +162,13 @@ def tile_counts(
 def block_mask_of(
     mask_mod: MaskMod, q_len: int, kv_len: int, device: torch.device | str | None = None
 ) -> BlockMask:
-    """The block mask of any mask mod that looks at neither b nor h.
+    """The block mask of any mask mod that depends on neither b nor h.
 
-    Tile for tile what torch's `create_block_mask` makes; that one holds all T x S pairs at once,
-    this one a strip of them. `device` is CUDA by default where there is one.
+    It has the tiles of torch's `create_block_mask`, but holds a strip of pairs at a time, not all
+    T x S. `device` is CUDA by default if available.
 
     Raises:
-        ValueError: q_len or kv_len below 1, a mask_mod that is no function, a device that is none.
+        ValueError: q_len or kv_len below 1, mask_mod not a function, device not a device.
     """
     q_len, kv_len = check_ints(1, q_len=q_len, kv_len=kv_len)
     check_callable("mask_mod", mask_mod, "(b, h, i, j)", required=True)
