@@ -1,1 +1,1 @@
-"""Dense attention in plain PyTorch: chunked, block-masked, and written out as an oracle."""
+"""Dense attention in plain PyTorch: chunked, block-masked, and an explicit oracle."""

@@ -1,4 +1,4 @@
-"""Attention under a mask that is cut to blocks, of which the empty ones are skipped.
+"""Attention under a mask that is split into blocks. It skips empty blocks.
 
 b  batch    i  query    g  query heads of one KV head    d  head width
 k  KV heads    j  key
@@ -29,10 +29,10 @@ from .segments import SegmentIds, check_segment_ids
 
 
 def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
-    """How many pairs each block of a mask lets see each other.
+    """Number of visible pairs in each block of a mask.
 
-    `counts[.., r, c] = sum over the block's rows and columns of (mask != 0)`; the last blocks may
-    be partial, and count what they have.
+    `counts[.., r, c] = sum over the block's rows and columns of (mask != 0)`. The last blocks may
+    be partial.
 
     Args:
         mask: [.., q_len, kv_len], of any dtype; nonzero is visible.
@@ -42,7 +42,7 @@ def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
         int64 [.., ceil(q_len / block_q), ceil(kv_len / block_kv)].
 
     Raises:
-        ValueError: a mask of fewer than two axes, or a block size that is no positive integer.
+        ValueError: a mask of fewer than two axes, or a block size that is not a positive integer.
     """
     block_q, block_kv = check_ints(1, block_q=block_q, block_kv=block_kv)
     if not isinstance(mask, Tensor) or mask.ndim < 2:
@@ -51,7 +51,7 @@ def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
     q_len, kv_len = mask.shape[-2:]
     columns = blocks.ceil_div(kv_len, block_kv)
     lines = []
-    # a row of blocks at a time: no second array of the mask's size
+    # one row of blocks at a time avoids a second array of the mask's size
     for rows in chunks(0, q_len, block_q):
         line = (mask[..., rows, :] != 0).sum(dim=-2)
         line = F.pad(line, (0, columns * block_kv - kv_len))
@@ -73,46 +73,46 @@ def block_masked_attention(
     cap: float | None = None,
     save_residuals: bool = False,
 ) -> Any:
-    """Softmax attention under an arbitrary mask, block by block, in memory linear in the lengths
-    beside the mask.
+    """Softmax attention under an arbitrary mask, block by block. Memory beside the mask is linear
+    in the lengths.
 
-    `out_i = softmax_j(s_ij) v_j` with `s_ij = cap(q_i . k_j)` where query i sees key j, else
-    `mask_value`, over the blocks of the mask that hold a nonzero; `cap(x) = c tanh(x / c)`. The
-    others are skipped: neither scored nor read. Blocks without a zero are computed without the
-    mask. Forward and backward go block by block under a running maximum and sum, as
-    `chunked_attention` does. The signature is that of `flash_attention_block_masked` in MaxText's
-    `jax_flash_attention`; the code is not.
+    `out_i = softmax_j(s_ij) v_j` with `s_ij = cap(q_i . k_j)` if query i sees key j, else
+    `mask_value`, over the blocks of the mask that hold a nonzero; `cap(x) = c tanh(x / c)`. All
+    other blocks are neither scored nor read. Blocks without a zero do not read the mask. Forward
+    and backward visit blocks with a running maximum and sum, as `chunked_attention` does. The
+    signature is that of `flash_attention_block_masked` in MaxText's `jax_flash_attention`; the code
+    is independent.
 
-    As there, nothing scales the dot products: hand in `q * head_dim ** -0.5`.
+    As in MaxText, nothing scales the dot products: pass `q * head_dim ** -0.5`.
 
-    `mask_value` has a share in a softmax like any logit, and only in blocks that are not skipped.
-    Let it be so low that `exp(mask_value - lse)` is 0 (-inf, -1e30): then nothing depends on the
-    blocks beyond rounding. A query that sees no key at all gives 0, unlike a softmax over its
-    mask values, which would give a mean of values that it must not see.
+    `mask_value` takes part in the softmax like any logit, but only in blocks that are not skipped.
+    Choose it so low that `exp(mask_value - lse)` is 0 (-inf, -1e30). Then results depend on the
+    block sizes only by rounding. A query that sees no key gives 0. (A softmax over its mask values
+    would give the mean of hidden values.)
 
     Args:
-        q: [batch, kv_heads, q_heads_per_kv, q_len, head_dim], scaled by the caller. Under autocast
-            q, k and v are cast to its dtype.
+        q: [batch, kv_heads, q_heads_per_kv, q_len, head_dim], scaled by the caller. Autocast casts
+            q, k and v to its dtype.
         k, v: [batch, kv_heads, kv_len, head_dim] and [batch, kv_heads, kv_len, v_head_dim].
-        segment_ids: `SegmentIds(q [batch, q_len], kv [batch, kv_len])`; keys of the query's own
-            segment only. None for no segments. Blocks are not skipped by segment.
+        segment_ids: `SegmentIds(q [batch, q_len], kv [batch, kv_len])`. A query sees only keys of
+            its own segment. None for no segments. Segments do not skip blocks.
         block_kv, block_q: keys and queries of a block; the last may be partial.
-        mask: [q_len, kv_len] for all rows of the batch, or [batch, q_len, kv_len], of any dtype;
-            nonzero is visible. A block is skipped where it is empty in all rows. Its blocks are
-            counted on its device, and the counts (not the mask) brought to the host: one
-            synchronization a call, and a break in a compiled graph.
-        mask_value: logit of those who do not see each other.
+        mask: [q_len, kv_len] for the whole batch, or [batch, q_len, kv_len], of any dtype; nonzero
+            is visible. A block is skipped if it is empty in the whole batch. The mask's device
+            counts the blocks and sends the counts to the host: one synchronization per call, and
+            a graph break under torch.compile.
+        mask_value: logit of masked pairs.
         cap: c, in logits; before the mask. None for no cap.
         save_residuals: also return the residuals.
 
     Returns:
         [batch, kv_heads, q_heads_per_kv, q_len, v_head_dim] in q's dtype, and with `save_residuals`
         also a dict of `logsumexp` (natural) and `max_logits` [batch, kv_heads, q_heads_per_kv,
-        q_len], float32 (float64 for float64 inputs), both -inf for a query that sees nothing.
+        q_len], float32 (float64 for float64 inputs), both -inf for a query that sees no key.
         Gradients pass through `logsumexp`, not through `max_logits`. Deterministic.
 
     Raises:
-        ValueError: shapes, dtypes, devices or settings that do not fit.
+        ValueError: shapes, dtypes, devices or settings do not match.
     """
     check_given(q=q, k=k, v=v)
     check_devices(q=q, k=k, v=v)

@@ -1,4 +1,4 @@
-"""Softmax attention of any mask in memory linear in the length, in plain PyTorch.
+"""Softmax attention under any mask in memory linear in the length, in plain PyTorch.
 
 B batch    T query tokens    S key tokens    H query heads    K KV heads
 D key width    E value width
@@ -38,7 +38,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def call_mask_mod(
     mask_mod: MaskMod, B: int, H: int, rows: slice, keys: slice, device: torch.device
 ) -> Tensor:
-    """A mask mod's answers for one tile, [b|1 h|1 i|1 j|1]."""
+    """Evaluate a mask mod on one tile, [b|1 h|1 i|1 j|1]."""
     b, h, i, j = (
         torch.arange(start, stop, device=device).view(shape)
         for start, stop, shape in (
@@ -54,7 +54,7 @@ def call_mask_mod(
 
 
 def with_axes(t: Tensor, ndim: int) -> Tensor:
-    """With axes of length 1 in front, as broadcasting has them."""
+    """Prepend axes of length 1, as broadcasting does."""
     return t[(None,) * (ndim - t.ndim)]
 
 
@@ -78,42 +78,41 @@ def chunked_attention(
     """Softmax attention in memory O(T + S), forward and backward, under any mask.
 
     `out_i = softmax_j(cap(q_i . k_j * scale)) v_j` over the keys j that query i sees, with
-    `cap(x) = c tanh(x / c)` where `soft_cap` is c. Chunks of queries meet chunks of keys under a
-    running maximum and sum (Rabe and Staats, arXiv 2112.05682); the backward forms each chunk's
-    probabilities again from the log-sum-exp. At any time a few tiles of
-    `B * H * q_chunk_size * k_chunk_size` float32 scores are alive; what is computed does not depend
-    on them beyond rounding. Chunks of keys that causality or the window hides are not computed
-    (except where `q_offset` is a tensor, which would wait for the device).
+    `cap(x) = c tanh(x / c)` for `soft_cap` c. The function visits tiles of queries and keys with a
+    running maximum and sum (Rabe and Staats, arXiv 2112.05682). The backward recomputes the
+    probabilities of each tile from the log-sum-exp. At any time a few tiles of
+    `B * H * q_chunk_size * k_chunk_size` float32 scores are alive. The chunk sizes change results
+    only by rounding. Chunks of keys that causality or the window hides are skipped, unless
+    `q_offset` is a tensor, since that would wait for the device.
 
     A query sees a key if all of `causal`, `sliding_window_size`, `segment_ids`, `mask` and
-    `mask_mod` allow it. Query t stands at position `q_offset + t`, key j at j.
+    `mask_mod` allow it. Query t has position `q_offset + t`; key j has position j.
 
     Args:
-        q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E]; K divides H, and query head h reads KV
-            head `h // (H / K)`. Under autocast they are cast to its dtype.
+        q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E]. K divides H, and query head h reads KV
+            head `h // (H / K)`. Autocast casts them to its dtype.
         q_chunk_size, k_chunk_size: queries and keys of a tile.
         causal: keys j <= i only.
-        sliding_window_size: w, in tokens: keys `i - w .. i` where causal, else `i - w .. i + w`.
-        segment_ids: `SegmentIds(q [B, T], kv [B, S])`, or one tensor [B, T] where T = S; keys of
-            the query's own segment only.
+        sliding_window_size: w, in tokens: keys `i - w .. i` if causal, else `i - w .. i + w`.
+        segment_ids: `SegmentIds(q [B, T], kv [B, S])`, or one tensor [B, T] if T = S. A query sees
+            only keys of its own segment.
         soft_cap: c, in logits; applied after `scale` and before the masks.
-        mask: bool, broadcasts to [B, H, T, S]; True is seen.
-        mask_mod: `(b, h, i, j) -> bool` of index tensors that broadcast against one another, as of
-            flex_attention: i and j index q and k, whatever `q_offset` is. It is asked tile by tile,
-            never for T x S at once.
-        q_offset: position of query 0, an int or a tensor [B]; by default `S - T`, the queries are
-            the last. A query before all keys (T > S) or past them is nothing special.
+        mask: bool, broadcasts to [B, H, T, S]; True is visible.
+        mask_mod: `(b, h, i, j) -> bool` of index tensors that broadcast, as in flex_attention. i
+            and j index q and k, regardless of `q_offset`. It is called tile by tile.
+        q_offset: position of query 0, an int or a tensor [B]. By default `S - T`: the queries are
+            the last tokens. Queries before all keys (T > S) or past them are allowed.
         scale: multiplies the dot products; `D ** -0.5` by default.
         return_lse: also return the log-sum-exp of each query's logits.
 
     Returns:
         [B, T, H, E] in q's dtype, and with `return_lse` also the natural log-sum-exp [B, T, H],
-        float32 (float64 for float64 inputs), which has gradients too. A query that sees nothing
-        gives output 0, log-sum-exp -inf and no gradient. Deterministic. Gradients of gradients are
-        right, but keep every tile.
+        float32 (float64 for float64 inputs), which has gradients too. A query that sees no key has
+        output 0, log-sum-exp -inf and no gradient. Deterministic. Second derivatives work, but keep
+        every tile.
 
     Raises:
-        ValueError: shapes, dtypes, devices or settings that do not fit.
+        ValueError: shapes, dtypes, devices or settings do not match.
     """
     check_given(q=q, k=k, v=v)
     check_devices(q=q, k=k, v=v)
@@ -156,7 +155,7 @@ def chunked_attention(
 def check_any_offset(
     q_offset: int | Tensor | None, B: int, default: int, device: torch.device
 ) -> int | Tensor:
-    """An int of any sign, or integers [B]: each position means something here."""
+    """Check an offset: an int of any sign, or integers [B]."""
     if q_offset is None:
         return default
     if isinstance(q_offset, Tensor) and q_offset.ndim > 0:

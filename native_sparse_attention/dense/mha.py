@@ -1,8 +1,8 @@
-"""Multi-head attention written out, with a backward written out beside it: an oracle for kernels.
+"""Multi-head attention with an explicit forward and backward: an oracle for kernels.
 
-Dense, memory O(T S), in the layout [B, H, T, D] of kernels; `chunked_attention` is the one to
-compute with. Names, arguments and residuals are those of the reference in JAX's TPU flash
-attention; the code is not.
+Dense, memory O(T S), in the layout [B, H, T, D] of kernels. For real work use `chunked_attention`.
+Names, arguments and residuals are those of the reference in JAX's TPU flash attention; the code is
+independent.
 
     b  batch    h  heads    i  query    j  key    d  key width    e  value width
 """
@@ -38,7 +38,7 @@ from ..ops.reference.products import (
 )
 from .segments import SegmentIds, check_segment_ids
 
-# far below any logit, and far enough from the least float32 that a logit may be added to it
+# far below any logit, but adding a logit does not overflow float32
 DEFAULT_MASK_VALUE = -0.7 * torch.finfo(torch.float32).max
 
 
@@ -79,7 +79,7 @@ def masked_logits(
     mask_value: float,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [b h i j] and who sees whom, [b|1 1 i j]."""
+    """Logits [b h i j] and their mask, [b|1 1 i j]."""
     visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)[None, None]
     if causal:
         visible = visible.tril()
@@ -132,13 +132,13 @@ def mha_reference_no_custom_vjp(
     softmax_scale: float = 1.0,
     save_residuals: bool = False,
 ) -> Any:
-    """`mha_reference` with the gradients that autograd finds.
+    """`mha_reference` with the gradients of autograd.
 
     Returns:
         o [B, H, T, E], and with `save_residuals` (o, l, m): the sum of exponentials
         `l_i = sum_j exp(s_ij - m_i)` and the greatest logit m, both [B, H, T] in float32 (float64
-        for float64 inputs). The log-sum-exp is `m + log(l)`. A query that sees nothing has o = 0,
-        l = 0 and m = -inf. m is a constant to autograd.
+        for float64 inputs). The log-sum-exp is `m + log(l)`. A query that sees no key has o = 0,
+        l = 0 and m = -inf. m has no gradient.
     """
     segments, causal, mask_value, softmax_scale = check_call(
         q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
@@ -163,24 +163,23 @@ def mha_reference_bwd(
     mask_value: float = DEFAULT_MASK_VALUE,
     softmax_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of `mha_reference`, written out.
+    """Explicit gradients of `mha_reference`.
 
     With `p_ij = exp(s_ij - m_i) / l_i`: `dv_j = sum_i p_ij do_i`,
-    `ds_ij = p_ij (do_i . v_j - do_i . o_i)` where i sees j, else 0, `dab = softmax_scale ds`,
+    `ds_ij = p_ij (do_i . v_j - do_i . o_i)` if i sees j, else 0, `dab = softmax_scale ds`,
     `dq_i = sum_j dab_ij k_j`, `dk_j = sum_i dab_ij q_i`.
 
     Args:
-        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale: as given to the forward.
-        o, l, m: what `mha_reference_no_custom_vjp(..., save_residuals=True)` returned; o may be of
-            float32 where q is of less.
+        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale: arguments of the forward.
+        o, l, m: results of `mha_reference_no_custom_vjp(..., save_residuals=True)`. o may be
+            float32 if q is narrower.
         do: gradient of o, [B, H, T, E].
 
     Returns:
-        (dq, dk, dv, dab), each of the shape and dtype of what it is the gradient of; dab is None
-        where ab is.
+        (dq, dk, dv, dab), each with the shape and dtype of its tensor; dab is None if ab is None.
 
     Raises:
-        ValueError: shapes, dtypes, devices or settings that do not fit.
+        ValueError: shapes, dtypes, devices or settings do not match.
     """
     segments, causal, mask_value, softmax_scale = check_call(
         q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
@@ -199,7 +198,7 @@ def mha_reference_bwd(
     with no_autocast(q.device.type):
         q, k, v, o, do = in_fp32(q, k, v, o, do)
         s, visible = masked_logits(q, k, ab, segments, causal, mask_value, softmax_scale)
-        # exp(s - inf) is 0: a query that sees nothing gives and gets nothing
+        # exp(s - inf) is 0: a query that sees no key neither gives nor gets gradients
         hidden = m == float("-inf")
         p = torch.exp(s - m.masked_fill(hidden, float("inf"))[..., None])
         p = p / l.masked_fill(hidden, 1.0)[..., None]
@@ -229,14 +228,14 @@ class Reference(torch.autograd.Function):
         q, k, v, ab, o, l, m = ctx.saved_tensors
         others = (None,) * 4
         transforms.refuse_legacy_batched(do)
-        if transforms.active():  # of the backward alone, as by `jacrev`
+        if transforms.active():  # torch.func transforms only the backward, as `jacrev` does
 
             def plainly(q, k, v, ab) -> tuple[Tensor]:
                 return (forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)[0].to(q.dtype),)
 
             return *transforms.vjp(plainly, (q, k, v, ab), (do,)), *others
         if torch.is_grad_enabled():
-            # a backward that is differentiated itself: l must not be a constant to it
+            # second derivatives need l to depend on the inputs
             o, l, m = forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)
         grads = mha_reference_bwd(q, k, v, ab, ctx.segment_ids, o, l, m, do, *ctx.settings)
         return *grads, *others
@@ -252,32 +251,30 @@ def mha_reference(
     mask_value: float = DEFAULT_MASK_VALUE,
     softmax_scale: float = 1.0,
 ) -> Tensor:
-    """Softmax attention, dense, whose backward is `mha_reference_bwd`.
+    """Dense softmax attention with the backward `mha_reference_bwd`.
 
-    `o_i = softmax_j(s_ij) v_j` with `s_ij = (q_i . k_j + ab_ij) softmax_scale` where query i sees
-    key j, else `mask_value`. The bias is scaled too, and nothing else is scaled by default: for
-    usual attention hand in `softmax_scale = D ** -0.5` and the bias over that.
+    `o_i = softmax_j(s_ij) v_j` with `s_ij = (q_i . k_j + ab_ij) softmax_scale` if query i sees key
+    j, else `mask_value`. `softmax_scale` multiplies the bias too and is 1 by default. For usual
+    attention pass `softmax_scale = D ** -0.5` and the bias divided by it.
 
-    A causal query i sees keys j <= i, counted from the first of each, also where T and S differ
-    (aligned at the top left; `chunked_attention` by default aligns the last query to the last key).
-    A query that sees nothing gives 0: its row is not a softmax over mask values, which would give
-    the mean of values that it must not see.
+    A causal query i sees keys j <= i, even if T and S differ: the mask is aligned at the top left.
+    (`chunked_attention` by default aligns the last query to the last key.) A query that sees no key
+    gives 0. (A softmax over its mask values would give the mean of hidden values.)
 
     Args:
         q, k, v: [B, H, T, D], [B, H, S, D] and [B, H, S, E].
         ab: attention bias, broadcasts to [B, H, T, S]; None for none.
-        segment_ids: `SegmentIds(q [B, T], kv [B, S])`, or one tensor [B, T] where T = S; keys of
-            the query's own segment only.
+        segment_ids: `SegmentIds(q [B, T], kv [B, S])`, or one tensor [B, T] if T = S. A query sees
+            only keys of its own segment.
         causal: keys j <= i only.
-        mask_value: logit of those who do not see each other.
+        mask_value: logit of masked pairs.
         softmax_scale: multiplies dot products and bias.
 
     Returns:
-        [B, H, T, E]. Logits and softmax are formed in float32 or better, and not under autocast.
-        Deterministic.
+        [B, H, T, E]. Logits and softmax are float32 or better, without autocast. Deterministic.
 
     Raises:
-        ValueError: shapes, dtypes, devices or settings that do not fit.
+        ValueError: shapes, dtypes, devices or settings do not match.
     """
     segments, causal, mask_value, softmax_scale = check_call(
         q, k, v, ab, segment_ids, causal, mask_value, softmax_scale

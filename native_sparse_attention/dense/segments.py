@@ -1,4 +1,4 @@
-"""Who belongs together: ids of packed documents, and blocks against the diagonal."""
+"""Segment ids of packed documents, and the position of blocks relative to the diagonal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Int = TypeVar("Int", int, Tensor)
 
 
 class SegmentIds(NamedTuple):
-    """Ids of the segments that queries and keys belong to; only the same id attends to the same.
+    """Segment ids of queries and keys. A query sees only keys with its own id.
 
-    Segments keep documents apart that are packed into one row. Ids are integers in any order; a
+    Attention then never crosses documents that share a packed row. Ids are integers in any order. A
     segment need not be contiguous, and an id of the queries need not occur among the keys.
 
     Args:
@@ -28,22 +28,22 @@ class SegmentIds(NamedTuple):
 
 
 def below_or_on_diag(r: Int, r_blk_size: int, c: Int, c_blk_size: int) -> Any:
-    """Whether block (r, c) has an element on or below the diagonal, that is, something for a causal
-    query to see.
+    """Whether block (r, c) has an element on or below the diagonal, that is, a key that a causal
+    query sees.
 
-    `(r + 1) r_blk_size - 1 >= c c_blk_size`: the block's last row stands at least as far down as
-    its first column stands right. (Kernels elsewhere compare strictly, which loses the blocks that
-    touch the diagonal in that one corner; blocks of equal even sizes have none.)
+    `(r + 1) r_blk_size - 1 >= c c_blk_size`: the index of the block's last row is at least the
+    index of its first column. (Other kernels compare strictly. They lose blocks that touch the
+    diagonal only in that corner; blocks of equal even sizes never do.)
 
     Args:
         r, c: row and column of the block, counted in blocks; ints or integer tensors.
         r_blk_size, c_blk_size: rows and columns of a block.
 
     Returns:
-        A bool, or a tensor of bools where r or c is a tensor.
+        A bool, or a tensor of bools if r or c is a tensor.
 
     Raises:
-        ValueError: rows or columns that are no integers of at least 0, or a size below 1.
+        ValueError: r or c is not an integer of at least 0, or a size is below 1.
     """
     r_blk_size, c_blk_size = check_ints(1, r_blk_size=r_blk_size, c_blk_size=c_blk_size)
     for name, value in (("r", r), ("c", c)):
@@ -58,7 +58,7 @@ def below_or_on_diag(r: Int, r_blk_size: int, c: Int, c_blk_size: int) -> Any:
 def check_segment_ids(
     segment_ids: SegmentIds | Tensor | None, B: int, T: int, S: int, device: torch.device
 ) -> SegmentIds | None:
-    """Integers of shapes [B, T] and [B, S]; one tensor serves both where T is S."""
+    """Check segment ids: integers [B, T] and [B, S], or one tensor for both if T = S."""
     if segment_ids is None:
         return None
     if isinstance(segment_ids, Tensor):
