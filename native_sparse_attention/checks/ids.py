@@ -13,8 +13,8 @@ ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor can be asked for at once: not of a GPU's, which would be
-    waited for, nor where there are none, in a graph that is traced or under `torch.func`."""
+    """Whether the host can read a tensor's values at once. False on a GPU, which would have to
+    synchronize, and without values: in a traced graph or under `torch.func`."""
     if type(tensor) is not Tensor or tensor.device.type != "cpu":
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -25,8 +25,8 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def check_ids(name: str, ids: Any, embedding: nn.Embedding) -> Tensor:
-    """Ids [b, n] of any integral dtype, as int64. On the CPU each is looked at, whether it is of
-    the vocabulary. (On a GPU that would wait for it: there an id outside is a device-side assert.)
+    """Check ids [b, n] of any integral dtype and return them as int64. The check of the vocabulary
+    runs on the CPU only, since a GPU would synchronize; there a bad id is a device-side assert.
 
     Raises:
         ValueError: lists, floats, another shape, an id outside of the vocabulary.

@@ -1,4 +1,4 @@
-"""Keywords that a call does not know, and what their giver may have meant."""
+"""Unknown keywords of a call, with suggestions of the intended keyword."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# names that other libraries have, and what stands for them here
+# names in other libraries, and their counterparts here
 ELSEWHERE = {
     "attention_mask": "mask=, bool, True for tokens: mask=attention_mask.bool()",
     "attn_mask": "mask=, bool, True for tokens; causality is causal=True",
@@ -29,11 +29,11 @@ ELSEWHERE = {
 
 
 class UnexpectedKeyword(ValueError, TypeError):
-    """A keyword that a call does not know: to Python a TypeError, here a ValueError as well."""
+    """An unknown keyword: a TypeError as in Python, and a ValueError as for other arguments."""
 
 
 def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises for the first keyword given that is not known, with what may have been meant."""
+    """Raise `UnexpectedKeyword` for the first unknown keyword, with a suggestion."""
     names = list(known)
     for name in given:
         if name in names:
@@ -45,12 +45,12 @@ def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def nearest(name: Any, names: list[str]) -> str:
-    """The name that may have been meant, as the end of a message."""
+    """The closest known name, as the end of a message."""
     near = difflib.get_close_matches(str(name), names, n=1)
     return f": did you mean {near[0]}?" if near else ""
 
 
 def refuse(unknown: dict[str, Any], forward: Callable[..., Any]) -> None:
-    """`check_keywords` of a forward's own `**unknown`, which should be empty."""
+    """`check_keywords` of the `**unknown` of a forward, which should be empty."""
     if unknown:
         check_keywords(unknown, list(inspect.signature(forward).parameters)[:-1])

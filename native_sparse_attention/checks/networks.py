@@ -1,5 +1,4 @@
-"""Networks that a user gives a layer, of the kind and the widths that it calls them with; and the
-input that a layer's own networks can take."""
+"""Checks of networks that a user gives a layer (kind and widths), and of a layer's input."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .tensors import FLOAT_DTYPES, shown
 
-# how torch and einops say that an input has the wrong width
+# error messages of torch and einops for an input of the wrong width
 WIDTH = re.compile(
     r"cannot be multiplied|reduction dim|einsum|subscript|broadcast|size of tensor|einops|einx|"
     r"normalized_shape|invalid for input of size|expected input|to have .* channels|h \* d = dim",
@@ -23,8 +22,8 @@ WIDTH = re.compile(
 
 
 def check_input(inp: Any, dim: int, linear: Any) -> None:
-    """[b, n, dim], of the dtype and device of the layer's weights where these are what they are
-    when the layer runs: not of a wrapper that shards them or moves them about."""
+    """Check an input [b, n, dim] with the dtype and device of the layer's weights. Weights of a
+    wrapper that shards or moves them are not compared."""
     if not isinstance(inp, Tensor) or inp.dtype not in FLOAT_DTYPES:
         got = inp.dtype if isinstance(inp, Tensor) else type(inp).__name__
         raise ValueError(f"inp must be a tensor of floating dtype, got {got}")
@@ -47,10 +46,10 @@ def check_input(inp: Any, dim: int, linear: Any) -> None:
 
 
 def check_network(name: str, network: Any, given: str, wanted: str, *shapes: list[int]) -> None:
-    """A module that maps `shapes[0]` to `shapes[1]`, as far as can be told of a copy without data.
+    """Check that a module maps `shapes[0]` to `shapes[1]`, with a copy on the meta device.
 
     Raises:
-        ValueError: what is no module, or maps to or from other widths.
+        ValueError: not a module, or a module of other widths.
     """
     if not isinstance(network, nn.Module):
         hint = ""
@@ -61,7 +60,7 @@ def check_network(name: str, network: Any, given: str, wanted: str, *shapes: lis
     try:
         out = on_meta(network, shapes[0])
     except Exception as error:
-        # a network may have no form on meta tensors: then its first call says what is wrong
+        # a network may not run on meta tensors; then its first call reports errors
         if WIDTH.search(f"{type(error).__module__} {error}"):
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"{told}, got {type(network).__name__}: {reason}") from None
@@ -74,14 +73,14 @@ def check_network(name: str, network: Any, given: str, wanted: str, *shapes: lis
 
 
 def copied(network: Any) -> Any:
-    """A deep copy. One of fake tensors stays of their mode, which deepcopy alone would copy too."""
+    """A deep copy. Copies of fake tensors keep their mode; deepcopy alone would copy the mode."""
     tensors = network.parameters() if isinstance(network, nn.Module) else ()
     modes = {id(mode): mode for t in tensors if (mode := getattr(t, "fake_mode", None)) is not None}
     return deepcopy(network, modes)
 
 
 def on_meta(network: nn.Module, shape: list[int]) -> Any:
-    """What a copy without data gives for an input without data; None where it is not asked."""
+    """The output of a copy of the network on meta tensors; None if it is not run."""
     compiled = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
     if any(isinstance(module, compiled) for module in network.modules()):
         return None
@@ -96,12 +95,12 @@ def on_meta(network: nn.Module, shape: list[int]) -> Any:
 
 
 def check_compress_mlp(network: Any, kv_heads: int, l: int, dim_head: int) -> None:
-    """`[b h w l d] -> [b h w d]`."""
+    """Check a network `[b h w l d] -> [b h w d]`."""
     shapes = [1, kv_heads, 1, l, dim_head], [1, kv_heads, 1, dim_head]
     check_network("compress_mlp", network, "b h w l d", "b h w d", *shapes)
 
 
 def check_gate(network: Any, dim: int, heads: int) -> None:
-    """`[.. dim] -> [.. 3 heads]`."""
+    """Check a network `[.. dim] -> [.. 3 heads]`."""
     shapes = [1, 1, dim], [1, 1, 3 * heads]
     check_network("strategy_combine_mlp", network, "b n dim", "b n 3*heads", *shapes)

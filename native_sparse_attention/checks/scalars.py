@@ -1,5 +1,5 @@
-"""Checks of arguments that are no tensors: booleans, integers, numbers and names. Each returns the
-plain Python value. Every message names the argument, what was expected, what came."""
+"""Checks of arguments other than tensors: booleans, integers, numbers and names. Each returns the
+plain Python value. Every message names the argument, the expected value and the given value."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Integers lie below this, so that the sum of two fits into 32 bits.
+# Integers must be below this, so that the sum of two fits into 32 bits.
 TOO_LARGE = 2**30
-# Rows, and pages of a cache, are counted in Python lists.
+# Limit of sequences and pages of a cache, since Python lists count them.
 TOO_MANY = 2**24
-# Slots of a query in block indices: of 64 tokens a block they reach over 4 million tokens.
+# Limit of slots per query in block indices: with 64 tokens per block they cover 4 million tokens.
 TOO_MANY_BLOCKS = 2**16
-# Elements of a tensor: 4 TiB of float32.
+# Limit of elements of a tensor: 4 TiB of float32.
 TOO_MANY_ELEMENTS = 2**40
-# The least float32 that has all its bits: to divide by less gives inf, and then NaN.
+# The least normal float32: a division by less gives inf, and then NaN.
 LEAST_NORMAL = torch.finfo(torch.float32).tiny
 LARGEST = torch.finfo(torch.float32).max
 
 
 def shown(value: Any) -> str:
-    """A value as a message tells it, in one line."""
+    """A value in one line, for messages."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
     text = " ".join(repr(value).split())
@@ -47,8 +47,8 @@ def check_bools(**values: Any) -> tuple[bool, ...]:
 
 
 def as_int(value: Any) -> Any:
-    """The integer that a value is, of any integral type; None for one that is none. Booleans are
-    none. A symbolic integer stays symbolic."""
+    """A value of any integral type as an integer; None for other values, booleans included. A
+    symbolic integer stays symbolic."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value
     if isinstance(value, (bool, float)) or type(value).__name__ == "bool_":
@@ -62,8 +62,8 @@ def as_int(value: Any) -> Any:
 
 
 def check_int(name: str, value: Any, minimum: int, below: int = TOO_LARGE) -> int:
-    """An integer of any integral type (bools are not integers here), `minimum <= value < below`.
-    A symbolic one is taken as it is: to compare it would tie a graph to the answer."""
+    """Check an integer of any integral type, bools excluded: `minimum <= value < below`. A symbolic
+    integer is not compared, since that would add a guard to the graph."""
     number = as_int(value)
     if isinstance(value, torch.SymInt):
         return number
@@ -98,7 +98,7 @@ def as_float(value: Any) -> float:
 
 
 def check_factor(name: str, value: Any) -> float:
-    """A finite number above 0."""
+    """Check a finite number above 0."""
     number = as_float(value)
     if not 0.0 < number < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {shown(value)}")
@@ -106,7 +106,7 @@ def check_factor(name: str, value: Any) -> float:
 
 
 def check_positive(name: str, value: Any) -> float | None:
-    """A number above 0 by which float32 can be divided, or None."""
+    """Check a number above 0 that can divide a float32, or None."""
     if value is None:
         return None
     number = as_float(value)
@@ -125,7 +125,7 @@ def check_finite(name: str, value: Any) -> float:
 
 
 def check_scale(scale: Any) -> float | None:
-    """A finite number, or None."""
+    """Check a finite number, or None."""
     if scale is None:
         return None
     number = as_float(scale)
@@ -142,8 +142,8 @@ def check_probability(name: str, value: Any) -> float:
 
 
 def check_mask_value(mask_value: Any, dtype: torch.dtype) -> float:
-    """A number that is not NaN or inf; -inf where the dtype of the logits cannot tell it from
-    that."""
+    """Check a number other than NaN and inf; -inf if the dtype of the logits rounds it to
+    -inf."""
     number = as_float(mask_value)
     if not number < math.inf:
         raise ValueError(f"mask_value must be a number below inf, got {shown(mask_value)}")
@@ -152,7 +152,7 @@ def check_mask_value(mask_value: Any, dtype: torch.dtype) -> float:
 
 
 def check_device(name: str, device: Any) -> torch.device:
-    """What `torch.device` takes: a device, its name, or a number of a GPU."""
+    """Check an argument of `torch.device`: a device, its name, or the number of a GPU."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, str) or (type(device) is int and 0 <= device < 256):
@@ -170,7 +170,7 @@ def check_callable(name: str, function: Any, signature: str, required: bool = Fa
 
 
 def check_elements(**sizes: int) -> None:
-    """Integers whose product is the number of elements of a tensor that is about to be made."""
+    """Check sizes whose product is the number of elements of a new tensor."""
     if math.prod(sizes.values()) >= TOO_MANY_ELEMENTS:
         told = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(f"{' * '.join(sizes)} must be below 2**40, got {told}")

@@ -1,5 +1,5 @@
-"""Checks of tensors, and of settings that go together. Every message names the argument, what was
-expected, what came. `scalars.py` has those of single values."""
+"""Checks of tensors and of settings that depend on each other. Every message names the argument,
+the expected value and the given value. `scalars.py` checks single values."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ IMPORTANCE_RULES = ("logits", "probs")
 BRANCH_KV = ("shared", "independent")
 
 
-# axes that no call has without: heads, heads of a group, and the widths of keys and values
+# axes that must not be empty: heads, heads of a group, and widths of keys and values
 NEVER_EMPTY = "HKGDE"
-# KV heads that no model has: with fewer tokens than these, the axes are in the wrong order
+# no model has more KV heads; with fewer tokens than heads, the axes are in the wrong order
 MANY_HEADS = 128
 HINT = "did you pass [B, H, T, D]? Tensors are [B, T, H, D]: use .transpose(1, 2)"
 
 
 def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
-    """Hold tensors to shapes written in axis letters; returns the size of every letter.
+    """Check tensors against shapes in axis letters; returns the size of every letter.
 
-    `check_shapes(q=(q, "B T H D"), k=(k, "B S K D"))` raises ValueError if q is not 4-dimensional
-    or if k's width differs from q's, or if there are no heads or no width. A number stands for
-    itself; a tensor of None is passed over.
+    `check_shapes(q=(q, "B T H D"), k=(k, "B S K D"))` raises ValueError if q is not 4-dimensional,
+    if k's width differs from q's, or if heads or width are 0. A digit is a fixed size. None is
+    skipped.
     """
     sizes: dict[str, tuple[int, str]] = {}
     for name, (tensor, spec) in tensors.items():
@@ -90,7 +90,7 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
 
 
 def check_given(**tensors: Any) -> None:
-    """Tensors, where nothing else has a meaning."""
+    """Check that arguments are tensors."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             got = None if tensor is None else type(tensor).__name__
@@ -98,7 +98,7 @@ def check_given(**tensors: Any) -> None:
 
 
 def check_devices(**tensors: Tensor) -> None:
-    """One device for all: that of the first."""
+    """Check that all tensors are on the device of the first."""
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if tensor.device != first.device:
@@ -106,7 +106,7 @@ def check_devices(**tensors: Tensor) -> None:
 
 
 def check_same(**tensors: Tensor | None) -> None:
-    """One device and one floating dtype for all, and no sparse or nested layout."""
+    """Check that tensors share a device and a floating dtype, with no sparse or nested layout."""
     first_name, first = next((n, t) for n, t in tensors.items() if t is not None)
     if first.dtype not in FLOAT_DTYPES:
         raise ValueError(
@@ -124,7 +124,7 @@ def check_same(**tensors: Tensor | None) -> None:
 
 
 def check_weights(name: str, tensor: Tensor | None, device: torch.device) -> None:
-    """Gates: of any floating dtype, on a device."""
+    """Check gates: any floating dtype, on `device`."""
     if tensor is not None and (tensor.dtype not in FLOAT_DTYPES or tensor.device != device):
         raise ValueError(
             f"{name} must be floating on {device} as q is, got {tensor.dtype} on {tensor.device}"
@@ -132,7 +132,7 @@ def check_weights(name: str, tensor: Tensor | None, device: torch.device) -> Non
 
 
 def check_indices(name: str, tensor: Tensor | None, device: torch.device | None = None) -> None:
-    """int32 or int64, on a device where one is given."""
+    """Check for int32 or int64, on `device` if given."""
     if tensor is None:
         return
     if tensor.dtype not in INDEX_DTYPES:
@@ -142,8 +142,8 @@ def check_indices(name: str, tensor: Tensor | None, device: torch.device | None 
 
 
 def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = None) -> int:
-    """Query heads per KV head. `tokens`: the numbers of queries and keys of a call, whose axes may
-    be in the wrong order."""
+    """Query heads per KV head. `tokens`, the numbers of queries and keys, help to detect axes in
+    the wrong order."""
     if kv_heads < 1 or heads % kv_heads:
         slip = (
             tokens is not None and 0 < tokens[1] <= tokens[0] < heads and tokens[0] % tokens[1] == 0
@@ -163,7 +163,7 @@ def warn_of_order(kv_heads: int, keys: int) -> None:
 
 
 def check_blocks(l: int, d: int, s: int) -> None:
-    """Windows tile the sequence, and windows and selection blocks are aligned to each other."""
+    """Check that windows cover the sequence and align with selection blocks."""
     if l < d:
         raise ValueError(
             "compress_block_size must be at least compress_block_sliding_stride, so that every "
@@ -177,7 +177,7 @@ def check_blocks(l: int, d: int, s: int) -> None:
 
 
 def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) -> tuple[int, int]:
-    """Blocks of s tokens, whose positions fit into 32 bits."""
+    """Check numbers of forced blocks of s tokens; token positions must fit into 32 bits."""
     below = TOO_LARGE // s + 1
     return (
         check_int("num_initial_blocks", num_initial_blocks, 0, below),
@@ -198,8 +198,8 @@ def check_selection(
     selection_stride: Any,
     query_heads_share_selected_kv: Any,
 ) -> dict[str, Any]:
-    """The settings of the selection, each alone and with the others; returned by name, as plain
-    values."""
+    """Check the settings of the selection, each alone and together. Returns plain values by
+    name."""
     l, d, s = check_ints(
         1,
         compress_block_size=compress_block_size,
@@ -255,7 +255,7 @@ def check_leaders(
 def check_exactly(
     name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A tensor of one shape, dtype and device."""
+    """Check the shape, dtype and device of a tensor."""
     fits = isinstance(tensor, Tensor) and tensor.shape == shape
     if not fits or tensor.dtype != dtype or tensor.device != device:
         kind = str(dtype).removeprefix("torch.")
@@ -275,7 +275,7 @@ def check_first_group(
 
 
 def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
-    """S where only the queries are at hand: they end the sequence."""
+    """S if only the queries are given: they end the sequence."""
     if seq_len is not None:
         return check_int("seq_len", seq_len, 0)
     if q_offset is None or isinstance(q_offset, Tensor):
@@ -284,7 +284,7 @@ def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
 
 
 def check_offsets(q_offset: Tensor, B: int, device: torch.device) -> Tensor:
-    """One for each row, as int64 [B]."""
+    """Check one offset per sequence, and return int64 [B]."""
     if q_offset.shape != (B,) or q_offset.dtype not in INDEX_DTYPES:
         raise ValueError(
             f"q_offset must be an int or an integer tensor of shape [{B}], "
@@ -298,8 +298,8 @@ def check_offsets(q_offset: Tensor, B: int, device: torch.device) -> Tensor:
 def check_offset(
     q_offset: Any, dims: dict[str, int], S: int, causal: bool, q: Tensor
 ) -> int | Tensor:
-    """Absolute position of the first query, one for all rows or one a row; by default the queries
-    are the last T of the S tokens. Returned as an int, or as an int64 tensor [B]."""
+    """Check the absolute position of the first query, one for all sequences or one per sequence. By
+    default the queries are the last T of the S tokens. Returns an int or an int64 tensor [B]."""
     B, T = dims["B"], dims["T"]
     if q_offset is None:
         q_offset = S - T
@@ -325,11 +325,11 @@ def check_offset(
 def check_windows(
     W: int, S: int, d: int, *, causal: bool, q_offset: int | Tensor | None = None
 ) -> None:
-    """As many windows as S tokens have; causally an unfinished one, which nobody sees, may follow.
-    With a `q_offset` the last query need not end the sequence: causally nothing is known of S."""
+    """Check that W is the number of windows of S tokens. Causally one incomplete window, which no
+    query sees, may follow. With a causal `q_offset` S is unknown, since tokens may follow."""
     if causal and q_offset is not None:
         return
-    if is_exporting():  # lengths are symbols, which nothing may be asked of
+    if is_exporting():  # comparing symbolic lengths would fix them
         return
     least = blocks.num_windows(S, d, causal=causal)
     if least == W:
@@ -355,7 +355,7 @@ def check_sinks(sinks: Any, shape: tuple[int, ...], device: torch.device) -> Non
 def check_documents(
     documents: Any, dims: dict[str, int], q_offset: int | Tensor, q: Tensor
 ) -> None:
-    """Bounds of documents, of rows whose queries and keys are the same tokens."""
+    """Check bounds of documents: queries and keys must be the same tokens."""
     if documents is None:
         return
     for name in ("first", "last"):
@@ -370,7 +370,7 @@ def check_documents(
 
 
 def mask_hint(mask: Any) -> str:
-    """What somebody may have meant who gives a mask of another dtype."""
+    """A suggestion for a mask of another dtype than bool."""
     if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
         return ""
     if mask.is_floating_point():
@@ -379,7 +379,7 @@ def mask_hint(mask: Any) -> str:
 
 
 def check_mask(name: str, mask: Any, device: torch.device, **axes: int) -> None:
-    """A bool tensor that broadcasts to the axes, or None."""
+    """Check for a bool tensor that broadcasts to the axes, or None."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != device:
@@ -390,7 +390,7 @@ def check_mask(name: str, mask: Any, device: torch.device, **axes: int) -> None:
 
 
 def check_broadcasts(name: str, tensor: Tensor, **axes: int) -> None:
-    """A shape that broadcasts to the axes and no further."""
+    """Check that a tensor broadcasts to exactly the axes."""
     wanted = list(axes.values())
     pairs = zip(reversed(tensor.shape), reversed(wanted), strict=False)
     if tensor.ndim > len(wanted) or any(have not in (1, want) for have, want in pairs):
