@@ -1,1 +1,1 @@
-"""What torch.compile, torch.export, torch.func and autocast ask of code."""
+"""Compatibility with torch.compile, torch.export, torch.func and autocast."""

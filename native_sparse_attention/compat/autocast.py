@@ -1,4 +1,4 @@
-"""Autocast on any device type, those that have none included (meta tensors)."""
+"""Autocast on any device type, including types without autocast (meta tensors)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-# not asked of torch.amp: dynamo cannot trace that in every version
+# fixed here, since dynamo cannot trace the query of torch.amp in every version
 WITHOUT = ("meta",)
 
 
 def no_autocast(device: str) -> AbstractContextManager[object]:
-    """Autocast disabled on a device type, such as "cuda"."""
+    """Disable autocast on a device type, such as "cuda"."""
     if device in WITHOUT:
         return nullcontext()
     return torch.autocast(device, enabled=False)

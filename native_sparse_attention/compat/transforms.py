@@ -1,6 +1,6 @@
-"""Derivatives beyond a backward: torch.func's transforms (`vmap`, `jvp`, and what is made of them)
-and forward-mode AD. Eager PyTorch has them all, by its plain form: autograd functions and data that
-the host looks at stand aside. Kernels have none of them, and say so."""
+"""Derivatives beyond a backward: torch.func's transforms (`vmap`, `jvp` and those built on them)
+and forward-mode AD. The eager backend supports all of them in its plain form, without autograd
+functions and without reading values on the host. Kernels support none and raise."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def forward_mode() -> bool:
 
 
 def active() -> bool:
-    """Whether a transform of torch.func or forward-mode AD is under way. Not asked for in a
-    compiled graph, in which the plain form stands anyway."""
+    """Whether a transform of torch.func or forward-mode AD is active. False in a compiled graph,
+    which uses the plain form anyway."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_mode()
 
 
 def unsupported_by_kernels() -> list[str]:
-    """Why no kernel can run a call under the transforms of the moment."""
+    """Reasons why no kernel can run a call under the active transforms; empty if there are none."""
     if torch.compiler.is_compiling():
         return []
     if forward_mode():
@@ -42,8 +42,8 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nobody looks at a call from outside, compiler, transform, mode or tensor subclass, so
-    that an operator's dispatch is for nothing. Not of meta tensors, which no kernel takes."""
+    """Whether no compiler, transform, mode or tensor subclass observes a call, so that it may skip
+    an operator's dispatch. False for meta tensors, which no kernel takes."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -60,7 +60,8 @@ def vjp(
     tensors: Sequence[Tensor | None],
     d_outs: Sequence[Tensor],
 ) -> list[Any]:
-    """Gradients of tensors, by functions that a transform sees through; none of integers."""
+    """Gradients of tensors by torch.func.vjp, which transforms can trace. Integer outputs are
+    ignored."""
 
     def of_given(*given: Tensor) -> tuple[Tensor, ...]:
         some = iter(given)
@@ -73,7 +74,7 @@ def vjp(
 
 
 def numbers(tensor: Tensor) -> Any:
-    """`tensor.tolist()` of a tensor that is not batched. Torch 2.8 has none within a transform."""
+    """`tensor.tolist()` of an unbatched tensor. Torch 2.8 lacks it within a transform."""
     if torch.compiler.is_compiling():
         return tensor.tolist()
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -83,7 +84,7 @@ def numbers(tensor: Tensor) -> Any:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether `vmap` stands between the host and the values of a tensor."""
+    """Whether `vmap` maps over a tensor, so that the host cannot read its values."""
     return not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(tensor)
 
 
@@ -95,10 +96,10 @@ def is_legacy_batched(tensor: Tensor) -> bool:
 
 
 def refuse_legacy_batched(*grads: Tensor | None) -> None:
-    """For backwards that are more than torch's own operations.
+    """Refuse batched gradients, in backwards with operations that are not torch's own.
 
     Raises:
-        NotImplementedError: gradients that torch.autograd has batched.
+        NotImplementedError: torch.autograd has batched the gradients.
     """
     if any(g is not None and is_legacy_batched(g) for g in grads):
         raise NotImplementedError(
@@ -108,7 +109,7 @@ def refuse_legacy_batched(*grads: Tensor | None) -> None:
 
 
 def on_values(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator's implementation that refuses forward-mode AD: torch would drop the tangents."""
+    """Make an operator refuse forward-mode AD, since torch would drop the tangents."""
 
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +123,7 @@ def on_values(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_vmap(operator: Any) -> None:
-    """Let an operator of the library say that it has no batching rule."""
+    """Make an operator refuse `vmap`."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{operator._name} has no batching rule (vmap). {WAY_OUT}")
@@ -131,7 +132,7 @@ def refuse_vmap(operator: Any) -> None:
 
 
 def refuse_second_derivatives(operator: Any) -> None:
-    """Let a backward's operator say that it has no backward itself, nor a batching rule."""
+    """Make the operator of a backward refuse to be differentiated."""
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(

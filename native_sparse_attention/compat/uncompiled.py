@@ -1,6 +1,6 @@
 """A call outside of the graph that torch.compile is tracing.
 
-`torch.compiler.disable` loads dynamo, so this module is imported only while a graph is traced.
+`torch.compiler.disable` loads dynamo, so only code under tracing imports this module.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ import torch
     reason="only a KVCache with max_length can be used inside of a compiled graph"
 )
 def call_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, in eager mode: the graph breaks here, fullgraph=True raises the reason."""
+    """`function(*args)` in eager mode. The graph breaks here; fullgraph=True raises the reason."""
     return function(*args)
