@@ -1,15 +1,16 @@
 """Compression networks: one window of keys or values becomes one vector (the paper's Eq. 7).
 
-All follow one protocol, `[b h w l d] -> [b h w d]`, so any of them, or any module of that protocol,
-is a `compress_mlp` of `SparseAttention`. None mixes windows, and none needs one: for w = 0 the
-result is empty and the weights receive zero gradients.
+All follow one protocol, `[b h w l d] -> [b h w d]`. `SparseAttention` takes any module of this
+protocol as `compress_mlp`. No network mixes windows. w = 0 is allowed: the result is empty and the
+weights receive zero gradients.
 
     b  batch     h  KV heads     w  windows     l  tokens of a window     d  head width
 
-Windows overlap l / stride times, and to add positions copies them. Networks that are linear in a
-window's tokens also have `over(segments, m)`, the same formed of the sequence itself, segment by
-segment [b h segments stride d], of which a window has m = l / stride: `y_w = sum_i W_i x_(w + i)`,
-of its segments x and the pieces W_i of the weights. For others it took longer (docs/kernels.md).
+Each token lies in l / stride windows, and adding positions copies windows. Networks that are linear
+in a window's tokens therefore also have `over(segments, m)`. It computes the same result from
+segments [b h segments stride d] of the sequence, m = l / stride per window:
+`y_w = sum_i W_i x_(w + i)` with slices W_i of the weights. Other networks became slower this way
+(docs/kernels.md).
 
 Weights are named as in the published package native-sparse-attention-pytorch 0.2.3.
 """
@@ -35,7 +36,7 @@ from .varlen import Documents
 
 
 class CompressMLP(nn.Sequential, Started):
-    """Layers in a row."""
+    """A sequence of layers."""
 
 
 def default_compress_mlp(
@@ -71,7 +72,7 @@ def sliding_sum(terms: list[Tensor]) -> Tensor:
 
 
 def windows_summed(segments: Tensor, m: int) -> Tensor:
-    """The sums of tokens over windows of m segments, in float32 or more: [b h w d]."""
+    """Sums of tokens over windows of m segments, in float32 or better: [b h w d]."""
     dtype = torch.promote_types(segments.dtype, torch.float32)
     return sliding_sum([segments.sum(dim=3, dtype=dtype)] * m)
 
@@ -89,8 +90,8 @@ class MeanPool(Started):
 class ConvLinearCompress(Started):
     """One linear map of the window per head: `y_o = sum_(i, l) W[h, o, i, l] x[l, i] + b[h, o]`.
 
-    The weights are those of a convolution with one group per head whose kernel and stride are the
-    window; as windows come apart already, it is evaluated as the matrix product that it is.
+    The weights are those of a convolution with one group per head, whose kernel and stride are the
+    window. Windows arrive as an axis, so a matrix product computes it.
     """
 
     def __init__(self, heads: int, dim_head: int, compress_window_size: int):
@@ -120,14 +121,14 @@ class IdentityLinear(nn.Linear):
     _no_reinit = True
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()  # for its draws
+        super().reset_parameters()  # draws the same random numbers as nn.Linear
         assign(self.weight, torch.eye(self.in_features, device=self.weight.device))
 
 
 class AttentionPool(Started):
     """A weighted mean of the window, per feature: `sum_l softmax_l(W x)[l] * x[l]`, as in Enformer.
 
-    W [d d] is shared by the heads and begins as the identity. The order of tokens is immaterial.
+    All heads share W [d d], which starts as the identity. The order of tokens does not matter.
     """
 
     def __init__(self, dim_head: int, compress_window_size: int):
@@ -143,14 +144,14 @@ class AttentionPool(Started):
 
 
 class LinearPerHead(EinMix):
-    """A linear map of each head, weight [h i o], that can be started anew."""
+    """A linear map per head, weight [h i o], with `reset_parameters`."""
 
     def __init__(self, pattern: str, heads: int, i: int, o: int, bias: bool):
         bias_shape = "h o" if bias else None
         super().__init__(pattern, weight_shape="h i o", bias_shape=bias_shape, h=heads, i=i, o=o)
 
     def reset_parameters(self) -> None:
-        """As EinMix starts: uniform, weight of variance 1/i, bias of variance 1/(3 i)."""
+        """Initialise like EinMix: uniform, weight variance 1/i, bias variance 1/(3 i)."""
         fan_in = self.weight.shape[1]
         nn.init.uniform_(self.weight, -((3 / fan_in) ** 0.5), (3 / fan_in) ** 0.5)
         if self.bias is not None:
@@ -158,7 +159,7 @@ class LinearPerHead(EinMix):
 
 
 class GroupedMLP(Started):
-    """`default_compress_mlp` with weights of its own for each head.
+    """`default_compress_mlp` with separate weights for each head.
 
     The hidden width is `int(expand_factor * l * d)`.
     """
@@ -187,8 +188,8 @@ class GroupedMLP(Started):
 class SingleProjection(Started):
     """A projection without bias or nonlinearity.
 
-    With `heads=1`, one map of the flattened window [l d] for all heads. With more, one map [d d] a
-    head of the **sum** of the window's tokens (as published): the order of tokens is immaterial.
+    With `heads=1`, all heads share one map of the flattened window [l d]. With more, each head maps
+    the **sum** of the window's tokens by its own [d d], as published: token order does not matter.
     """
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int = 1):
@@ -221,8 +222,8 @@ class SingleProjection(Started):
 class WindowAttention(nn.Module):
     """Multi-head self-attention among the tokens of a window, [n l e] -> [n l e].
 
-    `last_only` returns the last token's row alone, [n 1 e]. Written as two products and a softmax:
-    windows are short and many, and fused kernels limit how many a launch may hold.
+    `last_only` returns only the last token, [n 1 e]. It uses two products and a softmax: windows
+    are short and many, and fused kernels limit their number per launch.
     """
 
     def __init__(self, dim: int, num_heads: int, dropout: float):
@@ -258,7 +259,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm attention and feed-forward; `last_only` returns the window's last token alone."""
+    """Pre-norm attention and feed-forward; `last_only` returns only the window's last token."""
 
     def __init__(self, dim: int, num_heads: int, ff_hidden_dim: int, dropout: float):
         super().__init__()
@@ -274,11 +275,11 @@ class TransformerLayer(nn.Module):
 
 
 class CompressTransformer(Started):
-    """A transformer over the `l` tokens of each window, all heads together; its last token is kept.
+    """A transformer over the `l` tokens of each window. Its last token is the result.
 
-    A token is the concatenation of the heads, so `dim` is `h * d` of the input. No position enters
-    but the intra-block positions that `SparseAttention` adds beforehand: permuting the tokens
-    before the last one changes nothing.
+    A token is the concatenation of the heads, so `dim` is `h * d` of the input. The transformer
+    adds no positions; `SparseAttention` adds intra-block positions before. Without these, the order
+    of tokens before the last does not matter.
 
     Args:
         num_layers: layers, at least 1.
@@ -314,7 +315,7 @@ class CompressTransformer(Started):
         b, h, w, _, d = kv.shape
         if h * d != self.dim:
             raise ValueError(f"kv must have h * d = dim = {self.dim}, got h={h} and d={d}")
-        # under autocast kv may come in less than the weights' precision: the residual keeps theirs
+        # under autocast kv may be narrower than the weights; the residual keeps their precision
         weight = self.get_parameter("layers.0.norm1.weight")
         x = kv.to(torch.promote_types(kv.dtype, weight.dtype))
         x = rearrange(x, "b h w l d -> (b w) l (h d)")
@@ -326,13 +327,13 @@ class CompressTransformer(Started):
 
 Sliding = MeanPool | SingleProjection
 SLIDING = (MeanPool, SingleProjection)
-# what these are made of
+# types of their submodules
 PARTS: tuple[list[type], ...] = ([], [LinearPerHead], [nn.Sequential, Rearrange, nn.Linear])
 
 
 def slides(network: nn.Module) -> TypeGuard[Sliding]:
-    """Whether `over` stands for `forward`: not of a derived class, nor where someone has
-    replaced a part or listens to one."""
+    """Whether `over` can replace `forward`: not for a derived class, a replaced submodule or a
+    module with hooks."""
     parts = [type(module) for module in network.modules()][1:]
     if type(network) not in SLIDING or parts not in PARTS:
         return False
@@ -347,7 +348,7 @@ def slides(network: nn.Module) -> TypeGuard[Sliding]:
 
 
 def slide(network: Sliding, tokens: Tensor, positions: Tensor, l: int, stride: int) -> Tensor:
-    """What the network gives for the windows of tokens [b h n d], with positions [h l d] added."""
+    """The network's output for windows of tokens [b h n d] with positions [h l d] added."""
     constant = network(positions.to(tokens.dtype)[None, :, None])
     out = network.over(unfold(tokens, stride, stride), l // stride)
     return (out + constant).to(tokens.dtype)
@@ -365,25 +366,25 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
 
 
 def count_freely(n: int, d: int, causal: bool) -> int | None:
-    """The windows of n tokens as a `free_size`, in a program that is exported."""
+    """The number of windows of n tokens as a `free_size` under torch.export, else None."""
     if not is_exporting():
         return None
     return free_size(blocks.num_windows(n, d, causal=causal))
 
 
 def unfold_freely(t: Tensor, l: int, d: int, count: int) -> Tensor:
-    """`unfold`, copied, of a number of windows that is a `free_size`."""
+    """`unfold` as a copy, for a number of windows that is a `free_size`."""
     w = torch.arange(count, device=t.device)[:, None]
     index = w * d + torch.arange(l, device=t.device)
     return t.index_select(2, index.flatten()).unflatten(2, (count, l))
 
 
 def windowed(t: Tensor, l: int, d: int, causal: bool) -> Tensor:
-    """Whole sequences [b h n d] with the zeros that their windows begin or end in."""
+    """Pad whole sequences [b h n d] with the zeros of their first and last windows."""
     n = t.shape[2]
     end = n if causal else blocks.num_windows(n, d, causal=False) * d
     before, behind = l - d, end - n
-    # padding copies, if by nothing; a compiled graph does not ask whether it is nothing
+    # F.pad copies even with no padding; a compiled graph must not branch on `behind`
     pads = before or torch.compiler.is_compiling() or behind
     return F.pad(t, (0, 0, before, behind)) if pads else t
 
@@ -392,8 +393,8 @@ def windows_of(
     t: Tensor, l: int, d: int, causal: bool, documents: Documents | None = None,
     count: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Windows [b h w l d] of whole sequences [b h n d]; zeros stand for tokens outside of the
-    sequence, or of the document that a window ends in. `count`: w, where it is a `free_size`."""
+    """Windows [b h w l d] of whole sequences [b h n d]. Tokens outside of the sequence, or of the
+    document that a window ends in, are zeros. `count`: w, if it is a `free_size`."""
     windows = windowed(t, l, d, causal)
     windows = unfold(windows, l, d) if count is None else unfold_freely(windows, l, d, count)
     # causally no query sees a window that its document does not fill
@@ -408,8 +409,8 @@ def windows_of(
 
 
 def gather_windows(t: Tensor, skip: list[int], num_windows: int, l: int, d: int) -> Tensor:
-    """Windows of rows that begin at different places, [b h n d] -> [b h w l d]; where a row has
-    fewer than `num_windows`, the rest is filled with tokens of its end."""
+    """Windows of sequences that begin at different tokens, [b h n d] -> [b h w l d]. Sequences with
+    fewer than `num_windows` windows repeat their last tokens."""
     first = torch.tensor(skip)[:, None] + d * torch.arange(num_windows)
     at = (first[..., None] + torch.arange(l)).clamp(max=t.shape[2] - 1).to(t.device)
     index = rearrange(at, "b w l -> b 1 (w l) 1").expand(-1, t.shape[1], -1, t.shape[3])

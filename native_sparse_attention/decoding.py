@@ -1,6 +1,6 @@
-"""A layer over a cache: what new tokens write there, and a step of decoding by its own kernels.
+"""A layer over a KV cache: writes of new tokens, and decode steps with dedicated kernels.
 
-b  rows    n  new tokens    h  heads    d  width of a head
+b  sequences    n  new tokens    h  heads    d  width of a head
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .ops.decode import decode_attention
 from .ops.triton import cache as cache_writes
 from .rotary import rotate
 
-# what a layer and `decode_attention` call by one name
+# settings with the same name in a layer and in `decode_attention`
 SETTINGS = (
     "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
     "num_selected_blocks", "sliding_window_size", "importance", "interpolated_importance_score",
@@ -31,7 +31,7 @@ SETTINGS = (
     "scale", "soft_cap", "sinks",
 )  # fmt: skip
 
-# what the entries of a cache depend on; and those of shared rankings
+# settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
 GEOMETRY = (
     "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
     "selection_stride",
@@ -47,7 +47,7 @@ def over_cache(
     backend: str | tuple[str, ...],
     masks: tuple[Any, Any],
 ) -> Tensor:
-    """The layer's output [b n dim] for the next tokens; the cache is advanced."""
+    """The layer's output [b n dim] for the next tokens. Advances the cache."""
     if torch.compiler.is_compiling():
         if cache.is_fixed:
             return over_fixed_cache(layer, cache, inp, lengths, backend, masks)
@@ -56,7 +56,7 @@ def over_cache(
         return call_uncompiled(over_cache, layer, cache, inp, lengths, backend, masks)
     counts = cache.check(inp.shape[0], inp.shape[1], lengths)
     if torch.is_grad_enabled():
-        inp = cache.zero_padding(inp, counts)  # gradients of 0 do not hide what is not finite
+        inp = cache.zero_padding(inp, counts)  # zero gradients do not hide NaN and infinities
     x, q, kv = layer.project(inp)
     raw = {"k": kv[0], "v": kv[1]}
     cache.bind(layer.identity, layer.geometry, raw)
@@ -71,8 +71,8 @@ def over_cache(
     if layer.selection_stride > 1 and len(cache) > 0:
         leader = cache.recent("ranking", 1)[:, :, 0]
     tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
-    where: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=backend)
-    out, indices = layer.attend(layer.to_strategy_combine(x), tensors, masks, **where)
+    options: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=backend)
+    out, indices = layer.attend(layer.to_strategy_combine(x), tensors, masks, **options)
     out = layer.combine_heads(out)
     if layer.selection_stride > 1:
         ranking = rearrange(indices, "b n h s -> b h n s")
@@ -85,7 +85,7 @@ def over_cache(
 def dense_over_cache(
     layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
 ) -> Tensor:
-    """`over_cache` of the dense twin."""
+    """`over_cache` for dense attention."""
     if torch.compiler.is_compiling():
         if cache.is_fixed:
             return dense_over_fixed_cache(layer, cache, x, lengths)
@@ -100,7 +100,7 @@ def dense_over_cache(
     cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
     starts, saved = cache.starts(len(counts)), is_trained(layer, q)
     tokens = cache.append({"k": k, "v": v}, starts, counts, saved=saved)
-    # the first tokens of a sequence see a plain triangle; later ones also what lies before them
+    # new sequences need only the causal triangle; otherwise tokens also see cached tokens
     mask = None
     if isinstance(start, Tensor) or start > 0:
         i = torch.arange(q.shape[2], device=q.device)[:, None]
@@ -111,7 +111,7 @@ def dense_over_cache(
     return cache.zero_padding(out, counts)
 
 
-# In a graph that is compiled. Of a cache that grows, or has pages, the host must know the lengths.
+# In compiled graphs: fixed caches only. The host must know the lengths of growing or paged caches.
 
 
 def over_fixed_cache(
@@ -122,7 +122,7 @@ def over_fixed_cache(
     backend: str | tuple[str, ...],
     masks: tuple[Any, Any],
 ) -> Tensor:
-    """`over_cache`, of which no shape depends on a length."""
+    """`over_cache` with shapes that do not depend on lengths."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
     at = static.new_tokens(cache, inp, lengths)
     x, q, kv = layer.project(static.zero_padding(inp, at))
@@ -140,8 +140,8 @@ def over_fixed_cache(
         cache.ring({"ranking": like}, 1)
         leader = static.recent(cache, "ranking", at, 1)[:, :, 0]
     tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
-    where: dict[str, Any] = dict(q_offset=at.starts, leader_indices=leader, backend=backend)
-    out, indices = layer.attend(layer.to_strategy_combine(x), tensors, masks, **where)
+    options: dict[str, Any] = dict(q_offset=at.starts, leader_indices=leader, backend=backend)
+    out, indices = layer.attend(layer.to_strategy_combine(x), tensors, masks, **options)
     if layer.selection_stride > 1:
         static.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
     static.advance(cache, at)
@@ -151,7 +151,7 @@ def over_fixed_cache(
 def dense_over_fixed_cache(
     layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
 ) -> Tensor:
-    """`dense_over_cache`, of which no shape depends on a length."""
+    """`dense_over_cache` with shapes that do not depend on lengths."""
     at = static.new_tokens(cache, x, lengths)
     q, k, v = layer.project(static.zero_padding(x, at), at.starts)
     cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
@@ -171,7 +171,8 @@ def rotated(
     positions: Tensor | None,
     backend: str | tuple[str, ...],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Queries [b h n d], and what is kept of every token: rotated, all but values."""
+    """Queries [b h n d], and the keys and values of every token to cache. Queries and keys are
+    rotated."""
     k, v, *window = kv[2:] or kv
     q, k, *keys = rotate(layer.rotary_emb, [q, k, *window[:1]], start, positions, backend)
     tokens = {"k": k, "v": v}
@@ -187,7 +188,7 @@ def extend(
     tokens: dict[str, Tensor],
     raw: dict[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Write new tokens, and the windows they complete, to the cache; returns its streams."""
+    """Write new tokens and the windows that they complete to the cache. Returns its streams."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
     starts, saved = cache.starts(len(counts)), is_trained(layer, raw["k"])
     tokens = cache.append(tokens, starts, counts, saved=saved)
@@ -205,7 +206,7 @@ def extend(
 
 
 def is_trained(layer: Module, inp: Tensor) -> bool:
-    """Whether autograd may save, for some gradient, what the layer reads."""
+    """Whether autograd may save the tensors that the layer reads."""
     if not torch.is_grad_enabled():
         return False
     return inp.requires_grad or any(p.requires_grad for p in layer.parameters())
@@ -219,7 +220,7 @@ def is_step(
     backend: str | tuple[str, ...],
     given_masks: tuple[Any, Any],
 ) -> bool:
-    """Whether the decoding kernels take this call: few tokens, nothing trained, no flex masks."""
+    """Whether the decode kernels support this call: few tokens, no gradients, no flex masks."""
     n = q.shape[2]
     if cache.batch is None or n > cache.rollback or torch.compiler.is_compiling():
         return False
@@ -241,9 +242,9 @@ def is_step(
 def step(
     layer: Any, cache: KVCache, counts: list[int], q: Tensor, kv: list[Tensor], gates: Tensor
 ) -> Tensor:
-    """Write `counts` new tokens of each row and attend, [b n h d]; the cache is advanced. The host
-    knows lengths, the device uses its own: a CUDA graph of this goes on wherever rows have come to,
-    as long as the host counts along, and knows whether a window is complete."""
+    """Write `counts` new tokens per sequence, attend, [b n h d], and advance the cache. Kernels
+    read lengths on the device, so a CUDA graph of a step can replay at any lengths. The host must
+    count lengths too, since it decides whether a window is complete."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
     b, _, n, _ = q.shape
     held = cache.lengths_on(q.device)
@@ -254,9 +255,9 @@ def step(
     stores, rings = cache.room(tokens, counts), cache.ring(raw, l - 1)
     none = {name: t[:, :, :0] for name, t in (("ck", kv[0]), ("cv", kv[1]))}
     stores |= cache.room(none, counts, every=d)
-    where: dict[str, Any] = dict(counts=new, page_table=cache.page_table, page_size=cache.page_size)
+    pages: dict[str, Any] = dict(counts=new, page_table=cache.page_table, page_size=cache.page_size)
     for names in [("k", "v"), ("window_k", "window_v")][: len(tokens) // 2]:
-        cache_writes.append(pick(tokens, names), pick(stores, names), held, n, **where)
+        cache_writes.append(pick(tokens, names), pick(stores, names), held, n, **pages)
     cache_writes.append(
         pick(raw, ("k", "v")), pick(rings, ("k", "v")), held, n, counts=new, tail=True
     )
@@ -264,7 +265,7 @@ def step(
         windows = cache_writes.recent(pick(rings, ("k", "v")), held, n, l, d)
         summaries = layer.compress(dict(zip("kv", windows, strict=True)))
         names = ("ck", "cv")
-        cache_writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **where)
+        cache_writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **pages)
 
     ranking = None
     if layer.selection_stride > 1:
@@ -294,7 +295,7 @@ def pick(tensors: dict[str, Tensor], names: tuple[str, str]) -> tuple[Tensor, Te
 
 
 def completes_window(starts: list[int], counts: list[int], d: int) -> bool:
-    """Whether the new tokens are the last of a window of some row."""
+    """Whether the new tokens complete a window of some sequence."""
     return any((a + n) // d > a // d for a, n in zip(starts, counts, strict=True))
 
 
@@ -305,8 +306,8 @@ def check_cache(
     causal: bool,
     alignment: int = 1,
 ) -> KVCache | None:
-    """The cache that a layer's call uses, a new one where only its return is asked for. Its pages
-    hold whole blocks and windows, of `alignment` tokens."""
+    """Check the cache of a layer's call; `return_cache` without a cache makes a new one. Pages must
+    hold a multiple of `alignment` tokens, that is whole blocks and windows."""
     if cache is not None and not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, got {type(cache).__name__}")
     if (return_cache or cache is not None) and not causal:
@@ -331,8 +332,8 @@ def check_cache(
 def check_caches(
     caches: Any, layers: list[Any], return_loss: bool = False, lengths: Any = None
 ) -> None:
-    """A cache for each layer of a model, and its own, or None: before the first of them writes; and
-    without a loss, which a cache has no labels for."""
+    """Check before any write that there is one cache per layer, each bound to its layer, or None.
+    A loss excludes caches."""
     for name, value in (("cache", caches), ("lengths", lengths)):
         if return_loss and value is not None:
             raise ValueError(f"{name} must be None with return_loss=True, got {shown(value)}")

@@ -1,7 +1,7 @@
-"""Rotary frequencies that stay in fp32: through casts, checkpoints and mixed precision.
+"""Rotary frequencies that stay in fp32 through casts, checkpoints and mixed precision.
 
-In bf16 the angle at position 10,000 would be off by whole turns. An embedding therefore keeps its
-frequencies a second time in `exact`, a buffer of their fp32 bits as integers, which nothing casts.
+In bf16 the angle at position 10,000 would be off by whole turns. An embedding therefore keeps a
+copy of its frequencies in the buffer `exact`: their fp32 bits as integers, which no cast changes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def bits(freqs: Tensor) -> Tensor:
 
 
 def keep_exact(rotary: Any, start: tuple[float, ...] | None = None) -> None:
-    """Keep the frequencies of an embedding in fp32 from here on. `start` are those that
-    `reset_parameters` restores: the present ones, where not given."""
+    """Keep the frequencies of an embedding in fp32 from here on. `reset_parameters` restores
+    `start`, by default the current frequencies."""
     freqs = rotary.freqs.detach()
     if start is None and not freqs.is_meta:
         start = tuple(freqs.double().tolist())
@@ -44,7 +44,7 @@ def keep_exact(rotary: Any, start: tuple[float, ...] | None = None) -> None:
 
 
 def exact_frequencies(rotary: Any) -> Tensor:
-    """Frequencies in fp32 or better, unless they are learned in less."""
+    """Frequencies in fp32 or better, unless they are learned in a narrower dtype."""
     freqs = rotary.freqs
     if is_wide(freqs) or freqs.requires_grad or not hasattr(rotary, "exact"):
         return freqs
@@ -59,7 +59,7 @@ def set_frequencies(rotary: Any, freqs: Tensor) -> None:
 
 
 def cast(rotary: Any, apply: Callable[[], Any]) -> None:
-    """`apply`, which casts or moves the embedding, but for the dtype of its frequencies."""
+    """Run `apply`, which casts or moves the embedding, and keep the dtype of its frequencies."""
     if is_sharded(rotary.freqs) or not hasattr(rotary, "exact"):
         apply()
         return
@@ -74,18 +74,18 @@ def cast(rotary: Any, apply: Callable[[], Any]) -> None:
 
 
 def reset_frequencies(rotary: Any) -> None:
-    """Restore the frequencies that the embedding was made with or, of the rotary-embedding-torch
-    package, had when a layer was given it.
+    """Restore the initial frequencies. An embedding of package rotary-embedding-torch has the
+    frequencies that it had when a layer got it.
 
     Raises:
-        ValueError: an embedding that was given on the meta device, without values.
+        ValueError: the layer got the embedding on the meta device, without values.
     """
     if rotary.start is None:
         raise ValueError(
             "rotary_emb was given on the meta device, so that its frequencies are not known: "
             "make it on another device, or use rope_theta or inv_freq"
         )
-    if isinstance(rotary, RotaryEmbedding):  # what it caches
+    if isinstance(rotary, RotaryEmbedding):  # clear its caches
         for name, buffer in rotary.named_buffers(recurse=False):
             if name != "exact":
                 buffer.zero_()
@@ -100,8 +100,8 @@ def reset_frequencies(rotary: Any) -> None:
 
 
 def keep_loaded(rotary: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded: its frequencies, but in fp32, and the embedding's own where
-    the given ones are these in less precision."""
+    """Before a state dict loads, convert its frequencies to fp32. If they are the embedding's own
+    in less precision, use its own."""
     name = f"{prefix}freqs"
     given = state_dict.get(name)
     if not isinstance(given, Tensor) or is_sharded(given) or given.is_meta:
@@ -118,13 +118,13 @@ def keep_loaded(rotary: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -
         state_dict[name] = value.clone()
     device = value.device if rotary.freqs.is_meta else rotary.exact.device
     rotary.exact = bits(value).to(device)
-    for other, buffer in rotary.named_buffers(recurse=False):  # what it caches has no data yet
+    for other, buffer in rotary.named_buffers(recurse=False):  # its caches have no data yet
         if buffer.is_meta and other != "freqs":
             setattr(rotary, other, torch.zeros_like(buffer, device=device))
 
 
 def known(rotary: Any) -> list[Tensor]:
-    """The frequencies that the embedding has, and those that it started with."""
+    """The current and the initial frequencies of the embedding."""
     freqs = rotary.freqs
     own = []
     if not (freqs.is_meta or is_sharded(freqs)):
@@ -135,8 +135,8 @@ def known(rotary: Any) -> list[Tensor]:
 
 
 def is_rounded(given: Tensor, own: Tensor) -> bool:
-    """Whether frequencies are `own` in less precision: within the rounding of a narrow dtype, or,
-    of a wide one, exactly what a narrow dtype makes of them."""
+    """Whether frequencies are `own` in less precision. In a narrow dtype they must be within its
+    rounding; in a wide dtype they must equal `own` rounded to a narrow dtype."""
     if is_wide(given):
         narrow = (torch.bfloat16, torch.float16)
         return any(torch.equal(given, own.to(dtype).to(given.dtype)) for dtype in narrow)
@@ -146,7 +146,7 @@ def is_rounded(given: Tensor, own: Tensor) -> bool:
 
 
 class RotaryLayer(Started):
-    """A layer that rotates by an embedding, perhaps one of the rotary-embedding-torch package."""
+    """A layer with a rotary embedding, perhaps one of package rotary-embedding-torch."""
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -166,10 +166,10 @@ class RotaryLayer(Started):
 
 
 def frequencies_of(dim: int, theta: float = 10_000.0, inv_freq: Any = None) -> tuple[float, ...]:
-    """Frequencies of heads of width `dim`, in float64: `theta^(-2 i / dim)` or those given.
+    """Frequencies of heads of width `dim`, in float64: `theta^(-2 i / dim)` or `inv_freq`.
 
     Raises:
-        ValueError: frequencies that the width does not hold, or that are no finite numbers.
+        ValueError: more frequencies than the width allows, or frequencies that are not finite.
     """
     if inv_freq is None:
         if dim % 2:

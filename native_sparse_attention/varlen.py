@@ -1,9 +1,9 @@
-"""Documents that share a row: where each lies, and rows laid out so that every document begins at a
-multiple of the block sizes. Block geometry then holds in the row as it does in each document alone,
-and a document is no more than a bound on what its queries see.
+"""Packed documents. The caller's rows become aligned rows, in which every document begins at a
+multiple of the block sizes. Block geometry in an aligned row is then the same as in each document
+alone, and a document only bounds the keys that its queries see.
 
-    b  row        t  token, as the caller has them      p  position in an aligned row
-    w  window, as the caller has them, document after document
+    b  row        t  token in the caller's order      p  position in an aligned row
+    w  window in the caller's order, document after document
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .compat import transforms
 
 
 class Documents(NamedTuple):
-    """Of each position [b p] of aligned rows: the first position of its document and one past the
-    last, int32. Positions past a document's last, up to the next one's first, hold no token: what
-    a query there gives means nothing, and no query of a token sees them."""
+    """For each position [b p] of aligned rows: the first position of its document and one past the
+    last, int32. Positions between two documents hold no token. Results there are meaningless, and
+    no token sees them."""
 
     first: Tensor
     last: Tensor
 
     def among(self, start: int, stop: int, first_key: int) -> Documents:
-        """Of positions start .. stop - 1, counted from key `first_key` on."""
+        """Bounds of positions start .. stop - 1, relative to key `first_key`."""
         return Documents(*(bound[:, start:stop] - first_key for bound in self))
 
     def windows(self, d: int, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -43,12 +43,12 @@ class Documents(NamedTuple):
         return self.first // s, blocks.ceil_div(self.last, s)
 
     def positions(self) -> Tensor:
-        """Of each position within its document, [b p]."""
+        """Index of each position within its document, [b p]."""
         return torch.arange(self.first.shape[1], device=self.first.device) - self.first
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
-    """Entries `index` [b m] of the rows of x [b n ...]; zeros for -1."""
+    """Gather entries `index` [b m] from x [b n ...]; zeros for -1."""
     (b, n), m = x.shape[:2], index.shape[1]
     if n == 0 or index.numel() == 0:
         return x.new_zeros(b, m, *x.shape[2:])
@@ -63,7 +63,7 @@ def move(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
 
 
 class Move(torch.autograd.Function):
-    """`pick(x, to)`, whose gradient is picked by `back`: no sum, so nothing to be out of order."""
+    """`pick(x, to)`. Its gradient is `pick(grad, back)`: without sums it is deterministic."""
 
     @staticmethod
     def forward(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
@@ -81,22 +81,22 @@ class Move(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Layout:
-    """The way from the caller's rows to aligned ones, and back."""
+    """Index maps between the caller's rows and aligned rows."""
 
     documents: Documents
-    source: Tensor  # [b p], the entry that stands there; -1 for none
-    target: Tensor  # [b t], where an entry stands; -1 for one that is hidden
+    source: Tensor  # [b p], the entry at each position; -1 for none
+    target: Tensor  # [b t], the position of each entry; -1 for a hidden entry
 
     def spread(self, x: Tensor) -> Tensor:
-        """Entries [b t ...] at their positions [b p ...], zeros between."""
+        """Move entries [b t ...] to their positions [b p ...], with zeros between."""
         return move(x, self.source, self.target)
 
     def collect(self, x: Tensor) -> Tensor:
-        """Entries [b t ...] from their positions [b p ...], zeros for hidden ones."""
+        """Move entries from their positions [b p ...] to [b t ...]; hidden entries are zero."""
         return move(x, self.target, self.source)
 
     def windows(self, d: int, count: int, *, causal: bool) -> Layout:
-        """The layout of windows, of which the caller has `count` a row."""
+        """The layout of windows, with `count` windows in each of the caller's rows."""
         w = torch.arange(self.source.shape[1] // d, device=self.source.device)
         low, end = (t[:, ::d] for t in self.documents.windows(d, causal=causal))
         there = (w >= low) & (w < end)
@@ -109,7 +109,7 @@ class Layout:
 
 
 def next_begin(begins: Tensor) -> Tensor:
-    """Of each token [b t], the first after it that begins a document, or the number of tokens."""
+    """For each token [b t] the next token that begins a document, or the number of tokens."""
     T = begins.shape[1]
     t = torch.arange(T, device=begins.device)
     later = torch.where(begins, t, T).flip(1).cummin(1).values.flip(1)
@@ -117,17 +117,17 @@ def next_begin(begins: Tensor) -> Tensor:
 
 
 def real_first(real: Tensor) -> Tensor:
-    """The order [b t] in which a row's real tokens stand together, before the others."""
+    """The order [b t] that puts a row's real tokens first."""
     return (~real).to(torch.int8).argsort(dim=1, stable=True)
 
 
 def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) -> Layout:
-    """Rows in which every document begins at a multiple of `step`.
+    """Layout in which every document begins at a multiple of `step`.
 
     Args:
-        begins: [b t], whether a token begins a document; of the real ones put together.
-        real: [b t], which tokens there are; the others are left out.
-        length: of the aligned rows; None for what they need (which waits for the GPU).
+        begins: [b t], whether a token begins a document, in the order of `real_first`.
+        real: [b t], True for tokens to keep; None keeps all.
+        length: length of the aligned rows; None for the least length (waits for the GPU).
     """
     b, T = begins.shape
     device = begins.device
@@ -141,29 +141,29 @@ def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) 
     begin = torch.where(begins, t, 0).cummax(1).values if T else begins.long()
     end = next_begin(begins).minimum(count) if T else begin
 
-    # before a document, what fills its predecessor up to a multiple
+    # padding before a document, up to a multiple of `step`
     before = F.pad(begin[:, :-1], (1, 0)) if T else begin
     gap = torch.where(begins, -(t - before) % step, 0)
-    place = torch.where(there, t + gap.cumsum(1), -1)
+    position = torch.where(there, t + gap.cumsum(1), -1)
     if length is None:
-        if transforms.is_batched(place):
+        if transforms.is_batched(position):
             raise NotImplementedError(
                 "segment_ids cannot be mapped over by vmap, as the length of the rows depends on "
                 "them: map over the input alone, or pack by cu_seqlens"
             )
-        length = int(place.max()) + 1 if place.numel() else 0
+        length = int(position.max()) + 1 if position.numel() else 0
         length = blocks.ceil_div(length, step) * step
 
-    def put(values: Tensor, where: Tensor, default: int) -> Tensor:
+    def put(values: Tensor, condition: Tensor, default: int) -> Tensor:
         out = torch.full((b, length + 1), default, device=device)
-        return out.scatter(1, torch.where(where, place, length), values)[:, :length]
+        return out.scatter(1, torch.where(condition, position, length), values)[:, :length]
 
-    first = put(place, begins, 0)
-    last = put(place + end - begin, begins, 0)
+    first = put(position, begins, 0)
+    last = put(position + end - begin, begins, 0)
     if length:
         first, last = first.cummax(1).values, last.cummax(1).values
     documents = Documents(first.to(torch.int32), last.to(torch.int32))
-    target = torch.full_like(place, -1).scatter(1, order, place)
+    target = torch.full_like(position, -1).scatter(1, order, position)
     return Layout(documents, put(order, there, -1), target)
 
 
@@ -178,7 +178,7 @@ def moved(layout: Layout, device: torch.device) -> Layout:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether its values must not be asked for: in a graph that is compiled or captured, or under
+    """Whether the host cannot read a tensor's values: in a compiled or captured graph, or under
     `vmap`."""
     if torch.compiler.is_compiling() or transforms.is_batched(tensor):
         return True
@@ -225,7 +225,7 @@ def check_row_tensor(
 
 
 def check_reachable(name: str, value: Tensor, device: torch.device) -> None:
-    """On the device of the call, or on the CPU, from where it is brought."""
+    """Check that a tensor is on the device of the call or on the CPU."""
     if value.device != device and value.device.type != "cpu":
         raise ValueError(f"{name} must be on {device} or on the CPU, got {value.device}")
 
@@ -239,20 +239,20 @@ def layout(
     segment_ids: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Layout:
-    """The layout of rows [b t] by the documents that the caller names.
+    """The layout of rows [b t] with the given documents.
 
     Args:
         shape: b and t.
-        step: what documents are to begin at a multiple of.
-        cu_seqlens: [documents + 1], where each begins in the one row, from 0 to its length.
-        segment_ids: [b t], integers; a document is a run of tokens of one id.
-        mask: [b t], True for tokens, False for padding, which is left out wherever it stands.
+        step: every document begins at a multiple of `step`.
+        cu_seqlens: [documents + 1], begins of documents in a single row, then the row's length.
+        segment_ids: [b t], integers; a run of one id is a document.
+        mask: [b t], True for tokens, False for padding. The layout leaves padding out.
 
-    Values are looked at, so those of a GPU are waited for (a cu_seqlens or segment_ids on the CPU
-    is not), except while a graph is compiled or captured: there cu_seqlens are not checked.
+    The host reads values, so it waits for tensors on a GPU, but not for cu_seqlens or segment_ids
+    on the CPU. In a compiled or captured graph the host reads no cu_seqlens and cannot check them.
 
     Raises:
-        ValueError: dtypes, shapes or values that do not fit, or both cu_seqlens and segment_ids.
+        ValueError: dtypes, shapes or values do not match, or both cu_seqlens and segment_ids.
     """
     b, T = shape
     if cu_seqlens is not None and (segment_ids is not None or mask is not None):
@@ -279,7 +279,7 @@ def layout(
     else:
         check_row_tensor("segment_ids", segment_ids, shape, INDEX_DTYPES, device)
         ids = segment_ids
-        if ids.is_meta:  # as of one document
+        if ids.is_meta:  # assume one document
             length = blocks.ceil_div(T, step) * step
         if mask is not None:
             ids = ids.to(mask.device).gather(1, real_first(mask))
@@ -297,11 +297,11 @@ def layer_layout(
     mask: Tensor | None,
     documents: Documents | None,
 ) -> tuple[Layout | None, Any]:
-    """The layout of a layer's input [b n dim], None where it can stay as it is; and the `lengths`
-    that a cache counts, which a mask gives too.
+    """The layout of a layer's input [b n dim], or None if it needs none; and the `lengths` for a
+    cache, given or counted from the mask.
 
     Raises:
-        ValueError: names of documents that do not fit, or that do not go together.
+        ValueError: arguments that name documents do not match, or exclude one another.
     """
     named = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
     given = [name for name, t in named.items() if t is not None]
