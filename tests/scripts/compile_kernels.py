@@ -130,7 +130,7 @@ def compile_only(capability: int) -> None:
     JITFunction.run = compiled
     driver.set_active(Driver(capability))
     if capability < 90:
-        launch.boxes = lambda *_: None
+        launch.tma_descriptor = lambda *_: None
     elif sm90.triton_is_known():
         sm90.available = lambda *_: True
         sm90.multiprocessors = lambda *_: 132

@@ -15,7 +15,7 @@ FIRST_BARRIER = gl.constexpr(8)
 
 
 @gluon.jit
-def at_barrier(ACTION: gl.constexpr, number, THREADS: gl.constexpr):
+def at_named_barrier(ACTION: gl.constexpr, number, THREADS: gl.constexpr):
     """At a barrier, counted from the first that is free, of so many threads: "arrive" or "sync"."""
     gl.inline_asm_elementwise(
         "bar." + ACTION + " $1, $2; mov.u32 $0, 0;", "=r,r,r",
@@ -25,13 +25,13 @@ def at_barrier(ACTION: gl.constexpr, number, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def places(t, COUNT: gl.constexpr):
+def buffers(t, COUNT: gl.constexpr):
     """For so many boxes of t."""
     return gl.allocate_shared_memory(t.dtype, [COUNT] + t.block_shape, t.layout)  # noqa: RUF005
 
 
 @gluon.jit
-def counters(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Barriers in memory, of so many arrivals beside the bytes."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):

@@ -1,4 +1,4 @@
-"""The end of a tile of queries: its rows read and written as they lie in memory. In Gluon."""
+"""Epilogue of a query tile: it reads and writes rows with coalesced accesses. In Gluon."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def fetch_rows(base, row, real, BYTES: gl.constexpr):
-    """Rows of a tensor, so many bytes each, into the L2 cache."""
+    """Prefetch rows of a tensor, BYTES each, into the L2 cache."""
     gl.inline_asm_elementwise(
         """{
             .reg .pred p;
@@ -23,8 +23,8 @@ def fetch_rows(base, row, real, BYTES: gl.constexpr):
 
 @gluon.constexpr_function
 def flat(warps, width):
-    """Of a tile's rows, 16 in each warp: as products lie, but for 8 features side by side in a
-    thread. Only threads of one row exchange them."""
+    """Layout of a tile with 16 rows per warp: as a product's accumulator, but a thread holds 8
+    consecutive features. A conversion exchanges elements only between threads of one row."""
     features = [[0, 1 << bit] for bit in range(width.bit_length() - 1)]
     rows = [[1 << bit, 0] for bit in range(3 + warps.bit_length())]
     return gl.DistributedLinearLayout(
@@ -40,8 +40,7 @@ def flat(warps, width):
 def rows_of(
     b, r, first, T, R, G: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """Of the rows of tokens from `first` on: their numbers among rows of [B T H], and whether they
-    are any."""
+    """Row indices into [B T H] for the rows of tokens from `first` on, and whether a row exists."""
     i = gl.arange(0, M, LAYOUT)
     token, g = first + i // GROUP, i % GROUP
     return (b * T + token).to(gl.int64) * (R * G) + r * G + g, (g < G) & (token < T)
@@ -53,8 +52,8 @@ def finish(
     g_b, g_t, g_h, g_3, G: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
     ADD: gl.constexpr, COMBINE: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of a tile that begins at `token`, with ADD of the keys seen so far and
-    these; and with MIX the layer's output."""
+    """Write out and lse of a tile that begins at `token`. ADD combines them with the stored out and
+    lse of other keys. COMBINE also writes the layer's output."""
     M: gl.constexpr = acc.shape[0]
     E: gl.constexpr = acc.shape[1]
     FLAT: gl.constexpr = flat(WARPS, E)
@@ -62,12 +61,12 @@ def finish(
     row, real = rows_of(b, r, token, T, R, G, GROUP, M, ROW)
     feature = gl.arange(0, E, gl.SliceLayout(0, FLAT))
 
-    # all that is read before anything is written: no load passes a store
+    # all loads come before the first store: no load is moved ahead of a store
     at = row[:, None] * E + feature[None]
     there = real[:, None]
     if ADD:
-        before = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
-        held = gl.load(out + at, mask=there, other=0.0)
+        stored_lse = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
+        stored_out = gl.load(out + at, mask=there, other=0.0)
     if COMBINE:
         i = gl.arange(0, M, ROW)
         gate = combine_gates + b.to(gl.int64) * g_b + (token + i // GROUP).to(gl.int64) * g_t
@@ -80,19 +79,19 @@ def finish(
 
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
-    # rounded as it is exchanged, for which there is little room
+    # round before the layout conversion: shared memory for the exchange is small
     acc = (acc * (1.0 / l)[:, None]).to(out.dtype.element_ty)
     acc = gl.convert_layout(acc, FLAT).to(gl.float32)
     log = gl.convert_layout(gl.where(empty, float("-inf"), m + gl.log2(l)), ROW)
     if ADD:
-        top = gl.maximum(before, log)
+        top = gl.maximum(stored_lse, log)
         top = gl.where(top == float("-inf"), 0.0, top)
-        w, w_before = gl.exp2(log - top), gl.exp2(before - top)
-        total = w + w_before
-        none = total == 0.0
-        total = gl.where(none, 1.0, total)
-        acc = acc * (w / total)[:, None] + held.to(gl.float32) * (w_before / total)[:, None]
-        log = gl.where(none, float("-inf"), top + gl.log2(total))
+        w, w_stored = gl.exp2(log - top), gl.exp2(stored_lse - top)
+        w_sum = w + w_stored
+        none = w_sum == 0.0
+        w_sum = gl.where(none, 1.0, w_sum)
+        acc = acc * (w / w_sum)[:, None] + stored_out.to(gl.float32) * (w_stored / w_sum)[:, None]
+        log = gl.where(none, float("-inf"), top + gl.log2(w_sum))
     gl.store(out + at, acc.to(out.dtype.element_ty), mask=there)
     gl.store(lse + row, log * 0.6931471805599453, mask=real)
     if COMBINE:

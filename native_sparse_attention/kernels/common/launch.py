@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...varlen import Documents
 from .counts import next_power_of_2, padded
-from .overrides import asked
+from .overrides import requested_sizes
 from .primitives import BEHIND, EVERYTHING
 from .tile_configs import (
     ARCHITECTURES,
@@ -28,7 +28,7 @@ from .tile_configs import (
     FEW_BLOCKS,
     FEW_HEADS,
     FEWER_KEYS,
-    MOST_IN_LISTS,
+    MAX_COLUMN_N,
     PROBS_FLOAT32,
     UNION_RULES,
     Architecture,
@@ -39,30 +39,29 @@ from .tile_configs import (
 
 LOG2_E = 1.4426950408889634
 
-# programs along any axis of a grid but the first
+# programs along the second and third axis of a grid, at most
 MAX_GRID_Y = 65535
 
-# rows that the tensor memory accelerator reads at once
+# rows of a TMA box, at most
 MAX_BOX_ROWS = 256
 
 # a reach past every sequence
 UNLIMITED = 1 << 30
 
-# tiles that stand in for those of this module, by kernel: "dq", "query_major.dq", "ranking.probs"
+# tile configs that replace those of the tables, by kernel: "dq", "query_major.dq", "ranking.probs"
 override: dict[str, Any] = {}
 
-# rows that a program of the selected branch, block by block, works through at most; and at least,
-# where blocks are few
+# rows of a key-major work tile: at most; and at least, where there are few blocks
 WORK_TILE_ROWS = 16384
 MIN_WORK_TILE_ROWS = 2048
 
-# programs for dk and dv at most, where blocks of keys are cut into shares of their queries
+# programs for dk and dv at most, where the queries of a block of keys are split
 MAX_SPLIT_PROGRAMS = 2048
-# and so many that run at once; tiles of queries of a share, at least
+# programs that run at once; query tiles of a split, at least
 CONCURRENT_PROGRAMS = 128
 MIN_SPLIT_TILES = 8
 
-# rows of a query-by-query tile under which block by block is faster
+# query-major tiles with fewer rows are slower than key-major
 FEW_ROWS = 9
 
 
@@ -79,9 +78,9 @@ def using(tiles: dict[str, Any]) -> Iterator[None]:
 
 
 def apply_overrides(kernel: str, tile: TileConfig) -> TileConfig:
-    """`tile`, or its override, with the sizes that the call asks for."""
+    """`tile`, or its override, with the block sizes that the call requests."""
     tile = override.get(kernel, tile)
-    block_m, block_n = asked(kernel) or (tile.block_m, tile.block_n)
+    block_m, block_n = requested_sizes(kernel) or (tile.block_m, tile.block_n)
     return TileConfig(block_m, block_n, tile.num_warps, tile.num_stages)
 
 
@@ -91,20 +90,20 @@ def capability(device: int) -> tuple[int, int]:
 
 
 def architecture() -> Architecture:
-    """The rows of the tables that the current GPU takes."""
+    """The tables of the current GPU."""
     if not torch.cuda.is_available():
         return ELSEWHERE
     return ARCHITECTURES.get(capability(torch.cuda.current_device()), ELSEWHERE)
 
 
 def row(table: dict[int, Any], size: int) -> Any:
-    """The first row of a table that reaches up to `size`."""
+    """The first row of a table whose limit is at least `size`."""
     return next(found for limit, found in table.items() if size <= limit)
 
 
 def for_groups(kernel: str, groups: int, tile: TileConfig) -> TileConfig:
-    """The tile of `kernel`, of at least one token with all heads of its group; of fewer keys where
-    it is grown for them."""
+    """The tile config of `kernel`: at least one token with all heads of its group. A tile that
+    grows to hold them has fewer keys."""
     least = next_power_of_2(groups)
     grown = max(1, least // tile.block_m)
     tile = replace(tile, block_m=tile.block_m * grown, block_n=max(16, tile.block_n // grown))
@@ -115,8 +114,8 @@ def for_groups(kernel: str, groups: int, tile: TileConfig) -> TileConfig:
 def flash_tile(
     kernel: str, wide: bool, width: int, groups: int, dtype: torch.dtype, keys: int = UNLIMITED
 ) -> TileConfig:
-    """For `kernel` "forward", "dq" or "dkv", heads of `width` (the wider of keys and values) and
-    queries that see many of the `keys` (`wide`) or a window of them."""
+    """The tile config of `kernel` "forward", "dq" or "dkv". `width` is that of keys or of values,
+    the wider. Queries see many of the `keys` (`wide`) or a window of them."""
     if not wide and "." not in kernel:
         kernel = f"window.{kernel}"
     tables = architecture()
@@ -140,8 +139,8 @@ def wide(*tensors: Tensor) -> bool:
 def query_major_tile(
     kernel: str, width: int, rows: int, dtype: torch.dtype, is_union: bool = False
 ) -> TileConfig:
-    """For `kernel` "forward" or "dq" query by query, tiles of `rows` rows, of one list or of lists
-    that are `united`."""
+    """The tile config of the query-major `kernel` "forward" or "dq". A tile has `rows` rows, of one
+    selection or of a union (`is_union`)."""
     tables = architecture()
     tile = row(row(tables.query_major, width), rows)[kernel]
     if dtype == torch.float32:
@@ -151,23 +150,23 @@ def query_major_tile(
 
 
 def union_rule(rows: int, dtype: torch.dtype) -> UnionRule | None:
-    """Whether and how lists are united whose tiles have `rows` rows. Not in float32, whose products
-    take longer than reading."""
+    """The rule for unions of selections with `rows` rows, or None for no unions. None in float32,
+    where products take longer than loads."""
     rule = None if dtype == torch.float32 else UNION_RULES.get(next_power_of_2(rows))
     rule = override.get("union", rule)
     return rule if rule and rule.members * rows <= architecture().query_major_rows else None
 
 
 def tiles_per_program(groups: int, members: int, seldom: bool = False) -> int:
-    """Tiles that a program walks, a power of two, where whole groups of lists may be left out, or
-    `seldom` there is anything to do: many programs that do nothing take time too."""
+    """Tiles per program, a power of two, where programs skip the groups that unions cover. Most
+    tiles are skipped with `seldom`. Programs with nothing to do take time too."""
     programs, most = (ENOUGH_PROGRAMS // 2, 8) if seldom else (2 * ENOUGH_PROGRAMS, min(members, 2))
     return 1 << min(max(1, groups // programs), most).bit_length() - 1
 
 
-def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
-    """A descriptor of t [B N K D] by which the tensor memory accelerator reads `rows` positions of
-    one head; None where there is none or it cannot."""
+def tma_descriptor(t: Tensor, rows: int) -> TensorDescriptor | None:
+    """A TMA descriptor of t [B N K D] with boxes of `rows` positions of one head; None where the
+    GPU has no TMA or it cannot load t."""
     if t.is_cuda and capability(t.device.index) < (9, 0):
         return None
     size = t.element_size()
@@ -178,7 +177,7 @@ def boxes(t: Tensor, rows: int) -> TensorDescriptor | None:
 
 
 def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> TileConfig:
-    """For `kernel` "forward" or "backward" block by block."""
+    """The tile config of the key-major `kernel` "forward" or "backward"."""
     tiles = row(architecture().key_major, width)
     tile = tiles.get(f"one.{kernel}" if groups == 1 else kernel, tiles[kernel])
     if dtype == torch.float32:
@@ -187,36 +186,37 @@ def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> 
 
 
 def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
-    """Whether a tile of `pairs` can hold a block of s keys and their values."""
+    """Whether a key-major tile can hold a block of `s` keys and their values."""
     width = padded(k.shape[-1]) + padded(v.shape[-1])
     return padded(s) * width * k.element_size() <= architecture().block_bytes
 
 
 def grid(tiles: int, lines: int, *others: int) -> tuple[tuple[int, ...], bool]:
-    """A grid of tiles x lines (rows of the batch x heads), those of one line side by side; and
-    whether it is flipped, as it is for more lines than fit: tiles are few then."""
+    """A grid of tiles x lines (batch rows x heads), and whether it is flipped. Tiles of one line
+    are neighbours. A grid with more lines than fit on its second axis is flipped; it has few
+    tiles."""
     flipped = lines > MAX_GRID_Y
     return (*((lines, tiles) if flipped else (tiles, lines)), *others), flipped
 
 
 def query_splits(programs: int, tiles: int, wide: bool = True) -> int:
-    """Into how many shares the queries of a block of keys are cut. Where few blocks of keys are
-    seen by many queries (`wide`): short shares are as long as each other, long ones cost less to
-    begin and to add up. Both cost the same at about this many tiles. In a window, where all blocks
-    are seen by as many, just so many that no part of the GPU is idle."""
+    """Splits of the queries of a block of keys. With `wide` ranges few blocks are seen by many
+    queries: short splits balance better, long splits cost less to start and reduce. The two costs
+    are equal at about this number. In a window all blocks are seen by equally many queries; the
+    number of splits just fills the GPU."""
     if not wide:
         return max(1, min(CONCURRENT_PROGRAMS // max(1, programs), tiles // MIN_SPLIT_TILES))
-    share = max(MIN_SPLIT_TILES, math.isqrt(programs * tiles // 8))
-    return max(1, min(MAX_SPLIT_PROGRAMS // max(1, programs), tiles // share))
+    split_tiles = max(MIN_SPLIT_TILES, math.isqrt(programs * tiles // 8))
+    return max(1, min(MAX_SPLIT_PROGRAMS // max(1, programs), tiles // split_tiles))
 
 
 def work_tile_rows(rows: int, blocks: int) -> int:
-    """Rows that a program of the selected branch, block by block, works through at most: fewer
-    where few blocks would leave few programs, the longest of which all wait for."""
+    """Rows of a key-major work tile, at most. Few blocks get shorter work tiles, since few long
+    programs would delay the end of the launch."""
     if blocks >= ENOUGH_PROGRAMS:
         return WORK_TILE_ROWS
-    share = next_power_of_2(max(1, rows // ENOUGH_PROGRAMS))
-    return min(max(share, MIN_WORK_TILE_ROWS), WORK_TILE_ROWS)
+    program_rows = next_power_of_2(max(1, rows // ENOUGH_PROGRAMS))
+    return min(max(program_rows, MIN_WORK_TILE_ROWS), WORK_TILE_ROWS)
 
 
 # argument groups
@@ -254,7 +254,7 @@ def bounds(documents: Documents | None) -> dict[str, Any]:
 
 
 def ends(selection: Selection) -> dict[str, Any]:
-    """Kernel arguments of the documents' ends; a causal query never sees that far."""
+    """Kernel arguments of the documents' ends; a causal query never reaches the end."""
     if selection.documents is None or selection.causal:
         return dict(doc_last=None, ENDS=False)
     return dict(doc_last=selection.documents.last, ENDS=True)
@@ -277,7 +277,7 @@ class Accumulator:
             self.value.zero_()
         self.begun = True
 
-    def total(self) -> Tensor:
+    def result(self) -> Tensor:
         self.begin()
         return self.value
 
@@ -296,13 +296,13 @@ def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class BackwardInputs:
-    """What the backward of one branch starts from: `d_out` [B T H E], the rows' log-sum-exp (in
-    units of log2, 0 for an empty row) and `delta`, what each row's dp is measured from, [B T H] in
-    float32; all contiguous and aligned to 16 bytes.
+    """Inputs of the backward of one branch: `d_out` [B T H E], and two float32 numbers per row
+    [B T H]: `lse` (units of log2, 0 for an empty row) and `delta`, which is subtracted from dp. All
+    are contiguous and aligned to 16 bytes.
 
-    With `gated` the branch's output was multiplied by a gate. Its size is in `lse` already, that
-    probabilities come out gated, and its sign in the last bit of `delta`: kernels short of
-    registers need not hold a third number a row."""
+    With `gated` the branch's output was multiplied by a gate. `lse` includes the size of the gate,
+    so probabilities come out gated. The last bit of `delta` is its sign. Kernels short of registers
+    then hold no third number per row."""
 
     d_out: Tensor
     lse: Tensor
@@ -320,9 +320,9 @@ class BackwardInputs:
 
 @dataclass(frozen=True)
 class CombineInputs:
-    """What the selected branch is combined with, by its own kernel where that knows a whole row:
-    outputs of the other branches [B T H E], gates [B T H 3], and `out` for the layer's; all but the
-    gates contiguous."""
+    """Inputs for a kernel of the selected branch that also writes the layer's output: outputs of
+    the other branches [B T H E], gates [B T H 3], and `out` for the layer's output. All but the
+    gates are contiguous. A kernel can do so if one program owns a whole row."""
 
     cmp: Tensor
     win: Tensor
@@ -347,9 +347,9 @@ def combine_arguments(combine_inputs: CombineInputs | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a query attends to: its list of blocks of `s` keys [B T R n], the first `num_initial`
-    blocks and, causally, the `num_local` that end with its own. Tokens of an aligned group of
-    `stride` have the same list. Queries stand at `start`, or at `starts` [B]."""
+    """Blocks of `s` keys that a query attends to: its block indices [B T R n], the first
+    `num_initial` blocks and, if causal, the last `num_local` up to its own. Tokens of an aligned
+    group of `stride` share block indices. The first query's position is `start` or `starts` [B]."""
 
     block_indices: Tensor
     s: int
@@ -365,13 +365,13 @@ class Selection:
 
     @property
     def aligned(self) -> int:
-        """Tokens, from where an aligned group begins (with `starts`, at most)."""
+        """Tokens from the begin of the first aligned group (with `starts`, at most)."""
         before = self.start % self.stride if self.starts is None else self.stride - 1
         return self.block_indices.shape[1] + before
 
     @property
     def diagonal(self) -> bool:
-        """Whether a list may hold its query's own block, of which it sees the keys up to itself."""
+        """Whether block indices may include the query's own block, seen up to the query."""
         return self.causal and self.num_local == 0
 
 
@@ -384,7 +384,8 @@ def topk_tile(
     rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False,
     blocks: int = UNLIMITED,
 ) -> TopkTileConfig:  # fmt: skip
-    """For heads of `width`, `groups` of which rank together, and the n best of `blocks`."""
+    """The tile config of the ranking of `blocks` blocks: heads of `width`, `groups` of which share
+    a ranking, and the n best blocks."""
     tables = architecture()
     if rule == "probs":
         tile = row(row(tables.probs, width), groups)
@@ -398,7 +399,7 @@ def topk_tile(
     if rule == "probs":
         # a tile holds at least one token with all heads of its group
         tile = replace(tile, block_m=max(tile.block_m, next_power_of_2(groups)))
-    if n > MOST_IN_LISTS or tile.columns == 0:
+    if n > MAX_COLUMN_N or tile.columns == 0:
         block_n = max(tile.merge_n, next_power_of_2(n))
         return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)
     return replace(tile, depth=min(tile.depth, n))

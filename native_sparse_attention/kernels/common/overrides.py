@@ -21,7 +21,7 @@ SIZED: tuple[tuple[str, ...], ...] = (
 current: ContextVar[dict[str, tuple[int, int]]] = ContextVar("current")
 
 
-def asked(kernel: str) -> tuple[int, int] | None:
+def requested_sizes(kernel: str) -> tuple[int, int] | None:
     """Rows and keys that the call asks for."""
     return current.get({}).get(kernel)
 

@@ -16,7 +16,7 @@ from .counts import cdiv
 # dk [splits B n K D] and dv [splits B n K E] of the first n keys, float32 and contiguous
 Partials = tuple[Tensor, Tensor]
 
-# elements of a program; partials whose elements are read at once
+# elements of a program; partials that are loaded at once
 BLOCK, AHEAD = 1024, 4
 # inputs of different lengths in one launch
 MAX_INPUTS = 3
@@ -61,24 +61,23 @@ def nsa_reduce_partials(
 def reduce_partials(
     inputs: Sequence[Partials], k: Tensor, v: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """dk [B N K D] and dv [B N K E] of k and v, the sums of one to three parts of all shares: those
-    of the first part, which others are added to, where that is one share of all keys and of the
-    dtype."""
+    """dk [B N K D] and dv [B N K E] of k and v: sums of the partials of one to three inputs. If the
+    first input is a single partial of all keys in `dtype`, the sums overwrite it."""
     (B, N, K, D), E = k.shape, v.shape[-1]
     first_dk, first_dv = inputs[0]
     n = N
     if len(first_dk) == 1 and first_dk.shape[2] == N and first_dk.dtype == dtype:
         dk, dv = first_dk[0], first_dv[0]
-        # other keys have their sums
-        n = max((part_dk.shape[2] for part_dk, _ in inputs[1:]), default=0)
+        # later keys have no other partials
+        n = max((partial_dk.shape[2] for partial_dk, _ in inputs[1:]), default=0)
     else:
         dk, dv = (t.new_empty(t.shape, dtype=dtype) for t in (k, v))
     args: dict[str, Any] = {}
     for i in range(MAX_INPUTS):
-        # of one that is not there no share is read
-        part_dk, part_dv = inputs[i] if i < len(inputs) else (first_dk[:0], first_dv[:0])
-        args |= {f"dk_{i}": part_dk, f"dv_{i}": part_dv}
-        args |= {f"count_{i}": len(part_dk), f"n_{i}": part_dk.shape[2]}
+        # a missing input has no partials
+        partial_dk, partial_dv = inputs[i] if i < len(inputs) else (first_dk[:0], first_dv[:0])
+        args |= {f"dk_{i}": partial_dk, f"dv_{i}": partial_dv}
+        args |= {f"count_{i}": len(partial_dk), f"n_{i}": partial_dk.shape[2]}
     tiles = cdiv(n * K * max(D, E), BLOCK)
     if B * tiles:
         nsa_reduce_partials[(B * tiles, 2)](

@@ -148,7 +148,7 @@ class Plan:
             for path in self.paths:
                 stream = current
                 for ahead in path:
-                    stream = streams.second(stream.device_index, stream.cuda_stream, ahead)
+                    stream = streams.side_stream(stream.device_index, stream.cuda_stream, ahead)
                 found.append(stream)
         rest = self.sources - len(inputs)
         addresses = [t.data_ptr() for t in inputs] + [0] * rest

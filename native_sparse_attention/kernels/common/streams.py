@@ -1,5 +1,5 @@
-"""Launches beside each other: where programs of one kernel leave part of a GPU idle, at its end or
-while they wait for memory, those of another run."""
+"""Concurrent launches on a side stream. Where programs of one kernel leave multiprocessors idle, at
+the end of a launch or while they wait for memory, programs of another kernel run."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from typing import Any
 
 import torch
 
-# who writes down how streams wait for one another
+# the recorder (`replay.Recorder`) that is told of forks, waits and events
 listener: ContextVar[Any] = ContextVar("listener", default=None)
 
 
 @functools.cache
-def second(device: int, _first: int, ahead: bool) -> torch.cuda.Stream:
-    """The stream that runs beside another: always the same one, as memory belongs to streams."""
+def side_stream(device: int, _main: int, ahead: bool) -> torch.cuda.Stream:
+    """The side stream of a stream; always the same one, as the allocator pools memory by stream."""
     return torch.cuda.Stream(device, priority=-1 if ahead else 0)
 
 
 @contextmanager
 def forked(device: torch.device, ahead: bool = False) -> Iterator[AbstractContextManager[object]]:
-    """Gives a context. What is launched within that runs beside what is launched outside of it, or
-    `ahead` of that where there is room for one of both; at the end both are waited for, on the GPU.
+    """Yields a context. Launches inside it go to a side stream, of higher priority with `ahead`.
+    They run concurrently with launches outside it. At the end the current stream waits for both.
 
-    Tensors that are allocated within it must not be needed after the end."""
+    Tensors allocated inside the context must not be used after the end."""
     if device.type != "cuda":
         yield nullcontext()
         return
-    first = torch.cuda.current_stream(device)
-    beside = second(first.device_index, first.cuda_stream, ahead)
-    beside.wait_stream(first)
-    heard = listener.get()
-    if heard is not None:
-        heard.forked(beside, ahead)
+    main = torch.cuda.current_stream(device)
+    side = side_stream(main.device_index, main.cuda_stream, ahead)
+    side.wait_stream(main)
+    recorder = listener.get()
+    if recorder is not None:
+        recorder.forked(side, ahead)
     try:
-        yield torch.cuda.stream(beside)
+        yield torch.cuda.stream(side)
     finally:
-        first.wait_stream(beside)
-        if heard is not None:
-            heard.waits(first.cuda_stream, beside.cuda_stream)
+        main.wait_stream(side)
+        if recorder is not None:
+            recorder.waits(main.cuda_stream, side.cuda_stream)
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """What has been launched so far, for another stream to wait for."""
+    """An event after all launches so far, for another stream to wait for."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -56,7 +56,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def wait(device: torch.device, event: torch.cuda.Event | None) -> None:
-    """What is launched from here on waits for what was marked."""
+    """Later launches of the current stream wait for the event of `mark`."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
         if listener.get() is not None:

@@ -1,8 +1,8 @@
-"""Tile sizes, as data: what `launch.py` takes for a problem on a GPU.
+"""Tables of tile configs, by architecture. `launch.py` looks up the config of a problem.
 
-A GPU takes the rows of its architecture. Only a Hopper's are measured, on an H200: in 16 bits those
-of width 128, as they were chosen at 65536 and 8192 tokens, and in float32 at 4096. Tiles tried
-since are in `benchmarks/results/tune.jsonl`, in 16 bits of what a Hopper runs in Triton.
+Only the rows of Hopper are measured, on an H200: the 16-bit rows of width 128 at 65536 and 8192
+tokens, the float32 rows at 4096 tokens. `benchmarks/results/tune.jsonl` has the 16-bit configs of
+Triton kernels that were tried since.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-# programs that keep a large GPU busy through the tail of a launch
+# programs that keep a large GPU busy to the end of a launch
 ENOUGH_PROGRAMS = 1024
 
 
@@ -24,7 +24,7 @@ class TileConfig:
     num_stages: int
 
 
-# by width and kernel; "window." where queries see few keys, "few.", "prefix." where there are few
+# by width and kernel; "window.": queries see few of the keys; "few." and "prefix.": there are few
 FLASH = {
     128: {
         "forward": TileConfig(64, 64, 4, 3),
@@ -47,13 +47,13 @@ FLASH = {
         "prefix.dkv": TileConfig(64, 32, 8, 2),
     },
 }
-# dk and dv of few query heads a KV head
+# for dk and dv, with at most FEW_HEADS query heads per KV head
 FEW_HEADS_TILES = {
     "dkv": TileConfig(32, 128, 8, 3),
     "window.dkv": TileConfig(32, 64, 4, 3),
     "prefix.dkv": TileConfig(32, 64, 4, 2),
 }
-# of all kernels in float32, but for those of the selected branch where they have their own
+# float32, by width; kernels of the selected branch without a row of their own use "flash"
 FLOAT32 = {
     64: {"flash": TileConfig(32, 32, 4, 1), "key_major": TileConfig(32, 64, 8, 1)},
     128: {
@@ -64,8 +64,8 @@ FLOAT32 = {
     256: {"flash": TileConfig(16, 16, 4, 1)},
 }
 
-# the selected branch query by query: by rows of a tile (those of the tokens that share a list).
-# Entries of lists are fetched before their keys: of five stages two hold keys
+# query-major, by rows of a tile (all rows of the tokens that share block indices). Block indices
+# are loaded before their keys, so two of five stages hold keys
 QUERY_MAJOR = {
     16: {"forward": TileConfig(16, 32, 1, 5), "dq": TileConfig(16, 64, 2, 5)},
     32: {"forward": TileConfig(32, 64, 2, 5), "dq": TileConfig(32, 64, 2, 3)},
@@ -76,20 +76,21 @@ QUERY_MAJOR = {
 
 @dataclass(frozen=True)
 class UnionRule:
-    """As many lists of neighbouring tokens are walked as one where they are alike: where `cost` x
-    the blocks of their union are fewer than those of the lists. Not tried on fewer groups than
-    `least`."""
+    """When to read the union of the block indices of `members` neighbouring selections: where
+    `cost` times the blocks of the union are fewer than the blocks of all members. A launch with
+    fewer than `least` groups of members forms no unions."""
 
     members: int
     cost: float
     least: int = ENOUGH_PROGRAMS
 
 
-# by rows of a list's tile. `cost` is the time of a tile of lists x rows rows over one block, in
-# that which one list takes a block: query by query, or under FEW_ROWS rows block by block. Two
-# lists of 32 rows are faster together whatever they hold (on an H200 1.00 ms for 1.39, H = 64,
-# K = 2, 8k; not tried of tokens that share a list), so that theirs is under 1. 256 groups are those
-# of 512 tokens, 8 KV heads: on an H200 the layer's forward takes 97 µs for 110 with them
+# by rows of a selection's tile. `cost` is the time of one block for a tile of members x rows rows,
+# relative to the time of one block for a single selection (query-major, or key-major under FEW_ROWS
+# rows). Unions of two selections of 32 rows are faster for any overlap (H200, H = 64, K = 2, 8k:
+# 1.00 ms with, 1.39 ms without; not tried with shared block indices), so their cost is under 1.
+# 512 tokens and 8 KV heads make 256 groups: the layer's forward takes 97 µs with unions, 110 µs
+# without (H200)
 UNION_RULES = {
     4: UnionRule(16, 5.0, least=256),
     8: UnionRule(8, 1.8),
@@ -97,7 +98,7 @@ UNION_RULES = {
     32: UnionRule(2, 0.95),
 }
 
-# and block by block; "one." of one query head a KV head, where its tile is another
+# key-major; "one." for one query head per KV head
 KEY_MAJOR = {
     128: {
         "forward": TileConfig(64, 64, 4, 2),
@@ -107,13 +108,13 @@ KEY_MAJOR = {
     256: {"forward": TileConfig(64, 64, 8, 2), "backward": TileConfig(32, 64, 8, 1)},
 }
 
-# keys that are few: a prefix, of memory or of the initial block
+# at most this many keys are a prefix: memory, or the initial block
 FEW_KEYS = 64
 
-# where queries may see many keys but there are at most so many: whose tile a kernel takes
+# by kernel: up to this many keys, it uses the config of the kernel named
 FEWER_KEYS = {"dq": (1024, "window.dq"), "forward": (512, "few.forward")}
 
-# query heads a KV head up to which dk and dv are better formed of few rows at a time
+# query heads per KV head up to which dk and dv are faster with few rows per tile
 FEW_HEADS = 8
 
 
@@ -122,9 +123,9 @@ FEW_HEADS = 8
 
 @dataclass(frozen=True)
 class TopkTileConfig:
-    """BLOCK_M rows of queries against BLOCK_N blocks (`probs`: windows) a step, whose n best are
-    kept in `columns` lists of `depth` blocks, or merged where `columns` is 0. Where lists lose a
-    block, the tile is done again by merging, `merge_n` a step."""
+    """BLOCK_M rows of queries against BLOCK_N blocks (`probs`: windows) per step. `topn.py` keeps
+    the n best in `columns` sorted columns of `depth` blocks, or merges them if `columns` is 0. If a
+    column loses a block, the program repeats the tile by merging, `merge_n` blocks per step."""
 
     block_m: int
     block_n: int
@@ -135,68 +136,68 @@ class TopkTileConfig:
     merge_n: int = 32
 
 
-# chosen so that no registers spill, compiled for an H100; of 14 others for logits, width 128, the
-# best took 0.957 of the time at 65536 tokens. With 8 lists of 8, one tile in 60 of random scores
-# loses one of the 16 best, and one in 370 one of the 13 best. A row of a tile's scores should lie
-# in one warp, which 16 rows a warp achieve
+# no registers spill, compiled for an H100. For logits of width 128 at 65536 tokens, the best of 14
+# other configs took 0.957 of the time. With 8 columns of depth 8 and random scores, one tile in 60
+# loses one of the 16 best blocks, and one in 370 one of the 13 best. With 16 rows per warp, all
+# scores of a row lie in one warp
 LOGITS_TILES = {128: TopkTileConfig(64, 64, 8, 8, 4, 2), 256: TopkTileConfig(64, 32, 8, 8, 4, 2)}
-# blocks that are ranked 32 a step: 191 µs for 205 of 128, H = K = 32, but 5.06 ms for 4.82 of 1024
+# up to this many blocks are ranked 32 per step (H = K = 32): 191 µs instead of 205 for 128 blocks,
+# but 5.06 ms instead of 4.82 for 1024
 FEW_BLOCKS = 128
 INTERPOLATED_TILES = {
     128: TopkTileConfig(64, 32, 8, 8, 4, 2),
     256: TopkTileConfig(64, 32, 0, 0, 8, 1),
 }
-# by the heads of a group: many of them leave a tile few tokens, whose scores are spread over more
-# lists
+# by heads of a group: with many heads a tile has few tokens, and more columns per token
 PROBS_TILES = {
     2: TopkTileConfig(64, 64, 8, 8, 4, 2, 64),
     8: TopkTileConfig(64, 128, 32, 4, 4, 2, 64),
     64: TopkTileConfig(128, 128, 32, 4, 4, 2, 64),
 }
-# of wide heads, and for GPUs that hold less
+# for wide heads, and for GPUs with less shared memory
 NARROW_PROBS_TILES = {
     2: TopkTileConfig(64, 64, 8, 8, 8, 2, 64),
     64: TopkTileConfig(64, 64, 32, 4, 4, 2, 64),
 }
 PROBS_FLOAT32 = TopkTileConfig(32, 32, 0, 0, 8, 1)
-# lists are too short for more
-MOST_IN_LISTS = 16
+# largest n ranked with sorted columns: they are too short for more
+MAX_COLUMN_N = 16
 
 
-def heads_ahead(size: int) -> int:
-    """Heads of a tile of `logits`, of `size` bytes each, that are on their way at once, to be added
-    up: several where they fit, as measured on an H200 (65 µs for 70, H = 64, K = 4, 8k tokens)."""
+def heads_in_flight(size: int) -> int:
+    """Query heads that a tile of `logits` loads at once, of `size` bytes each. Four take 65 µs
+    instead of 70 on an H200 (H = 64, K = 4, 8k tokens)."""
     return 4 if size <= 1 << 14 else 1
 
 
-# other architectures; not measured, chosen to fit and to spill little
+# other architectures: not measured, chosen to fit shared memory and to spill few registers
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Tables of tiles: by width, and by rows of a tile (query_major) or heads of a group
-    (probs)."""
+    """Tables of tile configs by width; `query_major` also by rows of a tile, `probs` by heads of a
+    group."""
 
-    shared_memory: int  # bytes that a program may hold
+    shared_memory: int  # bytes per program
     flash: dict[int, dict[str, TileConfig]]
     few_heads: dict[str, TileConfig]
     query_major: dict[int, dict[int, dict[str, TileConfig]]]
-    query_major_rows: int  # at most
+    query_major_rows: int  # of a tile, at most
     key_major: dict[int, dict[str, TileConfig]]
     float32: dict[int, dict[str, TileConfig]]
-    block_bytes: int  # of keys and values, of a block that tiles of `pairs` can hold
+    block_bytes: int  # keys and values of a block in a key-major tile, at most
     logits: dict[int, TopkTileConfig]
     interpolated: dict[int, TopkTileConfig]
     probs: dict[int, dict[int, TopkTileConfig]]
 
     def float32_tile(self, kind: str, width: int) -> TileConfig:
-        """For kernels of a kind, "flash", "query_major" or "key_major", in float32."""
+        """The float32 tile config of "flash", "query_major" or "key_major" kernels."""
         tiles = next(found for limit, found in self.float32.items() if width <= limit)
         return tiles.get(kind, tiles["flash"])
 
 
 def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
-    """A table whose tiles wait for their keys, for less shared memory."""
+    """The table with one stage per tile config, which takes less shared memory."""
     return {
         limit: {key: replace(tile, num_stages=1) for key, tile in found.items()}
         if isinstance(found, dict)
@@ -213,8 +214,8 @@ HOPPER = Architecture(
     FLASH,
     FEW_HEADS_TILES,
     {128: QUERY_MAJOR, 256: WIDE_QUERY_MAJOR},
-    # of 128 rows in two to four stages 1.27 ms for 1.06 (the layer's forward, H = 64, K = 4, 8k, 16
-    # tokens a list), 16.0 for 14.4 at 64k; backward 3.19 for 3.08
+    # tiles of 128 rows in two to four stages take 1.27 ms instead of 1.06 (layer's forward, H = 64,
+    # K = 4, 8k, selection_stride 16), 16.0 ms instead of 14.4 at 64k; backward 3.19 instead of 3.08
     64,
     KEY_MAJOR,
     FLOAT32,
@@ -222,7 +223,7 @@ HOPPER = Architecture(
     *RANKING,
 )
 
-# an A100's
+# A100
 AMPERE = Architecture(
     163 * 1024,
     {
@@ -245,7 +246,7 @@ AMPERE = Architecture(
     *RANKING,
 )
 
-# what holds least and runs bfloat16: an Ampere or Ada of the desktop
+# desktop Ampere and Ada: the least shared memory of all GPUs that run bfloat16
 SMALL = {128: TileConfig(64, 64, 8, 1), 256: TileConfig(32, 32, 4, 1)}
 ELSEWHERE = Architecture(
     99 * 1024,

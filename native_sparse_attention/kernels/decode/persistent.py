@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.counts import cdiv, next_power_of_2
-from ..common.tile_configs import MOST_IN_LISTS, TileConfig, TopkTileConfig
+from ..common.tile_configs import MAX_COLUMN_N, TileConfig, TopkTileConfig
 from ..topk.topn import NO_SCORE
 from . import read_all
 from .call import Call, Settings
@@ -381,7 +381,7 @@ def num_selected(settings: Settings, fuse_local: bool) -> int:
 def ranking_tile(W: int, settings: Settings) -> tuple[TopkTileConfig, int]:
     """The tile config of `rank_blocks`, and the number of chunks that it loads together."""
     tile = replace(RANKING_TILE, merge_n=max(RANKING_TILE.merge_n, next_power_of_2(settings.n)))
-    if settings.n > MOST_IN_LISTS:
+    if settings.n > MAX_COLUMN_N:
         return replace(tile, block_n=tile.merge_n, columns=0, depth=0), 1
     chunks = cdiv(max(1, W * settings.d // settings.s), tile.block_n)
     return tile, min(RANK_CHUNKS, next_power_of_2(chunks))

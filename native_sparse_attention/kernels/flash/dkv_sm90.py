@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import at_barrier, counters, places
+from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
 from ..common.dialect_sm90 import load_box, load_elements, thread_barrier
 from ..common.primitives import BEHIND
 from ..common.softmax_sm90 import probabilities
@@ -85,7 +85,7 @@ def produce(
         i = tile - begin
         slot = i % STAGES
         if i >= STAGES:
-            at_barrier("sync", slot, THREADS)
+            at_named_barrier("sync", slot, THREADS)
         bar = full.index(slot)
         mbarrier.expect(bar, ROWS * D * 4)
         at = [b, tile * TOKENS, h * G, 0]
@@ -100,7 +100,7 @@ def produce(
         async_copy.mbarrier_arrive(bar, increment_count=False)
     # no barrier may be left halfway
     for i in range(gl.maximum(end - begin - STAGES, 0), gl.maximum(end - begin, 0)):
-        at_barrier("sync", i % STAGES, THREADS)
+        at_named_barrier("sync", i % STAGES, THREADS)
 
 
 @gluon.jit
@@ -197,7 +197,7 @@ def consume(
                     rows_smem, slot, half * HALF, start + tile * TOKENS, bounds, True, scale_log2,
                     G, True, GATED,
                 )  # fmt: skip
-            at_barrier("arrive", slot, THREADS)
+            at_named_barrier("arrive", slot, THREADS)
     for tile in range(middle, end):
         slot = (tile - begin) % STAGES
         mbarrier.wait(full.index(slot), ((tile - begin) // STAGES) & 1)
@@ -208,7 +208,7 @@ def consume(
             k_tile, v_tile, q_tile, do_tile, dk_acc, dv_acc, rows_smem, slot, 0,
             start + tile * TOKENS, bounds, masked, scale_log2, G, False, GATED,
         )  # fmt: skip
-        at_barrier("arrive", slot, THREADS)
+        at_named_barrier("arrive", slot, THREADS)
     entry = ((gl.program_id(1) * B + b) * N + key).to(gl.int64) * K + h
     at = entry[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ACC))[None]
     gl.store(dk + at, dk_acc * scale, mask=(key < N)[:, None])
@@ -230,12 +230,12 @@ def nsa_flash_dkv_sm90(
     b, h = gl.program_id(0) // blocks // K, gl.program_id(0) // blocks % K
     tiles = query_tiles(n0, kv_range, ROWS // G, KIND, INNER)
     begin, end, _full, _full_end = tiles
-    k_smem, v_smem = places(k, CONSUMERS), places(v, CONSUMERS)
-    q_smem, do_smem = places(q, STAGES), places(d_out, STAGES)
+    k_smem, v_smem = buffers(k, CONSUMERS), buffers(v, CONSUMERS)
+    q_smem, do_smem = buffers(q, STAGES), buffers(d_out, STAGES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES * 4, ROWS.value], FLAT)
     # of a ring's place the lanes arrive too, which copy
-    kv_bar, full = counters(1, 1), counters(STAGES, 33)
+    kv_bar, full = barriers(1, 1), barriers(STAGES, 33)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import at_barrier, counters, places
+from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
 from ..common.dialect_sm90 import store_box, thread_barrier
 from ..common.softmax_sm90 import probabilities
 from .steps_sm90 import (
@@ -51,7 +51,7 @@ def produce(
             tile, kv_range, TOKENS, KIND, INNER, PREFIX
         )
         if iteration > 0:
-            at_barrier("sync", QUERIES, THREADS)
+            at_named_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), 2 * BYTES)
         read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
         read_rows(d_out, do_smem, q_bar.index(0), b, tile * TOKENS, h * G)
@@ -61,12 +61,12 @@ def produce(
         )  # fmt: skip
         if ADD:
             if iteration > 0:
-                at_barrier("sync", ADDED, THREADS)
+                at_named_barrier("sync", ADDED, THREADS)
             mbarrier.expect(dq_bar.index(0), BYTES)
             read_rows(dq, dq_smem, dq_bar.index(0), b, tile * TOKENS, h * G)
-    at_barrier("sync", QUERIES, THREADS)
+    at_named_barrier("sync", QUERIES, THREADS)
     if ADD:
-        at_barrier("sync", ADDED, THREADS)
+        at_named_barrier("sync", ADDED, THREADS)
     wait_for_all(done, STAGES)
 
 
@@ -103,7 +103,7 @@ def process_blocks(
         left = gl.convert_layout(ds.to(k_smem.dtype), LEFT)
         acc = warpgroup_mma(left, k_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        at_barrier("arrive", slot, THREADS)
+        at_named_barrier("arrive", slot, THREADS)
         done += 1
     return done, acc
 
@@ -159,7 +159,7 @@ def consume(
         q = q_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         d_out = do_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         fence_async_shared()  # what was read may be overwritten from outside
-        at_barrier("arrive", QUERIES, THREADS)
+        at_named_barrier("arrive", QUERIES, THREADS)
         # of the next turn now, as they would be waited for then
         next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
             i,
@@ -180,7 +180,7 @@ def consume(
         tma.store_wait(0)  # what was there before is written
         if ADD:  # noqa: SIM102
             if iteration > 0:
-                at_barrier("arrive", ADDED, THREADS)
+                at_named_barrier("arrive", ADDED, THREADS)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
         hi_before, all_before = hi, all_hi
         if INNER:
@@ -222,7 +222,7 @@ def consume(
         store_box(dq, [b, token, h * G, 0], smem)
     tma.store_wait(0)
     if ADD:
-        at_barrier("arrive", ADDED, THREADS)
+        at_named_barrier("arrive", ADDED, THREADS)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -236,9 +236,10 @@ def nsa_flash_dq_sm90(
     """One program a multiprocessor: dq of tiles of queries of a row and KV head, in turn, added to
     what is there if ADD."""
     kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
-    q_smem, do_smem, dq_smem = places(q, CONSUMERS), places(d_out, CONSUMERS), places(dq, CONSUMERS)
-    k_smem, v_smem = places(k, STAGES), places(v, STAGES)
-    q_bar, dq_bar, full = counters(1, 1), counters(1, 1), counters(STAGES, 1)
+    q_smem, do_smem = buffers(q, CONSUMERS), buffers(d_out, CONSUMERS)
+    dq_smem = buffers(dq, CONSUMERS)
+    k_smem, v_smem = buffers(k, STAGES), buffers(v, STAGES)
+    q_bar, dq_bar, full = barriers(1, 1), barriers(1, 1), barriers(STAGES, 1)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(

@@ -244,7 +244,9 @@ def nsa_flash_fwd(
 def by_boxes(k: Tensor, v: Tensor, block_n: int) -> dict[str, Any]:
     """k and v, as descriptors for the tensor memory accelerator where it can read both; not in
     float32, whose products take far longer than its reads."""
-    boxes = [None if t.dtype == torch.float32 else launch.boxes(t, block_n) for t in (k, v)]
+    boxes = [
+        None if t.dtype == torch.float32 else launch.tma_descriptor(t, block_n) for t in (k, v)
+    ]
     return dict(k=k, v=v, TMA=False) if None in boxes else dict(k=boxes[0], v=boxes[1], TMA=True)
 
 

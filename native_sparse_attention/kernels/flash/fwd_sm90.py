@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import at_barrier, counters, places
+from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
 from ..common.dialect_sm90 import store_box, thread_barrier
 from ..common.primitives import LARGEST_BOUND
 from .steps_sm90 import (
@@ -54,14 +54,14 @@ def produce(
             tile, kv_range, TOKENS, KIND, INNER, PREFIX
         )
         if iteration > 0:
-            at_barrier("sync", QUERIES, THREADS)
+            at_named_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), CONSUMERS * ROWS * q.block_shape[3] * 2)
         read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
         done = read_blocks(
             k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin,
             num_outer, num_initial, STAGES, PREFIX,
         )  # fmt: skip
-    at_barrier("sync", QUERIES, THREADS)
+    at_named_barrier("sync", QUERIES, THREADS)
     wait_for_all(done, STAGES)
 
 
@@ -99,7 +99,7 @@ def process_blocks(
         left = gl.convert_layout(p.to(k_smem.dtype), LEFT)
         acc = warpgroup_mma(left, v_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        at_barrier("arrive", slot, THREADS)
+        at_named_barrier("arrive", slot, THREADS)
         done += 1
     return done, acc, m, l
 
@@ -170,7 +170,7 @@ def consume(
         if BOUNDED:
             m, by_bound = measured_from(q, key_norm, scale_log2, keys, real, m)
         fence_async_shared()  # what was read may be overwritten from outside
-        at_barrier("arrive", QUERIES, THREADS)
+        at_named_barrier("arrive", QUERIES, THREADS)
         if BOUNDED:  # of the next turn now, as it would be waited for then
             _, next_b, next_h = tile_position(iteration + 1, tiles, B, K)
             key_norm = gl.load(norms + next_b * K + next_h)
@@ -227,9 +227,9 @@ def nsa_flash_fwd_sm90(
 ):  # fmt: skip
     """One program a multiprocessor: tiles of queries of a row and KV head, in turn."""
     kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
-    q_smem, out_smem = places(q, CONSUMERS), places(out, CONSUMERS)
-    k_smem, v_smem = places(k, STAGES), places(v, STAGES)
-    q_bar, full = counters(1, 1), counters(STAGES, 1)
+    q_smem, out_smem = buffers(q, CONSUMERS), buffers(out, CONSUMERS)
+    k_smem, v_smem = buffers(k, STAGES), buffers(v, STAGES)
+    q_bar, full = barriers(1, 1), barriers(STAGES, 1)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..common import launch, sm90
 from ..common.counts import cdiv
 from ..common.launch import LOG2_E, Accumulator, BackwardInputs, KVRange
-from ..common.overrides import asked
+from ..common.overrides import requested_sizes
 from ..common.primitives import BEHIND, CAUSAL_WINDOW
 
 # rows and keys of a tile
@@ -45,7 +45,7 @@ def is_supported(
     enough tiles to be the faster one. With `launch.using({"flash_sm90": True})` however few there
     are; with False never, and not where the call asks for tiles."""
     wanted = launch.override.get("flash_sm90")
-    tiled = asked(kernel if kv_range.wide else f"window.{kernel}")
+    tiled = requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
     if wanted is False or tiled or not sm90.available(q):
         return False
     groups = q.shape[2] // max(k.shape[2], 1)
@@ -60,7 +60,7 @@ def is_supported(
         return False
     if prefix is not None and kv_range.kind != BEHIND.value:
         return False
-    return all(launch.boxes(t, ROWS) is not None for t in (q, k, v, *own(prefix)))
+    return all(launch.tma_descriptor(t, ROWS) is not None for t in (q, k, v, *own(prefix)))
 
 
 def own(prefix: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..common.buffers_sm90 import at_barrier
+from ..common.buffers_sm90 import at_named_barrier
 from ..common.dialect_sm90 import load_box
 from ..common.primitives import BEHIND
 
@@ -143,7 +143,7 @@ def read_blocks(
         block = gl.where(j >= num_local + num_outer, j - num_local - num_outer, block)
         slot = done % STAGES
         if done >= STAGES:
-            at_barrier("sync", slot, THREADS)
+            at_named_barrier("sync", slot, THREADS)
         bar = full.index(slot)
         mbarrier.expect(bar, BYTES)
         if PREFIX:
@@ -164,4 +164,4 @@ def read_blocks(
 def wait_for_all(done, STAGES: gl.constexpr):
     """Until all places of the ring are left: no barrier may be left halfway."""
     for i in range(gl.maximum(done - STAGES, 0), done):
-        at_barrier("sync", i % STAGES, THREADS)
+        at_named_barrier("sync", i % STAGES, THREADS)

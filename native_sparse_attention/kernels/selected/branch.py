@@ -405,4 +405,4 @@ def backward(
     d_gates = topn_backward_q(*given, dq, plan)
     dk, dv = forced_backward_kv(*given)
     rest = topn_backward_kv(*given, dk, dv, dq, plan)
-    return dq.total(), dk, dv, rest if d_gates is None else d_gates
+    return dq.result(), dk, dv, rest if d_gates is None else d_gates

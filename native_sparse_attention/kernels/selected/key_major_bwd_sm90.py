@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import at_barrier, counters, places
+from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
 from ..common.dialect_sm90 import thread_barrier
 from ..common.softmax_sm90 import probabilities
 from .key_major_rows_sm90 import (
@@ -85,7 +85,7 @@ def walk(
             fence_async_shared()
             thread_barrier()
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        at_barrier("arrive", slot, THREADS)
+        at_named_barrier("arrive", slot, THREADS)
         if DQ:
             dq = gl.zeros([ROWS, D], gl.float32, ACC)
             dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, dq, use_acc=False, is_async=True)
@@ -169,7 +169,7 @@ def nsa_selected_bwd_key_major_sm90(
     D: gl.constexpr = k.block_shape[3]
     TILES: gl.constexpr = ROWS // (TOKENS * GROUP) * (D // WIDTH)
     SLOTS: gl.constexpr = PARTS * STAGES
-    k_smem, v_smem = places(k, PARTS), places(v, PARTS)
+    k_smem, v_smem = buffers(k, PARTS), buffers(v, PARTS)
     if FEW:
         q_smem = gl.allocate_shared_memory(k.dtype, [SLOTS, ROWS.value, D], TILE)
         do_smem = gl.allocate_shared_memory(k.dtype, [SLOTS, ROWS.value, D], TILE)
@@ -177,13 +177,13 @@ def nsa_selected_bwd_key_major_sm90(
         if DQ:
             ds_smem = gl.allocate_shared_memory(k.dtype, [PARTS.value, ROWS.value, D], TILE)
     else:
-        q_smem, do_smem = places(q, SLOTS * TILES), places(q, SLOTS * TILES)
-        ds_smem = places(part, PARTS * TILES) if DQ else q_smem
+        q_smem, do_smem = buffers(q, SLOTS * TILES), buffers(q, SLOTS * TILES)
+        ds_smem = buffers(part, PARTS * TILES) if DQ else q_smem
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT)
     # of a ring's place the threads arrive too, which copy
-    kv_bar, full = counters(PARTS, 1), counters(SLOTS, 128 if FEW else 33)
+    kv_bar, full = barriers(PARTS, 1), barriers(SLOTS, 128 if FEW else 33)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import counters, places
+from ..common.buffers_sm90 import barriers, buffers
 from ..common.dialect_sm90 import load_box, thread_barrier
 from .key_major_rows_sm90 import KEYS, ROWS, TILE, by_rows, copy_rows, item_of, load_entries
 
@@ -42,7 +42,7 @@ def nsa_selected_fwd_key_major_sm90(
     dtype: gl.constexpr = k.dtype
     strides = (q_b, q_t, q_h)
     block_csr = (entries, bounds, owner, ordinals, chunk)
-    k_smem, v_smem, bar = places(k, 1), places(v, 1), counters(1, 1)
+    k_smem, v_smem, bar = buffers(k, 1), buffers(v, 1), barriers(1, 1)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS.value, D], TILE)
     fence_async_shared()
     thread_barrier()

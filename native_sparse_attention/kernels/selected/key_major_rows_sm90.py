@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from ..common.buffers_sm90 import at_barrier
+from ..common.buffers_sm90 import at_named_barrier
 from ..common.dialect_sm90 import load_box, load_elements, reinterpret, store_box, thread_barrier
 
 PARTS = gl.constexpr(2)
@@ -149,7 +149,7 @@ def read(
                 token = e // (n * R) * TOKENS + row // GROUP % TOKENS
                 at = token.to(gl.int64) * (R * G) + head_of(e, row, R, n, G, GROUP)
                 if j >= STAGES:
-                    at_barrier("sync", slot, THREADS)
+                    at_named_barrier("sync", slot, THREADS)
                 bar, first = full.index(slot), slot * TILES
                 if FEW:
                     own = load_entries(entries, i, end, GROUP, gl.SliceLayout(1, by_rows(GROUP)))
@@ -169,7 +169,7 @@ def read(
         begin, end = (begin0, end0) if part == 0 else (begin1, end1)
         steps = gl.maximum(gl.cdiv(end - begin, ENTRIES), 0)
         for j in range(gl.maximum(steps - STAGES, 0), steps):
-            at_barrier("sync", part * STAGES + j % STAGES, THREADS)
+            at_named_barrier("sync", part * STAGES + j % STAGES, THREADS)
 
 
 @gluon.jit

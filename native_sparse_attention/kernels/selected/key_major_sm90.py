@@ -10,7 +10,7 @@ from torch import Tensor
 from ..common import launch, sm90
 from ..common.counts import cdiv, next_power_of_2
 from ..common.launch import LOG2_E, BackwardInputs, Selection
-from ..common.overrides import asked
+from ..common.overrides import requested_sizes
 from .csr import BlockCSR
 
 # rows of a tile, and columns that are read at once
@@ -42,7 +42,7 @@ def is_supported(
     """Whether the kernel of that name takes a call. With `launch.using({"key_major_sm90": False})`
     never, and not where the call asks for tiles."""
     wanted = launch.override.get("key_major_sm90", True)
-    if not wanted or asked(f"key_major.{kernel}") or not sm90.available(q):
+    if not wanted or requested_sizes(f"key_major.{kernel}") or not sm90.available(q):
         return False
     (B, T, R, n), S = selection.block_indices.shape, k.shape[1]
     groups = q.shape[2] // R
@@ -58,7 +58,7 @@ def is_supported(
     copied = kernel == "forward" or rows_of(groups) < LEAST_BOX
     if copied and any(stride % 16 for stride in q.stride()[:3]):
         return False
-    return all(launch.boxes(t, KEYS) is not None for t in (q, k, v))
+    return all(launch.tma_descriptor(t, KEYS) is not None for t in (q, k, v))
 
 
 def tokens_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> int:

@@ -277,7 +277,7 @@ def arguments(
     whole = block_n <= block_s == s and S % s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
     # blocks as wide as a tile are read by the tensor memory accelerator
-    boxes = [launch.boxes(t, block_n) if block_n <= block_s else None for t in (k, v)]
+    boxes = [launch.tma_descriptor(t, block_n) if block_n <= block_s else None for t in (k, v)]
     tma = None not in boxes
     args = dict(
         q=q, k=boxes[0] if tma else k, v=boxes[1] if tma else v, TMA=tma,

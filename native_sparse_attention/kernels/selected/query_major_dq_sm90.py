@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import at_barrier
+from ..common.buffers_sm90 import at_named_barrier
 from ..common.epilogue_sm90 import flat, rows_of
 from ..common.softmax_sm90 import probabilities
 from .query_major_steps_sm90 import (
@@ -62,7 +62,7 @@ def form(
             q = k_smem.index(place).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
             d_out = v_smem.index(place).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
             fence_async_shared()  # what was read may be overwritten from outside
-            at_barrier("arrive", place, THREADS)
+            at_named_barrier("arrive", place, THREADS)
             done += 1
 
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
@@ -83,7 +83,7 @@ def form(
                 left = gl.convert_layout(ds.to(k_smem.dtype), LEFT)
                 acc = warpgroup_mma(left, keys, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                at_barrier("arrive", place, THREADS)
+                at_named_barrier("arrive", place, THREADS)
                 done += 1
 
             row, real = rows_of(b, r, tile * TOKENS, T, R, G, G, ROWS, gl.SliceLayout(1, FLAT))

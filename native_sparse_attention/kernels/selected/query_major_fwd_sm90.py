@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import at_barrier
+from ..common.buffers_sm90 import at_named_barrier
 from ..common.epilogue_sm90 import finish
 from ..common.primitives import LARGEST_BOUND
 from .query_major_steps_sm90 import (
@@ -69,7 +69,7 @@ def attend(
                 by_bound = gl.max(bound, 0) <= LARGEST_BOUND
                 m = gl.where(by_bound, bound, m)
             fence_async_shared()  # what was read may be overwritten from outside
-            at_barrier("arrive", place, THREADS)
+            at_named_barrier("arrive", place, THREADS)
             done += 1
 
             acc = gl.zeros([ROWS, E], gl.float32, ACC)
@@ -103,7 +103,7 @@ def attend(
                     values = v_smem.index(place).reshape([KEYS, E])
                     acc = warpgroup_mma(left, values, acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=[acc])
-                    at_barrier("arrive", place, THREADS)
+                    at_named_barrier("arrive", place, THREADS)
                     done += 1
             to: gl.constexpr = gl.SliceLayout(1, ACC)
             finish(

@@ -10,7 +10,7 @@ from ..common import launch, sm90
 from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import bounds
 from ..common.launch import LOG2_E, BackwardInputs, CombineInputs, Selection
-from ..common.overrides import asked
+from ..common.overrides import requested_sizes
 from .union import Unions
 
 # rows of a tile; widths of heads, and keys of a block
@@ -40,7 +40,7 @@ def is_supported(
     that many tiles. With `launch.using({"query_major_sm90": True})` however many there are; with
     False never, and not where the call asks for tiles."""
     wanted = launch.override.get("query_major_sm90")
-    if wanted is False or asked(f"query_major.{kernel}") or not sm90.available(q):
+    if wanted is False or requested_sizes(f"query_major.{kernel}") or not sm90.available(q):
         return False
     members = 1 if unions is None else unions.members
     (B, T, R, n), s, S = selection.block_indices.shape, selection.s, k.shape[1]
@@ -63,7 +63,7 @@ def is_supported(
             return False
     if not tiles:
         return False
-    return all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
+    return all(launch.tma_descriptor(t, ROWS) is not None for t in (q, k, v))
 
 
 def arguments(

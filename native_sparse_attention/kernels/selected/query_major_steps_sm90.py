@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..common.buffers_sm90 import at_barrier, counters, places
+from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
 from ..common.dialect_sm90 import load_box, reinterpret, thread_barrier
 from ..common.epilogue_sm90 import fetch_rows
 
@@ -29,8 +29,8 @@ THREADS = gl.constexpr(32 * (4 + 1))  # of a part and the warp that reads for it
 @gluon.jit
 def ring(k, v, STAGES: gl.constexpr):
     """Places of both parts for keys and values, and what counts the bytes that arrive there."""
-    k_smem, v_smem = places(k, PARTS * STAGES), places(v, PARTS * STAGES)
-    full = counters(PARTS * STAGES, 1)
+    k_smem, v_smem = buffers(k, PARTS * STAGES), buffers(v, PARTS * STAGES)
+    full = barriers(PARTS * STAGES, 1)
     fence_async_shared()
     thread_barrier()
     return k_smem, v_smem, full
@@ -92,7 +92,7 @@ def read(
         if count >= 0:
             place = PART * STAGES + done % STAGES
             if done >= STAGES:
-                at_barrier("sync", place, THREADS)
+                at_named_barrier("sync", place, THREADS)
             bar = full.index(place)
             mbarrier.expect(bar, ROWS * D * (4 if BACKWARD else 2))
             of_rows = [b, tile * TOKENS, r * G, 0]
@@ -107,7 +107,7 @@ def read(
             e = gl.load(at + j + 1, mask=j + 1 < count, other=0)
             place = PART * STAGES + done % STAGES
             if done >= STAGES:
-                at_barrier("sync", place, THREADS)
+                at_named_barrier("sync", place, THREADS)
             bar = full.index(place)
             mbarrier.expect(bar, KEYS * D * 4)
             load_box(k, [b, c * KEYS, h, 0], bar, k_smem.index(place))
@@ -122,4 +122,4 @@ def read(
                 fetch_rows(needed[which], row, real, G * D * 2)
     # no barrier may be left halfway
     for i in range(gl.maximum(done - STAGES, 0), done):
-        at_barrier("sync", PART * STAGES + i % STAGES, THREADS)
+        at_named_barrier("sync", PART * STAGES + i % STAGES, THREADS)

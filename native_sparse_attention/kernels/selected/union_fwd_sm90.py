@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mma_v2,
 )
 
-from ..common.buffers_sm90 import at_barrier, counters, places
+from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
 from ..common.dialect_sm90 import load_box, reinterpret, thread_barrier
 from ..common.epilogue_sm90 import fetch_rows, finish
 from ..common.primitives import LARGEST_BOUND
@@ -88,7 +88,7 @@ def read(
             turn = done % CHUNKS
             if done >= CHUNKS:
                 for i in gl.static_range(CHUNK):
-                    at_barrier("sync", turn * CHUNK + i, THREADS)
+                    at_named_barrier("sync", turn * CHUNK + i, THREADS)
             bar = full.index(turn)
             mbarrier.expect(bar, BYTES)
             mbarrier.arrive(bar, count=CHUNK - 1)
@@ -104,7 +104,7 @@ def read(
                 at_key, there = [b, e.to(gl.int32) * s, h, 0], j + i < n
                 place = turn * CHUNK + i
                 if done >= CHUNKS:
-                    at_barrier("sync", place, THREADS)
+                    at_named_barrier("sync", place, THREADS)
                 mbarrier.expect(bar, BYTES, pred=there)
                 mbarrier.arrive(bar, count=1, pred=j + i >= n)
                 load_box(k, at_key, bar, k_smem.index(place), pred=there)
@@ -125,14 +125,14 @@ def read(
     # none is left behind
     for chunk in range(gl.maximum(done - CHUNKS, 0), done):
         for i in gl.static_range(CHUNK):
-            at_barrier("sync", chunk % CHUNKS * CHUNK + i, THREADS)
+            at_named_barrier("sync", chunk % CHUNKS * CHUNK + i, THREADS)
 
 
 @gluon.jit
 def chunks(k, v, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
     """Room for keys and values, and of each chunk the barrier of what is there."""
     PLACES: gl.constexpr = CHUNK * CHUNKS
-    k_smem, v_smem, full = places(k, PLACES), places(v, PLACES), counters(CHUNKS, CHUNK)
+    k_smem, v_smem, full = buffers(k, PLACES), buffers(v, PLACES), barriers(CHUNKS, CHUNK)
     fence_async_shared()
     thread_barrier()
     return k_smem, v_smem, full
@@ -203,7 +203,7 @@ def attend(
                 m = gl.where(by_bound, bound, m)
             fence_async_shared()  # what was read may be overwritten from outside
             for other in gl.static_range(CHUNK):
-                at_barrier("arrive", turn * CHUNK + other, THREADS)
+                at_named_barrier("arrive", turn * CHUNK + other, THREADS)
             done += 1
 
             acc = gl.zeros([M, E], gl.float32, MMA)
@@ -226,7 +226,7 @@ def attend(
                                 v_smem.index(place).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
                                 way == 0, SLICE,
                             )  # fmt: skip
-                        at_barrier("arrive", place, THREADS)
+                        at_named_barrier("arrive", place, THREADS)
                     done += 1
             token = (group * PARTS + PART) * TOKENS
             finish(

@@ -11,7 +11,7 @@ from ..common import launch, sm90
 from ..common.counts import cdiv
 from ..common.key_norms import bounds
 from ..common.launch import LOG2_E, CombineInputs, Selection
-from ..common.overrides import asked
+from ..common.overrides import requested_sizes
 from . import union
 from .union import Unions
 
@@ -37,7 +37,7 @@ def is_supported(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: f
     With `launch.using({"union_sm90": True})` however few there are; with False never, and not where
     the call asks for tiles."""
     wanted = launch.override.get("union_sm90")
-    if wanted is False or asked("query_major.forward") or not sm90.available(q):
+    if wanted is False or requested_sizes("query_major.forward") or not sm90.available(q):
         return False
     (B, T, R, n), s, S = selection.block_indices.shape, selection.s, k.shape[1]
     groups, stride = q.shape[2] // R, selection.stride
@@ -56,7 +56,7 @@ def is_supported(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: f
         rows and slots and whole and sizes and plain and least <= B * R * (T // (MEMBERS * stride))
     ):
         return False
-    return all(launch.boxes(t, ROWS) is not None for t in (q, k, v))
+    return all(launch.tma_descriptor(t, ROWS) is not None for t in (q, k, v))
 
 
 class Plan(NamedTuple):

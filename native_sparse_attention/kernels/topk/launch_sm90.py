@@ -71,7 +71,7 @@ def is_supported(
     tiles, lines = tiles_of(q, ranks, stride)
     if not wanted and tiles * lines < LEAST_TILES * sm90.multiprocessors(q.device):
         return False
-    return all(launch.boxes(t, KEYS) is not None for t in (q, ck))
+    return all(launch.tma_descriptor(t, KEYS) is not None for t in (q, ck))
 
 
 def rank(

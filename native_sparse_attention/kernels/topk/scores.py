@@ -316,7 +316,7 @@ def select_blocks(
         one_half = G == 1 and q.dtype != torch.float32
         args |= dict(
             keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half,
-            NUM_STAGES_Q=tiles.heads_ahead(tile.block_m * args["BLOCK_D"] * q.element_size()),
+            NUM_STAGES_Q=tiles.heads_in_flight(tile.block_m * args["BLOCK_D"] * q.element_size()),
         )  # fmt: skip
     else:
         kernel, rows = nsa_topk_softmax_mass, next_power_of_2(G)

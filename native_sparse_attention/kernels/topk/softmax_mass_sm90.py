@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import counters, places
+from ..common.buffers_sm90 import barriers, buffers
 from ..common.dialect_sm90 import load_box, reinterpret, thread_barrier
 
 KEYS = gl.constexpr(64)  # windows of a step
@@ -263,8 +263,8 @@ def nsa_topk_softmax_mass_sm90(
     b, r = line // RANKS, line % RANKS
     first = tile * TOKENS
 
-    q_smem, q_bar = places(q, FAR * (D // WIDTH)), counters(1, 1)
-    smem, full = places(ck, STAGES), counters(STAGES, 1)
+    q_smem, q_bar = buffers(q, FAR * (D // WIDTH)), barriers(1, 1)
+    smem, full = buffers(ck, STAGES), barriers(STAGES, 1)
     sums = gl.allocate_shared_memory(gl.float32, [KEYS, TOKENS], SUMS)
     fence_async_shared()
     thread_barrier()

@@ -241,4 +241,4 @@ def attend_backward(
     elif plan.is_key_major:
         d_chosen = selected.topn_backward_kv(*selected_args, dk, dv, dq, plan)
     dk, dv = reduce_partials(parts, k, v, k.dtype)
-    return BranchGradients(dq.total(), dk, dv, dck, dcv, dcq.total(), d_window, d_chosen)
+    return BranchGradients(dq.result(), dk, dv, dck, dcv, dcq.result(), d_window, d_chosen)

@@ -98,7 +98,7 @@ def range_attention_backward(at):
     dq = launch.Accumulator(q)
     flash_bwd.backward_q(q, k, v, keys, scale, bwd, dq, memory)
     partials = flash_bwd.backward_kv(q, k, v, keys, scale, bwd)
-    grads = [dq.total(), *reduce_partials([partials], k, v, q.dtype)]
+    grads = [dq.result(), *reduce_partials([partials], k, v, q.dtype)]
     if memory is not None:
         partials = flash_bwd.backward_prefix(q, memory, keys, scale, bwd)
         grads += memory_grads(*reduce_partials([partials], *memory))

@@ -245,7 +245,7 @@ def test_dq_where_most_are_united(monkeypatch, tiles):
     def dq(unions, only):
         total = Accumulator(q)
         query_major.backward_q(q, k, v, selection, 0.25, bwd, total, unions, only)
-        return total.total().float()
+        return total.result().float()
 
     exact = dq(None, None)
     for most in (1, 0):
