@@ -1,5 +1,5 @@
-"""The gate over the three branches, forward and backward, and what each row's dp is measured
-from."""
+"""Combination of the three branches by gates, forward and backward, and delta, which the branches'
+backward subtracts from dp."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from .common.counts import cdiv
 from .common.launch import BackwardInputs
 from .common.primitives import finite_log2, load_rows, store_combined
 
-# rows of a program; of the backward, which reads more of each
+# rows of a program: forward, and backward, which reads more per row
 BLOCK_ROWS, BACKWARD_ROWS = 32, 16
 
 
@@ -24,8 +24,8 @@ def nsa_combine_fwd(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
-    of_sel = load_rows(sel, row * E, E, BLOCK_E, real).to(tl.float32)
-    store_combined(out, of_sel, cmp, win, gate, row, g_3, E, BLOCK_E, real)
+    sel_tile = load_rows(sel, row * E, E, BLOCK_E, real).to(tl.float32)
+    store_combined(out, sel_tile, cmp, win, gate, row, g_3, E, BLOCK_E, real)
 
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
@@ -34,16 +34,16 @@ def nsa_combine_bwd(
     g_b, g_t, g_h, g_3,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3]; and, branch by branch
-    [3, ROWS], the gated backward inputs (`launch.BackwardInputs`): delta, the same sum in float32
-    with its last bit set where the gate is negative, and lse minus the logarithm of the gate's
-    size, in units of log2."""
+    """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3], and of the gated backward
+    inputs (`launch.BackwardInputs`) of each branch [3, ROWS]. delta is the same sum in float32, its
+    last bit set where the gate is negative. `gated` is lse minus log2 of the gate's size, in units
+    of log2."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
     do = load_rows(d_out, row * E, E, BLOCK_E, real).to(tl.float32)
     outs, logs, sizes = (), (), ()
-    for branch in tl.static_range(3):  # all before what is written, which might be the same
+    for branch in tl.static_range(3):  # all loads before any store, which may alias them
         out = cmp if branch == 0 else sel if branch == 1 else win
         lse = lse_cmp if branch == 0 else lse_sel if branch == 1 else lse_win
         outs += (load_rows(out, row * E, E, BLOCK_E, real),)
@@ -67,7 +67,7 @@ def nsa_bwd_preprocess(
     out, d_out, lse, d_lse, log, delta, ROWS,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows of `delta = sum(out * d_out) - d_lse`, and of lse in units of log2."""
+    """One program: M rows of `delta = sum(out * d_out) - d_lse`, and lse in units of log2."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     o = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
@@ -80,7 +80,7 @@ def nsa_bwd_preprocess(
 def arguments(outs: list[Tensor], gates: Tensor, block: int) -> tuple[tuple[int], dict]:
     B, T, H, E = outs[0].shape
     rows = B * T * H
-    numbers = dict(
+    args = dict(
         zip(("cmp", "sel", "win"), outs, strict=True),
         gates=gates,
         ROWS=rows,
@@ -91,7 +91,7 @@ def arguments(outs: list[Tensor], gates: Tensor, block: int) -> tuple[tuple[int]
         BLOCK_E=launch.padded(E),
         BLOCK_M=block,
     )
-    return (cdiv(rows, block),), numbers
+    return (cdiv(rows, block),), args
 
 
 def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
@@ -103,8 +103,8 @@ def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
 def backward(
     d_out: Tensor, outs: list[Tensor], lses: list[Tensor], gates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_gates [B T H 3], and of each branch the gated lse and delta [3 B T H], of which
-    `branch_backward_inputs` makes what its backward starts from."""
+    """d_gates [B T H 3], and the gated lse and delta of each branch [3 B T H], for
+    `branch_backward_inputs`."""
     d_gates = gates.new_empty(gates.shape)
     delta, gated = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
     grid, args = arguments(outs, gates, BACKWARD_ROWS)
@@ -116,8 +116,8 @@ def backward(
 def branch_backward_inputs(d_out: Tensor, gated: Tensor, delta: Tensor) -> list[BackwardInputs]:
     """The backward inputs of each branch."""
     return [
-        BackwardInputs(d_out, *of_branch, gated=True)
-        for of_branch in zip(gated, delta, strict=True)
+        BackwardInputs(d_out, branch_lse, branch_delta, gated=True)
+        for branch_lse, branch_delta in zip(gated, delta, strict=True)
     ]
 
 

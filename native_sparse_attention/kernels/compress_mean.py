@@ -1,7 +1,7 @@
-"""Means of overlapping windows of keys and of values, by one launch for both, and their backward.
+"""Means of overlapping windows of keys and values, and their backward; one launch for both.
 
-Window w covers tokens `w d - (l - d) .. w d + d - 1`, zeros before the first token and behind the
-last one, and intra-block positions are added to its tokens. d divides l.
+Window w covers tokens `w d - (l - d) .. w d + d - 1`, with zeros before the first and after the
+last token. Its tokens get intra-block positions added. d divides l.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .common import launch
 from .common.counts import cdiv
 from .common.primitives import load_rows, store_rows
 
-# elements of a tile; rows that are read at once
+# elements of a tile; rows that are loaded at once
 ELEMENTS, AHEAD = 2048, 4
-# features of a program that sums gradients over windows, and windows that it reads at once
+# features of a program that sums gradients over windows; windows that it loads at once
 WIDTH, WINDOWS = 32, 64
 
 
@@ -32,15 +32,15 @@ def mean_rows(
     x += b * x_b + h * x_h
     positions += h * p_h
     acc = tl.zeros([w.shape[0], BLOCK_D], tl.float32)
-    added = tl.zeros([BLOCK_D], tl.float32)
+    position_sum = tl.zeros([BLOCK_D], tl.float32)
     feature = tl.arange(0, BLOCK_D)
     for i in tl.range(0, L, loop_unroll_factor=AHEAD):
         t = w * STRIDE + (STRIDE - L + i)
         rows = load_rows(x, t.to(tl.int64) * x_t, D, BLOCK_D, (w < W) & (t >= 0) & (t < T))
         acc += rows.to(tl.float32)
-        at = tl.load(positions + i * p_i + feature, mask=feature < D, other=0.0)
-        added += at.to(tl.float32)
-    mean = (acc + added[None]) / L
+        position = tl.load(positions + i * p_i + feature, mask=feature < D, other=0.0)
+        position_sum += position.to(tl.float32)
+    mean = (acc + position_sum[None]) / L
     store_rows(out, ((b * W + w) * K + h) * D, mean, D, BLOCK_D, w < W)
 
 
@@ -50,7 +50,7 @@ def nsa_compress_mean_fwd(
     kp_h, kp_i, vp_h, vp_i, L: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program: some windows of a head of k, or of v."""
+    """One program: BLOCK_W windows of a head of k, or of v."""
     line = tl.program_id(0) // tiles
     w = tl.program_id(0) % tiles * BLOCK_W + tl.arange(0, BLOCK_W)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
@@ -71,7 +71,8 @@ def spread_rows(
     d_out, dx, b, h, t, W, T, o_b, o_h, o_w, L: tl.constexpr, STRIDE: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of tokens t, to dx [B T K D]: of all windows that hold them, d_out [B K W D]."""
+    """Write dx [B T K D] of tokens t: the sum of d_out [B K W D] over the windows that cover t,
+    over L."""
     d_out += b * o_b + h * o_h
     acc = tl.zeros([t.shape[0], BLOCK_D], tl.float32)
     for i in tl.range(0, L // STRIDE, loop_unroll_factor=2):
@@ -87,7 +88,7 @@ def nsa_compress_mean_bwd(
     STRIDE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: some tokens of a head of k, or of v."""
+    """One program: BLOCK_T tokens of a head of k, or of v."""
     line = tl.program_id(0) // tiles
     t = tl.program_id(0) % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
@@ -102,8 +103,8 @@ def sum_windows(
     d_out, dp, h, feature, B, W, o_b, o_h, o_w, L: tl.constexpr, D: tl.constexpr,
     WINDOWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a head's positions [L D], which are the same for all: means over a window of
-    what all windows have."""
+    """Write the gradient of a head's positions [L D]: the sum of d_out over all windows, over L. It
+    is the same for all L positions."""
     acc = tl.zeros([WINDOWS, feature.shape[0]], tl.float32)
     for b in range(0, B):
         rows = d_out + tl.cast(b, tl.int64) * o_b + h * o_h
@@ -111,9 +112,9 @@ def sum_windows(
             w = w0 + tl.arange(0, WINDOWS)
             at = w.to(tl.int64)[:, None] * o_w + feature[None]
             acc += tl.load(rows + at, mask=(w < W)[:, None] & (feature < D)[None], other=0.0)
-    total = (tl.sum(acc, 0) / L).to(dp.dtype.element_ty)
+    grad = (tl.sum(acc, 0) / L).to(dp.dtype.element_ty)
     for i in range(0, L):
-        tl.store(dp + (h * L + i) * D + feature, total, mask=feature < D)
+        tl.store(dp + (h * L + i) * D + feature, grad, mask=feature < D)
 
 
 @triton.jit(do_not_specialize=["B", "W"])
@@ -121,7 +122,7 @@ def nsa_compress_mean_dpositions(
     dck, dcv, dkp, dvp, B, W, k_b, k_h, k_w, v_b, v_h, v_w, L: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: some features of a head of k's positions, or of v's."""
+    """One program: WIDTH features of a head of k's positions, or of v's."""
     h = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     if tl.program_id(2) == 0:
@@ -131,7 +132,7 @@ def nsa_compress_mean_dpositions(
 
 
 def tile(d: int) -> tuple[int, int]:
-    """Rows of a tile, and its width."""
+    """Rows of a tile, and its padded width."""
     block_d = launch.padded(d)
     return max(1, ELEMENTS // block_d), block_d
 

@@ -1,6 +1,6 @@
-"""Rotary embedding: interleaved pairs of features, turned by the angle of their token. Where tokens
-stand is read on the device: a launch can be captured in a CUDA graph and replayed as rows grow.
-And its backward, with what else queries, keys and values get gradients from."""
+"""Rotary embedding of interleaved pairs of features, and its backward. Kernels read positions on
+the device: a CUDA graph can capture a launch and replay it as sequences grow. The backward also
+adds the gradients of unrotated queries, keys and values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .common import launch
 from .common.counts import cdiv
 from .common.primitives import grid_position, load_rows, store_rows
 
-# features of a tile, and tiles that a program turns by the angles that it formed
+# elements of a tile, and tiles of a program, which share their angles
 FEATURES = 1024
 TILES = 8
-# the same where each has another that is added to it
+# tiles of a program that adds a second tile to each
 ADDED_TILES = 4
 
 
@@ -27,10 +27,9 @@ def rotate_rows(
     HEADS: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROTATED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Heads of a row x from `first` on, TILES times HEADS of them, of tokens t at these positions,
-    to `out`, in which a token's heads lie together. A pair turns by `freq` radians a position, and
-    those of `added` are added as they are. All loads come before the first store, which they would
-    wait for."""
+    """Rotate TILES x HEADS heads of x from `first` on, of tokens t, and write them to `out`, where
+    the heads of a token are contiguous. A pair turns by `freq` radians per position. ADD adds rows
+    of `added` without rotation. All loads come before the first store: none waits for a store."""
     TOKENS: tl.constexpr = t.shape[0]
     token = tl.reshape(tl.broadcast_to(t[:, None], [TOKENS, HEADS]), [TOKENS * HEADS]).to(tl.int64)
     head = (first + tl.arange(0, TOKENS * HEADS) % HEADS).to(tl.int64)
@@ -58,7 +57,7 @@ def rotate_rows(
 @triton.jit
 def positions_of(t, b, starts, positions, start, factor, T, p_b, p_t, RAGGED: tl.constexpr,
                  GIVEN: tl.constexpr):  # fmt: skip
-    """Of tokens t of row b, over `factor`."""
+    """Positions of tokens t of row b, over `factor`."""
     if GIVEN:
         position = tl.load(positions + b * p_b + t.to(tl.int64) * p_t, mask=t < T, other=0)
     elif RAGGED:
@@ -76,8 +75,8 @@ def nsa_rotary(
     Q_GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
     RAGGED: tl.constexpr, GIVEN: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: some heads of q, or of k, of some tokens of a row. The angle of a pair is the
-    token's position over `factor`, times the pair's frequency."""
+    """One program: TILES x HEADS heads of q, or of k, of TOKENS tokens of a row. The angle of a
+    pair is the token's position over `factor`, times the pair's frequency."""
     tile, b, _tiles, _rows = grid_position(FLIPPED)
     group, b = tile % GROUPS, b.to(tl.int64)
     t = tile // GROUPS * TOKENS + tl.arange(0, TOKENS)
@@ -107,9 +106,9 @@ def nsa_rotary_bwd(
     K_GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
     GIVEN: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: gradients of some heads of q, k or v of some tokens of a row, where a projection
-    gave them, to out [B T H+K+K D]: of q and k as they were rotated, turned back, and as they
-    were not; of v, both."""
+    """One program: gradients of TILES heads of q, k or v of TOKENS tokens of a row, to out
+    [B T H+K+K D], the gradient of their projection. For q and k it is the gradient of the rotated
+    tensor, rotated back, plus that of the unrotated one; for v the sum of both gradients."""
     tile, b, _tiles, _rows = grid_position(FLIPPED)
     group, b = tile % GROUPS, b.to(tl.int64)
     t = tile // GROUPS * TOKENS + tl.arange(0, TOKENS)
@@ -145,21 +144,21 @@ def rotate(
     start: int,
     factor: float,
 ) -> list[Tensor]:
-    """Tensors [b h n d], turned two at a time: see `ops.rotary`."""
+    """Tensors [b h n d], rotated two per launch: see `ops.rotary`."""
     outs = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
-    where = dict(
+    position_args = dict(
         freqs=freqs.contiguous(), starts=freqs if starts is None else starts.contiguous(),
         positions=freqs if positions is None else positions, start=start, factor=float(factor),
         **launch.strides("p", positions, "bt"), RAGGED=starts is not None,
         GIVEN=positions is not None, ROTATED=2 * len(freqs),
     )  # fmt: skip
     for i in range(0, len(tensors), 2):
-        launch_pair(tensors[i : i + 2], outs[i : i + 2], where)
+        launch_pair(tensors[i : i + 2], outs[i : i + 2], position_args)
     return outs
 
 
-def launch_pair(tensors: list[Tensor], outs: list[Tensor], where: dict[str, Any]) -> None:
-    """Turn one tensor or two."""
+def launch_pair(tensors: list[Tensor], outs: list[Tensor], position_args: dict[str, Any]) -> None:
+    """Rotate one tensor or two."""
     q, k = tensors[0], tensors[-1]
     (B, H, T, D), K = q.shape, k.shape[1]
     if B * T == 0:
@@ -175,7 +174,7 @@ def launch_pair(tensors: list[Tensor], outs: list[Tensor], where: dict[str, Any]
     nsa_rotary[grid](
         q=q, k=k, q_out=outs[0], k_out=outs[-1], T=T, H=H, K=K, **launch.strides("q", q, "bht"),
         **launch.strides("k", k, "bht"), TOKENS=tokens, HEADS=heads, TILES=tiles, GROUPS=groups,
-        Q_GROUPS=q_groups, D=D, BLOCK_D=block_d, FLIPPED=flipped, **where, num_warps=4,
+        Q_GROUPS=q_groups, D=D, BLOCK_D=block_d, FLIPPED=flipped, **position_args, num_warps=4,
     )  # fmt: skip
 
 
@@ -191,7 +190,8 @@ def backward(
     start: int,
     factor: float,
 ) -> Tensor:
-    """[b n (h + 2 k) d] of gradients [b h n d] and [b k n d]: see `ops.triton.rotary`."""
+    """The gradient [b n (h + 2 k) d] of the projection, from the gradients [b h n d] of queries and
+    [b k n d] of keys and values: see `ops.triton.rotary`."""
     (B, H, T, D), K = dq.shape, dk.shape[1]
     out = dq.new_empty(B, T, (H + 2 * K) * D)
     if out.numel() == 0:

@@ -1,8 +1,8 @@
-"""Kernels compiled ahead of their first launch, side by side.
+"""Compile kernels ahead of their first launch, in parallel.
 
-A call compiles its kernels one after the other, as it comes to their launches. Here its host code
-runs once without launching anything, and what it would launch is compiled in threads: the compiler
-is outside of Python's lock for most of its time.
+A call compiles its kernels one after the other, each at its launch. Here the call's host code runs
+once without launching anything, and threads compile its kernels: the compiler releases Python's
+lock for most of its time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ImportError:
 
 # whether launches of this thread only compile
 only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
-# of those who put something in the place of launches
+# held while launches are replaced, by `compile_ahead` or a recording
 one_at_a_time = threading.Lock()
 
 
@@ -35,13 +35,13 @@ def cores() -> int:
 
 
 def is_possible() -> bool:
-    """Whether this Triton compiles in threads, and there are cores for it."""
+    """Whether this Triton can compile in threads and there are several cores."""
     return AsyncCompileMode is not None and not knobs.runtime.interpret and cores() > 1
 
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Launches of this thread compile, and go no further; other threads launch as ever."""
+    """Launches of this thread compile but do not run; other threads launch as usual."""
     own = JITFunction.run
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -61,15 +61,15 @@ def compile_ahead(
     done: Callable[[int, int], None] | None = None,
     ignore_errors: bool = False,
 ) -> int:
-    """Compile the kernels that `dry_run` would launch, and that are not compiled yet.
+    """Compile the kernels that `dry_run` would launch, if they are not compiled yet.
 
     Args:
-        dry_run: host code, which may allocate, and must not read what kernels write.
-        done: called with the number of compiled kernels and that of all, as they end.
-        ignore_errors: of the compiler, which a launch then meets again.
+        dry_run: host code, which may allocate but must not read results of kernels.
+        done: called with the number of compiled kernels and of all kernels, as each is compiled.
+        ignore_errors: ignore errors of the compiler; a later launch raises them again.
 
     Returns:
-        How many kernels were compiled, or loaded from Triton's cache on disk.
+        The number of kernels compiled, or loaded from Triton's cache on disk.
     """
     with one_at_a_time, ThreadPoolExecutor(cores(), "nsa-compile") as pool:
         with AsyncCompileMode(pool, ignore_errors=ignore_errors) as mode, without_launches():

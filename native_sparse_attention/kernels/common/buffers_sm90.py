@@ -1,7 +1,7 @@
 """Shared-memory buffers between producer and consumer warps, and their barriers.
 
-A "full" barrier lies in memory and counts the bytes that arrive in a slot. A slot is released at a
-named barrier of all threads of some warps: consumers arrive and go on, the producer waits.
+A "full" barrier (mbarrier) lies in shared memory and counts the bytes that arrive in a slot. A
+named barrier of some warps releases a slot: consumers arrive and continue, the producer waits.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# barriers with numbers: Triton takes those before it
+# first free named barrier: Triton uses the lower numbers
 FIRST_BARRIER = gl.constexpr(8)
 
 
 @gluon.jit
 def at_named_barrier(ACTION: gl.constexpr, number, THREADS: gl.constexpr):
-    """At a barrier, counted from the first that is free, of so many threads: "arrive" or "sync"."""
+    """Arrive or sync (ACTION) at a named barrier of THREADS threads, from FIRST_BARRIER on."""
     gl.inline_asm_elementwise(
         "bar." + ACTION + " $1, $2; mov.u32 $0, 0;", "=r,r,r",
         [gl.to_tensor(FIRST_BARRIER + number), gl.to_tensor(THREADS)], dtype=gl.int32,
@@ -26,13 +26,13 @@ def at_named_barrier(ACTION: gl.constexpr, number, THREADS: gl.constexpr):
 
 @gluon.jit
 def buffers(t, COUNT: gl.constexpr):
-    """For so many boxes of t."""
+    """Allocate shared memory for COUNT boxes of descriptor t."""
     return gl.allocate_shared_memory(t.dtype, [COUNT] + t.block_shape, t.layout)  # noqa: RUF005
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers in memory, of so many arrivals beside the bytes."""
+    """Allocate COUNT mbarriers, each of ARRIVALS arrivals besides the bytes."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)

@@ -1,5 +1,5 @@
-"""Numbers of tiles and programs. Triton's functions of these names are made for kernels too: from
-the host one takes two microseconds, and a layer's launches call a hundred."""
+"""Numbers of tiles and programs. Triton's functions of these names also run in kernels: on the host
+a call takes two microseconds, and the launches of a layer make a hundred."""
 
 
 def cdiv(x: int, y: int) -> int:
@@ -13,5 +13,5 @@ def next_power_of_2(n: int) -> int:
 
 
 def padded(width: int) -> int:
-    """The power of two, at least 16, that a tile of `width` takes."""
+    """The width of a tile: `width` rounded up to a power of two, at least 16."""
     return max(16, next_power_of_2(width))

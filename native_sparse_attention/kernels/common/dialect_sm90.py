@@ -12,12 +12,12 @@ def first_of(module: Any, *names: str) -> Any:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-# of all threads of some warps
+# barrier of all threads of some warps
 thread_barrier = first_of(gl, "thread_barrier", "barrier")
-# of boxes, by the tensor memory accelerator
+# TMA loads and stores of boxes
 load_box = first_of(tma, "async_load", "async_copy_global_to_shared")
 store_box = first_of(tma, "async_store", "async_copy_shared_to_global")
-# (shared memory, dtype, shape, layout): the same bytes as those
+# (shared memory, dtype, shape, layout): another view of the same bytes
 reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
-# of elements, by threads
+# cp.async loads of elements by threads
 load_elements = first_of(async_copy, "async_load", "async_copy_global_to_shared")

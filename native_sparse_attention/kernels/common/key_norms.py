@@ -1,6 +1,5 @@
-"""How long keys are, which bounds logits: |scale q . k| <= |scale| |q| |k|. Where the bound is
-small it can be subtracted in place of each row's largest logit, and no maximum need be followed;
-see `primitives.measured_from`."""
+"""Norms of keys, for the row bound: |scale q . k| <= |scale| |q| |k|. A kernel subtracts a small
+bound in place of the running maximum, and skips the rescaling; see `primitives.measured_from`."""
 
 from typing import Any
 
@@ -17,18 +16,18 @@ from .primitives import grid_position, load_rows
 # keys of a program
 BLOCK_N = 128
 
-# what may be measured from a bound: probabilities of float16 would be rounded to too few bits, and
-# logits of float32
+# dtypes that use the row bound: float16 would round probabilities to too few bits, and float32
+# logits
 BOUNDED_DTYPES = (torch.bfloat16,)
 
-# keys a query up to which it pays to read all keys for their norms
+# keys per query up to which the norms are worth a read of all keys
 MAX_KEYS_PER_QUERY = 4
 
 
 @triton.jit
 def raise_norm(k, norms, n, N, line, K, k_b, k_n, k_h, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Raises a line's norm to the largest of keys n, in the bits of a float32: those of floats that
-    are not negative lie in their order."""
+    """Raise a line's norm to the largest norm of keys n. The maximum is of the float32 bits, which
+    have the order of the floats where these are not negative."""
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     rows = load_rows(k + b * k_b + h * k_h, n.to(tl.int64) * k_n, D, BLOCK_D, n < N).to(tl.float32)
     longest = tl.sqrt(tl.max(tl.sum(rows * rows, 1), 0))
@@ -40,8 +39,8 @@ def nsa_key_norms(
     k, ck, norms, N, W, lines, tiles, K, k_b, k_n, k_h, ck_b, ck_n, ck_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: some of the N keys of one row and head, or of the W compressed keys, which begin
-    at a tile of their own."""
+    """One program: BLOCK_N of the N keys of one row and head, or of the W compressed keys, which
+    begin with their own tile."""
     tile, line, _tiles, _lines = grid_position(FLIPPED)
     if tile < tiles:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -53,8 +52,8 @@ def nsa_key_norms(
 
 def key_norms(q: Tensor, k: Tensor, ck: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """The largest norm of the keys k [B N K D] of each row and head, [B K] in float32, for queries
-    q [B T H D]; and that of ck [B W K D] by the same launch. None where they would not serve or
-    pay."""
+    q [B T H D]; and of ck [B W K D], by the same launch. None if kernels cannot use the norms or if
+    computing them does not pay."""
     B, N, K, D = k.shape
     if k.dtype not in BOUNDED_DTYPES or MAX_KEYS_PER_QUERY * q.shape[1] < N:
         return None, None

@@ -1,10 +1,10 @@
-"""Tile sizes of the call under way, which travel with it through the operators (`BlockSizes`)."""
+"""Tile sizes that the current call requests (`BlockSizes`). Operators pass them to launches."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# whose they are, rows and keys of one after the other; the backward's may be missing
+# kernels in the order of a call's sizes (rows and keys of each); the backward's may be missing
 SIZED: tuple[tuple[str, ...], ...] = (
     ("forward",),
     ("window.forward",),
@@ -17,18 +17,18 @@ SIZED: tuple[tuple[str, ...], ...] = (
     ("key_major.backward",),
 )
 
-# by kernel, in this thread: backward passes run in others
+# rows and keys by kernel, of this thread: backward passes run in other threads
 current: ContextVar[dict[str, tuple[int, int]]] = ContextVar("current")
 
 
 def requested_sizes(kernel: str) -> tuple[int, int] | None:
-    """Rows and keys that the call asks for."""
+    """Rows and keys that the current call requests for a kernel, if any."""
     return current.get({}).get(kernel)
 
 
 @contextmanager
 def sized(sizes: Sequence[int] | None) -> Iterator[None]:
-    """Launch with these sizes."""
+    """Launch with these sizes: rows and keys of each kernel, in the order of SIZED."""
     pairs = [] if sizes is None else zip(sizes[::2], sizes[1::2], strict=True)
     before = current.set(
         {kernel: pair for names, pair in zip(SIZED, pairs, strict=False) for kernel in names}

@@ -15,14 +15,14 @@ BEHIND = tl.constexpr(2)  # the keys that end, one each `stride` tokens, at or b
 EVERYTHING = tl.constexpr(3)
 LOCAL_BLOCKS = tl.constexpr(4)  # the block of `stride` tokens around i, to i, and `reach` before it
 
-# a bound on logits in units of log2 up to which they are measured from it
+# largest row bound (units of log2) that is subtracted in place of the row maximum
 LARGEST_BOUND = tl.constexpr(48.0)
 
 
 @triton.jit
 def grid_position(FLIPPED: tl.constexpr):
-    """In a grid of tiles x lines, rows of the batch x heads: this program's tile and line, and the
-    numbers of both; see `launch.grid`."""
+    """This program's tile and line in a grid of tiles x lines (batch rows x heads), and the number
+    of tiles and of lines; see `launch.grid`."""
     TILES: tl.constexpr = 1 if FLIPPED else 0
     LINES: tl.constexpr = 0 if FLIPPED else 1
     tile, line = tl.program_id(TILES), tl.program_id(LINES)
@@ -30,10 +30,10 @@ def grid_position(FLIPPED: tl.constexpr):
 
 
 @triton.jit
-def rare(somewhere, n):
-    """Says of a branch that it is rarely taken: a store that never happens (n is not negative)
-    keeps compilers from computing it always and selecting."""
-    tl.store(somewhere, 0.0, mask=n < 0)
+def rare(pointer, n):
+    """Mark a branch as rarely taken. The store never happens (n is not negative), but keeps the
+    compiler from always computing the branch and selecting its result."""
+    tl.store(pointer, 0.0, mask=n < 0)
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
 
 @triton.jit
 def in_document(lo, hi, token, T, firsts, lasts, unit):
-    """Of intervals [lo, hi) of keys, each of which stands for `unit` tokens, what lies in the
-    documents of these tokens of a row, whose bounds are at `firsts` and `lasts`."""
+    """KV ranges [lo, hi) cut to the documents of the tokens of a row. A key covers `unit` tokens;
+    the documents' bounds are at `firsts` and `lasts`."""
     token = tl.minimum(tl.maximum(token, 0), T - 1)
     lo = tl.maximum(lo, tl.load(firsts + token) // unit)
     return lo, tl.minimum(hi, tl.cdiv(tl.load(lasts + token), unit))
@@ -63,8 +63,8 @@ def in_document(lo, hi, token, T, firsts, lasts, unit):
 
 @triton.jit
 def seen_by(n, last, reach, stride, KIND: tl.constexpr):
-    """First query position that sees key n, and one past the last that sees key `last`, if there
-    were no floor."""
+    """First query position that sees key n, and one past the last that sees key `last`, without
+    regard to the floor."""
     first = n * 0
     end = last * 0 + 0x7FFFFFFF
     if KIND == CAUSAL_WINDOW:
@@ -80,8 +80,8 @@ def seen_by(n, last, reach, stride, KIND: tl.constexpr):
 
 @triton.jit
 def leaders(index, first_token, T, STRIDE: tl.constexpr):
-    """Of each group: its leader's position, its token (negative where it came before this call),
-    and whether it is ranked here."""
+    """Of each group's leader: its position, its token (negative if it came before this call), and
+    whether this call ranks it."""
     position = (first_token // STRIDE + index) * STRIDE
     token = position - first_token
     return position, token, (token >= 0) & (token < T)
@@ -117,13 +117,13 @@ def visible_windows(position, W, d: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def large(x, WIDE: tl.constexpr):
-    """x in 64 bits, where offsets made of it may need them; 32 take fewer registers."""
+    """x in 64 bits if offsets formed from it may need them; 32 bits take fewer registers."""
     return x.to(tl.int64) if WIDE else x
 
 
 @triton.jit
 def narrow(x, WIDE: tl.constexpr):
-    """x, of 64 bits, in 32 where offsets made of it need no more."""
+    """x, of 64 bits, in 32 bits if offsets formed from it fit."""
     return x if WIDE else x.to(tl.int32)
 
 
@@ -140,8 +140,8 @@ def load_keys(
     keys, b, h, n, n0, there, strides_b, strides_n, strides_h,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows n of head h of `keys` [B N K WIDTH], zeros where `there` is False; with TMA `keys` is a
-    descriptor, n is n0 and the positions that follow, and only those outside the tensor are
+    """Rows n of head h of `keys` [B N K WIDTH], zeros where `there` is False. With TMA `keys` is a
+    descriptor, rows are n0 and the following positions, and only rows outside the tensor are
     zeros."""
     if TMA:
         at = tl.cast(b, tl.int32), tl.cast(n0, tl.int32), tl.cast(h, tl.int32)
@@ -162,8 +162,8 @@ def store_rows(base, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, m
 
 @triton.jit
 def soft_capped(x, cap):
-    """`cap tanh(x / cap)`, tanh to float32's precision: by its series near 0 (the coefficients are
-    Cephes'), else by exp2."""
+    """`cap tanh(x / cap)`, with tanh to float32's precision: a series near 0 (coefficients of
+    Cephes), else exp2."""
     x /= cap
     z = x * x
     series = -5.70498872745e-3
@@ -178,28 +178,28 @@ def soft_capped(x, cap):
 
 @triton.jit
 def cap_slope(capped, cap):
-    """The derivative of `soft_capped` where it is `capped`."""
+    """The derivative of `soft_capped` where its value is `capped`."""
     y = capped / cap
     return 1.0 - y * y
 
 
 @triton.jit
 def load_sinks(sinks, head):
-    """Logits of the sinks of rows, in units of log2."""
+    """Sink logits of the rows' heads, in units of log2."""
     return tl.load(sinks + head) * 1.4426950408889634
 
 
 @triton.jit
 def finite_log2(lse):
-    """Log-sum-exps in units of log2, 0 for an empty row: it has no keys, its tile may."""
+    """Log-sum-exps in units of log2, 0 for an empty row, whose tile may have keys."""
     return tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
 
 
 @triton.jit
 def tile_rows(tile, T, G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The rows of a tile of queries: token and group head of each, and whether it is one.
+    """The rows of a query tile: token and group head of each, and whether the row exists.
 
-    Rows run over the heads first: as many whole tokens as fit, for any G up to BLOCK_M.
+    Rows run over the heads first. A tile holds as many whole tokens as fit, for any G <= BLOCK_M.
     """
     TOKENS: tl.constexpr = BLOCK_M // G
     row = tl.arange(0, BLOCK_M)
@@ -211,7 +211,7 @@ def tile_rows(tile, T, G: tl.constexpr, BLOCK_M: tl.constexpr):
 def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
     """Fold logits s [M, N] and values v [N, E] into the running (acc [M, E], m [M], l [M])."""
     m_new = tl.maximum(m, tl.max(s, 1))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows without keys so far
     p, alpha = tl.exp2(s - m_safe[:, None]), tl.exp2(m - m_safe)
     acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return acc, m_new, l * alpha + tl.sum(p, 1)
@@ -219,16 +219,16 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
 
 @triton.jit
 def measured_from(q, norms, line, scale, keys, m, EMPTY: tl.constexpr):
-    """What logits of rows q [M, D] with the keys of a line (a row and KV head), `scale` times their
-    products, are measured from: a bound of theirs if it is small enough, else the largest so far, m
-    (-inf with EMPTY). And what sums measured from m are multiplied by, and whether the maximum is
-    to be followed: where logits may be large, or rows see fewer than 16 `keys`.
+    """The number m that a tile of rows q [M, D] subtracts from its logits `scale q.k`: the row
+    bound if it is small enough, else the running maximum m (-inf with EMPTY). Also the factor that
+    rescales sums so far, and whether the rows must follow the maximum: where logits may be large,
+    or rows see fewer than 16 `keys`. A line is a batch row and KV head.
 
-    From a bound of B the largest term is at least 2**(-2 B), and terms are lost that are 2**(126 -
-    2 B) times as small. It is no power of two as the largest is when measured from itself; the
-    rounding of that shows where there are few."""
+    With a bound of B the largest term is at least 2**(-2 B), and terms 2**(126 - 2 B) times smaller
+    underflow. After subtraction of the maximum the largest term is exactly 1, but not after
+    subtraction of the bound; with few keys its rounding error is noticeable."""
     q = q.to(tl.float32)
-    # one number for all rows: it need not change layouts
+    # one bound for all rows: it needs no layout conversion
     squares = tl.where(keys < 16, float("inf"), tl.sum(q * q, 1))
     bound = tl.sqrt(tl.max(squares, 0)) * (tl.load(norms + line) * tl.abs(scale))
     small = bound <= LARGEST_BOUND
@@ -240,36 +240,36 @@ def measured_from(q, norms, line, scale, keys, m, EMPTY: tl.constexpr):
 
 
 @triton.jit
-def raised(s, scale, bias, acc, m, l):
-    """The running softmax as measured from the maximum of m and logits `scale s + bias[:, None]`,
-    and what it is measured from then."""
-    before, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
-    origin = tl.where(m == float("-inf"), 0.0, m)
-    alpha = tl.exp2(before - origin)
-    return acc * alpha[:, None], m, l * alpha, origin
+def rescale_to_maximum(s, scale, bias, acc, m, l):
+    """Rescale the running softmax to the maximum of m and logits `scale s + bias[:, None]`. Also
+    returns the number to subtract from the logits."""
+    m_old, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    alpha = tl.exp2(m_old - m_safe)
+    return acc * alpha[:, None], m, l * alpha, m_safe
 
 
 @triton.jit
-def scaled_step(s, scale, bias, v, acc, m, l, large, somewhere, n, BOUNDED: tl.constexpr,
+def scaled_step(s, scale, bias, v, acc, m, l, large, pointer, n, BOUNDED: tl.constexpr,
                 PRECISION: tl.constexpr):  # fmt: skip
-    """`softmax_step` of logits `scale s + bias[:, None]`, formed as what they are measured from is
-    subtracted; only for a scale > 0, which their maximum goes through. With BOUNDED they are
-    measured from m, unless they may be `large` (see `rare` for `somewhere` and n)."""
+    """`softmax_step` of logits `scale s + bias[:, None]`, for a scale > 0. One FMA per element
+    scales s and subtracts the maximum. With BOUNDED it subtracts m, the row bound, unless logits
+    may be `large` (see `rare` for `pointer` and n)."""
     if BOUNDED:
-        origin = m
+        m_safe = m
         if large:
-            rare(somewhere, n)
-            acc, m, l, origin = raised(s, scale, bias, acc, m, l)
+            rare(pointer, n)
+            acc, m, l, m_safe = rescale_to_maximum(s, scale, bias, acc, m, l)
     else:
-        acc, m, l, origin = raised(s, scale, bias, acc, m, l)
-    p = tl.exp2(s * scale + (bias - origin)[:, None])
+        acc, m, l, m_safe = rescale_to_maximum(s, scale, bias, acc, m, l)
+    p = tl.exp2(s * scale + (bias - m_safe)[:, None])
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m, l + tl.sum(p, 1)
 
 
 @triton.jit
 def joined(acc, m, l, other_acc, other_m, other_l):
-    """Two running softmaxes as one."""
+    """Combine two running softmaxes."""
     top = tl.maximum(m, other_m)
     safe = tl.where(top == float("-inf"), 0.0, top)
     a, b = tl.exp2(m - safe), tl.exp2(other_m - safe)
@@ -278,8 +278,7 @@ def joined(acc, m, l, other_acc, other_m, other_l):
 
 @triton.jit
 def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constexpr, real):
-    """Write what a running softmax has come to: out, and lse in natural units, -inf for an empty
-    row."""
+    """Write out and lse of a running softmax; lse in natural units, -inf for an empty row."""
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     store_rows(out, row * E, acc * (1.0 / l)[:, None], E, BLOCK_E, real)
@@ -291,7 +290,7 @@ def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constex
 def store_combined(
     layer_out, sel, cmp, win, gate, row, g_3, E: tl.constexpr, BLOCK_E: tl.constexpr, real
 ):  # fmt: skip
-    """Write rows of `g_cmp cmp + g_sel sel + g_win win`, the gates of a row at `gate`."""
+    """Write rows of `g_cmp cmp + g_sel sel + g_win win`; a row's gates are at `gate`."""
     g = tl.load(gate + g_3, mask=real, other=0.0).to(tl.float32)
     acc = g[:, None] * sel
     g = tl.load(gate, mask=real, other=0.0).to(tl.float32)
@@ -304,8 +303,8 @@ def store_combined(
 @triton.jit
 def softmax_grad(s, scale, dp, lse, delta, GATED: tl.constexpr):
     """Probabilities and the gradient of logits `scale s`, from dp = d_out . v; `lse` and `delta`
-    broadcast along the keys. With GATED both are those of a gated output: see
-    `launch.BackwardInputs`."""
+    broadcast along the keys. With GATED both are those of a gated output
+    (`launch.BackwardInputs`)."""
     p = tl.exp2(s * scale - lse)
     if GATED:
         sign = delta.to(tl.int32, bitcast=True) << 31

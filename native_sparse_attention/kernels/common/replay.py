@@ -1,11 +1,11 @@
-"""Host code that runs once, and whose launches are repeated.
+"""Record the launches of a call once, and replay them in later calls.
 
-What a call of the layer launches is a function of the shapes, strides and alignments of its tensors
-and of its settings. Its second call with the same ones is recorded: allocations, launches, what
-torch computes between them, and how streams wait for one another. Later calls repeat that with
-their own tensors, and plan nothing: a launch takes a tenth of the time.
+The launches of a layer's call are a function of its settings and of the shapes, strides and
+alignments of its tensors. The second call with equal ones is recorded: allocations, launches,
+torch operators between them, and waits between streams. Later calls replay the record with their
+own tensors and plan nothing: a launch takes a tenth of the time.
 
-Tensors are named by their source, an input or an allocation, and by how far in it they begin.
+A tensor is identified by its source, an input or an allocation, and by its offset in the source.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from triton.runtime import jit
 
 from . import ahead, launch, streams
 
-# plans of an operator, of which all are dropped when there are more
-MOST_PLANS = 256
+# plans of an operator, at most; one more drops all of them
+MAX_PLANS = 256
 EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
          "aten::new_empty_strided")  # fmt: skip
-# whether launches of this thread are being recorded; whether calls are where there is no GPU
+# whether launches of this thread are recorded; whether calls are recorded without a GPU too
 recording: ContextVar[bool] = ContextVar("recording", default=False)
 everywhere: ContextVar[bool] = ContextVar("everywhere", default=False)
 RUN = jit.JITFunction.run
@@ -39,10 +39,10 @@ RUN = jit.JITFunction.run
 
 @dataclass(frozen=True)
 class View:
-    """A tensor by its source."""
+    """A tensor, as a view of its source."""
 
     source: int
-    offset: int  # bytes from where the source begins
+    offset: int  # bytes from the begin of the source
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class View:
 
 @dataclass
 class State:
-    """A call under way: tensors by source, their addresses, streams and events."""
+    """State of a replayed call: tensors by source, their addresses, streams and events."""
 
     bases: list[Any]
     addresses: list[int]
@@ -81,12 +81,12 @@ Step = Callable[[State], None]
 
 
 def begin(t: Tensor) -> int:
-    """Where a tensor begins in its storage, in bytes."""
+    """The offset of a tensor in its storage, in bytes."""
     return int(t.storage_offset()) * t.element_size()
 
 
 class Address:
-    """What a descriptor asks of its tensor at a launch."""
+    """The part of a tensor that the launch of a TMA descriptor needs."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype = address, dtype
@@ -95,15 +95,15 @@ class Address:
         return self.address
 
 
-def based(descriptor: Any, base: Any) -> Any:
-    """The descriptor of another tensor, which is not checked again."""
+def rebase(descriptor: Any, base: Any) -> Any:
+    """The descriptor for another tensor, without the checks of its constructor."""
     other = object.__new__(type(descriptor))
     other.__dict__.update(descriptor.__dict__, base=base)
     return other
 
 
 class Launch:
-    """A kernel with its grid and arguments, but for tensors."""
+    """A recorded launch: a kernel, its grid and its arguments except tensors."""
 
     def __init__(
         self, runner: Any, args: list[Any], tensors: list[tuple[int, View]],
@@ -119,41 +119,41 @@ class Launch:
             for at, view in self.tensors:
                 args[at] = view.of(state.bases[view.source])
             for at, descriptor, view in self.descriptors:
-                args[at] = based(descriptor, view.of(state.bases[view.source]))
+                args[at] = rebase(descriptor, view.of(state.bases[view.source]))
             self.runner(*args)
             return
         for at, source, offset in self.pointers:
             args[at] = addresses[source] + offset
         for at, descriptor, view in self.descriptors:
             address = addresses[view.source] + view.offset
-            args[at] = based(descriptor, Address(address, view.dtype))
+            args[at] = rebase(descriptor, Address(address, view.dtype))
         self.runner(*args, stream=state.handles[self.stream])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a call, and where its results lie."""
+    """The steps of a call, and its results as views."""
 
     steps: list[Step]
     sources: int
-    paths: list[tuple[bool, ...]]  # of streams, from the current one: whether it goes ahead
-    results: tuple[list[View], Any]  # and what they make
+    paths: list[tuple[bool, ...]]  # of each stream: `ahead` of each fork from the current stream
+    results: tuple[list[View], Any]  # and their tree structure
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         device = inputs[0].device
         on_gpu = device.type == "cuda"
-        found: list[torch.cuda.Stream] = []
+        used: list[torch.cuda.Stream] = []
         if on_gpu:
             current = torch.cuda.current_stream(device)
             for path in self.paths:
                 stream = current
                 for ahead in path:
                     stream = streams.side_stream(stream.device_index, stream.cuda_stream, ahead)
-                found.append(stream)
+                used.append(stream)
         rest = self.sources - len(inputs)
         addresses = [t.data_ptr() for t in inputs] + [0] * rest
-        handles = [stream.cuda_stream for stream in found]
-        state = State([*inputs, *[None] * rest], addresses, on_gpu, found, handles)
+        handles = [stream.cuda_stream for stream in used]
+        state = State([*inputs, *[None] * rest], addresses, on_gpu, used, handles)
         for step in self.steps:
             step(state)
         views, structure = self.results
@@ -162,7 +162,7 @@ class Plan:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what a call does. `failed`: something that cannot be repeated."""
+    """Records the steps of a call. `failed`: a step cannot be replayed."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -170,12 +170,12 @@ class Recorder(TorchDispatchMode):
         self.failed = False
         self.inputs, self.sources = len(inputs), len(inputs)
         self.device = inputs[0].device
-        self.known: dict[int, tuple[int, int]] = {}  # by storage: source and its address
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by source: and its storage
+        self.known: dict[int, tuple[int, int]] = {}  # by storage: source and its offset
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by source: its storage
         self.paths: list[tuple[bool, ...]] = [()]
         self.by_handle: dict[int, int] = {}
         self.events: dict[int, int] = {}
-        self.kept: list[Any] = []  # events, so that none is taken for another
+        self.kept: list[Any] = []  # events, kept so that no id is used twice
         for source, t in enumerate(inputs):
             self.known.setdefault(self.storage(t), (source, begin(t)))
         if self.device.type == "cuda":
@@ -187,21 +187,21 @@ class Recorder(TorchDispatchMode):
 
     def view(self, t: Tensor) -> View:
         at = self.known.get(self.storage(t))
-        if at is None:  # neither given nor made here: the same for all calls
+        if at is None:  # neither an input nor an allocation: the same tensor in all calls
             source, self.sources = self.sources, self.sources + 1
             at = self.known[self.storage(t)] = source, begin(t)
             self.steps.append(lambda state: state.put(source, t))
         return View(at[0], begin(t) - at[1], tuple(t.shape), t.stride(), t.dtype)
 
-    def made(self, t: Tensor) -> int:
-        """The source that a new tensor is."""
+    def add_source(self, t: Tensor) -> int:
+        """Register a new tensor as a source."""
         source, self.sources = self.sources, self.sources + 1
         self.known[self.storage(t)] = source, begin(t)
         self.alive[source] = StorageWeakRef(t.untyped_storage()), self.storage(t)
         return source
 
     def forget(self) -> None:
-        """Let go of what the call has let go of."""
+        """Release the tensors that the call has released."""
         gone = [source for source, (ref, _) in self.alive.items() if ref.expired()]
         for source in gone:
             _, storage = self.alive.pop(source)
@@ -209,21 +209,21 @@ class Recorder(TorchDispatchMode):
                 del self.known[storage]
         if gone:
 
-            def let_go(state: State) -> None:
+            def release(state: State) -> None:
                 for source in gone:
                     state.bases[source] = None
 
-            self.steps.append(let_go)
+            self.steps.append(release)
 
     def stream(self) -> int:
         """The number of the current stream."""
         if self.device.type != "cuda":
             return 0
-        found = self.by_handle.get(torch.cuda.current_stream(self.device).cuda_stream)
-        self.failed |= found is None
-        return found or 0
+        number = self.by_handle.get(torch.cuda.current_stream(self.device).cuda_stream)
+        self.failed |= number is None
+        return number or 0
 
-    # what torch does
+    # torch operators
 
     def __torch_dispatch__(
         self,
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.forget()
-        before = [self.view(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        inputs = [self.view(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         out = func(*args, **kwargs)
         outs = tree_flatten(out)[0]
         if not all(isinstance(t, Tensor) for t in outs):
@@ -247,14 +247,14 @@ class Recorder(TorchDispatchMode):
                 self.allocate(t, stream)
         elif fresh or func._schema.is_mutable:
             flat, structure = tree_flatten((args, kwargs))
-            views = iter(before)
+            views = iter(inputs)
             flat = [next(views) if isinstance(t, Tensor) else t for t in flat]
-            sources = [self.made(t) if any(t is f for f in fresh) else None for t in outs]
+            sources = [self.add_source(t) if any(t is f for f in fresh) else None for t in outs]
             self.compute(func, flat, structure, sources, stream)
         return out
 
     def allocate(self, t: Tensor, stream: int) -> None:
-        source = self.made(t)
+        source = self.add_source(t)
         size, stride = tuple(t.shape), t.stride()
         kind: dict[str, Any] = dict(dtype=t.dtype, device=t.device)
 
@@ -262,20 +262,20 @@ class Recorder(TorchDispatchMode):
             with state.on(stream):
                 state.put(source, torch.empty_strided(size, stride, **kind))
 
-        def here(state: State) -> None:
+        def on_current_stream(state: State) -> None:
             state.put(source, torch.empty_strided(size, stride, **kind))
 
-        self.steps.append(step if stream else here)
+        self.steps.append(step if stream else on_current_stream)
 
     def compute(
         self, func: Any, flat: list[Any], structure: Any, sources: list[int | None], stream: int
     ) -> None:
         def step(state: State) -> None:
-            given = [
+            values = [
                 value.of(state.bases[value.source]) if isinstance(value, View) else value
                 for value in flat
             ]
-            args, kwargs = tree_unflatten(given, structure)
+            args, kwargs = tree_unflatten(values, structure)
             with state.on(stream):
                 outs = tree_flatten(func(*args, **kwargs))[0]
             for source, t in zip(sources, outs, strict=True):
@@ -302,7 +302,7 @@ class Recorder(TorchDispatchMode):
                 tensors.append((at, self.view(value)))
                 flat[-1] = None
             elif hasattr(value, "base") and isinstance(value.base, Tensor):
-                descriptors.append((at, based(value, None), self.view(value.base)))
+                descriptors.append((at, rebase(value, None), self.view(value.base)))
                 flat[-1] = None
         size = (*grid, 1, 1)[:3]
         runner = made[size] if made is not None else interpreted(kernel, grid, options)
@@ -310,12 +310,12 @@ class Recorder(TorchDispatchMode):
 
     # streams: see `streams.py`
 
-    def forked(self, beside: torch.cuda.Stream, ahead: bool) -> None:
+    def forked(self, side: torch.cuda.Stream, ahead: bool) -> None:
         path = (*self.paths[self.stream()], ahead)
         if path not in self.paths:
             self.paths.append(path)
-        self.by_handle[beside.cuda_stream] = self.paths.index(path)
-        self.waits(beside.cuda_stream, torch.cuda.current_stream(self.device).cuda_stream)
+        self.by_handle[side.cuda_stream] = self.paths.index(path)
+        self.waits(side.cuda_stream, torch.cuda.current_stream(self.device).cuda_stream)
 
     def waits(self, stream: int, other: int) -> None:
         a, b = (self.by_handle.get(handle, -1) for handle in (stream, other))
@@ -338,11 +338,11 @@ class Recorder(TorchDispatchMode):
         self.steps.append(lambda state: state.streams[stream].wait_event(state.events[number]))
 
     def plan(self, results: Any) -> Plan | None:
-        """What was recorded; None if it cannot be repeated."""
-        found, structure = tree_flatten(results)
-        views = [self.view(t) if isinstance(t, Tensor) else t for t in found]
+        """The recorded plan; None if it cannot be replayed."""
+        flat, structure = tree_flatten(results)
+        views = [self.view(t) if isinstance(t, Tensor) else t for t in flat]
         for view in views:
-            # an input that is returned would be another tensor for autograd
+            # autograd would see a returned input as another tensor
             self.failed |= not isinstance(view, View) or 0 <= view.source < self.inputs
         if self.failed:
             return None
@@ -356,14 +356,14 @@ def interpreted(kernel: Any, grid: Any, options: dict[str, Any]) -> Callable[...
 
 @contextmanager
 def launches_go_to(recorder: Recorder) -> Iterator[None]:
-    """Launches of this thread are recorded, too."""
+    """Launches of this thread run and are recorded."""
     from triton.runtime.interpreter import InterpretedFunction
 
     token = recording.set(True)
     streams.listener.set(recorder)
     own = {kind: kind.run for kind in (jit.JITFunction, InterpretedFunction)}
 
-    def watched(kind: Any) -> Callable[..., Any]:
+    def recorded(kind: Any) -> Callable[..., Any]:
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             with _disable_current_modes():  # the interpreter copies tensors
                 made = own[kind](self, *args, grid=grid, warmup=warmup, **kwargs)
@@ -374,7 +374,7 @@ def launches_go_to(recorder: Recorder) -> Iterator[None]:
         return run
 
     for kind in own:
-        kind.run = watched(kind)
+        kind.run = recorded(kind)
     try:
         yield
     finally:
@@ -385,8 +385,8 @@ def launches_go_to(recorder: Recorder) -> Iterator[None]:
 
 
 def is_possible(tensor: Tensor) -> bool:
-    """Whether calls may be repeated: not while somebody looks at launches, or has put tiles in the
-    place of others."""
+    """Whether calls may be replayed: not while launches are hooked or recorded, or while tile
+    configs are overridden."""
     return (
         (tensor.is_cuda or everywhere.get())
         and jit.JITFunction.run is RUN
@@ -397,44 +397,44 @@ def is_possible(tensor: Tensor) -> bool:
 
 
 class Repeated:
-    """A function of tensors and numbers whose calls are recorded and repeated."""
+    """A function of tensors and numbers whose calls are recorded and replayed."""
 
     def __init__(self, run: Callable[[Any], Any]) -> None:
         self.run = run
-        # by what a call is made of: None after the first, False if it cannot be repeated
+        # by key of a call: None after the first call, False if calls cannot be replayed
         self.plans: dict[Any, Plan | bool | None] = {}
 
     def __call__(self, at: Any, tensors: Sequence[Tensor | None], rest: Any) -> Any:
-        """run(at), whose tensors are these, and which is a function of them and of `rest`."""
-        found = self.known(at, tensors, rest)
-        return self.run(at) if found is None else found()
+        """run(at), a function of these tensors of `at` and of `rest`."""
+        call = self.known(at, tensors, rest)
+        return self.run(at) if call is None else call()
 
     def known(
         self, at: Any, tensors: Sequence[Tensor | None], rest: Any,
         possible: Callable[[], bool] = lambda: True,
     ) -> Callable[[], Any] | None:  # fmt: skip
-        """run(at), still to be called, which is recorded or repeated. None for the first call of a
-        kind, and for those that cannot be repeated; some are not `possible`."""
-        given = [t for t in tensors if t is not None]
-        key = (rest, *map(described, tensors), shared(given))
+        """A callable that records or replays run(at). None for the first call with a key, and where
+        calls cannot be replayed. `possible` decides whether the call may be recorded."""
+        inputs = [t for t in tensors if t is not None]
+        key = (rest, *map(described, tensors), shared(inputs))
         plan = self.plans.get(key)
         if isinstance(plan, Plan):
-            return functools.partial(plan, given)
+            return functools.partial(plan, inputs)
         if plan is None and key in self.plans:
             if possible():
-                return functools.partial(self.record, key, at, given)
+                return functools.partial(self.record, key, at, inputs)
             self.plans[key] = False
         elif plan is None:
-            if len(self.plans) >= MOST_PLANS:
+            if len(self.plans) >= MAX_PLANS:
                 self.plans.clear()
             self.plans[key] = None
         return None
 
-    def record(self, key: Any, at: Any, given: list[Tensor]) -> Any:
+    def record(self, key: Any, at: Any, inputs: list[Tensor]) -> Any:
         if not ahead.one_at_a_time.acquire(blocking=False):
-            return self.run(at)  # another thread has put something in the place of launches
+            return self.run(at)  # another thread has replaced launches
         try:
-            recorder = Recorder(given)
+            recorder = Recorder(inputs)
             with launches_go_to(recorder), recorder:
                 results = self.run(at)
         finally:
@@ -450,7 +450,7 @@ def described(t: Tensor | None) -> Any:
 
 
 def shared(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Which tensors lie in the same storage."""
+    """Of each tensor, the number of the first tensor with the same storage."""
     seen: dict[int, int] = {}
     return tuple(
         seen.setdefault(t.untyped_storage().data_ptr(), number) for number, t in enumerate(tensors)

@@ -1,4 +1,4 @@
-"""Whether the kernels of this folder can run, and what their launches have in common."""
+"""Availability of the `_sm90` kernels, and helpers of their launches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from . import launch
 
-# versions of Triton with which these kernels have run on a GPU: Gluon, in which they are written,
-# changes from one version to the next
+# versions of Triton with which these kernels have run on a GPU: Gluon changes between versions
 VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
@@ -28,7 +27,7 @@ def triton_is_known() -> bool:
 
 @functools.cache
 def warn_of_unknown(version: str) -> None:
-    """Say once what another Triton costs."""
+    """Warn once of the cost of an unknown Triton."""
     warnings.warn(
         f"the kernels for Hopper GPUs have not been run with Triton {version}. The portable "
         "kernels take their place: about 1.3 times the forward's time and 1.2 times the "
@@ -38,8 +37,8 @@ def warn_of_unknown(version: str) -> None:
 
 
 def available(q: Tensor) -> bool:
-    """Whether this GPU and this Triton can run them. `launch.using({"gluon": True})` tries them
-    with a Triton that they have not been run with."""
+    """Whether this GPU and this Triton can run `_sm90` kernels. `launch.using({"gluon": True})`
+    also runs them with an unknown Triton."""
     if not q.is_cuda or launch.capability(q.device.index) != (9, 0):
         return False
     if triton_is_known() or launch.override.get("gluon"):
@@ -49,7 +48,7 @@ def available(q: Tensor) -> bool:
 
 
 def box(t: Tensor, shape: list[int]) -> Any:
-    """A descriptor of t, of whose boxes of this shape rows lie as products read them."""
+    """A TMA descriptor of t with boxes of `shape`, in the shared-memory layout of MMA operands."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

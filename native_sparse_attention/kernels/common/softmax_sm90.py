@@ -1,4 +1,4 @@
-"""What the kernels of the backward have in common, in Gluon."""
+"""The softmax of the backward kernels, in Gluon."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def probabilities(s, scale_log2, lse, delta, GATED: gl.constexpr):
-    """Of logits `s`, with the sign of the gate; as `primitives.softmax_grad`."""
+    """Probabilities of logits `s`, with the sign of the gate, as in `primitives.softmax_grad`."""
     p = gl.exp2(s * scale_log2 - lse)
     if GATED:
         sign = delta.to(gl.int32, bitcast=True) << 31

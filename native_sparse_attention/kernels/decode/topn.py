@@ -126,8 +126,8 @@ def block_sort_keys(
 
 @triton.jit
 def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
-    """`topn.merge_lists` of one row: the TOPN best blocks [1, PADDED_TOPN], and whether a list may
-    have dropped one of them.
+    """`topn.merge_columns` of one row: the TOPN best blocks [1, PADDED_TOPN], and whether a column
+    may have dropped one of them.
 
     Each warp merges its 32 sorted lists into one of TOPN blocks. The position of a block in the
     result is the number of better blocks in the lists of all warps."""

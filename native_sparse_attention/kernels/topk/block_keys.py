@@ -1,9 +1,9 @@
 """Keys of selection blocks, for scores by `importance="logits"`, and their backward.
 
-A block's score is one dot product: the mean query of the heads that rank together, and the mean key
-of the block's windows. Both are formed in float32 and, to be ranked, cut into two float16 halves,
-whose products a tensor core adds up in float32: a term is right to 2^-21 of the product of its
-rows' largest elements. The backward takes two bfloat16 parts, which need no scaling: 2^-17.
+A block's score is one dot product: mean query of the heads that rank together times mean key of the
+block's windows. Both means are float32. The ranking splits them into two float16 halves, whose
+products tensor cores sum in float32; a product is accurate to 2^-21 of the product of its rows'
+largest elements. The backward splits them into two bfloat16 terms without scaling: 2^-17.
 """
 
 import os
@@ -19,14 +19,14 @@ from ..common.primitives import grid_position, in_document, load_rows, store_row
 
 @triton.jit
 def first_window(c, d: tl.constexpr, s: tl.constexpr):
-    """Of block c's windows: the first that ends in it or, for d > s, the one that spans it."""
+    """The first window that ends in block c or, for d > s, the window that covers block c."""
     return c * (s // d) if s >= d else c // (d // s)
 
 
 @triton.jit
 def two_halves(x):
-    """Rows [M, D] as float16 `high + low`, each row times a power of two, [M], that is returned to
-    undo it. Of a row's largest element at most 2^-23 is left out."""
+    """Rows [M, D] as float16 `high + low`, each row scaled by a power of two; also the factors [M]
+    that undo the scaling. The error is at most 2^-23 of a row's largest element."""
     bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
     x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
@@ -38,7 +38,7 @@ def two_halves(x):
 @triton.jit
 def store_terms(base, offsets, x, D: tl.constexpr, BLOCK_D: tl.constexpr, mask,
                 TERMS: tl.constexpr):  # fmt: skip
-    """Write rows x [M, D] as what they are a sum of: one part or two."""
+    """Write rows x [M, D] as a sum of one term or two."""
     high = x.to(base.dtype.element_ty)
     store_rows(base, offsets, high, D, BLOCK_D, mask)
     if TERMS == 2:
@@ -55,18 +55,18 @@ def nsa_topk_mean_keys(
     tile_index, line, _tiles, _lines = grid_position(FLIPPED)
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     token = (tile_index * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    q_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for g in range(G):
         rows = b * q_b + token * q_t + (r * G + g) * q_h
-        total += load_rows(q, rows, D, BLOCK_D, token < T).to(tl.float32)
+        q_sum += load_rows(q, rows, D, BLOCK_D, token < T).to(tl.float32)
     rows = ((b * T + token) * RANKS + r) * (TERMS * D)
-    store_terms(means, rows, total / G, D, BLOCK_D, token < T, TERMS)
+    store_terms(means, rows, q_sum / G, D, BLOCK_D, token < T, TERMS)
 
 
 @triton.jit
 def block_windows(c, W, b, T, doc_first, doc_last, d: tl.constexpr, s: tl.constexpr,
                   DOCUMENTS: tl.constexpr):  # fmt: skip
-    """The first window that blocks c [C] of row b may count, of W, and one past the last."""
+    """The first of W windows in the documents of blocks c [C] of row b, and one past the last."""
     lo = c * 0
     hi = lo + W
     if DOCUMENTS:
@@ -77,8 +77,8 @@ def block_windows(c, W, b, T, doc_first, doc_last, d: tl.constexpr, s: tl.conste
 @triton.jit
 def window_weight(c, j, end, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
                   INTERPOLATED: tl.constexpr):  # fmt: skip
-    """What window j of blocks c [C], counted from the first of each, weighs among theirs, which lie
-    before windows `end` [C]."""
+    """Weight of the j-th window of each block c [C] in the block's mean key; 0 from window `end`
+    [C] on."""
     w = first_window(c, d, s) + j
     if INTERPOLATED:
         # [C, BLOCK_S]
@@ -101,10 +101,10 @@ def nsa_topk_block_keys(
     d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
     TERMS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: keys of a tile of blocks of one row and KV head, in PARTS [PARTS, D] or, where
-    that is 0, halves [2, BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis
-    2 writes them for queries that do not see the window after the block's, whom that window counts
-    as the block's last."""
+    """One program: keys of a tile of blocks of one row and KV head. They are [TERMS, D] or, with
+    TERMS = 0, halves [2, BLOCK_D] and the power of two that undoes their scaling. Program 1 of axis
+    2 writes the keys for queries that do not see the window after the block: the block's last
+    window replaces that window."""
     tile_index, line, _tiles, lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     c = tile_index * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -115,10 +115,10 @@ def nsa_topk_block_keys(
     if tl.program_id(2) == 1:
         last = tl.minimum(last, first + WINDOWS - 1)
 
-    total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    k_sum = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_C], tl.float32)
-    # interpolated, sums are of differences from the first: the mean of equal keys is that key
-    origin = total
+    # interpolated: sums of differences from the first key, so the mean of equal keys is exact
+    origin = k_sum
     if INTERPOLATED:
         w = tl.minimum(tl.maximum(first, lo), last)
         rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
@@ -133,9 +133,9 @@ def nsa_topk_block_keys(
         tile = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W)).to(tl.float32)
         if INTERPOLATED:
             tile -= origin
-        total += weight[:, None] * tile
+        k_sum += weight[:, None] * tile
         count += weight
-    key = (origin + total / tl.maximum(count, 1.0)[:, None]) * scale
+    key = (origin + k_sum / tl.maximum(count, 1.0)[:, None]) * scale
 
     row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
     if TERMS == 0:
@@ -155,15 +155,15 @@ def nsa_topk_block_keys_bwd(
     d: tl.constexpr, s: tl.constexpr, INTERPOLATED: tl.constexpr, DOCUMENTS: tl.constexpr,
     SETS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: gradients of a tile of windows of one row and KV head, gathered from the blocks
-    around it. d_keys [SETS B K C D], d_ck [B W K D]."""
+    """One program: gradients of a tile of windows of one row and KV head, summed over the blocks
+    around each window. d_keys [SETS B K C D], d_ck [B W K D]."""
     tile_index, line, _tiles, lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     w = tile_index * BLOCK_W + tl.arange(0, BLOCK_W)
     WINDOWS: tl.constexpr = s // d if s > d else 1
     BLOCKS: tl.constexpr = d // s if d > s else 1
     AROUND: tl.constexpr = 1 if INTERPOLATED else 0
-    total = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
     for near in range(-AROUND * BLOCKS, (1 + AROUND) * BLOCKS):
         c = w // WINDOWS * BLOCKS + near
         there = (w < W) & (c >= 0) & (c < C)
@@ -181,16 +181,16 @@ def nsa_topk_block_keys_bwd(
             own_edge += tl.where(counts_as == w, weight, 0.0)
         rows = line.to(tl.int64) * C + c
         fraction = own / tl.maximum(count, 1.0)
-        total += fraction[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
+        acc += fraction[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
         if SETS == 2:
             rows += lines.to(tl.int64) * C
             fraction = own_edge / tl.maximum(count, 1.0)
-            total += fraction[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
-    store_rows(d_ck, ((b * W + w) * K + h) * D, total * scale, D, BLOCK_D, w < W)
+            acc += fraction[:, None] * load_rows(d_keys, rows * D, D, BLOCK_D, there)
+    store_rows(d_ck, ((b * W + w) * K + h) * D, acc * scale, D, BLOCK_D, w < W)
 
 
 def term_dtype(terms):
-    """Of what float32 values are written as a sum of."""
+    """The dtype of `terms` terms that sum to a float32 value."""
     if terms == 1:
         return torch.float32
     # Triton's interpreter has no bfloat16
@@ -198,8 +198,8 @@ def term_dtype(terms):
 
 
 def mean_queries(q, ranks, terms):
-    """Means [B, T, ranks, parts * D] of the queries q [B T H D] that rank together: float32, or
-    bfloat16 parts."""
+    """Means [B, T, ranks, terms * D] of the queries q [B T H D] that rank together: one float32
+    term, or bfloat16 terms."""
     B, T, H, D = q.shape
     means = q.new_empty(B, T, ranks, terms * D, dtype=term_dtype(terms))
     grid, flipped = launch.grid(cdiv(T, 32), B * ranks)
@@ -211,15 +211,15 @@ def mean_queries(q, ranks, terms):
     return means
 
 
-def documents_of(documents):
-    """Kernel arguments of the document bounds."""
+def document_arguments(documents):
+    """Kernel arguments of the document bounds, and the number of tokens T."""
     return dict(T=0 if documents is None else documents.first.shape[1], **launch.bounds(documents))
 
 
 def block_keys(ck, C, d, s, interpolated, scale, terms=0, documents=None):
-    """Keys of blocks 0 .. C - 1, halves [sets, B, K, C, 2, BLOCK_D], and their sizes [sets, B, K,
-    C]; a second set for queries that do not see the window after the block, where interpolated.
-    With `parts` instead [sets, B, K, C, parts * D], float32 or bfloat16 parts, and None."""
+    """Keys of blocks 0 .. C - 1: halves [sets, B, K, C, 2, BLOCK_D] and their scales [sets, B, K,
+    C]. If interpolated, a second set is for queries that do not see the window after the block.
+    With `terms`: float32 or bfloat16 terms [sets, B, K, C, terms * D] and None."""
     B, W, K, D = ck.shape
     block_d = launch.padded(D)
     sets = 2 if interpolated else 1
@@ -232,7 +232,7 @@ def block_keys(ck, C, d, s, interpolated, scale, terms=0, documents=None):
     grid, flipped = launch.grid(cdiv(C, block_c), B * K, sets)
     nsa_topk_block_keys[grid](
         ck, keys, sizes, C=C, W=W, K=K, scale=scale, **launch.strides("k", ck, "bwh"),
-        **documents_of(documents), D=D, BLOCK_D=block_d, BLOCK_C=block_c,
+        **document_arguments(documents), D=D, BLOCK_D=block_d, BLOCK_C=block_c,
         BLOCK_S=next_power_of_2(s), d=d, s=s, INTERPOLATED=interpolated, TERMS=terms,
         FLIPPED=flipped,
     )  # fmt: skip
@@ -240,13 +240,14 @@ def block_keys(ck, C, d, s, interpolated, scale, terms=0, documents=None):
 
 
 def block_keys_backward(d_keys, W, d, s, interpolated, scale, documents=None):
-    """Gradient [B W K D] of ck from that of its block keys, [sets, B, K, C, D], in float32."""
+    """Gradient [B W K D] of ck, from the gradient [sets, B, K, C, D] of its block keys, in
+    float32."""
     sets, B, K, C, D = d_keys.shape
     d_ck = d_keys.new_empty(B, W, K, D)
     block_w = 16
     grid, flipped = launch.grid(cdiv(W, block_w), B * K)
     nsa_topk_block_keys_bwd[grid](
-        d_keys, d_ck, C=C, W=W, K=K, scale=scale, **documents_of(documents), D=D,
+        d_keys, d_ck, C=C, W=W, K=K, scale=scale, **document_arguments(documents), D=D,
         BLOCK_D=launch.padded(D), BLOCK_W=block_w, BLOCK_S=next_power_of_2(s),
         d=d, s=s, INTERPOLATED=interpolated, SETS=sets, FLIPPED=flipped,
     )  # fmt: skip

@@ -1,8 +1,7 @@
-"""The problem that the gates' backward (`gates_bwd.py`) solves: steps of its kernels, and what a
-launch passes to them.
+"""Steps of the kernels of the gates' backward (`gates_bwd.py`), and arguments of their launches.
 
-A row is a query, or the mean of several, of a group's leading token. A key is a window, a memory
-slot or a selection block.
+A row is a query of a group's leader, or the mean of several of its queries. A key is a window, a
+memory slot or a selection block.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from ..common.primitives import (
 from ..common.tile_configs import ELSEWHERE, TileConfig
 from .block_keys import block_keys, mean_queries
 
-# which keys: windows behind the query, memory, candidate blocks; where interpolated and causal, the
-# candidates that have other keys for this query apart, as EDGES
+# kinds of keys: windows behind the query, memory slots, candidate blocks. If interpolated and
+# causal, the candidates with a second key for this query are EDGES
 WINDOWS_BEHIND, MEMORY, BLOCKS, EDGES = (tl.constexpr(i) for i in range(4))
 NOTHING = tl.constexpr(-1)
 
@@ -39,7 +38,8 @@ NOTHING = tl.constexpr(-1)
 def seen_keys(position, token, real, N, T, firsts, lasts, d: tl.constexpr, s: tl.constexpr,
               INITIAL: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
               HAS_EDGES: tl.constexpr, KIND: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
-    """The first key and one past the last key of each row, of N; with APART there are EDGES."""
+    """The first of N keys that each row sees, and one past the last. With HAS_EDGES, BLOCKS end
+    where EDGES begin."""
     lo = position * 0
     hi = lo + N
     if KIND == WINDOWS_BEHIND and CAUSAL:
@@ -64,8 +64,8 @@ def seen_keys(position, token, real, N, T, firsts, lasts, d: tl.constexpr, s: tl
 @triton.jit
 def seeing_groups(n, last, first_token, d: tl.constexpr, s: tl.constexpr, LOCAL: tl.constexpr,
                   STRIDE: tl.constexpr, CAUSAL: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """A first group before those that see key n or a later one, and one past those that see key
-    `last` or an earlier one."""
+    """A group at or before the first that sees key n or a later key, and one past the last that
+    sees key `last` or an earlier key."""
     first = n * 0
     end = last * 0 + 0x7FFFFFFF
     PER_WINDOW: tl.constexpr = d // s if d > s else 1
@@ -81,10 +81,10 @@ def seeing_groups(n, last, first_token, d: tl.constexpr, s: tl.constexpr, LOCAL:
 
 
 @triton.jit
-def slot_grads(chosen, grads, entry, index, unit, first, GROUPS, slots, STEP: tl.constexpr):
-    """Gradients [TOKENS, UNITS] of the gates of units, as far as STEP slots name them."""
+def slot_grads(chosen, grads, slot_row, index, unit, first, GROUPS, slots, STEP: tl.constexpr):
+    """Gradients [TOKENS, UNITS] of the gates of units, summed over STEP slots from `first` on."""
     slot = first + tl.arange(0, STEP)
-    at = (entry + slot)[:, None] * GROUPS + index[None]
+    at = (slot_row + slot)[:, None] * GROUPS + index[None]
     there = (slot < slots)[:, None] & (index < GROUPS)[None]
     c = tl.load(chosen + at, mask=there, other=-1)
     g = tl.load(grads + at, mask=there, other=0.0)
@@ -93,12 +93,12 @@ def slot_grads(chosen, grads, entry, index, unit, first, GROUPS, slots, STEP: tl
 
 @triton.jit
 def gate_grads(
-    chosen, grads, entry, index, n0, GROUPS, slots, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
+    chosen, grads, slot_row, index, n0, GROUPS, slots, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
 ):  # fmt: skip
-    """dp [TOKENS, N] of keys n0 and on. PER_UNIT keys make a unit that a slot may name, EXPAND
-    neighbours lie in one; a key shares tokens with its own unit and REACH - 1 before it."""
+    """dp [TOKENS, N] of keys from n0 on. A slot chooses a unit of PER_UNIT keys. EXPAND consecutive
+    keys lie in one unit. A key overlaps its own unit and the REACH - 1 units before it."""
     TOKENS: tl.constexpr = index.shape[0]
     UNITS: tl.constexpr = BLOCK_N // EXPAND
     unit = (n0 + tl.arange(0, UNITS) * EXPAND) // PER_UNIT
@@ -108,7 +108,9 @@ def gate_grads(
         # [TOKENS, UNITS]
         grad = tl.zeros([TOKENS, UNITS], tl.float32)
         for first in range(0, SLOTS, STEP):
-            grad += slot_grads(chosen, grads, entry, index, unit - back, first, GROUPS, slots, STEP)
+            grad += slot_grads(
+                chosen, grads, slot_row, index, unit - back, first, GROUPS, slots, STEP
+            )
         if EXPAND > 1:
             grad = tl.broadcast_to(grad[:, :, None], [TOKENS, UNITS, EXPAND])
             grad = tl.reshape(grad, [TOKENS, BLOCK_N])
@@ -120,8 +122,8 @@ def gate_grads(
 
 
 @triton.jit
-def for_heads(x, HEADS: tl.constexpr):
-    """Rows [TOKENS, N] for each head, [TOKENS * HEADS, N]."""
+def repeat_heads(x, HEADS: tl.constexpr):
+    """Rows [TOKENS, N] repeated for each head: [TOKENS * HEADS, N]."""
     if HEADS > 1:
         TOKENS: tl.constexpr = x.shape[0]
         N: tl.constexpr = x.shape[1]
@@ -133,7 +135,7 @@ def for_heads(x, HEADS: tl.constexpr):
 @triton.jit
 def row_tile(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
              BLOCK_M: tl.constexpr):  # fmt: skip
-    """The rows of a tile: group, position and token of its leader, head, and whether it is one."""
+    """Group of each row of a tile, its leader's position and token, head, and whether it exists."""
     row = tl.arange(0, BLOCK_M)
     index = tile * (BLOCK_M // HEADS) + row // HEADS
     position, token, real = leaders(index, first_token, T, STRIDE)
@@ -142,7 +144,7 @@ def row_tile(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, STRI
 
 @triton.jit
 def load_terms(base, offsets, D: tl.constexpr, BLOCK_D: tl.constexpr, mask, TERMS: tl.constexpr):
-    """Rows [M, D] as what they are a sum of: of one part, the second is not to be used."""
+    """Rows [M, D] as a sum of terms. With TERMS = 1 the second result is unused."""
     high = load_rows(base, offsets, D, BLOCK_D, mask)
     low = high
     if TERMS == 2:
@@ -152,7 +154,7 @@ def load_terms(base, offsets, D: tl.constexpr, BLOCK_D: tl.constexpr, mask, TERM
 
 @triton.jit
 def to_terms(x, like, TERMS: tl.constexpr):
-    """x as a sum of parts of the type of `like`."""
+    """x as a sum of terms of the dtype of `like`."""
     high = x.to(like.dtype)
     low = high
     if TERMS == 2:
@@ -162,7 +164,7 @@ def to_terms(x, like, TERMS: tl.constexpr):
 
 @triton.jit
 def dot_terms(a, a_low, b, b_low, TERMS: tl.constexpr):
-    """The product of sums of parts, in float32, without what two low parts give."""
+    """The product of two sums of terms, in float32, without the product of the low terms."""
     x = tl.dot(a, b, input_precision="ieee")
     if TERMS == 2:
         x = tl.dot(a, b_low, tl.dot(a_low, b, x))
@@ -189,7 +191,7 @@ GATES_FLOAT32 = {64: TileConfig(32, 32, 8, 1), 256: TileConfig(16, 16, 8, 1)}
 
 
 def gates_tile(kernel: str, rule: str, width: int, groups: int, dtype: torch.dtype) -> TileConfig:
-    """For `kernel` "dq" or "dk", rows of `groups` heads a token, keys of `dtype`."""
+    """The tile config of `kernel` "dq" or "dk": `groups` rows per token, keys of `dtype`."""
     tile = next(tiles[kernel] for limit, tiles in GATES_TILES[rule].items() if width <= limit)
     if dtype == torch.float32:
         tile = next(tile for limit, tile in GATES_FLOAT32.items() if width <= limit)
@@ -202,8 +204,8 @@ def gates_tile(kernel: str, rule: str, width: int, groups: int, dtype: torch.dty
 
 @dataclass(frozen=True)
 class TopkSettings:
-    """The settings of a top-n: the numbers of `ops.selection`, in their order. Queries stand at
-    `start`, or at `starts` [B]."""
+    """Settings of a top-n ranking, in the order of `ops.selection`. The first query's position is
+    `start`, or `starts` [B]."""
 
     start: int
     num_ranked: int
@@ -221,18 +223,18 @@ class TopkSettings:
     scale: float
     starts: Tensor | None = None
     documents: Documents | None = None
-    soft_cap: float | None = None  # and sinks [H], of `probs`
-    sinks: Tensor | None = None
+    soft_cap: float | None = None  # of `probs`
+    sinks: Tensor | None = None  # [H], of `probs`
 
     def groups(self, T: int) -> int:
-        """As many groups of tokens with one ranking as T tokens may be in."""
+        """Groups of tokens with one ranking that T tokens may span, at most."""
         return cdiv(T + self.stride - 1, self.stride)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows [B T H D], of which `heads` rank together and each is the mean of `mean` queries; keys
-    [B N K D] of a `kind`, and those beside them."""
+    """Inputs of the gates' backward: rows [B T H D], keys [B N K D] of a `kind`, and optionally
+    `other` keys. `heads` rows rank together; a row is the mean of `mean` queries."""
 
     settings: TopkSettings
     rows: Tensor
@@ -246,11 +248,11 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """Of the logits; block keys have it in them."""
+        """Scale of the logits; block keys include it."""
         return 1.0 if self.settings.importance == "logits" else self.settings.scale
 
     def arguments(self, keys: Tensor, tile: TileConfig) -> dict[str, Any]:
-        """Arguments of both kernels, for `keys` or the other keys."""
+        """Arguments of both kernels, for `keys` (the problem's keys or its other keys)."""
         settings, rows = self.settings, self.rows
         B, T, H, D = *rows.shape[:3], rows.shape[3] // self.terms
         logits = settings.importance == "logits"

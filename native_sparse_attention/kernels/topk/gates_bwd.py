@@ -1,16 +1,16 @@
-"""The gates of differentiable top-k, backward. Their value is 1, so that there is no forward.
+"""Backward of the gates of differentiable top-k. Their value is 1, so there is no forward.
 
-Both rules are one problem: softmax attention p of rows to keys, in which the gate of block c is
+Both rules are one problem: softmax probabilities p of rows over keys; the gate of block c is
 `sum_j weight(j, c) p_j`.
 
-    rule     rows                        keys         beside them                 weight(j, c)
+    rule     rows                        keys         other keys                  weight(j, c)
     probs    query heads                 windows      memory                      overlap(j, c) / d
     logits   means of the query heads    block keys   one constant logit, -1e3    j == c
 
-From gradients g of the chosen blocks' gates follow `dp_j = sum_c weight(j, c) g_c` and `ds = p (dp
-- delta)` with `delta = sum p dp`, for all keys, chosen or not. One kernel forms dq and each row's
-log-sum-exp and delta, one dk; p and dp are formed anew. Rows are those of groups' leaders (see
-`scores.py`), tokens x heads.
+With gradients g of the chosen blocks' gates, `dp_j = sum_c weight(j, c) g_c` and
+`ds = p (dp - delta)`, `delta = sum p dp`, for all keys, chosen or not. One kernel computes dq, the
+log-sum-exp and delta of each row, another kernel dk. Both recompute p and dp. Rows are those of
+groups' leaders (see `scores.py`), tokens x heads.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from .gates import (
     Problem,
     TopkSettings,
     dot_terms,
-    for_heads,
     gate_grads,
     gates_problem,
     load_terms,
+    repeat_heads,
     row_tile,
     seeing_groups,
     seen_keys,
     to_terms,
 )
 
-# one compiled kernel for all lengths and places
+# one compiled kernel for all lengths and positions
 LENGTHS = ["T", "N", "P", "GROUPS", "first_token"]
 
 
@@ -63,8 +63,9 @@ def nsa_gates_bwd_preprocess(
     STRIDE: tl.constexpr, BLOCKS_PER_WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: a slot of M groups of one row and ranking head. Writes the unit of keys that
-    SPANNED blocks have in common, and the sum of the group's gradients; [B R n GROUPS]."""
+    """One program: one slot of BLOCK_M groups of one row and ranking head. Writes the chosen unit
+    of keys, which BLOCKS_PER_WINDOW blocks share, and the sum of the gradients of the group's
+    tokens; both [B R n GROUPS]."""
     tile, line, _tiles, _lines = grid_position(FLIPPED)
     b, r = (line // RANKS).to(tl.int64), line % RANKS
     slot = tl.program_id(2)
@@ -74,13 +75,13 @@ def nsa_gates_bwd_preprocess(
     _position, token, ranked = leaders(index, first_token, T, STRIDE)
     at = ((b * T + token) * RANKS + r) * n + slot
     c = tl.load(block_indices + at, mask=ranked, other=-1)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    grad = tl.zeros([BLOCK_M], tl.float32)
     for j in range(STRIDE):
         there = (c >= 0) & (token + j < T)
-        total += tl.load(d_gates + at + j * RANKS * n, mask=there, other=0.0).to(tl.float32)
+        grad += tl.load(d_gates + at + j * RANKS * n, mask=there, other=0.0).to(tl.float32)
     to = ((b * RANKS + r) * n + slot) * GROUPS + index
     tl.store(chosen + to, c // BLOCKS_PER_WINDOW, mask=index < GROUPS)
-    tl.store(grads + to, total * weight, mask=index < GROUPS)
+    tl.store(grads + to, grad * weight, mask=index < GROUPS)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -97,11 +98,11 @@ def nsa_gates_bwd_dq(
     OTHER: tl.constexpr, WIDE: tl.constexpr, TERMS: tl.constexpr, MEAN: tl.constexpr,
     ADD: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of rows of one batch row and ranking head, each the mean of MEAN heads.
-    Walks their keys, and those beside them of kind OTHER, twice: for log-sum-exp (in units of log2)
-    and delta, then for dq [B T H D], added to what is there if ADD."""
+    """One program: a tile of rows of one batch row and ranking head. A row is the mean of MEAN
+    query heads. Reads the keys, and other keys of kind OTHER, twice: first for log-sum-exp (in
+    units of log2) and delta, then for dq [B T H D], which ADD adds to the stored dq."""
     tile, line, tiles, _lines = grid_position(FLIPPED)
-    tile = tiles - 1 - tile  # those with most keys go first
+    tile = tiles - 1 - tile  # tiles with most keys first
     b, r = large(line // RANKS, WIDE), large(line % RANKS, WIDE)
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
@@ -109,17 +110,17 @@ def nsa_gates_bwd_dq(
         tile, r, first_token, T, G, HEADS, STRIDE, BLOCK_M
     )
     group = tile * (BLOCK_M // HEADS) + tl.arange(0, BLOCK_M // HEADS)
-    entry = (b * RANKS + r) * slots
+    slot_row = (b * RANKS + r) * slots
     q_rows = b * q_b + large(token, WIDE) * q_t + head * q_h
     q_tile, q_low = load_terms(q, q_rows, D, BLOCK_D, real, TERMS)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    delta_row = tl.zeros([BLOCK_M], tl.float32)
     if KIND == BLOCKS:
         m, l = l - 1e3 * 1.4426950408889634, l + 1.0
     if SINKS:
-        # rows of heads that fill up a group have none
+        # rows that pad the heads have no sink
         m, l = load_sinks(sinks, tl.where(real, head, 0)), l + 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     firsts, lasts = doc_first, doc_last
@@ -149,29 +150,29 @@ def nsa_gates_bwd_dq(
             dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             if phase % PHASES == 0 or OTHER == EDGES:
                 dp = gate_grads(
-                    chosen, grads, entry, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP,
+                    chosen, grads, slot_row, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP,
                     PER_UNIT, EXPAND, REACH, WINDOW, d, s,
                 )  # fmt: skip
-                dp = for_heads(dp, HEADS)
+                dp = repeat_heads(dp, HEADS)
             if phase < PHASES:
                 m_new = tl.maximum(m, tl.max(x, 1))
-                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # has seen nothing yet
+                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no keys so far
                 p, alpha = tl.exp2(x - m_safe[:, None]), tl.exp2(m - m_safe)
-                l, total = l * alpha + tl.sum(p, 1), total * alpha + tl.sum(p * dp, 1)
+                l, delta_row = l * alpha + tl.sum(p, 1), delta_row * alpha + tl.sum(p * dp, 1)
                 m = m_new
             else:
-                ds = tl.exp2(x - m[:, None]) * (dp - total[:, None]) * slope
+                ds = tl.exp2(x - m[:, None]) * (dp - delta_row[:, None]) * slope
                 ds, ds_low = to_terms(ds, k_tile, TERMS)
                 acc += dot_terms(ds, ds_low, k_tile, k_low, TERMS)
         if phase == PHASES - 1:
-            # from here on the log-sum-exp and delta
+            # from here on m is the log-sum-exp, and delta_row is normalized
             empty = l == 0.0
             l = tl.where(empty, 1.0, l)
-            m, total = tl.where(empty, 0.0, m + tl.log2(l)), total / l
+            m, delta_row = tl.where(empty, 0.0, m + tl.log2(l)), delta_row / l
 
     row = (b * GROUPS + index) * (RANKS * G) + head
     tl.store(lse + row, m, mask=real)
-    tl.store(delta + row, total, mask=real)
+    tl.store(delta + row, delta_row, mask=real)
     acc *= dq_scale
     for g in range(MEAN):
         at = ((b * T + token) * (RANKS * G) + head) * MEAN + g
@@ -206,7 +207,7 @@ def nsa_gates_bwd_dk(
     n = n0 + tl.arange(0, BLOCK_N)
     k_rows = b * k_b + r // RANKS_PER_KV * k_h + large(n, WIDE) * k_n
     k_tile, k_low = load_terms(k, k_rows, D, BLOCK_D, n < N, TERMS)
-    entry = (b * RANKS + r) * slots
+    slot_row = (b * RANKS + r) * slots
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
     last = tl.minimum(n0 + BLOCK_N, N) - 1
@@ -235,7 +236,7 @@ def nsa_gates_bwd_dk(
             KIND, DOCUMENTS,
         )  # fmt: skip
 
-        # [N, M]: ds is the left operand of what follows
+        # [N, M]: ds is the left operand of the product that forms dk
         x = dot_terms(k_tile, k_low, tl.trans(q_tile), tl.trans(q_low), TERMS) * scale_log2
         slope = 1.0
         if CAP:
@@ -247,10 +248,10 @@ def nsa_gates_bwd_dk(
         if KIND != MEMORY:
             group = tile * TOKENS + tl.arange(0, TOKENS)
             dp = gate_grads(
-                chosen, grads, entry, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP, PER_UNIT,
+                chosen, grads, slot_row, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP, PER_UNIT,
                 EXPAND, REACH, WINDOW, d, s,
             )  # fmt: skip
-            ds += tl.trans(for_heads(dp, HEADS))
+            ds += tl.trans(repeat_heads(dp, HEADS))
         ds *= tl.exp2(x - lse_row[None]) * slope
         ds, ds_low = to_terms(ds, q_tile, TERMS)
         acc += dot_terms(ds, ds_low, q_tile, q_low, TERMS)
@@ -266,7 +267,7 @@ def nsa_gates_bwd_dk(
 def chosen_blocks(
     block_indices: Tensor, d_gates: Tensor, settings: TopkSettings
 ) -> dict[str, Tensor]:
-    """Of each group: the units of keys that its leader chose, and their gates' gradients."""
+    """The units of keys that each group's leader chose, and the gradients of their gates."""
     B, T, R, n = block_indices.shape
     groups = settings.groups(T)
     chosen = block_indices.new_empty(B, R, n, groups, dtype=torch.int32)
@@ -285,7 +286,7 @@ def chosen_blocks(
 
 
 def backward_k(problem: Problem, keys: Tensor, kind: int, tensors: dict[str, Tensor]) -> Tensor:
-    """dk [B N K D] of `keys` or those beside them, float32."""
+    """dk [B N K D] of `keys` (the problem's keys or its other keys), in float32."""
     B, N, K, D = *keys.shape[:3], keys.shape[3] // problem.terms
     tile = problem.tile("dk")
     args = problem.arguments(keys, tile)
@@ -313,13 +314,13 @@ def backward(
     settings: TopkSettings,
     dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq [B T H D], added to the `dq` given; dck [B W K D], dmem_k [K m D] and d_sinks [H] in
-    float32. Of q [B T H D], ck [B W K D], mem_k [K m D] and the gates of `block_indices`
-    [B T R n]."""
+    """Gradients of q [B T H D], ck [B W K D], mem_k [K m D] and the sinks [H], from the gradients
+    of the gates of `block_indices` [B T R n]. dq adds to `dq` if given; the other gradients are
+    float32."""
     q, ck, mem_k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, ck, mem_k))
     problem, add = gates_problem(q, ck, mem_k, settings), dq is not None
     if dq is None:
-        # tokens that lead no group have none
+        # tokens that lead no group have gradient 0
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
     tensors = chosen_blocks(block_indices, d_gates, settings)
     tile = problem.tile("dq")
@@ -342,7 +343,7 @@ def backward(
     )  # fmt: skip
     d_sinks = None
     if settings.sinks is not None:
-        # the sink's own gate is 0
+        # the sink has dp = 0
         sink_probs = torch.exp2(settings.sinks * launch.LOG2_E - tensors["lse"])
         d_sinks = -(sink_probs * tensors["delta"]).sum((0, 1))
 

@@ -1,9 +1,9 @@
-"""The selection: scores of blocks, formed tile by tile and folded into a running top n on chip.
+"""Ranking of blocks: scores are computed tile by tile and folded into a running top n on chip.
 
-A tile ranks the tokens that lead a group of STRIDE tokens (every token where STRIDE = 1), and every
-token of the group is handed the list. `ops/reference/topk.py` says what is computed.
+A tile ranks the leaders of groups of STRIDE tokens (every token where STRIDE = 1). Every token of a
+group gets the block indices of its leader. `ops/reference/topk.py` is the specification.
 
-A positive factor of all scores of a query does not change its ranking, and is left out.
+Kernels omit a positive factor of all scores of a query: it does not change the ranking.
 """
 
 import torch
@@ -27,7 +27,7 @@ from .block_keys import block_keys, first_window, two_halves
 from .softmax_mass import best_by_probs, log_sum_exp
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
 
-# one compiled kernel for all lengths and places
+# one compiled kernel for all lengths and positions
 LENGTHS = ["T", "C", "W", "first_token"]
 
 
@@ -36,7 +36,7 @@ LENGTHS = ["T", "C", "W", "first_token"]
 
 @triton.jit
 def dot_of_halves(q_high, q_low, k_high, k_low, ONE_HALF: tl.constexpr):
-    """[M, N] in float32, smallest terms first; q_low is nothing where ONE_HALF."""
+    """q.k [M, N] in float32, smallest terms first. With ONE_HALF q_low is zero."""
     acc = tl.dot(q_high, tl.trans(k_low))
     if not ONE_HALF:
         acc = tl.dot(q_low, tl.trans(k_high), acc)
@@ -46,8 +46,8 @@ def dot_of_halves(q_high, q_low, k_high, k_low, ONE_HALF: tl.constexpr):
 @triton.jit
 def write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS: tl.constexpr,
                   STRIDE: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
-    """Hand each group's ranking [M, SLOTS_2] to its tokens; to a group whose leader came before
-    this call, `before`."""
+    """Write each group's ranking [M, SLOTS_2] for its tokens. A group whose leader came before this
+    call gets the ranking at `before`."""
     slot = tl.arange(0, indices.shape[1])
     indices = tl.where(indices == NO_BLOCK, -1, indices)
     if STRIDE > 1:
@@ -84,11 +84,11 @@ def best_by_logits(
     SLOTS_2: tl.constexpr, d: tl.constexpr, s: tl.constexpr, EDGES: tl.constexpr,
     ONE_HALF: tl.constexpr,
 ):  # fmt: skip
-    """The ranking [M, SLOTS_2] of blocks low .. end - 1, and whether it must be done again."""
-    # the windows that a query sees end with those of an edge block
+    """The ranking [M, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated."""
+    # a query's edge block holds the last windows that it sees
     WINDOWS: tl.constexpr = s // d if s > d else 1
     first_edge = (tl.min(position, 0) // d - WINDOWS) * d // s
-    found = start(position.shape[0], SLOTS_2, COLUMNS, DEPTH)
+    running = start(position.shape[0], SLOTS_2, COLUMNS, DEPTH)
     for c0 in range(tl.min(low, 0) // BLOCK_N * BLOCK_N, tl.max(end, 0), BLOCK_N):
         c = chunk_blocks(c0, BLOCK_N, COLUMNS)
         score = score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D, ONE_HALF)
@@ -98,8 +98,8 @@ def best_by_logits(
                 is_edge = (first_window(c, d, s) + WINDOWS)[None] == (position // d)[:, None]
                 score = tl.where(is_edge, edge, score)
         candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
-        found = fold(found, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
-    return finish(found, SLOTS, SLOTS_2, COLUMNS)
+        running = fold(running, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+    return finish(running, SLOTS, SLOTS_2, COLUMNS)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -114,11 +114,11 @@ def nsa_topk_logits(
     INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr,
     ONE_HALF: tl.constexpr, FLIPPED: tl.constexpr, NUM_STAGES_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, the mean
-    of G query heads, of which AHEAD are on their way at once. Reads those queries and the keys of
-    their candidates. SHARE ranking heads have one KV head."""
+    """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, which is
+    the mean of G query heads. Reads the queries, with NUM_STAGES_Q heads in flight, and the keys of
+    their candidates. RANKS_PER_KV ranking heads share a KV head."""
     tile, line, tiles, lines = grid_position(FLIPPED)
-    tile = tiles - 1 - tile  # those with most candidates go first
+    tile = tiles - 1 - tile  # tiles with most candidates first
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
@@ -133,11 +133,11 @@ def nsa_topk_logits(
     low, end = tl.where(ranked, low, C), tl.where(ranked, end, 0)
 
     # [M, D]
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    q_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for g in tl.range(0, G, num_stages=NUM_STAGES_Q):
         rows = b * q_b + token.to(tl.int64) * q_t + (r * G + g) * q_h
-        total += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
-    q_high, q_low, _ = two_halves(total)
+        q_sum += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
+    q_high, q_low, _ = two_halves(q_sum)
 
     first_row = (line // RANKS_PER_KV).to(tl.int64) * C
     edge_row = first_row + (lines // RANKS_PER_KV).to(tl.int64) * C
@@ -161,8 +161,8 @@ def nsa_topk_logits(
 @triton.jit
 def head_rows(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
               STRIDE: tl.constexpr):  # fmt: skip
-    """Rows of a tile are the leaders of groups x the G heads of ranking head r, filled up to HEADS,
-    a power of two. Of each: position, token and head, and whether it is one."""
+    """Position, token and query head of each row of a tile, and whether the row exists. Rows are
+    leaders of groups x the G query heads of ranking head r, padded to HEADS, a power of two."""
     row = tl.arange(0, BLOCK_M)
     index = tile * (BLOCK_M // HEADS) + row // HEADS
     position, token, ranked = leaders(index, first_token, T, STRIDE)
@@ -180,7 +180,7 @@ def nsa_topk_lse(
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
     HEADS: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: the log-sum-exp of a tile of rows. Reads those queries, all memory and the
+    """One program: the log-sum-exp of a tile of rows. Reads their queries, all memory slots and the
     windows that they see."""
     tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
@@ -193,13 +193,13 @@ def nsa_topk_lse(
     lo, hi = visible_windows(position, W, d, CAUSAL)
     if DOCUMENTS:
         lo, hi = in_document(lo, hi, token, T, doc_first + b * T, doc_last + b * T, d)
-    total = log_sum_exp(
+    lse_log2 = log_sum_exp(
         q_tile, ck, b * k_b + r // RANKS_PER_KV * k_h, k_w, mem_k, r // RANKS_PER_KV * m_h, m_m,
         tl.where(real, lo, W), tl.where(real, hi, 0), real, W, MEMORY, scale_log2, cap, D,
         BLOCK_D, BLOCK_N, CAP, PRECISION,
     )  # fmt: skip
-    entry = (b * T + token) * (RANKS * G) + head
-    tl.store(lse + entry, total * 0.6931471805599453, mask=real)
+    row = (b * T + token) * (RANKS * G) + head
+    tl.store(lse + row, lse_log2 * 0.6931471805599453, mask=real)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -216,8 +216,8 @@ def nsa_topk_softmax_mass(
     HEADS: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: the rankings of a tile of groups of tokens of one row and ranking head, the sum
-    of G query heads. Reads those queries, their log-sum-exp and the windows that they see."""
+    """One program: the rankings of a tile of groups of tokens of one row and ranking head, which
+    sums the scores of G query heads. Reads their queries, log-sum-exp and visible windows."""
     tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
@@ -233,7 +233,7 @@ def nsa_topk_softmax_mass(
         firsts, lasts = doc_first + b * T, doc_last + b * T
         low, end = candidates_in_document(end, token, T, firsts, lasts, s, INITIAL)
         lo, hi = in_document(lo, hi, token, T, firsts, lasts, d)
-    # from window `fewest` on, and before `latest`, there are some that not all tokens see
+    # all tokens see the windows `latest` .. `fewest` - 1
     fewest, latest = tl.min(tl.where(ranked, hi, W), 0), tl.max(tl.where(ranked, lo, 0), 0)
     low, end = tl.where(ranked, low, C), tl.where(ranked, end, 0)
     hi = tl.where(ranked, hi, 0)
@@ -242,21 +242,21 @@ def nsa_topk_softmax_mass(
     _, row_token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
     q_rows = b * q_b + row_token.to(tl.int64) * q_t + head * q_h
     q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
-    entry = (b * T + row_token) * (RANKS * G) + head
-    total = tl.load(lse + entry, mask=real, other=0.0) * 1.4426950408889634
-    # rows that are none, or see nothing, have no probability to give
-    total = tl.where(real & (total > NO_SCORE), total, float("inf"))
+    row = (b * T + row_token) * (RANKS * G) + head
+    lse_log2 = tl.load(lse + row, mask=real, other=0.0) * 1.4426950408889634
+    # rows that do not exist, or see no window, have probability 0
+    lse_log2 = tl.where(real & (lse_log2 > NO_SCORE), lse_log2, float("inf"))
 
     k_base = b * k_b + r // RANKS_PER_KV * k_h
     indices, missed = best_by_probs(
-        q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
+        q_tile, lse_log2, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
         HEADS, D, BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, WARPS,
         WIDE, CAP, PRECISION,
     )  # fmt: skip
     if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
             indices, missed = best_by_probs(
-                q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2,
+                q_tile, lse_log2, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2,
                 cap, HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s,
                 WARPS, WIDE, CAP, PRECISION,
             )  # fmt: skip
@@ -267,14 +267,14 @@ def nsa_topk_softmax_mass(
 
 
 def topk_grid(args, groups, B):
-    """Tiles of `groups` groups of tokens, of each row and ranking head; and whether flipped."""
+    """The grid of tiles of `groups` groups of tokens x lines (batch rows x ranking heads), and
+    whether it is flipped."""
     leaders = cdiv(args["T"] + args["STRIDE"] - 1, args["STRIDE"])
     return launch.grid(cdiv(leaders, groups), B * args["RANKS"])
 
 
 def log_sum_exps(mem_k, args, B, H):
-    """Of the queries that are ranked, lse [B T H]; `args` are those that both kernels of `probs`
-    take."""
+    """lse [B T H] of the ranked queries. Both kernels of `probs` take `args`."""
     q, heads = args["q"], args["HEADS"]
     lse = q.new_empty(B, q.shape[1], H, dtype=torch.float32)
     tile = launch.flash_tile("forward", True, args["D"], heads, q.dtype)
@@ -293,9 +293,9 @@ def select_blocks(
     interpolated, num_initial, num_local, stride, shared, causal, scale, documents=None,
     soft_cap=None, sinks=None, out=None,
 ):  # fmt: skip
-    """Block indices [B T R n], into `out` if it is given, of q [B T H D] and ck [B W K D]; `before`
-    [B R n] is the ranking of the token that leads the first query's group, lse [B T H] that of
-    branch 1, with its sinks [H]."""
+    """Block indices [B T R n] for q [B T H D] and ck [B W K D], written to `out` if given. `before`
+    [B R n] is the ranking of the first query's group if its leader came before this call. lse
+    [B T H] and sinks [H] are those of the compressed branch."""
     B, T, H, D = q.shape
     W, K = ck.shape[1:3]
     ranks, n = (K if shared else H), num_selected

@@ -1,9 +1,10 @@
-"""Ranking blocks by `importance="probs"`: a block's score is the probability of the windows that
-share tokens with it, each by how many, summed over the heads that rank together.
+"""Ranking of blocks by `importance="probs"`: a block's score is its softmax mass. It sums the
+probabilities of the windows that overlap the block, each times the number of tokens they share,
+over the heads that rank together.
 
-Tiles are [N, M], windows by rows of queries, M = tokens x heads. The windows are walked once, a
-chunk of blocks after the other. Those that end in block c give to c and, where they are longer than
-their stride, to the blocks before it.
+Tiles are [N, M], windows by rows of queries, M = tokens x heads. A program reads its windows once,
+in chunks of blocks. A window that ends in block c adds to the score of c and, if it is longer than
+its stride, to the scores of blocks before c.
 """
 
 import triton
@@ -28,8 +29,9 @@ def log_sum_exp(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of all memory slots and the windows lo .. hi - 1 of each row, in units of log2, [M]."""
-    # windows that all rows see
+    """Log-sum-exp [M] over all memory slots and the windows lo .. hi - 1 of each row, in units of
+    log2."""
+    # all rows see the windows `latest` .. `fewest` - 1
     fewest, latest = tl.min(tl.where(real, hi, W), 0), tl.max(tl.where(real, lo, 0), 0)
     m = tl.full([q_tile.shape[0]], NO_SCORE, tl.float32)
     l = tl.zeros([q_tile.shape[0]], tl.float32)
@@ -46,7 +48,7 @@ def log_sum_exp(
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
         if CAP:
             x = soft_capped(x, cap)
-        if W > 0:  # always: see best_by_probs
+        if W > 0:  # always true: see best_by_probs
             if (n0 + BLOCK_N > fewest) | (n0 < latest):
                 x = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), x, NO_SCORE)
             m, l = sum_step(x, m, l)
@@ -55,10 +57,10 @@ def log_sum_exp(
 
 @triton.jit
 def step_windows(N: tl.constexpr, WARPS: tl.constexpr):
-    """Which window of a step, 0 .. N - 1, each row of its tile holds. A thread of a matrix
-    instruction has rows r and r + 8 of every 16 WARPS: made windows in a row, it can add them up
-    by itself. Where there are fewer rows they are windows in order: what `in_order` would then ask
-    of the compiler (Triton 3.6) comes out wrong on an H200, 8 warps and 32 rows."""
+    """The window of a step, 0 .. N - 1, that each row of its tile holds. A thread of an MMA has
+    rows r and r + 8 of every 16 WARPS rows. They hold consecutive windows, so that the thread sums
+    them alone. With fewer rows, windows are in order: there `in_order` gives wrong results with
+    Triton 3.6 on an H200 (8 warps, 32 rows)."""
     row = tl.arange(0, N)
     thread = row // 16 % WARPS * 8 + row % 8
     window = thread * (N // (8 * WARPS)) + row // (16 * WARPS) * 2 + row // 8 % 2
@@ -88,8 +90,8 @@ def mask_windows(x, seen):
 
 @triton.jit
 def sum_near(p, HEADS: tl.constexpr, PARTIALS: tl.constexpr):
-    """[N, M] to [N, TOKENS x PARTS]: the sum over those heads that one thread of a matrix
-    instruction holds, which has rows 2 i and 2 i + 1 of every 8."""
+    """[N, M] to [N, TOKENS x PARTIALS]: the sum over the heads that one thread of an MMA holds. It
+    has columns 2 i and 2 i + 1 of every 8."""
     N: tl.constexpr = p.shape[0]
     M: tl.constexpr = p.shape[1]
     PAIR: tl.constexpr = 1 if HEADS == 1 else 2
@@ -100,7 +102,7 @@ def sum_near(p, HEADS: tl.constexpr, PARTIALS: tl.constexpr):
 @triton.jit
 def overlap_tokens(j, P: tl.constexpr, g: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr,
            s: tl.constexpr):  # fmt: skip
-    """How many tokens a block shares with window j of the P that end in the g-th block after."""
+    """Tokens that block c shares with window j of the P windows that end in block c + g."""
     overlap = j * 0 + 1
     if s >= d:
         past = (j + (g * P + 1)) * d  # the window's end
@@ -111,8 +113,8 @@ def overlap_tokens(j, P: tl.constexpr, g: tl.constexpr, WINDOW: tl.constexpr, d:
 @triton.jit
 def block_sums(p, j, P: tl.constexpr, BACK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr,
                s: tl.constexpr):  # fmt: skip
-    """What windows j [SLICE] of a chunk's blocks, p [CHUNK, SLICE, TOKENS, PARTS], give to the
-    block in which they end, to the one before, and so on: [TOKENS, CHUNK] each."""
+    """Scores [TOKENS, CHUNK] that windows j [SLICE] of a chunk's blocks add to the block in which
+    they end, to the block before it, and so on. p is [CHUNK, SLICE, TOKENS, PARTIALS]."""
     sums = ()
     for g in tl.static_range(BACK + 1):
         overlap = overlap_tokens(j, P, g, WINDOW, d, s)
@@ -128,9 +130,9 @@ def gather_columns(x, at):
 
 @triton.jit
 def scores_so_far(sums, kept):
-    """Scores [TOKENS, CHUNK] that are complete with these `block_sums`: those of the chunk's
-    blocks, each moved on by one place for each block that windows reach back. What moves out of the
-    chunk is `kept` for the next."""
+    """Scores [TOKENS, CHUNK] that are complete with these `block_sums`. They are shifted by one
+    column for each block that windows reach back. Incomplete scores at the end of the chunk are
+    `kept` for the next chunk."""
     CHUNK: tl.constexpr = sums[0].shape[1]
     n = tl.arange(0, CHUNK)
     score = sums[0]
@@ -144,27 +146,27 @@ def scores_so_far(sums, kept):
 
 @triton.jit
 def best_by_probs(
-    q_tile, total, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
+    q_tile, lse_log2, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
     WARPS: tl.constexpr, WIDE: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The ranking [TOKENS, SLOTS_2] of blocks low .. end - 1, and whether it must be done again.
-    Tokens see windows lo .. hi - 1, all of them those from `latest` to `fewest`; `total` is by row.
-    A step takes SLICE of the PER_BLOCK windows, filled up to a power of two, of each block of a
-    chunk."""
+    """The ranking [TOKENS, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated.
+    Tokens see windows lo .. hi - 1; all tokens see the windows `latest` .. `fewest` - 1. `lse_log2`
+    is by row. A step takes SLICE windows of each block of a chunk, of PER_BLOCK (a power of two)
+    per block."""
     TOKENS: tl.constexpr = end.shape[0]
     P: tl.constexpr = s // d if s > d else 1
-    # blocks, besides the one it ends in, that a window reaches
+    # blocks that a window overlaps before the one in which it ends
     BACK: tl.constexpr = (WINDOW + s - d - 1) // s if s >= d else 0
-    # Triton before 3.6 has no `min` of numbers that are known
+    # Triton before 3.6 has no `min` of constexprs
     PARTIALS: tl.constexpr = (HEADS + 1) // 2 if HEADS < 7 else 4
     ROOM: tl.constexpr = BLOCK_N // (COLUMNS if COLUMNS > 0 else SLOTS_2)
     SLICE: tl.constexpr = PER_BLOCK if PER_BLOCK < ROOM else ROOM
     CHUNK: tl.constexpr = BLOCK_N // SLICE
     STEPS: tl.constexpr = PER_BLOCK // SLICE
-    found = start(TOKENS, SLOTS_2, COLUMNS, DEPTH)
+    running = start(TOKENS, SLOTS_2, COLUMNS, DEPTH)
     kept = ()
     sums = ()
     for g in tl.static_range(BACK + 1):
@@ -183,28 +185,28 @@ def best_by_probs(
         x *= scale_log2
         if CAP:
             x = soft_capped(x, cap)
-        x -= total[None]
-        if W > 0:  # always: before a branch, not after, the compiler puts the next step's loads
+        x -= lse_log2[None]
+        if W > 0:  # always true: the compiler puts the next step's loads before a branch
             last = first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK
             if (last > fewest) | (first_window(c0, d, s) < latest):
                 x = mask_windows(x, (w[:, None] >= lo[None]) & (w[:, None] < hi[None]))
             p = in_order(sum_near(tl.exp2(x), HEADS, PARTIALS), WARPS)
             p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
-            more = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, WINDOW, d, s)
+            step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, WINDOW, d, s)
             if STEPS > 1:
                 so_far = ()
                 for g in tl.static_range(BACK + 1):
-                    so_far += (tl.where(j0 == 0, 0.0, sums[g]) + more[g],)
+                    so_far += (tl.where(j0 == 0, 0.0, sums[g]) + step_sums[g],)
                 sums = so_far
-                more = so_far
+                step_sums = so_far
             if j0 == PER_BLOCK - SLICE:
-                score, kept = scores_so_far(more, kept)
+                score, kept = scores_so_far(step_sums, kept)
                 c = chunk_blocks(c0, CHUNK, COLUMNS)
                 if COLUMNS > 1:
                     score = gather_columns(score, c - c0)
                 c -= BACK
                 candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
                 score = tl.where(candidate, score, NO_SCORE)
-                # a key has no room for the sign of a block
-                found = fold(found, score, tl.maximum(c, 0), COLUMNS)
-    return finish(found, SLOTS, SLOTS_2, COLUMNS)
+                # a sort key has no bit for the sign of a block
+                running = fold(running, score, tl.maximum(c, 0), COLUMNS)
+    return finish(running, SLOTS, SLOTS_2, COLUMNS)

@@ -1,14 +1,14 @@
-"""Ranking blocks by `importance="probs"`, as `softmax_mass.py`. In Gluon, for a Hopper.
+"""Ranking of blocks by `importance="probs"`, as `softmax_mass.py`. In Gluon, for Hopper.
 
-One program has a tile of rows, some tokens x the heads that rank together, and walks their windows,
-KEYS a step. While a product is under way, the scores of the step before go into the lists. Nothing
-is under way while its exponentials are formed, but products of other programs: registers and shared
-memory are for three or four of them a multiprocessor.
+A program owns a tile of rows (tokens x the heads that rank together) and reads its windows, KEYS
+per step. While an MMA runs, it inserts the scores of the previous step. While it computes
+exponentials, only MMAs of other programs run: registers and shared memory fit three or four
+programs per multiprocessor.
 
-A thread of a product has columns 2 i and 2 i + 1 of every 8: rows of q lie such that those are
-heads of one token, which it sums up by itself. Then the sums change hands through shared memory: a
-thread has all windows of a block and its score, and keeps a list of the best of every CHUNK-th
-block, as long as what is asked for. So no list ever loses a block that matters.
+A thread of an MMA has columns 2 i and 2 i + 1 of every 8. Rows of q are ordered so that these are
+heads of one token, and the thread sums them alone. The sums are then exchanged through shared
+memory: a thread gets all windows of a block, and with them its score. It keeps the best of every
+CHUNK-th block in a sorted column as deep as the top n, so no column loses one of the n best.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..common.dialect_sm90 import load_box, reinterpret, thread_barrier
 
 KEYS = gl.constexpr(64)  # windows of a step
 WIDTH = gl.constexpr(64)  # of a box of queries
-# as products read it
+# layout of an MMA operand
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 NO_BLOCK = gl.constexpr(0x7FFFFFFF)
 NO_SCORE = gl.constexpr(float("-inf"))
@@ -37,8 +37,8 @@ LENGTHS = ["first_token", "T", "C", "W", "tiles", "lines"]
 
 @gluon.constexpr_function
 def owners(windows, per_block, tokens, warps, by_block):
-    """Which thread has what of a step's windows [windows, tokens], or `apart` by block, [CHUNK,
-    per_block, tokens]: all of a block and token. Blocks of a token lie in one warp."""
+    """Layout of a step's windows [windows, tokens] or, `by_block`, [CHUNK, per_block, tokens]. A
+    thread has all windows of a block and token. A warp has all blocks of a token."""
     first, size = per_block.bit_length() - 1, windows.bit_length() - 1
     of_windows = [[1 << bit, 0] for bit in range(size)]
     shape = [windows, tokens]
@@ -60,18 +60,18 @@ def owners(windows, per_block, tokens, warps, by_block):
 
 @gluon.constexpr_function
 def accumulator(rows, warps):
-    """How products of all windows of a step and so many rows lie."""
+    """Layout of the accumulator of all windows of a step x `rows` rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, rows * 4 // warps, 16])
 
 
 @gluon.jit
-def head_sums(x, total, scale_log2, TOKENS: gl.constexpr):
-    """Probabilities [KEYS, TOKENS], summed over heads, of products [KEYS, ROWS]. A column is token,
-    head, token among NEAR, and head among 8 // NEAR."""
+def head_sums(x, lse_log2, scale_log2, TOKENS: gl.constexpr):
+    """Probabilities [KEYS, TOKENS] of q.k [KEYS, ROWS], summed over heads. The index of a column is
+    (token, head, token among NEAR, head among 8 // NEAR)."""
     NEAR: gl.constexpr = min(TOKENS, 4)
     FAR: gl.constexpr = TOKENS // NEAR
     HEADS: gl.constexpr = x.shape[1] // (8 * FAR)
-    p = gl.exp2(x * scale_log2 - total[None])
+    p = gl.exp2(x * scale_log2 - lse_log2[None])
     p = gl.sum(gl.reshape(p, [KEYS, FAR, HEADS, NEAR, 4 // NEAR, 2]), 5)
     return gl.reshape(gl.sum(gl.sum(p, 2), 3), [KEYS, TOKENS])
 
@@ -79,18 +79,18 @@ def head_sums(x, total, scale_log2, TOKENS: gl.constexpr):
 @gluon.jit
 def overlap_tokens(j, P: gl.constexpr, g: gl.constexpr, WINDOW: gl.constexpr, d: gl.constexpr,
            s: gl.constexpr):  # fmt: skip
-    """How many tokens a block shares with window j of the P that end in the g-th block after."""
+    """Tokens that block c shares with window j of the P windows that end in block c + g."""
     past = (j + (g * P + 1)) * d
     return gl.maximum(gl.minimum(past, s) - gl.maximum(past - WINDOW, 0), 0).to(gl.float32)
 
 
 @gluon.jit
-def empty_lists(
+def empty_columns(
     T, DEPTH: gl.constexpr, CHUNK: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """Scores and blocks of lists with nothing in them."""
-    # T is not negative: of constants the compiler would follow how they move down the lists, and
-    # form some of them twice
+    """Scores and blocks of empty columns."""
+    # T is never negative. With constants the compiler would track how they move down the columns,
+    # and compute some of them twice
     score, block = gl.where(T < 0, 0.0, NO_SCORE), gl.where(T < 0, 0, NO_BLOCK)
     scores = ()
     blocks = ()
@@ -101,9 +101,9 @@ def empty_lists(
 
 
 @gluon.jit
-def insert(found, score, block):
-    """Put the scores of some blocks into the lists, each into its own."""
-    scores, blocks = found
+def insert(columns, score, block):
+    """Insert the scores of CHUNK blocks, each into its column."""
+    scores, blocks = columns
     new_scores = ()
     new_blocks = ()
     score_above, block_above = score, block
@@ -119,7 +119,7 @@ def insert(found, score, block):
 
 @gluon.jit
 def insert_scores(
-    found, kept, p, step, hi, end, WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr,
+    columns, kept, p, step, hi, end, WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr,
     INITIAL: gl.constexpr,
 ):  # fmt: skip
     """Put the scores of a step's blocks, of probabilities p [CHUNK, P, TOKENS], into the lists.
@@ -145,13 +145,13 @@ def insert_scores(
         block -= 1
     candidate = (block >= INITIAL)[:, None] & (block[:, None] < end[None])
     score = gl.where(candidate, score, NO_SCORE)
-    return insert(found, score, block[:, None]), kept
+    return insert(columns, score, block[:, None]), kept
 
 
 @gluon.jit
 def load_keys(ck, smem, full, b, h, chunk, iteration, iterations):
-    """The windows of a chunk of blocks, into their place of the ring, if there are so many turns;
-    that so many bytes come has been said to its barrier."""
+    """Load the windows of a chunk of blocks into their slot, if there are that many iterations.
+    `expect_keys` has told the slot's barrier the number of bytes."""
     stage = iteration % smem.shape[0]
     at = [b, chunk * KEYS, h, 0]
     load_box(ck, at, full.index(stage), smem.index(stage), pred=iteration < iterations)
@@ -174,10 +174,10 @@ def load_probabilities(smem, P: gl.constexpr):
 
 @gluon.jit
 def process_chunks(
-    ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, h, begin, iterations, found, kept,
-    WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr, INITIAL: gl.constexpr,
+    ck, smem, full, q_tile, sums, lse_log2, scale_log2, hi, end, b, h, begin, iterations, columns,
+    kept, WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr, INITIAL: gl.constexpr,
 ):  # fmt: skip
-    """The lists of a tile's tokens, of so many chunks of blocks."""
+    """The sorted columns of a tile's tokens after `iterations` chunks of blocks."""
     ROWS: gl.constexpr = q_tile.shape[0]
     ACC: gl.constexpr = accumulator(ROWS, gl.num_warps())
     STAGES: gl.constexpr = smem.shape[0]
@@ -187,27 +187,27 @@ def process_chunks(
         mbarrier.wait(full.index(iteration % STAGES), iteration // STAGES & 1)
         k_tile = smem.index(iteration % STAGES).reshape([KEYS, q_tile.shape[1]])
         x = warpgroup_mma(k_tile, q_tile.permute((1, 0)), x, use_acc=False, is_async=True)
-        # in the first turn anything, of blocks before those that are ranked
+        # in the first iteration any values: their blocks are before the candidates
         p = load_probabilities(sums, s // d)
-        found, kept = insert_scores(found, kept, p, chunk - 1, hi, end, WINDOW, d, s, INITIAL)
+        columns, kept = insert_scores(columns, kept, p, chunk - 1, hi, end, WINDOW, d, s, INITIAL)
         x = warpgroup_mma_wait(0, deps=[x])
         expect_keys(smem, full, iteration + STAGES, iterations)
         thread_barrier()
         load_keys(ck, smem, full, b, h, chunk + STAGES, iteration + STAGES, iterations)
-        sums.store(head_sums(x, total, scale_log2, sums.shape[1]))
+        sums.store(head_sums(x, lse_log2, scale_log2, sums.shape[1]))
         thread_barrier()
     p = load_probabilities(sums, s // d)
-    found, kept = insert_scores(
-        found, kept, p, begin + iterations - 1, hi, end, WINDOW, d, s, INITIAL
+    columns, kept = insert_scores(
+        columns, kept, p, begin + iterations - 1, hi, end, WINDOW, d, s, INITIAL
     )
-    return found
+    return columns
 
 
 @gluon.jit
-def best_blocks(found, slot):
-    """The best of all lists by slot [CHUNK, TOKENS], best first, -1 in empty ones and past as many
-    as a list has."""
-    scores, blocks = found
+def best_blocks(columns, slot):
+    """The best of all columns by slot [CHUNK, TOKENS], best first; -1 in empty slots and past the
+    depth of a column."""
+    scores, blocks = columns
     SLOTS: gl.constexpr = len(scores)
     indices = gl.full(scores[0].shape, -1, gl.int32, scores[0].type.layout)
     for j in gl.static_range(SLOTS):
@@ -229,16 +229,15 @@ def load_lse(
     lse, b, r, first, T, RANKS, G: gl.constexpr, TOKENS: gl.constexpr, STRIDE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exps of a tile's columns in units of log2, inf of those that have no probability to
-    give."""
+    """Log-sum-exps of a tile's rows in units of log2; inf for rows with probability 0."""
     NEAR: gl.constexpr = min(TOKENS, 4)
     column = gl.arange(0, TOKENS * G, LAYOUT)
     near, head = column % 8 // (8 // NEAR), column % (8 // NEAR)
     head += column // 8 % (G * NEAR // 8) * (8 // NEAR)
     token = (first + column // (G * NEAR) * NEAR + near) * STRIDE
     row = (b * T + token).to(gl.int64) * (RANKS * G) + r * G + head
-    total = gl.load(lse + row, mask=token < T, other=float("-inf")) * 1.4426950408889634
-    return gl.where(total == float("-inf"), float("inf"), total)
+    lse_log2 = gl.load(lse + row, mask=token < T, other=float("-inf")) * 1.4426950408889634
+    return gl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -248,8 +247,8 @@ def nsa_topk_softmax_mass_sm90(
     WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr, INITIAL: gl.constexpr,
     LOCAL: gl.constexpr, STRIDE: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One program: the rankings of a tile of tokens, each STRIDE-th, of one row and ranking head.
-    Reads their queries, those queries' log-sum-exp and the windows that they see."""
+    """One program: the rankings of a tile of tokens, every STRIDE-th one, of one row and ranking
+    head. Reads their queries, log-sum-exp and visible windows."""
     TOKENS: gl.constexpr = ROWS // G
     P: gl.constexpr = s // d
     CHUNK: gl.constexpr = KEYS // P
@@ -258,7 +257,7 @@ def nsa_topk_softmax_mass_sm90(
     SCORE: gl.constexpr = gl.SliceLayout(1, owners(KEYS, P, TOKENS, gl.num_warps(), True))
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [0, 1])
     ACC: gl.constexpr = accumulator(ROWS, gl.num_warps())
-    # those that see most go first
+    # tiles with most windows first
     tile, line = tiles - 1 - gl.program_id(0) // lines, gl.program_id(0) % lines
     b, r = line // RANKS, line % RANKS
     first = tile * TOKENS
@@ -291,18 +290,18 @@ def nsa_topk_softmax_mass_sm90(
             load_box(q, at, q_bar.index(0), q_smem.index(stage))
     for iteration in gl.static_range(STAGES):
         load_keys(ck, smem, full, b, r // RANKS_PER_KV, begin + iteration, iteration, iterations)
-    total = load_lse(lse, b, r, first, T, RANKS, G, TOKENS, STRIDE, gl.SliceLayout(0, ACC))
+    lse_log2 = load_lse(lse, b, r, first, T, RANKS, G, TOKENS, STRIDE, gl.SliceLayout(0, ACC))
 
-    found = empty_lists(T, SLOTS, CHUNK, TOKENS, SCORE)
+    columns = empty_columns(T, SLOTS, CHUNK, TOKENS, SCORE)
     kept = gl.zeros([CHUNK, TOKENS], gl.float32, SCORE)
     mbarrier.wait(q_bar.index(0), 0)
     q_tile = reinterpret(q_smem, ck.dtype, [1, ROWS, D], TILE).index(0)
-    found = process_chunks(
-        ck, smem, full, q_tile, sums, total, scale_log2, hi, end, b, r // RANKS_PER_KV, begin,
-        iterations, found, kept, WINDOW, d, s, INITIAL,
+    columns = process_chunks(
+        ck, smem, full, q_tile, sums, lse_log2, scale_log2, hi, end, b, r // RANKS_PER_KV, begin,
+        iterations, columns, kept, WINDOW, d, s, INITIAL,
     )  # fmt: skip
     slot = gl.arange(0, CHUNK, gl.SliceLayout(1, SCORE))
-    indices = best_blocks(found, slot)
+    indices = best_blocks(columns, slot)
     for j in gl.static_range(STRIDE):
         row = (b * T + token + j).to(gl.int64) * RANKS + r
         mask = (token + j < T)[None] & (slot < SLOTS)[:, None]

@@ -1,12 +1,12 @@
 """A running top n on chip: fold tiles of scores in, take the n best out, best first.
 
-Scores [M, N] come chunk by chunk, the blocks of a chunk after those of the chunk before; -inf is no
-candidate. Ties go to the earlier block. Two ways, chosen by COLUMNS:
+Scores [M, N] come chunk by chunk, in the order of blocks; a score of -inf is no candidate. Ties go
+to the earlier block. COLUMNS chooses one of two methods:
 
-* COLUMNS > 0, column lists: of every COLUMNS-th score a sorted list of DEPTH, kept by comparing and
-  swapping only; at the end the heads of the lists are merged. Exact unless one list should have
-  kept more than DEPTH of the n best. That is noticed, and the tile is to be done again;
-* COLUMNS = 0, a bitonic merge: the chunk's n best are merged into the running n best, always exact.
+* COLUMNS > 0, sorted columns: column i keeps the DEPTH best of every COLUMNS-th score, sorted by
+  compare and swap. At the end the columns are merged. The result is exact unless a column lost one
+  of the n best. The kernel detects a possible loss, and the caller repeats the tile;
+* COLUMNS = 0, a bitonic merge of the chunk's n best into the running n best: always exact.
 """
 
 import triton
@@ -23,30 +23,30 @@ NO_KEY = tl.constexpr(-0x8000000000000000)
 def chunk_blocks(c0, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
     """Blocks [N] of the chunk at c0, in the order of its columns.
 
-    Turned a little from one COLUMNS of them to the next, so that blocks that lie at a regular
-    distance, such as the first of each document, do not meet in one list.
+    Each run of COLUMNS blocks is permuted, so that blocks at a regular distance, such as the first
+    of each document, do not fall into one column.
     """
     n = c0 + tl.arange(0, BLOCK_N)
     if COLUMNS > 1:
-        # by 2531 / 4096 = 0.618 of a whole turn
+        # from one run to the next by 2531 / 4096 = 0.618 of COLUMNS
         n = n ^ (((n & -COLUMNS) * 2531 >> 12) & (COLUMNS - 1))
     return n
 
 
 @triton.jit
 def start(M: tl.constexpr, SLOTS_2: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """Nothing found yet, for M rows."""
+    """The empty top n of M rows."""
     if COLUMNS == 0:
-        found = (tl.full([M, SLOTS_2], NO_KEY, tl.int64),)
+        running = (tl.full([M, SLOTS_2], NO_KEY, tl.int64),)
     else:
         scores = ()
         blocks = ()
         for _ in tl.static_range(DEPTH):
             scores += (tl.full([M, COLUMNS], NO_SCORE, tl.float32),)
             blocks += (tl.full([M, COLUMNS], NO_BLOCK, tl.int32),)
-        # the third: the best that each list has let go of
-        found = scores, blocks, tl.full([M, COLUMNS], NO_SCORE, tl.float32)
-    return found
+        # the third: the best score that each column has lost
+        running = scores, blocks, tl.full([M, COLUMNS], NO_SCORE, tl.float32)
+    return running
 
 
 @triton.jit
@@ -58,15 +58,15 @@ def halves(x):
 
 
 @triton.jit
-def insert(found, s, c):
-    """Put scores s of blocks c [M, COLUMNS] into the lists, each into its column's."""
-    scores, blocks, lost = found
+def insert(running, s, c):
+    """Insert scores s of blocks c [M, COLUMNS], each into its column."""
+    scores, blocks, lost = running
     new_scores = ()
     new_blocks = ()
-    # what takes a place is s or, from the place after its own on, what stood one before
+    # a depth takes s, or below the depth of s the entry of the depth above
     s_above, c_above = s, c
     for depth in tl.static_range(len(scores)):
-        # strictly: what is in a list is earlier
+        # strictly better: blocks already in the column are earlier
         better = s > scores[depth]
         new_scores += (tl.where(better, s_above, scores[depth]),)
         new_blocks += (tl.where(better, c_above, blocks[depth]),)
@@ -97,30 +97,31 @@ def in_order(s):
 
 @triton.jit
 def sort_keys(s, c):
-    """One 64-bit integer of a score and its block: greater is better, then earlier."""
+    """One 64-bit integer of a score and its block: a better score is greater, then an earlier
+    block."""
     return (in_order(s).to(tl.int64) << 32) | (c ^ NO_BLOCK).to(tl.int64)
 
 
 @triton.jit
-def fold(found, s, c, COLUMNS: tl.constexpr):
-    """Fold scores s [M, N] of blocks c [N] into what was found."""
+def fold(running, s, c, COLUMNS: tl.constexpr):
+    """Fold scores s [M, N] of blocks c [N] into the running top n."""
     c = tl.broadcast_to(c[None], s.shape)
     if COLUMNS > 0:
         s_pieces, c_pieces = slices(s, COLUMNS), slices(c, COLUMNS)
         for i in tl.static_range(len(s_pieces)):
-            found = insert(found, s_pieces[i], c_pieces[i])
+            running = insert(running, s_pieces[i], c_pieces[i])
     else:
-        (best,) = found
-        # one ascending, one descending: their maximum is the n best, ready to be merged
+        (best,) = running
+        # one is ascending, one descending: their maximum is the n best, a bitonic sequence
         best = tl.maximum(best, tl.topk(sort_keys(s, c), best.shape[1]))
-        found = (tl.bitonic_merge(best),)
-    return found
+        running = (tl.bitonic_merge(best),)
+    return running
 
 
 @triton.jit
-def merge_lists(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
-    """The SLOTS best of the lists [M, SLOTS_2] and whether a list may have lost one of them."""
-    scores, blocks, lost = found
+def merge_columns(running, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
+    """The SLOTS best of the columns [M, SLOTS_2], and 1 if a column may have lost one of them."""
+    scores, blocks, lost = running
     DEPTH: tl.constexpr = len(scores)
     M: tl.constexpr = lost.shape[0]
     slot = tl.arange(0, SLOTS_2)[None]
@@ -139,21 +140,21 @@ def merge_lists(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
         new_scores += (tl.where(taken, NO_SCORE, scores[DEPTH - 1]),)
         new_blocks += (tl.where(taken, NO_BLOCK, blocks[DEPTH - 1]),)
         scores, blocks = new_scores, new_blocks
-    # what a list let go of comes after all that it kept: it matters where all of that was taken,
-    # and not where that is all that was asked for
+    # a column's lost scores rank below all scores that it kept: they matter only if all of these
+    # were taken, and never if the column is as deep as the top n
     missed = (blocks[0] == NO_BLOCK) & (lost >= nth[:, None]) & (lost > NO_SCORE)
     missed &= SLOTS > DEPTH
     return indices, tl.max(tl.max(missed.to(tl.int32), 1), 0)
 
 
 @triton.jit
-def finish(found, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, COLUMNS: tl.constexpr):
-    """The ranking [M, SLOTS_2], best first, NO_BLOCK in empty slots and past SLOTS; and 1 if it
-    must be done again with COLUMNS = 0, else 0."""
+def finish(running, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, COLUMNS: tl.constexpr):
+    """The ranking [M, SLOTS_2], best first, NO_BLOCK in empty slots and past SLOTS; and 1 if the
+    caller must repeat it with COLUMNS = 0, else 0."""
     if COLUMNS > 0:
-        indices, missed = merge_lists(found, SLOTS, SLOTS_2)
+        indices, missed = merge_columns(running, SLOTS, SLOTS_2)
     else:
-        (best,) = found
+        (best,) = running
         best = tl.sort(best, descending=True)
         block = (best & NO_BLOCK).to(tl.int32) ^ NO_BLOCK
         filled = ((best >> 32).to(tl.int32) > NO_ORDER) & (tl.arange(0, SLOTS_2)[None] < SLOTS)

@@ -187,7 +187,7 @@ def test_memory_is_given_back_where_it_was():
 
 
 def test_few_plans_are_kept(monkeypatch):
-    monkeypatch.setattr(replay, "MOST_PLANS", 3)
+    monkeypatch.setattr(replay, "MAX_PLANS", 3)
     repeated = replay.Repeated(lambda at: at + 1)
     for n in range(1, 9):
         t = torch.ones(n)
