@@ -71,8 +71,7 @@ def spread_rows(
     d_out, dx, b, h, t, W, T, o_b, o_h, o_w, L: tl.constexpr, STRIDE: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write dx [B T K D] of tokens t: the sum of d_out [B K W D] over the windows that cover t,
-    over L."""
+    """Write dx [B T K D] of tokens t: the sum of d_out [B K W D] / L over windows that cover t."""
     d_out += b * o_b + h * o_h
     acc = tl.zeros([t.shape[0], BLOCK_D], tl.float32)
     for i in tl.range(0, L // STRIDE, loop_unroll_factor=2):
@@ -103,8 +102,8 @@ def sum_windows(
     d_out, dp, h, feature, B, W, o_b, o_h, o_w, L: tl.constexpr, D: tl.constexpr,
     WINDOWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a head's positions [L D]: the sum of d_out over all windows, over L. It
-    is the same for all L positions."""
+    """Write the gradient of a head's positions [L D]: the sum of d_out / L over all windows. It is
+    the same for all L positions."""
     acc = tl.zeros([WINDOWS, feature.shape[0]], tl.float32)
     for b in range(0, B):
         rows = d_out + tl.cast(b, tl.int64) * o_b + h * o_h

@@ -1,1 +1,1 @@
-"""What kernels of several operations share."""
+"""Code that the kernels of several operations share."""

@@ -192,18 +192,17 @@ def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
 
 
 def grid(tiles: int, lines: int, *others: int) -> tuple[tuple[int, ...], bool]:
-    """A grid of tiles x lines (batch rows x heads), and whether it is flipped. Tiles of one line
-    are neighbours. A grid with more lines than fit on its second axis is flipped; it has few
-    tiles."""
+    """A grid of tiles x lines (batch rows x heads), and whether it is flipped. Tiles of a line are
+    adjacent. The grid is flipped if its second axis cannot hold all lines: tiles are then few."""
     flipped = lines > MAX_GRID_Y
     return (*((lines, tiles) if flipped else (tiles, lines)), *others), flipped
 
 
 def query_splits(programs: int, tiles: int, wide: bool = True) -> int:
-    """Splits of the queries of a block of keys. With `wide` ranges few blocks are seen by many
-    queries: short splits balance better, long splits cost less to start and reduce. The two costs
-    are equal at about this number. In a window all blocks are seen by equally many queries; the
-    number of splits just fills the GPU."""
+    """Number of splits of the queries of a block of keys. In `wide` ranges many queries see few
+    blocks: short splits balance better, long ones cost less to start and reduce. Both costs are
+    equal at about this number. In a window equally many queries see each block: splits just fill
+    the GPU."""
     if not wide:
         return max(1, min(CONCURRENT_PROGRAMS // max(1, programs), tiles // MIN_SPLIT_TILES))
     split_tiles = max(MIN_SPLIT_TILES, math.isqrt(programs * tiles // 8))

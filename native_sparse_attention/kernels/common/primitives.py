@@ -7,13 +7,12 @@ All logits are in units of log2 (multiplied by `scale * log2 e`), so that `exp2`
 import triton
 import triton.language as tl
 
-# which keys a query at position i sees, of N in a row: one interval [lo, hi), both ends rising with
-# i
+# kinds of KV ranges: the query at position i sees keys [lo, hi) of N; both ends rise with i
 CAUSAL_WINDOW = tl.constexpr(0)  # i - reach .. i
 TWO_SIDED_WINDOW = tl.constexpr(1)  # i - reach .. i + reach
-BEHIND = tl.constexpr(2)  # the keys that end, one each `stride` tokens, at or before i
+BEHIND = tl.constexpr(2)  # keys that end at or before i; one ends every `stride` tokens
 EVERYTHING = tl.constexpr(3)
-LOCAL_BLOCKS = tl.constexpr(4)  # the block of `stride` tokens around i, to i, and `reach` before it
+LOCAL_BLOCKS = tl.constexpr(4)  # i's block of `stride` tokens, up to i, and `reach` before it
 
 # largest row bound (units of log2) that is subtracted in place of the row maximum
 LARGEST_BOUND = tl.constexpr(48.0)
@@ -101,8 +100,7 @@ def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.cons
 
 @triton.jit
 def candidates_in_document(end, token, T, firsts, lasts, s: tl.constexpr, INITIAL: tl.constexpr):
-    """First block that a query may rank in its document, and one past the last of those before
-    `end`."""
+    """First block that a query may rank in its document, and one past the last, at most `end`."""
     token = tl.minimum(tl.maximum(token, 0), T - 1)
     low = tl.load(firsts + token) // s + INITIAL
     return low, tl.minimum(end, tl.cdiv(tl.load(lasts + token), s))

@@ -87,10 +87,9 @@ class UnionRule:
 
 # by rows of a selection's tile. `cost` is the time of one block for a tile of members x rows rows,
 # relative to the time of one block for a single selection (query-major, or key-major under FEW_ROWS
-# rows). Unions of two selections of 32 rows are faster for any overlap (H200, H = 64, K = 2, 8k:
-# 1.00 ms with, 1.39 ms without; not tried with shared block indices), so their cost is under 1.
-# 512 tokens and 8 KV heads make 256 groups: the layer's forward takes 97 µs with unions, 110 µs
-# without (H200)
+# rows). Unions of two selections of 32 rows are faster for any overlap, so their cost is under 1
+# (H200, H = 64, K = 2, 8k: 1.00 ms instead of 1.39; not tried with shared block indices). 256
+# groups are 512 tokens of 8 KV heads: a layer's forward takes 97 µs instead of 110 (H200)
 UNION_RULES = {
     4: UnionRule(16, 5.0, least=256),
     8: UnionRule(8, 1.8),
@@ -111,7 +110,7 @@ KEY_MAJOR = {
 # at most this many keys are a prefix: memory, or the initial block
 FEW_KEYS = 64
 
-# by kernel: up to this many keys, it uses the config of the kernel named
+# by kernel: largest number of keys for which it uses the tile config of another, and its name
 FEWER_KEYS = {"dq": (1024, "window.dq"), "forward": (512, "few.forward")}
 
 # query heads per KV head up to which dk and dv are faster with few rows per tile

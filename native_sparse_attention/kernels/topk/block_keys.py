@@ -240,8 +240,7 @@ def block_keys(ck, C, d, s, interpolated, scale, terms=0, documents=None):
 
 
 def block_keys_backward(d_keys, W, d, s, interpolated, scale, documents=None):
-    """Gradient [B W K D] of ck, from the gradient [sets, B, K, C, D] of its block keys, in
-    float32."""
+    """Gradient [B W K D] of ck from the gradient [sets, B, K, C, D] of its block keys, float32."""
     sets, B, K, C, D = d_keys.shape
     d_ck = d_keys.new_empty(B, W, K, D)
     block_w = 16

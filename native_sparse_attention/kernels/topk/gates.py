@@ -81,10 +81,10 @@ def seeing_groups(n, last, first_token, d: tl.constexpr, s: tl.constexpr, LOCAL:
 
 
 @triton.jit
-def slot_grads(chosen, grads, slot_row, index, unit, first, GROUPS, slots, STEP: tl.constexpr):
+def slot_grads(chosen, grads, slot0, index, unit, first, GROUPS, slots, STEP: tl.constexpr):
     """Gradients [TOKENS, UNITS] of the gates of units, summed over STEP slots from `first` on."""
     slot = first + tl.arange(0, STEP)
-    at = (slot_row + slot)[:, None] * GROUPS + index[None]
+    at = (slot0 + slot)[:, None] * GROUPS + index[None]
     there = (slot < slots)[:, None] & (index < GROUPS)[None]
     c = tl.load(chosen + at, mask=there, other=-1)
     g = tl.load(grads + at, mask=there, other=0.0)
@@ -93,7 +93,7 @@ def slot_grads(chosen, grads, slot_row, index, unit, first, GROUPS, slots, STEP:
 
 @triton.jit
 def gate_grads(
-    chosen, grads, slot_row, index, n0, GROUPS, slots, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
+    chosen, grads, slot0, index, n0, GROUPS, slots, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     STEP: tl.constexpr, PER_UNIT: tl.constexpr, EXPAND: tl.constexpr, REACH: tl.constexpr,
     WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
 ):  # fmt: skip
@@ -108,9 +108,7 @@ def gate_grads(
         # [TOKENS, UNITS]
         grad = tl.zeros([TOKENS, UNITS], tl.float32)
         for first in range(0, SLOTS, STEP):
-            grad += slot_grads(
-                chosen, grads, slot_row, index, unit - back, first, GROUPS, slots, STEP
-            )
+            grad += slot_grads(chosen, grads, slot0, index, unit - back, first, GROUPS, slots, STEP)
         if EXPAND > 1:
             grad = tl.broadcast_to(grad[:, :, None], [TOKENS, UNITS, EXPAND])
             grad = tl.reshape(grad, [TOKENS, BLOCK_N])

@@ -63,9 +63,8 @@ def nsa_gates_bwd_preprocess(
     STRIDE: tl.constexpr, BLOCKS_PER_WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one slot of BLOCK_M groups of one row and ranking head. Writes the chosen unit
-    of keys, which BLOCKS_PER_WINDOW blocks share, and the sum of the gradients of the group's
-    tokens; both [B R n GROUPS]."""
+    """One program: a slot of BLOCK_M groups of one row and ranking head. Writes the chosen unit of
+    keys (of BLOCKS_PER_WINDOW blocks) and the sum of the group's gradients, both [B R n GROUPS]."""
     tile, line, _tiles, _lines = grid_position(FLIPPED)
     b, r = (line // RANKS).to(tl.int64), line % RANKS
     slot = tl.program_id(2)
@@ -110,7 +109,7 @@ def nsa_gates_bwd_dq(
         tile, r, first_token, T, G, HEADS, STRIDE, BLOCK_M
     )
     group = tile * (BLOCK_M // HEADS) + tl.arange(0, BLOCK_M // HEADS)
-    slot_row = (b * RANKS + r) * slots
+    slot0 = (b * RANKS + r) * slots
     q_rows = b * q_b + large(token, WIDE) * q_t + head * q_h
     q_tile, q_low = load_terms(q, q_rows, D, BLOCK_D, real, TERMS)
 
@@ -150,7 +149,7 @@ def nsa_gates_bwd_dq(
             dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             if phase % PHASES == 0 or OTHER == EDGES:
                 dp = gate_grads(
-                    chosen, grads, slot_row, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP,
+                    chosen, grads, slot0, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP,
                     PER_UNIT, EXPAND, REACH, WINDOW, d, s,
                 )  # fmt: skip
                 dp = repeat_heads(dp, HEADS)
@@ -207,7 +206,7 @@ def nsa_gates_bwd_dk(
     n = n0 + tl.arange(0, BLOCK_N)
     k_rows = b * k_b + r // RANKS_PER_KV * k_h + large(n, WIDE) * k_n
     k_tile, k_low = load_terms(k, k_rows, D, BLOCK_D, n < N, TERMS)
-    slot_row = (b * RANKS + r) * slots
+    slot0 = (b * RANKS + r) * slots
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
     last = tl.minimum(n0 + BLOCK_N, N) - 1
@@ -248,7 +247,7 @@ def nsa_gates_bwd_dk(
         if KIND != MEMORY:
             group = tile * TOKENS + tl.arange(0, TOKENS)
             dp = gate_grads(
-                chosen, grads, slot_row, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP, PER_UNIT,
+                chosen, grads, slot0, group, n0, GROUPS, slots, BLOCK_N, SLOTS, STEP, PER_UNIT,
                 EXPAND, REACH, WINDOW, d, s,
             )  # fmt: skip
             ds += tl.trans(repeat_heads(dp, HEADS))

@@ -29,8 +29,7 @@ def log_sum_exp(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp [M] over all memory slots and the windows lo .. hi - 1 of each row, in units of
-    log2."""
+    """Log-sum-exp [M], units of log2, over all memory slots and each row's windows lo .. hi - 1."""
     # all rows see the windows `latest` .. `fewest` - 1
     fewest, latest = tl.min(tl.where(real, hi, W), 0), tl.max(tl.where(real, lo, 0), 0)
     m = tl.full([q_tile.shape[0]], NO_SCORE, tl.float32)
@@ -153,9 +152,8 @@ def best_by_probs(
     WARPS: tl.constexpr, WIDE: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The ranking [TOKENS, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated.
-    Tokens see windows lo .. hi - 1; all tokens see the windows `latest` .. `fewest` - 1. `lse_log2`
-    is by row. A step takes SLICE windows of each block of a chunk, of PER_BLOCK (a power of two)
-    per block."""
+    Tokens see windows lo .. hi - 1; all tokens see windows `latest` .. `fewest` - 1. `lse_log2` is
+    by row. PER_BLOCK is the windows per block, padded to a power of two; a step takes SLICE."""
     TOKENS: tl.constexpr = end.shape[0]
     P: tl.constexpr = s // d if s > d else 1
     # blocks that a window overlaps before the one in which it ends

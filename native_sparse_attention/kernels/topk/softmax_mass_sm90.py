@@ -108,7 +108,7 @@ def insert(columns, score, block):
     new_blocks = ()
     score_above, block_above = score, block
     for depth in gl.static_range(len(scores)):
-        # strictly: what is in a list is earlier
+        # strictly better: blocks already in the column are earlier
         better = score > scores[depth]
         new_scores += (gl.maximum(scores[depth], score_above),)
         new_blocks += (gl.where(better, block_above, blocks[depth]),)
@@ -122,9 +122,9 @@ def insert_scores(
     columns, kept, p, step, hi, end, WINDOW: gl.constexpr, d: gl.constexpr, s: gl.constexpr,
     INITIAL: gl.constexpr,
 ):  # fmt: skip
-    """Put the scores of a step's blocks, of probabilities p [CHUNK, P, TOKENS], into the lists.
-    Where windows reach the block before, each is moved on by one place; `kept` is what of the last
-    step's last block's score is known."""
+    """Insert the scores of a step's blocks, from probabilities p [CHUNK, P, TOKENS]. If windows
+    reach into the block before, scores are shifted by one block: `kept` holds the incomplete score
+    of the previous step's last block."""
     CHUNK: gl.constexpr = p.shape[0]
     P: gl.constexpr = p.shape[1]
     OWN: gl.constexpr = p.type.layout
@@ -132,15 +132,15 @@ def insert_scores(
     c = gl.arange(0, CHUNK, gl.SliceLayout(1, SCORE))
     block = step * CHUNK + c
     j = gl.arange(0, P, gl.SliceLayout(0, gl.SliceLayout(2, OWN)))
-    # of the token's windows, those from this block's first on
-    more = hi[None] - (block * P)[:, None]
-    p = gl.where(j[None, :, None] < gl.expand_dims(more, 1), p, 0.0)
+    # windows that the token sees, from the block's first window on
+    visible = hi[None] - (block * P)[:, None]
+    p = gl.where(j[None, :, None] < gl.expand_dims(visible, 1), p, 0.0)
     score = gl.sum(p * overlap_tokens(j, P, 0, WINDOW, d, s)[None, :, None], 1)
     if d < WINDOW:
-        moved = gl.where((c == CHUNK - 1)[:, None], kept, score)
+        rotated = gl.where((c == CHUNK - 1)[:, None], kept, score)
         kept = score
-        before, _ = gl.broadcast(((c - 1) & (CHUNK - 1))[:, None], moved)
-        score = gl.gather(moved, before, 0)
+        before, _ = gl.broadcast(((c - 1) & (CHUNK - 1))[:, None], rotated)
+        score = gl.gather(rotated, before, 0)
         score += gl.sum(p * overlap_tokens(j, P, 1, WINDOW, d, s)[None, :, None], 1)
         block -= 1
     candidate = (block >= INITIAL)[:, None] & (block[:, None] < end[None])

@@ -97,8 +97,7 @@ def in_order(s):
 
 @triton.jit
 def sort_keys(s, c):
-    """One 64-bit integer of a score and its block: a better score is greater, then an earlier
-    block."""
+    """64-bit integers that order by score, then by block: greater is better, then earlier."""
     return (in_order(s).to(tl.int64) << 32) | (c ^ NO_BLOCK).to(tl.int64)
 
 
