@@ -54,8 +54,8 @@ def hasten() -> None:
     # an operation takes as long for many elements as for few
     from native_sparse_attention.kernels.selected import csr
 
-    OWN.setdefault("NUMBERED", csr.NUMBERED)
-    csr.NUMBERED = 128
+    OWN.setdefault("COUNT_PAIRS", csr.COUNT_PAIRS)
+    csr.COUNT_PAIRS = 128
 
 
 def has(made: Any, names: str) -> bool:

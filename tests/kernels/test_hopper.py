@@ -109,11 +109,11 @@ def test_compressed(launches, heads, D, T, before, d, slots, dtype, size):
 )  # fmt: skip
 def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
     """Forward, of few heads a group, and dk, dv and dq, in several spans and items of a block."""
-    of_spans = {64: workspace.Parts(n / number * 1.01, 1)}
-    monkeypatch.setattr(workspace, "PARTS", dict.fromkeys(workspace.PARTS, of_spans))
-    monkeypatch.setattr(workspace, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(workspace, "LEAST_ROWS", 1)
-    monkeypatch.setattr(workspace, "FEW_LISTS", 1)
+    of_spans = {64: workspace.Budget(n / number * 1.01, 1)}
+    monkeypatch.setattr(workspace, "BUDGETS", dict.fromkeys(workspace.BUDGETS, of_spans))
+    monkeypatch.setattr(workspace, "MIN_TOKENS", 1)
+    monkeypatch.setattr(workspace, "MIN_DQ_TILE_ROWS", 1)
+    monkeypatch.setattr(workspace, "FEW_SELECTIONS", 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
     q, k, v = draw(T, T, *heads, D, D, dtype)

@@ -103,9 +103,9 @@ def test_many_runs(case):
 def test_many_runs_by_spans(heads, monkeypatch):
     """Parts by several spans, and blocks by several items."""
     setting = small(*heads)
-    of_spans = {64: workspace.Parts(setting.n / 3, 1)}
-    monkeypatch.setattr(workspace, "PARTS", dict.fromkeys(workspace.PARTS, of_spans))
-    for name in ("LEAST_TOKENS", "LEAST_ROWS", "FEW_LISTS"):
+    of_spans = {64: workspace.Budget(setting.n / 3, 1)}
+    monkeypatch.setattr(workspace, "BUDGETS", dict.fromkeys(workspace.BUDGETS, of_spans))
+    for name in ("MIN_TOKENS", "MIN_DQ_TILE_ROWS", "FEW_SELECTIONS"):
         monkeypatch.setattr(workspace, name, 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
     monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)

@@ -144,9 +144,9 @@ def causal() -> None:
     layer(1, 1)
     layer(9, 13, num_selected_blocks=0)
     # several spans, and several items of a block
-    parts = {key: {64: workspace.Parts(0.0, 16)} for key in workspace.PARTS}
+    parts = {key: {64: workspace.Budget(0.0, 16)} for key in workspace.BUDGETS}
     with (
-        patch.multiple(workspace, PARTS=parts, LEAST_TOKENS=1, LEAST_ROWS=1),
+        patch.multiple(workspace, BUDGETS=parts, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
         patch.object(launch, "WORK_TILE_ROWS", 16),
     ):
         layer(37, 41)

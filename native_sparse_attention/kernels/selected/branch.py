@@ -1,6 +1,6 @@
-"""The selected branch. The forced blocks, which neighbouring queries share, are a range of keys and
-a prefix. The blocks of the ranking are read query-major (`query_major.py`), key-major
-(`key_major.py`), or as unions of neighbouring tokens (`union.py`, `union_fwd_sm90.py`)."""
+"""The selected branch. The forced blocks are a KV range and a prefix. The top-n blocks are read
+query-major (`query_major.py`), key-major (`key_major.py`), or as unions of neighbouring tokens
+(`union.py`, `union_fwd_sm90.py`)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from .union_sm90 import Plan
 
 
 def with_initial(selection: Selection) -> Selection:
-    """The selection with the first blocks of each document, which are not those of the row, listed
-    behind the others."""
+    """The selection with each document's initial blocks appended to its block indices. Without
+    documents the initial blocks are a prefix of the row."""
     documents, count = selection.documents, selection.num_initial
     if documents is None or not count:
         return selection
@@ -39,7 +39,7 @@ def with_initial(selection: Selection) -> Selection:
     first, end = documents.blocks(s)
     if selection.causal:
         own = torch.arange(block_indices.shape[1], device=block_indices.device) // s
-        # the local ones are seen to
+        # the KV range covers the local blocks
         end = end.minimum(own + 1 - selection.num_local)
     block = first[..., None] + torch.arange(count, device=block_indices.device)
     initial = torch.where(block < end[..., None], block, -1).to(block_indices.dtype)
@@ -51,29 +51,29 @@ def with_initial(selection: Selection) -> Selection:
 
 
 def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] | None:
-    """Keys, values, place and prefix of the forced blocks, for `interval`; None without any."""
+    """Keys, values, KV range and prefix of the forced blocks; None without forced blocks."""
     s = selection.s
-    where: dict[str, Any] = dict(
+    query_args: dict[str, Any] = dict(
         start=selection.start, starts=selection.starts, documents=selection.documents,
         soft_cap=selection.soft_cap,
     )  # fmt: skip
     end = min(selection.num_initial * s, k.shape[1])
     first = (k[:, :end], v[:, :end])
     if not selection.causal:
-        kv_range = KVRange(EVERYTHING.value, **where)
+        kv_range = KVRange(EVERYTHING.value, **query_args)
         return dict(k=first[0], v=first[1], kv_range=kv_range, prefix=None) if end else None
     if not end and not selection.num_local:
         return None
     reach = (selection.num_local - 1) * s
-    kv_range = KVRange(LOCAL_BLOCKS.value, reach, s, floor=end, causal_prefix=True, **where)
+    kv_range = KVRange(LOCAL_BLOCKS.value, reach, s, floor=end, causal_prefix=True, **query_args)
     return dict(k=k, v=v, kv_range=kv_range, prefix=first if end else None)
 
 
 def within_window(
     selection: Selection, k: Tensor, v: Tensor, w: int
 ) -> tuple[tuple[Tensor, Tensor] | None, KVRange | None]:
-    """Prefix and place of the forced blocks where the local ones lie in a causal window of w keys
-    back over the same k and v, which can then see to them too; None otherwise."""
+    """Prefix and KV range of the forced blocks if a causal window of w keys over the same k and v
+    contains the local blocks: the window's kernel then runs both. Otherwise (None, None)."""
     reach = selection.num_local * selection.s - 1
     if not selection.causal or not selection.num_local or reach > w:
         return None, None
@@ -82,7 +82,7 @@ def within_window(
 
 
 def is_key_major(selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the listed blocks are better walked block by block than query by query."""
+    """Whether the forward over the top-n blocks is key-major rather than query-major."""
     rows = q.shape[2] // selection.block_indices.shape[2] * selection.stride
     return rows < launch.FEW_ROWS and launch.holds_block(selection.s, k, v)
 
@@ -93,8 +93,8 @@ def nsa_selected_valid_indices(
     num_local, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program: M lists. Keeps each block that exists, is not forced, not ahead of the query and
-    not in an earlier slot; others become -1."""
+    """One program: M rows of n block indices. Replaces an index by -1 if its block does not exist,
+    is forced, lies in the query's future, or is in an earlier slot."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.arange(0, SLOTS)
     real = (row < ROWS)[:, None] & (slot < n)[None]
@@ -119,7 +119,7 @@ def nsa_selected_valid_indices(
 
 
 def valid_block_indices(selection: Selection, S: int) -> Tensor:
-    """The lists without what is forced, ahead of its query, past the keys, or there twice."""
+    """Block indices with -1 for forced, future, missing and repeated blocks."""
     block_indices = selection.block_indices.contiguous()
     B, T, R, n = block_indices.shape
     valid = torch.empty_like(block_indices, dtype=torch.int32)
@@ -136,28 +136,27 @@ def valid_block_indices(selection: Selection, S: int) -> Tensor:
 
 
 def combined(
-    done: tuple[Tensor, Tensor], combine_inputs: CombineInputs | None
+    outputs: tuple[Tensor, Tensor], combine_inputs: CombineInputs | None
 ) -> tuple[Tensor, Tensor]:
-    """What is done; the layer's output of it besides."""
+    """`outputs` (out and lse). With `combine_inputs` also writes the layer's output."""
     if combine_inputs is not None:
         combine.forward(
-            [combine_inputs.cmp, done[0], combine_inputs.win],
+            [combine_inputs.cmp, outputs[0], combine_inputs.win],
             combine_inputs.gates,
             combine_inputs.out,
         )
-    return done
+    return outputs
 
 
-def nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse over no keys."""
+def empty_attention(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out [B T H E] and lse [B T H] over no keys."""
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     return out, q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
 
 
 class KeyMajorPlan(NamedTuple):
-    """What the key-major forward waits for: the tokens whose blocks overlap (`alike`), for
-    `query_major.py`, and the block indices of the others, transposed at once only if that is
-    all."""
+    """Plan of the key-major forward. `query_major.py` reads the unions `overlapping`; the other
+    tokens keep their block indices in `rest`. `run` transposes `rest` only without unions."""
 
     overlapping: Unions | None
     cost: float
@@ -174,7 +173,7 @@ class KeyMajorPlan(NamedTuple):
 def allocate(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
 ) -> Plan | KeyMajorPlan | None:
-    """For a plan of the forward, where there is one."""
+    """Plan of the forward with allocated workspaces; None if the forward needs no plan."""
     if union_sm90.is_supported(q, k, v, selection, scale):
         return union_sm90.plan(q, k, selection)
     if not selection.block_indices.numel() or not is_key_major(selection, q, k, v):
@@ -183,22 +182,22 @@ def allocate(
     rest = selection
     if overlapping is not None:
         rest = replace(selection, block_indices=torch.empty_like(selection.block_indices))
-    parts = q.shape[2] // selection.block_indices.shape[2]
-    return KeyMajorPlan(overlapping, cost, rest, workspace.allocate(q, k, rest, "forward", parts))
+    rows = q.shape[2] // selection.block_indices.shape[2]
+    return KeyMajorPlan(overlapping, cost, rest, workspace.allocate(q, k, rest, "forward", rows))
 
 
 @contextmanager
 def planned(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
 ) -> Iterator[Plan | KeyMajorPlan | None]:
-    """A plan for the forward, made beside what is launched within, where there is one."""
+    """Run the forward's plan, if any, on a second stream beside the launches of this context."""
     plan = allocate(q, k, v, selection, scale)
     if plan is None:
         yield None
         return
-    # short programs, which would come last behind those of a kernel that fills the GPU
-    with streams.forked(q.device, ahead=True) as beside:
-        with beside:
+    # short programs: behind a kernel that fills the GPU they would start last
+    with streams.forked(q.device, ahead=True) as side:
+        with side:
             plan.run(selection)
         yield plan
 
@@ -214,33 +213,35 @@ def topn_forward(
     combine_inputs: CombineInputs | None,
     plan: Plan | KeyMajorPlan | None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse over the listed blocks, joined in place with those that `partial` holds."""
+    """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`."""
     call = (q, k, v, selection, scale)
     if isinstance(plan, KeyMajorPlan):
-        rest, block_csrs, parts = plan.rest, plan.block_csr.spans, None
+        rest, block_csrs, pair_outputs = plan.rest, plan.block_csr.chunks, None
         if plan.overlapping is not None:
-            done = partial or nothing(q, v)
-            parts = key_major.allocate(q, v, rest, block_csrs)
-            with streams.forked(q.device, ahead=True) as beside:
-                with beside:  # short programs, each waiting for the one before, then the first span
+            outputs = partial or empty_attention(q, v)
+            pair_outputs = key_major.allocate(q, v, rest, block_csrs)
+            with streams.forked(q.device, ahead=True) as side:
+                with side:  # short dependent programs, then the first chunk
                     plan.block_csr.run(rest.block_indices)
-                    key_major.attend(q, k, v, rest, scale, block_csrs[0], parts)
-                partial = query_major.forward(*call, partial, plan.overlapping, done, norms)
-        return key_major.forward(q, k, v, rest, scale, block_csrs, partial, combine_inputs, parts)
+                    key_major.launch_chunk(q, k, v, rest, scale, block_csrs[0], pair_outputs)
+                partial = query_major.forward(*call, partial, plan.overlapping, outputs, norms)
+        return key_major.forward(
+            q, k, v, rest, scale, block_csrs, partial, combine_inputs, pair_outputs
+        )
     if plan is None:
         unions = union.make_unions(selection, q.shape[2], q.dtype)
         return query_major.forward(
             *call, partial, unions, norms=norms, combine_inputs=combine_inputs
         )
-    done = partial or launch.empty_outputs(q, v)
-    with streams.forked(q.device) as beside:
-        union_sm90.forward(*call, *done, partial is not None, norms, combine_inputs, plan.shared)
+    outputs = partial or launch.empty_outputs(q, v)
+    with streams.forked(q.device) as side:
+        union_sm90.forward(*call, *outputs, partial is not None, norms, combine_inputs, plan.shared)
         if plan.overlapping is not None:
-            with beside:
+            with side:
                 query_major.forward(
-                    *call, partial, plan.overlapping, done, norms, combine_inputs, seldom=True
+                    *call, partial, plan.overlapping, outputs, norms, combine_inputs, rare=True
                 )
-    return done
+    return outputs
 
 
 def forward(
@@ -255,20 +256,20 @@ def forward(
     norms: Tensor | None = None,
     plan: Plan | KeyMajorPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and natural lse [B T H]; in those of the forced blocks if `partial` holds
-    them, with their sinks. Given a `mix` also writes the layer's output. `norms` are those of the
-    keys, and `plan` is what `planned` gave, if they are known."""
+    """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
+    sinks, if known; the forward accumulates into them. With `combine_inputs` also writes the
+    layer's output. `norms` are the key norms, `plan` is a plan that has run."""
     norms = key_norms(q, k)[0] if norms is None else norms
     given = nullcontext(plan) if plan is not None else planned(q, k, v, selection, scale)
     with given as plan:
         forced = forced_blocks(selection, k, v) if partial is None else None
         if forced is not None:
             partial = flash_fwd.forward(q, scale=scale, sinks=sinks, **forced)[:2]
-    listed = selection.block_indices.shape[-1] > 0
-    if partial is None and (sinks is not None or not listed):
-        out, lse = nothing(q, v)
+    has_topn = selection.block_indices.shape[-1] > 0
+    if partial is None and (sinks is not None or not has_topn):
+        out, lse = empty_attention(q, v)
         partial = out, lse if sinks is None else lse.copy_(sinks)
-    if partial is not None and not listed:
+    if partial is not None and not has_topn:
         return combined(partial, combine_inputs)
     return topn_forward(q, k, v, selection, scale, partial, norms, combine_inputs, plan)
 
@@ -282,7 +283,7 @@ def forced_backward_q(
     bwd: BackwardInputs,
     dq: Accumulator,
 ) -> None:
-    """Adds to dq, through the forced blocks."""
+    """Accumulates dq of the forced blocks."""
     forced = forced_blocks(selection, k, v)
     if forced is not None:
         flash_bwd.backward_q(q, scale=scale, bwd=bwd, dq=dq, **forced)
@@ -296,23 +297,23 @@ def forced_backward_kv(
     scale: float,
     bwd: BackwardInputs,
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv through the forced blocks, in float32."""
+    """dk [B S K D] and dv [B S K E] of the forced blocks, in float32."""
     forced = forced_blocks(selection, k, v)
     if forced is None:
         dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
         return dk, dv
     prefix = forced.pop("prefix")
-    parts = [flash_bwd.backward_kv(q, scale=scale, bwd=bwd, **forced)]
+    partials = [flash_bwd.backward_kv(q, scale=scale, bwd=bwd, **forced)]
     if prefix is not None:
         kv_range = forced["kv_range"]
-        parts.append(flash_bwd.backward_prefix(q, prefix, kv_range, scale, bwd))
-    return reduce_partials(parts, k, v)
+        partials.append(flash_bwd.backward_prefix(q, prefix, kv_range, scale, bwd))
+    return reduce_partials(partials, k, v)
 
 
 class BackwardPlan(NamedTuple):
-    """Whether dq through the listed blocks is formed block by block too, and that `apart`, beside
-    what other keys give; and else, or where on the device `alike` is not 0 (most neighbours are),
-    query by query with these unions. And the lists turned round, one of so many `neighbours`."""
+    """Plan of the backward over the top-n blocks. dq is key-major if `is_key_major`, `concurrent`
+    with the other branches. Otherwise, or if `overlapping` is not 0 on the device, dq is
+    query-major with `unions`. `block_csr` has a pair per `pair_tokens` tokens."""
 
     is_key_major: bool
     concurrent: bool = False
@@ -320,21 +321,21 @@ class BackwardPlan(NamedTuple):
     cost: float = 0.0
     overlapping: Tensor | None = None
     block_csr: CSRPlan | None = None
-    neighbours: int = 1
+    pair_tokens: int = 1
 
     def run(self, selection: Selection) -> None:
         if self.unions is not None:
             union.write_unions(selection, self.unions, self.cost)
             if self.overlapping is not None:
-                union.most(self.unions, self.overlapping)
+                union.write_majority(self.unions, self.overlapping)
         if self.block_csr is not None:
-            self.block_csr.run(selection.block_indices[:, :: self.neighbours].contiguous())
+            self.block_csr.run(selection.block_indices[:, :: self.pair_tokens].contiguous())
 
 
 def plan_backward(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
 ) -> BackwardPlan:
-    """Room for what `fill` writes."""
+    """Choose the backward's kernels and allocate the workspaces that `run` writes."""
     if not selection.block_indices.shape[-1]:
         return BackwardPlan(False)
     call = (q, k, v, selection, scale)
@@ -343,9 +344,9 @@ def plan_backward(
     unions, cost = union.allocate_unions(selection, q.shape[2], q.dtype)
     with_dq = key_major_sm90.forms_dq(*call)
     overlapping = None if unions is None or not with_dq else unions.counts.new_empty(())
-    neighbours = 1 if with_dq else key_major_sm90.tokens_of(*call)
-    block_csr = workspace.allocate_backward(*call, with_dq, neighbours)
-    return BackwardPlan(with_dq, with_dq, unions, cost, overlapping, block_csr, neighbours)
+    pair_tokens = 1 if with_dq else key_major_sm90.pair_tokens(*call)
+    block_csr = workspace.allocate_backward(*call, with_dq, pair_tokens)
+    return BackwardPlan(with_dq, with_dq, unions, cost, overlapping, block_csr, pair_tokens)
 
 
 def topn_backward_q(
@@ -358,8 +359,7 @@ def topn_backward_q(
     dq: Accumulator,
     plan: BackwardPlan,
 ) -> Tensor | None:
-    """Adds to dq, through the listed blocks where those are walked query by query; the gradient of
-    the gates."""
+    """Accumulates query-major dq of the top-n blocks. Returns the gates' gradient or None."""
     if plan.is_key_major and plan.overlapping is None:
         return None
     if not selection.block_indices.shape[-1]:
@@ -381,23 +381,23 @@ def topn_backward_kv(
     ready: torch.cuda.Event | None = None,
     after: torch.cuda.Event | None = None,
 ) -> Tensor | None:
-    """Adds to dk and dv, in float32, through the listed blocks, and to dq what `listed_backward_q`
-    has not, but not before `after`; then also gives the gradient of the gates. The plan is filled
-    when `ready`."""
+    """Accumulates dk and dv of the top-n blocks, in float32. With a key-major plan also accumulates
+    dq, after the event `after`, and returns the gradient of the gates. The plan has run at
+    `ready`."""
     if plan.block_csr is None:
         return None if selection.gates is None else torch.zeros_like(selection.gates)
     streams.wait(q.device, ready)
     rest = dq if plan.is_key_major else None
     return key_major.backward(
-        q, k, v, selection, scale, bwd, plan.block_csr.spans, dk, dv, rest, plan.overlapping, after,
-        plan.neighbours,
+        q, k, v, selection, scale, bwd, plan.block_csr.chunks, dk, dv, rest, plan.overlapping,
+        after, plan.pair_tokens,
     )  # fmt: skip
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, bwd: BackwardInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk and dv, these in float32, and the gradient of the gates."""
+    """dq, dk and dv (dk and dv in float32), and the gradient of the gates."""
     given, dq = (q, k, v, selection, scale, bwd), Accumulator(q)
     plan = plan_backward(q, k, v, selection, scale)
     plan.run(selection)

@@ -1,11 +1,11 @@
-"""The selected branch, block by block: one block of keys and values against all queries that chose
-it. dk and dv; and for small groups of heads, whose tiles would be nearly empty query by query, also
-the forward and dq, in parts that are then joined for each query.
+"""The selected branch, key-major: a program reads one block of keys and values and the queries that
+chose it. It computes dk and dv. For small head groups, whose query-major tiles would be nearly
+empty, it also computes the forward and dq, as partials that `reduce.py` reduces for each query.
 
-Rows of a tile are entries (see `csr.py`) x heads: entry e of lists [B T R n] is slot e % n of
-list e // n % R of token e // (n R). Parts have one row an entry and head: those of the forward in
-the order of the lists, where what they are joined by, one number each, is found in few sectors;
-those of dq, which are only added up, in the order of the span's entries, as they are formed.
+Rows of a tile are pairs (see `csr.py`) x heads. Pair e of block indices [B T R n] is slot e % n of
+head group e // n % R of token e // (n R). Partials have one row per pair and head. The forward's
+are in the order of the block indices, so that the lse of a query's slots are adjacent. Partial dq
+is in the order of the chunk's pairs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from ..common.primitives import (
 from . import key_major_sm90, workspace
 from .csr import BlockCSR
 from .reduce import (
-    JOIN_ROWS,
-    SPILLS,
-    SPILT_KEYS,
-    SUM_ROWS,
+    DKV_KEYS,
+    DQ_ROWS,
+    OUT_ROWS,
+    UNROLL,
     nsa_selected_reduce_dkv,
     nsa_selected_reduce_dq,
     nsa_selected_reduce_out,
-    store_parts,
+    store_partials,
 )
 
 # one compiled kernel for all lengths
@@ -55,45 +55,43 @@ LENGTHS = ["T", "S", "C", "BLOCKS", "start"]
 
 
 @triton.jit
-def item_entries(item, owner, ordinals, bounds, chunk, WIDE: tl.constexpr):
-    """The block of an item, and its first entry and one past the last. Numbers have 64 bits where
-    offsets need them."""
-    block = tl.load(owner + item)
-    begin = tl.load(bounds + block) + tl.load(ordinals + item).to(tl.int64) * chunk
-    end = tl.minimum(begin + chunk, tl.load(bounds + block + 1))
+def work_tile_pairs(work_tile, owner, ordinals, offsets, tile_pairs, WIDE: tl.constexpr):
+    """Block, first pair and end of a work tile, in 64 bits if WIDE."""
+    block = tl.load(owner + work_tile)
+    begin = tl.load(offsets + block) + tl.load(ordinals + work_tile).to(tl.int64) * tile_pairs
+    end = tl.minimum(begin + tile_pairs, tl.load(offsets + block + 1))
     return large(block, WIDE), narrow(begin, WIDE), narrow(end, WIDE)
 
 
 @triton.jit
-def load_entries(entries, i, end, G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The entry of each row of a tile of entries from i on, 0 for rows that are none."""
+def load_pairs(pairs, i, end, G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Pair of each of BLOCK_M rows, from pair i on; 0 for padding rows."""
     row = tl.arange(0, BLOCK_M)
     at = i + row // G
-    return tl.load(entries + at, mask=(row < BLOCK_M // G * G) & (at < end), other=0)
+    return tl.load(pairs + at, mask=(row < BLOCK_M // G * G) & (at < end), other=0)
 
 
 @triton.jit
-def entry_rows(
+def pair_rows(
     e, i, end, R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a tile of entries e from i on: number of each entry, its batch row x token, its
-    head, and whether it is one."""
+    """Pair, batch row x T + token, head and validity of each row of a tile, from pair i on."""
     row = tl.arange(0, BLOCK_M)
     real = (row < BLOCK_M // G * G) & (i + row // G < end)
     return large(e, WIDE), large(e // n // R, WIDE), e // n % R * G + row % G, real
 
 
 @triton.jit
-def place_of(i, bounds, G: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr):
-    """Where among the entries of the span those of the rows of a tile from entry i on lie."""
-    return large(i - narrow(tl.load(bounds), WIDE) + tl.arange(0, BLOCK_M) // G, WIDE)
+def chunk_pair_indices(i, offsets, G: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr):
+    """Index within the chunk of each row's pair, for a tile from pair i on."""
+    return large(i - narrow(tl.load(offsets), WIDE) + tl.arange(0, BLOCK_M) // G, WIDE)
 
 
 @triton.jit(do_not_specialize=[*LENGTHS, "first", "length"])
 def nsa_selected_fwd_key_major(
-    q, k, v, gates, part, part_lse, entries, bounds, owner, ordinals, chunk, starts, start,
-    doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2, cap,
+    q, k, v, gates, partial_out, partial_lse, pairs, offsets, owner, ordinals, tile_pairs, starts,
+    start, doc_last, T, S, K, s, C, BLOCKS, first, length, scale_log2, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -101,22 +99,22 @@ def nsa_selected_fwd_key_major(
     GATES: tl.constexpr, WHOLE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: an item. Writes each row's attention to the item's block alone and its lse."""
-    item = tl.program_id(0)
-    if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, ordinals, bounds, chunk, WIDE)
+    """One program: a work tile. Writes each row's partial out and lse over the tile's block."""
+    work_tile = tl.program_id(0)
+    if tl.load(owner + work_tile) < BLOCKS:
+        block, begin, end = work_tile_pairs(work_tile, owner, ordinals, offsets, tile_pairs, WIDE)
         b, h, c = block // C // K, block // C % K, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
         key = c * s + tl.arange(0, BLOCK_S)
-        there = (tl.arange(0, BLOCK_S) < s) & (key < S)
-        k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
-        v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
-        ahead = load_entries(entries, begin, end, G, BLOCK_M)
+        valid = (tl.arange(0, BLOCK_S) < s) & (key < S)
+        k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, valid)
+        v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, valid)
+        next_pairs = load_pairs(pairs, begin, end, G, BLOCK_M)
         for i in range(begin, end, BLOCK_M // G):
-            # those of the next tile now: where their rows lie must be known before these load
-            e, bt, query_head, real = entry_rows(ahead, i, end, R, n, G, BLOCK_M, WIDE)
-            ahead = load_entries(entries, i + BLOCK_M // G, end, G, BLOCK_M)
+            # prefetch: addresses of the next tile's rows depend on its pairs
+            e, bt, query_head, real = pair_rows(next_pairs, i, end, R, n, G, BLOCK_M, WIDE)
+            next_pairs = load_pairs(pairs, i + BLOCK_M // G, end, G, BLOCK_M)
             t = bt - b * T
             q_tile = load_rows(q, b * q_b + t * q_t + query_head * q_h, D, BLOCK_D, real)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
@@ -128,7 +126,7 @@ def nsa_selected_fwd_key_major(
             if GATES:
                 logits *= tl.load(gates + e, mask=real, other=1.0).to(tl.float32)[:, None]
             if not WHOLE:
-                visible = there[None]
+                visible = valid[None]
                 if DIAGONAL:
                     visible = visible & (key[None] <= start + t[:, None])
                 if ENDS:
@@ -136,49 +134,49 @@ def nsa_selected_fwd_key_major(
                     visible = visible & (key[None] < ends[:, None])
                 logits = tl.where(visible, logits, float("-inf"))
             m = tl.max(logits, 1) * unit_scale
-            # rows that are none may see nothing
+            # padding rows may see no key
             p = tl.exp2(logits * unit_scale - tl.where(real, m, 0.0)[:, None])
             l = tl.where(real, tl.sum(p, 1), 1.0)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) * (1.0 / l)[:, None]
             row = (e - (b * (T - length) + first) * (R * n)) * G + query_head % G
-            store_parts(part, row * E, o, E, BLOCK_E, real)
-            tl.store(part_lse + row, m + tl.log2(l), mask=real)
+            store_partials(partial_out, row * E, o, E, BLOCK_E, real)
+            tl.store(partial_lse + row, m + tl.log2(l), mask=real)
 
 
 @triton.jit(do_not_specialize=[*LENGTHS, "head", "heads"])
 def nsa_selected_bwd_key_major(
-    q, k, v, gates, d_out, lse, delta, part, d_gates, dk, dv, spill_k, spill_v,
-    entries, bounds, owner, ordinals, spill_bounds, chunk, starts, start,
+    q, k, v, gates, d_out, lse, delta, partial_dq, d_gates, dk, dv, partial_dk, partial_dv,
+    pairs, offsets, owner, ordinals, partial_offsets, tile_pairs, starts, start,
     doc_last, T, S, K, s, C, BLOCKS, head, heads, scale, cap,
     q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     R: tl.constexpr, n: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr, CAP: tl.constexpr,
     GATES: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr,
-    DQ: tl.constexpr, PIECES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    DQ: tl.constexpr, KEY_TILES: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: an item, and a piece of N keys of its block. Adds to dk and dv of the block, or
-    writes the item's share where the block has several. With DQ also writes each row's dq from the
-    piece, and with GATES each row's gradient of its entry's gate."""
-    item = tl.program_id(0)
-    if tl.load(owner + item) < BLOCKS:
-        block, begin, end = item_entries(item, owner, ordinals, bounds, chunk, WIDE)
+    """One program: a work tile and N keys of its block. Adds to dk and dv of the block, or writes
+    partial dk and dv if the block has several work tiles. With DQ also writes each row's partial
+    dq, and with GATES each row's gradient of its pair's gate."""
+    work_tile = tl.program_id(0)
+    if tl.load(owner + work_tile) < BLOCKS:
+        block, begin, end = work_tile_pairs(work_tile, owner, ordinals, offsets, tile_pairs, WIDE)
         b, h, c = block // C // heads, head + block // C % heads, block % C
         if RAGGED:
             start = tl.load(starts + b).to(tl.int32)
-        piece = tl.program_id(1)
-        j = piece * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_tile = tl.program_id(1)
+        j = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         key = c * s + j
-        there = (j < s) & (key < S)
-        k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, there)
-        v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, there)
+        valid = (j < s) & (key < S)
+        k_tile = load_rows(k + b * k_b + h * k_h, key * k_n, D, BLOCK_D, valid)
+        v_tile = load_rows(v + b * v_b + h * v_h, key * v_n, E, BLOCK_E, valid)
         dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-        ahead = load_entries(entries, begin, end, G, BLOCK_M)
+        next_pairs = load_pairs(pairs, begin, end, G, BLOCK_M)
         for i in range(begin, end, BLOCK_M // G):
-            # those of the next tile now: where their rows lie must be known before these load
-            e, bt, query_head, real = entry_rows(ahead, i, end, R, n, G, BLOCK_M, WIDE)
-            ahead = load_entries(entries, i + BLOCK_M // G, end, G, BLOCK_M)
+            # prefetch: addresses of the next tile's rows depend on its pairs
+            e, bt, query_head, real = pair_rows(next_pairs, i, end, R, n, G, BLOCK_M, WIDE)
+            next_pairs = load_pairs(pairs, i + BLOCK_M // G, end, G, BLOCK_M)
             t = bt - b * T
             row = bt * (R * G) + query_head
             q_tile = load_rows(q, b * q_b + t * q_t + query_head * q_h, D, BLOCK_D, real)
@@ -186,7 +184,7 @@ def nsa_selected_bwd_key_major(
             lse_row = tl.load(lse + row, mask=real, other=0.0)
             delta_row = tl.load(delta + row, mask=real, other=0.0)
 
-            # [N, M]: p and ds are the left operands of what follows
+            # [N, M]: p and ds are the left operands of the next products
             product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
             if CAP or GATES:
                 logits = product * scale
@@ -198,8 +196,8 @@ def nsa_selected_bwd_key_major(
                 logits2 = logits * weight * 1.4426950408889634
             else:
                 logits2 = product * (scale * 1.4426950408889634)
-            if not WHOLE:  # rows that are none add nothing: their q, d_out and delta are zeros
-                visible = there[:, None] & real[None]
+            if not WHOLE:  # padding rows add nothing: their q, d_out and delta are zeros
+                visible = valid[:, None] & real[None]
                 if DIAGONAL:
                     visible = visible & (key[:, None] <= start + t[None])
                 if ENDS:
@@ -211,7 +209,7 @@ def nsa_selected_bwd_key_major(
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
             if GATES:
                 if DQ:
-                    at = (e * PIECES + piece) * G + query_head % G
+                    at = (e * KEY_TILES + key_tile) * G + query_head % G
                     tl.store(d_gates + at, tl.sum(ds * logits, 0), mask=real)
                 ds *= weight
             if CAP:
@@ -220,20 +218,22 @@ def nsa_selected_bwd_key_major(
             dk_acc += tl.dot(ds_tile, q_tile, input_precision=PRECISION)
             if DQ:
                 dq = tl.dot(tl.trans(ds_tile), k_tile, input_precision=PRECISION) * scale
-                at = (place_of(i, bounds, G, BLOCK_M, WIDE) * PIECES + piece) * G + query_head % G
-                store_parts(part, at * D, dq, D, BLOCK_D, real)
+                at = (
+                    chunk_pair_indices(i, offsets, G, BLOCK_M, WIDE) * KEY_TILES + key_tile
+                ) * G + query_head % G
+                store_partials(partial_dq, at * D, dq, D, BLOCK_D, real)
 
         dk_acc *= scale
-        if tl.load(bounds + block + 1) - tl.load(bounds + block) <= chunk:
+        if tl.load(offsets + block + 1) - tl.load(offsets + block) <= tile_pairs:
             at = (b * S + key) * K + h
-            dk_acc += load_rows(dk, at * D, D, BLOCK_D, there)
-            dv_acc += load_rows(dv, at * E, E, BLOCK_E, there)
-            store_rows(dk, at * D, dk_acc, D, BLOCK_D, there)
-            store_rows(dv, at * E, dv_acc, E, BLOCK_E, there)
+            dk_acc += load_rows(dk, at * D, D, BLOCK_D, valid)
+            dv_acc += load_rows(dv, at * E, E, BLOCK_E, valid)
+            store_rows(dk, at * D, dk_acc, D, BLOCK_D, valid)
+            store_rows(dv, at * E, dv_acc, E, BLOCK_E, valid)
         else:
-            share = (tl.load(spill_bounds + block) + tl.load(ordinals + item)) * s + j
-            store_rows(spill_k, share * D, dk_acc, D, BLOCK_D, there)
-            store_rows(spill_v, share * E, dv_acc, E, BLOCK_E, there)
+            partial = (tl.load(partial_offsets + block) + tl.load(ordinals + work_tile)) * s + j
+            store_rows(partial_dk, partial * D, dk_acc, D, BLOCK_D, valid)
+            store_rows(partial_dv, partial * E, dv_acc, E, BLOCK_E, valid)
 
 
 # launches
@@ -242,29 +242,29 @@ def nsa_selected_bwd_key_major(
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, block_csr: BlockCSR, kernel: str
 ) -> dict[str, Any]:
-    """What the kernels over items take."""
+    """Arguments of both kernels over work tiles."""
     H, D = q.shape[2:]
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     B, T, R, n = selection.block_indices.shape
     tile = launch.key_major_tile(kernel, max(D, E), H // R, q.dtype)
     num_blocks = cdiv(S, selection.s)
-    # no key of a tile is none, and rows see all
+    # tiles have no padding keys, and each row sees all keys
     whole = launch.padded(selection.s) == selection.s and S % selection.s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
-    # rows of d_out, of parts, of dk
-    pieces, ranks = cdiv(selection.s, tile.block_n), block_csr.selections(R, K)[1]
-    most = max(T * H, block_csr.length * ranks * (H // R) * n * pieces, S * K)
+    # rows of d_out, of partials, of dk
+    key_tiles, num_groups = cdiv(selection.s, tile.block_n), block_csr.head_groups(R, K)[1]
+    max_rows = max(T * H, block_csr.length * num_groups * (H // R) * n * key_tiles, S * K)
     return dict(
         q=q, k=k, v=v, **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
-        gates=selection.gates, entries=block_csr.entries, bounds=block_csr.bounds,
-        owner=block_csr.owner, ordinals=block_csr.ordinals, chunk=block_csr.chunk,
+        gates=selection.gates, pairs=block_csr.pairs, offsets=block_csr.offsets,
+        owner=block_csr.owner, ordinals=block_csr.ordinals, tile_pairs=block_csr.tile_pairs,
         starts=selection.starts, start=selection.start, T=T, S=S, K=K, R=R, n=n, s=selection.s,
         C=num_blocks, BLOCKS=B * block_csr.heads * num_blocks, G=H // R, D=D, E=E,
         BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
         RAGGED=selection.starts is not None, DIAGONAL=selection.diagonal, **launch.ends(selection),
         **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
         GATES=selection.gates is not None, WHOLE=whole,
-        WIDE=launch.wide(q, k, v) or B * max(most * max(D, E), T * R * n) >= 1 << 31,
+        WIDE=launch.wide(q, k, v) or B * max(max_rows * max(D, E), T * R * n) >= 1 << 31,
         PRECISION="ieee", num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -272,31 +272,30 @@ def arguments(
 def allocate(
     q: Tensor, v: Tensor, selection: Selection, block_csrs: list[BlockCSR]
 ) -> tuple[Tensor, Tensor]:
-    """For the parts of any span of all heads: out of each entry and head, and its lse in units of
-    log2."""
-    longest = max(block_csr.length for block_csr in block_csrs)
-    rows = q.shape[0] * longest * q.shape[2] * selection.block_indices.shape[-1]
+    """Partial out and lse (in units of log2) per pair and head, for the longest chunk."""
+    max_length = max(block_csr.length for block_csr in block_csrs)
+    rows = q.shape[0] * max_length * q.shape[2] * selection.block_indices.shape[-1]
     return q.new_empty(rows, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
 
 
-def attend(
+def launch_chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     selection: Selection,
     scale: float,
     block_csr: BlockCSR,
-    parts: tuple[Tensor, Tensor],
+    pair_outputs: tuple[Tensor, Tensor],
 ) -> None:
-    """Writes the parts of a span."""
-    part, part_lse = parts
+    """Writes partial out and lse of a chunk."""
+    partial_out, partial_lse = pair_outputs
     if key_major_sm90.is_supported(q, k, v, selection, scale, "forward"):
-        key_major_sm90.forward(q, k, v, selection, scale, block_csr, *parts)
+        key_major_sm90.forward(q, k, v, selection, scale, block_csr, *pair_outputs)
         return
     nsa_selected_fwd_key_major[(len(block_csr.owner),)](
-        part=part, part_lse=part_lse, first=block_csr.first, length=block_csr.length,
-        scale_log2=scale * LOG2_E, POSITIVE=scale > 0, BLOCK_S=launch.padded(selection.s),
-        **arguments(q, k, v, selection, block_csr, "forward"),
+        partial_out=partial_out, partial_lse=partial_lse, first=block_csr.first,
+        length=block_csr.length, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
+        BLOCK_S=launch.padded(selection.s), **arguments(q, k, v, selection, block_csr, "forward"),
     )  # fmt: skip
 
 
@@ -309,23 +308,23 @@ def forward(
     block_csrs: list[BlockCSR],
     partial: tuple[Tensor, Tensor] | None = None,
     combine_inputs: CombineInputs | None = None,
-    parts: tuple[Tensor, Tensor] | None = None,
+    pair_outputs: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
-    keys if `partial` holds them. Writes the layer's output to `mix`. Spans are of all heads; if
-    `parts` is given it holds those of the first."""
+    """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`, out
+    and lse of other keys. Writes the layer's output of `combine_inputs`. Chunks have all heads;
+    `pair_outputs`, if given, holds the partials of the first chunk."""
     (B, T, H, _), E = q.shape, v.shape[-1]
     out, lse = partial or launch.empty_outputs(q, v)
     R, n = selection.block_indices.shape[2:]
-    begun = parts is not None
-    parts = parts or allocate(q, v, selection, block_csrs)
-    for span, block_csr in enumerate(block_csrs):
-        if span > 0 or not begun:
-            attend(q, k, v, selection, scale, block_csr, parts)
-        grid, flipped = launch.grid(cdiv(block_csr.length * H, JOIN_ROWS), B)
+    launched = pair_outputs is not None
+    pair_outputs = pair_outputs or allocate(q, v, selection, block_csrs)
+    for number, block_csr in enumerate(block_csrs):
+        if number > 0 or not launched:
+            launch_chunk(q, k, v, selection, scale, block_csr, pair_outputs)
+        grid, flipped = launch.grid(cdiv(block_csr.length * H, OUT_ROWS), B)
         nsa_selected_reduce_out[grid](
-            *parts, selection.block_indices, out, lse, T=T, R=R, n=n, first=block_csr.first,
-            length=block_csr.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=JOIN_ROWS,
+            *pair_outputs, selection.block_indices, out, lse, T=T, R=R, n=n, first=block_csr.first,
+            length=block_csr.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=OUT_ROWS,
             SLOTS=next_power_of_2(n), ADD=partial is not None, FLIPPED=flipped,
             **launch.combine_arguments(combine_inputs),
         )  # fmt: skip
@@ -345,53 +344,56 @@ def backward(
     dq: Accumulator | None,
     overlapping: Tensor | None = None,
     after: torch.cuda.Event | None = None,
-    neighbours: int = 1,
+    pair_tokens: int = 1,
 ) -> Tensor | None:
-    """Adds to dk [B S K D] and dv [B S K E], float32, and to dq if it is given and `alike`, if that
-    is, is 0; then also gives the gradient of the gates. Others may add to dq until `after`. An
-    entry is of so many `neighbours`, on a Hopper and without dq."""
+    """Accumulates dk [B S K D] and dv [B S K E] in float32, and dq if given: after the event
+    `after`, and unless `overlapping` is not 0 on the device. With dq returns the gradient of the
+    gates. A pair has `pair_tokens` tokens, more than one only on Hopper and without dq."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     s, (R, n) = selection.s, selection.block_indices.shape[2:]
-    pieces, block_n, rows, on_hopper = workspace.pieces(q, k, v, selection, scale)
+    key_tiles, block_n, rows, on_hopper = workspace.block_tiles(q, k, v, selection, scale)
     d_gates = None
     if dq is not None and selection.gates is not None:
-        d_gates = q.new_zeros(*selection.block_indices.shape, pieces * H // R, dtype=torch.float32)
-    into = None if dq is None else dq.arguments()
+        d_gates = q.new_zeros(
+            *selection.block_indices.shape, key_tiles * H // R, dtype=torch.float32
+        )
+    dq_args = None if dq is None else dq.arguments()
     for block_csr in block_csrs:
-        part, (rank, ranks) = None, block_csr.selections(R, K)
-        if into is not None:
-            part = q.new_empty(B * block_csr.length * ranks * n * pieces, rows, D)
-        spills = [d.new_empty(block_csr.spills, s, d.shape[-1]) for d in (dk, dv)]
+        partial_dq, (first_group, num_groups) = None, block_csr.head_groups(R, K)
+        if dq_args is not None:
+            partial_dq = q.new_empty(B * block_csr.length * num_groups * n * key_tiles, rows, D)
+        partials = [d.new_empty(block_csr.num_partials, s, d.shape[-1]) for d in (dk, dv)]
         if on_hopper:
             key_major_sm90.backward(
-                q, k, v, selection, scale, bwd, dk, dv, spills, part, overlapping, block_csr,
-                neighbours,
+                q, k, v, selection, scale, bwd, dk, dv, partials, partial_dq, overlapping,
+                block_csr, pair_tokens,
             )  # fmt: skip
         else:
-            nsa_selected_bwd_key_major[(len(block_csr.owner), pieces)](
-                part=part, d_gates=d_gates, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1],
-                spill_bounds=block_csr.spill_bounds, scale=scale, BLOCK_N=block_n,
-                head=block_csr.head, heads=block_csr.heads,
-                DQ=into is not None, PIECES=pieces, **bwd.arguments(),
+            nsa_selected_bwd_key_major[(len(block_csr.owner), key_tiles)](
+                partial_dq=partial_dq, d_gates=d_gates, dk=dk, dv=dv, partial_dk=partials[0],
+                partial_dv=partials[1], partial_offsets=block_csr.partial_offsets, scale=scale,
+                BLOCK_N=block_n, head=block_csr.head, heads=block_csr.heads,
+                DQ=dq_args is not None, KEY_TILES=key_tiles, **bwd.arguments(),
                 **arguments(q, k, v, selection, block_csr, "backward"),
             )  # fmt: skip
         lines, blocks = B * block_csr.heads, cdiv(S, s)
-        keys = SPILT_KEYS if lines * blocks >= ENOUGH_PROGRAMS else SPILT_KEYS // 4
+        keys = DKV_KEYS if lines * blocks >= ENOUGH_PROGRAMS else DKV_KEYS // 4
         nsa_selected_reduce_dkv[(lines * blocks, cdiv(s, keys), 2)](
-            *spills, dk, dv, block_csr.spill_bounds, S, K, s, blocks, block_csr.head,
+            *partials, dk, dv, block_csr.partial_offsets, S, K, s, blocks, block_csr.head,
             block_csr.heads, D=D, E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E),
-            BLOCK_N=keys, SPILLS=SPILLS,
+            BLOCK_N=keys, UNROLL=UNROLL,
         )  # fmt: skip
-        if into is not None:
+        if dq_args is not None:
             streams.wait(q.device, after)
-            tiles = cdiv(block_csr.length * ranks * (H // R), SUM_ROWS)
+            tiles = cdiv(block_csr.length * num_groups * (H // R), DQ_ROWS)
             grid, flipped = launch.grid(tiles, B)
             nsa_selected_reduce_dq[grid](
-                part, block_csr.places, unless=overlapping, T=T, R=R, n=n, first=block_csr.first,
-                length=block_csr.length, rank=rank, RANKS=ranks, PIECES=pieces, ROWS=rows, G=H // R,
-                D=D, BLOCK_D=launch.padded(D), BLOCK_M=SUM_ROWS, UNLESS=overlapping is not None,
-                FLIPPED=flipped, **into,
+                partial_dq, block_csr.pair_indices, skip_if=overlapping, T=T, R=R, n=n,
+                first=block_csr.first, length=block_csr.length, first_group=first_group,
+                GROUPS=num_groups, KEY_TILES=key_tiles, ROWS=rows, G=H // R, D=D,
+                BLOCK_D=launch.padded(D), BLOCK_M=DQ_ROWS, SKIP_IF=overlapping is not None,
+                FLIPPED=flipped, **dq_args,
             )  # fmt: skip
-        del part, spills
+        del partial_dq, partials
     return None if d_gates is None else d_gates.sum(-1)

@@ -1,5 +1,5 @@
-"""Launches of `key_major_fwd_sm90.py` and `key_major_bwd_sm90.py`: which calls they support, and in
-which the latter forms dq too."""
+"""Launches of `key_major_fwd_sm90.py` and `key_major_bwd_sm90.py`: the calls that they support, and
+the calls whose dq is key-major."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from .csr import BlockCSR
 ROWS, COLUMNS = 64, 64
 # widths of heads, and keys of a block
 WIDTHS, KEYS = (64, 128), 64
-# rows of an entry under which they are no box
-LEAST_BOX = 8
-# places of each part's ring, and registers of a warp that computes
+# rows of a pair from which the tensor memory accelerator copies them
+MIN_BOX_ROWS = 8
+# stages of each consumer's ring, and registers of a consumer thread
 STAGES, REGISTERS = 2, 240
-# lists from which on dq is formed sooner with dk and dv than query by query
-LEAST_SELECTIONS = 1 << 15
+# rows of block indices [B T R] from which key-major dq is faster than query-major
+MIN_SELECTIONS = 1 << 15
 
 
-def rows_of(groups: int) -> int:
-    """Rows of a tile that an entry with so many heads takes."""
+def pair_rows(groups: int) -> int:
+    """Rows of a tile per pair of `groups` heads."""
     return next_power_of_2(groups)
 
 
-def rows_of_part(groups: int) -> int:
-    """Rows of an entry's part of dq."""
-    rows = rows_of(groups)
-    return groups if rows < LEAST_BOX else rows
+def partial_dq_rows(groups: int) -> int:
+    """Rows of partial dq per pair."""
+    rows = pair_rows(groups)
+    return groups if rows < MIN_BOX_ROWS else rows
 
 
 def is_supported(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, kernel: str = "backward"
 ) -> bool:
-    """Whether the kernel of that name takes a call. With `launch.using({"key_major_sm90": False})`
-    never, and not where the call asks for tiles."""
+    """Whether the Gluon kernel supports a call; never with a tile config of the caller or with
+    `launch.using({"key_major_sm90": False})`."""
     wanted = launch.override.get("key_major_sm90", True)
     if not wanted or requested_sizes(f"key_major.{kernel}") or not sm90.available(q):
         return False
@@ -54,28 +54,27 @@ def is_supported(
         return False
     if not 0 < B * T * R * n < 1 << 31:
         return False
-    # threads copy 16 bytes each where Triton knows that they can, by strides that 16 divides
-    copied = kernel == "forward" or rows_of(groups) < LEAST_BOX
+    # threads copy 16 bytes each, which Triton infers from strides divisible by 16
+    copied = kernel == "forward" or pair_rows(groups) < MIN_BOX_ROWS
     if copied and any(stride % 16 for stride in q.stride()[:3]):
         return False
     return all(launch.tma_descriptor(t, KEYS) is not None for t in (q, k, v))
 
 
-def tokens_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> int:
-    """Neighbours that are one entry: of those that share a list as many as a tile has room for,
-    where tokens are such groups from the first on. One where their rows are no box anyhow."""
+def pair_tokens(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> int:
+    """Neighbouring tokens of one pair: they share their block indices and fit in a tile. 1 if they
+    are not aligned to token 0, or have fewer than MIN_BOX_ROWS rows."""
     if selection.starts is not None or not is_supported(q, k, v, selection, scale):
         return 1
-    rows = rows_of(q.shape[2] // selection.block_indices.shape[2])
+    rows = pair_rows(q.shape[2] // selection.block_indices.shape[2])
     tokens = math.gcd(selection.stride, selection.start, q.shape[1], ROWS // rows)
-    return tokens if tokens * rows >= LEAST_BOX else 1
+    return tokens if tokens * rows >= MIN_BOX_ROWS else 1
 
 
 def forms_dq(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> bool:
-    """Whether dq is better formed block by block too. With `launch.using({"key_major_dq_sm90":
-    ...})` as that says."""
+    """Whether dq is key-major, by MIN_SELECTIONS or `launch.using({"key_major_dq_sm90": ...})`."""
     selections = selection.block_indices.shape[:3].numel()
-    wanted = launch.override.get("key_major_dq_sm90", selections >= LEAST_SELECTIONS)
+    wanted = launch.override.get("key_major_dq_sm90", selections >= MIN_SELECTIONS)
     return bool(wanted) and selection.stride == 1 and is_supported(q, k, v, selection, scale)
 
 
@@ -86,22 +85,23 @@ def forward(
     selection: Selection,
     scale: float,
     block_csr: BlockCSR,
-    part: Tensor,
-    part_lse: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
 ) -> None:
-    """As `nsa_selected_fwd_key_major`: writes the parts of a span of all heads."""
+    """Like `nsa_selected_fwd_key_major`: writes partial out and lse of a chunk of all heads."""
     from .key_major_fwd_sm90 import nsa_selected_fwd_key_major_sm90
 
     T, (S, K, D) = q.shape[1], k.shape[1:]
     R, n = selection.block_indices.shape[2:]
-    items, blocks, groups = len(block_csr.owner), cdiv(S, KEYS), q.shape[2] // R
-    nsa_selected_fwd_key_major_sm90[(items,)](
-        q=q, k=sm90.box(k, [1, KEYS, 1, D]), v=sm90.box(v, [1, KEYS, 1, D]), part=part,
-        part_lse=part_lse, entries=block_csr.entries, bounds=block_csr.bounds,
-        owner=block_csr.owner, ordinals=block_csr.ordinals, chunk=block_csr.chunk, items=items,
-        T=T, C=blocks, BLOCKS=q.shape[0] * K * blocks, first=block_csr.first,
-        length=block_csr.length, scale_log2=scale * LOG2_E, q_b=q.stride(0), q_t=q.stride(1),
-        q_h=q.stride(2), K=K, R=R, n=n, G=groups, GROUP=rows_of(groups), num_warps=4,
+    num_tiles, blocks, groups = len(block_csr.owner), cdiv(S, KEYS), q.shape[2] // R
+    nsa_selected_fwd_key_major_sm90[(num_tiles,)](
+        q=q, k=sm90.box(k, [1, KEYS, 1, D]), v=sm90.box(v, [1, KEYS, 1, D]),
+        partial_out=partial_out, partial_lse=partial_lse, pairs=block_csr.pairs,
+        offsets=block_csr.offsets, owner=block_csr.owner, ordinals=block_csr.ordinals,
+        tile_pairs=block_csr.tile_pairs, num_tiles=num_tiles, T=T, C=blocks,
+        BLOCKS=q.shape[0] * K * blocks, first=block_csr.first, length=block_csr.length,
+        scale_log2=scale * LOG2_E, q_b=q.stride(0), q_t=q.stride(1), q_h=q.stride(2), K=K, R=R,
+        n=n, G=groups, GROUP=pair_rows(groups), num_warps=4,
     )  # fmt: skip
 
 
@@ -114,34 +114,36 @@ def backward(
     bwd: BackwardInputs,
     dk: Tensor,
     dv: Tensor,
-    spills: list[Tensor],
-    part: Tensor | None,
+    partials: list[Tensor],
+    partial_dq: Tensor | None,
     overlapping: Tensor | None,
     block_csr: BlockCSR,
     tokens: int,
 ) -> None:
-    """As `nsa_selected_bwd_key_major`: adds to dk and dv or writes the items' shares, and the parts
-    of dq [entries, rows, D], unless most neighbours overlap. Entries of so many `tokens` have no
-    parts."""
+    """Like `nsa_selected_bwd_key_major`: adds to dk and dv or writes partial dk and dv. Writes
+    partial dq [pairs, rows, D] unless `overlapping` is not 0. Pairs of several `tokens` have no
+    partial dq."""
     from .key_major_bwd_sm90 import nsa_selected_bwd_key_major_sm90
 
     T, (S, K, D) = q.shape[1], k.shape[1:]
     R, n = selection.block_indices.shape[2:]
-    items, blocks, groups = len(block_csr.owner), cdiv(S, KEYS), q.shape[2] // R
-    shape = [1, tokens, rows_of(groups), COLUMNS]
-    few = tokens * shape[2] < LEAST_BOX
-    into = part if few or part is None else sm90.box(part, [1, *shape[2:]])
-    nsa_selected_bwd_key_major_sm90[(cdiv(items, 2),)](
-        q=q if few else sm90.box(q, shape), k=sm90.box(k, [1, KEYS, 1, D]),
+    num_tiles, blocks, groups = len(block_csr.owner), cdiv(S, KEYS), q.shape[2] // R
+    shape = [1, tokens, pair_rows(groups), COLUMNS]
+    by_row = tokens * shape[2] < MIN_BOX_ROWS
+    partial_box = (
+        partial_dq if by_row or partial_dq is None else sm90.box(partial_dq, [1, *shape[2:]])
+    )
+    nsa_selected_bwd_key_major_sm90[(cdiv(num_tiles, 2),)](
+        q=q if by_row else sm90.box(q, shape), k=sm90.box(k, [1, KEYS, 1, D]),
         v=sm90.box(v, [1, KEYS, 1, D]),
-        d_out=bwd.d_out if few else sm90.box(bwd.d_out, shape), q_b=q.stride(0),
-        q_t=q.stride(1), q_h=q.stride(2), lse=bwd.lse, delta=bwd.delta, part=into,
-        overlapping=overlapping, dk=dk, dv=dv, spill_k=spills[0], spill_v=spills[1],
-        entries=block_csr.entries, bounds=block_csr.bounds, owner=block_csr.owner,
-        ordinals=block_csr.ordinals, spill_bounds=block_csr.spill_bounds, chunk=block_csr.chunk,
-        items=items, head=block_csr.head, T=T, S=S, C=blocks,
-        BLOCKS=q.shape[0] * block_csr.heads * blocks, scale=scale, K=K, HEADS=block_csr.heads, R=R,
-        n=n, G=groups, TOKENS=tokens, GROUP=shape[2], STAGES=STAGES, GATED=bwd.gated,
-        DQ=part is not None, OVERLAPPING=overlapping is not None, FEW=few,
-        REGISTERS=REGISTERS, num_warps=4,
+        d_out=bwd.d_out if by_row else sm90.box(bwd.d_out, shape), q_b=q.stride(0),
+        q_t=q.stride(1), q_h=q.stride(2), lse=bwd.lse, delta=bwd.delta, partial_dq=partial_box,
+        overlapping=overlapping, dk=dk, dv=dv, partial_dk=partials[0], partial_dv=partials[1],
+        pairs=block_csr.pairs, offsets=block_csr.offsets, owner=block_csr.owner,
+        ordinals=block_csr.ordinals, partial_offsets=block_csr.partial_offsets,
+        tile_pairs=block_csr.tile_pairs, num_tiles=num_tiles, head=block_csr.head, T=T, S=S,
+        C=blocks, BLOCKS=q.shape[0] * block_csr.heads * blocks, scale=scale, K=K,
+        HEADS=block_csr.heads, R=R, n=n, G=groups, TOKENS=tokens, GROUP=shape[2], STAGES=STAGES,
+        GATED=bwd.gated, DQ=partial_dq is not None, OVERLAPPING=overlapping is not None,
+        BY_ROW=by_row, REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""The selected branch, query by query: a tile of tokens that share a list of blocks reads those
-blocks of keys and values. Forward and dq.
+"""The selected branch, query-major: a tile of tokens that share block indices reads their blocks of
+keys and values. Forward and dq.
 
-Rows of a tile are tokens x heads. `lists` [B T R n] holds block numbers, -1 for none; each of the R
-lists of a token serves H / R query heads. Tokens of an aligned group of `stride` share their list.
-Groups of lists whose blocks `union.py` has united are walked by a launch of their own, which reads
-each block of the union once; the other launch leaves them out.
+Rows of a tile are tokens x heads. Block indices [B T R n] are -1 for empty slots; each of the R
+head groups of a token has G = H / R query heads. Tokens of an aligned group of `stride` share block
+indices. One launch reads the groups that have a union (`union.py`), each block of the union once;
+another launch reads the other groups.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from ..common.primitives import (
 )
 from . import query_major_sm90
 from .query_major_steps import (
-    list_keys,
-    list_tile,
     own_tiles,
+    query_tile,
     row_bias,
     slot_gates,
-    tile_entries,
+    tile_blocks,
+    tile_keys,
     visible_keys,
 )
 from .union import Unions
 
 LENGTHS = ["T", "S", "start", "groups"]
 
-# rows of a tile from which logits are measured from a bound
+# rows of a tile from which the kernel subtracts the row bound rather than the running maximum
 BOUNDED_ROWS = 64
 
 
@@ -64,23 +64,23 @@ def nsa_selected_fwd_query_major(
     BOUNDED: tl.constexpr,
     ADD: tl.constexpr, COMBINE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of tokens that share a list, or STEP of them, or of unions. Writes out
-    and lse, with ADD of the keys seen so far and these; and with MIX the layer's output."""
-    place, pair, _places, _pairs = grid_position(FLIPPED)
-    b, r = (pair // R).to(tl.int64), (pair % R).to(tl.int64)
+    """One program: STEP tiles of tokens that share block indices, or STEP unions. Writes out and
+    lse, with ADD combined with the previous out and lse; with COMBINE also the layer's output."""
+    program, br, _programs, _brs = grid_position(FLIPPED)
+    b, r = (br // R).to(tl.int64), (br % R).to(tl.int64)
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     line = b * R + r
     first, end = own_tiles(
-        place, counts, line, T, start, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE
+        program, counts, line, T, start, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE
     )
     for tile in range(first, end):
-        token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
-        entries, length = tile_entries(
-            block_indices, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNION
+        token, g, real, index_token = query_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
+        blocks, length = tile_blocks(
+            block_indices, counts, line, tile, b * T + index_token, r, R, n, groups, SLOTS, UNION
         )
-        if UNION:  # a group that is not, beside one that is
+        if UNION:  # a group without a union beside one with
             real = tl.where(real, length, 0) > 0
         ends = token
         if ENDS:
@@ -107,9 +107,9 @@ def nsa_selected_fwd_query_major(
                 acc *= factor[:, None]
 
         for j0 in range(0, length * BLOCK_S, BLOCK_N):
-            key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
-            k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
-            v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
+            key0, key, valid, packed = tile_keys(blocks, j0, length, S, s, BLOCK_S, BLOCK_N)
+            k_tile = load_keys(k, b, h, key, key0, valid, k_b, k_n, k_h, D, BLOCK_D, TMA)
+            v_tile = load_keys(v, b, h, key, key0, valid, v_b, v_n, v_h, E, BLOCK_E, TMA)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             unit_scale, bias = scale_log2, 0.0
             if CAP or GATES or not POSITIVE:
@@ -120,10 +120,10 @@ def nsa_selected_fwd_query_major(
                 slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
                 logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
             if WHOLE:
-                bias = row_bias(entry, G, STRIDE, BLOCK_M, UNION)
+                bias = row_bias(packed, G, STRIDE, BLOCK_M, UNION)
             else:
                 visible = visible_keys(
-                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNION, DIAGONAL,
+                    valid, key, packed, start + token, G, STRIDE, BLOCK_M, UNION, DIAGONAL,
                     ends, ENDS,
                 )  # fmt: skip
                 logits = tl.where(visible, logits, float("-inf"))
@@ -147,7 +147,7 @@ def nsa_selected_fwd_query_major(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_dq_query_major(
-    q, k, v, block_indices, counts, gates, d_out, lse, delta, dq, d_gates, only, starts, start,
+    q, k, v, block_indices, counts, gates, d_out, lse, delta, dq, d_gates, run_if, starts, start,
     doc_last, T, S, K, R, n, s, groups, scale, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -155,29 +155,28 @@ def nsa_selected_dq_query_major(
     MEMBERS: tl.constexpr, UNION: tl.constexpr, STEP: tl.constexpr,
     TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
     CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, ONLY: tl.constexpr, FLIPPED: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, RUN_IF: tl.constexpr, FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: as the forward. Writes dq, added to what is there if ADD; with GATES also what
-    each head adds to the gradient of each slot's gate, [B T H n]. With ONLY nothing where that is
-    0."""
-    place, pair, _places, _pairs = grid_position(FLIPPED)
-    b, r = (pair // R).to(tl.int64), (pair % R).to(tl.int64)
+    """One program: like the forward. Writes dq, with ADD adds to dq; with GATES also each head's
+    gradient of each slot's gate, [B T H n]. With RUN_IF does nothing if `run_if` is 0."""
+    program, br, _programs, _brs = grid_position(FLIPPED)
+    b, r = (br // R).to(tl.int64), (br % R).to(tl.int64)
     h = r * K // R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     line = b * R + r
     first, end = own_tiles(
-        place, counts, line, T, start, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE
+        program, counts, line, T, start, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE
     )
-    if ONLY:
-        end = tl.where(tl.load(only) != 0, end, first)
+    if RUN_IF:
+        end = tl.where(tl.load(run_if) != 0, end, first)
     for tile in range(first, end):
-        token, g, real, listed = list_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
-        entries, length = tile_entries(
-            block_indices, counts, line, tile, b * T + listed, r, R, n, groups, SLOTS, UNION
+        token, g, real, index_token = query_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
+        blocks, length = tile_blocks(
+            block_indices, counts, line, tile, b * T + index_token, r, R, n, groups, SLOTS, UNION
         )
-        if UNION:  # a group that is not, beside one that is
+        if UNION:  # a group without a union beside one with
             real = tl.where(real, length, 0) > 0
         ends = token
         if ENDS:
@@ -193,9 +192,9 @@ def nsa_selected_dq_query_major(
         gate_sum = tl.zeros([BLOCK_M], tl.float32)
 
         for j0 in range(0, length * BLOCK_S, BLOCK_N):
-            key0, key, there, entry = list_keys(entries, j0, length, S, s, BLOCK_S, BLOCK_N)
-            k_tile = load_keys(k, b, h, key, key0, there, k_b, k_n, k_h, D, BLOCK_D, TMA)
-            v_tile = load_keys(v, b, h, key, key0, there, v_b, v_n, v_h, E, BLOCK_E, TMA)
+            key0, key, valid, packed = tile_keys(blocks, j0, length, S, s, BLOCK_S, BLOCK_N)
+            k_tile = load_keys(k, b, h, key, key0, valid, k_b, k_n, k_h, D, BLOCK_D, TMA)
+            v_tile = load_keys(v, b, h, key, key0, valid, v_b, v_n, v_h, E, BLOCK_E, TMA)
             product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if CAP or GATES:
                 logits = product * scale
@@ -210,27 +209,27 @@ def nsa_selected_dq_query_major(
                 logits2 = product * (scale * 1.4426950408889634)
             seen_lse = lse_row
             if WHOLE:
-                seen_lse -= row_bias(entry, G, STRIDE, BLOCK_M, UNION)
+                seen_lse -= row_bias(packed, G, STRIDE, BLOCK_M, UNION)
             else:
                 visible = visible_keys(
-                    there, key, entry, start + token, G, STRIDE, BLOCK_M, UNION, DIAGONAL, ends,
+                    valid, key, packed, start + token, G, STRIDE, BLOCK_M, UNION, DIAGONAL, ends,
                     ENDS,
                 )  # fmt: skip
                 logits2 = tl.where(visible, logits2, float("-inf"))
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             _p, ds = softmax_grad(logits2, 1.0, dp, seen_lse[:, None], delta_row[:, None], GATED)
             if GATES:
-                share, first_slot = ds * logits, j0 // BLOCK_S
-                if BLOCK_N < BLOCK_S:  # a block takes several steps; the last one has it all
-                    gate_sum = tl.sum(share, 1) + tl.where(j0 % BLOCK_S == 0, 0.0, gate_sum)
-                    done = real & ((j0 + BLOCK_N) % BLOCK_S == 0)
-                    tl.store(d_gates + row * n + first_slot, gate_sum, mask=done)
+                gate_grad, first_slot = ds * logits, j0 // BLOCK_S
+                if BLOCK_N < BLOCK_S:  # a block takes several iterations; store at the last
+                    gate_sum = tl.sum(gate_grad, 1) + tl.where(j0 % BLOCK_S == 0, 0.0, gate_sum)
+                    complete = real & ((j0 + BLOCK_N) % BLOCK_S == 0)
+                    tl.store(d_gates + row * n + first_slot, gate_sum, mask=complete)
                 else:
-                    share = tl.reshape(share, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S])
+                    gate_grad = tl.reshape(gate_grad, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S])
                     slot = first_slot + tl.arange(0, BLOCK_N // BLOCK_S)
                     at = (row * n)[:, None] + slot[None]
                     seen = real[:, None] & (slot < n)[None]
-                    tl.store(d_gates + at, tl.sum(share, 2), mask=seen)
+                    tl.store(d_gates + at, tl.sum(gate_grad, 2), mask=seen)
                 ds *= weight
             if CAP:
                 ds *= cap_slope(logits, cap)
@@ -253,36 +252,38 @@ def arguments(
     kernel: str,
     unions: Unions | None,
     is_union: bool,
-    seldom: bool = False,
+    rare: bool = False,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Grid, and what both kernels take: for all lists, or where there are unions for the `united`
-    groups or the lists of the others; where there is `seldom` anything to do."""
+    """Grid and arguments of both kernels. With `unions` they run the groups that have a union if
+    `is_union`, else the other groups. With `rare` few programs have work."""
     B, T, H, D = q.shape
     S, K, E = k.shape[1], k.shape[2], v.shape[-1]
     R, n = selection.block_indices.shape[2:]
     s, stride, G = selection.s, selection.stride, H // R
-    # as many tokens as divide a group and fit
-    most = launch.architecture().query_major_rows
-    fits = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= most)
-    tokens = max(fits, default=1)
+    # the largest number of tokens that divides `stride` and fits in a tile
+    max_rows = launch.architecture().query_major_rows
+    fitting = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= max_rows)
+    tokens = max(fitting, default=1)
     members = 1 if unions is None else unions.members
     if is_union:
         tokens *= members
     tile = launch.query_major_tile(kernel, max(D, E), tokens * G, q.dtype, is_union)
-    step = 1 if unions is None else launch.tiles_per_program(unions.counts.numel(), members, seldom)
+    step = 1 if unions is None else launch.tiles_per_program(unions.counts.numel(), members, rare)
     if not is_union:
-        step = min(step, members)  # of one group, which is left out or not
+        step = min(step, members)  # tiles of one group, all run or all skipped
     block_n, block_s = tile.block_n, next_power_of_2(s)
-    # rows see a tile's keys or they do not
+    # a row sees all keys of a tile or none
     whole = block_n <= block_s == s and S % s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
-    # blocks as wide as a tile are read by the tensor memory accelerator
-    boxes = [launch.tma_descriptor(t, block_n) if block_n <= block_s else None for t in (k, v)]
-    tma = None not in boxes
+    # the tensor memory accelerator reads blocks that are a multiple of a tile
+    descriptors = [
+        launch.tma_descriptor(t, block_n) if block_n <= block_s else None for t in (k, v)
+    ]
+    tma = None not in descriptors
     args = dict(
-        q=q, k=boxes[0] if tma else k, v=boxes[1] if tma else v, TMA=tma,
+        q=q, k=descriptors[0] if tma else k, v=descriptors[1] if tma else v, TMA=tma,
         **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
-        block_indices=unions.entries if unions and is_union else selection.block_indices,
+        block_indices=unions.blocks if unions and is_union else selection.block_indices,
         gates=selection.gates, counts=None if unions is None else unions.counts,
         groups=0 if unions is None else unions.groups, starts=selection.starts,
         start=selection.start, T=T, S=S, K=K, R=R, s=s, G=G, D=D,
@@ -307,25 +308,25 @@ def forward(
     scale: float,
     partial: tuple[Tensor, Tensor] | None = None,
     unions: Unions | None = None,
-    written: tuple[Tensor, Tensor] | None = None,
+    outputs: tuple[Tensor, Tensor] | None = None,
     norms: Tensor | None = None,
     combine_inputs: CombineInputs | None = None,
-    seldom: bool = False,
+    rare: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and lse [B T H] over the listed blocks, joined in place with those of other
-    keys if `partial` holds them. `written` holds both but for the united groups, and where that is
-    all there `seldom` is any; `norms` are those of the keys. Writes the layer's output to `mix`."""
-    out, lse = written or partial or launch.empty_outputs(q, v)
+    """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`.
+    With `outputs` writes only the groups that have a union, which are rare with `rare`.
+    `norms` are the key norms. Writes the layer's output of `combine_inputs`."""
+    out, lse = outputs or partial or launch.empty_outputs(q, v)
 
     def run(is_union: bool) -> None:
         call = (q, k, v, selection, scale)
-        whole, only = unions is None or is_union, unions.some if unions is not None else None
-        if whole and query_major_sm90.is_supported(*call, "forward", unions, only):
-            joined = partial is not None
-            query_major_sm90.forward(*call, out, lse, joined, norms, combine_inputs, unions, only)
+        whole, run_if = unions is None or is_union, unions.any_union if unions is not None else None
+        if whole and query_major_sm90.is_supported(*call, "forward", unions, run_if):
+            add = partial is not None
+            query_major_sm90.forward(*call, out, lse, add, norms, combine_inputs, unions, run_if)
             return
-        grid, args = arguments(q, k, v, selection, "forward", unions, is_union, seldom)
-        # one list's tile waits for its keys, not for a maximum
+        grid, args = arguments(q, k, v, selection, "forward", unions, is_union, rare)
+        # small tiles wait for keys, not for the running maximum
         bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
         args |= bounds(norms if bounded else None)
         nsa_selected_fwd_query_major[grid](
@@ -334,11 +335,11 @@ def forward(
             **launch.combine_arguments(combine_inputs), **args,
         )  # fmt: skip
 
-    if unions is None or written is not None:
+    if unions is None or outputs is not None:
         run(unions is not None)
         return out, lse
-    with streams.forked(q.device) as beside:
-        with beside:
+    with streams.forked(q.device) as side:
+        with side:
             run(True)
         run(False)
     return out, lse
@@ -353,26 +354,26 @@ def backward_q(
     bwd: BackwardInputs,
     dq: Accumulator,
     unions: Unions | None = None,
-    only: Tensor | None = None,
+    run_if: Tensor | None = None,
 ) -> Tensor | None:
-    """Adds to dq; the gradient of the gates. Nothing where `only` is given and 0, on the
+    """Accumulates dq and returns the gradient of the gates. Does nothing if `run_if` is 0 on the
     device."""
     R, n = selection.block_indices.shape[2:]
     d_gates = None
     if selection.gates is not None:
         d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
-    if only is not None:  # nothing may be written
+    if run_if is not None:  # the kernels may write nothing
         dq.begin()
-    into = dq.arguments()
+    dq_args = dq.arguments()
     for is_union in (False,) if unions is None else (False, True):
         call = (q, k, v, selection, scale)
         whole = unions is None or is_union
-        if whole and query_major_sm90.is_supported(*call, "dq", unions, only):
-            query_major_sm90.backward_q(*call, bwd, into, unions, only)
+        if whole and query_major_sm90.is_supported(*call, "dq", unions, run_if):
+            query_major_sm90.backward_q(*call, bwd, dq_args, unions, run_if)
             continue
-        grid, args = arguments(q, k, v, selection, "dq", unions, is_union, only is not None)
-        args |= bwd.arguments() | into
+        grid, args = arguments(q, k, v, selection, "dq", unions, is_union, run_if is not None)
+        args |= bwd.arguments() | dq_args
         nsa_selected_dq_query_major[grid](
-            d_gates=d_gates, scale=scale, only=only, ONLY=only is not None, **args
+            d_gates=d_gates, scale=scale, run_if=run_if, RUN_IF=run_if is not None, **args
         )
     return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

@@ -15,29 +15,29 @@ from ..common.buffers_sm90 import at_named_barrier
 from ..common.epilogue_sm90 import finish
 from ..common.primitives import LARGEST_BOUND
 from .query_major_steps_sm90 import (
+    CONSUMERS,
     KEYS,
     LENGTHS,
-    PARTS,
     ROWS,
     THREADS,
-    list_of,
-    place_of,
-    read,
+    produce,
     ring,
     sees,
+    tile_blocks,
+    tile_coords,
 )
 
 
 @gluon.jit
-def attend(
+def consume(
     norms, block_indices, counts, out, lse, combine_cmp, combine_win, combine_gates, layer_out, T,
-    K, R, limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-    PART: gl.constexpr, G: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr,
+    K, R, limit, tiles, all_tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
+    CONSUMER: gl.constexpr, G: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr,
     SLOTS: gl.constexpr, UNION: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr,
     COMBINE: gl.constexpr,
 ):  # fmt: skip
-    """A part. Where logits have a bound it measures them from that; one of both ways takes no
-    turn."""
+    """Consumer warpgroup: out and lse of its tiles. Subtracts the row bound if the bound is small
+    enough, else the running maximum: one of the two loops has no iterations."""
     TOKENS: gl.constexpr = ROWS // G
     D: gl.constexpr = k_smem.shape[4]
     E: gl.constexpr = v_smem.shape[4]
@@ -45,21 +45,23 @@ def attend(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    number = gl.arange(0, ROWS, ROW) // (ROWS // MEMBERS)
+    member = gl.arange(0, ROWS, ROW) // (ROWS // MEMBERS)
     zero = gl.zeros([ROWS, KEYS], gl.float32, S)
     done = 0
-    for nth in range(gl.program_id(0) * PARTS + PART, total, gl.num_programs(0) * PARTS):
-        line, b, r, h, tile = place_of(nth, tiles, K, R)
-        at, count = list_of(
+    for nth in range(
+        gl.program_id(0) * CONSUMERS + CONSUMER, all_tiles, gl.num_programs(0) * CONSUMERS
+    ):
+        line, b, r, h, tile = tile_coords(nth, tiles, K, R)
+        at, count = tile_blocks(
             block_indices, counts, line, b, r, tile, tiles, T, R, limit, 4, TOKENS, SLOTS, UNION
         )
         if BOUNDED:
             longest_key = gl.load(norms + b * K + h)
         if count >= 0:
-            e = gl.load(at)  # of no meaning where there is none
-            place = PART * STAGES + done % STAGES
-            mbarrier.wait(full.index(place), (done // STAGES) & 1)
-            q = k_smem.index(place).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+            e = gl.load(at)  # unused without blocks
+            stage = CONSUMER * STAGES + done % STAGES
+            mbarrier.wait(full.index(stage), (done // STAGES) & 1)
+            q = k_smem.index(stage).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
             m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             by_bound = False
             if BOUNDED:
@@ -68,8 +70,8 @@ def attend(
                 bound = bound * (longest_key * gl.abs(scale_log2))
                 by_bound = gl.max(bound, 0) <= LARGEST_BOUND
                 m = gl.where(by_bound, bound, m)
-            fence_async_shared()  # what was read may be overwritten from outside
-            at_named_barrier("arrive", place, THREADS)
+            fence_async_shared()  # order the loads before the next TMA write
+            at_named_barrier("arrive", stage, THREADS)
             done += 1
 
             acc = gl.zeros([ROWS, E], gl.float32, ACC)
@@ -79,11 +81,11 @@ def attend(
                 if BOUNDED:
                     blocks = gl.where(by_bound == (way == 0), count, 0)
                 for j in range(0, blocks):
-                    seen = sees(e, number, UNION)
+                    seen = sees(e, member, UNION)
                     e = gl.load(at + j + 1, mask=j + 1 < blocks, other=0)
-                    place = PART * STAGES + done % STAGES
-                    mbarrier.wait(full.index(place), (done // STAGES) & 1)
-                    keys = k_smem.index(place).reshape([KEYS, D]).permute((1, 0))
+                    stage = CONSUMER * STAGES + done % STAGES
+                    mbarrier.wait(full.index(stage), (done // STAGES) & 1)
+                    keys = k_smem.index(stage).reshape([KEYS, D]).permute((1, 0))
                     s = warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
                     s = warpgroup_mma_wait(0, deps=[s])
                     if way == 0:
@@ -100,10 +102,10 @@ def attend(
                         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
                     l += gl.sum(p, 1)
                     left = gl.convert_layout(p.to(k_smem.dtype), LEFT)
-                    values = v_smem.index(place).reshape([KEYS, E])
+                    values = v_smem.index(stage).reshape([KEYS, E])
                     acc = warpgroup_mma(left, values, acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=[acc])
-                    at_named_barrier("arrive", place, THREADS)
+                    at_named_barrier("arrive", stage, THREADS)
                     done += 1
             to: gl.constexpr = gl.SliceLayout(1, ACC)
             finish(
@@ -115,42 +117,41 @@ def attend(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def nsa_selected_fwd_query_major_sm90(
-    q, k, v, norms, block_indices, counts, only, out, lse, combine_cmp, combine_win, combine_gates,
-    layer_out, T, K, R, limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, G: gl.constexpr,
-    MEMBERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, UNION: gl.constexpr,
-    BOUNDED: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr, ONLY: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    q, k, v, norms, block_indices, counts, run_if, out, lse, combine_cmp, combine_win,
+    combine_gates, layer_out, T, K, R, limit, tiles, all_tiles, scale_log2, g_b, g_t, g_h, g_3,
+    G: gl.constexpr, MEMBERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    UNION: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
+    RUN_IF: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program a multiprocessor: tiles in turn, a box of q each. Writes out and lse, with ADD of
-    the keys seen so far and these; with MIX the layer's output; with ONLY nothing where that is
-    0."""
+    """One persistent program a multiprocessor. Writes out and lse, with ADD combined with the
+    previous out and lse; with COMBINE also the layer's output; with RUN_IF nothing if 0."""
     k_smem, v_smem, full = ring(k, v, STAGES)
-    if ONLY:
-        total = gl.where(gl.load(only) != 0, total, 0)
-    needed = ()
+    if RUN_IF:
+        all_tiles = gl.where(gl.load(run_if) != 0, all_tiles, 0)
+    prefetched = ()
     if ADD:
-        needed = needed + (out,)  # noqa: RUF005
+        prefetched = prefetched + (out,)  # noqa: RUF005
     if COMBINE:
-        needed = needed + (combine_cmp, combine_win)  # noqa: RUF005
+        prefetched = prefetched + (combine_cmp, combine_win)  # noqa: RUF005
     gl.warp_specialize(
         [
-            (attend, (
+            (consume, (
                 norms, block_indices, counts, out, lse, combine_cmp, combine_win, combine_gates,
-                layer_out, T, K, R, limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem,
+                layer_out, T, K, R, limit, tiles, all_tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem,
                 v_smem, full, 0, G, MEMBERS, STAGES, SLOTS, UNION, BOUNDED, ADD, COMBINE,
             )),
-            (attend, (
+            (consume, (
                 norms, block_indices, counts, out, lse, combine_cmp, combine_win, combine_gates,
-                layer_out, T, K, R, limit, tiles, total, scale_log2, g_b, g_t, g_h, g_3, k_smem,
+                layer_out, T, K, R, limit, tiles, all_tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem,
                 v_smem, full, 1, G, MEMBERS, STAGES, SLOTS, UNION, BOUNDED, ADD, COMBINE,
             )),
-            (read, (
-                q, q, k, v, block_indices, counts, needed, T, K, R, limit, tiles, total, k_smem,
-                v_smem, full, 0, G, STAGES, SLOTS, UNION, False,
+            (produce, (
+                q, q, k, v, block_indices, counts, prefetched, T, K, R, limit, tiles, all_tiles,
+                k_smem, v_smem, full, 0, G, STAGES, SLOTS, UNION, False,
             )),
-            (read, (
-                q, q, k, v, block_indices, counts, needed, T, K, R, limit, tiles, total, k_smem,
-                v_smem, full, 1, G, STAGES, SLOTS, UNION, False,
+            (produce, (
+                q, q, k, v, block_indices, counts, prefetched, T, K, R, limit, tiles, all_tiles,
+                k_smem, v_smem, full, 1, G, STAGES, SLOTS, UNION, False,
             )),
         ],
         [4, 1, 1],

@@ -1,4 +1,4 @@
-"""Launches of `query_major_fwd_sm90.py` and `query_major_dq_sm90.py`: the calls where they pay."""
+"""Launches of `query_major_fwd_sm90.py` and `query_major_dq_sm90.py`, and the supported calls."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .union import Unions
 
 # rows of a tile; widths of heads, and keys of a block
 ROWS, WIDTHS, KEYS = 64, (128,), 64
-# slots of a list at most
-MOST_SLOTS = 128
-# tiles that a multiprocessor has at least: with 8 the selected branch forward took 137 µs for 120,
-# with 15.5 as long, with 31 387 for 430. And groups of which only some are united at most, as a
-# part looks at its groups one after the other
-LEAST_TILES, MOST_GROUPS = 16, 128
-# places of a part, and registers of a thread that computes
+# slots of a head group at most
+MAX_SLOTS = 128
+# tiles of a multiprocessor at least: the selected forward took 137 µs instead of 120 with 8 tiles,
+# the same with 15.5, 387 instead of 430 with 31. And groups of a multiprocessor at most if some of
+# them may have no union, as a consumer checks its groups one after the other
+MIN_TILES_PER_SM, MAX_GROUPS_PER_SM = 16, 128
+# stages of a consumer's ring, and registers of a consumer thread
 STAGES, REGISTERS = 3, 232
 
 
@@ -33,12 +33,12 @@ def is_supported(
     scale: float,
     kernel: str,
     unions: Unions | None = None,
-    only: Tensor | None = None,
+    run_if: Tensor | None = None,
 ) -> bool:
-    """Whether `kernel`, "forward" or "dq", takes a call, or its groups that are united, all of
-    which might not be unless `only` says where they are: where it can, and is the faster one for
-    that many tiles. With `launch.using({"query_major_sm90": True})` however many there are; with
-    False never, and not where the call asks for tiles."""
+    """Whether `kernel`, "forward" or "dq", supports a call or its `unions`, and has enough tiles to
+    be faster. Without `run_if` some groups may have no union. With
+    `launch.using({"query_major_sm90": True})` any number of tiles is enough; with False, or with a
+    tile config of the caller, the kernel never runs."""
     wanted = launch.override.get("query_major_sm90")
     if wanted is False or requested_sizes(f"query_major.{kernel}") or not sm90.available(q):
         return False
@@ -46,20 +46,20 @@ def is_supported(
     (B, T, R, n), s, S = selection.block_indices.shape, selection.s, k.shape[1]
     groups, stride = q.shape[2] // R, selection.stride
     aligned = selection.starts is None and selection.start % stride == 0
-    # a tile has the tokens that share a list, some of them, or those of all lists of a group
+    # a tile has tokens that share block indices, or all members of a group
     rows = groups * stride * members
     whole_tiles = ROWS % groups == 0 and (rows == ROWS or (members == 1 and rows % ROWS == 0))
     whole = s == KEYS and S % s == 0
     whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
     sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
     plain = selection.gates is None and selection.soft_cap is None and scale > 0
-    if not (aligned and whole_tiles and whole and sizes and plain and 0 < n <= MOST_SLOTS):
+    if not (aligned and whole_tiles and whole and sizes and plain and 0 < n <= MAX_SLOTS):
         return False
     tiles = B * R * cdiv(T, ROWS // groups)
     if not wanted:
-        each = tiles / sm90.multiprocessors(q.device)
-        some = unions is not None and only is None
-        if each < LEAST_TILES or (some and each > MOST_GROUPS):
+        tiles_per_sm = tiles / sm90.multiprocessors(q.device)
+        some_groups = unions is not None and run_if is None
+        if tiles_per_sm < MIN_TILES_PER_SM or (some_groups and tiles_per_sm > MAX_GROUPS_PER_SM):
             return False
     if not tiles:
         return False
@@ -72,30 +72,30 @@ def arguments(
     v: Tensor,
     selection: Selection,
     unions: Unions | None,
-    only: Tensor | None,
+    run_if: Tensor | None,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Grid, and what both kernels take."""
+    """Grid and arguments of both kernels."""
     (B, T, R, n), G = selection.block_indices.shape, q.shape[2] // selection.block_indices.shape[2]
     tiles = cdiv(T, ROWS // G)
-    which: dict[str, Any] = dict(
+    block_args: dict[str, Any] = dict(
         block_indices=selection.block_indices, counts=None, limit=n, MEMBERS=1
     )
     if unions is not None:
-        which = dict(
-            block_indices=unions.entries,
+        block_args = dict(
+            block_indices=unions.blocks,
             counts=unions.counts,
             limit=unions.limit,
             MEMBERS=unions.members,
         )
-    total = tiles * B * R
+    all_tiles = tiles * B * R
     args = dict(
         q=sm90.box(q, [1, ROWS // G, G, q.shape[-1]]), k=sm90.box(k, [1, KEYS, 1, k.shape[-1]]),
-        v=sm90.box(v, [1, KEYS, 1, v.shape[-1]]), T=T, K=k.shape[2], R=R, tiles=tiles, total=total,
-        G=G, SLOTS=next_power_of_2(n), STAGES=STAGES, UNION=unions is not None,
-        only=only, ONLY=only is not None, REGISTERS=REGISTERS, num_warps=4, **which,
+        v=sm90.box(v, [1, KEYS, 1, v.shape[-1]]), T=T, K=k.shape[2], R=R, tiles=tiles,
+        all_tiles=all_tiles, G=G, SLOTS=next_power_of_2(n), STAGES=STAGES, UNION=unions is not None,
+        run_if=run_if, RUN_IF=run_if is not None, REGISTERS=REGISTERS, num_warps=4, **block_args,
     )  # fmt: skip
-    # one for each multiprocessor, which it fills
-    return (min(cdiv(total, 2), sm90.multiprocessors(q.device)),), args
+    # a program fills a multiprocessor
+    return (min(cdiv(all_tiles, 2), sm90.multiprocessors(q.device)),), args
 
 
 def forward(
@@ -106,19 +106,19 @@ def forward(
     scale: float,
     out: Tensor,
     lse: Tensor,
-    joined: bool,
+    add: bool,
     norms: Tensor | None,
     combine_inputs: CombineInputs | None,
     unions: Unions | None,
-    only: Tensor | None,
+    run_if: Tensor | None,
 ) -> None:
-    """out and lse over the listed blocks, `joined` with what those hold; of the groups that are
-    united where there are `unions`. Nothing where `only` is given and 0, on the device."""
+    """Writes out and lse over the top-n blocks, with `add` combined with their previous values.
+    With `unions` runs only groups that have one. Does nothing if `run_if` is 0 on the device."""
     from .query_major_fwd_sm90 import nsa_selected_fwd_query_major_sm90
 
-    grid, args = arguments(q, k, v, selection, unions, only)
+    grid, args = arguments(q, k, v, selection, unions, run_if)
     nsa_selected_fwd_query_major_sm90[grid](
-        out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=joined, **bounds(norms),
+        out=out, lse=lse, scale_log2=scale * LOG2_E, ADD=add, **bounds(norms),
         **launch.combine_arguments(combine_inputs), **args,
     )  # fmt: skip
 
@@ -130,16 +130,16 @@ def backward_q(
     selection: Selection,
     scale: float,
     bwd: BackwardInputs,
-    into: dict[str, Any],
+    dq_args: dict[str, Any],
     unions: Unions | None,
-    only: Tensor | None,
+    run_if: Tensor | None,
 ) -> None:
-    """As `forward`, dq `into` what that says."""
+    """Like `forward`: dq, into the accumulator of `dq_args`."""
     from .query_major_dq_sm90 import nsa_selected_dq_query_major_sm90
 
-    grid, args = arguments(q, k, v, selection, unions, only)
+    grid, args = arguments(q, k, v, selection, unions, run_if)
     d_out = bwd.d_out
     nsa_selected_dq_query_major_sm90[grid](
         d_out=sm90.box(d_out, args["q"].block_shape), lse=bwd.lse, delta=bwd.delta,
-        scale=scale, GATED=bwd.gated, **into, **args,
+        scale=scale, GATED=bwd.gated, **dq_args, **args,
     )  # fmt: skip

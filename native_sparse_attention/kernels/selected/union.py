@@ -1,10 +1,10 @@
-"""Unions of the block indices of neighbouring tokens, where they overlap enough: each block once,
-with the tokens that chose it. A group then reads a block once (`query_major.py`). Other groups
-share blocks all the same (`union_fwd_sm90.py`); their unions are in an order for that.
+"""Unions of the block indices of neighbouring tokens with enough overlap: each block once, with the
+tokens that chose it. A group then reads a block once (`query_major.py`). Other groups use shared
+unions (`union_fwd_sm90.py`), whose blocks have an order for that kernel.
 
-A group is `count` consecutive lists of one ranking head, each of the tokens of an aligned group of
-`stride`. Whether it is united is decided on the device, by the rule in `launch.Unite`; an entry of
-a union is a block in its low 32 bits and, in the high 32, a bit for each list that holds it.
+A group has `members` consecutive members of one head group; a member is an aligned group of
+`stride` tokens, which share block indices. By `launch.UnionRule` the device decides which groups
+have a union. A packed block has the block in its low 32 bits, a bit per member in its high 32.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..common.counts import cdiv, next_power_of_2
 from ..common.launch import Selection
 from ..common.primitives import grid_position
 
-# pairs of entries that one program compares, and entries that one warp does
-MOST_PAIRS, ALONE = 1 << 14, 256
+# comparisons of block indices of a program at most, and block indices of a one-warp program
+MAX_COMPARISONS, WARP_INDICES = 1 << 14, 256
 
 
 @dataclass(frozen=True)
 class Unions:
-    """Of each group of lists: its entries, and how many; none where the group is not united."""
+    """Packed blocks of each group's union and their number, 0 for a group without a union."""
 
-    entries: Tensor  # [B R groups limit] int64
+    blocks: Tensor  # [B R groups limit] int64
     counts: Tensor  # [B R groups] int32
     members: int  # of a group
-    some: Tensor | None = None  # [] int32, beside shared ones: whether any group is united
+    any_union: Tensor | None = None  # [] int32, with shared unions: whether any group has a union
 
     @property
     def groups(self) -> int:
@@ -40,40 +40,40 @@ class Unions:
 
     @property
     def limit(self) -> int:
-        return self.entries.shape[3]
+        return self.blocks.shape[3]
 
 
 @triton.jit
-def list_blocks(block_indices, b, r, token, slot, T, R, n):
-    """Blocks in slots of the list r of tokens; -1 for none. The first group may begin before the
-    call, at tokens that share their list with token 0."""
+def load_blocks(block_indices, b, r, token, slot, T, R, n):
+    """Block indices of slots of head group r of tokens; -1 for empty ones. Tokens before the call
+    share the block indices of token 0."""
     line = (b * T + tl.maximum(token, 0)) * R + r
     return tl.load(block_indices + line * n + slot, mask=slot < tl.where(token < T, n, 0), other=-1)
 
 
 @triton.jit
-def copy_lists(block_indices, rest, left, b, r, token, slot, T, R, n, STRIDE: tl.constexpr):
-    """Copy the list r of tokens, and of those that share it, where it is `left`; else -1."""
+def copy_indices(block_indices, rest, copied, b, r, token, slot, T, R, n, STRIDE: tl.constexpr):
+    """Copy the block indices of head group r of members to `rest` where `copied`; else write -1."""
     for j in tl.static_range(STRIDE):
         t = token + j
         at = ((b * T + t) * R + r) * n + slot
-        there = (t >= 0) & (t < T) & (slot < n)
-        tl.store(rest + at, tl.load(block_indices + at, mask=there & left, other=-1), mask=there)
+        valid = (t >= 0) & (t < T) & (slot < n)
+        tl.store(rest + at, tl.load(block_indices + at, mask=valid & copied, other=-1), mask=valid)
 
 
 @triton.jit
 def spread(x):
-    """The low 8 bits, each the lowest of four."""
+    """The low 8 bits, spread to the lowest of four bits each."""
     x = (x | (x << 12)) & 0x000F000F
     x = (x | (x << 6)) & 0x03030303
     return (x | (x << 3)) & 0x11111111
 
 
 @triton.jit
-def store_by_chunks(entries, c, held, leads, size, CHUNK: tl.constexpr):
-    """Write blocks with those that hold them, in an order in which a CHUNK has few of one list."""
-    # a key: how many lists of the chunk hold the block too, its number, and who holds it, in 4, 18
-    # and 8 bits; past all of them
+def store_by_chunks(blocks, c, held, leads, size, CHUNK: tl.constexpr):
+    """Write packed blocks in an order in which a CHUNK has few blocks of one member."""
+    # a key: number of members in the chunk that chose the block too, block, and mask of the members
+    # that chose it, in 4, 18 and 8 bits; `none` is above all keys
     none = 0x40000000
     key = tl.where(leads, (c << 8) | held, none)
     holders = tl.where(leads, spread(held), 0)
@@ -87,73 +87,73 @@ def store_by_chunks(entries, c, held, leads, size, CHUNK: tl.constexpr):
             best = tl.min(score, 0) & 0x3FFFFFF
             key = tl.where(key == best, none, key)
             used |= spread(best & 0xFF)
-            entry = ((best & 0xFF).to(tl.int64) << 32) | (best >> 8)
-            tl.store(entries + first + j, entry, mask=first + j < size)
+            packed = ((best & 0xFF).to(tl.int64) << 32) | (best >> 8)
+            tl.store(blocks + first + j, packed, mask=first + j < size)
 
 
-@triton.jit(do_not_specialize=["T", "start", "limit", "shared_limit", "groups", "together"])
+@triton.jit(do_not_specialize=["T", "start", "limit", "shared_limit", "groups", "all_members"])
 def nsa_selected_union(
-    block_indices, entries, counts, shared, shared_counts, rest, starts, start, T, R, n, limit,
-    shared_limit, groups, together, cost,
-    MEMBERS: tl.constexpr, PARTS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr,
+    block_indices, blocks, counts, shared, shared_counts, rest, starts, start, T, R, n, limit,
+    shared_limit, groups, all_members, cost,
+    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr,
     CHUNK: tl.constexpr, OVERLAPPING: tl.constexpr, REST: tl.constexpr, RAGGED: tl.constexpr,
     FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program: PARTS groups of LISTS lists, none of which holds a block twice. Writes of each,
-    if ALIKE, its union where that has fewer than 1 / cost of the lists' blocks, and its size, or
-    else 0; and with REST to `rest` the lists, empty where they are united.
+    """One program: GROUPS groups of MEMBERS members, each without repeated blocks. With OVERLAPPING
+    writes each group's union if the union has fewer than 1 / cost of the members' blocks, and its
+    size, else 0. With REST writes to `rest` the block indices, -1 for groups with a union.
 
-    With a CHUNK, of all of them together: their union and its size. Where each of them has a union
-    that is -1 - size, for `settle_kernel`; otherwise none of them has one."""
-    place, pair, places, _pairs = grid_position(FLIPPED)
-    b, r = (pair // R).to(tl.int64), pair % R
+    With a CHUNK also writes the shared union of all groups and its size. If every group has a
+    union, the size is -1 - size, for `nsa_selected_union_settle`; otherwise no group has one."""
+    program, br, programs, _brs = grid_position(FLIPPED)
+    b, r = (br // R).to(tl.int64), br % R
     if RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    first = place * (PARTS * MEMBERS * STRIDE) - start % STRIDE
-    i = tl.arange(0, PARTS * MEMBERS * SLOTS)
-    number = i // SLOTS
-    c = list_blocks(block_indices, b, r, first + number * STRIDE, i % SLOTS, T, R, n)
-    held = tl.zeros([PARTS * MEMBERS * SLOTS], tl.int32)
-    # few loops are unrolled: a program runs once, and its code is fetched as it runs
-    for other in range(0, together):
+    first = program * (GROUPS * MEMBERS * STRIDE) - start % STRIDE
+    i = tl.arange(0, GROUPS * MEMBERS * SLOTS)
+    member = i // SLOTS
+    c = load_blocks(block_indices, b, r, first + member * STRIDE, i % SLOTS, T, R, n)
+    held = tl.zeros([GROUPS * MEMBERS * SLOTS], tl.int32)
+    # few loops are unrolled: a program runs once, and unrolled code would have to be fetched
+    for other in range(0, all_members):
         same = c < -1
         for first_slot in range(0, n, 4):
             for j in tl.static_range(4):
                 slot = first_slot + j
-                same |= c == list_blocks(block_indices, b, r, first + other * STRIDE, slot, T, R, n)
+                same |= c == load_blocks(block_indices, b, r, first + other * STRIDE, slot, T, R, n)
         held |= tl.where(same, 1 << other, 0)
 
-    before = (1 << number) - 1
-    line = pair.to(tl.int64)
+    before = (1 << member) - 1
+    line = br.to(tl.int64)
     if CHUNK > 0:
-        # an entry stands for its block in the first list that holds it
+        # a block belongs to the first member that chose it
         leads = (c >= 0) & ((held & before) == 0)
         size = tl.sum(leads.to(tl.int32), 0)
     if OVERLAPPING:
-        part = number // MEMBERS
-        members = (held >> (part * MEMBERS)) & ((1 << MEMBERS) - 1)
-        alone = (c >= 0) & ((members & (before >> (part * MEMBERS))) == 0)
-        by_part: tl.constexpr = (PARTS, MEMBERS * SLOTS)
-        group = place * PARTS + tl.arange(0, PARTS)
-        sizes = tl.sum(tl.reshape(alone.to(tl.int32), by_part), 1)
-        total = tl.sum(tl.reshape((c >= 0).to(tl.int32), by_part), 1)
-        sizes = tl.where(sizes * cost < total, sizes, 0)
+        own_group = member // MEMBERS
+        members = (held >> (own_group * MEMBERS)) & ((1 << MEMBERS) - 1)
+        leads_group = (c >= 0) & ((members & (before >> (own_group * MEMBERS))) == 0)
+        by_group: tl.constexpr = (GROUPS, MEMBERS * SLOTS)
+        group = program * GROUPS + tl.arange(0, GROUPS)
+        sizes = tl.sum(tl.reshape(leads_group.to(tl.int32), by_group), 1)
+        num_chosen = tl.sum(tl.reshape((c >= 0).to(tl.int32), by_group), 1)
+        sizes = tl.where(sizes * cost < num_chosen, sizes, 0)
         if CHUNK > 0:
             all_overlap = tl.min(tl.where(group < groups, sizes, 1), 0) > 0
             sizes = tl.where(all_overlap, sizes, 0)
         tl.store(counts + line * groups + group, sizes, mask=group < groups)
         if tl.max(sizes, 0) > 0:
-            at = tl.cumsum(tl.reshape(alone.to(tl.int32), by_part), 1) - 1
+            at = tl.cumsum(tl.reshape(leads_group.to(tl.int32), by_group), 1) - 1
             at += ((line * groups + group) * limit)[:, None]
-            entry = tl.reshape((members.to(tl.int64) << 32) | c, by_part)
-            mask = tl.reshape(alone, by_part) & (sizes > 0)[:, None]
-            tl.store(entries + at, entry, mask=mask)
+            packed = tl.reshape((members.to(tl.int64) << 32) | c, by_group)
+            mask = tl.reshape(leads_group, by_group) & (sizes > 0)[:, None]
+            tl.store(blocks + at, packed, mask=mask)
         if REST:
-            left = tl.reshape(tl.broadcast_to((sizes == 0)[:, None], by_part), c.shape)
-            token = first + number * STRIDE
-            copy_lists(block_indices, rest, left, b, r, token, i % SLOTS, T, R, n, STRIDE)
+            copied = tl.reshape(tl.broadcast_to((sizes == 0)[:, None], by_group), c.shape)
+            token = first + member * STRIDE
+            copy_indices(block_indices, rest, copied, b, r, token, i % SLOTS, T, R, n, STRIDE)
     if CHUNK > 0:
-        line = line * places + place
+        line = line * programs + program
         store_by_chunks(shared + line * shared_limit, c, held, leads, size, CHUNK)
         if OVERLAPPING:
             size = tl.where(all_overlap, -1 - size, size)
@@ -162,10 +162,10 @@ def nsa_selected_union(
 
 @triton.jit(do_not_specialize=["groups", "shared_groups"])
 def nsa_selected_union_settle(
-    counts, shared_counts, some, groups, shared_groups, BLOCK: tl.constexpr
+    counts, shared_counts, any_union, groups, shared_groups, BLOCK: tl.constexpr
 ):
-    """One program. Where at least half of the shared unions are of groups that all have one of
-    their own, those count: the shared ones get -1. Otherwise there are only shared ones, and `some`
+    """One program. If at least half of the shared unions have groups with unions, these groups keep
+    their unions and the shared ones get size -1. Otherwise no group keeps a union, and `any_union`
     is 0."""
     i = tl.arange(0, BLOCK)
     overlapping = tl.zeros([BLOCK], tl.int32)
@@ -173,7 +173,7 @@ def nsa_selected_union_settle(
         size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
         overlapping += (size < 0).to(tl.int32)
     few = tl.sum(overlapping, 0) < shared_groups - tl.sum(overlapping, 0)
-    tl.store(some, tl.where(few, 0, 1))
+    tl.store(any_union, tl.where(few, 0, 1))
     for first in range(0, shared_groups, BLOCK):
         size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
         size = tl.where(size < 0, tl.where(few, -1 - size, -1), size)
@@ -183,12 +183,12 @@ def nsa_selected_union_settle(
 
 
 def allocate(selection: Selection, members: int, limit: int) -> Unions:
-    """For the unions of as many lists, of `limit` blocks at most."""
+    """Unions of `members` members each, of `limit` blocks at most."""
     B, _T, R, _n = selection.block_indices.shape
     groups = cdiv(selection.aligned, members * selection.stride)
-    entries = selection.block_indices.new_empty(B, R, groups, limit, dtype=torch.int64)
+    blocks = selection.block_indices.new_empty(B, R, groups, limit, dtype=torch.int64)
     return Unions(
-        entries, selection.block_indices.new_empty(B, R, groups, dtype=torch.int32), members
+        blocks, selection.block_indices.new_empty(B, R, groups, dtype=torch.int32), members
     )
 
 
@@ -200,32 +200,33 @@ def write_unions(
     chunk: int = 0,
     rest: Tensor | None = None,
 ) -> None:
-    """Writes unions where they pay, but with no cost none, and the shared ones in chunks; to `rest`
-    the lists, empty where they are united; as the kernels say."""
+    """Writes the unions of groups with enough overlap (no unions without `cost`), the shared unions
+    in chunks, and the block indices of groups without a union to `rest`; see the kernels."""
     B, T, R, n = selection.block_indices.shape
     whole = unions if shared is None else shared
     slots = next_power_of_2(n)
     grid, flipped = launch.grid(whole.groups, B * R)
     nsa_selected_union[grid](
-        selection.block_indices, unions.entries, unions.counts, whole.entries, whole.counts,
+        selection.block_indices, unions.blocks, unions.counts, whole.blocks, whole.counts,
         rest, selection.starts, selection.start, T, R, n, unions.limit, whole.limit, unions.groups,
         whole.members, float(cost or 0.0), MEMBERS=unions.members,
-        PARTS=whole.members // unions.members, STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk,
+        GROUPS=whole.members // unions.members, STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk,
         OVERLAPPING=cost is not None, REST=rest is not None, RAGGED=selection.starts is not None,
-        FLIPPED=flipped, num_warps=1 if whole.members * slots <= (128 if chunk else ALONE) else 4,
+        FLIPPED=flipped,
+        num_warps=1 if whole.members * slots <= (128 if chunk else WARP_INDICES) else 4,
     )  # fmt: skip
     if shared is not None and cost is not None:
         nsa_selected_union_settle[(1,)](
-            unions.counts, shared.counts, unions.some, unions.counts.numel(), shared.counts.numel(),
-            BLOCK=2048, num_warps=8,
+            unions.counts, shared.counts, unions.any_union, unions.counts.numel(),
+            shared.counts.numel(), BLOCK=2048, num_warps=8,
         )  # fmt: skip
 
 
 def allocate_unions(
     selection: Selection, H: int, dtype: torch.dtype, beside_shared: bool = False
 ) -> tuple[Unions | None, float]:
-    """Room for unions of the lists of a call with H query heads, beside shared ones or not, and
-    what a block of one costs; None where they cannot pay."""
+    """Allocate the unions of a call with H query heads, with or without shared unions. Returns them
+    and the cost of a block of a union; (None, 0.0) if unions cannot be faster."""
     B, _T, R, n = selection.block_indices.shape
     rule = launch.union_rule(H // R * selection.stride, dtype)
     if rule is None or selection.gates is not None or not n:
@@ -233,18 +234,18 @@ def allocate_unions(
     groups = cdiv(selection.aligned, rule.members * selection.stride)
     slots = next_power_of_2(n)
     few = B * R * groups < rule.least
-    if few or rule.members * slots * slots > MOST_PAIRS:
+    if few or rule.members * slots * slots > MAX_COMPARISONS:
         return None, 0.0
-    # as many as pay at most
+    # a larger union is slower than its members
     limit = min(int(rule.members * n / rule.cost) + 1, rule.members * n)
     unions = allocate(selection, rule.members, limit)
     if beside_shared:
-        unions = replace(unions, some=unions.counts.new_empty(()))
+        unions = replace(unions, any_union=unions.counts.new_empty(()))
     return unions, rule.cost
 
 
 def make_unions(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
-    """Unions of the lists of a call with H query heads; None where they cannot pay."""
+    """Unions of a call with H query heads; None if unions cannot be faster."""
     overlapping, cost = allocate_unions(selection, H, dtype)
     if overlapping is not None:
         write_unions(selection, overlapping, cost)
@@ -253,7 +254,7 @@ def make_unions(selection: Selection, H: int, dtype: torch.dtype) -> Unions | No
 
 @triton.jit(do_not_specialize=["groups"])
 def nsa_selected_union_majority(counts, out, groups, BLOCK: tl.constexpr):
-    """One program. Whether most groups are united."""
+    """One program. Writes whether most groups have a union."""
     is_union = tl.zeros([BLOCK], tl.int32)
     for first in range(0, groups, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -261,8 +262,8 @@ def nsa_selected_union_majority(counts, out, groups, BLOCK: tl.constexpr):
     tl.store(out, (tl.sum(is_union, 0) > groups // 2).to(tl.int32))
 
 
-def most(unions: Unions, out: Tensor) -> None:
-    """Writes whether most groups are united, [] int32."""
+def write_majority(unions: Unions, out: Tensor) -> None:
+    """Writes to out, [] int32, whether most groups have a union."""
     nsa_selected_union_majority[(1,)](
         unions.counts, out, unions.counts.numel(), BLOCK=4096, num_warps=8
     )

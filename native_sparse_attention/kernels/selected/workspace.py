@@ -1,4 +1,4 @@
-"""Room for the inverse of lists, by spans whose parts fit in memory."""
+"""Workspaces of the CSR, in chunks whose partial results fit in memory."""
 
 from __future__ import annotations
 
@@ -14,101 +14,98 @@ from . import csr, key_major_sm90
 from .csr import CSRPlan
 
 
-class Parts(NamedTuple):
-    """Memory for the parts of a span, over that of q; tokens, all of whose parts are kept anyhow,
-    but not in more than `most` times the memory of q."""
+class Budget(NamedTuple):
+    """Memory of a chunk's partial results relative to q. A chunk has at least `tokens` tokens, as
+    far as `max_ratio` allows."""
 
-    share: float
+    ratio: float
     tokens: int = 0
-    most: float = math.inf
+    max_ratio: float = math.inf
 
 
-# by query heads a KV head. With `most` a forward and a backward pass take less than 1.5 times the
-# memory of dense attention, also of few tokens
-PARTS = {
-    "forward": {1: Parts(3.3, 2816, 4.4), 8: Parts(3.3, 4096, 6.6)},
-    "backward": {1: Parts(1.7, 2048, 3.3), 8: Parts(3.3, 4096, 6.6), 64: Parts(4.5)},
+# by query heads a KV head. `max_ratio` keeps a forward and a backward pass below 1.5 times the
+# memory of dense attention for few tokens too
+BUDGETS = {
+    "forward": {1: Budget(3.3, 2816, 4.4), 8: Budget(3.3, 4096, 6.6)},
+    "backward": {1: Budget(1.7, 2048, 3.3), 8: Budget(3.3, 4096, 6.6), 64: Budget(4.5)},
 }
-# larger groups: lists, all of whose parts are kept anyhow
-FEW_LISTS = 1 << 14
-# tokens, all of whose parts are kept however much that is
-LEAST_TOKENS = 128
-# rows of an item at least, where parts of dq are kept: shares of dk and dv, which items of a block
-# that has several leave, then take little memory beside these
-LEAST_ROWS = 4096
-# rows of an item of the forward at most, which leaves no shares: short items end together
-FORWARD_ROWS = 1024
+# larger groups: rows of block indices that a chunk has at least
+FEW_SELECTIONS = 1 << 14
+# tokens that a chunk has at least, whatever the memory
+MIN_TOKENS = 128
+# rows of a work tile at least, with partial dq: partial dk and dv then take little memory beside it
+MIN_DQ_TILE_ROWS = 4096
+# rows of a forward work tile at most: short work tiles end together
+MAX_FORWARD_TILE_ROWS = 1024
 
 
 def allocate(
-    q: Tensor, k: Tensor, selection: Selection, kernel: str, parts: int, neighbours: int = 1
+    q: Tensor, k: Tensor, selection: Selection, kernel: str, pair_rows: int, pair_tokens: int = 1
 ) -> CSRPlan:
-    """For the inverse, by spans whose parts, of so many rows, together take `PARTS` times as much
-    memory as q does; in one where no parts are kept. It is of the lists of every so many-th token
-    where `neighbours` are one entry."""
-    block_indices = selection.block_indices[:, ::neighbours]
+    """Workspaces of the CSR, in chunks whose partial results of `pair_rows` rows a pair take the
+    memory of BUDGETS; one chunk without partial results. The CSR has the block indices of
+    every `pair_tokens`-th token."""
+    block_indices = selection.block_indices[:, ::pair_tokens]
     (B, T, R, n), K = block_indices.shape, k.shape[2]
-    groups = q.shape[2] // R * neighbours
-    tokens = T  # whose parts are kept at once, of all heads
-    if parts:
-        share, few, most = launch.row(PARTS[kernel], groups)
+    groups = q.shape[2] // R * pair_tokens
+    tokens = T  # of a chunk of all heads
+    if pair_rows:
+        ratio, min_tokens, max_ratio = launch.row(BUDGETS[kernel], groups)
         if groups >= launch.FEW_ROWS:
-            few = FEW_LISTS // (B * R)
-        of_q = groups * T / (n * parts)  # whose parts take as much memory as q
-        tokens = int(max(min(max(share * of_q, few), most * of_q), LEAST_TOKENS))
+            min_tokens = FEW_SELECTIONS // (B * R)
+        q_tokens = groups * T / (n * pair_rows)  # whose partial results take the memory of q
+        tokens = int(max(min(max(ratio * q_tokens, min_tokens), max_ratio * q_tokens), MIN_TOKENS))
     num_blocks = cdiv(k.shape[1], selection.s)
     heads = K
     if kernel == "backward" and groups < launch.FEW_ROWS:
-        heads = heads_of_span(K, tokens * K // T, B * num_blocks)
+        heads = chunk_heads(K, tokens * K // T, B * num_blocks)
     length = cdiv(T, cdiv(T * heads, tokens * K))
     rows = B * length * (R // K * heads) * groups * n
-    most_rows = launch.work_tile_rows(rows, B * heads * num_blocks)
+    max_tile_rows = launch.work_tile_rows(rows, B * heads * num_blocks)
     if kernel == "forward":
-        most_rows = min(most_rows, FORWARD_ROWS)
-    if parts and kernel == "backward":
-        most_rows = max(most_rows, LEAST_ROWS)
-    chunk = max(most_rows // groups, 1)
-    # short items of the forward end together anyhow, and by block more is found in the cache
+        max_tile_rows = min(max_tile_rows, MAX_FORWARD_TILE_ROWS)
+    if pair_rows and kernel == "backward":
+        max_tile_rows = max(max_tile_rows, MIN_DQ_TILE_ROWS)
+    tile_pairs = max(max_tile_rows // groups, 1)
+    # the forward's work tiles are short, and sorted by block they reuse the cache
     longest = kernel == "backward"
-    return csr.allocate(block_indices, K, num_blocks, chunk, length, heads, longest)
+    return csr.allocate(block_indices, K, num_blocks, tile_pairs, length, heads, longest)
 
 
-def heads_of_span(num_heads: int, most: int, blocks: int) -> int:
-    """KV heads of a backward span, each of so many blocks; at most so many of all tokens fit.
-    Rather some heads of all tokens than all heads of some: dk and dv of a block then pass through
-    memory once, and it has more rows in a span. But of no fewer blocks than keep the GPU busy. In
-    larger groups and in the forward pass that counts for little, and rows of fewer tokens are read
-    from the cache more often."""
+def chunk_heads(num_heads: int, max_heads: int, blocks: int) -> int:
+    """KV heads of a backward chunk. `max_heads` heads of all tokens fit in memory, and `blocks` is
+    the number of blocks a head. Some heads of all tokens are better than all heads of some tokens:
+    dk and dv of a block then pass through memory once. A chunk keeps enough blocks for the GPU."""
     divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
-    fitting = [heads for heads in divisors if heads <= most]
+    fitting = [heads for heads in divisors if heads <= max_heads]
     enough = [heads for heads in divisors if heads * blocks >= launch.ENOUGH_PROGRAMS]
     return max(fitting[-1] if fitting else 1, enough[0] if enough else num_heads)
 
 
-class Pieces(NamedTuple):
-    """How the backward pass takes a block: in so many pieces of so many keys, each of which leaves
-    parts of so many rows; in Gluon or not."""
+class BlockTiles(NamedTuple):
+    """Tiles of a block in the backward: their number, keys of each, rows of partial dq a pair, and
+    whether the Gluon kernel runs."""
 
-    number: int
+    key_tiles: int
     keys: int
-    rows: int
+    partial_rows: int
     on_hopper: bool
 
 
-def pieces(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> Pieces:
+def block_tiles(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> BlockTiles:
     s, groups = selection.s, q.shape[2] // selection.block_indices.shape[2]
     if key_major_sm90.is_supported(q, k, v, selection, scale):
-        return Pieces(1, s, key_major_sm90.rows_of_part(groups), True)
+        return BlockTiles(1, s, key_major_sm90.partial_dq_rows(groups), True)
     tile = launch.key_major_tile("backward", max(k.shape[-1], v.shape[-1]), groups, q.dtype)
     keys = min(launch.padded(s), tile.block_n)
-    return Pieces(cdiv(s, keys), keys, groups, False)
+    return BlockTiles(cdiv(s, keys), keys, groups, False)
 
 
 def allocate_backward(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, with_dq: bool,
-    neighbours: int = 1,
+    pair_tokens: int = 1,
 ) -> CSRPlan:  # fmt: skip
-    """For the inverse of a `backward` that forms dq too, or not."""
-    taken = pieces(q, k, v, selection, scale)
-    parts = taken.number * taken.rows if with_dq else 0
-    return allocate(q, k, selection, "backward", parts, neighbours)
+    """Workspaces of the CSR of a key-major backward, with partial dq if `with_dq`."""
+    tiles = block_tiles(q, k, v, selection, scale)
+    pair_rows = tiles.key_tiles * tiles.partial_rows if with_dq else 0
+    return allocate(q, k, selection, "backward", pair_rows, pair_tokens)

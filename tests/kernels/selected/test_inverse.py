@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.selected import csr
 from native_sparse_attention.kernels.selected import workspace as spans
-from native_sparse_attention.kernels.selected.csr import SHARE
+from native_sparse_attention.kernels.selected.csr import SPLIT_PAIRS
 
 pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +33,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def numbered(monkeypatch, runnable):
     """As on a GPU, also in the interpreter."""
-    monkeypatch.setattr(csr, "NUMBERED", interpreter.OWN.get("NUMBERED", csr.NUMBERED))
+    monkeypatch.setattr(csr, "COUNT_PAIRS", interpreter.OWN.get("COUNT_PAIRS", csr.COUNT_PAIRS))
 
 
 @pytest.mark.parametrize("longest", [False, True])
@@ -57,13 +57,13 @@ def test_entries_lie_by_block_in_their_own_order(case, longest):
     for number, span in enumerate(spans):
         own = counts[number * blocks :][:blocks]
         before = counts[: number * blocks].sum()
-        begin, end = span.bounds[0], span.bounds[-1]
-        assert torch.equal(span.bounds.diff().long(), own)
+        begin, end = span.offsets[0], span.offsets[-1]
+        assert torch.equal(span.offsets.diff().long(), own)
         entries = order[before : before + own.sum()]
-        assert torch.equal(span.entries[begin:end].long(), entries)
+        assert torch.equal(span.pairs[begin:end].long(), entries)
         places = torch.arange(len(entries), device=DEVICE)
-        assert torch.equal(span.places.view(-1)[entries].long(), places)
-        assert (span.places.view(-1)[block < 0] == -1).all()
+        assert torch.equal(span.pair_indices.view(-1)[entries].long(), places)
+        assert (span.pair_indices.view(-1)[block < 0] == -1).all()
         # every entry belongs to one item, of its own block; by block, or of some blocks the longest
         # first
         items = (own + chunk - 1) // chunk
@@ -77,22 +77,22 @@ def test_entries_lie_by_block_in_their_own_order(case, longest):
         by_block = torch.stack((owners, numbers), 1)
         lengths = (own[owner] - ordinals * chunk).clamp(max=chunk)
         if longest:
-            together = owner // csr.ITEMS
+            together = owner // csr.TILE_BLOCKS
             assert (together.diff() >= 0).all()
             shorter = lengths.diff() < chunk / csr.CLASSES
             assert (shorter | (together.diff() > 0)).all()
             each = each.unique(dim=0)
         assert torch.equal(each, by_block)
         several = torch.where(items > 1, items, 0)
-        assert torch.equal(span.spill_bounds.diff().long(), several)
+        assert torch.equal(span.partial_offsets.diff().long(), several)
 
 
 def test_lists_of_more_slots_than_a_share_has_entries():
-    slots = torch.arange(SHARE + 8, device=DEVICE, dtype=torch.int32) % 4
+    slots = torch.arange(SPLIT_PAIRS + 8, device=DEVICE, dtype=torch.int32) % 4
     lists = slots.expand(1, 3, 1, -1)
     lists = lists.contiguous()
     (span,) = csr.allocate(lists, 1, 4, 1 << 14, 3, 1).run(lists)
-    assert torch.equal(span.entries.long(), lists.reshape(-1).argsort(stable=True))
+    assert torch.equal(span.pairs.long(), lists.reshape(-1).argsort(stable=True))
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
@@ -103,12 +103,12 @@ def test_parts_of_a_span(H, K, T, kernel):
     n = 13
     q, k = (torch.empty(1, T, heads, 128, device="meta") for heads in (H, K))
     lists = torch.empty(1, T, K, n, dtype=torch.int32, device="meta")
-    found = spans.allocate(q, k, launch.Selection(lists, 64, 1, 2, True), kernel, H // K).spans
+    found = spans.allocate(q, k, launch.Selection(lists, 64, 1, 2, True), kernel, H // K).chunks
     assert sum(span.length * span.heads for span in found) == T * K
     first = found[0]
-    share, tokens, most = launch.row(spans.PARTS[kernel], H // K)
+    share, tokens, most = launch.row(spans.BUDGETS[kernel], H // K)
     # tokens whose parts, of all heads, may be kept
-    allowed = int(max(min(max(share * T / n, tokens), most * T / n), spans.LEAST_TOKENS))
+    allowed = int(max(min(max(share * T / n, tokens), most * T / n), spans.MIN_TOKENS))
     assert first.length * first.heads <= allowed * K
     if kernel == "forward":
         assert first.heads == K

@@ -92,7 +92,7 @@ def test_unions(stride, n, ragged):
     assert any(some) and not all(some)
     for (b, r, group), members in right.items():
         count = int(unions.counts[b, r, group])
-        entries = unions.entries[b, r, group, :count].tolist()
+        entries = unions.blocks[b, r, group, :count].tolist()
         assert [(e & 0xFFFFFFFF, e >> 32) for e in entries] == list(members.items())
     of_groups = int((unions.counts > 0).sum())
     assert of_groups == sum(some), "a group past the last token is united"
@@ -145,7 +145,7 @@ def test_most(united):
     places = torch.randperm(unions.counts.numel())[:united]
     unions.counts.zero_().view(-1)[places.to(DEVICE)] = 2
     out = torch.empty((), dtype=torch.int32, device=DEVICE)
-    union.most(unions, out)
+    union.write_majority(unions, out)
     assert unions.counts.numel() == 38 and int(out) == (united > 19)
 
 
@@ -281,7 +281,7 @@ def shared_unions(selection, blocks, alike=None):
 
 
 def members_of(unions, place):
-    entries = unions.entries[place][: max(int(unions.counts[place]), 0)].tolist()
+    entries = unions.blocks[place][: max(int(unions.counts[place]), 0)].tolist()
     members = {e & 0xFFFFFFFF: e >> 32 for e in entries}
     assert len(members) == len(entries)
     return members
@@ -330,7 +330,7 @@ def test_shared_and_alike(most):
         if all(apart.counts[b, r, half] > 0 for half in halves):
             left.add((b, r, group))
     assert 0 < len(left) < len(members)
-    assert (2 * len(left) >= len(members)) == most == bool(alike.some)
+    assert (2 * len(left) >= len(members)) == most == bool(alike.any_union)
     for b, r, group in members:
         for half in range(2 * group, min(2 * group + 2, apart.groups)):
             place = (b, r, half)
