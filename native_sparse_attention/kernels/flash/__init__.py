@@ -1,1 +1,1 @@
-"""Attention over ranges of keys: the compressed branch, the window, the forced blocks."""
+"""Attention over KV ranges: the compressed branch, the window, the forced blocks."""

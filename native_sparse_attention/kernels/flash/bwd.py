@@ -49,7 +49,7 @@ def add_dq_of_prefix(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX: tl.constexpr,
     CAP: tl.constexpr, GATED: tl.constexpr, POSITIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the prefix gives to a tile's dq."""
+    """Add the prefix's contribution to a tile's dq."""
     hi = prefix_end(position, P, PREFIX)
     for n0 in range(0, P, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
@@ -80,8 +80,8 @@ def nsa_flash_dq(
     TMA: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a tile of queries of one sequence and KV head. It reads the keys and values
-    that they see and writes dq, or with ADD adds to dq."""
+    """One program owns a tile of queries of one sequence and KV head. It reads the tile's KV range
+    and writes dq, or with ADD adds to dq."""
     tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
     b, h = large(line // K, WIDE), large(line % K, WIDE)
@@ -107,7 +107,7 @@ def nsa_flash_dq(
         inner_lse_row = tl.load(inner_lse + row, mask=real, other=0.0)
         inner_delta_row = tl.load(inner_delta + row, mask=real, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # of products that are no logits yet
+    # applies to products that `logits` leaves unscaled
     scale_log2 = scale * 1.4426950408889634
     unit_scale = scale_log2
     if CAP or not POSITIVE:
@@ -195,13 +195,13 @@ def nsa_flash_dkv(
     v_tile = load_rows(v, b * v_b + h * v_h + large(n, WIDE) * v_n, E, BLOCK_E, inside)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    # of products that are no logits yet
+    # applies to products that `logits` leaves unscaled
     scale_log2 = scale * 1.4426950408889634
     unit_scale = scale_log2
     if CAP or not POSITIVE:
         unit_scale = 1.0
 
-    # tiles of queries that see some of the keys, and among them those that see all
+    # positions that see some of the keys: first .. end - 1; all keys: full .. full_end - 1
     last = tl.minimum(n0 + BLOCK_N, N) - 1
     first, end = seen_by(n0, last, reach, stride, KIND)
     full, full_end = seen_by(last, n0, reach, stride, KIND)
@@ -209,7 +209,7 @@ def nsa_flash_dkv(
         firsts, lasts = doc_first + b * T, doc_last + b * T
         first, full_end = in_document(first, full_end, n0 * unit, T, firsts, lasts, 1)
         full, end = in_document(full, end, last * unit, T, firsts, lasts, 1)
-        # a key behind its document's last token is seen by none
+        # no query sees a key past its document's last token
         full_end = tl.where(last * unit < end, full_end, 0)
     first_tile = tl.maximum(first - start, 0) // TOKENS
     end_tile = tl.cdiv(tl.minimum(tl.maximum(end - start, 0), T), TOKENS)
@@ -244,7 +244,7 @@ def nsa_flash_dkv(
                 tl.load(delta + row, mask=real, other=0.0),
             )
 
-            # [N, M]: p and ds are the left operands of what follows
+            # [N, M]: p and ds are the left operands of the next products
             s = logits(k_tile, q_tile, scale_log2, cap, CAP, POSITIVE, PRECISION)
             if CAP:
                 slope = cap_slope(s, cap)
@@ -301,8 +301,8 @@ def backward_q(
     prefix: tuple[Tensor, Tensor] | None = None,
     inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> None:
-    """Add to dq; with an `inner` range and its backward inputs also through its local blocks and
-    the keys before its floor."""
+    """Add to dq. With an `inner` range and its backward inputs, also add through its local blocks
+    and the keys before its floor."""
     within, inner_bwd = inner or (None, None)
     if flash_sm90.is_supported("dq", q, k, v, kv_range, scale, within, prefix):
         flash_sm90.backward_q(q, k, v, kv_range, scale, bwd, dq, inner, prefix)
@@ -328,7 +328,7 @@ def backward_kv(
     bwd: BackwardInputs,
     inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> Partials:
-    """Partial dk and dv; with `inner` also through its local blocks (not the prefix)."""
+    """Partial dk and dv; with `inner` also through its local blocks, without the prefix."""
     within, inner_bwd = inner or (None, None)
     few = k.shape[1] <= FEW_KEYS
     if not few and flash_sm90.is_supported("dkv", q, k, v, kv_range, scale, within):

@@ -33,8 +33,8 @@ LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "b
 
 @gluon.jit
 def query_tiles(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr):
-    """Of the tiles of queries that see some of the keys from n0 on the first of this program's
-    share and one past its last, and the same of those that see all keys, none as a local one."""
+    """First query tile of this program's split, and its end; first tile whose queries see all keys
+    from n0 on (none of them as a local key), and the end of these tiles."""
     start, T, N, floor, reach, stride = (
         kv_range[0],
         kv_range[1],
@@ -71,7 +71,7 @@ def produce(
     q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem, rows_smem,
     kv_bar, full, K, G: gl.constexpr, STAGES: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp. `rows` are the log-sum-exps and deltas, with INNER of both softmaxes."""
+    """The producer warp. `rows` holds lse and delta, with INNER those of both softmaxes."""
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     D: gl.constexpr = q.block_shape[3]
     TOKENS: gl.constexpr = ROWS // G
@@ -91,22 +91,22 @@ def produce(
         at = [b, tile * TOKENS, h * G, 0]
         load_box(q, at, bar, q_smem.index(slot))
         load_box(d_out, at, bar, do_smem.index(slot))
-        # of rows that are none, the last token's, which are finite: they see nothing
+        # padding rows load the last token's finite lse and delta; they see no key
         token = gl.minimum(tile * TOKENS + row // G, T - 1)
         of_row = (b * T + token).to(gl.int64) * (K * G) + h * G + row % G
         for which in gl.static_range(4 if INNER else 2):
             there = rows_smem.index(slot * 4 + which)
             load_elements(there, rows[which] + of_row)
         async_copy.mbarrier_arrive(bar, increment_count=False)
-    # no barrier may be left halfway
+    # complete every barrier before the warp exits
     for i in range(gl.maximum(end - begin - STAGES, 0), gl.maximum(end - begin, 0)):
         at_named_barrier("sync", i % STAGES, THREADS)
 
 
 @gluon.jit
 def visible_positions(n, kv_range, KIND: gl.constexpr, INNER: gl.constexpr):
-    """First position that sees each key and one past the last; and one past the last of those that
-    see it as a local one."""
+    """First position that sees each key, and the end of these positions; the end of the positions
+    that see it as a local key."""
     start, T, floor, reach, stride = kv_range[0], kv_range[1], kv_range[3], kv_range[4], kv_range[5]
     if KIND == BEHIND:
         first, end = (n + 1) * stride, n * 0 + (start + T)
@@ -125,8 +125,8 @@ def accumulate(
     k_tile, v_tile, q_tile, do_tile, dk, dv, rows, slot, first_row, at, bounds, masked, scale_log2,
     G: gl.constexpr, LOCAL: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """What some rows of a tile of queries, whose first token is at `at`, add to dk and dv of a
-    part, of whose keys `bounds` says which positions see them; with LOCAL by two softmaxes."""
+    """Add the contribution of query rows to dk and dv of a consumer. The query tile begins at
+    position `at`; `bounds` are the keys' `visible_positions`. LOCAL: of both softmaxes."""
     M: gl.constexpr = q_tile.shape[0]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -183,7 +183,7 @@ def consume(
     middle = begin
     mbarrier.wait(kv_bar.index(0), 0)
     if INNER:
-        # two softmaxes, half a tile at a time: there are no registers for more
+        # two softmaxes: half a query tile at a time, for lack of registers
         middle = gl.minimum(full_tile, end)
         for tile in range(begin, middle):
             slot = (tile - begin) % STAGES
@@ -234,7 +234,7 @@ def nsa_flash_dkv_sm90(
     q_smem, do_smem = buffers(q, STAGES), buffers(d_out, STAGES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES * 4, ROWS.value], FLAT)
-    # of a ring's place the lanes arrive too, which copy
+    # 33 arrivals per stage: one for TMA, 32 of the lanes that copy lse and delta
     kv_bar, full = barriers(1, 1), barriers(STAGES, 33)
     fence_async_shared()
     thread_barrier()

@@ -41,7 +41,7 @@ def produce(
     v_smem, q_bar, dq_bar, full, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     INNER: gl.constexpr, PREFIX: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp; with ADD also what dq holds, once it has read the blocks."""
+    """The producer warp. With ADD it also loads dq, after the blocks."""
     BYTES: gl.constexpr = CONSUMERS * ROWS * q.block_shape[3] * 2
     TOKENS: gl.constexpr = CONSUMERS * ROWS // G
     done = 0
@@ -76,8 +76,8 @@ def process_blocks(
     lo, hi, other_lo, all_lo, all_hi, scale_log2, STAGES: gl.constexpr, BOTH: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
-    """What some blocks add to dq; with BOTH by two softmaxes, the other of keys from `other_lo`
-    on."""
+    """Add the contribution of `count` blocks to dq. BOTH: of both softmaxes; the other one covers
+    the keys from `other_lo` on."""
     D: gl.constexpr = k_smem.shape[4]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -113,10 +113,10 @@ def load_lse_delta(
     i, iteration, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K: gl.constexpr,
     CONSUMER: gl.constexpr, G: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
-    """lse and delta of a part's rows i at a turn; with INNER those of the other softmax too."""
+    """lse and delta of a consumer's rows i of a work tile; with INNER of both softmaxes."""
     tile, b, h = tile_position(iteration, tiles, B, K)
     _, _, row, real = rows_of(i, tile, b, h, start, T, K, CONSUMER, G)
-    real = real & (tile >= 0)  # there may be no such turn
+    real = real & (tile >= 0)  # there may be no next work tile
     lse_row = gl.load(lse + row, mask=real, other=0.0)
     delta_row = gl.load(delta + row, mask=real, other=0.0)
     other_lse, other_delta = lse_row, delta_row
@@ -158,9 +158,9 @@ def consume(
         mbarrier.wait(q_bar.index(0), iteration & 1)
         q = q_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         d_out = do_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
-        fence_async_shared()  # what was read may be overwritten from outside
+        fence_async_shared()  # TMA may overwrite q and d_out after these loads
         at_named_barrier("arrive", QUERIES, THREADS)
-        # of the next turn now, as they would be waited for then
+        # prefetch for the next work tile
         next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
             i,
             iteration + 1,
@@ -177,20 +177,20 @@ def consume(
             G,
             INNER,
         )
-        tma.store_wait(0)  # what was there before is written
+        tma.store_wait(0)  # the previous work tile's dq is written
         if ADD:  # noqa: SIM102
             if iteration > 0:
                 at_named_barrier("arrive", ADDED, THREADS)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
         hi_before, all_before = hi, all_hi
         if INNER:
-            # local keys are of the window too
+            # the window contains the local keys
             done, acc = process_blocks(
                 q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, other_lse,
                 other_delta, local, num_local, lo, hi, local_start(position, kv_range), all_lo,
                 all_hi, scale_log2, STAGES, True, GATED,
             )  # fmt: skip
-            # where a block begins with keys of the window alone, those have been seen with it
+            # the first local block's keys before the local range are already processed
             at = local_start(start + tile * (CONSUMERS * TOKENS), kv_range)
             at = gl.where(num_local > 0, at // KEYS * KEYS, N)
             hi_before, all_before = gl.minimum(hi, at), gl.minimum(all_hi, at)
@@ -233,8 +233,8 @@ def nsa_flash_dq_sm90(
     KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, GATED: gl.constexpr,
     ADD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program a multiprocessor: dq of tiles of queries of a row and KV head, in turn, added to
-    what is there if ADD."""
+    """One persistent program per multiprocessor: dq of query tiles of a sequence and KV head. With
+    ADD adds to dq."""
     kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
     q_smem, do_smem = buffers(q, CONSUMERS), buffers(d_out, CONSUMERS)
     dq_smem = buffers(dq, CONSUMERS)

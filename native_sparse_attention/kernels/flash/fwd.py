@@ -1,10 +1,10 @@
-"""Attention in which every query sees one interval of keys, and perhaps a prefix: the window, the
+"""Attention in which every query sees one KV range and optionally a prefix: the window, the
 compressed branch with its memory, the forced blocks of the selected branch.
 
-A tile holds the tokens x heads of one KV head's group, so that keys and values are read once for
-the group. `device.interval` says which keys a query sees; the prefix is a few more keys, of tensors
-of their own. A narrower interval of local blocks within a causal window can be attended to in the
-same pass (`inner`): the prefix is then its own.
+A tile holds tokens x heads of one head group, so that the group reads keys and values once.
+`primitives.interval` computes the KV range of a query. The prefix is a few more keys, in tensors of
+their own. With `inner`, the same pass also computes attention to a narrower KV range of local
+blocks within a causal window; the prefix then belongs to `inner`.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ from ..common.primitives import (
 )
 from . import launch_sm90 as flash_sm90
 
-# one compiled kernel for all lengths and places
+# one compiled kernel for all lengths and KV ranges
 LENGTHS = ["T", "N", "P", "start", "floor", "reach", "inner_floor", "inner_reach"]
 
 # the prefix: none, seen by every query, or causal (key n by the queries from position n on)
@@ -49,9 +49,8 @@ def tile_ranges(
     token, first, last, start, entry, doc_first, doc_last, unit, T, N, floor, reach, stride,
     KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The keys that rows of a tile of queries see, from lo to hi - 1: of each row's token [M], of
-    the tile's first and of its last; with documents, whose bounds a row has from `entry` on, those
-    in their own."""
+    """KV ranges lo .. hi - 1 of each row's token [M], of the tile's first token and of its last.
+    With documents, clipped to the token's document; the row's bounds begin at `entry`."""
     lo, hi = interval(start + token, N, floor, reach, stride, KIND)
     lo_first, hi_first = interval(start + first, N, floor, reach, stride, KIND)
     lo_last, hi_last = interval(start + last, N, floor, reach, stride, KIND)
@@ -67,8 +66,8 @@ def tile_ranges(
 def logits(
     x, y, scale_log2, cap, CAP: tl.constexpr, POSITIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products [M, N] of x [M, D] and y [N, D], queries and keys: logits where they are capped or
-    the scale may be negative, and else to be multiplied by it."""
+    """Products [M, N] of x [M, D] and y [N, D], queries and keys. Scaled logits with CAP or without
+    POSITIVE; otherwise the caller scales them."""
     s = tl.dot(x, tl.trans(y), input_precision=PRECISION)
     if CAP:
         s = soft_capped(s * scale_log2, cap)
@@ -79,7 +78,7 @@ def logits(
 
 @triton.jit
 def prefix_end(position, P, PREFIX: tl.constexpr):
-    """One past the last of P keys of a prefix that queries see."""
+    """End of the prefix keys that each query sees, of P keys."""
     return tl.minimum(position + 1, P) if PREFIX == CAUSAL_PREFIX else position * 0 + P
 
 
@@ -117,10 +116,10 @@ def nsa_flash_fwd(
     POSITIVE: tl.constexpr, BOUNDED: tl.constexpr, WIDE: tl.constexpr,
     FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a tile of queries of one sequence and KV head. It reads the keys and values
-    that they see and writes out and lse. With INNER it writes a second out and lse, of the local
-    blocks and the initial keys."""
-    # the queries that see most go first
+    """One program owns a tile of queries of one sequence and KV head. It reads the tile's KV range
+    and writes out and lse. With INNER it writes a second out and lse, of the local blocks and the
+    initial keys."""
+    # longest tiles first
     tile, line, tiles, _lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile
     b, h = large(line // K, WIDE), large(line % K, WIDE)
@@ -144,17 +143,17 @@ def nsa_flash_fwd(
     if SINKS:
         m, l = load_sinks(sinks, head), l + 1.0
 
-    # of products that are no logits yet
+    # applies to products that `logits` leaves unscaled
     unit_scale = scale_log2
     if CAP or not POSITIVE:
         unit_scale = 1.0
 
-    # tiles of keys that some row sees; keys that all see
+    # key tiles that some row sees; all rows see keys all_lo .. all_hi - 1
     begin = lo_first // BLOCK_N * BLOCK_N
     tiles_seen = tl.maximum(tl.cdiv(hi_last - begin, BLOCK_N), 0)
     all_lo, all_hi = lo_last, hi_first
     if INNER:
-        # keys before the local blocks, those in them, the initial ones, one part after the other
+        # in order: keys before the local blocks, local blocks, initial blocks
         local, _hi = interval(
             start + token, N, inner_floor, inner_reach, inner_stride, LOCAL_BLOCKS
         )
@@ -242,8 +241,8 @@ def nsa_flash_fwd(
 
 
 def by_boxes(k: Tensor, v: Tensor, block_n: int) -> dict[str, Any]:
-    """k and v, as descriptors for the tensor memory accelerator where it can read both; not in
-    float32, whose products take far longer than its reads."""
+    """k and v, as TMA descriptors if TMA can read both. Not in float32: its products take far
+    longer than its loads."""
     boxes = [
         None if t.dtype == torch.float32 else launch.tma_descriptor(t, block_n) for t in (k, v)
     ]
@@ -289,7 +288,7 @@ def arguments(
         BLOCK_N=tile.block_n,
         RAGGED=kv_range.starts is not None,
         WIDE=launch.wide(q, k, v) or q.shape[0] * T * H * max(D, E) >= 1 << 31,
-        PRECISION="ieee",  # of float32; tf32x3 errs up to four times as much
+        PRECISION="ieee",  # for float32; the errors of tf32x3 are up to four times as large
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -327,9 +326,9 @@ def forward(
     norms: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """out [B T H E] and natural lse [B T H] of q [B T H D], k [B N K D], v [B N K E], and of a
-    prefix k [B P K D], v [B P K E]. Given an `inner` place, also those of its local blocks and of
-    the keys before its floor. `sinks` [H] in float32, both or none; `norms` those of
-    `key_norms.py`, if they are known."""
+    prefix k [B P K D], v [B P K E]. With an `inner` range, also out and lse of its local blocks and
+    the keys before its floor. `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are
+    the norms of `key_norms.py`, if known."""
     norms = key_norms(q, k)[0] if norms is None else norms
     plain = sinks is None and inner_sinks is None
     if plain and flash_sm90.is_supported("forward", q, k, v, kv_range, scale, inner, prefix):

@@ -1,5 +1,5 @@
-"""Attention over intervals of keys, as `fwd.py`; see `steps_sm90.py`. Of a window within which
-local blocks lie, what they sum up to is common to both softmaxes. In Gluon."""
+"""Attention over KV ranges, as `fwd.py`; see `steps_sm90.py`. With local blocks inside a window,
+both softmaxes start from the local blocks' partial sums. In Gluon."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ from .steps_sm90 import (
     wait_for_all,
 )
 
-# keys that a row must see for its logits to be measured from a bound: as in
-# `primitives.measured_from`
+# keys that each row must see for the row bound to be used, as in `primitives.measured_from`
 FEWEST = gl.constexpr(16)
 
 
@@ -70,7 +69,7 @@ def process_blocks(
     q, k_smem, v_smem, full, done, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2,
     STAGES: gl.constexpr, BY_BOUND: gl.constexpr,
 ):  # fmt: skip
-    """Some blocks into a running softmax; see `primitives.scaled_step`."""
+    """Fold `count` blocks into a running softmax; see `primitives.scaled_step`."""
     D: gl.constexpr = k_smem.shape[4]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -106,8 +105,8 @@ def process_blocks(
 
 @gluon.jit
 def measured_from(q, key_norm, scale_log2, keys, real, m):
-    """The bounds of a tile's logits instead of m, if all are small and rows see enough keys; and
-    whether they are."""
+    """The row bounds, if all are small and the rows see enough keys, else m; and whether the bounds
+    are used."""
     x = q.to(gl.float32)
     bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
     bound = bound * (key_norm * gl.abs(scale_log2))
@@ -118,11 +117,11 @@ def measured_from(q, key_norm, scale_log2, keys, real, m):
 
 @gluon.jit
 def write(out, lse, smem, acc, m, l, at, row, real):
-    """Out and natural lse of a part's rows."""
+    """Write out and natural lse of a consumer's rows."""
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
     inverse_l = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc.type.layout))
-    tma.store_wait(0)  # what was there before is written
+    tma.store_wait(0)  # the previous contents are written
     smem.reshape(acc.shape).store((acc * inverse_l[:, None]).to(smem.dtype))
     fence_async_shared()
     store_box(out, at, smem)
@@ -136,8 +135,8 @@ def consume(
     v_smem, out_smem, q_bar, full, CONSUMER: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """One consumer warpgroup. Logits with a bound are measured from it; of the two code paths one
-    processes no blocks."""
+    """One consumer warpgroup. It subtracts row bounds from the logits if they are small enough. Of
+    the two code paths, with and without bounds, one processes no blocks."""
     D: gl.constexpr = k_smem.shape[4]
     TOKENS: gl.constexpr = ROWS // G
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -169,9 +168,9 @@ def consume(
         by_bound = False
         if BOUNDED:
             m, by_bound = measured_from(q, key_norm, scale_log2, keys, real, m)
-        fence_async_shared()  # what was read may be overwritten from outside
+        fence_async_shared()  # TMA may overwrite q after this load
         at_named_barrier("arrive", QUERIES, THREADS)
-        if BOUNDED:  # of the next turn now, as it would be waited for then
+        if BOUNDED:  # prefetch for the next work tile
             _, next_b, next_h = tile_position(iteration + 1, tiles, B, K)
             key_norm = gl.load(norms + next_b * K + next_h)
 
@@ -207,7 +206,7 @@ def consume(
                     q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, num_outer, 0),
                     lo, hi, all_lo, all_hi, scale_log2, STAGES, way == 0,
                 )  # fmt: skip
-            if PREFIX:  # no bound holds for these keys
+            if PREFIX:  # the bounds do not cover prefix keys
                 done, acc, m, l = process_blocks(
                     q, k_smem, v_smem, full, done, acc, m, l, 0, gl.where(taken, num_initial, 0),
                     lo * 0, lo * 0 + kv_range[9], 0, kv_range[9], scale_log2, STAGES, False,
@@ -225,7 +224,8 @@ def nsa_flash_fwd_sm90(
     KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program a multiprocessor: tiles of queries of a row and KV head, in turn."""
+    """One persistent program per multiprocessor: attention of query tiles of a sequence and KV
+    head."""
     kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
     q_smem, out_smem = buffers(q, CONSUMERS), buffers(out, CONSUMERS)
     k_smem, v_smem = buffers(k, STAGES), buffers(v, STAGES)

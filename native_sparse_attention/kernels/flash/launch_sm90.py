@@ -16,18 +16,18 @@ from ..common.primitives import BEHIND, CAUSAL_WINDOW
 
 # rows and keys of a tile
 ROWS, KEYS = 64, 64
-# widths of heads. Of 64 ptxas 12.8 overwrites d_out, which a loop of dq needs again, in registers;
-# `tests/scripts/compile_kernels.py` looks for that
+# head dimensions. For 64, ptxas 12.8 overwrites registers of d_out that the dq loop reads again;
+# `tests/scripts/compile_kernels.py` checks for this
 WIDTHS = (128,)
-# tiles that a multiprocessor has at least: 3.9 were faster, of fewer programs with half the rows
-# would use more multiprocessors
+# the fewest query tiles per multiprocessor: 3.9 were measured faster; with fewer tiles, programs of
+# half the rows use more multiprocessors
 LEAST_TILES = 3
-# tiles of queries of a share of dk and dv, at least, where no part of the GPU is idle for it
+# the fewest query tiles per split of dk and dv, if the splits fill the GPU
 MIN_SPLIT_TILES = 64
-# places of the ring, and registers of a thread that computes
+# stages of the ring buffer, and registers per consumer thread
 STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
-# of a forward with one softmax, and of its threads on average, of which at most four spill: so
-# programs of short kernels find room beside it
+# a forward with one softmax: registers per consumer thread and on average; at most four spill.
+# Programs of short kernels can then run on the same multiprocessor
 FEWER = {"REGISTERS": 160, "maxnreg": 120}
 
 
@@ -41,9 +41,9 @@ def is_supported(
     inner: KVRange | None = None,
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> bool:
-    """Whether `kernel`, "forward", "dq" or "dkv", takes a call without sinks: where it can, and has
-    enough tiles to be the faster one. With `launch.using({"flash_sm90": True})` however few there
-    are; with False never, and not where the call asks for tiles."""
+    """Whether `kernel`, "forward", "dq" or "dkv", supports a call without sinks and has enough
+    tiles to be faster. `launch.using({"flash_sm90": True})` ignores the number of tiles; False, or
+    a requested tile config, disables the kernel."""
     wanted = launch.override.get("flash_sm90")
     tiled = requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
     if wanted is False or tiled or not sm90.available(q):
@@ -64,12 +64,12 @@ def is_supported(
 
 
 def own(prefix: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-    """Of a prefix that rows share that of the first one."""
+    """The prefix; of a prefix that all sequences share, the first sequence's."""
     return () if prefix is None else tuple(t if t.stride(0) else t[0][None] for t in prefix)
 
 
 def query_tiles(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Tiles of queries of a line, a row and KV head, and lines."""
+    """Query tiles per sequence and KV head, and the number of sequences x KV heads."""
     groups = q.shape[2] // k.shape[2]
     return cdiv(q.shape[1], 2 * ROWS // groups), q.shape[0] * k.shape[2]
 
@@ -98,14 +98,14 @@ def query_tile_arguments(
     prefix: tuple[Tensor, Tensor] | None,
     kernel: str,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Grid of the kernels that walk tiles of queries, and what they take."""
+    """Grid and arguments of the kernels over query tiles."""
     tiles, lines = query_tiles(q, k)
     pk, pv = (sm90.box(t, [1, KEYS, 1, t.shape[-1]]) for t in (own(prefix) or (k, v)))
     args = boxes(q, k, v, kv_range, inner, kernel) | dict(
         pk=pk, pv=pv, P=0 if prefix is None else prefix[0].shape[1], each=int(pk.shape[0] > 1),
         PREFIX=prefix is not None, tiles=tiles, B=q.shape[0],
     )  # fmt: skip
-    # one for each multiprocessor, which it fills
+    # one program fills a multiprocessor
     return (min(tiles * lines, sm90.multiprocessors(q.device)),), args
 
 

@@ -24,7 +24,7 @@ ROWS = gl.constexpr(64)  # of a consumer
 KEYS = gl.constexpr(64)  # of a block
 THREADS = gl.constexpr(32 * (4 * CONSUMERS + 1))
 
-# barriers, behind those of the ring: of the places of queries, and of what is added to
+# named barriers after those of the stages: consumers release the queries; the dq buffer
 QUERIES = gl.constexpr(7)
 ADDED = gl.constexpr(6)
 
@@ -34,30 +34,30 @@ LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "t
 
 @gluon.jit
 def work_tile(i):
-    """The i-th turn of this program. Every second time the programs take theirs in reversed order:
-    where turns get shorter and shorter, all have about as much to do."""
+    """Index of this program's i-th work tile. Every second round assigns them in reverse: work
+    tiles get shorter, so this balances the programs."""
     programs, number = gl.num_programs(0), gl.program_id(0)
     return i * programs + gl.where(i % 2 == 0, number, programs - 1 - number)
 
 
 @gluon.jit
 def num_work_tiles(count):
-    """How many of so many turns this program takes. Of as many turns as programs, or more."""
+    """How many of `count` work tiles this program processes, for count >= programs."""
     last = gl.cdiv(count, gl.num_programs(0)) - 1
     return gl.where(work_tile(last) < count, last + 1, last)
 
 
 @gluon.jit
 def tile_position(i, tiles, B, K: gl.constexpr):
-    """Tile, row and KV head of the i-th turn: the last tiles, which see most, first."""
+    """Query tile, sequence and KV head of the i-th work tile: the last, longest tiles first."""
     iteration = work_tile(i)
     return tiles - 1 - iteration // K // B, iteration // K % B, iteration % K
 
 
 @gluon.jit
 def rows_of(i, tile, b, h, start, T, K, CONSUMER: gl.constexpr, G: gl.constexpr):
-    """The first token of a part of a tile; of its rows i positions, places in [B T H], and which
-    are there."""
+    """First token of a consumer's rows; position of rows i, their offset in [B T H], and whether
+    they exist."""
     TOKENS: gl.constexpr = ROWS // G
     token = (tile * CONSUMERS + CONSUMER) * TOKENS
     position = start + token + i // G
@@ -75,8 +75,8 @@ def local_start(position, kv_range):
 
 @gluon.jit
 def visible_range(position, first, last, kv_range, KIND: gl.constexpr):
-    """First key and one past the last of each position's interval; and of what all positions from
-    `first` to `last` see."""
+    """First key and end of each position's KV range; first key and end of the keys that all
+    positions from `first` to `last` see."""
     N, floor, reach, stride = kv_range[2], kv_range[3], kv_range[4], kv_range[5]
     if KIND == BEHIND:
         lo, all_lo = position * 0, first * 0
@@ -92,8 +92,8 @@ def blocks_of(
     tile, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
     PREFIX: gl.constexpr,
 ):  # fmt: skip
-    """Blocks that some row of a tile sees: the first of the local ones and how many, the same of
-    the others, and how many initial ones or of a prefix."""
+    """KV blocks that some row of a tile sees: first local block and count, first other block and
+    count, and the count of initial or prefix blocks."""
     start, T, N, floor, reach, stride = (
         kv_range[0],
         kv_range[1],
@@ -123,7 +123,7 @@ def blocks_of(
 
 @gluon.jit
 def read_rows(t, smem, bar, b, token, head):
-    """A tile's rows of t, a box for each part."""
+    """Load a tile's rows of t, one TMA box per consumer."""
     for consumer in gl.static_range(CONSUMERS):
         at = [b, token + consumer * t.block_shape[1], head, 0]
         load_box(t, at, bar, smem.index(consumer))
@@ -134,8 +134,8 @@ def read_blocks(
     k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin, num_outer,
     num_initial, STAGES: gl.constexpr, PREFIX: gl.constexpr,
 ):  # fmt: skip
-    """A tile's blocks of keys and values, and of a prefix, of each row its own or not, into the
-    places of the ring, as these are left."""
+    """Load a tile's KV blocks, and those of a prefix (per sequence with `each`), into the stages of
+    the ring buffer as consumers release them."""
     BYTES: gl.constexpr = KEYS * (k.block_shape[3] + v.block_shape[3]) * 2
     for j in range(0, num_local + num_outer + num_initial):
         block = local + j
@@ -162,6 +162,6 @@ def read_blocks(
 
 @gluon.jit
 def wait_for_all(done, STAGES: gl.constexpr):
-    """Until all places of the ring are left: no barrier may be left halfway."""
+    """Wait until the consumers have released all stages, so that every barrier completes."""
     for i in range(gl.maximum(done - STAGES, 0), done):
         at_named_barrier("sync", i % STAGES, THREADS)
