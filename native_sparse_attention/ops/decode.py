@@ -1,8 +1,8 @@
-"""Decoding: attention of a few new tokens over a KV cache. Lengths differ by sequence and stay on
-the device.
+"""Decoding: attention of a few new tokens per sequence over a KV cache. Sequence lengths differ and
+stay on the device.
 
     B  sequences    T  new tokens per sequence    N  tokens per sequence of storage, or per page
-    H, K  query and KV heads    D, E  their widths    R_  heads that rank: K, or H    n  blocks
+    H, K  query and KV heads    D, E  head dimensions    R_  ranking heads: K or H    n  blocks
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def decode_attention(
     """Causal `native_sparse_attention` of the T newest tokens of every sequence over a KV cache.
     The cache already holds their keys, values and complete windows.
 
-    Token t of sequence b has position `lengths[b] + t` and sees nothing after it. Storage past the
+    Token t of sequence b has position `lengths[b] + t` and sees no later token. Storage past the
     end of a sequence may hold any values, finite or not. The host never reads a length, and shapes
     do not depend on lengths, so a CUDA graph can capture a step.
 
@@ -91,7 +91,7 @@ def decode_attention(
         lengths: integers [B], tokens of each sequence before the new ones.
         counts: integers [B], how many of the T new tokens are real. The others output 0.
         page_table: int32 [B, pages per sequence]. Page `page_table[b, p // N]` holds token p of
-            sequence b at `p % N`; page `page_table[b, j d // N]` holds window j.
+            sequence b in slot `p % N`; page `page_table[b, j d // N]` holds window j.
         ranking: with a `selection_stride` R above 1, int32 [B, R_, size, n]: block indices of each
             token at its position modulo size, which is at least T + 1. The call reads the indices
             of a group that began before it, and writes its own.
@@ -280,8 +280,8 @@ def by_gathering(
 
 
 def hide_behind(t: Tensor, ends: Tensor) -> Tensor:
-    """Sequences [B, N, K, D] with 0 past the end [B] of each. A weight of 0 would not hide values
-    that are not finite."""
+    """Zero sequences [B, N, K, D] past the end [B] of each. A weight of 0 does not mask non-finite
+    values."""
     behind = torch.arange(t.shape[1], device=t.device) >= ends[:, None]
     return t.masked_fill(behind[..., None, None], 0)
 

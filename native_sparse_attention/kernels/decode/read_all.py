@@ -7,8 +7,8 @@ One launch runs two stages. Each program runs one of them:
     reduce_and_combine    the ranking of the blocks, then the reduction of the partial results of
                           each branch, weighted by the gates
 
-The addresses that the first stage reads depend on no other program. The boundary block, which the
-window covers in part, has a second partial result for its keys in the window.
+The addresses that the first stage reads depend on no other program. The window covers only some
+keys of the boundary block, which has a second partial result for these keys.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def write_partials(
     w: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOWS_PER_PAGE: tl.constexpr,
     STORE_SCORES: tl.constexpr, CAP: tl.constexpr, HAS_COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one token over part of the keys, as partial results.
+    """Attention of one token over one split of the keys, as partial results.
 
-    A program owns the G query heads of one KV head and token t, and one part of the keys: BLOCK_N
+    A program owns the G query heads of one KV head and token t, and one split of the keys: BLOCK_N
     windows, BLOCK_N memory keys, the boundary block of the window, or BLOCKS_PER_PROGRAM KV blocks.
     It reads these keys and values and writes one partial result, or one per block. With
     STORE_SCORES it writes the window scores [B T K W], summed over the heads, and arrives at
@@ -144,10 +144,10 @@ def select_partials(
 ):  # fmt: skip
     """Select the partial results of KV blocks that the token at `position` reads.
 
-    Returns codes [PARTIALS]: entry FIRST_BLOCK + i is 4 c + 2 (block c is selected) + 1 (block c
-    overlaps the window), or 0 if unused. Entries are ordered: the TOPN ranked blocks, then the
-    initial ones, then the blocks up to the token's own. `scratch` are PARTIALS zeros of this
-    program, through which the codes are scattered."""
+    Returns codes [PARTIALS]: code FIRST_BLOCK + i is 4 c + 2 (block c is selected) + 1 (block c
+    overlaps the window), or 0 if unused. Codes are ordered: the TOPN ranked blocks, then the
+    initial ones, then the blocks up to the token's own. The codes are scattered through `scratch`,
+    PARTIALS zeros of this program."""
     c, own_block = tl.arange(0, BLOCKS), position // s
     rank = tl.full([BLOCKS], BLOCKS, tl.int32)
     if TOPN > 0:
@@ -265,8 +265,8 @@ def nsa_decode_read_all(
 ):  # fmt: skip
     """One decode step over a short KV cache: T new tokens of B sequences.
 
-    A program owns one token and KV head, and either one part of its keys (`write_partials`) or some
-    of its output (`reduce_and_combine`). The last reduce program resets the counters to zero."""
+    A program owns one token and KV head, and one split of its keys (`write_partials`) or a tile of
+    its output (`reduce_and_combine`). The last reduce program resets the counters to zero."""
     # windows come first, because the ranking waits for their scores
     index, tokens, FIRST_BLOCK = tl.program_id(0), B * T * K, CMP_SPLITS + MEM_SPLITS + 1
     program, token = index // tokens, index % tokens

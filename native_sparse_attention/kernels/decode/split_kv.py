@@ -166,7 +166,7 @@ def block_split(
             k, k_b, k_n, k_h = window_k, x_b, x_n, x_h
             v, v_b, v_n, v_h = window_v, y_b, y_n, y_h
     i = tl.arange(0, PADDED_SPLIT_BLOCKS)
-    # index in the list of selected blocks: TOPN ranked ones, INITIAL, LOCAL
+    # index among the selected blocks: TOPN ranked ones, INITIAL, LOCAL
     index = first_index + i
     forced = index - TOPN
     is_initial = (forced >= 0) & (forced < INITIAL) & (forced <= own_block - LOCAL)

@@ -129,8 +129,8 @@ def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
     """`topn.merge_columns` of one row: the TOPN best blocks [1, PADDED_TOPN], and whether a column
     may have dropped one of them.
 
-    Each warp merges its 32 sorted lists into one of TOPN blocks. The position of a block in the
-    result is the number of better blocks in the lists of all warps."""
+    Each warp merges its 32 sorted columns into one of TOPN blocks. The position of a block in the
+    result is the number of better blocks in the columns of all warps."""
     scores, blocks, lost = candidates
     DEPTH: tl.constexpr = len(scores)
     WARPS: tl.constexpr = lost.shape[1] // 32
@@ -163,7 +163,7 @@ def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
     position = tl.sum(better.to(tl.int32), 1)
     is_position = (position[None] == slot[:, None]) & (warp_block[None] != NO_BLOCK)
     ranking = tl.min(tl.where(is_position, warp_block[None], NO_BLOCK), 1)
-    # the n-th best: a list that dropped a block at least as good may have dropped one of the top n
+    # the n-th best; a column that dropped a block at least as good may have dropped a top-n block
     nth = tl.max(tl.where(position == TOPN - 1, order, NO_ORDER), 0)
     nth = tl.where(tl.sum((warp_block != NO_BLOCK).to(tl.int32), 0) >= TOPN, nth, NO_ORDER)
     missed = (in_order(lost) >= nth) & (lost > NO_SCORE)
@@ -179,7 +179,7 @@ def best_blocks(
 ):  # fmt: skip
     """The top-n [1, PADDED_TOPN] of blocks INITIAL .. end - 1, and whether it must be redone.
 
-    It must be redone if a list of candidates may have dropped one of the top n. The scores of
+    It must be redone if a column of candidates may have dropped one of the top n. The scores of
     CHUNKS chunks are loaded before the first chunk is merged."""
     candidates = start(1, PADDED_TOPN, COLUMNS, DEPTH)
     for c0 in range(INITIAL // (CHUNKS * BLOCK_N) * (CHUNKS * BLOCK_N), end, CHUNKS * BLOCK_N):
