@@ -1,7 +1,7 @@
-"""SparseAttention: the layer. Weights live here; the maths is in `ops`, time is in `cache`.
+"""SparseAttention: the layer. It holds the weights; `ops` has the maths, `cache` the past tokens.
 
 b  batch            n  tokens         h  heads (query heads, or KV heads of keys and values)
-w  windows          l  tokens of a window                d  width of a head
+w  windows          l  tokens of a window                d  head dimension
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .varlen import Documents, layer_layout
 
 
 def exposed(layer: type[SparseAttention]) -> type[SparseAttention]:
-    """Give a layer the fields of its `config` as attributes. Setting one makes another config."""
+    """Give a layer the fields of its `config` as attributes. Setting one replaces the config."""
 
     def attribute(name: str) -> property:
         def get(self: SparseAttention) -> Any:
@@ -60,35 +60,34 @@ def exposed(layer: type[SparseAttention]) -> type[SparseAttention]:
         return property(get, put)
 
     for field in fields(NSAConfig):
-        if field.name != "norm":  # a module of the layer
+        if field.name != "norm":  # `norm` is a module of the layer
             setattr(layer, field.name, attribute(field.name))
     return layer
 
 
 @exposed
 class SparseAttention(RotaryLayer):
-    """Native Sparse Attention (arXiv 2502.11089): three attentions over one input, joined by a
+    """Native Sparse Attention (arXiv 2502.11089): three branches over one input, combined by a
     gate.
 
     `out_i = sum_b sigmoid(gate_b(x_i)) attention_b(q_i)`, with the branches (1) compressed: learned
-    summaries of windows of tokens; (2) selected: the tokens of the blocks that branch 1's scores
-    rank highest, and of the query's own block; (3) a sliding window. `docs/semantics.md` has the
-    formulas.
+    summaries of windows of tokens; (2) selected: the top-n blocks by the scores of branch 1, and
+    the query's own block; (3) a sliding window. `docs/semantics.md` has the formulas.
 
     Args:
-        dim, dim_head, heads: width of the input and output; D, width of a head; H, query heads.
+        dim, dim_head, heads: width of the input and output; D, head dimension; H, query heads.
         sliding_window_size: w; branch 3 attends to keys `i - w .. i`.
         compress_block_size, selection_block_size: l and s, tokens of a window and of a block.
         num_selected_blocks: n, ranked blocks of a query; 0 leaves the forced blocks.
         kv_heads: K, key and value heads; `heads` by default. Query head h uses KV head
             `h // (H / K)`.
         num_compressed_mem_kv: m, learned memory slots of branch 1, seen by every query.
-        causal, norm: whether queries see only tokens up to themselves; RMSNorm of the input.
+        causal, norm: whether a query sees no later tokens; RMSNorm of the input.
         use_diff_topk: let gradients reach the selection scores (straight-through gates).
         use_triton_kernel: the published package's spelling of `backend="triton"`.
         interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
         query_heads_share_selected_kv: False lets every query head select for itself.
-        compress_mlp: network `[b h w l d] -> [b h w d]`, copied for keys and for values; see
+        compress_mlp: network `[b h w l d] -> [b h w d]`; keys and values each get a copy. See
             `native_sparse_attention.compress`.
         compress_mlp_expand_factor: hidden width of the default network over its input width.
         strategy_combine_mlp: network `[.. dim] -> [.. 3 heads]` for the gate, before its sigmoid.
@@ -102,22 +101,22 @@ class SparseAttention(RotaryLayer):
             R divides s.
         branch_kv: "shared", or "independent" for keys and values of their own for each branch (the
             paper's section 3.3.3).
-        rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package to use in place of the
-            layer's own, which may be shared between layers; False for no positions.
-        rope_theta: frequencies of the layer's own are `rope_theta^(-2 i / D)`; 10,000 by default.
-        inv_freq: these frequencies, [pairs]; fewer than D / 2 rotate the first features only.
+        rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package, which layers may share,
+            in place of the layer's own; False for no positions.
+        rope_theta: the layer's own frequencies are `rope_theta^(-2 i / D)`; 10,000 by default.
+        inv_freq: the layer's own frequencies, [pairs]; fewer than D / 2 rotate the first features.
         soft_cap: c, logits x of all branches become `c tanh(x / c)`.
         attention_sinks: learn, for each branch and query head, the logit of one more key of value
-            0, by which a query may attend to nothing (`sinks` [3, heads], from 0).
-        block_sizes: tiles of the Triton kernels in place of their own; other backends have none.
-        recompute: keep no branch's output for the backward, which forms them again (Triton only).
+            0, by which a query may attend to nothing (`sinks` [3, heads], initially 0).
+        block_sizes: tile sizes of the Triton kernels; other backends ignore them.
+        recompute: the backward recomputes the branch outputs instead of storing them (Triton only).
         backend: "auto", "triton", "flex" or "eager"; `auto` takes the fastest that can run a call.
-            Inside `torch.compile` it leaves calls of at most 256 * 256 scores, queries times keys,
-            to the compiler, as eager PyTorch.
+            Inside `torch.compile`, `auto` compiles eager PyTorch for calls of at most 256 * 256
+            scores (queries times keys).
 
     Raises:
-        ValueError: an argument out of range, two that do not go together, or a network of other
-            widths than those above.
+        ValueError: an argument out of range, two incompatible arguments, or a network of the wrong
+            widths.
     """
 
     twins = ("k_compress", "v_compress")
@@ -226,7 +225,7 @@ class SparseAttention(RotaryLayer):
         self.identity = Identity()
 
         self.norm = nn.RMSNorm(dim) if self.config.norm else nn.Identity()
-        # q, then a key and a value for all branches, or for each: compressed, selected, window
+        # q, then k and v for all branches, or for each branch: compressed, selected, window
         dim_kv = kv_heads * dim_head
         kv_sets = 3 if branch_kv == "independent" else 1
         self.qkv_split = (heads * dim_head, *(dim_kv,) * (2 * kv_sets))
@@ -236,7 +235,7 @@ class SparseAttention(RotaryLayer):
         memory = torch.zeros(2, kv_heads, self.num_compressed_mem_kv, dim_head)
         if self.num_compressed_mem_kv:
             self.compress_mem_kv = nn.Parameter(memory)
-        else:  # a parameter would never have a gradient; checkpoints have the name
+        else:  # empty: a parameter would get no gradient; checkpoints have the name
             self.register_buffer("compress_mem_kv", memory)
         self.sinks = nn.Parameter(torch.zeros(3, heads)) if self.attention_sinks else None
         positions = kv_heads, compress_block_size, dim_head
@@ -265,7 +264,7 @@ class SparseAttention(RotaryLayer):
 
     @classmethod
     def from_config(cls, config: NSAConfig, **networks: Any) -> SparseAttention:
-        """The layer of these settings. `networks` are the constructor's other arguments:
+        """A layer with these settings. `networks` are the constructor's other arguments:
         compress_mlp, strategy_combine_mlp, rotary_emb, rope_theta, inv_freq."""
         if not isinstance(config, NSAConfig):
             raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
@@ -276,17 +275,17 @@ class SparseAttention(RotaryLayer):
         return layer
 
     def reset_gate(self) -> None:
-        """Restore the start of the gate, after a recipe that has initialised every `nn.Linear`."""
+        """Restore the gate's initial weights, after a recipe has initialised every `nn.Linear`."""
         reset(self.to_strategy_combine)
 
     @property
     def alignment(self) -> int:
-        """What documents in a row are to begin at a multiple of, as `documents` says they do."""
+        """Packed documents passed as `documents` begin at multiples of this number."""
         return max(self.compress_block_sliding_stride, self.selection_block_size)
 
     @property
     def geometry(self) -> dict[str, Any]:
-        """What the entries of a cache depend on."""
+        """The settings that the contents of a cache depend on."""
         names = decoding.GEOMETRY if self.selection_stride == 1 else decoding.RANKED_GEOMETRY
         return {name: getattr(self, name) for name in names}
 
@@ -315,32 +314,32 @@ class SparseAttention(RotaryLayer):
         documents: Documents | None = None,
         **unknown: Any,
     ) -> Any:
-        """Attend, over the input alone or over a cache and the input behind it.
+        """Attend over the input, or over a cache followed by the input.
 
         Args:
             inp: [b, n, dim]. With a cache these are the next n tokens, any number: prefill in
                 chunks and decoding are one path.
-            cache: what `return_cache=True` returned, or a `KVCache` of your own. It is updated in
+            cache: a returned cache (`return_cache=True`) or a new `KVCache`. It is updated in
                 place. Gradients do not flow to tokens of earlier calls.
             disable_triton_kernel: choose among the other backends.
             sliding_window_flex_mask, fine_selection_flex_mask: of `create_sliding_mask` and
                 `create_fine_mask`: these branches run in flex_attention under the given masks.
             return_cache: also return the cache.
-            lengths: with a cache, how many of the n tokens are real in each row, the others being
-                padding on the right: they are not kept, and their output is 0.
-            cu_seqlens, segment_ids: documents packed in a row, which see nothing of each other:
-                where each begins in [1, total, dim] ([documents + 1], from 0 to total), or an
-                integer for every token [b, n], the same for the tokens of a document.
-            mask: [b, n], False for padding, on either side, which is left out; its output is 0.
-                With a cache it is as if each row held its real tokens alone.
+            lengths: with a cache, how many of the n tokens are real in each sequence. The others
+                are padding on the right: the cache does not keep them, and their output is 0.
+            cu_seqlens, segment_ids: packed documents, which do not see each other. cu_seqlens
+                [documents + 1], from 0 to total: first positions in [1, total, dim]. segment_ids
+                [b, n]: one integer per token, equal within a document.
+            mask: [b, n], False for padding on either side. Padding is ignored; its output is 0.
+                With a cache, each sequence takes only its real tokens.
             documents: `varlen.Documents` of rows whose documents begin at multiples of s and
                 d already.
 
         Returns:
-            [b, n, dim], or (that, cache).
+            [b, n, dim], or (output, cache).
 
         Raises:
-            ValueError: an input or cache that does not fit, a full cache (nothing is written then),
+            ValueError: an input or cache that does not match, a full cache (nothing is written),
                 or a cache for a layer that is not causal.
             NotImplementedError: an explicit backend that cannot run the call.
         """
@@ -378,7 +377,7 @@ class SparseAttention(RotaryLayer):
     def attend_projected(
         self, qkv: Tensor, gates: Tensor, backend: str | tuple[str, ...]
     ) -> Tensor | None:
-        """`attend` [b n (h d)] of a projection's output, by one plan; None where there is none."""
+        """`attend` [b n (h d)] of a projection's output, by one plan; None without a plan."""
         rotary = self.rotary_emb
         pooled = isinstance(self.k_compress, MeanPool) and isinstance(self.v_compress, MeanPool)
         if not pooled or rotary is None or rotary.freqs.requires_grad:
@@ -414,8 +413,8 @@ class SparseAttention(RotaryLayer):
     def rotated(
         self, qkv: Tensor, positions: Tensor | None, backend: str | tuple[str, ...]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Queries, keys and values [b h n d] of a whole sequence, rotated; and the keys and values
-        of which windows are made: raw, as they have positions of their own."""
+        """Rotated queries, keys and values [b h n d] of a whole sequence; and the raw keys and
+        values for compression, whose windows have positions of their own."""
         if self.branch_kv == "shared":
             given = self.heads, self.dim_head, positions, backend
             heads = rotated_heads(self.rotary_emb, qkv, *given)
@@ -447,8 +446,8 @@ class SparseAttention(RotaryLayer):
         backend: str | tuple[str, ...],
         **where: Any,
     ) -> tuple[Tensor, Tensor]:
-        """The branches, of tensors [b h n d] by name, joined by gates: [b n (h d)], and the
-        selected blocks. `where` is what else a `Call` has: offset, leaders, documents."""
+        """The branches of tensors [b h n d] by name, combined by gates: [b n (h d)], and the block
+        indices. `where` holds the other fields of a `Call`: offset, leaders, documents."""
         rows: dict[str, Any] = {
             name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()
         }
@@ -482,8 +481,8 @@ class SparseAttention(RotaryLayer):
         documents: Documents | None,
         backend: str | tuple[str, ...],
     ) -> dict[str, Tensor]:
-        """Summaries of whole sequences "k" and "v" [b h n d]; of networks that form them of the
-        sequence without a copy of each window; means by a kernel."""
+        """Summaries of whole sequences "k" and "v" [b h n d]. Sliding networks read the sequence
+        without copying windows; a kernel computes means."""
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         sliding = [net for net in (self.k_compress, self.v_compress) if slides(net)]
         count = count_freely(raw["k"].shape[2], d, self.causal)

@@ -13,34 +13,34 @@ from .checks.tensors import FLOAT_DTYPES, check_groups, check_int, check_ints, s
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Tile sizes of the Triton kernels, in place of those that they choose by GPU, width and group.
+    """Tile sizes of the Triton kernels. By default the kernels choose by GPU, head dimension and G.
 
-    A tile has `block_q` rows, tokens times the query heads of one KV head, and walks their keys
-    `block_k` at a step; rows are rounded up to hold a token with all heads of its group. What is
-    computed does not depend on them beyond rounding; time, registers and shared memory do, and
-    Triton refuses a tile that the GPU cannot hold. Warps, stages and the tiles of the ranking, its
-    gates, and of dk and dv of a few memory or initial keys stay the kernels' own. On a Hopper the
-    Triton kernels with these sizes run in place of those in Gluon, which are faster and whose tiles
-    are fixed. Other backends have no tiles and pass these sizes over.
+    A tile has `block_q` rows (tokens x the query heads of one KV head) and processes `block_k` keys
+    at a time; rows are rounded up to hold a token with all heads of its group. The sizes change
+    results only by rounding; they change time, registers and shared memory, and Triton refuses a
+    tile that the GPU cannot hold. They do not change warps, stages, or the tiles of the ranking,
+    its gates, and dk and dv of a few memory or initial keys. With these sizes
+    a Hopper GPU runs Triton kernels instead of the faster Gluon kernels, whose tiles are fixed.
+    Other backends ignore the sizes.
 
     Args:
         block_q, block_k: the compressed branch, forward.
         block_q_window, block_k_window: the window and the forced blocks, forward.
-        block_q_selected, block_k_selected: the selected blocks, forward. Query by query a tile has
-            as many rows as share a list, whatever `block_q_selected` says; block by block it takes
-            a whole block of keys, whatever `block_k_selected` says.
-        block_q_dq, block_k_dq: the compressed branch, gradient of queries; the backward's sizes are
+        block_q_selected, block_k_selected: the selected blocks, forward. A query-major tile holds
+            the rows that share block indices and ignores `block_q_selected`; a key-major tile holds
+            a whole block of keys and ignores `block_k_selected`.
+        block_q_dq, block_k_dq: the compressed branch, gradient of queries. The backward's sizes are
             given all together or not at all.
         block_q_window_dq, block_k_window_dq: the window and the forced blocks.
-        block_q_selected_dq, block_k_selected_dq: the selected blocks query by query; block by block
-            it is formed with the gradients of keys and values.
+        block_q_selected_dq, block_k_selected_dq: the selected blocks, query-major; the key-major
+            dq is computed together with dk and dv.
         block_q_dkv, block_k_dkv: the compressed branch, gradients of keys and values.
         block_q_window_dkv, block_k_window_dkv: the window and the forced blocks.
         block_q_selected_dkv, block_k_selected_dkv: the selected blocks.
 
     Raises:
-        ValueError: a size that is no power of two of at least 16, or some of the backward's sizes
-            without the others.
+        ValueError: a size that is not a power of two of at least 16, or some of the backward's
+            sizes without the others.
     """
 
     block_q: int
@@ -76,7 +76,7 @@ class BlockSizes:
 
     @property
     def has_backward_blocks(self) -> bool:
-        """Whether the backward's sizes are given; where not, the kernels choose them."""
+        """Whether the backward's sizes are given; otherwise the kernels choose them."""
         return self.block_q_dq is not None
 
     @classmethod
@@ -87,18 +87,18 @@ class BlockSizes:
         kv_heads: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> BlockSizes:
-        """What the Triton kernels choose themselves on the current GPU, to change some of it. Of
-        the compressed branch what they choose for many keys: for few some take smaller tiles.
+        """The sizes that the Triton kernels choose on the current GPU, as a base for changes. Sizes
+        of the compressed branch are for many keys; for few, some kernels use smaller tiles.
 
         Args:
-            dim_head: width of a head, the wider of keys and values.
+            dim_head: head dimension, the larger one of keys and values.
             heads, kv_heads: query heads, and KV heads (as many by default).
-            dtype: of queries, keys and values.
+            dtype: dtype of queries, keys and values.
 
         Raises:
-            ValueError: sizes that are no integers of at least 1, heads that do not go together, a
-                dtype that is not floating.
-            NotImplementedError: where triton is not installed.
+            ValueError: sizes that are not integers of at least 1, heads that do not match, a dtype
+                that is not floating.
+            NotImplementedError: triton is not installed.
         """
         dim_head, heads = check_ints(1, dim_head=dim_head, heads=heads)
         kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads, 1)
@@ -124,13 +124,13 @@ class BlockSizes:
 
 
 NAMES = tuple(field.name for field in fields(BlockSizes))
-# elements along an axis of the widest tile that Triton has
+# the most elements along an axis of a Triton tile
 LARGEST = 2**20
 FORWARD, BACKWARD = NAMES[:6], NAMES[6:]
 
 
 def check_size(name: str, size: Any) -> int:
-    """A power of two that a tensor core takes."""
+    """Check that a size is a power of two that tensor cores support."""
     number = as_int(size) or 0
     if number < 16 or number & (number - 1):
         raise ValueError(f"{name} must be a power of two of at least 16, got {shown(size)}")
@@ -145,7 +145,7 @@ def check_block_sizes(block_sizes: Any) -> None:
 
 
 def flat(block_sizes: BlockSizes | None) -> list[int] | None:
-    """The sizes that are given, as an operator takes them; `kernels.sizes` reads them."""
+    """The given sizes as an operator's argument; `kernels.sizes` reads them."""
     check_block_sizes(block_sizes)
     if block_sizes is None:
         return None

@@ -1,4 +1,4 @@
-"""The settings of Native Sparse Attention, each in one place, checked once."""
+"""The settings of Native Sparse Attention, each defined and checked once."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SELECTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What the three branches need to know beside their tensors. `NSAConfig` says what each is.
+    """The settings of the three branches. `NSAConfig` describes them.
 
     Raises:
-        ValueError: a setting out of range, or two that do not go together.
+        ValueError: a setting out of range, or two incompatible settings.
     """
 
     compress_block_size: int = 32
@@ -57,12 +57,12 @@ class AttentionConfig:
         self.keep(**self.checked())
 
     def keep(self, **values: Any) -> None:
-        """Put checked values in the place of those given."""
+        """Replace the given values by checked values."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def checked(self) -> dict[str, Any]:
-        """The settings by name as plain values: integers of any integral type as `int`."""
+        """The settings by name as plain values: any integral type becomes `int`."""
         (w,) = check_ints(0, sliding_window_size=self.sliding_window_size)
         selection = check_selection(**{name: getattr(self, name) for name in SELECTION})
         names = ("causal", "use_diff_topk", "recompute")
@@ -82,12 +82,12 @@ class AttentionConfig:
         return self.compress_block_sliding_stride
 
     def scale_of(self, width: int) -> float:
-        """The scale of logits of heads of this width."""
+        """The scale of logits for this head dimension."""
         return width**-0.5 if self.scale is None else self.scale
 
     @classmethod
     def unchecked(cls, **values: Any) -> AttentionConfig:
-        """Settings of values that were checked before; the others are the defaults."""
+        """Settings from checked values, and defaults for the others."""
         config = object.__new__(AttentionConfig)
         config.keep(**DEFAULTS | values)
         return config
@@ -103,14 +103,14 @@ DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
 
 @dataclass(frozen=True, kw_only=True)
 class NSAConfig(AttentionConfig):
-    """Every setting of `SparseAttention` that is no network. The defaults are the paper's sizes.
+    """Every setting of `SparseAttention` except its networks. Default sizes are the paper's.
 
-    `SparseAttention.from_config(NSAConfig(dim=512, dim_head=64, heads=8, causal=True))` is the
-    layer that its keyword arguments of the same names make; `layer.config` gives the settings back,
-    with plain values.
+    `SparseAttention.from_config(NSAConfig(dim=512, dim_head=64, heads=8, causal=True))` makes the
+    same layer as the same keyword arguments do. `layer.config` returns the settings as plain
+    values.
 
     Args:
-        dim, dim_head, heads: width of the input and output; D, width of a head; H, query heads.
+        dim, dim_head, heads: width of the input and output; D, head dimension; H, query heads.
         kv_heads: K, key and value heads; `heads` by default.
         compress_block_size: l, tokens of a window.
         compress_block_sliding_stride: d, tokens from window to window; l by default. s and d divide
@@ -127,7 +127,7 @@ class NSAConfig(AttentionConfig):
             s.
         query_heads_share_selected_kv: False lets every query head select for itself.
         use_diff_topk: let gradients reach the selection scores (straight-through gates).
-        causal: whether queries see only tokens up to themselves.
+        causal: whether a query sees no later tokens.
         scale: multiplies the dot products; `dim_head ** -0.5` by default.
         soft_cap: c, logits x of all branches become `c tanh(x / c)`.
         num_compressed_mem_kv: m, learned memory slots of the compressed branch.
@@ -136,12 +136,12 @@ class NSAConfig(AttentionConfig):
         attention_sinks: learn a logit of one more key of value 0 for each branch and query head.
         compress_mlp_expand_factor: hidden width of the default compression network over its input
             width.
-        recompute: keep no branch's output for the backward, which forms them again (Triton only).
-        block_sizes: tiles of the Triton kernels in place of their own.
+        recompute: the backward recomputes the branch outputs instead of storing them (Triton only).
+        block_sizes: tile sizes of the Triton kernels.
         backend: "auto", "triton", "flex" or "eager".
 
     Raises:
-        ValueError: a setting out of range, or two that do not go together.
+        ValueError: a setting out of range, or two incompatible settings.
     """
 
     dim: int

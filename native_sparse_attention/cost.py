@@ -1,4 +1,4 @@
-"""What a layer costs: parameters, operations, and bytes of a cache and of a decoding step."""
+"""Costs of a layer: parameters, operations, and bytes of a cache and of a decoding step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .config import NSAConfig
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one layer, over `batch` sequences of T tokens.
+    """Costs of one layer, over `batch` sequences of T tokens.
 
     Args:
-        parameters: how many numbers the layer learns.
-        flops: operations of one forward, 2 a multiply-add: of the projections, the gate, the
+        parameters: number of learned values.
+        flops: operations of one forward, 2 per multiply-add: the projections, the gate, the
             compression networks and the attention. A forward and backward take about three times
             as many. Norms, softmaxes, rotary embedding and pooling by sums are not counted.
-        attention_flops: those of them that are products of queries with keys, of probabilities with
-            values, and the ranking's.
-        cache_bytes: keys, values and their summaries in a `KVCache` of T tokens, without the recent
-            tokens that the next windows need, a constant; 0 for a layer that is not causal.
-        step_bytes: what one step of decoding behind T tokens reads at least: each parameter once,
+        attention_flops: operations in products of queries with keys, of probabilities with values,
+            and in the ranking; `flops` includes them.
+        cache_bytes: keys, values and their summaries in a `KVCache` of T tokens, without the tails
+            for the next windows, whose size is constant; 0 for a layer that is not causal.
+        step_bytes: the least bytes that a decoding step after T tokens reads: each parameter once,
             and each cached key and value that a new token attends to; 0 if not causal.
     """
 
@@ -47,7 +47,7 @@ class Costs(NamedTuple):
 
 
 def visible_windows(i: Tensor, T: int, config: NSAConfig) -> Tensor:
-    """How many compressed keys queries i see, without memory slots."""
+    """Number of compressed keys that queries i see, without memory slots."""
     d = config.d
     if config.causal:
         return blocks.num_visible_windows(i, d)
@@ -55,7 +55,7 @@ def visible_windows(i: Tensor, T: int, config: NSAConfig) -> Tensor:
 
 
 def selected_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
-    """How many keys of selected and forced blocks queries i see."""
+    """Number of keys of selected and forced blocks that queries i see."""
     s, n, initial = (
         config.selection_block_size,
         config.num_selected_blocks,
@@ -74,7 +74,7 @@ def selected_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
 
 
 def window_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
-    """How many keys of the sliding window queries i see."""
+    """Number of keys of the sliding window that queries i see."""
     w = config.sliding_window_size
     behind = i.clamp(max=w) + 1
     return behind if config.causal else behind + (T - 1 - i).clamp(max=w)
@@ -94,24 +94,24 @@ def nsa_cost(
     dtype: torch.dtype = torch.bfloat16,
     compress_mlp: Module | None = None,
 ) -> Costs:
-    """Count what a `SparseAttention` of these settings costs, and what dense attention does.
+    """Count the costs of a `SparseAttention` with these settings, and of dense attention.
 
     Query i of a head multiplies `4 D` numbers for each key that it sees: `i // d` windows and m
     memory slots, the tokens of its selected, initial and local blocks, and `min(i, w) + 1` of the
     window. The ranking multiplies `2 D` for each window and group (`importance="logits"`) or head
-    ("probs", or heads that rank by themselves), once for `selection_stride` tokens. Dense attention
-    sees `i + 1` keys.
+    ("probs", or one ranking per head), once per `selection_stride` tokens. In dense attention query
+    i sees `i + 1` keys.
 
     Args:
         config: the settings of the layer.
         T: tokens of a sequence.
         batch: sequences.
-        dtype: of weights, activations and cache.
+        dtype: dtype of weights, activations and cache.
         compress_mlp: the compression network, the layer's own by default. It must run on meta
             tensors.
 
     Raises:
-        ValueError: an argument of another kind, or a number below 1.
+        ValueError: an argument of the wrong type, or a number below 1.
     """
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 

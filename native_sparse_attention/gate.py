@@ -1,4 +1,4 @@
-"""The network of the gate that joins the branches."""
+"""The network of the gate that combines the branches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .initialization import assign
 
 
 class GateLinear(nn.Linear):
-    """A linear map that starts with weight 0 and the bias (-2, -2, 2) of every head.
+    """A linear map, initially with weight 0 and bias (-2, -2, 2) for every head.
 
     A recipe that initialises every `nn.Linear` can skip modules with `_no_reinit`.
     """
@@ -17,8 +17,8 @@ class GateLinear(nn.Linear):
     _no_reinit = True
 
     def reset_parameters(self) -> None:
-        """Restore the start of the gate."""
-        # draws as nn.Linear does, so that a seed gives the other weights that it always gave
+        """Restore the initial weights."""
+        # draw numbers as nn.Linear does, so that a seed gives all other modules the same weights
         super().reset_parameters()
         nn.init.zeros_(self.weight)
         start = torch.tensor([-2.0, -2.0, 2.0], device=self.bias.device)
@@ -28,6 +28,6 @@ class GateLinear(nn.Linear):
 def default_gate(dim: int, heads: int) -> GateLinear:
     """[.. dim] -> [.. 3 heads], before the sigmoid: compressed, selected and window of every head.
 
-    It starts at the window whatever the input: a network picks up local patterns first.
+    It initially favours the window for any input: a network learns local patterns first.
     """
     return GateLinear(dim, 3 * heads)

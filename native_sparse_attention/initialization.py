@@ -1,8 +1,8 @@
-"""Starts of modules: `reset_parameters` gives what the constructor gave.
+"""Initialization of modules: `reset_parameters` restores the constructor's weights.
 
-A recipe calls `reset_parameters` of every module that has one, in any order: FSDP's deferred
-initialisation, and training scripts after `to_empty`. So a module whose weights have a start of
-their own is a class with that start, and a module that holds such modules starts them too.
+FSDP's deferred initialisation, and training scripts after `to_empty`, call `reset_parameters` of
+every module that has it, in any order. So each module with special initial weights has a class that
+sets them, and a module that contains other modules resets them too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import Module
 
 
 def assign(tensor: Tensor, values: Tensor) -> None:
-    """Write values to a parameter or buffer in place, one sharded by FSDP2 (a DTensor) included."""
+    """Write values to a parameter or buffer in place, also to a DTensor sharded by FSDP2."""
     mesh = getattr(tensor, "device_mesh", None)
     with torch.no_grad():
         if mesh is not None:
@@ -30,14 +30,14 @@ def assign(tensor: Tensor, values: Tensor) -> None:
 
 
 def reset_below(module: Module) -> None:
-    """Start every module below this one anew, children before the module that holds them."""
+    """Reset every module below this one, children before parents."""
     for child in module.children():
         reset(child)
 
 
 def reset(module: Module) -> None:
-    """Start a module and all below it anew."""
-    # FSDP1 has started what it wraps, and left flat shards there
+    """Reset a module and all modules below it."""
+    # FSDP1 has reset the modules that it wraps; they now hold flat shards
     if hasattr(module, "_fsdp_wrapped_module"):
         return
     if not isinstance(module, Started):
@@ -48,12 +48,12 @@ def reset(module: Module) -> None:
 
 
 def reset_twin(module: Module, twin: Module) -> None:
-    """Start a module anew, and its deep copy `twin` with the same values."""
+    """Reset a module, and its deep copy `twin` to the same values."""
     reset(module)
     pairs = [(getattr(twin, kind)(), getattr(module, kind)()) for kind in ("parameters", "buffers")]
     same = [(a, b) for to, of in pairs for a, b in zip(to, of, strict=False)]
     if any(a.shape != b.shape or a.device != b.device for a, b in same):
-        reset(twin)  # one of the two is sharded, or has no data yet
+        reset(twin)  # module or twin is sharded, or has no data yet
         return
     started = {
         name for name, m in module.named_modules() if callable(getattr(m, "reset_parameters", None))
@@ -71,17 +71,16 @@ def direct(module: Module) -> list[Tensor]:
 
 
 class Started(Module):
-    """A module whose `reset_parameters` starts all below it anew; parameters of its own are 0.
+    """A module whose `reset_parameters` resets all modules below it, and its own parameters to 0.
 
-    Of `twins`, names of two children, the second starts as a copy of the first.
+    `twins` names two children; the second is reset to a copy of the first.
     """
 
     twins: tuple[str, ...] = ()
 
     def reset_parameters(self) -> None:
-        """Restore what the constructor gives, in every module below too: the same values or, where
-        they are random, new ones of the same distribution. In modules that others wrote their own
-        `reset_parameters` decide."""
+        """Restore the constructor's values, in every module below too. Random values are drawn anew
+        from the same distribution. Modules of other libraries use their own `reset_parameters`."""
         for name, child in self.named_children():
             if name not in self.twins:
                 reset(child)

@@ -18,7 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def show(done: int, total: int) -> None:
-    """A bar on stderr, drawn over itself in a terminal."""
+    """Draw a bar on stderr, over the previous bar in a terminal."""
     if sys.stderr.isatty():
         bar = "#" * (20 * done // total)
         sys.stderr.write(f"\rkernels compiled [{bar:<20}] {done}/{total}")
@@ -37,29 +37,29 @@ def warmup(
     documents: bool = False,
     progress: bool = True,
 ) -> int:
-    """Compile the Triton kernels of a `SparseAttention` of these settings, side by side, into this
-    process and Triton's cache on disk. Without it the first call of a layer does so.
+    """Compile the Triton kernels of a `SparseAttention` with these settings in parallel, into this
+    process and Triton's cache on disk. Otherwise the first call of a layer compiles them.
 
-    Which kernels run depends on the settings, the dtype, the GPU and, by ranges, on the length;
-    neither on the batch nor on where documents end.
+    The kernels depend on the settings, the dtype, the GPU and the range of the length, but not on
+    the batch or on the positions of documents.
 
     Args:
         config: the settings of the layer.
-        dtype: of its input; under autocast that of autocast.
-        lengths: tokens of the calls to come, one of each range; by default from short texts to
-            those longer than the last. Each needs the memory of one layer's forward and backward.
+        dtype: dtype of the layer's input; under autocast, autocast's dtype.
+        lengths: tokens per call, one number per range; the defaults cover all lengths. Each length
+            needs the memory of one layer's forward and backward.
         device: a CUDA device; the current one by default.
         training: compile the backward too.
-        documents: compile what packed documents run.
+        documents: compile the kernels for packed documents.
         progress: draw a bar on stderr.
 
     Returns:
-        How many kernels were compiled, or loaded from Triton's cache on disk. 0 where the layer
-        runs no kernels (without CUDA, or with another backend) or Triton cannot compile ahead
-        (before 3.6).
+        How many kernels were compiled, or loaded from Triton's cache on disk. 0 if the layer runs
+        no kernels (without CUDA, or with another backend) or Triton cannot compile ahead (before
+        3.6).
 
     Raises:
-        ValueError: arguments of another kind, or a device that is no CUDA device.
+        ValueError: arguments of the wrong type, or a device that is not a CUDA device.
     """
     if not isinstance(config, NSAConfig):
         raise ValueError(f"config must be an NSAConfig, got {shown(config)}")
@@ -76,11 +76,11 @@ def warmup(
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {shown(device)}")
-    # what a network of the windows computes is no kernel of ours
+    # compression networks run no kernels of this library
     layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).to(device, dtype)
 
     def dry_run() -> None:
-        # in this thread, in which nothing is launched, the backward too
+        # run the backward in this thread, too: this thread launches nothing
         with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(training):
             for length in lengths:
                 x = torch.zeros(1, length, config.dim, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Rotary embedding (interleaved pairs, as in rotary-embedding-torch) at any positions, in fp32
+"""Rotary embedding (interleaved pairs, as in rotary-embedding-torch) at any positions, with fp32
 angles."""
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from .ops.triton.rotary import rotate as by_kernel
 
 
 class Rotary(Module):
-    """Rotary embedding of the first `2 * len(freqs)` features: pair i turns by `freqs[i]` radians a
-    position. Angles are formed at each call, from frequencies that are a buffer (no optimizer or
-    sharding should see them) and stay in fp32 whatever the model is cast to.
+    """Rotary embedding of the first `2 * len(freqs)` features: pair i rotates by `freqs[i]` radians
+    per position. Each call computes the angles. The frequencies are a buffer, which optimizers and
+    sharding ignore, and stay in fp32 when the model is cast.
 
     Args:
-        dim: D, width of a head; even, unless inv_freq is given.
+        dim: D, head dimension; even, unless inv_freq is given.
         theta: the frequencies are `theta^(-2 i / D)`.
         inv_freq: the frequencies themselves, [pairs], 1 to D / 2 of them.
 
     Raises:
-        ValueError: an odd width, or numbers that are no frequencies.
+        ValueError: an odd head dimension, or invalid frequencies.
     """
 
     freqs: Tensor
     exact: Tensor
     start: tuple[float, ...]
-    # to torch.compile an int of a module is a constant; at a float it traces twice
+    # torch.compile treats a module's int as a constant; a float makes it trace twice
     interpolate_factor = 1
 
     def __init__(self, dim: int, theta: float = 10_000.0, inv_freq: Tensor | None = None):
@@ -60,8 +60,8 @@ def rotation(
     """Rotary embedding of [b h n d] at positions `start + 0 .. n - 1` (start: an int, or [b]), or
     at `positions` [b n].
 
-    The angles are formed here: the embedding's own forward does so in the dtype of its frequencies,
-    and bf16 cannot tell position 257 from 256. Without an embedding nothing turns.
+    The angles are computed here: the embedding's own forward uses the dtype of its frequencies, and
+    bf16 cannot tell position 257 from 256. Without an embedding nothing rotates.
     """
     if rotary is None:
         return lambda t: t
@@ -84,8 +84,8 @@ def rotate(
     positions: Tensor | None,
     backend: str | tuple[str, ...],
 ) -> list[Tensor]:
-    """`rotation` of queries and then keys [b h n d]: a pair by one launch where the kernels run,
-    unless frequencies are learned. Without an embedding they are returned as they are."""
+    """`rotation` of queries and then keys [b h n d]. A kernel rotates a pair in one launch, unless
+    frequencies are learned. Without an embedding the tensors are returned unchanged."""
     if rotary is None:
         return tensors
     q, k = (t.transpose(1, 2) for t in tensors[:2])
@@ -106,8 +106,8 @@ def rotated_heads(
     positions: Tensor | None,
     backend: str | tuple[str, ...],
 ) -> Heads | None:
-    """Of a projection's output [b n (h + 2 k) d]: queries and keys [b h n d], rotated and as they
-    are, and values. None where `rotate` does as well."""
+    """Queries and keys [b h n d] of a projection's output [b n (h + 2 k) d], rotated and raw, and
+    values. None if the caller should use `rotate`."""
     if rotary is None or (rotary.freqs.requires_grad and torch.is_grad_enabled()):
         return None
     q = qkv.unflatten(-1, (-1, dim_head))
@@ -126,8 +126,8 @@ def make_rotary(
     """The embedding of a layer, or None for one without positions (`rotary_emb=False`).
 
     Raises:
-        ValueError: more than one of the three, or an embedding that does not fit heads of this
-            width at any length.
+        ValueError: more than one of the three, or an embedding that does not match this head
+            dimension at any length.
     """
     given = dict(rotary_emb=rotary_emb, rope_theta=rope_theta, inv_freq=inv_freq)
     names = [name for name, value in given.items() if value is not None]

@@ -1,16 +1,16 @@
 """The files of a training run, as `train_enwik8.py` writes them, verified before they are used.
 
-    config.json                  every setting, the data's SHA-256, a checksum of all of it
+    config.json                  every setting, the data's SHA-256, a checksum of both
     step-00000100.safetensors    weights, with the step and checksums of the tensors, of the
                                  optimizer file and of the configuration
-    step-00000100.optimizer      optimizer state, also safetensors, with the same but its own
+    step-00000100.optimizer      optimizer state, also safetensors, with step and other checksums
     step-00000100.json           the index: size and SHA-256 of both files, step, best validation,
                                  checksum of the configuration
     best.safetensors             the weights that validated best
 
 The checksum of the configuration leaves out CHANGEABLE: a resumed run may change those settings.
-A file that is missing or shorter than it was is torn: an interrupted copy or a full disk does that,
-and an older checkpoint stands in. Any other difference is an error, which names the file.
+A missing or truncated file is torn, as after an interrupted copy or on a full disk; the
+readers then use an older checkpoint. Any other difference raises an error that names the file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 FORMAT = 1
-# length of a record in a file: one length, so that a shorter file is a torn one
+# fixed length of a record, so that a shorter file is a torn file
 RECORD = 1024
 CONFIG, BEST = "config.json", "best.safetensors"
 WEIGHTS, OPTIMIZER, INDEX = ".safetensors", ".optimizer", ".json"
-# what a resumed run may change: the length of the run, and what leaves the metrics alone
+# settings that a resumed run may change: its length, and settings that do not affect the metrics
 CHANGEABLE = {
     *("backend", "device", "threads", "steps", "compile", "activation_checkpointing", "data"),
     *("sample_every", "sample_length", "save_every", "keep"),
@@ -45,11 +45,11 @@ SPARSE = (
 
 
 class RunError(ValueError):
-    """A file of a run is not what was written; the message names it."""
+    """A file of a run differs from the written file; the message names it."""
 
 
 class TornError(RunError):
-    """A file of a run is missing or ends early: an older checkpoint may stand in."""
+    """A file of a run is missing or ends early: an older checkpoint may be usable."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ def seal(record: Mapping[str, Any]) -> str:
 
 
 def unseal(text: str) -> dict[str, Any]:
-    """What `seal` was given; ValueError for any other text than it returned."""
+    """The record that `seal` got; ValueError for a text that `seal` did not return."""
     record = json.loads(text)
     del record["sha256"]
     if seal(record) != text:
@@ -103,13 +103,13 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 def pack(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> bytes:
     """A safetensors file that carries a sealed record."""
-    # clones, as safetensors refuses tensors that share memory
+    # clones, because safetensors refuses tensors that share memory
     own = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     return library().save(own, {"checkpoint": seal(record)})
 
 
 def record_of(content: bytes) -> dict[str, Any] | None:
-    """The record in a safetensors file, torn or damaged perhaps; None where it cannot be read."""
+    """The record in a safetensors file, possibly torn or damaged; None if unreadable."""
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         return unseal(header["__metadata__"]["checkpoint"])
@@ -121,11 +121,11 @@ def record_of(content: bytes) -> dict[str, Any] | None:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """config.json, of which `verify_config` is still to be asked.
+    """The contents of config.json, before `verify_config`.
 
     Raises:
         FileNotFoundError: `run` holds no config.json.
-        RunError: it cannot be read, or an older version of the script wrote it.
+        RunError: the file cannot be read, or an older version of the script wrote it.
     """
     path = run / CONFIG
     if not path.is_file():
@@ -157,14 +157,14 @@ def verify_config(run: Path, config: Mapping[str, Any]) -> None:
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """The checksum of what decides a run's numbers; every file of a checkpoint carries it."""
+    """The checksum of the settings that affect a run's numbers; all checkpoint files carry it."""
     settings = {k: v for k, v in config["settings"].items() if k not in CHANGEABLE}
     rest = {k: v for k, v in config.items() if k not in ("settings", "sha256")}
     return checksum(rest | {"settings": settings})
 
 
 def model_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of Transformer that the settings of a run stand for."""
+    """The arguments of Transformer from the settings of a run."""
     sparse = settings["attention"] == "sparse"
     return {
         "num_tokens": 256,
@@ -183,7 +183,7 @@ def checkpoint_path(run: Path, step: int, kind: str) -> Path:
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """The steps of which there is any file, in order."""
+    """The steps with at least one file, in ascending order."""
     stems = {path.stem.removeprefix("step-") for path in run.glob("step-*") if is_part(path)}
     return sorted(int(stem) for stem in stems)
 
@@ -212,8 +212,8 @@ def read_checkpoint(run: Path, step: int, config: Mapping[str, Any]) -> Checkpoi
     """The checkpoint of a step, every byte of it verified.
 
     Raises:
-        TornError: a file of it is missing or ends early.
-        RunError: a file of it is damaged, or of another step or run.
+        TornError: a file of the checkpoint is missing or ends early.
+        RunError: a file is damaged, or belongs to another step or run.
     """
     mine = identity(config)
     index_path = checkpoint_path(run, step, INDEX)
@@ -244,10 +244,10 @@ def read_checkpoint(run: Path, step: int, config: Mapping[str, Any]) -> Checkpoi
 
 
 def newest_checkpoint(run: Path, config: Mapping[str, Any]) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint, None where there never was one, and what was passed over.
+    """The newest whole checkpoint (None if there is no file), and the errors of torn newer ones.
 
     Raises:
-        RunError: a checkpoint that is not torn but wrong, or torn ones alone.
+        RunError: a checkpoint is wrong rather than torn, or all checkpoints are torn.
     """
     while True:
         torn: list[str] = []
@@ -259,7 +259,7 @@ def newest_checkpoint(run: Path, config: Mapping[str, Any]) -> tuple[Checkpoint 
                 torn.append(str(error))
             except RunError as error:
                 raise RunError(f"{error}; remove step {step} to use the one before") from None
-        if steps == checkpoint_steps(run):  # else its writer replaced them meanwhile
+        if steps == checkpoint_steps(run):  # otherwise the writer replaced the files meanwhile
             break
     if torn:
         raise RunError(f"{run} has no whole checkpoint: {torn[0]}")
@@ -275,11 +275,11 @@ def load_weights(path: Path, model: nn.Module, tensors: dict[str, Tensor]) -> No
 
 
 def load_best(run: Path, config: Mapping[str, Any], model: nn.Module) -> bool:
-    """Load the weights that validated best, verified; False where there are none yet.
+    """Load the weights that validated best, verified; False if there are none yet.
 
     Raises:
         TornError: the file ends early.
-        RunError: it is damaged, or of another run.
+        RunError: the file is damaged, or belongs to another run.
     """
     path = run / BEST
     try:
@@ -295,8 +295,8 @@ def load_best(run: Path, config: Mapping[str, Any], model: nn.Module) -> bool:
             raise ValueError("its checksum is wrong")
     except RunError:
         raise
-    except Exception as error:  # safetensors has errors of its own
-        # records have one length, so that all weights of a model have
+    except Exception as error:  # safetensors raises its own error types
+        # all weight files of a model have one length, because records have
         size = len(pack(model.state_dict(), {"step": 0, "config": "0" * 64, "weights": "0" * 64}))
         if len(content) < size:
             raise TornError(f"{path} is torn: {len(content):,} of {size:,} bytes") from None
@@ -306,9 +306,9 @@ def load_best(run: Path, config: Mapping[str, Any], model: nn.Module) -> bool:
 
 
 def load_run(run: Path, config: Mapping[str, Any], model: nn.Module, which: str) -> list[str]:
-    """Load the "best" weights of a run or the "last"; what was torn and passed over.
+    """Load the "best" or the "last" weights of a run; returns notes on torn files.
 
-    The last stand in for the best where no validation was the best yet, or its file is torn.
+    The last weights are loaded if there are no best ones yet or their file is torn.
     """
     torn = []
     if which == "best":
@@ -328,7 +328,7 @@ Model = TypeVar("Model", bound="FromRun")
 
 
 class FromRun(nn.Module):
-    """A module that a run can be loaded into: Transformer."""
+    """A module that loads the weights of a run: Transformer."""
 
     @classmethod
     def from_run(
@@ -338,21 +338,21 @@ class FromRun(nn.Module):
         *,
         which: str = "best",
     ) -> Model:
-        """The model of a run of `train_enwik8.py`, in eval mode, its files verified.
+        """The model of a run of `train_enwik8.py`, in eval mode, from verified files.
 
-        Its layers choose their backend anew (`backend="auto"`). Weights are float32: a run with
-        `precision` bf16 computes in `torch.autocast`.
+        Its layers use `backend="auto"`. Weights are float32: a run with `precision` bf16 computes
+        in `torch.autocast`.
 
         Args:
             path: directory of the run.
-            device: where the weights go (the CPU).
+            device: device of the weights; the CPU by default.
             which: "best", the weights that validated best, or "last", the newest checkpoint. The
-                newest whole checkpoint stands in for a file that is missing or ends early, with a
-                warning, and for the best where no validation was the best yet.
+                newest whole checkpoint is loaded if a file is missing or truncated, with a warning,
+                or if there are no best weights yet.
 
         Raises:
             FileNotFoundError: `path` is no directory of a run.
-            ValueError: a file of it is damaged or of another run; the message names it.
+            ValueError: a file is damaged or of another run; the message names it.
             ImportError: safetensors is not installed.
         """
         if which not in ("best", "last"):
@@ -360,7 +360,7 @@ class FromRun(nn.Module):
         run = Path(path)
         config = read_config(run)
         verify_config(run, config)
-        with torch.random.fork_rng(devices=[]):  # the first weights are drawn for nothing
+        with torch.random.fork_rng(devices=[]):  # the loaded weights replace the random ones
             model = cls(**model_arguments({**config["settings"], "backend": "auto"}))
         for note in load_run(run, config, model, which):
             warnings.warn(note, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Settings of a Transformer, and its `sparse_attn_kwargs` merged with defaults of its own."""
+"""Settings of a Transformer, and its `sparse_attn_kwargs` merged with their defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_SPARSE_ATTN = dict(
     num_selected_blocks=4,
 )
 
-# arguments of SparseAttention that a Transformer gives, and its own name for them
+# arguments of SparseAttention that a Transformer sets: SparseAttention's name -> Transformer's
 GIVEN = {name: name for name in ("dim", "dim_head", "heads", "kv_heads", "causal")} | {
     "use_triton_kernel": "use_triton_fine_selection"
 }
@@ -53,14 +53,13 @@ def check_flags(given: dict[str, Any]) -> tuple[bool, ...]:
 
 
 def merged(given: Any, shape: dict[str, Any], used: bool) -> dict[str, Any]:
-    """Arguments of SparseAttention: those given, and `DEFAULT_SPARSE_ATTN` for the others. Who
-    gives a compress_block_size without a stride has that of SparseAttention, the block size.
+    """The given arguments of SparseAttention, and `DEFAULT_SPARSE_ATTN` for the others. The stride
+    of a given compress_block_size is by default the block size.
 
-    Where they are not used, by a Transformer of dense attention, they are checked and a warning is
-    issued.
+    A dense Transformer does not use the arguments: it checks them and warns.
 
     Raises:
-        ValueError: what is no dict, an unknown name or one that the Transformer gives, and what
+        ValueError: not a dict, an unknown name, a name that the Transformer sets, or arguments that
             SparseAttention refuses.
     """
     if given is None:

@@ -1,6 +1,6 @@
 """Transformer: a small language model on SparseAttention, or on its dense twin.
 
-b  batch    n  tokens    h  heads    d  width of a head
+b  batch    n  tokens    h  heads    d  head dimension
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .varlen import Documents, Layout, layer_layout
 
 __all__ = ["DEFAULT_SPARSE_ATTN", "Attention", "Transformer"]
 
-# what cross_entropy passes over
+# the label that cross_entropy ignores
 NO_LABEL = -100
 
 
@@ -81,8 +81,8 @@ class Attention(RotaryLayer):
         lengths: Sequence[int] | Tensor | None = None,
         documents: Documents | None = None,
     ) -> Any:
-        """[b, n, dim] -> [b, n, dim], and the cache with `return_cache`; as SparseAttention's
-        (there is no Triton kernel here to disable)."""
+        """[b, n, dim] -> [b, n, dim], and the cache with `return_cache`. Arguments as
+        SparseAttention's; `disable_triton_kernel` has no effect."""
         check_input(x, self.dim, self.to_q)
         cache = check_cache(cache, return_cache, lengths, self.causal)
         if cache is not None and documents is not None:
@@ -109,7 +109,7 @@ class Attention(RotaryLayer):
         return rotate(q), rotate(k), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """The output [b n dim]; without a mask, of whole sequences."""
+        """The output [b n dim]. Without a mask, q, k and v are whole sequences."""
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=self.grouped
         )
@@ -117,7 +117,7 @@ class Attention(RotaryLayer):
 
 
 def same_document(documents: Documents, causal: bool) -> Tensor:
-    """Who may attend to whom, [b 1 i j]; positions without a token see themselves."""
+    """Whether query i sees key j, [b 1 i j]; positions without a token see themselves."""
     j = torch.arange(documents.first.shape[1], device=documents.first.device)
     i = j[:, None]
     seen = (j >= documents.first[..., None]) & (j < documents.last[..., None])
@@ -140,23 +140,22 @@ class Transformer(FromRun, Started):
 
     Args:
         num_tokens: size of the vocabulary.
-        dim, depth, dim_head, heads, kv_heads: as everywhere.
+        dim, dim_head, heads, kv_heads: as in SparseAttention; depth: number of layers.
         ff_expansion_factor: hidden width of a feed-forward over dim.
         use_sparse_attn: SparseAttention, or dense attention.
-        causal: whether tokens see only what lies before them.
+        causal: whether a token sees no later tokens.
         use_flex_sliding_window, use_flex_fine_selection: run these branches in flex_attention,
             under masks that a forward makes for all its layers; with gradients on CUDA only. A
-            forward with a cache or with packed documents, for which there is no such mask, takes
-            the layer's own backend.
+            forward with a cache or with packed documents uses the layer's own backend.
         use_triton_fine_selection: `backend="triton"` for the sparse layers.
-        sparse_attn_kwargs: arguments of SparseAttention, networks in it copied for each layer (a
-            rotary_emb is shared); the others are those of `DEFAULT_SPARSE_ATTN`, and with a
-            compress_block_size the stride is that. A dense model warns that it does not use them.
+        sparse_attn_kwargs: arguments of SparseAttention; `DEFAULT_SPARSE_ATTN` has the defaults. A
+            compress_block_size without a stride is also the stride. Each layer copies the networks
+            and shares a rotary_emb. A dense model warns that it does not use them.
         activation_checkpointing: recompute each layer in the backward pass, for less memory.
-        rotary_emb, rope_theta, inv_freq: as SparseAttention takes them, for layers of both kinds.
+        rotary_emb, rope_theta, inv_freq: as in SparseAttention, for sparse and dense layers.
 
     Raises:
-        ValueError: arguments out of range, or that do not go together.
+        ValueError: arguments out of range, or incompatible arguments.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class Transformer(FromRun, Started):
         for _ in range(depth):
             attn: Module
             if use_sparse_attn:
-                # a network for the gate is copied, as SparseAttention copies compress_mlp
+                # each layer copies the gate; SparseAttention itself copies compress_mlp
                 gate = copied(sparse.get("strategy_combine_mlp"))
                 own = {**sparse, **rotary, "strategy_combine_mlp": gate}
                 attn = SparseAttention(**shape, use_triton_kernel=use_triton_fine_selection, **own)
@@ -219,7 +218,7 @@ class Transformer(FromRun, Started):
         self, max_length: int | None = None, rollback: int = 64, *, batch: int | None = None,
         page_size: int | None = None, num_pages: int | None = None,
     ) -> list[KVCache]:  # fmt: skip
-        """An empty cache a layer: a KVCache or, with `page_size`, a PagedKVCache; see there."""
+        """An empty cache for each layer: a KVCache or, with `page_size`, a PagedKVCache."""
         return [new_cache(max_length, rollback, batch, page_size, num_pages) for _ in self.layers]
 
     def forward(
@@ -237,24 +236,23 @@ class Transformer(FromRun, Started):
         mask: Tensor | None = None,
         **unknown: Any,
     ) -> Any:
-        """Logits [b, n, num_tokens] of ids [b, n]; or the loss of predicting each from those
-        before.
+        """Logits [b, n, num_tokens] of ids [b, n], or the next-token loss.
 
         Args:
             ids: token ids, of any integral dtype. With a cache these are the next tokens only, any
-                number of them. An id outside of the vocabulary raises on the CPU; on a GPU it is a
-                device-side assert.
+                number of them. An id outside of the vocabulary raises on the CPU and fails a
+                device-side assert on a GPU.
             return_loss: mean cross-entropy, in nats, of `ids[:, 1:]` given `ids[:, :-1]`.
             disable_flex: leave the flex masks of the constructor unused.
             disable_triton_kernel: see SparseAttention.
-            cache: of `new_cache`, or what `return_cache=True` returned; updated in place. No loss.
-            lengths: with a cache, the real tokens of each right-padded row.
-            cu_seqlens, segment_ids, mask: documents packed in a row, and padding, as
-                SparseAttention takes them. Positions start anew with every document, and the loss
-                is that of the tokens that have one of their own document before them.
+            cache: of `new_cache` or an earlier call; updated in place. Excludes return_loss.
+            lengths: with a cache, the real tokens of each right-padded sequence.
+            cu_seqlens, segment_ids, mask: packed documents and padding, as in SparseAttention.
+                Every document starts at position 0. The loss omits the first token of each
+                document.
 
         Raises:
-            ValueError: ids or a cache that do not fit.
+            ValueError: ids or a cache that do not match.
         """
         refuse(unknown, self.forward)
         return_loss, disable_flex, disable_triton_kernel, return_cache = check_bools(
@@ -309,7 +307,7 @@ class Transformer(FromRun, Started):
 
     @property
     def alignment(self) -> int:
-        """What documents in a row are to begin at a multiple of."""
+        """Packed documents begin at multiples of this number."""
         layer: Any = self.layers[0]
         return getattr(layer[0], "alignment", 1)
 
@@ -343,8 +341,8 @@ class Transformer(FromRun, Started):
         stop_tokens: int | Sequence[int] | None = None,
         top_k: int | None = None,
     ) -> Iterator[Tensor]:
-        """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s; between
-        tokens every module is in the mode that it was in."""
+        """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s. Between
+        tokens every module is in its original mode."""
         prompt = check_ids("prompt", prompt, self.token_emb)
         held = check_prompt(prompt, prompt_lengths)
         if not self.causal:
@@ -370,23 +368,23 @@ class Transformer(FromRun, Started):
         top_k: int | None = None,
     ) -> Tensor:
         """Continue prompts [b, n] up to `seq_len` tokens in all; returns the new ones [b, seq_len -
-        n], int64 whatever the prompt's dtype. A model in training mode samples in eval mode, after
-        which every module is in the mode that it was in.
+        n], int64 for any dtype of the prompt. A model in training mode samples in eval mode; every
+        module then returns to its original mode.
 
         Args:
             seq_len: tokens of the prompt and the new ones, at least those of the prompt.
             temperature: divides the logits; 0 (or less) takes the most likely token.
-            filter_thres: only the `1 - filter_thres` part of the vocabulary with the largest logits
-                is sampled from.
-            top_p: of those, only the fewest that hold this much probability.
+            filter_thres: sample from the fraction `1 - filter_thres` of the vocabulary with the
+                largest logits.
+            top_p: sample from the fewest of these tokens whose probabilities reach top_p.
             use_cache_kv: run each token once, through a KVCache, and on a GPU as a CUDA graph;
-                False runs the whole text anew for every token.
-            generator: of random numbers, for a repeatable text; on the prompt's device.
-            prompt_lengths: tokens of each prompt, where they are padded on the right; each goes on
-                where it ends, and as far as the longest may.
-            stop_tokens: ids that end a text, which then repeats the one that did; where all have
-                ended, fewer tokens are returned. (Each step waits for the GPU to say so.)
-            top_k: sample from at most this many of the likeliest tokens; `filter_thres` holds too.
+                False runs the whole text again for every token.
+            generator: random generator on the prompt's device, for reproducible sampling.
+            prompt_lengths: tokens of each prompt, for prompts padded on the right. Each prompt
+                continues after its last token and gets as many new tokens as the longest.
+            stop_tokens: ids that end a sequence, which then repeats its stop token. Sampling ends
+                when all sequences have ended. (The host waits for the GPU in each step.)
+            top_k: sample from at most this many of the likeliest tokens, besides `filter_thres`.
 
         Raises:
             ValueError: an empty prompt, lengths, thresholds or ids out of range, or a model that is
@@ -402,8 +400,8 @@ class Transformer(FromRun, Started):
 
 
 def next_ids(ids: Tensor, layout: Layout) -> Tensor:
-    """Of each token [b t], the next of its document, from ids [b p] of aligned rows; NO_LABEL where
-    there is none."""
+    """The next token of each token [b t] in its document, from ids [b p] of aligned rows; NO_LABEL
+    for the last token of a document."""
     p = torch.arange(ids.shape[1], device=ids.device)
     there = p + 1 < layout.documents.last
     following = torch.where(there, ids.roll(-1, dims=1), NO_LABEL)

@@ -47,11 +47,11 @@ from .sequences import Sequences
 class KVCache(Sequences):
     """Keys and values of one attention layer, for a batch of sequences of different lengths.
 
-    A row of the cache is one sequence of the batch. Storage is allocated when the layer first
-    appends, and doubles (to powers of two) as sequences grow. With `max_length` it is allocated
-    once, and an append to a full cache raises before anything is written. The cache is updated in
-    place; `clone()` copies it. Its tensors stay the same while the storage does not grow and the
-    batch size does not change, so a CUDA graph can use them.
+    Storage is allocated when the layer first appends, and doubles (to powers of two) as sequences
+    grow. With `max_length` it is allocated once, and an append to a full cache raises before
+    anything is written. The cache is updated in place; `clone()` copies it. Its tensors stay the
+    same while the storage does not grow and the batch size does not change, so a CUDA graph can use
+    them.
 
     A cache belongs to the layer that first used it, and to the layer's geometry, until all
     sequences are empty. A clone or a deepcopy belongs to the same layer. A deepcopy of layer and
@@ -296,7 +296,7 @@ class KVCache(Sequences):
         self._update_device_lengths()
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Empty all sequences, or those in `rows`, so that new sequences can take their rows.
+        """Empty all sequences, or the sequences with indices `rows`, for new sequences.
 
         The storage stays allocated.
 
@@ -308,7 +308,7 @@ class KVCache(Sequences):
         self.truncate([0 if row in emptied else n for row, n in enumerate(self.lengths)])
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
-        """Replace each sequence r by a copy of sequence `rows[r]`, as beam search does.
+        """Replace each sequence b by a copy of sequence `rows[b]`, as beam search does.
 
         The batch size becomes `len(rows)`.
 
