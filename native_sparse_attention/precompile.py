@@ -46,7 +46,7 @@ def warmup(
     Args:
         config: the settings of the layer.
         dtype: dtype of the layer's input; under autocast, autocast's dtype.
-        lengths: tokens per call, one number per range; the defaults cover all lengths. Each length
+        lengths: tokens per call, one number per range; the defaults have one of each. Each length
             needs the memory of one layer's forward and backward.
         device: a CUDA device; the current one by default.
         training: compile the backward too.
