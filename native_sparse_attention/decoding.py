@@ -19,17 +19,8 @@ from .checks.scalars import shown
 from .compat import transforms
 from .compress import gather_windows, unfold
 from .ops import decode, dispatch
-from .ops.decode import decode_attention
 from .ops.triton import cache as cache_writes
 from .rotary import rotate
-
-# settings with the same name in a layer and in `decode_attention`
-SETTINGS = (
-    "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
-    "num_selected_blocks", "sliding_window_size", "importance", "interpolated_importance_score",
-    "num_initial_blocks", "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
-    "scale", "soft_cap", "sinks",
-)  # fmt: skip
 
 # settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
 GEOMETRY = (
@@ -273,7 +264,9 @@ def step(
         like = held.new_empty(b, ranks, 0, layer.num_selected_blocks)
         ranking = cache.ring({"ranking": like}, 1)["ranking"]
     tensors: dict[str, Any] = {"q": rotated_q, "cq": q, **stores}
-    out = decode_attention(
+    # the layer and its cache made these tensors: there is nothing to check
+    out = decode.by_kernels(
+        layer.config,
         **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
         branch_gates=gates,
         lengths=held,
@@ -281,9 +274,8 @@ def step(
         page_table=cache.page_table,
         ranking=ranking,
         counters=cache.workspace(q.device, kv[0].shape[1], decode.COUNTERS),
+        sinks=layer.sinks,
         **layer.memory(q.dtype),
-        **{name: getattr(layer, name) for name in SETTINGS},
-        backend="triton",
     )
     held += n if new is None else new
     cache.count(counts)
