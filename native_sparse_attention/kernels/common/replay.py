@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -350,6 +351,14 @@ class Recorder(TorchDispatchMode):
         return Plan(self.steps, self.sources, self.paths, (views, structure))
 
 
+def launchers() -> list[Any]:
+    """The classes that launch kernels, that of the interpreter only if it runs: it needs NumPy, and
+    before Triton 3.6 its launches cannot be recorded."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    kinds = [jit.JITFunction, getattr(interpreter, "InterpretedFunction", None)]
+    return [kind for kind in kinds if hasattr(kind, "run")]
+
+
 def interpreted(kernel: Any, grid: Any, options: dict[str, Any]) -> Callable[..., Any]:
     return lambda *args: kernel[grid](*args, **options)
 
@@ -357,11 +366,9 @@ def interpreted(kernel: Any, grid: Any, options: dict[str, Any]) -> Callable[...
 @contextmanager
 def launches_go_to(recorder: Recorder) -> Iterator[None]:
     """Launches of this thread run and are recorded."""
-    from triton.runtime.interpreter import InterpretedFunction
-
     token = recording.set(True)
     streams.listener.set(recorder)
-    own = {kind: kind.run for kind in (jit.JITFunction, InterpretedFunction)}
+    own = {kind: kind.run for kind in launchers()}
 
     def recorded(kind: Any) -> Callable[..., Any]:
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Calls that are recorded and repeated give what they give otherwise, bit for bit."""
 
+import sys
 import threading
 
 import pytest
@@ -25,6 +26,8 @@ SETTINGS = {
 @pytest.fixture
 def repeats(monkeypatch):
     """The lengths of the plans that were repeated, on the CPU too."""
+    if len(replay.launchers()) < 2 and not torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is recorded from 3.6 on")
     token, lengths, own = replay.everywhere.set(True), [], replay.Plan.__call__
 
     def counted(self, inputs):
@@ -159,6 +162,16 @@ def test_computations_views_and_buffers():
             got, expected = repeated((a, b), [a, b], ()), run((a, b))
             torch.testing.assert_close(got, expected, atol=0, rtol=0)
     assert [type(plan) for plan in repeated.plans.values()] == [replay.Plan] * 2
+
+
+def test_without_an_interpreter(monkeypatch):
+    """Before Triton 3.6 it has no `run` of its own, and without NumPy there is none."""
+    monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", None)
+    assert replay.launchers() == [replay.jit.JITFunction]
+    repeated, t = replay.Repeated(lambda at: at + 1), torch.ones(3)
+    for _ in range(3):
+        assert torch.equal(repeated(t, [t], ()), t + 1)
+    assert [type(plan) for plan in repeated.plans.values()] == [replay.Plan]
 
 
 def test_inputs_that_are_given_back_are_not_repeated():

@@ -34,6 +34,8 @@ SETTINGS = {
 @pytest.fixture
 def nodes(monkeypatch):
     """The passes of the node, on the CPU too."""
+    if len(replay.launchers()) < 2 and not CUDA:
+        pytest.skip("Triton's interpreter is recorded from 3.6 on")
     token, seen = replay.everywhere.set(True), []
     own = projected.ProjectedAttention.backward
 
