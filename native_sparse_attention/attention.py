@@ -379,7 +379,8 @@ class SparseAttention(RotaryLayer):
     ) -> Tensor | None:
         """`attend` [b n (h d)] of a projection's output, by one plan; None without a plan."""
         rotary = self.rotary_emb
-        pooled = isinstance(self.k_compress, MeanPool) and isinstance(self.v_compress, MeanPool)
+        nets = self.k_compress, self.v_compress
+        pooled = all(isinstance(net, MeanPool) and slides(net) for net in nets)
         if not pooled or rotary is None or rotary.freqs.requires_grad:
             return None
         if backend not in ("auto", "triton") or self.branch_kv != "shared":
@@ -390,17 +391,10 @@ class SparseAttention(RotaryLayer):
 
         def possible() -> bool:
             q, k, _ = (t.transpose(1, 2) for t in split(qkv, self.heads, self.dim_head))
-            name, facts = (
-                "native_sparse_attention",
-                dict(
-                    num_selected_blocks=self.num_selected_blocks,
-                    selection_block_size=self.selection_block_size,
-                ),
-            )
-            return all(
-                dispatch.takes_kernels(backend, op, q, k, **more)
-                for op, more in (("rotate", {}), ("compress_mean", {}), (name, facts))
-            )
+            names = "rotate", "compress_mean", "native_sparse_attention"
+            n, s = self.num_selected_blocks, self.selection_block_size
+            facts = dict(num_selected_blocks=n, selection_block_size=s)
+            return all(dispatch.takes_kernels(backend, name, q, k, **facts) for name in names)
 
         out = projected_attention(
             self.config, possible, backend=backend, qkv=qkv, branch_gates=gates, sinks=self.sinks,

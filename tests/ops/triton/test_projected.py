@@ -31,6 +31,13 @@ SETTINGS = {
 }
 
 
+class Halved(MeanPool):
+    """Of another forward: a subclass is not taken for the means that a kernel forms."""
+
+    def forward(self, windows):
+        return super().forward(windows) / 2
+
+
 @pytest.fixture
 def nodes(monkeypatch):
     """The passes of the node, on the CPU too."""
@@ -112,11 +119,12 @@ def test_without_gradients(nodes):
     "settings",
     [
         dict(compress=AttentionPool(16, 8)),
+        dict(compress=Halved()),
         dict(branch_kv="independent"),
         dict(rotary_emb=False),
         dict(num_selected_blocks=65),
     ],
-    ids=["compress", "branch_kv", "rotary_emb", "many blocks"],
+    ids=["compress", "a subclass", "branch_kv", "rotary_emb", "many blocks"],
 )
 def test_other_layers_take_their_operators(settings, nodes):
     n = settings.pop("num_selected_blocks", 2)
@@ -126,6 +134,21 @@ def test_other_layers_take_their_operators(settings, nodes):
     for _ in range(3):
         assert all(map(torch.equal, results(module, x), expected))
     assert "forward" not in nodes and "backward" not in nodes
+
+
+def test_hooks_of_networks_are_called(nodes):
+    module, x = layer(), torch.randn(1, 13, 32, device=DEVICE)
+    with torch.no_grad():
+        out = [module(x) for _ in range(2)][-1]
+        assert nodes.pop() == "forward"
+        calls = []
+        hook = module.k_compress.register_forward_hook(lambda *args: calls.append(args))
+        for _ in range(3):
+            torch.testing.assert_close(module(x), out)
+        assert len(calls) == 3 and nodes == ["operators"]
+        hook.remove()
+        module(x)
+    assert nodes == ["operators", "forward"]
 
 
 def test_other_calls_take_their_operators(nodes):
