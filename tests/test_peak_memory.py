@@ -31,8 +31,7 @@ def peaks():
     """MiB of each case."""
     if not sm90.triton_is_known():
         pytest.skip("this Triton has no kernels for a Hopper of its own")
-    root = str(SCRIPT.parent.parent)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": root}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, SCRIPT, *CASES], capture_output=True, text=True, env=environment
     )

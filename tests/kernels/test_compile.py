@@ -22,7 +22,7 @@ def test_layer_compiles(capability):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     # the interpreter compiles nothing
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(SCRIPT.parent.parent)}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, SCRIPT, str(capability), "small"],
         capture_output=True,
