@@ -23,8 +23,10 @@ from ..checks.tensors import (
     check_same,
     check_shapes,
 )
+from ..compat.autocast import in_autocast_dtype, no_autocast
 from ..compat.transforms import is_batched, numbers
-from ..ops.reference.online import Plan, attend, chunks, in_autocast_dtype, slice_axis
+from ..ops.reference.online import Plan, attend, chunks, slice_axis
+from ..ops.reference.products import in_fp32
 from .segments import SegmentIds, check_segment_ids
 
 
@@ -160,5 +162,9 @@ def block_masked_attention(
         return None if seen is None else seen[:, None, None]
 
     plan = Plan(tiles, visible, scale=1.0, soft_cap=cap, mask_value=mask_value)
-    out, lse, top = attend(q, k, v, plan)
+    dtype = q.dtype
+    with no_autocast(q.device.type):
+        q, k, v = in_fp32(q, k, v)
+        out, lse, top = attend(q, k, v, plan)
+    out = out.to(dtype)
     return (out, {"logsumexp": lse, "max_logits": top}) if save_residuals else out

@@ -28,8 +28,10 @@ from ..checks.tensors import (
     check_shapes,
     shown,
 )
+from ..compat.autocast import in_autocast_dtype, no_autocast
 from ..ops.reference.bands import Band, Visible, band_attention
-from ..ops.reference.online import in_autocast_dtype, slice_axis
+from ..ops.reference.online import slice_axis
+from ..ops.reference.products import in_fp32
 from .segments import SegmentIds, check_segment_ids
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -146,9 +148,13 @@ def chunked_attention(
         others.append(lambda rows, keys: slice_axis(slice_axis(full, 2, rows), 3, keys))
     if mask_mod is not None:
         others.append(lambda rows, keys: call_mask_mod(mask_mod, B, H, rows, keys, q.device))
-    out, lse = band_attention(
-        q, k, v, band, others, chunk_sizes=(sizes[0], sizes[1]), scale=scale, soft_cap=soft_cap
-    )
+    dtype = q.dtype
+    with no_autocast(q.device.type):
+        q, k, v = in_fp32(q, k, v)
+        out, lse = band_attention(
+            q, k, v, band, others, chunk_sizes=(sizes[0], sizes[1]), scale=scale, soft_cap=soft_cap
+        )
+    out = out.to(dtype)
     return (out, lse) if return_lse else out
 
 

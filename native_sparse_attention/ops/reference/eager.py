@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ...compat import transforms
-from ...compat.autocast import no_autocast
+from ...compat.autocast import in_autocast_dtype, no_autocast
 from . import attention as reference
 from . import local, query_chunks, tiled
 from . import topk as reference_topk
-from .online import in_autocast_dtype
-from .products import finite_part, in_fp32, is_finite, may_look
+from .products import in_fp32
 
 # Scores that the specification may form at once on the CPU: 16 MiB of fp32. A GPU forms
 # GPU_FACTOR times more, since its launches cost more than its arithmetic.
@@ -46,54 +45,36 @@ def few_blocks(q: Tensor, k: Tensor, block_indices: Tensor, settings: dict[str, 
     return heads * seen >= 3 * (heads + 4) * slots * settings["selection_block_size"]
 
 
+def implementation(
+    op: str, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], settings: dict[str, Any]
+) -> Any:
+    """The module whose form of an operation suits the size of a call. Compiled graphs would unroll
+    chunks, so they run the specification."""
+    transformed = transforms.active()
+    if op == "sliding_window_attention" and not transformed and local.fits(q, k, settings):
+        return local
+    whole = torch.compiler.is_compiling() or transformed or few_scores(op, q, k, settings)
+    if op == "select_blocks":
+        return reference_topk if whole else query_chunks
+    if whole:
+        return reference
+    if op == "selected_attention" and not few_blocks(q, k, tensors[1], settings):
+        return query_chunks
+    return tiled
+
+
 def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any:
     """Run an operation of the specification in fp32 or better."""
+    compute = getattr(implementation(op, q, k, tensors, settings), op)
     if op == "select_blocks":  # casts to fp32 itself
-        return strategy(op, q, k, tensors, settings)
+        return compute(q, k, **settings)
     memory = {n: settings[n] for n in ("mem_k", "mem_v") if settings.get(n) is not None}
     floats = in_autocast_dtype(q, k, tensors[0], *memory.values())
     dtype = floats[2].dtype
     with no_autocast(q.device.type):
         q, k, v, *rest = in_fp32(*floats)
         settings = settings | dict(zip(memory, rest, strict=True))
-        result = strategy(op, q, k, (v, *tensors[1:]), settings)
+        result = compute(q, k, v, *tensors[1:], **settings)
     if settings.get("return_lse"):
         return result[0].to(dtype), result[1]
     return result.to(dtype)
-
-
-def strategy(
-    op: str, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], settings: dict[str, Any]
-) -> Any:
-    """Run an operation with the implementation that suits its size."""
-    if op == "sliding_window_attention" and not transforms.active():
-        w, offset, lse = (settings[n] for n in ("sliding_window_size", "q_offset", "return_lse"))
-        plain = not settings.keys() & {"documents", "sinks", "soft_cap"}
-        if plain and local.fits(q, k, w, offset, lse):
-            out = local.sliding_window_attention(q, k, *tensors, **settings)
-            if not may_look(out) or is_finite(out):
-                return out
-            # non-finite values have leaked into queries that do not see them
-            clean = (finite_part(t) for t in (q, k, *tensors))
-            out = local.sliding_window_attention(*clean, **settings)
-            right = general(op, q, k, tensors, settings)
-            return torch.where(right.isfinite(), out, right)
-    return general(op, q, k, tensors, settings)
-
-
-def general(
-    op: str, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], settings: dict[str, Any]
-) -> Any:
-    """Run an operation densely or in chunks. Compiled graphs would unroll chunks, so they run it
-    densely."""
-    whole = torch.compiler.is_compiling() or transforms.active()
-    whole = whole or few_scores(op, q, k, settings)
-    if op == "select_blocks":
-        module: Any = reference_topk if whole else query_chunks
-    elif whole:
-        module = reference
-    elif op == "selected_attention" and not few_blocks(q, k, tensors[1], settings):
-        module = query_chunks
-    else:
-        module = tiled
-    return getattr(module, op)(q, k, *tensors, **settings)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
 from local_attention import LocalAttention
 from torch import Tensor
+
+from . import tiled
+from .products import finite_part, is_finite, may_look
 
 
 @lru_cache(maxsize=64)
@@ -22,26 +26,21 @@ def local_attention(sliding_window_size: int, causal: bool) -> LocalAttention:
     )
 
 
-def fits(q: Tensor, k: Tensor, w: int, q_offset: int | Tensor, return_lse: bool) -> bool:
+def fits(q: Tensor, k: Tensor, settings: dict[str, Any]) -> bool:
     """Whether the package supports this call and is faster: whole sequences of at least two
     windows, no log-sum-exp, no compiled graph (the package branches on the length)."""
-    if torch.compiler.is_compiling() or return_lse or not isinstance(q_offset, int):
+    if any(settings.get(name) is not None for name in ("documents", "sinks", "soft_cap")):
         return False
-    return q.shape[0] > 0 and q.shape[1] == k.shape[1] and 0 < 2 * w <= q.shape[1]
+    if torch.compiler.is_compiling() or settings["return_lse"]:
+        return False
+    whole = isinstance(settings["q_offset"], int) and q.shape[1] == k.shape[1]
+    return whole and len(q) > 0 and 0 < 2 * settings["sliding_window_size"] <= q.shape[1]
 
 
-def sliding_window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    sliding_window_size: int,
-    causal: bool,
-    q_offset: int,
-    scale: float | None = None,
-    return_lse: bool = False,
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sliding_window_size: int, causal: bool, scale: float | None
 ) -> Tensor:
-    del q_offset, return_lse  # 0 and False, as `fits` says
+    """The package's attention. A NaN or infinite value leaks into queries that do not see it."""
     if scale is not None:
         q = q * (scale * q.shape[-1] ** 0.5)
     groups = q.shape[2] // k.shape[2]
@@ -53,3 +52,14 @@ def sliding_window_attention(
         padding = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
     out = local_attention(sliding_window_size, causal)(q, k, v, mask=padding)
     return rearrange(out, "b h i e -> b i h e")
+
+
+def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+    window = settings["sliding_window_size"], settings["causal"], settings["scale"]
+    out = attend(q, k, v, *window)
+    if not may_look(out) or is_finite(out):
+        return out
+    out = attend(finite_part(q), finite_part(k), finite_part(v), *window)
+    # only queries that see a non-finite value have one
+    right: Any = tiled.sliding_window_attention(q, k, v, **settings)
+    return torch.where(right.isfinite(), out, right)

@@ -4,7 +4,7 @@
     b  batch         i  query        g  query heads of one KV head     d  key width
     k  KV heads      j  key          e  value width
 
-A `Plan` lists the tiles to compute. Half precisions are computed in fp32; fp64 stays fp64.
+A `Plan` lists the tiles to compute. All tensors are fp32 or better.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...compat import transforms
-from ...compat.autocast import is_autocast_enabled, no_autocast
-from .products import contained, in_fp32, is_finite, is_live, may_look, times, times_over_rows
+from ...compat.autocast import no_autocast
+from .products import contained, is_finite, is_live, may_look, times, times_over_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,13 +206,9 @@ def gradients(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention by a plan, with the output in q's dtype; see `Attend`. The caller handles
+    """Attention by a plan; see `Attend`. The caller casts to fp32 or better and handles
     autocast."""
-    dtype = q.dtype
-    with no_autocast(q.device.type):
-        q, k, v = in_fp32(q, k, v)
-        out, lse, top = (plainly if transforms.active() else Attend.apply)(q, k, v, plan)
-        return out.to(dtype), lse, top
+    return (plainly if transforms.active() else Attend.apply)(q, k, v, plan)
 
 
 def plainly(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,16 +222,6 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
 
 def hide(t: Tensor, visible: Tensor | None) -> Tensor:
     return t if visible is None else t.masked_fill(~visible, 0.0)
-
-
-def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors as autocast casts a matmul's inputs: all but fp64 to its dtype."""
-    device = tensors[0].device.type
-    if not is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    cast = (torch.float16, torch.bfloat16, torch.float32)
-    return tuple(t.to(dtype) if t.dtype in cast else t for t in tensors)
 
 
 def chunks(start: int, stop: int, size: int) -> list[slice]:
