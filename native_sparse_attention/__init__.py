@@ -13,8 +13,12 @@ from .dense.chunked import chunked_attention
 from .dense.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
 from .dense.segments import SegmentIds, below_or_on_diag
 from .ops.decode import decode_attention
-from .ops.functional import compressed_attention, selected_attention, sliding_window_attention
-from .ops.functional_selection import select_blocks
+from .ops.functional import (
+    compressed_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
 from .ops.nsa import native_sparse_attention
 from .precompile import warmup
 from .transformer import Transformer

@@ -24,6 +24,12 @@ from .triton import backend as triton_backend
 # up to so many scores T x S, `auto` inside a compiled graph leaves attention to the compiler
 FEW_SCORES = 256 * 256
 
+# settings, beside `q_offset`, by which a backend decides whether it supports an operation
+FACTS = {
+    "select_blocks": ("num_selected_blocks",),
+    "selected_attention": ("gates", "selection_block_size"),
+}
+
 
 def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
     """Reasons why a backend cannot run a call of an operation; empty if it can."""
@@ -91,14 +97,16 @@ def choose(
     raise NotImplementedError(f"{told}. Use backend='auto' to fall back.")
 
 
-def run(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:
-    """Call operation `op` of a backend that `choose` returned."""
-    for name in ("documents", "sinks", "soft_cap"):
-        if kwargs.get(name) is None:
-            kwargs.pop(name, None)
-    if backend == "triton":
-        return getattr(triton_backend, op)(*args, **kwargs)
-    kwargs.pop("block_sizes", None)  # only triton has tile configs
-    if backend == "flex":
-        return getattr(flex, op)(*args, **kwargs)
-    return eager.run(op, *args, **kwargs)
+def run(backend: str | tuple[str, ...], op: str, *tensors: Tensor, **settings: Any) -> Any:
+    """Run an operation on checked arguments, with the first of the given backends that supports the
+    call. `choose` raises if there is none."""
+    if op == "select_blocks" and isinstance(backend, str) and backend == "flex":
+        backend = "eager"  # flex_attention cannot rank
+    facts = {name: settings[name] for name in ("q_offset", *FACTS.get(op, ()))}
+    name = choose(backend, op, *tensors[:3], **facts)
+    if name == "triton":
+        return getattr(triton_backend, op)(*tensors, **settings)
+    settings.pop("block_sizes", None)  # only triton has tile configs
+    if name == "flex":
+        return getattr(flex, op)(*tensors, **settings)
+    return eager.run(op, *tensors, **settings)

@@ -28,7 +28,6 @@ from ..config import SELECTION, AttentionConfig
 from ..varlen import Documents
 from . import dispatch, flex
 from .call import Call
-from .functional_selection import scoring_backend
 from .packed import takes_documents
 from .reference import attention as reference
 from .triton import layer
@@ -229,29 +228,20 @@ def by_branches(
     q, k, v, ck, cv = call.q, call.k, call.v, call.ck, call.cv
     cq = q if call.cq is None else call.cq
     sink_cmp, sink_sel, sink_win = (None,) * 3 if call.sinks is None else call.sinks
-    diff, offset = config.use_diff_topk, call.q_offset
-    sizes = flat(config.block_sizes)
+    diff, sizes = config.use_diff_topk, flat(config.block_sizes)
     common: dict[str, Any] = dict(
-        causal=config.causal, q_offset=offset, scale=config.scale, soft_cap=config.soft_cap,
+        causal=config.causal, q_offset=call.q_offset, scale=config.scale, soft_cap=config.soft_cap,
         documents=call.documents,
     )  # fmt: skip
     forced = {name: getattr(config, name) for name in ("num_initial_blocks", "num_local_blocks")}
 
-    def run(op: str, *tensors: Tensor, facts: dict[str, Any] | None = None, **settings: Any) -> Any:
-        gates = settings.get("gates")
-        name = dispatch.choose(
-            backend, op, *tensors[:3], gates=gates, q_offset=offset, **facts or {}
-        )
-        if name == "flex":
-            settings.pop("gates", None)  # None, since flex supports no gates
-        return dispatch.run(name, op, *tensors, **settings, **common)
-
-    out_cmp = run(
-        "compressed_attention", cq, ck, cv, mem_k=call.mem_k, mem_v=call.mem_v, sinks=sink_cmp,
-        compress_block_sliding_stride=config.d, return_lse=False, block_sizes=sizes,
+    out_cmp = dispatch.run(
+        backend, "compressed_attention", cq, ck, cv, mem_k=call.mem_k, mem_v=call.mem_v,
+        sinks=sink_cmp, compress_block_sliding_stride=config.d, return_lse=False,
+        block_sizes=sizes, **common,
     )  # fmt: skip
     block_indices, gates = dispatch.run(
-        scoring_backend(backend, cq, ck, offset, config.num_selected_blocks),
+        backend,
         "select_blocks",
         cq if diff else cq.detach(),
         ck if diff else ck.detach(),
@@ -266,10 +256,9 @@ def by_branches(
     s, w = config.selection_block_size, config.sliding_window_size
     window_mask, fine_mask = masks
     if fine_mask is None:
-        out_sel = run(
-            "selected_attention", q, k, v, block_indices, gates=gates, sinks=sink_sel,
-            facts=dict(selection_block_size=s), selection_block_size=s, return_lse=False,
-            block_sizes=sizes, **forced,
+        out_sel = dispatch.run(
+            backend, "selected_attention", q, k, v, block_indices, gates=gates, sinks=sink_sel,
+            selection_block_size=s, return_lse=False, block_sizes=sizes, **forced, **common,
         )  # fmt: skip
     elif gates is not None:
         raise NotImplementedError(
@@ -284,9 +273,9 @@ def by_branches(
     window_k = k if call.window_k is None else call.window_k
     window_v = v if call.window_v is None else call.window_v
     if window_mask is None:
-        out_win = run(
-            "sliding_window_attention", q, window_k, window_v, sinks=sink_win,
-            sliding_window_size=w, return_lse=False, block_sizes=sizes,
+        out_win = dispatch.run(
+            backend, "sliding_window_attention", q, window_k, window_v, sinks=sink_win,
+            sliding_window_size=w, return_lse=False, block_sizes=sizes, **common,
         )  # fmt: skip
     else:
         out_win = flex.under_mask(q, window_k, window_v, window_mask, config.scale)
