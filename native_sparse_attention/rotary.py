@@ -94,8 +94,11 @@ def rotate(
         turn = rotation(rotary, tensors[0], start, positions)
         return [turn(t) for t in tensors]
     starts, start = (start, 0) if isinstance(start, Tensor) else (None, start)
-    factor = float(rotary.interpolate_factor)
-    return by_kernel(tensors, exact_frequencies(rotary), starts, positions, start, factor)
+    rotated = by_kernel(
+        tensors=tensors, freqs=exact_frequencies(rotary), starts=starts, positions=positions,
+        start=start, factor=float(rotary.interpolate_factor),
+    )  # fmt: skip
+    return list(rotated)
 
 
 def rotated_heads(

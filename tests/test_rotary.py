@@ -98,7 +98,7 @@ def test_any_strides():
 def test_few_tokens_and_one_tensor(b, n):
     tensors = draw(b=b, n=n)[:1]
     rotary = Rotary(16).to(DEVICE)
-    (out,) = operator.rotate(tensors, rotary.freqs, None, None, 9, 1.0)
+    (out,) = operator.rotate(tensors=tensors, freqs=rotary.freqs, start=9, factor=1.0)
     torch.testing.assert_close(out, rotation(rotary, tensors[0], 9)(tensors[0]))
 
 
@@ -106,12 +106,12 @@ def test_the_inverse_undoes_it():
     """Gradients of gradients too are rotations."""
     tensors = draw()
     rotary = Rotary(16).to(DEVICE)
-    there = operator.rotate(tensors, rotary.freqs, None, None, 1234, 1.0)
-    back = operator.rotate(there, rotary.freqs, None, None, 1234, -1.0)
+    there = operator.rotate(tensors=tensors, freqs=rotary.freqs, start=1234, factor=1.0)
+    back = operator.rotate(tensors=there, freqs=rotary.freqs, start=1234, factor=-1.0)
     for actual, expected in zip(back, tensors):
         torch.testing.assert_close(actual, expected)
     x = tensors[0].clone().requires_grad_()
-    (out,) = operator.rotate([x], rotary.freqs, None, None, 7, 1.0)
+    (out,) = operator.rotate(tensors=[x], freqs=rotary.freqs, start=7, factor=1.0)
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), x)
     torch.testing.assert_close(second, torch.full_like(x, 2.0))
@@ -337,7 +337,7 @@ def test_many_tokens():
     """Past 2^31 elements in one tensor: 64-bit offsets."""
     n, rotary = 300_000, Rotary(128).cuda()
     tensors = [torch.randn(1, n, h, 128, device="cuda").bfloat16().transpose(1, 2) for h in (64, 1)]
-    outs = operator.rotate(tensors, rotary.freqs, None, None, 5, 1.0)
+    outs = operator.rotate(tensors=tensors, freqs=rotary.freqs, start=5, factor=1.0)
     for out, t in zip(outs, tensors):
         last = t[:, -1:, -3:]
         expected = rotation(rotary, last.float(), n + 2)(last.float())

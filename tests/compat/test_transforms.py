@@ -345,7 +345,7 @@ def test_rotation_by_the_kernel():
     freqs = torch.rand(4, device=DEVICE)
 
     def turned(x):
-        return rotate([x, x[:, :1]], freqs, None, None, 0, 1.0)[0]
+        return rotate(tensors=[x, x[:, :1]], freqs=freqs, start=0, factor=1.0)[0]
 
     with pytest.raises(NotImplementedError, match="backend='eager'"):
         jvp(turned, (x,), (x,))

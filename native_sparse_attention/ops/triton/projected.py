@@ -53,8 +53,7 @@ def operands(at: SimpleNamespace, cq: Tensor, v: Tensor, formed: tuple[Tensor, .
 def forward(at: SimpleNamespace) -> list[Tensor]:
     """The output [B T H E], then tensors saved for the backward: `FORMED` and those of `layer`."""
     cq, raw_k, v = rotary.split(at.qkv, at.heads, at.dim_head)
-    turned = dict(tensors=[cq, raw_k], freqs=at.freqs, start=0, factor=at.factor)
-    q, k = within(rotary.turn, **turned)
+    q, k = within(rotary.rotate, tensors=[cq, raw_k], freqs=at.freqs, start=0, factor=at.factor)
     l, d = at.config.compress_block_size, at.config.d
     windows = blocks.num_windows(raw_k.shape[2], d, causal=at.config.causal)
     positions = dict(k_positions=at.k_positions, v_positions=at.v_positions)

@@ -21,46 +21,33 @@ def rotated_fake(at):
 
 
 @operator("rotate", ROTATE, "Tensor[]", fake=rotated_fake)
-def turn(at):
+def rotate(at):
+    """Rotate pairs of the first features of `tensors` [b h n d] by `position / factor * freqs`, in
+    fp32, and copy the other features. The tensors differ only in their heads. Results have memory
+    order [b n h d]. Positions are `positions` [b n], or count from `starts` [b] or `start`."""
     from ...kernels import rotary
 
-    position_args = at.freqs, at.starts, at.positions, at.start, at.factor
-    return rotary.rotate(rows(*at.tensors), *position_args)
+    tensors = rows(*at.tensors)
+    return rotary.rotate(tensors, at.freqs, at.starts, at.positions, at.start, at.factor)
 
 
 def setup(ctx, at, output):
-    ctx.numbers = at.start, at.factor
+    ctx.start, ctx.factor = at.start, at.factor
     ctx.save_for_backward(at.freqs, at.starts, at.positions)
 
 
 def backward(ctx, grads):
     """Rotate the gradients by the negative angles."""
     refuse_legacy_batched(*grads)
-    start, factor = ctx.numbers
-    return dict(tensors=rotate(list(grads), *ctx.saved_tensors, start, -factor))
-
-
-turn.differentiable(setup, backward, many=True)
-
-
-def rotate(
-    tensors: list[Tensor],
-    freqs: Tensor,
-    starts: Tensor | None,
-    positions: Tensor | None,
-    start: int,
-    factor: float,
-) -> list[Tensor]:
-    """Rotate pairs of the first features of tensors [b h n d] by `position / factor * freqs`, in
-    fp32, and copy the other features. The tensors differ only in their heads. Results have memory
-    order [b n h d]. Positions are `positions` [b n], or count from `starts` [b] or `start`.
-    """
-    return list(
-        turn(
-            tensors=tensors, freqs=freqs, starts=starts, positions=positions, start=start,
-            factor=factor,
-        )
+    freqs, starts, positions = ctx.saved_tensors
+    turned = rotate(
+        tensors=list(grads), freqs=freqs, starts=starts, positions=positions, start=ctx.start,
+        factor=-ctx.factor,
     )  # fmt: skip
+    return dict(tensors=list(turned))
+
+
+rotate.differentiable(setup, backward, many=True)
 
 
 # from a projection's output to heads, some of them rotated
@@ -121,7 +108,8 @@ class ProjectedHeads(torch.autograd.Function):
         q, k, v = split(qkv.detach(), heads, dim_head)
         ctx.factor = factor
         ctx.save_for_backward(freqs, positions)
-        return *rotate([q, k], freqs, None, positions, 0, factor), q, k, v, v.view_as(v)
+        rotated = rotate(tensors=[q, k], freqs=freqs, positions=positions, start=0, factor=factor)
+        return *rotated, q, k, v, v.view_as(v)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
