@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import blocks
-from ...compat.transforms import is_plain, refuse_legacy_batched, refuse_second_derivatives
+from ...compat.transforms import refuse_legacy_batched, refuse_second_derivatives
 from ...config import AttentionConfig
 from ..call import Call
 from .branches import Problem, attend, attend_backward
@@ -221,11 +221,10 @@ def compile_ahead(dry_run: Callable[[], Any], done: Callable[[int, int], None] |
 compiled: set[Any] = set()
 
 
-def compile_first(kind: Any, tensors: Sequence[Tensor | None], dry_run: Callable[[], Any]) -> None:
+def compile_first(kind: Any, dry_run: Callable[[], Any]) -> None:
     """At the first call of a kind, compile the kernels of its forward and backward in parallel. One
-    by one, at their launches, they would take several times as long."""
-    if kind in compiled or not is_plain(tensors):
-        return
+    by one, at their launches, they would take several times as long. No compiler, mode or transform
+    observes the call."""
     from ...kernels.common import ahead
 
     if ahead.only_compiles.get() or torch.cuda.is_current_stream_capturing():
@@ -246,20 +245,18 @@ def preprocessed(kept: Sequence[Tensor], d_out: Tensor, gates: Tensor) -> list[T
     return [*kept[3:], *combine.backward(d_out, list(kept[:3]), list(kept[3:]), gates)[1:]]
 
 
-def compile_layer(call: Call, config: AttentionConfig, values: dict[str, Any]) -> None:
+def compile_layer(at: SimpleNamespace, trains: bool) -> None:
     """`compile_first` of the operator: at the first call of these settings, widths and
     power-of-two range of lengths."""
-    q, k, v = call.q, call.k, call.v
-    trains = torch.is_grad_enabled() and any(
-        values[name] is not None and values[name].requires_grad for name in LEAVES if name in values
-    )
+    q, k, v = at.q, at.k, at.v
+    if not q.is_cuda:
+        return
     kind = (
-        config, trains, q.dtype, q.device, q.shape[1].bit_length(), q.shape[2:], k.shape[2:],
-        v.shape[3], tuple(name for name, value in values.items() if value is None),
+        at.config, trains, q.dtype, q.device, q.shape[1].bit_length(), q.shape[2:], k.shape[2:],
+        v.shape[3], tuple(name for name in FORWARD.names if getattr(at, name) is None),
     )  # fmt: skip
     if kind in compiled:
         return
-    at = FORWARD.given(config, values)
 
     def dry_run() -> None:
         out, block_indices, *kept = layer.run(at)
@@ -268,9 +265,12 @@ def compile_layer(call: Call, config: AttentionConfig, values: dict[str, Any]) -
             kept = [block_indices, *preprocessed(kept, d_out, at.branch_gates)]
             tensors = {name: getattr(at, name) for name in SAVED}
             tensors |= dict(start=at.start, num_ranked=at.num_ranked, d_out=d_out, kept=kept)
-            layer_backward.run(BACKWARD.given(config, tensors))
+            layer_backward.run(BACKWARD.given(at.config, tensors))
 
-    compile_first(kind, FORWARD.flat_tensors(values), dry_run)
+    compile_first(kind, dry_run)
+
+
+layer.before = compile_layer
 
 
 def operands(call: Call, config: AttentionConfig) -> dict[str, Any]:
@@ -291,9 +291,5 @@ def operands(call: Call, config: AttentionConfig) -> dict[str, Any]:
 
 def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """The output [B T H E] and the selected block indices."""
-    values = operands(call, config)
-    # lengths in a compiled graph are symbols
-    if call.q.is_cuda and not torch.compiler.is_compiling() and isinstance(call.q.shape[1], int):
-        compile_layer(call, config, values)
-    out, block_indices, *_ = layer(config, **values)
+    out, block_indices, *_ = layer(config, **operands(call, config))
     return out, block_indices

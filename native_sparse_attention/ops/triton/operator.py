@@ -89,6 +89,8 @@ class Operator:
         op: the operator that torch registered under this name.
         run: the function of named arguments that computes it.
         mutates: names of the tensors that it writes to.
+
+    `before`, if set, precedes each plain call, with the arguments and whether autograd records.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Operator:
         self.name, self.op, self.arguments = name, op, arguments
         self.run, self.mutates = run, mutates
         self.node: Any = None
+        self.before: Callable[[SimpleNamespace, bool], None] | None = None
 
     def __call__(self, config: AttentionConfig | None = None, **values: Any) -> Any:
         tensors = self.arguments.flat_tensors(values)
@@ -109,6 +112,8 @@ class Operator:
         if (wanted and self.node is None) or not transforms.is_plain(tensors):
             return self.op(*self.arguments.flat(config, **values))
         at = self.arguments.given(config, values)
+        if self.before is not None:
+            self.before(at, wanted)
         if wanted:
             return self.node.apply(at, *tensors)
         out = self.run(at)
