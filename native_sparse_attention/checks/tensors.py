@@ -244,12 +244,12 @@ def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:
 
 
 def check_leaders(
-    leader_indices: Any, dims: dict[str, int], n: int, shared: bool, q: Tensor
+    leader_indices: Any, dims: dict[str, int], n: int, shared: bool, device: torch.device
 ) -> None:
     if leader_indices is None:
         return
     shape = (dims["B"], dims["K" if shared else "H"], n)
-    check_exactly("leader_indices", leader_indices, shape, torch.int32, q.device)
+    check_exactly("leader_indices", leader_indices, shape, torch.int32, device)
 
 
 def check_exactly(
@@ -296,7 +296,7 @@ def check_offsets(q_offset: Tensor, B: int, device: torch.device) -> Tensor:
 
 
 def check_offset(
-    q_offset: Any, dims: dict[str, int], S: int, causal: bool, q: Tensor
+    q_offset: Any, dims: dict[str, int], S: int, causal: bool, device: torch.device
 ) -> int | Tensor:
     """Check the absolute position of the first query, one for all sequences or one per sequence. By
     default the queries are the last T of the S tokens. Returns an int or an int64 tensor [B]."""
@@ -313,7 +313,7 @@ def check_offset(
     if isinstance(q_offset, Tensor) and q_offset.ndim > 0:
         if not causal:
             raise ValueError("q_offset must be an int where causal=False, got a tensor")
-        return check_offsets(q_offset, B, q.device)
+        return check_offsets(q_offset, B, device)
     if as_int(q_offset) is None:
         raise ValueError(f"q_offset must be an int or a tensor [{B}], got {shown(q_offset)}")
     q_offset = check_int("q_offset", q_offset, 0)
@@ -353,7 +353,7 @@ def check_sinks(sinks: Any, shape: tuple[int, ...], device: torch.device) -> Non
 
 
 def check_documents(
-    documents: Any, dims: dict[str, int], q_offset: int | Tensor, q: Tensor
+    documents: Any, dims: dict[str, int], q_offset: int | Tensor, device: torch.device
 ) -> None:
     """Check bounds of documents: queries and keys must be the same tokens."""
     if documents is None:
@@ -361,7 +361,7 @@ def check_documents(
     for name in ("first", "last"):
         bound = getattr(documents, name, None)
         shape = (dims["B"], dims["T"])
-        check_exactly(f"documents.{name}", bound, shape, torch.int32, q.device)
+        check_exactly(f"documents.{name}", bound, shape, torch.int32, device)
     if isinstance(q_offset, Tensor) or q_offset or dims.get("S", dims["T"]) != dims["T"]:
         raise ValueError(
             f"documents need queries that are all tokens, got q_offset={q_offset}, "

@@ -114,8 +114,8 @@ def compressed_attention(
     seq_len = default_seq_len(seq_len, dims["T"], q_offset)
     if causal:
         check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
-    offset = check_offset(q_offset, dims, seq_len, causal, q)
-    check_documents(documents, dims, offset, q)
+    offset = check_offset(q_offset, dims, seq_len, causal, q.device)
+    check_documents(documents, dims, offset, q.device)
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
@@ -231,12 +231,12 @@ def select_blocks(
     )  # fmt: skip
     seq_len = default_seq_len(seq_len, dims["T"], q_offset)
     check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
-    offset = check_offset(q_offset, dims, seq_len, causal, q)
-    check_documents(documents, dims, offset, q)
+    offset = check_offset(q_offset, dims, seq_len, causal, q.device)
+    check_documents(documents, dims, offset, q.device)
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
-    check_leaders(leader_indices, dims, n, shared, q)
+    check_leaders(leader_indices, dims, n, shared, q.device)
     check_first_group(offset, stride, leader_indices)
     indices, gates = dispatch.run(
         backend,
@@ -320,8 +320,8 @@ def selected_attention(
     num_initial_blocks, num_local_blocks = check_forced_blocks(
         s, num_initial_blocks, num_local_blocks
     )
-    offset = check_offset(q_offset, dims, dims["S"], causal, q)
-    check_documents(documents, dims, offset, q)
+    offset = check_offset(q_offset, dims, dims["S"], causal, q.device)
+    check_documents(documents, dims, offset, q.device)
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
@@ -383,8 +383,8 @@ def sliding_window_attention(
     causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
     check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
-    offset = check_offset(q_offset, dims, dims["S"], causal, q)
-    check_documents(documents, dims, offset, q)
+    offset = check_offset(q_offset, dims, dims["S"], causal, q.device)
+    check_documents(documents, dims, offset, q.device)
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)

@@ -178,11 +178,11 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
     check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     check_memory(mem_k, mem_v)
     check_windows(dims["W"], dims["S"], config.d, causal=config.causal)
-    offset = check_offset(call.q_offset, dims, dims["S"], config.causal, q)
-    check_documents(call.documents, dims, offset, q)
+    offset = check_offset(call.q_offset, dims, dims["S"], config.causal, q.device)
+    check_documents(call.documents, dims, offset, q.device)
     check_sinks(call.sinks, (3, dims["H"]), q.device)
     shared, leaders = config.query_heads_share_selected_kv, call.leader_indices
-    check_leaders(leaders, dims, config.num_selected_blocks, shared, q)
+    check_leaders(leaders, dims, config.num_selected_blocks, shared, q.device)
     check_first_group(offset, config.selection_stride, leaders)
     check_flex_masks(*masks)
     beyond = [n for n in ("documents", "sinks") if getattr(call, n) is not None]

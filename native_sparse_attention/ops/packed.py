@@ -113,7 +113,7 @@ def over_documents(
         moved["block_indices"] = absolute(moved["block_indices"], documents, s)
     if "ck" in call:
         windows = layout.windows(d, call["ck"].shape[1], causal=causal)
-        check_windows(call["ck"].shape[1], windows, d, causal)
+        check_document_windows(call["ck"].shape[1], windows, d, causal)
         for name in WINDOWS:
             if call.get(name) is not None:
                 moved[name] = windows.spread(call[name])
@@ -136,7 +136,7 @@ def over_documents(
     return tuple(map(back, results)) if isinstance(results, tuple) else back(results)
 
 
-def check_windows(W: int, windows: docs.Layout, d: int, causal: bool) -> None:
+def check_document_windows(W: int, windows: docs.Layout, d: int, causal: bool) -> None:
     """Check that W is the number of windows in the row that has most."""
     if docs.is_traced(windows.source):
         return
