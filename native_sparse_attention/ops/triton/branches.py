@@ -14,7 +14,6 @@ from torch import Tensor
 from ...config import AttentionConfig
 from ...varlen import Documents
 from .operator import empty_block_indices, of_heads
-from .operators import kv_range
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,8 @@ class Problem:
     v: Tensor
     ck: Tensor
     cv: Tensor
-    own_cq: Tensor | None  # queries of the compressed branch if they differ from q
+    cq: Tensor  # queries of the compressed branch
+    own_cq: bool  # whether they differ from q
     mem_k: Tensor | None
     memory: tuple[Tensor, Tensor] | None  # keys and values before all others
     window: tuple[Tensor, Tensor] | None  # keys and values of the window if they differ from k, v
@@ -35,15 +35,10 @@ class Problem:
     documents: Documents | None
     start: int
     num_ranked: int
+    range_cmp: Any  # `launch.KVRange` of the compressed branch and of the window
+    range_win: Any
+    scale: float
     config: AttentionConfig
-
-    @property
-    def cq(self) -> Tensor:
-        return self.q if self.own_cq is None else self.own_cq
-
-    @property
-    def scale(self) -> float:
-        return self.config.scale_of(self.q.shape[-1])
 
     @property
     def ranks_blocks(self) -> bool:
@@ -58,11 +53,6 @@ class Problem:
             at.causal, self.start, self.starts, stride=at.selection_stride,
             documents=self.documents, soft_cap=at.soft_cap,
         )  # fmt: skip
-
-    def kv_ranges(self) -> tuple[Any, Any]:
-        """KV ranges of the compressed branch and of the window."""
-        offsets = self.start, self.starts, self.documents
-        return kv_range("cmp", self.config, *offsets), kv_range("win", self.config, *offsets)
 
 
 def attend(
@@ -81,9 +71,8 @@ def attend(
     from ...kernels.selected import branch as selected
     from ...kernels.topk import scores
 
-    at, q, k, v = call.config, call.q, call.k, call.v
+    at, q, k, v, scale = call.config, call.q, call.k, call.v, call.scale
     leaders = None if leaders is None else leaders.contiguous()
-    range_cmp, range_win = call.kv_ranges()
     sink_cmp, sink_sel, sink_win = (None,) * 3 if call.sinks is None else of_heads(call.sinks)
     ranked = block_indices is None and call.ranks_blocks
     if block_indices is None:
@@ -98,12 +87,12 @@ def attend(
             at.num_selected_blocks, at.compress_block_size, at.d, at.selection_block_size,
             at.importance, at.interpolated_importance_score, at.num_initial_blocks,
             at.num_local_blocks, at.selection_stride, at.query_heads_share_selected_kv, at.causal,
-            call.scale, call.documents, at.soft_cap, out=block_indices,
+            scale, call.documents, at.soft_cap, out=block_indices,
         )  # fmt: skip
 
     attend_compressed = functools.partial(
-        flash_fwd.forward, call.cq, call.ck, call.cv, range_cmp, call.scale, call.memory,
-        sinks=sink_cmp,
+        flash_fwd.forward, call.cq, call.ck, call.cv, call.range_cmp, scale,
+        call.memory, sinks=sink_cmp,
     )  # fmt: skip
     if not ahead:
         norms, norms_cmp = key_norms(q, k, call.ck)
@@ -120,7 +109,7 @@ def attend(
     if of_window is None:
         of_window = k, v
         near = selected.within_window(selection, k, v, at.sliding_window_size)[1]
-    plan = selected.allocate(q, k, v, selection, call.scale)
+    plan = selected.allocate(q, k, v, selection, scale)
     # short programs that the selection waits for; they leave the tensor cores idle
     fork = ahead or plan is not None
     with streams.forked(q.device, ahead=True) if fork else nullcontext(nullcontext()) as beside:
@@ -133,13 +122,13 @@ def attend(
             norms, norms_cmp = key_norms(q, k, call.ck)
             out_cmp, lse_cmp = attend_compressed(norms=norms_cmp)
         out_win, lse_win, *partial = flash_fwd.forward(
-            q, *of_window, range_win, call.scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
+            q, *of_window, call.range_win, scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
             norms=norms if call.window is None else None,
         )  # fmt: skip
     done = (partial[0], partial[1]) if partial else None
     combine_inputs = None if combined is None else CombineInputs(out_cmp, out_win, *combined)
     out_sel, lse_sel = selected.forward(
-        q, k, v, selection, call.scale, done, sink_sel, combine_inputs, norms, plan
+        q, k, v, selection, scale, done, sink_sel, combine_inputs, norms, plan
     )
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
 
@@ -172,7 +161,7 @@ def attend_backward(
 
     q, k, v, ck, cv, scale = call.q, call.k, call.v, call.ck, call.cv, call.scale
     window = call.window
-    range_cmp, range_win = call.kv_ranges()
+    range_cmp, range_win = call.range_cmp, call.range_win
     chosen = call.selection(block_indices)
     if call.config.use_diff_topk and call.ranks_blocks:
         chosen = replace(chosen, gates=torch.ones_like(block_indices, dtype=torch.float32))
@@ -187,7 +176,7 @@ def attend_backward(
     selected_args = (q, k, v, chosen, scale, sel)
     plan = selected.plan_backward(q, k, v, chosen, scale)
     dq = Accumulator(q)
-    query, dcq = (q, dq) if call.own_cq is None else (call.cq, Accumulator(call.cq))
+    query, dcq = (call.cq, Accumulator(call.cq)) if call.own_cq else (q, dq)
 
     def through_queries() -> None:
         flash_bwd.backward_q(query, ck, cv, range_cmp, scale, cmp, dcq, call.memory)

@@ -36,6 +36,7 @@ from .operator import (
     sink_grads,
     whole,
 )
+from .operators import kv_range
 from .topk import ranking_of
 
 DIFFERENTIABLE = (
@@ -57,17 +58,23 @@ def problem(at: SimpleNamespace) -> Problem:
     """Convert an operator's arguments to a `Problem`."""
     q, k, v, ck, cv = rows(at.q, at.k, at.v, at.ck, at.cv)
     own_window = at.window_k is not None and at.window_v is not None
+    documents = documents_of(at)
+    offsets = at.start, at.starts, documents
     return Problem(
         q, k, v, ck, cv,
-        own_cq=None if at.cq is None else rows(at.cq)[0],
+        cq=q if at.cq is None else rows(at.cq)[0],
+        own_cq=at.cq is not None,
         mem_k=at.mem_k,
         memory=prefix(at.mem_k, at.mem_v, q.shape[0]),
         window=rows(at.window_k, at.window_v) if own_window else None,
         sinks=at.sinks,
         starts=at.starts,
-        documents=documents_of(at),
+        documents=documents,
         start=at.start,
         num_ranked=at.num_ranked,
+        range_cmp=kv_range("cmp", at.config, *offsets),
+        range_win=kv_range("win", at.config, *offsets),
+        scale=at.config.scale_of(q.shape[-1]),
         config=at.config,
     )  # fmt: skip
 
@@ -156,8 +163,7 @@ def layer_backward(at):
         dck = dck + more
     found |= dict(q=grads.dq, k=grads.dk, v=grads.dv, ck=dck, cv=grads.dcv, cq=grads.dcq)
     if call.memory is not None:
-        range_cmp = call.kv_ranges()[0]
-        partials = flash_bwd.backward_prefix(call.cq, call.memory, range_cmp, call.scale, cmp)
+        partials = flash_bwd.backward_prefix(call.cq, call.memory, call.range_cmp, call.scale, cmp)
         d_mem = memory_grads(*reduce_partials([partials], *call.memory))
         if d_scored is not None:
             d_mem[0] += d_scored
