@@ -17,30 +17,24 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
-from . import blocks, decoding
+from . import decoding
 from .block_sizes import BlockSizes
 from .cache.identity import Identity
 from .cache.kv_cache import KVCache
 from .checks.keywords import refuse
-from .checks.networks import check_compress_mlp, check_gate, check_input, copied
-from .checks.scalars import check_hidden
-from .checks.tensors import check_bools
+from .checks.networks import check_gate, check_input
+from .checks.tensors import BRANCHES, check_bools
 from .compress import (
     MeanPool,
-    count_freely,
-    default_compress_mlp,
-    slide,
     slides,
-    windowed,
-    windows_of,
 )
+from .compression import CompressionLayer
 from .config import NSAConfig
-from .frequencies import RotaryLayer, exact_frequencies
+from .frequencies import exact_frequencies
 from .gate import default_gate
 from .initialization import reset
 from .ops import dispatch, nsa
 from .ops.call import Call
-from .ops.triton.compress import means
 from .ops.triton.projected import projected_attention
 from .ops.triton.rotary import split
 from .rotary import Rotary, make_rotary, rotated_heads
@@ -66,7 +60,7 @@ def exposed(layer: type[SparseAttention]) -> type[SparseAttention]:
 
 
 @exposed
-class SparseAttention(RotaryLayer):
+class SparseAttention(CompressionLayer):
     """Native Sparse Attention (arXiv 2502.11089): three branches over one input, combined by a
     gate.
 
@@ -79,6 +73,13 @@ class SparseAttention(RotaryLayer):
         sliding_window_size: w; branch 3 attends to keys `i - w .. i`.
         compress_block_size, selection_block_size: l and s, tokens of a window and of a block.
         num_selected_blocks: n, ranked blocks of a query; 0 leaves the forced blocks.
+        branches: some of "compressed", "selected" and "window", all by default. One alone has no
+            gate, and settings of the others have no effect. `("selected",)` is one softmax over the
+            initial, local and ranked blocks, with the parameters of dense attention: compressed
+            keys only rank, and are means of windows unless `compress_mlp` is given.
+        dense_length: queries at positions below it attend to all keys, with `("selected",)`; not
+            causal: sequences of at most this length. See `dense`.
+        rank_rotated: rank by keys and queries with rotary embedding (not with "compressed").
         kv_heads: K, key and value heads; `heads` by default. Query head h uses KV head
             `h // (H / K)`.
         num_compressed_mem_kv: m, learned memory slots of branch 1, seen by every query.
@@ -93,7 +94,8 @@ class SparseAttention(RotaryLayer):
         strategy_combine_mlp: network `[.. dim] -> [.. 3 heads]` for the gate, before its sigmoid.
         compress_block_sliding_stride: d, tokens from window to window; l by default. s and d divide
             one another, and l >= d.
-        importance: "logits" (mean logit) or "probs" (the paper's softmax mass).
+        importance: the score of a block: "logits" (mean logit of its windows), "max" (largest
+            logit) or "probs" (the paper's softmax mass).
         num_initial_blocks: first blocks that every query attends to, not ranked.
         num_local_blocks: blocks ending with the query's own that it attends to, not ranked
             (causal).
@@ -107,7 +109,7 @@ class SparseAttention(RotaryLayer):
         inv_freq: the layer's own frequencies, [pairs]; fewer than D / 2 rotate the first features.
         soft_cap: c, logits x of all branches become `c tanh(x / c)`.
         attention_sinks: learn, for each branch and query head, the logit of one more key of value
-            0, by which a query may attend to nothing (`sinks` [3, heads], initially 0).
+            0, by which a query may attend to nothing (`sinks` [branches, heads], initially 0).
         block_sizes: tile sizes of the Triton kernels; other backends ignore them.
         recompute: the backward recomputes the branch outputs instead of storing them (Triton only).
         backend: "auto", "triton", "flex" or "eager"; `auto` takes the fastest that can run a call.
@@ -118,8 +120,6 @@ class SparseAttention(RotaryLayer):
         ValueError: an argument out of range, two incompatible arguments, or a network of the wrong
             widths.
     """
-
-    twins = ("k_compress", "v_compress")
 
     config: NSAConfig
     dim: int
@@ -140,6 +140,9 @@ class SparseAttention(RotaryLayer):
     num_local_blocks: int
     selection_stride: int
     query_heads_share_selected_kv: bool
+    branches: tuple[str, ...]
+    dense_length: int
+    rank_rotated: bool
     branch_kv: str
     soft_cap: float | None
     attention_sinks: bool
@@ -174,6 +177,9 @@ class SparseAttention(RotaryLayer):
         num_initial_blocks: int = 0,
         num_local_blocks: int = 1,
         selection_stride: int = 1,
+        branches: Sequence[str] = BRANCHES,
+        dense_length: int = 0,
+        rank_rotated: bool = False,
         branch_kv: str = "shared",
         rotary_emb: RotaryEmbedding | Rotary | bool | None = None,
         rope_theta: float | None = None,
@@ -212,6 +218,9 @@ class SparseAttention(RotaryLayer):
             num_initial_blocks=num_initial_blocks,
             num_local_blocks=num_local_blocks,
             selection_stride=selection_stride,
+            branches=branches,  # type: ignore[arg-type]
+            dense_length=dense_length,
+            rank_rotated=rank_rotated,
             branch_kv=branch_kv,
             soft_cap=soft_cap,
             attention_sinks=attention_sinks,
@@ -220,45 +229,38 @@ class SparseAttention(RotaryLayer):
             backend="triton" if use_triton_kernel else backend,
         )
         dim, dim_head, heads, kv_heads = self.dim, self.dim_head, self.heads, self.kv_heads
-        compress_block_size = self.compress_block_size
+        self._dense = False
         rotary = make_rotary(dim_head, rotary_emb, rope_theta, inv_freq)
         self.identity = Identity()
 
         self.norm = nn.RMSNorm(dim) if self.config.norm else nn.Identity()
         # q, then k and v for all branches, or for each branch: compressed, selected, window
         dim_kv = kv_heads * dim_head
-        kv_sets = 3 if branch_kv == "independent" else 1
+        kv_sets = len(self.branches) if branch_kv == "independent" else 1
         self.qkv_split = (heads * dim_head, *(dim_kv,) * (2 * kv_sets))
         self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=False)
         self.rotary_emb = rotary
 
-        memory = torch.zeros(2, kv_heads, self.num_compressed_mem_kv, dim_head)
-        if self.num_compressed_mem_kv:
-            self.compress_mem_kv = nn.Parameter(memory)
-        else:  # empty: a parameter would get no gradient; checkpoints have the name
-            self.register_buffer("compress_mem_kv", memory)
-        self.sinks = nn.Parameter(torch.zeros(3, heads)) if self.attention_sinks else None
-        positions = kv_heads, compress_block_size, dim_head
-        self.k_intrablock_positions = nn.Parameter(torch.zeros(positions))
-        self.v_intrablock_positions = nn.Parameter(torch.zeros(positions))
-        expand_factor = self.compress_mlp_expand_factor
-        if compress_mlp is None:
-            check_hidden(
-                "compress_mlp_expand_factor", expand_factor, compress_block_size * dim_head
-            )
-            compress_mlp = default_compress_mlp(dim_head, compress_block_size, expand_factor)
-        else:
-            check_compress_mlp(compress_mlp, kv_heads, compress_block_size, dim_head)
-        self.k_compress = copied(compress_mlp)
-        self.v_compress = copied(compress_mlp)
+        self.compress_mem_kv = self.make_memory()
+        self.sinks = None
+        if self.attention_sinks:
+            self.sinks = nn.Parameter(torch.zeros(len(self.branches), heads))
+        self.make_compression(compress_mlp)
 
-        if strategy_combine_mlp is None:
-            strategy_combine_mlp = default_gate(dim, heads)
-        else:
-            check_gate(strategy_combine_mlp, dim, heads)
-        self.to_strategy_combine = nn.Sequential(
-            strategy_combine_mlp, nn.Sigmoid(), Rearrange("b n (h s) -> b n h s", h=heads)
-        )
+        self.to_strategy_combine = None
+        if len(self.branches) > 1:
+            if strategy_combine_mlp is None:
+                strategy_combine_mlp = default_gate(dim, heads, self.branches)
+            else:
+                check_gate(strategy_combine_mlp, dim, heads, len(self.branches))
+            self.to_strategy_combine = nn.Sequential(
+                strategy_combine_mlp, nn.Sigmoid(), Rearrange("b n (h s) -> b n h s", h=heads)
+            )
+        elif strategy_combine_mlp is not None:
+            raise ValueError(
+                f"strategy_combine_mlp must be None with branches={self.branches}: one branch has "
+                "no gate"
+            )
 
         self.combine_heads = nn.Linear(heads * dim_head, dim, bias=False)
 
@@ -274,9 +276,26 @@ class SparseAttention(RotaryLayer):
         layer.config = replace(layer.config, scale=scale)
         return layer
 
+    @property
+    def dense(self) -> bool:
+        """Whether queries attend to all keys that they may see: with `branches=("selected",)` it
+        may be set at any time. The weights and a cache are the same."""
+        return self._dense
+
+    @dense.setter
+    def dense(self, value: bool) -> None:
+        (dense,) = check_bools(dense=value)
+        if dense and self.branches != ("selected",):
+            raise ValueError(
+                "dense goes with branches=('selected',) only: others are not dense attention with "
+                f"any selection, got branches={self.branches}"
+            )
+        self._dense = dense
+
     def reset_gate(self) -> None:
         """Restore the gate's initial weights, after a recipe has initialised every `nn.Linear`."""
-        reset(self.to_strategy_combine)
+        if self.to_strategy_combine is not None:
+            reset(self.to_strategy_combine)
 
     @property
     def alignment(self) -> int:
@@ -362,7 +381,7 @@ class SparseAttention(RotaryLayer):
             return (out, cache) if return_cache else out
 
         x = self.norm(inp)
-        qkv, gates = self.to_qkv(x), self.to_strategy_combine(x)
+        qkv, gates = self.to_qkv(x), self.gates(x)
         found = None
         if documents is None and masks == (None, None) and not torch.compiler.is_compiling():
             found = self.attend_projected(qkv, gates, backend)
@@ -374,8 +393,12 @@ class SparseAttention(RotaryLayer):
             found, _ = self.attend(gates, tensors, masks, **where)
         return self.combine_heads(found if layout is None else layout.collect(found))
 
+    def gates(self, x: Tensor) -> Tensor | None:
+        """Gates [b n h branches] of the normalized input; None for one branch."""
+        return None if self.to_strategy_combine is None else self.to_strategy_combine(x)
+
     def attend_projected(
-        self, qkv: Tensor, gates: Tensor, backend: str | tuple[str, ...]
+        self, qkv: Tensor, gates: Tensor | None, backend: str | tuple[str, ...]
     ) -> Tensor | None:
         """`attend` [b n (h d)] of a projection's output, by one plan; None without a plan."""
         rotary = self.rotary_emb
@@ -385,6 +408,8 @@ class SparseAttention(RotaryLayer):
             return None
         if backend not in ("auto", "triton") or self.branch_kv != "shared":
             return None
+        if self.branches != BRANCHES:
+            return None
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         if l % d or self.num_selected_blocks > nsa.MANY_BLOCKS:
             return None
@@ -393,7 +418,8 @@ class SparseAttention(RotaryLayer):
             q, k, _ = (t.transpose(1, 2) for t in split(qkv, self.heads, self.dim_head))
             names = "rotate", "compress_mean", "native_sparse_attention"
             n, s = self.num_selected_blocks, self.selection_block_size
-            facts = dict(num_selected_blocks=n, selection_block_size=s)
+            facts: dict[str, Any] = dict(num_selected_blocks=n, selection_block_size=s)
+            facts |= dict(importance=self.importance, return_gates=self.use_diff_topk)
             return all(dispatch.takes_kernels(backend, name, q, k, **facts) for name in names)
 
         out = projected_attention(
@@ -413,11 +439,30 @@ class SparseAttention(RotaryLayer):
             given = self.heads, self.dim_head, positions, backend
             heads = rotated_heads(self.rotary_emb, qkv, *given)
             if heads is not None:
-                tensors = {"q": heads.q, "cq": heads.cq, "k": heads.k, "v": heads.v}
-                return tensors, {"k": heads.ck, "v": heads.cv}
+                tensors = {"q": heads.q, "k": heads.k, "v": heads.v}
+                raw = {"q": heads.cq, "k": heads.ck, "v": heads.cv}
+                return self.for_compression(tensors, raw)
         q, kv = self.split(qkv)
-        rotated_q, tokens = decoding.rotated(self, q, kv, 0, positions, backend)
-        return {"q": rotated_q, "cq": q, **tokens}, {"k": kv[0], "v": kv[1]}
+        return decoding.rotated(self, q, kv, 0, positions, backend)
+
+    def for_compression(
+        self, tensors: dict[str, Tensor], raw: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Of rotated and of raw tensors: those of the branches, with queries "cq" for compressed
+        keys, and those that are compressed."""
+        if not self.config.compresses:
+            return tensors, {}
+        if self.rank_rotated:
+            return tensors, {"k": tensors["k"]}
+        names = ("k", "v") if "compressed" in self.branches else ("k",)
+        return {**tensors, "cq": raw["q"]}, {name: raw[name] for name in names}
+
+    def own(self, kv: list[Tensor], branch: str) -> list[Tensor]:
+        """Of keys and values in turn, the pair of a branch, or of another if it is left out."""
+        at = 0
+        if self.branch_kv == "independent" and branch in self.branches:
+            at = self.branches.index(branch)
+        return kv[2 * at : 2 * at + 2]
 
     def project(self, inp: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The normalized input, queries [b h n d], and keys and values in turn."""
@@ -434,12 +479,12 @@ class SparseAttention(RotaryLayer):
 
     def attend(
         self,
-        gates: Tensor,
+        gates: Tensor | None,
         tensors: dict[str, Tensor],
         masks: tuple[Any, Any],
         backend: str | tuple[str, ...],
         **where: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The branches of tensors [b h n d] by name, combined by gates: [b n (h d)], and the block
         indices. `where` holds the other fields of a `Call`: offset, leaders, documents."""
         rows: dict[str, Any] = {
@@ -453,64 +498,11 @@ class SparseAttention(RotaryLayer):
             **where,
         )
         keep_slots = self.selection_stride > 1
-        out, indices = nsa.attend(call, self.config, backend, masks, keep_slots)
+        config = self.config.dense if self._dense else self.config
+        out, indices = nsa.attend(call, config, backend, masks, keep_slots)
         return rearrange(out, "b n h d -> b n (h d)"), indices
 
     def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:
         if self.backend not in ("auto", "triton"):
             return self.backend
         return ("flex", "eager") if inp.is_cuda else "eager"
-
-    # keys, values and their summaries
-
-    def memory(self, dtype: torch.dtype) -> dict[str, Any]:
-        if self.num_compressed_mem_kv == 0:
-            return {"mem_k": None, "mem_v": None}
-        mem_k, mem_v = self.compress_mem_kv.to(dtype)
-        return {"mem_k": mem_k, "mem_v": mem_v}
-
-    def compress_whole(
-        self,
-        raw: dict[str, Tensor],
-        documents: Documents | None,
-        backend: str | tuple[str, ...],
-    ) -> dict[str, Tensor]:
-        """Summaries of whole sequences "k" and "v" [b h n d]. Sliding networks read the sequence
-        without copying windows; a kernel computes means."""
-        l, d = self.compress_block_size, self.compress_block_sliding_stride
-        sliding = [net for net in (self.k_compress, self.v_compress) if slides(net)]
-        count = count_freely(raw["k"].shape[2], d, self.causal)
-        if count is not None or documents is not None or l % d or len(sliding) < 2:
-            windows = {
-                n: windows_of(t, l, d, self.causal, documents, count) for n, t in raw.items()
-            }
-            return self.compress(windows)
-        positions = (self.k_intrablock_positions, self.v_intrablock_positions)
-        k, v = raw["k"], raw["v"]
-        if all(isinstance(net, MeanPool) for net in sliding) and dispatch.takes_kernels(
-            backend, "compress_mean", k.transpose(1, 2), v.transpose(1, 2)
-        ):
-            n = blocks.num_windows(k.shape[2], d, causal=self.causal)
-            return means(k, v, *positions, l, d, n)
-        compressed = {}
-        for name, net, p in zip("kv", sliding, positions, strict=True):
-            compressed[f"c{name}"] = slide(net, windowed(raw[name], l, d, self.causal), p, l, d)
-        return compressed
-
-    def compress(self, windows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Summaries [b h w d] of windows [b h w l d], as "ck" and "cv"."""
-        dtype = windows["k"].dtype
-        k_positions, v_positions = (
-            rearrange(p.to(dtype), "h l d -> h 1 l d")
-            for p in (self.k_intrablock_positions, self.v_intrablock_positions)
-        )
-        k, v = windows["k"] + k_positions, windows["v"] + v_positions
-        compressed = {"ck": self.k_compress(k).to(dtype), "cv": self.v_compress(v).to(dtype)}
-        b, h, w, _, d = k.shape
-        for t in compressed.values():
-            if t.shape != (b, h, w, d):
-                raise ValueError(
-                    "compress_mlp must map [b h w l d] to [b h w d], "
-                    f"got {list(k.shape)} to {list(t.shape)}"
-                )
-        return compressed

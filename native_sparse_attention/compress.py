@@ -347,11 +347,14 @@ def slides(network: nn.Module) -> TypeGuard[Sliding]:
     return True
 
 
-def slide(network: Sliding, tokens: Tensor, positions: Tensor, l: int, stride: int) -> Tensor:
+def slide(
+    network: Sliding, tokens: Tensor, positions: Tensor | None, l: int, stride: int
+) -> Tensor:
     """The network's output for windows of tokens [b h n d] with positions [h l d] added."""
-    constant = network(positions.to(tokens.dtype)[None, :, None])
     out = network.over(unfold(tokens, stride, stride), l // stride)
-    return (out + constant).to(tokens.dtype)
+    if positions is not None:
+        out = out + network(positions.to(tokens.dtype)[None, :, None])
+    return out.to(tokens.dtype)
 
 
 def unfold(t: Tensor, l: int, d: int) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from .block_sizes import BlockSizes, check_block_sizes
@@ -10,7 +12,9 @@ from .checks.scalars import check_elements, check_factor
 from .checks.tensors import (
     BACKENDS,
     BRANCH_KV,
+    BRANCHES,
     check_bools,
+    check_branches,
     check_choice,
     check_groups,
     check_int,
@@ -46,6 +50,8 @@ class AttentionConfig:
     num_local_blocks: int = 1
     selection_stride: int = 1
     query_heads_share_selected_kv: bool = True
+    branches: tuple[str, ...] = BRANCHES
+    dense_length: int = 0
     use_diff_topk: bool = False
     causal: bool = False
     scale: float | None = None
@@ -68,8 +74,22 @@ class AttentionConfig:
         names = ("causal", "use_diff_topk", "recompute")
         bools = check_bools(**{name: getattr(self, name) for name in names})
         check_block_sizes(self.block_sizes)
+        branches = check_branches(self.branches)
+        dense_length = check_int("dense_length", self.dense_length, 0)
+        if dense_length and branches != ("selected",):
+            raise ValueError(
+                "dense_length goes with branches=('selected',) only: with others no length makes "
+                f"the layer dense attention, got branches={branches}"
+            )
+        if dense_length % selection["selection_stride"]:
+            raise ValueError(
+                "dense_length must be a multiple of selection_stride="
+                f"{selection['selection_stride']}, got {dense_length}"
+            )
         return dict(
             **selection,
+            branches=branches,
+            dense_length=dense_length,
             **dict(zip(names, bools, strict=True)),
             sliding_window_size=w,
             scale=check_scale(self.scale),
@@ -80,6 +100,22 @@ class AttentionConfig:
     def d(self) -> int:
         """`compress_block_sliding_stride`."""
         return self.compress_block_sliding_stride
+
+    @property
+    def ranks(self) -> bool:
+        """Whether there are blocks to rank."""
+        return "selected" in self.branches and self.num_selected_blocks > 0
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there are compressed keys: a branch of their own, or only for the ranking."""
+        return "compressed" in self.branches or self.ranks
+
+    @cached_property
+    def dense(self) -> AttentionConfig:
+        """These settings, dense at any length."""
+        values = {name: getattr(self, name) for name in DEFAULTS}
+        return AttentionConfig.unchecked(**values | {"dense_length": sys.maxsize})
 
     def scale_of(self, width: int) -> float:
         """The scale of logits for this head dimension."""
@@ -118,7 +154,8 @@ class NSAConfig(AttentionConfig):
         selection_block_size: s, tokens of a block.
         num_selected_blocks: n, ranked blocks of a query; 0 leaves the forced blocks.
         sliding_window_size: w; the window branch attends to keys `i - w .. i`.
-        importance: "logits" (mean logit) or "probs" (the paper's softmax mass).
+        importance: the score of a block: "logits" (mean logit of its windows), "max" (largest
+            logit) or "probs" (the paper's softmax mass).
         interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
         num_initial_blocks: first blocks that every query attends to, not ranked.
         num_local_blocks: blocks ending with the query's own that it attends to, not ranked
@@ -126,6 +163,12 @@ class NSAConfig(AttentionConfig):
         selection_stride: R; R neighbouring tokens share the ranking of the first of them. R divides
             s.
         query_heads_share_selected_kv: False lets every query head select for itself.
+        branches: some of "compressed", "selected" and "window". One alone has no gate.
+            `("selected",)` is one softmax over the initial, local and ranked blocks; its compressed
+            keys only rank. Settings of branches left out have no effect.
+        dense_length: queries at positions below it attend to all keys, with `("selected",)`; not
+            causal: sequences of at most this length.
+        rank_rotated: rank by keys and queries with rotary embedding (not with "compressed").
         use_diff_topk: let gradients reach the selection scores (straight-through gates).
         causal: whether a query sees no later tokens.
         scale: multiplies the dot products; `dim_head ** -0.5` by default.
@@ -152,6 +195,7 @@ class NSAConfig(AttentionConfig):
     num_compressed_mem_kv: int = 1
     norm: bool = True
     branch_kv: str = "shared"
+    rank_rotated: bool = False
     attention_sinks: bool = False
     compress_mlp_expand_factor: float = 1.0
     backend: str = "auto"
@@ -164,7 +208,14 @@ class NSAConfig(AttentionConfig):
         check_groups(heads, kv_heads)
         (m,) = check_ints(0, num_compressed_mem_kv=self.num_compressed_mem_kv)
         attention = super().checked()
-        norm, attention_sinks = check_bools(norm=self.norm, attention_sinks=self.attention_sinks)
+        norm, attention_sinks, rank_rotated = check_bools(
+            norm=self.norm, attention_sinks=self.attention_sinks, rank_rotated=self.rank_rotated
+        )
+        if rank_rotated and "compressed" in attention["branches"]:
+            raise ValueError(
+                "rank_rotated=True needs branches without 'compressed', whose keys are not "
+                f"rotated, got branches={attention['branches']}"
+            )
         check_choice("branch_kv", self.branch_kv, BRANCH_KV)
         check_choice("backend", self.backend, BACKENDS)
         check_elements(dim=dim, heads=heads, dim_head=dim_head)
@@ -179,6 +230,7 @@ class NSAConfig(AttentionConfig):
             kv_heads=kv_heads,
             num_compressed_mem_kv=m,
             norm=norm,
+            rank_rotated=rank_rotated,
             attention_sinks=attention_sinks,
             compress_mlp_expand_factor=factor,
         )

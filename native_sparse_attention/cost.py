@@ -82,8 +82,18 @@ def window_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
 
 def keys_read(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     """Keys of all branches that queries i attend to, memory slots included."""
-    windows = visible_windows(i, T, config) + config.num_compressed_mem_kv
-    return windows + selected_tokens(i, T, config) + window_tokens(i, T, config)
+    read = torch.zeros_like(i)
+    if "compressed" in config.branches:
+        read = read + visible_windows(i, T, config) + config.num_compressed_mem_kv
+    if "selected" in config.branches:
+        read = read + selected_tokens(i, T, config)
+    if "window" in config.branches:
+        read = read + window_tokens(i, T, config)
+    if not config.dense_length:
+        return read
+    if not config.causal:
+        return torch.full_like(i, T) if config.dense_length >= T else read
+    return torch.where(i < config.dense_length, i + 1, read)
 
 
 def nsa_cost(
@@ -125,7 +135,7 @@ def nsa_cost(
     H, D = config.heads, config.dim_head
     K, size = layer.kv_heads, dtype.itemsize
     i = torch.arange(T)
-    sets = 3 if config.branch_kv == "independent" else 1
+    sets = len(config.branches) if config.branch_kv == "independent" else 1
 
     def projections(numbers: int) -> int:
         return 2 * batch * T * numbers
@@ -136,21 +146,30 @@ def nsa_cost(
     d, l = config.d, config.compress_block_size
     windows = blocks.num_windows(T, d, causal=config.causal)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        for network in (layer.k_compress, layer.v_compress):
+        networks = [net for net in (layer.k_compress, layer.v_compress) if net is not None]
+        for network in networks:
             network(torch.empty(batch, K, windows, l, D, dtype=dtype, device="meta"))
     per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
     leaders = i[:: config.selection_stride]
     scored = int(visible_windows(leaders, T, config).sum())
     attention = of_attention(int(keys_read(i, T, config).sum()))
-    attention += 2 * D * (H if per_head else K) * batch * scored
-    weights = config.dim * ((2 * H + 2 * K * sets) * D + 3 * H)
+    if config.ranks:
+        attention += 2 * D * (H if per_head else K) * batch * scored
+    gates = len(config.branches) * H if len(config.branches) > 1 else 0
+    weights = config.dim * ((2 * H + 2 * K * sets) * D + gates)
     parameters = sum(p.numel() for p in layer.parameters())
     cache, step = 0, 0
     if config.causal:
         entry = 2 * K * D * size
-        cache = batch * ((2 if sets > 1 else 1) * T + T // d) * entry
+        own_window = sets > 1 and config.branches[-1] == "window"
+        tokens = (2 if own_window else 1) * T * entry
+        cache = batch * (tokens + len(networks) * (T // d) * entry // 2)
         read = int(keys_read(torch.tensor([T]), T + 1, config))
-        step = parameters * size + batch * (read - config.num_compressed_mem_kv) * entry
+        if "compressed" in config.branches:
+            read -= config.num_compressed_mem_kv
+        step = parameters * size + batch * read * entry
+        if config.ranks and "compressed" not in config.branches:
+            step += batch * (T // d) * entry // 2  # keys of the ranking
     sparse = Cost(
         parameters,
         projections(weights) + counter.get_total_flops() + attention,

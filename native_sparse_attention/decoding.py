@@ -25,7 +25,7 @@ from .rotary import rotate
 # settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
 GEOMETRY = (
     "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
-    "selection_stride",
+    "selection_stride", "branches", "rank_rotated",
 )  # fmt: skip
 RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected_kv")
 
@@ -49,26 +49,26 @@ def over_cache(
     if torch.is_grad_enabled():
         inp = cache.zero_padding(inp, counts)  # zero gradients do not hide NaN and infinities
     x, q, kv = layer.project(inp)
-    raw = {"k": kv[0], "v": kv[1]}
-    cache.bind(layer.identity, layer.geometry, raw)
+    cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
     if is_step(layer, cache, q, kv, backend, masks):
-        out = step(layer, cache, counts, q, kv, layer.to_strategy_combine(x))
+        out = step(layer, cache, counts, q, kv, layer.gates(x))
         return layer.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
 
     start = cache.positions(inp.device, counts, inp.shape[1])
-    rotated_q, tokens = rotated(layer, q, kv, start, None, backend)
-    tokens, compressed = extend(layer, cache, counts, tokens, raw)
+    tensors, raw = rotated(layer, q, kv, start, None, backend)
+    tensors |= extend(layer, cache, counts, tensors, raw)
+    keeps_ranking = layer.selection_stride > 1 and layer.config.ranks
     leader = None
-    if layer.selection_stride > 1 and len(cache) > 0:
+    if keeps_ranking and len(cache) > 0:
         leader = cache.recent("ranking", 1)[:, :, 0]
-    tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
     options: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=backend)
-    out, indices = layer.attend(layer.to_strategy_combine(x), tensors, masks, **options)
+    out, indices = layer.attend(layer.gates(x), tensors, masks, **options)
     out = layer.combine_heads(out)
-    if layer.selection_stride > 1:
+    if keeps_ranking:
         ranking = rearrange(indices, "b n h s -> b h n s")
         cache.keep_recent({"ranking": ranking}, counts, 1)
-    cache.keep_recent(raw, counts, layer.compress_block_size - 1)
+    if raw:
+        cache.keep_recent(raw, counts, layer.compress_block_size - 1)
     cache.advance(counts)
     return cache.zero_padding(out, counts)
 
@@ -117,23 +117,23 @@ def over_fixed_cache(
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
     at = static.new_tokens(cache, inp, lengths)
     x, q, kv = layer.project(static.zero_padding(inp, at))
-    raw = {"k": kv[0], "v": kv[1]}
-    cache.bind(layer.identity, layer.geometry, raw)
-    rotated_q, tokens = rotated(layer, q, kv, at.starts, None, backend)
-    tokens = static.append(cache, tokens, at)
-    windows = static.windows(cache, raw, at, l, d)
-    compressed = static.append(cache, layer.compress(windows), at, every=d)
-    static.keep_recent(cache, raw, at, l - 1)
+    cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
+    tensors, raw = rotated(layer, q, kv, at.starts, None, backend)
+    tensors |= static.append(cache, of_tokens(tensors), at)
+    if raw:
+        windows = static.windows(cache, raw, at, l, d)
+        tensors |= static.append(cache, layer.compress(windows), at, every=d)
+        static.keep_recent(cache, raw, at, l - 1)
     leader = None
-    if layer.selection_stride > 1:
+    keeps_ranking = layer.selection_stride > 1 and layer.config.ranks
+    if keeps_ranking:
         ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
         like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
         cache.ring({"ranking": like}, 1)
         leader = static.recent(cache, "ranking", at, 1)[:, :, 0]
-    tensors = {"q": rotated_q, "cq": q, **tokens, **compressed}
     options: dict[str, Any] = dict(q_offset=at.starts, leader_indices=leader, backend=backend)
-    out, indices = layer.attend(layer.to_strategy_combine(x), tensors, masks, **options)
-    if layer.selection_stride > 1:
+    out, indices = layer.attend(layer.gates(x), tensors, masks, **options)
+    if keeps_ranking:
         static.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
     static.advance(cache, at)
     return static.zero_padding(layer.combine_heads(out), at)
@@ -161,28 +161,40 @@ def rotated(
     start: int | Tensor,
     positions: Tensor | None,
     backend: str | tuple[str, ...],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Queries [b h n d], and the keys and values of every token to cache. Queries and keys are
-    rotated."""
-    k, v, *window = kv[2:] or kv
-    q, k, *keys = rotate(layer.rotary_emb, [q, k, *window[:1]], start, positions, backend)
-    tokens = {"k": k, "v": v}
-    if window:
-        tokens |= {"window_k": keys[0], "window_v": window[1]}
-    return q, tokens
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors [b h n d] of the branches by name, with queries and keys rotated, and the keys and
+    values that are compressed."""
+    k, v = layer.own(kv, "selected")
+    window_k, window_v = layer.own(kv, "window")
+    own_window = "window" in layer.branches and window_k is not k
+    keys = [k, window_k] if own_window else [k]
+    rotated_q, rotated_k, *window = rotate(layer.rotary_emb, [q, *keys], start, positions, backend)
+    tensors = {"q": rotated_q, "k": rotated_k, "v": v}
+    if own_window:
+        tensors |= {"window_k": window[0], "window_v": window_v}
+    raw = dict(zip("kv", layer.own(kv, "compressed"), strict=True))
+    return layer.for_compression(tensors, {"q": q, **raw})
+
+
+def of_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The keys and values of tokens, to cache."""
+    names = ("k", "v", "window_k", "window_v")
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 def extend(
     layer: Any,
     cache: KVCache,
     counts: list[int],
-    tokens: dict[str, Tensor],
+    tensors: dict[str, Tensor],
     raw: dict[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+) -> dict[str, Tensor]:
     """Write new tokens and the windows that they complete to the cache. Returns its streams."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
-    starts, saved = cache.starts(len(counts)), is_trained(layer, raw["k"])
-    tokens = cache.append(tokens, starts, counts, saved=saved)
+    starts, saved = cache.starts(len(counts)), is_trained(layer, tensors["k"])
+    tokens = cache.append(of_tokens(tensors), starts, counts, saved=saved)
+    if not raw:
+        return tokens
 
     # the next window begins d - 1 - start % d into the last l - 1 tokens and the new ones
     seen = cache.with_recent(raw, l - 1)
@@ -193,7 +205,7 @@ def extend(
         windows = {name: unfold(t[:, :, (skip or [0])[0] :], l, d) for name, t in seen.items()}
     else:
         windows = {name: gather_windows(t, skip, max(new), l, d) for name, t in seen.items()}
-    return tokens, cache.append(layer.compress(windows), complete, new, d, saved)
+    return tokens | cache.append(layer.compress(windows), complete, new, d, saved)
 
 
 def is_trained(layer: Module, inp: Tensor) -> bool:
@@ -227,11 +239,18 @@ def is_step(
         v=kv[1].transpose(1, 2),
         num_selected_blocks=layer.num_selected_blocks,
         selection_block_size=layer.selection_block_size,
+        importance=layer.importance,
+        branches=layer.branches,
     )
 
 
 def step(
-    layer: Any, cache: KVCache, counts: list[int], q: Tensor, kv: list[Tensor], gates: Tensor
+    layer: Any,
+    cache: KVCache,
+    counts: list[int],
+    q: Tensor,
+    kv: list[Tensor],
+    gates: Tensor | None,
 ) -> Tensor:
     """Write `counts` new tokens per sequence, attend, [b n h d], and advance the cache. Kernels
     read lengths on the device, so a CUDA graph of a step can replay at any lengths. The host must
@@ -241,8 +260,8 @@ def step(
     held = cache.lengths_on(q.device)
     ragged = any(count != n for count in counts)
     new = torch.tensor(counts, dtype=torch.int32).to(q.device) if ragged else None
-    rotated_q, tokens = rotated(layer, q, kv, held, None, "triton")
-    raw = {"k": kv[0], "v": kv[1]}
+    tensors, raw = rotated(layer, q, kv, held, None, "triton")
+    tokens = of_tokens(tensors)
     stores, rings = cache.room(tokens, counts), cache.ring(raw, l - 1)
     none = {name: t[:, :, :0] for name, t in (("ck", kv[0]), ("cv", kv[1]))}
     stores |= cache.room(none, counts, every=d)
@@ -263,7 +282,7 @@ def step(
         ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
         like = held.new_empty(b, ranks, 0, layer.num_selected_blocks)
         ranking = cache.ring({"ranking": like}, 1)["ranking"]
-    tensors: dict[str, Any] = {"q": rotated_q, "cq": q, **stores}
+    tensors |= stores
     # the layer and its cache made these tensors: there is nothing to check
     out = decode.by_kernels(
         layer.config,

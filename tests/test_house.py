@@ -26,6 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("sparse_kwargs",),
     ("attention",),
     ("decoding", "generate", "runs"),
+    ("compression",),
     ("cache", "compress", "gate", "rotary"),
     ("ops", "dense"),
     ("masks", "ops.triton"),

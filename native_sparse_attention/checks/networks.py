@@ -94,13 +94,22 @@ def on_meta(network: nn.Module, shape: list[int]) -> Any:
         return copy(torch.empty(shape, dtype=dtype, device="meta"))
 
 
-def check_compress_mlp(network: Any, kv_heads: int, l: int, dim_head: int) -> None:
-    """Check a network `[b h w l d] -> [b h w d]`."""
+def check_compress_mlp(
+    network: Any, kv_heads: int, l: int, dim_head: int, is_trained: bool
+) -> None:
+    """Check a network `[b h w l d] -> [b h w d]`. Unless `is_trained`, gradients do not reach
+    it."""
     shapes = [1, kv_heads, 1, l, dim_head], [1, kv_heads, 1, dim_head]
     check_network("compress_mlp", network, "b h w l d", "b h w d", *shapes)
+    if not is_trained and any(p.requires_grad for p in network.parameters()):
+        raise ValueError(
+            "compress_mlp must have no parameters to train where compressed keys only rank blocks "
+            "and use_diff_topk=False, since no gradient reaches them: give MeanPool() or freeze it"
+        )
 
 
-def check_gate(network: Any, dim: int, heads: int) -> None:
-    """Check a network `[.. dim] -> [.. 3 heads]`."""
-    shapes = [1, 1, dim], [1, 1, 3 * heads]
-    check_network("strategy_combine_mlp", network, "b n dim", "b n 3*heads", *shapes)
+def check_gate(network: Any, dim: int, heads: int, branches: int) -> None:
+    """Check a network `[.. dim] -> [.. branches heads]`."""
+    shapes = [1, 1, dim], [1, 1, branches * heads]
+    name = f"b n {branches}*heads"
+    check_network("strategy_combine_mlp", network, "b n dim", name, *shapes)

@@ -27,9 +27,9 @@ from .scalars import (
 )
 
 __all__ = [
-    "BACKENDS", "BRANCH_KV", "FLOAT_DTYPES", "IMPORTANCE_RULES", "INDEX_DTYPES",
-    "check_blocks", "check_bool", "check_bools", "check_broadcasts", "check_choice",
-    "check_devices",
+    "BACKENDS", "BRANCHES", "BRANCH_KV", "FLOAT_DTYPES", "IMPORTANCE_RULES", "INDEX_DTYPES",
+    "check_blocks", "check_bool", "check_bools", "check_branches", "check_broadcasts",
+    "check_choice", "check_devices",
     "check_documents", "check_exactly", "check_first_group", "check_forced_blocks", "check_given",
     "check_groups", "check_indices", "check_int", "check_ints", "check_leaders",
     "check_mask", "check_mask_value", "check_memory", "check_offset", "check_offsets",
@@ -40,7 +40,8 @@ __all__ = [
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 BACKENDS = ("auto", "triton", "flex", "eager")
-IMPORTANCE_RULES = ("logits", "probs")
+IMPORTANCE_RULES = ("logits", "probs", "max")
+BRANCHES = ("compressed", "selected", "window")
 BRANCH_KV = ("shared", "independent")
 
 
@@ -235,6 +236,18 @@ def check_selection(
         selection_stride=stride,
         query_heads_share_selected_kv=shared,
     )
+
+
+def check_branches(branches: Any) -> tuple[str, ...]:
+    """The branches of a layer, in the order of `BRANCHES`."""
+    given = branches if isinstance(branches, (tuple, list)) else ()
+    names = tuple(name for name in BRANCHES if name in given)
+    if not given or len(names) != len(given):
+        raise ValueError(
+            f"branches must be some of {', '.join(map(repr, BRANCHES))}, each once, "
+            f"got {shown(branches)}"
+        )
+    return names
 
 
 def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:

@@ -15,9 +15,10 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    ck: Tensor
-    cv: Tensor
-    branch_gates: Tensor
+    # None without a branch that reads them; after the checks each branch has its own
+    ck: Any = None
+    cv: Any = None
+    branch_gates: Tensor | None = None
     cq: Tensor | None = None
     mem_k: Tensor | None = None
     mem_v: Tensor | None = None
@@ -28,10 +29,18 @@ class Call(NamedTuple):
     leader_indices: Tensor | None = None
     documents: Documents | None = None
 
-    def at(self, q_offset: int | Tensor) -> Call:
-        """The same call with another `q_offset`."""
-        values = {name: getattr(self, name) for name in FIELDS}
-        return Call(**values | {"q_offset": q_offset})
+    def but(self, **values: Any) -> Call:
+        """The same call with other values."""
+        return Call(**{name: getattr(self, name) for name in FIELDS} | values)
+
+    def sinks_of(self, branches: tuple[str, ...]) -> dict[str, Tensor]:
+        """The sinks [H] of each branch, if there are any."""
+        return {} if self.sinks is None else dict(zip(branches, self.sinks, strict=True))
+
+    def of_window(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the window branch."""
+        k = self.k if self.window_k is None else self.window_k
+        return k, self.v if self.window_v is None else self.window_v
 
     def tensors(self) -> dict[str, Any]:
         """The differentiable tensors by name."""

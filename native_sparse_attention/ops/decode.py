@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks.tensors import (
+    BRANCHES,
     check_exactly,
     check_given,
     check_groups,
@@ -45,9 +46,9 @@ def decode_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    branch_gates: Tensor,
+    ck: Tensor | None,
+    cv: Tensor | None,
+    branch_gates: Tensor | None,
     lengths: Tensor,
     *,
     sliding_window_size: int,
@@ -70,6 +71,8 @@ def decode_attention(
     num_local_blocks: int = 1,
     selection_stride: int = 1,
     query_heads_share_selected_kv: bool = True,
+    branches: tuple[str, ...] = BRANCHES,
+    dense_length: int = 0,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
@@ -87,7 +90,8 @@ def decode_attention(
         k, v: storage [B, N, K, D] and [B, N, K, E], with any strides. With `page_table` the shape
             is [pages, N, K, D], N tokens per page.
         ck, cv: storage of windows, [B, W, K, D] and [B, W, K, E]; paged, W = N / d.
-        branch_gates: [B, T, H, 3], in the order compressed, selected, window.
+            None where the branches do not read them, as in `native_sparse_attention`.
+        branch_gates: [B, T, H, branches], in the order compressed, selected, window; None for one.
         lengths: integers [B], tokens of each sequence before the new ones.
         counts: integers [B], how many of the T new tokens are real. The others output 0.
         page_table: int32 [B, pages per sequence]. Page `page_table[b, p // N]` holds token p of
@@ -111,25 +115,7 @@ def decode_attention(
     if page_table is not None:
         rows = {name: axes.replace("B", "pages") for name, axes in rows.items()}
     named: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
-    check_given(q=q, **named, branch_gates=branch_gates, lengths=lengths)
-    dims = check_shapes(
-        q=(q, "B T H D"),
-        cq=(cq, "B T H D"),
-        **{name: (t, rows[name]) for name, t in named.items()},
-        window_k=(window_k, rows["k"]),
-        window_v=(window_v, rows["v"]),
-        mem_k=(mem_k, "K m D"),
-        mem_v=(mem_v, "K m E"),
-        branch_gates=(branch_gates, "B T H 3"),
-        lengths=(lengths, "B"),
-        counts=(counts, "B"),
-        page_table=(page_table, "B most"),
-    )
-    others = dict(cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v)
-    check_same(q=q, **named, **others)
-    check_weights("branch_gates", branch_gates, q.device)
-    check_groups(dims["H"], dims["K"])
-    check_memory(mem_k, mem_v)
+    check_given(q=q, k=k, v=v, lengths=lengths)
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -142,17 +128,38 @@ def decode_attention(
         num_local_blocks=num_local_blocks,
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
+        branches=branches,
+        dense_length=dense_length,
         causal=True,
         scale=scale,
         soft_cap=soft_cap,
     )
+    others = dict(cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v)
+    nsa.check_branch_tensors(dict(ck=ck, cv=cv, branch_gates=branch_gates, **others), config)
+    dims = check_shapes(
+        q=(q, "B T H D"),
+        cq=(cq, "B T H D"),
+        **{name: (t, rows[name]) for name, t in named.items()},
+        window_k=(window_k, rows["k"]),
+        window_v=(window_v, rows["v"]),
+        mem_k=(mem_k, "K m D"),
+        mem_v=(mem_v, "K m E"),
+        branch_gates=(branch_gates, f"B T H {len(config.branches)}"),
+        lengths=(lengths, "B"),
+        counts=(counts, "B"),
+        page_table=(page_table, "B most"),
+    )
+    check_same(q=q, **named, **others)
+    check_weights("branch_gates", branch_gates, q.device)
+    check_groups(dims["H"], dims["K"])
+    check_memory(mem_k, mem_v)
     d, s, n = config.d, config.selection_block_size, config.num_selected_blocks
     for name, t in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
         check_indices(name, t, q.device)
     check_pages(page_table, dims, d, s)
-    check_sinks(sinks, (3, dims["H"]), q.device)
+    check_sinks(sinks, (len(config.branches), dims["H"]), q.device)
     ranks = dims["K" if config.query_heads_share_selected_kv else "H"]
-    check_ranking(ranking, dims, ranks, n, config.selection_stride, q.device)
+    check_ranking(ranking, dims, ranks, n if config.ranks else 0, config.selection_stride, q.device)
     check_counters(counters, dims, q.device)
     if (window_k is None) != (window_v is None):
         raise ValueError("window_k and window_v go together: give both or none")
@@ -166,6 +173,8 @@ def decode_attention(
         others=(ck, cv, branch_gates, sinks, *others.values()),
         num_selected_blocks=n,
         selection_block_size=s,
+        importance=config.importance,
+        branches=config.branches,
     )
     if ranking is not None and transforms.is_batched(q):
         raise NotImplementedError(
@@ -227,9 +236,9 @@ def by_gathering(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    branch_gates: Tensor,
+    ck: Tensor | None,
+    cv: Tensor | None,
+    branch_gates: Tensor | None,
     lengths: Tensor,
     counts: Tensor | None,
     page_table: Tensor | None,
@@ -237,36 +246,31 @@ def by_gathering(
     sinks: Tensor | None,
 ) -> Tensor:
     """Decode in eager PyTorch, over the whole storage of each sequence."""
+    stored: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
+    stored |= {name: others[name] for name in ("window_k", "window_v")}
+    stored = {name: t for name, t in stored.items() if t is not None}
     if page_table is not None:
-        k, v, ck, cv = (gathered(t, page_table) for t in (k, v, ck, cv))
-        for name in ("window_k", "window_v"):
-            t = others[name]
-            others = others | {name: None if t is None else gathered(t, page_table)}
-    d = config.d
-    S = min(k.shape[1], (ck.shape[1] + 1) * d - 1)
+        stored = {name: gathered(t, page_table) for name, t in stored.items()}
+    d, S = config.d, stored["k"].shape[1]
+    if ck is not None:
+        S = min(S, (stored["ck"].shape[1] + 1) * d - 1)
     starts = lengths.long()
     ends = starts + (q.shape[1] if counts is None else counts)
-    k, v, ck, cv = (
-        hide_behind(t[:, : S // every], ends // every)
-        for t, every in ((k, 1), (v, 1), (ck, d), (cv, d))
-    )
-    rows = {
-        name: hide_behind(t[:, :S], ends)
-        for name, t in others.items()
-        if t is not None and "window" in name
-    }
-    leader = None
-    if ranking is not None and config.selection_stride > 1:
+    for name, t in stored.items():
+        every = d if name in ("ck", "cv") else 1
+        stored[name] = hide_behind(t[:, : S // every], ends // every)
+    leader, keeps_ranking = None, ranking is not None and config.selection_stride > 1
+    if ranking is not None and keeps_ranking:
         at = ((starts - 1) % ranking.shape[2])[:, None, None, None]
         leader = ranking.gather(2, at.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
     call = Call(
-        q, k, v, ck, cv, branch_gates, **others | rows, sinks=sinks, q_offset=starts,
+        q, **others | stored, branch_gates=branch_gates, sinks=sinks, q_offset=starts,
         leader_indices=leader,
     )  # fmt: skip
-    out, block_indices = nsa.attend(call, config, "eager", keep_slots=True)
+    out, block_indices = nsa.attend(call, config, "eager", keep_slots=keeps_ranking)
     T = q.shape[1]
     new = torch.arange(T, device=q.device)
-    if ranking is not None and config.selection_stride > 1:
+    if ranking is not None and block_indices is not None and keeps_ranking:
         real = torch.full_like(starts, T) if counts is None else counts
         keep = (new < real[:, None])[:, None, :, None]
         at = ((starts[:, None] + new) % ranking.shape[2])[:, None, :, None]

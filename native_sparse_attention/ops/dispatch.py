@@ -26,7 +26,7 @@ FEW_SCORES = 256 * 256
 
 # settings, beside `q_offset`, by which a backend decides whether it supports an operation
 FACTS = {
-    "select_blocks": ("num_selected_blocks",),
+    "select_blocks": ("num_selected_blocks", "importance", "return_gates"),
     "selected_attention": ("gates", "selection_block_size"),
 }
 

@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from .. import blocks
-from ..block_sizes import BlockSizes, flat
+from ..block_sizes import BlockSizes
 from ..checks.tensors import (
+    BRANCHES,
     check_bools,
     check_documents,
     check_first_group,
+    check_given,
     check_groups,
     check_leaders,
     check_memory,
@@ -24,9 +26,9 @@ from ..checks.tensors import (
     check_windows,
     shown,
 )
-from ..config import SELECTION, AttentionConfig
+from ..config import AttentionConfig
 from ..varlen import Documents
-from . import dispatch, flex
+from . import dispatch, each_branch, flex, one_softmax
 from .call import Call
 from .packed import takes_documents
 from .reference import attention as reference
@@ -57,9 +59,9 @@ def native_sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    branch_gates: Tensor,
+    ck: Tensor | None = None,
+    cv: Tensor | None = None,
+    branch_gates: Tensor | None = None,
     *,
     compress_block_size: int,
     compress_block_sliding_stride: int,
@@ -77,6 +79,8 @@ def native_sparse_attention(
     num_local_blocks: int = 1,
     selection_stride: int = 1,
     query_heads_share_selected_kv: bool = True,
+    branches: tuple[str, ...] = BRANCHES,
+    dense_length: int = 0,
     use_diff_topk: bool = False,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
@@ -99,8 +103,14 @@ def native_sparse_attention(
 
     Args:
         q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E], with rotary embedding applied.
-        ck, cv: compressed keys and values, [B, W, K, D] and [B, W, K, E].
-        branch_gates: [B, T, H, 3], in the order compressed, selected, window.
+        ck, cv: compressed keys and values, [B, W, K, D] and [B, W, K, E]. Without the compressed
+            branch, cv is None, and ck only ranks blocks.
+        branch_gates: [B, T, H, branches], in the order compressed, selected, window; None for one
+            branch, which has no gate.
+        branches: some of the three; tensors of the others must be None. `("selected",)` is one
+            softmax over the initial, local and ranked blocks.
+        dense_length: with `("selected",)` queries at positions below it attend to all keys that
+            they may see; not causal: in sequences of at most this length.
         cq: queries of branch 1 and of the ranking, without rotary embedding; q by default.
         window_k, window_v: keys and values of branch 3; k and v by default.
         use_diff_topk: let gradients reach the scores through straight-through gates.
@@ -112,7 +122,7 @@ def native_sparse_attention(
             `native_sparse_attention.masks`. flex_attention then computes the branch under that
             mask.
         soft_cap: c; logits x of all branches become `c tanh(x / c)`.
-        sinks: [3, H], for each branch and query head the logit of one more key with value 0.
+        sinks: [branches, H], for each branch and query head the logit of one more key with value 0.
 
     The remaining arguments are those of `compressed_attention`, `select_blocks`,
     `selected_attention` and `sliding_window_attention`. With `backend="flex"` the branches run in
@@ -138,6 +148,8 @@ def native_sparse_attention(
         num_local_blocks=num_local_blocks,
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
+        branches=branches,
+        dense_length=dense_length,
         use_diff_topk=use_diff_topk,
         causal=causal,
         scale=scale,
@@ -152,13 +164,32 @@ def native_sparse_attention(
     return (out, block_indices) if return_indices else out
 
 
+def check_branch_tensors(named: dict[str, Any], config: AttentionConfig) -> None:
+    """Check that the branches have their tensors and masks, and that no others are given."""
+    branches, of = config.branches, dict.fromkeys(BRANCHES, False)
+    of |= dict.fromkeys(branches, True)
+    wanted = dict(
+        ck=config.compresses, cq=config.compresses, cv=of["compressed"], mem_k=of["compressed"],
+        mem_v=of["compressed"], fine_selection_flex_mask=of["selected"], window_k=of["window"],
+        window_v=of["window"], sliding_window_flex_mask=of["window"],
+        branch_gates=len(branches) > 1,
+    )  # fmt: skip
+    for name, has_use in wanted.items():
+        if not has_use and named.get(name) is not None:
+            raise ValueError(f"{name} must be None with branches={branches}, which do not read it")
+    check_given(**{name: named[name] for name in ("ck", "cv", "branch_gates") if wanted[name]})
+
+
 def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call:
     """Check a call. Its offset becomes a number, or a tensor with one offset per sequence.
 
     Raises:
         ValueError: the tensors do not match one another or the settings.
     """
+    named = dict(zip(("sliding_window_flex_mask", "fine_selection_flex_mask"), masks, strict=True))
+    check_branch_tensors(call.tensors() | named, config)
     q, mem_k, mem_v = call.q, call.mem_k, call.mem_v
+    branches = len(config.branches)
     dims = check_shapes(
         q=(q, "B T H D"),
         cq=(call.cq, "B T H D"),
@@ -170,20 +201,22 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
         mem_v=(mem_v, "K m E"),
         window_k=(call.window_k, "B S K D"),
         window_v=(call.window_v, "B S K E"),
-        branch_gates=(call.branch_gates, "B T H 3"),
+        branch_gates=(call.branch_gates, f"B T H {branches}"),
     )
     inputs = call.tensors()
     check_same(**{name: inputs[name] for name in inputs if name not in ("branch_gates", "sinks")})
     check_weights("branch_gates", call.branch_gates, q.device)
     check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     check_memory(mem_k, mem_v)
-    check_windows(dims["W"], dims["S"], config.d, causal=config.causal)
+    if call.ck is not None:
+        check_windows(dims["W"], dims["S"], config.d, causal=config.causal)
     offset = check_offset(call.q_offset, dims, dims["S"], config.causal, q.device)
     check_documents(call.documents, dims, offset, q.device)
-    check_sinks(call.sinks, (3, dims["H"]), q.device)
+    check_sinks(call.sinks, (branches, dims["H"]), q.device)
     shared, leaders = config.query_heads_share_selected_kv, call.leader_indices
     check_leaders(leaders, dims, config.num_selected_blocks, shared, q.device)
-    check_first_group(offset, config.selection_stride, leaders)
+    if config.ranks:
+        check_first_group(offset, config.selection_stride, leaders)
     check_flex_masks(*masks)
     beyond = [n for n in ("documents", "sinks") if getattr(call, n) is not None]
     if masks != (None, None) and (beyond or config.soft_cap is not None):
@@ -191,7 +224,7 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
             "sliding_window_flex_mask and fine_selection_flex_mask must be None with "
             f"{(beyond or ['soft_cap'])[0]}, which they know nothing of"
         )
-    return call.at(offset)
+    return call.but(q_offset=offset)
 
 
 def attend(
@@ -200,21 +233,26 @@ def attend(
     backend: str | tuple[str, ...],
     masks: tuple[Any, Any] = (None, None),
     keep_slots: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Check the tensors of a call and run it: the output [B T H E] and the selected block indices.
-    Unless `keep_slots`, the indices may lack slots past the number of blocks."""
+) -> tuple[Tensor, Tensor | None]:
+    """Check the tensors of a call and run it: the output [B T H E] and the selected block indices,
+    None without a selection. Unless `keep_slots`, the indices may lack slots past the number of
+    blocks, or be None in dense attention."""
     call = checked(call, config, masks)
     n, s = config.num_selected_blocks, config.selection_block_size
     if n > MANY_BLOCKS and not keep_slots and call.leader_indices is None:
         # the caller does not read the slots past the last block
         n = min(n, max(MANY_BLOCKS, blocks.num_blocks(call.k.shape[1], s)))
         config = config.with_selected(n)
-    name = dispatch.choose(
-        backend, "native_sparse_attention", call.q, call.k, call.v, q_offset=call.q_offset,
-        num_selected_blocks=n, selection_block_size=s,
-    )  # fmt: skip
-    if name == "triton" and masks == (None, None):
-        return layer.native_sparse_attention(call, config)
+    if config.branches == ("selected",) and masks == (None, None):
+        return one_softmax.attend(call, config, backend, keep_slots)
+    if config.branches == BRANCHES and masks == (None, None):
+        name = dispatch.choose(
+            backend, "native_sparse_attention", call.q, call.k, call.v, q_offset=call.q_offset,
+            num_selected_blocks=n, selection_block_size=s, importance=config.importance,
+            return_gates=config.use_diff_topk,
+        )  # fmt: skip
+        if name == "triton":
+            return layer.native_sparse_attention(call, config)
     return by_branches(call, config, backend, masks)
 
 
@@ -223,61 +261,27 @@ def by_branches(
     config: AttentionConfig,
     backend: str | tuple[str, ...],
     masks: tuple[Any, Any],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Run each branch with the first backend that supports it, and combine the outputs."""
-    q, k, v, ck, cv = call.q, call.k, call.v, call.ck, call.cv
-    cq = q if call.cq is None else call.cq
-    sink_cmp, sink_sel, sink_win = (None,) * 3 if call.sinks is None else call.sinks
-    diff, sizes = config.use_diff_topk, flat(config.block_sizes)
-    common: dict[str, Any] = dict(
-        causal=config.causal, q_offset=call.q_offset, scale=config.scale, soft_cap=config.soft_cap,
-        documents=call.documents,
-    )  # fmt: skip
-    forced = {name: getattr(config, name) for name in ("num_initial_blocks", "num_local_blocks")}
-
-    out_cmp = dispatch.run(
-        backend, "compressed_attention", cq, ck, cv, mem_k=call.mem_k, mem_v=call.mem_v,
-        sinks=sink_cmp, compress_block_sliding_stride=config.d, return_lse=False,
-        block_sizes=sizes, **common,
-    )  # fmt: skip
-    block_indices, gates = dispatch.run(
-        backend,
-        "select_blocks",
-        cq if diff else cq.detach(),
-        ck if diff else ck.detach(),
-        mem_k=call.mem_k if diff or call.mem_k is None else call.mem_k.detach(),
-        seq_len=k.shape[1],
-        leader_indices=call.leader_indices,
-        return_gates=diff,
-        sinks=sink_cmp if diff or sink_cmp is None else sink_cmp.detach(),
-        **{name: getattr(config, name) for name in SELECTION},
-        **common,
-    )
-    s, w = config.selection_block_size, config.sliding_window_size
     window_mask, fine_mask = masks
-    if fine_mask is None:
-        out_sel = dispatch.run(
-            backend, "selected_attention", q, k, v, block_indices, gates=gates, sinks=sink_sel,
-            selection_block_size=s, return_lse=False, block_sizes=sizes, **forced, **common,
-        )  # fmt: skip
-    elif gates is not None:
-        raise NotImplementedError(
-            "flex_attention has no differentiable top-k: leave out fine_selection_flex_mask, "
-            "or set use_diff_topk=False"
-        )
-    else:
-        out_sel = flex.selected_under_mask(
-            q, k, v, block_indices, fine_mask, selection_block_size=s, causal=config.causal,
-            scale=config.scale, **forced,
-        )  # fmt: skip
-    window_k = k if call.window_k is None else call.window_k
-    window_v = v if call.window_v is None else call.window_v
-    if window_mask is None:
-        out_win = dispatch.run(
-            backend, "sliding_window_attention", q, window_k, window_v, sinks=sink_win,
-            sliding_window_size=w, return_lse=False, block_sizes=sizes, **common,
-        )  # fmt: skip
-    else:
-        out_win = flex.under_mask(q, window_k, window_v, window_mask, config.scale)
-    out = reference.combine_branches((out_cmp, out_sel, out_win), call.branch_gates)
-    return out, block_indices
+    sinks = dict.fromkeys(BRANCHES) | call.sinks_of(config.branches)
+    outs, block_indices = [], None
+    if "compressed" in config.branches:
+        outs.append(each_branch.compressed(call, config, backend, sinks["compressed"]))
+    if "selected" in config.branches:
+        block_indices, gates = each_branch.rank(call, config, backend, sinks["compressed"])
+        if fine_mask is None:
+            outs.append(
+                each_branch.selected(call, config, backend, block_indices, gates, sinks["selected"])
+            )
+        else:
+            outs.append(each_branch.under_fine_mask(call, config, block_indices, gates, fine_mask))
+    if "window" in config.branches:
+        if window_mask is None:
+            w = config.sliding_window_size
+            outs.append(each_branch.window(call, config, backend, w, sinks["window"]))
+        else:
+            outs.append(flex.under_mask(call.q, *call.of_window(), window_mask, config.scale))
+    if call.branch_gates is None:
+        return outs[0], block_indices
+    return reference.combine_branches(outs, call.branch_gates), block_indices

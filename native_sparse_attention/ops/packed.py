@@ -111,7 +111,7 @@ def over_documents(
     moved = {name: layout.spread(call[name]) for name in TOKENS if call.get(name) is not None}
     if call.get("block_indices") is not None:
         moved["block_indices"] = absolute(moved["block_indices"], documents, s)
-    if "ck" in call:
+    if call.get("ck") is not None:
         windows = layout.windows(d, call["ck"].shape[1], causal=causal)
         check_document_windows(call["ck"].shape[1], windows, d, causal)
         for name in WINDOWS:

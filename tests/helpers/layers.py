@@ -26,6 +26,20 @@ SETTINGS = {
     "multi-head": dict(kv_heads=4),
     "three groups": dict(heads=6, kv_heads=2),
     "no norm": dict(norm=False),
+    "one softmax": dict(branches=("selected",), num_initial_blocks=1, num_local_blocks=2),
+    "one softmax, tokens": dict(
+        branches=("selected",),
+        importance="max",
+        compress_block_size=1,
+        compress_block_sliding_stride=1,
+        rank_rotated=True,
+    ),
+    "one softmax, shared rankings": dict(
+        branches=("selected",), selection_stride=4, dense_length=12, importance="max"
+    ),
+    "no window branch": dict(branches=("compressed", "selected")),
+    "no compressed branch": dict(branches=("selected", "window"), branch_kv="independent"),
+    "window alone": dict(branches=("window",)),
 }
 
 

@@ -123,7 +123,8 @@ def block_scores(q, ck, mem_k, *, i, b, heads, kv, l, d, s, S, rule, interpolate
                 )[0, 0]
                 per_head.append(tokens[c * s : (c + 1) * s].mean())
             else:
-                per_head.append(torch.stack([logits[visible.index(w)] for w in mine]).mean())
-        total = torch.stack(per_head).sum()
-        scores[c] = total if rule == "probs" else total / len(heads)
+                of_windows = torch.stack([logits[visible.index(w)] for w in mine])
+                per_head.append(of_windows if rule == "max" else of_windows.mean())
+        total = torch.stack(per_head).sum(0)
+        scores[c] = total if rule == "probs" else total.max() / len(heads)
     return scores

@@ -29,8 +29,9 @@ RULES = [
     dict(importance="logits"),
     dict(importance="logits", interpolated_importance_score=True),
     dict(importance="probs"),
+    dict(importance="max"),
 ]
-rules = pytest.mark.parametrize("rule", RULES, ids=["logits", "interpolated", "probs"])
+rules = pytest.mark.parametrize("rule", RULES, ids=["logits", "interpolated", "probs", "max"])
 both = pytest.mark.parametrize("causal", [True, False])
 
 
@@ -85,12 +86,16 @@ def scores(q, ck, mem_k, i, C, settings, scale, dtype):
 
 
 def rounding(q, ck, mem_k, settings, scale, exact):
-    """One float32 ulp of a score's terms: those of a logit or, `probs`, of an exponent."""
+    """One float32 ulp of a score's terms: those of a logit or, `probs`, of an exponent. With `max`
+    the kernel also rounds mean queries of 16 bits to float16, in units of their largest element."""
     keys = max(t.double().norm(dim=-1).max() for t in (ck, mem_k) if t is not None)
     scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
     logits = q.double().norm(dim=-1).max() * keys * scale
     eps = torch.finfo(torch.float32).eps
-    if settings["importance"] == "logits":
+    if settings["importance"] == "max" and q.dtype != torch.float32:
+        half = 2**-12 * q.abs().max() * ck.abs().sum(-1).max() * scale
+        return eps * logits + half.double()
+    if settings["importance"] != "probs":
         return eps * logits
     return eps * (1 + 2 * logits) * exact.max()
 

@@ -124,7 +124,7 @@ def test_many_runs_of_other_layers(others):
     assert runs_that_differ(lambda: layer(tensors, d_out, GLUON, **settings), 200) == 0
 
 
-@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("importance", ["logits", "probs", "max"])
 @pytest.mark.parametrize("heads", [(64, 4), (32, 8), (32, 32)], ids=str)
 def test_runs_by_the_rules(heads, importance):
     """Of 16k tokens, by what the library chooses."""

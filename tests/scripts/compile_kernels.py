@@ -230,12 +230,13 @@ def means(dtype, heads, l=32, d=16, tokens=256):
 def rank(dtype, heads, importance="probs", **settings):
     """The selection; by probabilities as a Hopper does it."""
     H, K, D = heads
-    q, ck = torch.zeros(1, 320, H, D).to(dtype), torch.zeros(1, 20, K, D).to(dtype)
     settings = {
         "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
         "num_selected_blocks": 13, "num_initial_blocks": 1, "num_local_blocks": 2,
         "selection_stride": 1, "causal": True, **settings,
     }  # fmt: skip
+    W = 320 // settings["compress_block_sliding_stride"]
+    q, ck = torch.zeros(1, 320, H, D).to(dtype), torch.zeros(1, W, K, D).to(dtype)
     with launch.using({"softmax_mass_sm90": True}):
         triton_backend.select_blocks(
             q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance=importance, scale=None,
@@ -327,6 +328,11 @@ if __name__ == "__main__":
         rank(torch.float16, (16, 1, 64), num_selected_blocks=16, selection_stride=4)
         rank(torch.bfloat16, (8, 1, 128), num_selected_blocks=16, causal=False)
         rank(torch.bfloat16, (16, 1, 128), selection_block_size=32)
+        for dtype in (torch.bfloat16, torch.float32):
+            rank(
+                dtype, (16, 1, 128), importance="max", compress_block_size=1,
+                compress_block_sliding_stride=1,
+            )  # fmt: skip
     if not some or "gates" in some:
         for rule in ("logits", "probs"):
             layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)

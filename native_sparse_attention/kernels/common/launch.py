@@ -29,6 +29,7 @@ from .tile_configs import (
     FEW_HEADS,
     FEWER_KEYS,
     MAX_COLUMN_N,
+    MAX_FLOAT32,
     PROBS_FLOAT32,
     UNION_RULES,
     Architecture,
@@ -390,6 +391,8 @@ def topk_tile(
         tile = row(row(tables.probs, width), groups)
         if dtype == torch.float32:
             tile = PROBS_FLOAT32
+    elif rule == "max":
+        tile = MAX_FLOAT32 if dtype == torch.float32 else row(tables.largest, width)
     else:
         tile = row(tables.interpolated if interpolated else tables.logits, width)
         if blocks <= FEW_BLOCKS:
@@ -399,6 +402,6 @@ def topk_tile(
         # a tile holds at least one token with all heads of its group
         tile = replace(tile, block_m=max(tile.block_m, next_power_of_2(groups)))
     if n > MAX_COLUMN_N or tile.columns == 0:
-        block_n = max(tile.merge_n, next_power_of_2(n))
+        block_n = max(tile.block_n if rule == "max" else tile.merge_n, next_power_of_2(n))
         return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)
     return replace(tile, depth=min(tile.depth, n))

@@ -147,6 +147,9 @@ INTERPOLATED_TILES = {
     128: TopkTileConfig(64, 32, 8, 8, 4, 2),
     256: TopkTileConfig(64, 32, 0, 0, 8, 1),
 }
+# `max`: a step scores windows, 8 blocks at a time
+MAX_TILES = {128: TopkTileConfig(128, 128, 8, 8, 8, 3), 256: TopkTileConfig(64, 64, 8, 8, 4, 2)}
+MAX_FLOAT32 = TopkTileConfig(64, 32, 0, 0, 4, 1)
 # by heads of a group: with many heads a tile has few tokens, and more columns per token
 PROBS_TILES = {
     2: TopkTileConfig(64, 64, 8, 8, 4, 2, 64),
@@ -187,6 +190,7 @@ class Architecture:
     block_bytes: int  # keys and values of a block in a key-major tile, at most
     logits: dict[int, TopkTileConfig]
     interpolated: dict[int, TopkTileConfig]
+    largest: dict[int, TopkTileConfig]
     probs: dict[int, dict[int, TopkTileConfig]]
 
     def float32_tile(self, kind: str, width: int) -> TileConfig:
@@ -206,7 +210,7 @@ def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
 
 
 BY_WIDTH = {128: PROBS_TILES, 256: NARROW_PROBS_TILES}
-RANKING: tuple[Any, Any, Any] = (LOGITS_TILES, INTERPOLATED_TILES, BY_WIDTH)
+RANKING: tuple[Any, ...] = (LOGITS_TILES, INTERPOLATED_TILES, MAX_TILES, BY_WIDTH)
 WIDE_QUERY_MAJOR = in_one_stage(QUERY_MAJOR)
 HOPPER = Architecture(
     227 * 1024,
@@ -268,6 +272,7 @@ ELSEWHERE = Architecture(
     32 * 1024,
     in_one_stage(LOGITS_TILES),
     in_one_stage(INTERPOLATED_TILES),
+    in_one_stage({limit: TopkTileConfig(64, 64, 8, 8, 4, 1) for limit in MAX_TILES}),
     dict.fromkeys(BY_WIDTH, in_one_stage(NARROW_PROBS_TILES)),
 )
 

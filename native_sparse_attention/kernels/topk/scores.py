@@ -24,6 +24,7 @@ from ..common.primitives import (
 )
 from . import launch_sm90 as topk_sm90
 from .block_keys import block_keys, first_window, two_halves
+from .largest import best_by_max, window_keys
 from .softmax_mass import best_by_probs, log_sum_exp
 from .topn import NO_BLOCK, NO_SCORE, chunk_blocks, finish, fold, start
 
@@ -62,7 +63,38 @@ def write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS: tl.c
         tl.store(out + row[:, None] * SLOTS + slot[None], indices, mask=mask)
 
 
-# logits
+# logits: the mean query with each block's mean key, or with each key of its windows
+
+
+@triton.jit
+def mean_queries(
+    q, starts, first_token, doc_first, doc_last, tile, b, r, T, C, W, q_b, q_t, q_h,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    STRIDE: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    NUM_STAGES_Q: tl.constexpr,
+):  # fmt: skip
+    """Of the leaders of a tile [M]: position and token, candidates low .. end - 1, one past the
+    last of W windows that they see, and the sums [M, D] of the G query heads as two halves."""
+    if RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    position, token, ranked = leaders(index, first_token, T, STRIDE)
+    low = tl.full([BLOCK_M], INITIAL, tl.int32)
+    end = candidates_end(position, C, LOCAL, d, s, CAUSAL)
+    lo, hi = visible_windows(position, W, d, CAUSAL)
+    if DOCUMENTS:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
+        low, end = candidates_in_document(end, token, T, firsts, lasts, s, INITIAL)
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, d)
+    low, end = tl.where(ranked, low, C), tl.where(ranked, end, 0)
+
+    q_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for g in tl.range(0, G, num_stages=NUM_STAGES_Q):
+        rows = b * q_b + token.to(tl.int64) * q_t + (r * G + g) * q_h
+        q_sum += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
+    q_high, q_low, _ = two_halves(q_sum)
+    return position, token, low, end, hi, q_high, q_low
 
 
 @triton.jit
@@ -120,25 +152,10 @@ def nsa_topk_logits(
     tile, line, tiles, lines = grid_position(FLIPPED)
     tile = tiles - 1 - tile  # tiles with most candidates first
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
-    if RAGGED:
-        first_token = tl.load(starts + b).to(tl.int32)
-    index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    position, token, ranked = leaders(index, first_token, T, STRIDE)
-    low = tl.full([BLOCK_M], INITIAL, tl.int32)
-    end = candidates_end(position, C, LOCAL, d, s, CAUSAL)
-    if DOCUMENTS:
-        low, end = candidates_in_document(
-            end, token, T, doc_first + b * T, doc_last + b * T, s, INITIAL
-        )
-    low, end = tl.where(ranked, low, C), tl.where(ranked, end, 0)
-
-    # [M, D]
-    q_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for g in tl.range(0, G, num_stages=NUM_STAGES_Q):
-        rows = b * q_b + token.to(tl.int64) * q_t + (r * G + g) * q_h
-        q_sum += load_rows(q, rows, D, BLOCK_D, ranked).to(tl.float32)
-    q_high, q_low, _ = two_halves(q_sum)
-
+    position, token, low, end, _hi, q_high, q_low = mean_queries(
+        q, starts, first_token, doc_first, doc_last, tile, b, r, T, C, 0, q_b, q_t, q_h, G, D,
+        BLOCK_D, BLOCK_M, d, s, INITIAL, LOCAL, STRIDE, CAUSAL, RAGGED, DOCUMENTS, NUM_STAGES_Q,
+    )  # fmt: skip
     first_row = (line // RANKS_PER_KV).to(tl.int64) * C
     edge_row = first_row + (lines // RANKS_PER_KV).to(tl.int64) * C
     EDGES: tl.constexpr = INTERPOLATED and CAUSAL
@@ -151,6 +168,43 @@ def nsa_topk_logits(
             indices, missed = best_by_logits(
                 q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, C, BLOCK_D,
                 MERGE_N, 0, 0, SLOTS, SLOTS_2, d, s, EDGES, ONE_HALF,
+            )  # fmt: skip
+    write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def nsa_topk_max(
+    q, keys, sizes, out, before, starts, first_token, doc_first, doc_last, T, C, W, RANKS,
+    q_b, q_t, q_h,
+    G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, PER_BLOCK: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr, HALVES: tl.constexpr,
+    FLIPPED: tl.constexpr, NUM_STAGES_Q: tl.constexpr,
+):  # fmt: skip
+    """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, by the
+    largest product of the mean of G query heads with a key of a block's windows."""
+    tile, line, tiles, _lines = grid_position(FLIPPED)
+    tile = tiles - 1 - tile
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    _position, token, low, end, hi, q_high, q_low = mean_queries(
+        q, starts, first_token, doc_first, doc_last, tile, b, r, T, C, W, q_b, q_t, q_h, G, D,
+        BLOCK_D, BLOCK_M, d, s, INITIAL, LOCAL, STRIDE, CAUSAL, RAGGED, DOCUMENTS, NUM_STAGES_Q,
+    )  # fmt: skip
+    first_row = (line // RANKS_PER_KV).to(tl.int64) * W
+    # causally, queries see all windows of candidates
+    PARTIAL: tl.constexpr = DOCUMENTS and not CAUSAL
+    indices, missed = best_by_max(
+        q_high, q_low, keys, sizes, first_row, low, end, hi, W, BLOCK_D, BLOCK_N, COLUMNS, DEPTH,
+        SLOTS, SLOTS_2, PER_BLOCK, d, s, HALVES, PARTIAL,
+    )  # fmt: skip
+    if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+        if missed > 0:
+            indices, missed = best_by_max(
+                q_high, q_low, keys, sizes, first_row, low, end, hi, W, BLOCK_D, BLOCK_N, 0, 0,
+                SLOTS, SLOTS_2, PER_BLOCK, d, s, HALVES, PARTIAL,
             )  # fmt: skip
     write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
 
@@ -316,6 +370,15 @@ def select_blocks(
         one_half = G == 1 and q.dtype != torch.float32
         args |= dict(
             keys=keys, sizes=sizes, INTERPOLATED=interpolated, ONE_HALF=one_half,
+            NUM_STAGES_Q=tiles.heads_in_flight(tile.block_m * args["BLOCK_D"] * q.element_size()),
+        )  # fmt: skip
+    elif importance == "max":
+        kernel, rows = nsa_topk_max, 1
+        tile = launch.topk_tile(importance, D, G, n, q.dtype)
+        keys, sizes = window_keys(ck, scale)
+        args |= dict(
+            keys=keys, sizes=sizes, W=W, HALVES=keys.shape[3],
+            PER_BLOCK=next_power_of_2(max(1, s // d)),
             NUM_STAGES_Q=tiles.heads_in_flight(tile.block_m * args["BLOCK_D"] * q.element_size()),
         )  # fmt: skip
     else:

@@ -20,17 +20,20 @@ NO_KEY = tl.constexpr(-0x8000000000000000)
 
 
 @triton.jit
-def chunk_blocks(c0, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Blocks [N] of the chunk at c0, in the order of its columns.
-
-    Each run of COLUMNS blocks is permuted, so that blocks at a regular distance, such as the first
-    of each document, do not fall into one column.
-    """
-    n = c0 + tl.arange(0, BLOCK_N)
+def in_columns(n, COLUMNS: tl.constexpr):
+    """The blocks of columns n, counted over all chunks. Each run of COLUMNS blocks is permuted, so
+    that blocks at a regular distance, such as the first of each document, do not fall into one
+    column."""
     if COLUMNS > 1:
         # from one run to the next by 2531 / 4096 = 0.618 of COLUMNS
         n = n ^ (((n & -COLUMNS) * 2531 >> 12) & (COLUMNS - 1))
     return n
+
+
+@triton.jit
+def chunk_blocks(c0, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
+    """Blocks [N] of the chunk at c0, in the order of its columns."""
+    return in_columns(c0 + tl.arange(0, BLOCK_N), COLUMNS)
 
 
 @triton.jit

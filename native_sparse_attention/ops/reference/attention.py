@@ -12,6 +12,8 @@ gradients. A masked key never reaches a product, even if it is NaN or infinite (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
@@ -280,7 +282,9 @@ def sliding_window_attention(
 # the gate
 
 
-def combine_branches(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
-    """`sum_b gate_b out_b`: gates [b i h 3] in the order compressed, selected, window."""
-    cmp, sel, win = (g[..., None].to(o.dtype) for g, o in zip(gates.unbind(-1), outs, strict=True))
-    return cmp * outs[0] + sel * outs[1] + win * outs[2]
+def combine_branches(outs: Sequence[Tensor], gates: Tensor) -> Tensor:
+    """`sum_b gate_b out_b`: gates [b i h branches] in the order compressed, selected, window."""
+    first, *rest = (
+        g[..., None].to(o.dtype) * o for g, o in zip(gates.unbind(-1), outs, strict=True)
+    )
+    return sum(rest, start=first)

@@ -182,7 +182,7 @@ def scores_of_a_query(q: Tensor, ck: Tensor, settings: dict[str, Any]) -> int:
     heads, keys = q.shape[2], ck.shape[1]
     if settings["mem_k"] is not None:
         keys += settings["mem_k"].shape[1]
-    if settings["importance"] == "logits" and settings["query_heads_share_selected_kv"]:
+    if settings["importance"] != "probs" and settings["query_heads_share_selected_kv"]:
         heads = ck.shape[2]
     d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
     # interpolation scores every token; otherwise every window and every block has a score

@@ -27,13 +27,28 @@ from .attention import (
 from .products import finite
 
 
-def block_mean(window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int) -> Tensor:
-    """Score of block c: the mean over its windows before `end` [b|1 i], [b r i w] -> [b r i c]."""
+def windows_of_blocks(
+    window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int
+) -> tuple[Tensor, Tensor]:
+    """Scores [b r i c j] of the windows j of block c, and whether they are before `end` [b|1 i]."""
     w = blocks.first_window_of_block(c, d, s)[:, None]
     w = w + torch.arange(blocks.windows_per_block(d, s), device=c.device)
     exists = (w < end[..., None, None])[:, None]
-    picked = window_scores[..., w.clamp(max=window_scores.shape[-1] - 1)]
+    return window_scores[..., w.clamp(max=window_scores.shape[-1] - 1)], exists
+
+
+def block_mean(window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int) -> Tensor:
+    """Score of block c: the mean over its windows before `end` [b|1 i], [b r i w] -> [b r i c]."""
+    picked, exists = windows_of_blocks(window_scores, end, c, d, s)
     return picked.masked_fill(~exists, 0.0).sum(dim=-1) / exists.sum(dim=-1).clamp(min=1)
+
+
+def block_max(window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int) -> Tensor:
+    """Score of block c: the largest of its windows before `end` [b|1 i], [b r i w] -> [b r i c]; 0
+    without one."""
+    picked, exists = windows_of_blocks(window_scores, end, c, d, s)
+    largest = picked.masked_fill(~exists, float("-inf")).amax(dim=-1)
+    return largest.masked_fill(~exists.any(dim=-1), 0.0)
 
 
 def block_mean_interpolated(
@@ -116,7 +131,8 @@ def importance_scores(
     window_scores = with_last(rearrange(finite(sim), "b k g i w -> b (k g) i w"))
     if interpolated:
         return block_mean_interpolated(window_scores, visible, c, d, s)
-    return block_mean(window_scores, visible[1], c, d, s)
+    pool = block_max if rule == "max" else block_mean
+    return pool(window_scores, visible[1], c, d, s)
 
 
 def rank(block_scores: Tensor, candidate: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -129,9 +145,9 @@ def rank(block_scores: Tensor, candidate: Tensor, n: int) -> tuple[Tensor, Tenso
 
 def straight_through_gates(block_scores: Tensor, candidate: Tensor, rule: str) -> Tensor:
     """Gates [b r i c] of value 1 with the gradient of a block's score (`probs`) or of its softmax
-    over the candidates and one constant logit of -1e3 (`logits`)."""
+    over the candidates and one constant logit of -1e3 (`logits`, `max`)."""
     gate = block_scores
-    if rule == "logits":
+    if rule != "probs":
         gate = F.pad(gate.masked_fill(~candidate, float("-inf")), (1, 0), value=-1e3)
         gate = gate.softmax(dim=-1)[..., 1:]
     return gate + (1.0 - gate).detach()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks.tensors import BRANCHES
 from ...compat import transforms
 from ...config import AttentionConfig
 from ...varlen import Documents
@@ -80,6 +81,9 @@ def why_not(
     q_offset: int | Tensor = 0,
     num_selected_blocks: int = 0,
     selection_block_size: int = 0,
+    importance: str = "logits",
+    return_gates: bool = False,
+    branches: tuple[str, ...] = BRANCHES,
     others: Sequence[Tensor | None] = (),
 ) -> list[str]:
     """Reasons why the kernels cannot run this call; empty if they can."""
@@ -104,9 +108,13 @@ def why_not(
         reasons.append(f"num_selected_blocks is {num_selected_blocks}, at most {MAX_SELECTED}")
     if selection_block_size > MAX_BLOCK:
         reasons.append(f"selection_block_size is {selection_block_size}, at most {MAX_BLOCK}")
+    if importance == "max" and (return_gates or op_name == "decode_attention"):
+        reasons.append("importance='max' has no kernel for decoding and none for use_diff_topk yet")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     if op_name == "decode_attention":
+        if branches != BRANCHES:
+            reasons.append(f"branches={branches}, its kernels compute all three")
         if q.shape[1] > MAX_NEW:
             reasons.append(f"{q.shape[1]} new tokens in each row, at most {MAX_NEW}")
         given = (t for t in (q, k, v, *others) if t is not None)

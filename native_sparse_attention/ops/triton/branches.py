@@ -79,7 +79,7 @@ def attend(
         block_indices = empty_block_indices(q, call.ck, at)
         block_indices = block_indices if ranked else block_indices.fill_(-1)
     # then the ranking needs nothing of the compressed branch and runs beside it
-    ahead = ranked and at.importance == "logits" and leaders is None and call.documents is None
+    ahead = ranked and at.importance != "probs" and leaders is None and call.documents is None
 
     def rank(lse: Tensor | None) -> None:
         scores.select_blocks(

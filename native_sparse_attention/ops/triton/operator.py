@@ -24,7 +24,13 @@ TYPES = {
     "int": "SymInt", "bool": "bool", "str": "str", "float | None": "float?",
     "BlockSizes | None": "SymInt[]?",
 }  # fmt: skip
-CONFIG = {field.name: TYPES[str(field.type)] for field in fields(AttentionConfig)}
+# operators compute all branches, or one
+NOT_OF_OPERATORS = ("branches", "dense_length")
+CONFIG = {
+    field.name: TYPES[str(field.type)]
+    for field in fields(AttentionConfig)
+    if field.name not in NOT_OF_OPERATORS
+}
 # bounds of documents; positions of the first queries [B], in place of the number `start`
 LAYOUT = ("Tensor? starts", "Tensor? doc_first", "Tensor? doc_last")
 

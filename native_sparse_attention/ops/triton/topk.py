@@ -90,7 +90,7 @@ def ranking_of(
         config.selection_block_size, config.importance, config.interpolated_importance_score,
         config.num_initial_blocks, config.num_local_blocks, config.selection_stride,
         config.query_heads_share_selected_kv, config.causal, config.scale_of(q.shape[-1]), starts,
-        documents, config.soft_cap, None if config.importance == "logits" else sinks,
+        documents, config.soft_cap, sinks if config.importance == "probs" else None,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def select_blocks(
     if num_ranked == 0 or config.num_selected_blocks == 0:
         indices = empty_block_indices(q, ck, config).fill_(-1)
         return indices, q.new_ones(indices.shape, dtype=torch.float32) if return_gates else None
-    if config.importance == "logits":
+    if config.importance != "probs":
         sinks = None
     elif sinks is not None:
         sinks = sinks.to(torch.float32)

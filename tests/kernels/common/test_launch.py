@@ -86,7 +86,7 @@ def test_elsewhere_nothing_is_fetched_ahead():
 
 @not_of_3_4
 @pytest.mark.kernels
-@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("importance", ["logits", "probs", "max"])
 def test_a_length_compiles_nothing_anew(monkeypatch, importance):
     """What a kernel is compiled for is the same at all lengths, forward and backward."""
     from native_sparse_attention.kernels.flash import fwd as flash_fwd
@@ -109,7 +109,8 @@ def test_a_length_compiles_nothing_anew(monkeypatch, importance):
         out = native_sparse_attention(
             *tensors, mem_k=memory[0], mem_v=memory[1], compress_block_size=8,
             compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
-            sliding_window_size=9, importance=importance, use_diff_topk=True, backend="triton",
+            sliding_window_size=9, importance=importance, use_diff_topk=importance != "max",
+            backend="triton",
         )  # fmt: skip
         out.sum().backward()
     first, *others = compiled.values()

@@ -72,7 +72,7 @@ def test_places(place, rule, causal):
     assert_right(q, ck, mem_k, S, causal=causal, num_initial_blocks=0, **rule)
 
 
-@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("importance", ["logits", "probs", "max"])
 @pytest.mark.parametrize("n", COUNTS)
 def test_counts(n, importance):
     """More and fewer than there are blocks, in lists and by merging."""
@@ -290,7 +290,7 @@ def test_public_operation():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("importance", ["logits", "probs", "max"])
 def test_auto_takes_the_kernel(importance, monkeypatch):
     q, ck, mem_k = draw(100, 100, 4, 2, 64, dtype=torch.bfloat16)
     called = []
@@ -305,7 +305,7 @@ def test_auto_takes_the_kernel(importance, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("importance", ["logits", "probs", "max"])
 def test_many_tokens(importance):
     """Past 2^31 elements in one tensor: 64-bit offsets. The last tokens rank as they do alone."""
     T, H, K, D = 300_000, 64, 4, 128

@@ -126,7 +126,7 @@ def inputs(T=11, S=19, H=4, K=2, D=3, E=2, l=4, d=2, m=1):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("use_diff_topk", [False, True])
-@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("importance", ["logits", "probs", "max"])
 def test_gradients(importance, use_diff_topk, causal):
     """gradcheck of the whole; with differentiable top-k the gates' forward is constant, so their
     part is held by test_selection and here only the rest is."""
@@ -257,7 +257,7 @@ def test_laws_of_the_branches():
     dense = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     ).transpose(1, 2)
-    for importance in ("logits", "probs"):
+    for importance in ("logits", "probs", "max"):
         indices = select_blocks(
             q,
             normal(2, T // 2, K, D),

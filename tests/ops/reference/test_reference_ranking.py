@@ -10,7 +10,7 @@ from tests.helpers import oracles
 from tests.ops.reference.test_reference import close, normal
 
 GEOMETRIES = [(4, 4, 4), (8, 4, 8), (8, 4, 4), (6, 2, 8), (8, 8, 4), (12, 8, 2)]
-RULES = [("logits", False), ("logits", True), ("probs", False)]
+RULES = [("logits", False), ("logits", True), ("probs", False), ("max", False)]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -71,7 +71,7 @@ def test_selection(l, d, s, rule, interpolated, shared, causal):
         if not best:
             continue
         values = torch.stack([scores[c] for c in scores])
-        if rule == "logits":
+        if rule != "probs":
             values = torch.cat((values.new_tensor([-1e3]), values)).softmax(0)[1:]
         found = torch.stack([values[list(scores).index(c)] for c in best])
         expected_sum = expected_sum + (found * weight[0, t, r, : len(best)]).sum()

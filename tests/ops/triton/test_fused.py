@@ -67,7 +67,7 @@ HEADS = [(4, 2, 64, 64), (16, 1, 128, 128), (6, 2, 80, 48)] if CUDA else [(4, 2,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
-@pytest.mark.parametrize("importance", ["logits", "probs"])
+@pytest.mark.parametrize("importance", ["logits", "probs", "max"])
 def test_layer(dtype, heads, causal, importance):
     tensors = draw(dtype, heads, causal)
     assert_layer_right(tensors, SETTINGS, causal, FORCED, importance=importance)

@@ -1,0 +1,150 @@
+"""The part of a layer that compresses: windows of tokens become compressed keys and values.
+
+b  batch            n  tokens         h  KV heads
+w  windows          l  tokens of a window                d  head dimension
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import Module
+
+from . import blocks
+from .checks.networks import check_compress_mlp, copied
+from .checks.scalars import check_hidden
+from .compress import (
+    MeanPool,
+    count_freely,
+    default_compress_mlp,
+    slide,
+    slides,
+    windowed,
+    windows_of,
+)
+from .config import NSAConfig
+from .frequencies import RotaryLayer
+from .ops import dispatch
+from .ops.triton.compress import means
+from .varlen import Documents
+
+
+class CompressionLayer(RotaryLayer):
+    """A layer with `config`, whose compressed keys and values are a branch or only rank blocks."""
+
+    twins: tuple[str, ...] = ("k_compress", "v_compress")
+    config: NSAConfig
+    dim_head: int
+    kv_heads: int
+    causal: bool
+    use_diff_topk: bool
+    compress_block_size: int
+    compress_block_sliding_stride: int
+    compress_mlp_expand_factor: float
+    compress_mem_kv: Any
+    k_intrablock_positions: Any
+    v_intrablock_positions: Any
+
+    def make_memory(self) -> nn.Parameter | None:
+        """The memory slots [2 k m d] of the compressed branch."""
+        m = self.config.num_compressed_mem_kv
+        if "compressed" not in self.config.branches:
+            return None
+        memory = torch.zeros(2, self.kv_heads, m, self.dim_head)
+        if m:
+            return nn.Parameter(memory)
+        # empty: a parameter would get no gradient; checkpoints have the name
+        self.register_buffer("compress_mem_kv", memory)
+        return self.compress_mem_kv
+
+    def make_compression(self, network: Module | None) -> None:
+        """The networks of windows and their positions. Compressed keys that only rank blocks have
+        no values, and without a network to train no positions."""
+        l, dim_head, kv_heads = self.compress_block_size, self.dim_head, self.kv_heads
+        has_branch = "compressed" in self.config.branches
+        if network is None and has_branch:
+            factor = self.compress_mlp_expand_factor
+            check_hidden("compress_mlp_expand_factor", factor, l * dim_head)
+            network = default_compress_mlp(dim_head, l, factor)
+        elif network is None:
+            network = MeanPool()
+        else:
+            gets_gradient = has_branch or (self.config.ranks and self.use_diff_topk)
+            check_compress_mlp(network, kv_heads, l, dim_head, gets_gradient)
+        learns = has_branch or any(p.requires_grad for p in network.parameters())
+
+        def positions(exist: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.zeros(kv_heads, l, dim_head)) if exist else None
+
+        self.k_intrablock_positions = positions(learns)
+        self.v_intrablock_positions = positions(has_branch)
+        self.k_compress = copied(network) if self.config.compresses else None
+        self.v_compress = copied(network) if has_branch else None
+        if not has_branch:
+            self.twins = ()
+
+    def memory(self, dtype: torch.dtype) -> dict[str, Any]:
+        if self.compress_mem_kv is None or self.config.num_compressed_mem_kv == 0:
+            return {"mem_k": None, "mem_v": None}
+        mem_k, mem_v = self.compress_mem_kv.to(dtype)
+        return {"mem_k": mem_k, "mem_v": mem_v}
+
+    def compress_whole(
+        self,
+        raw: dict[str, Tensor],
+        documents: Documents | None,
+        backend: str | tuple[str, ...],
+    ) -> dict[str, Tensor]:
+        """Summaries of whole sequences "k" and "v" [b h n d]. Sliding networks read the sequence
+        without copying windows; a kernel computes means."""
+        if not raw:
+            return {}
+        l, d = self.compress_block_size, self.compress_block_sliding_stride
+        nets = [net for net, _ in map(self.compressor, raw)]
+        sliding = [net for net in nets if slides(net)]
+        count = count_freely(raw["k"].shape[2], d, self.causal)
+        if count is not None or documents is not None or l % d or len(sliding) < len(raw):
+            windows = {
+                n: windows_of(t, l, d, self.causal, documents, count) for n, t in raw.items()
+            }
+            return self.compress(windows)
+        if (
+            len(raw) == 2
+            and all(isinstance(net, MeanPool) for net in sliding)
+            and dispatch.takes_kernels(
+                backend, "compress_mean", *(t.transpose(1, 2) for t in raw.values())
+            )
+        ):
+            k_positions, v_positions = self.k_intrablock_positions, self.v_intrablock_positions
+            n = blocks.num_windows(raw["k"].shape[2], d, causal=self.causal)
+            return means(raw["k"], raw["v"], k_positions, v_positions, l, d, n)
+        compressed = {}
+        for (name, t), net in zip(raw.items(), sliding, strict=True):
+            _, p = self.compressor(name)
+            compressed[f"c{name}"] = slide(net, windowed(t, l, d, self.causal), p, l, d)
+        return compressed
+
+    def compressor(self, name: str) -> tuple[Any, Tensor | None]:
+        """The network and the positions of keys "k" or values "v"."""
+        if name == "k":
+            return self.k_compress, self.k_intrablock_positions
+        return self.v_compress, self.v_intrablock_positions
+
+    def compress(self, windows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Summaries [b h w d] of windows [b h w l d], as "ck" and "cv"."""
+        compressed = {}
+        for name, t in windows.items():
+            network, positions = self.compressor(name)
+            if positions is not None:
+                t = t + rearrange(positions.to(t.dtype), "h l d -> h 1 l d")
+            b, h, w, _, d = t.shape
+            found = compressed[f"c{name}"] = network(t).to(t.dtype)
+            if found.shape != (b, h, w, d):
+                raise ValueError(
+                    "compress_mlp must map [b h w l d] to [b h w d], "
+                    f"got {list(t.shape)} to {list(found.shape)}"
+                )
+        return compressed

@@ -1,0 +1,120 @@
+"""The selected branch alone: one softmax over the initial, local and ranked blocks.
+
+It is dense attention for queries whose blocks cover all that they may see, and below
+`dense_length`. Dense attention runs in torch's SDPA, or as a window over all tokens where SDPA has
+no form of it (documents, offsets, sinks, soft caps).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import blocks
+from ..compat import transforms
+from ..compat.graphs import is_exporting
+from ..config import AttentionConfig
+from . import each_branch
+from .call import Call
+from .each_branch import Backend
+
+
+def attend(
+    call: Call, config: AttentionConfig, backend: Backend, keep_slots: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The output [B T H E], and the block indices, with `keep_slots` of dense queries too."""
+    T = call.q.shape[1]
+    indices: Tensor | None = None
+    gates: Tensor | None = None
+    sinks = call.sinks_of(config.branches).get("selected")
+    by_query = dense_queries(call, config)
+    first = dense_prefix(call, config) if by_query is None else 0
+    if keep_slots or first < T:
+        ranked = call if keep_slots else without_first(call, first)
+        indices, gates = each_branch.rank(ranked, config, backend, None)
+    if first == T:
+        return dense_attention(call, config, backend, sinks), indices
+
+    rest = without_first(call, first)
+    chosen: list[Any] = [t if t is None else t[:, first - T :] for t in (indices, gates)]
+    out = each_branch.selected(rest, config, backend, chosen[0], chosen[1], sinks)
+    if by_query is not None:
+        w = min(config.dense_length, call.k.shape[1])
+        dense = each_branch.window(call, config, backend, w, sinks)
+        out = torch.where(by_query[..., None, None], dense, out)
+    elif first:
+        head = call.but(q=call.q[:, :first])
+        out = torch.cat((dense_attention(head, config, backend, sinks), out), dim=1)
+    return out, indices
+
+
+def dense_queries(call: Call, config: AttentionConfig) -> Tensor | None:
+    """Which queries [B|1 T] are dense by `dense_length`, if that differs between sequences or is
+    not known on the host; else None."""
+    length, offset, documents = config.dense_length, call.q_offset, call.documents
+    if not 0 < length < sys.maxsize:
+        return None
+    if documents is not None:
+        if not config.causal:
+            return documents.last - documents.first <= length
+        return documents.positions() < length
+    if isinstance(offset, Tensor):
+        new = torch.arange(call.q.shape[1], device=call.q.device)
+        return offset[:, None] + new < length
+    return None
+
+
+def dense_prefix(call: Call, config: AttentionConfig) -> int:
+    """How many of the first queries are dense: all, by `dense_length` or because their blocks
+    cover all that they see, or those before `dense_length`."""
+    T, S = call.q.shape[1], call.k.shape[1]
+    s, length = config.selection_block_size, config.dense_length
+    if length == sys.maxsize:
+        return T
+    n = config.num_initial_blocks + config.num_selected_blocks
+    n += config.num_local_blocks if config.causal else 0
+    # an exported graph has one form for all lengths
+    known = not isinstance(call.q_offset, Tensor) and not is_exporting()
+    # blocks whose windows end later are no candidates; gradients of scores need the ranking
+    whole = config.d <= s and not config.use_diff_topk
+    whole = whole and (config.num_local_blocks > 0 or not config.causal)
+    if known and (length >= S or (whole and blocks.num_blocks(S, s) <= n)):
+        return T
+    if not config.causal or not length or isinstance(call.q_offset, Tensor):
+        return 0
+    return max(0, min(T, length - call.q_offset))
+
+
+def without_first(call: Call, m: int) -> Call:
+    """The call without its first m queries."""
+    if m == 0:
+        return call
+    cq = None if call.cq is None else call.cq[:, m:]
+    return call.but(q=call.q[:, m:], cq=cq, q_offset=call.q_offset + m, leader_indices=None)
+
+
+def dense_attention(
+    call: Call, config: AttentionConfig, backend: Backend, sinks: Tensor | None
+) -> Tensor:
+    """Attention [B T H E] over all keys, causally over those up to the query."""
+    q, k, v = call.q, call.k, call.v
+    T = q.shape[1]
+    if config.causal and not isinstance(call.q_offset, Tensor):
+        k, v = (t[:, : call.q_offset + T] for t in (k, v))
+    S = k.shape[1]
+    plain = call.documents is None and sinks is None and config.soft_cap is None
+    plain = plain and q.shape[-1] == v.shape[-1] and not transforms.active()
+    # SDPA aligns its causal mask with the first key
+    aligned = not config.causal or T in (1, S)
+    if not plain or not aligned or 0 in q.shape or isinstance(call.q_offset, Tensor):
+        return each_branch.window(call.but(k=k, v=v), config, backend, S, sinks)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=config.causal and T > 1, scale=config.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2)

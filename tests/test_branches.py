@@ -1,0 +1,333 @@
+"""Layers of some of the three branches, one softmax, and where it is dense attention."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import native_sparse_attention as nsa
+from native_sparse_attention import NSAConfig, SparseAttention, Transformer
+from native_sparse_attention.compress import AttentionPool, MeanPool
+from native_sparse_attention.rotary import Rotary, rotation
+from native_sparse_attention.transformer import Attention
+from tests.helpers.layers import DIM, layer
+
+BRANCHES = ("compressed", "selected", "window")
+SUBSETS = [some for r in (1, 2, 3) for some in itertools.combinations(BRANCHES, r)]
+ONE = dict(branches=("selected",))
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def close(actual, expected, tol=1e-12):
+    torch.testing.assert_close(actual, expected, atol=tol, rtol=tol)
+
+
+def tensors(T=41, H=4, K=2, D=8, d=4):
+    q, k, v = normal(2, T, H, D), normal(2, T, K, D), normal(2, T, K, D)
+    return dict(q=q, k=k, v=v), dict(ck=normal(2, T // d, K, D), cv=normal(2, T // d, K, D))
+
+
+SIZES = dict(
+    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
+    num_selected_blocks=2, sliding_window_size=5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "flex"])
+@pytest.mark.parametrize("branches", SUBSETS, ids=" ".join)
+def test_branches_left_out_are_branches_of_gate_0(branches, backend):
+    tokens, compressed = tensors()
+    if backend == "flex":  # which has no float64 on a GPU
+        tokens, compressed = (
+            {n: t.float() for n, t in some.items()} for some in (tokens, compressed)
+        )
+    gates = torch.rand_like(tokens["q"][..., :3])
+    at = [BRANCHES.index(name) for name in branches]
+    some = dict(branches=branches, backend=backend)
+    if len(at) > 1:
+        some["branch_gates"] = gates[..., at]
+    if "compressed" in branches or "selected" in branches:
+        some["ck"] = compressed["ck"]
+    if "compressed" in branches:
+        some["cv"] = compressed["cv"]
+    found = nsa.native_sparse_attention(**tokens, **SIZES, **some)
+    all_gates = torch.zeros_like(gates)
+    all_gates[..., at] = gates[..., at] if len(at) > 1 else 1
+    expected = nsa.native_sparse_attention(
+        **tokens, **compressed, branch_gates=all_gates, **SIZES, backend="eager"
+    )
+    close(found, expected, 1e-5 if backend == "flex" else 1e-12)
+
+
+def sorted_names(module):
+    return sorted(name for name, _ in module.named_parameters())
+
+
+def test_one_softmax_has_the_parameters_of_dense_attention():
+    module = layer(**ONE)
+    assert sorted_names(module) == ["combine_heads.weight", "norm.weight", "to_qkv.weight"]
+    dense = Attention(DIM, dim_head=8, heads=4, kv_heads=2)
+    assert sum(p.numel() for p in module.parameters()) == sum(p.numel() for p in dense.parameters())
+    assert isinstance(module.k_compress, MeanPool) and module.to_strategy_combine is None
+
+
+@pytest.mark.parametrize("branches", SUBSETS, ids=" ".join)
+def test_every_parameter_has_a_gradient(branches):
+    module = layer(branches=branches, attention_sinks=True)
+    module(normal(1, 33, DIM)).square().sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_networks_that_only_rank():
+    """A network learns only through gates of differentiable top-k; then it has positions too."""
+    for given in (AttentionPool(8, 8), None):
+        if given is not None:
+            with pytest.raises(ValueError, match="compress_mlp must have no parameters to train"):
+                layer(**ONE, compress_mlp=given)
+        module = layer(**ONE, compress_mlp=given, use_diff_topk=True)
+        module(normal(1, 65, DIM)).square().sum().backward()
+        learned = [n for n in sorted_names(module) if "compress" in n or "intrablock" in n]
+        wanted = ["k_compress.to_attn_logits.weight", "k_intrablock_positions"]
+        assert learned == (wanted if given is not None else [])
+        assert all(p.grad is not None and p.grad.any() for p in module.parameters())
+    frozen = AttentionPool(8, 8).requires_grad_(False)
+    assert layer(**ONE, compress_mlp=frozen).k_intrablock_positions is None
+
+
+def rotated(t):
+    return rotation(Rotary(t.shape[-1]), t, 0)(t)
+
+
+def as_dense(module, x):
+    """Dense attention with the weights of a layer."""
+    x = module.norm(x)
+    q, k, v = (
+        t.unflatten(-1, (-1, module.dim_head)).transpose(1, 2)
+        for t in module.to_qkv(x).split(module.qkv_split, dim=-1)
+    )
+    q, k = map(rotated, (q, k))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=module.causal, enable_gqa=True)
+    return module.combine_heads(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("backend", ["eager", "flex"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 8, 23, 32])
+def test_covered_queries_are_dense(length, causal, backend):
+    local = 2 if causal else 1
+    module = layer(
+        torch.float32, **ONE, num_initial_blocks=1, num_local_blocks=local, causal=causal,
+        num_selected_blocks=1 if causal else 3, backend=backend, selection_block_size=8,
+    )  # fmt: skip
+    x = torch.randn(2, length, DIM)
+    assert as_dense(module, x).shape == x.shape
+    close(module(x), as_dense(module, x), 1e-5)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "settings, length, is_sdpa",
+    [
+        (dict(num_selected_blocks=3), 32, True),
+        (dict(num_selected_blocks=3), 33, False),
+        (dict(dense_length=64), 64, True),
+        (dict(dense_length=64, soft_cap=4.0), 64, False),
+        (dict(num_selected_blocks=3, num_local_blocks=0), 24, False),
+        (dict(num_selected_blocks=3, use_diff_topk=True), 24, False),
+    ],
+)
+def test_dense_attention_runs_through_sdpa(settings, length, is_sdpa):
+    module, seen = layer(torch.float32, **ONE | settings), Seen()
+    with torch.no_grad(), seen:
+        module(torch.randn(1, length, DIM))
+    assert any("scaled_dot_product" in name for name in seen.names) == is_sdpa
+
+
+@pytest.mark.parametrize("settings", [{}, dict(soft_cap=2.0), dict(attention_sinks=True)], ids=str)
+def test_dense_length(settings):
+    """Queries before it see all keys before them, the others their blocks: in a forward, packed,
+    over a cache in any chunks, and with sequences of different lengths."""
+    module, length = layer(**ONE, dense_length=20, num_selected_blocks=1, **settings), 53
+    sparse, dense = (layer(**ONE, num_selected_blocks=1, **settings) for _ in range(2))
+    for other in (sparse, dense):
+        other.load_state_dict(module.state_dict())
+    dense.dense = True
+    x = normal(2, length, DIM)
+    expected = torch.cat((dense(x)[:, :20], sparse(x)[:, 20:]), dim=1)
+    assert (dense(x) - sparse(x))[:, 20:].abs().max() > 1e-3
+    close(module(x), expected)
+    close(module(x[:, :20]), dense(x[:, :20]))
+
+    cu_seqlens = torch.tensor([0, 30, 53])
+    packed = torch.cat((x[:, :30], x[:, :23]), dim=1)
+    for row, out in zip(
+        packed, (module(row[None], cu_seqlens=cu_seqlens) for row in packed), strict=True
+    ):
+        close(out[0, :30], module(row[None, :30])[0])
+        close(out[0, 30:], module(row[None, 30:])[0])
+
+    with torch.no_grad():
+        for chunks in ([53], [7, 20, 26], [1] * 53, [19, 1, 1, 32]):
+            cache, outs = None, []
+            for part in x.split(chunks, dim=1):
+                out, cache = module(part, cache, return_cache=True)
+                outs.append(out)
+            close(torch.cat(outs, dim=1), expected)
+        _, cache = module(x[:, :25], lengths=[12, 25], return_cache=True)
+        ragged = torch.stack((x[0, 12:32], x[1, 25:45]))
+        rest = module(ragged, cache)
+    close(rest[0], expected[0, 12:32])
+    close(rest[1], expected[1, 25:45])
+
+
+def test_dense_length_of_sequences_without_an_order():
+    module = layer(**ONE, dense_length=20, num_selected_blocks=0, causal=False)
+    x = normal(1, 50, DIM)
+    close(module(x[:, :20]), as_dense(module, x[:, :20]))
+    assert (module(x) - as_dense(module, x)).abs().max() > 1e-3
+    out = module(x, cu_seqlens=torch.tensor([0, 30, 50]))
+    close(out[:, 30:], as_dense(module, x[:, 30:]))
+    close(out[:, :30], module(x[:, :30]))
+
+
+def test_dense_at_run_time():
+    module, x = layer(**ONE), normal(2, 60, DIM)
+    before = module(x)
+    module.dense = True
+    close(module(x), as_dense(module, x))
+    with torch.no_grad():
+        out, cache = module(x[:, :31], return_cache=True)
+        close(torch.cat((out, module(x[:, 31:], cache)), dim=1), as_dense(module, x))
+    module.dense = False
+    close(module(x), before)
+    other = layer()
+    with pytest.raises(ValueError, match=r"dense goes with branches=\('selected',\) only"):
+        other.dense = True
+    with pytest.raises(ValueError, match="dense must be True or False"):
+        module.dense = 2
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_importance_max(shared):
+    """The largest mean logit of a block's windows, written out."""
+    T, s, d, n = 45, 8, 2, 2
+    tokens, _ = tensors(T)
+    q, ck = tokens["q"], normal(2, T // d, 2, 8)
+    sizes = dict(
+        compress_block_size=4, compress_block_sliding_stride=d, selection_block_size=s,
+        num_selected_blocks=n, importance="max", query_heads_share_selected_kv=shared,
+    )  # fmt: skip
+    found = nsa.select_blocks(q, ck, **sizes)
+    for b, i, r in itertools.product(range(2), range(T), range(2 if shared else 4)):
+        query = q[b, i, 2 * r : 2 * r + 2].mean(0) if shared else q[b, i, r]
+        keys = ck[b, :, r if shared else r // 2]
+        blocks = {c: (keys[4 * c : 4 * c + 4] @ query).max() for c in range(i // s)}
+        best = sorted(blocks, key=lambda c: -blocks[c])[:n]
+        assert found[b, i, r].tolist() == best + [-1] * (n - len(best))
+
+
+def test_ranking_on_rotated_keys():
+    module = layer(**ONE, rank_rotated=True)
+    x = normal(1, 70, DIM)
+    rows = module.norm(x)
+    q, k, v = (
+        t.unflatten(-1, (-1, 8)) for t in module.to_qkv(rows).split(module.qkv_split, dim=-1)
+    )
+    q, k = (rotated(t.transpose(1, 2)) for t in (q, k))
+    windows = F.pad(k, (0, 0, 4, 0)).unfold(2, 8, 4).mean(-1)
+    out = nsa.native_sparse_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v, windows.transpose(1, 2), **SIZES, **ONE
+    )
+    close(module(x), module.combine_heads(out.flatten(2)))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(branches=()), "branches must be some of 'compressed', 'selected', 'window'"),
+        (dict(branches="selected"), "branches must be some of"),
+        (dict(branches=("selected", "selected")), "each once"),
+        (dict(branches=("selected", "far")), "each once, got"),
+        (dict(dense_length=8), r"dense_length goes with branches=\('selected',\) only"),
+        (dict(ONE, dense_length=-1), "dense_length must be an integer of at least 0"),
+        (dict(ONE, dense_length=6, selection_stride=4), "a multiple of selection_stride=4"),
+        (dict(rank_rotated=True), "rank_rotated=True needs branches without 'compressed'"),
+        (dict(ONE, rank_rotated=1), "rank_rotated must be"),
+        (
+            dict(ONE, strategy_combine_mlp=torch.nn.Linear(DIM, 4)),
+            "strategy_combine_mlp must be None",
+        ),
+        (
+            dict(branches=("selected", "window"), strategy_combine_mlp=torch.nn.Linear(DIM, 12)),
+            r"must map \[b n dim\] to \[b n 2\*heads\]",
+        ),
+    ],
+)
+def test_bad_settings(given, message):
+    with pytest.raises(ValueError, match=message):
+        layer(**given)
+
+
+@pytest.mark.parametrize("name", ["cv", "mem_k", "branch_gates", "window_k", "sinks"])
+def test_tensors_without_a_branch(name):
+    tokens, compressed = tensors()
+    given = dict(
+        cv=compressed["cv"], mem_k=normal(2, 1, 8), branch_gates=normal(2, 41, 4, 3),
+        window_k=tokens["k"], sinks=normal(3, 4),
+    )  # fmt: skip
+    message = f"{name} must be None with branches" if name != "sinks" else "sinks must"
+    with pytest.raises(ValueError, match=message):
+        nsa.native_sparse_attention(
+            **tokens, ck=compressed["ck"], **{name: given[name]}, **SIZES, **ONE
+        )
+    with pytest.raises(ValueError, match="ck"):
+        nsa.native_sparse_attention(**tokens, **SIZES, **ONE)
+
+
+def test_gates_begin_at_the_window():
+    for branches in SUBSETS[3:]:
+        module = SparseAttention(DIM, 8, 4, 5, 8, 8, 2, branches=branches)
+        gates = module.gates(torch.randn(1, 1, DIM))[0, 0, 0]
+        others = -2.0 if "window" in branches else 0.0
+        start = [2.0 if name == "window" else others for name in branches]
+        close(gates, torch.tensor(start).sigmoid(), 1e-6)
+        module.to_strategy_combine[0].bias.data.zero_()
+        module.reset_gate()
+        close(module.gates(torch.randn(1, 1, DIM))[0, 0, 0], torch.tensor(start).sigmoid(), 1e-6)
+
+
+def test_config_keeps_the_order_of_branches():
+    config = NSAConfig(dim=DIM, dim_head=8, heads=4, branches=["window", "selected"])
+    assert config.branches == ("selected", "window")
+    module = SparseAttention.from_config(config)
+    assert module.config == config and module.branches == config.branches
+    assert config.dense.dense_length == sys.maxsize
+
+
+@pytest.mark.parametrize("settings", [ONE, dict(ONE, rank_rotated=True, importance="max")], ids=str)
+def test_transformer_samples_with_its_cache(settings):
+    torch.manual_seed(0)
+    model = Transformer(
+        num_tokens=16, dim=DIM, depth=2, dim_head=8, heads=4, kv_heads=2, use_sparse_attn=True,
+        sparse_attn_kwargs=dict(SIZES, **settings),
+    )  # fmt: skip
+    prompt = torch.randint(16, (2, 21))
+    with torch.no_grad():
+        with_cache = model.sample(prompt, 50, temperature=0.0, use_cache_kv=True)
+        without = model.sample(prompt, 50, temperature=0.0, use_cache_kv=False)
+    assert torch.equal(with_cache, without)
