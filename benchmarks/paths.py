@@ -31,7 +31,6 @@ RESULTS = common.RESULTS / "paths.jsonl"
 WITHOUT: dict[str, dict[str, Any]] = {
     "unions": {"union": None},
     "blocks shared by neighbours": {"union_sm90": False},
-    "query-major in Gluon": {"query_major_sm90": False},
     "key-major in Gluon": {"key_major_sm90": False},
     "dq in parts": {"key_major_dq_sm90": False},
     "compressed and window in Gluon": {"flash_sm90": False},

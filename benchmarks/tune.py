@@ -66,7 +66,7 @@ ALONE = ["compressed", "selected", "window", "select", "select-probs"]
 ALWAYS, NEVER = 1e-3, 1e6
 
 # what turns them off
-IN_GLUON = ("query_major_sm90", "flash_sm90", "key_major_sm90", "softmax_mass_sm90", "union_sm90")
+IN_GLUON = ("flash_sm90", "key_major_sm90", "softmax_mass_sm90", "union_sm90")
 
 
 class Asked(Exception):

@@ -36,6 +36,6 @@ def test_layer_compiles(capability):
         assert f".{kernel} " in done.stdout
     if capability == 90 and compiled_in_gluon():
         for kernel in ("flash_fwd", "flash_dq", "flash_dkv", "selected_fwd_key_major",
-                       "selected_bwd_key_major", "selected_fwd_union", "topk_softmax_mass",
-                       "selected_fwd_query_major", "selected_dq_query_major"):  # fmt: skip
+                       "selected_bwd_key_major", "selected_fwd_union",
+                       "topk_softmax_mass"):  # fmt: skip
             assert f".nsa_{kernel}_sm90 " in done.stdout

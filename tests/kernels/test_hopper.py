@@ -130,8 +130,10 @@ def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
 
 @pytest.mark.parametrize("most", [True, False])
 @pytest.mark.parametrize(
-    "H, make_unions", [(32, launch.UnionRule(4, 1.6, 0)), (8, launch.UnionRule(16, 5.0, 0))]
-)
+    "H, make_unions",
+    [(32, launch.UnionRule(4, 1.6, 0)), (64, launch.UnionRule(2, 0.95, 0)),
+     (8, launch.UnionRule(16, 5.0, 0))],
+)  # fmt: skip
 def test_alike(launches, most, H, make_unions):
     """Where most neighbours are alike dq is formed of their unions, as the device says; of few
     heads a group the forward of those that are, beside the first part of the others'."""
@@ -252,7 +254,7 @@ def test_layer(launches, heads, T, S, settings):
     tensors = [t.requires_grad_() for t in (q, k, v, ck, cv, gates)]
     d_out = torch.randn_like(q)
     call = tensors, d_out
-    none = dict.fromkeys(("query_major_sm90", "flash_sm90", "key_major_sm90", "union_sm90"), False)
+    none = dict.fromkeys(("flash_sm90", "key_major_sm90", "union_sm90"), False)
     plain = layer(*call, none, **settings)
     assert launches == {}
     first = layer(*call, {"key_major_dq_sm90": True}, **settings)
@@ -340,9 +342,7 @@ def test_captured_without_a_sync(waits_for_nothing):
         compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
         num_selected_blocks=5, num_local_blocks=2, sliding_window_size=255,
     )  # fmt: skip
-    within = dict.fromkeys(
-        ("query_major_sm90", "flash_sm90", "union_sm90", "key_major_dq_sm90"), True
-    )
+    within = dict.fromkeys(("flash_sm90", "union_sm90", "key_major_dq_sm90"), True)
     within["union"] = launch.UnionRule(4, 1.6, least=0)
     right = layer(tensors, d_out, within, **settings)
     torch.cuda.synchronize()

@@ -58,7 +58,6 @@ def small_problems():
     with launch.using(
         dict.fromkeys(
             (
-                "query_major_sm90",
                 "flash_sm90",
                 "union_sm90",
                 "key_major_dq_sm90",

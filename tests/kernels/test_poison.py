@@ -145,7 +145,6 @@ def test_the_same_bits(case, heads, dtype, T):
     with launch.using(
         dict.fromkeys(
             (
-                "query_major_sm90",
                 "flash_sm90",
                 "union_sm90",
                 "key_major_dq_sm90",

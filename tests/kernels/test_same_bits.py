@@ -61,10 +61,8 @@ def small(H, K, stride=1):
     return problem.Setting(T=1024, H=H, K=K, n=5, w=255, stride=stride)
 
 
-GLUON = {"query_major_sm90": True, "flash_sm90": True, "key_major_sm90": True}
-TRITON = dict.fromkeys(
-    ("query_major_sm90", "flash_sm90", "key_major_sm90", "union_sm90", "softmax_mass_sm90"), False
-)
+GLUON = {"flash_sm90": True, "key_major_sm90": True}
+TRITON = dict.fromkeys(("flash_sm90", "key_major_sm90", "union_sm90", "softmax_mass_sm90"), False)
 UNION = launch.UnionRule(4, 1.6, least=0)
 # heads, tokens a ranking, importance, neighbours that are almost one, what serves
 CASES = {

@@ -4,6 +4,8 @@ and all gradients within the budget of its branches, against fp64."""
 import pytest
 import torch
 
+from benchmarks.problem import pooled
+from native_sparse_attention import native_sparse_attention
 from tests.helpers import selections
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.composition import assert_layer_right
@@ -18,7 +20,6 @@ FORCED = {"num_initial_blocks": 1, "num_local_blocks": 2}
 # the kernels in Triton, where a Hopper takes others
 IN_TRITON = dict.fromkeys(
     (
-        "query_major_sm90",
         "flash_sm90",
         "key_major_sm90",
         "key_major_dq_sm90",
@@ -106,3 +107,18 @@ def test_settings(heads, settings):
     causal = settings.get("causal", True)
     tensors = draw(*heads, 128, 128, 500, 500, 16, bf16, causal, memory=2)
     assert_layer_right(tensors, sizes(), **{"forced": FORCED, **settings})
+
+
+def test_gates_of_rows_far_apart():
+    """The third of three begins more than 2^31 elements behind the first."""
+    B, T, H, D, apart = 3, 128, 64, 128, (1 << 30) + 64
+    if torch.cuda.mem_get_info()[0] < 6 * apart:
+        pytest.skip("needs 6.5 GB")
+    shapes = (B, T, H, D), (B, T, 1, D), (B, T, 1, D), (B, T, H, 3)
+    q, k, v, gates = (torch.randn(shape, device=DEVICE).to(bf16) for shape in shapes)
+    ck, cv = (pooled(t, 32, 16) for t in (k, v))
+    room = gates.new_empty((B - 1) * apart + gates[0].numel())
+    far = room.as_strided(gates.shape, (apart, *gates.stride()[1:])).copy_(gates)
+    settings = sizes(n=2, w=63) | dict(backend="triton")
+    outs = [native_sparse_attention(q, k, v, ck, cv, each, **settings) for each in (gates, far)]
+    assert torch.equal(*outs)

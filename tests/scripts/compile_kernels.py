@@ -35,7 +35,6 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 # what a launch of few tokens does not take by itself
 ON_A_HOPPER = {
-    "query_major_sm90": True,
     "flash_sm90": True,
     "key_major_dq_sm90": True,
     "softmax_mass_sm90": True,
@@ -306,13 +305,6 @@ if __name__ == "__main__":
                         dtype, (4, 1, width, width), S=192, selection_block_size=64,
                         selection_stride=stride,
                     )  # fmt: skip
-    if not some or "query_major" in some:
-        with launch.using({"query_major_sm90": True}):
-            for heads in (1, 2, 4, 8, 16, 32, 64):
-                layer(
-                    torch.bfloat16, (heads, 1, 128, 128), S=192, slots=0, selection_block_size=64,
-                    selection_stride=64 // heads,
-                )  # fmt: skip
     if not some or "flash" in some:
         with launch.using({"flash_sm90": True}):
             for heads in (1, 2, 4, 8, 16, 32, 64):

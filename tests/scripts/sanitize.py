@@ -209,7 +209,7 @@ def alike() -> None:
     with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
-        some, cost = union.allocate_unions(selection, 12, DTYPE, beside_shared=True)
+        some, cost = union.allocate_unions(selection, 12, DTYPE)
         union.write_unions(selection, some, cost, union.allocate(selection, 8, 4), chunk=3)
         for heads in (12, 1):
             q, k, v = (draw(2, 19, h, 24) for h in (heads, 1, 1))
@@ -223,11 +223,9 @@ def alike() -> None:
 
 
 def hopper() -> None:
-    """Neighbours that chose differently: blocks read once for all of them, some of them united; and
-    what stands in for other kernels where heads fill a tile."""
+    """Neighbours that chose differently: blocks read once for all of them, some of them united."""
     tried = dict.fromkeys(
-        ("query_major_sm90", "flash_sm90", "union_sm90", "key_major_dq_sm90", "softmax_mass_sm90"),
-        True,
+        ("flash_sm90", "union_sm90", "key_major_dq_sm90", "softmax_mass_sm90"), True
     )
     tried["union"] = launch.UnionRule(4, 1.1, least=0)
     with launch.using(tried):

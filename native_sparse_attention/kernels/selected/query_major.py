@@ -32,7 +32,6 @@ from ..common.primitives import (
     store_combined,
     store_rows,
 )
-from . import query_major_sm90
 from .query_major_steps import (
     own_tiles,
     query_tile,
@@ -319,12 +318,6 @@ def forward(
     out, lse = outputs or partial or launch.empty_outputs(q, v)
 
     def run(is_union: bool) -> None:
-        call = (q, k, v, selection, scale)
-        whole, run_if = unions is None or is_union, unions.any_union if unions is not None else None
-        if whole and query_major_sm90.is_supported(*call, "forward", unions, run_if):
-            add = partial is not None
-            query_major_sm90.forward(*call, out, lse, add, norms, combine_inputs, unions, run_if)
-            return
         grid, args = arguments(q, k, v, selection, "forward", unions, is_union, rare)
         # small tiles wait for keys, not for the running maximum
         bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
@@ -366,11 +359,6 @@ def backward_q(
         dq.begin()
     dq_args = dq.arguments()
     for is_union in (False,) if unions is None else (False, True):
-        call = (q, k, v, selection, scale)
-        whole = unions is None or is_union
-        if whole and query_major_sm90.is_supported(*call, "dq", unions, run_if):
-            query_major_sm90.backward_q(*call, bwd, dq_args, unions, run_if)
-            continue
         grid, args = arguments(q, k, v, selection, "dq", unions, is_union, run_if is not None)
         args |= bwd.arguments() | dq_args
         nsa_selected_dq_query_major[grid](

@@ -9,7 +9,7 @@ have a union. A packed block has the block in its low 32 bits, a bit per member 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,7 +32,6 @@ class Unions:
     blocks: Tensor  # [B R groups limit] int64
     counts: Tensor  # [B R groups] int32
     members: int  # of a group
-    any_union: Tensor | None = None  # [] int32, with shared unions: whether any group has a union
 
     @property
     def groups(self) -> int:
@@ -161,19 +160,15 @@ def nsa_selected_union(
 
 
 @triton.jit(do_not_specialize=["groups", "shared_groups"])
-def nsa_selected_union_settle(
-    counts, shared_counts, any_union, groups, shared_groups, BLOCK: tl.constexpr
-):
+def nsa_selected_union_settle(counts, shared_counts, groups, shared_groups, BLOCK: tl.constexpr):
     """One program. If at least half of the shared unions have groups with unions, these groups keep
-    their unions and the shared ones get size -1. Otherwise no group keeps a union, and `any_union`
-    is 0."""
+    their unions and the shared ones get size -1. Otherwise no group keeps a union."""
     i = tl.arange(0, BLOCK)
     overlapping = tl.zeros([BLOCK], tl.int32)
     for first in range(0, shared_groups, BLOCK):
         size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
         overlapping += (size < 0).to(tl.int32)
     few = tl.sum(overlapping, 0) < shared_groups - tl.sum(overlapping, 0)
-    tl.store(any_union, tl.where(few, 0, 1))
     for first in range(0, shared_groups, BLOCK):
         size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
         size = tl.where(size < 0, tl.where(few, -1 - size, -1), size)
@@ -217,16 +212,16 @@ def write_unions(
     )  # fmt: skip
     if shared is not None and cost is not None:
         nsa_selected_union_settle[(1,)](
-            unions.counts, shared.counts, unions.any_union, unions.counts.numel(),
-            shared.counts.numel(), BLOCK=2048, num_warps=8,
+            unions.counts, shared.counts, unions.counts.numel(), shared.counts.numel(),
+            BLOCK=2048, num_warps=8,
         )  # fmt: skip
 
 
 def allocate_unions(
-    selection: Selection, H: int, dtype: torch.dtype, beside_shared: bool = False
+    selection: Selection, H: int, dtype: torch.dtype
 ) -> tuple[Unions | None, float]:
-    """Allocate the unions of a call with H query heads, with or without shared unions. Returns them
-    and the cost of a block of a union; (None, 0.0) if unions cannot be faster."""
+    """Allocate the unions of a call with H query heads. Returns them and the cost of a block of a
+    union; (None, 0.0) if unions cannot be faster."""
     B, _T, R, n = selection.block_indices.shape
     rule = launch.union_rule(H // R * selection.stride, dtype)
     if rule is None or selection.gates is not None or not n:
@@ -238,10 +233,7 @@ def allocate_unions(
         return None, 0.0
     # a larger union is slower than its members
     limit = min(int(rule.members * n / rule.cost) + 1, rule.members * n)
-    unions = allocate(selection, rule.members, limit)
-    if beside_shared:
-        unions = replace(unions, any_union=unions.counts.new_empty(()))
-    return unions, rule.cost
+    return allocate(selection, rule.members, limit), rule.cost
 
 
 def make_unions(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:

@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 def plan(q: Tensor, k: Tensor, selection: Selection) -> Plan:
     """Allocate the unions that `run` writes."""
     blocks = min(MEMBERS * selection.block_indices.shape[3], cdiv(k.shape[1], selection.s))
-    overlapping, cost = union.allocate_unions(selection, q.shape[2], q.dtype, beside_shared=True)
+    overlapping, cost = union.allocate_unions(selection, q.shape[2], q.dtype)
     return Plan(overlapping, max(cost, OVERLAPPING), union.allocate(selection, MEMBERS, blocks))
 
 

@@ -275,38 +275,6 @@ def test_where_listed_blocks_are_walked_on_a_hopper(monkeypatch, change, served,
 
 
 @pytest.mark.parametrize("change, served", [
-    ({}, True), ({"H": 8, "stride": 8}, True), ({"stride": 16}, True),
-    ({"H": 64, "stride": 1}, True), ({"stride": 1, "united": 4}, True),
-    ({"stride": 1, "united": 3}, False),
-    ({"stride": 8, "united": 4}, False), ({"stride": 2}, False), ({"stride": 6}, False),
-    ({"H": 12, "stride": 16}, False), ({"H": 3, "stride": 64}, False),
-    ({"causal": False, "local": 0}, True), ({"dtype": torch.float16}, True),
-    ({"dtype": torch.float32}, False), ({"D": 64, "E": 64}, False), ({"E": 64}, False),
-    ({"s": 32}, False), ({"S": 500}, False), ({"n": 0}, False), ({"local": 0}, False),
-    ({"soft_cap": 2.0}, False), ({"scale": -1.0}, False), ({"T": 0}, False),
-    ({"gated": True}, False), ({"strided": True}, False), ({"allowed": False}, False),
-    ({"sized": True}, False), ({"allowed": None, "T": 384}, True),
-    ({"allowed": None, "T": 380}, False),
-    ({"allowed": None, "T": 3072, "stride": 1, "united": 4}, True),
-    ({"allowed": None, "T": 3076, "stride": 1, "united": 4}, False),
-    ({"allowed": None, "T": 3076}, True),
-])  # fmt: skip
-def test_where_a_tile_has_a_list_on_a_hopper(monkeypatch, change, served):
-    """On a GPU of 6 multiprocessors that could."""
-    hopper = pytest.importorskip("native_sparse_attention.kernels.selected.query_major_sm90")
-    monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
-    monkeypatch.setattr(hopper.sm90, "multiprocessors", lambda device: 6)
-    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
-    tensors, selection, at = a_selection({"stride": 4} | change)
-    unions = SimpleNamespace(members=at["united"]) if "united" in at else None
-    sizes = [16, 16] * 9 if at.get("sized") else None
-    with launch.using({"query_major_sm90": at.get("allowed", True)}), sized(sizes):
-        for kernel in ("forward", "dq"):
-            found = hopper.is_supported(*tensors, selection, at["scale"], kernel, unions)
-            assert found == served
-
-
-@pytest.mark.parametrize("change, served", [
     ({}, True), ({"D": 64, "E": 64}, True), ({"H": 9}, True), ({"H": 32, "K": 2}, True),
     ({"causal": False, "local": 0}, True), ({"dtype": torch.float16}, True),
     ({"dtype": torch.float32}, False), ({"D": 192}, False), ({"D": 96, "E": 96}, False),
