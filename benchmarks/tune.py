@@ -84,7 +84,7 @@ def candidates(kernel: str, width: int) -> Iterator[Any]:
     """A grid of tiles. Those of `query_major` have as many rows as share block indices, whatever
     they say. A rule that costs next to nothing makes all unions, ALWAYS; one of NEVER none."""
     if kernel == "union":
-        for count, cost in itertools.product((2, 4, 8, 16), (ALWAYS, 1.2, 1.6, 2.4, 5.0, NEVER)):
+        for count, cost in itertools.product((2, 4, 8), (ALWAYS, 1.2, 1.6, 2.4, 5.0, NEVER)):
             yield UnionRule(count, cost, least=0)
         return
     if kernel.startswith("ranking"):

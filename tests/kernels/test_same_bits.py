@@ -79,7 +79,7 @@ CASES = {
     "dq by block": (16, 1, 1, "probs", 1, {**GLUON, "softmax_mass_sm90": True,
     "key_major_dq_sm90": True}), "a tile a list": (32, 2, 4, "logits", 1, GLUON),
     "pairs": (8, 2, 1, "logits", 1, GLUON),
-    "pairs and unions": (8, 2, 1, "probs", 16, {**GLUON, "softmax_mass_sm90": True}),
+    "pairs of alike neighbours": (8, 2, 1, "probs", 16, {**GLUON, "softmax_mass_sm90": True}),
     "pairs of one head": (2, 2, 1, "logits", 1, GLUON),
     "many tokens a ranking": (2, 2, 16, "probs", 1, {**GLUON, "union_sm90": True}),
     "by other kernels": (32, 2, 1, "probs", 16, {**TRITON, "union": UNION}),

@@ -204,22 +204,20 @@ def ragged() -> None:
 
 
 def alike() -> None:
-    """Neighbours that chose the same blocks, united, query by query and block by block; and united
-    for blocks that are shared."""
+    """Neighbours that chose the same blocks, united; and united for blocks that are shared."""
     with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
         some, cost = union.allocate_unions(selection, 12, DTYPE)
         union.write_unions(selection, some, cost, union.allocate(selection, 8, 4), chunk=3)
-        for heads in (12, 1):
-            q, k, v = (draw(2, 19, h, 24) for h in (heads, 1, 1))
-            lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
-            lists = lists.expand(2, 19, 1, 3).clone()
-            lists[:, 8:12] = torch.randint(-1, 4, (2, 4, 1, 3), device=DEVICE, dtype=torch.int32)
-            run(
-                selected_attention, q, k, v, lists, selection_block_size=5, num_initial_blocks=0,
-                num_local_blocks=0,
-            )  # fmt: skip
+        q, k, v = (draw(2, 19, heads, 24) for heads in (12, 1, 1))
+        lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
+        lists = lists.expand(2, 19, 1, 3).clone()
+        lists[:, 8:12] = torch.randint(-1, 4, (2, 4, 1, 3), device=DEVICE, dtype=torch.int32)
+        run(
+            selected_attention, q, k, v, lists, selection_block_size=5, num_initial_blocks=0,
+            num_local_blocks=0,
+        )  # fmt: skip
 
 
 def hopper() -> None:

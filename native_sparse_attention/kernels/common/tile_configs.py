@@ -86,13 +86,10 @@ class UnionRule:
 
 
 # by rows of a selection's tile. `cost` is the time of one block for a tile of members x rows rows,
-# relative to the time of one block for a single selection (query-major, or key-major under FEW_ROWS
-# rows). Unions of two selections of 32 rows are faster for any overlap, so their cost is under 1
-# (H200, H = 64, K = 2, 8k: 1.00 ms instead of 1.39; not tried with shared block indices). 256
-# groups are 512 tokens of 8 KV heads: a layer's forward takes 97 µs instead of 110 (H200)
+# relative to the time of one block for a single selection. Unions of two selections of 32 rows are
+# faster for any overlap, so their cost is under 1 (H200, H = 64, K = 2, 8k: 1.00 ms instead of
+# 1.39; not tried with shared block indices). Selections of up to 8 rows are read key-major
 UNION_RULES = {
-    4: UnionRule(16, 5.0, least=256),
-    8: UnionRule(8, 1.8),
     16: UnionRule(4, 1.6),
     32: UnionRule(2, 0.95),
 }

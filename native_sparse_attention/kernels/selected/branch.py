@@ -155,19 +155,12 @@ def empty_attention(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class KeyMajorPlan(NamedTuple):
-    """Plan of the key-major forward. `query_major.py` reads the unions `overlapping`; the other
-    tokens keep their block indices in `rest`. `run` transposes `rest` only without unions."""
+    """Plan of the key-major forward."""
 
-    overlapping: Unions | None
-    cost: float
-    rest: Selection
     block_csr: CSRPlan
 
     def run(self, selection: Selection) -> None:
-        if self.overlapping is not None:
-            union.write_unions(selection, self.overlapping, self.cost, rest=self.rest.block_indices)
-        else:
-            self.block_csr.run(self.rest.block_indices)
+        self.block_csr.run(selection.block_indices)
 
 
 def allocate(
@@ -178,12 +171,8 @@ def allocate(
         return union_sm90.plan(q, k, selection)
     if not selection.block_indices.numel() or not is_key_major(selection, q, k, v):
         return None
-    overlapping, cost = union.allocate_unions(selection, q.shape[2], q.dtype)
-    rest = selection
-    if overlapping is not None:
-        rest = replace(selection, block_indices=torch.empty_like(selection.block_indices))
     rows = q.shape[2] // selection.block_indices.shape[2]
-    return KeyMajorPlan(overlapping, cost, rest, workspace.allocate(q, k, rest, "forward", rows))
+    return KeyMajorPlan(workspace.allocate(q, k, selection, "forward", rows))
 
 
 @contextmanager
@@ -216,18 +205,7 @@ def topn_forward(
     """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`."""
     call = (q, k, v, selection, scale)
     if isinstance(plan, KeyMajorPlan):
-        rest, block_csrs, pair_outputs = plan.rest, plan.block_csr.chunks, None
-        if plan.overlapping is not None:
-            outputs = partial or empty_attention(q, v)
-            pair_outputs = key_major.allocate(q, v, rest, block_csrs)
-            with streams.forked(q.device, ahead=True) as side:
-                with side:  # short dependent programs, then the first chunk
-                    plan.block_csr.run(rest.block_indices)
-                    key_major.launch_chunk(q, k, v, rest, scale, block_csrs[0], pair_outputs)
-                partial = query_major.forward(*call, partial, plan.overlapping, outputs, norms)
-        return key_major.forward(
-            q, k, v, rest, scale, block_csrs, partial, combine_inputs, pair_outputs
-        )
+        return key_major.forward(*call, plan.block_csr.chunks, partial, combine_inputs)
     if plan is None:
         unions = union.make_unions(selection, q.shape[2], q.dtype)
         return query_major.forward(
@@ -239,7 +217,7 @@ def topn_forward(
         if plan.overlapping is not None:
             with side:
                 query_major.forward(
-                    *call, partial, plan.overlapping, outputs, norms, combine_inputs, rare=True
+                    *call, partial, plan.overlapping, outputs, norms, combine_inputs
                 )
     return outputs
 

@@ -269,36 +269,6 @@ def arguments(
     )  # fmt: skip
 
 
-def allocate(
-    q: Tensor, v: Tensor, selection: Selection, block_csrs: list[BlockCSR]
-) -> tuple[Tensor, Tensor]:
-    """Partial out and lse (in units of log2) per pair and head, for the longest chunk."""
-    max_length = max(block_csr.length for block_csr in block_csrs)
-    rows = q.shape[0] * max_length * q.shape[2] * selection.block_indices.shape[-1]
-    return q.new_empty(rows, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
-
-
-def launch_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
-    block_csr: BlockCSR,
-    pair_outputs: tuple[Tensor, Tensor],
-) -> None:
-    """Writes partial out and lse of a chunk."""
-    partial_out, partial_lse = pair_outputs
-    if key_major_sm90.is_supported(q, k, v, selection, scale, "forward"):
-        key_major_sm90.forward(q, k, v, selection, scale, block_csr, *pair_outputs)
-        return
-    nsa_selected_fwd_key_major[(len(block_csr.owner),)](
-        partial_out=partial_out, partial_lse=partial_lse, first=block_csr.first,
-        length=block_csr.length, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
-        BLOCK_S=launch.padded(selection.s), **arguments(q, k, v, selection, block_csr, "forward"),
-    )  # fmt: skip
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -308,24 +278,32 @@ def forward(
     block_csrs: list[BlockCSR],
     partial: tuple[Tensor, Tensor] | None = None,
     combine_inputs: CombineInputs | None = None,
-    pair_outputs: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`, out
-    and lse of other keys. Writes the layer's output of `combine_inputs`. Chunks have all heads;
-    `pair_outputs`, if given, holds the partials of the first chunk."""
+    and lse of other keys. Writes the layer's output of `combine_inputs`. Chunks have all heads."""
     (B, T, H, _), E = q.shape, v.shape[-1]
     out, lse = partial or launch.empty_outputs(q, v)
     R, n = selection.block_indices.shape[2:]
-    launched = pair_outputs is not None
-    pair_outputs = pair_outputs or allocate(q, v, selection, block_csrs)
-    for number, block_csr in enumerate(block_csrs):
-        if number > 0 or not launched:
-            launch_chunk(q, k, v, selection, scale, block_csr, pair_outputs)
+    # of each pair and head, in the longest chunk; lse in units of log2
+    rows = B * max(block_csr.length for block_csr in block_csrs) * H * n
+    partial_out, partial_lse = q.new_empty(rows, E), q.new_empty(rows, dtype=torch.float32)
+    on_hopper = key_major_sm90.is_supported(q, k, v, selection, scale, "forward")
+    for block_csr in block_csrs:
+        if on_hopper:
+            key_major_sm90.forward(q, k, v, selection, scale, block_csr, partial_out, partial_lse)
+        else:
+            nsa_selected_fwd_key_major[(len(block_csr.owner),)](
+                partial_out=partial_out, partial_lse=partial_lse, first=block_csr.first,
+                length=block_csr.length, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
+                BLOCK_S=launch.padded(selection.s),
+                **arguments(q, k, v, selection, block_csr, "forward"),
+            )  # fmt: skip
         grid, flipped = launch.grid(cdiv(block_csr.length * H, OUT_ROWS), B)
         nsa_selected_reduce_out[grid](
-            *pair_outputs, selection.block_indices, out, lse, T=T, R=R, n=n, first=block_csr.first,
-            length=block_csr.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=OUT_ROWS,
-            SLOTS=next_power_of_2(n), ADD=partial is not None, FLIPPED=flipped,
+            partial_out, partial_lse, selection.block_indices, out, lse, T=T, R=R, n=n,
+            first=block_csr.first, length=block_csr.length, G=H // R, E=E,
+            BLOCK_E=launch.padded(E), BLOCK_M=OUT_ROWS, SLOTS=next_power_of_2(n),
+            ADD=partial is not None, FLIPPED=flipped,
             **launch.combine_arguments(combine_inputs),
         )  # fmt: skip
     return out, lse

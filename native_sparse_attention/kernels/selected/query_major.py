@@ -251,7 +251,7 @@ def arguments(
     kernel: str,
     unions: Unions | None,
     is_union: bool,
-    rare: bool = False,
+    rare: bool,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid and arguments of both kernels. With `unions` they run the groups that have a union if
     `is_union`, else the other groups. With `rare` few programs have work."""
@@ -310,12 +310,12 @@ def forward(
     outputs: tuple[Tensor, Tensor] | None = None,
     norms: Tensor | None = None,
     combine_inputs: CombineInputs | None = None,
-    rare: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`.
-    With `outputs` writes only the groups that have a union, which are rare with `rare`.
+    With `outputs`, in which another kernel writes most groups, writes only those that have a union.
     `norms` are the key norms. Writes the layer's output of `combine_inputs`."""
     out, lse = outputs or partial or launch.empty_outputs(q, v)
+    rare = outputs is not None
 
     def run(is_union: bool) -> None:
         grid, args = arguments(q, k, v, selection, "forward", unions, is_union, rare)
@@ -328,7 +328,7 @@ def forward(
             **launch.combine_arguments(combine_inputs), **args,
         )  # fmt: skip
 
-    if unions is None or outputs is not None:
+    if unions is None or rare:
         run(unions is not None)
         return out, lse
     with streams.forked(q.device) as side:

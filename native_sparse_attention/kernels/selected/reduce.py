@@ -65,9 +65,7 @@ def nsa_selected_reduce_out(
         weight = tl.exp2(before - origin)
         acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32) * weight[:, None]
         l += weight
-    # rows without block indices, such as rows of unions, read nothing
-    any_indices = tl.max(mask.to(tl.int32)) > 0
-    for j in tl.range(0, tl.where(any_indices, n, 0), loop_unroll_factor=4):
+    for j in tl.range(0, n, loop_unroll_factor=4):
         chosen = real & (tl.load(indices + j, mask=real, other=-1) >= 0)
         at = base + j * G
         weight = tl.exp2(tl.load(partial_lse + at, mask=chosen, other=float("-inf")) - origin)

@@ -51,16 +51,6 @@ def load_blocks(block_indices, b, r, token, slot, T, R, n):
 
 
 @triton.jit
-def copy_indices(block_indices, rest, copied, b, r, token, slot, T, R, n, STRIDE: tl.constexpr):
-    """Copy the block indices of head group r of members to `rest` where `copied`; else write -1."""
-    for j in tl.static_range(STRIDE):
-        t = token + j
-        at = ((b * T + t) * R + r) * n + slot
-        valid = (t >= 0) & (t < T) & (slot < n)
-        tl.store(rest + at, tl.load(block_indices + at, mask=valid & copied, other=-1), mask=valid)
-
-
-@triton.jit
 def spread(x):
     """The low 8 bits, spread to the lowest of four bits each."""
     x = (x | (x << 12)) & 0x000F000F
@@ -92,15 +82,14 @@ def store_by_chunks(blocks, c, held, leads, size, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "start", "limit", "shared_limit", "groups", "all_members"])
 def nsa_selected_union(
-    block_indices, blocks, counts, shared, shared_counts, rest, starts, start, T, R, n, limit,
+    block_indices, blocks, counts, shared, shared_counts, starts, start, T, R, n, limit,
     shared_limit, groups, all_members, cost,
     MEMBERS: tl.constexpr, GROUPS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr, OVERLAPPING: tl.constexpr, REST: tl.constexpr, RAGGED: tl.constexpr,
-    FLIPPED: tl.constexpr,
+    CHUNK: tl.constexpr, OVERLAPPING: tl.constexpr, RAGGED: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: GROUPS groups of MEMBERS members, each without repeated blocks. With OVERLAPPING
     writes each group's union if the union has fewer than 1 / cost of the members' blocks, and its
-    size, else 0. With REST writes to `rest` the block indices, -1 for groups with a union.
+    size, else 0.
 
     With a CHUNK also writes the shared union of all groups and its size. If every group has a
     union, the size is -1 - size, for `nsa_selected_union_settle`; otherwise no group has one."""
@@ -147,10 +136,6 @@ def nsa_selected_union(
             packed = tl.reshape((members.to(tl.int64) << 32) | c, by_group)
             mask = tl.reshape(leads_group, by_group) & (sizes > 0)[:, None]
             tl.store(blocks + at, packed, mask=mask)
-        if REST:
-            copied = tl.reshape(tl.broadcast_to((sizes == 0)[:, None], by_group), c.shape)
-            token = first + member * STRIDE
-            copy_indices(block_indices, rest, copied, b, r, token, i % SLOTS, T, R, n, STRIDE)
     if CHUNK > 0:
         line = line * programs + program
         store_by_chunks(shared + line * shared_limit, c, held, leads, size, CHUNK)
@@ -193,21 +178,19 @@ def write_unions(
     cost: float | None,
     shared: Unions | None = None,
     chunk: int = 0,
-    rest: Tensor | None = None,
 ) -> None:
-    """Writes the unions of groups with enough overlap (no unions without `cost`), the shared unions
-    in chunks, and the block indices of groups without a union to `rest`; see the kernels."""
+    """Writes the unions of groups with enough overlap (no unions without `cost`), and the shared
+    unions in chunks; see the kernels."""
     B, T, R, n = selection.block_indices.shape
     whole = unions if shared is None else shared
     slots = next_power_of_2(n)
     grid, flipped = launch.grid(whole.groups, B * R)
     nsa_selected_union[grid](
         selection.block_indices, unions.blocks, unions.counts, whole.blocks, whole.counts,
-        rest, selection.starts, selection.start, T, R, n, unions.limit, whole.limit, unions.groups,
+        selection.starts, selection.start, T, R, n, unions.limit, whole.limit, unions.groups,
         whole.members, float(cost or 0.0), MEMBERS=unions.members,
         GROUPS=whole.members // unions.members, STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk,
-        OVERLAPPING=cost is not None, REST=rest is not None, RAGGED=selection.starts is not None,
-        FLIPPED=flipped,
+        OVERLAPPING=cost is not None, RAGGED=selection.starts is not None, FLIPPED=flipped,
         num_warps=1 if whole.members * slots <= (128 if chunk else WARP_INDICES) else 4,
     )  # fmt: skip
     if shared is not None and cost is not None:
