@@ -251,13 +251,14 @@ def test_an_unknown_triton_is_told_once(monkeypatch, version):
 
 
 @pytest.mark.parametrize("change, served, with_dq", [
-    ({}, True, False), ({"T": 1 << 15}, True, True), ({"allowed_dq": True}, True, True),
-    ({"H": 64, "allowed_dq": True}, True, True), ({"H": 9}, True, False), ({"H": 2}, True, False),
-    ({"H": 1}, True, False), ({"H": 65}, False, False), ({"padded": True}, True, False),
+    ({}, True, False), ({"T": 1 << 16}, True, True), ({"T": (1 << 16) - 1}, True, False),
+    ({"allowed_dq": True}, True, True), ({"H": 64, "allowed_dq": True}, True, True),
+    ({"H": 9}, True, False), ({"H": 2}, True, False), ({"H": 1}, True, False),
+    ({"H": 65}, False, False), ({"padded": True}, True, False),
     ({"H": 4, "padded": True}, False, False),
     ({"D": 64, "E": 64}, True, False), ({"D": 96, "E": 96}, False, False),
     ({"s": 32}, False, False), ({"S": 500}, False, False), ({"local": 0}, False, False),
-    ({"stride": 4, "T": 1 << 15}, True, False), ({"soft_cap": 2.0}, False, False),
+    ({"stride": 4, "T": 1 << 16}, True, False), ({"soft_cap": 2.0}, False, False),
     ({"gated": True}, False, False), ({"dtype": torch.float32}, False, False),
     ({"scale": -1.0}, False, False), ({"n": 0}, False, False), ({"allowed": False}, False, False),
     ({"sized": True}, False, False),
