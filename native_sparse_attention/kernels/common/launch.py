@@ -392,7 +392,11 @@ def topk_tile(
         if dtype == torch.float32:
             tile = PROBS_FLOAT32
     elif rule == "max":
-        tile = MAX_FLOAT32 if dtype == torch.float32 else row(tables.largest, width)
+        tile = row(tables.largest, width)
+        if dtype == torch.float32:
+            tile = MAX_FLOAT32
+        elif n > tile.depth:
+            tile = replace(tile, columns=2 * tile.columns, num_warps=2 * tile.num_warps)
     else:
         tile = row(tables.interpolated if interpolated else tables.logits, width)
         if blocks <= FEW_BLOCKS:
