@@ -65,14 +65,17 @@ def nsa_combine_bwd(
 @triton.jit(do_not_specialize=["ROWS"])
 def nsa_bwd_preprocess(
     out, d_out, lse, d_lse, log, delta, ROWS,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, D_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One program: M rows of `delta = sum(out * d_out) - d_lse`, and lse in units of log2."""
+    """One program: M rows of `delta = sum(out * d_out) - d_lse` (no d_lse without D_LSE), and lse
+    in units of log2."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < ROWS
     o = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
     do = load_rows(d_out, row * E, E, BLOCK_E, real).to(tl.float32)
-    value = tl.sum(o * do, 1) - tl.load(d_lse + row, mask=real, other=0.0)
+    value = tl.sum(o * do, 1)
+    if D_LSE:
+        value -= tl.load(d_lse + row, mask=real, other=0.0)
     tl.store(delta + row, value, mask=real)
     tl.store(log + row, finite_log2(tl.load(lse + row, mask=real, other=0.0)), mask=real)
 
@@ -121,12 +124,14 @@ def branch_backward_inputs(d_out: Tensor, gated: Tensor, delta: Tensor) -> list[
     ]
 
 
-def backward_inputs(d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor) -> BackwardInputs:
+def backward_inputs(
+    d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None = None
+) -> BackwardInputs:
     """The backward inputs of a single branch; all tensors are contiguous."""
     E = out.shape[-1]
     log, delta = torch.empty_like(lse), torch.empty_like(lse)
     nsa_bwd_preprocess[(cdiv(delta.numel(), BLOCK_ROWS),)](
         out, d_out, lse, d_lse, log, delta, delta.numel(),
-        E=E, BLOCK_E=launch.padded(E), BLOCK_M=BLOCK_ROWS,
+        E=E, BLOCK_E=launch.padded(E), BLOCK_M=BLOCK_ROWS, D_LSE=d_lse is not None,
     )  # fmt: skip
     return BackwardInputs(d_out, log, delta)

@@ -18,33 +18,44 @@ from .. import blocks
 from ..compat import transforms
 from ..compat.graphs import is_exporting
 from ..config import AttentionConfig
-from . import each_branch
+from . import dispatch, each_branch
 from .call import Call
 from .each_branch import Backend
+from .triton import one_softmax as kernels
+
+OP = "native_sparse_attention"
 
 
 def attend(
     call: Call, config: AttentionConfig, backend: Backend, keep_slots: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The output [B T H E], and the block indices, with `keep_slots` of dense queries too."""
-    T = call.q.shape[1]
-    indices: Tensor | None = None
-    gates: Tensor | None = None
+    T, k = call.q.shape[1], call.k
     sinks = call.sinks_of(config.branches).get("selected")
     by_query = dense_queries(call, config)
     first = dense_prefix(call, config) if by_query is None else 0
-    if keep_slots or first < T:
-        ranked = call if keep_slots else without_first(call, first)
-        indices, gates = each_branch.rank(ranked, config, backend, None)
     if first == T:
+        indices = each_branch.rank(call, config, backend, None)[0] if keep_slots else None
         return dense_attention(call, config, backend, sinks), indices
 
     rest = without_first(call, first)
-    chosen: list[Any] = [t if t is None else t[:, first - T :] for t in (indices, gates)]
-    out = each_branch.selected(rest, config, backend, chosen[0], chosen[1], sinks)
+    facts: dict[str, Any] = dict(
+        q_offset=call.q_offset, num_selected_blocks=config.num_selected_blocks,
+        selection_block_size=config.selection_block_size, importance=config.importance,
+        return_gates=config.use_diff_topk,
+    )  # fmt: skip
+    at_once = config.ranks and not config.use_diff_topk and not (keep_slots and first)
+    if at_once and dispatch.takes_kernels(backend, OP, call.q, k, v=call.v, **facts):
+        out, indices = kernels.attend(rest, config)
+    else:
+        ranked = call if keep_slots else rest
+        indices, gates = each_branch.rank(ranked, config, backend, None)
+        chosen: list[Any] = [t if t is None else t[:, first - T :] for t in (indices, gates)]
+        out = each_branch.selected(rest, config, backend, chosen[0], chosen[1], sinks)
     if by_query is not None:
-        w = min(config.dense_length, call.k.shape[1])
-        dense = each_branch.window(call, config, backend, w, sinks)
+        dense = each_branch.window(
+            call, config, backend, min(config.dense_length, k.shape[1]), sinks
+        )
         out = torch.where(by_query[..., None, None], dense, out)
     elif first:
         head = call.but(q=call.q[:, :first])

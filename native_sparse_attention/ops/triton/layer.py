@@ -227,13 +227,29 @@ def compile_ahead(dry_run: Callable[[], Any], done: Callable[[int, int], None] |
 compiled: set[Any] = set()
 
 
-def compile_first(kind: Any, dry_run: Callable[[], Any]) -> None:
+def compile_first(
+    arguments: Arguments, at: SimpleNamespace, trains: bool, dry_run: Callable[[], Any]
+) -> None:
+    """At the first call of an operator with these settings, widths and power-of-two range of
+    lengths, compile the kernels of its forward and backward in parallel."""
+    if not at.q.is_cuda:
+        return
+    q, k, v = at.q, at.k, at.v
+    kind = (
+        arguments.names, at.config, trains, q.dtype, q.device, q.shape[1].bit_length(),
+        q.shape[2:], k.shape[2:], v.shape[3],
+        tuple(name for name in arguments.names if getattr(at, name) is None),
+    )  # fmt: skip
+    compile_kind(kind, dry_run)
+
+
+def compile_kind(kind: Any, dry_run: Callable[[], Any]) -> None:
     """At the first call of a kind, compile the kernels of its forward and backward in parallel. One
     by one, at their launches, they would take several times as long. No compiler, mode or transform
     observes the call."""
     from ...kernels.common import ahead
 
-    if ahead.only_compiles.get() or torch.cuda.is_current_stream_capturing():
+    if kind in compiled or ahead.only_compiles.get() or torch.cuda.is_current_stream_capturing():
         return
     compiled.add(kind)
     if ahead.is_possible():
@@ -252,17 +268,7 @@ def preprocessed(kept: Sequence[Tensor], d_out: Tensor, gates: Tensor) -> list[T
 
 
 def compile_layer(at: SimpleNamespace, trains: bool) -> None:
-    """`compile_first` of the operator: at the first call of these settings, widths and
-    power-of-two range of lengths."""
-    q, k, v = at.q, at.k, at.v
-    if not q.is_cuda:
-        return
-    kind = (
-        at.config, trains, q.dtype, q.device, q.shape[1].bit_length(), q.shape[2:], k.shape[2:],
-        v.shape[3], tuple(name for name in FORWARD.names if getattr(at, name) is None),
-    )  # fmt: skip
-    if kind in compiled:
-        return
+    """`compile_first` of the operator."""
 
     def dry_run() -> None:
         out, block_indices, *kept = layer.run(at)
@@ -273,10 +279,20 @@ def compile_layer(at: SimpleNamespace, trains: bool) -> None:
             tensors |= dict(start=at.start, num_ranked=at.num_ranked, d_out=d_out, kept=kept)
             layer_backward.run(BACKWARD.given(at.config, tensors))
 
-    compile_first(kind, dry_run)
+    compile_first(FORWARD, at, trains, dry_run)
 
 
 layer.before = compile_layer
+
+
+def numbers_of(call: Call, config: AttentionConfig) -> dict[str, Any]:
+    """The layout, the leaders and the number of ranked blocks, as arguments of an operator."""
+    d, s = config.d, config.selection_block_size
+    num_ranked = blocks.num_complete_blocks(call.ck.shape[1] * d, d, s)
+    if not config.causal:
+        num_ranked = blocks.num_blocks(call.k.shape[1], s)
+    layout_args = layout(call.q_offset, call.documents)
+    return {**layout_args, "leaders": call.leader_indices, "num_ranked": num_ranked}
 
 
 def operands(call: Call, config: AttentionConfig) -> dict[str, Any]:
@@ -287,12 +303,7 @@ def operands(call: Call, config: AttentionConfig) -> dict[str, Any]:
             window_k=call.k if call.window_k is None else call.window_k,
             window_v=call.v if call.window_v is None else call.window_v,
         )
-    d, s = config.d, config.selection_block_size
-    num_ranked = blocks.num_complete_blocks(call.ck.shape[1] * d, d, s)
-    if not config.causal:
-        num_ranked = blocks.num_blocks(call.k.shape[1], s)
-    layout_args = layout(call.q_offset, call.documents)
-    return {**tensors, **layout_args, "leaders": call.leader_indices, "num_ranked": num_ranked}
+    return {**tensors, **numbers_of(call, config)}
 
 
 def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor]:

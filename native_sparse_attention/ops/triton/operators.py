@@ -150,11 +150,11 @@ SELECTED_SAVED = (*SELECTED_LEAVES, *Arguments(*LAYOUT).names)
 def selection_of(at: SimpleNamespace, block_indices: Tensor) -> Any:
     from ...kernels.common.launch import Selection
 
-    config = at.config
+    config, gates = at.config, getattr(at, "gates", None)
     return Selection(
         block_indices, config.selection_block_size, config.num_initial_blocks,
         config.num_local_blocks, config.causal, at.start, at.starts,
-        None if at.gates is None else at.gates.contiguous(), config.selection_stride,
+        None if gates is None else gates.contiguous(), config.selection_stride,
         documents_of(at), config.soft_cap,
     )  # fmt: skip
 

@@ -155,7 +155,7 @@ def compile_first(
             kept = [indices, *layer.preprocessed(kept, d_out, at.branch_gates)]
             backward(SimpleNamespace(**vars(at), formed=formed, kept=kept, d_out=d_out))
 
-    layer.compile_first(kind, dry_run)
+    layer.compile_kind(kind, dry_run)
 
 
 def projected_attention(

@@ -113,6 +113,13 @@ def layer(tensors, **settings):
     return library.native_sparse_attention(**tensors, **settings, backend="triton")
 
 
+def one_softmax(tensors, **settings):
+    call = some(tensors, "q", "k", "v", "ck")
+    sizes = SIZES | dict(num_selected_blocks=1, selection_block_size=4, sliding_window_size=W)
+    settings = dict(settings, branches=("selected",), backend="triton")
+    return library.native_sparse_attention(**call, **sizes, **settings)
+
+
 def rotated(tensors):
     rotary = Rotary(16).to(DEVICE)
     given = [tensors[name].transpose(1, 2) for name in "qk"]
@@ -168,6 +175,10 @@ CASES = {
             own_window(draw(m=2)), recompute=True, use_diff_topk=True, importance="probs",
             sinks=leaf(3, 4),
         ),
+    ),
+    "one softmax": (
+        ("one_softmax", "one_softmax_backward"),
+        lambda: one_softmax(draw(), sinks=leaf(1, 4)),
     ),
     "rotated": (("rotate",), lambda: rotated(draw())),
     "turned back": (("projected_heads_backward",), lambda: turned_back(draw())),
@@ -230,6 +241,7 @@ READS = {
     "selected": (selected, ("q", "k", "v")),
     "ranked": (ranked, ("q", "ck")),
     "layer": (layer, ("q", "k", "v", "ck", "cv")),
+    "one softmax": (one_softmax, ("q", "k", "v", "ck")),
 }
 
 
