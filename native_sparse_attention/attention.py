@@ -453,7 +453,7 @@ class SparseAttention(CompressionLayer):
         if not self.config.compresses:
             return tensors, {}
         if self.rank_rotated:
-            return tensors, {"k": tensors["k"]}
+            return tensors, {} if self.ranks_by_tokens else {"k": tensors["k"]}
         names = ("k", "v") if "compressed" in self.branches else ("k",)
         return {**tensors, "cq": raw["q"]}, {name: raw[name] for name in names}
 
@@ -490,6 +490,8 @@ class SparseAttention(CompressionLayer):
         rows: dict[str, Any] = {
             name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()
         }
+        if self.ranks_by_tokens:
+            rows["ck"] = rows["k"]
         call = Call(
             **rows,
             **self.memory(tensors["q"].dtype),

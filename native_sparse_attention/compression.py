@@ -28,7 +28,7 @@ from .compress import (
 from .config import NSAConfig
 from .frequencies import RotaryLayer
 from .ops import dispatch
-from .ops.triton.compress import means
+from .ops.triton.compress import means, means_of_keys
 from .varlen import Documents
 
 
@@ -111,21 +111,28 @@ class CompressionLayer(RotaryLayer):
                 n: windows_of(t, l, d, self.causal, documents, count) for n, t in raw.items()
             }
             return self.compress(windows)
-        if (
-            len(raw) == 2
-            and all(isinstance(net, MeanPool) for net in sliding)
-            and dispatch.takes_kernels(
-                backend, "compress_mean", *(t.transpose(1, 2) for t in raw.values())
-            )
+        k, v = raw["k"], raw.get("v")
+        if all(isinstance(net, MeanPool) for net in sliding) and dispatch.takes_kernels(
+            backend, "compress_mean", k.transpose(1, 2), (k if v is None else v).transpose(1, 2)
         ):
-            k_positions, v_positions = self.k_intrablock_positions, self.v_intrablock_positions
-            n = blocks.num_windows(raw["k"].shape[2], d, causal=self.causal)
-            return means(raw["k"], raw["v"], k_positions, v_positions, l, d, n)
+            n = blocks.num_windows(k.shape[2], d, causal=self.causal)
+            if v is not None:
+                positions = self.k_intrablock_positions, self.v_intrablock_positions
+                return means(k, v, *positions, l, d, n)
+            if not self.use_diff_topk:
+                return means_of_keys(k, l, d, n)
         compressed = {}
         for (name, t), net in zip(raw.items(), sliding, strict=True):
             _, p = self.compressor(name)
             compressed[f"c{name}"] = slide(net, windowed(t, l, d, self.causal), p, l, d)
         return compressed
+
+    @property
+    def ranks_by_tokens(self) -> bool:
+        """Whether the keys that rank blocks are the rotated keys themselves."""
+        sizes = self.compress_block_size, self.compress_block_sliding_stride
+        plain = self.config.rank_rotated and sizes == (1, 1) and self.config.compresses
+        return plain and isinstance(self.k_compress, MeanPool) and slides(self.k_compress)
 
     def compressor(self, name: str) -> tuple[Any, Tensor | None]:
         """The network and the positions of keys "k" or values "v"."""

@@ -147,6 +147,7 @@ def nsa_cost(
     windows = blocks.num_windows(T, d, causal=config.causal)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         networks = [net for net in (layer.k_compress, layer.v_compress) if net is not None]
+        networks = [] if layer.ranks_by_tokens else networks
         for network in networks:
             network(torch.empty(batch, K, windows, l, D, dtype=dtype, device="meta"))
     per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
@@ -168,7 +169,7 @@ def nsa_cost(
         if "compressed" in config.branches:
             read -= config.num_compressed_mem_kv
         step = parameters * size + batch * read * entry
-        if config.ranks and "compressed" not in config.branches:
+        if networks and "compressed" not in config.branches:
             step += batch * (T // d) * entry // 2  # keys of the ranking
     sparse = Cost(
         parameters,

@@ -257,6 +257,34 @@ def test_ranking_on_rotated_keys():
 
 
 @pytest.mark.parametrize(
+    "settings, streams",
+    [
+        ({}, ["ck", "k", "v"]),
+        (dict(rank_rotated=True), ["ck", "k", "v"]),
+        (
+            dict(rank_rotated=True, compress_block_size=1, compress_block_sliding_stride=1),
+            ["k", "v"],
+        ),
+        (dict(num_selected_blocks=0), ["k", "v"]),
+    ],
+)
+def test_a_cache_holds_what_is_read(settings, streams):
+    """No compressed values, and no keys twice where single rotated keys rank blocks."""
+    module, x = layer(**ONE | settings), normal(1, 30, DIM)
+    with torch.no_grad():
+        _, cache = module(x, return_cache=True)
+    assert sorted(cache._streams) == streams
+    config = NSAConfig(
+        dim=DIM, dim_head=8, heads=4, kv_heads=2, causal=True,
+        **ONE | dict(compress_block_size=8, compress_block_sliding_stride=4) | settings,
+    )  # fmt: skip
+    tokens, windows = 2 * 30, 30 // 4 if "ck" in streams else 0
+    cost = nsa.nsa_cost(config, 30, dtype=torch.float32).sparse
+    assert cost.cache_bytes == 4 * 2 * 8 * (tokens + windows)
+    assert cost.parameters == sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
     "given, message",
     [
         (dict(branches=()), "branches must be some of 'compressed', 'selected', 'window'"),

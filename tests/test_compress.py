@@ -297,6 +297,22 @@ def test_windows_without_copies(name, l, d, n, causal):
 @pytest.mark.kernels
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", [2, 13, 70])
+@pytest.mark.parametrize("l, d", [(4, 4), (6, 2), (1, 1)])
+def test_means_of_keys_alone(l, d, n, causal):
+    """Of a layer whose compressed keys only rank blocks."""
+    layer = SparseAttention(
+        8, D, H, 2, l, l * d, 1, compress_block_sliding_stride=d, causal=causal,
+        branches=("selected",),
+    )  # fmt: skip
+    k = torch.randn(2, n, H, D, device=DEVICE).transpose(1, 2)
+    found, expected = (layer.compress_whole({"k": k}, None, b) for b in ("triton", "eager"))
+    assert list(found) == ["ck"]
+    torch.testing.assert_close(found["ck"], expected["ck"], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("n", [2, 13, 70])
 @pytest.mark.parametrize("l, d", [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_means_by_the_kernel(dtype, l, d, n, causal):

@@ -26,11 +26,13 @@ WIDTH, WINDOWS = 32, 64
 def mean_rows(
     x, positions, out, b, h, w, W, T, x_b, x_h, x_t, p_h, p_i,
     L: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_D: tl.constexpr, AHEAD: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Means of windows w of x [B K T D], their positions [K L D] added, to out [B W K D]."""
+    """Means of windows w of x [B K T D], with POSITIONS their positions [K L D] added, to out
+    [B W K D]."""
     x += b * x_b + h * x_h
-    positions += h * p_h
+    if POSITIONS:
+        positions += h * p_h
     acc = tl.zeros([w.shape[0], BLOCK_D], tl.float32)
     position_sum = tl.zeros([BLOCK_D], tl.float32)
     feature = tl.arange(0, BLOCK_D)
@@ -38,8 +40,9 @@ def mean_rows(
         t = w * STRIDE + (STRIDE - L + i)
         rows = load_rows(x, t.to(tl.int64) * x_t, D, BLOCK_D, (w < W) & (t >= 0) & (t < T))
         acc += rows.to(tl.float32)
-        position = tl.load(positions + i * p_i + feature, mask=feature < D, other=0.0)
-        position_sum += position.to(tl.float32)
+        if POSITIONS:
+            position = tl.load(positions + i * p_i + feature, mask=feature < D, other=0.0)
+            position_sum += position.to(tl.float32)
     mean = (acc + position_sum[None]) / L
     store_rows(out, ((b * W + w) * K + h) * D, mean, D, BLOCK_D, w < W)
 
@@ -49,6 +52,7 @@ def nsa_compress_mean_fwd(
     k, v, k_positions, v_positions, ck, cv, T, W, tiles, k_b, k_h, k_t, v_b, v_h, v_t,
     kp_h, kp_i, vp_h, vp_i, L: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_W windows of a head of k, or of v."""
     line = tl.program_id(0) // tiles
@@ -57,12 +61,12 @@ def nsa_compress_mean_fwd(
     if tl.program_id(1) == 0:
         mean_rows(
             k, k_positions, ck, b, h, w, W, T, k_b, k_h, k_t, kp_h, kp_i, L, STRIDE, K, D, BLOCK_D,
-            AHEAD,
+            AHEAD, POSITIONS,
         )  # fmt: skip
     else:
         mean_rows(
             v, v_positions, cv, b, h, w, W, T, v_b, v_h, v_t, vp_h, vp_i, L, STRIDE, K, D, BLOCK_D,
-            AHEAD,
+            AHEAD, POSITIONS,
         )  # fmt: skip
 
 
@@ -150,9 +154,25 @@ def forward(
     if B * tiles:
         nsa_compress_mean_fwd[(B * K * tiles, 2)](
             k, v, k_positions, v_positions, ck, cv, T=T, W=windows, tiles=tiles, L=l, STRIDE=d, K=K,
-            D=D, BLOCK_W=rows, BLOCK_D=block_d, AHEAD=AHEAD, **args,
+            D=D, BLOCK_W=rows, BLOCK_D=block_d, AHEAD=AHEAD, POSITIONS=True, **args,
         )  # fmt: skip
     return ck.transpose(1, 2), cv.transpose(1, 2)
+
+
+def of_keys(k: Tensor, l: int, d: int, windows: int) -> Tensor:
+    """Means [b h w d] of k [b h n d] alone, without positions."""
+    B, K, T, D = k.shape
+    ck = k.new_empty(B, windows, K, D)
+    rows, block_d = tile(D)
+    tiles = cdiv(windows, rows)
+    if B * tiles:
+        nsa_compress_mean_fwd[(B * K * tiles, 1)](
+            k, k, k, k, ck, ck, T=T, W=windows, tiles=tiles, L=l, STRIDE=d, K=K, D=D,
+            BLOCK_W=rows, BLOCK_D=block_d, AHEAD=AHEAD, POSITIONS=False,
+            **launch.strides("k", k, "bht"), **launch.strides("v", k, "bht"),
+            kp_h=0, kp_i=0, vp_h=0, vp_i=0,
+        )  # fmt: skip
+    return ck.transpose(1, 2)
 
 
 def backward(

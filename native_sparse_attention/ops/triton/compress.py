@@ -13,6 +13,7 @@ MEAN = Arguments(
     "Tensor k", "Tensor v", "Tensor k_positions", "Tensor v_positions", *SIZES, "SymInt windows",
     settings=False,
 )  # fmt: skip
+MEAN_KEYS = Arguments("Tensor k", *SIZES, "SymInt windows", settings=False)
 MEAN_BACKWARD = Arguments(
     "Tensor dck", "Tensor dcv", "Tensor k_positions", "Tensor v_positions", *SIZES,
     "SymInt tokens", settings=False,
@@ -51,6 +52,14 @@ def compress_mean_backward(at):
     return list(compress_mean.backward(*rows(at.dck, at.dcv), *positions, at.l, at.d, at.tokens))
 
 
+@operator("compress_mean_keys", MEAN_KEYS, "Tensor", fake=lambda at: heads_last(at.k, at.windows))
+def compress_mean_keys(at):
+    """Window means [b h windows d] of keys k [b h n d] that only rank blocks: no gradient."""
+    from ...kernels import compress_mean
+
+    return compress_mean.of_keys(*rows(at.k), at.l, at.d, at.windows)
+
+
 def setup(ctx, at, output):
     ctx.numbers = dict(l=at.l, d=at.d, tokens=at.k.shape[2])
     ctx.save_for_backward(at.k_positions, at.v_positions)
@@ -71,6 +80,11 @@ def means(
         k=k, v=v, k_positions=k_positions, v_positions=v_positions, l=l, d=d, windows=windows
     )
     return {"ck": ck, "cv": cv}
+
+
+def means_of_keys(k: Tensor, l: int, d: int, windows: int) -> dict[str, Tensor]:
+    """Means of the windows of k, as "ck"."""
+    return {"ck": compress_mean_keys(k=k.detach(), l=l, d=d, windows=windows)}
 
 
 compress_mean.differentiable(setup, backward, many=False)

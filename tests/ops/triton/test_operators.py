@@ -14,7 +14,7 @@ import native_sparse_attention as library
 from benchmarks.problem import pooled
 from native_sparse_attention.ops.triton import operators
 from native_sparse_attention.ops.triton import rotary as operator
-from native_sparse_attention.ops.triton.compress import means
+from native_sparse_attention.ops.triton.compress import means, means_of_keys
 from native_sparse_attention.ops.triton.operator import Arguments, Operator
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.helpers.budget import DEVICE
@@ -183,6 +183,10 @@ CASES = {
     "rotated": (("rotate",), lambda: rotated(draw())),
     "turned back": (("projected_heads_backward",), lambda: turned_back(draw())),
     "means": (("compress_mean", "compress_mean_backward"), lambda: averaged(draw())),
+    "means of keys": (
+        ("compress_mean_keys",),
+        lambda: means_of_keys(draw()["k"].transpose(1, 2), L, D, 3)["ck"],
+    ),
 }  # fmt: skip
 
 
