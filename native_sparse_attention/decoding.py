@@ -5,6 +5,7 @@ b  sequences    n  new tokens    h  heads    d  width of a head
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import Module
 
+from . import blocks
 from .cache import static
 from .cache.kv_cache import KVCache
 from .checks.scalars import shown
@@ -241,7 +243,19 @@ def is_step(
         selection_block_size=layer.selection_block_size,
         importance=layer.importance,
         branches=layer.branches,
+        dense_length=attends_densely(layer, cache),
+        block_windows=blocks.windows_per_block(
+            layer.compress_block_sliding_stride, layer.selection_block_size
+        ),
     )
+
+
+def attends_densely(layer: Any, cache: KVCache) -> int:
+    """The length below which some new token attends to all keys; 0 if there is none."""
+    if layer.dense:
+        return sys.maxsize
+    length: int = layer.dense_length
+    return length if any(held < length for held in cache.lengths) else 0
 
 
 def step(
@@ -263,22 +277,22 @@ def step(
     tensors, raw = rotated(layer, q, kv, held, None, "triton")
     tokens = of_tokens(tensors)
     stores, rings = cache.room(tokens, counts), cache.ring(raw, l - 1)
-    none = {name: t[:, :, :0] for name, t in (("ck", kv[0]), ("cv", kv[1]))}
-    stores |= cache.room(none, counts, every=d)
+    stores |= cache.room({f"c{name}": t[:, :, :0] for name, t in raw.items()}, counts, every=d)
     pages: dict[str, Any] = dict(counts=new, page_table=cache.page_table, page_size=cache.page_size)
     for names in [("k", "v"), ("window_k", "window_v")][: len(tokens) // 2]:
         cache_writes.append(pick(tokens, names), pick(stores, names), held, n, **pages)
-    cache_writes.append(
-        pick(raw, ("k", "v")), pick(rings, ("k", "v")), held, n, counts=new, tail=True
-    )
-    if completes_window(cache.starts(b), counts, d):
-        windows = cache_writes.recent(pick(rings, ("k", "v")), held, n, l, d)
-        summaries = layer.compress(dict(zip("kv", windows, strict=True)))
+    if raw:
+        cache_writes.append(pick(raw), pick(rings), held, n, counts=new, tail=True)
+    if raw and completes_window(cache.starts(b), counts, d):
+        windows = dict(zip("kv", cache_writes.recent(pick(rings), held, n, l, d), strict=True))
+        summaries = layer.compress({name: windows[name] for name in raw})
         names = ("ck", "cv")
         cache_writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **pages)
+    if layer.ranks_by_tokens:
+        stores["ck"] = stores["k"]
 
     ranking = None
-    if layer.selection_stride > 1:
+    if layer.selection_stride > 1 and layer.config.ranks:
         ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
         like = held.new_empty(b, ranks, 0, layer.num_selected_blocks)
         ranking = cache.ring({"ranking": like}, 1)["ranking"]
@@ -301,8 +315,10 @@ def step(
     return out
 
 
-def pick(tensors: dict[str, Tensor], names: tuple[str, str]) -> tuple[Tensor, Tensor]:
-    return tensors[names[0]], tensors[names[1]]
+def pick(tensors: dict[str, Tensor], names: tuple[str, str] = ("k", "v")) -> tuple[Tensor, Tensor]:
+    """Keys and values; keys twice if there are no values, since kernels write pairs."""
+    k, v = names
+    return tensors[k], tensors[v if v in tensors else k]
 
 
 def completes_window(starts: list[int], counts: list[int], d: int) -> bool:

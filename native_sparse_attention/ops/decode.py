@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import blocks
 from ..checks.tensors import (
     BRANCHES,
     check_exactly,
@@ -175,6 +176,8 @@ def decode_attention(
         selection_block_size=s,
         importance=config.importance,
         branches=config.branches,
+        dense_length=config.dense_length,
+        block_windows=blocks.windows_per_block(d, s),
     )
     if ranking is not None and transforms.is_batched(q):
         raise NotImplementedError(
@@ -193,7 +196,7 @@ def decode_attention(
 
 
 DECODE = Arguments(
-    "Tensor q", "Tensor k", "Tensor v", "Tensor ck", "Tensor cv", "Tensor branch_gates",
+    "Tensor q", "Tensor k", "Tensor v", "Tensor? ck", "Tensor? cv", "Tensor? branch_gates",
     "Tensor lengths", "Tensor(a!) counters", "Tensor? counts", "Tensor? page_table",
     "Tensor(b!)? ranking", "Tensor? sinks", "Tensor? cq", "Tensor? mem_k", "Tensor? mem_v",
     "Tensor? window_k", "Tensor? window_v",
@@ -216,15 +219,19 @@ def by_kernels(at):
         config.num_selected_blocks, config.sliding_window_size, config.importance,
         config.interpolated_importance_score, config.num_initial_blocks, config.num_local_blocks,
         config.selection_stride, config.query_heads_share_selected_kv,
-        config.scale_of(at.q.shape[-1]), config.soft_cap,
+        config.scale_of(at.q.shape[-1]), config.soft_cap, one_softmax=at.branch_gates is None,
     )  # fmt: skip
     memory = None if at.mem_k is None or at.mem_v is None else (at.mem_k, at.mem_v)
     window = None if at.window_k is None or at.window_v is None else (at.window_k, at.window_v)
     page_size = 0 if at.page_table is None else at.k.shape[1]
     metadata = CacheMetadata(at.lengths, at.counts, at.page_table, page_size)
+    ck = at.k[:, :0] if at.ck is None else at.ck
+    sinks = at.sinks
+    if settings.one_softmax and sinks is not None:
+        sinks = sinks.expand(3, -1)
     call = Call(
-        at.q, at.k, at.v, at.ck, at.cv, at.branch_gates, at.cq, memory, window, at.ranking,
-        at.sinks, at.counters, metadata,
+        at.q, at.k, at.v, ck, ck if at.cv is None else at.cv, at.branch_gates, at.cq, memory,
+        window, at.ranking, sinks, at.counters, metadata,
     )  # fmt: skip
     return persistent.decode(call, settings)
 

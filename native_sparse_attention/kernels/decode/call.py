@@ -32,11 +32,17 @@ class Settings:
     shared: bool
     scale: float
     soft_cap: float | None
+    one_softmax: bool = False  # the selected branch alone; the window is then its local blocks
 
     @property
     def window_blocks(self) -> int:
         """The most KV blocks that a sliding window overlaps."""
-        return (self.w + self.s - 1) // self.s + 1
+        return self.num_local if self.one_softmax else (self.w + self.s - 1) // self.s + 1
+
+    @property
+    def block_windows(self) -> int:
+        """With importance="max", the windows of a block, whose largest score is stored; else 0."""
+        return self.s // self.d if self.importance == "max" and self.s > self.d else 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Call:
     v: Tensor
     ck: Tensor
     cv: Tensor
-    gates: Tensor
+    gates: Tensor | None
     cq: Tensor | None
     memory: tuple[Tensor, Tensor] | None
     window: tuple[Tensor, Tensor] | None
@@ -101,7 +107,7 @@ class Call:
             strides |= launch.strides(name, t if self.memory else None, "hm")
         tensors = dict(
             cq=cq, q=self.q, k=self.k, v=self.v, ck=self.ck, cv=self.cv, mem_k=mem_k, mem_v=mem_v,
-            gates=self.gates, counters=self.counters,
+            gates=self.q if self.gates is None else self.gates, counters=self.counters,
             sinks=self.counters if self.sinks is None else self.sinks.float().contiguous(),
         )  # fmt: skip
         is_paged = self.metadata.page_table is not None

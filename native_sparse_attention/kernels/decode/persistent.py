@@ -68,9 +68,10 @@ def reduce_and_combine(
     SELECTED_SPLITS, g_b, g_t, g_h, g_3, G: tl.constexpr, E: tl.constexpr,
     REDUCE_ROWS: tl.constexpr, REDUCE_COLUMNS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
     FUSE_LOCAL: tl.constexpr, SINKS: tl.constexpr, HAS_COUNTS: tl.constexpr, WARMUP: tl.constexpr,
-    SIGNAL_EARLY: tl.constexpr,
+    SIGNAL_EARLY: tl.constexpr, ONE_SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`.
+    """Reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`, or `out = sel` with
+    ONE_SOFTMAX.
 
     A program owns REDUCE_ROWS (token, query head) rows of one sequence and KV head, and
     REDUCE_COLUMNS features of them. It waits until the `producers` programs of `block_split` have
@@ -86,10 +87,15 @@ def reduce_and_combine(
     row, split = (b * T + t) * H + head, tl.arange(0, PADDED_SPLITS)
     first_selected = CMP_SPLITS + WINDOW_SPLITS
     partial_row = split.to(tl.int64)[None] * B * T * H + row
-    gate = gates + b * g_b + t * g_t + head * g_h
-    g_cmp = tl.load(gate, mask=valid).to(tl.float32)
-    g_sel = tl.load(gate + g_3, mask=valid).to(tl.float32)
-    g_win = tl.load(gate + 2 * g_3, mask=valid).to(tl.float32)
+    if ONE_SOFTMAX:
+        g_sel = tl.full([REDUCE_ROWS, 1], 1.0, tl.float32)
+        g_cmp = g_sel * 0.0
+        g_win = g_cmp
+    else:
+        gate = gates + b * g_b + t * g_t + head * g_h
+        g_cmp = tl.load(gate, mask=valid).to(tl.float32)
+        g_sel = tl.load(gate + g_3, mask=valid).to(tl.float32)
+        g_win = tl.load(gate + 2 * g_3, mask=valid).to(tl.float32)
     is_cmp = split < CMP_SPLITS
     is_sel = split >= (first_selected - 1 if FUSE_LOCAL else first_selected)
     is_win, started_before = (split >= CMP_SPLITS) & (split < first_selected), 0
@@ -122,7 +128,7 @@ def reduce_and_combine(
     do_not_specialize=[
         "B", "T", "W", "MEMORY", "TILES", "PROB_SPLITS", "CMP_SPLITS", "WINDOW_SPLITS",
         "SELECTED_SPLITS", "WINDOW_SPLIT_BLOCKS", "SELECTED_SPLIT_BLOCKS", "REDUCE_PROGRAMS",
-        "PAGES", "RANK_PROGRAMS",
+        "PAGES", "RANK_PROGRAMS", "SCORE_COLUMNS", "CMP_PARTIALS",
     ]
 )  # fmt: skip
 def nsa_decode_persistent(
@@ -130,8 +136,9 @@ def nsa_decode_persistent(
     page_table, ranking_tail, scores, importances, block_indices, partial_out, partial_lse,
     counters, out, B, T, H, K, RANKS, W, MEMORY, scale_log2, cap, TILES, PROB_SPLITS, CMP_SPLITS,
     WINDOW_SPLITS, SELECTED_SPLITS, WINDOW_SPLIT_BLOCKS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS,
-    PAGES, RANK_PROGRAMS, p_b, p_t, p_h, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h,
-    y_b, y_n, y_h, c_b, c_n, c_h, o_b, o_n, o_h, m_h, m_m, u_h, u_m, g_b, g_t, g_h, g_3, t_b,
+    PAGES, RANK_PROGRAMS, SCORE_COLUMNS, CMP_PARTIALS, p_b, p_t, p_h, q_b, q_t, q_h, k_b, k_n, k_h,
+    v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, c_b, c_n, c_h, o_b, o_n, o_h, m_h, m_m, u_h, u_m,
+    g_b, g_t, g_h, g_3, t_b,
     G: tl.constexpr, PADDED_G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -148,6 +155,7 @@ def nsa_decode_persistent(
     PADDED_SPLIT_BLOCKS: tl.constexpr, SEPARATE_WINDOW: tl.constexpr, COUNTERS: tl.constexpr,
     WARMUP: tl.constexpr, SIGNAL_EARLY: tl.constexpr, PRELOADED_PAGES: tl.constexpr,
     RANK_SPLIT_BLOCKS: tl.constexpr, RANK_SPLIT_CHUNKS: tl.constexpr, RANK_COMPARED: tl.constexpr,
+    ONE_SOFTMAX: tl.constexpr, BLOCK_WINDOWS: tl.constexpr,
 ):  # fmt: skip
     """One decode step: T new tokens of B sequences attend over a KV cache.
 
@@ -156,6 +164,9 @@ def nsa_decode_persistent(
     ids, so a program waits only for programs with smaller ids. The last reduce program resets the
     counters to zero."""
     GROUP: tl.constexpr = G // RANKS_PER_KV  # query heads per ranking head
+    # what one stored score covers
+    RANK_L: tl.constexpr = s if BLOCK_WINDOWS > 0 else l
+    RANK_D: tl.constexpr = s if BLOCK_WINDOWS > 0 else d
     program = tl.program_id(0)
     compressed_end = B * K * TILES * CMP_SPLITS
     probabilities_end = compressed_end + B * RANKS * T * PROB_SPLITS
@@ -171,6 +182,7 @@ def nsa_decode_persistent(
             p_b, p_t, p_h, c_b, c_n, c_h, o_b, o_n, o_h, m_h, m_m, u_h, u_m, t_b, G, PADDED_G, D,
             BLOCK_D, E, BLOCK_E, BLOCK_M, BLOCK_N, STAGES, d, WINDOWS_PER_PAGE, SCORE_MODE, PROBS,
             CAP, HAS_COUNTS, SIGNAL_EARLY, counters + kv_index * COUNTERS + SCORES_DONE,
+            SCORE_COLUMNS, not ONE_SOFTMAX, BLOCK_WINDOWS,
         )  # fmt: skip
         arrive(counters + kv_index * COUNTERS + (COMPRESSED_DONE if SIGNAL_EARLY else SCORES_DONE))
     elif program < probabilities_end:
@@ -204,15 +216,16 @@ def nsa_decode_persistent(
                 if RANK_SPLIT_BLOCKS > 0:
                     rank_blocks_split(
                         scores_in, lengths, counts, block_indices, ready, producers, stage_split,
-                        b, r, t, T, W, RANKS, RANK_SPLIT_BLOCKS, RANK_SPLIT_CHUNKS, RANK_COMPARED,
-                        TOPN, PADDED_TOPN, l, d, s, BLOCK_S, INITIAL, LOCAL if LOCAL > 0 else 1,
-                        PROBS, INTERPOLATED, HAS_COUNTS, WARMUP,
+                        b, r, t, T, SCORE_COLUMNS, RANKS, RANK_SPLIT_BLOCKS, RANK_SPLIT_CHUNKS,
+                        RANK_COMPARED, TOPN, PADDED_TOPN, RANK_L, RANK_D, s, BLOCK_S, INITIAL,
+                        LOCAL if LOCAL > 0 else 1, PROBS, INTERPOLATED, HAS_COUNTS, WARMUP,
                     )  # fmt: skip
                 else:
                     rank_blocks(
                         scores_in, lengths, counts, block_indices, ranking_tail, ready, producers,
-                        b, r, t, T, W, RANKS, RANK_CHUNKS, RANK_N, RANK_COLUMNS, RANK_DEPTH,
-                        RANK_MERGE_N, TOPN, PADDED_TOPN, l, d, s, BLOCK_S, INITIAL,
+                        b, r, t, T, SCORE_COLUMNS, RANKS, RANK_CHUNKS, RANK_N, RANK_COLUMNS,
+                        RANK_DEPTH, RANK_MERGE_N, TOPN, PADDED_TOPN, RANK_L, RANK_D, s, BLOCK_S,
+                        INITIAL,
                         LOCAL if LOCAL > 0 else 1, STRIDE, TAIL_SIZE, PROBS, INTERPOLATED,
                         HAS_COUNTS, WARMUP,
                     )  # fmt: skip
@@ -221,7 +234,7 @@ def nsa_decode_persistent(
             block_split(
                 q, k, v, window_k, window_v, block_indices, lengths, counts, page_table,
                 partial_out, partial_lse, own_counters + RANKING_DONE,
-                RANK_PROGRAMS * T * RANKS_PER_KV, split, WINDOW_SPLITS, CMP_SPLITS, b, r, t, B, T,
+                RANK_PROGRAMS * T * RANKS_PER_KV, split, WINDOW_SPLITS, CMP_PARTIALS, b, r, t, B, T,
                 RANKS, WINDOW_SPLIT_BLOCKS, SELECTED_SPLIT_BLOCKS, PAGES, scale_log2, cap, q_b, q_t,
                 q_h, k_b, k_n, k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b, GROUP,
                 RANKS_PER_KV, D, BLOCK_D, E, BLOCK_E, BLOCK_G, BLOCK_KEYS, BLOCK_STAGES, TOPN,
@@ -239,8 +252,9 @@ def nsa_decode_persistent(
             partial_out, partial_lse, sinks, gates, counts, out, own_counters + BLOCKS_DONE,
             (WINDOW_SPLITS + SELECTED_SPLITS) * T * RANKS_PER_KV, own_counters + COMPRESSED_DONE,
             TILES * CMP_SPLITS, own_counters + REDUCE_STARTED, reduce_tile, b, h, B, T, H,
-            CMP_SPLITS, WINDOW_SPLITS, SELECTED_SPLITS, g_b, g_t, g_h, g_3, G, E, REDUCE_ROWS,
+            CMP_PARTIALS, WINDOW_SPLITS, SELECTED_SPLITS, g_b, g_t, g_h, g_3, G, E, REDUCE_ROWS,
             REDUCE_COLUMNS, PADDED_SPLITS, FUSE_LOCAL, SINKS, HAS_COUNTS, WARMUP, SIGNAL_EARLY,
+            ONE_SOFTMAX,
         )  # fmt: skip
         if started_before == REDUCE_PROGRAMS - 1:  # no program waits any more: reset the counters
             tl.store(own_counters + tl.arange(0, COUNTERS), 0)
@@ -316,11 +330,12 @@ class SplitPlan:
     selected_blocks: int
     reduce_rows: int
     reduce_columns: int
+    cmp_partials: int  # `cmp`, or 0 if the windows only rank blocks
 
     @property
     def splits(self) -> int:
         """Partial results of each row."""
-        return self.cmp + self.window + self.selected
+        return self.cmp_partials + self.window + self.selected
 
 
 def plan_splits(
@@ -337,6 +352,8 @@ def plan_splits(
     tiles = cdiv(T * next_power_of_2(H // K), block_m)
     tokens, blocks_per_tile = B * ranks * T, block_keys // launch.padded(settings.s)
     cmp = num_splits(B * K * tiles, TARGET_PROGRAMS["windows"], cdiv(call.max_windows, block_n))
+    cmp = 0 if settings.one_softmax and not settings.n else cmp
+    cmp_partials = 0 if settings.one_softmax else cmp
     probs = num_splits(tokens, TARGET_PROGRAMS["windows"], cdiv(call.max_windows, BLOCK_W))
     # fused local blocks are one split of their own
     local = settings.num_local * fuse_local
@@ -346,7 +363,7 @@ def plan_splits(
     selected_blocks, selected = block_splits(tokens, total, blocks_per_tile)
     window += fuse_local
 
-    splits, columns = next_power_of_2(cmp + window + selected), launch.padded(E)
+    splits, columns = next_power_of_2(cmp_partials + window + selected), launch.padded(E)
     return SplitPlan(
         tiles=tiles,
         cmp=cmp,
@@ -357,6 +374,7 @@ def plan_splits(
         selected_blocks=selected_blocks,
         reduce_rows=max(1, min(REDUCE_ROWS, REDUCE_ELEMENTS // (splits * columns))),
         reduce_columns=max(16, min(columns, REDUCE_ELEMENTS // splits)),
+        cmp_partials=cmp_partials,
     )
 
 
@@ -397,23 +415,29 @@ def decode(call: Call, settings: Settings) -> Tensor:
     if out.numel() == 0:
         return out
     settings = settings if W else replace(settings, n=0)
+    if settings.one_softmax:  # a window of the local blocks
+        settings = replace(settings, w=max(0, settings.num_local * settings.s - 1))
     probs = settings.n > 0 and settings.importance == "probs"
     score_mode = SCORES_SUM
     if settings.n == 0:
         score_mode = SCORES_NONE
     elif probs or not settings.shared:
         score_mode = SCORES_PER_HEAD
-    if call.window is None and score_mode is not SCORES_PER_HEAD and settings.stride == 1:
+    plain = not settings.one_softmax and not settings.block_windows and settings.stride == 1
+    if call.window is None and score_mode is not SCORES_PER_HEAD and plain:
         read_all_plan = read_all.plan_partials(call, settings)
         if read_all_plan is not None:
             return read_all.decode(call, read_all_plan, settings)
     # the window covers the local blocks, and both branches have the same keys
     fuse_local = call.window is None and 0 < settings.num_local * settings.s <= settings.w + 1
+    per_block = settings.block_windows
 
     window_tile, block_tile = (
         decode_tile(kernel, max(D, E), call.q.dtype) for kernel in ("windows", "blocks")
     )
     heads, block_s = next_power_of_2(G), launch.padded(settings.s)
+    if per_block:  # a tile holds whole blocks
+        window_tile = replace(window_tile, block_n=max(window_tile.block_n, per_block))
     block_m = max(16, heads, min(window_tile.block_m, next_power_of_2(T) * heads))
     block_keys = max(block_s, block_tile.block_n)
     selected = num_selected(settings, fuse_local)
@@ -440,7 +464,8 @@ def decode(call: Call, settings: Settings) -> Tensor:
 
     partial_out, partial_lse = call.allocate_partials(plan.splits)
     score_heads = {SCORES_NONE.value: 0, SCORES_SUM.value: K, SCORES_PER_HEAD.value: H}
-    scores = partial_out.new_empty(B, T, score_heads[score_mode.value], W)
+    columns = cdiv(W, per_block) if per_block else W
+    scores = partial_out.new_empty(B, T, score_heads[score_mode.value], columns)
     block_indices = call.counters.new_empty(B, T, ranks, settings.n)
     ranking_tail = call.ranking_tail if settings.stride > 1 and settings.n else None
     window_k, window_v = call.window or (call.k, call.v)
@@ -456,7 +481,8 @@ def decode(call: Call, settings: Settings) -> Tensor:
         REDUCE_PROGRAMS=reduce_programs, PAGES=call.pages, RANK_PROGRAMS=ranking_programs,
         PADDED_G=heads, RANKS_PER_KV=ranks // K, BLOCK_M=block_m, BLOCK_N=window_tile.block_n,
         BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W,
-        PADDED_CMP_SPLITS=next_power_of_2(plan.cmp), PADDED_SPLITS=next_power_of_2(plan.splits),
+        PADDED_CMP_SPLITS=next_power_of_2(max(1, plan.cmp)),
+        PADDED_SPLITS=next_power_of_2(plan.splits),
         REDUCE_ROWS=plan.reduce_rows, REDUCE_COLUMNS=plan.reduce_columns,
         STAGES=window_tile.num_stages, BLOCK_KEYS=block_keys,
         BLOCK_STAGES=block_tile.num_stages if block_keys <= 64 else 1, RANK_CHUNKS=rank_chunks,
@@ -470,6 +496,8 @@ def decode(call: Call, settings: Settings) -> Tensor:
         TAIL_SIZE=0 if ranking_tail is None else ranking_tail.shape[2],
         SCORE_MODE=score_mode.value, PROBS=probs, FUSE_LOCAL=fuse_local,
         SEPARATE_WINDOW=call.window is not None, WARMUP=warmup, SIGNAL_EARLY=signal_early,
-        PRELOADED_PAGES=preloaded_pages, num_warps=window_tile.num_warps, num_stages=1,
+        PRELOADED_PAGES=preloaded_pages, SCORE_COLUMNS=columns, CMP_PARTIALS=plan.cmp_partials,
+        ONE_SOFTMAX=settings.one_softmax, BLOCK_WINDOWS=per_block,
+        num_warps=window_tile.num_warps, num_stages=1,
     )  # fmt: skip
     return out

@@ -35,6 +35,23 @@ def store_partial(
 
 
 @triton.jit
+def store_scores(scores, row, x, n0, n, num_windows, valid, BLOCK_WINDOWS: tl.constexpr):
+    """Write scores x [M, N] of windows n to rows of `scores`; with BLOCK_WINDOWS the largest of
+    each block."""
+    if BLOCK_WINDOWS > 0:
+        M: tl.constexpr = x.shape[0]
+        N: tl.constexpr = x.shape[1]
+        x = tl.where((n < num_windows)[None], x, NO_SCORE)
+        x = tl.max(tl.reshape(x, [M, N // BLOCK_WINDOWS, BLOCK_WINDOWS]), 2)
+        c = n0 // BLOCK_WINDOWS + tl.arange(0, N // BLOCK_WINDOWS)
+        inside = c * BLOCK_WINDOWS < num_windows
+        tl.store(scores + row[:, None] + c[None], x, mask=valid[:, None] & inside[None])
+    else:
+        mask = valid[:, None] & (n < num_windows)[None]
+        tl.store(scores + row[:, None] + n[None], x, mask=mask)
+
+
+@triton.jit
 def compressed_split(
     q, ck, cv, mem_k, mem_v, lengths, counts, page_table, partial_out, partial_lse, scores, split,
     SPLITS, b, h, tile, B, T, K, W, MEMORY, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n,
@@ -42,15 +59,17 @@ def compressed_split(
     BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, d: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SCORE_MODE: tl.constexpr, CAPPED_SCORES: tl.constexpr, CAP: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, SIGNAL_EARLY: tl.constexpr, scores_ready,
+    HAS_COUNTS: tl.constexpr, SIGNAL_EARLY: tl.constexpr, scores_ready, SCORE_COLUMNS,
+    ATTEND: tl.constexpr, BLOCK_WINDOWS: tl.constexpr,
 ):  # fmt: skip
     """Attention of the compressed branch over one split of the windows.
 
     A program owns one split for one sequence, KV head and tile of BLOCK_M (token, query head)
     rows. It reads the compressed keys and values of the windows in the split; split 0 also reads
     the memory keys and values. It writes the partial result and, by SCORE_MODE, the scores of the
-    windows [B T heads W]. With SIGNAL_EARLY a split has at most one tile of windows, and the
-    program arrives at `scores_ready` as soon as the scores are written."""
+    windows [B T heads SCORE_COLUMNS]; with BLOCK_WINDOWS, the largest score of so many windows of a
+    block. Without ATTEND it only writes scores. With SIGNAL_EARLY a split has at most one tile of
+    windows, and the program arrives at `scores_ready` as soon as the scores are written."""
     length = tl.load(lengths + b)
     TOKENS: tl.constexpr = BLOCK_M // PADDED_G
     row = tl.arange(0, BLOCK_M)
@@ -62,7 +81,7 @@ def compressed_split(
     m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    if split == 0:
+    if ATTEND and split == 0:
         for n0 in range(0, MEMORY, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
             k_tile = load_rows(mem_k, h * m_h + n.to(tl.int64) * m_m, D, BLOCK_D, n < MEMORY)
@@ -83,9 +102,10 @@ def compressed_split(
         k_ptr = ck + h * k_h
         k_offsets = cache_offsets(clamped, b, page_table, k_b, k_n, t_b, PAGE_SIZE)
         k_tile = load_rows(k_ptr, k_offsets, D, BLOCK_D, n < num_windows)
-        v_ptr = cv + h * v_h
-        v_offsets = cache_offsets(clamped, b, page_table, v_b, v_n, t_b, PAGE_SIZE)
-        v_tile = load_rows(v_ptr, v_offsets, E, BLOCK_E, n < num_windows)
+        if ATTEND:
+            v_ptr = cv + h * v_h
+            v_offsets = cache_offsets(clamped, b, page_table, v_b, v_n, t_b, PAGE_SIZE)
+            v_tile = load_rows(v_ptr, v_offsets, E, BLOCK_E, n < num_windows)
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         x = logits
         if CAP:
@@ -93,24 +113,24 @@ def compressed_split(
         if SCORE_MODE == SCORES_SUM:
             head_sum = tl.sum(tl.reshape(logits, [TOKENS, PADDED_G, BLOCK_N]), 1)
             token = tile * TOKENS + tl.arange(0, TOKENS)
-            score_row = ((b * T + token) * K + h) * W
-            score_ptr = scores + score_row[:, None] + n[None]
-            tl.store(score_ptr, head_sum, mask=(token < T)[:, None] & (n < num_windows)[None])
+            score_row = ((b * T + token) * K + h) * SCORE_COLUMNS
+            store_scores(scores, score_row, head_sum, n0, n, num_windows, token < T, BLOCK_WINDOWS)
         elif SCORE_MODE == SCORES_PER_HEAD:
-            score_row = ((b * T + t) * (K * G) + h * G + g) * W
-            score_ptr = scores + score_row[:, None] + n[None]
+            score_row = ((b * T + t) * (K * G) + h * G + g) * SCORE_COLUMNS
             score = x if CAPPED_SCORES else logits
-            tl.store(score_ptr, score, mask=valid[:, None] & (n < num_windows)[None])
+            store_scores(scores, score_row, score, n0, n, num_windows, valid, BLOCK_WINDOWS)
         if SIGNAL_EARLY:
             arrive(scores_ready)
-        x = tl.where(n[None] < window_end[:, None], x, NO_SCORE)
-        acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
+        if ATTEND:
+            x = tl.where(n[None] < window_end[:, None], x, NO_SCORE)
+            acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
     if SIGNAL_EARLY:  # noqa: SIM102
         if split * split_size >= end:  # the split is empty
             arrive(scores_ready)
 
-    out_row = ((split * B + b) * T + t) * (K * G) + h * G + g
-    store_partial(partial_out, partial_lse, out_row, acc, m, l, E, BLOCK_E, valid)
+    if ATTEND:
+        out_row = ((split * B + b) * T + t) * (K * G) + h * G + g
+        store_partial(partial_out, partial_lse, out_row, acc, m, l, E, BLOCK_E, valid)
 
 
 # the selected branch and the sliding window

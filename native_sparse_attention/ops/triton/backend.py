@@ -72,6 +72,22 @@ def too_large(op_name: str, q: Tensor, group: int, width: int, s: int) -> list[s
     return [f"a tile of {of} takes {needed} bytes, this GPU holds {most}"]
 
 
+def why_no_step(
+    branches: tuple[str, ...], dense_length: int, importance: str, block_windows: int
+) -> list[str]:
+    """Reasons why the decode kernels cannot run a layer with these settings; empty if they can."""
+    reasons = []
+    if branches not in (BRANCHES, ("selected",)):
+        reasons.append(f"branches={branches}, its kernels compute all three or the selected one")
+    if branches != BRANCHES and importance == "probs":
+        reasons.append("importance='probs' without the compressed branch")
+    if dense_length:
+        reasons.append(f"dense_length={dense_length}: some tokens may attend to all keys")
+    if importance == "max" and block_windows & (block_windows - 1):
+        reasons.append(f"a block has {block_windows} windows, needs a power of two")
+    return reasons
+
+
 def why_not(
     op_name: str,
     q: Tensor,
@@ -84,6 +100,8 @@ def why_not(
     importance: str = "logits",
     return_gates: bool = False,
     branches: tuple[str, ...] = BRANCHES,
+    dense_length: int = 0,
+    block_windows: int = 1,
     others: Sequence[Tensor | None] = (),
 ) -> list[str]:
     """Reasons why the kernels cannot run this call; empty if they can."""
@@ -108,13 +126,12 @@ def why_not(
         reasons.append(f"num_selected_blocks is {num_selected_blocks}, at most {MAX_SELECTED}")
     if selection_block_size > MAX_BLOCK:
         reasons.append(f"selection_block_size is {selection_block_size}, at most {MAX_BLOCK}")
-    if importance == "max" and (return_gates or op_name == "decode_attention"):
-        reasons.append("importance='max' has no kernel for decoding and none for use_diff_topk yet")
+    if importance == "max" and return_gates:
+        reasons.append("importance='max' has no kernel for use_diff_topk yet")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     if op_name == "decode_attention":
-        if branches != BRANCHES:
-            reasons.append(f"branches={branches}, its kernels compute all three")
+        reasons += why_no_step(branches, dense_length, importance, block_windows)
         if q.shape[1] > MAX_NEW:
             reasons.append(f"{q.shape[1]} new tokens in each row, at most {MAX_NEW}")
         given = (t for t in (q, k, v, *others) if t is not None)

@@ -47,11 +47,16 @@ def problem(
         order = torch.arange(B * (N // page), dtype=torch.int32, device=DEVICE)
         settings["page_table"] = order.flip(0).view(B, -1)
     tensors |= {"q": draw(B, T, H, D), "cq": draw(B, T, H, D)}
+    branches = len(settings.get("branches", "csw"))
     tensors["branch_gates"] = torch.rand(B, T, H, 3, device=DEVICE).to(dtype)
     if memory:
         tensors |= {"mem_k": draw(K, memory, D), "mem_v": draw(K, memory, E)}
     if sinks:
-        settings["sinks"] = torch.randn(3, H, device=DEVICE)
+        settings["sinks"] = torch.randn(branches, H, device=DEVICE)
+    if branches == 1:
+        read = ("q", "cq", "k", "v", "ck") if settings["num_selected_blocks"] else ("q", "k", "v")
+        tensors = {name: tensors[name] for name in read}
+        tensors |= dict.fromkeys(("ck", "cv", "branch_gates")) | tensors
     return tensors, dict(settings, lengths=lengths)
 
 
@@ -78,7 +83,7 @@ def assert_right(dtype, counts=None, **changed):
     for name, backend, to in (
         ("kernels", "triton", dtype), ("exact", "eager", torch.float64), ("low", "eager", dtype),
     ):  # fmt: skip
-        given = {n: t.to(to) for n, t in tensors.items()}
+        given = {n: t if t is None else t.to(to) for n, t in tensors.items()}
         if settings.get("selection_stride", 1) > 1:
             rings[name] = ring(settings, changed.get("heads", (2, 1)), B)
             given["ranking"] = rings[name]
@@ -91,6 +96,8 @@ def assert_right(dtype, counts=None, **changed):
     assert not rings or torch.equal(rings["kernels"], rings["exact"])
 
 
+ONE = dict(branches=("selected",), memory=0)
+TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
 CASES = {
     "plain": {},
     "one token, probs": dict(T=1, importance="probs"),
@@ -119,6 +126,25 @@ CASES = {
         num_selected_blocks=20, selection_block_size=4, compress_block_sliding_stride=2,
         compress_block_size=4, N=128, lengths=(90,), T=1,
     ),
+    "largest": dict(importance="max", num_selected_blocks=2, sinks=True),
+    "one softmax": ONE,
+    "one softmax, pages, sinks": dict(ONE, page=16, sinks=True, soft_cap=2.0, T=1),
+    "one softmax, tokens": dict(ONE, **TOKENS, heads=(6, 2, 16, 16)),
+    "one softmax, tokens, pages": dict(ONE, **TOKENS, page=8, T=3, counts=(3, 1)),
+    "one softmax, own rankings": dict(
+        ONE, **TOKENS, query_heads_share_selected_kv=False, heads=(4, 2, 16, 16)
+    ),
+    "one softmax, rankings of groups": dict(
+        ONE, **TOKENS, selection_stride=4, T=7, counts=(7, 3)
+    ),
+    "one softmax, forced blocks": dict(ONE, num_initial_blocks=1, num_local_blocks=3, T=1),
+    "one softmax, no local block": dict(ONE, num_local_blocks=0, scale=-0.4),
+    "one softmax, nothing to select": dict(ONE, num_selected_blocks=0, num_local_blocks=2),
+    "one softmax, d > s": dict(
+        ONE, importance="max", compress_block_size=12, compress_block_sliding_stride=12,
+        selection_block_size=4, N=60,
+    ),
+    "one softmax, short rows": dict(ONE, **TOKENS, lengths=(0, 3)),
 }  # fmt: skip
 
 
@@ -241,7 +267,12 @@ def caches(module, b, length):
     return KVCache(length, b), PagedKVCache(page, b * pages, b, length)
 
 
-STEPPED = [("shared rankings, probs", "rows"), ("independent", "pages")]
+STEPPED = [
+    ("shared rankings, probs", "rows"), ("independent", "pages"), ("one softmax", "pages"),
+    ("one softmax, tokens", "rows"), ("one softmax, shared rankings", "pages"),
+]  # fmt: skip
+# run by the operations of each branch
+NO_STEPS = ("no window branch", "no compressed branch", "window alone")
 if CUDA:
     STEPPED = [(setting, form) for setting in SETTINGS for form in ("rows", "pages")]
 
@@ -271,7 +302,7 @@ def test_steps_are_one_forward(setting, form, steps):
                 torch.testing.assert_close(out[row, :n], right, **close)
                 assert (out[row, n:] == 0).all()
                 done[row] += n
-        assert len(steps) == 3 and cache.lengths == done
+        assert len(steps) == (0 if setting in NO_STEPS else 3) and cache.lengths == done
         cache.reset([1])
         out = module(x[:, done[0] : done[0] + 2], cache=cache)
         torch.testing.assert_close(out[0], expected[0, done[0] : done[0] + 2], **close)
