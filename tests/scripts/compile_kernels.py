@@ -186,7 +186,7 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     """A step of decoding, over rows or pages; so few rows that the GPU has room, or more; with all
     blocks read ahead where that fits, and without."""
     H, K, D, E = heads
-    N, d = 1024, 16
+    N, d = 1024, settings.get("d", 16)
     pages, n = (B * N // page, page) if page else (B, N)
     shapes = [(B, T, H, D), (pages, n, K, D), (pages, n, K, E)]
     shapes += [(pages, n // d, K, D), (pages, n // d, K, E), (B, T, H, 3)]
@@ -194,7 +194,7 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     lengths = torch.zeros(B, dtype=torch.int32)
     where = kv_cache.CacheMetadata(lengths, lengths.long() if counted else None, table, page)
     at = dict(
-        l=32, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
+        l=2 * d, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
         num_local=2, stride=1, shared=True, scale=0.1, soft_cap=None,
     )  # fmt: skip
     at = Settings(**{**at, **settings})
@@ -202,6 +202,8 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     tensors = (torch.randn(shape).to(dtype) for shape in shapes)
     counters = torch.zeros(B, K, 8, dtype=torch.int32)
     tensors = list(tensors)
+    if at.one_softmax:
+        tensors[5] = None
     call = Call(*tensors, None, None, None, ring, None, counters, where)
     blocks = read_all.MAX_BLOCKS
     for read_all.MAX_BLOCKS in (0, blocks):
@@ -274,6 +276,13 @@ if __name__ == "__main__":
         step(torch.float32, (4, 4, 80, 40), n=20, B=1)
         step(torch.bfloat16, (64, 4, 128, 128), B=1, counted=True)
         step(torch.bfloat16, (64, 4, 128, 128), B=8, page=256, interpolated=True)
+        step(torch.bfloat16, (64, 4, 128, 128), importance="max")
+        step(torch.bfloat16, (64, 4, 128, 128), one_softmax=True, n=8, num_local=8)
+        for page, dtype in ((0, torch.bfloat16), (256, torch.bfloat16), (0, torch.float32)):
+            step(
+                dtype, (64, 4, 128, 128), page=page, one_softmax=True, importance="max", d=1, l=1,
+                n=8, num_local=8,
+            )  # fmt: skip
         step(torch.float32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
         step(torch.bfloat16, (16, 1, 128, 128), B=1, page=256, importance="probs")
         for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
