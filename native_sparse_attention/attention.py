@@ -17,13 +17,13 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
-from . import decoding
+from . import decoding, ranking
 from .block_sizes import BlockSizes
 from .cache.identity import Identity
 from .cache.kv_cache import KVCache
 from .checks.keywords import refuse
 from .checks.networks import check_gate, check_input
-from .checks.tensors import BRANCHES, check_bools
+from .checks.tensors import BRANCHES, check_bools, check_choice
 from .compress import (
     MeanPool,
     slides,
@@ -95,7 +95,11 @@ class SparseAttention(CompressionLayer):
         compress_block_sliding_stride: d, tokens from window to window; l by default. s and d divide
             one another, and l >= d.
         importance: the score of a block: "logits" (mean logit of its windows), "max" (largest
-            logit) or "probs" (the paper's softmax mass).
+            logit), "probs" (the paper's softmax mass), or "index": by queries and keys of its own,
+            `to_index`, that learn from `ranking_queries` of the forward (not with "compressed").
+        index_dim, index_heads, index_pool: D_i, width of index queries (one for each KV head) and
+            keys, `dim_head` by default; heads of index keys, 1 or `kv_heads`; "max" or "mean" of a
+            block's windows.
         num_initial_blocks: first blocks that every query attends to, not ranked.
         num_local_blocks: blocks ending with the query's own that it attends to, not ranked
             (causal).
@@ -143,6 +147,9 @@ class SparseAttention(CompressionLayer):
     branches: tuple[str, ...]
     dense_length: int
     rank_rotated: bool
+    index_dim: int
+    index_heads: int
+    index_pool: str
     branch_kv: str
     soft_cap: float | None
     attention_sinks: bool
@@ -180,6 +187,9 @@ class SparseAttention(CompressionLayer):
         branches: Sequence[str] = BRANCHES,
         dense_length: int = 0,
         rank_rotated: bool = False,
+        index_dim: int | None = None,
+        index_heads: int = 1,
+        index_pool: str = "max",
         branch_kv: str = "shared",
         rotary_emb: RotaryEmbedding | Rotary | bool | None = None,
         rope_theta: float | None = None,
@@ -221,6 +231,9 @@ class SparseAttention(CompressionLayer):
             branches=branches,  # type: ignore[arg-type]
             dense_length=dense_length,
             rank_rotated=rank_rotated,
+            index_dim=index_dim,
+            index_heads=index_heads,
+            index_pool=index_pool,
             branch_kv=branch_kv,
             soft_cap=soft_cap,
             attention_sinks=attention_sinks,
@@ -241,6 +254,17 @@ class SparseAttention(CompressionLayer):
         self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=False)
         self.rotary_emb = rotary
 
+        # index queries of each KV head, then index keys
+        self.to_index = None
+        if self.importance == "index" and self.config.ranks:
+            rotated = 0 if rotary is None or not self.rank_rotated else 2 * len(rotary.freqs)
+            if self.index_dim < rotated:
+                raise ValueError(
+                    f"index_dim must be at least {rotated}, the features that the rotary embedding "
+                    f"turns, got {self.index_dim}"
+                )
+            width = (kv_heads + self.index_heads) * self.index_dim
+            self.to_index = nn.Linear(dim, width, bias=False)
         self.compress_mem_kv = self.make_memory()
         self.sinks = None
         if self.attention_sinks:
@@ -331,6 +355,9 @@ class SparseAttention(CompressionLayer):
         segment_ids: Tensor | None = None,
         mask: Tensor | None = None,
         documents: Documents | None = None,
+        ranking_queries: int | Tensor | None = None,
+        ranking_weights: str = "output",
+        generator: torch.Generator | None = None,
         **unknown: Any,
     ) -> Any:
         """Attend over the input, or over a cache followed by the input.
@@ -353,9 +380,15 @@ class SparseAttention(CompressionLayer):
                 With a cache, each sequence takes only its real tokens.
             documents: `varlen.Documents` of rows whose documents begin at multiples of s and
                 d already.
+            ranking_queries: with importance="index", also return its loss, for so many queries of a
+                sequence, drawn with `generator`, or for queries at these positions [m]. The loss is
+                the KL divergence of the index's softmax over blocks from what they are worth to
+                exact attention; it reaches `to_index` alone, and costs O(m n).
+            ranking_weights: what a block is worth: "output", the norm of what it adds to the
+                output, or "mass", its attention probabilities.
 
         Returns:
-            [b, n, dim], or (output, cache).
+            [b, n, dim], or (output, cache), or (output, loss).
 
         Raises:
             ValueError: an input or cache that does not match, a full cache (nothing is written),
@@ -366,6 +399,7 @@ class SparseAttention(CompressionLayer):
         disable_triton_kernel, return_cache = check_bools(
             disable_triton_kernel=disable_triton_kernel, return_cache=return_cache
         )
+        check_choice("ranking_weights", ranking_weights, ranking.WEIGHTS)
         check_input(inp, self.dim, self.to_qkv)
         cache = decoding.check_cache(cache, return_cache, lengths, self.causal, self.alignment)
         names = cu_seqlens, segment_ids, mask, documents
@@ -375,6 +409,8 @@ class SparseAttention(CompressionLayer):
             documents = layout.documents if cache is None else None
         backend = self.backend_without_triton(inp) if disable_triton_kernel else self.backend
         masks = sliding_window_flex_mask, fine_selection_flex_mask
+        if cache is not None and ranking_queries is not None:
+            raise ValueError("ranking_queries must be None with a cache")
         if cache is not None:
             out = decoding.over_cache(self, cache, inp, lengths, backend, masks)
             out = out if layout is None else layout.collect(out)
@@ -382,16 +418,24 @@ class SparseAttention(CompressionLayer):
 
         x = self.norm(inp)
         qkv, gates = self.to_qkv(x), self.gates(x)
-        found = None
+        found, loss = None, None
+        if ranking_queries is not None and self.to_index is None:
+            raise ValueError("ranking_queries goes with importance='index'")
         if documents is None and masks == (None, None) and not torch.compiler.is_compiling():
             found = self.attend_projected(qkv, gates, backend)
         if found is None:
             positions = None if documents is None else documents.positions()
             tensors, raw = self.rotated(qkv, positions, backend)
+            tensors, raw = ranking.with_index(self, x, tensors, raw, 0, positions, backend)
             tensors |= self.compress_whole(raw, documents, backend)
             where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
             found, _ = self.attend(gates, tensors, masks, **where)
-        return self.combine_heads(found if layout is None else layout.collect(found))
+            if ranking_queries is not None:
+                loss = ranking.ranking_loss(
+                    self, tensors, ranking_queries, documents, generator, ranking_weights
+                )
+        out = self.combine_heads(found if layout is None else layout.collect(found))
+        return out if ranking_queries is None else (out, loss)
 
     def gates(self, x: Tensor) -> Tensor | None:
         """Gates [b n h branches] of the normalized input; None for one branch."""
@@ -492,6 +536,8 @@ class SparseAttention(CompressionLayer):
         }
         if self.ranks_by_tokens:
             rows["ck"] = rows["k"]
+        if self.to_index is not None:  # index keys of one head rank for all
+            rows["ck"] = rows["ck"].expand(-1, -1, self.kv_heads, -1)
         call = Call(
             **rows,
             **self.memory(tensors["q"].dtype),
@@ -500,7 +546,7 @@ class SparseAttention(CompressionLayer):
             **where,
         )
         keep_slots = self.selection_stride > 1
-        config = self.config.dense if self._dense else self.config
+        config = self.config.dense if self._dense else self.config.for_functions
         out, indices = nsa.attend(call, config, backend, masks, keep_slots)
         return rearrange(out, "b n h d -> b n (h d)"), indices
 

@@ -45,6 +45,9 @@ class CompressionLayer(RotaryLayer):
     compress_block_sliding_stride: int
     compress_mlp_expand_factor: float
     compress_mem_kv: Any
+    to_index: Any
+    k_compress: Any
+    v_compress: Any
     k_intrablock_positions: Any
     v_intrablock_positions: Any
 
@@ -71,6 +74,8 @@ class CompressionLayer(RotaryLayer):
             network = default_compress_mlp(dim_head, l, factor)
         elif network is None:
             network = MeanPool()
+        elif self.config.importance == "index":
+            raise ValueError("compress_mlp must be None with importance='index', whose keys learn")
         else:
             gets_gradient = has_branch or (self.config.ranks and self.use_diff_topk)
             check_compress_mlp(network, kv_heads, l, dim_head, gets_gradient)
@@ -104,6 +109,8 @@ class CompressionLayer(RotaryLayer):
             return {}
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         nets = [net for net, _ in map(self.compressor, raw)]
+        if l == d == 1 and self.to_index is not None:
+            return {"ck": raw["k"]}
         sliding = [net for net in nets if slides(net)]
         count = count_freely(raw["k"].shape[2], d, self.causal)
         if count is not None or documents is not None or l % d or len(sliding) < len(raw):
@@ -119,7 +126,7 @@ class CompressionLayer(RotaryLayer):
             if v is not None:
                 positions = self.k_intrablock_positions, self.v_intrablock_positions
                 return means(k, v, *positions, l, d, n)
-            if not self.use_diff_topk:
+            if not self.use_diff_topk and (self.to_index is None or not torch.is_grad_enabled()):
                 return means_of_keys(k, l, d, n)
         compressed = {}
         for (name, t), net in zip(raw.items(), sliding, strict=True):
@@ -132,6 +139,7 @@ class CompressionLayer(RotaryLayer):
         """Whether the keys that rank blocks are the rotated keys themselves."""
         sizes = self.compress_block_size, self.compress_block_sliding_stride
         plain = self.config.rank_rotated and sizes == (1, 1) and self.config.compresses
+        plain = plain and self.to_index is None
         return plain and isinstance(self.k_compress, MeanPool) and slides(self.k_compress)
 
     def compressor(self, name: str) -> tuple[Any, Tensor | None]:

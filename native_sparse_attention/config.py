@@ -13,6 +13,7 @@ from .checks.tensors import (
     BACKENDS,
     BRANCH_KV,
     BRANCHES,
+    IMPORTANCE_RULES,
     check_bools,
     check_branches,
     check_choice,
@@ -29,6 +30,10 @@ SELECTION = (
     "num_selected_blocks", "importance", "interpolated_importance_score", "num_initial_blocks",
     "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
 )  # fmt: skip
+
+
+# by "index", a block's score from those of its windows: the rule of that name
+INDEX_RULES = {"max": "max", "mean": "logits"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +116,19 @@ class AttentionConfig:
         """Whether there are compressed keys: a branch of their own, or only for the ranking."""
         return "compressed" in self.branches or self.ranks
 
+    def but(self, **values: Any) -> AttentionConfig:
+        """These settings of the branches with other values, not checked again."""
+        return AttentionConfig.unchecked(**{n: getattr(self, n) for n in DEFAULTS} | values)
+
     @cached_property
     def dense(self) -> AttentionConfig:
         """These settings, dense at any length."""
-        values = {name: getattr(self, name) for name in DEFAULTS}
-        return AttentionConfig.unchecked(**values | {"dense_length": sys.maxsize})
+        return self.for_functions.but(dense_length=sys.maxsize)
+
+    @property
+    def for_functions(self) -> AttentionConfig:
+        """The settings that functions take, which rank by the queries and keys they are given."""
+        return self
 
     def scale_of(self, width: int) -> float:
         """The scale of logits for this head dimension."""
@@ -130,8 +143,7 @@ class AttentionConfig:
 
     def with_selected(self, n: int) -> AttentionConfig:
         """These settings with n selected blocks, not checked again."""
-        values = {name: getattr(self, name) for name in DEFAULTS}
-        return AttentionConfig.unchecked(**values | {"num_selected_blocks": n})
+        return self.but(num_selected_blocks=n)
 
 
 DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
@@ -155,7 +167,8 @@ class NSAConfig(AttentionConfig):
         num_selected_blocks: n, ranked blocks of a query; 0 leaves the forced blocks.
         sliding_window_size: w; the window branch attends to keys `i - w .. i`.
         importance: the score of a block: "logits" (mean logit of its windows), "max" (largest
-            logit) or "probs" (the paper's softmax mass).
+            logit), "probs" (the paper's softmax mass), or "index": by index queries and keys, which
+            learn from `ranking_loss` (not with "compressed").
         interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
         num_initial_blocks: first blocks that every query attends to, not ranked.
         num_local_blocks: blocks ending with the query's own that it attends to, not ranked
@@ -168,6 +181,10 @@ class NSAConfig(AttentionConfig):
             keys only rank. Settings of branches left out have no effect.
         dense_length: queries at positions below it attend to all keys, with `("selected",)`; not
             causal: sequences of at most this length.
+        index_dim: width of index queries, one for each KV head, and of index keys; `dim_head` by
+            default.
+        index_heads: heads of index keys: 1, or `kv_heads`.
+        index_pool: "max" or "mean", of a block's windows of index keys.
         rank_rotated: rank by keys and queries with rotary embedding (not with "compressed").
         use_diff_topk: let gradients reach the selection scores (straight-through gates).
         causal: whether a query sees no later tokens.
@@ -196,6 +213,9 @@ class NSAConfig(AttentionConfig):
     norm: bool = True
     branch_kv: str = "shared"
     rank_rotated: bool = False
+    index_dim: int | None = None
+    index_heads: int = 1
+    index_pool: str = "max"
     attention_sinks: bool = False
     compress_mlp_expand_factor: float = 1.0
     backend: str = "auto"
@@ -207,7 +227,29 @@ class NSAConfig(AttentionConfig):
         kv_heads = heads if self.kv_heads is None else check_int("kv_heads", self.kv_heads, 1)
         check_groups(heads, kv_heads)
         (m,) = check_ints(0, num_compressed_mem_kv=self.num_compressed_mem_kv)
-        attention = super().checked()
+        check_choice("importance", self.importance, (*IMPORTANCE_RULES, "index"))
+        check_choice("index_pool", self.index_pool, INDEX_RULES)
+        importance, rule = self.importance, INDEX_RULES[self.index_pool]
+        self.keep(importance=rule if importance == "index" else importance)
+        attention = super().checked() | dict(importance=importance)
+        index_dim = check_int(
+            "index_dim", dim_head if self.index_dim is None else self.index_dim, 1
+        )
+        index_heads = check_int("index_heads", self.index_heads, 1)
+        if index_heads not in (1, kv_heads):
+            raise ValueError(f"index_heads must be 1 or kv_heads={kv_heads}, got {index_heads}")
+        if importance == "index" and "compressed" in attention["branches"]:
+            raise ValueError(
+                "importance='index' needs branches without 'compressed', whose keys rank blocks "
+                f"themselves, got branches={attention['branches']}"
+            )
+        if importance == "index" and (
+            attention["use_diff_topk"] or not attention["query_heads_share_selected_kv"]
+        ):
+            raise ValueError(
+                "importance='index' has one ranking for each KV head, which learns from "
+                "ranking_loss: use_diff_topk must be False and query_heads_share_selected_kv True"
+            )
         norm, attention_sinks, rank_rotated = check_bools(
             norm=self.norm, attention_sinks=self.attention_sinks, rank_rotated=self.rank_rotated
         )
@@ -220,6 +262,7 @@ class NSAConfig(AttentionConfig):
         check_choice("backend", self.backend, BACKENDS)
         check_elements(dim=dim, heads=heads, dim_head=dim_head)
         check_elements(kv_heads=kv_heads, num_compressed_mem_kv=m, dim_head=dim_head)
+        check_elements(dim=dim, kv_heads=kv_heads, index_dim=index_dim)
         l = attention["compress_block_size"]
         check_elements(kv_heads=kv_heads, compress_block_size=l, dim_head=dim_head)
         factor = check_factor("compress_mlp_expand_factor", self.compress_mlp_expand_factor)
@@ -231,6 +274,18 @@ class NSAConfig(AttentionConfig):
             num_compressed_mem_kv=m,
             norm=norm,
             rank_rotated=rank_rotated,
+            index_dim=index_dim,
+            index_heads=index_heads,
             attention_sinks=attention_sinks,
             compress_mlp_expand_factor=factor,
         )
+
+    @property
+    def for_functions(self) -> AttentionConfig:
+        if self.importance != "index":
+            return self
+        return self.ranked_by_rule
+
+    @cached_property
+    def ranked_by_rule(self) -> AttentionConfig:
+        return self.but(importance=INDEX_RULES[self.index_pool])

@@ -154,23 +154,29 @@ def nsa_cost(
     leaders = i[:: config.selection_stride]
     scored = int(visible_windows(leaders, T, config).sum())
     attention = of_attention(int(keys_read(i, T, config).sum()))
+    # width of the queries and keys that rank, and numbers of a cached key
+    width, ranking_entry = D, K * D * size
+    if layer.to_index is not None:
+        width, ranking_entry = layer.index_dim, layer.index_heads * layer.index_dim * size
     if config.ranks:
-        attention += 2 * D * (H if per_head else K) * batch * scored
+        attention += 2 * width * (H if per_head else K) * batch * scored
     gates = len(config.branches) * H if len(config.branches) > 1 else 0
     weights = config.dim * ((2 * H + 2 * K * sets) * D + gates)
+    weights += 0 if layer.to_index is None else layer.to_index.weight.numel()
     parameters = sum(p.numel() for p in layer.parameters())
     cache, step = 0, 0
     if config.causal:
         entry = 2 * K * D * size
         own_window = sets > 1 and config.branches[-1] == "window"
         tokens = (2 if own_window else 1) * T * entry
-        cache = batch * (tokens + len(networks) * (T // d) * entry // 2)
+        of_windows = entry if len(networks) == 2 else ranking_entry * len(networks)
+        cache = batch * (tokens + (T // d) * of_windows)
         read = int(keys_read(torch.tensor([T]), T + 1, config))
         if "compressed" in config.branches:
             read -= config.num_compressed_mem_kv
         step = parameters * size + batch * read * entry
         if networks and "compressed" not in config.branches:
-            step += batch * (T // d) * entry // 2  # keys of the ranking
+            step += batch * (T // d) * ranking_entry
     sparse = Cost(
         parameters,
         projections(weights) + counter.get_total_flops() + attention,

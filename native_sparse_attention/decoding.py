@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import Module
 
-from . import blocks
+from . import blocks, ranking
 from .cache import static
 from .cache.kv_cache import KVCache
 from .checks.scalars import shown
@@ -27,7 +27,7 @@ from .rotary import rotate
 # settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
 GEOMETRY = (
     "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
-    "selection_stride", "branches", "rank_rotated",
+    "selection_stride", "branches", "rank_rotated", "importance", "index_dim", "index_heads",
 )  # fmt: skip
 RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected_kv")
 
@@ -53,11 +53,12 @@ def over_cache(
     x, q, kv = layer.project(inp)
     cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
     if is_step(layer, cache, q, kv, backend, masks):
-        out = step(layer, cache, counts, q, kv, layer.gates(x))
+        out = step(layer, cache, counts, x, q, kv)
         return layer.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
 
     start = cache.positions(inp.device, counts, inp.shape[1])
     tensors, raw = rotated(layer, q, kv, start, None, backend)
+    tensors, raw = ranking.with_index(layer, x, tensors, raw, start, None, backend)
     tensors |= extend(layer, cache, counts, tensors, raw)
     keeps_ranking = layer.selection_stride > 1 and layer.config.ranks
     leader = None
@@ -67,8 +68,7 @@ def over_cache(
     out, indices = layer.attend(layer.gates(x), tensors, masks, **options)
     out = layer.combine_heads(out)
     if keeps_ranking:
-        ranking = rearrange(indices, "b n h s -> b h n s")
-        cache.keep_recent({"ranking": ranking}, counts, 1)
+        cache.keep_recent({"ranking": rearrange(indices, "b n h s -> b h n s")}, counts, 1)
     if raw:
         cache.keep_recent(raw, counts, layer.compress_block_size - 1)
     cache.advance(counts)
@@ -121,6 +121,7 @@ def over_fixed_cache(
     x, q, kv = layer.project(static.zero_padding(inp, at))
     cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
     tensors, raw = rotated(layer, q, kv, at.starts, None, backend)
+    tensors, raw = ranking.with_index(layer, x, tensors, raw, at.starts, None, backend)
     tensors |= static.append(cache, of_tokens(tensors), at)
     if raw:
         windows = static.windows(cache, raw, at, l, d)
@@ -231,6 +232,8 @@ def is_step(
         return False
     if given_masks != (None, None):
         return False
+    if layer.to_index is not None and layer.index_dim != layer.dim_head:
+        return False
     if is_trained(layer, q):
         return False
     return dispatch.takes_kernels(
@@ -241,7 +244,7 @@ def is_step(
         v=kv[1].transpose(1, 2),
         num_selected_blocks=layer.num_selected_blocks,
         selection_block_size=layer.selection_block_size,
-        importance=layer.importance,
+        importance=layer.config.for_functions.importance,
         branches=layer.branches,
         dense_length=attends_densely(layer, cache),
         block_windows=blocks.windows_per_block(
@@ -262,9 +265,9 @@ def step(
     layer: Any,
     cache: KVCache,
     counts: list[int],
+    x: Tensor,
     q: Tensor,
     kv: list[Tensor],
-    gates: Tensor | None,
 ) -> Tensor:
     """Write `counts` new tokens per sequence, attend, [b n h d], and advance the cache. Kernels
     read lengths on the device, so a CUDA graph of a step can replay at any lengths. The host must
@@ -275,6 +278,7 @@ def step(
     ragged = any(count != n for count in counts)
     new = torch.tensor(counts, dtype=torch.int32).to(q.device) if ragged else None
     tensors, raw = rotated(layer, q, kv, held, None, "triton")
+    tensors, raw = ranking.with_index(layer, x, tensors, raw, held, None, "triton")
     tokens = of_tokens(tensors)
     stores, rings = cache.room(tokens, counts), cache.ring(raw, l - 1)
     stores |= cache.room({f"c{name}": t[:, :, :0] for name, t in raw.items()}, counts, every=d)
@@ -290,22 +294,25 @@ def step(
         cache_writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **pages)
     if layer.ranks_by_tokens:
         stores["ck"] = stores["k"]
+    if layer.to_index is not None:  # the kernels have a query for each head
+        stores["ck"] = stores["ck"].expand(-1, kv[0].shape[1], -1, -1)
+        tensors["cq"] = tensors["cq"].repeat_interleave(q.shape[1] // kv[0].shape[1], dim=1)
 
-    ranking = None
+    earlier = None
     if layer.selection_stride > 1 and layer.config.ranks:
         ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
         like = held.new_empty(b, ranks, 0, layer.num_selected_blocks)
-        ranking = cache.ring({"ranking": like}, 1)["ranking"]
+        earlier = cache.ring({"ranking": like}, 1)["ranking"]
     tensors |= stores
     # the layer and its cache made these tensors: there is nothing to check
     out = decode.by_kernels(
-        layer.config,
+        layer.config.for_functions,
         **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
-        branch_gates=gates,
+        branch_gates=layer.gates(x),
         lengths=held,
         counts=new,
         page_table=cache.page_table,
-        ranking=ranking,
+        ranking=earlier,
         counters=cache.workspace(q.device, kv[0].shape[1], decode.COUNTERS),
         sinks=layer.sinks,
         **layer.memory(q.dtype),

@@ -26,7 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("sparse_kwargs",),
     ("attention",),
     ("decoding", "generate", "runs"),
-    ("compression",),
+    ("compression", "ranking"),
     ("cache", "compress", "gate", "rotary"),
     ("ops", "dense"),
     ("masks", "ops.triton"),

@@ -111,7 +111,9 @@ def native_sparse_attention(
             softmax over the initial, local and ranked blocks.
         dense_length: with `("selected",)` queries at positions below it attend to all keys that
             they may see; not causal: in sequences of at most this length.
-        cq: queries of branch 1 and of the ranking, without rotary embedding; q by default.
+        cq: queries of branch 1 and of the ranking, without rotary embedding; q by default. Without
+            the compressed branch cq and ck may have another width, and cq one query for each KV
+            head, [B, T, K, I].
         window_k, window_v: keys and values of branch 3; k and v by default.
         use_diff_topk: let gradients reach the scores through straight-through gates.
         return_indices: also return the selected block indices, [B, T, K or H, n].
@@ -190,12 +192,14 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
     check_branch_tensors(call.tensors() | named, config)
     q, mem_k, mem_v = call.q, call.mem_k, call.mem_v
     branches = len(config.branches)
+    # queries and keys that only rank may have a width of their own, and a query for each KV head
+    own = call.cq is not None and "compressed" not in config.branches
     dims = check_shapes(
         q=(q, "B T H D"),
-        cq=(call.cq, "B T H D"),
+        cq=(call.cq, "B T R I" if own else "B T H D"),
         k=(call.k, "B S K D"),
         v=(call.v, "B S K E"),
-        ck=(call.ck, "B W K D"),
+        ck=(call.ck, "B W K I" if own else "B W K D"),
         cv=(call.cv, "B W K E"),
         mem_k=(mem_k, "K m D"),
         mem_v=(mem_v, "K m E"),
@@ -203,6 +207,8 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
         window_v=(call.window_v, "B S K E"),
         branch_gates=(call.branch_gates, f"B T H {branches}"),
     )
+    if own and dims["R"] not in (dims["H"], dims["K"]):
+        raise ValueError(f"cq must have H={dims['H']} or K={dims['K']} heads, got {dims['R']}")
     inputs = call.tensors()
     check_same(**{name: inputs[name] for name in inputs if name not in ("branch_gates", "sinks")})
     check_weights("branch_gates", call.branch_gates, q.device)

@@ -38,7 +38,7 @@ GOOD = dict(
         (dict(selection_block_size=12), "must divide one another, got 12 and 8"),
         (dict(num_selected_blocks=-1), "num_selected_blocks must be an integer of at least 0"),
         (dict(selection_stride=3), "selection_stride must divide selection_block_size=8"),
-        (dict(importance="mean"), "importance must be one of 'logits', 'probs', 'max', got 'mean'"),
+        (dict(importance="mean"), "importance must be one of 'logits', 'probs', 'max', 'index'"),
         (dict(branch_kv="both"), "branch_kv must be one of 'shared', 'independent', got 'both'"),
         (dict(backend="cuda"), "backend must be one of 'auto', 'triton', 'flex', 'eager', got"),
         (dict(backend="flex", use_triton_kernel=True), "use_triton_kernel=True asks for"),

@@ -37,6 +37,20 @@ SETTINGS = {
     "one softmax, shared rankings": dict(
         branches=("selected",), selection_stride=4, dense_length=12, importance="max"
     ),
+    "learned ranking": dict(
+        branches=("selected",),
+        importance="index",
+        compress_block_size=1,
+        compress_block_sliding_stride=1,
+        rank_rotated=True,
+    ),
+    "learned ranking of windows": dict(
+        branches=("selected", "window"),
+        importance="index",
+        index_pool="mean",
+        index_dim=6,
+        index_heads=2,
+    ),
     "no window branch": dict(branches=("compressed", "selected")),
     "no compressed branch": dict(branches=("selected", "window"), branch_kv="independent"),
     "window alone": dict(branches=("window",)),

@@ -1,0 +1,145 @@
+"""The learned ranking of blocks (`importance="index"`): index queries and keys, and their loss.
+
+An index query for each KV head and index keys of tokens score blocks as `importance="max"` does, a
+single-head problem for each group. Nothing of a layer's output has a gradient in the index. It
+learns from the exact attention of a few sampled queries.
+
+b  batch     k  KV heads    g  query heads of a group    m  sampled queries
+t  tokens    c  blocks      s  tokens of a block         d, e  widths
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from torch import Tensor
+
+from . import blocks
+from .checks.scalars import check_int, shown
+from .compat.autocast import no_autocast
+from .ops.reference.attention import visible_windows
+from .ops.reference.topk import importance_scores
+from .rotary import rotate
+from .varlen import Documents
+
+# what a block is worth: the norm of what it adds to the output, or its attention mass
+WEIGHTS = ("output", "mass")
+
+
+def with_index(
+    layer: Any,
+    x: Tensor,
+    tensors: dict[str, Tensor],
+    raw: dict[str, Tensor],
+    start: int | Tensor,
+    positions: Tensor | None,
+    backend: str | tuple[str, ...],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of the branches and of compression, with index queries "cq" [b k n d] in place of
+    queries, and index keys [b 1 n d] or [b k n d] in place of keys. Their gradient stops at the
+    normalized input x."""
+    if layer.to_index is None:
+        return tensors, raw
+    found = rearrange(layer.to_index(x.detach()), "b n (h d) -> b h n d", d=layer.index_dim)
+    q, k = found[:, : layer.kv_heads], found[:, layer.kv_heads :]
+    if layer.rank_rotated:
+        q, k = rotate(layer.rotary_emb, [q, k], start, positions, backend)
+    return {**tensors, "cq": q}, {"k": k}
+
+
+def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device) -> Tensor:
+    """Positions [m] of queries: those given, or that many at random, in order.
+
+    Raises:
+        ValueError: neither a number of at least 1 nor a vector of integers.
+    """
+    if isinstance(queries, Tensor):
+        if queries.ndim != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
+            raise ValueError(f"ranking_queries must be [m] integers, got {shown(queries)}")
+        return queries.to(device)
+    m = min(check_int("ranking_queries", queries, 1), n)
+    where = "cpu" if generator is None else generator.device
+    drawn = torch.randperm(n, generator=generator, device=where)[:m]
+    return drawn.sort().values.to(device)
+
+
+def block_targets(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, config: Any, weigh: str) -> Tensor:
+    """What each block [b k m c] is worth to queries q [b k g m d] of keys and values [b k t d] that
+    they see, [b|1 m t]: its attention mass, or by "output" the norm of what it adds to the output,
+    `|| sum_(j in c) p_j (v_j - out) ||`; summed over the heads of a group."""
+    s, scale = config.selection_block_size, config.scale_of(q.shape[-1])
+    logits = einsum(q, k, "b k g m d, b k t d -> b k g m t") * scale
+    if config.soft_cap is not None:
+        logits = config.soft_cap * (logits / config.soft_cap).tanh()
+    logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
+    p = logits.softmax(dim=-1).masked_fill(~seen[:, None, None], 0.0)
+    pad = -p.shape[-1] % s
+    by_block = rearrange(F.pad(p, (0, pad)), "b k g m (c s) -> b k g m c s", s=s)
+    mass = by_block.sum(dim=-1)
+    if weigh == "mass":
+        return mass.sum(dim=2)
+    values = rearrange(F.pad(v, (0, 0, 0, pad)), "b k (c s) e -> b k c s e", s=s)
+    added = einsum(by_block, values, "b k g m c s, b k c s e -> b k g m c e")
+    out = added.sum(dim=-2, keepdim=True)
+    return (added - mass[..., None] * out).norm(dim=-1).sum(dim=2)
+
+
+def ranking_loss(
+    layer: Any,
+    tensors: dict[str, Tensor],
+    queries: int | Tensor,
+    documents: Documents | None,
+    generator: torch.Generator | None = None,
+    weigh: str = "output",
+) -> Tensor:
+    """The KL divergence of the index's softmax over candidate blocks from what these blocks are
+    worth (`block_targets`), a mean over m sampled queries of each sequence and KV head that have
+    two candidates or more: O(m t) in time and memory. `tensors` [b h n d] are those of `attend`.
+
+    Raises:
+        ValueError: queries that are neither a number nor positions.
+    """
+    config = layer.config.for_functions
+    s, K, n = config.selection_block_size, layer.kv_heads, tensors["q"].shape[2]
+    i = sampled(queries, n, generator, tensors["q"].device)
+    position = i[None].expand(1 if documents is None else tensors["q"].shape[0], -1)
+    if documents is not None:
+        documents = Documents(*(bound[:, i] for bound in documents))
+    j = torch.arange(n, device=i.device)
+    seen = (j <= position[..., None]) if config.causal else torch.ones_like(j, dtype=torch.bool)
+    seen = seen.expand(*position.shape, -1)
+    c = torch.arange(blocks.num_blocks(n, s), device=i.device)
+    first = torch.zeros_like(position)[..., None]
+    end = first + len(c)
+    if documents is not None:
+        seen = seen & (j >= documents.first[..., None]) & (j < documents.last[..., None])
+        seen = seen & (position < documents.last)[..., None]  # padding sees nothing
+        first, end = (t[..., None] for t in documents.blocks(s))
+    candidate = (c >= first + config.num_initial_blocks) & (c < end)
+    if config.causal:
+        candidate = candidate & (c <= position[..., None] // s - max(1, config.num_local_blocks))
+    candidate = candidate[:, None]
+
+    with no_autocast(tensors["q"].device.type):
+        q, k, v, cq, ck = (tensors[name].float() for name in ("q", "k", "v", "cq", "ck"))
+        with torch.no_grad():
+            heads = rearrange(q[:, :, i], "b (k g) m d -> b k g m d", k=K)
+            target = block_targets(heads, k, v, seen, config, weigh)
+            target = target.masked_fill(~candidate, 0.0)
+            total = target.sum(dim=-1, keepdim=True)
+            target = target / total.clamp(min=torch.finfo(total.dtype).tiny)
+            counts = (candidate.sum(dim=-1) > 1) & (total[..., 0] > 0)
+        scores = importance_scores(
+            cq[:, :, i].transpose(1, 2), ck.expand(-1, K, -1, -1).transpose(1, 2), None,
+            visible_windows(position, ck.shape[2], config.d, config.causal, documents), c,
+            rule=config.importance, interpolated=config.interpolated_importance_score, shared=True,
+            l=config.compress_block_size, d=config.d, s=s, scale=None,
+        )  # fmt: skip
+        logs = scores.masked_fill(~candidate, float("-inf")).log_softmax(dim=-1)
+        logs = logs.masked_fill(~candidate, 0.0)
+        entropy = torch.special.xlogy(target, target)
+        divergence = (entropy - target * logs).sum(dim=-1)
+        return (divergence * counts).sum() / counts.sum().clamp(min=1)

@@ -1,0 +1,216 @@
+"""The learned ranking of blocks: its loss, what it learns, and where it works."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from native_sparse_attention import NSAConfig, SparseAttention, nsa_cost
+from native_sparse_attention.compress import MeanPool
+from native_sparse_attention.ranking import block_targets
+from tests.helpers.layers import DIM, layer
+
+INDEX = dict(
+    branches=("selected",), importance="index", compress_block_size=1,
+    compress_block_sliding_stride=1, rank_rotated=True, num_local_blocks=1,
+)  # fmt: skip
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def written_out(module, x, positions, weigh):
+    """The loss, block by block."""
+    s, K, G, D = 8, module.kv_heads, module.heads // module.kv_heads, module.dim_head
+    tensors, _ = module.rotated(module.to_qkv(module.norm(x)), None, "eager")
+    q, k, v = (tensors[name] for name in "qkv")
+    index = module.to_index(module.norm(x)).unflatten(-1, (-1, module.index_dim)).transpose(1, 2)
+    from native_sparse_attention.rotary import rotation
+
+    index = rotation(module.rotary_emb, index, 0)(index)
+    iq, ik = index[:, :K], index[:, K:].expand(-1, K, -1, -1)
+    losses = []
+    for b, i, r in itertools.product(range(len(x)), positions, range(K)):
+        blocks = range(max(0, i // s))
+        if len(blocks) < 2:
+            continue
+        worth = torch.zeros(len(blocks), dtype=torch.float64)
+        for h in range(r * G, (r + 1) * G):
+            p = (k[b, r, : i + 1] @ q[b, h, i] * D**-0.5).softmax(0)
+            out = p @ v[b, r, : i + 1]
+            for c in blocks:
+                own = slice(c * s, (c + 1) * s)
+                added = p[own] @ (v[b, r, own] - out)
+                worth[c] += p[own].sum() if weigh == "mass" else added.norm()
+        scores = ik[b, r] @ iq[b, r, i] * module.index_dim**-0.5
+        scores = torch.stack([scores[c * s : (c + 1) * s].max() for c in blocks])
+        target = (worth / worth.sum()).detach()
+        losses.append((target * (target.log() - scores.log_softmax(0))).sum())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("weigh", ["output", "mass"])
+def test_the_loss_written_out(weigh):
+    module, x = layer(**INDEX), normal(2, 37, DIM)
+    positions = torch.tensor([5, 17, 24, 36])
+    out, loss = module(x, ranking_queries=positions, ranking_weights=weigh)
+    torch.testing.assert_close(out, module(x))
+    expected = written_out(module, x, positions.tolist(), weigh)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-5)
+    (grad,) = torch.autograd.grad(loss, [module.to_index.weight])
+    (right,) = torch.autograd.grad(expected, [module.to_index.weight])
+    torch.testing.assert_close(grad, right, atol=1e-6, rtol=1e-4)
+
+
+def test_the_loss_trains_the_index_alone():
+    module, x = layer(**INDEX), normal(1, 40, DIM).requires_grad_()
+    module(x, ranking_queries=8)[1].backward()
+    trained = [name for name, p in module.named_parameters() if p.grad is not None]
+    assert trained == ["to_index.weight"] and x.grad is None
+    out, loss = module(x, ranking_queries=8)
+    (out.square().sum() + loss).backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_it_learns_to_find_the_blocks():
+    """Blocks of an index that has learned hold more of the attention than those that it began
+    with."""
+    torch.manual_seed(0)
+    module = layer(**INDEX, heads=2, index_heads=2).float()
+    module.norm.weight.data.fill_(1.0)
+    module.to_qkv.weight.data[: 2 * 8] *= 3  # sharp attention
+    x = torch.randn(4, 128, DIM)
+    generator = torch.Generator().manual_seed(0)
+
+    def found():
+        tensors, _ = module.rotated(module.to_qkv(module.norm(x)), None, "eager")
+        q, k, v = (tensors[name] for name in "qkv")
+        seen = torch.ones(128, 128, dtype=torch.bool).tril()[None]
+        mass = block_targets(
+            q.unflatten(1, (2, 1)), k, v, seen, module.config.for_functions, "mass"
+        )
+        best = module_ranking(module, x)
+        chosen = torch.zeros_like(mass).scatter_(-1, best.clamp(min=0), (best >= 0).float())
+        return (mass * chosen)[:, :, 64:].sum() / mass[:, :, 64:].sum()
+
+    before = found()
+    optimizer = torch.optim.Adam(module.to_index.parameters(), lr=1e-2)
+    for _ in range(150):
+        _, loss = module(x, ranking_queries=32, generator=generator, ranking_weights="mass")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert found() > 1.3 * before
+
+
+def module_ranking(module, x):
+    """The selected blocks [b k n slots]."""
+    from native_sparse_attention import ranking
+
+    rows, backend = module.norm(x), "eager"
+    tensors, raw = module.rotated(module.to_qkv(rows), None, backend)
+    tensors, raw = ranking.with_index(module, rows, tensors, raw, 0, None, backend)
+    tensors |= module.compress_whole(raw, None, backend)
+    config = module.config.for_functions.but(num_selected_blocks=module.num_selected_blocks)
+    from native_sparse_attention.ops import each_branch
+    from native_sparse_attention.ops.call import Call
+
+    call = Call(*(tensors[n].transpose(1, 2) for n in "qkv"), q_offset=0)
+    ck = tensors["ck"].expand(-1, 2, -1, -1).transpose(1, 2)
+    indices, _ = each_branch.rank(
+        call.but(cq=tensors["cq"].transpose(1, 2), ck=ck), config, backend, None
+    )
+    return indices.transpose(1, 2).long()
+
+
+def test_queries_are_drawn_by_the_generator():
+    module, x = layer(**INDEX), normal(1, 90, DIM)
+
+    def loss(seed):
+        return module(x, ranking_queries=9, generator=torch.Generator().manual_seed(seed))[1]
+
+    assert torch.equal(loss(1), loss(1)) and not torch.equal(loss(1), loss(2))
+    every = module(x, ranking_queries=1000)[1]
+    torch.testing.assert_close(every, module(x, ranking_queries=torch.arange(90))[1])
+
+
+def test_packed_documents_lose_what_they_lose_alone():
+    module, x = layer(**INDEX), normal(1, 70, DIM)
+    cu_seqlens = torch.tensor([0, 30, 70])
+    _, packed = module(x, cu_seqlens=cu_seqlens, ranking_queries=10_000)
+    parts = [x[:, :30], x[:, 30:]]
+    # means over queries with two candidates or more: those from 16 on
+    counts = [len(range(16, part.shape[1])) for part in parts]
+    alone = [module(part, ranking_queries=10_000)[1] for part in parts]
+    expected = sum(n * loss for n, loss in zip(counts, alone, strict=True)) / sum(counts)
+    torch.testing.assert_close(packed, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_autocast_checkpoint_and_compile():
+    module, x = layer(**INDEX).float(), torch.randn(1, 60, DIM)
+    positions = torch.tensor([20, 33, 59])
+    _, expected = module(x, ranking_queries=positions)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, low = module(x, ranking_queries=positions)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, expected, atol=0.1, rtol=0.1)
+    _, loss = checkpoint(module, x, ranking_queries=positions, use_reentrant=False)
+    loss.backward()
+    grad, module.to_index.weight.grad = module.to_index.weight.grad, None
+    torch.compile(module, backend="eager")(x, ranking_queries=positions)[1].backward()
+    torch.testing.assert_close(module.to_index.weight.grad, grad)
+
+
+def test_module():
+    module = layer(**INDEX, index_dim=10)
+    other = copy.deepcopy(module)
+    other.load_state_dict(module.state_dict())
+    x = normal(1, 50, DIM)
+    assert torch.equal(other(x), module(x))
+    config = NSAConfig(
+        dim=DIM, dim_head=8, heads=4, kv_heads=2, causal=True, selection_block_size=8,
+        num_selected_blocks=2, **INDEX, index_dim=10,
+    )  # fmt: skip
+    found = SparseAttention.from_config(config)
+    assert found.to_index.weight.shape == module.to_index.weight.shape == (3 * 10, DIM)
+    cost = nsa_cost(config, 30, dtype=torch.float32).sparse
+    with torch.no_grad():
+        _, cache = found(torch.randn(1, 30, DIM), return_cache=True)
+    assert cost.parameters == sum(p.numel() for p in found.parameters())
+    assert cost.cache_bytes == 4 * 30 * (2 * 2 * 8 + 10)
+    assert {name: t.shape[1] for name, t in cache._streams.items()} == {"k": 2, "v": 2, "ck": 1}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(branches=("compressed", "selected")), "needs branches without 'compressed'"),
+        (dict(use_diff_topk=True), "use_diff_topk must be False"),
+        (dict(query_heads_share_selected_kv=False), "query_heads_share_selected_kv True"),
+        (dict(index_heads=3), "index_heads must be 1 or kv_heads=2, got 3"),
+        (dict(index_dim=6, rank_rotated=True), "index_dim must be at least 8"),
+        (dict(index_dim=0), "index_dim must be an integer of at least 1"),
+        (dict(index_pool="sum"), "index_pool must be one of 'max', 'mean'"),
+        (dict(compress_mlp=MeanPool()), "compress_mlp must be None with importance='index'"),
+    ],
+)
+def test_bad_settings(given, message):
+    with pytest.raises(ValueError, match=message):
+        layer(**{**INDEX, "rank_rotated": False, **given})
+
+
+def test_bad_calls():
+    module, x = layer(**INDEX), normal(1, 20, DIM)
+    for given, message in (
+        (dict(ranking_queries=0), "ranking_queries must be an integer of at least 1"),
+        (dict(ranking_queries=torch.rand(3)), r"ranking_queries must be \[m\] integers"),
+        (dict(ranking_queries=3, ranking_weights="norm"), "ranking_weights must be one of"),
+        (dict(ranking_queries=3, return_cache=True), "ranking_queries must be None with a cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(x, **given)
+    with pytest.raises(ValueError, match="ranking_queries goes with importance='index'"):
+        layer()(x, ranking_queries=3)
