@@ -426,7 +426,10 @@ class SparseAttention(CompressionLayer):
         if found is None:
             positions = None if documents is None else documents.positions()
             tensors, raw = self.rotated(qkv, positions, backend)
-            tensors, raw = ranking.with_index(self, x, tensors, raw, 0, positions, backend)
+            if self._dense and ranking_queries is None:
+                tensors, raw = {name: tensors[name] for name in "qkv"}, {}
+            else:
+                tensors, raw = ranking.with_index(self, x, tensors, raw, 0, positions, backend)
             tensors |= self.compress_whole(raw, documents, backend)
             where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
             found, _ = self.attend(gates, tensors, masks, **where)
@@ -536,7 +539,7 @@ class SparseAttention(CompressionLayer):
         }
         if self.ranks_by_tokens:
             rows["ck"] = rows["k"]
-        if self.to_index is not None:  # index keys of one head rank for all
+        if self.to_index is not None and "ck" in rows:  # index keys of one head rank for all
             rows["ck"] = rows["ck"].expand(-1, -1, self.kv_heads, -1)
         call = Call(
             **rows,
@@ -546,7 +549,9 @@ class SparseAttention(CompressionLayer):
             **where,
         )
         keep_slots = self.selection_stride > 1
-        config = self.config.dense if self._dense else self.config.for_functions
+        config = self.config.for_functions
+        if self._dense:
+            config = self.config.dense if call.ck is not None else self.config.dense_alone
         out, indices = nsa.attend(call, config, backend, masks, keep_slots)
         return rearrange(out, "b n h d -> b n (h d)"), indices
 

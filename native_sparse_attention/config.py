@@ -125,6 +125,11 @@ class AttentionConfig:
         """These settings, dense at any length."""
         return self.for_functions.but(dense_length=sys.maxsize)
 
+    @cached_property
+    def dense_alone(self) -> AttentionConfig:
+        """`dense`, and nothing ranked."""
+        return self.dense.but(num_selected_blocks=0)
+
     @property
     def for_functions(self) -> AttentionConfig:
         """The settings that functions take, which rank by the queries and keys they are given."""

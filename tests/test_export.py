@@ -41,8 +41,10 @@ def assert_equals_layer(program, layer, shapes, make):
              use_diff_topk=True),
         dict(causal=False, importance="probs", num_compressed_mem_kv=0, soft_cap=5.0,
              branch_kv="independent", attention_sinks=True, compress_mlp=compress.MeanPool()),
+        dict(causal=True, branches=("selected",), importance="max", rank_rotated=True),
+        dict(causal=True, branches=("selected",), importance="index", dense_length=16),
     ],
-    ids=["causal", "both_sides"],
+    ids=["causal", "both_sides", "one softmax", "index, dense at first"],
 )  # fmt: skip
 def test_layer_of_any_length(settings):
     torch.manual_seed(0)

@@ -53,9 +53,7 @@ def attend(
         chosen: list[Any] = [t if t is None else t[:, first - T :] for t in (indices, gates)]
         out = each_branch.selected(rest, config, backend, chosen[0], chosen[1], sinks)
     if by_query is not None:
-        dense = each_branch.window(
-            call, config, backend, min(config.dense_length, k.shape[1]), sinks
-        )
+        dense = each_branch.window(call, config, backend, config.dense_length, sinks)
         out = torch.where(by_query[..., None, None], dense, out)
     elif first:
         head = call.but(q=call.q[:, :first])
@@ -73,9 +71,11 @@ def dense_queries(call: Call, config: AttentionConfig) -> Tensor | None:
         if not config.causal:
             return documents.last - documents.first <= length
         return documents.positions() < length
+    new = torch.arange(call.q.shape[1], device=call.q.device)
     if isinstance(offset, Tensor):
-        new = torch.arange(call.q.shape[1], device=call.q.device)
         return offset[:, None] + new < length
+    if is_exporting():
+        return (offset + new < length)[None] if config.causal else None
     return None
 
 
@@ -123,9 +123,11 @@ def dense_attention(
     aligned = not config.causal or T in (1, S)
     if not plain or not aligned or 0 in q.shape or isinstance(call.q_offset, Tensor):
         return each_branch.window(call.but(k=k, v=v), config, backend, S, sinks)
+    causal = config.causal
+    if T == 1:  # the last token sees all keys
+        causal = False
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=config.causal and T > 1, scale=config.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+        q, k, v, is_causal=causal, scale=config.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.transpose(1, 2)
