@@ -36,6 +36,7 @@ docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) -m benchmarks.training --table
 	$(PYTHON) -m benchmarks.decode --table
 	$(PYTHON) -m benchmarks.host --table
+	$(PYTHON) -m benchmarks.learning --table
 
 ci:  ## the whole gate, in environments of its own
 	.ci/run

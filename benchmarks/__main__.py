@@ -1,13 +1,26 @@
 """`python -m benchmarks`: every benchmark, then the page that is drawn from the rows.
 
 `--quick`: those with a quick form, in it, and nothing recorded. (enwik8 trains; it has none.)
+Training of many models, `learning` and `recall`, is started by hand: it takes hours of GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from . import attention, decode, enwik8, host, masks, memory, report, rotary, training, windows
+from . import (
+    attention,
+    decode,
+    enwik8,
+    host,
+    learning,
+    masks,
+    memory,
+    report,
+    rotary,
+    training,
+    windows,
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -25,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         decode.main(["--quick"])
         decode.main(["--quick", "--sampling"])
         host.main(["--quick"])
+        learning.main(["--quick"])
         return
     try:
         attention.main(every)

@@ -1,0 +1,302 @@
+"""One text of a tree of sources, with held-out text at its end: what `learning.py` trains on.
+
+    python -m benchmarks.corpus SOURCE --out linux.txt     SOURCE: a directory, or a tar (.xz, .gz)
+    xz -9 -T2 -k linux.txt                                 290 MB become about 47 MB
+
+The record's text is C and documentation of the Linux kernel, Debian's package linux-source-6.12:
+
+    apt-get install linux-source-6.12          /usr/src/linux-source-6.12.tar.xz, the default SOURCE
+
+* Files: `.c .h .S .rst .txt` of at most 256 KiB. Larger ones are mostly generated tables of
+  registers. A file with a byte 0, and a copy of a file that is there already, are left out.
+* Order: by directory, then by name, so that files of a directory are together. Each file begins
+  with a byte 0, its path and a line break.
+* Held-out text: whole groups of directories, which are those with the same first four names of
+  their path. Groups are taken by the SHA-256 of these names, first the held-out ones, then those
+  to train on, as long as they fit into the size asked for. Two bytes 0 separate the two parts.
+
+The text depends on the names and contents of the files only. Its SHA-256 and sizes are printed,
+written to `OUT.json` and appended to results/corpus.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import sys
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from . import common
+from .common import Row
+
+RESULTS = common.RESULTS / "corpus.jsonl"
+PACKAGE = "linux-source-6.12"
+SOURCE = Path("/usr/src") / f"{PACKAGE}.tar.xz"
+KINDS = (".c", ".h", ".S", ".rst", ".txt")
+# names of a path that make a group
+DEPTH = 4
+FILE, HELD_OUT = b"\0", b"\0\0"
+# of a text without held-out text
+HELD_OUT_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes asked for: of the whole text, of its held-out part, of the largest file."""
+
+    whole: int = 290_000_000
+    held_out: int = 8_000_000
+    file: int = 256 * 1024
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.held_out >= self.whole:
+            raise ValueError(f"held_out must be less than whole={self.whole}, got {self.held_out}")
+
+
+# files of a source: (path, size), and their contents
+
+Found = Iterator[tuple[str, int, Callable[[], bytes]]]
+
+
+def in_directory(folder: Path) -> Found:
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            yield path.relative_to(folder).as_posix(), path.stat().st_size, path.read_bytes
+
+
+def in_tar(path: Path) -> Found:
+    """The files of an archive, as it is read from its begin to its end."""
+    with tarfile.open(path, "r|*") as archive:
+        for member in archive:
+            if member.isfile():
+
+                def read(member: tarfile.TarInfo = member) -> bytes:
+                    file = archive.extractfile(member)
+                    return b"" if file is None else file.read()
+
+                yield os.path.normpath(member.name).replace(os.sep, "/"), member.size, read
+
+
+def files_of(source: Path) -> Found:
+    """Raises ValueError: `source` is not there, or is neither a directory nor an archive."""
+    if source.is_dir():
+        yield from in_directory(source)
+        return
+    if not source.exists():
+        raise ValueError(
+            f"source must be a directory or a tar archive, {source} is not there: Debian's package "
+            f"{PACKAGE} has {SOURCE}"
+        )
+    try:
+        yield from in_tar(source)
+    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise ValueError(f"source {source} is no tar archive, or a broken one: {error}") from None
+
+
+def wanted(path: str, size: int, sizes: Sizes) -> bool:
+    return path.endswith(KINDS) and size <= sizes.file
+
+
+# which of them
+
+
+def group_of(path: str) -> str:
+    return "/".join(path.split("/")[:-1][:DEPTH])
+
+
+def encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def taken(groups: dict[str, int], most: int, largest: int) -> set[str]:
+    """Groups in the order of their hash, each if it fits into what is left of `most` bytes."""
+    found, left = set(), most
+    for name in sorted(groups, key=lambda name: hashlib.sha256(encoded(name)).digest()):
+        if groups[name] <= min(left, largest):
+            found.add(name)
+            left -= groups[name]
+    return found
+
+
+def chosen(listed: dict[str, int], sizes: Sizes) -> tuple[set[str], set[str]]:
+    """Of files and their sizes: the groups to train on, and the held-out groups."""
+    groups: dict[str, int] = {}
+    for path, size in listed.items():
+        groups[group_of(path)] = groups.get(group_of(path), 0) + size + len(encoded(path)) + 2
+    # many groups, so that the held-out text is like the rest
+    held_out = taken(groups, sizes.held_out, max(1, sizes.held_out // 8))
+    rest = {name: size for name, size in groups.items() if name not in held_out}
+    left = sizes.whole - sum(groups[name] for name in held_out)
+    return taken(rest, left, left), held_out
+
+
+def common_root(paths: Iterable[str]) -> str:
+    """The first name of all paths with the slash behind it, "" if they have several."""
+    roots = {path.partition("/")[0] if "/" in path else "" for path in paths}
+    root = roots.pop() if len(roots) == 1 else ""
+    return f"{root}/" if root else ""
+
+
+# the text
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that gets its name at the end of the block, and none if that fails."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def build(source: Path, out: Path, sizes: Sizes) -> Row:
+    """Write the text of a source to `out`, and what is in it to `out`.json.
+
+    Raises:
+        ValueError: a source that cannot be read or has too little text.
+    """
+    listed = {path: size for path, size, _ in files_of(source) if wanted(path, size, sizes)}
+    root = "" if source.is_dir() else common_root(listed)
+    training, held_out = chosen(
+        {path.removeprefix(root): size for path, size in listed.items()}, sizes
+    )
+    if not training or not held_out:
+        raise ValueError(
+            f"source {source} has {len(listed)} files of {', '.join(KINDS)} in directories that "
+            f"make no training text and held-out text of {sizes.held_out} bytes"
+        )
+    contents: dict[str, bytes] = {}
+    for path, size, read in files_of(source):
+        name = path.removeprefix(root)
+        if wanted(path, size, sizes) and (group_of(name) in training | held_out):
+            contents[name] = read()
+
+    digest, counts, seen = hashlib.sha256(), {"train": 0, "held_out": 0}, set()
+    files = {"train": 0, "held_out": 0}
+    with whole_file(out) as file:
+        for part, groups in (("train", training), ("held_out", held_out)):
+            ours = (name for name in contents if group_of(name) in groups)
+            for name in sorted(ours, key=lambda name: [encoded(t) for t in os.path.split(name)]):
+                text = contents[name]
+                if b"\0" in text or (same := hashlib.sha256(text).digest()) in seen:
+                    continue
+                seen.add(same)
+                entry = FILE + encoded(name) + b"\n" + text
+                if part == "held_out" and not files[part]:
+                    digest.update(HELD_OUT)
+                    file.write(HELD_OUT)
+                digest.update(entry)
+                file.write(entry)
+                counts[part] += len(entry)
+                files[part] += 1
+    row = {
+        "source": source.name,
+        "bytes": out.stat().st_size,
+        "sha256": digest.hexdigest(),
+        **{f"{part}_bytes": count for part, count in counts.items()},
+        **{f"{part}_files": count for part, count in files.items()},
+        "sizes": asdict(sizes),
+        "held_out_groups": sorted(held_out),
+    }
+    with whole_file(out.with_name(out.name + ".json")) as file:
+        file.write(json.dumps(row, indent=2).encode() + b"\n")
+    return row
+
+
+# what others read
+
+
+def unpacked(path: Path, folder: Path) -> Path:
+    """A file of bytes, or what `NAME.xz` holds as `folder`/NAME, written if it is not there.
+
+    Raises:
+        ValueError: `data` is not there, or no whole .xz file.
+    """
+    if not path.is_file():
+        raise ValueError(f"data must be a file of bytes, {path} is not there")
+    if path.suffix.lower() != ".xz":
+        return path
+    found = folder / path.stem
+    if found.exists() and found.stat().st_mtime >= path.stat().st_mtime:
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with lzma.open(path) as packed, whole_file(found) as file:
+            shutil.copyfileobj(packed, file, 2**20)
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"data {path} is broken: {error}") from None
+    return found
+
+
+def mapped(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The training bytes and the held-out bytes of a text, memory-mapped. Without a mark of
+    held-out text it is the last 5 %."""
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    at = mark(data)
+    if at is None:
+        at = round(len(data) * (1 - HELD_OUT_SHARE))
+        return data[:at], data[at:]
+    return data[:at], data[at + len(HELD_OUT) :]
+
+
+def mark(data: np.ndarray, chunk: int = 2**24) -> int | None:
+    """Where two bytes 0 follow one another first."""
+    for begin in range(0, len(data), chunk):
+        found = data[begin : begin + chunk + 1].tobytes().find(HELD_OUT)
+        if found >= 0:
+            return begin + found
+    return None
+
+
+def about(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(2**22):
+            digest.update(chunk)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def main(argv: list[str] | None = None) -> Row:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.corpus", description=(__doc__ or "").split("\n")[0]
+    )
+    add, sizes = parser.add_argument, Sizes()
+    add("source", type=Path, nargs="?", default=SOURCE, help="a directory or a tar archive")
+    add("--out", type=Path, required=True, help="the text; OUT.json says what is in it")
+    add("--bytes", type=int, default=sizes.whole, help="of the text, at most")
+    add("--held-out-bytes", type=int, default=sizes.held_out, help="of these, at most")
+    add("--file-bytes", type=int, default=sizes.file, help="of a file, at most")
+    add("--record", action="store_true", help="append a row to results/corpus.jsonl")
+    args = parser.parse_args(argv)
+    try:
+        row = build(args.source, args.out, Sizes(args.bytes, args.held_out_bytes, args.file_bytes))
+    except (ValueError, OSError) as error:
+        sys.exit(f"benchmarks.corpus: {error}")
+    shown = {name: value for name, value in row.items() if name != "held_out_groups"}
+    print(json.dumps(shown))
+    if args.record:
+        common.append_row(RESULTS, shown)
+    return row
+
+
+if __name__ == "__main__":
+    main()

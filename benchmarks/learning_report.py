@@ -1,0 +1,211 @@
+"""The table and the plot of docs/training.md, drawn from the rows of `learning.py`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from . import common
+from .cases import NO_ROWS, length
+from .common import Row
+
+PAGE = common.ROOT / "docs" / "training.md"
+PLOT = common.ROOT / "docs" / "images" / "learning.png"
+DENSE = "dense"
+# drawn in any case, and this many of the others
+DRAWN, OTHERS = ("dense", "window", "paper", "published"), 3
+
+
+def one_experiment(rows: Sequence[Row]) -> list[Row]:
+    """Complete rows with the data, the bytes and the model of the last one."""
+    rows = [row for row in rows if "failed" not in row]
+    if not rows:
+        return []
+
+    def experiment(row: Row) -> tuple[str, int, str]:
+        return row["data"]["sha256"], row["steps"] * row["batch"] * row["T"], str(row["shape"])
+
+    return [row for row in rows if experiment(row) == experiment(rows[-1])]
+
+
+def chosen(rows: Iterable[Row]) -> list[Row]:
+    """Of one variant's runs, the latest one of each seed with the chosen learning rate: that of the
+    most seeds, of several that of the fewest bits per byte. The settings are those of the last."""
+    rows = list(rows)
+    rows = [row for row in rows if row["settings"] == rows[-1]["settings"]]
+    by_lr: dict[float, dict[int, Row]] = {}
+    for row in rows:
+        by_lr.setdefault(row["lr"], {})[row["seed"]] = row
+
+    def rank(lr: float) -> tuple[int, float]:
+        return -len(by_lr[lr]), mean([row["bits"]["all"] for row in by_lr[lr].values()])
+
+    found = by_lr[min(by_lr, key=rank)]
+    return [found[seed] for seed in sorted(found)]
+
+
+def by_variant(rows: Sequence[Row], T: int) -> dict[str, list[Row]]:
+    trained = [row for row in rows if row["kind"] == "train" and row["T"] == T]
+    names = dict.fromkeys(row["variant"] for row in trained)
+    return {name: chosen(row for row in trained if row["variant"] == name) for name in names}
+
+
+def speeds(rows: Sequence[Row], T: int) -> dict[str, int]:
+    """Tokens a second of a variant with nothing beside it."""
+    timed = (row for row in rows if row["kind"] == "speed" and row["T"] == T)
+    return {row["variant"]: row["tokens_per_s"] for row in timed}
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and standard deviation."""
+    told = f"{mean(values):.{digits}f}"
+    return told if len(values) < 2 else f"{told} ± {statistics.stdev(values):.{digits}f}"
+
+
+def keys(row: Row) -> str:
+    return " + ".join(str(count) for count in row["keys_per_query"].values())
+
+
+def minus_dense(runs: list[Row], dense: list[Row]) -> str:
+    """The difference of runs of equal seeds."""
+    twins = {row["seed"]: row["bits"]["all"] for row in dense}
+    pairs = [row["bits"]["all"] - twins[row["seed"]] for row in runs if row["seed"] in twins]
+    return spread(pairs) if pairs else ""
+
+
+def table_of(rows: Sequence[Row], T: int) -> str:
+    variants, alone = by_variant(rows, T), speeds(rows, T)
+    positions = next(iter(variants.values()))[0]["bits"]["positions"]
+    shown = [name for name in positions if int(name.partition("-")[0]) >= T // 32]
+    head = ["variant", "M parameters", "keys a query", "learning rate", "seeds"]
+    head += ["bits per byte", "minus dense", "last half", *shown, "thousand tokens/s"]
+    lines = [head]
+    for name, runs in sorted(variants.items(), key=lambda item: average(item[1])):
+        row = runs[0]
+        cells = [name, f"{row['parameters'] / 1e6:.1f}", keys(row), f"{row['lr']:g}"]
+        cells.append(str(len(runs)))
+        cells.append(spread([run["bits"]["all"] for run in runs]))
+        cells.append("" if name == DENSE else minus_dense(runs, variants.get(DENSE, [])))
+        cells.append(spread([run["bits"]["last_half"] for run in runs]))
+        cells += [f"{mean([run['bits']['positions'][p] for run in runs]):.3f}" for p in shown]
+        cells.append(f"{alone[name] / 1e3:.0f}" if name in alone else "")
+        lines.append(cells)
+    return common.markdown(lines)
+
+
+def average(runs: list[Row]) -> float:
+    return mean([run["bits"]["all"] for run in runs])
+
+
+def lengths(rows: Sequence[Row]) -> list[int]:
+    return sorted({row["T"] for row in rows if row["kind"] == "train"})
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For each length, the variants by their bits per byte."""
+    rows = one_experiment(rows)
+    if not lengths(rows):
+        return NO_ROWS
+    parts = [f"T = {T}:\n\n{table_of(rows, T)}" for T in lengths(rows)]
+    last = [row for row in rows if row["kind"] == "train"][-1]
+
+    def seen(field: str) -> str:
+        return ", ".join(dict.fromkeys(str(row[field]) for row in rows))
+
+    where = f"{last['train_bytes'] / 1e6:.0f} MB of training text a run, {last['schedule']}; "
+    where += f"text with SHA-256 {last['data']['sha256'][:12]}, {last['data']['bytes']} bytes. "
+    where += f"{seen('gpu')}, torch {seen('torch')}, triton {seen('triton')}, "
+    where += f"commits {seen('commit')}."
+    return "\n\n".join([*parts, where])
+
+
+def picture(rows: Sequence[Row]) -> str:
+    if not lengths(one_experiment(rows)):
+        return NO_ROWS
+    told = "Bits per byte against the position, and training loss against time"
+    return f"![{told}]({PLOT.parent.name}/{PLOT.name})"
+
+
+def render(page: str, rows: Sequence[Row]) -> str:
+    page = common.redraw(page, "learning", table(rows))
+    return common.redraw(page, "learning_plot", picture(rows))
+
+
+def draw(rows: Sequence[Row], page: Path | None = None, image: Path | None = None) -> None:
+    path = page or PAGE
+    path.write_text(render(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    if picture(rows) != NO_ROWS:
+        plot(one_experiment(rows), image or PLOT)
+
+
+# the plot
+
+
+def drawn(variants: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """Those that are drawn in any case, and the best of the others."""
+    best = sorted(variants, key=lambda name: average(variants[name]))
+    others = [name for name in best if name not in DRAWN][:OTHERS]
+    return {name: variants[name] for name in best if name in DRAWN or name in others}
+
+
+def points_by_position(runs: list[Row]) -> list[tuple[float, float]]:
+    """(geometric mean of a range, bits per byte)"""
+    found = []
+    for name in runs[0]["bits"]["positions"]:
+        begin, end = map(int, name.split("-"))
+        bits = mean([run["bits"]["positions"][name] for run in runs])
+        found.append(((max(begin, end // 4) * end) ** 0.5, bits))
+    return found
+
+
+def points_by_time(runs: list[Row], tokens_per_s: int | None) -> list[tuple[float, float]]:
+    """(seconds, bits per byte of the training text): of the time alone on a GPU if it is known."""
+    found = []
+    for points in zip(*(run["curve"] for run in runs), strict=True):
+        seconds = [
+            point[1] if tokens_per_s is None else point[0] / tokens_per_s for point in points
+        ]
+        found.append((mean(seconds), mean([point[2] for point in points])))
+    return found
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """A line of axes for each length: bits against position, training loss against time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = lengths(rows)
+    size = (12, 4.6 * len(found))
+    figure, axes = pyplot.subplots(
+        len(found), 2, figsize=size, squeeze=False, constrained_layout=True
+    )
+    for (left, right), T in zip(axes, found, strict=True):
+        variants, alone = drawn(by_variant(rows, T)), speeds(rows, T)
+        is_alone = all(name in alone for name in variants)
+        lows = []
+        for name, runs in variants.items():
+            style = "-" if name in DRAWN else "--"
+            left.plot(*zip(*points_by_position(runs), strict=True), style, marker="o", label=name)
+            points = points_by_time(runs, alone[name] if is_alone else None)
+            right.plot(*zip(*points, strict=True), style, label=name)
+            lows += [bits for _, bits in points[len(points) // 10 :]]
+        left.set_xscale("log", base=2)
+        ends = [int(name.split("-")[1]) for name in runs[0]["bits"]["positions"]]
+        left.set_xticks(ends, [length(end) for end in ends])
+        left.set(title=f"held-out text, T = {length(T)}", xlabel="position", ylabel="bits per byte")
+        label = "seconds alone on a GPU" if is_alone else "seconds, several runs on a GPU"
+        right.set(title="training text", xlabel=label, ylabel="bits per byte")
+        right.set_ylim(min(lows), max(lows))
+        for axis in (left, right):
+            axis.grid(alpha=0.3)
+        left.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

@@ -1,0 +1,230 @@
+"""The models that `learning.py` and `recall.py` compare: settings by name, initial weights by seed.
+
+A variant is a dict of JSON values: arguments of SparseAttention, and of these keys:
+
+    dense          True: the layer is dense attention with the same weights
+    dense_layers   indices of the layers that are; -1 is the last
+    compress_mlp   "mean", "attention", "grouped" or "linear": the network of compressed keys; by
+                   default the layer's own
+    recipe         {"dense_first": share of steps} or {"mixed": share of steps}: dense in the first
+                   steps, or in steps by chance; sparse in the others and in every evaluation
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from native_sparse_attention import SparseAttention, Transformer
+from native_sparse_attention.compress import (
+    AttentionPool,
+    ConvLinearCompress,
+    GroupedMLP,
+    MeanPool,
+)
+from native_sparse_attention.initialization import reset
+from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
+
+Settings = dict[str, Any]
+
+KEYS = ("dense", "dense_layers", "compress_mlp", "recipe")
+RECIPES = ("dense_first", "mixed")
+# name: of (head dimension, l, KV heads)
+NETWORKS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "mean": lambda dim_head, l, kv_heads: MeanPool(),
+    "attention": lambda dim_head, l, kv_heads: AttentionPool(dim_head, l),
+    "grouped": GroupedMLP,
+    "linear": lambda dim_head, l, kv_heads: ConvLinearCompress(kv_heads, dim_head, l),
+}
+
+# 1 initial, 2 local and 6 ranked blocks of 64 tokens and a window of 256 keys: 832 keys a query,
+# and T / 16 compressed ones
+THREE: Settings = dict(
+    sliding_window_size=255,
+    compress_block_size=32,
+    compress_block_sliding_stride=16,
+    selection_block_size=64,
+    num_selected_blocks=6,
+    num_initial_blocks=1,
+    num_local_blocks=2,
+)
+# 1 initial, 5 local and 6 ranked blocks of 64 tokens: 768 keys a query
+ONE: Settings = dict(THREE, branches=["selected"], num_local_blocks=5)
+TOKENS: Settings = dict(ONE, importance="max", compress_block_size=1)
+TOKENS.update(compress_block_sliding_stride=1)
+MEANS: Settings = dict(TOKENS, compress_block_size=4, compress_block_sliding_stride=4)
+ROTATED: Settings = dict(TOKENS, rank_rotated=True)
+# as many tokens in twice as many blocks
+SMALL = dict(
+    selection_block_size=32, num_selected_blocks=12, num_initial_blocks=2, num_local_blocks=10
+)
+
+# the most valuable first: this is the order in which they are trained
+VARIANTS: dict[str, Settings] = {
+    "dense": dict(ONE, dense=True),
+    "window": dict(THREE, branches=["window"]),
+    "paper": dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent"),
+    "one softmax, max of tokens, rotated": ROTATED,
+    # the published package's defaults, at the same sizes
+    "published": dict(THREE, num_initial_blocks=0, num_local_blocks=1),
+    "one softmax, max of tokens": TOKENS,
+    "mean pooling": dict(THREE, compress_mlp="mean"),
+    "one softmax, probs": dict(ONE, importance="probs"),
+    "one softmax, logits": ONE,
+    "one softmax, max of tokens, rotated, blocks of 32": dict(ROTATED, **SMALL),
+    "one softmax, max of tokens, rotated, dense first": dict(ROTATED, recipe={"dense_first": 0.3}),
+    "one softmax, max of tokens, rotated, mixed": dict(ROTATED, recipe={"mixed": 0.5}),
+    "one softmax, max of tokens, rotated, last layer dense": dict(ROTATED, dense_layers=[-1]),
+    "one softmax, max of tokens, rotated, diff top-k": dict(ROTATED, use_diff_topk=True),
+    "one softmax, max of tokens, rotated, every head ranks": dict(
+        ROTATED, query_heads_share_selected_kv=False
+    ),
+    "one softmax, max of 4, rotated": dict(MEANS, rank_rotated=True),
+    "one softmax, max of 4": MEANS,
+    "one softmax, probs, rotated": dict(ONE, importance="probs", rank_rotated=True),
+    "one softmax, logits, rotated": dict(ONE, rank_rotated=True),
+    "MLP over windows of 8": dict(THREE, compress_block_size=8, compress_block_sliding_stride=4),
+}
+
+
+def scaled(settings: Settings, factor: int) -> Settings:
+    """These settings with windows and blocks of fewer tokens, for shorter sequences."""
+    found = dict(settings)
+    names = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
+    for name in names:
+        if name in found:
+            found[name] = max(1, found[name] // factor)
+    if "sliding_window_size" in found:
+        found["sliding_window_size"] = max(1, (found["sliding_window_size"] + 1) // factor - 1)
+    return found
+
+
+def parsed(text: str) -> tuple[str, Settings]:
+    """A variant given as NAME=JSON.
+
+    Raises:
+        ValueError: `variant` has another form.
+    """
+    name, _, content = text.partition("=")
+    try:
+        settings = json.loads(content)
+    except ValueError:
+        settings = None
+    if not (name and isinstance(settings, dict)):
+        raise ValueError(f"variant must be NAME=JSON object, got {text!r}")
+    return name, settings
+
+
+def check(name: str, settings: Settings, shape: dict[str, Any]) -> None:
+    """Raises ValueError for settings that make no model of this shape."""
+    network = settings.get("compress_mlp")
+    if network is not None and network not in NETWORKS:
+        raise ValueError(
+            f"compress_mlp of {name} must be one of {', '.join(NETWORKS)}, got {network!r}"
+        )
+    recipe = settings.get("recipe") or {}
+    if len(recipe) > 1 or not recipe.keys() <= set(RECIPES):
+        raise ValueError(f"recipe of {name} must have one of {', '.join(RECIPES)}, got {recipe}")
+    for key, share in recipe.items():
+        if not 0 <= share <= 1:
+            raise ValueError(f"{key} of {name} must be from 0 to 1, got {share}")
+    try:
+        with torch.device("meta"):
+            model = make(settings, shape)
+        set_dense(model, settings, dense=bool(recipe))
+    except ValueError as error:
+        raise ValueError(f"variant {name}: {error}") from None
+
+
+# the model
+
+
+def layer_settings(settings: Settings, shape: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of SparseAttention."""
+    found = {key: value for key, value in settings.items() if key not in KEYS}
+    network = settings.get("compress_mlp")
+    if network is not None:
+        l = found.get("compress_block_size", DEFAULT_SPARSE_ATTN["compress_block_size"])
+        found["compress_mlp"] = NETWORKS[network](shape["dim_head"], l, shape["kv_heads"])
+    return found
+
+
+def make(settings: Settings, shape: dict[str, Any]) -> Transformer:
+    given = layer_settings(settings, shape)
+    return Transformer(**shape, use_sparse_attn=True, sparse_attn_kwargs=given)
+
+
+def build(settings: Settings, shape: dict[str, Any], seed: int) -> Transformer:
+    """A variant's model on the CPU. Weights of equal name and shape have equal initial values in
+    all variants of a seed; with `branch_kv="independent"` all branches begin with the keys and
+    values of the others."""
+    with torch.random.fork_rng(devices=[]):
+        model = make(settings, shape)
+        torch.manual_seed(seed)
+        donor = make({"branches": ["selected"]}, shape)
+        given, own = donor.state_dict(), model.state_dict()
+        with torch.no_grad():
+            for name, value in given.items():
+                if name.endswith("to_qkv.weight"):
+                    kv = own[name].shape[0] - shape["heads"] * shape["dim_head"]
+                    q, *rest = value.split([len(value) - 2 * dim_kv(shape), 2 * dim_kv(shape)])
+                    value = torch.cat([q, *rest * (kv // (2 * dim_kv(shape)))])
+                own[name].copy_(value)
+        for index, attn in enumerate(layers(model)):
+            for network in (attn.k_compress, attn.v_compress):
+                if network is not None:
+                    torch.manual_seed(hashed(seed, index))
+                    reset(network)
+    set_dense(model, settings, dense=False)
+    return model
+
+
+def dim_kv(shape: dict[str, Any]) -> int:
+    return shape["kv_heads"] * shape["dim_head"]
+
+
+def hashed(*numbers: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:4], "big")
+
+
+def layers(model: Transformer) -> list[Any]:
+    blocks: list[Any] = list(model.layers)
+    return [attn for attn, _ in blocks]
+
+
+def set_dense(model: Transformer, settings: Settings, dense: bool) -> None:
+    """Make layers dense: all of them, or those that the variant has dense in any case."""
+    found = layers(model)
+    always = {index % len(found) for index in settings.get("dense_layers", [])}
+    for index, layer in enumerate(found):
+        wanted = bool(dense or settings.get("dense") or index in always)
+        if wanted != layer.dense:
+            layer.dense = wanted
+
+
+def is_dense_step(settings: Settings, steps: int, step: int, seed: int) -> bool:
+    """Whether step 1, 2, ... of a run is dense by the variant's recipe: a function of its
+    arguments, so that a resumed run goes on in the same way."""
+    recipe = settings.get("recipe") or {}
+    if "mixed" in recipe:
+        return bool(np.random.default_rng([seed, step, 1]).random() < recipe["mixed"])
+    return step <= recipe.get("dense_first", 0.0) * steps
+
+
+def keys_per_query(layer: SparseAttention, T: int) -> dict[str, int]:
+    """Keys that the last query of T tokens reads, by branch."""
+    if layer.dense:
+        return {"dense": T}
+    blocks = layer.num_selected_blocks + layer.num_initial_blocks + layer.num_local_blocks
+    found = {
+        "compressed": T // layer.compress_block_sliding_stride,
+        "selected": min(T, blocks * layer.selection_block_size),
+        "window": min(T, layer.sliding_window_size + 1),
+    }
+    return {name: keys for name, keys in found.items() if name in layer.branches}
