@@ -162,8 +162,8 @@ def make(settings: Settings, shape: dict[str, Any]) -> Transformer:
 
 def build(settings: Settings, shape: dict[str, Any], seed: int) -> Transformer:
     """A variant's model on the CPU. Weights of equal name and shape have equal initial values in
-    all variants of a seed; with `branch_kv="independent"` all branches begin with the keys and
-    values of the others."""
+    all variants of a seed, those of `compress_mlp` where the whole network has equal shapes. With
+    `branch_kv="independent"` all branches begin with the same projections."""
     with torch.random.fork_rng(devices=[]):
         model = make(settings, shape)
         torch.manual_seed(seed)

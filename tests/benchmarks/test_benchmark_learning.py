@@ -1,0 +1,301 @@
+"""Training of many models: equal beginnings, runs that continue exactly, rows, table, plot."""
+
+import itertools
+import json
+import os
+import signal
+from argparse import Namespace
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from benchmarks import common, learning, learning_report, runs_pool, variants
+
+QUICK = ["--quick", "--device", "cpu", "--jobs", "0"]
+SHAPE = dict(learning.SHAPE, dim=32, depth=2, heads=4, dim_head=16)
+SMALL = {name: variants.scaled(s, 16) for name, s in variants.VARIANTS.items()}
+NOT_MEASURED = ("seconds", "tokens_per_s", "date", "curve")
+
+
+def without_times(row):
+    curve = [[step, bits] for step, _, bits in row["curve"]]
+    return {name: value for name, value in row.items() if name not in NOT_MEASURED} | {"c": curve}
+
+
+@contextmanager
+def kept_signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# variants
+
+
+def test_variants_share_initial_values():
+    """Weights of equal name and shape, and the projections of branches with their own."""
+    models = {name: variants.build(s, SHAPE, seed=1) for name, s in SMALL.items()}
+    weights = {name: dict(model.named_parameters()) for name, model in models.items()}
+    dense = weights["dense"]
+    for (_, a), (_, b) in itertools.combinations(weights.items(), 2):
+        same = [name for name in a.keys() & b.keys() if a[name].shape == b[name].shape]
+        networks = [{n: t.shape for n, t in x.items() if "_compress." in n} for x in (a, b)]
+        if networks[0] != networks[1]:
+            same = [name for name in same if "_compress." not in name]
+        assert len(same) >= len(dense) - 2
+        assert all(torch.equal(a[name], b[name]) for name in same)
+    for name, value in weights["paper"].items():
+        if "to_qkv" in name:
+            q, kv = value.split([64, 3 * 64])
+            assert torch.equal(q, dense[name][:64])
+            assert all(torch.equal(part, dense[name][64:]) for part in kv.split(64))
+    networks = [layer.k_compress for layer in variants.layers(models["published"])]
+    assert not torch.equal(networks[0][-1].weight, networks[1][-1].weight)
+    other = variants.build(SMALL["dense"], SHAPE, seed=2)
+    assert not torch.equal(other.token_emb.weight, models["dense"].token_emb.weight)
+
+
+def test_dense_layers_and_recipes():
+    last = "one softmax, max of tokens, rotated, last layer dense"
+    model = variants.build(SMALL[last], SHAPE, seed=0)
+    assert [layer.dense for layer in variants.layers(model)] == [False, True]
+    variants.set_dense(model, SMALL[last], dense=True)
+    assert all(layer.dense for layer in variants.layers(model))
+    assert all(layer.dense for layer in variants.layers(variants.build(SMALL["dense"], SHAPE, 0)))
+
+    def dense_steps(recipe):
+        steps = range(1, 101)
+        return [variants.is_dense_step({"recipe": recipe}, 100, step, seed=3) for step in steps]
+
+    assert dense_steps({"dense_first": 0.3}) == [True] * 30 + [False] * 70
+    assert dense_steps({"mixed": 0.5}) == dense_steps({"mixed": 0.5})
+    assert 30 < sum(dense_steps({"mixed": 0.5})) < 70
+    assert not any(dense_steps({}))
+
+
+def test_keys_of_a_query():
+    def keys(name):
+        with torch.device("meta"):
+            model = variants.make(variants.VARIANTS[name], learning.SHAPE)
+        variants.set_dense(model, variants.VARIANTS[name], dense=False)
+        return variants.keys_per_query(variants.layers(model)[0], 8192)
+
+    assert keys("dense") == {"dense": 8192} and keys("window") == {"window": 256}
+    assert keys("paper") == {"compressed": 512, "selected": 576, "window": 256}
+    ones = [name for name in variants.VARIANTS if name.startswith("one softmax")]
+    assert all(keys(name) == {"selected": 768} for name in ones)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name", "variant must be NAME=JSON"),
+        ("name=[1]", "variant must be NAME=JSON"),
+        ('x={"nothing": 1}', "variant x: sparse_attn_kwargs must hold"),
+        ('x={"compress_mlp": "nothing"}', "compress_mlp of x must be one of mean"),
+        ('x={"recipe": {"nothing": 1}}', "recipe of x must have one of"),
+        ('x={"branches": ["selected"], "recipe": {"mixed": 2}}', "mixed of x must be from 0 to 1"),
+        ('x={"branches": ["window"], "dense": true}', "variant x: dense goes with"),
+    ],
+)
+def test_wrong_variants(text, message):
+    with pytest.raises(SystemExit, match=message):
+        learning.main([*QUICK, "--variant", text])
+
+
+# runs
+
+
+def test_quick_form_of_every_variant(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    rows = learning.main([*QUICK, "--out", str(out)])
+    assert common.read_rows(out) == json.loads(json.dumps(rows))
+    assert [row["variant"] for row in rows] == list(variants.VARIANTS)
+    for row in rows:
+        assert row["bits"]["positions"].keys() == {"0-16", "16-32", "32-64"}
+        assert row["bits"]["last_half"] == row["bits"]["positions"]["32-64"]
+        assert 7 < row["bits"]["all"] < 9 and row["train_bytes"] == 512
+        assert [point[0] for point in row["curve"]] == [256, 512]
+        assert row["config"]["dim"] == 32 and row["tokens_per_s"] > 0
+    assert "| dense | 64 | 0 | 0.001 | " in capsys.readouterr().out
+
+
+def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
+    """Stopped after every step and started again: the row of a run that was not."""
+    names = ["--variants", "paper", "one softmax, max of tokens, rotated, mixed"]
+    whole = learning.main([*QUICK, *names])
+    run = learning.main([*QUICK, *names, "--work", str(tmp_path / "whole")])
+
+    stops = []
+    monkeypatch.setattr(runs_pool.Run, "stopping", property(lambda run: bool(stops and stops[-1])))
+
+    def told(done, steps):
+        return ""
+
+    monkeypatch.setattr(learning.fitting, "told", told)
+    say = runs_pool.Run.say
+    monkeypatch.setattr(runs_pool.Run, "say", lambda *a: (say(*a), stops.append(True)))
+    work, parts = tmp_path / "parts", []
+    for _ in range(12):
+        stops.clear()
+        parts = learning.main([*QUICK, *names, "--work", str(work)])
+        if len(parts) == 2:
+            break
+    assert len(parts) == 2
+    assert list(map(without_times, parts)) == list(map(without_times, whole))
+    assert list(map(without_times, run)) == list(map(without_times, whole))
+    assert not list(work.rglob("checkpoint.pt")) and len(list(work.rglob("weights.pt"))) == 2
+
+
+def test_processes(tmp_path):
+    """Two at a time; a second call finds their rows, and appends none."""
+    out, work = tmp_path / "rows.jsonl", tmp_path / "work"
+    call = ["--quick", "--device", "cpu", "--work", str(work), "--out", str(out)]
+    call += ["--variants", "dense", "window"]
+    assert learning.main([*call, "--jobs", "0", "--deadline", "1e-6"]) == []
+    rows = learning.main([*call, "--jobs", "2"])
+    assert {row["variant"] for row in rows} == {"dense", "window"}
+    again = learning.main([*call, "--jobs", "0"])
+    assert sorted(map(str, again)) == sorted(map(str, rows))
+    assert common.read_rows(out) == rows
+    logs = "".join(path.read_text() for path in work.rglob("log.txt"))
+    assert "Traceback" not in logs
+
+
+def test_a_process_stops_at_a_checkpoint(tmp_path):
+    plan = learning.quick_plan(
+        Namespace(lrs=None, seeds=None), {"window": variants.VARIANTS["window"]}, {}
+    )
+    (job,) = plan.jobs([])
+    pool = runs_pool.Pool("benchmarks.learning", tmp_path, torch.device("cpu"))
+    options = json.dumps({"data": str(learning.write_quick_text(tmp_path))})
+    given = {"module": pool.module, "folder": pool.prepare(job), "name": "a run", "device": "cpu"}
+    given |= {"options": options, "stop-at": 0.0, "parent": os.getppid()}
+    with kept_signals():
+        status = runs_pool.child([f"--{name}={value}" for name, value in given.items()])
+    assert status == runs_pool.STOPPED and pool.row(job) is None
+    assert torch.load(pool.folder(job) / "checkpoint.pt")["done"]["step"] == 1
+
+
+def test_what_failed_is_told(tmp_path, monkeypatch, capsys):
+    def fail(*args):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(learning, "evaluate", fail)
+    call = [*QUICK, "--variants", "window", "--work", str(tmp_path)]
+    with pytest.raises(SystemExit, match="1 runs failed: RuntimeError: no such thing"):
+        learning.main(call)
+    assert "| window | 64 | 0 | 0.001 | RuntimeError: no such thing" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert "bits" in learning.main(call)[0]
+
+
+def test_places_are_the_gpus_in_turn(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert runs_pool.places(torch.device("cuda"), 5) == ["2", "5", "2", "5", "2"]
+    assert runs_pool.places(torch.device("cpu"), 2) == [None, None]
+
+
+def test_a_run_stops_for_each_reason(tmp_path):
+    run = runs_pool.Run("run", tmp_path, torch.device("cpu"), parent=os.getppid())
+    assert not run.stopping
+    run.parent += 1
+    assert run.stopping
+    run.parent = 0
+    with kept_signals():
+        run.catch_signals()
+        signal.raise_signal(signal.SIGTERM)
+    assert run.stopping
+    assert runs_pool.Run("run", tmp_path, torch.device("cpu"), stop_at=1.0).stopping
+
+
+def test_order_of_the_jobs():
+    """Learning rates of the first seed; then the other seeds and lengths with the best one."""
+    names = ["dense", "window", "paper", "published", "one softmax, logits"]
+    chosen = {name: variants.VARIANTS[name] for name in names}
+    plan = learning.Plan(chosen, {"sha256": "x", "bytes": 1}, lengths=(8192, 16384), lrs=(3.0, 1.0))
+
+    def told(jobs):
+        return [tuple(job.spec[n] for n in ("variant", "T", "seed", "lr")) for job in jobs]
+
+    trials = [(name, 8192, 0, lr) for lr in (3.0, 1.0) for name in names[:4]]
+    rest = [(names[4], 8192, 0, lr) for lr in (3.0, 1.0)]
+    first = plan.jobs([])
+    assert told(first) == trials + rest
+    rows = [
+        {"run": job.key, **job.spec, "bits": {"all": job.spec["lr"]}}
+        for job in first[:1] + first[4:5]
+    ]
+    found = told(plan.jobs(rows))
+    more = [("dense", 8192, seed, 1.0) for seed in (1, 2)]
+    long = [("dense", 16384, seed, 1.0) for seed in (0, 1, 2)]
+    assert found == trials + more + rest + long
+    rows[1]["failed"] = rows[1].pop("bits")
+    assert ("dense", 8192, 1, 3.0) in told(plan.jobs(rows))
+    with pytest.raises(ValueError, match="lengths must divide 32768 tokens, got 1000"):
+        learning.Plan(chosen, {}, lengths=(1000,))
+
+
+def test_speed(capsys):
+    (row,) = learning.main([*QUICK, "--variants", "window", "--speed"])
+    assert row["kind"] == "speed" and row["tokens_per_s"] > 0 and "bits" not in row
+
+
+# the page
+
+
+def made_up(variant, seed, lr, bits, **others):
+    row = dict(kind="train", variant=variant, seed=seed, lr=lr, T=1024, steps=10, batch=2)
+    row |= dict(run=f"{variant} {seed} {lr}", settings={}, shape={}, train_bytes=20480)
+    row |= dict(parameters=1_500_000, keys_per_query={"selected": 512, "window": 64})
+    row["bits"] = {"all": bits, "last_half": bits, "positions": {"0-256": 2.0, "256-1024": bits}}
+    row |= dict(curve=[[10240, 1.0, 3.0], [20480, 2.0, bits]], schedule="cosine")
+    row |= dict(data={"sha256": "f" * 64, "bytes": 9}, gpu="a GPU", torch="2", triton="3")
+    return row | dict(commit="abc", tokens_per_s=1000) | others
+
+
+def test_table(tmp_path):
+    rows = [
+        made_up("other text", 0, 1e-3, 9.0, steps=5),
+        made_up("dense", 0, 1e-3, 1.0), made_up("dense", 0, 2e-3, 1.1),
+        made_up("dense", 1, 1e-3, 1.2), made_up("window", 0, 1e-3, 1.35),
+        {"variant": "window", "failed": "why"},
+        made_up("window", 0, 2e-3, 1.3), made_up("window", 1, 2e-3, 1.4),
+        made_up("dense", 0, 1e-4, 0.0, kind="speed", tokens_per_s=5000),
+        made_up("window", 0, 1e-4, 0.0, kind="speed", tokens_per_s=10_000),
+    ]  # fmt: skip
+    text = learning_report.table(rows)
+    lines = text.splitlines()
+    assert lines[0] == "T = 1024:" and lines[2].startswith(
+        "| variant | M parameters | keys a query"
+    )
+    assert lines[4:6] == [
+        "| dense | 1.5 | 512 + 64 | 0.001 | 2 | 1.100 ± 0.141 |  | 1.100 ± 0.141 | 1.100 | 5 |",
+        "| window | 1.5 | 512 + 64 | 0.002 | 2 | 1.350 ± 0.071 | 0.250 ± 0.071 | 1.350 ± 0.071 "
+        "| 1.350 | 10 |",
+    ]
+    assert "a GPU, torch 2, triton 3, commits abc." in lines[-1] and "other" not in text
+    page, image = tmp_path / "page.md", tmp_path / "plot.png"
+    page.write_text(
+        "a\n<!-- begin: learning -->\n<!-- end: learning -->\n"
+        "<!-- begin: learning_plot -->\n<!-- end: learning_plot -->\nb"
+    )
+    learning_report.draw(rows, page, image)
+    drawn = page.read_text()
+    assert text in drawn and "(images/learning.png)" in drawn and image.stat().st_size > 0
+    assert learning_report.table([]) == learning_report.picture([]) == learning_report.NO_ROWS
+    variants = learning_report.by_variant(learning_report.one_experiment(rows), 1024)
+    assert learning_report.points_by_time(variants["window"], 10_240)[1][0] == 2.0
+
+
+def test_page_is_drawn_from_the_rows():
+    """Where this fails: `python -m benchmarks.learning --table`."""
+    page = learning_report.PAGE.read_text(encoding="utf-8")
+    assert "<!-- begin: learning -->" in page and "<!-- begin: learning_plot -->" in page
+    rows = common.read_rows(learning.RESULTS)
+    assert learning_report.render(page, rows) == page
+    assert learning_report.picture(rows) == learning_report.NO_ROWS or learning_report.PLOT.exists()
