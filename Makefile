@@ -37,6 +37,7 @@ docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) -m benchmarks.decode --table
 	$(PYTHON) -m benchmarks.host --table
 	$(PYTHON) -m benchmarks.learning --table
+	$(PYTHON) -m benchmarks.recall --table
 
 ci:  ## the whole gate, in environments of its own
 	.ci/run

@@ -16,6 +16,7 @@ from . import (
     learning,
     masks,
     memory,
+    recall,
     report,
     rotary,
     training,
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         decode.main(["--quick", "--sampling"])
         host.main(["--quick"])
         learning.main(["--quick"])
+        recall.main(["--quick"])
         return
     try:
         attention.main(every)

@@ -12,7 +12,7 @@ the weights that they share. The first seed tries every learning rate at the fir
 one is used for the other seeds and lengths. Each run is resumable, see `runs_pool.py`.
 
 Rows (results/learning.jsonl): bits per byte of held-out text, over all positions, over the last
-half and by ranges of positions; the training loss against bytes and seconds.
+half and by ranges of positions; the training loss against bytes and seconds; `needle.py`'s test.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import itertools
 import math
 import sys
 import tempfile
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +37,15 @@ from native_sparse_attention import Transformer
 from training.batches import batches, windows
 from training.forward import autocast, compiled, loss_of
 
-from . import common, corpus, fitting, learning_report, runs_pool, training
+from . import common, corpus, fitting, learning_report, needle, runs_pool, training
 from .common import Row
-from .runs_pool import Job, Pool, Run
+from .runs_pool import Job, Run, on, sweep
 from .variants import (
     VARIANTS,
     Settings,
     build,
     check,
-    keys_per_query,
-    layers,
-    make,
+    describe,
     parsed,
     scaled,
     set_dense,
@@ -57,8 +54,6 @@ from .variants import (
 RESULTS = common.RESULTS / "learning.jsonl"
 SHAPE = dict(num_tokens=256, dim=512, depth=6, heads=8, kv_heads=2, dim_head=64, causal=True)
 LR = (1e-3, 5e-4, 2e-3)
-# variants whose runs of all seeds come before those of the next ones
-TIER = 4
 
 
 @dataclass(frozen=True)
@@ -73,6 +68,7 @@ class Plan:
     train_bytes: int = 150_000_000
     step_tokens: int = 32768
     held_out_bytes: int = 4_000_000
+    needles: int = 64
     warmup: int = 200
     points: int = 50
     precision: str = "bf16"
@@ -91,7 +87,7 @@ class Plan:
 
     def spec(self, kind: str, name: str, T: int, **others: Any) -> dict[str, Any]:
         found = dict(kind=kind, variant=name, settings=self.variants[name], T=T, shape=self.shape)
-        names = ("warmup", "points", "held_out_bytes", "precision", "compile", "data")
+        names = ("warmup", "points", "held_out_bytes", "needles", "precision", "compile", "data")
         found |= {name: getattr(self, name) for name in names}
         found |= dict(batch=self.step_tokens // T, weight_decay=0.1, clip=1.0)
         return found | dict(steps=math.ceil(self.train_bytes / self.step_tokens)) | others
@@ -101,39 +97,17 @@ class Plan:
         return Job(f"{name}, T={T}, seed {seed}, lr {lr:g}", spec)
 
     def jobs(self, rows: list[Row]) -> list[Job]:
-        """Runs in the order of their value, as far as the complete ones tell: of each group of
-        variants first the learning rates, then the other seeds and lengths with the best one."""
-        known = {row["run"]: row for row in rows}
-        names, found = list(self.variants), []
-        for T in self.lengths:
-            for first in range(0, len(names), TIER):
-                group = names[first : first + TIER]
-                trials = {name: self.trials(name) for name in group}
-                if self.lengths[0] == T:
-                    pairs = itertools.zip_longest(*trials.values())
-                    found += [job for jobs in pairs for job in jobs if job is not None]
-                for seed, name in itertools.product(self.seeds, group):
-                    lr = best_lr([known.get(job.key) for job in trials[name]])
-                    if lr is not None and (T, seed) != (self.lengths[0], self.seeds[0]):
-                        found.append(self.training(name, T, seed, lr))
-        return found
+        def bits(row: Row) -> float:
+            return row["bits"]["all"]
 
-    def trials(self, name: str) -> list[Job]:
-        return [self.training(name, self.lengths[0], self.seeds[0], lr) for lr in self.lrs]
+        names = list(self.variants)
+        return sweep(names, self.lengths, self.seeds, self.lrs, self.training, bits, rows)
 
     def speeds(self, rows: list[Row]) -> list[Job]:
         """Steps of every variant that are timed."""
         pairs = itertools.product(self.lengths, self.variants)
         specs = [self.spec("speed", name, T, seed=0, lr=1e-4) for T, name in pairs]
         return [Job(f"speed of {spec['variant']}, T={spec['T']}", spec) for spec in specs]
-
-
-def best_lr(trials: list[Row | None]) -> float | None:
-    """That of the fewest bits per byte, once all runs are complete or have failed."""
-    if any(row is None for row in trials):
-        return None
-    complete = [row for row in trials if row is not None and "bits" in row]
-    return min(complete, key=lambda row: row["bits"]["all"])["lr"] if complete else None
 
 
 # a run
@@ -153,7 +127,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         (ids,) = batches(train, cfg, step)
         return loss_of(forward, on(ids, run.device), cfg)
 
-    row = {**spec, **described(model, spec)}
+    row = {**spec, **describe(model, spec["shape"], spec["T"])}
     if spec["kind"] == "speed":
         return {**row, **speed(model, settings, loss_at, cfg, run.device)}
     if run.device.type == "cuda":
@@ -168,33 +142,14 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
     return {
         **row,
         "bits": evaluate(model, held_out, spec["held_out_bytes"], cfg),
+        "needle": needle.evaluate(model, held_out, spec["needles"], cfg),
+        "schedule": f"warm-up of {spec['warmup']} steps, cosine to a tenth",
         "train_bytes": spec["steps"] * tokens,
         "seconds": round(done.seconds, 2),
         "tokens_per_s": round(spec["steps"] * tokens / done.seconds),
         "runs_per_gpu": run.options.get("runs_per_gpu"),
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if cuda else None,
         "curve": curve,
-    }
-
-
-def on(ids: Tensor, device: torch.device) -> Tensor:
-    """On the GPU without waiting for it."""
-    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
-
-
-def described(model: Transformer, spec: dict[str, Any]) -> Row:
-    """Size of the model, keys of a query, every setting of a layer, how it is trained."""
-    with torch.device("meta"):
-        dense = make({"branches": ["selected"]}, spec["shape"])
-    count, of_dense = (sum(p.numel() for p in net.parameters()) for net in (model, dense))
-    layer = layers(model)[0]
-    names = [f.name for f in fields(layer.config) if f.name != "block_sizes"]
-    return {
-        "parameters": count,
-        "parameters_over_dense": round(count / of_dense, 3),
-        "keys_per_query": keys_per_query(layer, spec["T"]),
-        "config": {name: getattr(layer.config, name) for name in names},
-        "schedule": f"warm-up of {spec['warmup']} steps, cosine to a tenth",
     }
 
 
@@ -280,11 +235,11 @@ def table(rows: Sequence[Row]) -> str:
 
 def quick_plan(args: Namespace, variants: dict[str, Settings], data: dict[str, Any]) -> Plan:
     shape = dict(SHAPE, dim=32, depth=2, heads=4, dim_head=16, ff_expansion_factor=2.0)
-    small = {name: scaled(settings, 16) for name, settings in variants.items()}
-    sizes: dict[str, Any] = dict(train_bytes=512, step_tokens=128, held_out_bytes=256, warmup=1)
-    how: dict[str, Any] = dict(precision="fp32", points=2, shape=shape)
+    small = {name: scaled(settings, 8) for name, settings in variants.items()}
+    sizes: dict[str, Any] = dict(train_bytes=1280, step_tokens=320, held_out_bytes=320, needles=2)
+    how: dict[str, Any] = dict(precision="fp32", points=2, warmup=1, shape=shape)
     lrs, seeds = args.lrs or (1e-3,), args.seeds or (0,)
-    return Plan(small, data, (64,), tuple(seeds), tuple(lrs), **sizes, **how)
+    return Plan(small, data, (160,), tuple(seeds), tuple(lrs), **sizes, **how)
 
 
 def write_quick_text(folder: Path) -> Path:
@@ -338,23 +293,10 @@ def run(args: Namespace, temporary: Path) -> list[Row]:
             variants, about, tuple(args.lengths), tuple(args.seeds or (0, 1, 2)),
             tuple(args.lrs or LR), args.bytes, compile=args.compile,
         )  # fmt: skip
-    device, jobs = torch.device(args.device), 0 if args.quick and args.jobs == 1 else args.jobs
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    if args.speed and gpus:
-        jobs = gpus
-    options = {"data": str(path.resolve()), "runs_per_gpu": jobs / gpus if gpus else None}
-    out = args.out or (None if args.quick else RESULTS)
-    pool = Pool("benchmarks.learning", work, device, jobs, args.deadline, out, options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rows = pool.run(plan.speeds if args.speed else plan.jobs)
-    print(table(rows), flush=True)
-    failed = [row for row in rows if "failed" in row]
-    left = len((plan.speeds if args.speed else plan.jobs)(rows)) - len(rows)
-    print(f"{len(rows)} runs complete or failed, {left} known ones left", flush=True)
-    if failed:
-        sys.exit(f"{len(failed)} runs failed: {failed[0]['failed']}")
-    return rows
+    if args.speed and torch.cuda.device_count():
+        args.jobs = torch.cuda.device_count()
+    pool = runs_pool.pool_of(args, "benchmarks.learning", work, RESULTS, data=str(path.resolve()))
+    return runs_pool.report(pool, plan.speeds if args.speed else plan.jobs, table)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from . import common
@@ -13,6 +13,8 @@ from .common import Row
 PAGE = common.ROOT / "docs" / "training.md"
 PLOT = common.ROOT / "docs" / "images" / "learning.png"
 DENSE = "dense"
+# the runs of a variant, one for each seed
+Variants = dict[str, list[Row]]
 # drawn in any case, and this many of the others
 DRAWN, OTHERS = ("dense", "window", "paper", "published"), 3
 
@@ -29,26 +31,31 @@ def one_experiment(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if experiment(row) == experiment(rows[-1])]
 
 
-def chosen(rows: Iterable[Row]) -> list[Row]:
+def bits(row: Row) -> float:
+    return row["bits"]["all"]
+
+
+def chosen(rows: Sequence[Row], loss: Callable[[Row], float] = bits) -> list[Row]:
     """Of one variant's runs, the latest one of each seed with the chosen learning rate: that of the
-    most seeds, of several that of the fewest bits per byte. The settings are those of the last."""
-    rows = list(rows)
-    rows = [row for row in rows if row["settings"] == rows[-1]["settings"]]
+    most seeds, of several that of the least loss. The settings are those of the last row."""
     by_lr: dict[float, dict[int, Row]] = {}
     for row in rows:
-        by_lr.setdefault(row["lr"], {})[row["seed"]] = row
+        if row["settings"] == rows[-1]["settings"]:
+            by_lr.setdefault(row["lr"], {})[row["seed"]] = row
 
     def rank(lr: float) -> tuple[int, float]:
-        return -len(by_lr[lr]), mean([row["bits"]["all"] for row in by_lr[lr].values()])
+        return -len(by_lr[lr]), mean(map(loss, by_lr[lr].values()))
 
     found = by_lr[min(by_lr, key=rank)]
     return [found[seed] for seed in sorted(found)]
 
 
-def by_variant(rows: Sequence[Row], T: int) -> dict[str, list[Row]]:
+def by_variant(rows: Sequence[Row], T: int) -> Variants:
+    """Of the runs at a length, those of every variant, by bits per byte."""
     trained = [row for row in rows if row["kind"] == "train" and row["T"] == T]
     names = dict.fromkeys(row["variant"] for row in trained)
-    return {name: chosen(row for row in trained if row["variant"] == name) for name in names}
+    found = {name: chosen([row for row in trained if row["variant"] == name]) for name in names}
+    return dict(sorted(found.items(), key=lambda item: mean(map(bits, item[1]))))
 
 
 def speeds(rows: Sequence[Row], T: int) -> dict[str, int]:
@@ -57,8 +64,12 @@ def speeds(rows: Sequence[Row], T: int) -> dict[str, int]:
     return {row["variant"]: row["tokens_per_s"] for row in timed}
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
+def seen(rows: Iterable[Row], field: str) -> str:
+    return ", ".join(dict.fromkeys(str(row[field]) for row in rows))
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
@@ -73,9 +84,15 @@ def keys(row: Row) -> str:
 
 def minus_dense(runs: list[Row], dense: list[Row]) -> str:
     """The difference of runs of equal seeds."""
-    twins = {row["seed"]: row["bits"]["all"] for row in dense}
-    pairs = [row["bits"]["all"] - twins[row["seed"]] for row in runs if row["seed"] in twins]
+    twins = {row["seed"]: bits(row) for row in dense}
+    pairs = [bits(row) - twins[row["seed"]] for row in runs if row["seed"] in twins]
     return spread(pairs) if pairs else ""
+
+
+def digits(runs: list[Row]) -> list[str]:
+    """Of the needle, the share of right digits at each depth."""
+    depths = runs[0]["needle"]
+    return [f"{mean(run['needle'][d]['digits'] for run in runs):.2f}" for d in depths]
 
 
 def table_of(rows: Sequence[Row], T: int) -> str:
@@ -83,23 +100,27 @@ def table_of(rows: Sequence[Row], T: int) -> str:
     positions = next(iter(variants.values()))[0]["bits"]["positions"]
     shown = [name for name in positions if int(name.partition("-")[0]) >= T // 32]
     head = ["variant", "M parameters", "keys a query", "learning rate", "seeds"]
-    head += ["bits per byte", "minus dense", "last half", *shown, "thousand tokens/s"]
+    head += [
+        "bits per byte",
+        "minus dense",
+        "last half",
+        *shown,
+        "digits found",
+        "thousand tokens/s",
+    ]
     lines = [head]
-    for name, runs in sorted(variants.items(), key=lambda item: average(item[1])):
+    for name, runs in variants.items():
         row = runs[0]
         cells = [name, f"{row['parameters'] / 1e6:.1f}", keys(row), f"{row['lr']:g}"]
         cells.append(str(len(runs)))
-        cells.append(spread([run["bits"]["all"] for run in runs]))
+        cells.append(spread(list(map(bits, runs))))
         cells.append("" if name == DENSE else minus_dense(runs, variants.get(DENSE, [])))
         cells.append(spread([run["bits"]["last_half"] for run in runs]))
         cells += [f"{mean([run['bits']['positions'][p] for run in runs]):.3f}" for p in shown]
+        cells.append(" / ".join(digits(runs)))
         cells.append(f"{alone[name] / 1e3:.0f}" if name in alone else "")
         lines.append(cells)
     return common.markdown(lines)
-
-
-def average(runs: list[Row]) -> float:
-    return mean([run["bits"]["all"] for run in runs])
 
 
 def lengths(rows: Sequence[Row]) -> list[int]:
@@ -114,13 +135,10 @@ def table(rows: Sequence[Row]) -> str:
     parts = [f"T = {T}:\n\n{table_of(rows, T)}" for T in lengths(rows)]
     last = [row for row in rows if row["kind"] == "train"][-1]
 
-    def seen(field: str) -> str:
-        return ", ".join(dict.fromkeys(str(row[field]) for row in rows))
-
     where = f"{last['train_bytes'] / 1e6:.0f} MB of training text a run, {last['schedule']}; "
     where += f"text with SHA-256 {last['data']['sha256'][:12]}, {last['data']['bytes']} bytes. "
-    where += f"{seen('gpu')}, torch {seen('torch')}, triton {seen('triton')}, "
-    where += f"commits {seen('commit')}."
+    where += f"{seen(rows, 'gpu')}, torch {seen(rows, 'torch')}, "
+    where += f"triton {seen(rows, 'triton')}, commits {seen(rows, 'commit')}."
     return "\n\n".join([*parts, where])
 
 
@@ -146,11 +164,10 @@ def draw(rows: Sequence[Row], page: Path | None = None, image: Path | None = Non
 # the plot
 
 
-def drawn(variants: dict[str, list[Row]]) -> dict[str, list[Row]]:
+def drawn(variants: Variants) -> Variants:
     """Those that are drawn in any case, and the best of the others."""
-    best = sorted(variants, key=lambda name: average(variants[name]))
-    others = [name for name in best if name not in DRAWN][:OTHERS]
-    return {name: variants[name] for name in best if name in DRAWN or name in others}
+    others = [name for name in variants if name not in DRAWN][:OTHERS]
+    return {name: runs for name, runs in variants.items() if name in (*DRAWN, *others)}
 
 
 def points_by_position(runs: list[Row]) -> list[tuple[float, float]]:
@@ -158,8 +175,8 @@ def points_by_position(runs: list[Row]) -> list[tuple[float, float]]:
     found = []
     for name in runs[0]["bits"]["positions"]:
         begin, end = map(int, name.split("-"))
-        bits = mean([run["bits"]["positions"][name] for run in runs])
-        found.append(((max(begin, end // 4) * end) ** 0.5, bits))
+        value = mean([run["bits"]["positions"][name] for run in runs])
+        found.append(((max(begin, end // 4) * end) ** 0.5, value))
     return found
 
 
@@ -195,7 +212,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             left.plot(*zip(*points_by_position(runs), strict=True), style, marker="o", label=name)
             points = points_by_time(runs, alone[name] if is_alone else None)
             right.plot(*zip(*points, strict=True), style, label=name)
-            lows += [bits for _, bits in points[len(points) // 10 :]]
+            lows += [loss for _, loss in points[len(points) // 10 :]]
         left.set_xscale("log", base=2)
         ends = [int(name.split("-")[1]) for name in runs[0]["bits"]["positions"]]
         left.set_xticks(ends, [length(end) for end in ends])

@@ -21,6 +21,7 @@ import argparse
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +52,8 @@ SAVE_EVERY = 60.0
 SAY_EVERY = 20.0
 # a run that begins so late before the deadline would only start
 LEAST_SECONDS = 30.0
+# names whose runs of all seeds come before those of the next ones
+TIER = 4
 # exit status of a run that stopped at a checkpoint
 STOPPED = 75
 
@@ -361,6 +365,78 @@ class Call:
     def last_line(self, job: Job) -> str:
         lines = (self.pool.folder(job) / LOG).read_text(errors="replace").splitlines()
         return lines[-1] if lines else f"{job.name}: starts"
+
+
+# what benchmarks of runs have in common
+
+
+def sweep(
+    names: Sequence[str], lengths: Sequence[int], seeds: Sequence[int], lrs: Sequence[float],
+    training: Callable[[str, int, int, float], Job], loss: Callable[[Row], float], rows: list[Row],
+) -> list[Job]:  # fmt: skip
+    """Jobs of `training(name, T, seed, lr)` in the order of their value, as far as the rows tell:
+    of each `TIER` names first the learning rates, at the first seed and length; then the other
+    seeds and lengths with the rate of the least `loss(row)`."""
+    known, found = {row["run"]: row for row in rows}, []
+
+    def trials(name: str) -> list[Job]:
+        return [training(name, lengths[0], seeds[0], lr) for lr in lrs]
+
+    def best(name: str) -> float | None:
+        """Once all rates are complete or have failed."""
+        tried = [known.get(job.key) for job in trials(name)]
+        complete = [row for row in tried if row is not None and "failed" not in row]
+        if None in tried or not complete:
+            return None
+        return min(complete, key=loss)["lr"]
+
+    tiers = [names[first : first + TIER] for first in range(0, len(names), TIER)]
+    for T, group in itertools.product(lengths, tiers):
+        if lengths[0] == T:
+            found += [job for jobs in zip(*map(trials, group), strict=True) for job in jobs]
+        for seed, name in itertools.product(seeds, group):
+            lr = best(name)
+            if lr is not None and (T, seed) != (lengths[0], seeds[0]):
+                found.append(training(name, T, seed, lr))
+    return found
+
+
+def on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the GPU without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pool_of(
+    args: argparse.Namespace, module: str, work: Path | None, results: Path, **options: Any
+) -> Pool:
+    """The pool of a command's options; `options` are for its runs.
+
+    Raises:
+        ValueError: an option out of range, or no directory of runs.
+    """
+    if work is None:
+        raise ValueError("work must be given to train, --work DIR")
+    device, jobs = torch.device(args.device), 0 if args.quick and args.jobs == 1 else args.jobs
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    options["runs_per_gpu"] = jobs / gpus if gpus else None
+    out = args.out or (None if args.quick else results)
+    return Pool(module, work, device, jobs, args.deadline, out, options)
+
+
+def report(pool: Pool, plan: Plan, table: Callable[[list[Row]], str]) -> list[Row]:
+    """Run a plan and print its rows; the exit status tells of failures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = pool.run(plan)
+    print(table(rows), flush=True)
+    failed = [row for row in rows if "failed" in row]
+    left = len(plan(rows)) - len(rows)
+    print(f"{len(rows)} runs complete or failed, {left} known ones left", flush=True)
+    if failed:
+        sys.exit(f"{len(failed)} runs failed: {failed[0]['failed']}")
+    return rows
 
 
 def add_options(parser: argparse.ArgumentParser, jobs: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from native_sparse_attention.compress import (
 )
 from native_sparse_attention.initialization import reset
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
+
+from .common import Row
 
 Settings = dict[str, Any]
 
@@ -228,3 +231,18 @@ def keys_per_query(layer: SparseAttention, T: int) -> dict[str, int]:
         "window": min(T, layer.sliding_window_size + 1),
     }
     return {name: keys for name, keys in found.items() if name in layer.branches}
+
+
+def describe(model: Transformer, shape: dict[str, Any], T: int) -> Row:
+    """Fields of a row: the size of the model, keys of a query, every setting of a layer."""
+    with torch.device("meta"):
+        dense = make({"branches": ["selected"]}, shape)
+    count, of_dense = (sum(p.numel() for p in net.parameters()) for net in (model, dense))
+    layer = layers(model)[0]
+    names = [field.name for field in fields(layer.config) if field.name != "block_sizes"]
+    return {
+        "parameters": count,
+        "parameters_over_dense": round(count / of_dense, 3),
+        "keys_per_query": keys_per_query(layer, T),
+        "config": {name: getattr(layer.config, name) for name in names},
+    }

@@ -14,7 +14,7 @@ from benchmarks import common, learning, learning_report, runs_pool, variants
 
 QUICK = ["--quick", "--device", "cpu", "--jobs", "0"]
 SHAPE = dict(learning.SHAPE, dim=32, depth=2, heads=4, dim_head=16)
-SMALL = {name: variants.scaled(s, 16) for name, s in variants.VARIANTS.items()}
+SMALL = {name: variants.scaled(s, 8) for name, s in variants.VARIANTS.items()}
 NOT_MEASURED = ("seconds", "tokens_per_s", "date", "curve")
 
 
@@ -116,12 +116,13 @@ def test_quick_form_of_every_variant(tmp_path, capsys):
     assert common.read_rows(out) == json.loads(json.dumps(rows))
     assert [row["variant"] for row in rows] == list(variants.VARIANTS)
     for row in rows:
-        assert row["bits"]["positions"].keys() == {"0-16", "16-32", "32-64"}
-        assert row["bits"]["last_half"] == row["bits"]["positions"]["32-64"]
-        assert 7 < row["bits"]["all"] < 9 and row["train_bytes"] == 512
-        assert [point[0] for point in row["curve"]] == [256, 512]
+        ranges = ["0-16", "16-32", "32-64", "64-128", "128-160"]
+        assert list(row["bits"]["positions"]) == ranges
+        assert 7 < row["bits"]["all"] < 9 and 7 < row["bits"]["last_half"] < 9
+        assert [point[0] for point in row["curve"]] == [640, 1280] and row["train_bytes"] == 1280
+        assert all(7 < found["bits"] < 9 for found in row["needle"].values())
         assert row["config"]["dim"] == 32 and row["tokens_per_s"] > 0
-    assert "| dense | 64 | 0 | 0.001 | " in capsys.readouterr().out
+    assert "| dense | 160 | 0 | 0.001 | " in capsys.readouterr().out
 
 
 def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
@@ -189,7 +190,7 @@ def test_what_failed_is_told(tmp_path, monkeypatch, capsys):
     call = [*QUICK, "--variants", "window", "--work", str(tmp_path)]
     with pytest.raises(SystemExit, match="1 runs failed: RuntimeError: no such thing"):
         learning.main(call)
-    assert "| window | 64 | 0 | 0.001 | RuntimeError: no such thing" in capsys.readouterr().out
+    assert "| window | 160 | 0 | 0.001 | RuntimeError: no such thing" in capsys.readouterr().out
     monkeypatch.undo()
     assert "bits" in learning.main(call)[0]
 
@@ -253,6 +254,7 @@ def made_up(variant, seed, lr, bits, **others):
     row |= dict(run=f"{variant} {seed} {lr}", settings={}, shape={}, train_bytes=20480)
     row |= dict(parameters=1_500_000, keys_per_query={"selected": 512, "window": 64})
     row["bits"] = {"all": bits, "last_half": bits, "positions": {"0-256": 2.0, "256-1024": bits}}
+    row["needle"] = {"0.1": {"digits": 0.25}, "0.9": {"digits": bits / 2}}
     row |= dict(curve=[[10240, 1.0, 3.0], [20480, 2.0, bits]], schedule="cosine")
     row |= dict(data={"sha256": "f" * 64, "bytes": 9}, gpu="a GPU", torch="2", triton="3")
     return row | dict(commit="abc", tokens_per_s=1000) | others
@@ -274,9 +276,10 @@ def test_table(tmp_path):
         "| variant | M parameters | keys a query"
     )
     assert lines[4:6] == [
-        "| dense | 1.5 | 512 + 64 | 0.001 | 2 | 1.100 ± 0.141 |  | 1.100 ± 0.141 | 1.100 | 5 |",
+        "| dense | 1.5 | 512 + 64 | 0.001 | 2 | 1.100 ± 0.141 |  | 1.100 ± 0.141 | 1.100 "
+        "| 0.25 / 0.55 | 5 |",
         "| window | 1.5 | 512 + 64 | 0.002 | 2 | 1.350 ± 0.071 | 0.250 ± 0.071 | 1.350 ± 0.071 "
-        "| 1.350 | 10 |",
+        "| 1.350 | 0.25 / 0.68 | 10 |",
     ]
     assert "a GPU, torch 2, triton 3, commits abc." in lines[-1] and "other" not in text
     page, image = tmp_path / "page.md", tmp_path / "plot.png"

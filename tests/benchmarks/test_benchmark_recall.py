@@ -1,0 +1,184 @@
+"""Associative recall and the needle: the task is what it says, runs, table, plot."""
+
+import json
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import common, needle, recall, recall_report
+
+QUICK = ["--quick", "--device", "cpu", "--jobs", "0"]
+
+
+def test_sequences():
+    """A question's key has come once, with the value that follows; far enough, noise elsewhere."""
+    task = recall.Task(pairs=5, noise=10, keys=8, values=6, least_distance=16)
+    ids, asked, distance = task.draw(50, 128, np.random.default_rng(0))
+    again = task.draw(50, 128, np.random.default_rng(0))
+    assert all(torch.equal(a, b) for a, b in zip((ids, asked, distance), again))
+    assert ids.shape == (50, 128) and asked.shape == distance.shape == (50, 5)
+    assert 16 <= distance.min() < 24 and 100 < distance.max() < 128
+    told = asked - distance
+    assert told.min() == 0 and told.max() < 64 - 16 and asked.min() == 64 and asked.max() == 126
+    for row in range(50):
+        keys, values = ids[row][asked[row]], ids[row][asked[row] + 1]
+        assert keys.unique().numel() == 5 and set(keys.tolist()) <= set(range(10, 18))
+        assert set(values.tolist()) <= set(range(18, 24)) and task.tokens == 24
+        assert torch.equal(ids[row][told[row]], keys)
+        assert torch.equal(ids[row][told[row] + 1], values)
+        assert (ids[row] < 10).sum() == 128 - 20
+
+
+@pytest.mark.parametrize("T", [48, 130])
+def test_wrong_length(T):
+    task = recall.Task(pairs=5, keys=8, least_distance=16)
+    with pytest.raises(ValueError, match=f"T must be a multiple of 4 from 52 on, got {T}"):
+        task.draw(1, T, np.random.default_rng(0))
+
+
+def test_wrong_settings():
+    with pytest.raises(ValueError, match="pairs must be from 1 to keys=8, got 9"):
+        recall.Task(pairs=9, keys=8)
+    with pytest.raises(SystemExit, match="variants must be some of dense, .* got 'nothing'"):
+        recall.main([*QUICK, "--variants", "nothing"])
+    with pytest.raises(SystemExit, match="work must be given"):
+        recall.main(["--variants", "dense", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="jobs must be at least 0"):
+        recall.main(["--quick", "--jobs", "-1"])
+
+
+class Perfect(torch.nn.Module):
+    """The value of the last equal token."""
+
+    def forward(self, ids):
+        same = ids[:, :, None] == ids[:, None]
+        past = torch.ones(ids.shape[1], ids.shape[1]).tril(-1).bool()
+        last = (same & past) * torch.arange(1, ids.shape[1] + 1)
+        at = last.max(-1).values.clamp(max=ids.shape[1] - 1)
+        return torch.nn.functional.one_hot(ids.gather(1, at), 256).float() * 100
+
+
+def test_accuracy():
+    task, cfg = (
+        recall.QUICK_TASK,
+        Namespace(device="cpu", precision="fp32", batch_size=2, seq_len=96),
+    )
+    found = recall.evaluate(Perfect(), task, 192, 4 * 192, cfg)
+    assert found["all"] == 1 and set(found["by_distance"].values()) == {1.0}
+    assert found["by_distance"].keys() <= {"16-32", "32-64", "64-128", "128-256"}
+    blind = torch.nn.Sequential(torch.nn.Embedding(task.tokens, task.tokens))
+    assert recall.evaluate(blind, task, 192, 4 * 192, cfg)["all"] < 1
+
+
+def test_quick_form(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    names = ["dense", "published, windows of 32", "one softmax, MLP ranks, diff top-k"]
+    rows = recall.main([*QUICK, "--variants", *names, "--out", str(out)])
+    assert common.read_rows(out) == json.loads(json.dumps(rows))
+    assert [row["variant"] for row in rows] == names
+    for row in rows:
+        assert row["accuracy"].keys() == row["by_distance"].keys() == {"96", "192"}
+        assert 0 <= row["accuracy"]["192"] <= 1 and len(row["curve"]) == 3
+    assert "| variant | seed | lr | T = 96 | T = 192 | seconds |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", [recall.LARGE, recall.SMALL], ids=["large", "small"])
+def test_settings_of_every_variant(sizes):
+    """They make models, and questions are beyond windows and local blocks."""
+    found = recall.variants(sizes)
+    plan = recall.Plan(found, sizes)
+    assert len(plan.jobs([])) == len(found) * len(recall.LR)
+    for settings in found.values():
+        local = settings["num_local_blocks"] * settings["selection_block_size"]
+        assert max(local, settings["sliding_window_size"]) < sizes.task.least_distance
+    assert found["published"]["compress_block_size"] == 8
+    assert min(sizes.lengths) >= sizes.task.least_length
+
+
+# the needle
+
+
+class Copies(torch.nn.Module):
+    """Reads the number of the comment that the text ends with; `shift` finds another one."""
+
+    def __init__(self, shift=0):
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, ids):
+        logits = torch.zeros(*ids.shape, 256)
+        for row, out in zip(ids, logits):
+            text = bytes(row.tolist())
+            question = text.rindex(b"/* The number of")
+            before = text[question : text.index(b" is ", question) + 4]
+            at = text.index(before) + len(before)
+            answers = row[at : at + needle.DIGITS] + self.shift
+            out[-needle.DIGITS :].scatter_(1, answers[:, None], 100.0)
+        return logits
+
+
+def test_needle():
+    text = np.frombuffer(b"int x = 0;\n" * 100, dtype=np.uint8)
+    cfg = Namespace(device="cpu", precision="fp32", batch_size=2, seq_len=400)
+    right = {"digits": 1.0, "numbers": 1.0, "bits": 0.0}
+    assert needle.evaluate(Copies(), text, 3, cfg) == {"0.1": right, "0.5": right, "0.9": right}
+    wrong = needle.evaluate(Copies(1), text, 3, cfg)
+    assert all(found["digits"] == found["numbers"] == 0 < found["bits"] for found in wrong.values())
+    for depth in needle.DEPTHS:
+        row = needle.context(text, 400, depth, np.random.default_rng(0))
+        at = bytes(row.tolist()).index(b"/* The number")
+        assert len(row) == 400 and abs(at - depth * 320) < 40
+    with pytest.raises(ValueError, match="T must be from 136 to the bytes of text=1100, got 100"):
+        needle.evaluate(Copies(), text, 3, Namespace(seq_len=100))
+
+
+# the page
+
+
+def made_up(variant, seed, lr, accuracy, **others):
+    row = dict(variant=variant, seed=seed, lr=lr, T=2048, steps=10, batch=2, settings={})
+    row |= dict(run=f"{variant} {seed} {lr}", lengths=[2048, 4096], parameters=250_000)
+    row |= dict(task={"pairs": 3}, shape={"dim": 64, "depth": 2}, gpu="a GPU", torch="2")
+    row |= dict(triton="3", commit="abc", accuracy={"2048": accuracy, "4096": accuracy / 2})
+    distances = {"128-256": accuracy, "256-512": accuracy}
+    return row | dict(by_distance={"2048": distances, "4096": distances}) | others
+
+
+def test_table(tmp_path):
+    rows = [
+        made_up("dense", 0, 1e-3, 0.9, steps=5), made_up("dense", 0, 1e-3, 0.2),
+        made_up("dense", 0, 3e-3, 0.1), made_up("published", 0, 1e-3, 0.5),
+        made_up("published", 1, 1e-3, 0.9), made_up("published", 0, 3e-3, 0.6),
+        {"variant": "dense", "failed": "why"},
+    ]  # fmt: skip
+    text = recall_report.table(rows)
+    assert text.splitlines()[0] == (
+        "Trained at T = 2k, 10 steps of 2 sequences of 3 pairs; dim 64, 2 layers:"
+    )
+    assert text.splitlines()[2:6] == [
+        "| accuracy | M parameters | learning rate | seeds | 2k | 4k |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| published | 0.25 | 0.001 | 2 | 0.70 ± 0.28 | 0.35 ± 0.14 |",
+        "| dense | 0.25 | 0.001 | 1 | 0.20 | 0.10 |",
+    ]
+    assert text.endswith("a GPU, torch 2, triton 3, commits abc.")
+    page, image = tmp_path / "page.md", tmp_path / "plot.png"
+    page.write_text(
+        "a\n<!-- begin: recall -->\n<!-- end: recall -->\n"
+        "<!-- begin: recall_plot -->\n<!-- end: recall_plot -->\nb"
+    )
+    recall_report.draw(rows, page, image)
+    assert text in page.read_text() and "(images/recall.png)" in page.read_text()
+    assert image.stat().st_size > 0
+    assert recall_report.table([]) == recall_report.picture([]) == recall_report.NO_ROWS
+
+
+def test_page_is_drawn_from_the_rows():
+    """Where this fails: `python -m benchmarks.recall --table`."""
+    page = recall_report.PAGE.read_text(encoding="utf-8")
+    assert "<!-- begin: recall -->" in page and "<!-- begin: recall_plot -->" in page
+    rows = common.read_rows(recall.RESULTS)
+    assert recall_report.render(page, rows) == page
+    assert recall_report.picture(rows) == recall_report.NO_ROWS or recall_report.PLOT.exists()
