@@ -209,6 +209,7 @@ def build(source: Path, out: Path, sizes: Sizes) -> Row:
                 files[part] += 1
     row = {
         "source": source.name,
+        "source_sha256": about(source)["sha256"] if source.is_file() else None,
         "bytes": out.stat().st_size,
         "sha256": digest.hexdigest(),
         **{f"{part}_bytes": count for part, count in counts.items()},

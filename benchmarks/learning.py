@@ -138,7 +138,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         [int(step) * tokens, seconds, round(loss / math.log(2), 5)]
         for step, seconds, loss in done.curve
     ]
-    cuda = run.device.type == "cuda"
+    cuda, runs = run.device.type == "cuda", run.options["runs_per_gpu"]
     return {
         **row,
         "bits": evaluate(model, held_out, spec["held_out_bytes"], cfg),
@@ -147,7 +147,8 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         "train_bytes": spec["steps"] * tokens,
         "seconds": round(done.seconds, 2),
         "tokens_per_s": round(spec["steps"] * tokens / done.seconds),
-        "runs_per_gpu": run.options.get("runs_per_gpu"),
+        "runs_per_gpu": runs,
+        "gpu_seconds": round(done.seconds / runs, 1) if runs else None,
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if cuda else None,
         "curve": curve,
     }

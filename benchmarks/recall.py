@@ -117,7 +117,7 @@ def shape(dim: int, dim_head: int, task: Task) -> dict[str, Any]:
 TASK, SMALL_TASK = Task(), Task(12, 32, 32, 32, least_distance=48)
 LARGE = Sizes(
     TASK, shape(128, 32, TASK), 4, T=2048, lengths=tuple(2**i for i in range(9, 17)), batch=16,
-    steps=6000, test_tokens=2**19, changes={},
+    steps=10_000, test_tokens=2**19, changes={},
 )  # fmt: skip
 # the setting of one CPU: windows of 8 tokens, 4 ranked blocks of 8
 SMALL = Sizes(
@@ -136,7 +136,7 @@ def variants(sizes: Sizes) -> dict[str, Settings]:
     """Those of `learning.py` with shorter windows and blocks; windows of 32 tokens become windows
     of 8, and one variant has a network over 32."""
     chosen = {name: settings for name, settings in VARIANTS.items() if name not in LEFT_OUT}
-    found = {}
+    found: dict[str, Settings] = {}
     for name, settings in chosen.items():
         found[name] = scaled(settings, sizes.factor) | sizes.changes
         if settings["compress_block_size"] == 32:

@@ -84,7 +84,8 @@ VARIANTS: dict[str, Settings] = {
     "one softmax, max of tokens, rotated, dense first": dict(ROTATED, recipe={"dense_first": 0.3}),
     "one softmax, max of tokens, rotated, mixed": dict(ROTATED, recipe={"mixed": 0.5}),
     "one softmax, max of tokens, rotated, last layer dense": dict(ROTATED, dense_layers=[-1]),
-    "one softmax, max of tokens, rotated, diff top-k": dict(ROTATED, use_diff_topk=True),
+    # by "probs": kernels have no differentiable top-k by "max"
+    "one softmax, probs, diff top-k": dict(ONE, importance="probs", use_diff_topk=True),
     "one softmax, max of tokens, rotated, every head ranks": dict(
         ROTATED, query_heads_share_selected_kv=False
     ),
@@ -97,9 +98,11 @@ VARIANTS: dict[str, Settings] = {
 
 
 def scaled(settings: Settings, factor: int) -> Settings:
-    """These settings with windows and blocks of fewer tokens, for shorter sequences."""
-    found = dict(settings)
-    names = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
+    """These settings with blocks and windows of fewer tokens, for shorter sequences. Compression
+    windows of at most 8 tokens stay."""
+    found, names = dict(settings), ["selection_block_size"]
+    if found.get("compress_block_size", 0) > 8:
+        names += ["compress_block_size", "compress_block_sliding_stride"]
     for name in names:
         if name in found:
             found[name] = max(1, found[name] // factor)

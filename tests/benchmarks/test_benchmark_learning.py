@@ -173,7 +173,7 @@ def test_a_process_stops_at_a_checkpoint(tmp_path):
     )
     (job,) = plan.jobs([])
     pool = runs_pool.Pool("benchmarks.learning", tmp_path, torch.device("cpu"))
-    options = json.dumps({"data": str(learning.write_quick_text(tmp_path))})
+    options = json.dumps({"data": str(learning.write_quick_text(tmp_path)), "runs_per_gpu": None})
     given = {"module": pool.module, "folder": pool.prepare(job), "name": "a run", "device": "cpu"}
     given |= {"options": options, "stop-at": 0.0, "parent": os.getppid()}
     with kept_signals():

@@ -94,6 +94,8 @@ def test_settings_of_every_variant(sizes):
         local = settings["num_local_blocks"] * settings["selection_block_size"]
         assert max(local, settings["sliding_window_size"]) < sizes.task.least_distance
     assert found["published"]["compress_block_size"] == 8
+    assert found["one softmax, max of 4"]["compress_block_size"] == 4
+    assert len(set(map(str, found.values()))) == len(found)
     assert min(sizes.lengths) >= sizes.task.least_length
 
 
