@@ -7,9 +7,9 @@
 
 A sequence is noise with pairs of a key and a value in its first half. In its second half each key
 comes once more, and the next token is to be its value. A question is farther from its pair than
-the window and the local blocks reach. Models of two layers train at one length and are tested at
-longer ones, with as many pairs. Variants, seeds and learning rates as in `learning.py`: the first
-seed tries every rate, the best accuracy at the training length decides.
+the window and the local blocks reach. Models of two layers train at lengths up to T, one of them
+drawn for each step, and are tested at longer ones, with as many pairs. Variants, seeds and learning
+rates as in `learning.py`: the first seed tries every rate, the best accuracy at T decides.
 
 Rows: accuracy by length, and by distance from question to pair. `runs_pool.py` runs them.
 """
@@ -99,7 +99,9 @@ class Sizes:
     shape: dict[str, Any]
     # tokens of windows and blocks over those of `VARIANTS`
     factor: int
+    # sequences of the longest training length in a step; shorter ones are more
     T: int
+    train_lengths: tuple[int, ...]
     lengths: tuple[int, ...]
     batch: int
     steps: int
@@ -116,20 +118,46 @@ def shape(dim: int, dim_head: int, task: Task) -> dict[str, Any]:
 
 TASK, SMALL_TASK = Task(), Task(12, 32, 32, 32, least_distance=48)
 LARGE = Sizes(
-    TASK, shape(128, 32, TASK), 4, T=2048, lengths=tuple(2**i for i in range(9, 17)), batch=16,
-    steps=10_000, test_tokens=2**19, changes={},
-)  # fmt: skip
+    TASK,
+    shape(128, 32, TASK),
+    factor=4,
+    T=2048,
+    train_lengths=(512, 1024, 2048),
+    lengths=tuple(2**i for i in range(9, 17)),
+    batch=16,
+    steps=10_000,
+    test_tokens=2**19,
+    changes={},
+)
 # the setting of one CPU: windows of 8 tokens, 4 ranked blocks of 8
 SMALL = Sizes(
-    SMALL_TASK, shape(64, 16, SMALL_TASK), 8, T=256, lengths=(256, 512, 1024), batch=16, steps=1500,
-    test_tokens=2**15, changes={"num_selected_blocks": 4, "sliding_window_size": 16},
+    SMALL_TASK,
+    shape(64, 16, SMALL_TASK),
+    factor=8,
+    T=256,
+    train_lengths=(256,),
+    lengths=(256, 512, 1024),
+    batch=16,
+    steps=1500,
+    test_tokens=2**15,
+    changes={"num_selected_blocks": 4, "sliding_window_size": 16},
     precision="fp32",
-)  # fmt: skip
+)
 QUICK_TASK = Task(3, 8, 8, 8, least_distance=24)
 QUICK = Sizes(
-    QUICK_TASK, shape(32, 16, QUICK_TASK), 8, T=96, lengths=(96, 192), batch=2, steps=3,
-    test_tokens=192, changes=SMALL.changes, warmup=1, precision="fp32",
-)  # fmt: skip
+    QUICK_TASK,
+    shape(32, 16, QUICK_TASK),
+    factor=8,
+    T=96,
+    train_lengths=(96,),
+    lengths=(96, 192),
+    batch=2,
+    steps=3,
+    test_tokens=192,
+    changes=SMALL.changes,
+    warmup=1,
+    precision="fp32",
+)
 
 
 def variants(sizes: Sizes) -> dict[str, Settings]:
@@ -159,7 +187,9 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
 
     def loss_at(step: int) -> Tensor:
         draw = np.random.default_rng([spec["seed"], step])
-        logits, answers, _ = asked(model, task.draw(spec["batch"], spec["T"], draw), cfg)
+        T = int(draw.choice(spec["train_lengths"]))
+        drawn = task.draw(spec["batch"] * spec["T"] // T, T, draw)
+        logits, answers, _ = asked(model, drawn, cfg)
         return F.cross_entropy(logits, answers)
 
     row = {**spec, **describe(model, spec["shape"], spec["T"])}
@@ -222,7 +252,17 @@ class Plan:
 
     def training(self, name: str, T: int, seed: int, lr: float) -> Job:
         given = asdict(self.sizes)
-        names = "task", "shape", "lengths", "batch", "steps", "test_tokens", "warmup", "precision"
+        names = (
+            "task",
+            "shape",
+            "train_lengths",
+            "lengths",
+            "batch",
+            "steps",
+            "test_tokens",
+            "warmup",
+            "precision",
+        )
         spec = {name: given[name] for name in names} | dict(points=50, weight_decay=0.1, clip=1.0)
         which = dict(kind="recall", variant=name, settings=self.variants[name])
         spec |= which | dict(T=T, seed=seed, lr=lr)

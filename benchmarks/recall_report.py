@@ -57,8 +57,11 @@ def table(rows: Sequence[Row]) -> str:
     for T, variants in found.items():
         used = [row for runs in variants.values() for row in runs]
         row, task = used[0], used[0]["task"]
-        text = f"Trained at T = {length(T)}, {row['steps']} steps of {row['batch']} sequences of "
-        text += f"{task['pairs']} pairs; dim {row['shape']['dim']}, {row['shape']['depth']} layers:"
+        trained = ", ".join(map(length, row["train_lengths"]))
+        text = f"Trained at {trained} tokens with {task['pairs']} pairs, {row['steps']} steps of "
+        text += (
+            f"{row['batch'] * T} tokens; dim {row['shape']['dim']}, {row['shape']['depth']} layers:"
+        )
         where = f"{seen(used, 'gpu')}, torch {seen(used, 'torch')}, triton {seen(used, 'triton')}, "
         where += f"commits {seen(used, 'commit')}."
         parts += [text, table_of(variants), where]

@@ -96,7 +96,7 @@ def test_settings_of_every_variant(sizes):
     assert found["published"]["compress_block_size"] == 8
     assert found["one softmax, max of 4"]["compress_block_size"] == 4
     assert len(set(map(str, found.values()))) == len(found)
-    assert min(sizes.lengths) >= sizes.task.least_length
+    assert min(sizes.lengths + sizes.train_lengths) >= sizes.task.least_length
 
 
 # the needle
@@ -141,7 +141,12 @@ def test_needle():
 
 def made_up(variant, seed, lr, accuracy, **others):
     row = dict(variant=variant, seed=seed, lr=lr, T=2048, steps=10, batch=2, settings={})
-    row |= dict(run=f"{variant} {seed} {lr}", lengths=[2048, 4096], parameters=250_000)
+    row |= dict(
+        run=f"{variant} {seed} {lr}",
+        lengths=[2048, 4096],
+        train_lengths=[512, 2048],
+        parameters=250_000,
+    )
     row |= dict(task={"pairs": 3}, shape={"dim": 64, "depth": 2}, gpu="a GPU", torch="2")
     row |= dict(triton="3", commit="abc", accuracy={"2048": accuracy, "4096": accuracy / 2})
     distances = {"128-256": accuracy, "256-512": accuracy}
@@ -157,7 +162,7 @@ def test_table(tmp_path):
     ]  # fmt: skip
     text = recall_report.table(rows)
     assert text.splitlines()[0] == (
-        "Trained at T = 2k, 10 steps of 2 sequences of 3 pairs; dim 64, 2 layers:"
+        "Trained at 512, 2k tokens with 3 pairs, 10 steps of 4096 tokens; dim 64, 2 layers:"
     )
     assert text.splitlines()[2:6] == [
         "| accuracy | M parameters | learning rate | seeds | 2k | 4k |",
