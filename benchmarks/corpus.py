@@ -226,7 +226,8 @@ def build(source: Path, out: Path, sizes: Sizes) -> Row:
 
 
 def unpacked(path: Path, folder: Path) -> Path:
-    """A file of bytes, or what `NAME.xz` holds as `folder`/NAME, written if it is not there.
+    """A file of bytes, or what `NAME.xz` holds as `folder`/NAME, written if it is not there. The
+    SHA-256 of the .xz file is kept beside it.
 
     Raises:
         ValueError: `data` is not there, or no whole .xz file.
@@ -235,8 +236,9 @@ def unpacked(path: Path, folder: Path) -> Path:
         raise ValueError(f"data must be a file of bytes, {path} is not there")
     if path.suffix.lower() != ".xz":
         return path
-    found = folder / path.stem
-    if found.exists() and found.stat().st_mtime >= path.stat().st_mtime:
+    found, digest = folder / path.stem, about(path)["sha256"].encode()
+    kept = found.with_name(found.name + ".from")
+    if found.exists() and kept.exists() and kept.read_bytes() == digest:
         return found
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -244,6 +246,8 @@ def unpacked(path: Path, folder: Path) -> Path:
             shutil.copyfileobj(packed, file, 2**20)
     except (lzma.LZMAError, EOFError) as error:
         raise ValueError(f"data {path} is broken: {error}") from None
+    with whole_file(kept) as file:
+        file.write(digest)
     return found
 
 

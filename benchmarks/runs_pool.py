@@ -418,7 +418,9 @@ def pool_of(
     """
     if work is None:
         raise ValueError("work must be given to train, --work DIR")
-    device, jobs = torch.device(args.device), 0 if args.quick and args.jobs == 1 else args.jobs
+    device, jobs = torch.device(args.device), args.jobs
+    if jobs is None:
+        jobs = 0 if args.quick else args.usual_jobs
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     options["runs_per_gpu"] = jobs / gpus if gpus else None
     out = args.out or (None if args.quick else results)
@@ -443,7 +445,8 @@ def add_options(parser: argparse.ArgumentParser, jobs: int) -> None:
     """The options of every benchmark of runs."""
     add = parser.add_argument
     add("--work", type=Path, help="directory of the runs, on a local disk; a next call continues")
-    add("--jobs", type=int, default=jobs, help="runs at a time, over all GPUs; 0: in this process")
+    add("--jobs", type=int, help=f"runs at a time, over all GPUs ({jobs}); 0: in this process")
+    parser.set_defaults(usual_jobs=jobs)
     add("--deadline", type=float, default=math.inf, help="seconds, after which all runs stop")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="JSONL of the rows; none with --quick")

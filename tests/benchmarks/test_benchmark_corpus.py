@@ -98,6 +98,8 @@ def test_packed_text_is_unpacked_once(tmp_path):
     assert path.read_bytes() == b"abc" * 100
     before = path.stat().st_mtime_ns
     assert corpus.unpacked(packed, tmp_path / "work").stat().st_mtime_ns == before
+    packed.write_bytes(lzma.compress(b"abd" * 100))
+    assert corpus.unpacked(packed, tmp_path / "work").read_bytes() == b"abd" * 100
     assert corpus.unpacked(path, tmp_path) == path
     broken = tmp_path / "broken.xz"
     broken.write_bytes(packed.read_bytes()[:-9])
@@ -105,7 +107,8 @@ def test_packed_text_is_unpacked_once(tmp_path):
         corpus.unpacked(broken, tmp_path / "work")
     with pytest.raises(ValueError, match="data must be a file"):
         corpus.unpacked(tmp_path / "nothing", tmp_path)
-    assert [path.name for path in (tmp_path / "work").iterdir()] == ["text.txt"]
+    names = {path.name for path in (tmp_path / "work").iterdir()}
+    assert names == {"text.txt", "text.txt.from"}
 
 
 def test_any_file_has_held_out_text(tmp_path):

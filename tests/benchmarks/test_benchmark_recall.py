@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import common, needle, recall, recall_report
 
-QUICK = ["--quick", "--device", "cpu", "--jobs", "0"]
+QUICK = ["--quick", "--device", "cpu"]
 
 
 def test_sequences():
