@@ -166,7 +166,8 @@ def variants(sizes: Sizes) -> dict[str, Settings]:
     chosen = {name: settings for name, settings in VARIANTS.items() if name not in LEFT_OUT}
     found: dict[str, Settings] = {}
     for name, settings in chosen.items():
-        found[name] = scaled(settings, sizes.factor) | sizes.changes
+        changes = {key: value for key, value in sizes.changes.items() if settings[key]}
+        found[name] = scaled(settings, sizes.factor) | changes
         if settings["compress_block_size"] == 32:
             found[name] |= dict(compress_block_size=8, compress_block_sliding_stride=4)
     s = found["published"]["selection_block_size"]

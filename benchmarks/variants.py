@@ -70,7 +70,8 @@ SMALL = dict(
 
 # the most valuable first: this is the order in which they are trained
 VARIANTS: dict[str, Settings] = {
-    "dense": dict(ONE, dense=True),
+    # nothing to rank: no time is spent on compressed keys
+    "dense": dict(ONE, dense=True, num_selected_blocks=0),
     "window": dict(THREE, branches=["window"]),
     "paper": dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent"),
     "one softmax, max of tokens, rotated": ROTATED,

@@ -77,6 +77,18 @@ def test_dense_layers_and_recipes():
     assert not any(dense_steps({}))
 
 
+def test_dense_attention_is_that_of_the_same_weights():
+    """Its layers spend nothing on compressed keys."""
+    model = variants.build(SMALL["dense"], SHAPE, seed=0)
+    assert all(layer.k_compress is None for layer in variants.layers(model))
+    sparse = variants.build(SMALL["one softmax, max of tokens"], SHAPE, seed=0)
+    variants.set_dense(sparse, {}, dense=True)
+    ids = torch.randint(0, 256, (1, 200))
+    assert torch.equal(model(ids), sparse(ids))
+    variants.set_dense(sparse, {}, dense=False)
+    assert not torch.allclose(model(ids), sparse(ids), atol=1e-4)
+
+
 def test_keys_of_a_query():
     def keys(name):
         with torch.device("meta"):
