@@ -238,7 +238,9 @@ def quick_plan(args: Namespace, variants: dict[str, Settings], data: dict[str, A
     shape = dict(SHAPE, dim=32, depth=2, heads=4, dim_head=16, ff_expansion_factor=2.0)
     small = {name: scaled(settings, 8) for name, settings in variants.items()}
     sizes: dict[str, Any] = dict(train_bytes=1280, step_tokens=320, held_out_bytes=320, needles=2)
-    how: dict[str, Any] = dict(precision="fp32", points=2, warmup=1, shape=shape)
+    how: dict[str, Any] = dict(
+        precision="fp32", points=2, warmup=1, shape=shape, compile=args.compile
+    )
     lrs, seeds = args.lrs or (1e-3,), args.seeds or (0,)
     return Plan(small, data, (160,), tuple(seeds), tuple(lrs), **sizes, **how)
 

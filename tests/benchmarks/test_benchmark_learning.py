@@ -181,7 +181,7 @@ def test_processes(tmp_path):
 
 def test_a_process_stops_at_a_checkpoint(tmp_path):
     plan = learning.quick_plan(
-        Namespace(lrs=None, seeds=None), {"window": variants.VARIANTS["window"]}, {}
+        Namespace(lrs=None, seeds=None, compile=False), {"window": variants.VARIANTS["window"]}, {}
     )
     (job,) = plan.jobs([])
     pool = runs_pool.Pool("benchmarks.learning", tmp_path, torch.device("cpu"))
