@@ -30,6 +30,7 @@ from .frequencies import RotaryLayer
 from .generate import check_prompt, check_sampling, check_stop, generate
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
+from .ranking import sampled
 from .rotary import Rotary, make_rotary, rotation
 from .runs import FromRun
 from .sparse_kwargs import DEFAULT_SPARSE_ATTN, check_flags, check_sizes, merged
@@ -234,6 +235,9 @@ class Transformer(FromRun, Started):
         cu_seqlens: Tensor | None = None,
         segment_ids: Tensor | None = None,
         mask: Tensor | None = None,
+        ranking_queries: int | None = None,
+        ranking_weights: str = "output",
+        generator: torch.Generator | None = None,
         **unknown: Any,
     ) -> Any:
         """Logits [b, n, num_tokens] of ids [b, n], or the next-token loss.
@@ -250,6 +254,9 @@ class Transformer(FromRun, Started):
             cu_seqlens, segment_ids, mask: packed documents and padding, as in SparseAttention.
                 Every document starts at position 0. The loss omits the first token of each
                 document.
+            ranking_queries: with importance="index", also return the mean ranking loss of the
+                layers, each for so many queries that `generator` draws, as SparseAttention gives
+                it with `ranking_weights`. Excludes a cache.
 
         Raises:
             ValueError: ids or a cache that do not match.
@@ -286,16 +293,25 @@ class Transformer(FromRun, Started):
         elif cache is None and not disable_flex:
             kwargs |= self.flex_masks(ids.shape[1], ids.device)
 
+        queries = self.ranking_queries(ranking_queries, ids, cache, generator)
+        losses: list[Tensor] = []
+        if queries:
+            kwargs["ranking_weights"] = ranking_weights
+
         x = self.token_emb(ids)
         checkpointed = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         for index, (attn, ff) in enumerate(blocks):
-            layer_cache = None if cache is None else cache[index]
+            if queries:
+                kwargs["ranking_queries"] = queries[index]
             if checkpointed:
-                x = x + checkpoint(attn, x, use_reentrant=False, **kwargs)
-                x = x + checkpoint(ff, x, use_reentrant=False)
+                found = checkpoint(attn, x, use_reentrant=False, **kwargs)
             else:
-                x = x + attn(x, cache=layer_cache, **kwargs)
-                x = x + ff(x)
+                found = attn(x, cache=None if cache is None else cache[index], **kwargs)
+            if queries:
+                found, loss = found
+                losses.append(loss)
+            x = x + found
+            x = x + (checkpoint(ff, x, use_reentrant=False) if checkpointed else ff(x))
         x = x if layout is None else layout.collect(x)
         out = self.to_logits(self.norm(x))
         if return_loss:
@@ -303,7 +319,23 @@ class Transformer(FromRun, Started):
             out = F.cross_entropy(rearrange(out, "b n t -> b t n").float(), labels, reduction=mean)
             if layout is not None:
                 out = out / (labels != NO_LABEL).sum().clamp(min=1)
+        if queries:
+            return out, torch.stack(losses).mean()
         return (out, cache) if return_cache else out
+
+    def ranking_queries(
+        self, m: int | None, ids: Tensor, cache: Any, generator: torch.Generator | None
+    ) -> list[Tensor]:
+        """Positions of the queries of each layer's ranking loss, drawn once: activation
+        checkpointing runs a layer twice. None without m."""
+        if m is None:
+            return []
+        if cache is not None:
+            raise ValueError("ranking_queries must be None with a cache")
+        blocks: list[Any] = list(self.layers)
+        if any(getattr(attn, "to_index", None) is None for attn, _ in blocks):
+            raise ValueError("ranking_queries goes with layers of importance='index'")
+        return [sampled(m, ids.shape[1], generator, ids.device) for _ in blocks]
 
     @property
     def alignment(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from native_sparse_attention import NSAConfig, SparseAttention, nsa_cost
+from native_sparse_attention import NSAConfig, SparseAttention, Transformer, nsa_cost
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.ranking import block_targets
 from tests.helpers.layers import DIM, layer
@@ -162,6 +162,34 @@ def test_autocast_checkpoint_and_compile():
     grad, module.to_index.weight.grad = module.to_index.weight.grad, None
     torch.compile(module, backend="eager")(x, ranking_queries=positions)[1].backward()
     torch.testing.assert_close(module.to_index.weight.grad, grad)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_transformer(checkpointing):
+    torch.manual_seed(0)
+    index = {name: value for name, value in INDEX.items() if name != "num_local_blocks"}
+    model = Transformer(
+        16, DIM, 2, 8, 4, 2, use_sparse_attn=True, activation_checkpointing=checkpointing,
+        sparse_attn_kwargs=dict(
+            index, sliding_window_size=4, selection_block_size=8, num_selected_blocks=1
+        ),
+    )  # fmt: skip
+    ids = torch.randint(16, (2, 60))
+    seeded = dict(ranking_queries=7, generator=torch.Generator().manual_seed(3))
+    out, loss = model(ids, return_loss=True, **seeded)
+    loss.backward()
+    named = dict(model.named_parameters())
+    trained = [name for name, p in named.items() if p.grad is not None and p.grad.any()]
+    assert trained == [f"layers.{i}.0.to_index.weight" for i in range(2)]
+    torch.testing.assert_close(model(ids, return_loss=True), out)
+    seeded["generator"].manual_seed(3)
+    assert torch.equal(model(ids, return_loss=True, **seeded)[1], loss)
+    packed = model(ids[:1], cu_seqlens=torch.tensor([0, 25, 60]), **seeded)[1]
+    assert packed.isfinite() and packed > 0
+    with pytest.raises(ValueError, match="ranking_queries must be None with a cache"):
+        model(ids, return_cache=True, ranking_queries=3)
+    with pytest.raises(ValueError, match="ranking_queries goes with layers of importance='index'"):
+        Transformer(16, DIM, 1, 8, 4)(ids, ranking_queries=3)
 
 
 def test_module():
