@@ -216,7 +216,7 @@ class Run:
     def __init__(self, model: Model, plan: Plan) -> None:
         self.model, self.plan = model, plan
         dtype = next(name for name, value in DTYPES.items() if value == plan.dtype)
-        self.known = {"dtype": dtype, **common.environment(model.device)}
+        self.known = {"dtype": dtype, "masked": model.masked, **common.environment(model.device)}
         self.rows: list[Row] = []
         self.wrong: dict[int, str] = {}
 
@@ -291,7 +291,9 @@ def asked(args: argparse.Namespace, device: torch.device, out: Path | None) -> t
     if min(args.lengths) < 256:
         raise ValueError(f"lengths must be at least 256, got {min(args.lengths)}")
     plan = Plan(rules, tuple(args.lengths), **given, dtype=DTYPES[args.dtype], out=out)
-    return load(args.model, device, plan.dtype), plan
+    model = load(args.model, device, plan.dtype)
+    model.masked = args.masked
+    return model, plan
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
@@ -307,6 +309,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--rules", nargs="+", choices=RULES, default=RULES, metavar="NAME", help="beside dense")
     add("--small", action="store_true", help="few ranking rules, local and ranked blocks equal")
     add("--dtype", choices=DTYPES, default="fp32")
+    add("--masked", action="store_true", help="attend in SDPA under a mask: faster on a CPU")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="JSONL; results/pretrained.jsonl, none with --quick")
     add("--table", action="store_true", help="redraw the page and the plot of the rows there")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .pretrained_blocks import DENSE, Rule, attend
+from .pretrained_blocks import DENSE, Rule, attend, attend_masked
 
 # of the function that transformers calls instead of its own attention
 INTERFACE = "blocks_of_keys"
@@ -46,6 +46,7 @@ class Model:
         self.network, self.encode = network.eval(), encode
         self.rule: Rule = DENSE
         self.watch: Watch | None = None
+        self.masked = False  # torch's SDPA under a mask instead of this package
         self.functions = interfaces()
         network.config._attn_implementation = INTERFACE
 
@@ -62,7 +63,7 @@ class Model:
             self.watch(module.layer_idx, q, k)
         if self.rule.name == "dense":
             return self.functions["sdpa"](module, query, key, value, mask, **options)
-        return attend(self.rule, q, k, v), None
+        return (attend_masked if self.masked else attend)(self.rule, q, k, v), None
 
     @contextlib.contextmanager
     def under(self, rule: Rule, watch: Watch | None = None) -> Iterator[None]:

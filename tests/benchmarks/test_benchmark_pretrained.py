@@ -68,29 +68,34 @@ def test_rules_attend_to_what_they_choose(rule):
     indices = pretrained_blocks.choose(rule, q, k)
     assert indices.shape == (1, S, 6 if rule.per_head else 2, rule.n)
     between = pretrained_blocks.candidates(rule, S, S, 0, CPU)
-    seen = torch.zeros(1, S, indices.shape[2], S // BLOCK + 1, dtype=torch.bool)
-    seen.scatter_(-1, indices.long() % (S // BLOCK + 1), True)  # -1 is the last, of no block
-    seen = seen[..., :-1]
-    assert not (seen & ~between[:, None]).any()
-    assert torch.equal(
-        seen.sum(-1), between.sum(-1)[:, None].clamp(max=rule.n).expand_as(seen[..., 0])
+    counts = between.sum(-1).clamp(max=rule.n)
+    for head in indices[0].unbind(1):
+        for query in (5, 40, 77, 95):
+            blocks = [c for c in head[query].tolist() if c >= 0]
+            assert len(blocks) == len(set(blocks)) == counts[query]
+            assert between[query, blocks].all()
+    out, masked = (
+        way(rule, q, k, v) for way in (pretrained_blocks.attend, pretrained_blocks.attend_masked)
     )
-    own = torch.arange(S) // BLOCK
-    block = torch.arange(S // BLOCK)
-    seen = seen | ~between[:, None] & (block <= own[:, None])[:, None]
-    seen = seen.repeat_interleave(6 // seen.shape[2], dim=2).repeat_interleave(BLOCK, dim=-1)
-    mask = seen.transpose(1, 2) & torch.ones(S, S, dtype=torch.bool).tril()
-    expected = F.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=True
-    )
-    out = pretrained_blocks.attend(rule, q, k, v)
-    torch.testing.assert_close(out, expected.transpose(1, 2))
+    torch.testing.assert_close(out, masked)
+
+
+def test_seen_by_hand():
+    """Blocks of 2, the first and the last forced: query 7 reads block 1, query 6 none."""
+    rule = Rule("max", 2, 1, 1, 1, 1, 1)
+    indices = torch.full((1, 8, 1, 1), -1)
+    indices[0, 7] = 1
+    last, one_before = pretrained_blocks.seen(rule, indices, 8)[0, 0].int().flip(0)[:2]
+    assert last.tolist() == [1, 1, 1, 1, 0, 0, 1, 1]
+    assert one_before.tolist() == [1, 1, 0, 0, 0, 0, 1, 0]
 
 
 def test_window_reads_no_ranked_block():
     q, k, v = draw()
     rule = Rule("window", BLOCK, 1, 2)
     one = Rule("max", BLOCK, 1, 2, 1, 1, 1)
+    masked = pretrained_blocks.attend_masked(rule, q, k, v)
+    torch.testing.assert_close(pretrained_blocks.attend(rule, q, k, v), masked)
     early = 3 * BLOCK  # queries without a candidate
     out, ranked = (pretrained_blocks.attend(r, q, k, v) for r in (rule, one))
     torch.testing.assert_close(out[:, :early], ranked[:, :early])
