@@ -52,7 +52,7 @@ MOST_KEYS = 1152
 # mean difference of a token's loss between "all" and "dense"
 MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # neighbouring queries of which the far mass is measured at one time
-QUERIES = 32
+QUERIES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,21 +62,21 @@ class Plan:
     windows: int = 8  # texts of each length
     needles: int = 8  # of each depth
     watched: int = 2  # texts whose far mass is measured
-    runs: int = 8  # of QUERIES neighbouring queries in each of these
+    runs: int = 4  # of QUERIES neighbouring queries in each of these
     tokens: int = 8192  # of one pass
     dtype: torch.dtype = torch.float32
     out: Path | None = None
 
 
 def ranked(s: int, initial: int, local: int, n: int, small: bool) -> list[Rule]:
-    """The ranking rules with these blocks, the oracle first."""
+    """The ranking rules with these blocks."""
     forced = (s, initial, local, n)
     forms = [("logits", s, s), ("probs", s // 2, s // 4), ("max", 1, 1)]
     if not small:
         forms += [("logits", s // 2, s // 4), ("probs", 1, 1)]
         forms += [("max", l, l) for l in (4, 8) if l < s]
-    rules = [Rule("oracle", *forced), *(Rule(name, *forced, l, d) for name, l, d in forms)]
-    return rules + [Rule(*form[:1], *forced, *form[1:], True) for form in forms[1:3]]
+    rules = [Rule(name, *forced, l, d) for name, l, d in forms]
+    return rules + [Rule(name, *forced, l, d, True) for name, l, d in forms[1:3]]
 
 
 def grid(
@@ -85,7 +85,8 @@ def grid(
     initial: int = INITIAL,
     small: bool = False,
 ) -> tuple[Rule, ...]:
-    """Dense, the window alone, and every rule at every block size and split of the keys.
+    """Dense, the window alone, every rule at every block size and split of the keys, and the oracle
+    at the first split.
 
     Raises:
         ValueError: a size that splits no such number of tokens, or more keys than MOST_KEYS.
@@ -97,6 +98,7 @@ def grid(
         counts = [(local // s, n // s) for local, n in splits]
         first = initial // s
         rules.append(Rule("window", s, first, sum(counts[0])))
+        rules.append(Rule("oracle", s, first, *counts[0]))
         for local, n in counts:
             rules += ranked(s, first, local, n, small)
     most = max(rule.keys or 0 for rule in rules)
@@ -166,7 +168,7 @@ class FarMass:
             total = mass.sum(dim=(0, 2, 3))
             for rule in self.rules:
                 far, held = caught(rule, choose(rule, some, k, at), mass, at)
-                new = torch.stack((far, held, total)).double().cpu()
+                new = torch.stack((far, held, total)).double()
                 before = self.sums[rule].get(layer)
                 self.sums[rule][layer] = new if before is None else before + new
 
@@ -174,7 +176,7 @@ class FarMass:
         if rule not in self.sums:
             return {}
         layers = self.sums[rule]
-        sums = torch.stack([layers[layer] for layer in sorted(layers)])  # [layers 3 H]
+        sums = torch.stack([layers[layer] for layer in sorted(layers)]).cpu()  # [layers 3 H]
 
         def share(part: Tensor, of: Tensor) -> Any:
             return torch.where(of > 0, part / of, torch.zeros_like(of))

@@ -126,12 +126,14 @@ def load(path: Path | None, device: torch.device, dtype: torch.dtype) -> Model:
     path = path or packaged()
     if not path.is_file():
         raise ValueError(f"model must be a GGUF file, got {path}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source: Any = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.model_max_length = 10**9  # texts are cut to length after they are encoded
-    network = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).to(device)
+    # some releases keep the weights packed on a GPU, where products then take their own dtype
+    source |= dict(dtype=dtype, quantization_config=GgufConfig(dequantize=True))
+    network = AutoModelForCausalLM.from_pretrained(**source).to(device)
     return Model(network, lambda text: tokenizer(text, add_special_tokens=False).input_ids)
 
 

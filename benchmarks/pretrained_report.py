@@ -14,6 +14,8 @@ PLOT = common.ROOT / "docs" / "images" / "pretrained.png"
 NO_ROWS = "not measured yet: run `python -m benchmarks.pretrained`"
 # what tells rules apart
 FIELDS = ("rule", "s", "initial", "local", "n", "l", "d", "per_head")
+# of the targets at the longest length
+MOST_ABOVE = 2.0
 # in the plot, from the left, and the block size of all
 PLOTTED = ("logits", "probs", "max", "oracle")
 PLOTTED_SIZE = 32
@@ -74,6 +76,49 @@ def caught_cell(row: Row | None) -> str:
     return "" if row is None or "caught" not in row else f"{row['caught']:.2f}"
 
 
+def shown(cases: Cases, text: str, longest: int) -> list[dict[tuple[str, int], Row]]:
+    """All rules that split the keys as the oracle of their block size does, and of each other split
+    the one of least loss at the longest length."""
+    rows = {key: found[text, longest] for key, found in cases.items() if (text, longest) in found}
+    splits = {row["s"]: row["local"] for row in rows.values() if row["rule"] == "oracle"}
+    best: dict[tuple[int, int], Key] = {}
+    hidden = set()
+    for key, row in rows.items():
+        split = row["s"], row["local"]
+        if not row["n"] or splits.get(row["s"], row["local"]) == row["local"]:
+            continue
+        hidden.add(key)
+        if "loss" in row and (split not in best or row["loss"] < rows[best[split]]["loss"]):
+            best[split] = key
+    hidden -= set(best.values())
+    return [found for key, found in cases.items() if key not in hidden]
+
+
+def reaches(rows: Sequence[Row]) -> bool:
+    """Whether a rule reaches the targets on every text."""
+    return all(
+        "found" in row
+        and row["above_percent"] <= MOST_ABOVE
+        and min(row["found"]) == row["needles"]
+        for row in rows
+    )
+
+
+def verdict(cases: Cases, texts: Sequence[str]) -> str:
+    """The rules that reach the targets on all texts at the longest length, fewest keys first."""
+    longest = max(T for found in cases.values() for _, T in found)
+    good: list[tuple[int, float, str]] = []
+    for found in cases.values():
+        rows = [found[text, longest] for text in texts if (text, longest) in found]
+        if len(rows) == len(texts) and rows[0]["keys"] is not None and reaches(rows):
+            most = max(row["above_percent"] for row in rows)
+            name = f"{named(rows[0])} ({read(rows[0])}; {most:+.2f} %)"
+            good.append((rows[0]["keys"], most, name))
+    names = "; ".join(name for *_, name in sorted(good)) or "none"
+    told = f"at most {MOST_ABOVE:g} % above dense, every needle found"
+    return f"{length(longest)}, {told}: {names}."
+
+
 def text_table(cases: Cases, text: str) -> str:
     """Loss at every length; needles and far mass at the longest."""
     lengths = sorted({T for found in cases.values() for name, T in found if name == text})
@@ -81,7 +126,7 @@ def text_table(cases: Cases, text: str) -> str:
     head = ["rule", "initial + local + ranked blocks", *(f"loss, {length(T)}" for T in lengths)]
     depths = "needles at 10 / 50 / 80 %"
     lines = [[*head, f"{depths}, {length(longest)}", f"far mass caught, {length(longest)}"]]
-    for found in cases.values():
+    for found in shown(cases, text, longest):
         here = [found.get((text, T)) for T in lengths]
         row = next((r for r in here if r is not None), None)
         if row is not None:
@@ -95,7 +140,8 @@ def table(rows: Sequence[Row]) -> str:
         return NO_ROWS
     cases = latest(rows)
     used = [row for found in cases.values() for row in found.values()]
-    tables = [text_table(cases, text) for text in sorted({row["text"] for row in used})]
+    texts = sorted({row["text"] for row in used})
+    tables = [*(text_table(cases, text) for text in texts), verdict(cases, texts)]
     commits = ", ".join(sorted({str(row["commit"])[:7] for row in used}))
     last = rows[-1]
     where = f"{last['gpu']}, {last['dtype']}, torch {last['torch']}, triton {last['triton']}; "

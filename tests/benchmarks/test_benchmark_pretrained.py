@@ -318,3 +318,38 @@ def test_table():
     assert drawn[6] == "| window | 2 + 32 + 0 of 32 | failed |  |  |  |"
     assert drawn[-1] == "* window: why" and pretrained_report.table([]) == pretrained_report.NO_ROWS
     assert pretrained_report.plotted(rows) == pretrained_report.plotted([]) == []
+    assert "8k, at most 2 % above dense, every needle found: none." in drawn
+
+
+def test_table_has_the_best_of_other_splits():
+    known = {"gpu": "a GPU", "dtype": "bf16", "torch": "2", "triton": "3", "commit": "abcdefghij"}
+    known |= {"text": "C", "T": 8192, "windows": 8, "needles": 2, "above_stderr": 0.001}
+    of = {
+        Rule("oracle", 32, 2, 16, 16): (0.5, [2, 2, 2]),
+        Rule("max", 32, 2, 16, 16, 1, 1): (1.5, [2, 2, 2]),
+        Rule("max", 32, 2, 8, 24, 1, 1): (1.2, [2, 2, 2]),
+        Rule("probs", 32, 2, 8, 24, 16, 8): (1.1, [2, 1, 2]),
+        Rule("logits", 32, 2, 8, 24, 32, 32): (2.5, [2, 2, 2]),
+    }
+    rows = [
+        {
+            **rule.row(),
+            **known,
+            "above_percent": p,
+            "above": p / 100,
+            "loss": 1 + p / 100,
+            "found": f,
+        }
+        for rule, (p, f) in of.items()
+    ]
+    drawn = pretrained_report.table(rows)
+    lines = [line.split(" | ")[:2] for line in drawn.splitlines() if line.startswith("| ")][2:]
+    assert lines == [
+        ["| oracle", "2 + 16 + 16 of 32"],
+        ["| max, tokens", "2 + 16 + 16 of 32"],
+        ["| probs, means of 16 every 8", "2 + 8 + 24 of 32"],
+    ]
+    good = (
+        "every needle found: oracle (2 + 16 + 16 of 32; +0.50 %); max, tokens (2 + 8 + 24 of 32; "
+    )
+    assert f"{good}+1.20 %); max, tokens (2 + 16 + 16 of 32; +1.50 %)." in drawn
