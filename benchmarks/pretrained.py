@@ -14,8 +14,8 @@ this needs. Texts are the C files and the prose (.rst, .md, .txt) of the files a
 * found: needles of which greedy decoding gives all 6 tokens, by depth; right: mean of the tokens
   that it gives before its first wrong one.
 * caught: share of the far mass that the chosen blocks hold, on the activations of dense attention,
-  for queries at equal distances in the second half; by layer, and for some rules by head. far:
-  share of full attention that is far mass, on blocks neither initial nor local.
+  for queries at equal distances in the second half; at the greatest T by layer, and for some rules
+  by head. far: share of full attention that is far mass, on blocks neither initial nor local.
 
 "dense" is the model's own attention. "all" selects every block and must agree with it, or nothing
 of that block size is measured. "oracle" takes the blocks of most attention mass, by brute force.
@@ -172,7 +172,7 @@ class FarMass:
                 before = self.sums[rule].get(layer)
                 self.sums[rule][layer] = new if before is None else before + new
 
-    def row(self, rule: Rule, by_head: bool) -> Row:
+    def row(self, rule: Rule, by_layer: bool, by_head: bool) -> Row:
         if rule not in self.sums:
             return {}
         layers = self.sums[rule]
@@ -185,8 +185,9 @@ class FarMass:
         row: Row = {
             "caught": round(share(held.sum(), far.sum()).item(), 4),
             "far": round((far.sum() / total.sum()).item(), 4),
-            "caught_by_layer": rounded(share(held.sum(dim=1), far.sum(dim=1))),
         }
+        if by_layer:
+            row["caught_by_layer"] = rounded(share(held.sum(dim=1), far.sum(dim=1)))
         if by_head:
             row["caught_by_head"] = [rounded(line) for line in share(held, far)]
             row["far_by_head"] = [rounded(line) for line in far / total]
@@ -245,6 +246,8 @@ class Run:
                 apart[s] = round(check(model, s, texts, of_dense, plan), 8)
             except WrongResult as error:
                 self.wrong[s] = f"wrong: {error}"
+            except (NotImplementedError, RuntimeError) as error:
+                self.wrong[s] = f"not checked: {common.why(error)}"
         rules = [rule for rule in plan.rules if rule.s not in self.wrong]
         mass = FarMass([rule for rule in rules if rule.n], plan)
         with model.under(DENSE, mass), torch.no_grad():
@@ -259,7 +262,8 @@ class Run:
                 found = of_dense if rule == DENSE else losses(model, rule, texts, plan)
                 row |= {"apart": apart.get(rule.s), **loss_row(found, of_dense)}
                 row |= needle_row(model, rule, texts, plan)
-                row |= mass.row(rule, self.drawn(rule, T))
+                longest = max(plan.lengths) == T
+                row |= mass.row(rule, longest, longest and self.drawn(rule))
             except (NotImplementedError, RuntimeError) as error:
                 row["failed"] = common.why(error)
                 if not common.still_alive(model.device):
@@ -267,10 +271,10 @@ class Run:
             self.add(row)
             common.release()
 
-    def drawn(self, rule: Rule, T: int) -> bool:
-        """Whether its heads are plotted: at the longest length, of the first split of a size."""
-        first = next((r for r in self.plan.rules if r.n and r.s == rule.s), None)
-        return first is not None and max(self.plan.lengths) == T and rule.local == first.local
+    def drawn(self, rule: Rule) -> bool:
+        """Whether its heads are plotted: where it splits keys as the oracle of its block size."""
+        oracles = (r for r in self.plan.rules if r.name == "oracle")
+        return any((r.s, r.local) == (rule.s, rule.local) for r in oracles)
 
 
 # the command line
