@@ -178,9 +178,7 @@ def plotted(rows: Sequence[Row]) -> list[Row]:
     found: dict[str, Row] = {}
     for row in cases:
         if (row["T"], row["s"], row["text"]) == (longest, s, text):
-            # of a rule's forms the one that catches most
-            best = found.get(row["rule"])
-            found[row["rule"]] = row if best is None or row["caught"] > best["caught"] else best
+            found.setdefault(row["rule"], row)  # of its forms the first, as the grid orders them
     return [found[name] for name in PLOTTED if name in found]
 
 
