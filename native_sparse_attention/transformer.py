@@ -23,14 +23,14 @@ from .cache.paged import new_cache
 from .checks.ids import check_ids
 from .checks.keywords import refuse
 from .checks.networks import check_input, copied
-from .checks.scalars import check_hidden
+from .checks.scalars import check_choice, check_hidden
 from .checks.tensors import check_bool, check_bools, check_groups, check_int, check_ints
 from .decoding import check_cache, check_caches, dense_over_cache
 from .frequencies import RotaryLayer
 from .generate import check_prompt, check_sampling, check_stop, generate
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
-from .ranking import sampled
+from .ranking import WEIGHTS, sampled
 from .rotary import Rotary, make_rotary, rotation
 from .runs import FromRun
 from .sparse_kwargs import DEFAULT_SPARSE_ATTN, check_flags, check_sizes, merged
@@ -266,6 +266,7 @@ class Transformer(FromRun, Started):
             return_loss=return_loss, disable_flex=disable_flex,
             disable_triton_kernel=disable_triton_kernel, return_cache=return_cache,
         )  # fmt: skip
+        check_choice("ranking_weights", ranking_weights, WEIGHTS)
         ids = check_ids("ids", ids, self.token_emb)
         blocks: list[Any] = list(self.layers)
         check_caches(cache, [attn for attn, _ in blocks], return_loss, lengths)
