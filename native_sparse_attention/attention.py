@@ -40,16 +40,28 @@ from .ops.triton.rotary import split
 from .rotary import Rotary, make_rotary, rotated_heads
 from .varlen import Documents, layer_layout
 
+# settings, beside widths, that decide which weights a layer has
+OF_WEIGHTS = ("branches", "is_indexed", "index_dim", "index_heads")
+
 
 def exposed(layer: type[SparseAttention]) -> type[SparseAttention]:
-    """Give a layer the fields of its `config` as attributes. Setting one replaces the config."""
+    """Give a layer the fields of its `config` as attributes. Setting one replaces the config, if
+    the layer has the weights for it."""
 
     def attribute(name: str) -> property:
         def get(self: SparseAttention) -> Any:
             return getattr(self.config, name)
 
         def put(self: SparseAttention, value: Any) -> None:
-            self.config = replace(self.config, **{name: value})
+            config = replace(self.config, **{name: value})
+            if any(getattr(config, n) != getattr(self.config, n) for n in OF_WEIGHTS) or (
+                config.compresses and self.k_compress is None
+            ):
+                raise ValueError(
+                    f"{name} must stay {get(self)!r}: the layer has no weights for another value, "
+                    f"got {value!r}"
+                )
+            self.config = config
 
         return property(get, put)
 
@@ -256,7 +268,7 @@ class SparseAttention(CompressionLayer):
 
         # index queries of each KV head, then index keys
         self.to_index = None
-        if self.importance == "index" and self.config.ranks:
+        if self.config.is_indexed and self.config.ranks:
             rotated = 0 if rotary is None or not self.rank_rotated else 2 * len(rotary.freqs)
             if self.index_dim < rotated:
                 raise ValueError(

@@ -287,10 +287,13 @@ class NSAConfig(AttentionConfig):
 
     @property
     def for_functions(self) -> AttentionConfig:
-        if self.importance != "index":
-            return self
-        return self.ranked_by_rule
+        return self.ranked_by_rule if self.is_indexed else self
 
     @cached_property
     def ranked_by_rule(self) -> AttentionConfig:
         return self.but(importance=INDEX_RULES[self.index_pool])
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether index queries and keys rank blocks."""
+        return self.importance == "index"

@@ -294,7 +294,7 @@ def step(
         cache_writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **pages)
     if layer.ranks_by_tokens:
         stores["ck"] = stores["k"]
-    if layer.to_index is not None:  # the kernels have a query for each head
+    if layer.to_index is not None and "ck" in stores:  # the kernels have a query for each head
         stores["ck"] = stores["ck"].expand(-1, kv[0].shape[1], -1, -1)
         tensors["cq"] = tensors["cq"].repeat_interleave(q.shape[1] // kv[0].shape[1], dim=1)
 

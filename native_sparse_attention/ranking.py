@@ -41,7 +41,7 @@ def with_index(
     """The tensors of the branches and of compression, with index queries "cq" [b k n d] in place of
     queries, and index keys [b 1 n d] or [b k n d] in place of keys. Their gradient stops at the
     normalized input x."""
-    if layer.to_index is None:
+    if layer.to_index is None or not layer.config.ranks:
         return tensors, raw
     found = rearrange(layer.to_index(x.detach()), "b n (h d) -> b h n d", d=layer.index_dim)
     q, k = found[:, : layer.kv_heads], found[:, layer.kv_heads :]
@@ -54,11 +54,18 @@ def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device)
     """Positions [m] of queries: those given, or that many at random, in order.
 
     Raises:
-        ValueError: neither a number of at least 1 nor a vector of integers.
+        ValueError: neither a number of at least 1 nor a vector of positions.
     """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator or None, got {shown(generator)}")
     if isinstance(queries, Tensor):
         if queries.ndim != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
             raise ValueError(f"ranking_queries must be [m] integers, got {shown(queries)}")
+        on_host = queries.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_host and queries.numel() and not 0 <= int(queries.min()) <= int(queries.max()) < n:
+            raise ValueError(
+                f"ranking_queries must be positions from 0 to {n - 1}, got {queries.tolist()}"
+            )
         return queries.to(device)
     m = min(check_int("ranking_queries", queries, 1), n)
     where = "cpu" if generator is None else generator.device

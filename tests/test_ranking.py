@@ -235,6 +235,11 @@ def test_bad_calls():
     for given, message in (
         (dict(ranking_queries=0), "ranking_queries must be an integer of at least 1"),
         (dict(ranking_queries=torch.rand(3)), r"ranking_queries must be \[m\] integers"),
+        (dict(ranking_queries=torch.tensor([4, 20])), "must be positions from 0 to 19"),
+        (
+            dict(ranking_queries=3, generator=1),
+            "generator must be a torch.Generator or None, got 1",
+        ),
         (dict(ranking_queries=3, ranking_weights="norm"), "ranking_weights must be one of"),
         (dict(ranking_queries=3, return_cache=True), "ranking_queries must be None with a cache"),
     ):

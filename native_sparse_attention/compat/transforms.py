@@ -131,6 +131,31 @@ def refuse_vmap(operator: Any) -> None:
     operator.register_vmap(refuse)
 
 
+class Refused(torch.autograd.Function):
+    """Gradients that are not differentiable themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Any) -> Any:
+        return tuple(None if g is None else g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"SDPA gives first derivatives only here. {WAY_OUT}")
+
+
+class FirstDerivatives(torch.autograd.Function):
+    """The same tensors, for an operation of torch without second derivatives: it would raise a
+    RuntimeError that names neither the layer nor a way out."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Any) -> Any:
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return Refused.apply(*grads) if torch.is_grad_enabled() else grads
+
+
 def refuse_second_derivatives(operator: Any) -> None:
     """Make the operator of a backward refuse to be differentiated."""
 

@@ -7,6 +7,7 @@ no form of it (documents, offsets, sinks, soft caps).
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -71,12 +72,10 @@ def dense_queries(call: Call, config: AttentionConfig) -> Tensor | None:
         if not config.causal:
             return documents.last - documents.first <= length
         return documents.positions() < length
+    if not config.causal or not (isinstance(offset, Tensor) or is_exporting()):
+        return None
     new = torch.arange(call.q.shape[1], device=call.q.device)
-    if isinstance(offset, Tensor):
-        return offset[:, None] + new < length
-    if is_exporting():
-        return (offset + new < length)[None] if config.causal else None
-    return None
+    return (offset[:, None] if isinstance(offset, Tensor) else offset) + new[None] < length
 
 
 def dense_prefix(call: Call, config: AttentionConfig) -> int:
@@ -113,16 +112,24 @@ def dense_attention(
 ) -> Tensor:
     """Attention [B T H E] over all keys, causally over those up to the query."""
     q, k, v = call.q, call.k, call.v
-    T = q.shape[1]
-    if config.causal and not isinstance(call.q_offset, Tensor):
-        k, v = (t[:, : call.q_offset + T] for t in (k, v))
+    T, offset = q.shape[1], call.q_offset
+    if config.causal and not isinstance(offset, Tensor):
+        k, v = (t[:, : offset + T] for t in (k, v))
     S = k.shape[1]
+    as_window = functools.partial(each_branch.window, call.but(k=k, v=v), config, backend, S, sinks)
     plain = call.documents is None and sinks is None and config.soft_cap is None
     plain = plain and q.shape[-1] == v.shape[-1] and not transforms.active()
     # SDPA aligns its causal mask with the first key
     aligned = not config.causal or T in (1, S)
-    if not plain or not aligned or 0 in q.shape or isinstance(call.q_offset, Tensor):
-        return each_branch.window(call.but(k=k, v=v), config, backend, S, sinks)
+    if not plain or not aligned or 0 in q.shape or isinstance(offset, Tensor):
+        return as_window()
+    is_eager = dispatch.choose(backend, "sliding_window_attention", q, k, v) == "eager"
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    # eager PyTorch has second derivatives and keeps NaN where it is seen; SDPA has neither
+    if is_eager and records:
+        return as_window()
+    if records and not torch.compiler.is_compiling():
+        q, k, v = transforms.FirstDerivatives.apply(q, k, v)
     causal = config.causal
     if T == 1:  # the last token sees all keys
         causal = False
@@ -130,4 +137,6 @@ def dense_attention(
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=config.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+    if out.device.type == "cpu" and not torch.compiler.is_compiling() and not out.sum().isfinite():
+        return as_window()
     return out.transpose(1, 2)

@@ -183,7 +183,7 @@ def test_flex(name, untraced_flex):
 def test_ranking():
     """The scores of windows that a query does not see play no part."""
     x = inputs()
-    for rule in ("logits", "probs"):
+    for rule in ("logits", "probs", "max"):
         for interpolated in (False, rule == "logits"):
             settings = dict(
                 seq_len=S, compress_block_size=4, selection_block_size=8, num_selected_blocks=2,

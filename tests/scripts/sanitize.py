@@ -195,7 +195,7 @@ def ragged() -> None:
         run(selected_attention, q, k, v, lists, gates=gates, selection_block_size=6, **where)
     sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
     before = torch.randint(-1, 7, (B, K, 5), device=DEVICE, dtype=torch.int32)
-    for importance in ("logits", "probs"):
+    for importance in ("logits", "probs", "max"):
         select_blocks(
             q, ck, mem_k=draw(K, 3, D), num_selected_blocks=5, selection_stride=2,
             leader_indices=before, importance=importance, backend="triton",
