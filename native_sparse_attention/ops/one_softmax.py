@@ -55,7 +55,8 @@ def attend(
         out = each_branch.selected(rest, config, backend, chosen[0], chosen[1], sinks)
     if by_query is not None:
         dense = each_branch.window(call, config, backend, config.dense_length, sinks)
-        out = torch.where(by_query[..., None, None], dense, out)
+        # contiguous: no guard on the strides of an exported graph
+        out = torch.where(by_query[..., None, None], dense.contiguous(), out.contiguous())
     elif first:
         head = call.but(q=call.q[:, :first])
         out = torch.cat((dense_attention(head, config, backend, sinks), out), dim=1)

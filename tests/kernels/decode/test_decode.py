@@ -271,8 +271,10 @@ STEPPED = [
     ("shared rankings, probs", "rows"), ("independent", "pages"), ("one softmax", "pages"),
     ("one softmax, tokens", "rows"), ("one softmax, shared rankings", "pages"),
 ]  # fmt: skip
-# run by the operations of each branch
-NO_STEPS = ("no window branch", "no compressed branch", "window alone")
+# run by the operations of each branch; the index of "learned ranking of windows" has another width
+NO_STEPS = (
+    "no window branch", "no compressed branch", "window alone", "learned ranking of windows",
+)  # fmt: skip
 if CUDA:
     STEPPED = [(setting, form) for setting in SETTINGS for form in ("rows", "pages")]
 
