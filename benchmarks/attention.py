@@ -242,7 +242,8 @@ class Run:
             for provider in self.plan.providers:
                 for stride in self.plan.strides if provider.strided else (1,):
                     if setting.s % stride == 0:
-                        self.one(provider, dataclasses.replace(setting, stride=stride))
+                        own = provider.sized(setting)
+                        self.one(provider, dataclasses.replace(own, stride=stride))
         return self.rows
 
 
@@ -282,6 +283,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     names = [name for name in providers() if name != "parts"]
     add("--lengths", type=int, nargs="+", metavar="T", help="1k to 128k; 8k and 64k with --peer")
     add("--heads", nargs="+", default=["64/4", "32/8", "32/32"], metavar="H/K")
+    add("--head-dim", type=int, default=128, metavar="D")
     add("--strides", type=int, nargs="+", default=[1, 4, 16], help="selection_stride of ours")
     add("--providers", nargs="*", choices=names, help="all by default")
     add("--parts", action="store_true", help="the branches and the selection, each alone")
@@ -335,7 +337,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
     for heads in args.heads:
         H, K = (int(number) for number in heads.split("/"))
         settings += [
-            Setting(T, H, K, s=args.block_size) if cuda else tiny(T, H, K) for T in lengths
+            Setting(T, H, K, args.head_dim, s=args.block_size) if cuda else tiny(T, H, K)
+            for T in lengths
         ]
     return Plan(tuple(settings), strides=tuple(args.strides), **options)
 

@@ -220,13 +220,14 @@ def run(
             continue
         x, baseline = draw(step, device), None
         for provider in providers:
-            row = one(provider, dict(x), step, passed, seconds, device)
+            own = provider.sized(step)
+            row = one(provider, dict(x), own, passed, seconds, device)
             common.release()
             p50 = row.get("p50_us")
             baseline = p50 if provider.name == BASELINE else baseline
             if baseline and p50:
                 row["speedup_over_cudnn"] = round(baseline / p50, 3)
-            row = {"provider": provider.name, **step.row(), **row, **known}
+            row = {"provider": provider.name, **own.row(), **row, **known}
             common.append_row(out, row)
             rows.append(row)
             print(line(row), flush=True)

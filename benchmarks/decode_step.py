@@ -16,7 +16,7 @@ from . import common, oracle, problem
 from .common import Row
 from .oracle import Branch
 from .problem import Setting, Tensors
-from .providers import our_branches
+from .providers import ONE_SOFTMAX, one_softmax_sizes, our_branches
 
 BASELINE = "dense-cudnn"
 STORED = ("k", "v", "ck", "cv")
@@ -59,12 +59,18 @@ def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
     x["branch_gates"] = normal(step.B, step.T, c.H, 3).sigmoid()
     for name in ("k", "v"):
         x[name] = normal(step.B, c.K, step.S, c.D).transpose(1, 2)
-        windows = x[name].new_empty(step.B, c.K, step.S // c.d, c.D).transpose(1, 2)
-        for row, tokens in zip(windows, x[name], strict=True):  # padding copies: a row at a time
-            row.copy_(problem.pooled(tokens[None], c.l, c.d)[0])
-        x[f"c{name}"] = windows
+        x[f"c{name}"] = windows_of(x[name], step)
     x["lengths"] = torch.full((step.B,), step.S - step.T, dtype=torch.int32, device=device)
     return x
+
+
+def windows_of(tokens: Tensor, step: Step) -> Tensor:
+    """The mean pooled windows [B W K D] of k or v, as a view of storage [B K ...]."""
+    c = step.setting
+    found = tokens.new_empty(step.B, c.K, step.S // c.d, c.D).transpose(1, 2)
+    for row, own in zip(found, tokens, strict=True):  # padding copies: a row at a time
+        row.copy_(problem.pooled(own[None], c.l, c.d)[0])
+    return found
 
 
 def memory(step: Step) -> int:
@@ -107,6 +113,10 @@ class Ours:
     def __init__(self, name: str, importance: str) -> None:
         self.name, self.importance = name, importance
 
+    def sized(self, step: Step) -> Step:
+        """The step with the provider's own sizes."""
+        return step
+
     def why_not(self, step: Step, device: torch.device) -> str | None:
         return None
 
@@ -135,6 +145,39 @@ class Ours:
     def bytes(self, step: Step) -> int:
         """Every window that the last query sees, and some of the tokens."""
         return bytes_of(step, step.positions[-1] // step.setting.d + tokens_read(step))
+
+
+class OneSoftmax(Ours):
+    """The selected branch alone, as in `providers.OneSoftmax`."""
+
+    def __init__(self, name: str, importance: str, windows: tuple[int, int]) -> None:
+        super().__init__(name, importance)
+        self.windows = windows
+
+    def sized(self, step: Step) -> Step:
+        setting = one_softmax_sizes(step.setting, self.windows)
+        return dataclasses.replace(step, setting=setting)
+
+    def prepare(self, x: Tensors, step: Step) -> None:
+        super().prepare(x, step)
+        x["ck"] = x["k"] if step.setting.l == 1 else windows_of(x["k"], step)
+
+    def call(self, x: Tensors, step: Step) -> Tensor:
+        tensors: Any = {name: x[name] for name in ("q", "k", "v", "ck", "lengths", "counters")}
+        return decode.decode_attention(
+            **tensors, cv=None, branch_gates=None, branches=("selected",), sliding_window_size=0,
+            importance=self.importance, backend="triton" if x["q"].is_cuda else "eager",
+            **step.setting.ranking,
+        )  # fmt: skip
+
+    def branches(self, step: Step) -> list[Branch]:
+        c = step.setting
+        return [oracle.chosen(c.s, c.n, c.initial, c.local)]
+
+    def bytes(self, step: Step) -> int:
+        """The key of every window, and some of the tokens."""
+        keys = bytes_of(step, step.positions[-1] // step.setting.d) - bytes_of(step, 0)
+        return keys // 2 + bytes_of(step, tokens_read(step))
 
 
 class Paged(Ours):
@@ -180,6 +223,9 @@ class Dense:
     def __init__(self, name: str, kernels: SDPBackend, as_rows: bool) -> None:
         self.name, self.kernels, self.as_rows = name, kernels, as_rows
 
+    def sized(self, step: Step) -> Step:
+        return step
+
     def why_not(self, step: Step, device: torch.device) -> str | None:
         if self.kernels == SDPBackend.FLASH_ATTENTION and step.T > 1:
             return "takes no mask, which several new tokens need"
@@ -224,4 +270,5 @@ PROVIDERS: tuple[Provider, ...] = (
     Ours("ours", "logits"),
     Ours("ours-probs", "probs"),
     Paged("ours-paged", "logits"),
+    *(OneSoftmax(name, *ranking) for name, ranking in ONE_SOFTMAX.items()),
 )

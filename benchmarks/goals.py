@@ -29,7 +29,18 @@ PUBLISHED: Goals = {
     },
     (32, 8, 1): {8192: (0.27, 0.51), 65536: (1.2, 2.6)},
 }
+# of one softmax over 1 initial, 8 local and 8 ranked blocks
+ONE_SOFTMAX: Goals = {
+    (64, 4, 1): {
+        4096: (1.1, 1.2),
+        8192: (1.9, 2.0),
+        16384: (3.0, 3.6),
+        65536: (10.0, 14.0),
+    },
+    (32, 8, 1): {8192: (1.3, 1.5), 65536: (7.0, 10.0)},
+}
 MOST_MEMORY = 1.5
+MOST_MEMORY_ONE_SOFTMAX = 1.0
 MOST_FOR_PROBS = 1.25
 LEAST_ALIKE = 2.0  # times as fast as where neighbours do not choose alike
 

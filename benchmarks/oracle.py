@@ -264,6 +264,11 @@ def block_weights(setting: Setting, importance: str, num_windows: int, like: Ten
 
 def block_scores(setting: Setting, importance: str, q: Tensor, ck: Tensor, i: Tensor) -> Tensor:
     """Importance [r c] of every block for queries q [r g d] at positions i; d divides s."""
+    if importance == "max":
+        blocks = max(1, len(ck) * setting.d // setting.s)
+        whole = ck[: blocks * setting.s // setting.d].unflatten(0, (blocks, -1))
+        sim = torch.einsum("rd,cwd->rcw", q.mean(1), whole)
+        return sim.to(torch.promote_types(sim.dtype, torch.float32)).amax(-1) * setting.D**-0.5
     sim = torch.einsum("rgd,wd->rgw", q, ck)
     sim = sim.to(torch.promote_types(sim.dtype, torch.float32)) * setting.D**-0.5
     if importance == "logits":

@@ -124,10 +124,10 @@ def attention_flops(setting: Setting, seen: list[Callable[[Tensor], Tensor]]) ->
 
 def scoring_flops(setting: Setting, importance: str) -> int:
     """One product of a ranking query with each window that it sees: for `logits` the mean query of
-    a group, for `probs` every head (whose softmax also needs every window)."""
+    a group, as for `max`; for `probs` every head (whose softmax also needs every window)."""
     leaders = positions(setting.T)[:: setting.stride]
     pairs = int((leaders // setting.d).sum())
-    return 2 * setting.D * (setting.K if importance == "logits" else setting.H) * pairs
+    return 2 * setting.D * (setting.H if importance == "probs" else setting.K) * pairs
 
 
 BACKWARD = 2.5  # five products where the forward pass has two

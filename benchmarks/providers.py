@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import warnings
@@ -39,6 +40,10 @@ class Provider:
     factor = 4.0
     note = ""
     refusal = "failed"  # the field of a row that says why it cannot run
+
+    def sized(self, setting: Setting) -> Setting:
+        """The setting with the provider's own sizes."""
+        return setting
 
     def unfit(self, setting: Setting) -> str | None:
         """What of the setting it does not take, wherever it runs."""
@@ -83,7 +88,7 @@ class Ours(Provider):
     """The whole of `native_sparse_attention` after compression."""
 
     name, strided, factor = "ours", True, 2.0
-    names = ("q", "k", "v", "ck", "cv", "branch_gates")
+    names: tuple[str, ...] = ("q", "k", "v", "ck", "cv", "branch_gates")
     importance = "logits"
 
     def run(self, x: Tensors, setting: Setting, **options: Any) -> Any:
@@ -118,6 +123,44 @@ class OursLarge(Ours):
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
         x["q"] = (4 * x["q"].detach()).requires_grad_()
+
+
+def one_softmax_sizes(setting: Setting, windows: tuple[int, int]) -> Setting:
+    """The setting with 1 initial, 8 local and 8 ranked blocks (fewer at the sizes of a CPU), and
+    windows of l tokens at stride d."""
+    (l, d), n = windows, min(8, setting.n)
+    return dataclasses.replace(setting, l=l, d=d, n=n, initial=1, local=n, w=0)
+
+
+class OneSoftmax(Ours):
+    """The selected branch alone, over 1 initial, 8 local and 8 ranked blocks. Windows are means of
+    keys."""
+
+    names = ("q", "k", "v")
+
+    def __init__(self, name: str, importance: str, windows: tuple[int, int]) -> None:
+        self.name, self.importance, self.windows = name, importance, windows
+
+    def sized(self, setting: Setting) -> Setting:
+        return one_softmax_sizes(setting, self.windows)
+
+    def prepare(self, x: Tensors, setting: Setting) -> None:
+        k = x["k"].detach()
+        x["ck"] = k if setting.l == 1 else problem.pooled(k, setting.l, setting.d)
+
+    def run(self, x: Tensors, setting: Setting, **options: Any) -> Any:
+        return super().run(x, setting, ck=x["ck"], branches=("selected",), **options)
+
+    def branches(self, setting: Setting) -> list[Branch]:
+        return [oracle.chosen(setting.s, setting.n, setting.initial, setting.local)]
+
+
+# by its name here: settings of the ranking
+ONE_SOFTMAX: dict[str, tuple[str, tuple[int, int]]] = {
+    "one-softmax": ("logits", (32, 16)),
+    "one-softmax-max4": ("max", (4, 4)),
+    "one-softmax-max": ("max", (1, 1)),
+}
 
 
 class OursCompressed(Provider):
@@ -388,6 +431,7 @@ def providers() -> dict[str, list[Provider]]:
         "ours": [Ours()],
         "ours-probs": [OursProbs()],
         "ours-large": [OursLarge()],
+        **{name: [OneSoftmax(name, *ranking)] for name, ranking in ONE_SOFTMAX.items()},
         "fla": [FlashLinearAttention()],
         "nsa-pytorch": [NsaPytorch()],
         "parts": [

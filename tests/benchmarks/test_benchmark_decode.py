@@ -40,7 +40,7 @@ def test_quick_form(tmp_path, capsys):
     path = tmp_path / "results" / "rows.jsonl"
     rows = decode.main([*QUICK, "--new", "1", "2", "--out", str(path)])
     assert common.read_rows(path) == json.loads(json.dumps(rows))
-    assert len(capsys.readouterr().out.splitlines()) == len(rows) == 20
+    assert len(capsys.readouterr().out.splitlines()) == len(rows) == 4 * len(decode_step.PROVIDERS)
     check_rows(rows)
 
 
