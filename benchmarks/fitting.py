@@ -22,6 +22,8 @@ from train_enwik8 import build_optimizer, learning_rate
 from .runs_pool import WEIGHTS, Run, Stopped
 from .variants import Settings, is_dense_step, set_dense
 
+Losses = Tensor | tuple[Tensor, ...]
+
 
 class Diverged(Exception):
     """The loss of a run is not finite."""
@@ -38,12 +40,13 @@ class Fitted:
 
 
 def fit(
-    model: Transformer, loss_at: Callable[[int], Tensor], settings: Settings, cfg: Namespace,
+    model: Transformer, loss_at: Callable[[int], Losses], settings: Settings, cfg: Namespace,
     run: Run,
 ) -> Fitted:  # fmt: skip
     """Train to the last step, from the run's checkpoint if it has one.
 
-    `loss_at(step)` is the loss of step 1, 2, ...; `cfg` holds steps, points (of the curve), lr,
+    `loss_at(step)` is the loss of step 1, 2, ..., alone or with others that are added to it; the
+    curve has that loss alone. `cfg` holds steps, points (of the curve), lr,
     warmup, weight_decay, clip, seed and device. `run.load()` of a run whose training is complete
     restores its weights.
 
@@ -74,12 +77,12 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(cfg, step)
         set_dense(model, settings, is_dense_step(settings, cfg.steps, step, cfg.seed))
-        loss = loss_at(step)
-        loss.backward()
+        losses = loss_at(step)
+        summed(losses).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
         optimizer.step()
         optimizer.zero_grad()
-        total += loss.detach()
+        total += (losses[0] if isinstance(losses, tuple) else losses).detach()
         done.step = step
         if step in points:
             done.seconds = before + synchronize() - since
@@ -100,6 +103,10 @@ def fit(
     model.eval()
     run.write(WEIGHTS, model.state_dict())
     return done
+
+
+def summed(losses: Losses) -> Tensor:
+    return torch.stack(losses).sum() if isinstance(losses, tuple) else losses
 
 
 def told(done: Fitted, steps: int) -> str:

@@ -18,6 +18,7 @@ half and by ranges of positions; the training loss against bytes and seconds; `n
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import sys
@@ -31,7 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from native_sparse_attention import Transformer
 from training.batches import batches, windows
@@ -47,6 +47,7 @@ from .variants import (
     check,
     describe,
     parsed,
+    ranking_of,
     scaled,
     set_dense,
 )
@@ -123,9 +124,10 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
     model = build(settings, spec["shape"], spec["seed"]).to(run.device)
     forward = compiled(model, cfg)
 
-    def loss_at(step: int) -> Tensor:
+    def loss_at(step: int) -> fitting.Losses:
         (ids,) = batches(train, cfg, step)
-        return loss_of(forward, on(ids, run.device), cfg)
+        given = ranking_of(settings, spec["seed"], step, run.device)
+        return loss_of(functools.partial(forward, **given), on(ids, run.device), cfg)
 
     row = {**spec, **describe(model, spec["shape"], spec["T"])}
     if spec["kind"] == "speed":
@@ -155,8 +157,8 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
 
 
 def speed(
-    model: Transformer, settings: Settings, loss_at: Callable[[int], Tensor], cfg: Namespace,
-    device: torch.device,
+    model: Transformer, settings: Settings, loss_at: Callable[[int], fitting.Losses],
+    cfg: Namespace, device: torch.device,
 ) -> Row:  # fmt: skip
     """Time of a step with nothing beside it. A recipe is timed as the sparse steps are."""
     from train_enwik8 import build_optimizer
@@ -165,7 +167,7 @@ def speed(
     set_dense(model, settings, dense=False)
 
     def step() -> None:
-        loss_at(1).backward()
+        fitting.summed(loss_at(1)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
         optimizer.step()
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
     python -m benchmarks.recall --work DIR            train, append rows to results/recall.jsonl
     python -m benchmarks.recall --small --work DIR    T = 256, ten minutes a run on a CPU
+    python -m benchmarks.recall --small --networks --work DIR    compare compression networks
     python -m benchmarks.recall --table               redraw docs/training.md
     python -m benchmarks.recall --quick               tiny sizes, nothing recorded
 
@@ -36,12 +37,41 @@ from training.forward import autocast
 from . import common, fitting, recall_report, runs_pool
 from .common import Row
 from .runs_pool import Job, Run, on, sweep
-from .variants import VARIANTS, Settings, build, check, describe, parsed, scaled
+from .variants import VARIANTS, Settings, build, check, describe, parsed, ranking_of, scaled
 
 RESULTS = common.RESULTS / "recall.jsonl"
 LR = (1e-3, 3e-3)
 # no settings for these lengths, or no question of this task
-LEFT_OUT = ("MLP over windows of 8", "one softmax, max of tokens, rotated, blocks of 32")
+LEFT_OUT = ("MLP over windows of 8", "1088 keys")
+
+
+# compression networks of the published form; "small" has a quarter of the hidden width
+NETWORKS: dict[str, Settings] = {
+    "mean": {"name": "mean"},
+    "attention": {"name": "attention"},
+    "linear": {"name": "linear"},
+    "MLP": {"name": "mlp"},
+    "MLP, small": {"name": "mlp", "expand_factor": 0.25},
+    "MLP of each head": {"name": "grouped"},
+    "low rank": {"name": "low rank"},
+    **{
+        ", ".join(["convolution", *(f"{key}={value}" for key, value in given.items())]): {
+            "name": "conv", **given,
+        }
+        for given in (
+            {},
+            dict(kernel=1),
+            dict(kernel=4),
+            dict(expand=2),
+            dict(expand=16),
+            dict(kernel=4, expand=16),
+            dict(pool="max"),
+            dict(pool="softmax"),
+            dict(kernel=4, pool="softmax"),
+            dict(residual=True),
+        )
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,7 +193,9 @@ QUICK = Sizes(
 def variants(sizes: Sizes) -> dict[str, Settings]:
     """Those of `learning.py` with shorter windows and blocks; windows of 32 tokens become windows
     of 8, and one variant has a network over 32."""
-    chosen = {name: settings for name, settings in VARIANTS.items() if name not in LEFT_OUT}
+    chosen = {
+        name: settings for name, settings in VARIANTS.items() if not name.startswith(LEFT_OUT)
+    }
     found: dict[str, Settings] = {}
     for name, settings in chosen.items():
         changes = {key: value for key, value in sizes.changes.items() if settings[key]}
@@ -177,6 +209,12 @@ def variants(sizes: Sizes) -> dict[str, Settings]:
     return found | {"one softmax, MLP ranks, diff top-k": one}
 
 
+def with_networks(sizes: Sizes) -> dict[str, Settings]:
+    """The published form with each of `NETWORKS`."""
+    base = variants(sizes)["published"]
+    return {f"network: {name}": base | dict(compress_mlp=net) for name, net in NETWORKS.items()}
+
+
 # a run
 
 
@@ -186,12 +224,14 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
     task, cfg = Task(**spec["task"]), fitting.config(spec, run)
     model = build(spec["settings"], spec["shape"], spec["seed"]).to(run.device)
 
-    def loss_at(step: int) -> Tensor:
+    def loss_at(step: int) -> fitting.Losses:
         draw = np.random.default_rng([spec["seed"], step])
         T = int(draw.choice(spec["train_lengths"]))
         drawn = task.draw(spec["batch"] * spec["T"] // T, T, draw)
-        logits, answers, _ = asked(model, drawn, cfg)
-        return F.cross_entropy(logits, answers)
+        given = ranking_of(spec["settings"], spec["seed"], step, run.device)
+        logits, answers, _, *others = asked(model, drawn, cfg, **given)
+        loss = F.cross_entropy(logits, answers)
+        return (loss, *others) if others else loss
 
     row = {**spec, **describe(model, spec["shape"], spec["T"])}
     done = fitting.fit(model, loss_at, spec["settings"], cfg, run)
@@ -206,14 +246,17 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
 
 
 def asked(
-    model: Transformer, drawn: tuple[Tensor, ...], cfg: Namespace
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [questions, tokens], the right values, and the distances."""
+    model: Transformer, drawn: tuple[Tensor, ...], cfg: Namespace, **given: Any
+) -> tuple[Tensor, ...]:
+    """Logits [questions, tokens], the right values, and the distances; the ranking loss, if
+    `given` asks for it."""
     ids, at, distance = (on(t, torch.device(cfg.device)) for t in drawn)
     with autocast(cfg):
-        logits = model(ids)
+        found = model(ids, **given)
+    logits, *others = found if given else (found,)
     rows = torch.arange(len(ids), device=ids.device)[:, None]
-    return logits[rows, at].float().flatten(0, 1), ids[rows, at + 1].flatten(), distance.flatten()
+    answers, distances = ids[rows, at + 1].flatten(), distance.flatten()
+    return logits[rows, at].float().flatten(0, 1), answers, distances, *others
 
 
 @torch.no_grad()
@@ -225,7 +268,7 @@ def evaluate(model: Transformer, task: Task, T: int, tokens: int, cfg: Namespace
     hits, distances = [], []
     for first in range(0, sequences, at_once):
         drawn = task.draw(min(at_once, sequences - first), T, draw)
-        logits, answers, distance = asked(model, drawn, cfg)
+        logits, answers, distance = asked(model, drawn, cfg)[:3]
         hits.append((logits.argmax(-1) == answers).double().cpu())
         distances.append(distance.cpu())
     hit, power = torch.cat(hits), torch.cat(distances).double().log2().floor().long()
@@ -300,6 +343,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     runs_pool.add_options(parser, jobs=6 * torch.cuda.device_count() or 1)
     add = parser.add_argument
     add("--small", action="store_true", help="T = 256, for a CPU")
+    add("--networks", action="store_true", help="compression networks instead of the variants")
     add("--variants", nargs="+", metavar="NAME", help="all by default")
     add("--variant", action="append", default=[], metavar="NAME=JSON", help="one more, of settings")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -327,6 +371,8 @@ def plan_of(args: Namespace) -> Plan:
     if args.quick:
         args.seeds, args.lrs = args.seeds[:1], args.lrs[:1]
     known, given = variants(sizes), dict(map(parsed, args.variant))
+    if args.networks:
+        known = with_networks(sizes)
     names = args.variants or ([] if given else list(known))
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"variants must be some of {', '.join(known)}, got {unknown[0]!r}")

@@ -4,8 +4,9 @@ A variant is a dict of JSON values: arguments of SparseAttention, and of these k
 
     dense          True: the layer is dense attention with the same weights
     dense_layers   indices of the layers that are; -1 is the last
-    compress_mlp   "mean", "attention", "grouped" or "linear": the network of compressed keys; by
-                   default the layer's own
+    compress_mlp   the network of compressed keys, a name of NETWORKS or a name with arguments,
+                   {"name": "conv", "kernel": 2}; by default the layer's own
+    ranking_queries  m: the ranking loss of m queries a sequence and layer is added to the loss
     recipe         {"dense_first": share of steps} or {"mixed": share of steps}: dense in the first
                    steps, or in steps by chance; sparse in the others and in every evaluation
 """
@@ -28,22 +29,27 @@ from native_sparse_attention.compress import (
     ConvLinearCompress,
     GroupedMLP,
     MeanPool,
+    default_compress_mlp,
 )
 from native_sparse_attention.initialization import reset
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 
 from .common import Row
+from .networks import ConvMLP, LowRankMLP
 
 Settings = dict[str, Any]
 
-KEYS = ("dense", "dense_layers", "compress_mlp", "recipe")
+KEYS = ("dense", "dense_layers", "compress_mlp", "ranking_queries", "recipe")
 RECIPES = ("dense_first", "mixed")
-# name: of (head dimension, l, KV heads)
-NETWORKS: dict[str, Callable[[int, int, int], nn.Module]] = {
+# name: of (head dimension, l, KV heads) and arguments
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mean": lambda dim_head, l, kv_heads: MeanPool(),
     "attention": lambda dim_head, l, kv_heads: AttentionPool(dim_head, l),
+    "mlp": lambda dim_head, l, kv_heads, **given: default_compress_mlp(dim_head, l, **given),
     "grouped": GroupedMLP,
     "linear": lambda dim_head, l, kv_heads: ConvLinearCompress(kv_heads, dim_head, l),
+    "conv": lambda dim_head, l, kv_heads, **given: ConvMLP(dim_head, **given),
+    "low rank": lambda dim_head, l, kv_heads, **given: LowRankMLP(dim_head, l, **given),
 }
 
 # 1 initial, 2 local and 6 ranked blocks of 64 tokens and a window of 256 keys: 832 keys a query,
@@ -63,10 +69,16 @@ TOKENS: Settings = dict(ONE, importance="max", compress_block_size=1)
 TOKENS.update(compress_block_sliding_stride=1)
 MEANS: Settings = dict(TOKENS, compress_block_size=4, compress_block_sliding_stride=4)
 ROTATED: Settings = dict(TOKENS, rank_rotated=True)
-# as many tokens in twice as many blocks
-SMALL = dict(
-    selection_block_size=32, num_selected_blocks=12, num_initial_blocks=2, num_local_blocks=10
+# 1 initial, 8 local and 8 ranked blocks of 64 tokens, or as many tokens in blocks of 32: 1088 keys
+WIDE: Settings = dict(ROTATED, num_selected_blocks=8, num_local_blocks=8)
+SMALL: Settings = dict(
+    ROTATED,
+    selection_block_size=32,
+    num_selected_blocks=16,
+    num_initial_blocks=2,
+    num_local_blocks=16,
 )
+INDEX: Settings = dict(importance="index", ranking_queries=64)
 
 # the most valuable first: this is the order in which they are trained
 VARIANTS: dict[str, Settings] = {
@@ -80,21 +92,24 @@ VARIANTS: dict[str, Settings] = {
     "one softmax, max of tokens": TOKENS,
     "mean pooling": dict(THREE, compress_mlp="mean"),
     "one softmax, probs": dict(ONE, importance="probs"),
+    "1088 keys": WIDE,
+    "1088 keys, blocks of 32": SMALL,
+    "1088 keys, blocks of 32, dense first": dict(SMALL, recipe={"dense_first": 0.3}),
+    "1088 keys, blocks of 32, learned ranking": dict(SMALL, **INDEX),
+    "1088 keys, blocks of 32, last layer dense": dict(SMALL, dense_layers=[-1]),
+    "1088 keys, blocks of 32, mixed": dict(SMALL, recipe={"mixed": 0.5}),
+    "1088 keys, blocks of 32, every head ranks": dict(SMALL, query_heads_share_selected_kv=False),
+    "1088 keys, blocks of 32, learned ranking, dense first": dict(
+        SMALL, **INDEX, recipe={"dense_first": 0.3}
+    ),
+    "one softmax, learned ranking": dict(ROTATED, **INDEX),
+    "one softmax, max of 4, rotated": dict(MEANS, rank_rotated=True),
+    "one softmax, probs, rotated": dict(ONE, importance="probs", rank_rotated=True),
     "one softmax, logits": ONE,
-    "one softmax, max of tokens, rotated, blocks of 32": dict(ROTATED, **SMALL),
-    "one softmax, max of tokens, rotated, dense first": dict(ROTATED, recipe={"dense_first": 0.3}),
-    "one softmax, max of tokens, rotated, mixed": dict(ROTATED, recipe={"mixed": 0.5}),
-    "one softmax, max of tokens, rotated, last layer dense": dict(ROTATED, dense_layers=[-1]),
     # by "probs": kernels have no differentiable top-k by "max"
     "one softmax, probs, diff top-k": dict(ONE, importance="probs", use_diff_topk=True),
-    "one softmax, max of tokens, rotated, every head ranks": dict(
-        ROTATED, query_heads_share_selected_kv=False
-    ),
-    "one softmax, max of 4, rotated": dict(MEANS, rank_rotated=True),
-    "one softmax, max of 4": MEANS,
-    "one softmax, probs, rotated": dict(ONE, importance="probs", rank_rotated=True),
-    "one softmax, logits, rotated": dict(ONE, rank_rotated=True),
     "MLP over windows of 8": dict(THREE, compress_block_size=8, compress_block_sliding_stride=4),
+    "convolution over windows of 32": dict(THREE, compress_mlp={"name": "conv"}),
 }
 
 
@@ -130,10 +145,11 @@ def parsed(text: str) -> tuple[str, Settings]:
 
 def check(name: str, settings: Settings, shape: dict[str, Any]) -> None:
     """Raises ValueError for settings that make no model of this shape."""
-    network = settings.get("compress_mlp")
-    if network is not None and network not in NETWORKS:
+    network = network_of(settings)
+    if network is not None and network.get("name") not in NETWORKS:
+        given = network.get("name")
         raise ValueError(
-            f"compress_mlp of {name} must be one of {', '.join(NETWORKS)}, got {network!r}"
+            f"compress_mlp of {name} must be one of {', '.join(NETWORKS)}, got {given!r}"
         )
     recipe = settings.get("recipe") or {}
     if len(recipe) > 1 or not recipe.keys() <= set(RECIPES):
@@ -145,20 +161,28 @@ def check(name: str, settings: Settings, shape: dict[str, Any]) -> None:
         with torch.device("meta"):
             model = make(settings, shape)
         set_dense(model, settings, dense=bool(recipe))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"variant {name}: {error}") from None
 
 
 # the model
 
 
+def network_of(settings: Settings) -> Settings | None:
+    """Name and arguments of the compression network."""
+    network = settings.get("compress_mlp")
+    return {"name": network} if isinstance(network, str) else network
+
+
 def layer_settings(settings: Settings, shape: dict[str, Any]) -> dict[str, Any]:
     """Arguments of SparseAttention."""
     found = {key: value for key, value in settings.items() if key not in KEYS}
-    network = settings.get("compress_mlp")
+    network = network_of(settings)
     if network is not None:
         l = found.get("compress_block_size", DEFAULT_SPARSE_ATTN["compress_block_size"])
-        found["compress_mlp"] = NETWORKS[network](shape["dim_head"], l, shape["kv_heads"])
+        given = {key: value for key, value in network.items() if key != "name"}
+        make = NETWORKS[network["name"]]
+        found["compress_mlp"] = make(shape["dim_head"], l, shape["kv_heads"], **given)
     return found
 
 
@@ -172,6 +196,7 @@ def build(settings: Settings, shape: dict[str, Any], seed: int) -> Transformer:
     all variants of a seed, those of `compress_mlp` where the whole network has equal shapes. With
     `branch_kv="independent"` all branches begin with the same projections."""
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(hashed(seed))
         model = make(settings, shape)
         torch.manual_seed(seed)
         donor = make({"branches": ["selected"]}, shape)
@@ -222,6 +247,15 @@ def is_dense_step(settings: Settings, steps: int, step: int, seed: int) -> bool:
     if "mixed" in recipe:
         return bool(np.random.default_rng([seed, step, 1]).random() < recipe["mixed"])
     return step <= recipe.get("dense_first", 0.0) * steps
+
+
+def ranking_of(settings: Settings, seed: int, step: int, device: torch.device) -> dict[str, Any]:
+    """Arguments of the model's forward in a step with a ranking loss."""
+    m = settings.get("ranking_queries")
+    if m is None:
+        return {}
+    generator = torch.Generator(device).manual_seed(hashed(seed, step))
+    return dict(ranking_queries=m, generator=generator)
 
 
 def keys_per_query(layer: SparseAttention, T: int) -> dict[str, int]:

@@ -60,7 +60,7 @@ def test_variants_share_initial_values():
 
 
 def test_dense_layers_and_recipes():
-    last = "one softmax, max of tokens, rotated, last layer dense"
+    last = "1088 keys, blocks of 32, last layer dense"
     model = variants.build(SMALL[last], SHAPE, seed=0)
     assert [layer.dense for layer in variants.layers(model)] == [False, True]
     variants.set_dense(model, SMALL[last], dense=True)
@@ -139,7 +139,7 @@ def test_quick_form_of_every_variant(tmp_path, capsys):
 
 def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
     """Stopped after every step and started again: the row of a run that was not."""
-    names = ["--variants", "paper", "one softmax, max of tokens, rotated, mixed"]
+    names = ["--variants", "paper", "1088 keys, blocks of 32, learned ranking, dense first"]
     whole = learning.main([*QUICK, *names])
     run = learning.main([*QUICK, *names, "--work", str(tmp_path / "whole")])
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, needle, recall, recall_report
+from benchmarks import common, needle, networks, recall, recall_report
 
 QUICK = ["--quick", "--device", "cpu"]
 
@@ -94,7 +94,7 @@ def test_settings_of_every_variant(sizes):
         local = settings["num_local_blocks"] * settings["selection_block_size"]
         assert max(local, settings["sliding_window_size"]) < sizes.task.least_distance
     assert found["published"]["compress_block_size"] == 8
-    assert found["one softmax, max of 4"]["compress_block_size"] == 4
+    assert found["one softmax, max of 4, rotated"]["compress_block_size"] == 4
     assert len(set(map(str, found.values()))) == len(found)
     assert min(sizes.lengths + sizes.train_lengths) >= sizes.task.least_length
 
@@ -189,3 +189,25 @@ def test_page_is_drawn_from_the_rows():
     rows = common.read_rows(recall.RESULTS)
     assert recall_report.render(page, rows) == page
     assert recall_report.picture(rows) == recall_report.NO_ROWS or recall_report.PLOT.exists()
+
+
+# compression networks under trial
+
+
+def test_a_network_reads_a_token_and_those_before_it():
+    """By definition, for every way to pool; a residual network begins as the mean."""
+    torch.manual_seed(0)
+    kv = torch.randn(2, 3, 4, 5, 6)
+    for pool in networks.POOLS:
+        net = networks.ConvMLP(6, kernel=2, expand=2, pool=pool)
+        before = torch.cat((torch.zeros_like(kv[..., :1, :]), kv[..., :-1, :]), dim=-2)
+        hidden = net.to_hidden(torch.stack((before, kv), dim=-1).flatten(-2)).relu()
+        weights = torch.ones(5).softmax(0)[:, None]
+        if pool == "softmax":
+            weights = net.to_weights(hidden).softmax(-2)
+        pooled = hidden.amax(-2) if pool == "max" else (weights * hidden).sum(-2)
+        torch.testing.assert_close(net(kv), net.to_out(pooled))
+    torch.testing.assert_close(networks.ConvMLP(6, residual=True)(kv), kv.mean(-2))
+    assert networks.LowRankMLP(6, 5)(kv).shape == (2, 3, 4, 6)
+    with pytest.raises(ValueError, match="pool must be one of mean, max, softmax, got 'sum'"):
+        networks.ConvMLP(6, pool="sum")
