@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from native_sparse_attention.compress import CompressMLP, default_compress_mlp
 from native_sparse_attention.initialization import Started
 
 POOLS = ("mean", "max", "softmax")
@@ -23,7 +24,8 @@ class ConvMLP(Started):
         expand: hidden width over that of a head.
         pool: over the window's tokens: "mean", "max" of the hidden layer, or "softmax", a mean
             weighed by a third map of the hidden layer.
-        residual: add the mean of the window, and begin with W2 = 0.
+        residual: add the mean of the window.
+        zero: begin with W2 = 0.
     """
 
     def __init__(
@@ -33,11 +35,12 @@ class ConvMLP(Started):
         expand: float = 8.0,
         pool: str = "mean",
         residual: bool = False,
+        zero: bool = False,
     ) -> None:
         super().__init__()
         if pool not in POOLS:
             raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
-        self.kernel, self.pool, self.residual = kernel, pool, residual
+        self.kernel, self.pool, self.residual, self.zero = kernel, pool, residual, zero
         hidden = int(expand * dim_head)
         self.to_hidden = nn.Linear(kernel * dim_head, hidden)
         self.to_out = nn.Linear(hidden, dim_head)
@@ -48,7 +51,7 @@ class ConvMLP(Started):
         for linear in (self.to_hidden, self.to_out, self.to_weights):
             if linear is not None:
                 linear.reset_parameters()
-        if self.residual:
+        if self.zero:
             for parameter in self.to_out.parameters():
                 nn.init.zeros_(parameter)
 
@@ -65,6 +68,32 @@ class ConvMLP(Started):
             pooled = hidden.mean(dim=3)
         out = self.to_out(pooled)
         return out + kv.mean(dim=3) if self.residual else out
+
+
+class MeanMLP(CompressMLP):
+    """The published network `W2 relu(W1 x + b1) + b2`, begun as the mean of the window plus what
+    the hidden units after the first 2 d give.
+
+    The first hidden units are the window's mean and its negative, and
+    `relu(m) - relu(-m) = m`. Weights have the shapes and names of the published network.
+    """
+
+    def __init__(self, dim_head: int, window: int, expand_factor: float = 1.0) -> None:
+        super().__init__(*default_compress_mlp(dim_head, window, expand_factor))
+        self.dim_head = dim_head
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        d = self.dim_head
+        first, last = self.get_submodule("1"), self.get_submodule("3")
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        one = torch.eye(d, device=first.weight.device)
+        mean = one.repeat(1, first.in_features // d) * (d / first.in_features)
+        with torch.no_grad():
+            first.weight[: 2 * d] = torch.cat((mean, -mean))
+            first.bias[: 2 * d] = 0
+            last.weight[:, : 2 * d] = torch.cat((one, -one), dim=1)
 
 
 class LowRankMLP(Started):

@@ -53,6 +53,7 @@ NETWORKS: dict[str, Settings] = {
     "MLP": {"name": "mlp"},
     "MLP, small": {"name": "mlp", "expand_factor": 0.25},
     "MLP of each head": {"name": "grouped"},
+    "MLP, begun as the mean": {"name": "mean MLP"},
     "low rank": {"name": "low rank"},
     **{
         ", ".join(["convolution", *(f"{key}={value}" for key, value in given.items())]): {
@@ -69,6 +70,8 @@ NETWORKS: dict[str, Settings] = {
             dict(pool="softmax"),
             dict(kernel=4, pool="softmax"),
             dict(residual=True),
+            dict(residual=True, zero=True),
+            dict(residual=True, kernel=4, expand=16),
         )
     },
 }  # fmt: skip

@@ -35,7 +35,7 @@ from native_sparse_attention.initialization import reset
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 
 from .common import Row
-from .networks import ConvMLP, LowRankMLP
+from .networks import ConvMLP, LowRankMLP, MeanMLP
 
 Settings = dict[str, Any]
 
@@ -46,6 +46,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mean": lambda dim_head, l, kv_heads: MeanPool(),
     "attention": lambda dim_head, l, kv_heads: AttentionPool(dim_head, l),
     "mlp": lambda dim_head, l, kv_heads, **given: default_compress_mlp(dim_head, l, **given),
+    "mean MLP": lambda dim_head, l, kv_heads, **given: MeanMLP(dim_head, l, **given),
     "grouped": GroupedMLP,
     "linear": lambda dim_head, l, kv_heads: ConvLinearCompress(kv_heads, dim_head, l),
     "conv": lambda dim_head, l, kv_heads, **given: ConvMLP(dim_head, **given),
@@ -109,7 +110,10 @@ VARIANTS: dict[str, Settings] = {
     # by "probs": kernels have no differentiable top-k by "max"
     "one softmax, probs, diff top-k": dict(ONE, importance="probs", use_diff_topk=True),
     "MLP over windows of 8": dict(THREE, compress_block_size=8, compress_block_sliding_stride=4),
-    "convolution over windows of 32": dict(THREE, compress_mlp={"name": "conv"}),
+    "published, begun as the mean": dict(
+        THREE, num_initial_blocks=0, num_local_blocks=1, compress_mlp="mean MLP"
+    ),
+    "convolution over windows of 32": dict(THREE, compress_mlp={"name": "conv", "residual": True}),
 }
 
 
