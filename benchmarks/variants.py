@@ -19,11 +19,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from native_sparse_attention import SparseAttention, Transformer
+from native_sparse_attention import SparseAttention, Transformer, recipes
 from native_sparse_attention.compress import (
     AttentionPool,
     ConvLinearCompress,
@@ -236,21 +235,16 @@ def layers(model: Transformer) -> list[Any]:
 
 def set_dense(model: Transformer, settings: Settings, dense: bool) -> None:
     """Make layers dense: all of them, or those that the variant has dense in any case."""
-    found = layers(model)
-    always = {index % len(found) for index in settings.get("dense_layers", [])}
-    for index, layer in enumerate(found):
-        wanted = bool(dense or settings.get("dense") or index in always)
-        if wanted != layer.dense:
-            layer.dense = wanted
+    wanted, keep = bool(dense or settings.get("dense")), tuple(settings.get("dense_layers", ()))
+    if wanted or keep or settings.get("branches") == ["selected"]:
+        recipes.set_dense(model, wanted, keep)
 
 
 def is_dense_step(settings: Settings, steps: int, step: int, seed: int) -> bool:
-    """Whether step 1, 2, ... of a run is dense by the variant's recipe: a function of its
-    arguments, so that a resumed run goes on in the same way."""
+    """Whether step 1, 2, ... of a run is dense by the variant's recipe."""
     recipe = settings.get("recipe") or {}
-    if "mixed" in recipe:
-        return bool(np.random.default_rng([seed, step, 1]).random() < recipe["mixed"])
-    return step <= recipe.get("dense_first", 0.0) * steps
+    first = int(recipe.get("dense_first", 0.0) * steps)
+    return recipes.DenseSteps(first=first, share=recipe.get("mixed", 0.0), seed=seed).is_dense(step)
 
 
 def ranking_of(settings: Settings, seed: int, step: int, device: torch.device) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from importlib import metadata
 
+from . import recipes
 from .attention import SparseAttention
 from .block_sizes import BlockSizes
 from .cache.kv_cache import KVCache
@@ -47,6 +48,7 @@ __all__ = [
     "mha_reference_no_custom_vjp",
     "native_sparse_attention",
     "nsa_cost",
+    "recipes",
     "select_blocks",
     "selected_attention",
     "sliding_window_attention",

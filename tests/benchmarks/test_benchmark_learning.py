@@ -85,11 +85,12 @@ def test_dense_attention_is_that_of_the_same_weights():
     """Its layers spend nothing on compressed keys."""
     model = variants.build(SMALL["dense"], SHAPE, seed=0)
     assert all(layer.k_compress is None for layer in variants.layers(model))
-    sparse = variants.build(SMALL["one softmax, max of tokens"], SHAPE, seed=0)
-    variants.set_dense(sparse, {}, dense=True)
+    tokens = SMALL["one softmax, max of tokens"]
+    sparse = variants.build(tokens, SHAPE, seed=0)
+    variants.set_dense(sparse, tokens, dense=True)
     ids = torch.randint(0, 256, (1, 200))
     assert torch.equal(model(ids), sparse(ids))
-    variants.set_dense(sparse, {}, dense=False)
+    variants.set_dense(sparse, tokens, dense=False)
     assert not torch.allclose(model(ids), sparse(ids), atol=1e-4)
 
 
@@ -115,7 +116,7 @@ def test_keys_of_a_query():
         ('x={"compress_mlp": "nothing"}', "compress_mlp of x must be one of mean"),
         ('x={"recipe": {"nothing": 1}}', "recipe of x must have one of"),
         ('x={"branches": ["selected"], "recipe": {"mixed": 2}}', "mixed of x must be from 0 to 1"),
-        ('x={"branches": ["window"], "dense": true}', "variant x: dense goes with"),
+        ('x={"branches": ["window"], "dense": true}', "variant x: model must have a SparseAttention layer"),
     ],
 )
 def test_wrong_variants(text, message):

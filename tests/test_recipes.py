@@ -1,0 +1,94 @@
+"""Dense steps, and steps of the ranking alone."""
+
+import pytest
+import torch
+
+from native_sparse_attention import Transformer, recipes
+from native_sparse_attention.recipes import DenseSteps, ranking_alone, set_dense
+
+SETTINGS = dict(
+    branches=("selected",), compress_block_size=1, compress_block_sliding_stride=1,
+    selection_block_size=4, num_selected_blocks=1, rank_rotated=True, importance="index",
+)  # fmt: skip
+
+
+def model(**settings):
+    torch.manual_seed(0)
+    given = dict(num_tokens=11, dim=16, depth=3, heads=2, dim_head=8, causal=True)
+    return Transformer(**given, use_sparse_attn=True, sparse_attn_kwargs=SETTINGS | settings)
+
+
+def dense_of(net):
+    return [layer.dense for layer in recipes.sparse_layers(net)]
+
+
+def test_layers_are_dense_but_for_none():
+    net, ids = model(importance="max"), torch.randint(11, (2, 40))
+    sparse = net(ids)
+    set_dense(net, True)
+    dense = net(ids)
+    assert dense_of(net) == [True] * 3 and not torch.allclose(sparse, dense, atol=1e-3)
+    set_dense(net, False, keep=(-1, 0))
+    assert dense_of(net) == [True, False, True]
+    assert not torch.allclose(net(ids), sparse, atol=1e-3)
+    set_dense(net, False)
+    assert dense_of(net) == [False] * 3 and torch.equal(net(ids), sparse)
+
+
+def test_dense_steps():
+    first = DenseSteps(first=30)
+    assert [first.is_dense(step) for step in range(1, 101)] == [True] * 30 + [False] * 70
+    mixed = [DenseSteps(first=10, share=0.25, seed=3).is_dense(step) for step in range(1, 1011)]
+    assert all(mixed[:10]) and 200 < sum(mixed[10:]) < 300
+    other = [DenseSteps(first=10, share=0.25, seed=4).is_dense(step) for step in range(1, 1011)]
+    assert other != mixed
+    assert not any(DenseSteps().is_dense(step) for step in range(1, 100))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_ranking_learns_alone(dense):
+    """Only its weights get gradients and change, and its loss falls."""
+    net, ids = model(), torch.randint(11, (2, 48))
+    frozen = net.token_emb.weight
+    frozen.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    set_dense(net, dense)
+    losses = []
+    with ranking_alone(net) as learned:
+        optimizer = torch.optim.Adam(learned, lr=1e-2)
+        for _ in range(30):
+            loss, ranking = net(ids, return_loss=True, ranking_queries=48)
+            assert not loss.requires_grad
+            optimizer.zero_grad()
+            ranking.backward()
+            optimizer.step()
+            losses.append(ranking.item())
+    assert losses[-1] < 0.7 * losses[0]
+    changed = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if "to_index" in name}
+    assert not frozen.requires_grad
+    assert all(p.requires_grad for p in net.parameters() if p is not frozen)
+
+
+def test_parameters_train_again_after_an_error():
+    net = model()
+    with pytest.raises(RuntimeError, match="stop"), ranking_alone(net):
+        raise RuntimeError("stop")
+    assert all(p.requires_grad for p in net.parameters())
+
+
+def test_refusals():
+    three = model(branches=("compressed", "selected", "window"), importance="logits",
+                  rank_rotated=False, sliding_window_size=4)  # fmt: skip
+    with pytest.raises(ValueError, match=r"branches=\('selected',\), got none in a Transformer"):
+        set_dense(three, True)
+    with pytest.raises(ValueError, match="importance='index', got none in a Transformer"):
+        ranking_alone(three).__enter__()
+    with pytest.raises(ValueError, match="keep must be an integer of at least -3 and below 3"):
+        set_dense(model(), False, keep=(3,))
+    with pytest.raises(ValueError, match="dense must be"):
+        set_dense(model(), "False")
+    with pytest.raises(ValueError, match="share must be a probability"):
+        DenseSteps(share=1.5)
+    with pytest.raises(ValueError, match="first must be an integer of at least 0"):
+        DenseSteps(first=-1)
