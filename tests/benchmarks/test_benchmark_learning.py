@@ -116,7 +116,7 @@ def test_keys_of_a_query():
         ('x={"compress_mlp": "nothing"}', "compress_mlp of x must be one of mean"),
         ('x={"recipe": {"nothing": 1}}', "recipe of x must have one of"),
         ('x={"branches": ["selected"], "recipe": {"mixed": 2}}', "mixed of x must be from 0 to 1"),
-        ('x={"branches": ["window"], "dense": true}', "variant x: model must have a SparseAttention"),
+        ('x={"branches": ["window"], "dense": true}', "variant x: model must have a Sparse"),
     ],
 )
 def test_wrong_variants(text, message):
