@@ -33,6 +33,7 @@ from .config import NSAConfig
 from .frequencies import exact_frequencies
 from .gate import default_gate
 from .initialization import reset
+from .norm import HeadNorm, norm_heads
 from .ops import dispatch, nsa
 from .ops.call import Call
 from .ops.triton.projected import projected_attention
@@ -41,7 +42,8 @@ from .rotary import Rotary, make_rotary, rotated_heads
 from .varlen import Documents, layer_layout
 
 # settings, beside widths, that decide which weights a layer has
-OF_WEIGHTS = ("branches", "is_indexed", "index_dim", "index_heads")
+OF_WEIGHTS = ("branches", "is_indexed", "index_dim", "index_heads", "qkv_bias", "out_bias",
+              "qk_norm", "qk_norm_eps")  # fmt: skip
 
 
 def exposed(layer: type[SparseAttention]) -> type[SparseAttention]:
@@ -124,6 +126,9 @@ class SparseAttention(CompressionLayer):
         rope_theta: the layer's own frequencies are `rope_theta^(-2 i / D)`; 10,000 by default.
         inv_freq: the layer's own frequencies, [pairs]; fewer than D / 2 rotate the first features.
         soft_cap: c, logits x of all branches become `c tanh(x / c)`.
+        qkv_bias, out_bias: biases of `to_qkv` and of `combine_heads`.
+        qk_norm, qk_norm_eps: RMSNorm of every head of queries and keys, with learned weights
+            (`q_norm`, `k_norm` [D]), before the rotary embedding and compression; its epsilon.
         attention_sinks: learn, for each branch and query head, the logit of one more key of value
             0, by which a query may attend to nothing (`sinks` [branches, heads], initially 0).
         block_sizes: tile sizes of the Triton kernels; other backends ignore them.
@@ -163,6 +168,10 @@ class SparseAttention(CompressionLayer):
     index_heads: int
     index_pool: str
     branch_kv: str
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+    qk_norm_eps: float
     soft_cap: float | None
     attention_sinks: bool
     compress_mlp_expand_factor: float
@@ -206,6 +215,10 @@ class SparseAttention(CompressionLayer):
         rotary_emb: RotaryEmbedding | Rotary | bool | None = None,
         rope_theta: float | None = None,
         inv_freq: Tensor | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
         soft_cap: float | None = None,
         attention_sinks: bool = False,
         block_sizes: BlockSizes | None = None,
@@ -247,6 +260,10 @@ class SparseAttention(CompressionLayer):
             index_heads=index_heads,
             index_pool=index_pool,
             branch_kv=branch_kv,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
             soft_cap=soft_cap,
             attention_sinks=attention_sinks,
             block_sizes=block_sizes,
@@ -263,7 +280,9 @@ class SparseAttention(CompressionLayer):
         dim_kv = kv_heads * dim_head
         kv_sets = len(self.branches) if branch_kv == "independent" else 1
         self.qkv_split = (heads * dim_head, *(dim_kv,) * (2 * kv_sets))
-        self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=False)
+        self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=self.qkv_bias)
+        eps = self.qk_norm_eps
+        self.q_norm, self.k_norm = (HeadNorm(dim_head, eps) if self.qk_norm else None for _ in "qk")
         self.rotary_emb = rotary
 
         # index queries of each KV head, then index keys
@@ -298,7 +317,7 @@ class SparseAttention(CompressionLayer):
                 "no gate"
             )
 
-        self.combine_heads = nn.Linear(heads * dim_head, dim, bias=False)
+        self.combine_heads = nn.Linear(heads * dim_head, dim, bias=self.out_bias)
 
     @classmethod
     def from_config(cls, config: NSAConfig, **networks: Any) -> SparseAttention:
@@ -429,7 +448,7 @@ class SparseAttention(CompressionLayer):
             return (out, cache) if return_cache else out
 
         x = self.norm(inp)
-        qkv, gates = self.to_qkv(x), self.gates(x)
+        qkv, gates = self.projected(x), self.gates(x)
         found, loss = None, None
         if ranking_queries is not None and self.to_index is None:
             raise ValueError("ranking_queries goes with importance='index'")
@@ -526,7 +545,14 @@ class SparseAttention(CompressionLayer):
     def project(self, inp: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The normalized input, queries [b h n d], and keys and values in turn."""
         x = self.norm(inp)
-        return x, *self.split(self.to_qkv(x))
+        return x, *self.split(self.projected(x))
+
+    def projected(self, x: Tensor) -> Tensor:
+        """Queries, and keys and values in turn, [b n (q k v ..)] of the normalized input."""
+        qkv = self.to_qkv(x)
+        if self.q_norm is None or self.k_norm is None:
+            return qkv
+        return norm_heads(qkv, self.qkv_split, self.q_norm, self.k_norm)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Queries [b h n d], and keys and values in turn."""

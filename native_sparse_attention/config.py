@@ -197,6 +197,10 @@ class NSAConfig(AttentionConfig):
         soft_cap: c, logits x of all branches become `c tanh(x / c)`.
         num_compressed_mem_kv: m, learned memory slots of the compressed branch.
         norm: RMSNorm of the input.
+        qkv_bias, out_bias: biases of the projections of the input and of the output.
+        qk_norm: RMSNorm of every head of queries and keys, with learned weights [D], before the
+            rotary embedding.
+        qk_norm_eps: its epsilon.
         branch_kv: "shared", or "independent" for keys and values of their own for each branch.
         attention_sinks: learn a logit of one more key of value 0 for each branch and query head.
         compress_mlp_expand_factor: hidden width of the default compression network over its input
@@ -216,6 +220,10 @@ class NSAConfig(AttentionConfig):
     compress_block_sliding_stride: int | None = None  # type: ignore[assignment]
     num_compressed_mem_kv: int = 1
     norm: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
     branch_kv: str = "shared"
     rank_rotated: bool = False
     index_dim: int | None = None
@@ -255,10 +263,9 @@ class NSAConfig(AttentionConfig):
                 "importance='index' has one ranking for each KV head, which learns from "
                 "ranking_loss: use_diff_topk must be False and query_heads_share_selected_kv True"
             )
-        norm, attention_sinks, rank_rotated = check_bools(
-            norm=self.norm, attention_sinks=self.attention_sinks, rank_rotated=self.rank_rotated
-        )
-        if rank_rotated and "compressed" in attention["branches"]:
+        names = ("norm", "attention_sinks", "rank_rotated", "qkv_bias", "out_bias", "qk_norm")
+        flags = dict(zip(names, check_bools(**{n: getattr(self, n) for n in names}), strict=True))
+        if flags["rank_rotated"] and "compressed" in attention["branches"]:
             raise ValueError(
                 "rank_rotated=True needs branches without 'compressed', whose keys are not "
                 f"rotated, got branches={attention['branches']}"
@@ -277,12 +284,11 @@ class NSAConfig(AttentionConfig):
             heads=heads,
             kv_heads=kv_heads,
             num_compressed_mem_kv=m,
-            norm=norm,
-            rank_rotated=rank_rotated,
+            qk_norm_eps=check_positive("qk_norm_eps", self.qk_norm_eps),
             index_dim=index_dim,
             index_heads=index_heads,
-            attention_sinks=attention_sinks,
             compress_mlp_expand_factor=factor,
+            **flags,
         )
 
     @property

@@ -188,6 +188,8 @@ def nsa_cost(
     weights = config.dim * (2 * H + 2 * K) * D
     pairs = T * (T + 1) // 2 if config.causal else T * T
     parameters = weights + sum(p.numel() for p in layer.norm.parameters())
+    parameters += (H + 2 * K) * D * config.qkv_bias + config.dim * config.out_bias
+    parameters += 2 * D * config.qk_norm
     cache = step = 0
     if config.causal:
         cache = batch * T * 2 * K * D * size

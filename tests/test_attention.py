@@ -2,9 +2,11 @@
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
@@ -335,3 +337,34 @@ def test_a_cast_rotary_embedding_tells_positions_apart():
     torch.testing.assert_close(out, rotation(exact, q, 0)(q))
     expected = exact.rotate_queries_or_keys(q.float())
     torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("branch_kv", ["shared", "independent"])
+def test_biases_and_norms_of_heads(branch_kv):
+    """Those of a plain layer on a projection that has them."""
+    settings = dict(branch_kv=branch_kv, qkv_bias=True, out_bias=True, qk_norm=True)
+    module = layer(**settings, qk_norm_eps=1e-3)
+    plain = layer(branch_kv=branch_kv)
+    given = module.state_dict()
+    plain.load_state_dict({name: given[name] for name in plain.state_dict()})
+    x = torch.randn(2, 37, DIM, dtype=torch.float64)
+
+    class Projection(nn.Module):
+        def forward(self, x):
+            q, *kv = module.to_qkv(x).split(module.qkv_split, dim=-1)
+            keys = ((q, module.q_norm.weight), *((k, module.k_norm.weight) for k in kv[::2]))
+            q, *ks = (
+                F.rms_norm(t.unflatten(-1, (-1, 8)), (8,), eps=1e-3).mul(w).flatten(-2)
+                for t, w in keys
+            )
+            pairs = itertools.chain(*zip(ks, kv[1::2], strict=True))
+            return torch.cat((q, *pairs), dim=-1)
+
+    projection = Projection()
+    projection.weight = module.to_qkv.weight
+    plain.to_qkv = projection
+    expected = plain(x) + module.combine_heads.bias
+    torch.testing.assert_close(module(x), expected)
+    cache = KVCache(64, 2)
+    steps = [module(x[:, i : i + 1], cache=cache) for i in range(37)]
+    torch.testing.assert_close(torch.cat(steps, 1), expected)

@@ -19,7 +19,8 @@ OTHERS = dict(
     num_compressed_mem_kv=2, causal=True, norm=False, use_diff_topk=True, importance="probs",
     num_initial_blocks=1, num_local_blocks=2, selection_stride=2, branch_kv="independent",
     soft_cap=5.0, attention_sinks=True, recompute=True, backend="eager",
-    query_heads_share_selected_kv=False, compress_mlp_expand_factor=2.0,
+    query_heads_share_selected_kv=False, compress_mlp_expand_factor=2.0, qkv_bias=True,
+    out_bias=True, qk_norm=True, qk_norm_eps=1e-5,
 )  # fmt: skip
 
 
@@ -114,6 +115,8 @@ def test_fewer_slots_for_a_call():
         (dict(dim=0), "dim must be"), (dict(kv_heads=3), "heads"),
         (dict(scale=float("nan")), "scale"),
         (dict(importance="mean"), "importance"), (dict(norm=1), "norm"),
+        (dict(qkv_bias="False"), "qkv_bias"), (dict(out_bias=2), "out_bias"),
+        (dict(qk_norm=None), "qk_norm"), (dict(qk_norm_eps=0.0), "qk_norm_eps"),
         (dict(soft_cap=-1.0), "soft_cap"),
         (dict(compress_block_sliding_stride=3), "compress_block_sliding_stride"),
         (dict(compress_mlp_expand_factor=0), "compress_mlp_expand_factor"),

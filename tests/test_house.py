@@ -27,7 +27,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("attention",),
     ("decoding", "generate", "runs"),
     ("compression", "ranking"),
-    ("cache", "compress", "gate", "rotary"),
+    ("cache", "compress", "gate", "norm", "rotary"),
     ("ops", "dense"),
     ("masks", "ops.triton"),
     ("config", "ops.call"),

@@ -26,6 +26,7 @@ SETTINGS = {
     "multi-head": dict(kv_heads=4),
     "three groups": dict(heads=6, kv_heads=2),
     "no norm": dict(norm=False),
+    "biases and norms": dict(qkv_bias=True, out_bias=True, qk_norm=True, qk_norm_eps=1e-5),
     "one softmax": dict(branches=("selected",), num_initial_blocks=1, num_local_blocks=2),
     "one softmax, tokens": dict(
         branches=("selected",),
