@@ -12,7 +12,24 @@ from torch import Tensor, nn
 from native_sparse_attention.compress import CompressMLP, default_compress_mlp
 from native_sparse_attention.initialization import Started
 
-POOLS = ("mean", "max", "softmax")
+POOLS = ("mean", "sum", "max", "softmax")
+
+
+class GainPool(Started):
+    """`gain * mean_l(x)`, with a learned gain for each feature, begun at `gain`: a window of l
+    tokens, of which one matters, has 1 / l of it in its mean."""
+
+    def __init__(self, dim_head: int, gain: float) -> None:
+        super().__init__()
+        self.begin = gain
+        self.gain = nn.Parameter(torch.empty(dim_head))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, self.begin)
+
+    def forward(self, kv: Tensor) -> Tensor:
+        return self.gain.to(kv.dtype) * kv.mean(dim=3)
 
 
 class ConvMLP(Started):
@@ -22,8 +39,8 @@ class ConvMLP(Started):
     Args:
         kernel: k tokens that the first layer sees.
         expand: hidden width over that of a head.
-        pool: over the window's tokens: "mean", "max" of the hidden layer, or "softmax", a mean
-            weighed by a third map of the hidden layer.
+        pool: over the window's tokens: "mean" or "sum", "max" of the hidden layer, or "softmax", a
+            mean weighed by a third map of the hidden layer.
         residual: add the mean of the window.
         zero: begin with W2 = 0.
     """
@@ -64,6 +81,8 @@ class ConvMLP(Started):
         elif self.to_weights is not None:
             weights = self.to_weights(hidden).softmax(dim=3, dtype=torch.float32)
             pooled = (weights * hidden).sum(dim=3).to(hidden.dtype)
+        elif self.pool == "sum":
+            pooled = hidden.sum(dim=3)
         else:
             pooled = hidden.mean(dim=3)
         out = self.to_out(pooled)

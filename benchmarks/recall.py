@@ -48,6 +48,8 @@ LEFT_OUT = ("MLP over windows of 8", "1088 keys")
 # compression networks of the published form; "small" has a quarter of the hidden width
 NETWORKS: dict[str, Settings] = {
     "mean": {"name": "mean"},
+    "sum": {"name": "gain", "gain": 8.0},
+    "twice the sum": {"name": "gain", "gain": 16.0},
     "attention": {"name": "attention"},
     "linear": {"name": "linear"},
     "MLP": {"name": "mlp"},
@@ -66,6 +68,7 @@ NETWORKS: dict[str, Settings] = {
             dict(expand=2),
             dict(expand=16),
             dict(kernel=4, expand=16),
+            dict(pool="sum"),
             dict(pool="max"),
             dict(pool="softmax"),
             dict(kernel=4, pool="softmax"),

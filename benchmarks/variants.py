@@ -34,7 +34,7 @@ from native_sparse_attention.initialization import reset
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 
 from .common import Row
-from .networks import ConvMLP, LowRankMLP, MeanMLP
+from .networks import ConvMLP, GainPool, LowRankMLP, MeanMLP
 
 Settings = dict[str, Any]
 
@@ -48,6 +48,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mean MLP": lambda dim_head, l, kv_heads, **given: MeanMLP(dim_head, l, **given),
     "grouped": GroupedMLP,
     "linear": lambda dim_head, l, kv_heads: ConvLinearCompress(kv_heads, dim_head, l),
+    "gain": lambda dim_head, l, kv_heads, **given: GainPool(dim_head, **given),
     "conv": lambda dim_head, l, kv_heads, **given: ConvMLP(dim_head, **given),
     "low rank": lambda dim_head, l, kv_heads, **given: LowRankMLP(dim_head, l, **given),
 }

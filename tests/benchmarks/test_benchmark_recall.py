@@ -206,15 +206,17 @@ def test_a_network_reads_a_token_and_those_before_it():
         weights = torch.ones(5).softmax(0)[:, None]
         if pool == "softmax":
             weights = net.to_weights(hidden).softmax(-2)
+        weights = weights * 5 if pool == "sum" else weights
         pooled = hidden.amax(-2) if pool == "max" else (weights * hidden).sum(-2)
         torch.testing.assert_close(net(kv), net.to_out(pooled))
     begun = networks.ConvMLP(6, residual=True, zero=True)
     torch.testing.assert_close(begun(kv), kv.mean(-2))
+    torch.testing.assert_close(networks.GainPool(6, 5.0)(kv), kv.sum(-2))
     begun = networks.MeanMLP(6, 5)
     begun[3].weight.data[:, 12:] = begun[3].bias.data[:] = 0
     torch.testing.assert_close(begun(kv), kv.mean(-2))
     published = compress.default_compress_mlp(6, 5).state_dict()
     begun.load_state_dict(published, strict=True)
     assert networks.LowRankMLP(6, 5)(kv).shape == (2, 3, 4, 6)
-    with pytest.raises(ValueError, match="pool must be one of mean, max, softmax, got 'sum'"):
+    with pytest.raises(ValueError, match="pool must be one of mean, sum, max, softmax, got 'sum'"):
         networks.ConvMLP(6, pool="sum")
