@@ -29,7 +29,7 @@ from .compress import (
     slides,
 )
 from .compression import CompressionLayer
-from .config import NSAConfig
+from .config import NSAConfig, exposed
 from .frequencies import exact_frequencies
 from .gate import default_gate
 from .initialization import reset
@@ -40,37 +40,6 @@ from .ops.triton.projected import projected_attention
 from .ops.triton.rotary import split
 from .rotary import Rotary, make_rotary, rotated_heads
 from .varlen import Documents, layer_layout
-
-# settings, beside widths, that decide which weights a layer has
-OF_WEIGHTS = ("branches", "is_indexed", "index_dim", "index_heads", "qkv_bias", "out_bias",
-              "qk_norm", "qk_norm_eps")  # fmt: skip
-
-
-def exposed(layer: type[SparseAttention]) -> type[SparseAttention]:
-    """Give a layer the fields of its `config` as attributes. Setting one replaces the config, if
-    the layer has the weights for it."""
-
-    def attribute(name: str) -> property:
-        def get(self: SparseAttention) -> Any:
-            return getattr(self.config, name)
-
-        def put(self: SparseAttention, value: Any) -> None:
-            config = replace(self.config, **{name: value})
-            if any(getattr(config, n) != getattr(self.config, n) for n in OF_WEIGHTS) or (
-                config.compresses and self.k_compress is None
-            ):
-                raise ValueError(
-                    f"{name} must stay {get(self)!r}: the layer has no weights for another value, "
-                    f"got {value!r}"
-                )
-            self.config = config
-
-        return property(get, put)
-
-    for field in fields(NSAConfig):
-        if field.name != "norm":  # `norm` is a module of the layer
-            setattr(layer, field.name, attribute(field.name))
-    return layer
 
 
 @exposed

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from .block_sizes import BlockSizes, check_block_sizes
 from .checks.scalars import check_elements, check_factor
@@ -24,6 +24,8 @@ from .checks.tensors import (
     check_scale,
     check_selection,
 )
+
+Layer = TypeVar("Layer")
 
 SELECTION = (
     "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
@@ -303,3 +305,35 @@ class NSAConfig(AttentionConfig):
     def is_indexed(self) -> bool:
         """Whether index queries and keys rank blocks."""
         return self.importance == "index"
+
+
+# settings, beside widths, that decide which weights a layer has
+OF_WEIGHTS = ("branches", "is_indexed", "index_dim", "index_heads", "qkv_bias", "out_bias",
+              "qk_norm", "qk_norm_eps")  # fmt: skip
+
+
+def exposed(layer: type[Layer]) -> type[Layer]:
+    """Give a layer the fields of its `config` as attributes. Setting one replaces the config, if
+    the layer has the weights for it."""
+
+    def attribute(name: str) -> property:
+        def get(self: Any) -> Any:
+            return getattr(self.config, name)
+
+        def put(self: Any, value: Any) -> None:
+            config = replace(self.config, **{name: value})
+            if any(getattr(config, n) != getattr(self.config, n) for n in OF_WEIGHTS) or (
+                config.compresses and self.k_compress is None
+            ):
+                raise ValueError(
+                    f"{name} must stay {get(self)!r}: the layer has no weights for another value, "
+                    f"got {value!r}"
+                )
+            self.config = config
+
+        return property(get, put)
+
+    for field in fields(NSAConfig):
+        if field.name != "norm":  # `norm` is a module of the layer
+            setattr(layer, field.name, attribute(field.name))
+    return layer
