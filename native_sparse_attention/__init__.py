@@ -23,6 +23,7 @@ from .ops.functional import (
 from .ops.nsa import native_sparse_attention
 from .precompile import warmup
 from .transformer import Transformer
+from .view.collector import collect
 
 try:
     __version__ = metadata.version("native-sparse-attention")
@@ -40,6 +41,7 @@ __all__ = [
     "below_or_on_diag",
     "block_masked_attention",
     "chunked_attention",
+    "collect",
     "compressed_attention",
     "decode_attention",
     "mask_blocker",

@@ -29,7 +29,7 @@ from .compress import (
     slides,
 )
 from .compression import CompressionLayer
-from .config import NSAConfig, exposed
+from .config import AttentionConfig, NSAConfig, exposed
 from .frequencies import exact_frequencies
 from .gate import default_gate
 from .initialization import reset
@@ -147,6 +147,8 @@ class SparseAttention(CompressionLayer):
     block_sizes: BlockSizes | None
     recompute: bool
     backend: str
+    # of `view.collect`, while one is open: sees each call and its block indices
+    observer: Callable[[Call, AttentionConfig, Tensor | None], None] | None = None
 
     def __init__(
         self,
@@ -411,6 +413,8 @@ class SparseAttention(CompressionLayer):
         masks = sliding_window_flex_mask, fine_selection_flex_mask
         if cache is not None and ranking_queries is not None:
             raise ValueError("ranking_queries must be None with a cache")
+        if cache is not None and self.observer is not None:
+            raise NotImplementedError("collect sees whole sequences: leave out the cache")
         if cache is not None:
             out = decoding.over_cache(self, cache, inp, lengths, backend, masks)
             out = out if layout is None else layout.collect(out)
@@ -421,7 +425,8 @@ class SparseAttention(CompressionLayer):
         found, loss = None, None
         if ranking_queries is not None and self.to_index is None:
             raise ValueError("ranking_queries goes with importance='index'")
-        if documents is None and masks == (None, None) and not torch.compiler.is_compiling():
+        plain = documents is None and masks == (None, None) and self.observer is None
+        if plain and not torch.compiler.is_compiling():
             found = self.attend_projected(qkv, gates, backend)
         if found is None:
             positions = None if documents is None else documents.positions()
@@ -560,6 +565,8 @@ class SparseAttention(CompressionLayer):
         if self._dense:
             config = self.config.dense if call.ck is not None else self.config.dense_alone
         out, indices = nsa.attend(call, config, backend, masks, keep_slots)
+        if self.observer is not None:
+            self.observer(call, config, indices)
         return rearrange(out, "b n h d -> b n (h d)"), indices
 
     def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:

@@ -22,6 +22,7 @@ PACKAGE = "native_sparse_attention"
 # Within a folder modules import one another, without cycles.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("",),  # the package itself: public names only
+    ("view",),
     ("transformer", "precompile", "cost", "recipes"),
     ("sparse_kwargs",),
     ("attention",),

@@ -1,0 +1,537 @@
+"""`collect` records what layers read, and changes nothing."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import native_sparse_attention as nsa
+from native_sparse_attention import KVCache, SparseAttention, Transformer, collect, ranking
+from native_sparse_attention.config import SELECTION
+from native_sparse_attention.view import measures
+from tests.helpers.layers import DIM, SETTINGS, layer
+
+CASES = [(name, causal) for name in SETTINGS for causal in (True, False)]
+ids_of = [f"{name}, {'causal' if causal else 'both ways'}" for name, causal in CASES]
+case = pytest.mark.parametrize(("name", "causal"), CASES, ids=ids_of)
+
+
+def made(name, causal=True, **settings):
+    torch.manual_seed(1)
+    return layer(torch.float32, **SETTINGS[name], **settings, causal=causal)
+
+
+def tokens(n=61, b=2, seed=2):
+    return torch.randn(b, n, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def read(module, x, queries=None, **kwargs):
+    """The reading of one call of one layer."""
+    with collect(module, queries) as seen:
+        module(x, **kwargs)
+    (reading,) = seen.forward()
+    return reading
+
+
+def parts(module, x):
+    """Queries, keys and what ranks, as the layer computes them: [b n h d] by name."""
+    normed = module.norm(x)
+    tensors, raw = module.rotated(module.to_qkv(normed), None, "eager")
+    tensors, raw = ranking.with_index(module, normed, tensors, raw, 0, None, "eager")
+    tensors |= module.compress_whole(raw, None, "eager")
+    rows = {name: t.transpose(1, 2) for name, t in tensors.items()}
+    if module.ranks_by_tokens:
+        rows["ck"] = rows["k"]
+    if "ck" in rows:
+        rows["ck"] = rows["ck"].expand(-1, -1, module.kv_heads, -1)
+    return rows
+
+
+def selected_by_functions(module, x):
+    """Block indices of `select_blocks`."""
+    rows, config = parts(module, x), module.config.for_functions
+    settings = {name: getattr(config, name) for name in SELECTION}
+    if module.to_index is not None:  # the function has a query for each head
+        rows["cq"] = rows["cq"].repeat_interleave(module.heads // module.kv_heads, dim=2)
+    return nsa.select_blocks(
+        rows.get("cq", rows["q"]), rows["ck"], mem_k=module.memory(x.dtype)["mem_k"],
+        causal=module.causal, seq_len=x.shape[1], soft_cap=config.soft_cap, **settings,
+    )  # fmt: skip
+
+
+def full_attention(module, x, window=False):
+    """Probabilities [b h i j] of full attention, in float64."""
+    rows = parts(module, x)
+    q, k = rows["q"].double(), (rows["window_k"] if window else rows["k"]).double()
+    k = k.repeat_interleave(module.heads // module.kv_heads, dim=2)
+    logits = torch.einsum("bihd,bjhd->bhij", q, k) * module.dim_head**-0.5
+    if module.soft_cap is not None:
+        logits = module.soft_cap * (logits / module.soft_cap).tanh()
+    if module.causal:
+        logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), float("-inf"))
+    return logits.softmax(dim=-1)
+
+
+def grads(module, out, x):
+    return torch.autograd.grad(out.sum(), [x, *module.parameters()], allow_unused=True)
+
+
+@case
+def test_recording_changes_no_output_and_no_gradient(name, causal):
+    module, x = made(name, causal), tokens().requires_grad_()
+    out = module(x)
+    expected = grads(module, out, x)
+    random = torch.get_rng_state()
+    with collect(module, queries=7):
+        recorded = module(x)
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(out, recorded)
+    for one, other in zip(expected, grads(module, recorded, x)):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+    assert "observer" not in vars(module)
+
+
+@case
+def test_blocks_are_those_of_the_functions(name, causal):
+    module, x = made(name, causal), tokens()
+    reading = read(module, x)
+    if "selected" not in module.branches:
+        of_blocks = (reading.blocks, reading.scores, reading.block_mass, reading.mass)
+        assert of_blocks == (None,) * 4 and reading.agreement is None
+        return
+    n, i, l = module.num_selected_blocks, module.num_initial_blocks, module.num_local_blocks
+    l = l if causal else 0
+    assert reading.kinds == ("initial",) * i + ("ranked",) * n + ("local",) * l
+    ranks = module.kv_heads if module.query_heads_share_selected_kv else module.heads
+    assert reading.blocks.shape == (2, 61, ranks, i + n + l)
+    if n:
+        expected = selected_by_functions(module, x)
+        expected = expected.masked_fill(reading.dense[..., None, None], -1)
+        assert torch.equal(reading.ranked, expected)
+    own = torch.arange(61) // module.selection_block_size
+    for t, forced in enumerate(reading.local[0, :, 0]):
+        real = [c for c in range(own[t] - l + 1, own[t] + 1) if c >= i] if causal else []
+        real = [] if reading.dense[0, t] else real
+        assert [c for c in forced.tolist() if c >= 0] == real
+    for t, forced in enumerate(reading.initial[0, :, 0]):
+        there = [c if not causal or c <= own[t] else -1 for c in range(i)]
+        assert forced.tolist() == there
+    for chosen in reading.blocks.flatten(0, 2).tolist():
+        chosen = [c for c in chosen if c >= 0]
+        assert len(set(chosen)) == len(chosen)
+
+
+@case
+def test_mass_is_that_of_full_attention(name, causal):
+    module, x = made(name, causal), 3 * tokens()
+    reading = read(module, x)
+    at, s = torch.arange(61), module.selection_block_size
+    if reading.blocks is not None:
+        p = full_attention(module, x)
+        slots = reading.blocks.repeat_interleave(module.heads // reading.blocks.shape[2], 2)
+        block = at // s
+        for slot in range(slots.shape[-1]):
+            inside = slots[..., slot, None] == block
+            expected = (p.transpose(1, 2) * inside).sum(dim=-1)
+            torch.testing.assert_close(
+                reading.block_mass[..., slot].double(), expected, atol=1e-5, rtol=1e-5
+            )
+        total = reading.block_mass.sum(dim=-1)
+        dense = reading.dense[..., None].expand_as(total)
+        torch.testing.assert_close(reading.mass[~dense], total[~dense])
+        assert (reading.mass[dense] == 1).all()
+        assert reading.mass.max() < 1 + 1e-5
+    if "window" not in module.branches:
+        assert reading.window_mass is None
+        return
+    p = full_attention(module, x, window=module.branch_kv == "independent")
+    inside = (at - at[:, None]).abs() <= module.sliding_window_size
+    expected = (p * inside).sum(dim=-1).transpose(1, 2)
+    torch.testing.assert_close(reading.window_mass.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(soft_cap=0.5), dict(attention_sinks=True)], ids=["soft cap", "sinks"]
+)
+@pytest.mark.parametrize("name", ["probs", "one softmax"])
+def test_mass_has_the_soft_cap_and_no_sinks(name, settings):
+    module, x = made(name, **settings), 3 * tokens()
+    reading = read(module, x)
+    p = full_attention(module, x).transpose(1, 2)
+    slots = reading.blocks.repeat_interleave(2, 2)
+    inside = (slots[..., None] == torch.arange(61) // 8).any(dim=-2)
+    expected = (p * inside).sum(dim=-1)
+    torch.testing.assert_close(reading.mass.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["probs", "own rankings", "one softmax, tokens", "interpolated"])
+def test_all_blocks_hold_all_mass(name, causal):
+    settings = SETTINGS[name] | dict(num_selected_blocks=64)
+    module = layer(torch.float32, **settings, causal=causal)
+    reading = read(module, tokens())
+    torch.testing.assert_close(reading.mass, torch.ones_like(reading.mass))
+    # one softmax over all blocks is dense attention, without block indices: they are ranked here
+    assert not reading.dense.any()
+    expected = selected_by_functions(module, tokens())[..., : reading.ranked.shape[-1]]
+    assert torch.equal(reading.ranked, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["default", "probs", "own rankings", "shared rankings", "interpolated", "no memory",
+             "one softmax, tokens", "learned ranking of windows"],
+)  # fmt: skip
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_decide_the_ranking(name, causal):
+    """The scores of two ranked blocks are the largest two of a ranking of all blocks."""
+    module, x = made(name, causal), tokens()
+    whole = layer(torch.float32, **SETTINGS[name] | dict(num_selected_blocks=10), causal=causal)
+    whole.load_state_dict(module.state_dict())
+    reading, ordered = read(module, x), read(whole, x)
+    there = ordered.scores.nan_to_num(float("-inf"))
+    assert (there[..., :-1] >= there[..., 1:] - 1e-6).all()
+    torch.testing.assert_close(reading.scores, ordered.scores[..., :2], equal_nan=True)
+    assert torch.equal(reading.scores.isnan(), reading.ranked < 0)
+
+
+@pytest.mark.parametrize("name", ["default", "no window branch", "no compressed branch"])
+def test_gates_are_the_layers(name):
+    module, x = made(name), tokens()
+    reading = read(module, x)
+    assert torch.equal(reading.gates, module.gates(module.norm(x)))
+    assert reading.gates.shape[-1] == len(reading.config.branches)
+
+
+def test_one_branch_has_no_gates():
+    assert read(made("window alone"), tokens()).gates is None
+    assert read(made("one softmax"), tokens()).gates is None
+
+
+@case
+def test_agreement_is_the_share_of_common_blocks(name, causal):
+    module = made(name, causal)
+    reading = read(module, tokens())
+    if reading.ranked is None or reading.ranked.shape[-1] == 0:
+        return
+    ranked, stride = reading.ranked, module.selection_stride
+    for b in range(2):
+        for r in range(ranked.shape[2]):
+            before = set()
+            for t in range(61):
+                here = set(ranked[b, t, r].tolist()) - {-1}
+                found = reading.agreement[b, t, r]
+                if t == 0 or not here or reading.dense[b, t - 1]:
+                    assert found.isnan()
+                else:
+                    assert found == pytest.approx(len(here & before) / len(here))
+                    assert t % stride == 0 or found == 1
+                before = here
+
+
+def test_agreement_of_layers():
+    torch.manual_seed(0)
+    model = Transformer(
+        11, 16, depth=3, dim_head=4, heads=4, kv_heads=2, use_sparse_attn=True,
+        sparse_attn_kwargs=SMALL,
+    )  # fmt: skip
+    with collect(model) as seen:
+        model(torch.randint(0, 11, (2, 40)))
+    found = seen.agreement()
+    assert found.shape == (3, 3) and (found.diagonal() == 1).all()
+    one, other = (reading.ranked.flatten(2) for reading in seen.forward()[1:])
+    shares = []
+    for these, those in zip(one.flatten(0, 1).tolist(), other.flatten(0, 1).tolist()):
+        these, those = set(these) - {-1}, set(those) - {-1}
+        if these:
+            shares.append(len(these & those) / len(these))
+    assert found[1, 2].item() == pytest.approx(sum(shares) / len(shares), abs=1e-6)
+
+
+SMALL = dict(
+    compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=4,
+    num_selected_blocks=2, sliding_window_size=4,
+)  # fmt: skip
+
+
+def small_model(**kwargs):
+    torch.manual_seed(0)
+    return Transformer(
+        11, 16, depth=2, dim_head=4, heads=2, use_sparse_attn=True, sparse_attn_kwargs=SMALL,
+        **kwargs,
+    )  # fmt: skip
+
+
+IDS = torch.randint(0, 11, (2, 40), generator=torch.Generator().manual_seed(0))
+FIRST, SECOND = "layers.0.0", "layers.1.0"
+
+
+def equal(one, other):
+    return torch.equal(one.nan_to_num(-7.0), other.nan_to_num(-7.0))
+
+
+def same(one, other):
+    """Whether two readings hold the same numbers."""
+    names = ("positions", "dense", "blocks", "scores", "block_mass", "mass", "gates", "agreement")
+    pairs = [(getattr(one, name), getattr(other, name)) for name in names]
+    return all((a is b is None) or equal(a, b) for a, b in pairs)
+
+
+def test_several_forwards_and_layers():
+    model = small_model()
+    with collect(model, queries=8) as seen:
+        assert list(seen) == [FIRST, SECOND] and len(seen) == 2
+        model(IDS)
+        model(IDS[:1, :20])
+        assert [len(held) for held in seen.values()] == [2, 2]
+        first, second = seen[FIRST]
+        assert first.positions.shape == (2, 8) and second.positions.shape == (1, 8)
+        assert torch.equal(first.positions, seen[SECOND][0].positions)
+        assert (first.layer, first.length) == (FIRST, 40)
+        seen.clear()
+        model(IDS)
+    assert same(seen[FIRST][0], first)
+    model(IDS)
+    assert len(seen[FIRST]) == 1
+    with collect(model, layers=[1]) as by_number:
+        assert model.layers[0][0].observer is None
+        with pytest.raises(ValueError, match="another collect records: 'layers.1.0'"):
+            collect(model).__enter__()
+    with collect(model, layers=[SECOND]) as by_name:
+        model(IDS)
+    assert list(by_number) == list(by_name) == [SECOND]
+
+
+def test_sampled_queries_are_rows_of_all():
+    module, x = made("paper"), tokens()
+    every, some = read(module, x), read(module, x, queries=9)
+    at = some.positions[0]
+    assert at.tolist() == sorted(set(at.tolist())) and len(at) == 9
+    names = ("blocks", "scores", "block_mass", "mass", "window_mass", "gates", "agreement")
+    for name in names:
+        # one product of fewer queries may sum in another order
+        one, other = getattr(some, name), getattr(every, name)[:, at]
+        torch.testing.assert_close(one, other, equal_nan=True)
+    assert same(some, read(module, x, queries=9))
+    assert same(some, read(module, x, queries=at))
+    with collect(module, 9, seed=1) as seen:
+        module(x)
+    assert not torch.equal(seen.forward()[0].positions, some.positions)
+    held = [t for t in vars(some).values() if isinstance(t, torch.Tensor)]
+    assert all(t.device.type == "cpu" and not t.requires_grad for t in held)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in held)
+
+
+def test_scores_are_formed_in_pieces(monkeypatch):
+    module, x = made("paper"), tokens()
+    whole = read(module, x)
+    monkeypatch.setitem(measures.MOST_SCORES, "cpu", 1500)  # three queries at a time
+    pieces = read(module, x)
+    torch.testing.assert_close(pieces.mass, whole.mass)
+    torch.testing.assert_close(pieces.scores, whole.scores, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["paper", "shared rankings", "one softmax, shared rankings",
+                                  "learned ranking", "window alone"])  # fmt: skip
+def test_packed_documents_are_read_as_each_alone(name):
+    module, x = made(name), tokens(b=1)
+    packed = read(module, x, cu_seqlens=torch.tensor([0, 24, 61]))
+    for number, (start, stop) in enumerate([(0, 24), (24, 61)]):
+        alone = read(module, x[:, start:stop])
+        rows = packed.documents[0] == number
+        assert torch.equal(packed.positions[:, rows], alone.positions)
+        for what in ("blocks", "scores", "mass", "window_mass", "gates", "agreement", "dense"):
+            one, other = getattr(packed, what), getattr(alone, what)
+            if one is None:
+                assert other is None
+                continue
+            torch.testing.assert_close(one[:, rows], other, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_has_no_numbers():
+    module, x = made("paper"), tokens()
+    mask = torch.arange(61).expand(2, -1) >= torch.tensor([[0], [20]])
+    padded, alone = read(module, x, mask=mask), read(module, x[1:, 20:])
+    there = padded.positions[1] >= 0
+    assert there.sum() == 41
+    torch.testing.assert_close(padded.mass[1:, there], alone.mass)
+    assert padded.mass[1, ~there].isnan().all() and padded.gates[1, ~there].isnan().all()
+    assert (padded.blocks[1, ~there] == -1).all() and not padded.dense[1, ~there].any()
+
+
+def test_dense_layers_and_dense_queries():
+    module, x = made("one softmax"), tokens()
+    module.dense = True
+    reading = read(module, x)
+    assert reading.dense.all() and (reading.mass == 1).all()
+    assert (reading.blocks == -1).all() and reading.scores is None
+    module = made("one softmax, shared rankings")
+    reading = read(module, x)
+    assert reading.dense[0].tolist() == [t < 12 for t in range(61)]
+
+
+class Block(nn.Module):
+    """A layer deep inside a stack, with activation checkpointing of either kind."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = nn.ModuleDict({"attention": made("probs")})
+
+    def forward(self, x):
+        return checkpoint(self.inner["attention"], x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_records_once(reentrant):
+    stack, x = nn.Sequential(nn.Linear(DIM, DIM), Block(reentrant)), tokens()
+    x.requires_grad_()
+    expected = grads(stack, stack(x), x) if not reentrant else None
+    with collect(stack) as seen:
+        out = stack(x)
+        found = None
+        if reentrant:
+            out.sum().backward()
+        else:
+            found = grads(stack, out, x)
+    assert list(seen) == ["1.inner.attention"] and len(seen["1.inner.attention"]) == 1
+    if not reentrant:
+        assert all(torch.equal(one, other) for one, other in zip(expected, found))
+
+
+def test_distributed_data_parallel(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(small_model(activation_checkpointing=True))
+        with collect(model, queries=5) as seen:
+            model(IDS, return_loss=True).backward()
+        assert [len(held) for held in seen.values()] == [1, 1]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_compiled_model_is_recorded():
+    module, x = made("window alone"), tokens(8, 1)
+    program = torch.compile(module, backend="eager")
+    program(x)
+    with collect(program) as seen:
+        assert torch.equal(program(x), module(x))
+    assert len(seen.forward()) == 1 and list(seen) == ["_orig_mod"]
+    program(x)
+    assert same(*seen["_orig_mod"])  # of the program and of the module
+
+
+def test_autocast_and_eval_mode():
+    model = small_model().eval()
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        expected = model(IDS)
+        with collect(model) as seen:
+            assert torch.equal(model(IDS), expected)
+    reading = seen.forward()[0]
+    assert reading.mass.dtype == reading.gates.dtype == torch.float32
+    assert 0 < reading.mass.mean() < 1
+
+
+def test_a_copy_of_an_open_layer_has_no_collector():
+    module = made("default")
+    with collect(module):
+        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    assert [copied.observer for copied in copies] == [None, None]
+
+
+def test_an_error_inside_closes_the_collector():
+    module = made("default")
+    with pytest.raises(KeyError), collect(module):
+        raise KeyError
+    assert module.observer is None
+
+
+def test_no_recorded_launches_while_open(monkeypatch):
+    """The plan of a whole layer, which Triton's replay repeats, has no block indices to show."""
+    module, x, asked = made("default"), tokens(), []
+    real = SparseAttention.attend_projected
+
+    def attend_projected(self, *args):
+        asked.append(self)
+        return real(self, *args)
+
+    monkeypatch.setattr(SparseAttention, "attend_projected", attend_projected)
+    with collect(module):
+        module(x)
+    assert not asked
+    module(x)
+    assert asked == [module]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["default", "probs", "one softmax"])
+def test_replayed_layers_are_seen_on_a_gpu(name):
+    settings = dict(dim=256, dim_head=64, heads=8, kv_heads=2, compress_block_size=32,
+                    compress_block_sliding_stride=16, selection_block_size=64,
+                    sliding_window_size=64, compress_mlp=None)  # fmt: skip
+    settings |= {} if name == "one softmax" else {"compress_mlp": nsa.compress.MeanPool()}
+    settings = settings | SETTINGS[name]
+    module = layer(torch.bfloat16, **settings).cuda()
+    x = torch.randn(2, 1000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    expected = grads(module, out := module(x), x)
+    for _ in range(3):
+        assert torch.equal(module(x), out)
+    with collect(module, 32) as seen:
+        recorded = module(x)
+    assert torch.equal(recorded, out)
+    assert all(torch.equal(a, b) for a, b in zip(expected, grads(module, recorded, x)))
+    reading = seen.forward()[0]
+    assert torch.equal(reading.blocks, read(module, x, queries=32).blocks)
+    assert reading.mass.min() > 0 and reading.mass.max() < 1.0001
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (dict(queries=0), "queries must be an integer of at least 1, got 0"),
+        (dict(queries=2.5), "queries must be an integer of at least 1, got 2.5"),
+        (dict(queries=torch.rand(3)), "queries must be a number, positions"),
+        (dict(queries=torch.tensor([-1])), "queries must be a number, positions"),
+        (dict(seed=-1), "seed must be an integer of at least 0, got -1"),
+        (dict(layers=[2]), "layers must name layers of the model"),
+        (dict(layers=["norm"]), "layers must name layers of the model"),
+        (dict(layers="layers.0.0"), "layers must be a list of names or numbers"),
+        (dict(layers=[]), "layers must be a list of names or numbers"),
+    ],
+)
+def test_bad_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message), collect(small_model(), **kwargs):
+        pass
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"model must be an nn.Module, got 3"), collect(3):
+        pass
+    with pytest.raises(ValueError, match="got Linear without one"), collect(nn.Linear(2, 2)):
+        pass
+    model = small_model()
+    with collect(model, queries=torch.tensor([50])) as seen:
+        with pytest.raises(ValueError, match="queries must be positions below 40"):
+            model(IDS)
+        with pytest.raises(ValueError, match="index must be a call that every layer has had"):
+            seen.forward()
+    with collect(model) as seen:
+        for kwargs in (dict(cache=model.new_cache()), dict(return_cache=True)):
+            with pytest.raises(NotImplementedError, match="leave out the cache"):
+                model(IDS, **kwargs)
+        with pytest.raises(NotImplementedError, match="leave out the cache"):
+            model.sample(IDS, 45)
+        assert not any(seen.values())
+    module, x = made("default"), tokens()
+    with collect(module) as seen:
+        with pytest.raises(NotImplementedError, match=r"torch\.func"):
+            torch.func.grad(lambda t: module(t).sum())(x)
+        with pytest.raises(NotImplementedError, match="leave out the cache"):
+            module(x, cache=KVCache())
+        module(x)
+    with pytest.raises(ValueError, match="kind must be 'initial', 'ranked' or 'local'"):
+        seen.forward()[0].of_kind("far")
