@@ -45,6 +45,7 @@ from training.runs import (
 )
 from training.sample import generate, sample
 from training.settings import Table, count, new_settings, real, seed, size, threads, whole
+from training.view import check_view, write_view
 
 __all__ = ["main"]
 
@@ -134,7 +135,7 @@ def train(given: Namespace, held: ExitStack) -> int:
         if given.name is not None:
             check_name(given.out_dir, given.name)
         cfg = new_settings(given, SETTINGS)
-    writer = tensorboard() if "tensorboard" in given else None
+    writer, views = tensorboard() if "tensorboard" in given else None, check_view(given, cfg)
     torch.set_num_threads(cfg.threads)
     torch.set_float32_matmul_precision("high")
 
@@ -230,6 +231,8 @@ def train(given: Namespace, held: ExitStack) -> int:
                 bar.write(f"--- step {step}\n{text}\n---")
             if save_due or stopping:
                 save_checkpoint(run, model, optimizer, step, best, cfg.keep, config)
+            if views and (save_due or stopping):
+                write_view(run, model, cfg, valid_data[: cfg.seq_len].tobytes(), step)
             if pause:
                 clock, tokens = time.monotonic(), 0
             if stopping:

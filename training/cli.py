@@ -38,6 +38,9 @@ def parse(argv: list[str] | None, table: Table, about: str) -> Namespace:
     )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in RUN")
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events")
+    parser.add_argument(
+        "--view", action="store_true", help="also write a page of what the layers read"
+    )
     group = parser.add_argument_group("settings (CPU preset / CUDA preset)")
     for name, (kind, cpu, cuda, text) in table.items():
         preset = "" if cpu is None else f" ({cpu})" if cpu == cuda else f" ({cpu} / {cuda})"

@@ -138,6 +138,8 @@ def scores_of_ranked(
     call: Call, config: AttentionConfig, queries: Queries, ranked: Tensor
 ) -> Tensor:
     """The scores [b m r n] by which blocks `ranked` were chosen; NaN in an empty slot."""
+    if call.ck.shape[1] == 0:  # no window, so no score
+        return torch.full(ranked.shape, float("nan"), device=ranked.device)
     d, s = config.d, config.selection_block_size
     at = blocks.leader(queries.at, config.selection_stride)
     documents = None
@@ -205,7 +207,7 @@ def measure(
     window_k, _ = call.of_window()
     found: dict[str, list[Tensor]] = {"block_mass": [], "window_mass": [], "scores": []}
     with no_autocast(at.device.type):
-        for start in range(0, len(at), step):
+        for start in range(0, max(1, len(at)), step):
             part = slice(start, start + step)
             some = queries.some(part)
             q, seen = call.q[:, some.at], some.keys(length, config.causal)

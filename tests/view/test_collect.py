@@ -154,6 +154,26 @@ def test_mass_is_that_of_full_attention(name, causal):
     torch.testing.assert_close(reading.window_mass.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("length", [0, 1, 3, 7, 8, 9, 17])
+@pytest.mark.parametrize("causal", [True, False])
+def test_short_sequences(length, causal):
+    for name in SETTINGS:
+        module, x = made(name, causal), tokens(max(1, length))[:, :length]
+        expected = module(x)
+        with collect(module, None) as seen:
+            assert torch.equal(module(x), expected)
+        (reading,) = seen.forward()
+        assert reading.positions.shape == (2, length)
+        if reading.blocks is None:
+            continue
+        assert reading.mass.shape == (2, length, module.heads)
+        if length and reading.ranked.shape[-1]:
+            ranked = selected_by_functions(module, x)
+            ranked = ranked.masked_fill(reading.dense[..., None, None], -1)
+            assert torch.equal(reading.ranked, ranked)
+            assert torch.equal(reading.scores.isnan(), ranked < 0)
+
+
 @pytest.mark.parametrize(
     "settings", [dict(soft_cap=0.5), dict(attention_sinks=True)], ids=["soft cap", "sinks"]
 )

@@ -1,0 +1,163 @@
+"""`page`: one HTML file in which a reader points at a token and sees what it reads.
+
+The file holds its data as JSON, with arrays in base64, little-endian, in the order of their axes:
+
+    m  recorded tokens    r  heads that rank    h  query heads    x  slots of a token
+
+    blocks  uint16 [m r x], EMPTY for an empty slot
+    dense   uint8 [m], 1 for a token that attends to all keys
+    gates, agreement
+            uint8 [m h branches], [m r]: shares of 1 in steps of 1/255
+    mass, caught, window_mass
+            uint8 [m h x], [m h], [m h]: square roots of shares, which tell small ones apart
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks.scalars import shown
+from ..generate import evaluating
+from .collector import Reading, collect
+
+# an empty slot, and so no number of a block
+EMPTY = 2**16 - 1
+
+
+def encoded(t: Tensor) -> str:
+    return base64.b64encode(t.contiguous().numpy().tobytes()).decode("ascii")
+
+
+def in_steps(t: Tensor | None, power: float = 1.0) -> str | None:
+    """Shares of 1, or a power of them, in steps of 1/255; NaN becomes 0."""
+    if t is None:
+        return None
+    t = t**power
+    return encoded((t[0].nan_to_num().clamp(0, 1) * 255).round().to(torch.uint8))
+
+
+def indices(t: Tensor | None) -> str | None:
+    if t is None:
+        return None
+    if t.numel() and int(t.max()) >= EMPTY:
+        raise ValueError(
+            f"tokens must lie in fewer than {EMPTY} blocks, got block {int(t.max())}: take fewer "
+            "tokens"
+        )
+    return encoded(torch.where(t[0] < 0, EMPTY, t[0]).to(torch.int32).to(torch.uint16))
+
+
+def layer_data(reading: Reading) -> dict[str, Any]:
+    """What the page needs of a layer, for the first sequence of a batch."""
+    config = reading.config
+    has_window = "window" in config.branches
+    agreement = None if reading.scores is None else reading.agreement
+    return {
+        "name": reading.layer or "layer",
+        "heads": config.heads,
+        "ranks": 0 if reading.blocks is None else reading.blocks.shape[2],
+        "block": config.selection_block_size,
+        "window": config.sliding_window_size if has_window else None,
+        "causal": config.causal,
+        "branches": list(config.branches),
+        "kinds": list(reading.kinds),
+        "dense": encoded(reading.dense[0].to(torch.uint8)),
+        "blocks": indices(reading.blocks),
+        "mass": in_steps(reading.block_mass, 0.5),
+        "caught": in_steps(reading.mass, 0.5),
+        "window_mass": in_steps(reading.window_mass, 0.5),
+        "gates": in_steps(reading.gates),
+        "agreement": in_steps(agreement),
+    }
+
+
+def checked_tokens(tokens: Any, texts: Any) -> tuple[Tensor, list[str]]:
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"tokens must be ids [n], got {shown(tokens)}") from None
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool or not len(ids):
+        raise ValueError(f"tokens must be ids [n] of one text, got {shown(tokens)}")
+    texts = list(texts)
+    if len(texts) != len(ids):
+        raise ValueError(f"texts must have a text for each of {len(ids)} tokens, got {len(texts)}")
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"texts must be strings, got {shown(wrong[0])}")
+    return ids, texts
+
+
+def page(
+    model: nn.Module,
+    tokens: Tensor | Sequence[int],
+    texts: Sequence[str],
+    *,
+    layers: Sequence[str | int] | None = None,
+    queries: int | Tensor | None = None,
+    seed: int = 0,
+    title: str = "What the layers read",
+) -> str:
+    """An HTML page, without references to other files, of what each token of a text reads.
+
+    Runs `model(tokens[None])` once, in eval mode and without gradients, under `collect`.
+
+    Args:
+        model: a module with `SparseAttention` layers that takes ids [1, n].
+        tokens: ids [n]. texts: what each token is in the text, n strings.
+        layers, queries, seed: as in `collect`; all tokens by default. The size of the page is that
+            of the chosen blocks of these tokens, in these layers.
+        title: heading of the page.
+
+    Raises:
+        ValueError: arguments that do not match, or a model without sparse layers.
+    """
+    ids, texts = checked_tokens(tokens, texts)
+    if not isinstance(title, str):
+        raise ValueError(f"title must be a string, got {shown(title)}")
+    with collect(model, queries, layers=layers, seed=seed) as seen:
+        weight = next(model.parameters(), None)
+        with evaluating(model), torch.no_grad():
+            model(ids[None] if weight is None else ids[None].to(weight.device))
+    found = seen.forward(0)
+    if wrong := [one for one in found if one.length != len(ids) or one.documents is not None]:
+        raise ValueError(
+            f"model must run {wrong[0].layer!r} over the {len(ids)} tokens of one text, got "
+            f"{wrong[0].length}"
+        )
+    data = {
+        "texts": texts,
+        "empty": EMPTY,
+        "positions": found[0].positions[0].tolist(),
+        "layers": [layer_data(reading) for reading in found],
+    }
+    # no "</script>" inside of the script
+    content = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    before, _, after = template.replace("{{title}}", html.escape(title)).partition("{{data}}")
+    return before + content + after
+
+
+def byte_texts(data: bytes) -> list[str]:
+    """A text for each byte of UTF-8: its character at the first byte of a character, "·" at the
+    others, and pictures of control characters."""
+    texts = []
+    for character in data.decode("utf-8", errors="surrogateescape"):
+        code = ord(character)
+        size = 1 if 0xDC80 <= code <= 0xDCFF else len(character.encode())
+        if 0xDC80 <= code <= 0xDCFF:  # a byte of no character
+            character = "\ufffd"
+        elif code < 32 and character not in "\n\t":
+            character = chr(0x2400 + code)
+        elif not character.isprintable() and character not in "\n\t":
+            character = "\ufffd"
+        texts += [character, *["·"] * (size - 1)]
+    return texts

@@ -1,0 +1,101 @@
+"""Pictures are Figures of what was recorded, and need matplotlib only when drawn."""
+
+import sys
+
+import pytest
+import torch
+
+from native_sparse_attention import collect
+from native_sparse_attention.view import plot_gates, plot_mass, plot_selection
+from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.view.test_collect import IDS, small_model
+
+
+def read(name, **settings):
+    module = layer(torch.float32, **SETTINGS[name] | settings)
+    with collect(module, 16) as seen:
+        module(torch.randn(2, 61, DIM))
+    return seen
+
+
+def two_layers():
+    model = small_model()
+    with collect(model, 16) as seen:
+        model(IDS)
+    return seen
+
+
+def test_selection_draws_each_chosen_block(tmp_path):
+    seen = read("paper", query_heads_share_selected_kv=False)
+    (reading,) = seen.forward()
+    figure = plot_selection(reading, 3, sequence=1)
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "key position (tokens)" and "query head 3" in axes.get_title()
+    drawn = [len(lines.get_segments()) for lines in axes.collections]
+    chosen = [
+        (reading.of_kind(kind)[1, :, 3] >= 0).sum() for kind in ("initial", "ranked", "local")
+    ]
+    assert drawn == chosen
+    for (first, t), (last, _) in (line for c in axes.collections for line in c.get_segments()):
+        assert first % 8 == 0 and first < last <= min(first + 8, t + 1)
+    figure.savefig(tmp_path / "selection.png")
+
+
+def test_selection_of_dense_queries():
+    (reading,) = read("one softmax, shared rankings").forward()
+    lines = plot_selection(reading).axes[0].collections[-1].get_segments()
+    assert len(lines) == reading.dense[0].sum()
+    assert all(first == 0 and last == t + 1 for (first, t), (last, _) in lines)
+
+
+def test_gates_by_layer(tmp_path):
+    seen = two_layers()
+    figure = plot_gates(seen)
+    (axes,) = figure.axes
+    assert axes.get_ylim() == (0, 1)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "compressed", "selected", "window",
+    ]  # fmt: skip
+    for branch, line in enumerate(axes.lines):
+        means = [reading.gates[..., branch].mean().item() for reading in seen.forward()]
+        assert line.get_ydata() == pytest.approx(means, abs=1e-6)
+    figure.savefig(tmp_path / "gates.png")
+
+
+def test_mass_by_layer_and_head(tmp_path):
+    seen = two_layers()
+    figure = plot_mass(seen, 0)
+    table = torch.tensor(figure.axes[0].images[0].get_array().data)
+    expected = [100 * reading.mass.mean(dim=(0, 1)) for reading in seen.forward()]
+    torch.testing.assert_close(table, torch.stack(expected))
+    assert figure.axes[1].get_ylabel() == "% of full attention"
+    figure.savefig(tmp_path / "mass.png")
+
+
+def test_what_cannot_be_drawn():
+    window = read("window alone")
+    with pytest.raises(ValueError, match="reading must be of a selected branch"):
+        plot_selection(window.forward()[0])
+    with pytest.raises(ValueError, match="collection must have a layer with a selected branch"):
+        plot_mass(window)
+    with pytest.raises(ValueError, match="collection must have a layer with gates"):
+        plot_gates(window)
+    (reading,) = read("paper").forward()
+    with pytest.raises(ValueError, match="head must be an integer of at least 0 and below 4"):
+        plot_selection(reading, 4)
+    with pytest.raises(ValueError, match="sequence must be an integer of at least 0 and below 2"):
+        plot_selection(reading, sequence=2)
+    with pytest.raises(ValueError, match="reading must be a Reading of collect, got 3"):
+        plot_selection(3)
+    with pytest.raises(ValueError, match="collection must be what collect gives, got 3"):
+        plot_mass(3)
+    with pytest.raises(ValueError, match="index must be a call that every layer has had"):
+        plot_gates(two_layers(), 1)
+
+
+def test_without_matplotlib(monkeypatch):
+    seen = two_layers()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for draw in (plot_gates, plot_mass, lambda seen: plot_selection(seen.forward()[0])):
+        with pytest.raises(ImportError, match=r"pip install 'native-sparse-attention\[plot\]'"):
+            draw(seen)

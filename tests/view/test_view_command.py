@@ -1,0 +1,131 @@
+"""`python -m native_sparse_attention.view` and `train_enwik8.py --view`, on tiny runs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from native_sparse_attention.view.__main__ import main
+from tests.helpers.tiny_runs import load_equal, make_runs
+from tests.training.test_train_enwik8 import ROOT, TINY, in_process
+from tests.view.test_page import content_of
+
+TEXT = "17 squared is 289\n" * 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    cwd = make_runs(tmp_path_factory.mktemp("runs"), "whole")
+    (cwd / "text").write_text(TEXT)
+    (cwd / "empty").write_text("")
+    return cwd
+
+
+def call(folder, *args):
+    return main([str(folder / "runs" / "whole"), "--text", str(folder / "text"), *map(str, args)])
+
+
+def test_page_of_a_run(folder, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert call(folder, "--out", out) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith(f"{out}: {len(TEXT)} tokens; ") and told.err == ""
+    data = content_of(out.read_text())
+    assert "".join(data["texts"]) == TEXT and len(data["layers"]) == 1
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_options(folder, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    out.write_text("of before")
+    options = ("--max-tokens", 50, "--queries", 7, "--layers", "layers.0.0", "--device", "cpu")
+    assert call(folder, "--out", out, *options) == 0
+    assert "50 tokens, the first of" in capsys.readouterr().out
+    data = content_of(out.read_text())
+    assert "".join(data["texts"]) == TEXT[:50] and len(data["positions"]) == 7
+
+
+def test_as_a_module(folder):
+    command = [sys.executable, "-W", "error", "-m", "native_sparse_attention.view"]
+    done = subprocess.run(
+        [*command, "runs/whole", "--text", "text", "--layers", "0"], cwd=folder,
+        capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("view.html: ")
+    (folder / "view.html").unlink()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--layers", "3"), "layers must name layers of the model"),
+        (("--layers", ""), "layers must name layers of the model"),
+        (("--queries", "0"), "argument --queries: must be a number of at least 1, got '0'"),
+        (("--max-tokens", "x"), "argument --max-tokens: must be a number of at least 1, got 'x'"),
+        (("--device", "tpu9"), "--device 'tpu9' is not usable here"),
+        (("--device", "meta"), "--device 'meta' is not usable here"),
+        (("--text", "nowhere"), "nowhere: No such file or directory"),
+        (("--text", "{folder}/empty"), "empty is empty"),
+        (("--text", "{folder}"), "Is a directory"),
+        (("--out", "nowhere/page.html"), "--out must be a file in a folder there is"),
+        (("--out", "{folder}"), "--out must be a file in a folder there is"),
+        (("--bees",), "unrecognized arguments: --bees"),
+        (("--quer", "3"), "unrecognized arguments"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(args, message, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = [value.format(folder=folder) for value in args]
+    assert call(folder, *args) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert line.startswith("python -m native_sparse_attention.view: ") and message in line
+    assert told.out == "" and not list(tmp_path.iterdir())
+
+
+def test_what_is_no_sparse_run(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = ["--text", str(folder / "text")]
+    assert main(["nowhere", *text]) == 2
+    assert "nowhere is not a run directory" in capsys.readouterr().err
+    assert main([*text]) == 2
+    assert "the following arguments are required: RUN" in capsys.readouterr().err
+    dense = ["--data", "data", "--name", "dense", "--attention", "dense", "--steps", 1]
+    done = in_process(folder, *dense, "--sample-every", 0, *TINY)
+    assert done.returncode == 0, done.stderr
+    assert main([str(folder / "runs" / "dense"), *text]) == 2
+    assert "must have SparseAttention layers, got Transformer" in capsys.readouterr().err
+    dense[dense.index("--name") + 1] = "other"
+    done = in_process(folder, *dense, "--view", *TINY)
+    assert done.returncode == 2 and "--view goes with --attention sparse" in done.stderr
+
+
+def test_a_failed_write_leaves_what_was_there(folder, tmp_path, capsys, monkeypatch):
+    import os
+
+    out = tmp_path / "page.html"
+    out.write_text("of before")
+
+    def full(*args):
+        raise OSError(28, "No space left on device", str(out))
+
+    monkeypatch.setattr(os, "replace", full)
+    assert call(folder, "--out", out) == 2
+    assert f"{out}: No space left on device" in capsys.readouterr().err
+    assert out.read_text() == "of before" and list(tmp_path.iterdir()) == [out]
+
+
+def test_training_writes_pages_and_learns_the_same(folder):
+    options = ("--steps", 8, "--save-every", 4, "--eval-every", 4, "--sample-every", 0, *TINY)
+    done = in_process(folder, "--data", "data", "--name", "seen", "--view", "--keep", 1, *options)
+    assert done.returncode == 0, done.stderr
+    seen, whole = folder / "runs" / "seen", folder / "runs" / "whole"
+    pages = sorted(path.name for path in seen.glob("*.html"))
+    assert pages == ["step-00000004.html", "step-00000008.html"]
+    assert "<title>seen, step 8</title>" in (seen / pages[-1]).read_text()
+    assert load_equal(*(run / "step-00000008.safetensors" for run in (seen, whole)))
+    done = in_process(folder, "--resume", seen, "--steps", 12, "--view")
+    assert done.returncode == 0, done.stderr
+    assert (seen / "step-00000012.html").exists()
+    assert in_process(folder, "--sample", seen, "--view").returncode == 2

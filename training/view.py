@@ -1,0 +1,29 @@
+"""`--view`: the page of what the layers read, next to each checkpoint."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from native_sparse_attention import Transformer
+from native_sparse_attention.runs import checkpoint_path
+from native_sparse_attention.view import byte_texts, page
+
+from .errors import UserError
+from .forward import autocast
+from .runs import write
+
+
+def check_view(given: Namespace, cfg: Namespace) -> bool:
+    """Whether pages are asked for."""
+    if "view" in given and cfg.attention != "sparse":
+        raise UserError("--view goes with --attention sparse: dense attention reads all tokens")
+    return "view" in given
+
+
+def write_view(run: Path, model: Transformer, cfg: Namespace, text: bytes, step: int) -> None:
+    """`step-N.html`, of the first bytes of a text. It stays when its checkpoint goes."""
+    text = text[: cfg.seq_len]
+    with autocast(cfg):
+        content = page(model, list(text), byte_texts(text), title=f"{run.name}, step {step:,}")
+    write(checkpoint_path(run, step, ".html"), content.encode())
