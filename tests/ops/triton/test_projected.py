@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from native_sparse_attention import KVCache, SparseAttention
+from native_sparse_attention import KVCache, SparseAttention, collect
 from native_sparse_attention.compress import AttentionPool, MeanPool
 from native_sparse_attention.ops.triton import layer as operators
 from native_sparse_attention.ops.triton import projected
@@ -99,6 +99,24 @@ def test_the_same_bits(setting, nodes):
     assert not any(
         plan is False for run in projected.PASSES.values() for plan in run.plans.values()
     )
+
+
+def test_a_collector_sees_a_layer_that_repeats_its_launches(nodes):
+    """While it is open, the layer runs the operators, with the same bits."""
+    module, x = layer(num_initial_blocks=1), torch.randn(2, 29, 32, device=DEVICE)
+    expected = [results(module, x) for _ in range(3)][-1]
+    before = list(nodes)
+    with collect(module, None) as seen:
+        assert all(map(torch.equal, results(module, x), expected))
+    assert nodes == before
+    (reading,) = seen.forward()
+    eager = layer(num_initial_blocks=1)
+    eager.backend = "eager"
+    with collect(eager, None) as by_eager:
+        eager(x)
+    assert torch.equal(reading.blocks, by_eager.forward()[0].blocks)
+    assert all(map(torch.equal, results(module, x), expected))
+    assert nodes == [*before, "forward", "backward"] and len(seen[""]) == 1
 
 
 def test_without_gradients(nodes):
