@@ -25,7 +25,7 @@ from ..varlen import Documents
 
 # scores of queries and keys that exist at one time, in numbers
 MOST_SCORES = {"cpu": 2**24}
-MOST_SCORES_ELSEWHERE = 2**26
+MOST_SCORES_ELSEWHERE = 2**25
 
 
 class Queries(NamedTuple):
