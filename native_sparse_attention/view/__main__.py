@@ -82,8 +82,10 @@ def write_whole(path: Path, content: str) -> None:
     try:
         part.write_text(content, encoding="utf-8", newline="\n")
         os.replace(part, path)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
 
 
@@ -117,8 +119,12 @@ def main(argv: list[str] | None = None) -> int:
         message = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
     except (ValueError, ImportError, NotImplementedError) as error:
         message = str(error)
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
         message = "out of memory: give a smaller --max-tokens"
+    except KeyboardInterrupt:
+        return 130
     sys.stderr.write(f"{PROGRAM}: {' '.join(message.split())}\n")
     return 2
 

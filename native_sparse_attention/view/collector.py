@@ -300,8 +300,8 @@ def collect(
     (initial, ranked, local), scores, gates, attention mass, and agreement with the query before.
     Outputs and gradients stay the same, bit by bit, in training and in eval mode. The cost is
     O(m T) in each layer for m queries of T tokens, and the layer leaves its recorded launches. A
-    compiled model runs eagerly while the context is open, and activation checkpointing's second run
-    of a layer is not recorded. Closed, it costs nothing.
+    compiled model runs eagerly while the context is open, and rounds as an eager one does.
+    Activation checkpointing's second run of a layer is not recorded. Closed, it costs nothing.
 
     ```python
     with collect(model, queries=64) as seen:

@@ -142,8 +142,9 @@ def page(
     # no "</script>" inside of the script
     content = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    before, _, after = template.replace("{{title}}", html.escape(title)).partition("{{data}}")
-    return before + content + after
+    heading = html.escape(title).encode(errors="replace").decode()
+    before, _, after = template.partition("{{data}}")
+    return before.replace("{{title}}", heading) + content + after
 
 
 def byte_texts(data: bytes) -> list[str]:

@@ -87,11 +87,11 @@ def test_data_is_what_the_layers_read(name, causal):
 
 
 def test_page_is_one_file_that_asks_for_nothing():
-    text = page(model(), TOKENS, byte_texts(DATA), title="<i>bees</i> & co")
-    assert "{{" not in text and text.count("</script>") == 2
-    assert "<title>&lt;i&gt;bees&lt;/i&gt; &amp; co</title>" in text
+    text = page(model(), TOKENS, byte_texts(DATA), title="<i>bees</i> & co {{data}} \udc80")
+    assert text.count("{{") == 2 and text.count("</script>") == 2
+    assert "<title>&lt;i&gt;bees&lt;/i&gt; &amp; co {{data}} ?</title>" in text
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<link|@import|url\(|src=", text)
-    assert "default-src 'none'" in text
+    assert "default-src 'none'" in text and text.encode()
 
 
 def test_some_tokens_of_some_layers():

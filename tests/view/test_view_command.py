@@ -1,5 +1,6 @@
 """`python -m native_sparse_attention.view` and `train_enwik8.py --view`, on tiny runs."""
 
+import os
 import subprocess
 import sys
 
@@ -102,13 +103,11 @@ def test_what_is_no_sparse_run(folder, tmp_path, capsys, monkeypatch):
 
 
 def test_a_failed_write_leaves_what_was_there(folder, tmp_path, capsys, monkeypatch):
-    import os
-
     out = tmp_path / "page.html"
     out.write_text("of before")
 
     def full(*args):
-        raise OSError(28, "No space left on device", str(out))
+        raise OSError(28, "No space left on device", str(args[0]))
 
     monkeypatch.setattr(os, "replace", full)
     assert call(folder, "--out", out) == 2
