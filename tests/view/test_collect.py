@@ -39,7 +39,7 @@ def read(module, x, queries=None, **kwargs):
 def parts(module, x):
     """Queries, keys and what ranks, as the layer computes them: [b n h d] by name."""
     normed = module.norm(x)
-    tensors, raw = module.rotated(module.to_qkv(normed), None, "eager")
+    tensors, raw = module.rotated(module.projected(normed), None, "eager")
     tensors, raw = ranking.with_index(module, normed, tensors, raw, 0, None, "eager")
     tensors |= module.compress_whole(raw, None, "eager")
     rows = {name: t.transpose(1, 2) for name, t in tensors.items()}
