@@ -1,0 +1,21 @@
+"""Sparse attention for trained models of transformers: `use_sparse_attention(model)`.
+
+The import registers "nsa" as an attention implementation of transformers, so that
+`from_pretrained(..., attn_implementation="nsa")` knows the name. docs/huggingface.md describes it.
+"""
+
+from importlib import metadata
+
+try:
+    metadata.version("transformers")
+except metadata.PackageNotFoundError as error:
+    raise ImportError(
+        "native_sparse_attention.hf needs transformers: pip install 'native-sparse-attention[hf]'"
+    ) from error
+
+from .cache import SparseCache
+from .model import register, use_dense_attention, use_sparse_attention
+
+register()
+
+__all__ = ["SparseCache", "use_dense_attention", "use_sparse_attention"]

@@ -1,0 +1,415 @@
+"""The attention function that transformers calls for each layer.
+
+B  batch            T  query tokens          S  key tokens, past ones included
+H  query heads      K  KV heads              D  head dimension
+L  keys that are written, of S               l, d  tokens of a window, and from window to window
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import blocks, varlen
+from ..checks.scalars import TOO_LARGE
+from ..compress import windows_of
+from ..config import SELECTION
+from ..ops import dispatch
+from ..ops.decode import decode_attention
+from ..ops.functional import sliding_window_attention
+from ..ops.nsa import native_sparse_attention
+from . import masks
+from .cache import kept_compressed_keys
+from .settings import settings_of
+
+# most new tokens per sequence of the decode kernels
+MAX_NEW = 16
+# the greatest `dense_length`
+ANY_LENGTH = TOO_LARGE - 1
+
+# of a mask, or of positions, that all layers of a forward share: what each would find out again
+CONVERTED: Any = WeakTensorKeyDictionary()
+LAYOUTS: Any = WeakTensorKeyDictionary()
+STARTS: Any = WeakTensorKeyDictionary()
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """One softmax over the initial, local and ranked blocks of each query, as `AttentionInterface`
+    asks for it; over its window in a layer that has one.
+
+    Args:
+        query: [B, H, T, D], with positions applied.
+        key, value: [B, K, S, D] and [B, K, S, E], with positions applied.
+        attention_mask: of `sparse_mask`, or of the user, [B, 1, T, S].
+        softcap, s_aux: the soft cap of logits; a sink [H] for each query head.
+        sliding_window: tokens that a query of this layer sees, its own included.
+
+    Returns:
+        [B, T, H, E] and None. The output of padding is 0.
+
+    Raises:
+        ValueError: a mask of another form, dropout, weights asked for, or no causal attention.
+    """
+    check_call(module, dropout, is_causal, others)
+    settings = settings_of(module.config)
+    q, k, v = of_one_dtype(query, key, value)
+    extra: dict[str, Any] = dict(scale=scaling, soft_cap=softcap)
+    mask = attention_mask
+    if mask is None and k.shape[1] == q.shape[1]:
+        mask = packed(others.get("position_ids"), q)
+    if sliding_window is not None:
+        sinks = None if s_aux is None else s_aux.to(q.dtype)
+        backend = settings["backend"]
+        return within_window(q, k, v, mask, sliding_window, sinks, backend, extra), None
+    if s_aux is not None:
+        extra["sinks"] = s_aux.to(q.dtype)[None]
+    if mask is not None and not masks.is_own(mask):
+        mask = remembered(CONVERTED, mask, masks.converted, (q.shape[0], q.shape[1], k.shape[1]))
+    if mask is not None and len(mask) == 0:  # a static cache is longer than its sequences
+        k, v, mask = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]], None
+    if mask is None:
+        return at_end(q, k, v, key, settings, extra), None
+    if mask.dtype == torch.int64:
+        starts = (mask[:1].flatten() - q.shape[1]).expand(q.shape[0])
+        least = settings["dense_length"] if mask.shape[0] == 2 else 0
+        return over_storage(q, k, v, starts, least, None, settings, extra), None
+    k, v = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]]
+    if k.shape[1] == q.shape[1]:
+        return over_documents(q, k, v, mask, settings, extra), None
+    return over_padded_storage(q, k, v, mask, settings, extra), None
+
+
+def packed(position_ids: Any, q: Tensor) -> Tensor | None:
+    """The mask of packed documents where transformers has not looked for them, as with a cache."""
+    if torch.compiler.is_compiling() or not isinstance(position_ids, Tensor):
+        return None
+    if position_ids.ndim != 2 or position_ids.shape[1] != q.shape[1]:
+        return None
+    return remembered(CONVERTED, position_ids, masks.of_positions, (q.shape[0],))
+
+
+def check_call(module: Any, dropout: float, is_causal: bool | None, others: dict[str, Any]) -> None:
+    if dropout:
+        raise ValueError(
+            f"attention_dropout must be 0 with sparse attention, got {dropout}: set "
+            "model.config.attention_dropout and that of the attention modules, or model.eval()"
+        )
+    if others.get("output_attentions"):
+        raise ValueError(
+            "output_attentions must be False with sparse attention, which forms no weights, "
+            "got True: use_dense_attention(model) first, with attn_implementation='eager'"
+        )
+    if others.get("position_bias") is not None:
+        raise ValueError("position_bias must be None with sparse attention, got a bias of logits")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal:
+        raise ValueError(
+            f"is_causal must be True with sparse attention, got False in {type(module).__name__}"
+        )
+
+
+def of_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Heads [B H T D] as [B T H D], of one dtype: under autocast its own, else that of values."""
+    device = tensors[0].device.type
+    dtype = tensors[-1].dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return [t.transpose(1, 2).to(dtype) for t in tensors]
+
+
+def remembered(memory: Any, mask: Tensor, function: Any, args: tuple[Any, ...]) -> Any:
+    """`function(mask, *args)`, found once for the layers that share a mask."""
+    if torch.compiler.is_compiling():
+        return function(mask, *args)
+    # writes in place make another mask; tensors of inference mode do not count them
+    at = args, None if mask.is_inference() else mask._version
+    found = memory.get(mask)
+    if found is None or found[0] != at or (at[1] is None and memory is CONVERTED):
+        found = memory[mask] = at, function(mask, *args)
+    return found[1]
+
+
+# layers with a window of their own
+
+
+def within_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sliding_window: int,
+    sinks: Tensor | None,
+    backend: str,
+    extra: dict[str, Any],
+) -> Tensor:
+    """Attention to the last `sliding_window` keys, or under a mask that says so."""
+    if mask is not None and mask.dtype != torch.int16:
+        return under_mask(q, k, v, mask, sinks, **extra)
+    settings: dict[str, Any] = dict(
+        sliding_window_size=sliding_window - 1, sinks=sinks, backend=backend, **extra
+    )
+    if mask is None:
+        return sliding_window_attention(q, k, v, **settings)
+    layout = remembered(LAYOUTS, mask, layout_of, (1,))
+    q, k, v = (layout.spread(t) for t in (q, k, v))
+    return layout.collect(sliding_window_attention(q, k, v, documents=layout.documents, **settings))
+
+
+def under_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    *,
+    scale: float | None,
+    soft_cap: float | None,
+) -> Tensor:
+    """Attention under a mask [B, 1, T, S]: the few keys of a window's cache, or the user's."""
+    mask = mask.to(q.dtype) if mask.is_floating_point() else mask != 0
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if sinks is None and soft_cap is None:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=groups > 1
+        )
+        return out.transpose(1, 2)
+    k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    logits = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    least = torch.finfo(logits.dtype).min / 2  # finite: a row of padding has no NaN
+    if mask.is_floating_point():
+        logits = logits + mask.float().clamp(min=least)
+    else:
+        logits = logits.masked_fill(~mask, least)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat((logits, sink), dim=-1)
+    weights = logits.softmax(dim=-1)[..., : k.shape[2]]
+    return (weights.to(v.dtype) @ v).transpose(1, 2)
+
+
+# layers that attend sparsely
+
+
+def selection_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that functions take."""
+    names = (*SELECTION, "dense_length", "backend")
+    return {name: settings[name] for name in names} | dict(
+        branches=("selected",), sliding_window_size=0
+    )
+
+
+def compressed_keys(
+    k: Tensor, settings: dict[str, Any], documents: varlen.Documents | None = None
+) -> Tensor | None:
+    """The keys [B W K D] that rank blocks: means of windows of k [B S K D], or k itself."""
+    l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
+    if settings["num_selected_blocks"] == 0:
+        return None
+    if l == d == 1:
+        return k
+    windows = windows_of(k.transpose(1, 2), l, d, True, documents)
+    return windows.mean(dim=-2).transpose(1, 2)
+
+
+def at_end(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor,
+    settings: dict[str, Any],
+    extra: dict[str, Any],
+) -> Tensor:
+    """Attention of the last T of S tokens. `key` is the tensor that a cache returned."""
+    S, offset = k.shape[1], k.shape[1] - q.shape[1]
+    selection = selection_of(settings)
+    if dense_up_to(settings) >= S:
+        # nothing to rank: SDPA, where it has the form
+        selection |= dict(num_selected_blocks=0, dense_length=ANY_LENGTH, selection_stride=1)
+        return native_sparse_attention(q, k, v, **selection, **extra)
+    if offset:
+        check_stride(settings)
+    ck = kept_compressed_keys(key, S // settings["compress_block_sliding_stride"])
+    ck = compressed_keys(k, settings) if ck is None else ck.transpose(1, 2).to(k.dtype)
+    if 0 < offset >= settings["dense_length"]:
+        selection["dense_length"] = 0
+        if takes_decode_kernels(q, k, v, ck, selection):
+            starts = torch.full((q.shape[0],), offset, device=q.device, dtype=torch.int32)
+            return decode_attention(q, k, v, ck, None, None, starts, **selection, **extra)
+    selection["use_diff_topk"] = settings["use_diff_topk"]
+    return native_sparse_attention(q, k, v, ck, **selection, **extra)
+
+
+def check_stride(settings: dict[str, Any]) -> None:
+    if settings["selection_stride"] > 1:
+        raise ValueError(
+            f"selection_stride must be 1 to decode, got {settings['selection_stride']}: caches of "
+            "transformers keep no ranking of earlier tokens"
+        )
+
+
+def dense_up_to(settings: dict[str, Any]) -> int:
+    """Queries of sequences of up to so many tokens attend to all that they may see."""
+    length: int = settings["dense_length"]
+    d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
+    # blocks whose windows end later are no candidates; gradients of scores need the ranking
+    if settings["num_local_blocks"] == 0 or d > s or settings["use_diff_topk"]:
+        return length
+    names = ("num_initial_blocks", "num_local_blocks", "num_selected_blocks")
+    return max(length, s * sum(settings[name] for name in names))
+
+
+def to_all_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings: dict[str, Any],
+    extra: dict[str, Any],
+    **where: Any,
+) -> Tensor:
+    """Attention to all past keys, as a window that covers them: SDPA has no form with documents,
+    nor with starts that the host does not know."""
+    sinks = extra.get("sinks")
+    where |= dict(sinks=None if sinks is None else sinks[0], backend=settings["backend"])
+    out: Tensor = sliding_window_attention(q, k, v, sliding_window_size=k.shape[1], **extra | where)
+    return out
+
+
+def takes_decode_kernels(
+    q: Tensor, k: Tensor, v: Tensor, ck: Tensor | None, selection: dict[str, Any]
+) -> bool:
+    """Whether few new tokens follow many, and the decode kernels support the call."""
+    d, s = selection["compress_block_sliding_stride"], selection["selection_block_size"]
+    facts: dict[str, Any] = dict(
+        others=(ck,), num_selected_blocks=selection["num_selected_blocks"],
+        selection_block_size=s, importance=selection["importance"],
+        branches=("selected",), dense_length=selection["dense_length"],
+        block_windows=blocks.windows_per_block(d, s),
+    )  # fmt: skip
+    if q.shape[1] > MAX_NEW:
+        return False
+    backend = selection["backend"]
+    if backend == "auto" and q.is_cuda:  # in compiled graphs too
+        backend = "triton"
+    return dispatch.takes_kernels(backend, "decode_attention", q, k, v=v, **facts)
+
+
+def over_storage(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    least: int,
+    counts: Tensor | None,
+    settings: dict[str, Any],
+    extra: dict[str, Any],
+) -> Tensor:
+    """Attention of tokens at positions `starts` [B] + 0, 1, .. over k, v [B S K D], of which each
+    sequence has written those up to its own. The starts are at least `least`. Of the T queries
+    `counts` [B] are tokens."""
+    T, S = q.shape[1], k.shape[1]
+    selection = selection_of(settings)
+    check_stride(settings)
+    if least >= settings["dense_length"]:
+        selection["dense_length"] = 0
+    if dense_up_to(settings) >= S:
+        out = to_all_keys(q, k, v, settings, extra, q_offset=starts)
+    else:
+        ck = compressed_keys(k, settings)
+        if takes_decode_kernels(q, k, v, ck, selection):
+            selection["counts"] = counts
+            return decode_attention(q, k, v, ck, None, None, starts, **selection, **extra)
+        out = native_sparse_attention(q, k, v, ck, q_offset=starts, **selection, **extra)
+    if counts is None:
+        return out
+    padding = torch.arange(T, device=q.device) >= counts[:, None]
+    return out.masked_fill(padding[..., None, None], 0)
+
+
+def over_padded_storage(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    settings: dict[str, Any],
+    extra: dict[str, Any],
+) -> Tensor:
+    """`over_storage` of sequences with padding, by a mask [B 1 1 L]. Keys move to the positions
+    that they have without padding."""
+    T, L = q.shape[1], mask.shape[-1]
+    real, slots, new, starts = storage_of(mask, T)
+    if dense_up_to(settings) >= L:
+        visible = real[:, None] & (torch.arange(L, device=q.device) <= slots[..., None])
+        sinks, rest = extra.get("sinks"), {name: extra[name] for name in ("scale", "soft_cap")}
+        out = under_mask(q, k, v, visible[:, None], None if sinks is None else sinks[0], **rest)
+        return out.masked_fill(~new[..., None, None], 0)
+    least = 0 if torch.compiler.is_compiling() else remembered(STARTS, mask, least_start, (T,))
+    k, v = (varlen.pick(t, varlen.real_first(real)) for t in (k, v))
+    order = varlen.real_first(new)
+    q = varlen.pick(q, order)
+    out = over_storage(q, k, v, starts, least, new.sum(1), settings, extra)
+    return varlen.pick(out, order.argsort(dim=1))
+
+
+def storage_of(mask: Tensor, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a mask [B 1 1 L]: which keys [B L] are tokens; the slots of the T queries [B T], the last
+    ones that are written, and which of them are tokens; how many tokens [B] came before."""
+    written, real = mask[:, 0, 0] >= 0, mask[:, 0, 0] > 0
+    slots = written.sum(1, keepdim=True) - T + torch.arange(T, device=mask.device)
+    new = real.gather(1, slots)
+    return real, slots, new, real.sum(1) - new.sum(1)
+
+
+def least_start(mask: Tensor, T: int) -> int:
+    """The fewest tokens that a sequence had before its queries."""
+    return int(storage_of(mask, T)[-1].min())
+
+
+def over_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    settings: dict[str, Any],
+    extra: dict[str, Any],
+) -> Tensor:
+    """Attention of whole sequences with padding, or of packed documents, by a mask of tokens."""
+    step = max(settings["selection_block_size"], settings["compress_block_sliding_stride"])
+    layout = remembered(LAYOUTS, mask, layout_of, (step,))
+    q, k, v = (layout.spread(t) for t in (q, k, v))
+    documents = layout.documents
+    if dense_up_to(settings) >= mask.shape[-1]:
+        out = to_all_keys(q, k, v, settings, extra, documents=documents)
+    else:
+        selection = selection_of(settings) | dict(use_diff_topk=settings["use_diff_topk"])
+        ck = compressed_keys(k, settings, documents)
+        out = native_sparse_attention(q, k, v, ck, documents=documents, **selection, **extra)
+    return layout.collect(out)
+
+
+def layout_of(mask: Tensor, step: int) -> varlen.Layout:
+    """The rows in which every sequence or document of a mask [B 1 1|2 L] begins at a block."""
+    real = mask[:, 0, 0] > 0
+    ids = mask[:, 0, 1].cumsum(1) if mask.shape[2] == 2 else None
+    shape = (mask.shape[0], mask.shape[-1])
+    return varlen.layout(shape, mask.device, step, segment_ids=ids, mask=real)
