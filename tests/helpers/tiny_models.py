@@ -1,0 +1,113 @@
+"""Models of transformers with random weights, small enough for a CPU. Built from configurations,
+they need no network."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+    initializer_range=0.3,  # attention that is not uniform
+    bos_token_id=None, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+
+MIXED = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32)
+
+# what each adds: grouped heads and a scaled RoPE, biases, norms of queries and keys, layers with a
+# window, soft caps, scales of its own, partial RoPE, sinks
+FAMILIES = dict(
+    Llama=dict(rope_parameters=LLAMA3),
+    Mistral=dict(sliding_window=None, rope_parameters=YARN),
+    Mixtral=dict(sliding_window=None, num_local_experts=2, num_experts_per_tok=1),
+    Qwen2=dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    Qwen3={},
+    Gemma={},
+    Gemma2=dict(sliding_window=8, attn_logit_softcapping=5.0, query_pre_attn_scalar=20),
+    Gemma3=dict(MIXED, query_pre_attn_scalar=20),
+    Phi=dict(partial_rotary_factor=0.5),
+    Phi3={},
+    SmolLM3={},
+    Granite=dict(attention_multiplier=0.2),
+    Olmo2={},
+    Cohere2=MIXED,
+    GptOss=dict(
+        sliding_window=8, num_local_experts=2, num_experts_per_tok=1,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
+)  # fmt: skip
+
+# true sparsity at 40 tokens: 3 blocks of 4 of up to 10
+SPARSE = dict(
+    selection_block_size=4,
+    num_selected_blocks=1,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+    dense_length=0,
+)
+# all blocks, selected one by one: with differentiable top-k nothing is dense by itself
+WHOLE = dict(selection_block_size=4, num_selected_blocks=20, dense_length=0, use_diff_topk=True)
+
+# 5.24 gives the argument another name
+forward = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in forward else "past_key_values"
+
+
+def tiny(family="Llama", **settings):
+    """A model of a family, in inference mode."""
+    kind = "TextConfig" if family == "Gemma3" else "Config"
+    config = getattr(transformers, family + kind)
+    torch.manual_seed(0)
+    settings = {**SIZES, **FAMILIES[family], **settings}
+    model = getattr(transformers, f"{family}ForCausalLM")(config(**settings)).eval()
+    if family == "Gemma2":  # some versions take sdpa, which has no soft cap, and ignore the cap
+        model.set_attn_implementation("eager")
+    for layer in model.model.layers:
+        if hasattr(layer.self_attn, "sinks"):
+            torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def prompts(*lengths):
+    """Random tokens [1, length] for each length."""
+    return [torch.randint(1, SIZES["vocab_size"], (1, length)) for length in lengths]
+
+
+def padded(texts, left):
+    """Texts in one batch: ids, mask and positions [B, T], with padding on the left or right."""
+    T = max(text.shape[1] for text in texts)
+    ids, mask = torch.zeros(2, len(texts), T, dtype=torch.long)
+    for i, text in enumerate(texts):
+        n = text.shape[1]
+        at = slice(T - n, T) if left else slice(0, n)
+        ids[i, at], mask[i, at] = text[0], 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return dict(input_ids=ids, attention_mask=mask, position_ids=positions)
+
+
+def without_padding(out, mask):
+    """Of each row [T, ...] of a batch its tokens, as a batch of one."""
+    return [row[keep.bool()][None] for row, keep in zip(out, mask)]
+
+
+@torch.no_grad()
+def step_by_step(model, ids, first, cache, attention_mask=None, position_ids=None):
+    """Logits of a prefill of some tokens, and of one token at a time over a cache."""
+    bounds = [0, *range(first, ids.shape[1] + 1)]
+    found = []
+    for start, stop in itertools.pairwise(bounds):
+        given = {CACHE: cache}
+        if attention_mask is not None:
+            given |= dict(attention_mask=attention_mask[:, :stop])
+            given |= dict(position_ids=position_ids[:, start:stop])
+        found.append(model(ids[:, start:stop], **given).logits)
+    return torch.cat(found, dim=1)

@@ -1,0 +1,229 @@
+"""Each family of models under sparse attention: what dense attention gives where all blocks are
+selected, and with fewer blocks what each sequence gives alone."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+from native_sparse_attention import decode_attention
+from native_sparse_attention.hf import attention as hf_attention
+from native_sparse_attention.hf import use_dense_attention, use_sparse_attention
+from tests.helpers.tiny_models import (
+    CACHE,
+    FAMILIES,
+    SPARSE,
+    WHOLE,
+    padded,
+    prompts,
+    step_by_step,
+    tiny,
+    without_padding,
+)
+
+TOL = dict(atol=1e-4, rtol=1e-4)
+close = torch.testing.assert_close
+family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@family
+@torch.no_grad()
+def test_all_blocks_are_dense_attention(family):
+    model, texts = tiny(family), prompts(33, 40)
+    batches = [padded(texts, left) for left in (True, False)]
+    packed = dict(input_ids=torch.cat(texts, 1), use_cache=False)
+    packed |= dict(position_ids=torch.cat([torch.arange(t.shape[1]) for t in texts])[None])
+    given = [dict(input_ids=texts[0]), packed, *batches]
+    if family == "GptOss":  # transformers makes its masks without positions
+        given.remove(packed)
+    dense = [model(**batch).logits for batch in given]
+    for settings in (WHOLE, WHOLE | dict(use_diff_topk=False), dict(selection_block_size=64)):
+        use_sparse_attention(model, **settings)
+        for batch, expected in zip(given, dense):
+            out = model(**batch).logits
+            assert out.isfinite().all()
+            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+            for one, other in zip(without_padding(out, mask), without_padding(expected, mask)):
+                close(one, other, **TOL)
+
+
+@family
+@torch.no_grad()
+def test_sparse_sequences_give_what_they_give_alone(family):
+    model, texts = use_sparse_attention(tiny(family), **SPARSE), prompts(33, 40)
+    alone = [model(text).logits for text in texts]
+    for left in (True, False):
+        batch = padded(texts, left)
+        out = model(**batch).logits
+        assert out.isfinite().all()
+        for one, expected in zip(without_padding(out, batch["attention_mask"]), alone):
+            close(one, expected, **TOL)
+    positions = torch.cat([torch.arange(t.shape[1]) for t in texts])[None]
+    for use_cache in (False, True):
+        out = model(torch.cat(texts, 1), position_ids=positions, use_cache=use_cache).logits
+        for one, expected in zip(out.split([33, 40], dim=1), alone):
+            close(one, expected, **TOL)
+    use_dense_attention(model)
+    assert (model(texts[1]).logits - alone[1]).abs().max() > 1e-2, "nothing was sparse"
+
+
+@family
+@torch.no_grad()
+def test_steps_over_a_cache_are_one_forward(family):
+    model, texts = use_sparse_attention(tiny(family), **SPARSE), prompts(29, 36)
+    alone = [model(text).logits for text in texts]
+    batch = padded(texts, left=True)
+    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
+    for cache in (
+        transformers.DynamicCache(config=model.config),
+        transformers.StaticCache(config=model.config, max_cache_len=48),
+    ):
+        out = step_by_step(model, ids, 30, cache, **batch)
+        for one, expected in zip(without_padding(out, mask), alone):
+            close(one, expected, **TOL)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=48)
+    close(step_by_step(model, texts[0], 25, cache), alone[0], **TOL)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GptOss"])
+@torch.no_grad()
+def test_short_sequences_are_dense_over_caches(family):
+    model, texts = tiny(family), prompts(29, 36)
+    alone = [model(text).logits for text in texts]
+    use_sparse_attention(model)
+    batch = padded(texts, left=True)
+    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
+    for cache in (
+        transformers.DynamicCache(config=model.config),
+        transformers.StaticCache(config=model.config, max_cache_len=48),
+    ):
+        out = step_by_step(model, ids, 30, cache, **batch)
+        for one, expected in zip(without_padding(out, mask), alone):
+            close(one, expected, **TOL)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+def test_prefill_in_chunks_with_padding_anywhere(static):
+    """The new tokens of a sequence may have padding too, on either side."""
+    model, texts = use_sparse_attention(tiny("Qwen2"), **SPARSE), prompts(29, 40)
+    alone = [model(text).logits for text in texts]
+    for left in (True, False):
+        batch = padded(texts, left)
+        cache = transformers.DynamicCache(config=model.config)
+        if static:
+            cache = transformers.StaticCache(config=model.config, max_cache_len=48)
+        outs = []
+        for start, stop in ((0, 5), (5, 22), (22, 33), (33, 40)):
+            given = dict(attention_mask=batch["attention_mask"][:, :stop])
+            given["position_ids"] = batch["position_ids"][:, start:stop]
+            ids = batch["input_ids"][:, start:stop]
+            outs.append(model(ids, **given, **{CACHE: cache}).logits)
+        out = torch.cat(outs, dim=1)
+        assert out.isfinite().all()
+        for one, expected in zip(without_padding(out, batch["attention_mask"]), alone):
+            close(one, expected, **TOL)
+
+
+@torch.no_grad()
+def test_positions_move_rope_alone():
+    """Positions other than 0, 1, ... turn queries and keys, and hide none of them."""
+    model, (text,) = tiny(), prompts(40)
+    given = dict(position_ids=torch.arange(7, 47)[None], use_cache=False)
+    expected = model(text, **given).logits
+    use_sparse_attention(model, **WHOLE)
+    close(model(text, **given).logits, expected, **TOL)
+
+
+@family
+def test_gradients_are_those_of_dense_attention(family):
+    model, (text,) = tiny(family).train(), prompts(24)
+
+    def gradients():
+        model.zero_grad()
+        model(text, labels=text, use_cache=False).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    use_sparse_attention(model, **WHOLE | dict(use_diff_topk=False))
+    found = gradients()
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        close(grad, expected[name], atol=1e-3, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_gradient_checkpointing_changes_nothing():
+    model, texts = use_sparse_attention(tiny("Qwen3"), **SPARSE).train(), prompts(33, 40)
+    batch = padded(texts, left=True)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+
+    def gradients():
+        model.zero_grad()
+        model(**batch, labels=labels, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    enable = getattr(model, "activation_checkpointing_enable", None)  # since 5.24
+    (enable or model.gradient_checkpointing_enable)()
+    close(gradients(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_half_precision(dtype):
+    model, (text,) = tiny().to(dtype), prompts(40)
+    expected = model(text).logits
+    use_sparse_attention(model, **WHOLE)
+    out = model(text).logits
+    assert out.dtype == dtype
+    assert (out - expected).abs().mean() < 0.02 * expected.abs().mean()
+
+
+def test_under_autocast():
+    model, (text,) = tiny("Qwen3"), prompts(40)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(text).logits
+        use_sparse_attention(model, **WHOLE)
+        out = model(text).logits
+    assert (out - expected).abs().mean() < 0.05 * expected.abs().mean()
+
+
+@pytest.mark.kernels
+@torch.no_grad()
+def test_kernels_give_what_eager_gives(monkeypatch):
+    """Prefill by the training kernels and steps by the decode kernels, with padding and without."""
+    model, texts = tiny("Qwen3", head_dim=16, num_hidden_layers=1), prompts(36, 40)
+    settings = SPARSE | dict(selection_block_size=8)
+    use_sparse_attention(model, **settings)
+    alone = [model(text).logits for text in texts]
+    use_sparse_attention(model, **settings, backend="triton")
+    steps = []
+
+    def decode(*args, **kwargs):
+        steps.append(args[0].shape[1])
+        return decode_attention(*args, **kwargs)
+
+    monkeypatch.setattr(hf_attention, "decode_attention", decode)
+    cache = transformers.DynamicCache(config=model.config)
+    close(step_by_step(model, texts[1], 39, cache), alone[1], **TOL)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=48)
+    batch = padded(texts, left=True)
+    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
+    out = step_by_step(model, ids, 39, cache, **batch)
+    for one, expected in zip(without_padding(out, mask), alone):
+        close(one, expected, **TOL)
+    assert steps == [1, 1]
+
+
+# of torch's own tracing of autograd functions
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("padding", [False, True])
+def test_compiled_model(padding):
+    """Without a mask the graph breaks where packed documents are looked for."""
+    model = use_sparse_attention(tiny(num_hidden_layers=1), **SPARSE)
+    texts = prompts(33, 40)
+    given = padded(texts, left=True) if padding else dict(input_ids=texts[1])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=padding)
+    expected = model(**given, use_cache=False).logits
+    close(compiled(**given, use_cache=False).logits, expected, **TOL)

@@ -1,0 +1,132 @@
+"""Masks of the user, and what a forward's mask costs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+from transformers.masking_utils import causal_mask_function
+
+from native_sparse_attention.hf import masks, use_sparse_attention
+from tests.helpers.tiny_models import CACHE, SPARSE, padded, prompts, tiny, without_padding
+
+TOL = dict(atol=1e-4, rtol=1e-4)
+close = torch.testing.assert_close
+
+
+def causal(mask, documents=None):
+    """Whether each token of [B, T] sees each other: [B, 1, T, T]."""
+    T = mask.shape[1]
+    visible = torch.ones(T, T, dtype=torch.bool).tril() & mask.bool()[:, None, None]
+    if documents is not None:
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None])
+    return visible
+
+
+def forms(visible):
+    """The mask as bool, as integers, and added to logits."""
+    least = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    infinite = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    return visible, visible.int(), visible.long(), least, infinite
+
+
+@pytest.mark.parametrize("left", [True, False])
+@torch.no_grad()
+def test_masks_of_four_axes_are_padding(left):
+    model, texts = use_sparse_attention(tiny(), **SPARSE), prompts(33, 40)
+    batch = padded(texts, left)
+    mask = batch["attention_mask"]
+    expected = model(**batch).logits
+    for form in forms(causal(mask)):
+        out = model(**batch | dict(attention_mask=form)).logits
+        for one, other in zip(without_padding(out, mask), without_padding(expected, mask)):
+            close(one, other, **TOL)
+
+
+@torch.no_grad()
+def test_masks_of_four_axes_are_packed_documents():
+    model, texts = use_sparse_attention(tiny(), **SPARSE), prompts(14, 26)
+    packed = torch.cat(texts, 1)
+    positions = torch.cat([torch.arange(t.shape[1]) for t in texts])[None]
+    expected = model(packed, position_ids=positions, use_cache=False).logits
+    documents = torch.tensor([[0] * 14 + [1] * 26])
+    visible = causal(torch.ones(1, 40), documents)
+    for form in forms(visible):
+        out = model(packed, attention_mask=form, position_ids=positions).logits
+        close(out, expected, **TOL)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_masks_of_four_axes_over_a_cache(static):
+    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
+    expected = model(text).logits[:, 30:]
+    cache = transformers.DynamicCache(config=model.config)
+    if static:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=48)
+    model(text[:, :30], **{CACHE: cache})
+    visible = causal(torch.ones(1, 40))[:, :, 30:]
+    if static:
+        visible = torch.nn.functional.pad(visible, (0, 8))
+    out = model(text[:, 30:], attention_mask=visible, **{CACHE: cache}).logits
+    close(out, expected, **TOL)
+
+
+@torch.no_grad()
+def test_causal_mask_is_none():
+    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
+    close(model(text, attention_mask=causal(torch.ones(1, 40))).logits, model(text).logits)
+
+
+@torch.no_grad()
+def test_other_masks_are_refused():
+    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
+    window = causal(torch.ones(1, 40)).triu(-5)
+    later = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    bias = torch.randn(1, 1, 40, 40)
+    heads = causal(torch.ones(1, 40)).repeat(1, 4, 1, 1)
+    heads[:, 1, 5, 3] = False
+    for mask, told in (
+        (window, "must be causal, with padding or packed documents: give attention_mask"),
+        (later, "must be causal, with padding or packed documents: give attention_mask"),
+        (bias, "must be 0 where a key is seen, and -inf where it is not, got other numbers"),
+        (heads, "must be the same for all heads: give attention_mask"),
+        (later[..., :20], r"must have shape \[1, S\] or \[1, 1, 40, 40\], got a torch.bool"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            model(text, attention_mask=mask)
+
+
+def test_masks_are_linear_in_the_keys():
+    """Of a forward without padding there is none; else one row of keys, or two."""
+    given = dict(batch_size=2, q_length=5, mask_function=causal_mask_function)
+    mask = torch.ones(2, 9)
+    assert masks.sparse_mask(**given, kv_length=5) is None
+    assert masks.sparse_mask(**given, kv_length=9, q_offset=4, attention_mask=mask) is None
+    static = masks.sparse_mask(**given, kv_length=20, q_offset=4, attention_mask=mask)
+    assert static.shape == (0, 1, 1, 9)
+    mask[0, :3] = 0
+    for length in (9, 20):
+        found = masks.sparse_mask(**given, kv_length=length, q_offset=4, attention_mask=mask)
+        assert found.dtype == torch.int16
+        assert found[:, 0, 0].equal(mask.short())
+    step = given | dict(q_length=1, kv_length=20, q_offset=torch.tensor(8))
+    assert masks.sparse_mask(**step).flatten().tolist() == [9]
+    config = SimpleNamespace(nsa_config=dict(dense_length=8))
+    assert masks.sparse_mask(**step, config=config).flatten().tolist() == [9, 9]
+    found = masks.sparse_mask(**step, attention_mask=mask)[:, 0, 0]
+    assert found[:, :9].equal(mask.short()) and (found[:, 9:] == -1).all()
+
+
+def test_mask_functions_of_a_model_are_refused():
+    given = dict(batch_size=1, q_length=5, kv_length=5)
+    with pytest.raises(ValueError, match="got a mask function of the model's own"):
+        masks.sparse_mask(**given, mask_function=causal_mask_function, use_vmap=True)
+
+    def image(b, h, q, k):
+        return causal_mask_function(b, h, q, k) | (k < 3)
+
+    with pytest.raises(ValueError, match="must be causal, got one that shows later tokens"):
+        masks.sparse_mask(**given, mask_function=image, allow_is_causal_skip=False)

@@ -1,0 +1,148 @@
+"""Settings, models that are refused, and the way back."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+from native_sparse_attention import NSAConfig
+from native_sparse_attention.hf import use_dense_attention, use_sparse_attention
+from tests.helpers.tiny_models import SIZES, SPARSE, prompts, tiny
+
+close = torch.testing.assert_close
+MESSAGES = [
+    (dict(selection_block=4), "unexpected keyword argument 'selection_block': did you mean"),
+    (dict(selection_block_size=0), "selection_block_size must be an integer of at least 1, got 0"),
+    (dict(importance="index"), "importance must be one of 'logits', 'probs', 'max', got 'index'"),
+    (dict(branches=("window",)), r"branches must be \('selected',\) in a model of transformers"),
+    (dict(causal=False), "causal must be True in a model of transformers, got False"),
+    (dict(soft_cap=3.0), "soft_cap must be None in a model of transformers, got 3.0"),
+    (dict(compress_block_size=3), "must divide one another, got 64 and 3"),
+    (dict(dense_length=5, selection_stride=2), "dense_length must be a multiple of"),
+    (dict(backend="cuda"), "backend must be one of"),
+    (dict(dim=32), "unexpected keyword argument 'dim'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "told"), MESSAGES)
+def test_settings_are_checked(settings, told):
+    model = tiny()
+    with pytest.raises(ValueError, match=told):
+        use_sparse_attention(model, **settings)
+    assert model.config._attn_implementation == "sdpa"
+    assert not hasattr(model.config, "nsa_config")
+
+
+def test_a_config_gives_settings():
+    model = use_sparse_attention(tiny(), selection_block_size=32, compress_block_size=8)
+    kept = model.config.nsa_config
+    assert kept["selection_block_size"] == 32 and kept["num_selected_blocks"] == 16
+    assert kept["compress_block_size"] == kept["compress_block_sliding_stride"] == 8
+    form = dict(dim=32, dim_head=8, heads=4, branches=("selected",), causal=True)
+    config = NSAConfig(**form, rank_rotated=True, compress_block_size=1, importance="max")
+    use_sparse_attention(model, config, num_selected_blocks=3)
+    assert model.config.nsa_config["num_selected_blocks"] == 3
+    assert model.config.nsa_config["importance"] == "max"
+    assert model.config.nsa_config["num_local_blocks"] == 1
+    with pytest.raises(ValueError, match="config must have rank_rotated=True in a model"):
+        use_sparse_attention(model, NSAConfig(**form))
+    with pytest.raises(ValueError, match="config must be an NSAConfig, a dict of settings or None"):
+        use_sparse_attention(model, 64)
+
+
+@torch.no_grad()
+def test_settings_change_and_go():
+    model, (text,) = tiny("Gemma2"), prompts(40)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    dense, config = model(text).logits, model.config.to_dict()
+    assert use_sparse_attention(model, **SPARSE) is model
+    sparse, kept = model(text).logits, dict(model.config.nsa_config)
+    use_sparse_attention(model)  # again: nothing changes
+    assert model.config.nsa_config == kept
+    close(model(text).logits, sparse)
+    use_sparse_attention(model, **SPARSE | dict(num_selected_blocks=3))
+    assert not model(text).logits.equal(sparse)
+    assert use_dense_attention(model) is model
+    assert model.config._attn_implementation == "eager"
+    assert model.config.to_dict() == config
+    close(model(text).logits, dense, atol=0, rtol=0)
+    use_dense_attention(model)
+    assert all(p.equal(before[name]) for name, p in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_saved_models_keep_their_settings(tmp_path):
+    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
+    expected = model(text).logits
+    close(copy.deepcopy(model)(text).logits, expected)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["nsa_config"]
+    assert saved["selection_block_size"] == 4
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    again = load(tmp_path)
+    assert again.config._attn_implementation == "sdpa"
+    close(use_sparse_attention(again)(text).logits, expected)
+    close(load(tmp_path, attn_implementation="nsa")(text).logits, expected)
+    assert use_dense_attention(again).config._attn_implementation == "sdpa"
+
+
+def refused():
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    small = dict(sizes, num_attention_heads=4, intermediate_size=32)
+    text = dict(SIZES, layer_types=["full_attention"] * 2)
+    vision = dict(small, image_size=32, patch_size=8)
+    return dict(
+        Mistral=("", SIZES, "full attention, .* sliding_window=4096 in all layers"),
+        T5=("ForConditionalGeneration", dict(d_model=32, num_layers=1), "with an encoder"),
+        Bert=("Model", small, "causal, got BertModel with is_causal=False"),
+        Falcon=("", dict(sizes, num_attention_heads=4), "FalconForCausalLM with attention of its"),
+        Llama4Text=("Llama4ForCausalLM", dict(SIZES, num_local_experts=1), "chunked_attention"),
+        Gemma3=(
+            "ForConditionalGeneration", dict(text_config=text, vision_config=vision),
+            "give model.get_decoder.* got Gemma3ForConditionalGeneration of several parts",
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", refused())
+def test_models_of_another_form_are_refused(family):
+    kind, settings, told = refused()[family]
+    config = getattr(transformers, family + "Config")(**settings)
+    name = kind if hasattr(transformers, kind) else family + (kind or "ForCausalLM")
+    model = getattr(transformers, name)(config)
+    with pytest.raises(ValueError, match=f"model must be .*{told}"):
+        use_sparse_attention(model)
+
+
+@torch.no_grad()
+def test_a_language_model_of_several_parts():
+    text = dict(SIZES, layer_types=["full_attention"] * 2, sliding_window=8)
+    vision = dict(SIZES, image_size=32, patch_size=8)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    decoder = use_sparse_attention(model.get_decoder(), **SPARSE)
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    (ids,) = prompts(40)
+    sparse = decoder(ids).last_hidden_state
+    use_dense_attention(decoder)
+    assert (decoder(ids).last_hidden_state - sparse).abs().max() > 1e-2
+
+
+def test_calls_of_another_form_are_refused():
+    with pytest.raises(ValueError, match="model must be a PreTrainedModel of transformers, got"):
+        use_sparse_attention(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="model must be a PreTrainedModel of transformers, got"):
+        use_dense_attention(None)
+    model, (text,) = use_sparse_attention(tiny(attention_dropout=0.1), **SPARSE), prompts(20)
+    with pytest.raises(ValueError, match="attention_dropout must be 0 .* got 0.1: set"):
+        model.train()(text)
+    with pytest.raises(ValueError, match="output_attentions must be False with sparse attention"):
+        model.eval()(text, output_attentions=True)
+    model = use_sparse_attention(tiny(), **SPARSE, selection_stride=4)
+    with pytest.raises(ValueError, match="selection_stride must be 1 to decode, got 4"):
+        model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=2)
+    with pytest.raises(ValueError, match="nsa.* is not supported"):
+        model.generate_batch([text[0].tolist()])
