@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionInterface, PreTrainedModel, __version__
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..checks.scalars import shown
 from ..config import NSAConfig
@@ -21,7 +22,15 @@ Model = TypeVar("Model")
 
 
 def register() -> None:
-    """Make "nsa" an attention implementation of transformers."""
+    """Make "nsa" an attention implementation of transformers.
+
+    Raises:
+        ImportError: a version whose masks are asked for in another way.
+    """
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError(
+            f"native_sparse_attention.hf needs transformers 5.17 or later, got {__version__}"
+        )
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sparse_mask)
 
