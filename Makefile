@@ -1,7 +1,7 @@
 # Needs `pip install -e '.[dev]'`; `make ci` needs only python3.
 PYTHON ?= python
 
-.PHONY: check test gpu sanitize bench docs ci
+.PHONY: check test gpu sanitize bench docs site ci
 
 check:  ## lint, format, types
 	$(PYTHON) -m ruff check .
@@ -39,6 +39,9 @@ docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) -m benchmarks.host --table
 	$(PYTHON) -m benchmarks.learning --table
 	$(PYTHON) -m benchmarks.recall --table
+
+site:  ## the documentation as pages under site/; needs the `docs` extra
+	$(PYTHON) -m mkdocs build --strict
 
 ci:  ## the whole gate, in environments of its own
 	.ci/run
