@@ -1,7 +1,7 @@
 """Against the published package native-sparse-attention-pytorch, with random weights everywhere.
 
 0.2.3 where the stride d is given, 0.1.12 where it is not. Outputs and every gradient, wherever the
-published layer is sane; `docs/semantics.md` lists where it is not.
+published layer is sane; `docs/differences.md` lists where it is not.
 """
 
 from contextlib import nullcontext
