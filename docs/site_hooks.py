@@ -3,6 +3,7 @@ GitHub follows them, and formulas as MathML, which browsers draw without a scrip
 
 from __future__ import annotations
 
+import functools
 import html
 import posixpath
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,8 +30,9 @@ PAGES = {
 ASSETS = ("LICENSE", "CITATION.cff", "train_enwik8.py", *(
     path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").glob("*.py"))
 ))
-SITE_PATHS = {source: page for page, source in PAGES.items()} | {"README.md": "index.md"}
-SOURCES = {page: source for source, page in SITE_PATHS.items()} | dict.fromkeys(README, "README.md")
+SITE_PATHS = {source: page for page, source in PAGES.items()}
+SOURCES = PAGES | dict.fromkeys(README, "README.md")
+anchor_of = functools.partial(slugify(case="lower"), sep="-")
 
 
 def sections(text: str, names: tuple[str, ...]) -> str:
@@ -59,6 +62,9 @@ def moved(link: str, page: str) -> str:
         return link
     source = SOURCES.get(page, f"docs/{page}")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    if path == "README.md":  # the half that has this heading
+        halves = [half for half, names in README.items() if anchor in map(anchor_of, names)]
+        path = halves[0] if anchor else "index.md"
     path = SITE_PATHS.get(path, path.removeprefix("docs/"))
     return posixpath.relpath(path, posixpath.dirname(page) or ".") + hash + anchor
 

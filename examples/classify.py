@@ -1,0 +1,92 @@
+"""A classifier of long strings, not causal: are the two capital letters of a string the same?
+
+    python examples/classify.py
+    python examples/classify.py --quick
+
+A string is random small letters with two capitals, at least half its length apart. The answer is
+read off a token in front of the string. The window reaches 8 tokens, so only the compressed branch
+and the selected blocks can carry the capitals there.
+"""
+
+import argparse
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from native_sparse_attention import SparseAttention
+
+LETTERS = 4  # small ones are tokens 0 to 3, capitals 4 to 7
+FRONT = 2 * LETTERS
+
+
+def strings(count, length, device):
+    """Tokens [count, length] and classes [count]: 1 if the capitals are the same letter."""
+    draw = functools.partial(torch.randint, size=(count,), device=device)
+    ids = torch.randint(LETTERS, (count, length), device=device)
+    rows = torch.arange(count, device=device)
+    same, letter = draw(2), draw(LETTERS)
+    other = torch.where(same == 1, letter, (letter + draw(1, LETTERS)) % LETTERS)
+    first = draw(1, length // 2)
+    second = length // 2 + (first + draw(length // 2)).clamp(max=length // 2 - 1)
+    ids[rows, first], ids[rows, second] = LETTERS + letter, LETTERS + other
+    ids[:, 0] = FRONT
+    return ids, same
+
+
+class Classifier(nn.Module):
+    def __init__(self, dim=64, depth=2):
+        super().__init__()
+        sizes = dict(compress_block_size=8, compress_block_sliding_stride=4)
+        sizes |= dict(selection_block_size=8, num_selected_blocks=4, sliding_window_size=8)
+        self.embed = nn.Embedding(FRONT + 1, dim)
+        self.attention = nn.ModuleList(
+            SparseAttention(dim, dim_head=16, heads=4, kv_heads=2, **sizes) for _ in range(depth)
+        )  # causal=False is the default
+        self.mlp = nn.ModuleList(
+            nn.Sequential(nn.RMSNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+            for _ in range(depth)
+        )
+        self.head = nn.Sequential(nn.RMSNorm(dim), nn.Linear(dim, 2))
+
+    def forward(self, ids, mask=None):
+        x = self.embed(ids)
+        for attention, mlp in zip(self.attention, self.mlp, strict=True):
+            x = x + attention(x, mask=mask)
+            x = x + mlp(x)
+        return self.head(x[:, 0])
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.steps, args.length = 20, 64
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Classifier().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    for step in range(1, args.steps + 1):
+        ids, classes = strings(args.batch, args.length, device)
+        loss = F.cross_entropy(model(ids), classes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % max(1, args.steps // 10) == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+    with torch.no_grad():
+        ids, classes = strings(512, args.length, device)
+        right = (model(ids).argmax(-1) == classes).float().mean().item()
+    print(f"right on new strings: {right:.2f} (0.50 by chance)")
+    return right
+
+
+if __name__ == "__main__":
+    main()
