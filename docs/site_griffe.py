@@ -1,4 +1,4 @@
-"""Shows the arguments that `takes_documents` adds to a function, which no source text spells out."""
+"""Shows the arguments that the decorator `takes_documents` adds to a function."""
 
 from __future__ import annotations
 
@@ -32,5 +32,6 @@ class TakesDocuments(griffe.Extension):
                 griffe.Parameter(name, annotation="Tensor | None", kind=keyword, default="None")
             )
         # the entries end the section `Args:`
-        parts = re.split(r"\n\n(?=Returns:|Raises:|The remaining)", func.docstring.value, maxsplit=1)
-        func.docstring.value = f"{parts[0]}\n{documentation()}\n\n{parts[1]}"
+        text = func.docstring.value
+        before, after = re.split(r"\n\n(?=Returns:|Raises:|The remaining)", text, maxsplit=1)
+        func.docstring.value = f"{before}\n{documentation()}\n\n{after}"

@@ -19,7 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # pages of files outside docs/; "README.md" is cut in two at its headings of second level
 README = {
     "index.md": ("", "How fast it is", "When not to use it"),
-    "model.md": ("In your own model", "Arguments of `SparseAttention`", "What else is in the package"),
+    "model.md": (
+        "In your own model",
+        "Arguments of `SparseAttention`",
+        "What else is in the package",
+    ),
 }
 PAGES = {
     "contributing.md": "CONTRIBUTING.md",
@@ -27,9 +31,12 @@ PAGES = {
     "data.md": "data/README.md",
 }
 # files that pages link to
-ASSETS = ("LICENSE", "CITATION.cff", "train_enwik8.py", *(
-    path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").glob("*.py"))
-))
+ASSETS = (
+    "LICENSE",
+    "CITATION.cff",
+    "train_enwik8.py",
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").glob("*.py"))),
+)
 SITE_PATHS = {source: page for page, source in PAGES.items()}
 SOURCES = PAGES | dict.fromkeys(README, "README.md")
 anchor_of = functools.partial(slugify(case="lower"), sep="-")
@@ -38,7 +45,8 @@ anchor_of = functools.partial(slugify(case="lower"), sep="-")
 def sections(text: str, names: tuple[str, ...]) -> str:
     """The named sections of a page, each with its heading; "" is the part before the first."""
     parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    by_name = {part.splitlines()[0].removeprefix("## "): part for part in parts[1:]} | {"": parts[0]}
+    by_name = {"": parts[0]}
+    by_name |= {part.splitlines()[0].removeprefix("## "): part for part in parts[1:]}
     return "".join(by_name[name] for name in names)
 
 

@@ -1,11 +1,12 @@
-"""A classifier of long strings, not causal: are the two capital letters of a string the same?
+"""A classifier of long strings, not causal: which of its two capitals is later in the alphabet?
 
     python examples/classify.py
     python examples/classify.py --quick
 
 A string is random small letters with two capitals, at least half its length apart. The answer is
 read off a token in front of the string. The window reaches 8 tokens, so only the compressed branch
-and the selected blocks can carry the capitals there.
+and the selected blocks can carry the capitals there. Of 4 letters, a guess is right 0.44 of the
+time, and who sees one capital only is right 0.63 of the time.
 """
 
 import argparse
@@ -22,52 +23,55 @@ FRONT = 2 * LETTERS
 
 
 def strings(count, length, device):
-    """Tokens [count, length] and classes [count]: 1 if the capitals are the same letter."""
+    """Tokens [count, length], and the later of the two capitals of each, 0 to 3."""
     draw = functools.partial(torch.randint, size=(count,), device=device)
     ids = torch.randint(LETTERS, (count, length), device=device)
-    rows = torch.arange(count, device=device)
-    same, letter = draw(2), draw(LETTERS)
-    other = torch.where(same == 1, letter, (letter + draw(1, LETTERS)) % LETTERS)
+    rows, one, two = torch.arange(count, device=device), draw(LETTERS), draw(LETTERS)
     first = draw(1, length // 2)
     second = length // 2 + (first + draw(length // 2)).clamp(max=length // 2 - 1)
-    ids[rows, first], ids[rows, second] = LETTERS + letter, LETTERS + other
+    ids[rows, first], ids[rows, second] = LETTERS + one, LETTERS + two
     ids[:, 0] = FRONT
-    return ids, same
+    return ids, torch.maximum(one, two)
 
 
 class Classifier(nn.Module):
-    def __init__(self, dim=64, depth=2):
+    def __init__(self, dim=64):
         super().__init__()
-        sizes = dict(compress_block_size=8, compress_block_sliding_stride=4)
-        sizes |= dict(selection_block_size=8, num_selected_blocks=4, sliding_window_size=8)
         self.embed = nn.Embedding(FRONT + 1, dim)
-        self.attention = nn.ModuleList(
-            SparseAttention(dim, dim_head=16, heads=4, kv_heads=2, **sizes) for _ in range(depth)
-        )  # causal=False is the default
-        self.mlp = nn.ModuleList(
-            nn.Sequential(nn.RMSNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-            for _ in range(depth)
+        self.attention = SparseAttention(
+            dim,
+            dim_head=16,
+            heads=4,
+            kv_heads=2,
+            sliding_window_size=8,
+            compress_block_size=8,
+            compress_block_sliding_stride=4,
+            selection_block_size=8,
+            num_selected_blocks=4,
+            causal=False,  # the default; a query sees all windows, and all blocks are candidates
         )
-        self.head = nn.Sequential(nn.RMSNorm(dim), nn.Linear(dim, 2))
+        self.mlp = nn.Sequential(
+            nn.RMSNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        )
+        self.head = nn.Sequential(nn.RMSNorm(dim), nn.Linear(dim, LETTERS))
 
-    def forward(self, ids, mask=None):
+    def forward(self, ids):  # [b, n] -> [b, letters]
         x = self.embed(ids)
-        for attention, mlp in zip(self.attention, self.mlp, strict=True):
-            x = x + attention(x, mask=mask)
-            x = x + mlp(x)
+        x = x + self.attention(x)
+        x = x + self.mlp(x)
         return self.head(x[:, 0])
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--quick", action="store_true", help="a few steps on short strings")
     args = parser.parse_args(argv)
     if args.quick:
-        args.steps, args.length = 20, 64
+        args.steps, args.length = 30, 64
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,9 +86,9 @@ def main(argv=None):
         if step % max(1, args.steps // 10) == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     with torch.no_grad():
-        ids, classes = strings(512, args.length, device)
+        ids, classes = strings(256, args.length, device)
         right = (model(ids).argmax(-1) == classes).float().mean().item()
-    print(f"right on new strings: {right:.2f} (0.50 by chance)")
+    print(f"right on new strings: {right:.2f} (0.63 from one capital, 0.44 by a guess)")
     return right
 
 

@@ -1,7 +1,7 @@
 """A small GPT on the bytes of a text file. Every layer attends by SparseAttention.
 
-    python examples/gpt.py FILE        train on FILE, then continue a line of it
-    python examples/gpt.py --quick     a few steps on this file
+python examples/gpt.py FILE        train on FILE, then continue a line of it
+python examples/gpt.py --quick     a few steps on this file
 """
 
 import argparse
@@ -20,7 +20,14 @@ class Block(nn.Module):
         compressed = dict(compress_block_size=16, compress_block_sliding_stride=8)
         selected = dict(selection_block_size=16, num_selected_blocks=4)
         self.attention = SparseAttention(
-            dim, dim // 4, 4, kv_heads=2, causal=True, sliding_window_size=64, **compressed, **selected
+            dim,
+            dim // 4,
+            4,
+            kv_heads=2,
+            causal=True,
+            sliding_window_size=64,
+            **compressed,
+            **selected,
         )  # normalises its input
         self.mlp = nn.Sequential(
             nn.RMSNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)

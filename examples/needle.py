@@ -7,10 +7,11 @@ Nothing is trained. Keys are random, with variance 1 in each feature. One of the
 holds `strength` times the direction of the last query. A needle is found if the last query selects
 its block. The columns are settings of the layer that rank blocks differently:
 
-* mean of 32: compressed keys are means of 32 tokens, a block scores their mean logit. A mean keeps
-  1/32 of the needle and 1/sqrt(32) of the noise, so a weak needle drowns.
+* mean of 32: compressed keys are means of 32 tokens, and a block scores their mean logit, in effect
+  a mean over its 64 tokens. A mean of m tokens keeps 1/m of the needle and 1/sqrt(m) of the noise,
+  so a weak needle drowns.
 * softmax of 32: the same compressed keys, scored by softmax mass as in the paper.
-* max of tokens: every key is scored, and a block has its largest logit.
+* max of tokens: every key has a logit, and a block scores its largest one.
 
 A trained network of compression can learn to keep what is looked for; a mean cannot. This shows
 what the rules can find before anything has learned.
@@ -23,7 +24,7 @@ import torch
 from native_sparse_attention import select_blocks
 
 HEADS, KV_HEADS, D = 8, 2, 64
-BLOCK = 64
+BLOCK, SELECTED = 64, 8  # tokens of a block, blocks of a query
 RULES = {
     "mean of 32": dict(l=32, d=16, importance="logits"),
     "softmax of 32": dict(l=32, d=16, importance="probs"),
@@ -42,8 +43,8 @@ def haystack(length, strength, batch, device):
 
 def means(k, l, d):
     """Compressed keys [b, n / d, k, d]: means of the l tokens that end at each multiple of d."""
-    b, n, h, width = k.shape
-    padded = torch.cat([k.new_zeros(b, l - d, h, width), k], dim=1)  # tokens before 0 are zeros
+    before = k.new_zeros(len(k), l - d, *k.shape[2:])  # tokens before 0 are zeros
+    padded = torch.cat([before, k], dim=1)
     return padded.unfold(1, l, d).mean(dim=-1)
 
 
@@ -56,7 +57,7 @@ def found(length, strength, rule, batch, device):
         compress_block_size=rule["l"],
         compress_block_sliding_stride=rule["d"],
         selection_block_size=BLOCK,
-        num_selected_blocks=8,
+        num_selected_blocks=SELECTED,
         importance=rule["importance"],
         seq_len=length,
     )  # [b, 1, k, n]
@@ -67,7 +68,7 @@ def found(length, strength, rule, batch, device):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
-    parser.add_argument("--batch", type=int, default=32, help="haystacks for each number")
+    parser.add_argument("--batch", type=int, default=16, help="haystacks for a number")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args(argv)
     if args.quick:
@@ -76,13 +77,17 @@ def main(argv=None):
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rates = {}
-    print("tokens  strength  " + "  ".join(RULES) + "   by chance")
+    print("tokens  strength  " + "  ".join(RULES) + "  by chance")
     for length in args.lengths:
         for strength in (0, 8, 16, 32):
-            row = [found(length, strength, rule, args.batch, device) for rule in RULES.values()]
-            rates[length, strength] = dict(zip(RULES, row, strict=True))
-            shown = "".join(f"{rate:{len(name) + 2}.2f}" for name, rate in rates[length, strength].items())
-            print(f"{length:6}  {strength:8}{shown}  {8 / (length // BLOCK - 1):10.2f}")
+            row = {
+                name: found(length, strength, rule, args.batch, device)
+                for name, rule in RULES.items()
+            }
+            shown = "  ".join(f"{rate:{len(name)}.2f}" for name, rate in row.items())
+            chance = SELECTED / (length // BLOCK - 1)
+            print(f"{length:6}  {strength:8}  {shown}  {chance:9.2f}")
+            rates[length, strength] = row
     return rates
 
 

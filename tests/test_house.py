@@ -47,7 +47,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
 AROUND = sorted(
     path
-    for folder in ("benchmarks", "tests", "training")
+    for folder in ("benchmarks", "examples", "tests", "training")
     for path in (ROOT / folder).rglob("*.py")
     if ".published" not in path.parts
 )
@@ -224,6 +224,19 @@ assert not loaded, f"the import loaded {loaded}"
     )
 
 
+def test_import_warns_of_nothing():
+    """Warnings that dependencies give at their own import are theirs."""
+    run_python(
+        """
+import torch, einops, einx, local_attention, rotary_embedding_torch, warnings
+
+warnings.simplefilter("error")
+
+import native_sparse_attention, native_sparse_attention.masks, native_sparse_attention.compress
+"""
+    )
+
+
 def test_import_loads_no_compiler():
     """Compilers and symbolic shapes take seconds to load; the code that needs them imports them."""
     run_python(
@@ -291,8 +304,8 @@ def test_file_is_short_enough_to_read(path):
 
 def published_files() -> list[Path]:
     """What a reader of the repository sees, less pictures, other people's data and packages."""
-    folders = (PACKAGE, "tests", "docs", "benchmarks", "training", ".ci", ".github")
-    kinds = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ""}
+    folders = (PACKAGE, "tests", "docs", "examples", "benchmarks", "training", ".ci", ".github")
+    kinds = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".js", ".css", ".cff", ""}
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     return sorted(
         path

@@ -1,0 +1,68 @@
+"""The programs of examples/ run, in miniature."""
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_has_a_test():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"gpt", "needle", "classify"}
+
+
+def test_gpt(capsys, tmp_path):
+    """It learns, and continues the file that it was given."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    loss = example("gpt").main([str(text), "--quick"])
+    assert loss < math.log(256) - 1  # what a guess costs
+    assert "the quick brown fox" in capsys.readouterr().out
+
+
+def test_gpt_decodes_what_it_computes():
+    """Through caches as in one forward."""
+    module = example("gpt")
+    torch.manual_seed(0)
+    model, ids = module.GPT(dim=32, depth=2), torch.randint(256, (1, 40))
+    caches = [module.KVCache() for _ in model.blocks]
+    with torch.no_grad():
+        parts = [model(ids[:, :30], caches), model(ids[:, 30:], caches)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_needle():
+    """A strong needle is found by every rule, a weak one by a look at every token."""
+    rates = example("needle").main(["--quick"])
+    assert min(rates[2048, 32].values()) == 1
+    assert rates[2048, 8]["max of tokens"] == 1
+    assert rates[2048, 0]["mean of 32"] < 0.7
+
+
+def test_classify(capsys):
+    right = example("classify").main(["--quick"])
+    assert 0.3 < right <= 1  # 30 steps do not learn it
+    assert f"right on new strings: {right:.2f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length", [64, 256])
+def test_classes_of_strings(length):
+    """Two capitals in each string, half of it apart at least; the class is the later of them."""
+    module = example("classify")
+    ids, classes = module.strings(64, length, "cpu")
+    rows, at = (ids[:, 1:] >= module.LETTERS).nonzero().T
+    at = at[ids[:, 1:][rows, at] < module.FRONT].view(64, 2)
+    assert (at[:, 1] - at[:, 0] >= length // 2).all()
+    capitals = ids[:, 1:].gather(1, at) - module.LETTERS
+    assert torch.equal(capitals.amax(dim=1), classes)

@@ -1,0 +1,70 @@
+"""What a release promises: one version everywhere, and a reference that has every public name."""
+
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import native_sparse_attention
+from native_sparse_attention import masks
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_one_version_everywhere():
+    (version,) = re.findall(r'^version = "(.+)"$', read("pyproject.toml"), re.MULTILINE)
+    assert re.findall(r"^version: (.+)$", read("CITATION.cff"), re.MULTILINE) == [version]
+    released = re.findall(r"^## \[(\d.*?)\]", read("CHANGELOG.md"), re.MULTILINE)
+    to_come = re.findall(r"^To be released as (\S+?),", read("CHANGELOG.md"), re.MULTILINE)
+    assert version in (*to_come, *released[:1])
+    if native_sparse_attention.__version__ != "0+unknown":
+        assert native_sparse_attention.__version__ == version, "install the package again"
+
+
+def test_reference_has_every_public_name():
+    found = []
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        found += re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    package = "native_sparse_attention"
+    public = {f"{package}.{name}" for name in native_sparse_attention.__all__}
+    public |= {f"{package}.masks.{name}" for name in masks.__all__}
+    assert public <= set(found), sorted(public - set(found))
+    assert len(found) == len(set(found)), "a name stands on two pages"
+    (nav,) = re.findall(r"^nav:\n(.*?)^\S", read("mkdocs.yml"), re.DOTALL | re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= set(re.findall(r"(\S+\.md)$", nav, re.MULTILINE)), "a page is not in the menu"
+
+
+def test_citation_names_the_paper():
+    pytest.importorskip("yaml")
+    import yaml
+
+    citation = yaml.safe_load(read("CITATION.cff"))
+    (paper,) = citation["references"]
+    assert paper["url"].endswith("2502.11089") and len(paper["authors"]) == 15
+    assert citation["cff-version"] == "1.2.0" and citation["license"] == "MIT"
+
+
+def test_wheel_check_refuses_other_files(tmp_path, monkeypatch):
+    """`.ci/wheel.py`, which runs on each wheel that is built."""
+    import runpy
+    import sys
+
+    def check(*names: str) -> None:
+        wheel = tmp_path / "a.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name in names:
+                archive.writestr(name, "")
+        monkeypatch.setattr(sys, "argv", ["wheel.py", str(wheel)])
+        runpy.run_path(str(ROOT / ".ci" / "wheel.py"), run_name="__main__")
+
+    good = ("native_sparse_attention/__init__.py", "native_sparse_attention/py.typed")
+    check(*good, "native_sparse_attention-0.1.0.dist-info/METADATA")
+    for bad in (good[:1], (*good, "tests/test_cost.py"), (*good, "benchmarks/__init__.py")):
+        with pytest.raises(SystemExit, match="wheel"):
+            check(*bad)
