@@ -111,7 +111,7 @@ function nsaCost(settings, T, batch = 1, size = 2) {
   const rankingEntry = (indexed ? c.index_heads * indexDim : K * D) * size;
   let [cache, step] = [0, 0];
   if (c.causal) {
-    const ownWindow = sets > 1 && c.branches.at(-1) === "window";
+    const ownWindow = sets > 1 && c.branches[c.branches.length - 1] === "window";
     const ofWindows = networks === 2 ? entry : rankingEntry * networks;
     cache = batch * ((ownWindow ? 2 : 1) * T * entry + Math.floor(T / d) * ofWindows);
     const read = totalRead(T, T + 1, c) - (has("compressed") ? c.num_compressed_mem_kv : 0);
@@ -181,6 +181,7 @@ function costPage(root) {
     if (text) node.textContent = text;
     return parent.appendChild(node);
   };
+  root.replaceChildren();
   const form = make("form", "", root);
   const problem = make("p", "", root);
   const result = make("div", "", root);

@@ -5,8 +5,8 @@
 
 A string is random small letters with two capitals, at least half its length apart. The answer is
 read off a token in front of the string. The window reaches 8 tokens, so only the compressed branch
-and the selected blocks can carry the capitals there. Of 4 letters, a guess is right 0.44 of the
-time, and who sees one capital only is right 0.63 of the time.
+and the selected blocks can carry the capitals there. With 4 letters, the best guess is right 0.44
+of the time, and a model that sees one of the capitals at most 0.63 of the time.
 """
 
 import argparse
