@@ -10,6 +10,7 @@ const COST_DEFAULTS = {
   branches: ["compressed", "selected", "window"], dense_length: 0, branch_kv: "shared",
   num_compressed_mem_kv: 1, attention_sinks: false, compress_mlp_expand_factor: 1,
   rank_rotated: false, index_dim: null, index_heads: 1,
+  qkv_bias: false, out_bias: false, qk_norm: false,
   mean: false, // whether compress_mlp is MeanPool()
 };
 
@@ -90,7 +91,9 @@ function nsaCost(settings, T, batch = 1, size = 2) {
   const gates = c.branches.length > 1 ? c.branches.length * H : 0;
   const index = indexed ? c.dim * (K + c.index_heads) * indexDim : 0;
   const weights = c.dim * ((2 * H + 2 * K * sets) * D + gates) + index;
-  let parameters = weights + gates + (c.norm ? c.dim : 0);
+  const besides = (kvSets) => (c.norm ? c.dim : 0) + (c.qkv_bias ? (H + 2 * K * kvSets) * D : 0)
+    + (c.out_bias ? c.dim : 0) + (c.qk_norm ? 2 * D : 0);
+  let parameters = weights + gates + besides(sets);
   if (c.attention_sinks) parameters += c.branches.length * H;
   if (has("compressed")) {
     parameters += 2 * K * D * (c.num_compressed_mem_kv + l);
@@ -121,7 +124,7 @@ function nsaCost(settings, T, batch = 1, size = 2) {
 
   // dense attention of the same width, heads and norm
   const denseWeights = c.dim * (2 * H + 2 * K) * D;
-  const denseParameters = denseWeights + (c.norm ? c.dim : 0);
+  const denseParameters = denseWeights + besides(1);
   const denseAttention = 4 * D * H * batch * (c.causal ? T * (T + 1) / 2 : T * T);
   const denseCache = c.causal ? batch * T * entry : 0;
   return {

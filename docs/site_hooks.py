@@ -30,14 +30,12 @@ PAGES = {
     "changelog.md": "CHANGELOG.md",
     "data.md": "data/README.md",
 }
-# files that pages link to
-ASSETS = (
-    "LICENSE",
-    "CITATION.cff",
-    "train_enwik8.py",
-    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").glob("*.py"))),
-)
+# programs, shown as pages
+PROGRAMS = {f"examples/{path.stem}.md": path for path in (ROOT / "examples").glob("*.py")}
+# files that pages link to, as they are
+ASSETS = ("LICENSE", "CITATION.cff")
 SITE_PATHS = {source: page for page, source in PAGES.items()}
+SITE_PATHS |= {path.relative_to(ROOT).as_posix(): page for page, path in PROGRAMS.items()}
 SOURCES = PAGES | dict.fromkeys(README, "README.md")
 anchor_of = functools.partial(slugify(case="lower"), sep="-")
 
@@ -58,6 +56,9 @@ def on_files(files, config):
         files.append(File.generated(config, page, content=text))
     for page, source in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for page, path in PROGRAMS.items():
+        text = f"# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+        files.append(File.generated(config, page, content=text))
     for asset in ASSETS:
         files.append(File.generated(config, asset, abs_src_path=str(ROOT / asset)))
     return files

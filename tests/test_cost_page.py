@@ -22,11 +22,11 @@ CONFIG = dict(
 VARIED = [
     {},
     dict(num_initial_blocks=1, num_local_blocks=2, num_compressed_mem_kv=0),
-    dict(branch_kv="independent", norm=False, attention_sinks=True),
+    dict(branch_kv="independent", norm=False, attention_sinks=True, qkv_bias=True),
     dict(selection_stride=4, query_heads_share_selected_kv=False, num_local_blocks=0),
     dict(compress_block_size=16, compress_block_sliding_stride=16, num_initial_blocks=2),
     dict(importance="probs", kv_heads=4, compress_mlp_expand_factor=0.3),
-    dict(num_selected_blocks=0),
+    dict(num_selected_blocks=0, out_bias=True, qk_norm=True),
     dict(branches=["compressed", "window"], branch_kv="independent"),
     dict(branches=["window"]),
     dict(branches=["selected"], importance="max", dense_length=20, num_local_blocks=3),
@@ -36,6 +36,11 @@ VARIED = [
         compress_block_sliding_stride=1,
     ),
 ]  # fmt: skip
+# settings of NSAConfig that no count depends on
+WITHOUT_COST = {
+    "backend", "block_sizes", "index_pool", "interpolated_importance_score", "qk_norm_eps",
+    "recompute", "scale", "soft_cap", "use_diff_topk",
+}  # fmt: skip
 GRID = [
     (settings | dict(causal=causal), T, mean)
     for settings, causal, T, mean in itertools.product(
@@ -47,7 +52,7 @@ GRID = [
 def evaluate(expression: str):
     """The value of an expression in JavaScript that uses the script's functions."""
     if node := shutil.which("node"):
-        code = f"const {{nsaCost}} = require({json.dumps(str(SCRIPT))});"
+        code = f"const {{nsaCost, COST_DEFAULTS}} = require({json.dumps(str(SCRIPT))});"
         code += f"console.log(JSON.stringify({expression}))"
         done = subprocess.run([node, "-"], input=code, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -56,6 +61,11 @@ def evaluate(expression: str):
     context = quickjs.Context()
     context.eval(SCRIPT.read_text(encoding="utf-8"))
     return json.loads(context.eval(f"JSON.stringify({expression})"))
+
+
+def test_script_knows_every_setting():
+    names = {field.name for field in dataclasses.fields(NSAConfig)}
+    assert names - WITHOUT_COST == set(evaluate("Object.keys(COST_DEFAULTS)")) - {"mean"}
 
 
 def test_counts_what_nsa_cost_counts():

@@ -3,17 +3,23 @@
 import re
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import native_sparse_attention
-from native_sparse_attention import masks
+from native_sparse_attention import masks, recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+def own_names(module: ModuleType) -> list[str]:
+    """The functions and classes that a module defines."""
+    return [n for n, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
 
 
 def test_one_version_everywhere():
@@ -32,6 +38,8 @@ def test_reference_has_every_public_name():
         found += re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     package = "native_sparse_attention"
     public = {f"{package}.{name}" for name in native_sparse_attention.__all__}
+    public -= {f"{package}.recipes"}  # a module, whose functions stand there
+    public |= {f"{package}.recipes.{name}" for name in own_names(recipes)}
     public |= {f"{package}.masks.{name}" for name in masks.__all__}
     assert public <= set(found), sorted(public - set(found))
     assert len(found) == len(set(found)), "a name stands on two pages"
