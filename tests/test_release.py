@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import native_sparse_attention
-from native_sparse_attention import masks, recipes
+from native_sparse_attention import masks, recipes, view
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,6 +40,7 @@ def test_reference_has_every_public_name():
     public = {f"{package}.{name}" for name in native_sparse_attention.__all__}
     public -= {f"{package}.recipes"}  # a module, whose functions stand there
     public |= {f"{package}.recipes.{name}" for name in own_names(recipes)}
+    public |= {f"{package}.view.{name}" for name in {*view.__all__} - {"collect"}}
     public |= {f"{package}.masks.{name}" for name in masks.__all__}
     assert public <= set(found), sorted(public - set(found))
     assert len(found) == len(set(found)), "a name stands on two pages"
