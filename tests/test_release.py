@@ -42,6 +42,8 @@ def test_reference_has_every_public_name():
     public |= {f"{package}.recipes.{name}" for name in own_names(recipes)}
     public |= {f"{package}.view.{name}" for name in {*view.__all__} - {"collect"}}
     public |= {f"{package}.masks.{name}" for name in masks.__all__}
+    names = read("native_sparse_attention/hf/__init__.py").rpartition("__all__ = ")[2]
+    public |= {f"{package}.hf.{name}" for name in re.findall(r'"(\w+)"', names)}
     assert public <= set(found), sorted(public - set(found))
     assert len(found) == len(set(found)), "a name stands on two pages"
     (nav,) = re.findall(r"^nav:\n(.*?)^\S", read("mkdocs.yml"), re.DOTALL | re.MULTILINE)
