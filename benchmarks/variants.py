@@ -110,6 +110,13 @@ VARIANTS: dict[str, Settings] = {
     # by "probs": kernels have no differentiable top-k by "max"
     "one softmax, probs, diff top-k": dict(ONE, importance="probs", use_diff_topk=True),
     "MLP over windows of 8": dict(THREE, compress_block_size=8, compress_block_sliding_stride=4),
+    "sum pooling": dict(THREE, compress_mlp={"name": "gain", "gain": 32.0}),
+    "paper, sum pooling": dict(
+        THREE,
+        compress_mlp={"name": "gain", "gain": 32.0},
+        importance="probs",
+        branch_kv="independent",
+    ),
     "published, begun as the mean": dict(
         THREE, num_initial_blocks=0, num_local_blocks=1, compress_mlp="mean MLP"
     ),
