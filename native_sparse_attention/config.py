@@ -24,6 +24,7 @@ from .checks.tensors import (
     check_scale,
     check_selection,
 )
+from .presets import preset
 
 Layer = TypeVar("Layer")
 
@@ -234,6 +235,24 @@ class NSAConfig(AttentionConfig):
     attention_sinks: bool = False
     compress_mlp_expand_factor: float = 1.0
     backend: str = "auto"
+
+    @classmethod
+    def preset(cls, name: str, length: int | None = None, **settings: Any) -> NSAConfig:
+        """Settings by name.
+
+        Args:
+            name: "published", the three branches of the published package; "paper", those of the
+                paper: ranking by softmax mass, keys and values for each branch, an initial and two
+                local blocks; or "one-softmax", one softmax over initial, local and ranked blocks,
+                ranked by the largest logit of their tokens.
+            length: tokens of the longest sequences, which decides the sizes; long by default.
+            settings: other settings, dim, dim_head and heads among them, and those that replace
+                settings of the preset.
+
+        Raises:
+            ValueError: an unknown name, or settings that `NSAConfig` refuses.
+        """
+        return cls(**preset(name, length) | settings)
 
     def checked(self) -> dict[str, Any]:
         if self.compress_block_sliding_stride is None:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-FORMAT = 1
+FORMAT = 2
 # fixed length of a record, so that a shorter file is a torn file
 RECORD = 1024
 CONFIG, BEST = "config.json", "best.safetensors"
@@ -40,7 +40,8 @@ CHANGEABLE = {
 SHAPE = ("dim", "depth", "heads", "kv_heads", "dim_head", "ff_expansion_factor")
 SPARSE = (
     *("sliding_window_size", "compress_block_size", "compress_block_sliding_stride"),
-    *("selection_block_size", "num_selected_blocks", "importance", "selection_stride", "backend"),
+    *("selection_block_size", "num_selected_blocks", "num_initial_blocks", "num_local_blocks"),
+    *("importance", "selection_stride", "backend"),
 )
 
 
@@ -165,12 +166,15 @@ def identity(config: Mapping[str, Any]) -> str:
 
 def model_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of Transformer from the settings of a run."""
-    sparse = settings["attention"] == "sparse"
+    sparse = settings["attention"] != "dense"
+    given: dict[str, Any] = {name: settings[name] for name in SPARSE}
+    if settings["attention"] == "one-softmax":
+        given |= dict(branches=("selected",), rank_rotated=True)
     return {
         "num_tokens": 256,
         "use_sparse_attn": sparse,
         "activation_checkpointing": settings["activation_checkpointing"] == "on",
-        "sparse_attn_kwargs": {name: settings[name] for name in SPARSE} if sparse else None,
+        "sparse_attn_kwargs": given if sparse else None,
         **{name: settings[name] for name in SHAPE},
     }
 

@@ -33,7 +33,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("ops", "dense"),
     ("masks", "ops.triton"),
     ("config", "ops.call"),
-    ("block_sizes",),
+    ("block_sizes", "presets"),
     ("ops.reference", "kernels.decode", "kernels.selected"),
     ("kernels.flash", "kernels.topk", "kernels"),
     ("kernels.common",),

@@ -26,7 +26,7 @@ def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
 
     Without the kernels, a compiled graph forms T x S scores, which do not fit for long texts.
     """
-    scores = cfg.attention == "sparse" and cfg.backend in ("eager", "flex") and cfg.seq_len > 8192
+    scores = cfg.attention != "dense" and cfg.backend in ("eager", "flex") and cfg.seq_len > 8192
     # nor is it known beforehand how long rows of packed documents are
     helps = cfg.device.startswith("cuda") and not scores and not cfg.pack
     if cfg.compile == "off" or (cfg.compile == "auto" and not helps):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from native_sparse_attention.presets import preset
 from native_sparse_attention.runs import CHANGEABLE, CONFIG, read_config, verify_config
 
 from .errors import UserError
@@ -47,15 +48,29 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+# tokens from which on one softmax is the attention of a new run
+ONE_SOFTMAX_FROM = 2048
+
+
 def new_settings(given: Namespace, table: Table) -> Namespace:
-    """The settings of a new run: what was given, the rest from the preset of the device."""
+    """The settings of a new run: what was given, the rest from the preset of the device, or from
+    that of one softmax (`NSAConfig.preset`)."""
     device = find_device(getattr(given, "device", None))
     column = 2 if device.startswith("cuda") else 1
-    cfg = Namespace(**{name: getattr(given, name, row[column]) for name, row in table.items()})
+    usual: dict[str, Any] = {name: row[column] for name, row in table.items()}
+    length = getattr(given, "seq_len", usual["seq_len"])
+    attention = getattr(given, "attention", usual["attention"])
+    if attention == "auto":
+        attention = "one-softmax" if length >= ONE_SOFTMAX_FROM else "sparse"
+    if attention == "one-softmax":
+        sizes = preset("one-softmax", length)
+        usual |= {name: value for name, value in sizes.items() if name in table}
+    usual |= vars(given) | dict(attention=attention)
+    cfg = Namespace(**{name: usual[name] for name in table})
     # half the cores: threads wait for each other, and all of them for one whose core is taken
     cfg.device, cfg.threads = device, cfg.threads or max(1, torch.get_num_threads() // 2)
     for name in ("compress_block_size", "selection_block_size"):
-        if cfg.attention == "sparse" and cfg.seq_len < (size := getattr(cfg, name)):
+        if cfg.attention != "dense" and cfg.seq_len < (size := getattr(cfg, name)):
             raise UserError(f"--seq-len {cfg.seq_len} is shorter than {option(name)} {size}")
     return cfg
 

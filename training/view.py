@@ -16,8 +16,8 @@ from .runs import write
 
 def check_view(given: Namespace, cfg: Namespace) -> bool:
     """Whether pages are asked for."""
-    if "view" in given and cfg.attention != "sparse":
-        raise UserError("--view goes with --attention sparse: dense attention reads all tokens")
+    if "view" in given and cfg.attention == "dense":
+        raise UserError("--view goes with sparse attention: dense attention reads all tokens")
     return "view" in given
 
 

@@ -177,7 +177,11 @@ def test_a_torn_best(run):
         ("lr", float("nan"), "lr must be a float of 0 or more, got nan"),
         ("lr", [1], "lr must be"),
         ("seed", 2**63, "seed must be"),
-        ("attention", "other", "attention must be one of sparse, dense, got 'other'"),
+        (
+            "attention",
+            "other",
+            "attention must be one of auto, sparse",
+        ),
         ("attention", ["sparse"], "attention must be one of"),
         ("data", 3, "data must be a string"),
         ("device", None, "device must be a string"),

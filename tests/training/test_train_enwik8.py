@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import train_enwik8 as script  # noqa: E402
+from native_sparse_attention import Transformer  # noqa: E402
+from native_sparse_attention.presets import preset  # noqa: E402
 from training.sample import generate  # noqa: E402
 
 TINY = [
@@ -123,6 +125,33 @@ def test_dense_twin_and_default_names(tmp_path, text):
         done = in_process(tmp_path, "--data", text, *plan, *TINY)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / f"runs/squares-dense-{number}/config.json").exists()
+
+
+def test_one_softmax(tmp_path, text):
+    """From 2048 tokens on it is what a new run trains, with sizes of its own; and whenever it is
+    asked for."""
+    sizes = [TINY.index(name) for name in ("--sliding-window-size", "--seq-len")]
+    tiny = TINY[: sizes[0]] + TINY[sizes[1] :]
+    plan = ["--steps", 2, "--sample-every", 0, "--batch-size", 1]
+    done = in_process(tmp_path, "--data", text, *tiny, *plan, "--seq-len", 2048)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs/squares-one-softmax-1"
+    settings = json.loads((run / "config.json").read_text())["settings"]
+    expected = preset("one-softmax", 2048)
+    assert all(settings[name] == expected[name] for name in settings.keys() & expected.keys())
+    model = Transformer.from_run(run)
+    for layer, _ in model.layers:
+        assert layer.branches == ("selected",) and layer.rank_rotated
+        assert layer.selection_block_size == expected["selection_block_size"]
+    done = in_process(tmp_path, "--resume", run.relative_to(tmp_path), "--steps", 3)
+    assert done.returncode == 0, done.stderr
+
+    sizes = ["--attention", "one-softmax", "--selection-block-size", 4, "--importance", "probs"]
+    done = in_process(tmp_path, "--data", text, *tiny, *plan, *sizes, "--name", "small")
+    assert done.returncode == 0, done.stderr
+    (layer, _), *_ = Transformer.from_run(tmp_path / "runs/small").layers
+    assert (layer.selection_block_size, layer.importance) == (4, "probs")
+    assert layer.compress_block_size == 1 and layer.num_selected_blocks == 16
 
 
 def test_finished_run_says_so(trained):

@@ -99,7 +99,7 @@ def test_what_is_no_sparse_run(folder, tmp_path, capsys, monkeypatch):
     assert "must have SparseAttention layers, got Transformer" in capsys.readouterr().err
     dense[dense.index("--name") + 1] = "other"
     done = in_process(folder, *dense, "--view", *TINY)
-    assert done.returncode == 2 and "--view goes with --attention sparse" in done.stderr
+    assert done.returncode == 2 and "--view goes with sparse attention" in done.stderr
 
 
 def test_a_failed_write_leaves_what_was_there(folder, tmp_path, capsys, monkeypatch):

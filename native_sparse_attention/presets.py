@@ -1,0 +1,57 @@
+"""Named settings, with sizes by the length of the sequences. docs/training.md compares them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .checks.scalars import check_int
+from .checks.tensors import check_choice
+
+PRESETS = ("published", "paper", "one-softmax")
+# sequences of at most so many tokens, and sizes for them
+THREE_BRANCHES: tuple[tuple[float, dict[str, int]], ...] = (
+    (
+        1024,
+        dict(
+            compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=16,
+            sliding_window_size=63,
+        ),
+    ),
+    (
+        4096,
+        dict(
+            compress_block_size=16, compress_block_sliding_stride=8, selection_block_size=32,
+            sliding_window_size=255,
+        ),
+    ),
+    (
+        float("inf"),
+        dict(
+            compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
+            sliding_window_size=511,
+        ),
+    ),
+)  # fmt: skip
+ONE_SOFTMAX: tuple[tuple[float, dict[str, int]], ...] = (
+    (16384, dict(selection_block_size=32, num_initial_blocks=2, num_local_blocks=16)),
+    (float("inf"), dict(selection_block_size=64, num_initial_blocks=1, num_local_blocks=8)),
+)
+FORMS: dict[str, dict[str, Any]] = {
+    "published": dict(num_selected_blocks=16),
+    "paper": dict(
+        importance="probs", branch_kv="independent", num_initial_blocks=1, num_local_blocks=2,
+        num_selected_blocks=13,
+    ),
+    "one-softmax": dict(
+        branches=("selected",), importance="max", rank_rotated=True, compress_block_size=1,
+        compress_block_sliding_stride=1, num_selected_blocks=16,
+    ),
+}  # fmt: skip
+
+
+def preset(name: str, length: int | None = None) -> dict[str, Any]:
+    """Settings of `NSAConfig.preset`."""
+    check_choice("name", name, PRESETS)
+    longest = float("inf") if length is None else check_int("length", length, 1)
+    sizes = ONE_SOFTMAX if name == "one-softmax" else THREE_BRANCHES
+    return FORMS[name] | next(found for limit, found in sizes if longest <= limit)
