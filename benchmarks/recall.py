@@ -48,7 +48,8 @@ LEFT_OUT = ("MLP over windows of 8", "1088 keys")
 # compression networks of the published form; "small" has a quarter of the hidden width
 NETWORKS: dict[str, Settings] = {
     "mean": {"name": "mean"},
-    "sum": {"name": "gain", "gain": 8.0},
+    "sum": {"name": "sum"},
+    "sum, another gain": {"name": "gain", "gain": 8.0},
     "twice the sum": {"name": "gain", "gain": 16.0},
     "attention": {"name": "attention"},
     "linear": {"name": "linear"},

@@ -28,6 +28,7 @@ from native_sparse_attention.compress import (
     ConvLinearCompress,
     GroupedMLP,
     MeanPool,
+    SumPool,
     default_compress_mlp,
 )
 from native_sparse_attention.initialization import reset
@@ -43,6 +44,7 @@ RECIPES = ("dense_first", "mixed")
 # name: of (head dimension, l, KV heads) and arguments
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mean": lambda dim_head, l, kv_heads: MeanPool(),
+    "sum": lambda dim_head, l, kv_heads: SumPool(dim_head),
     "attention": lambda dim_head, l, kv_heads: AttentionPool(dim_head, l),
     "mlp": lambda dim_head, l, kv_heads, **given: default_compress_mlp(dim_head, l, **given),
     "mean MLP": lambda dim_head, l, kv_heads, **given: MeanMLP(dim_head, l, **given),
@@ -110,10 +112,10 @@ VARIANTS: dict[str, Settings] = {
     # by "probs": kernels have no differentiable top-k by "max"
     "one softmax, probs, diff top-k": dict(ONE, importance="probs", use_diff_topk=True),
     "MLP over windows of 8": dict(THREE, compress_block_size=8, compress_block_sliding_stride=4),
-    "sum pooling": dict(THREE, compress_mlp={"name": "gain", "gain": 32.0}),
+    "sum pooling": dict(THREE, compress_mlp="sum"),
     "paper, sum pooling": dict(
         THREE,
-        compress_mlp={"name": "gain", "gain": 32.0},
+        compress_mlp="sum",
         importance="probs",
         branch_kv="independent",
     ),

@@ -87,6 +87,29 @@ class MeanPool(Started):
         return (windows_summed(segments, m) / (m * segments.shape[3])).to(segments.dtype)
 
 
+class SumPool(Started):
+    """The sum of a window's tokens, times a learned gain for each feature: `y = g * sum_l x_l`, g
+    [d] begun at 1.
+
+    Where one token of a window matters, its part of the mean is 1 / l, and logits of compressed
+    keys are small. With sums a layer learns associative recall sooner (docs/training.md).
+    """
+
+    def __init__(self, dim_head: int):
+        super().__init__()
+        (dim_head,) = check_ints(1, dim_head=dim_head)
+        self.gain = nn.Parameter(torch.ones(dim_head))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+    def forward(self, kv: Tensor) -> Tensor:
+        return kv.sum(dim=-2) * self.gain.to(kv.dtype)
+
+    def over(self, segments: Tensor, m: int) -> Tensor:
+        return (windows_summed(segments, m) * self.gain).to(segments.dtype)
+
+
 class ConvLinearCompress(Started):
     """One linear map of the window per head: `y_o = sum_(i, l) W[h, o, i, l] x[l, i] + b[h, o]`.
 
@@ -325,8 +348,8 @@ class CompressTransformer(Started):
         return rearrange(x, "(b w) 1 (h d) -> b h w d", b=b, w=w, h=h).to(kv.dtype)
 
 
-Sliding = MeanPool | SingleProjection
-SLIDING = (MeanPool, SingleProjection)
+Sliding = MeanPool | SumPool | SingleProjection
+SLIDING = (MeanPool, SumPool, SingleProjection)
 # types of their submodules
 PARTS: tuple[list[type], ...] = ([], [LinearPerHead], [nn.Sequential, Rearrange, nn.Linear])
 

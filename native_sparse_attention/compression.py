@@ -18,6 +18,7 @@ from .checks.networks import check_compress_mlp, copied
 from .checks.scalars import check_hidden
 from .compress import (
     MeanPool,
+    SumPool,
     count_freely,
     default_compress_mlp,
     slide,
@@ -119,14 +120,19 @@ class CompressionLayer(RotaryLayer):
             }
             return self.compress(windows)
         k, v = raw["k"], raw.get("v")
-        if all(isinstance(net, MeanPool) for net in sliding) and dispatch.takes_kernels(
+        if all(isinstance(net, MeanPool | SumPool) for net in sliding) and dispatch.takes_kernels(
             backend, "compress_mean", k.transpose(1, 2), (k if v is None else v).transpose(1, 2)
         ):
             n = blocks.num_windows(k.shape[2], d, causal=self.causal)
             if v is not None:
                 positions = self.k_intrablock_positions, self.v_intrablock_positions
-                return means(k, v, *positions, l, d, n)
-            if not self.use_diff_topk and (self.to_index is None or not torch.is_grad_enabled()):
+                found = means(k, v, *positions, l, d, n)
+                for name, net in zip(found, sliding, strict=True):
+                    if isinstance(net, SumPool):
+                        found[name] = found[name] * (l * net.gain).to(found[name].dtype)
+                return found
+            averaged = all(isinstance(net, MeanPool) for net in sliding) and not self.use_diff_topk
+            if averaged and (self.to_index is None or not torch.is_grad_enabled()):
                 return means_of_keys(k, l, d, n)
         compressed = {}
         for (name, t), net in zip(raw.items(), sliding, strict=True):

@@ -16,6 +16,7 @@ from native_sparse_attention.compress import (
     GroupedMLP,
     MeanPool,
     SingleProjection,
+    SumPool,
     default_compress_mlp,
     slides,
     windows_of,
@@ -45,6 +46,7 @@ OURS = {
     **NETWORKS,
     "default": (default_compress_mlp, {"dim_head": D, "compress_window_size": L}),
     "mean": (MeanPool, {}),
+    "sum": (SumPool, {"dim_head": D}),
 }
 
 
@@ -176,7 +178,7 @@ def test_windows_do_not_mix(name):
     torch.testing.assert_close(net(kv[:, :, order]), net(kv)[:, :, order])
 
 
-@pytest.mark.parametrize("name", ["mean", "pool", "single per head"])
+@pytest.mark.parametrize("name", ["mean", "sum", "pool", "single per head"])
 def test_order_of_tokens_is_immaterial(name):
     net, kv = build(name), torch.randn(2, H, 3, L, D)
     torch.testing.assert_close(net(kv[..., torch.randperm(L), :]), net(kv))
@@ -189,7 +191,7 @@ def test_order_before_the_last_token_is_immaterial_to_the_transformer():
     assert not torch.allclose(net(kv.flip(-2)), out, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["default", "mean", "pool", "single"])
+@pytest.mark.parametrize("name", ["default", "mean", "sum", "pool", "single"])
 def test_heads_share_weights(name):
     net, kv = build(name), torch.randn(2, H, 3, L, D)
     torch.testing.assert_close(net(kv.flip(1)), net(kv).flip(1))
@@ -198,6 +200,14 @@ def test_heads_share_weights(name):
 def test_mean_pool_by_hand():
     kv = torch.tensor([[1.0, 2.0], [3.0, 6.0]]).view(1, 1, 1, 2, 2)
     torch.testing.assert_close(MeanPool()(kv), torch.tensor([2.0, 4.0]).view(1, 1, 1, 2))
+
+
+def test_sum_pool_by_hand():
+    kv = torch.tensor([[1.0, 2.0], [3.0, 6.0]]).view(1, 1, 1, 2, 2)
+    net = SumPool(2)
+    torch.testing.assert_close(net(kv), torch.tensor([4.0, 8.0]).view(1, 1, 1, 2))
+    net.gain.data[1] = 0.5
+    torch.testing.assert_close(net(kv), torch.tensor([4.0, 4.0]).view(1, 1, 1, 2))
 
 
 def test_attention_pool_by_hand():
@@ -249,12 +259,12 @@ def test_transformer_names_a_wrong_width():
 
 # windows of a whole sequence, without copies
 
-SLIDING = ["single", "single per head", "mean"]
+SLIDING = ["single", "single per head", "mean", "sum"]
 
 
 def layer_of(name: str, l: int, d: int, causal: bool = True) -> SparseAttention:
     network, kwargs = OURS[name]
-    kwargs = {**kwargs, "compress_window_size": l} if kwargs else {}
+    kwargs = {name: l if name == "compress_window_size" else v for name, v in kwargs.items()}
     layer = SparseAttention(
         dim=8, dim_head=D, heads=H, sliding_window_size=2, compress_block_size=l,
         compress_block_sliding_stride=d, selection_block_size=l * d, num_selected_blocks=1,
@@ -313,12 +323,14 @@ def test_means_of_keys_alone(l, d, n, causal):
 @pytest.mark.kernels
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", [2, 13, 70])
-@pytest.mark.parametrize("l, d", [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize(
+    "name, l, d", [("mean", 4, 4), ("mean", 6, 2), ("mean", 5, 1), ("sum", 6, 2)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_means_by_the_kernel(dtype, l, d, n, causal):
+def test_means_by_the_kernel(name, dtype, l, d, n, causal):
     """Of keys and values as a projection gives them, and positions of another dtype: no further
-    from the means of copied windows, and their gradients, than PyTorch in that dtype."""
-    layer = layer_of("mean", l, d, causal).to(DEVICE)
+    from the means or sums of copied windows, and their gradients, than PyTorch in that dtype."""
+    layer = layer_of(name, l, d, causal).to(DEVICE)
     projected = torch.randn(2, n, 3 * H * D, device=DEVICE).to(dtype)
     names = ("k", "v", "k_intrablock_positions", "v_intrablock_positions")
     results, weights = {}, None
@@ -329,6 +341,7 @@ def test_means_by_the_kernel(dtype, l, d, n, causal):
         found = summaries(module, {"k": k, "v": v}, way == "exact", way)
         weights = weights or [torch.randn_like(t) for t in found]
         leaves = [leaf, *(getattr(module, name) for name in names[2:])]
+        leaves += [*module.k_compress.parameters(), *module.v_compress.parameters()]
         loss = [(t * w.to(kind)).sum() for t, w in zip(found, weights, strict=True)]
         grads = torch.autograd.grad(sum(loss), leaves, allow_unused=True, materialize_grads=True)
         results[way] = [*found, *grads]

@@ -13,6 +13,7 @@ from native_sparse_attention.compress import (
     GroupedMLP,
     MeanPool,
     SingleProjection,
+    SumPool,
 )
 from tests.helpers.budget import DEVICE
 
@@ -30,6 +31,7 @@ NETWORKS = {
     "projection per head": lambda: SingleProjection(8, 8, 2),
     "transformer": lambda: CompressTransformer(2, 16, 2),
     "mean": lambda: MeanPool(),
+    "sum": lambda: SumPool(8),
 }
 
 SETTINGS = {

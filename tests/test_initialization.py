@@ -16,6 +16,7 @@ from native_sparse_attention.compress import (
     GroupedMLP,
     MeanPool,
     SingleProjection,
+    SumPool,
 )
 from native_sparse_attention.transformer import Attention
 
@@ -33,6 +34,7 @@ NETWORKS = {
     "projection per head": lambda: SingleProjection(8, 8, 2),
     "transformer": lambda: CompressTransformer(2, 16, 2),
     "mean": lambda: MeanPool(),
+    "sum": lambda: SumPool(8),
 }
 
 
