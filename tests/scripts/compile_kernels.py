@@ -248,8 +248,10 @@ def rank(dtype, heads, importance="probs", **settings):
 
 if __name__ == "__main__":
     compile_only(int(sys.argv[1]))
-    some = sys.argv[2:]
-    if "small" in some:
+    some = set(sys.argv[2:])
+    if "small" in some:  # two halves, for two processes
+        some |= {"small-1", "small-2"}
+    if "small-1" in some:
         layer(torch.bfloat16, use_diff_topk=True, packed=True, soft_cap=2.0, sinks=True)
         if sys.argv[1] == "90":
             with launch.using(ON_A_HOPPER):
@@ -261,9 +263,10 @@ if __name__ == "__main__":
                     torch.bfloat16, (16, 1, 128, 128), S=192, selection_block_size=64, slots=0,
                     selection_stride=4,
                 )  # fmt: skip
-            branches(torch.bfloat16, (4, 1, 128, 128), S=192, sizes=(64,), num_local=1)
-            rank(torch.bfloat16, (16, 1, 128))
-    if not some or "small" in some:
+    if "small-2" in some and sys.argv[1] == "90":
+        branches(torch.bfloat16, (4, 1, 128, 128), S=192, sizes=(64,), num_local=1)
+        rank(torch.bfloat16, (16, 1, 128))
+    if not some or "small-2" in some:
         rank(torch.float32, (2, 1, 256), importance="logits")
         rotate(torch.bfloat16, (16, 1, 128))
         step(torch.bfloat16, (16, 1, 128, 128), stride=4, page=128)
