@@ -1,4 +1,5 @@
-"""Sparse attention for trained models of transformers: `use_sparse_attention(model)`.
+"""Sparse attention for trained models of transformers: `use_sparse_attention(model)`, with the
+model's own weights; `convert(model)`, to layers of this library.
 
 The import registers "nsa" as an attention implementation of transformers, so that
 `from_pretrained(..., attn_implementation="nsa")` knows the name. docs/huggingface.md describes it.
@@ -14,8 +15,15 @@ except metadata.PackageNotFoundError as error:
     ) from error
 
 from .cache import SparseCache
+from .convert import convert, load_converted
 from .model import register, use_dense_attention, use_sparse_attention
 
 register()
 
-__all__ = ["SparseCache", "use_dense_attention", "use_sparse_attention"]
+__all__ = [
+    "SparseCache",
+    "convert",
+    "load_converted",
+    "use_dense_attention",
+    "use_sparse_attention",
+]

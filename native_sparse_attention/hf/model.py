@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..checks.scalars import shown
 from ..config import NSAConfig
 from .attention import attention
+from .converted import ConvertedAttention
 from .masks import sparse_mask
 from .settings import KEY, REPLACED, checked, given
 
@@ -78,9 +79,10 @@ def use_dense_attention(model: Model) -> Model:
     replaced. Without sparse attention it changes nothing.
 
     Raises:
-        ValueError: not a model of transformers.
+        ValueError: not a model of transformers, or a converted one.
     """
     decoder = base_of(model)
+    check_unconverted(decoder)
     kept = getattr(decoder.config, KEY, None)
     if decoder.config._attn_implementation == NAME:
         decoder.set_attn_implementation((kept or {}).get(REPLACED, "sdpa"))
@@ -98,9 +100,18 @@ def base_of(model: Any) -> PreTrainedModel:
     return model
 
 
+def check_unconverted(decoder: PreTrainedModel) -> None:
+    if any(isinstance(module, ConvertedAttention) for module in decoder.modules()):
+        raise ValueError(
+            f"model must not be converted already, got a converted {type(decoder).__name__}: load "
+            "it anew, or set attributes of its SparseAttention layers, as set_dense(model) does"
+        )
+
+
 def check_model(model: Any) -> PreTrainedModel:
     """The decoder of a model that sparse attention fits."""
     decoder = base_of(model)
+    check_unconverted(decoder)
     config, name = decoder.config, type(decoder).__name__
 
     def refuse(expected: str, got: str) -> None:

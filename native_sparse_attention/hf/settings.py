@@ -13,6 +13,8 @@ from ..config import SELECTION, AttentionConfig, NSAConfig
 
 # the key of `model.config`, and within it the implementation that the sparse one replaces
 KEY, REPLACED = "nsa_config", "replaced_implementation"
+# the key of a converted model's settings
+CONVERTED_KEY = "nsa_converted"
 
 # One softmax over initial, local and ranked blocks. A block's score is its largest token's.
 DEFAULTS: dict[str, Any] = dict(

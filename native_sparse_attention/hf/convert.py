@@ -1,0 +1,270 @@
+"""`convert`: the attention of a trained model becomes `SparseAttention`, with its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from einops import reduce
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig
+
+from ..attention import SparseAttention
+from ..checks.keywords import check_keywords
+from ..checks.scalars import check_factor, shown
+from ..compress import MeanPool
+from ..config import NSAConfig
+from ..gate import GateLinear
+from ..initialization import assign
+from .converted import ConvertedAttention
+from .families import Parts, check_family, parts_of, rotary_of
+from .model import NAME, check_model
+from .settings import CONVERTED_KEY as KEY
+
+Model = TypeVar("Model")
+
+# the model decides these, and these have one form
+OF_MODEL = (
+    "dim", "dim_head", "heads", "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm",
+    "qk_norm_eps", "scale", "soft_cap", "attention_sinks",
+)  # fmt: skip
+OF_NETWORKS = ("compress_mlp_expand_factor", "block_sizes")
+FREE = {f.name: f.default for f in fields(NSAConfig) if f.name not in (*OF_MODEL, *OF_NETWORKS)}
+
+# one softmax over initial, local and ranked blocks: tokens rank by learned queries and keys
+ONE_SOFTMAX: dict[str, Any] = dict(
+    branches=("selected",),
+    importance="index",
+    rank_rotated=True,
+    compress_block_size=1,
+    compress_block_sliding_stride=1,
+    selection_block_size=64,
+    num_selected_blocks=16,
+    num_initial_blocks=1,
+    num_local_blocks=8,
+    dense_length=4096,
+)
+# the paper's numbers
+BRANCHES: dict[str, Any] = dict(
+    importance="probs", num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2
+)
+# logits of open gates; sigmoid(12) = 1 - 6e-6
+FREE["gate_bias"] = 12.0
+
+
+def convert(
+    model: Model, config: NSAConfig | Mapping[str, Any] | None = None, **settings: Any
+) -> Model:
+    """Replace the full attention of a trained decoder by `SparseAttention` layers with its weights.
+
+    With `branches=("selected",)`, the default, the model is dense attention up to the length that
+    its blocks or `dense_length` cover. With more branches a gate begins open for one branch, the
+    window (without one the selected branch), and closed for the others: while that branch covers
+    the sequence, the outputs are those of the model.
+
+    Args:
+        model: a loaded decoder of a family in `families`. It is changed in place.
+        config: an `NSAConfig` or a dict of its settings. Without config and settings, those that
+            `model.config.nsa_converted` keeps.
+        settings: single settings of `NSAConfig`, which replace those of `config`. The model decides
+            dim, dim_head, heads, kv_heads, causal, norm, the biases, qk_norm, scale and soft_cap.
+            `index_heads` is kv_heads by default. Windows are compressed by their mean. `gate_bias`
+            (12) is the first logit of open gates; closed ones have its negative.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a model of another family or without an equivalent, a setting that is unknown,
+            out of range or decided by the model, or branches that cannot begin as full attention.
+    """
+    decoder = check_model(model)
+    kept = getattr(decoder.config, KEY, None) or {}
+    values = with_defaults((given(kept if config is None and not settings else config)) | settings)
+    base = decoder.base_model
+    types = getattr(decoder.config, "layer_types", None)
+    full = [
+        (index, "full_attention" if types is None else types[index], layer)
+        for index, layer in enumerate(getattr(base, "layers", []))
+        if types is None or types[index] == "full_attention"
+    ]
+    if not full:
+        raise ValueError(f"model must have a list of layers, got none in {type(base).__name__}")
+    for _, _, layer in full:
+        check_family(getattr(layer, "self_attn", layer))
+    rotary = rotary_of(base)
+    replaced = []
+    for _, kind, layer in full:  # all of them, before the model changes
+        parts = parts_of(layer.self_attn, rotary, kind)
+        if isinstance(config, NSAConfig):
+            check_widths(config, parts)
+        replaced.append(sparse_layer(parts, values))
+    for attention, (index, _, layer) in zip(replaced, full, strict=True):
+        module, is_first = layer.self_attn, index == full[0][0]
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            freeze(attention)
+        found = ConvertedAttention(attention, index, module.attention_dropout, is_first)
+        layer.self_attn = found.train(module.training)
+    checked = {name: getattr(replaced[0].config, name, values[name]) for name in FREE}
+    setattr(decoder.config, KEY, checked | dict(branches=list(checked["branches"])))
+    decoder.set_attn_implementation(NAME)
+    return model
+
+
+def given(config: NSAConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The settings that `config` names."""
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    if not isinstance(config, NSAConfig):
+        raise ValueError(
+            f"config must be an NSAConfig, a dict of settings or None, got {shown(config)}"
+        )
+    return {name: getattr(config, name) for name in FREE if name != "gate_bias"}
+
+
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """All settings that the model does not decide.
+
+    Raises:
+        ValueError: an unknown setting, one that the model decides, or branches that cannot begin
+            as full attention.
+    """
+    for name in (*OF_MODEL, *OF_NETWORKS):
+        if name in settings:
+            raise ValueError(
+                f"{name} must be left out: the model decides it, got {shown(settings[name])}"
+            )
+    check_keywords(settings, FREE)
+    check_factor("gate_bias", settings.get("gate_bias", FREE["gate_bias"]))
+    branches = settings.get("branches", ONE_SOFTMAX["branches"])
+    branches = tuple(branches) if isinstance(branches, (list, tuple)) else branches
+    alone = branches == ("selected",)
+    values = FREE | (ONE_SOFTMAX if alone else BRANCHES) | settings | dict(branches=branches)
+    if "compress_block_size" in settings and "compress_block_sliding_stride" not in settings:
+        values["compress_block_sliding_stride"] = settings["compress_block_size"]
+    elif not alone and values["compress_block_sliding_stride"] is None:
+        values["compress_block_sliding_stride"] = values["compress_block_size"] // 2
+    if "index_heads" not in settings:
+        values["index_heads"] = None
+    if isinstance(branches, tuple) and not {"selected", "window"} & set(branches):
+        raise ValueError(
+            "branches must hold 'selected' or 'window', one of which begins as the attention of "
+            f"the model, got {shown(branches)}"
+        )
+    return values
+
+
+def check_widths(config: NSAConfig, parts: Parts) -> None:
+    """Check the settings of an `NSAConfig` that the model decides."""
+    defaults = {f.name: f.default for f in fields(NSAConfig)}
+    for name, value in parts.settings.items():
+        found = getattr(config, name)
+        if found != value and found != defaults[name]:
+            raise ValueError(f"config must have {name}={value!r}, as the model has, got {found!r}")
+
+
+def sparse_layer(parts: Parts, values: Mapping[str, Any]) -> SparseAttention:
+    """A layer with the weights of an attention module."""
+    weight = parts.q[0]
+    own = dict(values)
+    bias = float(own.pop("gate_bias"))
+    if own["index_heads"] is None:
+        own["index_heads"] = parts.kv_heads
+    config = NSAConfig(**own, **parts.settings)
+    networks: dict[str, Any] = {}
+    if "compressed" in config.branches:
+        networks["compress_mlp"] = MeanPool()
+    if len(config.branches) > 1:
+        first = "window" if "window" in config.branches else "selected"
+        start = tuple(bias if name == first else -bias for name in config.branches)
+        networks["strategy_combine_mlp"] = GateLinear(config.dim, config.heads, start)
+    if parts.inv_freq is None:
+        networks["rotary_emb"] = False
+    else:
+        networks["inv_freq"] = parts.inv_freq.cpu()
+    layer = SparseAttention.from_config(config, **networks).to(weight.device, weight.dtype)
+    kv_sets = 1 if config.branch_kv == "shared" else len(config.branches)
+    for name, i in (("weight", 0), ("bias", 1)):
+        projected = [parts.q[i], *(parts.k[i], parts.v[i]) * kv_sets]
+        there = [t for t in projected if t is not None]
+        if there:
+            assign(getattr(layer.to_qkv, name), torch.cat(there))
+        if getattr(parts.out, name) is not None:
+            assign(getattr(layer.combine_heads, name), getattr(parts.out, name).detach())
+    for norm, scales in ((layer.q_norm, parts.q_norm), (layer.k_norm, parts.k_norm)):
+        if norm is not None and scales is not None:
+            assign(norm.weight, scales)
+    start_ranking(layer, parts)
+    return layer
+
+
+def freeze(layer: SparseAttention) -> None:
+    """Freeze the weights that come from the model."""
+    for module in (layer.to_qkv, layer.combine_heads, layer.q_norm, layer.k_norm):
+        if module is not None:
+            module.requires_grad_(False)
+
+
+def start_ranking(layer: SparseAttention, parts: Parts) -> None:
+    """Let index queries begin as the mean query of their group, and index keys as the mean key of
+    their KV heads, without biases and norms. With `index_heads=kv_heads` and neither in the model,
+    a block's score is then the largest (or mean) logit of the mean query. An index of another width
+    keeps random weights."""
+    if layer.to_index is None or layer.index_dim != layer.dim_head:
+        return
+
+    def heads(weight: Tensor, norm: Tensor | None, count: int) -> Tensor:
+        weight = weight.unflatten(0, (-1, parts.dim_head))
+        if norm is not None:
+            weight = weight * norm[:, None]
+        return reduce(weight, "(h g) d i -> (h d) i", "mean", h=count)
+
+    q = heads(parts.q[0], parts.q_norm, parts.kv_heads)
+    k = heads(parts.k[0], parts.k_norm, layer.index_heads)
+    # scores have the index's own scale
+    assign(layer.to_index.weight, torch.cat((q * (parts.scale * parts.dim_head**0.5), k)))
+
+
+def load_converted(path: str | Path, **settings: Any) -> nn.Module:
+    """A converted model from the folder that its `save_pretrained` wrote, in inference mode.
+
+    Args:
+        path: a folder.
+        settings: settings that replace the kept ones, of those that change no weights.
+
+    Raises:
+        ValueError: a folder of a model that is not converted, or without safetensors.
+    """
+    from safetensors.torch import load_file
+
+    folder = Path(path)
+    config = AutoConfig.from_pretrained(folder)
+    kept = getattr(config, KEY, None)
+    if not kept:
+        raise ValueError(f"path must be a folder of a converted model, got {shown(str(path))}")
+    model = getattr(transformers, config.architectures[0])(config)
+    convert(model, dict(kept) | settings).to(config.dtype or torch.float32)
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if not (folder / names[0]).exists():
+        raise ValueError(f"path must have model.safetensors, got {shown(str(path))}")
+    state = {name: t for file in names for name, t in load_file(folder / file).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        raise ValueError(
+            f"path must hold the weights of this conversion, got missing {missing} and unexpected "
+            f"{unexpected}"
+        )
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()

@@ -1,0 +1,217 @@
+"""The attention module of a converted model: a `SparseAttention` behind the call of transformers.
+
+B  batch            T  new tokens         S  tokens, past ones included
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import varlen
+from ..attention import SparseAttention
+from ..checks.scalars import shown
+from . import masks
+from .attention import CONVERTED, LAYOUTS, check_call, layout_of, packed, remembered
+from .kv_layer import KVLayer, layer_of
+
+# of a mask that all layers of a forward share
+NEW: Any = WeakTensorKeyDictionary()
+
+
+@dataclass
+class Ranking:
+    """What `ranking_losses` asks of the converted layers, and their losses by layer."""
+
+    queries: Tensor
+    weights: str
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean over layers.
+
+        Raises:
+            ValueError: no forward yet.
+        """
+        if not self.losses:
+            raise ValueError("model must have been called within ranking_losses, got no forward")
+        return torch.stack([loss.float() for loss in self.losses.values()]).mean()
+
+
+class ConvertedAttention(nn.Module):
+    """Takes the place of an attention module of transformers, with its call signature.
+
+    Attributes:
+        attention: the layer.
+        layer_idx: the layer's index in the model and in a cache.
+        dropout: the replaced module's, which must be 0 in training.
+        is_first: whether the layers after it may rely on its checks of a forward's inputs.
+        ranking: set while `ranking_losses` is open.
+    """
+
+    is_causal = True
+    ranking: Ranking | None = None
+
+    def __init__(self, attention: SparseAttention, layer_idx: int, dropout: float, is_first: bool):
+        super().__init__()
+        self.attention = attention
+        self.layer_idx = layer_idx
+        self.dropout = dropout
+        self.is_first = is_first
+
+    def extra_repr(self) -> str:
+        return f"layer_idx={self.layer_idx}"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        cache: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of [B, T, dim] to these tokens and to those of the cache.
+
+        Args:
+            position_embeddings: not used: the layer has the frequencies of the model.
+            attention_mask: of `sparse_mask`, or of the user, [B, 1, T, S].
+            past_key_values, cache: a `DynamicCache`, under its name in this release.
+
+        Raises:
+            ValueError: a mask, positions or a cache of another form, dropout, or weights asked for.
+        """
+        check_call(self, self.dropout if self.training else 0.0, None, others)
+        past_key_values = past_key_values if cache is None else cache
+        held = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
+        slots = 0 if held is None else held.slots
+        position_ids = others.get("position_ids")
+        B, T = hidden_states.shape[:2]
+        mask = attention_mask
+        if mask is None and not slots:
+            mask = packed(position_ids, hidden_states)
+        if mask is not None and not masks.is_own(mask):
+            mask = remembered(CONVERTED, mask, masks.converted, (B, T, slots + T))
+        if mask is not None and (mask.dtype == torch.int64 or len(mask) == 0):
+            mask = None  # the cache knows how many keys there are
+        if self.is_first and T > 1 and not torch.compiler.is_compiling():
+            check_positions(position_ids, mask, T)
+        if held is None or (mask is not None and mask.shape[2] == 2):
+            if held is not None:
+                held.check_past(None)
+                held.packed = True
+                held.count(T, None)
+            return self.whole(hidden_states, mask), None
+        return self.over_cache(hidden_states, mask, held), None
+
+    def whole(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention within whole sequences [B, T, dim], with padding or packed documents."""
+        given: dict[str, Any] = {}
+        if mask is not None:
+            layout: varlen.Layout = remembered(
+                LAYOUTS, mask, layout_of, (self.attention.alignment,)
+            )
+            x, given["documents"] = layout.spread(x), layout.documents
+        if self.ranking is not None and self.attention.to_index is not None:
+            given |= dict(ranking_queries=self.ranking.queries)
+            out, loss = self.attention(x, **given, ranking_weights=self.ranking.weights)
+            self.ranking.losses[self.layer_idx] = loss
+        else:
+            out = self.attention(x, **given)
+        return out if mask is None else layout.collect(out)
+
+    def over_cache(self, x: Tensor, mask: Tensor | None, held: KVLayer) -> Tensor:
+        """Attention of new tokens [B, T, dim] to those of the cache too, which takes them."""
+        if self.ranking is not None:
+            raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
+        T, real = x.shape[1], None
+        if mask is not None:
+            real = mask[:, 0, 0] > 0
+            if real.shape[1] != held.slots + T:
+                raise ValueError(
+                    f"attention_mask must be of {held.slots + T} tokens, past ones included, got "
+                    f"{real.shape[1]}"
+                )
+        if self.is_first:
+            held.check_past(None if real is None else real[:, : held.slots])
+        new = None if mask is None else remembered(NEW, mask, new_tokens, (T,))
+        out: Tensor = self.attention(x, cache=held.cache, mask=new)
+        held.count(T, real)
+        return out
+
+
+def new_tokens(mask: Tensor, T: int) -> Tensor | None:
+    """Which of the last T tokens [B, T] are no padding; None if all are."""
+    new = mask[:, 0, 0, -T:] > 0
+    return None if bool(new.all()) else new
+
+
+def check_positions(position_ids: Any, mask: Tensor | None, T: int) -> None:
+    """Check that the tokens of each document are at successive positions. Where they begin does not
+    matter: rotary embedding depends on distances alone.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if position_ids is None:
+        return
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+        raise ValueError(f"position_ids must be [B, T] integers, got {shown(position_ids)}")
+    positions, follows = position_ids, torch.ones_like(position_ids[:, 1:], dtype=torch.bool)
+    if mask is not None:
+        real = mask[:, 0, 0, -T:] > 0
+        order = varlen.real_first(real)
+        positions = positions.expand(len(real), -1).gather(1, order)
+        follows = (torch.arange(1, T, device=real.device) < real.sum(1, keepdim=True)).bool()
+        if mask.shape[2] == 2:
+            begins = mask[:, 0, 1].cumsum(1).gather(1, order)
+            follows = follows & (begins[:, 1:] == begins[:, :-1])
+    if bool(((positions[:, 1:] - positions[:, :-1] != 1) & follows).any()):
+        raise ValueError(
+            "position_ids must count up by 1 within each sequence in a converted model, got "
+            f"others: {masks.HINT}"
+        )
+
+
+def converted_layers(model: nn.Module) -> list[ConvertedAttention]:
+    """The converted attention modules of a model.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
+    if not found:
+        raise ValueError(f"model must be one of convert(model), got {type(model).__name__}")
+    return found
+
+
+@contextmanager
+def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -> Iterator[Ranking]:
+    """Within the context each forward without a cache also computes the losses of the learned
+    rankings, for queries at these positions [m]: `losses` by layer and `loss`, their mean. Close it
+    after the backward, which may compute a forward again (activation checkpointing).
+
+    Raises:
+        ValueError: not a converted model, or one without `importance="index"`.
+    """
+    layers = converted_layers(model)
+    if all(layer.attention.to_index is None for layer in layers):
+        raise ValueError(
+            "model must be converted with importance='index', got "
+            f"{layers[0].attention.importance!r}"
+        )
+    ranking = Ranking(queries, weights)
+    try:
+        for layer in layers:
+            layer.ranking = ranking
+        yield ranking
+    finally:
+        for layer in layers:
+            layer.ranking = None

@@ -1,0 +1,147 @@
+"""A layer of a transformers cache that holds the KV cache of a converted layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from ..cache.kv_cache import KVCache
+
+
+class KVLayer(CacheLayerMixin):
+    """The tokens of one layer in a `KVCache`. transformers counts slots, padding included.
+
+    Attributes:
+        cache: the tokens themselves, without padding.
+        slots: tokens of each sequence with padding.
+        real: [B, slots], whether a slot holds a token; None if all do.
+        packed: whether the only forward so far had packed documents, which are not kept.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, **unknown: Any) -> None:
+        super().__init__()
+        self.cache = KVCache()
+        self.slots = 0
+        self.real: Tensor | None = None
+        self.packed = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        raise ValueError(
+            "past_key_values holds the tokens of a converted layer, which another model cannot use"
+        )
+
+    def count(self, tokens: int, real: Tensor | None) -> None:
+        """Count the slots of a forward. `real` [B, slots] is of all slots so far."""
+        self.is_initialized = True
+        self.slots += tokens
+        self.real = real
+
+    def check_past(self, real: Tensor | None) -> None:
+        """Check that a mask [B, past slots] hides the padding that earlier masks hid, no more.
+
+        Raises:
+            ValueError: it does not, or the cache has seen packed documents.
+        """
+        if self.packed:
+            raise ValueError(
+                "past_key_values has seen packed documents, of which it keeps nothing: call the "
+                "model with use_cache=False, or give each document a row"
+            )
+        if not self.slots:
+            return
+        held = self.cache.lengths
+        expected = [self.slots] * len(held) if real is None else real.sum(1).tolist()
+        if held != expected:
+            raise ValueError(
+                f"attention_mask must show the {held} tokens that past_key_values holds of each "
+                f"sequence, got {expected}: give the mask [B, S] of all tokens so far"
+            )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.slots
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # in older releases
+
+    def reset(self) -> None:
+        self.cache, self.slots, self.real, self.packed = KVCache(), 0, None, False
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last slots, as many as the negative number says."""
+        n = -tokens_to_remove if tokens_to_remove <= 0 else self.slots - tokens_to_remove
+        if n <= 0 or not self.slots:
+            return
+        removed = [n] * len(self.cache.lengths)
+        if self.real is not None:
+            removed = self.real[:, self.slots - n :].sum(1).tolist()
+            self.real = self.real[:, : self.slots - n]
+        kept = [held - m for held, m in zip(self.cache.lengths, removed, strict=True)]
+        self.cache.truncate(kept)
+        self.slots -= n
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.slots:
+            self.cache.reorder(beam_idx)
+            if self.real is not None:
+                self.real = self.real[beam_idx.to(self.real.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(len(self.cache.lengths))
+        self.reorder_cache(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = torch.arange(len(self.cache.lengths), device=indices.device)
+        self.reorder_cache(rows[indices])
+
+
+def layer_of(cache: Any, index: int) -> KVLayer:
+    """The layer of a cache for a converted attention module. An empty layer of a `DynamicCache`
+    becomes a `KVLayer`.
+
+    Raises:
+        ValueError: a static cache or another kind, offloading, or a layer that holds tokens of
+            another model.
+    """
+    dynamic = isinstance(cache, Cache) and (
+        cache.layer_class_to_replicate in (None, DynamicLayer) and not cache.offloading
+    )
+    if dynamic:
+        while len(cache.layers) <= index:
+            cache.layers.append(DynamicLayer())
+        layer = cache.layers[index]
+        if isinstance(layer, KVLayer):
+            return layer
+        if type(layer) is DynamicLayer and layer.get_seq_length() == 0:
+            cache.layers[index] = found = KVLayer()
+            return found
+        if type(layer) is DynamicLayer:
+            raise ValueError(
+                "past_key_values must be empty or of this converted model, got the "
+                f"{layer.get_seq_length()} tokens of another"
+            )
+    name = type(cache).__name__
+    if getattr(cache, "offloading", False):
+        name = f"an offloaded {name}"
+    raise ValueError(
+        "past_key_values must be a DynamicCache on the device in a converted model, whose layers "
+        f"keep a KVCache, got {name} of "
+        f"{sorted({type(layer).__name__ for layer in getattr(cache, 'layers', [])})}: leave out "
+        "cache_implementation"
+    )
