@@ -1,5 +1,5 @@
 """Sparse attention for trained models of transformers: `use_sparse_attention(model)`, with the
-model's own weights; `convert(model)`, to layers of this library.
+model's own weights; `convert(model)`, to layers of this library, and `distill`, to train them.
 
 The import registers "nsa" as an attention implementation of transformers, so that
 `from_pretrained(..., attn_implementation="nsa")` knows the name. docs/huggingface.md describes it.
@@ -16,6 +16,8 @@ except metadata.PackageNotFoundError as error:
 
 from .cache import SparseCache
 from .convert import convert, load_converted
+from .converted import ranking_losses
+from .distill import distill
 from .model import register, use_dense_attention, use_sparse_attention
 
 register()
@@ -23,7 +25,9 @@ register()
 __all__ = [
     "SparseCache",
     "convert",
+    "distill",
     "load_converted",
+    "ranking_losses",
     "use_dense_attention",
     "use_sparse_attention",
 ]
