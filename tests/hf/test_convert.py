@@ -330,8 +330,10 @@ def test_calls_of_another_form_are_refused():
     static = transformers.StaticCache(config=model.config, max_cache_len=48)
     with pytest.raises(ValueError, match="must be a DynamicCache"):
         model(text, **{CACHE: static})
+    offloaded = dynamic(model)
+    offloaded.offloading = True  # its constructor asks for a GPU
     with pytest.raises(ValueError, match="an offloaded DynamicCache"):
-        model(text, **{CACHE: transformers.DynamicCache(config=model.config, offloading=True)})
+        model(text, **{CACHE: offloaded})
     held = dynamic(model)
     tiny()(text, **{CACHE: held})
     with pytest.raises(ValueError, match="12 tokens of another"):
