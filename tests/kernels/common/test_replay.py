@@ -66,7 +66,7 @@ def as_written(monkeypatch, module, x):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_bits(setting, repeats, monkeypatch):
     module = layer(**SETTINGS[setting])
-    for n in (21, 21, 16, 21):
+    for n in (21, 21, 21, 16, 21):
         x, before = torch.randn(1, n, 32, device=DEVICE), len(repeats)
         got = results(module, x)
         assert all(map(torch.equal, got, as_written(monkeypatch, module, x)))
