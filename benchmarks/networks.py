@@ -15,23 +15,6 @@ from native_sparse_attention.initialization import Started
 POOLS = ("mean", "sum", "max", "softmax")
 
 
-class GainPool(Started):
-    """`gain * mean_l(x)`, with a learned gain for each feature, begun at `gain`: a window of l
-    tokens, of which one matters, has 1 / l of it in its mean."""
-
-    def __init__(self, dim_head: int, gain: float) -> None:
-        super().__init__()
-        self.begin = gain
-        self.gain = nn.Parameter(torch.empty(dim_head))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.gain, self.begin)
-
-    def forward(self, kv: Tensor) -> Tensor:
-        return self.gain.to(kv.dtype) * kv.mean(dim=3)
-
-
 class ConvMLP(Started):
     """`pool_l (W2 relu(W1 [x_(l-k+1) .. x_l] + b1) + b2)`: two layers over each token of a window
     with the k - 1 tokens before it, zeros before the window's first.

@@ -49,8 +49,8 @@ LEFT_OUT = ("MLP over windows of 8", "1088 keys")
 NETWORKS: dict[str, Settings] = {
     "mean": {"name": "mean"},
     "sum": {"name": "sum"},
-    "sum, another gain": {"name": "gain", "gain": 8.0},
-    "twice the sum": {"name": "gain", "gain": 16.0},
+    "twice the sum": {"name": "sum", "gain": 2.0},
+    "four times the sum": {"name": "sum", "gain": 4.0},
     "attention": {"name": "attention"},
     "linear": {"name": "linear"},
     "MLP": {"name": "mlp"},

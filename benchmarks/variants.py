@@ -35,7 +35,7 @@ from native_sparse_attention.initialization import reset
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 
 from .common import Row
-from .networks import ConvMLP, GainPool, LowRankMLP, MeanMLP
+from .networks import ConvMLP, LowRankMLP, MeanMLP
 
 Settings = dict[str, Any]
 
@@ -44,13 +44,12 @@ RECIPES = ("dense_first", "mixed")
 # name: of (head dimension, l, KV heads) and arguments
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mean": lambda dim_head, l, kv_heads: MeanPool(),
-    "sum": lambda dim_head, l, kv_heads: SumPool(dim_head),
+    "sum": lambda dim_head, l, kv_heads, **given: SumPool(dim_head, **given),
     "attention": lambda dim_head, l, kv_heads: AttentionPool(dim_head, l),
     "mlp": lambda dim_head, l, kv_heads, **given: default_compress_mlp(dim_head, l, **given),
     "mean MLP": lambda dim_head, l, kv_heads, **given: MeanMLP(dim_head, l, **given),
     "grouped": GroupedMLP,
     "linear": lambda dim_head, l, kv_heads: ConvLinearCompress(kv_heads, dim_head, l),
-    "gain": lambda dim_head, l, kv_heads, **given: GainPool(dim_head, **given),
     "conv": lambda dim_head, l, kv_heads, **given: ConvMLP(dim_head, **given),
     "low rank": lambda dim_head, l, kv_heads, **given: LowRankMLP(dim_head, l, **given),
 }

@@ -26,7 +26,13 @@ from einops.layers.torch import EinMix, Rearrange
 from torch import Tensor, nn
 
 from . import blocks
-from .checks.scalars import check_hidden, check_int, check_ints, check_probability
+from .checks.scalars import (
+    check_factor,
+    check_hidden,
+    check_int,
+    check_ints,
+    check_probability,
+)
 from .compat import transforms
 from .compat.autocast import no_autocast
 from .compat.graphs import free_size, is_exporting
@@ -89,19 +95,20 @@ class MeanPool(Started):
 
 class SumPool(Started):
     """The sum of a window's tokens, times a learned gain for each feature: `y = g * sum_l x_l`, g
-    [d] begun at 1.
+    [d] begun at `gain`.
 
     Where one token of a window matters, its part of the mean is 1 / l, and logits of compressed
     keys are small. With sums a layer learns associative recall sooner (docs/training.md).
     """
 
-    def __init__(self, dim_head: int):
+    def __init__(self, dim_head: int, gain: float = 1.0):
         super().__init__()
         (dim_head,) = check_ints(1, dim_head=dim_head)
-        self.gain = nn.Parameter(torch.ones(dim_head))
+        self.begin = check_factor("gain", gain)
+        self.gain = nn.Parameter(torch.full((dim_head,), self.begin))
 
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.gain)
+        nn.init.constant_(self.gain, self.begin)
 
     def forward(self, kv: Tensor) -> Tensor:
         return kv.sum(dim=-2) * self.gain.to(kv.dtype)

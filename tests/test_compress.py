@@ -208,6 +208,12 @@ def test_sum_pool_by_hand():
     torch.testing.assert_close(net(kv), torch.tensor([4.0, 8.0]).view(1, 1, 1, 2))
     net.gain.data[1] = 0.5
     torch.testing.assert_close(net(kv), torch.tensor([4.0, 4.0]).view(1, 1, 1, 2))
+    net = SumPool(2, gain=2.0)
+    net.gain.data.zero_()
+    net.reset_parameters()
+    torch.testing.assert_close(net(kv), torch.tensor([8.0, 16.0]).view(1, 1, 1, 2))
+    with pytest.raises(ValueError, match="gain"):
+        SumPool(2, gain=float("nan"))
 
 
 def test_attention_pool_by_hand():
