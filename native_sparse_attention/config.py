@@ -305,7 +305,7 @@ class NSAConfig(AttentionConfig):
             heads=heads,
             kv_heads=kv_heads,
             num_compressed_mem_kv=m,
-            qk_norm_eps=check_positive("qk_norm_eps", self.qk_norm_eps),
+            qk_norm_eps=check_factor("qk_norm_eps", self.qk_norm_eps),
             index_dim=index_dim,
             index_heads=index_heads,
             compress_mlp_expand_factor=factor,

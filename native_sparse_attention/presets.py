@@ -1,4 +1,5 @@
-"""Named settings, with sizes by the length of the sequences. docs/training.md compares them."""
+"""Named settings, with sizes by the length of the sequences. docs/training.md compares the
+forms, at sizes of its own."""
 
 from __future__ import annotations
 

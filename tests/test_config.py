@@ -117,6 +117,7 @@ def test_fewer_slots_for_a_call():
         (dict(importance="mean"), "importance"), (dict(norm=1), "norm"),
         (dict(qkv_bias="False"), "qkv_bias"), (dict(out_bias=2), "out_bias"),
         (dict(qk_norm=None), "qk_norm"), (dict(qk_norm_eps=0.0), "qk_norm_eps"),
+        (dict(qk_norm_eps=None), "qk_norm_eps"),
         (dict(soft_cap=-1.0), "soft_cap"),
         (dict(compress_block_sliding_stride=3), "compress_block_sliding_stride"),
         (dict(compress_mlp_expand_factor=0), "compress_mlp_expand_factor"),
