@@ -54,7 +54,9 @@ def over_cache(
     cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
     if is_step(layer, cache, q, kv, backend, masks):
         out = step(layer, cache, counts, x, q, kv)
-        return layer.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
+        out = layer.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
+        # of padding the kernels write zeros, to which a bias is added
+        return cache.zero_padding(out, counts) if layer.out_bias else out
 
     start = cache.positions(inp.device, counts, inp.shape[1])
     tensors, raw = rotated(layer, q, kv, start, None, backend)

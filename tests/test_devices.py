@@ -106,7 +106,7 @@ def test_sampling(use_sparse_attn):
     torch.manual_seed(0)
     model = Transformer(
         64, 64, 2, dim_head=32, heads=4, kv_heads=2, use_sparse_attn=use_sparse_attn,
-        sparse_attn_kwargs=SETTINGS,
+        sparse_attn_kwargs=SETTINGS if use_sparse_attn else None,
     ).eval()  # fmt: skip
     prompt = torch.randint(0, 64, (2, 100))
 

@@ -192,7 +192,9 @@ def test_under_autocast():
 @torch.no_grad()
 def test_kernels_give_what_eager_gives(monkeypatch):
     """Prefill by the training kernels and steps by the decode kernels, with padding and without."""
-    model, texts = tiny("Qwen3", head_dim=16, num_hidden_layers=1), prompts(36, 40)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny("Qwen3", head_dim=16, num_hidden_layers=1).to(device)
+    texts = [text.to(device) for text in prompts(36, 40)]
     settings = SPARSE | dict(selection_block_size=8)
     use_sparse_attention(model, **settings)
     alone = [model(text).logits for text in texts]
@@ -207,7 +209,7 @@ def test_kernels_give_what_eager_gives(monkeypatch):
     cache = transformers.DynamicCache(config=model.config)
     close(step_by_step(model, texts[1], 39, cache), alone[1], **TOL)
     cache = transformers.StaticCache(config=model.config, max_cache_len=48)
-    batch = padded(texts, left=True)
+    batch = {name: t.to(device) for name, t in padded(texts, left=True).items()}
     ids, mask = batch.pop("input_ids"), batch["attention_mask"]
     out = step_by_step(model, ids, 39, cache, **batch)
     for one, expected in zip(without_padding(out, mask), alone):

@@ -191,8 +191,8 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
     shapes = [(B, T, H, D), (pages, n, K, D), (pages, n, K, E)]
     shapes += [(pages, n // d, K, D), (pages, n // d, K, E), (B, T, H, 3)]
     table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
-    lengths = torch.zeros(B, dtype=torch.int32)
-    where = kv_cache.CacheMetadata(lengths, lengths.long() if counted else None, table, page)
+    lengths = torch.zeros(B, dtype=torch.int64 if counted else torch.int32)
+    where = kv_cache.CacheMetadata(lengths, lengths if counted else None, table, page)
     at = dict(
         l=2 * d, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
         num_local=2, stride=1, shared=True, scale=0.1, soft_cap=None,
@@ -269,7 +269,7 @@ if __name__ == "__main__":
     if not some or "small-2" in some:
         rank(torch.float32, (2, 1, 256), importance="logits")
         rotate(torch.bfloat16, (16, 1, 128))
-        step(torch.bfloat16, (16, 1, 128, 128), stride=4, page=128)
+        step(torch.bfloat16, (16, 1, 128, 128), stride=4, page=128, counted=True)
         step(torch.bfloat16, (16, 1, 128, 128), B=1)
     if not some or "decode" in some:
         step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=16, soft_cap=2.0)

@@ -70,7 +70,7 @@ def compressed_split(
     windows [B T heads SCORE_COLUMNS]; with BLOCK_WINDOWS, the largest score of so many windows of a
     block. Without ATTEND it only writes scores. With SIGNAL_EARLY a split has at most one tile of
     windows, and the program arrives at `scores_ready` as soon as the scores are written."""
-    length = tl.load(lengths + b)
+    length = tl.load(lengths + b).to(tl.int32)
     TOKENS: tl.constexpr = BLOCK_M // PADDED_G
     row = tl.arange(0, BLOCK_M)
     t, g = tile * TOKENS + row // PADDED_G, row % PADDED_G
@@ -92,7 +92,8 @@ def compressed_split(
             x = tl.where((n < MEMORY)[None], x, NO_SCORE)
             acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
 
-    count = tl.load(counts + b) if HAS_COUNTS else T  # windows past it may be unwritten
+    # windows past it may be unwritten
+    count = tl.load(counts + b).to(tl.int32) if HAS_COUNTS else T
     num_windows = tl.minimum((length + count - 1) // d, W)
     split_size = tl.cdiv(tl.cdiv(num_windows, BLOCK_N), SPLITS) * BLOCK_N
     end = tl.minimum((split + 1) * split_size, num_windows)
@@ -169,7 +170,8 @@ def block_split(
     split_blocks = tl.where(is_window, WINDOW_SPLIT_BLOCKS, SELECTED_SPLIT_BLOCKS)
     first_index = tl.where(is_window, split, split - WINDOW_SPLITS) * split_blocks
     # tokens past `counts` have no keys: use the position of the last real token
-    last = tl.load(lengths + b) + (tl.minimum(t, tl.load(counts + b) - 1) if HAS_COUNTS else t)
+    last = (tl.minimum(t, tl.load(counts + b) - 1) if HAS_COUNTS else t) + tl.load(lengths + b)
+    last = last.to(tl.int32)
     own_block, window_start = last // s, tl.maximum(last - w, 0)
     first_window_block, window_block_end = window_start // s + first_index, own_block + 1
     first_token = tl.where(is_window, window_start, 0)

@@ -36,7 +36,7 @@ def window_probabilities(
     `scores` of the GROUP query heads that share the ranking and the lse of all CMP_SPLITS partial
     results, and writes to `out` [B T RANKS W] the probabilities summed over these heads. It writes
     nothing for a token past `counts`."""
-    window_end = tl.minimum((tl.load(lengths + b) + t) // d, W)
+    window_end = tl.minimum((tl.load(lengths + b).to(tl.int32) + t) // d, W)
     if HAS_COUNTS:
         window_end = tl.where(t < tl.load(counts + b), window_end, 0)
     token = (b * T + t) * RANKS + r
@@ -228,7 +228,8 @@ def rank_blocks(
     writes the top-n blocks for all tokens of the group to `block_indices` and the ranking tail. If
     the leader precedes the new tokens, the program copies the leader's ranking from the tail."""
     MODULO: tl.constexpr = TAIL_SIZE if TAIL_SIZE > 0 else 1
-    length, count = tl.load(lengths + b), tl.load(counts + b) if HAS_COUNTS else T
+    length = tl.load(lengths + b).to(tl.int32)
+    count = tl.load(counts + b).to(tl.int32) if HAS_COUNTS else T
     position = length + t
     tail_row = (b * RANKS + r) * TAIL_SIZE
     row = (b * T + t) * RANKS + r
@@ -284,7 +285,8 @@ def rank_blocks_split(
     `producers` programs have arrived at `ready`, reads the window scores, and counts for each of
     its blocks the blocks that are better. This count is the block's position in the ranking; the
     program writes its blocks with a position below TOPN to `block_indices`."""
-    length, count = tl.load(lengths + b), tl.load(counts + b) if HAS_COUNTS else T
+    length = tl.load(lengths + b).to(tl.int32)
+    count = tl.load(counts + b).to(tl.int32) if HAS_COUNTS else T
     row, position = (b * T + t) * RANKS + r, length + t
     if t < count:
         window_end, token_scores = tl.minimum(position // d, W), scores + row * W

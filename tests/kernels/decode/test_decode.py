@@ -26,7 +26,7 @@ SIZES = dict(
 
 def problem(
     dtype, T=2, heads=(2, 1, 16, 16), N=64, lengths=(37, 5), memory=2, window=False, page=None,
-    sinks=False, **changed,
+    sinks=False, integers=torch.int32, **changed,
 ):  # fmt: skip
     """Arguments of `decode_attention`; behind the ends of the rows its storage holds NaN."""
     settings = {**SIZES, **changed}
@@ -41,7 +41,7 @@ def problem(
     }  # fmt: skip
     if window:
         tensors |= {"window_k": draw(B, N, K, D), "window_v": draw(B, N, K, E)}
-    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor(lengths, dtype=integers, device=DEVICE)
     if page:
         tensors = {n: paged(t, page // (d if n in ("ck", "cv") else 1)) for n, t in tensors.items()}
         order = torch.arange(B * (N // page), dtype=torch.int32, device=DEVICE)
@@ -145,6 +145,7 @@ CASES = {
         selection_block_size=4, N=60,
     ),
     "one softmax, short rows": dict(ONE, **TOKENS, lengths=(0, 3)),
+    "one softmax, int64 lengths": dict(ONE, **TOKENS, integers=torch.int64, counts=(1, 2)),
 }  # fmt: skip
 
 
@@ -270,6 +271,7 @@ def caches(module, b, length):
 STEPPED = [
     ("shared rankings, probs", "rows"), ("independent", "pages"), ("one softmax", "pages"),
     ("one softmax, tokens", "rows"), ("one softmax, shared rankings", "pages"),
+    ("biases and norms", "rows"),
 ]  # fmt: skip
 # run by the operations of each branch; the index of "learned ranking of windows" has another width
 NO_STEPS = (
