@@ -12,6 +12,7 @@ from . import (
     attention,
     decode,
     enwik8,
+    generation,
     host,
     learning,
     masks,
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         decode.main(["--quick"])
         decode.main(["--quick", "--sampling"])
         host.main(["--quick"])
+        generation.main(["--quick"])
         learning.main(["--quick"])
         recall.main(["--quick"])
         return
@@ -63,6 +65,9 @@ def main(argv: list[str] | None = None) -> None:
         decode.main(["--table"])
     host.main([])
     host.main(["--first-call"])
+    generation.main([])
+    generation.main(["--model", "llama-8b", "--layers", "8"])
+    generation.main(["--table"])
     enwik8.main([])
 
 

