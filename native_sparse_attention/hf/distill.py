@@ -95,6 +95,7 @@ def distill(
                     (loss + ranking.loss).backward()
             torch.nn.utils.clip_grad_norm_(learned, 1.0)
             optimizer.step()
+            torch.clear_autocast_cache()  # casts of the weights before the step
             history.append(numbers(loss, ranking))
         optimizer.zero_grad(set_to_none=True)
     return history

@@ -69,6 +69,19 @@ def test_the_same_generator_gives_the_same_training():
     assert distill(twin, rows(), **settings, generator=seeded(4)) != first
 
 
+def test_autocast_around_it_sees_each_step():
+    """Autocast keeps the casts of weights until it ends, steps of the optimizer or not."""
+    torch.manual_seed(0)
+    model, ids = convert(tiny(), **INDEX), rows(1)
+    settings = TRAIN | dict(steps=3, stage="all")
+    histories = []
+    for keeps in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps):
+            twin = copy.deepcopy(model)
+            histories.append(distill(twin, ids, **settings, generator=seeded()))
+    assert histories[0] == histories[1]
+
+
 @pytest.mark.parametrize("with_teacher", [False, True])
 def test_all_parameters_learn_with_the_selection(with_teacher):
     torch.manual_seed(0)
