@@ -34,6 +34,7 @@ docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) -m benchmarks.rotary --table
 	$(PYTHON) -m benchmarks.windows --table
 	$(PYTHON) -m benchmarks.pretrained --table
+	$(PYTHON) -m benchmarks.distillation --table
 	$(PYTHON) -m benchmarks.generation --table
 	$(PYTHON) -m benchmarks.training --table
 	$(PYTHON) -m benchmarks.decode --table

@@ -1,7 +1,8 @@
 """`python -m benchmarks`: every benchmark, then the page that is drawn from the rows.
 
 `--quick`: those with a quick form, in it, and nothing recorded. (enwik8 trains; it has none.)
-Training of many models, `learning` and `recall`, is started by hand: it takes hours of GPUs.
+Training of many models, `learning` and `recall`, is started by hand: it takes hours of GPUs. So are
+`pretrained` and `distillation`, which need the weights of a model.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 from . import (
     attention,
     decode,
+    distillation,
     enwik8,
     generation,
     host,
@@ -41,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         decode.main(["--quick", "--sampling"])
         host.main(["--quick"])
         generation.main(["--quick"])
+        distillation.main(["--quick"])
         learning.main(["--quick"])
         recall.main(["--quick"])
         return

@@ -37,7 +37,17 @@ from . import common, pretrained_report
 from .common import Row
 from .oracle import WrongResult
 from .pretrained_blocks import DENSE, RANKED, Rule, attention_mass, caught, choose
-from .pretrained_model import ANSWER, Corpus, Model, corpora, load, needle, own_texts, tiny
+from .pretrained_model import (
+    ANSWER,
+    Corpus,
+    Model,
+    Network,
+    corpora,
+    load,
+    needle,
+    own_texts,
+    tiny,
+)
 
 RESULTS = common.RESULTS / "pretrained.jsonl"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -114,7 +124,7 @@ def in_passes(texts: Tensor, plan: Plan) -> tuple[Tensor, ...]:
     return texts.split(max(1, plan.tokens // texts.shape[1]))
 
 
-def losses(model: Model, rule: Rule, texts: Tensor, plan: Plan) -> Tensor:
+def losses(model: Network, rule: Rule, texts: Tensor, plan: Plan) -> Tensor:
     """Of each text's tokens of the second half."""
     with model.under(rule):
         return torch.cat([model.losses(some) for some in in_passes(texts, plan)]).cpu()
@@ -134,7 +144,7 @@ def loss_row(of_rule: Tensor, of_dense: Tensor) -> Row:
     }
 
 
-def needle_row(model: Model, rule: Rule, texts: Tensor, plan: Plan) -> Row:
+def needle_row(model: Network, rule: Rule, texts: Tensor, plan: Plan) -> Row:
     """Needles found at each depth; needle i lies in text i, again from the first."""
     found, right = [], []
     if not plan.needles:

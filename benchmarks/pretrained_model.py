@@ -39,20 +39,58 @@ CITIES = (
 Watch = Callable[[int, Tensor, Tensor], None]
 
 
-class Model:
-    """A network of transformers, under one rule at a time."""
+class Network:
+    """A network of transformers, with the attention that it has."""
 
     def __init__(self, network: Any, encode: Callable[[str], list[int]]) -> None:
         self.network, self.encode = network.eval(), encode
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.device
+
+    @contextlib.contextmanager
+    def under(self, rule: Rule, watch: Watch | None = None) -> Iterator[None]:
+        """Raises:
+        ValueError: a rule, which this network cannot follow.
+        """
+        if rule != DENSE or watch is not None:
+            raise ValueError(f"rule must be {DENSE} in a network as it is, got {rule}")
+        yield
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        return self.network.model(input_ids=tokens, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def losses(self, tokens: Tensor) -> Tensor:
+        """Loss of each token of the second half: [B T] to [B T - T // 2], in float32."""
+        half = tokens.shape[1] // 2
+        hidden, targets = self.hidden(tokens)[:, half - 1 : -1], tokens[:, half:]
+        found = []
+        for h, t in zip(hidden.split(LOGITS, dim=1), targets.split(LOGITS, dim=1), strict=True):
+            logits = self.network.lm_head(h).float()
+            found.append(F.cross_entropy(logits.transpose(1, 2), t, reduction="none"))
+        return torch.cat(found, dim=1)
+
+    @torch.no_grad()
+    def completed(self, tokens: Tensor, answer: int) -> Tensor:
+        """How many tokens of the answer, the last ones, greedy decoding gives before its first
+        wrong one: [B T] to [B]. One pass: until then it has read what the answer says."""
+        hidden = self.hidden(tokens)[:, -answer - 1 : -1]
+        right = self.network.lm_head(hidden).argmax(dim=-1) == tokens[:, -answer:]
+        return right.long().cumprod(dim=1).sum(dim=1)
+
+
+class Model(Network):
+    """A network of transformers, under one rule at a time."""
+
+    def __init__(self, network: Any, encode: Callable[[str], list[int]]) -> None:
+        super().__init__(network, encode)
         self.rule: Rule = DENSE
         self.watch: Watch | None = None
         self.masked = False  # torch's SDPA under a mask instead of this package
         self.functions = interfaces()
         network.config._attn_implementation = INTERFACE
-
-    @property
-    def device(self) -> torch.device:
-        return self.network.device
 
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
@@ -76,26 +114,7 @@ class Model:
     def hidden(self, tokens: Tensor) -> Tensor:
         # there is one registry for all networks
         self.functions.register(INTERFACE, self.attention)
-        return self.network.model(input_ids=tokens, use_cache=False).last_hidden_state
-
-    @torch.no_grad()
-    def losses(self, tokens: Tensor) -> Tensor:
-        """Loss of each token of the second half: [B T] to [B T - T // 2], in float32."""
-        half = tokens.shape[1] // 2
-        hidden, targets = self.hidden(tokens)[:, half - 1 : -1], tokens[:, half:]
-        found = []
-        for h, t in zip(hidden.split(LOGITS, dim=1), targets.split(LOGITS, dim=1), strict=True):
-            logits = self.network.lm_head(h).float()
-            found.append(F.cross_entropy(logits.transpose(1, 2), t, reduction="none"))
-        return torch.cat(found, dim=1)
-
-    @torch.no_grad()
-    def completed(self, tokens: Tensor, answer: int) -> Tensor:
-        """How many tokens of the answer, the last ones, greedy decoding gives before its first
-        wrong one: [B T] to [B]. One pass: until then it has read what the answer says."""
-        hidden = self.hidden(tokens)[:, -answer - 1 : -1]
-        right = self.network.lm_head(hidden).argmax(dim=-1) == tokens[:, -answer:]
-        return right.long().cumprod(dim=1).sum(dim=1)
+        return super().hidden(tokens)
 
 
 def interfaces() -> Any:
@@ -181,27 +200,37 @@ class Corpus:
     name: str
     files: tuple[Path, ...]
 
-    def text(self, start: int, characters: int) -> str:
+    def read(self, start: int, characters: int) -> dict[Path, str]:
         """The files from one on, and from the first again, until there are enough characters."""
-        found, size = [], 0
+        found: dict[Path, str] = {}
+        size = 0
         for i in range(len(self.files)):
-            found.append(
-                self.files[(start + i) % len(self.files)].read_text("utf-8", errors="replace")
-            )
-            size += len(found[-1])
+            path = self.files[(start + i) % len(self.files)]
+            found[path] = path.read_text("utf-8", errors="replace")
+            size += len(found[path])
             if size >= characters:
                 break
-        return "\n".join(found)[:characters]
+        return found
 
-    def windows(self, model: Model, T: int, count: int) -> Tensor:
+    def text(self, start: int, characters: int) -> str:
+        return "\n".join(self.read(start, characters).values())[:characters]
+
+    def starts(self, count: int) -> list[int]:
+        return [len(self.files) * i // count for i in range(count)]
+
+    def without(self, T: int, count: int) -> Corpus:
+        """The files of which `windows` reads nothing."""
+        read = {path for i in self.starts(count) for path in self.read(i, MOST_CHARACTERS * T)}
+        return Corpus(self.name, tuple(path for path in self.files if path not in read))
+
+    def windows(self, model: Network, T: int, count: int) -> Tensor:
         """`count` texts of T tokens [count T], which begin with files at equal distances.
 
         Raises:
             ValueError: the files hold fewer tokens.
         """
         found = []
-        for i in range(count):
-            start = len(self.files) * i // count
+        for start in self.starts(count):
             tokens = model.encode(self.text(start, MOST_CHARACTERS * T))[:T]
             if len(tokens) < T:
                 raise ValueError(f"data must hold {T} tokens of {self.name}, got {len(tokens)}")
@@ -237,7 +266,7 @@ def own_texts() -> list[Path]:
 # needles
 
 
-def needle(model: Model, text: Tensor, depth: float, seed: int) -> Tensor:
+def needle(model: Network, text: Tensor, depth: float, seed: int) -> Tensor:
     """The text [T] with a number hidden in it and asked for at its end; the last `ANSWER` tokens
     are the number.
 
