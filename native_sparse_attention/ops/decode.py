@@ -224,7 +224,11 @@ def by_kernels(at):
     memory = None if at.mem_k is None or at.mem_v is None else (at.mem_k, at.mem_v)
     window = None if at.window_k is None or at.window_v is None else (at.window_k, at.window_v)
     page_size = 0 if at.page_table is None else at.k.shape[1]
-    metadata = CacheMetadata(at.lengths, at.counts, at.page_table, page_size)
+    # the kernels read them by address: one that is expanded has fewer elements
+    lengths, counts, page_table = (
+        t if t is None else t.contiguous() for t in (at.lengths, at.counts, at.page_table)
+    )
+    metadata = CacheMetadata(lengths, counts, page_table, page_size)
     ck = at.k[:, :0] if at.ck is None else at.ck
     sinks = at.sinks
     if settings.one_softmax and sinks is not None:

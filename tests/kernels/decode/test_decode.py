@@ -249,6 +249,19 @@ def test_operator(monkeypatch):
 
 
 @kernels
+def test_integers_that_are_not_contiguous():
+    """One length for all rows, expanded; counts and pages that are slices."""
+    tensors, settings = problem(torch.float32, lengths=(41, 41), page=32)
+    settings["counts"] = torch.tensor([2, 1], device=DEVICE)
+    expected = decode_attention(**tensors, **settings, backend="triton")
+    settings["lengths"] = torch.tensor([41, 9], device=DEVICE)[:1].expand(2)
+    settings["counts"] = torch.tensor([2, 2, 1, 2], device=DEVICE)[::2]
+    settings["page_table"] = settings["page_table"].repeat_interleave(2, dim=1)[:, ::2]
+    out = decode_attention(**tensors, **settings, backend="triton")
+    assert torch.equal(out, expected)
+
+
+@kernels
 def test_what_lies_behind_a_row_is_of_no_matter():
     tensors, settings = problem(torch.float32, T=3, importance="probs", lengths=(43, 5))
     settings["counts"] = torch.tensor([2, 1], device=DEVICE)
