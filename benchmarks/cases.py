@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,11 +16,12 @@ Case = tuple[tuple[int, int], str, str, int, int | None]
 
 
 class Rows:
-    """The latest rows of one GPU: case -> T -> pass -> row ("failed" in place of a pass)."""
+    """The latest rows of one GPU, by default that of the most rows: case -> T -> pass -> row
+    ("failed" in place of a pass)."""
 
     def __init__(self, rows: list[Row], gpu: str | None = None) -> None:
         if gpu is None and rows:
-            gpu = rows[-1]["gpu"]
+            gpu = Counter(row["gpu"] for row in rows).most_common(1)[0][0]
         # a peer that cannot run a setting leaves a row for the reader of the rows alone
         self.used = [row for row in rows if row["gpu"] == gpu and "refused" not in row]
         self.cases: dict[Case, dict[int, dict[str, Row]]] = {}

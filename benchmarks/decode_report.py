@@ -1,14 +1,16 @@
 """Tables and plot of decoding and sampling in docs/performance.md, between `<!-- begin: NAME -->`
 and `<!-- end: NAME -->`: drawn by `python -m benchmarks.decode --table`.
 
-Of the GPU of the last row, and of several rows of one case, the latest counts.
+Of the GPU of the most rows, and of several rows of one case, the latest counts. One softmax has a
+table of its newest run.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-from . import report
+from . import cards_report, report
 from .common import Row, markdown, redraw
 from .decode_step import BASELINE
 from .report import length, number
@@ -32,7 +34,8 @@ class Steps:
     """The latest row of each (H, K, T), B, provider and S."""
 
     def __init__(self, rows: list[Row]) -> None:
-        self.used = [row for row in rows if row["gpu"] == rows[-1]["gpu"]]
+        gpu = Counter(row["gpu"] for row in rows).most_common(1)[0][0]
+        self.used = [row for row in rows if row["gpu"] == gpu]
         self.cases: dict[tuple[Shape, int, str, int], Row] = {}
         for row in self.used:
             self.cases[(row["H"], row["K"], row["T"]), row["B"], row["provider"], row["S"]] = row
@@ -120,6 +123,15 @@ def table(rows: list[Row]) -> str:
     return "\n\n".join([*parts, where(steps.used)])
 
 
+def one_softmax(rows: list[Row]) -> str:
+    """The newest run of it, with what was timed beside it."""
+    run = cards_report.run_of(rows, cards_report.is_one_softmax)
+    if not run:
+        return NO_ROWS
+    steps = Steps(run)
+    return "\n\n".join([*(times(steps, *panel) for panel in steps.panels), where(steps.used)])
+
+
 def sampling_table(rows: list[Row]) -> str:
     """Tokens a second by batch, and how many times the published package's."""
     if not rows:
@@ -142,8 +154,10 @@ def sampling_table(rows: list[Row]) -> str:
 
 
 def render(page: str, rows: list[Row], samples: list[Row]) -> str:
-    """The page with both tables drawn anew."""
-    return redraw(redraw(page, "decode", table(rows)), "sampling", sampling_table(samples))
+    """The page with its tables drawn anew."""
+    page = redraw(page, "decode", table(rows))
+    page = redraw(page, "decode_one_softmax", one_softmax(rows))
+    return redraw(page, "sampling", sampling_table(samples))
 
 
 # the plot

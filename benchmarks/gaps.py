@@ -9,9 +9,12 @@ from .providers import OursSelected, Provider, providers
 
 def plan(rows: Rows) -> list[tuple[Provider, Case]]:
     """What `benchmarks.attention` times on a GPU, of the heads, strides and numbers of neighbours
-    alike that there are rows of."""
+    alike that there are rows of; one softmax has a table of its own."""
     known: list[Provider] = [
-        provider for name, some in providers().items() if name != "dense-sdpa" for provider in some
+        provider
+        for name, some in providers().items()
+        if name != "dense-sdpa" and not name.startswith("one-softmax")
+        for provider in some
     ]
     alikes = {case[4] for case in rows.cases if case[4] is not None}
     known += [OursSelected(alike) for alike in sorted(alikes)]

@@ -14,8 +14,9 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from . import common
+from . import cards_report, common
 from .cases import NO_ROWS, PASSES, Case, Rows, length, named
+from .common import Row
 from .gaps import not_run
 from .goals import (
     LEAST_ALIKE,
@@ -247,7 +248,7 @@ def picture(rows: Rows) -> str:
 
 
 # drawn by `benchmarks.decode`
-OTHERS = ("wall", "first_call", "decode", "sampling")
+OTHERS = ("wall", "first_call", "decode", "decode_one_softmax", "sampling")
 DRAWN: dict[str, Callable[[Rows], str]] = {
     "machine": machine,
     "speedups": speedups,
@@ -263,8 +264,16 @@ DRAWN: dict[str, Callable[[Rows], str]] = {
 }
 
 
-def render(page: str, rows: Rows) -> str:
-    """The page with what stands between its markers drawn anew.
+# of all rows, whatever GPU the others are of
+DRAWN_APART: dict[str, Callable[[list[Row]], str]] = {
+    "one_softmax": cards_report.one_softmax,
+    "peers": cards_report.peers,
+}
+
+
+def render(page: str, rows: Rows, every: list[Row]) -> str:
+    """The page with what stands between its markers drawn anew, from the rows of one GPU and from
+    every row.
 
     Raises:
         ValueError: a marker of a table that is not known.
@@ -274,9 +283,11 @@ def render(page: str, rows: Rows) -> str:
         name = match["name"]
         if name in OTHERS:
             return match[0]
-        if name not in DRAWN:
-            raise ValueError(f"the page has a marker {name!r}, expected one of {', '.join(DRAWN)}")
-        return f"<!-- begin: {name} -->\n{DRAWN[name](rows)}\n<!-- end: {name} -->"
+        if name not in DRAWN | DRAWN_APART:
+            known = ", ".join(DRAWN | DRAWN_APART)
+            raise ValueError(f"the page has a marker {name!r}, expected one of {known}")
+        text = DRAWN[name](rows) if name in DRAWN else DRAWN_APART[name](every)
+        return f"<!-- begin: {name} -->\n{text}\n<!-- end: {name} -->"
 
     marked = r"<!-- begin: (?P<name>\w+) -->\n.*?<!-- end: (?P=name) -->"
     return re.sub(marked, redraw, page, flags=re.DOTALL)
@@ -322,12 +333,14 @@ def plot(rows: Rows, path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.report")
     parser.add_argument("--rows", type=Path, default=common.RESULTS / "attention.jsonl")
-    parser.add_argument("--gpu", help="rows of this GPU; by default that of the last row")
+    parser.add_argument("--gpu", help="rows of this GPU; by default that of the most rows")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--plot", type=Path, default=PLOT)
     args = parser.parse_args(argv)
-    rows = Rows(common.read_rows(args.rows), args.gpu)
-    args.page.write_text(render(args.page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    every = common.read_rows(args.rows)
+    rows = Rows(every, args.gpu)
+    page = render(args.page.read_text(encoding="utf-8"), rows, every)
+    args.page.write_text(page, encoding="utf-8")
     if picture(rows) != NO_ROWS:
         plot(rows, args.plot)
 

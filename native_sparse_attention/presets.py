@@ -1,5 +1,5 @@
-"""Named settings, with sizes by the length of the sequences. docs/training.md compares the
-forms, at sizes of its own."""
+"""Named settings, with sizes by the length of the sequences. docs/training.md compares the forms:
+"one-softmax" at 8,192 tokens is its variant "1088 keys, blocks of 32"."""
 
 from __future__ import annotations
 

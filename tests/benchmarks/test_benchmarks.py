@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, common, oracle, problem, report
+from benchmarks import attention, cards_report, common, oracle, problem, report
 from benchmarks.providers import (
     Dense,
     Ours,
@@ -253,10 +253,11 @@ def test_quantiles():
 def test_the_page_is_that_of_the_rows():
     """Where this fails: `make docs`."""
     page = report.PAGE.read_text(encoding="utf-8")
-    rows = report.Rows(common.read_rows(common.RESULTS / "attention.jsonl"))
-    assert report.render(page, rows) == page
+    every = common.read_rows(common.RESULTS / "attention.jsonl")
+    rows = report.Rows(every)
+    assert report.render(page, rows, every) == page
     assert (report.picture(rows) == report.NO_ROWS) or report.PLOT.exists()
-    assert all(f"<!-- begin: {name} -->" in page for name in report.DRAWN)
+    assert all(f"<!-- begin: {name} -->" in page for name in report.DRAWN | report.DRAWN_APART)
 
 
 def made_up(provider, T, ms, speedup=None, **fields):
@@ -267,11 +268,32 @@ def made_up(provider, T, ms, speedup=None, **fields):
     return [{**row, "pass": name} for name in report.PASSES]
 
 
+def test_tables_of_a_run_of_their_own():
+    """One softmax and peers: of the newest run, on whatever GPU; the latest row of each pass."""
+    old = made_up("one-softmax", 8192, 9.0, 9.0, D=128)
+    run = made_up("dense-cudnn", 8192, 3.0, 1.0, D=128) + made_up("ours", 8192, 1.0, 2.0, D=128)
+    run += made_up("one-softmax", 8192, 2.0, 1.5, D=128)
+    run += made_up("flash_nsa", 8192, 5.0, D=128, times_ours=5.0)
+    run += made_up("flash_nsa", 8192, 4.0, D=128, times_ours=4.0)
+    refused = made_up("infllm_v2", 8192, 1.0, D=128)[:1]
+    del refused[0]["p50_ms"], refused[0]["pass"]
+    refused[0] |= dict(part="selected", refused="takes other heads")
+    run = [{**row, "gpu": "H", "commit": "d"} for row in run + refused]
+    text = cards_report.one_softmax(old + run)
+    assert "| 64/4 | one-softmax | 1.50 / 1.50; 1.00 |" in text and "9.00" not in text
+    assert "| 64/4 | *target* | 1.9 / 2 |" in text and text.endswith("H, torch 2, triton 3; d.")
+    text = cards_report.peers(old + run)
+    assert "| whole | flash_nsa | 4 (4.00) / 4 (4.00) |" in text
+    assert "| selected | infllm_v2 | - |" in text
+    assert "* infllm_v2, selected, 64/4: takes other heads" in text
+    assert cards_report.peers(old) == cards_report.one_softmax([]) == report.NO_ROWS
+
+
 def test_tables(tmp_path):
     rows = made_up("dense-cudnn", 8192, 2.0, 1.0) + made_up("ours", 8192, 1.0, 1.3)
     rows += made_up("ours-probs", 8192, 4.0, 0.5)
     other = [{**row, "gpu": "another", "p50_ms": 77.0} for row in rows]
-    drawn = report.Rows(other + rows)
+    drawn = report.Rows(other[:-1] + rows)
     text = report.speedups(drawn)
     assert "| ours | 1.30 / 1.30 |" in text and "| *target* | 1.20 / 1.40 |" in text
     assert "| *best published* | 0.79 / 0.97 |" in text and "77" not in report.wholes(drawn)
@@ -307,7 +329,7 @@ def test_tables(tmp_path):
     report.plot(drawn, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
     with pytest.raises(ValueError, match="the page has a marker 'nothing'"):
-        report.render("<!-- begin: nothing -->\n<!-- end: nothing -->", drawn)
+        report.render("<!-- begin: nothing -->\n<!-- end: nothing -->", drawn, [])
 
 
 def test_no_rows_no_numbers():

@@ -1,0 +1,115 @@
+"""Tables of docs/performance.md that have a run, and a GPU, of their own: one softmax, and kernels
+of others from checkouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from . import common, goals
+from .cases import NO_ROWS, PASSES, length
+from .common import Row
+from .peers import PEERS
+
+OF_PEERS = {peer.name for some in PEERS.values() for peer in some}
+ORDER = {"dense-cudnn": 0, "ours": 1}
+# of a message
+MOST_LETTERS = 120
+
+
+def run_of(rows: Sequence[Row], is_wanted: Callable[[Row], bool]) -> list[Row]:
+    """The rows of the newest run (GPU and commit) with a wanted row."""
+    wanted = [row for row in rows if is_wanted(row)]
+    if not wanted:
+        return []
+    gpu, commit = wanted[-1]["gpu"], wanted[-1]["commit"]
+    return [row for row in rows if (row["gpu"], row["commit"]) == (gpu, commit)]
+
+
+def machine(rows: Sequence[Row]) -> str:
+    fields = ("gpu", "torch", "triton", "commit")
+    gpu, torch, triton, commit = (
+        ", ".join(dict.fromkeys(str(row[field]) for row in rows)) for field in fields
+    )
+    return f"{gpu}, torch {torch}, triton {triton}; {commit}."
+
+
+def is_one_softmax(row: Row) -> bool:
+    return bool(row["provider"].startswith("one-softmax"))
+
+
+def heads(row: Row) -> str:
+    text = f"{row['H']}/{row['K']}"
+    return text if row["D"] == 128 else f"{text}, D={row['D']}"
+
+
+def one_softmax(rows: Sequence[Row]) -> str:
+    """Speed-up over dense cuDNN, forward / backward, and memory over that of dense."""
+    run = run_of(rows, is_one_softmax)
+    if not run:
+        return NO_ROWS
+    times: dict[tuple[str, str], dict[int, dict[str, Row]]] = {}
+    for row in run:
+        if "p50_ms" in row and (is_one_softmax(row) or row["provider"] == "dense-cudnn"):
+            case = times.setdefault((heads(row), row["provider"]), {})
+            case.setdefault(row["T"], {})[row["pass"]] = row
+    lengths = sorted({T for case in times.values() for T in case})
+    lines = [["H/K", "forward / backward; memory", *map(length, lengths)]]
+    aims = {
+        f"{H}/{K}": {T: f"{fw:g} / {bw:g}" for T, (fw, bw) in of.items()}
+        for (H, K, _), of in goals.ONE_SOFTMAX.items()
+    }
+    for (of, name), case in times.items():
+        if name == "dense-cudnn":
+            continue
+        dense, cells = times.get((of, "dense-cudnn"), {}), []
+        for T in lengths:
+            passes = case.get(T, {})
+            found = [f"{passes[p]['speedup_over_cudnn']:.2f}" for p in PASSES if p in passes]
+            cell = " / ".join(found)
+            if found and "forward" in dense.get(T, {}):
+                cell += f"; {passes['forward']['peak_mib'] / dense[T]['forward']['peak_mib']:.2f}"
+            cells.append(cell)
+        lines.append([of, name, *cells])
+        if name == "one-softmax" and of in aims:
+            lines.append([of, "*target*", *(aims[of].get(T, "") for T in lengths)])
+    return f"{common.markdown(lines)}\n\n{machine(run)}"
+
+
+def peers(rows: Sequence[Row]) -> str:
+    """Milliseconds of each part, and how many times ours of the same part."""
+    run = run_of(rows, lambda row: row["provider"] in OF_PEERS)
+    of_peers = [row for row in run if row["provider"] in OF_PEERS]
+    if not of_peers:
+        return NO_ROWS
+    columns = list(dict.fromkeys((heads(row), row["T"]) for row in of_peers))
+    beside = [row for row in run if row["provider"] in ORDER and (heads(row), row["T"]) in columns]
+    shown = beside + of_peers
+    # the latest row of each pass
+    cells: dict[tuple[str, str], dict[tuple[str, int], dict[str, str]]] = {}
+    why: dict[str, None] = {}
+    for row in shown:
+        part = cells.setdefault((row["part"], row["provider"]), {})
+        found = part.setdefault((heads(row), row["T"]), {})
+        reason = row.get("failed") or row.get("refused")
+        if reason is None:
+            times = f" ({row['times_ours']:.2f})" if "times_ours" in row else ""
+            found[row["pass"]] = f"{row['p50_ms']:.3g}{times}"
+        else:
+            found["failed"] = "-"
+            told = " ".join(reason.split())
+            told = told if len(told) <= MOST_LETTERS else told[:MOST_LETTERS] + " ..."
+            why[f"* {row['provider']}, {row['part']}, {heads(row)}: {told}"] = None
+    order = list(cells)
+    of_part = {part: index for index, (part, _) in reversed(list(enumerate(order)))}
+    order.sort(key=lambda at: (of_part[at[0]], ORDER.get(at[1], 2)))
+    lines = [["part", "ms (times ours)", *(f"{of}, {length(T)}" for of, T in columns)]]
+    lines += [
+        [
+            part,
+            name,
+            *(" / ".join(cells[part, name].get(column, {}).values()) for column in columns),
+        ]
+        for part, name in order
+    ]
+    told = "\n".join(why)
+    return f"{common.markdown(lines)}\n\n{told}\n\n{machine(run)}"
