@@ -16,8 +16,8 @@ except metadata.PackageNotFoundError as error:
 
 from .cache import SparseCache
 from .convert import convert, load_converted
-from .converted import ranking_losses
 from .distill import distill
+from .layer import ranking_losses
 from .model import register, use_dense_attention, use_sparse_attention
 
 register()

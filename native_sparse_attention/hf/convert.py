@@ -21,8 +21,8 @@ from ..compress import MeanPool
 from ..config import NSAConfig
 from ..gate import GateLinear
 from ..initialization import assign
-from .converted import ConvertedAttention
 from .families import Parts, check_family, parts_of, rotary_of
+from .layer import LayerAttention
 from .model import NAME, check_model
 from .settings import CONVERTED_KEY as KEY
 
@@ -108,7 +108,7 @@ def convert(
         module, is_first = layer.self_attn, index == full[0][0]
         if not any(parameter.requires_grad for parameter in module.parameters()):
             freeze(attention)
-        found = ConvertedAttention(attention, index, module.attention_dropout, is_first)
+        found = LayerAttention(attention, index, module.attention_dropout, is_first)
         layer.self_attn = found.train(module.training)
     checked = {name: getattr(replaced[0].config, name, values[name]) for name in FREE}
     setattr(decoder.config, KEY, checked | dict(branches=list(checked["branches"])))

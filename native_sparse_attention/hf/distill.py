@@ -1,4 +1,4 @@
-"""`distill`: the learned rankings of a converted model learn from its own attention."""
+"""`distill`: the learned rankings of a model learn from its own attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..checks.scalars import check_choice, check_factor, check_int, shown
 from ..ranking import WEIGHTS
 from ..recipes import ranking_alone, sparse_layers
-from .converted import Ranking, converted_layers, ranking_losses
+from .layer import Ranking, attention_modules, ranking_losses
 
 STAGES = ("ranking", "all")
 
@@ -33,14 +33,16 @@ def distill(
     length: int = 1024,
     generator: torch.Generator | None = None,
 ) -> list[dict[str, float]]:
-    """Train a converted model with AdamW, its rankings by the exact attention of sampled queries.
+    """Train a model of `SparseAttention` layers with AdamW, its rankings by the exact attention of
+    sampled queries.
 
     Stage "ranking" trains `to_index` alone, while the layers are dense attention. Stage "all"
     trains all parameters that require gradients, with the selection: the loss is that of next
     tokens, or with a `teacher` the KL divergence from its predictions, plus that of the rankings.
 
     Args:
-        model: of `convert(model, importance="index")`. It keeps its mode, training or inference.
+        model: of `convert(model, importance="index")`, or an `NSAForCausalLM` of that importance.
+            It keeps its mode, training or inference.
         texts_or_ids: [N, T] token ids on any device, or texts, which need `tokenizer` and become
             rows of `length` tokens.
         steps, lr: steps of the optimizer, and its learning rate.
@@ -69,7 +71,7 @@ def distill(
         raise ValueError(f"generator must be a torch.Generator on the CPU, got {shown(generator)}")
     if stage == "ranking" and teacher is not None:
         raise ValueError("teacher must be None in stage 'ranking', which learns from the model")
-    converted_layers(model)
+    attention_modules(model)
     head = getattr(model, "get_output_embeddings", lambda: None)
     if stage == "all" and head() is None:
         raise ValueError(
@@ -182,7 +184,7 @@ def rows_of(texts_or_ids: Any, tokenizer: Any, length: int) -> Tensor:
 
 def check_rows(model: nn.Module, rows: Tensor) -> None:
     """Check that the last query of a row has two blocks to rank."""
-    layers = [layer.attention for layer in converted_layers(model)]
+    layers = [layer.attention for layer in attention_modules(model)]
     least = max(
         (2 + a.num_initial_blocks + max(1, a.num_local_blocks)) * a.selection_block_size
         for a in layers

@@ -1,4 +1,4 @@
-"""A layer of a transformers cache that holds the KV cache of a converted layer."""
+"""A layer of a transformers cache that holds the KV cache of a `SparseAttention`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KVLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         raise ValueError(
-            "past_key_values holds the tokens of a converted layer, which another model cannot use"
+            "past_key_values holds the tokens of a SparseAttention, which another model cannot use"
         )
 
     def count(self, tokens: int, real: Tensor | None) -> None:
@@ -112,7 +112,7 @@ class KVLayer(CacheLayerMixin):
 
 
 def layer_of(cache: Any, index: int) -> KVLayer:
-    """The layer of a cache for a converted attention module. An empty layer of a `DynamicCache`
+    """The layer of a cache for an attention module. An empty layer of a `DynamicCache`
     becomes a `KVLayer`.
 
     Raises:
@@ -133,14 +133,14 @@ def layer_of(cache: Any, index: int) -> KVLayer:
             return found
         if type(layer) is DynamicLayer:
             raise ValueError(
-                "past_key_values must be empty or of this converted model, got the "
+                "past_key_values must be empty or of this model, got the "
                 f"{layer.get_seq_length()} tokens of another"
             )
     name = type(cache).__name__
     if getattr(cache, "offloading", False):
         name = f"an offloaded {name}"
     raise ValueError(
-        "past_key_values must be a DynamicCache on the device in a converted model, whose layers "
+        "past_key_values must be a DynamicCache on the device with SparseAttention, whose layers "
         f"keep a KVCache, got {name} of "
         f"{sorted({type(layer).__name__ for layer in getattr(cache, 'layers', [])})}: leave out "
         "cache_implementation"

@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..checks.scalars import shown
 from ..config import NSAConfig
 from .attention import attention
-from .converted import ConvertedAttention
+from .layer import LayerAttention
 from .masks import sparse_mask
 from .settings import KEY, REPLACED, checked, given
 
@@ -79,7 +79,7 @@ def use_dense_attention(model: Model) -> Model:
     replaced. Without sparse attention it changes nothing.
 
     Raises:
-        ValueError: not a model of transformers, or a converted one.
+        ValueError: not a model of transformers, or one of SparseAttention layers.
     """
     decoder = base_of(model)
     check_unconverted(decoder)
@@ -101,10 +101,11 @@ def base_of(model: Any) -> PreTrainedModel:
 
 
 def check_unconverted(decoder: PreTrainedModel) -> None:
-    if any(isinstance(module, ConvertedAttention) for module in decoder.modules()):
+    if any(isinstance(module, LayerAttention) for module in decoder.modules()):
         raise ValueError(
-            f"model must not be converted already, got a converted {type(decoder).__name__}: load "
-            "it anew, or set attributes of its SparseAttention layers, as set_dense(model) does"
+            "model must not be converted already or of SparseAttention layers, got such a "
+            f"{type(decoder).__name__}: load it anew, or set attributes of its SparseAttention "
+            "layers, as set_dense(model) does"
         )
 
 

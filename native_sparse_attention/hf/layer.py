@@ -1,4 +1,4 @@
-"""The attention module of a converted model: a `SparseAttention` behind the call of transformers.
+"""The attention module of a model of transformers: a `SparseAttention` behind its call.
 
 B  batch            T  new tokens         S  tokens, past ones included
 """
@@ -27,7 +27,7 @@ NEW: Any = WeakTensorKeyDictionary()
 
 @dataclass
 class Ranking:
-    """What `ranking_losses` asks of the converted layers, and their losses by layer."""
+    """What `ranking_losses` asks of the layers, and their losses by layer."""
 
     queries: Tensor
     weights: str
@@ -45,13 +45,13 @@ class Ranking:
         return torch.stack([loss.float() for loss in self.losses.values()]).mean()
 
 
-class ConvertedAttention(nn.Module):
-    """Takes the place of an attention module of transformers, with its call signature.
+class LayerAttention(nn.Module):
+    """A `SparseAttention` with the call of an attention module of transformers.
 
     Attributes:
         attention: the layer.
         layer_idx: the layer's index in the model and in a cache.
-        dropout: the replaced module's, which must be 0 in training.
+        dropout: of the module that it replaces, which must be 0 in training.
         is_first: whether the layers after it may rely on its checks of a forward's inputs.
         ranking: set while `ranking_losses` is open.
     """
@@ -59,7 +59,13 @@ class ConvertedAttention(nn.Module):
     is_causal = True
     ranking: Ranking | None = None
 
-    def __init__(self, attention: SparseAttention, layer_idx: int, dropout: float, is_first: bool):
+    def __init__(
+        self,
+        attention: SparseAttention,
+        layer_idx: int,
+        dropout: float = 0.0,
+        is_first: bool = True,
+    ):
         super().__init__()
         self.attention = attention
         self.layer_idx = layer_idx
@@ -76,14 +82,21 @@ class ConvertedAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         cache: Any = None,
+        ranking_queries: Tensor | None = None,
+        ranking_weights: str = "output",
         **others: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention of [B, T, dim] to these tokens and to those of the cache.
 
         Args:
             position_embeddings: not used: the layer has the frequencies of the model.
             attention_mask: of `sparse_mask`, or of the user, [B, 1, T, S].
             past_key_values, cache: a `DynamicCache`, under its name in this release.
+            ranking_queries: positions [m] of queries for the loss of a learned ranking, whose
+                blocks are worth what `ranking_weights` says. `ranking_losses` sets them too.
+
+        Returns:
+            [B, T, dim], and the loss of the ranking if one learns, else None.
 
         Raises:
             ValueError: a mask, positions or a cache of another form, dropout, or weights asked for.
@@ -93,6 +106,8 @@ class ConvertedAttention(nn.Module):
         held = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
         slots = 0 if held is None else held.slots
         position_ids = others.get("position_ids")
+        if self.ranking is not None:
+            ranking_queries, ranking_weights = self.ranking.queries, self.ranking.weights
         B, T = hidden_states.shape[:2]
         mask = attention_mask
         if mask is None and not slots:
@@ -108,29 +123,35 @@ class ConvertedAttention(nn.Module):
                 held.check_past(None)
                 held.packed = True
                 held.count(T, None)
-            return self.whole(hidden_states, mask), None
+            out, loss = self.whole(hidden_states, mask, ranking_queries, ranking_weights)
+            if self.ranking is not None and loss is not None:
+                self.ranking.losses[self.layer_idx] = loss
+            return out, loss
+        if ranking_queries is not None:
+            raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
         return self.over_cache(hidden_states, mask, held), None
 
-    def whole(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention within whole sequences [B, T, dim], with padding or packed documents."""
+    def whole(
+        self, x: Tensor, mask: Tensor | None, queries: Tensor | None, weights: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention within whole sequences [B, T, dim], with padding or packed documents, and the
+        loss of the ranking."""
         given: dict[str, Any] = {}
+        loss = None
         if mask is not None:
             layout: varlen.Layout = remembered(
                 LAYOUTS, mask, layout_of, (self.attention.alignment,)
             )
             x, given["documents"] = layout.spread(x), layout.documents
-        if self.ranking is not None and self.attention.to_index is not None:
-            given |= dict(ranking_queries=self.ranking.queries)
-            out, loss = self.attention(x, **given, ranking_weights=self.ranking.weights)
-            self.ranking.losses[self.layer_idx] = loss
+        if queries is not None and self.attention.to_index is not None:
+            given |= dict(ranking_queries=queries, ranking_weights=weights)
+            out, loss = self.attention(x, **given)
         else:
             out = self.attention(x, **given)
-        return out if mask is None else layout.collect(out)
+        return (out if mask is None else layout.collect(out)), loss
 
     def over_cache(self, x: Tensor, mask: Tensor | None, held: KVLayer) -> Tensor:
         """Attention of new tokens [B, T, dim] to those of the cache too, which takes them."""
-        if self.ranking is not None:
-            raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
         T, real = x.shape[1], None
         if mask is not None:
             real = mask[:, 0, 0] > 0
@@ -175,20 +196,23 @@ def check_positions(position_ids: Any, mask: Tensor | None, T: int) -> None:
             follows = follows & (begins[:, 1:] == begins[:, :-1])
     if bool(((positions[:, 1:] - positions[:, :-1] != 1) & follows).any()):
         raise ValueError(
-            "position_ids must count up by 1 within each sequence in a converted model, got "
+            "position_ids must count up by 1 within each sequence with SparseAttention, got "
             f"others: {masks.HINT}"
         )
 
 
-def converted_layers(model: nn.Module) -> list[ConvertedAttention]:
-    """The converted attention modules of a model.
+def attention_modules(model: nn.Module) -> list[LayerAttention]:
+    """The attention modules of a model that hold a `SparseAttention`.
 
     Raises:
         ValueError: there are none.
     """
-    found = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
+    found = [module for module in model.modules() if isinstance(module, LayerAttention)]
     if not found:
-        raise ValueError(f"model must be one of convert(model), got {type(model).__name__}")
+        raise ValueError(
+            "model must be one of convert(model), or an NSAModel or NSAForCausalLM, got "
+            f"{type(model).__name__}"
+        )
     return found
 
 
@@ -199,13 +223,12 @@ def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -
     after the backward, which may compute a forward again (activation checkpointing).
 
     Raises:
-        ValueError: not a converted model, or one without `importance="index"`.
+        ValueError: a model without such layers, or without `importance="index"`.
     """
-    layers = converted_layers(model)
+    layers = attention_modules(model)
     if all(layer.attention.to_index is None for layer in layers):
         raise ValueError(
-            "model must be converted with importance='index', got "
-            f"{layers[0].attention.importance!r}"
+            f"model must have importance='index', got {layers[0].attention.importance!r}"
         )
     ranking = Ranking(queries, weights)
     try:
