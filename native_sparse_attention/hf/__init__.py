@@ -1,8 +1,10 @@
 """Sparse attention for trained models of transformers: `use_sparse_attention(model)`, with the
-model's own weights; `convert(model)`, to layers of this library, and `distill`, to train them.
+model's own weights; `convert(model)`, to layers of this library, and `distill`, to train them;
+`NSAForCausalLM`, a model of its own.
 
 The import registers "nsa" as an attention implementation of transformers, so that
-`from_pretrained(..., attn_implementation="nsa")` knows the name. docs/huggingface.md describes it.
+`from_pretrained(..., attn_implementation="nsa")` knows the name, and as a type of model, so that
+AutoConfig, AutoModel and AutoModelForCausalLM do. docs/huggingface.md describes it.
 """
 
 from importlib import metadata
@@ -15,14 +17,22 @@ except metadata.PackageNotFoundError as error:
     ) from error
 
 from .cache import SparseCache
+from .configuration import NSAModelConfig
 from .convert import convert, load_converted
 from .distill import distill
 from .layer import ranking_losses
 from .model import register, use_dense_attention, use_sparse_attention
+from .modeling import NSAForCausalLM, NSAModel, NSAPreTrainedModel
+from .modeling import register as register_models
 
 register()
+register_models()
 
 __all__ = [
+    "NSAForCausalLM",
+    "NSAModel",
+    "NSAModelConfig",
+    "NSAPreTrainedModel",
     "SparseCache",
     "convert",
     "distill",

@@ -101,6 +101,11 @@ class LayerAttention(nn.Module):
         Raises:
             ValueError: a mask, positions or a cache of another form, dropout, or weights asked for.
         """
+        if others.get("output_attentions"):
+            raise ValueError(
+                "output_attentions must be False with SparseAttention, which forms no weights, got "
+                "True: native_sparse_attention.view.collect(model) records what it reads"
+            )
         check_call(self, self.dropout if self.training else 0.0, None, others)
         past_key_values = past_key_values if cache is None else cache
         held = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)

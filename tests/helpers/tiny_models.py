@@ -57,6 +57,16 @@ SPARSE = dict(
 # all blocks, selected one by one: with differentiable top-k nothing is dense by itself
 WHOLE = dict(selection_block_size=4, num_selected_blocks=20, dense_length=0, use_diff_topk=True)
 
+# forms of a model of this library: three branches, one softmax, and one with a learned ranking
+FORMS = dict(
+    branches=dict(
+        preset="paper", compress_block_size=8, compress_block_sliding_stride=4,
+        selection_block_size=8, num_selected_blocks=1, num_local_blocks=1, sliding_window_size=6,
+    ),
+    one_softmax=dict(preset="one-softmax", **SPARSE),
+    index=dict(preset="one-softmax", importance="index", **SPARSE),
+)  # fmt: skip
+
 # 5.24 gives the argument another name
 forward = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
 CACHE = "cache" if "cache" in forward else "past_key_values"
@@ -75,6 +85,15 @@ def tiny(family="Llama", **settings):
         if hasattr(layer.self_attn, "sinks"):
             torch.nn.init.normal_(layer.self_attn.sinks)
     return model
+
+
+def native(form="branches", **settings):
+    """A model of this library, in inference mode."""
+    from native_sparse_attention.hf import NSAForCausalLM, NSAModelConfig
+
+    torch.manual_seed(0)
+    nsa = FORMS[form] if isinstance(form, str) else form
+    return NSAForCausalLM(NSAModelConfig(**SIZES | dict(nsa=nsa) | settings)).eval()
 
 
 def prompts(*lengths):

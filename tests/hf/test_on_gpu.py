@@ -1,12 +1,22 @@
 """Models of transformers on a GPU: kernels, in half precision too, and compiled static caches."""
 
+import copy
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from native_sparse_attention.hf import use_sparse_attention
-from tests.helpers.tiny_models import padded, prompts, step_by_step, tiny, without_padding
+from tests.helpers.tiny_models import (
+    FORMS,
+    native,
+    padded,
+    prompts,
+    step_by_step,
+    tiny,
+    without_padding,
+)
 
 pytestmark = pytest.mark.gpu
 SIZES = dict(head_dim=64, hidden_size=64, max_position_embeddings=1024)
@@ -73,3 +83,84 @@ def test_training_in_half_precision():
     exact = gradients(torch.float32)
     error = (gradients(torch.bfloat16) - exact).norm() / exact.norm()
     assert exact.isfinite().all() and error < 0.1
+
+
+def large(form, **settings):
+    """A model of this library whose heads the kernels take."""
+    sizes = dict(selection_block_size=32, num_selected_blocks=2)
+    if form == "branches":
+        sizes |= dict(compress_block_size=32, compress_block_sliding_stride=16)
+    return native(FORMS[form] | sizes, **SIZES, initializer_range=0.1, **settings).cuda()
+
+
+def with_backend(model, dtype, backend):
+    """A copy of a model."""
+    model = copy.deepcopy(model).to(dtype)
+    for layer in model.model.layers:
+        layer.self_attn.attention.backend = backend
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_of_a_native_model_err_as_eager_pytorch_does(form):
+    """In bf16, logits and gradients, by norm: near-ties of the ranking may fall either way."""
+    model, ids = large(form).train(), torch.cat(prompts(400, 400)).cuda()
+
+    def found(dtype, backend):
+        own = with_backend(model, dtype, backend)
+        out = own(ids, labels=ids)
+        out.loss.backward()
+        grads = [p.grad.double().flatten() for p in own.parameters() if p.grad is not None]
+        return out.logits.detach().double(), torch.cat(grads)
+
+    exact, low, kernels = (
+        found(dtype, backend)
+        for dtype, backend in (
+            (torch.float64, "eager"),
+            (torch.bfloat16, "eager"),
+            (torch.bfloat16, "triton"),
+        )
+    )
+    for name, e, l, k in zip(("logits", "gradients"), exact, low, kernels):
+        budget = 2 * (l - e).norm() + torch.finfo(torch.bfloat16).eps * e.norm()
+        assert k.isfinite().all() and (k - e).norm() <= budget, name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_native_model_generates_over_a_cache_what_it_does_without(form):
+    model, texts = large(form), prompts(389, 400)
+    batch = on_gpu(padded(texts, left=True))
+    del batch["position_ids"]
+    for dtype in (torch.float32, torch.bfloat16):
+        model = model.to(dtype)
+        ways = [dict(use_cache=False), {}, dict(num_beams=2)]
+        outs = [model.generate(**batch, max_new_tokens=8, do_sample=False, **w) for w in ways]
+        assert all(out.shape == (2, 408) for out in outs)
+        if dtype == torch.float32:
+            assert (outs[0] == outs[1]).double().mean() > 0.98
+
+
+def test_compiled_native_model():
+    model, ids = large("branches").train(), torch.cat(prompts(400, 400)).cuda()
+    expected = model(ids, labels=ids).loss
+    loss = torch.compile(model)(ids, labels=ids).loss
+    loss.backward()
+    close(loss, expected, atol=1e-3, rtol=1e-3)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_layers_of_a_native_model_on_two_gpus(tmp_path):
+    pytest.importorskip("accelerate")
+    model, ids = large("index", ranking_queries=8), prompts(400)[0].cuda()
+    model.save_pretrained(tmp_path)
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1}
+    places |= {"model.norm": 1, "lm_head": 1}
+    split = type(model).from_pretrained(tmp_path, device_map=places)
+    with torch.no_grad():
+        close(split(ids).logits.to(ids.device), model(ids).logits, atol=1e-3, rtol=1e-3)
+    queries = torch.arange(100, 400, 10)
+    losses = [m(ids, labels=ids, ranking_queries=queries).ranking_loss for m in (model, split)]
+    close(losses[1].to(losses[0].device), losses[0], atol=1e-3, rtol=1e-3)
+    given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    assert split.generate(ids, **given).shape == (1, 404)

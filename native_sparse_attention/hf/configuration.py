@@ -1,0 +1,229 @@
+"""The configuration of a decoder whose layers are `SparseAttention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..checks.keywords import check_keywords
+from ..checks.scalars import (
+    check_bool,
+    check_factor,
+    check_int,
+    check_ints,
+    check_probability,
+    shown,
+)
+from ..checks.tensors import check_choice
+from ..config import NSAConfig
+from ..presets import preset
+from ..ranking import WEIGHTS
+from .attention import ANY_LENGTH
+
+FORM = "one-softmax"
+# settings of a layer that the configuration has under names of its own, and tile sizes, which
+# belong to a machine
+OF_MODEL = (
+    "dim", "dim_head", "heads", "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm",
+    "qk_norm_eps", "block_sizes",
+)  # fmt: skip
+SETTINGS = {
+    field.name: field.default
+    for field in fields(NSAConfig)
+    if field.name not in OF_MODEL and field.default is not MISSING
+}
+
+
+# what configurations of other decoders name, and what this one is
+ABSENT: dict[str, Any] = dict(
+    attention_dropout=0.0, attention_bias=False, mlp_bias=False, hidden_act="silu",
+    sliding_window=None, rope_scaling=None, rope_parameters=None, layer_types=None,
+)  # fmt: skip
+
+
+class NSAModelConfig(PreTrainedConfig):
+    """The sizes of an `NSAModel`, and the settings of its attention.
+
+    Args:
+        vocab_size: tokens of the vocabulary.
+        hidden_size, intermediate_size: widths of the residual stream and of the SwiGLU.
+        num_hidden_layers: layers.
+        num_attention_heads, num_key_value_heads: H and K, query heads and KV heads; K is H by
+            default.
+        head_dim: D; `hidden_size / num_attention_heads` by default.
+        max_position_embeddings: tokens of the longest sequences. It decides the sizes of presets,
+            and limits nothing.
+        rms_norm_eps: epsilon of all norms.
+        rope_theta: rotary frequencies are `rope_theta^(-2 i / D)`.
+        qkv_bias, out_bias, qk_norm: as in `SparseAttention`.
+        dense_layers: indices of layers of dense attention; -1 is the last.
+        nsa: the other settings of `NSAConfig`: a dict; a dict with the name of a preset as
+            "preset", its "length" perhaps, and what replaces its settings; that name alone; or an
+            `NSAConfig` of the same widths. "one-softmax" by default. It is kept as a dict of all
+            settings.
+        ranking_queries: with importance="index", queries of a training step from which each layer's
+            ranking learns; None for no such loss.
+        ranking_weights: what a block is worth to them, "output" or "mass".
+        initializer_range: standard deviation of initial embeddings and projections. Gates,
+            compression networks and sinks begin as in `SparseAttention`.
+        tie_word_embeddings: whether the head has the weights of the embedding.
+        others: those of `PreTrainedConfig`.
+
+    Raises:
+        ValueError: an argument out of range, an unknown setting, or incompatible settings.
+    """
+
+    model_type = "nsa"
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    dense_layers: Sequence[int] = ()
+    nsa: Any = None
+    ranking_queries: int | None = None
+    ranking_weights: str = "output"
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **others: Any) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
+            setattr(self, name, check_int(name, getattr(self, name), 1))
+        H = check_int("num_attention_heads", self.num_attention_heads, 1)
+        K = H if self.num_key_value_heads is None else self.num_key_value_heads
+        K = check_int("num_key_value_heads", K, 1)
+        if H % K:
+            raise ValueError(f"num_key_value_heads must divide num_attention_heads={H}, got {K}")
+        if self.head_dim is None and self.hidden_size % H:
+            raise ValueError(
+                f"head_dim must be given where num_attention_heads={H} does not divide "
+                f"hidden_size={self.hidden_size}, got None"
+            )
+        D = self.hidden_size // H if self.head_dim is None else self.head_dim
+        self.num_attention_heads, self.num_key_value_heads = H, K
+        (self.head_dim,) = check_ints(1, head_dim=D)
+        if D % 2:
+            raise ValueError(f"head_dim must be even for rotary embedding, got {D}")
+        self.max_position_embeddings = check_int(
+            "max_position_embeddings", self.max_position_embeddings, 1
+        )
+        for name in ("rms_norm_eps", "rope_theta"):
+            setattr(self, name, check_factor(name, getattr(self, name)))
+        check_probability("initializer_range", self.initializer_range)
+        for name in ("qkv_bias", "out_bias", "qk_norm", "tie_word_embeddings"):
+            setattr(self, name, check_bool(name, getattr(self, name)))
+        self.dense_layers = checked_layers(self.dense_layers, self.num_hidden_layers)
+        for name, value in ABSENT.items():
+            if others.get(name) not in (None, value):
+                raise ValueError(
+                    f"{name} must be {value!r}, as the model has no other, got "
+                    f"{shown(others[name])}"
+                )
+        self.nsa = self.settings_of(self.nsa)
+        layer = self.layer_config
+        self.nsa = kept(layer)
+        if self.ranking_queries is not None:
+            self.ranking_queries = check_int("ranking_queries", self.ranking_queries, 1)
+            if not layer.is_indexed:
+                raise ValueError(
+                    "ranking_queries goes with importance='index' in nsa, got "
+                    f"{self.ranking_queries} with importance={layer.importance!r}"
+                )
+        check_choice("ranking_weights", self.ranking_weights, WEIGHTS)
+        super().__post_init__(**others)
+
+    @property
+    def widths(self) -> dict[str, Any]:
+        """The settings of an `NSAConfig` that the other arguments decide."""
+        return dict(
+            dim=self.hidden_size, dim_head=self.head_dim, heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads, causal=True, norm=False, qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias, qk_norm=self.qk_norm, qk_norm_eps=self.rms_norm_eps,
+        )  # fmt: skip
+
+    @property
+    def layer_config(self) -> NSAConfig:
+        """The settings of a sparse layer."""
+        return NSAConfig(**self.widths, **self.nsa)
+
+    def layer_config_of(self, index: int) -> NSAConfig:
+        """The settings of a layer; a dense one is one softmax without a limit and a ranking."""
+        layer = self.layer_config
+        if index not in self.dense_layers:
+            return layer
+        names = (
+            "compress_block_size", "compress_block_sliding_stride", "selection_block_size", "scale",
+            "soft_cap", "attention_sinks", "recompute", "backend",
+        )  # fmt: skip
+        same = {name: getattr(layer, name) for name in names}
+        dense: dict[str, Any] = dict(num_selected_blocks=0, dense_length=ANY_LENGTH)
+        return NSAConfig(**self.widths, **same, branches=("selected",), **dense)
+
+    def settings_of(self, nsa: Any) -> dict[str, Any]:
+        """The settings that the argument `nsa` names, with those of its preset."""
+        if nsa is None:
+            nsa = FORM
+        if isinstance(nsa, str):
+            nsa = dict(preset=nsa)
+        if isinstance(nsa, NSAConfig):
+            check_widths(nsa, self.widths)
+            return kept(nsa)
+        if not isinstance(nsa, Mapping):
+            raise ValueError(
+                "nsa must be a dict of settings, the name of a preset, an NSAConfig or None, got "
+                f"{shown(nsa)}"
+            )
+        own = dict(nsa)
+        form, length = own.pop("preset", None), own.pop("length", None)
+        for name in OF_MODEL:
+            if name in own:
+                raise ValueError(
+                    f"nsa must be without {name}, which the model decides, got {shown(own[name])}"
+                )
+        check_keywords(own, SETTINGS)
+        if form is None and length is not None:
+            raise ValueError(f"length in nsa goes with a preset, got {shown(length)} without")
+        if form is None:
+            return own
+        length = self.max_position_embeddings if length is None else length
+        return preset(form, length) | own
+
+
+def kept(config: NSAConfig) -> dict[str, Any]:
+    """The settings of a layer as values of JSON."""
+    values = {name: getattr(config, name) for name in SETTINGS}
+    return values | dict(branches=list(config.branches))
+
+
+def check_widths(config: NSAConfig, widths: Mapping[str, Any]) -> None:
+    """Check the settings of an `NSAConfig` that the model decides: equal, or left at a default."""
+    defaults = {field.name: field.default for field in fields(NSAConfig)}
+    for name, value in widths.items():
+        found = getattr(config, name)
+        if found != value and found != defaults[name]:
+            raise ValueError(f"nsa must have {name}={value!r}, as the model has, got {found!r}")
+
+
+def checked_layers(layers: Any, count: int) -> list[int]:
+    """Indices of layers, in order and counted from 0."""
+    if not isinstance(layers, Sequence) or isinstance(layers, str):
+        raise ValueError(f"dense_layers must be a list of indices of layers, got {shown(layers)}")
+    found = {check_int("dense_layers", index, -count, below=count) % count for index in layers}
+    return sorted(found)

@@ -1,0 +1,184 @@
+"""Training of the model of this library in transformers: Trainer, adapters, checkpointing, graphs,
+and learned rankings."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+from native_sparse_attention.hf import NSAForCausalLM, distill, ranking_losses
+from tests.helpers.tiny_models import FORMS, native, padded, prompts
+
+TOL = dict(atol=1e-4, rtol=1e-4)
+close = torch.testing.assert_close
+form = pytest.mark.parametrize("form", FORMS)
+TEXT = b"the quick brown fox jumps over the lazy dog, and then it runs home. " * 12
+
+
+def batch_of(lengths=(33, 40)):
+    batch = padded(prompts(*lengths), left=True)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return dict(batch, labels=labels)
+
+
+def gradients(model, batch, **given):
+    model.zero_grad()
+    torch.manual_seed(3)  # of the queries of a ranking
+    out = model(**batch, **given)
+    out.loss.backward()
+    return out, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def checkpointed(model, reentrant):
+    enable = getattr(model, "activation_checkpointing_enable", None)  # since 5.24
+    (enable or model.gradient_checkpointing_enable)(dict(use_reentrant=reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@form
+def test_gradient_checkpointing_changes_no_gradient(form, reentrant):
+    queries = 8 if form == "index" else None
+    model, batch = native(form, ranking_queries=queries).train(), batch_of()
+    _, expected = gradients(model, batch)
+    assert any("to_index" in name for name in expected) == (form == "index")
+    checkpointed(model, reentrant)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    close(gradients(model, batch)[1], expected, **TOL)
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = False
+    close(gradients(model, batch, use_cache=form != "index")[1], expected, **TOL)
+
+
+def test_a_ranking_learns_beside_the_model():
+    model, batch = native("index", ranking_queries=16, dense_layers=[0]).train(), batch_of()
+    out, found = gradients(model, batch)
+    assert out.ranking_loss > 0
+    names = {name for name in found if "to_index" in name}
+    assert names == {"model.layers.1.self_attn.attention.to_index.weight"}
+    index = found[names.pop()]
+    assert index.abs().sum() > 0
+    queries = torch.arange(40)
+    both = model(**batch, ranking_queries=queries)
+    with ranking_losses(model, queries) as ranking:
+        plain = model(**{name: t for name, t in batch.items() if name != "labels"}, use_cache=False)
+    close(both.ranking_loss, ranking.loss)
+    with torch.no_grad():
+        alone = model.eval()(**batch)
+        assert alone.ranking_loss is None  # not in inference mode
+    close(both.loss, alone.loss + both.ranking_loss, **TOL)
+    close(plain.logits, both.logits, **TOL)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(**batch, ranking_queries=4, use_cache=True)
+    weighed = model(**batch, ranking_queries=queries, ranking_weights="mass").ranking_loss
+    assert (weighed - both.ranking_loss).abs() > 1e-4
+
+
+def test_rankings_can_be_distilled():
+    model = native("index", dense_layers=[1])
+    rows = torch.randint(1, 64, (4, 64))
+    given = dict(lr=2e-2, batch_size=2, ranking_queries=48)
+    history = distill(model, rows, steps=20, **given, generator=torch.Generator().manual_seed(0))
+    losses = [step["ranking"] for step in history]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert distill(model, rows, steps=1, stage="all", lr=1e-4)[0].keys() == {"loss", "ranking"}
+
+
+def test_compiled_forward_gives_what_the_eager_one_does():
+    model, text = native("one_softmax", num_hidden_layers=1), prompts(24)[0]
+    expected = model(text, use_cache=False).logits
+    torch._dynamo.reset()
+    out = torch.compile(model, backend="eager", fullgraph=True)(text, labels=text, use_cache=False)
+    close(out.logits, expected, **TOL)
+    out.loss.backward()
+    assert model.model.embed_tokens.weight.grad.abs().sum() > 0
+
+
+# Trainer and adapters
+
+
+class Rows(torch.utils.data.Dataset):
+    """Letters of a text, as tokens below 64."""
+
+    def __init__(self, length=48):
+        ids = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8).long() % 63 + 1
+        self.rows = ids[: len(ids) // length * length].view(-1, length)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return dict(input_ids=self.rows[i], labels=self.rows[i])
+
+
+def trainer(model, folder, steps=12, **settings):
+    pytest.importorskip("accelerate", reason="Trainer needs it")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-2,
+        lr_scheduler_type="constant", logging_steps=1, save_steps=6, report_to="none", seed=0,
+        use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **settings,
+    )  # fmt: skip
+    return transformers.Trainer(model=model, args=arguments, train_dataset=Rows())
+
+
+def losses_of(run):
+    return [row["loss"] for row in run.state.log_history if "loss" in row]
+
+
+# names that newer releases of transformers give up
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("form", ["branches", "index"])
+def test_trainer_learns_and_resumes(form, tmp_path):
+    settings = dict(initializer_range=0.05, ranking_queries=8 if form == "index" else None)
+    run = trainer(native(form, **settings), tmp_path, gradient_checkpointing=True)
+    run.train()
+    losses = losses_of(run)
+    assert len(losses) == 12 and sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    again = trainer(native(form, **settings), tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    close(again.model.state_dict(), run.model.state_dict(), atol=2e-3, rtol=1e-2)
+    close(losses_of(again)[-6:], losses[-6:], atol=1e-2, rtol=1e-2)
+    run.save_model(str(tmp_path / "last"))
+    loaded = NSAForCausalLM.from_pretrained(tmp_path / "last")
+    close(loaded.state_dict(), run.model.state_dict(), atol=0, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("form", ["branches", "one_softmax"])
+def test_lora_trains_adapters_alone_and_merges(form):
+    peft = pytest.importorskip("peft")
+    model, (text,) = native(form), prompts(40)
+    before = copy.deepcopy(model.state_dict())
+    names = ["to_qkv", "combine_heads", "gate_proj", "up_proj", "down_proj"]
+    settings = peft.LoraConfig(r=2, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(copy.deepcopy(model), settings).train()
+    checkpointed(adapted.get_base_model(), reentrant=True)
+    adapted.enable_input_require_grads()
+    close(adapted(text).logits, model(text).logits, **TOL)
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * len(names) and all("lora" in name for name in trained)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        adapted(text, labels=text).loss.backward()
+        optimizer.step()
+    for name, value in adapted.get_base_model().state_dict().items():
+        if "lora" not in name:
+            close(value, before[name.replace("base_layer.", "")], atol=0, rtol=0)
+    with torch.no_grad():
+        out = adapted.eval()(text).logits
+        assert (out - model(text).logits).abs().max() > 1e-3
+        merged = adapted.merge_and_unload()
+        assert type(merged) is NSAForCausalLM
+        close(merged(text).logits, out, atol=1e-3, rtol=1e-3)
+
+
+def test_half_precision_under_autocast():
+    model, batch = native("branches").train(), batch_of()
+    out, exact = gradients(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        low, found = gradients(model, batch)
+    close(low.loss.float(), out.loss, atol=2e-2, rtol=2e-2)
+    whole, other = (torch.cat([g.flatten() for g in gs.values()]) for gs in (exact, found))
+    assert (whole - other).norm() < 0.1 * whole.norm()
