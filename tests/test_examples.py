@@ -19,7 +19,8 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_has_a_test():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"gpt", "needle", "classify"}
+    names = {"gpt", "needle", "classify", "huggingface", "convert"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == names
 
 
 def test_gpt(capsys, tmp_path):
@@ -66,3 +67,24 @@ def test_classes_of_strings(length):
     assert (at[:, 1] - at[:, 0] >= length // 2).all()
     capitals = ids[:, 1:].gather(1, at) - module.LETTERS
     assert torch.equal(capitals.amax(dim=1), classes)
+
+
+def test_huggingface(capsys):
+    """Blocks that cover the text change nothing, fewer blocks do."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    module = example("huggingface")
+    losses = module.main(["--quick"])
+    assert abs(losses["sparse"] - losses["dense"]) > 1e-3
+    losses = module.main(["--quick", "--blocks", "16"])
+    assert losses["sparse"] == pytest.approx(losses["dense"], abs=1e-3)
+    assert "nats a token" in capsys.readouterr().out
+
+
+def test_convert(tmp_path):
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    losses, rankings = example("convert").main(["--quick", "--save", str(tmp_path)])
+    assert losses["dense again"] == pytest.approx(losses["dense"], abs=1e-4)
+    assert all(map(math.isfinite, losses.values())) and 0 < max(rankings) < 1
+    from native_sparse_attention.hf import load_converted
+
+    assert load_converted(tmp_path).config.nsa_converted["index_heads"] == 1
