@@ -1,4 +1,5 @@
-"""The kernels compile for GPUs that are not there; `compile_kernels.py` compiles more of them."""
+"""The kernels compile for a GPU that is not there; `compile_kernels.py` compiles more of them, and
+the gate those of another GPU with the oldest Triton."""
 
 import importlib.util
 import os
@@ -17,14 +18,13 @@ def compiled_in_gluon() -> bool:
     return sm90.triton_is_known()
 
 
-@pytest.mark.parametrize("capability", [86, 90])
-def test_layer_compiles(capability):
+def test_layer_compiles():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     # the interpreter compiles nothing
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, SCRIPT, str(capability), "small"],
+        [sys.executable, SCRIPT, "90", "small"],
         capture_output=True,
         text=True,
         env=environment,
@@ -34,7 +34,7 @@ def test_layer_compiles(capability):
                    "nsa_selected_fwd_key_major", "nsa_selected_bwd_key_major", "nsa_gates_bwd_dq",
                    "nsa_gates_bwd_dk", "nsa_rotary"):  # fmt: skip
         assert f".{kernel} " in done.stdout
-    if capability == 90 and compiled_in_gluon():
+    if compiled_in_gluon():
         for kernel in ("flash_fwd", "flash_dq", "flash_dkv", "selected_fwd_key_major",
                        "selected_bwd_key_major", "selected_fwd_union",
                        "topk_softmax_mass"):  # fmt: skip
