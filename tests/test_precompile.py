@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,14 +83,22 @@ def test_a_layer_runs_what_was_compiled(capsys):
 @pytest.mark.gpu
 def test_a_first_call_compiles_everything_side_by_side(monkeypatch):
     """Of a layer of averaged windows: heads of a width that no other test has."""
+    import triton
     from triton.runtime.jit import JITFunction
 
     from native_sparse_attention.kernels.common import ahead
 
     if not ahead.is_possible():
         pytest.skip("this Triton does not compile in threads, or there is one core")
-    compiled, before = [], []
+    compiled, before, threads = [], [], []
     own, side_by_side = JITFunction._do_compile, ahead.compile_ahead
+    kind = triton.runtime.driver.active.launcher_cls
+    build = kind.__init__
+    monkeypatch.setattr(
+        kind,
+        "__init__",
+        lambda *args: threads.append(threading.current_thread().name) or build(*args),
+    )
     monkeypatch.setattr(
         JITFunction, "_do_compile", lambda *args, **kw: compiled.append(args) or own(*args, **kw)
     )
@@ -100,3 +109,5 @@ def test_a_first_call_compiles_everything_side_by_side(monkeypatch):
     layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).cuda()
     layer(torch.randn(1, 300, 64, device="cuda")).sum().backward()
     assert before[0] > 10 and len(compiled) == sum(before)
+    # none is left to be loaded at its launch
+    assert len(threads) >= before[0] and all(name.startswith("nsa-compile") for name in threads)

@@ -1,4 +1,4 @@
-"""Compile kernels ahead of their first launch, in parallel.
+"""Compile and load kernels ahead of their first launch, in parallel.
 
 A call compiles its kernels one after the other, each at its launch. Here the call's host code runs
 once without launching anything, and threads compile its kernels: the compiler releases Python's
@@ -11,10 +11,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from triton.runtime.jit import JITFunction
 
 try:  # from Triton 3.6 on
@@ -56,6 +57,24 @@ def without_launches() -> Iterator[None]:
         JITFunction.run = own
 
 
+class Threads(ThreadPoolExecutor):
+    """Threads that compile kernels and load them onto the current GPU. Otherwise Triton loads a
+    kernel at its first launch, for which it also builds a launcher with a C compiler."""
+
+    def submit(self, compile_one: Callable[[], Any]) -> Future:  # type: ignore[override]
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        return super().submit(loaded, compile_one, device)
+
+
+def loaded(compile_one: Callable[[], Any], device: int | None) -> Any:
+    kernel = compile_one()
+    if device is not None:
+        # what is wrong with it, its launch raises
+        with suppress(Exception), torch.cuda.device(device):
+            kernel._init_handles()
+    return kernel
+
+
 def compile_ahead(
     dry_run: Callable[[], Any],
     done: Callable[[int, int], None] | None = None,
@@ -71,7 +90,7 @@ def compile_ahead(
     Returns:
         The number of kernels compiled, or loaded from Triton's cache on disk.
     """
-    with one_at_a_time, ThreadPoolExecutor(cores(), "nsa-compile") as pool:
+    with one_at_a_time, Threads(cores(), "nsa-compile") as pool:
         with AsyncCompileMode(pool, ignore_errors=ignore_errors) as mode, without_launches():
             dry_run()
             futures: list[Future] = mode.raw_futures
