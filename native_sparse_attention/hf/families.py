@@ -16,9 +16,11 @@ from ..checks.scalars import shown
 SEPARATE = {
     "LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "SmolLM3Attention",
     "PhiAttention", "GraniteAttention", "GemmaAttention", "Gemma2Attention", "Gemma3Attention",
+    "MixtralAttention", "Qwen2MoeAttention", "Qwen3MoeAttention",
 }  # fmt: skip
 FUSED = {"Phi3Attention"}
-NORMED = {"Qwen3Attention", "Gemma3Attention"}  # every head of queries and keys
+# every head of queries and keys
+NORMED = {"Qwen3Attention", "Qwen3MoeAttention", "Gemma3Attention"}
 CAPPED = {"Gemma2Attention"}
 # frequencies of these change with the length of the sequence
 CHANGING = ("dynamic", "longrope")

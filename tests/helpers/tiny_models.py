@@ -31,6 +31,7 @@ FAMILIES = dict(
     Mixtral=dict(sliding_window=None, num_local_experts=2, num_experts_per_tok=1),
     Qwen2=dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
     Qwen3={},
+    Qwen3Moe=dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16),
     Gemma={},
     Gemma2=dict(sliding_window=8, attn_logit_softcapping=5.0, query_pre_attn_scalar=20),
     Gemma3=dict(MIXED, query_pre_attn_scalar=20),
