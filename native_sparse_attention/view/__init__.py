@@ -1,8 +1,9 @@
 """See what a model's sparse layers read: `collect`, pictures, and a page to look around in."""
 
 from .collector import Collection, Reading, collect
-from .pages import byte_texts, page
+from .pages import page
 from .plots import plot_gates, plot_mass, plot_selection
+from .texts import byte_texts, token_texts
 
 __all__ = [
     "Collection",
@@ -13,4 +14,5 @@ __all__ = [
     "plot_gates",
     "plot_mass",
     "plot_selection",
+    "token_texts",
 ]

@@ -1,22 +1,32 @@
-"""`python -m native_sparse_attention.view RUN --text FILE`: a page of what a model's layers read.
+"""`python -m native_sparse_attention.view MODEL --text FILE`: a page of what a model's layers read.
 
 python -m native_sparse_attention.view runs/NAME --text book.txt --out book.html
+python -m native_sparse_attention.view MODEL_FOLDER --text book.txt --settings '{"dense_length": 0}'
+
+MODEL is a run of train_enwik8.py, whose tokens are bytes; a folder of a model of transformers with
+its tokenizer: an NSAForCausalLM, a converted model, or another decoder, which is shown as it
+attends under `use_sparse_attention`; or a GGUF file. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
+from codecs import getincrementaldecoder
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..transformer import Transformer
-from .pages import byte_texts, page
+from .collector import sparse_layers
+from .pages import page
+from .texts import byte_texts, token_texts
 
 PROGRAM = "python -m native_sparse_attention.view"
 
@@ -39,13 +49,30 @@ def layer_list(text: str) -> list[str | int]:
     return [int(name) if name.isdigit() else name for name in text.split(",")]
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(
+            f"must be a JSON object such as '{{\"dense_length\": 0}}', got {text!r}"
+        )
+    return found
+
+
 def parser() -> Parser:
     made = Parser(
         prog=PROGRAM,
         description="Writes one HTML page: point at a token and see what it reads.",
         allow_abbrev=False,
     )
-    made.add_argument("model", metavar="RUN", help="directory of a run of train_enwik8.py")
+    made.add_argument(
+        "model",
+        metavar="MODEL",
+        help="directory of a run of train_enwik8.py, folder of a model of transformers with its "
+        "tokenizer, or .gguf file",
+    )
     made.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to read")
     made.add_argument("--out", type=Path, default=Path("view.html"), help="page (view.html)")
     made.add_argument(
@@ -54,6 +81,13 @@ def parser() -> Parser:
     made.add_argument("--queries", type=count, help="tokens to record, drawn at random (all)")
     made.add_argument(
         "--max-tokens", type=count, default=4096, help="tokens of the text, from its start (4096)"
+    )
+    made.add_argument(
+        "--settings",
+        type=json_object,
+        metavar="JSON",
+        help="of use_sparse_attention, for a model of transformers with dense attention (those in "
+        "its config.json, or the defaults)",
     )
     made.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (cpu)")
     return made
@@ -66,7 +100,36 @@ def check_usable(device: str) -> None:
         raise ValueError(f"--device {device!r} is not usable here: give --device cpu") from None
 
 
-def load(name: str, device: str) -> nn.Module:
+def is_run(name: str) -> bool:
+    """Whether a name is a run of train_enwik8.py; else it is a model of transformers.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return False
+    config = path / "config.json"
+    hint = ""
+    if config.is_file():
+        try:
+            found = json.loads(config.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{config} is broken: {error}") from None
+        if isinstance(found, dict) and isinstance(found.get("settings"), dict):
+            return True
+        if isinstance(found, dict) and isinstance(found.get("model_type"), str):
+            return False
+        hint = ", whose config.json is of neither"
+    elif (path.parent / "config.json").is_file():
+        hint = f"; {path.parent} has a config.json"
+    raise ValueError(
+        "MODEL must be a directory of a run of train_enwik8.py, a folder of a model of "
+        f"transformers with config.json, or a .gguf file, got {name}{hint}"
+    )
+
+
+def load_run(name: str, device: str) -> nn.Module:
     """The model of a run, whose tokens are bytes."""
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always", UserWarning)
@@ -74,6 +137,43 @@ def load(name: str, device: str) -> nn.Module:
     for note in notes:
         sys.stderr.write(f"{note.message}\n")
     return model
+
+
+class Text(NamedTuple):
+    """Ids of tokens, what each is in the text, and whether the file has more of them."""
+
+    ids: list[int]
+    pieces: list[str]
+    shortened: bool
+
+
+def read_bytes(file: BufferedReader, most: int) -> Text:
+    """The first `most` bytes of a file, each a token."""
+    data = file.read(most + 1)
+    return Text(list(data[:most]), byte_texts(data[:most]), len(data) > most)
+
+
+def read_tokens(file: BufferedReader, most: int, tokenizer: Any) -> Text:
+    """The first `most` tokens of a file."""
+    decoder, text, size = getincrementaldecoder("utf-8")("replace"), "", 16 * most + 64
+    while True:
+        data = file.read(size)
+        is_whole = len(data) < size
+        text += decoder.decode(data, is_whole)
+        ids, pieces = token_texts(tokenizer, text)
+        # where a part of the file ends may change its last tokens
+        if is_whole or len(ids) >= 2 * most:
+            return Text(ids[:most], pieces[:most], len(ids) > most)
+        size *= 4
+
+
+def check_ids(model: Any, ids: list[int], name: str) -> None:
+    rows = model.get_input_embeddings().num_embeddings
+    if ids and max(ids) >= rows:
+        raise ValueError(
+            f"{name} must have an embedding for each token of its tokenizer, got {rows} and the "
+            f"token {max(ids)}"
+        )
 
 
 def write_whole(path: Path, content: str) -> None:
@@ -95,19 +195,39 @@ def run(argv: list[str] | None) -> None:
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"--out must be a file in a folder there is, got {out}")
     check_usable(args.device)
-    with args.text.open("rb") as file:
-        data = file.read(args.max_tokens + 1)
-    if not data:
-        raise ValueError(f"{args.text} is empty")
-    shortened, data = len(data) > args.max_tokens, data[: args.max_tokens]
-    model = load(args.model, args.device)
+    with args.text.open("rb") as file:  # once: it may be a pipe
+        if not file.peek(1):
+            raise ValueError(f"{args.text} is empty")
+        text, model, given = loaded(args, file)
+    if not text.ids:
+        raise ValueError(f"{args.text} has no token")
     title = f"What {args.model} reads in {args.text.name}"
-    options: dict[str, Any] = dict(layers=args.layers, queries=args.queries, title=title)
-    content = page(model, list(data), byte_texts(data), **options)
+    options: dict[str, Any] = dict(layers=args.layers, queries=args.queries, model_kwargs=given)
+    content = page(model, text.ids, text.pieces, title=title, **options)
     write_whole(out, content)
-    only = f", the first of {args.text}" if shortened else ""
+    only = f", the first of {args.text}" if text.shortened else ""
     size = len(content) / 1e6
-    sys.stdout.write(f"{out}: {len(data):,} tokens{only}; {size:.1f} MB\n")
+    sys.stdout.write(f"{out}: {len(text.ids):,} tokens{only}; {size:.1f} MB\n")
+    least = min(one.config.dense_length for one in sparse_layers(model, args.layers).values())
+    if least >= len(text.ids):
+        other = """: --settings '{"dense_length": 0}' shows blocks""" if given else ""
+        sys.stdout.write(f"every token attends to all keys, as dense_length is {least}{other}\n")
+
+
+def loaded(
+    args: argparse.Namespace, file: BufferedReader
+) -> tuple[Text, nn.Module, dict[str, Any]]:
+    """The text, the model, and what else the model is called with."""
+    if is_run(args.model):
+        if args.settings is not None:
+            raise ValueError("--settings goes with a model of transformers, got a run")
+        return read_bytes(file, args.max_tokens), load_run(args.model, args.device), {}
+    from ..hf.viewing import load_viewed
+
+    model, tokenizer = load_viewed(args.model, args.settings, args.device)
+    text = read_tokens(file, args.max_tokens, tokenizer)
+    check_ids(model, text.ids, args.model)
+    return text, model, dict(use_cache=False, logits_to_keep=1)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -105,10 +105,12 @@ def page(
     queries: int | Tensor | None = None,
     seed: int = 0,
     title: str = "What the layers read",
+    model_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """An HTML page, without references to other files, of what each token of a text reads.
 
-    Runs `model(tokens[None])` once, in eval mode and without gradients, under `collect`.
+    Runs `model(tokens[None], **model_kwargs)` once, in eval mode and without gradients, under
+    `collect`.
 
     Args:
         model: a module with `SparseAttention` layers that takes ids [1, n].
@@ -116,6 +118,7 @@ def page(
         layers, queries, seed: as in `collect`; all tokens by default. The size of the page is that
             of the chosen blocks of these tokens, in these layers.
         title: heading of the page.
+        model_kwargs: other arguments of the model; `dict(use_cache=False)` for one of transformers.
 
     Raises:
         ValueError: arguments that do not match, or a model without sparse layers.
@@ -123,10 +126,13 @@ def page(
     ids, texts = checked_tokens(tokens, texts)
     if not isinstance(title, str):
         raise ValueError(f"title must be a string, got {shown(title)}")
+    if not isinstance(model_kwargs, (Mapping, type(None))):
+        raise ValueError(f"model_kwargs must be a dict of arguments, got {shown(model_kwargs)}")
     with collect(model, queries, layers=layers, seed=seed) as seen:
         weight = next(model.parameters(), None)
         with evaluating(model), torch.no_grad():
-            model(ids[None] if weight is None else ids[None].to(weight.device))
+            rows = ids[None] if weight is None else ids[None].to(weight.device)
+            model(rows, **(model_kwargs or {}))
     found = seen.forward(0)
     if wrong := [one for one in found if one.length != len(ids) or one.documents is not None]:
         raise ValueError(
@@ -145,20 +151,3 @@ def page(
     heading = html.escape(title).encode(errors="replace").decode()
     before, _, after = template.partition("{{data}}")
     return before.replace("{{title}}", heading) + content + after
-
-
-def byte_texts(data: bytes) -> list[str]:
-    """A text for each byte of UTF-8: its character at the first byte of a character, "·" at the
-    others, and pictures of control characters."""
-    texts = []
-    for character in data.decode("utf-8", errors="surrogateescape"):
-        code = ord(character)
-        size = 1 if 0xDC80 <= code <= 0xDCFF else len(character.encode())
-        if 0xDC80 <= code <= 0xDCFF:  # a byte of no character
-            character = "\ufffd"
-        elif code < 32 and character not in "\n\t":
-            character = chr(0x2400 + code)
-        elif not character.isprintable() and character not in "\n\t":
-            character = "\ufffd"
-        texts += [character, *["·"] * (size - 1)]
-    return texts

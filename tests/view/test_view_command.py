@@ -71,6 +71,7 @@ def test_as_a_module(folder):
         (("--text", "{folder}"), "Is a directory"),
         (("--out", "nowhere/page.html"), "--out must be a file in a folder there is"),
         (("--out", "{folder}"), "--out must be a file in a folder there is"),
+        (("--settings", "{{}}"), "--settings goes with a model of transformers, got a run"),
         (("--bees",), "unrecognized arguments: --bees"),
         (("--quer", "3"), "unrecognized arguments"),
     ],
@@ -89,9 +90,9 @@ def test_what_is_no_sparse_run(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = ["--text", str(folder / "text")]
     assert main(["nowhere", *text]) == 2
-    assert "nowhere is not a run directory" in capsys.readouterr().err
+    assert "MODEL must be a directory of a run of train_enwik8.py" in capsys.readouterr().err
     assert main([*text]) == 2
-    assert "the following arguments are required: RUN" in capsys.readouterr().err
+    assert "the following arguments are required: MODEL" in capsys.readouterr().err
     dense = ["--data", "data", "--name", "dense", "--attention", "dense", "--steps", 1]
     done = in_process(folder, *dense, "--sample-every", 0, *TINY)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,314 @@
+"""`python -m native_sparse_attention.view` on models of transformers, and the texts of tokens."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from native_sparse_attention import collect
+from native_sparse_attention.view import page, token_texts
+from native_sparse_attention.view.__main__ import main
+from tests.helpers.tiny_models import SPARSE, native, tiny
+from tests.training.test_train_enwik8 import ROOT
+from tests.view.test_page import content_of
+
+tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+hf = pytest.importorskip("native_sparse_attention.hf")
+viewing = pytest.importorskip("native_sparse_attention.hf.viewing")
+
+TEXT = "The bees dance: été 🐝 </script>\r\n\tA map is <b>.\n" * 4
+VOCAB = 320
+TOKENIZER = dict(bos_token="<s>", eos_token="</s>")
+WINDOWS = dict(SPARSE, compress_block_size=4, compress_block_sliding_stride=2, importance="probs")
+
+
+def byte_level():
+    """Pairs of bytes, with a token at the beginning."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB - 10, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(["the dance of bees is a map of the bees"], trainer)
+    begin = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.post_processor = begin
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **TOKENIZER)
+
+
+def words():
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=["[UNK]"], show_progress=False)
+    made.train_from_iterator(["the bees"], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    there = tmp_path_factory.mktemp("models")
+    made = {
+        "dense": tiny("Qwen3", vocab_size=VOCAB),
+        "drop-in": hf.use_sparse_attention(tiny("Gemma2", vocab_size=VOCAB), **WINDOWS),
+        "converted": hf.convert(tiny("Llama", vocab_size=VOCAB), **SPARSE),
+        "native": native("branches", vocab_size=VOCAB),
+        "refused": tiny("Cohere2", vocab_size=VOCAB),
+        "small": tiny("Llama", vocab_size=64),
+    }
+    for name, model in made.items():
+        model.save_pretrained(there / name)
+        byte_level().save_pretrained(there / name)
+    made["dense"].save_pretrained(there / "without")
+    (there / "other").mkdir()
+    (there / "other" / "config.json").write_text("{}")
+    for name, settings in (("encoder", transformers.T5Config()), ("unknown", None)):
+        (there / name).mkdir()
+        config = dict(model_type="bees") if settings is None else settings.to_dict()
+        (there / name / "config.json").write_text(json.dumps(config))
+    weights = "model.safetensors"
+    shutil.copytree(there / "dense", there / "torn")
+    (there / "torn" / weights).write_bytes((there / "dense" / weights).read_bytes()[:1000])
+    shutil.copytree(there / "dense", there / "empty", ignore=shutil.ignore_patterns(weights))
+    config = json.loads((there / "dense" / "config.json").read_text())
+    for name, change in (("wide", dict(intermediate_size=64)), ("typed", dict(hidden_size="x"))):
+        shutil.copytree(there / "dense", there / name)
+        (there / name / "config.json").write_text(json.dumps(config | change))
+    (there / "broken.gguf").write_bytes(b"bees")
+    (there / "text").write_text(TEXT, newline="")
+    return there
+
+
+def call(folder, name, *args):
+    return main([str(folder / name), "--text", str(folder / "text"), *map(str, args)])
+
+
+def shown(texts):
+    """The text of all but the token at the beginning."""
+    assert texts[0] == "<s>"
+    return "".join(text for text in texts[1:] if text != "·").replace("␍", "\r")
+
+
+@pytest.mark.parametrize("name", ["dense", "drop-in", "converted", "native"])
+def test_page_of_a_model(name, folder, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    settings = ("--settings", json.dumps(SPARSE)) if name == "dense" else ()
+    assert call(folder, name, "--out", out, *settings) == 0
+    told = capsys.readouterr()
+    content = out.read_text()
+    data = content_of(content)
+    assert told.err == "" and told.out.startswith(f"{out}: {len(data['texts'])} tokens; ")
+    assert shown(data["texts"]) == TEXT
+    numbers = [1] if name == "drop-in" else [0, 1]  # the first layer of Gemma2 has a window
+    names = [f"model.layers.{number}.self_attn.attention" for number in numbers]
+    assert [layer["name"] for layer in data["layers"]] == names
+    assert all("ranked" in layer["kinds"] for layer in data["layers"])
+    assert "default-src 'none'" in content
+    assert "://" not in content.replace("http://www.w3.org/2000/svg", "")  # a name, not a file
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [SPARSE, WINDOWS, dict(SPARSE, importance="logits"), None])
+def test_model_reads_what_the_drop_in_reads(settings, folder):
+    """Its outputs are the same, and others than those of dense attention."""
+    path = folder / ("drop-in" if settings is None else "dense")
+    model, tokenizer = viewing.load_viewed(path, settings)
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    original = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    dense = original(ids).logits
+    expected = hf.use_sparse_attention(original, **(settings or {}))(ids).logits
+    found = model(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (found - dense).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_page_has_the_blocks_of_the_model(folder, tmp_path):
+    """In fp32, and with the settings that the configuration keeps."""
+    out = tmp_path / "page.html"
+    assert call(folder, "drop-in", "--out", out) == 0
+    model, tokenizer = viewing.load_viewed(folder / "drop-in")
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
+    ids, texts = token_texts(tokenizer, TEXT)
+    with collect(model, None) as seen:
+        model(torch.tensor([ids]), use_cache=False)
+    (reading,) = seen.forward()
+    assert reading.config.importance == "probs" and reading.config.dense_length == 0
+    expected = page(model, ids, texts, model_kwargs=dict(use_cache=False))
+    assert content_of(out.read_text()) == content_of(expected)
+
+
+def test_options(folder, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    args = ("--max-tokens", 30, "--queries", 7, "--layers", "1", "--device", "cpu")
+    assert call(folder, "converted", "--out", out, *args) == 0
+    assert "30 tokens, the first of" in capsys.readouterr().out
+    data = content_of(out.read_text())
+    assert len(data["texts"]) == 30 and len(data["positions"]) == 7
+    assert TEXT.startswith(shown(data["texts"]))
+    assert [layer["name"] for layer in data["layers"]] == ["model.layers.1.self_attn.attention"]
+
+
+def test_a_part_of_a_long_text_is_read(folder, tmp_path, capsys):
+    """As the whole of it would be."""
+    out, long = tmp_path / "page.html", tmp_path / "long"
+    long.write_text(" " * 500 + TEXT * 100)
+    assert main([str(folder / "native"), "--text", str(long), "--out", str(out),
+                 "--max-tokens", "5"]) == 0  # fmt: skip
+    _, texts = token_texts(byte_level(), long.read_text())
+    assert len(texts) > 1000 and "5 tokens, the first of" in capsys.readouterr().out
+    assert content_of(out.read_text())["texts"] == texts[:5]
+
+
+def test_dense_attention_by_default_is_told(folder, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert call(folder, "dense", "--out", out) == 0
+    told = capsys.readouterr().out
+    assert "every token attends to all keys, as dense_length is 4096: --settings" in told
+    assert all(layer["dense"] for layer in content_of(out.read_text())["layers"])
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("nowhere", (), "MODEL must be a directory of a run of train_enwik8.py, a folder of"),
+        ("nowhere.gguf", (), "or a .gguf file, got"),
+        (".", (), "MODEL must be a directory of a run"),
+        ("dense/model.safetensors", (), "dense has a config.json"),
+        ("other", (), "other, whose config.json is of neither"),
+        ("unknown", (), "knows, got model_type='bees'"),
+        ("encoder", (), "must hold a decoder, got model_type='t5'"),
+        ("without", (), "must hold a tokenizer"),
+        ("refused", (), "model must have attention of Gemma2Attention"),
+        ("small", (), "must have an embedding for each token of its tokenizer, got 64"),
+        ("torn", (), "torn cannot be loaded: "),
+        ("wide", (), "got none of the size of model.layers.0.mlp."),
+        ("typed", (), "typed cannot be loaded: Validation error for field 'hidden_size'"),
+        ("empty", (), "no file named model.safetensors"),
+        ("dense", ("--settings", '{"bees": 1}'), "unexpected keyword argument 'bees'"),
+        ("dense", ("--settings", '{"dense_length": -1}'), "dense_length must be"),
+        ("dense", ("--settings", "bees"), "argument --settings: must be a JSON object"),
+        ("native", ("--settings", "{}"), "settings must be None for a model of type 'nsa'"),
+        ("converted", ("--settings", '{"heads": 3}'), "heads must be left out"),
+        ("converted", ("--layers", "2"), "layers must name layers of the model"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(name, args, message, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call(folder, name, *args) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert line.startswith("python -m native_sparse_attention.view: ") and message in line
+    assert told.out == "" and not list(tmp_path.iterdir())
+
+
+def write_gguf(path, model, tokenizer):
+    """A Qwen2 without windows in the format of GGUF, with tokens of bytes and their merges."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    config, writer = model.config, gguf.GGUFWriter(str(path), "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    table = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens = sorted(table["vocab"], key=table["vocab"].get)
+    tokens += [f"<{number}>" for number in range(len(tokens), config.vocab_size)]
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges([" ".join(pair) for pair in table["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@torch.no_grad()
+def test_gguf_file(folder, tmp_path, capsys):
+    heads = dict(hidden_size=32, num_attention_heads=4, head_dim=8, use_sliding_window=False)
+    model = tiny("Qwen2", vocab_size=VOCAB, sliding_window=None, layer_types=None, **heads)
+    path, out = tmp_path / "bees.gguf", tmp_path / "page.html"
+    write_gguf(path, model, byte_level())
+    assert call(folder, path, "--settings", json.dumps(SPARSE), "--out", out) == 0
+    data = content_of(out.read_text())
+    assert "".join(t for t in data["texts"] if t != "·").replace("␍", "\r") == TEXT
+    hf.convert(model, importance="max", **SPARSE)
+    ids = byte_level()(TEXT, add_special_tokens=False)["input_ids"]
+    expected = content_of(page(model, ids, data["texts"], model_kwargs=dict(use_cache=False)))
+    assert [one["blocks"] for one in data["layers"]] == [
+        one["blocks"] for one in expected["layers"]
+    ]
+
+
+def test_broken_gguf_file(folder, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    assert call(folder, "broken.gguf") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "broken.gguf" in line
+
+
+def test_without_transformers(folder):
+    code = """
+import sys
+from importlib import metadata
+
+version = metadata.version
+
+def without(name):
+    if name == "transformers":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+
+metadata.version = without
+from native_sparse_attention.view.__main__ import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "dense", "--text", "text"], cwd=folder,
+        capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "pip install 'native-sparse-attention[hf]'" in line
+
+
+def test_texts_of_tokens():
+    tokenizer = byte_level()
+    ids, texts = token_texts(tokenizer, "é🐝</s>\x07 the")
+    assert ids == tokenizer("é🐝</s>\x07 the")["input_ids"]
+    assert texts[:10] == ["<s>", "é", "·", "🐝", "·", "·", "·", "</s>", "␇", " the"]
+    assert token_texts(words(), "the\n  bees ants ") == ([2, 1, 0], ["the", "\n  bees", " ants"])
+
+
+def test_texts_of_a_tokenizer_without_offsets():
+    ids, texts = token_texts(transformers.ByT5Tokenizer(), "a é🐝\x07")
+    assert len(ids) == 10
+    assert texts == ["a", " ", "·", "é", "·", "·", "·", "🐝", "␇", "</s>"]
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="tokenizer must be one of transformers, got 'bees'"):
+        token_texts("bees", "text")
+    with pytest.raises(ValueError, match="text must be a string, got 3"):
+        token_texts(words(), 3)
+    with pytest.raises(ValueError, match="model_kwargs must be a dict of arguments, got 3"):
+        page(native(), [1, 2], ["a", "b"], model_kwargs=3)
