@@ -248,7 +248,8 @@ def read_checkpoint(run: Path, step: int, config: Mapping[str, Any]) -> Checkpoi
 
 
 def newest_checkpoint(run: Path, config: Mapping[str, Any]) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint (None if there is no file), and the errors of torn newer ones.
+    """The newest whole checkpoint, and the errors of torn newer ones. None if there is no file, or
+    only a torn one of step 0: its writer was killed before it had trained.
 
     Raises:
         RunError: a checkpoint is wrong rather than torn, or all checkpoints are torn.
@@ -265,9 +266,9 @@ def newest_checkpoint(run: Path, config: Mapping[str, Any]) -> tuple[Checkpoint 
                 raise RunError(f"{error}; remove step {step} to use the one before") from None
         if steps == checkpoint_steps(run):  # otherwise the writer replaced the files meanwhile
             break
-    if torn:
+    if torn and steps != [0]:
         raise RunError(f"{run} has no whole checkpoint: {torn[0]}")
-    return None, []
+    return None, torn
 
 
 def load_weights(path: Path, model: nn.Module, tensors: dict[str, Tensor]) -> None:

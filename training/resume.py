@@ -47,6 +47,8 @@ def go_on(
     if found is None:
         if records and (reached := records[-1]["step"]):
             raise UserError(f"{run} has no checkpoint to go on from, but metrics to step {reached}")
+        for text in torn:
+            print(f"{text}; beginning at step 0")
         return None
     # what a killed run wrote after its checkpoint goes
     records = [record for record in records if record["step"] <= found.step]

@@ -45,18 +45,23 @@ def run(folder, tmp_path):
 
 
 def test_killed_before_its_first_checkpoint(folder, run):
-    """What was written by then: the configuration, and perhaps the first validation."""
+    """What was written by then: the configuration, perhaps the first validation, and perhaps all of
+    step 0 but its index."""
     expected = metrics(run)
     for lines in (1, 0, None):
         for path in [*run.glob("step-*"), run / "best.safetensors", run / "loss.png"]:
             path.unlink(missing_ok=True)
         (run / "step-00000000.optimizer.tmp").write_bytes(b"half")
+        if lines:
+            for kind in KINDS[:2]:
+                (run / f"step-00000000{kind}").write_bytes(b"whole")
         text = (run / "metrics.jsonl").read_text().splitlines(keepends=True) if lines else []
         (run / "metrics.jsonl").write_text("".join(text[:1]))
         if lines is None:
             (run / "metrics.jsonl").unlink()
         done = in_process(run.parent, "--resume", run)
         assert done.returncode == 0, done.stderr
+        assert ("; beginning at step 0" in done.stdout) == bool(lines)
         assert "step 0 of 8" in done.stdout
         assert metrics(run) == expected
         assert not list(run.glob("*.tmp"))
