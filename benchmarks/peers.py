@@ -85,7 +85,9 @@ class Peer(Provider):
         try:
             self.load()
         except Exception as error:
-            told = common.why(error).replace(str(self.path), "PATH")
+            told = common.why(error)
+            for path in (self.path.resolve(), self.path):
+                told = told.replace(str(path), "PATH")
             return f"{self.module} cannot be imported from the checkout: {told}"
         return None
 

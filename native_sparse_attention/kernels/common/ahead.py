@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -69,9 +69,11 @@ class Threads(ThreadPoolExecutor):
 def loaded(compile_one: Callable[[], Any], device: int | None) -> Any:
     kernel = compile_one()
     if device is not None:
-        # what is wrong with it, its launch raises
-        with suppress(Exception), torch.cuda.device(device):
-            kernel._init_handles()
+        try:
+            with torch.cuda.device(device):
+                kernel._init_handles()
+        except Exception:  # the launch loads it again, and raises
+            kernel._run = None
     return kernel
 
 
