@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .block_sizes import BlockSizes, check_block_sizes
 from .checks.scalars import check_elements, check_factor
@@ -123,21 +122,6 @@ class AttentionConfig:
         """These settings of the branches with other values, not checked again."""
         return AttentionConfig.unchecked(**{n: getattr(self, n) for n in DEFAULTS} | values)
 
-    @cached_property
-    def dense(self) -> AttentionConfig:
-        """These settings, dense at any length."""
-        return self.for_functions.but(dense_length=sys.maxsize)
-
-    @cached_property
-    def dense_alone(self) -> AttentionConfig:
-        """`dense`, and nothing ranked."""
-        return self.dense.but(num_selected_blocks=0)
-
-    @property
-    def for_functions(self) -> AttentionConfig:
-        """The settings that functions take, which rank by the queries and keys they are given."""
-        return self
-
     def scale_of(self, width: int) -> float:
         """The scale of logits for this head dimension."""
         return width**-0.5 if self.scale is None else self.scale
@@ -236,6 +220,13 @@ class NSAConfig(AttentionConfig):
     compress_mlp_expand_factor: float = 1.0
     backend: str = "auto"
 
+    # Not fields: each instance makes its own at once, as a compiled graph is made anew where an
+    # attribute is there that was not. What functions take, which rank by the queries and keys that
+    # they are given; the same, dense at any length; and with nothing ranked.
+    for_functions: ClassVar[AttentionConfig]
+    dense: ClassVar[AttentionConfig]
+    dense_alone: ClassVar[AttentionConfig]
+
     @classmethod
     def preset(cls, name: str, length: int | None = None, **settings: Any) -> NSAConfig:
         """Settings by name.
@@ -253,6 +244,16 @@ class NSAConfig(AttentionConfig):
             ValueError: an unknown name, or settings that `NSAConfig` refuses.
         """
         return cls(**preset(name, length) | settings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = INDEX_RULES[self.index_pool] if self.is_indexed else self.importance
+        dense = self.but(importance=rule, dense_length=sys.maxsize)
+        self.keep(
+            for_functions=self.but(importance=rule),
+            dense=dense,
+            dense_alone=dense.but(num_selected_blocks=0),
+        )
 
     def checked(self) -> dict[str, Any]:
         if self.compress_block_sliding_stride is None:
@@ -311,14 +312,6 @@ class NSAConfig(AttentionConfig):
             compress_mlp_expand_factor=factor,
             **flags,
         )
-
-    @property
-    def for_functions(self) -> AttentionConfig:
-        return self.ranked_by_rule if self.is_indexed else self
-
-    @cached_property
-    def ranked_by_rule(self) -> AttentionConfig:
-        return self.but(importance=INDEX_RULES[self.index_pool])
 
     @property
     def is_indexed(self) -> bool:

@@ -24,5 +24,5 @@ def norm_heads(qkv: Tensor, split: Sequence[int], q_norm: nn.Module, k_norm: nn.
     """A projection [b n (q k v ..)] of queries, and keys and values in turn, of widths `split`,
     with queries and keys normalized."""
     q, *kv = qkv.split(list(split), dim=-1)
-    kv[::2] = [k_norm(k) for k in kv[::2]]
+    kv = [t if i % 2 else k_norm(t) for i, t in enumerate(kv)]
     return torch.cat((q_norm(q), *kv), dim=-1)

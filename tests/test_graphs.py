@@ -55,8 +55,9 @@ def results(layer, x):
     [
         dict(causal=True, importance="probs", use_diff_topk=True, attention_sinks=True),
         dict(causal=False, soft_cap=5.0, num_compressed_mem_kv=0, branch_kv="independent"),
+        dict(causal=True, branches=("selected", "window"), importance="index", qk_norm=True),
     ],
-    ids=["probs", "both_sides"],
+    ids=["probs", "both_sides", "index"],
 )  # fmt: skip
 def test_traced_gradients(settings):
     torch.manual_seed(0)
