@@ -103,8 +103,6 @@ class SparseAttention(CompressionLayer):
         block_sizes: tile sizes of the Triton kernels; other backends ignore them.
         recompute: the backward recomputes the branch outputs instead of storing them (Triton only).
         backend: "auto", "triton", "flex" or "eager"; `auto` takes the fastest that can run a call.
-            Inside `torch.compile`, `auto` compiles eager PyTorch for calls of at most 256 * 256
-            scores (queries times keys).
 
     Raises:
         ValueError: an argument out of range, two incompatible arguments, or a network of the wrong

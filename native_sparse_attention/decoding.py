@@ -122,13 +122,22 @@ def over_fixed_cache(
     at = static.new_tokens(cache, inp, lengths)
     x, q, kv = layer.project(static.zero_padding(inp, at))
     cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
+    has_kernels = is_step(layer, cache, q, kv, backend, masks)
+    backend = "triton" if has_kernels else backend
+    append = static.write_tokens if has_kernels else static.append
     tensors, raw = rotated(layer, q, kv, at.starts, None, backend)
     tensors, raw = ranking.with_index(layer, x, tensors, raw, at.starts, None, backend)
-    tensors |= static.append(cache, of_tokens(tensors), at)
+    streams = append(cache, of_tokens(tensors), at)
     if raw:
         windows = static.windows(cache, raw, at, l, d)
-        tensors |= static.append(cache, layer.compress(windows), at, every=d)
+        streams |= append(cache, layer.compress(windows), at, every=d)
         static.keep_recent(cache, raw, at, l - 1)
+    if has_kernels:
+        counters = decode.workspace(len(q), kv[0].shape[1], q.device)
+        out = by_kernels(layer, cache, x, tensors, streams, at.starts, at.counts, counters)
+        static.advance(cache, at)
+        return static.zero_padding(layer.combine_heads(rearrange(out, "b n h d -> b n (h d)")), at)
+    tensors |= streams
     leader = None
     keeps_ranking = layer.selection_stride > 1 and layer.config.ranks
     if keeps_ranking:
@@ -230,7 +239,7 @@ def is_step(
 ) -> bool:
     """Whether the decode kernels support this call: few tokens, no gradients, no flex masks."""
     n = q.shape[2]
-    if cache.batch is None or n > cache.rollback or torch.compiler.is_compiling():
+    if cache.batch is None or n > cache.rollback:
         return False
     if given_masks != (None, None):
         return False
@@ -260,6 +269,8 @@ def attends_densely(layer: Any, cache: KVCache) -> int:
     if layer.dense:
         return sys.maxsize
     length: int = layer.dense_length
+    if length == 0 or torch.compiler.is_compiling():  # there the device alone knows the lengths
+        return length
     return length if any(held < length for held in cache.lengths) else 0
 
 
@@ -294,33 +305,51 @@ def step(
         summaries = layer.compress({name: windows[name] for name in raw})
         names = ("ck", "cv")
         cache_writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **pages)
+    counters = cache.workspace(q.device, kv[0].shape[1], decode.COUNTERS)
+    out = by_kernels(layer, cache, x, tensors, stores, held, new, counters)
+    held += n if new is None else new
+    cache.count(counts)
+    return out
+
+
+def by_kernels(
+    layer: Any,
+    cache: KVCache,
+    x: Tensor,
+    tensors: dict[str, Tensor],
+    stores: dict[str, Tensor],
+    held: Tensor,
+    counts: Tensor | None,
+    counters: Tensor,
+) -> Tensor:
+    """Attention [b n h d] of new tokens, of which the cache has `stores` [b h n d]. Each sequence
+    had `held` tokens before them."""
+    q, kv_heads = tensors["q"], stores["k"].shape[1]
+    stores = dict(stores)
     if layer.ranks_by_tokens:
         stores["ck"] = stores["k"]
     if layer.to_index is not None and "ck" in stores:  # the kernels have a query for each head
-        stores["ck"] = stores["ck"].expand(-1, kv[0].shape[1], -1, -1)
-        tensors["cq"] = tensors["cq"].repeat_interleave(q.shape[1] // kv[0].shape[1], dim=1)
+        stores["ck"] = stores["ck"].expand(-1, kv_heads, -1, -1)
+        tensors = tensors | dict(cq=tensors["cq"].repeat_interleave(q.shape[1] // kv_heads, dim=1))
 
     earlier = None
     if layer.selection_stride > 1 and layer.config.ranks:
-        ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
-        like = held.new_empty(b, ranks, 0, layer.num_selected_blocks)
+        ranks = kv_heads if layer.query_heads_share_selected_kv else q.shape[1]
+        like = held.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
         earlier = cache.ring({"ranking": like}, 1)["ranking"]
-    tensors |= stores
     # the layer and its cache made these tensors: there is nothing to check
-    out = decode.by_kernels(
+    out: Tensor = decode.by_kernels(
         layer.config.for_functions,
-        **{name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()},
+        **{name: rearrange(t, "b h n d -> b n h d") for name, t in (tensors | stores).items()},
         branch_gates=layer.gates(x),
         lengths=held,
-        counts=new,
+        counts=counts,
         page_table=cache.page_table,
         ranking=earlier,
-        counters=cache.workspace(q.device, kv[0].shape[1], decode.COUNTERS),
+        counters=counters,
         sinks=layer.sinks,
         **layer.memory(q.dtype),
     )
-    held += n if new is None else new
-    cache.count(counts)
     return out
 
 

@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from native_sparse_attention import KVCache, PagedKVCache, Transformer
 from native_sparse_attention.transformer import Attention
+from tests.helpers.budget import DEVICE
 from tests.helpers.layers import DIM, SETTINGS, layer
 
 
@@ -90,6 +91,40 @@ def test_one_graph_for_all_steps(module, compiled):
         after = decoder.cache._tensors()
         assert all(torch.equal(t, after[name]) for name, t in before._tensors().items())
         assert counter.frame_count == 1
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "setting", ["shared rankings", "learned ranking", "one softmax, tokens", "biases and norms"]
+)
+@torch.no_grad()
+def test_steps_by_the_decode_kernels(setting):
+    """In the graph too, over storage that holds NaN behind the rows."""
+    module, found = layer(torch.float32, **SETTINGS[setting]).to(DEVICE), []
+
+    def look(graph, inputs):
+        found.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch.compiler.reset()
+    run = torch.compile(module, backend=look, fullgraph=True)
+    x, cache = torch.randn(2, 30, DIM, device=DEVICE), KVCache(48, 2)
+    module.backend = "eager"
+    want = module(x)
+    module(torch.cat((x[:, :14], torch.full_like(x, float("nan"))), 1), cache=cache)
+    cache.truncate([14, 14])
+    module.backend = "triton"
+    rows = torch.arange(2, device=DEVICE)
+    for counts in ([3, 0], [2, 3], [1, 2]):
+        at = torch.tensor(cache.lengths, device=DEVICE)
+        inp = x[rows[:, None], at[:, None] + torch.arange(3, device=DEVICE)]
+        out = run(inp, cache, lengths=torch.tensor(counts, device=DEVICE))
+        for row, n in enumerate(counts):
+            start = int(at[row])
+            torch.testing.assert_close(out[row, :n], want[row, start : start + n])
+            assert (out[row, n:] == 0).all()
+    assert len(found) == 1
+    assert any("decode_attention" in name for name in found[0])
 
 
 def test_prefill_and_steps_of_rows_that_take_fewer(compiled):

@@ -114,26 +114,33 @@ def scatter_arguments(
     return index, torch.where(mask[:, None, :, None], new, store.gather(2, index))
 
 
+def write_tokens(
+    cache: KVCache, new: dict[str, Tensor], tokens: NewTokens, every: int = 1
+) -> dict[str, Tensor]:
+    """Write new entries. Returns the storage, with any values past the end of a sequence."""
+    stores = cache._allocate(new, [0] * len(tokens.starts), every)
+    size = (cache.max_length or 0) // every
+    for name, entries in new.items() if size else ():
+        # entries beyond the capacity can only be padding
+        write(stores[name], entries[:, :, :size], *tokens.slots(size, every))
+    return {name: stores[name] for name in new}
+
+
 def append(
     cache: KVCache, new: dict[str, Tensor], tokens: NewTokens, every: int = 1
 ) -> dict[str, Tensor]:
     """`KVCache.append`."""
-    stores = cache._allocate(new, [0] * len(tokens.starts), every)
-    size, streams = (cache.max_length or 0) // every, {}
+    streams, size = write_tokens(cache, new, tokens, every), (cache.max_length or 0) // every
+    if size == 0:
+        return streams
     ends = (tokens.ends() // every)[:, None]
     past_end = torch.arange(size, device=tokens.starts.device) >= ends
-    for name, entries in new.items():
-        store = stores[name]
-        if size == 0:
-            streams[name] = store
-            continue
-        # entries beyond the capacity can only be padding
-        entries = entries[:, :, :size]
-        slots, mask = tokens.slots(size, every)
-        write(store, entries, slots, mask)
+    for name, store in streams.items():
         stream = store.masked_fill(past_end[:, None, :, None], 0)
+        entries = new[name][:, :, :size]
         if torch.is_grad_enabled() and entries.requires_grad:
-            stream = stream.scatter(2, *scatter_arguments(stream, entries, slots, mask))
+            where = tokens.slots(size, every)
+            stream = stream.scatter(2, *scatter_arguments(stream, entries, *where))
         streams[name] = stream
     return streams
 

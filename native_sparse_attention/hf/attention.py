@@ -308,10 +308,7 @@ def takes_decode_kernels(
     )  # fmt: skip
     if q.shape[1] > MAX_NEW:
         return False
-    backend = selection["backend"]
-    if backend == "auto" and q.is_cuda:  # in compiled graphs too
-        backend = "triton"
-    return dispatch.takes_kernels(backend, "decode_attention", q, k, v=v, **facts)
+    return dispatch.takes_kernels(selection["backend"], "decode_attention", q, k, v=v, **facts)
 
 
 def over_storage(

@@ -166,7 +166,7 @@ def decode_attention(
         raise ValueError("window_k and window_v go together: give both or none")
 
     name = dispatch.choose(
-        ("triton", "eager") if q.is_cuda and backend == "auto" else backend,
+        ("triton", "eager") if q.is_cuda and backend == "auto" else backend,  # flex has no form
         "decode_attention",
         q,
         k,

@@ -5,24 +5,19 @@
     eager    plain PyTorch, everywhere
 
 An explicit backend runs or raises. Only `auto` falls back: it tries triton, flex, eager on CUDA,
-and eager elsewhere. Inside `torch.compile`, `auto` also means eager up to `FEW_SCORES` scores. With
-TRITON_INTERPRET=1 an explicit triton runs without CUDA too, for tests.
+and eager elsewhere. With TRITON_INTERPRET=1 an explicit triton runs without CUDA too, for tests.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..checks.tensors import BACKENDS, check_choice, shown
 from . import flex
 from .reference import eager
 from .triton import backend as triton_backend
-
-# up to so many scores T x S, `auto` inside a compiled graph leaves attention to the compiler
-FEW_SCORES = 256 * 256
 
 # settings, beside `q_offset`, by which a backend decides whether it supports an operation
 FACTS = {
@@ -42,18 +37,16 @@ def why_not(backend: str, op: str, call: dict[str, Any]) -> list[str]:
     return []
 
 
-def automatic(q: Tensor, k: Tensor) -> tuple[str, ...]:
+def automatic(q: Tensor) -> tuple[str, ...]:
     """The backends that `auto` tries, in order."""
-    # few scores that the compiler fuses cost less than launches (measured on an H200)
-    few = torch.compiler.is_compiling() and q.shape[1] * k.shape[1] <= FEW_SCORES
-    return ("triton", "flex", "eager") if q.is_cuda and not few else ("eager",)
+    return ("triton", "flex", "eager") if q.is_cuda else ("eager",)
 
 
 def takes_kernels(
     backend: str | tuple[str, ...], op: str, q: Tensor, k: Tensor, **facts: Any
 ) -> bool:
     """Whether triton is the first choice and supports this call."""
-    names = automatic(q, k) if backend == "auto" else backend
+    names = automatic(q) if backend == "auto" else backend
     first = names if isinstance(names, str) else names[0]
     return first == "triton" and not why_not("triton", op, dict(q=q, k=k, **facts))
 
@@ -80,7 +73,7 @@ def choose(
     if not isinstance(backend, (str, tuple)):
         raise ValueError(f"backend must be a name or a tuple of names, got {shown(backend)}")
     if backend == "auto":
-        backend = automatic(q, k)
+        backend = automatic(q)
     names = backend if isinstance(backend, tuple) else (backend,)
     if not names:
         raise ValueError("backend must be a name or a tuple of at least one, got ()")

@@ -12,8 +12,7 @@ Causal calls also take a tensor `q_offset` [B], one offset per sequence. Then no
 past the last query of its sequence.
 
 `backend` is "triton", "flex", "eager", a tuple of these, or "auto". The first backend of a tuple
-that supports the call runs it. "auto" is all three in this order on CUDA, else eager. Inside
-`torch.compile`, "auto" is eager up to 256 * 256 scores, T x S (or T x W); the compiler fuses them.
+that supports the call runs it. "auto" is all three in this order on CUDA, else eager.
 
 `block_sizes` replace the tile configs of the Triton kernels; other backends ignore them.
 

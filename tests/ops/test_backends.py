@@ -1,7 +1,6 @@
 """What `backend="auto"` stands for."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,27 +12,9 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops import dispatch
 from native_sparse_attention.ops.reference import eager, query_chunks, tiled
 from native_sparse_attention.ops.triton import backend as triton_backend
 from tests.helpers.budget import DEVICE, assert_right, draw
-
-
-@pytest.mark.parametrize(
-    "compiling, on_cuda, T, S, first",
-    [
-        (False, True, 1, 1, "triton"),
-        (False, False, 1000, 1000, "eager"),
-        (True, True, 256, 256, "eager"),
-        (True, True, 256, 257, "triton"),
-        (True, True, 1, 1 << 16, "eager"),
-        (True, False, 1000, 1000, "eager"),
-    ],
-)
-def test_few_scores_inside_a_graph_are_the_compilers(monkeypatch, compiling, on_cuda, T, S, first):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    q, k = (SimpleNamespace(is_cuda=on_cuda, shape=(1, n, 1, 16)) for n in (T, S))
-    assert dispatch.automatic(q, k)[0] == first
 
 
 def operators_in_graphs(T, device):
@@ -58,9 +39,10 @@ def operators_in_graphs(T, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T, kernels", [(256, False), (260, True)])
-def test_graphs_of_few_scores_have_no_kernels(T, kernels):
-    assert bool(operators_in_graphs(T, "cuda")) == kernels
+@pytest.mark.parametrize("T", [8, 300])
+def test_graphs_have_the_kernels(T):
+    """Whatever the length: torch's compiler has given wrong values for the specification."""
+    assert operators_in_graphs(T, "cuda")
 
 
 @pytest.mark.parametrize(
