@@ -58,10 +58,10 @@ def by_variant(rows: Sequence[Row], T: int) -> Variants:
     return dict(sorted(found.items(), key=lambda item: mean(map(bits, item[1]))))
 
 
-def speeds(rows: Sequence[Row], T: int) -> dict[str, int]:
+def speeds(rows: Sequence[Row], T: int, compiled: bool = False) -> dict[str, int]:
     """Tokens a second of a variant with nothing beside it."""
     timed = (row for row in rows if row["kind"] == "speed" and row["T"] == T)
-    return {row["variant"]: row["tokens_per_s"] for row in timed}
+    return {row["variant"]: row["tokens_per_s"] for row in timed if row["compile"] == compiled}
 
 
 def mean(values: Iterable[float]) -> float:
@@ -96,7 +96,7 @@ def digits(runs: list[Row]) -> list[str]:
 
 
 def table_of(rows: Sequence[Row], T: int) -> str:
-    variants, alone = by_variant(rows, T), speeds(rows, T)
+    variants, alone = by_variant(rows, T), [speeds(rows, T, how) for how in (False, True)]
     positions = next(iter(variants.values()))[0]["bits"]["positions"]
     shown = [name for name in positions if int(name.partition("-")[0]) >= T // 32]
     head = ["variant", "M parameters", "keys a query", "learning rate", "seeds"]
@@ -106,7 +106,7 @@ def table_of(rows: Sequence[Row], T: int) -> str:
         "last half",
         *shown,
         "digits found",
-        "thousand tokens/s",
+        "thousand tokens/s, eager / compiled",
     ]
     lines = [head]
     for name, runs in variants.items():
@@ -118,7 +118,7 @@ def table_of(rows: Sequence[Row], T: int) -> str:
         cells.append(spread([run["bits"]["last_half"] for run in runs]))
         cells += [f"{mean([run['bits']['positions'][p] for run in runs]):.3f}" for p in shown]
         cells.append(" / ".join(digits(runs)))
-        cells.append(f"{alone[name] / 1e3:.0f}" if name in alone else "")
+        cells.append(" / ".join(f"{of[name] / 1e3:.0f}" for of in alone if name in of))
         lines.append(cells)
     return common.markdown(lines)
 
