@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,30 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores, 4 if torch.cuda.is_available() else 8)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every case of slow tests, as on a GPU")
+
+
+def leave_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked slow keep one of every `one_of` cases, drawn by its name; none without."""
+    groups: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            groups.setdefault((item.path, getattr(item, "originalname", "")), []).append(item)
+    left: set[pytest.Item] = set()
+    for (_, name), cases in groups.items():
+        one_of = cases[0].get_closest_marker("slow").kwargs.get("one_of")
+        kept = 0 if one_of is None else -(-len(cases) // one_of)
+        left.update(random.Random(name).sample(cases, len(cases) - kept))
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = config.option.all or config.option.keyword or any("::" in arg for arg in config.args)
+    if not asked and not torch.cuda.is_available():
+        leave_slow(config, items)
     for item in items:
         if item.get_closest_marker("kernels"):
             item.fixturenames.insert(0, "runnable")  # a marker comes too late for it

@@ -26,6 +26,7 @@ def close(actual, expected, tol=1e-12):
     torch.testing.assert_close(actual, expected, atol=tol, rtol=tol)
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_any_length(setting, causal):
@@ -118,6 +119,7 @@ def test_seed_example():
 # masks handed in
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("length", [1, 13, 40, 150])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("setting", ["default", "own rankings", "paper", "independent"])
@@ -158,6 +160,7 @@ FLEX_SETTINGS = [
 ]
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("setting", FLEX_SETTINGS)
 @torch.no_grad()
 def test_laws_in_flex(setting, untraced_flex):

@@ -148,6 +148,7 @@ def test_values_that_are_not_finite_stay_where_they_are_seen(settings, length):
         assert t.isfinite().all()
 
 
+@pytest.mark.slow
 def test_second_derivatives_of_dense_attention():
     module = layer(**ONE)
     x = normal(1, 12, DIM).requires_grad_()

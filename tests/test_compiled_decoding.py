@@ -48,6 +48,7 @@ class Decoder:
         assert self.cache.lengths == [n for _, n in self.at]
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize(
     "module", [layer(**SETTINGS["shared rankings"]), Attention(DIM, 8, 4, kv_heads=2).double()]
 )
@@ -93,6 +94,7 @@ def test_one_graph_for_all_steps(module, compiled):
         assert counter.frame_count == 1
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "setting", ["shared rankings", "learned ranking", "one softmax, tokens", "biases and norms"]

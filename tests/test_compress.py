@@ -163,6 +163,7 @@ def test_autocast(name):
         out.sum().backward()
 
 
+@pytest.mark.slow(one_of=7)
 @pytest.mark.parametrize("name", OURS)
 def test_compiles_without_a_break(name):
     net, kv = build(name), torch.randn(1, H, 3, L, D)
@@ -326,6 +327,7 @@ def test_means_of_keys_alone(l, d, n, causal):
     torch.testing.assert_close(found["ck"], expected["ck"], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.kernels
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", [2, 13, 70])
@@ -423,6 +425,7 @@ def test_networks_that_someone_has_changed_get_windows():
         assert torch.equal(found, right)
 
 
+@pytest.mark.slow
 def test_windows_without_copies_compile():
     """In one graph; of lengths that the stride divides, and of others, one each."""
     layer = layer_of("mean", 4, 2)

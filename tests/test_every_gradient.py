@@ -58,6 +58,7 @@ def assert_all(module, out):
             assert p.grad.isfinite().all(), name
 
 
+@pytest.mark.slow(one_of=8)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("network", NETWORKS)

@@ -33,6 +33,7 @@ def assert_equals_layer(program, layer, shapes, make):
         torch.testing.assert_close(run(x), layer(x))
 
 
+@pytest.mark.slow(one_of=4)
 @of_any_length
 @pytest.mark.parametrize(
     "settings",
@@ -64,6 +65,7 @@ def test_length_alone_is_dynamic():
     )
 
 
+@pytest.mark.slow(one_of=2)
 @of_any_length
 # torch's own, as it loads
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")

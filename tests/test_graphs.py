@@ -50,6 +50,7 @@ def results(layer, x):
     return [out, *torch.autograd.grad(out.square().sum(), [x, *parameters], allow_unused=True)]
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -67,6 +68,7 @@ def test_traced_gradients(settings):
     torch.testing.assert_close(results(compiled, x), results(layer, x))
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("grad", [False, True])
 def test_inductor_on_the_cpu(grad):
     """Logits, mask and softmax become one kernel, of memory slots and sinks that all see."""

@@ -18,6 +18,7 @@ def trained(module):
     return [p for name, p in module.named_parameters() if not name.startswith("to_index")]
 
 
+@pytest.mark.slow(one_of=10)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_layer(setting, causal):
@@ -83,6 +84,7 @@ def test_packed(sparse):
     assert all(p.grad.is_meta for p in model.parameters())
 
 
+@pytest.mark.slow(one_of=5)
 # torch says so of its own deepcopy
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("setting", SETTINGS)

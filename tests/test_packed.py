@@ -25,6 +25,7 @@ def grads(module, x, run):
     return out, torch.autograd.grad((out * weight).sum(), wanted, materialize_grads=True)
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_documents_alone(setting, causal):

@@ -49,6 +49,7 @@ def dense():
     return peak
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("case", CASES)
 def test_peak(peaks, dense, case):
     T, heads, _ = case.split(":")

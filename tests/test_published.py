@@ -87,6 +87,7 @@ def assert_same(theirs, ours, length):
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("length", [8, 16, 31, 64, 77])
 @pytest.mark.parametrize("case", WITH_STRIDE)
 def test_layer_0_2_3(published, case, length):
@@ -111,6 +112,7 @@ def test_two_sided_layer(published, case, length):
     assert_same(theirs, SparseAttention(**kwargs), length)
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("case", ["overlap", "no overlap", "paper", "mha", "memory"])
 def test_decoding(published, case):
     """A prompt, then token by token; the published cache is sane once it holds a window."""

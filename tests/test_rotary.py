@@ -213,6 +213,7 @@ def test_projected_heads_only_for_gradients():
         grad.sum().backward()
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("branch_kv", ["shared", "independent"])
 def test_gradients_of_a_layer(branch_kv):
     """Of every parameter and the input, with packed documents and without; one launch joins those

@@ -49,6 +49,7 @@ def dropout_in_a_model_of_eval_mode(net):
 MODES = [everything_trained, frozen_part, part_of_a_part, dropout_in_a_model_of_eval_mode]
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("use_cache_kv", [True, False])
 @pytest.mark.parametrize("setting", MODES)
 def test_modes_are_as_before(setting, use_cache_kv):

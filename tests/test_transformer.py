@@ -76,6 +76,7 @@ def test_cache(use_sparse_attn):
             torch.testing.assert_close(out[row], expected[row, n : n + 6])
 
 
+@pytest.mark.slow(one_of=3)
 @both
 @pytest.mark.parametrize("prompt_length", [1, 9, 20])
 def test_greedy_cached_is_greedy_uncached(use_sparse_attn, prompt_length):

@@ -213,6 +213,7 @@ def test_page_is_drawn_from_the_rows(tmp_path, monkeypatch):
 # sampling
 
 
+@pytest.mark.slow
 def test_sampling(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     rows = decode.main([*QUICK, "--sampling", "--out", str(path)])

@@ -31,6 +31,7 @@ def test_quick_form(tmp_path, capsys):
     assert "| both, 160: host_ms |" in printed and "ratio <= 2 |" in printed
 
 
+@pytest.mark.slow
 def test_first_calls(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = host.main(["--quick", "--first-call", "--device", "cpu", "--out", str(path)])

@@ -127,6 +127,7 @@ def test_wrong_variants(text, message):
 # runs
 
 
+@pytest.mark.slow
 def test_quick_form_of_every_variant(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     rows = learning.main([*QUICK, "--out", str(out)])
@@ -169,6 +170,7 @@ def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
     assert not list(work.rglob("checkpoint.pt")) and len(list(work.rglob("weights.pt"))) == 2
 
 
+@pytest.mark.slow
 def test_processes(tmp_path):
     """Two at a time; a second call finds their rows, and appends none."""
     out, work = tmp_path / "rows.jsonl", tmp_path / "work"

@@ -47,6 +47,7 @@ def flex_on_cpu(flex_gradients, monkeypatch):
     monkeypatch.setattr(masks, "compiled", lambda: flex_gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("flex_on_cpu")
 def test_flex_passes_the_oracle():
     scores = ["alibi, functional", "soft_cap"]
@@ -81,6 +82,7 @@ class Scaled(masks.Sdpa):
         return super().call(x, setting) * 1.001
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.usefixtures("flex_on_cpu")
 @pytest.mark.parametrize("provider", [Wider, Uncapped, Scaled])
 def test_what_is_wrong_is_not_timed(provider, monkeypatch):
@@ -184,6 +186,7 @@ def test_page_is_drawn_from_the_rows(tmp_path, monkeypatch):
     assert masks.render(drawn, common.read_rows(masks.RESULTS)) == page
 
 
+@pytest.mark.slow
 def test_pictures_can_be_drawn(tmp_path, monkeypatch):
     """As they are committed, one for each mask, and small."""
     spec = importlib.util.spec_from_file_location("draw_gallery", ROOT / "docs/draw_gallery.py")

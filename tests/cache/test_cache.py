@@ -28,6 +28,7 @@ CHUNKS = [
 ]
 
 
+@pytest.mark.slow(one_of=8)
 @pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_chunks_are_one_forward(setting, chunks):
@@ -43,6 +44,7 @@ def test_chunks_are_one_forward(setting, chunks):
     assert len(cache) == 43 and cache.is_uniform
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("max_length", [None, 30])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_rows_of_different_lengths(setting, max_length):

@@ -63,6 +63,7 @@ def pages():
     return PagedKVCache(8, 12, 2, 48)
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("make", [rows, KVCache, pages])
 @pytest.mark.parametrize("name", TRAINED)
 def test_whatever_is_trained(name, make):

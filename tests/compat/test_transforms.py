@@ -126,6 +126,7 @@ def strategy(request, monkeypatch):
         monkeypatch.setattr(eager, "MAX_SCORES", 0)
 
 
+@pytest.mark.slow(one_of=3)
 def test_jacobians(operation, strategy):
     """Backward and forward, batched and one by one, of torch.func and of torch.autograd."""
     f, x = operation

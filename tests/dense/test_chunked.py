@@ -368,6 +368,7 @@ def test_autocast_casts_as_a_matmul_does():
         assert chunked_attention(*wide).dtype == torch.float64
 
 
+@pytest.mark.slow
 # dynamo makes an instance of every autograd function it traces
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_into_one_graph():

@@ -53,6 +53,7 @@ def dynamic(model):
     return transformers.DynamicCache(config=model.config)
 
 
+@pytest.mark.slow(one_of=4)
 @form
 @family
 @torch.no_grad()
@@ -72,6 +73,7 @@ def test_converted_model_gives_what_the_original_does(family, form):
                 close(one, other, **TOL)
 
 
+@pytest.mark.slow(one_of=3)
 @form
 @family
 @torch.no_grad()

@@ -67,6 +67,7 @@ def test_sparse_sequences_give_what_they_give_alone(family):
     assert (model(texts[1]).logits - alone[1]).abs().max() > 1e-2, "nothing was sparse"
 
 
+@pytest.mark.slow(one_of=3)
 @family
 @torch.no_grad()
 def test_steps_over_a_cache_are_one_forward(family):
@@ -217,6 +218,7 @@ def test_kernels_give_what_eager_gives(monkeypatch):
     assert steps == [1, 1]
 
 
+@pytest.mark.slow(one_of=2)
 # of torch's own tracing of autograd functions
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("padding", [False, True])

@@ -110,6 +110,7 @@ def test_steps_over_a_cache_are_one_forward(form):
         close(one, expected, **TOL)
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "assisted"])
 @form
 def test_generate_gives_with_a_cache_what_it_gives_without(form, way):

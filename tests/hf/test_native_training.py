@@ -126,6 +126,7 @@ def losses_of(run):
     return [row["loss"] for row in run.state.log_history if "loss" in row]
 
 
+@pytest.mark.slow(one_of=2)
 # names that newer releases of transformers give up
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("form", ["branches", "index"])

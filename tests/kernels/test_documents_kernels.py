@@ -88,6 +88,7 @@ def test_selection_by_kernels(setting, causal):
     assert torch.equal(lists, exact)
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.kernels
 @CAUSAL
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,6 +112,7 @@ LAYERS = ["default", "forced", "stride", "diff, probs, initial"]
 LAYERS += ["no local", "interpolated", "diff"] if CUDA else []
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.kernels
 @pytest.mark.parametrize("setting, causal", [(s, i % 3 > 0) for i, s in enumerate(LAYERS)])
 def test_whole_layer_by_kernels(setting, causal):

@@ -53,6 +53,7 @@ def test_window(dtype, heads, place, causal):
     )
 
 
+@pytest.mark.slow(one_of=3)
 @both
 @cases
 def test_compressed(dtype, heads, place, causal):
@@ -98,6 +99,7 @@ def assert_selected(dtype, heads, place, *, n, s, each, causal, gated, **kwargs)
     )
 
 
+@pytest.mark.slow(one_of=8)
 @both
 @cases
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
@@ -106,6 +108,7 @@ def test_selected(dtype, heads, place, causal, each):
     assert_selected(dtype, heads, place, n=3, s=16, each=each, causal=causal, gated=False, **forced)
 
 
+@pytest.mark.slow(one_of=6)
 @both
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 @pytest.mark.parametrize("heads", [(2, 2, 16, 16), (12, 1, 16, 16)], ids=["G=1", "G=12"])
@@ -127,6 +130,7 @@ def test_selected_settings(n, s, initial, local, heads, each, causal):
 GATED = [torch.float32] + [torch.bfloat16] * CUDA
 
 
+@pytest.mark.slow(one_of=3)
 @not_of_3_4
 @both
 @pytest.mark.parametrize("dtype", GATED, ids=str)

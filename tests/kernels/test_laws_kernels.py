@@ -136,6 +136,7 @@ def test_the_past_has_no_gradient_of_the_future(heads, dtype, setting):
         assert (grad[:, :end].abs().amax((-1, -2)) > 0).float().mean() > 0.9, name
 
 
+@pytest.mark.slow(one_of=3)
 @layers
 @kinds
 def test_a_row_alone_is_the_row_in_a_batch(heads, dtype, setting):

@@ -137,6 +137,7 @@ def results(call, problem):
     return [*given, *grads]
 
 
+@pytest.mark.slow(one_of=6)
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case, heads", RUNS, ids=str)

@@ -41,6 +41,7 @@ def spelled_out(mask):
     return call
 
 
+@pytest.mark.slow(one_of=5)
 @pytest.mark.parametrize("name", catalog.CATALOG)
 def test_flex_attention_is_sdpa_under_the_mask(name, flex_gradients):
     """Forward and backward, by the graphs that torch makes of the mod."""
@@ -108,6 +109,7 @@ FACTORIES = {
 }
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_numbers_never_become_symbolic(name):
     """One compiled function meets a second setting: an integer that a closure holds is then an

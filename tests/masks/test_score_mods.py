@@ -128,6 +128,7 @@ def expected_attention(q, k, v, formula):
     return scores.masked_fill(~past, -torch.inf).softmax(-1) @ v
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("name", mods())
 def test_flex_attention_and_definition(name, flex_gradients):
     mod, learned = mods()[name]

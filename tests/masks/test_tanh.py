@@ -35,6 +35,7 @@ def test_tanh_approx_under_vmap():
     assert torch.equal(across(x), torch.tanh(x))
 
 
+@pytest.mark.slow
 def test_tanh_approx_in_a_mod_of_ones_own():
     """Compiled where nobody has made a `soft_cap`."""
     from torch._inductor.lowering import lowerings

@@ -114,6 +114,7 @@ def test_ranking_by_probabilities():
 # on the kernels
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.kernels
 @BRANCHES
 @CAPS
@@ -169,6 +170,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.kernels
 @pytest.mark.parametrize("setting", LAYERS)
 def test_layer_by_kernels(setting):

@@ -283,6 +283,7 @@ def test_bad_batches_and_windows():
         )
 
 
+@pytest.mark.slow(one_of=3)
 @CAUSAL
 @pytest.mark.parametrize("setting", ["default", "stride", "interpolated", "diff"])
 @pytest.mark.parametrize("gathers", [True, False])

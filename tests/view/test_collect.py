@@ -154,6 +154,7 @@ def test_mass_is_that_of_full_attention(name, causal):
     torch.testing.assert_close(reading.window_mass.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow(one_of=6)
 @pytest.mark.parametrize("length", [0, 1, 3, 7, 8, 9, 17])
 @pytest.mark.parametrize("causal", [True, False])
 def test_short_sequences(length, causal):

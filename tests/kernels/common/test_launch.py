@@ -141,6 +141,7 @@ def written(B, K):
     return [*store, *turned, *kv_cache.recent(tuple(rings), 3, 8, 4, step)]
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.kernels
 @pytest.mark.parametrize("call", [
     functools.partial(layer, 2, 12, 2, 1, use_diff_topk=True, interpolated_importance_score=True),

@@ -81,6 +81,7 @@ def forward(tensors, settings):
     return native_sparse_attention(**tensors, **settings, backend="triton")
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("size, sinks", [(1.0, False), (8.0, True)])
 def test_layer(monkeypatch, size, sinks):
     tensors, settings = layer(size, sinks)

@@ -63,6 +63,7 @@ def as_written(monkeypatch, module, x):
         return results(module, x)
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_bits(setting, repeats, monkeypatch):
     module = layer(**SETTINGS[setting])

@@ -149,12 +149,14 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(one_of=7)
 @kernels
 @pytest.mark.parametrize("case", CASES)
 def test_kernels(case):
     assert_right(torch.float32, **CASES[case])
 
 
+@pytest.mark.slow(one_of=6)
 @kernels
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_one_after_the_other(case, monkeypatch):
@@ -294,6 +296,7 @@ if CUDA:
     STEPPED = [(setting, form) for setting in SETTINGS for form in ("rows", "pages")]
 
 
+@pytest.mark.slow(one_of=3)
 @kernels
 @pytest.mark.parametrize("setting, form", STEPPED)
 def test_steps_are_one_forward(setting, form, steps):

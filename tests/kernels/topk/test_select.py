@@ -14,6 +14,7 @@ from tests.helpers.selections import RULES, SETTINGS, assert_right, both, draw, 
 pytestmark = pytest.mark.kernels
 
 
+@pytest.mark.slow(one_of=5)
 @rules
 @both
 @pytest.mark.parametrize("l, d, s", [(8, 4, 8), (5, 2, 8), (8, 8, 4), (12, 6, 2), (4, 4, 4)])
@@ -160,6 +161,7 @@ def test_scale_of_the_logits():
     assert (equal == torch.tensor([1, 2, 3], device=DEVICE)).all()
 
 
+@pytest.mark.slow(one_of=3)
 @rules
 @pytest.mark.parametrize("R", [2, 8][: 1 + CUDA])
 def test_shared_rankings(R, rule):

@@ -101,6 +101,7 @@ def test_compressed_and_window(cut, T, S, causal, lse):
         assert_same(sliding_window_attention, cut, 5 * B * H * 16, q, k, v, **kwargs)
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("T, S", [(37, 37), (19, 50)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [K, H])
@@ -126,6 +127,7 @@ def test_nothing_selected(cut, selected_by):
         assert_same(selected_attention, cut, 100, *given, num_local_blocks=local, **kwargs)
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("gated", [True, False])
 def test_gradients_of_gradients(cut, selected_by, gated):
     q, k, v = normal(1, 3, 2, 2), normal(1, 6, 1, 2), normal(1, 6, 1, 1)
@@ -217,6 +219,7 @@ def test_unaligned_start_continues_the_group_before(cut):
     assert_same(select_blocks, cut, B * K * 11, q, ck, **kwargs)
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("settings", ["default", "probs", "shared rankings", "diff top-k"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_layer(cut, selected_by, settings, causal):
@@ -302,6 +305,7 @@ LONG = dict(
 )
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("importance, longest", [("logits", 16384), ("probs", 8192)])
 def test_a_layer_trains_in_linear_memory_on_the_cpu(importance, longest, monkeypatch):
     module = layers.layer(torch.float32, importance=importance, **LONG)

@@ -13,6 +13,7 @@ GEOMETRIES = [(4, 4, 4), (8, 4, 8), (8, 4, 4), (6, 2, 8), (8, 8, 4), (12, 8, 2)]
 RULES = [("logits", False), ("logits", True), ("probs", False), ("max", False)]
 
 
+@pytest.mark.slow(one_of=10)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("rule, interpolated", RULES)

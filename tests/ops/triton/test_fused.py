@@ -64,6 +64,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32] if CUDA else [torch.floa
 HEADS = [(4, 2, 64, 64), (16, 1, 128, 128), (6, 2, 80, 48)] if CUDA else [(4, 2, 16, 16)]
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
@@ -144,6 +145,7 @@ def test_window_that_shares_a_tensor(given):
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("forced", [{}, FORCED], ids=["free", "forced"])
 def test_listed_blocks_apart(forced, monkeypatch):
     """dq of listed blocks formed with their dk and dv, beside those of other keys; however keys and
@@ -196,6 +198,7 @@ def test_one_node():
     )
 
 
+@pytest.mark.slow(one_of=2)
 @not_of_3_4
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monkeypatch, as_written):
@@ -252,6 +255,7 @@ def test_module(stride, use_diff_topk):
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_lengths():
     """`fullgraph=True`, forward and backward; a new length compiles nothing."""
     layer = SparseAttention(

@@ -52,6 +52,7 @@ def results(tensors, others, backend, dtype, **settings):
     return [out, *torch.autograd.grad(out, trained, d_out)]
 
 
+@pytest.mark.slow(one_of=10)
 @pytest.mark.parametrize("case", CASES)
 def test_against_eager(case):
     settings = {**SIZES, **CASES[case]}

@@ -190,6 +190,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(one_of=10)
 @pytest.mark.parametrize("case", CASES)
 def test_well_formed(case):
     """Schema, fake, autograd registration and a graph of any sizes, of strided tensors."""
@@ -249,6 +250,7 @@ READS = {
 }
 
 
+@pytest.mark.slow(one_of=3)
 @not_of_3_4
 @pytest.mark.parametrize("lie", [heads_first, beside_others, every_other])
 @pytest.mark.parametrize("case", READS)

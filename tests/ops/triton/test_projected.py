@@ -82,6 +82,7 @@ def results(module, x, run=None):
     return [out.detach(), *grads]
 
 
+@pytest.mark.slow(one_of=6)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_bits(setting, nodes):
     """Recorded, and repeated with other tensors."""
@@ -134,6 +135,7 @@ def test_without_gradients(nodes):
     assert torch.equal(one, two)
 
 
+@pytest.mark.slow(one_of=5)
 @pytest.mark.parametrize(
     "settings",
     [
