@@ -19,7 +19,8 @@ tokens in blocks of `--s`, ranked by the greatest logit or by means of blocks ov
 * peak_mib: greatest memory of tensors during the timed call, weights included.
 
 Nothing is timed of a form before its logits with all blocks selected agree with those of SDPA, in
-fp32, in two layers of the model's widths. The longest context and the largest batch come first;
+fp32, in two layers of the model's widths: of a forward, of steps over either cache, and of compiled
+steps where those are timed. The longest context and the largest batch come first;
 `--deadline` stops before the next case.
 """
 
@@ -224,8 +225,9 @@ def draw(model: Any, batch: int, context: int) -> Tensor:
 
 
 @torch.no_grad()
-def check(form: Form, network: Any) -> float:
-    """Error of logits with all blocks selected against SDPA, of a forward and of steps of decoding.
+def check(form: Form, network: Any, static: bool = False) -> float:
+    """Error of logits with all blocks selected against SDPA, of a forward and of steps of decoding;
+    with `static` also of `generate` over a static cache, whose steps are compiled on a GPU.
 
     Raises:
         WrongResult: more than rounding explains.
@@ -250,12 +252,21 @@ def check(form: Form, network: Any) -> float:
     # differentiable top-n is never given to SDPA; steps of decoding have the same kernels
     use_sparse_attention(model, own, num_selected_blocks=5, use_diff_topk=True)
     start = ids.shape[1] - CHECK_STEPS
-    static = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5)
-    for cache in (new_cache(form, model), static):
+    store = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5)
+    for cache in (new_cache(form, model), store):
         given: Any = {cache_argument(): cache}
         model(ids[:, :start], **given)
         steps = [model(ids[:, i : i + 1], **given).logits for i in range(start, ids.shape[1])]
         off = max(off, error_of(torch.cat(steps, dim=1), exact[:, start:]))
+    if static:
+        prompt = ids[:, :start]
+        made = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
+            max_new_tokens=CHECK_STEPS, cache_implementation="static", output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        exact = under(Form("sdpa"), network)(made.sequences, use_cache=False).logits
+        off = max(off, error_of(torch.stack(made.logits, dim=1), exact[:, start - 1 : -1]))
     if not off <= MOST_OFF:
         raise WrongResult(f"logits with all blocks are {off:.1e} off SDPA's: {MOST_OFF:.1e}")
     return off
@@ -439,7 +450,7 @@ def run(network: Any, plan: Plan) -> list[Row]:
         **common.environment(device),
     }
     rows: list[Row] = []
-    forms, wrong = checked(network, plan.forms, device)
+    forms, wrong = checked(network, plan, device)
     for context in sorted(plan.contexts, reverse=True):
         for B in sorted(plan.batches, reverse=True):
             if plan.deadline is not None and time.perf_counter() - began > plan.deadline:
@@ -455,14 +466,13 @@ def run(network: Any, plan: Plan) -> list[Row]:
     return rows
 
 
-def checked(
-    network: Any, forms: Sequence[Form], device: torch.device
-) -> tuple[list[Form], str | None]:
+def checked(network: Any, plan: Plan, device: torch.device) -> tuple[list[Form], str | None]:
     """The forms that agree with SDPA, and what is wrong with the first other one."""
     small, right, wrong = checked_network(network, device), [], None
-    for form in forms:
+    for form in plan.forms:
+        static = bool(plan.static_contexts) and form.name in plan.static_forms
         try:
-            off = check(form, small)
+            off = check(form, small, static)
         except WrongResult as error:
             wrong = wrong or f"{form.name}: {error}"
             print(f"{form.name} is not timed: {error}", flush=True)

@@ -7,6 +7,7 @@ L  keys that are written, of S               l, d  tokens of a window, and from 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import blocks, varlen
 from ..checks.scalars import TOO_LARGE
 from ..compress import windows_of
-from ..config import SELECTION
-from ..ops import dispatch
-from ..ops.decode import decode_attention
+from ..config import SELECTION, AttentionConfig
+from ..ops import decode, dispatch
 from ..ops.functional import sliding_window_attention
 from ..ops.nsa import native_sparse_attention
 from . import masks
@@ -255,7 +255,7 @@ def at_end(
         selection["dense_length"] = 0
         if takes_decode_kernels(q, k, v, ck, selection):
             starts = torch.full((q.shape[0],), offset, device=q.device, dtype=torch.int32)
-            return decode_attention(q, k, v, ck, None, None, starts, **selection, **extra)
+            return by_decode_kernels(q, k, v, ck, starts, None, selection, extra)
     selection["use_diff_topk"] = settings["use_diff_topk"]
     return native_sparse_attention(q, k, v, ck, **selection, **extra)
 
@@ -311,6 +311,35 @@ def takes_decode_kernels(
     return dispatch.takes_kernels(selection["backend"], "decode_attention", q, k, v=v, **facts)
 
 
+def by_decode_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor | None,
+    starts: Tensor,
+    counts: Tensor | None,
+    selection: dict[str, Any],
+    extra: dict[str, Any],
+) -> Tensor:
+    """`decode_attention` of tensors that fit one another, without its checks: a step of `generate`
+    waits for the host. The settings are checked when they are new."""
+    sinks = extra.get("sinks")
+    settings = (*selection.items(), ("scale", extra["scale"]), ("soft_cap", extra["soft_cap"]))
+    # the compiler would warn of the cache
+    make = config_of.__wrapped__ if torch.compiler.is_compiling() else config_of
+    out: Tensor = decode.by_kernels(
+        make(settings), q=q, k=k, v=v, ck=ck, lengths=starts, counts=counts, sinks=sinks,
+        counters=decode.workspace(q.shape[0], k.shape[2], q.device),
+    )  # fmt: skip
+    return out
+
+
+@functools.lru_cache(maxsize=64)
+def config_of(settings: tuple[tuple[str, Any], ...]) -> AttentionConfig:
+    named = {name: value for name, value in settings if name != "backend"}
+    return AttentionConfig(**named, causal=True)
+
+
 def over_storage(
     q: Tensor,
     k: Tensor,
@@ -334,8 +363,7 @@ def over_storage(
     else:
         ck = compressed_keys(k, settings)
         if takes_decode_kernels(q, k, v, ck, selection):
-            selection["counts"] = counts
-            return decode_attention(q, k, v, ck, None, None, starts, **selection, **extra)
+            return by_decode_kernels(q, k, v, ck, starts, counts, selection, extra)
         out = native_sparse_attention(q, k, v, ck, q_offset=starts, **selection, **extra)
     if counts is None:
         return out
