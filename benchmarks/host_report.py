@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from . import common
@@ -24,11 +24,12 @@ FORMS = {
 Cases = dict[tuple[str, int, str | None], dict[str, Row]]
 
 
-def latest(rows: Sequence[Row]) -> Cases:
-    """The last rows of the last row's GPU, of both layers, by case."""
+def latest(rows: Sequence[Row], passes: Collection[str]) -> Cases:
+    """Of the rows of these passes the last ones of the last row's GPU, of both layers, by case."""
+    rows = [row for row in rows if row.get("pass") in passes and "failed" not in row]
     found: Cases = {}
     for row in rows:
-        if row["gpu"] == rows[-1]["gpu"] and "failed" not in row:
+        if row["gpu"] == rows[-1]["gpu"]:
             case = (row["pass"], row["T"], row.get("form"))
             found.setdefault(case, {})[row["provider"]] = row
     return {case: pair for case, pair in found.items() if "sparse" in pair}
@@ -50,7 +51,7 @@ def cell(pair: dict[str, Row], field: str) -> str:
 
 
 def wall_table(rows: Sequence[Row]) -> str:
-    cases = {case: pair for case, pair in latest(rows).items() if case[0] in PASSES}
+    cases = latest(rows, PASSES)
     if not cases:
         return NO_ROWS
     head = ["sparse (times dense)", *(f"{PASSES[name]}, {length(T)}" for name, T, _ in cases)]
@@ -59,7 +60,7 @@ def wall_table(rows: Sequence[Row]) -> str:
 
 
 def first_call_table(rows: Sequence[Row]) -> str:
-    cases = {case: pair for case, pair in latest(rows).items() if case[0] == "first call"}
+    cases = latest(rows, ("first call",))
     if not cases:
         return NO_ROWS
     lines = [["call", "sparse, s", "dense, s", "kernels compiled"]]

@@ -144,7 +144,7 @@ def test_tables_of_the_page():
         {**wall, "provider": "sparse", "wall_ms": 8.0},
         {**wall, "provider": "dense", "wall_ms": 2.0},
         {**wall, "provider": "sparse", "wall_ms": 3.0, "kernels": 27},
-        {**first, "provider": "sparse", "compiled": 14},
+        {**first, "provider": "sparse", "compiled": 14, "gpu": "another GPU"},
         {"provider": "sparse", "failed": "wrong", **known},
     ]
     drawn = host_report.wall_table(rows)
