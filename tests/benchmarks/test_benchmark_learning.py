@@ -286,8 +286,9 @@ def test_table(tmp_path):
         made_up("dense", 1, 1e-3, 1.2), made_up("window", 0, 1e-3, 1.35),
         {"variant": "window", "failed": "why"},
         made_up("window", 0, 2e-3, 1.3), made_up("window", 1, 2e-3, 1.4),
-        made_up("dense", 0, 1e-4, 0.0, kind="speed", tokens_per_s=5000),
-        made_up("window", 0, 1e-4, 0.0, kind="speed", tokens_per_s=10_000),
+        made_up("dense", 0, 1e-4, 0.0, kind="speed", compile=False, tokens_per_s=5000),
+        made_up("window", 0, 1e-4, 0.0, kind="speed", compile=False, tokens_per_s=10_000),
+        made_up("window", 0, 1e-4, 0.0, kind="speed", compile=True, tokens_per_s=12_000),
     ]  # fmt: skip
     text = learning_report.table(rows)
     lines = text.splitlines()
@@ -298,7 +299,7 @@ def test_table(tmp_path):
         "| dense | 1.5 | 512 + 64 | 0.001 | 2 | 1.100 ± 0.141 |  | 1.100 ± 0.141 | 1.100 "
         "| 0.25 / 0.55 | 5 |",
         "| window | 1.5 | 512 + 64 | 0.002 | 2 | 1.350 ± 0.071 | 0.250 ± 0.071 | 1.350 ± 0.071 "
-        "| 1.350 | 0.25 / 0.68 | 10 |",
+        "| 1.350 | 0.25 / 0.68 | 10 / 12 |",
     ]
     assert "a GPU, torch 2, triton 3, commits abc." in lines[-1] and "other" not in text
     page, image = tmp_path / "page.md", tmp_path / "plot.png"
