@@ -121,6 +121,9 @@ VARIANTS: dict[str, Settings] = {
     "published, begun as the mean": dict(
         THREE, num_initial_blocks=0, num_local_blocks=1, compress_mlp="mean MLP"
     ),
+    "published, mean pooling": dict(
+        THREE, num_initial_blocks=0, num_local_blocks=1, compress_mlp="mean"
+    ),
     "convolution over windows of 32": dict(THREE, compress_mlp={"name": "conv", "residual": True}),
 }
 

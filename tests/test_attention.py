@@ -254,6 +254,7 @@ def test_train_and_eval_are_one():
 COMPILED = ["shared rankings, probs", "diff top-k"][: 1 + torch.cuda.is_available()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", COMPILED)
 def test_compiles_in_one_graph(setting):
     """Forward and backward, and another length without a graph for each."""

@@ -97,6 +97,7 @@ def test_export_is_told_from_compilation():
         assert torch.export.export(Told(), (x,), strict=strict).module()(x).sum() == 2
 
 
+@pytest.mark.slow
 def test_a_training_step_is_one_graph():
     shape = ("dim", "dim_head", "heads", "kv_heads")
     settings = {name: value for name, value in GEOMETRY.items() if name not in shape}

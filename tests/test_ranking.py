@@ -149,6 +149,7 @@ def test_packed_documents_lose_what_they_lose_alone():
     torch.testing.assert_close(packed, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_autocast_checkpoint_and_compile():
     module, x = layer(**INDEX).float(), torch.randn(1, 60, DIM)
     positions = torch.tensor([20, 33, 59])

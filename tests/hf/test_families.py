@@ -6,7 +6,6 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from native_sparse_attention import decode_attention
 from native_sparse_attention.hf import attention as hf_attention
 from native_sparse_attention.hf import use_dense_attention, use_sparse_attention
 from tests.helpers.tiny_models import (
@@ -200,13 +199,13 @@ def test_kernels_give_what_eager_gives(monkeypatch):
     use_sparse_attention(model, **settings)
     alone = [model(text).logits for text in texts]
     use_sparse_attention(model, **settings, backend="triton")
-    steps = []
+    steps, own = [], hf_attention.by_decode_kernels
 
     def decode(*args, **kwargs):
         steps.append(args[0].shape[1])
-        return decode_attention(*args, **kwargs)
+        return own(*args, **kwargs)
 
-    monkeypatch.setattr(hf_attention, "decode_attention", decode)
+    monkeypatch.setattr(hf_attention, "by_decode_kernels", decode)
     cache = transformers.DynamicCache(config=model.config)
     close(step_by_step(model, texts[1], 39, cache), alone[1], **TOL)
     cache = transformers.StaticCache(config=model.config, max_cache_len=48)
