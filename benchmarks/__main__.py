@@ -2,7 +2,8 @@
 
 `--quick`: those with a quick form, in it, and nothing recorded. (enwik8 trains; it has none.)
 Training of many models, `learning` and `recall`, is started by hand: it takes hours of GPUs. So are
-`pretrained` and `distillation`, which need the weights of a model.
+`pretrained` and `distillation`, which need the weights of a model, and `against`, which needs
+another checkout.
 """
 
 from __future__ import annotations
