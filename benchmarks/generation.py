@@ -8,11 +8,11 @@ A model has random weights in the shape of a published one (`--model`, `--layers
 or those of a folder or a GGUF file (`--path`). Prompts are random tokens without padding, in bf16.
 All forms of attention share the weights and take turns in one process. They are SDPA, what
 `use_sparse_attention` gives by default, and one softmax over 64 initial, 512 local and 512 ranked
-tokens in blocks of `--s`, ranked by the greatest logit or by means of blocks over a `SparseCache`.
+tokens in blocks of `--s`, ranked by the greatest logit or by means of blocks.
 
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
-* decode: greedy `generate`, with a `DynamicCache` (or `SparseCache`), and with
+* decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and with
   `cache_implementation="static"`, whose step transformers compiles on a GPU. Tokens/s of all
   sequences from new token 9 to the last: the first ones compile, and record CUDA graphs. first_s is
   the time of the first call of `generate`, which compiles.
@@ -81,11 +81,6 @@ class Form:
 
     name: str
     settings: dict[str, Any] | None = None
-
-    @property
-    def keeps_windows(self) -> bool:
-        """Whether a `SparseCache` spares the means of windows."""
-        return self.settings is not None and self.settings.get("compress_block_size", 1) > 1
 
 
 def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> tuple[Form, ...]:
@@ -210,7 +205,9 @@ def new_cache(form: Form, model: Any) -> Any:
 
     from native_sparse_attention.hf import SparseCache
 
-    return SparseCache(model.config) if form.keeps_windows else DynamicCache(config=model.config)
+    if form.settings is None:
+        return DynamicCache(config=model.config)
+    return SparseCache(model.config)
 
 
 def draw(model: Any, batch: int, context: int) -> Tensor:
@@ -424,7 +421,7 @@ def described(timed: Timed) -> Row:
 
     form = timed.form
     settings = None if form.settings is None else settings_of(timed.model.config)
-    return {"form": form.name, "settings": settings, "sparse_cache": form.keeps_windows}
+    return {"form": form.name, "settings": settings, "sparse_cache": settings is not None}
 
 
 # rows

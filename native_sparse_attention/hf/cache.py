@@ -1,4 +1,5 @@
-"""A cache of transformers that also keeps the compressed keys of windows, which rank blocks."""
+"""A cache of transformers that copies nothing at a step, and keeps the compressed keys of windows,
+which rank blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ..compress import unfold, windows_of
 from .settings import settings_of
 
+# tokens that storage has room for beyond those that are there, at least; else an eighth of them
+LEAST_ROOM = 64
 # the compressed keys [B K W D] of keys that a cache has returned
 KEPT: Any = WeakTensorKeyDictionary()
 
@@ -22,8 +25,61 @@ def kept_compressed_keys(key: Tensor, W: int) -> Tensor | None:
     return kept if kept is not None and kept.shape[2] == W else None
 
 
-class SparseLayer(DynamicLayer):
-    """Keys and values [B K S D] of a layer, and the mean keys [B K W D] of its windows."""
+class RoomyLayer(DynamicLayer):
+    """Keys and values [B K S D] of a layer, in storage with room for more: a step writes its own
+    tokens, where a `DynamicLayer` copies all others too.
+
+    What an update returned stays as it was until tokens are taken back (`crop`) and others written.
+    """
+
+    def __init__(self, **unknown: Any) -> None:
+        super().__init__()
+        self.stores: dict[str, Tensor] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        # autograd saves what a call returned
+        as_usual = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if as_usual or not self.is_initialized:
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            return keys, values
+        self.keys = self.extended("keys", key_states)
+        self.values = self.extended("values", value_states)
+        return self.keys, self.values
+
+    def extended(self, name: str, new: Tensor) -> Tensor:
+        """The tensor of this name with `new` [B K n D] after it."""
+        held, store = getattr(self, name), self.stores.get(name)
+        if held.ndim != 4 or not fits(held, new):
+            return torch.cat((held, new), dim=-2)
+        S, most = held.shape[2], held.shape[2] + new.shape[2]
+        # crops leave a begin of the storage, other calls another tensor
+        is_begin = store is not None and store.data_ptr() == held.data_ptr()
+        if store is None or not (is_begin and fits(store, new) and store.shape[2] >= most):
+            room = most + max(LEAST_ROOM, most // 8)
+            store = self.stores[name] = held.new_empty(*held.shape[:2], room, held.shape[3])
+            store[:, :, :S] = held
+        store[:, :, S:most] = new
+        return store[:, :, :most]
+
+    def reset(self) -> None:
+        self.stores.clear()
+        super().reset()
+
+    def offload(self) -> None:
+        self.stores.clear()
+        super().offload()
+
+
+def fits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors differ in their length alone."""
+    kinds = ((t.dtype, t.device, t.shape[:2], t.shape[3:], t.is_inference()) for t in (one, other))
+    return len(set(kinds)) == 1
+
+
+class SparseLayer(RoomyLayer):
+    """Also the mean keys [B K W D] of a layer's windows."""
 
     def __init__(self, l: int, d: int, **unknown: Any) -> None:
         super().__init__()
@@ -86,12 +142,13 @@ class SparseLayer(DynamicLayer):
 
 
 class SparseCache(DynamicCache):
-    """A `DynamicCache` that keeps the compressed keys of a model under sparse attention.
+    """A `DynamicCache` for a model under sparse attention.
 
     `model.generate(..., past_key_values=SparseCache(model.config))`; newer releases call it
-    `cache`. It saves the reading of all keys at each step where windows hold several tokens
-    (`compress_block_size` above 1). Otherwise keys rank blocks themselves, and it is a
-    `DynamicCache`.
+    `cache`. A `DynamicCache` copies all keys and values at each step, and this one those of the
+    step: it has room for more, at most an eighth of its tokens or 64. Where windows hold several
+    tokens (`compress_block_size` above 1) it also keeps their compressed keys, which saves the
+    reading of all keys.
 
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.
@@ -101,8 +158,10 @@ class SparseCache(DynamicCache):
         super().__init__(config=config)
         settings = settings_of(config.get_text_config(decoder=True))
         l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
-        if l == d == 1:
-            return
-        self.layers: list[Any] = [
-            SparseLayer(l, d) if type(layer) is DynamicLayer else layer for layer in self.layers
-        ]
+
+        def own(layer: Any) -> Any:
+            if type(layer) is not DynamicLayer:
+                return layer
+            return RoomyLayer() if l == d == 1 else SparseLayer(l, d)
+
+        self.layers: list[Any] = [own(layer) for layer in self.layers]

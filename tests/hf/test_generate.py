@@ -109,8 +109,9 @@ def test_windows_over_caches(importance):
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams"])
-def test_sparse_cache_generates_what_a_dynamic_cache_does(way):
-    model, (text,) = use_sparse_attention(tiny(), **WINDOWS), prompts(30)
+@pytest.mark.parametrize("settings", [SPARSE, WINDOWS], ids=["tokens", "windows"])
+def test_sparse_cache_generates_what_a_dynamic_cache_does(settings, way):
+    model, (text,) = use_sparse_attention(tiny(), **settings), prompts(30)
     given = dict(input_ids=text.repeat(2, 1), attention_mask=torch.ones(2, 30))
     expected = generated(model, given, **WAYS[way])
     found = generated(model, given, **WAYS[way], **{CACHE: SparseCache(model.config)})
@@ -144,6 +145,48 @@ def test_sparse_cache_keeps_its_windows_as_it_changes():
     assert layer.compressed is None
     tokens = SparseCache(use_sparse_attention(model, **SPARSE).config)
     assert not any(hasattr(layer, "compressed") for layer in tokens.layers)
+
+
+@torch.no_grad()
+def test_a_step_over_a_sparse_cache_copies_no_other_tokens():
+    """The keys stay where they are, until there is no room or another call has moved them; what was
+    taken back is written over."""
+    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(200)
+    expected = model(text, use_cache=False).logits
+    cache = SparseCache(model.config)
+    layer = cache.layers[0]
+    model(text[:, :30], **{CACHE: cache})
+    places, earlier = [], None
+    for t in range(30, 200):
+        if t == 60:
+            cache.crop(-5)
+            model(text[:, 55:60], **{CACHE: cache})
+        if t == 100:
+            cache.reorder_cache(torch.tensor([0]))
+        logits = model(text[:, t : t + 1], **{CACHE: cache}).logits
+        close(logits, expected[:, t : t + 1], **TOL)
+        places.append(layer.keys.data_ptr())
+        if t == 35:
+            earlier = layer.keys, layer.keys.clone()
+    assert torch.equal(*earlier)
+    assert len(set(places)) <= 4 and len(set(places[:65])) == 1 and places[69] != places[70]
+    twin = copy.deepcopy(cache)
+    model(text[:, :1], **{CACHE: twin})
+    assert (len(layer.keys[0, 0]), len(twin.layers[0].keys[0, 0])) == (200, 201)
+    cache.reset()
+    assert not layer.stores
+
+
+def test_gradients_through_a_sparse_cache():
+    """Of chunks one after the other: nothing that autograd saved is written to."""
+    model, (text,) = use_sparse_attention(tiny(num_hidden_layers=1), **SPARSE).train(), prompts(24)
+    grads = []
+    for cache in (SparseCache(model.config), transformers.DynamicCache(config=model.config)):
+        model.zero_grad()
+        outs = [model(chunk, **{CACHE: cache}).logits for chunk in text.split([16, 4, 4], dim=1)]
+        sum(out.square().sum() for out in outs).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    close(*grads)
 
 
 @pytest.mark.parametrize("static", [False, True])
