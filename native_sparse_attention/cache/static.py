@@ -99,19 +99,22 @@ def new_tokens(cache: KVCache, inp: Tensor, lengths: Sequence[int] | Tensor | No
 
 
 def write(store: Tensor, new: Tensor, slots: Tensor, mask: Tensor | None) -> None:
-    """store[b, :, slots[b, i]] = new[b, :, i] where mask[b, i]; slots are distinct."""
-    index, values = scatter_arguments(store, new.detach(), slots, mask)
-    store.scatter_(2, index, values)
+    """store[b, :, slots[b, i]] = new[b, :, i] where mask[b, i]; slots are distinct.
+
+    By `index_put_` on the storage itself: of all writes this one torch's compiler does in place. A
+    scatter would copy the whole storage, twice."""
+    store.index_put_(*index_and_values(store, new.detach(), slots, mask))
 
 
-def scatter_arguments(
+def index_and_values(
     store: Tensor, new: Tensor, slots: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Index and values of the scatter that `write` does; masked slots get their old values."""
-    index = slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Arguments of the `index_put` that `write` does; masked slots get their old values."""
+    b, h = (torch.arange(size, device=store.device) for size in store.shape[:2])
+    index = b[:, None, None], h[:, None], slots[:, None]
     if mask is None:
         return index, new
-    return index, torch.where(mask[:, None, :, None], new, store.gather(2, index))
+    return index, torch.where(mask[:, None, :, None], new, store[index])
 
 
 def write_tokens(
@@ -140,7 +143,7 @@ def append(
         entries = new[name][:, :, :size]
         if torch.is_grad_enabled() and entries.requires_grad:
             where = tokens.slots(size, every)
-            stream = stream.scatter(2, *scatter_arguments(stream, entries, *where))
+            stream = stream.index_put(*index_and_values(stream, entries, *where))
         streams[name] = stream
     return streams
 
