@@ -147,6 +147,7 @@ def test_metrics_that_are_none(run, line):
 # a full disk
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("call", range(1, 12))
 def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     """Whichever write it is: no half of a file is left, and what was whole stays so."""

@@ -89,6 +89,7 @@ def test_run_leaves_what_it_promises(trained):
     assert "bits/byte" in done.stderr and "tokens/s" in done.stderr
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_and_says_how_to_go_on(trained, text, signum):
     cwd, plan, _ = trained
