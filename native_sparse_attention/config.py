@@ -220,11 +220,13 @@ class NSAConfig(AttentionConfig):
     compress_mlp_expand_factor: float = 1.0
     backend: str = "auto"
 
-    # Not fields: each instance makes its own at once, as a compiled graph is made anew where an
-    # attribute is there that was not. What functions take, which rank by the queries and keys that
-    # they are given; the same, dense at any length; and with nothing ranked.
+    # Derived settings, not fields. They are made with the instance: an attribute that is added later
+    # would have compiled graphs compiled again.
+    # what functions take, which rank by the queries and keys that they are given
     for_functions: ClassVar[AttentionConfig]
+    # the same, dense at any length
     dense: ClassVar[AttentionConfig]
+    # and nothing ranked
     dense_alone: ClassVar[AttentionConfig]
 
     @classmethod
