@@ -220,8 +220,8 @@ class NSAConfig(AttentionConfig):
     compress_mlp_expand_factor: float = 1.0
     backend: str = "auto"
 
-    # Derived settings, not fields. They are made with the instance: an attribute that is added later
-    # would have compiled graphs compiled again.
+    # Derived settings, not fields. They are made with the instance: graphs are compiled again where
+    # an attribute is added later.
     # what functions take, which rank by the queries and keys that they are given
     for_functions: ClassVar[AttentionConfig]
     # the same, dense at any length
