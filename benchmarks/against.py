@@ -48,10 +48,10 @@ def times_of(tree: Path, device: torch.device, quick: bool, seconds: float) -> d
 
 
 def commit_of(tree: Path) -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, cwd=tree
-    )
-    return found.stdout.strip() or tree.name
+    """Its commit; the name of a folder that is no checkout, such as an export inside of one."""
+    asked = ["git", "rev-parse", "--show-prefix", "--short=10", "HEAD"]
+    found = subprocess.run(asked, capture_output=True, text=True, cwd=tree).stdout.splitlines()
+    return found[-1] if found and not found[0] else tree.name
 
 
 def run(other: Path, device: torch.device, quick: bool, seconds: float) -> list[Row]:

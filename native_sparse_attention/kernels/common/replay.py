@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -59,19 +60,51 @@ class View:
         )
 
 
+class OnSide:
+    """What `torch.cuda.stream(side)` does, which first asks for the current stream and device."""
+
+    def __init__(self, side: torch.cuda.Stream, main: torch.cuda.Stream) -> None:
+        self.side, self.main = side, main
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.side)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self.main)
+
+
+class Lanes:
+    """The streams of a plan's calls on one main stream, and their events, which all these calls
+    share: what another thread records before this one waits is later on the same stream."""
+
+    def __init__(self, main: torch.cuda.Stream, paths: list[tuple[bool, ...]]) -> None:
+        self.streams = []
+        for path in paths:
+            stream = main
+            for first in path:
+                stream = streams.side_stream(stream.device_index, stream.cuda_stream, first)
+            self.streams.append(stream)
+        self.handles = [stream.cuda_stream for stream in self.streams]
+        self.contexts = [nullcontext(), *(OnSide(side, main) for side in self.streams[1:])]
+        self.events: defaultdict[int, torch.cuda.Event] = defaultdict(torch.cuda.Event)
+
+    def record(self, number: int, stream: int) -> None:
+        self.events[number].record(self.streams[stream])
+
+    def wait(self, number: int, stream: int) -> None:
+        self.streams[stream].wait_event(self.events[number])
+
+
 @dataclass
 class State:
-    """State of a replayed call: tensors by source, their addresses, streams and events."""
+    """State of a replayed call: tensors by source, their addresses, and its streams."""
 
     bases: list[Any]
     addresses: list[int]
-    on_gpu: bool
-    streams: list[torch.cuda.Stream]
-    handles: list[int]
-    events: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    lanes: Lanes | None  # None without a GPU
 
     def on(self, stream: int) -> Any:
-        return torch.cuda.stream(self.streams[stream]) if stream else nullcontext()
+        return self.lanes.contexts[stream] if self.lanes is not None else nullcontext()
 
     def put(self, source: int, tensor: Tensor) -> None:
         self.bases[source] = tensor
@@ -116,7 +149,7 @@ class Launch:
 
     def __call__(self, state: State) -> None:
         args, addresses = self.args.copy(), state.addresses
-        if not state.on_gpu:
+        if state.lanes is None:
             for at, view in self.tensors:
                 args[at] = view.of(state.bases[view.source])
             for at, descriptor, view in self.descriptors:
@@ -128,7 +161,7 @@ class Launch:
         for at, descriptor, view in self.descriptors:
             address = addresses[view.source] + view.offset
             args[at] = rebase(descriptor, Address(address, view.dtype))
-        self.runner(*args, stream=state.handles[self.stream])
+        self.runner(*args, stream=state.lanes.handles[self.stream])
 
 
 @dataclass(frozen=True)
@@ -139,22 +172,23 @@ class Plan:
     sources: int
     paths: list[tuple[bool, ...]]  # of each stream: `ahead` of each fork from the current stream
     results: tuple[list[View], Any]  # and their tree structure
+    lanes: dict[tuple[int, int], Lanes] = field(default_factory=dict)  # by the current stream
+
+    def on_stream(self, main: torch.cuda.Stream) -> Lanes:
+        key = main.device_index, main.cuda_stream
+        found = self.lanes.get(key)
+        if found is None:
+            found = self.lanes[key] = Lanes(main, self.paths)
+        return found
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         device = inputs[0].device
-        on_gpu = device.type == "cuda"
-        used: list[torch.cuda.Stream] = []
-        if on_gpu:
-            current = torch.cuda.current_stream(device)
-            for path in self.paths:
-                stream = current
-                for ahead in path:
-                    stream = streams.side_stream(stream.device_index, stream.cuda_stream, ahead)
-                used.append(stream)
+        lanes = None
+        if device.type == "cuda":
+            lanes = self.on_stream(torch.cuda.current_stream(device))
         rest = self.sources - len(inputs)
         addresses = [t.data_ptr() for t in inputs] + [0] * rest
-        handles = [stream.cuda_stream for stream in used]
-        state = State([*inputs, *[None] * rest], addresses, on_gpu, used, handles)
+        state = State([*inputs, *[None] * rest], addresses, lanes)
         for step in self.steps:
             step(state)
         views, structure = self.results
@@ -175,8 +209,7 @@ class Recorder(TorchDispatchMode):
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by source: its storage
         self.paths: list[tuple[bool, ...]] = [()]
         self.by_handle: dict[int, int] = {}
-        self.events: dict[int, int] = {}
-        self.kept: list[Any] = []  # events, kept so that no id is used twice
+        self.events: list[Any] = []  # by number; None: of a wait for another stream
         for source, t in enumerate(inputs):
             self.known.setdefault(self.storage(t), (source, begin(t)))
         if self.device.type == "cuda":
@@ -321,22 +354,38 @@ class Recorder(TorchDispatchMode):
     def waits(self, stream: int, other: int) -> None:
         a, b = (self.by_handle.get(handle, -1) for handle in (stream, other))
         self.failed |= min(a, b) < 0
-        self.steps.append(lambda state: state.streams[a].wait_stream(state.streams[b]))
-
-    def marked(self, event: Any) -> None:
-        number, stream = self.events.setdefault(id(event), len(self.events)), self.stream()
-        self.kept.append(event)
+        number = self.add_event(None)
 
         def step(state: State) -> None:
-            state.events[number] = torch.cuda.Event()
-            state.events[number].record(state.streams[stream])
+            assert state.lanes is not None
+            state.lanes.record(number, b)
+            state.lanes.wait(number, a)
+
+        self.steps.append(step)
+
+    def add_event(self, event: Any) -> int:
+        self.events.append(event)
+        return len(self.events) - 1
+
+    def marked(self, event: Any) -> None:
+        number, stream = self.add_event(event), self.stream()
+
+        def step(state: State) -> None:
+            assert state.lanes is not None
+            state.lanes.record(number, stream)
 
         self.steps.append(step)
 
     def awaited(self, event: Any) -> None:
-        number, stream = self.events.get(id(event), -1), self.stream()
-        self.failed |= number < 0
-        self.steps.append(lambda state: state.streams[stream].wait_event(state.events[number]))
+        found = [number for number, known in enumerate(self.events) if known is event]
+        stream = self.stream()
+        self.failed |= not found
+
+        def step(state: State) -> None:
+            assert state.lanes is not None
+            state.lanes.wait(found[-1], stream)
+
+        self.steps.append(step)
 
     def plan(self, results: Any) -> Plan | None:
         """The recorded plan; None if it cannot be replayed."""
