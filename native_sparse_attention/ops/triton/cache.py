@@ -1,9 +1,33 @@
-"""Writes of a decode step to a KV cache. The kernels read sequence lengths on the device."""
+"""Writes of a decode step to a KV cache. The kernels read sequence lengths on the device. Later
+calls of the same shapes repeat recorded launches (`kernels/common/replay.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
+
+# by function: what repeats its calls
+REPEATED: dict[Any, Any] = {}
+
+
+def repeated(
+    run: Callable[[SimpleNamespace], Any], tensors: list[Tensor | None], **values: Any
+) -> Any:
+    """run(of values and `tensors`), recorded once and then repeated."""
+    from ...kernels.common import replay
+
+    at = SimpleNamespace(tensors=tensors, **values)
+    device = next(t for t in tensors if t is not None)
+    with torch.cuda.device_of(device):
+        if not replay.is_possible(device):
+            return run(at)
+        if run not in REPEATED:
+            REPEATED[run] = replay.Repeated(run)
+        return REPEATED[run](at, tensors, tuple(values.values()))
 
 
 def append(
@@ -23,11 +47,16 @@ def append(
     The streams' storage is [b h n d], or [pages h n d] with a page table. An entry covers `every`
     tokens. With `tail` the storage is a ring buffer: slot `p mod size` holds position p.
     """
+    tensors = [*new, *stores, lengths, counts, page_table]
+    repeated(append_now, tensors, page_size=page_size or 0, tokens=tokens, every=every, tail=tail)
+
+
+def append_now(at: SimpleNamespace) -> None:
     from ...kernels.decode import kv_cache
 
-    metadata = kv_cache.CacheMetadata(lengths, counts, page_table, page_size or 0)
-    with torch.cuda.device_of(lengths):
-        kv_cache.append(new, stores, metadata, tokens, every=every, tail=tail)
+    k, v, k_store, v_store, *where = at.tensors
+    metadata = kv_cache.CacheMetadata(*where, at.page_size)
+    kv_cache.append((k, v), (k_store, v_store), metadata, at.tokens, every=at.every, tail=at.tail)
 
 
 def recent(
@@ -37,7 +66,13 @@ def recent(
 
     The tails [b h size d] hold the new tokens already. Tokens before the first are zeros.
     """
+    k, v = repeated(recent_now, [*tails, lengths], tokens=tokens, l=l, d=d)
+    return k, v
+
+
+def recent_now(at: SimpleNamespace) -> tuple[Tensor, Tensor]:
     from ...kernels.decode import kv_cache
 
-    with torch.cuda.device_of(lengths):
-        return kv_cache.recent(tails, tokens, l, d, kv_cache.CacheMetadata(lengths))
+    *tails, lengths = at.tensors
+    metadata = kv_cache.CacheMetadata(lengths)
+    return kv_cache.recent(tails, at.tokens, at.l, at.d, metadata)

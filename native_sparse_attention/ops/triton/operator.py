@@ -196,7 +196,7 @@ def operator(
 
             tensors = arguments.flat_tensors(vars(at))
             with torch.cuda.device_of(tensors[0]):
-                if mutates or not replay.is_possible(tensors[0]):
+                if not replay.is_possible(tensors[0]):
                     return sized(at)
                 if not repeated:
                     repeated.append(replay.Repeated(sized))

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from native_sparse_attention import SparseAttention
+from native_sparse_attention import KVCache, PagedKVCache, SparseAttention
 from native_sparse_attention.compress import MeanPool
 from tests.helpers.budget import DEVICE
 
@@ -72,6 +72,37 @@ def test_the_same_bits(setting, repeats, monkeypatch):
         got = results(module, x)
         assert all(map(torch.equal, got, as_written(monkeypatch, module, x)))
     assert len(repeats) >= before + 3 > 3  # forward, the deltas of the backward, and its rest
+
+
+CACHES = {
+    "growing": KVCache,
+    "fixed": lambda: KVCache(max_length=64),
+    "paged": lambda: PagedKVCache(8, num_pages=16, batch=2, max_length=64),
+}
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+def test_steps_over_a_cache(cache, ragged, repeats, monkeypatch):
+    """Writes of tokens and windows, and decode kernels, which write to some of their inputs."""
+    module = layer(selection_stride=2).requires_grad_(False)
+    x = torch.randn(2, 27, 32, device=DEVICE)
+
+    def steps():
+        held, found = cache(), []
+        for first, last in [(0, 9), *((at, at + 2) for at in range(9, 27, 2))]:
+            lengths = [last - first, last - first - 1] if ragged else None
+            found.append(module(x[:, first:last], cache=held, lengths=lengths)[0])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "is_possible", lambda tensor: False)
+        expected = steps()
+    assert not repeats
+    for _ in range(2):
+        assert all(map(torch.equal, steps(), expected))
+    # the decode kernels, tokens and their tails, at least
+    assert len(repeats) > 3 * 9
 
 
 @pytest.mark.gpu
