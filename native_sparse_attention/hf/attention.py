@@ -23,7 +23,7 @@ from ..ops import decode, dispatch
 from ..ops.functional import sliding_window_attention
 from ..ops.nsa import native_sparse_attention
 from . import masks
-from .cache import kept_compressed_keys
+from .cache import Kept, kept_with
 from .settings import settings_of
 
 # most new tokens per sequence of the decode kernels
@@ -249,15 +249,38 @@ def at_end(
         return native_sparse_attention(q, k, v, **selection, **extra)
     if offset:
         check_stride(settings)
-    ck = kept_compressed_keys(key, S // settings["compress_block_sliding_stride"])
-    ck = compressed_keys(k, settings) if ck is None else ck.transpose(1, 2).to(k.dtype)
+    kept, W = kept_with(key), S // settings["compress_block_sliding_stride"]
+    ck = None if kept is None or kept.compressed is None else kept.compressed.transpose(1, 2)
+    if ck is None or ck.shape[1] != W:
+        ck = compressed_keys(k, settings)
+        kept = kept if ck is None or ck is k else None
+    elif ck.dtype != k.dtype:  # autocast
+        ck, kept = ck.to(k.dtype), None
     if 0 < offset >= settings["dense_length"]:
         selection["dense_length"] = 0
         if takes_decode_kernels(q, k, v, ck, selection):
             starts = torch.full((q.shape[0],), offset, device=q.device, dtype=torch.int32)
-            return by_decode_kernels(q, k, v, ck, starts, None, selection, extra)
+            k, v, ck, counters = with_room(kept, k, v, ck)
+            return by_decode_kernels(q, k, v, ck, starts, None, selection, extra, counters)
     selection["use_diff_topk"] = settings["use_diff_topk"]
     return native_sparse_attention(q, k, v, ck, **selection, **extra)
+
+
+def with_room(
+    kept: Kept | None, k: Tensor, v: Tensor, ck: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """k, v, ck, and counters for the decode kernels. Of a `SparseCache` it is the storage, whose
+    shapes stay from step to step: later steps repeat the launches of an earlier one."""
+    given = dict(keys=k, values=v)
+    if ck is not None and ck is not k:
+        given["compressed"] = ck
+    if kept is None or not kept.stores.keys() >= given.keys():
+        return k, v, ck, None
+    stores = {name: kept.stores[name].transpose(1, 2) for name in given}
+    if stores["keys"].dtype != k.dtype or stores["values"].dtype != v.dtype:  # autocast
+        return k, v, ck, None
+    k, v = stores["keys"], stores["values"]
+    return k, v, stores.get("compressed", None if ck is None else k), kept.counters
 
 
 def check_stride(settings: dict[str, Any]) -> None:
@@ -320,6 +343,7 @@ def by_decode_kernels(
     counts: Tensor | None,
     selection: dict[str, Any],
     extra: dict[str, Any],
+    counters: Tensor | None = None,
 ) -> Tensor:
     """`decode_attention` of tensors that fit one another, without its checks: a step of `generate`
     waits for the host. The settings are checked when they are new."""
@@ -327,9 +351,11 @@ def by_decode_kernels(
     settings = (*selection.items(), ("scale", extra["scale"]), ("soft_cap", extra["soft_cap"]))
     # the compiler would warn of the cache
     make = config_of.__wrapped__ if torch.compiler.is_compiling() else config_of
+    if counters is None:
+        counters = decode.workspace(q.shape[0], k.shape[2], q.device)
     out: Tensor = decode.by_kernels(
         make(settings), q=q, k=k, v=v, ck=ck, lengths=starts, counts=counts, sinks=sinks,
-        counters=decode.workspace(q.shape[0], k.shape[2], q.device),
+        counters=counters,
     )  # fmt: skip
     return out
 

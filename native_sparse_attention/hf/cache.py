@@ -3,6 +3,7 @@ which rank blocks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,18 +12,34 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..compress import unfold, windows_of
+from ..ops.decode import workspace
 from .settings import settings_of
 
 # tokens that storage has room for beyond those that are there, at least; else an eighth of them
 LEAST_ROOM = 64
-# the compressed keys [B K W D] of keys that a cache has returned
+# of keys that a cache has returned
 KEPT: Any = WeakTensorKeyDictionary()
 
 
-def kept_compressed_keys(key: Tensor, W: int) -> Tensor | None:
-    """The W compressed keys [B K W D] that a `SparseCache` keeps with these keys, if it does."""
-    kept = None if torch.compiler.is_compiling() else KEPT.get(key)
-    return kept if kept is not None and kept.shape[2] == W else None
+@dataclass(frozen=True)
+class Kept:
+    """What a `SparseCache` keeps with the keys that it returned.
+
+    compressed: the compressed keys [B K W D], where windows hold several tokens.
+    stores: storage [B K N D] of "keys", "values" and "compressed", longer than the tensors that
+        are there; its shapes stay for many steps. Empty where autograd saves what a call returned.
+    counters: `ops.decode.workspace` of that storage.
+    """
+
+    compressed: Tensor | None
+    stores: dict[str, Tensor]
+    counters: Tensor | None
+
+
+def kept_with(key: Tensor) -> Kept | None:
+    """What the cache keeps that returned these keys, if it is a `SparseCache`."""
+    kept: Kept | None = None if torch.compiler.is_compiling() else KEPT.get(key)
+    return kept
 
 
 class RoomyLayer(DynamicLayer):
@@ -34,30 +51,49 @@ class RoomyLayer(DynamicLayer):
 
     def __init__(self, **unknown: Any) -> None:
         super().__init__()
+        self.keys: Tensor
+        self.values: Tensor
         self.stores: dict[str, Tensor] = {}
+        self.counters: Tensor | None = None
+        self.compressed: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        # autograd saves what a call returned
-        as_usual = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if as_usual or not self.is_initialized:
+        if torch.compiler.is_compiling():
             keys, values = super().update(key_states, value_states, *args, **kwargs)
+            self.compress(keys)
             return keys, values
-        self.keys = self.extended("keys", key_states)
-        self.values = self.extended("values", value_states)
+        # autograd saves what a call returned
+        if torch.is_grad_enabled() or not self.is_initialized:
+            super().update(key_states, value_states, *args, **kwargs)
+            self.compress(self.keys)
+            KEPT[self.keys] = Kept(self.compressed, {}, None)
+            return self.keys, self.values
+        self.keys = self.extended("keys", self.keys, key_states)
+        self.values = self.extended("values", self.values, value_states)
+        self.compress(self.keys)
+        B, K = self.keys.shape[:2]
+        if self.counters is None or self.counters.shape[:2] != (B, K):
+            self.counters = workspace(B, K, self.keys.device)
+        held = dict(keys=self.keys, values=self.values, compressed=self.compressed)
+        stores = {name: store for name, store in self.stores.items() if begins(store, held[name])}
+        KEPT[self.keys] = Kept(self.compressed, stores, self.counters)
         return self.keys, self.values
 
-    def extended(self, name: str, new: Tensor) -> Tensor:
-        """The tensor of this name with `new` [B K n D] after it."""
-        held, store = getattr(self, name), self.stores.get(name)
+    def compress(self, keys: Tensor) -> None:
+        """Add the windows that the newest tokens complete."""
+
+    def extended(self, name: str, held: Tensor, new: Tensor, every: int = 1) -> Tensor:
+        """The held entries [B K n D] of `every` tokens each, and the new ones after them."""
         if held.ndim != 4 or not fits(held, new):
             return torch.cat((held, new), dim=-2)
         S, most = held.shape[2], held.shape[2] + new.shape[2]
-        # crops leave a begin of the storage, other calls another tensor
-        is_begin = store is not None and store.data_ptr() == held.data_ptr()
-        if store is None or not (is_begin and fits(store, new) and store.shape[2] >= most):
-            room = most + max(LEAST_ROOM, most // 8)
+        store = self.stores.get(name)
+        if store is None or not (
+            begins(store, held) and fits(store, new) and store.shape[2] >= most
+        ):
+            room = most + max(LEAST_ROOM // every, most // 8)
             store = self.stores[name] = held.new_empty(*held.shape[:2], room, held.shape[3])
             store[:, :, :S] = held
         store[:, :, S:most] = new
@@ -72,6 +108,12 @@ class RoomyLayer(DynamicLayer):
         super().offload()
 
 
+def begins(store: Tensor, held: Tensor | None) -> bool:
+    """Whether the storage begins with what is held: crops leave a begin, other calls another
+    tensor."""
+    return held is not None and store.data_ptr() == held.data_ptr()
+
+
 def fits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors differ in their length alone."""
     kinds = ((t.dtype, t.device, t.shape[:2], t.shape[3:], t.is_inference()) for t in (one, other))
@@ -84,26 +126,20 @@ class SparseLayer(RoomyLayer):
     def __init__(self, l: int, d: int, **unknown: Any) -> None:
         super().__init__()
         self.l, self.d = l, d
-        self.compressed: Tensor | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        self.compress(keys)
-        if not torch.compiler.is_compiling():
-            KEPT[keys] = self.compressed
-        return keys, values
 
     def compress(self, keys: Tensor) -> None:
-        """Add the windows that the newest tokens complete."""
         l, d, S = self.l, self.d, keys.shape[2]
         done = 0 if self.compressed is None else self.compressed.shape[2]
         if self.compressed is None or done * d < l:  # windows that begin before the first token
             self.compressed = windows_of(keys, l, d, True).mean(dim=-2)
-        elif S // d > done:
-            windows = unfold(keys[:, :, (done + 1) * d - l :], l, d)
-            self.compressed = torch.cat((self.compressed, windows.mean(dim=-2)), dim=2)
+            return
+        windows = self.compressed[:, :, :0]
+        if S // d > done:
+            windows = unfold(keys[:, :, (done + 1) * d - l :], l, d).mean(dim=-2)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self.compressed = torch.cat((self.compressed, windows), dim=2)
+        else:
+            self.compressed = self.extended("compressed", self.compressed, windows, d)
 
     def reset(self) -> None:
         self.compressed = None
