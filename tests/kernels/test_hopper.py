@@ -98,6 +98,26 @@ def test_compressed(launches, heads, D, T, before, d, slots, dtype, size):
     assert launches == of_keys(N)
 
 
+@SIZES
+@DTYPES
+@pytest.mark.parametrize(
+    "heads, T, s, initial, local",
+    [((16, 1), 640, 64, 1, 8), ((8, 2), 513, 32, 2, 3), ((4, 1), 300, 16, 3, 5),
+     ((2, 2), 257, 128, 0, 2), ((64, 1), 130, 64, 3, 1), ((32, 1), 70, 16, 1, 70)],
+)  # fmt: skip
+def test_forced_blocks(launches, heads, T, s, initial, local, dtype, size):
+    """Local blocks, and initial ones as a causal prefix, with a ranked block or two."""
+    q, k, v = draw(T, T, *heads, 128, 128, dtype)
+    assert_right(
+        selected_attention, {"q": q * size, "k": k, "v": v}, dtype,
+        block_indices=chosen(2, T, heads[1], 2, s), selection_block_size=s,
+        num_initial_blocks=initial, num_local_blocks=local, causal=True, return_lse=True,
+        q_offset=0,
+    )  # fmt: skip
+    assert launches["flash.forward"] == launches["flash.backward_q"] == 1
+    assert launches["flash.backward_kv"] >= 1  # of many initial keys in a second launch
+
+
 @DTYPES
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize(

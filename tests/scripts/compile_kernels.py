@@ -326,6 +326,8 @@ if __name__ == "__main__":
                         sliding_window_size=size,
                     )  # fmt: skip
             layer(torch.float16, (16, 1, 128, 128), slots=1, sliding_window_size=129)
+            for heads in (4, 16):  # local blocks and a prefix of initial ones
+                branches(torch.bfloat16, (heads, 1, 128, 128), sizes=(32, 64), num_local=2)
     if not some or "ranking" in some:
         for heads in (4, 8, 16, 32, 64):
             rank(torch.bfloat16, (heads, 1, 128))

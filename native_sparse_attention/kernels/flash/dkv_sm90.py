@@ -23,12 +23,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
 from ..common.dialect_sm90 import load_box, load_elements, thread_barrier
-from ..common.primitives import BEHIND
+from ..common.primitives import BEHIND, LOCAL_BLOCKS
 from ..common.softmax_sm90 import probabilities
 from .steps_sm90 import CONSUMERS, KEYS, ROWS, THREADS
 
 # one compiled kernel for all lengths
 LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "blocks", "B"]
+
+
+@gluon.jit
+def window_end(key, reach, stride, KIND: gl.constexpr):
+    """One past the last position whose window, or whose local blocks, hold a key."""
+    end = key + reach + 1
+    if KIND == LOCAL_BLOCKS:
+        end = ((key + reach) // stride + 1) * stride
+    return end
 
 
 @gluon.jit
@@ -49,7 +58,8 @@ def query_tiles(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: g
         end, full_end = 0x7FFFFFFF, 0x7FFFFFFF
     else:
         first, full = n0, last
-        end, full_end = last + reach + 1, n0 + reach + 1
+        end = window_end(last, reach, stride, KIND)
+        full_end = window_end(n0, reach, stride, KIND)
     first = gl.maximum(first - start, 0) // TOKENS
     end = gl.cdiv(gl.minimum(gl.maximum(end - start, 0), T), TOKENS)
     split_tiles = gl.cdiv(gl.maximum(end - first, 0), gl.num_programs(1))
@@ -59,7 +69,7 @@ def query_tiles(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: g
     full_end = gl.minimum(gl.minimum(gl.maximum(full_end - start, 0), T) // TOKENS, end)
     if INNER:
         inner_reach, inner_stride = kv_range[7], kv_range[8]
-        local_end = ((last + inner_reach) // inner_stride + 1) * inner_stride
+        local_end = window_end(last, inner_reach, inner_stride, LOCAL_BLOCKS)
         full = gl.maximum(full, gl.cdiv(gl.maximum(local_end - start, 0), TOKENS))
     if n0 < floor:
         full_end = full
@@ -111,11 +121,12 @@ def visible_positions(n, kv_range, KIND: gl.constexpr, INNER: gl.constexpr):
     if KIND == BEHIND:
         first, end = (n + 1) * stride, n * 0 + (start + T)
     else:
-        first, end = n, gl.where(n < floor, 0, gl.minimum(n + reach + 1, start + T))
+        end = gl.minimum(window_end(n, reach, stride, KIND), start + T)
+        first, end = n, gl.where(n < floor, 0, end)
     local_end = end
     if INNER:
         inner_floor, inner_reach, inner_stride = kv_range[6], kv_range[7], kv_range[8]
-        local_end = ((n + inner_reach) // inner_stride + 1) * inner_stride
+        local_end = window_end(n, inner_reach, inner_stride, LOCAL_BLOCKS)
         local_end = gl.where(n < inner_floor, 0, local_end)
     return first, end, local_end
 

@@ -26,6 +26,7 @@ from .steps_sm90 import (
     blocks_of,
     local_start,
     num_work_tiles,
+    prefix_range,
     read_blocks,
     read_rows,
     rows_of,
@@ -207,10 +208,11 @@ def consume(
                 gl.minimum(p0 + 1, floor), scale_log2, STAGES, False, GATED,
             )  # fmt: skip
         if PREFIX:
+            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range[9], KIND)
             done, acc = process_blocks(
                 q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
-                0, num_initial, lo * 0, lo * 0 + kv_range[9], lo, 0, kv_range[9], scale_log2,
-                STAGES, False, GATED,
+                0, num_initial, lo * 0, prefix_hi, lo, 0, prefix_all_hi, scale_log2, STAGES, False,
+                GATED,
             )  # fmt: skip
         smem = dq_smem.index(CONSUMER)
         acc = acc * scale

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
 from ..common.dialect_sm90 import store_box, thread_barrier
-from ..common.primitives import LARGEST_BOUND
+from ..common.primitives import LARGEST_BOUND, LOCAL_BLOCKS
 from .steps_sm90 import (
     CONSUMERS,
     KEYS,
@@ -26,6 +26,7 @@ from .steps_sm90 import (
     blocks_of,
     local_start,
     num_work_tiles,
+    prefix_range,
     read_blocks,
     read_rows,
     rows_of,
@@ -157,6 +158,10 @@ def consume(
         p0, p1 = start + token, start + token + TOKENS - 1
         lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, KIND)
         keys = hi - lo
+        if PREFIX:
+            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range[9], KIND)
+            if KIND == LOCAL_BLOCKS:
+                keys = gl.maximum(keys, 0) + prefix_hi
         if INNER:
             floor = kv_range[6]
             local_lo = gl.maximum(local_start(position, kv_range), lo)
@@ -206,10 +211,11 @@ def consume(
                     q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, num_outer, 0),
                     lo, hi, all_lo, all_hi, scale_log2, STAGES, way == 0,
                 )  # fmt: skip
-            if PREFIX:  # the bounds do not cover prefix keys
+            if PREFIX:  # the bounds do not cover learned memory
                 done, acc, m, l = process_blocks(
                     q, k_smem, v_smem, full, done, acc, m, l, 0, gl.where(taken, num_initial, 0),
-                    lo * 0, lo * 0 + kv_range[9], 0, kv_range[9], scale_log2, STAGES, False,
+                    lo * 0, prefix_hi, 0, prefix_all_hi, scale_log2, STAGES,
+                    way == 0 and KIND == LOCAL_BLOCKS,
                 )  # fmt: skip
         if not INNER:
             write(out, lse, smem, acc, m, l, at, row, real)

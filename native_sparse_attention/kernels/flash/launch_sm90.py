@@ -12,7 +12,7 @@ from ..common import launch, sm90
 from ..common.counts import cdiv
 from ..common.launch import LOG2_E, Accumulator, BackwardInputs, KVRange
 from ..common.overrides import requested_sizes
-from ..common.primitives import BEHIND, CAUSAL_WINDOW
+from ..common.primitives import BEHIND, CAUSAL_WINDOW, LOCAL_BLOCKS
 
 # rows and keys of a tile
 ROWS, KEYS = 64, 64
@@ -49,7 +49,7 @@ def is_supported(
     if wanted is False or tiled or not sm90.available(q):
         return False
     groups = q.shape[2] // max(k.shape[2], 1)
-    kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value)
+    kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
     plain = kv_range.starts is None and kv_range.documents is None and kv_range.soft_cap is None
     within = inner is None or (inner.starts is None and kv_range.kind == CAUSAL_WINDOW.value)
     sizes = q.element_size() == 2 and q.shape[-1] == v.shape[-1] in WIDTHS
@@ -58,7 +58,8 @@ def is_supported(
         return False
     if not wanted and math.prod(query_tiles(q, k)) < LEAST_TILES * sm90.multiprocessors(q.device):
         return False
-    if prefix is not None and kv_range.kind != BEHIND.value:
+    prefixed = (BEHIND.value, False), (LOCAL_BLOCKS.value, True)
+    if prefix is not None and (kv_range.kind, kv_range.causal_prefix) not in prefixed:
         return False
     return all(launch.tma_descriptor(t, ROWS) is not None for t in (q, k, v, *own(prefix)))
 

@@ -6,7 +6,7 @@ producer warp loads blocks of keys and values into a ring buffer that both consu
 prefetches the next work tile's queries. Consumers release a ring slot at its named barrier.
 
 With local blocks inside a window, the local blocks come first, then the rest of the window, then
-the initial blocks.
+the initial blocks. With local blocks alone, the initial blocks are the prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..common.buffers_sm90 import at_named_barrier
 from ..common.dialect_sm90 import load_box
-from ..common.primitives import BEHIND
+from ..common.primitives import BEHIND, LOCAL_BLOCKS
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
@@ -74,6 +74,14 @@ def local_start(position, kv_range):
 
 
 @gluon.jit
+def window_start(position, reach, stride, KIND: gl.constexpr):
+    """The first key of a position's window, or of its local blocks."""
+    if KIND == LOCAL_BLOCKS:
+        position = position // stride * stride
+    return position - reach
+
+
+@gluon.jit
 def visible_range(position, first, last, kv_range, KIND: gl.constexpr):
     """First key and end of each position's KV range; first key and end of the keys that all
     positions from `first` to `last` see."""
@@ -82,9 +90,20 @@ def visible_range(position, first, last, kv_range, KIND: gl.constexpr):
         lo, all_lo = position * 0, first * 0
         hi, all_hi = gl.minimum(position // stride, N), gl.minimum(first // stride, N)
     else:
-        lo, all_lo = gl.maximum(position - reach, floor), gl.maximum(last - reach, floor)
+        lo = gl.maximum(window_start(position, reach, stride, KIND), floor)
+        all_lo = gl.maximum(window_start(last, reach, stride, KIND), floor)
         hi, all_hi = gl.minimum(position + 1, N), gl.minimum(first + 1, N)
     return lo, hi, all_lo, all_hi
+
+
+@gluon.jit
+def prefix_range(position, first, P, KIND: gl.constexpr):
+    """End of the prefix keys that each position sees; end of those that all positions from `first`
+    on see. The prefix of local blocks is causal, learned memory is not."""
+    hi, all_hi = position * 0 + P, first * 0 + P
+    if KIND == LOCAL_BLOCKS:
+        hi, all_hi = gl.minimum(position + 1, hi), gl.minimum(first + 1, all_hi)
+    return hi, all_hi
 
 
 @gluon.jit
@@ -108,7 +127,8 @@ def blocks_of(
     if KIND == BEHIND:
         begin, end = first * 0, gl.minimum(last // stride, N)
     else:
-        begin, end = gl.maximum(first - reach, floor), gl.minimum(last + 1, N)
+        begin = gl.maximum(window_start(first, reach, stride, KIND), floor)
+        end = gl.minimum(last + 1, N)
     if INNER:
         at = local_start(first, kv_range)
         local = at // KEYS
