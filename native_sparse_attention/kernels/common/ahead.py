@@ -28,6 +28,8 @@ except ImportError:
 only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 # held while launches are replaced, by `compile_ahead` or a recording
 one_at_a_time = threading.Lock()
+# launches as Triton defines them: this module is imported before any are replaced
+RUN = JITFunction.run
 
 
 def cores() -> int:

@@ -36,7 +36,6 @@ EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_stri
 # whether launches of this thread are recorded; whether calls are recorded without a GPU too
 recording: ContextVar[bool] = ContextVar("recording", default=False)
 everywhere: ContextVar[bool] = ContextVar("everywhere", default=False)
-RUN = jit.JITFunction.run
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class OnSide:
 
 
 class Lanes:
-    """The streams of a plan's calls on one main stream, and their events, which all these calls
-    share: what another thread records before this one waits is later on the same stream."""
+    """The streams of a plan's calls on one main stream, which take turns, and their events."""
 
     def __init__(self, main: torch.cuda.Stream, paths: list[tuple[bool, ...]]) -> None:
         self.streams = []
@@ -85,6 +83,7 @@ class Lanes:
                 stream = streams.side_stream(stream.device_index, stream.cuda_stream, first)
             self.streams.append(stream)
         self.handles = [stream.cuda_stream for stream in self.streams]
+        self.lock: Any = streams.lock_of(main) if len(paths) > 1 else nullcontext()
         self.contexts = [nullcontext(), *(OnSide(side, main) for side in self.streams[1:])]
         self.events: defaultdict[int, torch.cuda.Event] = defaultdict(torch.cuda.Event)
 
@@ -189,8 +188,9 @@ class Plan:
         rest = self.sources - len(inputs)
         addresses = [t.data_ptr() for t in inputs] + [0] * rest
         state = State([*inputs, *[None] * rest], addresses, lanes)
-        for step in self.steps:
-            step(state)
+        with nullcontext() if lanes is None else lanes.lock:
+            for step in self.steps:
+                step(state)
         views, structure = self.results
         results = [view.of(state.bases[view.source]) for view in views]
         return tree_unflatten(results, structure)
@@ -442,7 +442,7 @@ def is_possible(tensor: Tensor) -> bool:
     configs are overridden."""
     return (
         (tensor.is_cuda or everywhere.get())
-        and jit.JITFunction.run is RUN
+        and jit.JITFunction.run is ahead.RUN
         and not recording.get()
         and not ahead.only_compiles.get()
         and not launch.override

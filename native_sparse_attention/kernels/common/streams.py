@@ -4,6 +4,7 @@ the end of a launch or while they wait for memory, programs of another kernel ru
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -21,6 +22,17 @@ def side_stream(device: int, _main: int, ahead: bool) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1 if ahead else 0)
 
 
+# by device and stream
+LOCKS: dict[tuple[int, int], Any] = {}
+
+
+def lock_of(main: torch.cuda.Stream) -> Any:
+    """Held from a fork of a stream until it waits for its side stream. Threads that share a stream
+    take turns: one could otherwise write to memory of the side stream that another has released,
+    while kernels on the stream itself still read it."""
+    return LOCKS.setdefault((main.device_index, main.cuda_stream), threading.RLock())
+
+
 @contextmanager
 def forked(device: torch.device, ahead: bool = False) -> Iterator[AbstractContextManager[object]]:
     """Yields a context. Launches inside it go to a side stream, of higher priority with `ahead`.
@@ -32,16 +44,17 @@ def forked(device: torch.device, ahead: bool = False) -> Iterator[AbstractContex
         return
     main = torch.cuda.current_stream(device)
     side = side_stream(main.device_index, main.cuda_stream, ahead)
-    side.wait_stream(main)
-    recorder = listener.get()
-    if recorder is not None:
-        recorder.forked(side, ahead)
-    try:
-        yield torch.cuda.stream(side)
-    finally:
-        main.wait_stream(side)
+    with lock_of(main):
+        side.wait_stream(main)
+        recorder = listener.get()
         if recorder is not None:
-            recorder.waits(main.cuda_stream, side.cuda_stream)
+            recorder.forked(side, ahead)
+        try:
+            yield torch.cuda.stream(side)
+        finally:
+            main.wait_stream(side)
+            if recorder is not None:
+                recorder.waits(main.cuda_stream, side.cuda_stream)
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:

@@ -192,7 +192,8 @@ def a_selection(change):
     ({}, True), ({"H": 8}, True), ({"H": 1}, True), ({"kind": device.BEHIND}, True),
     ({"inner": True}, True), ({"dtype": torch.float16}, True), ({"dtype": torch.float32}, False),
     ({"D": 64}, False), ({"E": 64}, False), ({"H": 12}, False), ({"H": 3}, False),
-    ({"kind": device.LOCAL_BLOCKS}, False), ({"kind": device.EVERYTHING}, False),
+    ({"kind": device.LOCAL_BLOCKS}, True), ({"kind": device.EVERYTHING}, False),
+    ({"kind": device.LOCAL_BLOCKS, "prefix": True}, True), ({"prefix": True}, False),
     ({"kind": device.BEHIND, "inner": True}, False), ({"soft_cap": 2.0}, False),
     ({"ragged": True}, False), ({"scale": -1.0}, False), ({"T": 0}, False), ({"S": 0}, False),
     ({"strided": True}, False), ({"allowed": False}, False), ({"sized": True}, False),
@@ -210,12 +211,16 @@ def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
     k, v = (torch.zeros(1, at["S"], 1, at[width], dtype=at["dtype"]) for width in "DE")
     kind = at.get("kind", device.CAUSAL_WINDOW).value
     starts = torch.zeros(1, dtype=torch.int32) if at.get("ragged") else None
-    place = launch.KVRange(kind, 63, 16, soft_cap=at.get("soft_cap"), starts=starts)
+    prefix = (k[:, :64], v[:, :64]) if at.get("prefix") else None
+    place = launch.KVRange(
+        kind, 63, 16, soft_cap=at.get("soft_cap"), starts=starts, causal_prefix=prefix is not None
+    )
     inner = launch.KVRange(device.LOCAL_BLOCKS.value, 16, 16) if at.get("inner") else None
     sizes = [16, 16] * 9 if at.get("sized") else None
     with launch.using({"flash_sm90": at.get("allowed", True)}), sized(sizes):
         for kernel in ("forward", "dq", "dkv"):
-            assert hopper.is_supported(kernel, q, k, v, place, at["scale"], inner) == served
+            given = (kernel, q, k, v, place, at["scale"], inner, prefix)
+            assert hopper.is_supported(*given) == served
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Calls that are recorded and repeated give what they give otherwise, bit for bit."""
 
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ pytest.importorskip("triton")
 from native_sparse_attention.kernels.common import replay
 
 pytestmark = pytest.mark.kernels
+ROOT = Path(__file__).parents[3]
 
 SETTINGS = {
     "plain": {},
@@ -151,6 +154,19 @@ def test_side_by_side():
         thread.join()
     assert len(found) == 12 and all(torch.equal(out, expected) for out in found)
     assert replay.jit.JITFunction.run is own and not replay.ahead.one_at_a_time.locked()
+
+
+def test_imported_while_launches_are_replaced():
+    """As in the first call of an operator, which compiles its kernels ahead."""
+    script = """
+from native_sparse_attention.kernels.common import ahead
+with ahead.without_launches():
+    from native_sparse_attention.kernels.common import replay
+import torch
+replay.everywhere.set(True)
+assert replay.is_possible(torch.ones(1))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 def test_what_cannot_be_repeated_runs_as_ever():
