@@ -17,6 +17,15 @@ def test_a_checkout_against_itself(capsys):
     assert "| case | this, ms | other, ms | this / other |" in out and "| decode, B=1" in out
 
 
+def test_commit_of_an_export(tmp_path):
+    """Inside of a checkout, whose commit is not its own."""
+    export = tmp_path / "e4529bf"
+    export.mkdir()
+    assert against.commit_of(export) == "e4529bf"
+    inside = common.ROOT / "tests"
+    assert against.commit_of(inside) == "tests"
+
+
 def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(SystemExit, match="path must be a checkout of this library, got"):
         against.main([str(tmp_path)])
