@@ -195,7 +195,7 @@ def test_steps_over_a_sparse_cache_repeat_their_launches(settings, monkeypatch):
     sizes = dict(num_hidden_layers=1, head_dim=16)
     model = use_sparse_attention(tiny(**sizes), **settings | dict(backend="triton")).to(DEVICE)
     twin = use_sparse_attention(copy.deepcopy(model), **settings | dict(backend="eager"))
-    (text,) = prompts(80)
+    (text,) = prompts(54)
     text = text.to(DEVICE)
     try:
         found, expected = (
@@ -204,7 +204,7 @@ def test_steps_over_a_sparse_cache_repeat_their_launches(settings, monkeypatch):
     finally:
         replay.everywhere.reset(token)
     close(found, expected, **TOL)
-    assert len(planned) <= 4
+    assert len(planned) <= 4 < 54 - 40
 
 
 def test_gradients_through_a_sparse_cache():

@@ -84,16 +84,17 @@ CACHES = {
 }
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_steps_over_a_cache(cache, ragged, repeats, monkeypatch):
     """Writes of tokens and windows, and decode kernels, which write to some of their inputs."""
     module = layer(selection_stride=2).requires_grad_(False)
-    x = torch.randn(2, 27, 32, device=DEVICE)
+    x = torch.randn(2, 19, 32, device=DEVICE)
 
     def steps():
         held, found = cache(), []
-        for first, last in [(0, 9), *((at, at + 2) for at in range(9, 27, 2))]:
+        for first, last in [(0, 9), *((at, at + 2) for at in range(9, 19, 2))]:
             lengths = [last - first, last - first - 1] if ragged else None
             found.append(module(x[:, first:last], cache=held, lengths=lengths)[0])
         return found
@@ -104,8 +105,8 @@ def test_steps_over_a_cache(cache, ragged, repeats, monkeypatch):
     assert not repeats
     for _ in range(2):
         assert all(map(torch.equal, steps(), expected))
-    # the decode kernels, tokens and their tails, at least
-    assert len(repeats) > 3 * 9
+    # one of each step, at least
+    assert len(repeats) >= 2 * 5
 
 
 @pytest.mark.gpu
