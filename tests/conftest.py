@@ -52,6 +52,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every case of slow tests, as on a GPU")
+    parser.addoption("--repeat", action="store_true", help="repeat recorded launches, as on a GPU")
 
 
 def leave_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -85,6 +86,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """With --repeat Triton's interpreter runs what later calls of a GPU run."""
+    if session.config.option.repeat:
+        from native_sparse_attention.kernels.common import replay
+
+        replay.everywhere.set(True)
 
 
 @pytest.hookimpl(trylast=True)

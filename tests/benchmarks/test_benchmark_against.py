@@ -31,6 +31,7 @@ def test_a_folder_that_is_none(tmp_path):
         against.main([str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_a_tree_that_fails(tmp_path):
     """Also one whose package would not be the one that is timed."""
     package = tmp_path / "native_sparse_attention"

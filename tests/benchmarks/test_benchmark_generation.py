@@ -25,6 +25,7 @@ def network():
     return generation.network_of("tiny", None, CPU, torch.float32)
 
 
+@pytest.mark.slow
 def test_quick_form(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     rows = generation.main(["--quick", "--device", "cpu", "--out", str(path)])

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks import common, memory
 
 
+@pytest.mark.slow
 def test_quick_form(tmp_path):
     path = tmp_path / "rows.jsonl"
     small = ["--lengths", "256", "--importances", "probs", "--device", "cpu", "--out", str(path)]

@@ -12,6 +12,7 @@ from native_sparse_attention.kernels.common import launch
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
 
+@pytest.mark.slow
 def test_quick_form(tmp_path, capsys, monkeypatch):
     """On a CPU the layer is that of eager PyTorch; every path is left out once, between two."""
     given, using = [], launch.using

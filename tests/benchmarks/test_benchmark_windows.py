@@ -10,6 +10,7 @@ from benchmarks.oracle import WrongResult
 from tests.helpers.budget import DEVICE
 
 
+@pytest.mark.slow
 def test_quick_form(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = windows.main(["--quick", "--seconds", "0", "--device", DEVICE, "--out", str(path)])

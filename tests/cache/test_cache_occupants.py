@@ -37,6 +37,7 @@ def modules():
     return [layer(**SETTINGS[name]) for name in LAWS] + [Attention(DIM, 8, 4).double()]
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("make", [rows, grown, pages])
 def test_a_row_that_went_wrong(make, value):

@@ -18,6 +18,7 @@ from native_sparse_attention.masks.pictures import fine
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_command(tmp_path):
     out = tmp_path / "natten.png"
     options = ["natten", "--length", "12", "--canvas-width", "4", "--kernel-height", "3"]
