@@ -54,8 +54,8 @@ def append(
 def append_now(at: SimpleNamespace) -> None:
     from ...kernels.decode import kv_cache
 
-    k, v, k_store, v_store, *where = at.tensors
-    metadata = kv_cache.CacheMetadata(*where, at.page_size)
+    k, v, k_store, v_store, lengths, counts, page_table = at.tensors
+    metadata = kv_cache.CacheMetadata(lengths, counts, page_table, at.page_size)
     kv_cache.append((k, v), (k_store, v_store), metadata, at.tokens, every=at.every, tail=at.tail)
 
 
