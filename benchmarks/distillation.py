@@ -13,7 +13,8 @@ Blocks hold 64 initial, 512 local and 512 ranked tokens. Forms:
 * index: a learned ranking as `convert` begins it, by the greatest logit of a token, untrained;
   "index, ranking": after `--ranking-steps` of `distill(stage="ranking")`; "index, all": then after
   `--steps` of `distill(stage="all")`.
-* "max, tuned": the ranking by the greatest logit, without a learned one, after `--steps`.
+* "heads": a ranking for each query head by the greatest logit of a token, untrained; "heads, tuned":
+  after `--steps`. "max, tuned": such a ranking for each group of heads, after `--steps`.
 
 above: mean loss of a text's second half beyond that of dense, with its standard error over texts;
 above_tuned: beyond that of "dense, tuned" of the same seed. found: needles by depth. caught: share
@@ -54,6 +55,8 @@ CHARACTERS = 6
 CHECK_LENGTH = 2048
 # queries of a text of which the far mass is measured
 WATCHED = 64
+# each query head has blocks of its own
+OF_HEADS = dict(query_heads_share_selected_kv=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +201,8 @@ def check(model: Network, s: int, text: Tensor, plan: Plan) -> float:
     forced = sum(plan.blocks(s)[name] for name in ("num_initial_blocks", "num_local_blocks"))
     n = text.shape[1] // s - 1 - forced
     of_dense, apart = model.losses(text)[:, :-s], 0.0
-    for importance in ("max", "index"):
-        whole = converted(model.network, s, importance, plan, num_selected_blocks=n)
+    for importance, settings in (("max", {}), ("index", {}), ("max", OF_HEADS)):
+        whole = converted(model.network, s, importance, plan, num_selected_blocks=n, **settings)
         losses = Network(whole, model.encode).losses(text)[:, :-s]
         apart = max(apart, (losses - of_dense).abs().mean().item())
     most = pretrained.MOST_APART[torch.float32]
@@ -279,7 +282,8 @@ class Run:
             for s in plan.sizes:
                 if s not in self.wrong:
                     self.index(s, seed)
-                    self.max(s, seed)
+                    self.max("heads", s, seed, **OF_HEADS)
+                    self.max("max", s, seed)
         return self.rows
 
     def index(self, s: int, seed: int) -> None:
@@ -294,12 +298,16 @@ class Run:
             train = functools.partial(distilled, network, self.training, self.plan, stage, seed)
             self.measure({"form": form, **known, **timed(train)}, network)
 
-    def max(self, s: int, seed: int) -> None:
+    def max(self, form: str, s: int, seed: int, **settings: bool) -> None:
         """The same weights tuned with the ranking that they begin with."""
-        if not self.is_late(f"max, tuned, blocks of {s}"):
-            network = converted(self.model.network, s, "max", self.plan)
-            trained = timed(functools.partial(tune, network, self.training, self.plan, seed))
-            self.measure({"form": "max, tuned", "s": s, "seed": seed, **trained}, network)
+        if self.is_late(f"{form}, tuned, blocks of {s}"):
+            return
+        network = converted(self.model.network, s, "max", self.plan, **settings)
+        known: Row = {"s": s, "seed": seed}
+        if settings and seed == self.plan.seeds[0]:
+            self.measure({"form": form, **known}, network)
+        trained = timed(functools.partial(tune, network, self.training, self.plan, seed))
+        self.measure({"form": f"{form}, tuned", **known, **trained}, network)
 
     def is_late(self, what: str) -> bool:
         minutes = self.plan.minutes

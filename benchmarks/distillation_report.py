@@ -8,7 +8,7 @@ from pathlib import Path
 from . import common
 from .cases import length
 from .common import Row
-from .pretrained_report import MOST_ABOVE, needle_cell
+from .pretrained_report import needle_cell
 
 PAGE = common.ROOT / "docs" / "training.md"
 NO_ROWS = "no rows yet: run `python -m benchmarks.distillation`"
@@ -18,8 +18,13 @@ TOLD = {
     "index": "converted, untrained",
     "index, ranking": "ranking trained",
     "index, all": "ranking trained, then all",
+    "heads": "a ranking for each head, untrained",
+    "heads, tuned": "a ranking for each head, all trained",
     "max, tuned": "all trained, no learned ranking",
 }
+
+# percent above the dense model of the same steps
+MOST_ABOVE = 0.5
 
 # form, block size, seed (None for what is not trained)
 Key = tuple[str, int, int | None]
@@ -75,18 +80,17 @@ def text_table(cases: Cases, text: str) -> str:
 
 
 def verdict(cases: Cases, texts: Sequence[str]) -> str:
-    """Which sparse forms reach the targets on all texts."""
+    """Which sparse forms reach the target on all texts."""
     good = []
     for (form, s, seed), found in cases.items():
         rows = [found.get(text, {}) for text in texts]
-        if not s or not all("found" in row and "above_tuned_percent" in row for row in rows):
+        if not s or not all("above_tuned_percent" in row for row in rows):
             continue
         most = max(row["above_tuned_percent"] for row in rows)
-        if most <= MOST_ABOVE and all(min(row["found"]) == row["needles"] for row in rows):
+        if most <= MOST_ABOVE:
             told = "" if seed is None else f", seed {seed}"
             good.append(f"{TOLD[form]} (blocks of {s}{told}; {most:+.2f} %)")
-    target = f"At most {MOST_ABOVE:g} % above dense, tuned, and every needle found"
-    return f"{target}: {'; '.join(good) or 'none'}."
+    return f"At most {MOST_ABOVE:g} % above dense, tuned: {'; '.join(good) or 'none'}."
 
 
 def table(rows: Sequence[Row]) -> str:
