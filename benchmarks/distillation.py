@@ -13,8 +13,8 @@ Blocks hold 64 initial, 512 local and 512 ranked tokens. Forms:
 * index: a learned ranking as `convert` begins it, by the greatest logit of a token, untrained;
   "index, ranking": after `--ranking-steps` of `distill(stage="ranking")`; "index, all": then after
   `--steps` of `distill(stage="all")`.
-* "heads": a ranking for each query head by the greatest logit of a token, untrained; "heads, tuned":
-  after `--steps`. "max, tuned": such a ranking for each group of heads, after `--steps`.
+* "heads": a ranking for each query head by the greatest logit of a token, untrained; "heads,
+  tuned": after `--steps`. "max, tuned": such a ranking for each group of heads, after `--steps`.
 
 above: mean loss of a text's second half beyond that of dense, with its standard error over texts;
 above_tuned: beyond that of "dense, tuned" of the same seed. found: needles by depth. caught: share
