@@ -199,7 +199,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for axis, (title, values) in zip(axes, panels, strict=True):
         image = axis.imshow(values, vmin=0, vmax=1, aspect="auto", cmap="viridis")
         axis.set_title(title, fontsize=9)
-        axis.set(xlabel="head", xticks=range(0, len(values[0]), max(1, len(values[0]) // 8) * 2))
+        axis.set(xlabel="head", xticks=range(0, len(values[0]), 1 + len(values[0]) // 8))
     axes[0].set(ylabel="layer")
     figure.suptitle(f"{first['text']}, T = {first['T']}, {read(first)}", fontsize=10)
     figure.colorbar(image, ax=list(axes), shrink=0.6)

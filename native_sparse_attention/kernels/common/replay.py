@@ -72,7 +72,7 @@ class OnSide:
         torch.cuda.set_stream(self.main)
 
 
-class Lanes:
+class PlanStreams:
     """The streams of a plan's calls on one main stream, which take turns, and their events."""
 
     def __init__(self, main: torch.cuda.Stream, paths: list[tuple[bool, ...]]) -> None:
@@ -100,10 +100,10 @@ class State:
 
     bases: list[Any]
     addresses: list[int]
-    lanes: Any  # a Lanes; None without a GPU
+    gpu: Any  # a PlanStreams; None without a GPU
 
     def on(self, stream: int) -> Any:
-        return self.lanes.contexts[stream] if self.lanes is not None else nullcontext()
+        return self.gpu.contexts[stream] if self.gpu is not None else nullcontext()
 
     def put(self, source: int, tensor: Tensor) -> None:
         self.bases[source] = tensor
@@ -148,7 +148,7 @@ class Launch:
 
     def __call__(self, state: State) -> None:
         args, addresses = self.args.copy(), state.addresses
-        if state.lanes is None:
+        if state.gpu is None:
             for at, view in self.tensors:
                 args[at] = view.of(state.bases[view.source])
             for at, descriptor, view in self.descriptors:
@@ -160,7 +160,7 @@ class Launch:
         for at, descriptor, view in self.descriptors:
             address = addresses[view.source] + view.offset
             args[at] = rebase(descriptor, Address(address, view.dtype))
-        self.runner(*args, stream=state.lanes.handles[self.stream])
+        self.runner(*args, stream=state.gpu.handles[self.stream])
 
 
 @dataclass(frozen=True)
@@ -171,24 +171,24 @@ class Plan:
     sources: int
     paths: list[tuple[bool, ...]]  # of each stream: `ahead` of each fork from the current stream
     results: tuple[list[View], Any]  # and their tree structure
-    lanes: dict[tuple[int, int], Lanes] = field(default_factory=dict)  # by the current stream
+    made: dict[tuple[int, int], PlanStreams] = field(default_factory=dict)  # by the main stream
 
-    def on_stream(self, main: torch.cuda.Stream) -> Lanes:
+    def on_stream(self, main: torch.cuda.Stream) -> PlanStreams:
         key = main.device_index, main.cuda_stream
-        found = self.lanes.get(key)
+        found = self.made.get(key)
         if found is None:
-            found = self.lanes[key] = Lanes(main, self.paths)
+            found = self.made[key] = PlanStreams(main, self.paths)
         return found
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         device = inputs[0].device
-        lanes = None
+        gpu = None
         if device.type == "cuda":
-            lanes = self.on_stream(torch.cuda.current_stream(device))
+            gpu = self.on_stream(torch.cuda.current_stream(device))
         rest = self.sources - len(inputs)
         addresses = [t.data_ptr() for t in inputs] + [0] * rest
-        state = State([*inputs, *[None] * rest], addresses, lanes)
-        with nullcontext() if lanes is None else lanes.lock:
+        state = State([*inputs, *[None] * rest], addresses, gpu)
+        with nullcontext() if gpu is None else gpu.lock:
             for step in self.steps:
                 step(state)
         views, structure = self.results
@@ -357,8 +357,8 @@ class Recorder(TorchDispatchMode):
         number = self.add_event(None)
 
         def step(state: State) -> None:
-            state.lanes.record(number, b)
-            state.lanes.wait(number, a)
+            state.gpu.record(number, b)
+            state.gpu.wait(number, a)
 
         self.steps.append(step)
 
@@ -370,7 +370,7 @@ class Recorder(TorchDispatchMode):
         number, stream = self.add_event(event), self.stream()
 
         def step(state: State) -> None:
-            state.lanes.record(number, stream)
+            state.gpu.record(number, stream)
 
         self.steps.append(step)
 
@@ -380,7 +380,7 @@ class Recorder(TorchDispatchMode):
         self.failed |= not found
 
         def step(state: State) -> None:
-            state.lanes.wait(found[-1], stream)
+            state.gpu.wait(found[-1], stream)
 
         self.steps.append(step)
 
@@ -500,6 +500,12 @@ class Repeated:
             ahead.one_at_a_time.release()
         self.plans[key] = recorder.plan(results) or False
         return results
+
+
+@functools.cache
+def repeats(run: Callable[[Any], Any]) -> Repeated:
+    """What repeats the calls of a function; always the same one."""
+    return Repeated(run)
 
 
 def described(t: Tensor | None) -> Any:

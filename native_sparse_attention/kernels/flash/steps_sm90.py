@@ -67,18 +67,18 @@ def rows_of(i, tile, b, h, start, T, K, CONSUMER: gl.constexpr, G: gl.constexpr)
 
 
 @gluon.jit
-def local_start(position, kv_range):
-    """The first key of a position's local blocks."""
-    inner_floor, inner_reach, inner_stride = kv_range[6], kv_range[7], kv_range[8]
-    return gl.maximum(position // inner_stride * inner_stride - inner_reach, inner_floor)
-
-
-@gluon.jit
 def window_start(position, reach, stride, KIND: gl.constexpr):
     """The first key of a position's window, or of its local blocks."""
     if KIND == LOCAL_BLOCKS:
         position = position // stride * stride
     return position - reach
+
+
+@gluon.jit
+def local_start(position, kv_range):
+    """The first key of a position's local blocks inside a window."""
+    inner_floor, inner_reach, inner_stride = kv_range[6], kv_range[7], kv_range[8]
+    return gl.maximum(window_start(position, inner_reach, inner_stride, LOCAL_BLOCKS), inner_floor)
 
 
 @gluon.jit

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# by function: what repeats its calls
-REPEATED: dict[Any, Any] = {}
-
 
 def repeated(
     run: Callable[[SimpleNamespace], Any], tensors: list[Tensor | None], **values: Any
@@ -25,9 +22,7 @@ def repeated(
     with torch.cuda.device_of(device):
         if not replay.is_possible(device):
             return run(at)
-        if run not in REPEATED:
-            REPEATED[run] = replay.Repeated(run)
-        return REPEATED[run](at, tensors, tuple(values.values()))
+        return replay.repeats(run)(at, tensors, tuple(values.values()))
 
 
 def append(

@@ -181,7 +181,6 @@ def operator(
     `fake` allocates the results without values."""
 
     def make(run: Callable[[SimpleNamespace], Any]) -> Operator:
-        repeated: list[Any] = []
         numbers = [n for n in arguments.names if n not in arguments.tensors]
 
         def sized(at: SimpleNamespace) -> Any:
@@ -198,13 +197,11 @@ def operator(
             with torch.cuda.device_of(tensors[0]):
                 if not replay.is_possible(tensors[0]):
                     return sized(at)
-                if not repeated:
-                    repeated.append(replay.Repeated(sized))
                 lengths = [len(t) for t in vars(at).values() if isinstance(t, (list, tuple))]
                 rest = at.config, *(getattr(at, name) for name in numbers), *lengths
                 if torch.SymInt in map(type, rest):
                     return sized(at)
-                return repeated[0](at, tensors, rest)
+                return replay.repeats(sized)(at, tensors, rest)
 
         def implementation(*values: Any) -> Any:
             return there(arguments.named(values))
