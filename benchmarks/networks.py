@@ -73,16 +73,18 @@ class ConvMLP(Started):
 
 
 class MeanMLP(CompressMLP):
-    """The published network `W2 relu(W1 x + b1) + b2`, begun as the mean of the window plus what
-    the hidden units after the first 2 d give.
+    """The published network `W2 relu(W1 x + b1) + b2`, begun as the mean of the window, or with
+    `sums` its sum, plus what the hidden units after the first 2 d give.
 
-    The first hidden units are the window's mean and its negative, and
+    The first hidden units are the window's mean m and its negative, and
     `relu(m) - relu(-m) = m`. Weights have the shapes and names of the published network.
     """
 
-    def __init__(self, dim_head: int, window: int, expand_factor: float = 1.0) -> None:
+    def __init__(
+        self, dim_head: int, window: int, expand_factor: float = 1.0, sums: bool = False
+    ) -> None:
         super().__init__(*default_compress_mlp(dim_head, window, expand_factor))
-        self.dim_head = dim_head
+        self.dim_head, self.sums = dim_head, sums
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -91,7 +93,7 @@ class MeanMLP(CompressMLP):
         first, last = self.get_submodule("1"), self.get_submodule("3")
         assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
         one = torch.eye(d, device=first.weight.device)
-        mean = one.repeat(1, first.in_features // d) * (d / first.in_features)
+        mean = one.repeat(1, first.in_features // d) * (1 if self.sums else d / first.in_features)
         with torch.no_grad():
             first.weight[: 2 * d] = torch.cat((mean, -mean))
             first.bias[: 2 * d] = 0

@@ -65,6 +65,8 @@ THREE: Settings = dict(
     num_initial_blocks=1,
     num_local_blocks=2,
 )
+# the published package's defaults, at the same sizes
+PUBLISHED: Settings = dict(THREE, num_initial_blocks=0, num_local_blocks=1)
 # 1 initial, 5 local and 6 ranked blocks of 64 tokens: 768 keys a query
 ONE: Settings = dict(THREE, branches=["selected"], num_local_blocks=5)
 TOKENS: Settings = dict(ONE, importance="max", compress_block_size=1)
@@ -89,8 +91,7 @@ VARIANTS: dict[str, Settings] = {
     "window": dict(THREE, branches=["window"]),
     "paper": dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent"),
     "one softmax, max of tokens, rotated": ROTATED,
-    # the published package's defaults, at the same sizes
-    "published": dict(THREE, num_initial_blocks=0, num_local_blocks=1),
+    "published": PUBLISHED,
     "one softmax, max of tokens": TOKENS,
     "mean pooling": dict(THREE, compress_mlp="mean"),
     "one softmax, probs": dict(ONE, importance="probs"),
@@ -118,12 +119,10 @@ VARIANTS: dict[str, Settings] = {
         importance="probs",
         branch_kv="independent",
     ),
-    "published, begun as the mean": dict(
-        THREE, num_initial_blocks=0, num_local_blocks=1, compress_mlp="mean MLP"
-    ),
-    "published, mean pooling": dict(
-        THREE, num_initial_blocks=0, num_local_blocks=1, compress_mlp="mean"
-    ),
+    "published, begun as the mean": dict(PUBLISHED, compress_mlp="mean MLP"),
+    "published, begun as the sum": dict(PUBLISHED, compress_mlp={"name": "mean MLP", "sums": True}),
+    "published, mean pooling": dict(PUBLISHED, compress_mlp="mean"),
+    "published, sum pooling": dict(PUBLISHED, compress_mlp="sum"),
     "convolution over windows of 32": dict(THREE, compress_mlp={"name": "conv", "residual": True}),
 }
 

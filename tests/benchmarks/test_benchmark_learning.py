@@ -39,11 +39,12 @@ def kept_signals():
 def test_variants_share_initial_values():
     """Weights of equal name and shape, and the projections of branches with their own."""
     models = {name: variants.build(s, SHAPE, seed=1) for name, s in SMALL.items()}
-    begun_elsewhere = models.pop("published, begun as the mean")
+    begun_elsewhere = [models.pop(f"published, begun as the {form}") for form in ("mean", "sum")]
     weights = {name: dict(model.named_parameters()) for name, model in models.items()}
-    for name, value in begun_elsewhere.named_parameters():
-        same = torch.equal(value, weights["published"][name])
-        assert same or "_compress." in name
+    for model in begun_elsewhere:
+        for name, value in model.named_parameters():
+            same = torch.equal(value, weights["published"][name])
+            assert same or "_compress." in name
     dense = weights["dense"]
     for (_, a), (_, b) in itertools.combinations(weights.items(), 2):
         same = [name for name in a.keys() & b.keys() if a[name].shape == b[name].shape]
