@@ -121,8 +121,10 @@ def visible_positions(n, kv_range, KIND: gl.constexpr, INNER: gl.constexpr):
     if KIND == BEHIND:
         first, end = (n + 1) * stride, n * 0 + (start + T)
     else:
+        # compared first: another order compiles to other instructions
+        is_before = n < floor
         end = gl.minimum(window_end(n, reach, stride, KIND), start + T)
-        first, end = n, gl.where(n < floor, 0, end)
+        first, end = n, gl.where(is_before, 0, end)
     local_end = end
     if INNER:
         inner_floor, inner_reach, inner_stride = kv_range[6], kv_range[7], kv_range[8]
