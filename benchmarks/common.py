@@ -13,7 +13,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,11 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def seen(rows: Iterable[Row], field: str) -> str:
+    """The values of a field, each once."""
+    return ", ".join(dict.fromkeys(str(row[field]) for row in rows))
 
 
 def why(error: BaseException) -> str:

@@ -32,11 +32,11 @@ Cases = dict[Key, dict[str, Row]]
 
 
 def latest(rows: Sequence[Row]) -> Cases:
-    """The last row of each form and text, of the last row's GPU and length: forms in the order of
-    `TOLD`, by block size."""
+    """The last row of each form and text, of the last row's length: forms in the order of `TOLD`,
+    by block size."""
     found: Cases = {}
     for row in rows:
-        if all(row[field] == rows[-1][field] for field in ("gpu", "T")):
+        if row["T"] == rows[-1]["T"]:
             seed = row.get("seed") if "seconds" in row else None
             found.setdefault((row["form"], row.get("s", 0), seed), {})[row.get("text", "")] = row
     forms = list(TOLD)
@@ -109,7 +109,8 @@ def table(rows: Sequence[Row]) -> str:
     slowest = max((row["seconds"] for row in used if "seconds" in row), default=None)
     took = "" if slowest is None else f" The longest training took {slowest:.0f} s."
     commits = ", ".join(sorted({str(row["commit"])[:7] for row in used}))
-    where = f"{last['gpu']}, torch {last['torch']}, triton {last['triton']}; {commits}."
+    versions = f"torch {last['torch']}, triton {last['triton']}"
+    where = f"{common.seen(used, 'gpu')}, {versions}; {commits}."
     failed = dict.fromkeys(f"* {r['form']}: {r['failed']}" for r in used if "failed" in r)
     parts = [*(text_table(cases, text) for text in texts), verdict(cases, texts)]
     return "\n\n".join([*parts, "\n".join([f"{trained}{took} {where}", *failed])])

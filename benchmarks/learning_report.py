@@ -68,10 +68,6 @@ def mean(values: Iterable[float]) -> float:
     return statistics.fmean(values)
 
 
-def seen(rows: Iterable[Row], field: str) -> str:
-    return ", ".join(dict.fromkeys(str(row[field]) for row in rows))
-
-
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Mean and standard deviation."""
     told = f"{mean(values):.{digits}f}"
@@ -137,8 +133,8 @@ def table(rows: Sequence[Row]) -> str:
 
     where = f"{last['train_bytes'] / 1e6:.0f} MB of training text a run, {last['schedule']}; "
     where += f"text with SHA-256 {last['data']['sha256'][:12]}, {last['data']['bytes']} bytes. "
-    where += f"{seen(rows, 'gpu')}, torch {seen(rows, 'torch')}, "
-    where += f"triton {seen(rows, 'triton')}, commits {seen(rows, 'commit')}."
+    where += f"{common.seen(rows, 'gpu')}, torch {common.seen(rows, 'torch')}, "
+    where += f"triton {common.seen(rows, 'triton')}, commits {common.seen(rows, 'commit')}."
     return "\n\n".join([*parts, where])
 
 

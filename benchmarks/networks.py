@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from native_sparse_attention.compress import CompressMLP, default_compress_mlp
+from native_sparse_attention.compress import (
+    CompressMLP,
+    SumUnits,
+    begun_as_sums,
+    default_compress_mlp,
+)
 from native_sparse_attention.initialization import Started
 
 POOLS = ("mean", "sum", "max", "softmax")
@@ -73,31 +78,20 @@ class ConvMLP(Started):
 
 
 class MeanMLP(CompressMLP):
-    """The published network `W2 relu(W1 x + b1) + b2`, begun as the mean of the window, or with
-    `sums` its sum, plus what the hidden units after the first 2 d give.
+    """The published network `W2 relu(W1 x + b1) + b2`, begun as the mean of the window plus what
+    the hidden units after the first 2 d give: the layer's own begins as the sum."""
 
-    The first hidden units are the window's mean m and its negative, and
-    `relu(m) - relu(-m) = m`. Weights have the shapes and names of the published network.
-    """
-
-    def __init__(
-        self, dim_head: int, window: int, expand_factor: float = 1.0, sums: bool = False
-    ) -> None:
+    def __init__(self, dim_head: int, window: int, expand_factor: float = 1.0) -> None:
         super().__init__(*default_compress_mlp(dim_head, window, expand_factor))
-        self.dim_head, self.sums = dim_head, sums
+        self.window = window
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        d = self.dim_head
-        first, last = self.get_submodule("1"), self.get_submodule("3")
-        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
-        one = torch.eye(d, device=first.weight.device)
-        mean = one.repeat(1, first.in_features // d) * (1 if self.sums else d / first.in_features)
+        first = self.get_submodule("1")
+        assert isinstance(first, SumUnits)
         with torch.no_grad():
-            first.weight[: 2 * d] = torch.cat((mean, -mean))
-            first.bias[: 2 * d] = 0
-            last.weight[:, : 2 * d] = torch.cat((one, -one), dim=1)
+            first.weight[: 2 * begun_as_sums(first.dim_head, first.out_features)] /= self.window
 
 
 class LowRankMLP(Started):

@@ -26,10 +26,10 @@ Cases = dict[Key, dict[tuple[str, int], Row]]
 
 
 def latest(rows: Sequence[Row]) -> Cases:
-    """The last row of each rule on each text, of the last row's GPU and dtype."""
+    """The last row of each rule on each text, of the last row's dtype."""
     found: Cases = {}
     for row in rows:
-        if all(row[field] == rows[-1][field] for field in ("gpu", "dtype")):
+        if row["dtype"] == rows[-1]["dtype"]:
             rule = tuple(row[field] for field in FIELDS)
             found.setdefault(rule, {})[row["text"], row["T"]] = row
     return found
@@ -94,28 +94,31 @@ def shown(cases: Cases, text: str, longest: int) -> list[dict[tuple[str, int], R
     return [found for key, found in cases.items() if key not in hidden]
 
 
-def reaches(rows: Sequence[Row]) -> bool:
-    """Whether a rule reaches the targets on every text."""
-    return all(
-        "found" in row
-        and row["above_percent"] <= MOST_ABOVE
-        and min(row["found"]) == row["needles"]
-        for row in rows
-    )
+def reaches(row: Row, dense: Row | None) -> bool:
+    """Whether a rule reaches the targets on a text: its loss, and at every depth the needles that
+    dense attention finds."""
+    if "found" not in row or dense is None or "found" not in dense:
+        return False
+    pairs = zip(row["found"], dense["found"], strict=True)
+    return bool(row["above_percent"] <= MOST_ABOVE and all(ours >= of for ours, of in pairs))
 
 
 def verdict(cases: Cases, texts: Sequence[str]) -> str:
     """The rules that reach the targets on all texts at the longest length, fewest keys first."""
     longest = max(T for found in cases.values() for _, T in found)
+    dense = next((c for c in cases.values() if all(r["rule"] == "dense" for r in c.values())), {})
     good: list[tuple[int, float, str]] = []
     for found in cases.values():
-        rows = [found[text, longest] for text in texts if (text, longest) in found]
-        if len(rows) == len(texts) and rows[0]["keys"] is not None and reaches(rows):
+        at = [(text, longest) for text in texts if (text, longest) in found]
+        rows = [found[where] for where in at]
+        if len(at) < len(texts) or rows[0]["keys"] is None:
+            continue
+        if all(reaches(row, dense.get(where)) for row, where in zip(rows, at, strict=True)):
             most = max(row["above_percent"] for row in rows)
             name = f"{named(rows[0])} ({read(rows[0])}; {most:+.2f} %)"
             good.append((rows[0]["keys"], most, name))
     names = "; ".join(name for *_, name in sorted(good)) or "none"
-    told = f"at most {MOST_ABOVE:g} % above dense, every needle found"
+    told = f"at most {MOST_ABOVE:g} % above dense, at every depth the needles that dense finds"
     return f"{length(longest)}, {told}: {names}."
 
 
@@ -144,7 +147,8 @@ def table(rows: Sequence[Row]) -> str:
     tables = [*(text_table(cases, text) for text in texts), verdict(cases, texts)]
     commits = ", ".join(sorted({str(row["commit"])[:7] for row in used}))
     last = rows[-1]
-    where = f"{last['gpu']}, {last['dtype']}, torch {last['torch']}, triton {last['triton']}; "
+    versions = f"torch {last['torch']}, triton {last['triton']}"
+    where = f"{common.seen(used, 'gpu')}, {last['dtype']}, {versions}; "
     counts = f"{last.get('windows', '?')} texts of each length. "
     failed = dict.fromkeys(f"* {named(r)}: {r['failed']}" for r in used if "failed" in r)
     return "\n\n".join([*tables, "\n".join([f"{counts}{where}{commits}.", *failed])])

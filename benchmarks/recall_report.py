@@ -8,7 +8,7 @@ from pathlib import Path
 from . import common
 from .cases import NO_ROWS, length
 from .common import Row
-from .learning_report import Variants, chosen, mean, seen, spread
+from .learning_report import Variants, chosen, mean, spread
 
 PAGE = common.ROOT / "docs" / "training.md"
 PLOT = common.ROOT / "docs" / "images" / "recall.png"
@@ -62,8 +62,10 @@ def table(rows: Sequence[Row]) -> str:
         text += (
             f"{row['batch'] * T} tokens; dim {row['shape']['dim']}, {row['shape']['depth']} layers:"
         )
-        where = f"{seen(used, 'gpu')}, torch {seen(used, 'torch')}, triton {seen(used, 'triton')}, "
-        where += f"commits {seen(used, 'commit')}."
+        gpus, torch, triton, commits = (
+            common.seen(used, field) for field in ("gpu", "torch", "triton", "commit")
+        )
+        where = f"{gpus}, torch {torch}, triton {triton}, commits {commits}."
         parts += [text, table_of(variants), where]
     return "\n\n".join(parts)
 

@@ -65,7 +65,7 @@ THREE: Settings = dict(
     num_initial_blocks=1,
     num_local_blocks=2,
 )
-# the published package's defaults, at the same sizes
+# the published package's defaults at the same sizes; its network begins with random weights
 PUBLISHED: Settings = dict(THREE, num_initial_blocks=0, num_local_blocks=1)
 # 1 initial, 5 local and 6 ranked blocks of 64 tokens: 768 keys a query
 ONE: Settings = dict(THREE, branches=["selected"], num_local_blocks=5)
@@ -91,7 +91,7 @@ VARIANTS: dict[str, Settings] = {
     "window": dict(THREE, branches=["window"]),
     "paper": dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent"),
     "one softmax, max of tokens, rotated": ROTATED,
-    "published": PUBLISHED,
+    "published": dict(PUBLISHED, compress_mlp={"name": "mlp", "start": "random"}),
     "one softmax, max of tokens": TOKENS,
     "mean pooling": dict(THREE, compress_mlp="mean"),
     "one softmax, probs": dict(ONE, importance="probs"),
@@ -120,7 +120,7 @@ VARIANTS: dict[str, Settings] = {
         branch_kv="independent",
     ),
     "published, begun as the mean": dict(PUBLISHED, compress_mlp="mean MLP"),
-    "published, begun as the sum": dict(PUBLISHED, compress_mlp={"name": "mean MLP", "sums": True}),
+    "published, begun as the sum": PUBLISHED,
     "published, mean pooling": dict(PUBLISHED, compress_mlp="mean"),
     "published, sum pooling": dict(PUBLISHED, compress_mlp="sum"),
     "convolution over windows of 32": dict(THREE, compress_mlp={"name": "conv", "residual": True}),

@@ -71,8 +71,8 @@ class SparseAttention(CompressionLayer):
         use_triton_kernel: the published package's spelling of `backend="triton"`.
         interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
         query_heads_share_selected_kv: False lets every query head select for itself.
-        compress_mlp: network `[b h w l d] -> [b h w d]`; keys and values each get a copy. See
-            `native_sparse_attention.compress`.
+        compress_mlp: network `[b h w l d] -> [b h w d]`; keys and values each get a copy. By
+            default `native_sparse_attention.compress.default_compress_mlp`, begun as a sum.
         compress_mlp_expand_factor: hidden width of the default network over its input width.
         strategy_combine_mlp: network `[.. dim] -> [.. 3 heads]` for the gate, before its sigmoid.
         compress_block_sliding_stride: d, tokens from window to window; l by default. s and d divide

@@ -33,6 +33,7 @@ from .checks.scalars import (
     check_ints,
     check_probability,
 )
+from .checks.tensors import check_choice
 from .compat import transforms
 from .compat.autocast import no_autocast
 from .compat.graphs import free_size, is_exporting
@@ -45,26 +46,83 @@ class CompressMLP(nn.Sequential, Started):
     """A sequence of layers."""
 
 
+class SumUnits(nn.Linear):
+    """A linear map of a window [l d] whose first 2 k units begin as the sums `s` of k features over
+    the window's tokens and as `-s`; the other units begin as those of nn.Linear.
+
+    A recipe that initialises every `nn.Linear` can skip modules with `_no_reinit`.
+    """
+
+    _no_reinit = True
+
+    def __init__(self, dim_head: int, window: int, units: int) -> None:
+        self.dim_head = dim_head  # before nn.Linear, whose constructor resets
+        super().__init__(dim_head * window, units)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # draws the same random numbers as nn.Linear
+        d, device = self.dim_head, self.weight.device
+        sums = torch.eye(d, device=device)[: begun_as_sums(d, self.out_features)]
+        sums = sums.repeat(1, self.in_features // d)
+        begun = len(sums) * 2
+        rest = self.out_features - begun
+        is_begun = torch.arange(self.out_features, device=device) < begun
+        rows = torch.cat((sums, -sums, sums.new_zeros(rest, self.in_features)))
+        assign(self.weight, rows, is_begun[:, None].expand(rows.shape))
+        assign(self.bias, rows.new_zeros(self.out_features), is_begun)
+
+
+class OfSumUnits(nn.Linear):
+    """The linear map after `SumUnits` and a ReLU, [units] to [d]: it begins with the sums of their
+    first 2 k units, as `relu(s) - relu(-s) = s`, plus what nn.Linear begins with for the others."""
+
+    _no_reinit = True
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # draws the same random numbers as nn.Linear
+        d, units, device = self.out_features, self.in_features, self.weight.device
+        k = begun_as_sums(d, units)
+        one = torch.eye(d, device=device)[:, :k]
+        columns = torch.cat((one, -one, one.new_zeros(d, units - 2 * k)), dim=1)
+        is_begun = torch.arange(units, device=device) < 2 * k
+        assign(self.weight, columns, is_begun.expand(columns.shape))
+
+
+def begun_as_sums(dim_head: int, units: int) -> int:
+    """k, how many features of a window so many hidden units sum."""
+    return min(dim_head, units // 2)
+
+
 def default_compress_mlp(
-    dim_head: int, compress_window_size: int, expand_factor: float = 1.0
+    dim_head: int, compress_window_size: int, expand_factor: float = 1.0, start: str = "sum"
 ) -> nn.Sequential:
     """`W2 relu(W1 x + b1) + b2` of the flattened window `x` [l d], the same for every head.
 
     The hidden width is `int(expand_factor * l * d)`.
 
+    Args:
+        start: "sum": the first 2 d hidden units and W2 begin as the sum of the window's tokens, to
+            which the other units add. "random": the weights of nn.Linear, as in the published
+            package. Shapes and names of weights are the same. Layers that begin with sums learn
+            better (docs/training.md).
+
     Raises:
-        ValueError: a width below 1.
+        ValueError: a width below 1, or another start.
     """
     dim_head, compress_window_size = check_ints(
         1, dim_head=dim_head, compress_window_size=compress_window_size
     )
+    check_choice("start", start, ("sum", "random"))
     dim = dim_head * compress_window_size
     dim_hidden = check_hidden("expand_factor", expand_factor, dim)
+    sums = start == "sum"
     return CompressMLP(
         Rearrange("b h w l d -> b h w (l d)"),
-        nn.Linear(dim, dim_hidden),
+        SumUnits(dim_head, compress_window_size, dim_hidden)
+        if sums
+        else nn.Linear(dim, dim_hidden),
         nn.ReLU(),
-        nn.Linear(dim_hidden, dim_head),
+        OfSumUnits(dim_hidden, dim_head) if sums else nn.Linear(dim_hidden, dim_head),
     )
 
 

@@ -14,18 +14,25 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 
-def assign(tensor: Tensor, values: Tensor) -> None:
-    """Write values to a parameter or buffer in place, also to a DTensor sharded by FSDP2."""
+def assign(tensor: Tensor, values: Tensor, where: Tensor | None = None) -> None:
+    """Write values to a parameter or buffer in place, also to a DTensor sharded by FSDP2; those
+    alone where a mask of its shape is true."""
     mesh = getattr(tensor, "device_mesh", None)
-    with torch.no_grad():
-        if mesh is not None:
-            from torch.distributed.tensor import DTensor, Replicate
 
-            whole = values.to(tensor.device, tensor.dtype)
-            replicated: Any = DTensor.from_local(
-                whole, mesh, [Replicate()] * mesh.ndim, run_check=False
-            )
-            values = replicated.redistribute(placements=tensor.placements)  # type: ignore[attr-defined]
+    def like(whole: Tensor) -> Tensor:
+        if mesh is None:
+            return whole
+        from torch.distributed.tensor import DTensor, Replicate
+
+        replicated: Any = DTensor.from_local(
+            whole, mesh, [Replicate()] * mesh.ndim, run_check=False
+        )
+        return replicated.redistribute(placements=tensor.placements)  # type: ignore[attr-defined]
+
+    with torch.no_grad():
+        values = like(values.to(tensor.device, tensor.dtype))
+        if where is not None:
+            values = torch.where(like(where.to(tensor.device)), values, tensor)
         tensor.copy_(values)
 
 

@@ -110,6 +110,26 @@ def test_default_agrees_with_published(version, expand_factor, published):
     assert_same_network(default_compress_mlp(D, L, expand_factor), theirs)
 
 
+@pytest.mark.parametrize("expand_factor", [1.0, 0.3, 0.2, 2.5])
+def test_default_begins_as_the_sum(expand_factor):
+    """Of the features for which there are two hidden units, beside what the other units give."""
+    kv = torch.randn(2, H, 3, L, D, dtype=torch.float64)
+    nets = []
+    for start in ("sum", "random"):
+        torch.manual_seed(0)
+        nets.append(default_compress_mlp(D, L, expand_factor, start=start).double())
+    begun, random = nets
+    units = int(expand_factor * L * D)
+    k = min(D, units // 2)
+    with torch.no_grad():
+        random[1].weight[: 2 * k] = random[1].bias[: 2 * k] = random[3].weight[:, : 2 * k] = 0
+    expected = random(kv)
+    expected[..., :k] += kv.sum(dim=-2)[..., :k]
+    torch.testing.assert_close(begun(kv), expected)
+    assert begun.state_dict().keys() == random.state_dict().keys()
+    assert type(random[1]) is type(random[3]) is nn.Linear
+
+
 def test_published_versions_are_told_apart(published):
     assert hasattr(published("0.2.3").compress_networks, "CompressTransformer")
     assert not hasattr(published("0.1.12").compress_networks, "CompressTransformer")
@@ -232,6 +252,11 @@ BAD = [
         default_compress_mlp,
         {"dim_head": 2, "compress_window_size": 2, "expand_factor": 0.1},
         "expand_factor",
+    ),
+    (
+        default_compress_mlp,
+        {"dim_head": 2, "compress_window_size": 2, "start": "mean"},
+        "start",
     ),
     (ConvLinearCompress, {"heads": 0, "dim_head": 2, "compress_window_size": 2}, "heads"),
     (AttentionPool, {"dim_head": 2.0, "compress_window_size": 2}, "dim_head"),

@@ -172,6 +172,23 @@ def test_gate_under_another_initialisation():
             assert torch.equal(layer.k_compress.to_attn_logits.weight, torch.eye(8))
 
 
+def test_sums_under_another_initialisation():
+    """Of a framework that draws every linear layer anew, unless it is told to skip some."""
+
+    def initialise(m):
+        if isinstance(m, nn.Linear) and not (skip and getattr(m, "_no_reinit", False)):
+            nn.init.normal_(m.weight, std=0.02)
+
+    sums = torch.cat((torch.eye(8), -torch.eye(8))).repeat(1, 8)
+    for skip in (False, True):
+        layer = MODULES["default"]()
+        layer.apply(initialise)
+        assert torch.equal(layer.v_compress[1].weight[:16], sums) is skip
+        layer.v_compress.reset_parameters()
+        assert torch.equal(layer.v_compress[1].weight[:16], sums)
+        assert torch.equal(layer.v_compress[3].weight[:, :16], sums[:, :8].T)
+
+
 def test_an_embedding_of_unknown_frequencies():
     with torch.device("meta"):
         layer = SparseAttention(**ARGS, rotary_emb=RotaryEmbedding(8))

@@ -305,8 +305,8 @@ def test_table():
     rule = Rule("probs", 32, 2, 16, 16, 16, 8, True)
     loss = {"loss": 1.1, "above": 0.1, "above_stderr": 0.01, "above_percent": 10.0}
     rows = [
-        {**rule.row(), **loss, **known, "gpu": "another GPU"},
         {**DENSE.row(), **loss, **known, "loss": 1.0, "found": [8, 8, 8], "needles": 8},
+        {**rule.row(), **loss, **known, "gpu": "another GPU", "loss": 2.0},
         {**rule.row(), **loss, **known},
         {**rule.row(), **loss, **known, "T": 8192, "found": [8, 7, 8], "needles": 8, "caught": 0.5},
         {**Rule("window", 32, 2, 32).row(), **known, "failed": "why"},
@@ -318,16 +318,19 @@ def test_table():
     assert drawn[6] == "| window | 2 + 32 + 0 of 32 | failed |  |  |  |"
     assert drawn[-1] == "* window: why" and pretrained_report.table([]) == pretrained_report.NO_ROWS
     assert pretrained_report.plotted(rows) == pretrained_report.plotted([]) == []
-    assert "8k, at most 2 % above dense, every needle found: none." in drawn
+    found = "at every depth the needles that dense finds"
+    assert f"8k, at most 2 % above dense, {found}: none." in drawn
+    assert "a GPU, bf16" in drawn[-2]
 
 
 def test_table_has_the_best_of_other_splits():
     known = {"gpu": "a GPU", "dtype": "bf16", "torch": "2", "triton": "3", "commit": "abcdefghij"}
     known |= {"text": "C", "T": 8192, "windows": 8, "needles": 2, "above_stderr": 0.001}
     of = {
+        DENSE: (0.0, [1, 2, 2]),
         Rule("oracle", 32, 2, 16, 16): (0.5, [2, 2, 2]),
         Rule("max", 32, 2, 16, 16, 1, 1): (1.5, [2, 2, 2]),
-        Rule("max", 32, 2, 8, 24, 1, 1): (1.2, [2, 2, 2]),
+        Rule("max", 32, 2, 8, 24, 1, 1): (1.2, [1, 2, 2]),
         Rule("probs", 32, 2, 8, 24, 16, 8): (1.1, [2, 1, 2]),
         Rule("logits", 32, 2, 8, 24, 32, 32): (2.5, [2, 2, 2]),
     }
@@ -345,11 +348,10 @@ def test_table_has_the_best_of_other_splits():
     drawn = pretrained_report.table(rows)
     lines = [line.split(" | ")[:2] for line in drawn.splitlines() if line.startswith("| ")][2:]
     assert lines == [
+        ["| dense", "all"],
         ["| oracle", "2 + 16 + 16 of 32"],
         ["| max, tokens", "2 + 16 + 16 of 32"],
         ["| probs, means of 16 every 8", "2 + 8 + 24 of 32"],
     ]
-    good = (
-        "every needle found: oracle (2 + 16 + 16 of 32; +0.50 %); max, tokens (2 + 8 + 24 of 32; "
-    )
+    good = "that dense finds: oracle (2 + 16 + 16 of 32; +0.50 %); max, tokens (2 + 8 + 24 of 32; "
     assert f"{good}+1.20 %); max, tokens (2 + 16 + 16 of 32; +1.50 %)." in drawn

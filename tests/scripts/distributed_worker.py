@@ -65,12 +65,12 @@ def check(wrapper: str) -> None:
     print(f"{wrapper} equals one process", flush=True)
 
 
-def check_deferred() -> None:
+def check_deferred(network: torch.nn.Module | None) -> None:
     """FSDP2 of a model made on the meta device: starts, and a gradient for every parameter."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    kwargs = dict(SPARSE, compress_mlp=AttentionPool(8, 8), num_compressed_mem_kv=0)
+    kwargs = dict(SPARSE, compress_mlp=network, num_compressed_mem_kv=0)
     with torch.device("meta"):
         model = Transformer(64, 32, 1, 8, 4, use_sparse_attn=True, sparse_attn_kwargs=kwargs)
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -82,7 +82,12 @@ def check_deferred() -> None:
     layer = model.layers[0][0]
     start = torch.tensor([-2.0, -2.0, 2.0]).repeat(4)
     assert torch.equal(layer.to_strategy_combine[0].bias.full_tensor(), start)
-    assert torch.equal(layer.k_compress.to_attn_logits.weight.full_tensor(), torch.eye(8))
+    if network is not None:
+        assert torch.equal(layer.k_compress.to_attn_logits.weight.full_tensor(), torch.eye(8))
+    else:
+        first = layer.k_compress[1].weight.full_tensor()
+        assert torch.equal(first[:16], torch.cat((torch.eye(8), -torch.eye(8))).repeat(1, 8))
+        assert (first[16:] != 0).all()
     assert all(p.full_tensor().isfinite().all() for p in model.parameters())
     assert torch.equal(layer.rotary_emb.freqs, build().layers[0][0].rotary_emb.freqs)
     model(torch.zeros(2, 41, dtype=torch.long), return_loss=True).backward()
@@ -94,7 +99,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for wrapper in ("ddp", "fsdp"):
         check(wrapper)
-    check_deferred()
+    for network in (AttentionPool(8, 8), None):
+        check_deferred(network)
     dist.barrier()
     dist.destroy_process_group()
     # threads of gloo may still let go of tensors, for which an interpreter that ends aborts
