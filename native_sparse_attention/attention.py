@@ -74,7 +74,8 @@ class SparseAttention(CompressionLayer):
         compress_mlp: network `[b h w l d] -> [b h w d]`; keys and values each get a copy. By
             default `native_sparse_attention.compress.default_compress_mlp`, begun as a sum.
         compress_mlp_expand_factor: hidden width of the default network over its input width.
-        strategy_combine_mlp: network `[.. dim] -> [.. 3 heads]` for the gate, before its sigmoid.
+        strategy_combine_mlp: network `[.. dim] -> [.. branches heads]` for the gate, before its
+            sigmoid.
         compress_block_sliding_stride: d, tokens from window to window; l by default. s and d divide
             one another, and l >= d.
         importance: the score of a block: "logits" (mean logit of its windows), "max" (largest

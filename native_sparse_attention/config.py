@@ -143,7 +143,8 @@ DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
 
 @dataclass(frozen=True, kw_only=True)
 class NSAConfig(AttentionConfig):
-    """Every setting of `SparseAttention` except its networks. Default sizes are the paper's.
+    """Every setting of `SparseAttention` except its networks. `NSAConfig.preset` has the
+    paper's sizes.
 
     `SparseAttention.from_config(NSAConfig(dim=512, dim_head=64, heads=8, causal=True))` makes the
     same layer as the same keyword arguments do. `layer.config` returns the settings as plain
@@ -160,7 +161,7 @@ class NSAConfig(AttentionConfig):
         sliding_window_size: w; the window branch attends to keys `i - w .. i`.
         importance: the score of a block: "logits" (mean logit of its windows), "max" (largest
             logit), "probs" (the paper's softmax mass), or "index": by index queries and keys, which
-            learn from `ranking_loss` (not with "compressed").
+            learn from the loss of `ranking_queries` (not with "compressed").
         interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
         num_initial_blocks: first blocks that every query attends to, not ranked.
         num_local_blocks: blocks ending with the query's own that it attends to, not ranked
@@ -285,7 +286,7 @@ class NSAConfig(AttentionConfig):
         ):
             raise ValueError(
                 "importance='index' has one ranking for each KV head, which learns from "
-                "ranking_loss: use_diff_topk must be False and query_heads_share_selected_kv True"
+                "ranking_queries: use_diff_topk must be False and query_heads_share_selected_kv True"
             )
         names = ("norm", "attention_sinks", "rank_rotated", "qkv_bias", "out_bias", "qk_norm")
         flags = dict(zip(names, check_bools(**{n: getattr(self, n) for n in names}), strict=True))

@@ -3,6 +3,7 @@
 A model that is dense in its first steps, or in some steps by chance, learns attention over long
 distances before, or while, it learns with the blocks that its ranking chooses. A learned ranking
 (`importance="index"`) begins to be useful once it has learned from attention that already works.
+By docs/training.md dense steps gain nothing where blocks are ranked by the greatest logit.
 
     schedule = DenseSteps(first=1000)
     for step in range(1, steps + 1):
