@@ -4,7 +4,7 @@
     python benchmarks/enwik8.py --table          print the table of the rows that are there
     python benchmarks/enwik8.py --steps 50 ...   what follows is handed on to train_enwik8.py
 
-Rows go to `benchmarks/results/enwik8.jsonl`; the table of docs/training.md is a copy of the one printed.
+Rows go to `benchmarks/results/enwik8.jsonl`; docs/training.md has a copy of the printed table.
 """
 
 from __future__ import annotations

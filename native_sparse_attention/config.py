@@ -285,8 +285,9 @@ class NSAConfig(AttentionConfig):
             attention["use_diff_topk"] or not attention["query_heads_share_selected_kv"]
         ):
             raise ValueError(
-                "importance='index' has one ranking for each KV head, which learns from "
-                "ranking_queries: use_diff_topk must be False and query_heads_share_selected_kv True"
+                "importance='index' has one ranking for each KV head, which learns from the loss "
+                "of ranking_queries: use_diff_topk must be False and "
+                "query_heads_share_selected_kv True"
             )
         names = ("norm", "attention_sinks", "rank_rotated", "qkv_bias", "out_bias", "qk_norm")
         flags = dict(zip(names, check_bools(**{n: getattr(self, n) for n in names}), strict=True))
