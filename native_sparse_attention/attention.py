@@ -442,6 +442,8 @@ class SparseAttention(CompressionLayer):
                     self, tensors, ranking_queries, documents, generator, ranking_weights
                 )
         out = self.combine_heads(found if layout is None else layout.collect(found))
+        if layout is not None and self.out_bias:  # padding has none
+            out = out.masked_fill((layout.target < 0)[..., None], 0)
         return out if ranking_queries is None else (out, loss)
 
     def gates(self, x: Tensor) -> Tensor | None:

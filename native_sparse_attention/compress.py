@@ -17,7 +17,7 @@ Weights are named as in the published package native-sparse-attention-pytorch 0.
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -196,8 +196,8 @@ class ConvLinearCompress(Started):
     def forward(self, kv: Tensor) -> Tensor:
         weight = rearrange(self.conv.weight, "(h o) i l -> h l i o", h=self.heads)
         out = einsum(kv, weight, "b h w l i, h l i o -> b h w o")
-        bias = rearrange(self.conv.get_parameter("bias"), "(h o) -> h 1 o", h=self.heads)
-        return out + bias.to(out.dtype)
+        bias: Any = self.conv.bias  # under torch.func a plain tensor
+        return out + rearrange(bias, "(h o) -> h 1 o", h=self.heads).to(out.dtype)
 
 
 class IdentityLinear(nn.Linear):
@@ -303,7 +303,8 @@ class SingleProjection(Started):
             total = windows_summed(segments, m).to(segments.dtype)
             return self.compress(rearrange(total, "b h w d -> b h w 1 d"))
         flat = rearrange(segments, "b h w l d -> b h w (l d)")
-        pieces = self.get_parameter("compress.1.weight").chunk(m, dim=1)
+        linear: Any = self.compress[1]
+        pieces = linear.weight.chunk(m, dim=1)
         return sliding_sum([F.linear(flat, piece) for piece in pieces])
 
 
@@ -404,7 +405,8 @@ class CompressTransformer(Started):
         if h * d != self.dim:
             raise ValueError(f"kv must have h * d = dim = {self.dim}, got h={h} and d={d}")
         # under autocast kv may be narrower than the weights; the residual keeps their precision
-        weight = self.get_parameter("layers.0.norm1.weight")
+        first: Any = self.layers[0]
+        weight = first.norm1.weight
         x = kv.to(torch.promote_types(kv.dtype, weight.dtype))
         x = rearrange(x, "b h w l d -> (b w) l (h d)")
         for layer in self.layers[:-1]:

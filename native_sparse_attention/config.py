@@ -323,9 +323,12 @@ class NSAConfig(AttentionConfig):
         return self.importance == "index"
 
 
-# settings, beside widths, that decide which weights a layer has
-OF_WEIGHTS = ("branches", "is_indexed", "index_dim", "index_heads", "qkv_bias", "out_bias",
-              "qk_norm", "qk_norm_eps")  # fmt: skip
+# settings that decide which weights a layer has
+OF_WEIGHTS = (
+    "dim", "dim_head", "heads", "kv_heads", "branches", "branch_kv", "attention_sinks",
+    "num_compressed_mem_kv", "compress_mlp_expand_factor", "is_indexed", "index_dim",
+    "index_heads", "qkv_bias", "out_bias", "qk_norm", "qk_norm_eps",
+)  # fmt: skip
 
 
 def exposed(layer: type[Layer]) -> type[Layer]:
@@ -338,7 +341,12 @@ def exposed(layer: type[Layer]) -> type[Layer]:
 
         def put(self: Any, value: Any) -> None:
             config = replace(self.config, **{name: value})
-            if any(getattr(config, n) != getattr(self.config, n) for n in OF_WEIGHTS) or (
+            fixed = [*OF_WEIGHTS]
+            if self.k_intrablock_positions is not None:  # one for each token of a window
+                fixed.append("compress_block_size")
+            if self.to_index is not None:  # index queries and keys are as wide as they rotate
+                fixed.append("rank_rotated")
+            if any(getattr(config, n) != getattr(self.config, n) for n in fixed) or (
                 config.compresses and self.k_compress is None
             ):
                 raise ValueError(

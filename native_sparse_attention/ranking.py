@@ -132,6 +132,8 @@ def ranking_loss(
 
     with no_autocast(tensors["q"].device.type):
         q, k, v, cq, ck = (tensors[name].float() for name in ("q", "k", "v", "cq", "ck"))
+        if ck.shape[2] == 0:  # no window is complete: no block is a candidate
+            ck = F.pad(ck, (0, 0, 0, 1))
         with torch.no_grad():
             heads = rearrange(q[:, :, i], "b (k g) m d -> b k g m d", k=K)
             target = block_targets(heads, k, v, seen, config, weigh)

@@ -84,10 +84,12 @@ class Attention(RotaryLayer):
     ) -> Any:
         """[b, n, dim] -> [b, n, dim], and the cache with `return_cache`. Arguments as
         SparseAttention's; `disable_triton_kernel` has no effect."""
-        check_input(x, self.dim, self.to_q)
+        _, return_cache = check_bools(
+            disable_triton_kernel=disable_triton_kernel, return_cache=return_cache
+        )
+        check_input(x, self.dim, self.to_q, "x")
         cache = check_cache(cache, return_cache, lengths, self.causal)
-        if cache is not None and documents is not None:
-            raise ValueError("documents must be None with a cache, whose rows hold one each")
+        layer_layout(x, 1, cache is not None, lengths, None, None, None, documents)
         if cache is not None:
             out = dense_over_cache(self, cache, x, lengths)
             return (out, cache) if return_cache else out

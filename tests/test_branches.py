@@ -372,6 +372,18 @@ def test_gates_begin_at_the_window():
         (dict(ONE, importance="index"), "importance", "max"),
         (dict(ONE, importance="index"), "index_heads", 2),
         (dict(ONE, num_selected_blocks=0), "num_selected_blocks", 2),
+        ({}, "dim", 2 * DIM),
+        ({}, "dim_head", 4),
+        ({}, "heads", 2),
+        ({}, "kv_heads", 1),
+        ({}, "branch_kv", "independent"),
+        ({}, "attention_sinks", True),
+        (dict(attention_sinks=True), "attention_sinks", False),
+        ({}, "num_compressed_mem_kv", 5),
+        (dict(num_compressed_mem_kv=2), "num_compressed_mem_kv", 0),
+        ({}, "compress_mlp_expand_factor", 0.5),
+        ({}, "compress_block_size", 4),
+        (dict(ONE, importance="index"), "rank_rotated", True),
     ],
 )
 def test_settings_that_weights_depend_on(settings, name, value):
@@ -380,6 +392,7 @@ def test_settings_that_weights_depend_on(settings, name, value):
     with pytest.raises(ValueError, match=f"{name} must stay"):
         setattr(module, name, value)
     assert module.config is before
+    setattr(module, name, getattr(before, name))
     module.num_selected_blocks = 0
     module(normal(1, 30, DIM))
 

@@ -64,6 +64,18 @@ def test_padding_on_either_side(causal):
         close(out[row, mask[row]], module(x[row : row + 1, mask[row]])[0])
 
 
+@pytest.mark.parametrize("branches", [("selected",), ("compressed", "selected", "window")])
+def test_padding_has_no_bias(branches):
+    module = layer(branches=branches, out_bias=True)
+    torch.nn.init.normal_(module.combine_heads.bias)
+    x, mask = torch.randn(2, 24, DIM, dtype=torch.float64), torch.ones(2, 24, dtype=torch.bool)
+    mask[0, 17:] = False
+    out = module(x, mask=mask)
+    assert (out[~mask] == 0).all()
+    close(out[0, :17], module(x[:1, :17])[0])
+    close(out, module(x, mask=mask, cache=KVCache()))
+
+
 def test_padding_with_a_cache():
     """Left and right padding of a prefill, and of what follows."""
     check_padding_with_a_cache(layer(selection_stride=4))

@@ -126,6 +126,18 @@ def module_ranking(module, x):
     return indices.transpose(1, 2).long()
 
 
+@pytest.mark.parametrize("T", [0, 1, 7, 8])
+def test_sequences_without_a_choice_lose_nothing(T):
+    """Shorter than a window: no block is a candidate."""
+    module = SparseAttention(
+        8, 4, 2, 4, 8, 8, 2, causal=True, branches=("selected",), importance="index"
+    )
+    _, loss = module(torch.randn(2, T, 8), ranking_queries=2)
+    assert loss == 0
+    loss.backward()
+    assert not module.to_index.weight.grad.any()
+
+
 def test_queries_are_drawn_by_the_generator():
     module, x = layer(**INDEX), normal(1, 90, DIM)
 

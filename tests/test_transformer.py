@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from native_sparse_attention import Transformer
 from native_sparse_attention.generate import sample_token
-from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
+from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN, Attention
 from tests.helpers.layers import randomize
 
 SHAPE = dict(num_tokens=32, dim=16, depth=2, dim_head=8, heads=2, kv_heads=1)
@@ -33,6 +33,18 @@ def test_default_construction(use_sparse_attn, causal):
     )
     for length in (1, 2, 9, 40):
         assert net(tokens(2, length)).shape == (2, length, 32)
+
+
+def test_bad_arguments_of_dense_attention():
+    attn, x = Attention(16, 8, 2), torch.randn(1, 6, 16)
+    for given, message in [
+        (dict(x="x"), "^x must be a tensor of floating dtype, got str"),
+        (dict(x=x, documents=5), "^documents must be varlen.Documents, got int"),
+        (dict(x=x, return_cache="no"), "^return_cache must be"),
+        (dict(x=x, disable_triton_kernel=2), "^disable_triton_kernel must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            attn(**given)
 
 
 @both

@@ -21,27 +21,27 @@ WIDTH = re.compile(
 )
 
 
-def check_input(inp: Any, dim: int, linear: Any) -> None:
+def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
     """Check an input [b, n, dim] with the dtype and device of the layer's weights. Weights of a
     wrapper that shards or moves them are not compared."""
     if not isinstance(inp, Tensor) or inp.dtype not in FLOAT_DTYPES:
         got = inp.dtype if isinstance(inp, Tensor) else type(inp).__name__
-        raise ValueError(f"inp must be a tensor of floating dtype, got {got}")
+        raise ValueError(f"{name} must be a tensor of floating dtype, got {got}")
     if inp.ndim != 3 or inp.shape[-1] != dim:
-        raise ValueError(f"inp must have shape [b, n, {dim}], got {list(inp.shape)}")
+        raise ValueError(f"{name} must have shape [b, n, {dim}], got {list(inp.shape)}")
     if inp.layout != torch.strided:
-        raise ValueError(f"inp must be a dense tensor, got one of layout {inp.layout}")
+        raise ValueError(f"{name} must be a dense tensor, got one of layout {inp.layout}")
     weight = getattr(linear, "weight", None)
     if type(weight) is not nn.Parameter or weight.is_meta or linear._forward_pre_hooks:
         return
     if inp.device != weight.device:
-        raise ValueError(f"inp must be on {weight.device} as the layer is, got {inp.device}")
+        raise ValueError(f"{name} must be on {weight.device} as the layer is, got {inp.device}")
     if inp.dtype == weight.dtype or weight.dtype not in FLOAT_DTYPES:
         return
     if not torch.is_autocast_enabled(inp.device.type):
         raise ValueError(
-            f"inp must be {weight.dtype} as the layer is, got {inp.dtype}: cast one of the two, or "
-            "use torch.autocast"
+            f"{name} must be {weight.dtype} as the layer is, got {inp.dtype}: cast one of the two, "
+            "or use torch.autocast"
         )
 
 

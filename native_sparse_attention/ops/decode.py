@@ -103,6 +103,8 @@ def decode_attention(
         counters: `workspace(B, K, device)`: int32 zeros before and after the call. Concurrent steps
             need one each. None: the call allocates it, with one more launch.
 
+        cq: queries that rank blocks, in the shape of q.
+
     The remaining arguments are those of `native_sparse_attention`.
 
     Returns:
@@ -310,10 +312,10 @@ def check_pages(page_table: Tensor | None, dims: dict[str, int], d: int, s: int)
     """Check that pages hold whole selection blocks and windows."""
     if page_table is None:
         return
-    N, W = dims["N"], dims["W"]
+    N, W = dims["N"], dims.get("W")
     if N % s or N % d:
         raise ValueError(f"a page must hold a multiple of s={s} and of d={d} tokens, got {N}")
-    if W * d != N:
+    if W is not None and W * d != N:
         raise ValueError(f"ck must hold N / d = {N // d} windows a page, got {W}")
 
 

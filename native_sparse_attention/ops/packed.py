@@ -123,7 +123,9 @@ def over_documents(
 
     hidden = layout.target < 0
 
-    def back(t: Tensor) -> Tensor:
+    def back(t: Tensor | None) -> Tensor | None:
+        if t is None:  # block indices of branches that select none
+            return None
         if t.dtype == torch.int32:
             # hidden tokens select nothing
             t = layout.collect(local(t, documents, s) + 1) - 1

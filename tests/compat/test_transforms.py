@@ -22,6 +22,11 @@ from native_sparse_attention import (
     sliding_window_attention,
 )
 from native_sparse_attention.compat.transforms import unsupported_by_kernels
+from native_sparse_attention.compress import (
+    CompressTransformer,
+    ConvLinearCompress,
+    SingleProjection,
+)
 from native_sparse_attention.masks import causal, dense_attention, soft_cap
 from native_sparse_attention.masks.tanh import tanh_approx
 from native_sparse_attention.ops.reference import eager
@@ -224,6 +229,20 @@ def test_gradients_of_each_sample(settings):
     layer, x = sparse(**settings), normal(2, 24, 16)
     per_sample(layer, x)
     per_sample(layer, x, mask=torch.arange(24) >= torch.tensor([[0], [7]]))
+
+
+@pytest.mark.parametrize(
+    "network",
+    [SingleProjection(8, 8), ConvLinearCompress(2, 8, 8), CompressTransformer(1, 16, 2)],
+    ids=lambda network: type(network).__name__,
+)
+def test_networks_whose_weights_are_plain_tensors(network):
+    layer, x = sparse(compress_mlp=network.double()), normal(1, 16, 16)
+    weights = {name: t.detach() for name, t in layer.named_parameters()}
+    found = grad(lambda w: functional_call(layer, w, (x,)).square().sum())(weights)
+    expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    for value, g in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(value, g)
 
 
 def test_long_rows_of_a_layer():

@@ -211,6 +211,18 @@ def test_whole_layer(setting, causal):
     )
 
 
+def test_block_indices_of_branches_that_select_none():
+    q, k, v = (torch.randn(8, h, 8, dtype=torch.float64, device=DEVICE) for h in (4, 2, 2))
+    kwargs = SIZES | dict(num_selected_blocks=2, sliding_window_size=5, branches=("window",))
+    ends = torch.tensor([0, 5, 8], device=DEVICE)
+    out, indices = native_sparse_attention(
+        q, k, v, **kwargs, causal=True, return_indices=True, cu_seqlens=ends
+    )
+    assert indices is None
+    window = sliding_window_attention(q, k, v, sliding_window_size=5, cu_seqlens=ends)
+    torch.testing.assert_close(out, window)
+
+
 @CAUSAL
 def test_rows_of_ids_and_padding(causal):
     """Several rows, padding on both sides and within: each document alone, and 0 elsewhere."""

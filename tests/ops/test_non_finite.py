@@ -124,6 +124,18 @@ def test_the_future_leaves_the_past_alone(name, strategy, value):
         torch.testing.assert_close(dirty[1:], clean[1:])
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_an_infinite_logit_of_a_window(name, is_causal):
+    """By package local-attention, and by the specification: a weight of 0 leaves outputs finite."""
+    x = {n: inputs()[n].detach() for n in "qkv"}
+    x[name][0, 7, 0, 1] = -math.inf
+    call = dict(sliding_window_size=3, causal=is_causal)
+    out, _ = sliding_window_attention(**x, **call, return_lse=True)
+    torch.testing.assert_close(sliding_window_attention(**x, **call), out, equal_nan=True)
+    assert out.isfinite().any(dim=-1)[:, 7:11].any()
+
+
 @pytest.mark.parametrize("name", [n for n in CALLS if n != "narrow window"])
 def test_documents_leave_each_other_alone(name, strategy):
     """Even if a gradient that comes in is NaN."""

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange, repeat
 from local_attention import LocalAttention
 from torch import Tensor
@@ -60,6 +61,19 @@ def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -
     if not may_look(out) or is_finite(out):
         return out
     out = attend(finite_part(q), finite_part(k), finite_part(v), *window)
-    # only queries that see a non-finite value have one
     right: Any = tiled.sliding_window_attention(q, k, v, **settings)
-    return torch.where(right.isfinite(), out, right)
+    # a non-finite value is seen in the output; an infinite logit may leave it finite
+    same = right.isfinite() & ~has_infinite_logits(q, k, *window[:2])[..., None]
+    return torch.where(same, out, right)
+
+
+def has_infinite_logits(q: Tensor, k: Tensor, sliding_window_size: int, causal: bool) -> Tensor:
+    """Which queries [b i h] are not finite, or see a key that is not."""
+    bad = (~k.isfinite()).any(dim=-1).long().cumsum(1)
+    before = F.pad(bad, (0, 0, 1, 0))  # keys [b j k] that are not, before each
+    i = torch.arange(q.shape[1], device=q.device)
+    first = (i - sliding_window_size).clamp(min=0)
+    last = i if causal else (i + sliding_window_size).clamp(max=k.shape[1] - 1)
+    seen = before[:, last + 1] > before[:, first]
+    seen = seen.repeat_interleave(q.shape[2] // k.shape[2], dim=-1)
+    return seen | (~q.isfinite()).any(dim=-1)

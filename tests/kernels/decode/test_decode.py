@@ -149,6 +149,17 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("branches", [("selected",), ("window",)])
+def test_pages_without_compressed_keys(branches):
+    settings = dict(branches=branches, num_selected_blocks=0)
+    tensors, call = problem(torch.float64, lengths=(43, 5), page=16, **settings)
+    table = call.pop("page_table")
+    rows = {n: tensors[n][table.long()].flatten(1, 2) for n in ("k", "v")}
+    expected = decode_attention(**tensors | rows, **call, backend="eager")
+    found = decode_attention(**tensors, **call, page_table=table, backend="eager")
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.slow(one_of=7)
 @kernels
 @pytest.mark.parametrize("case", CASES)
