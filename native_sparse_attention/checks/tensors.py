@@ -297,7 +297,8 @@ def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
 
 
 def check_offsets(q_offset: Tensor, B: int, device: torch.device) -> Tensor:
-    """Check one offset per sequence, and return int64 [B]."""
+    """Check one offset per sequence, and return int64 [B]: kernels read them by address, and one
+    that is expanded has fewer elements."""
     if q_offset.shape != (B,) or q_offset.dtype not in INDEX_DTYPES:
         raise ValueError(
             f"q_offset must be an int or an integer tensor of shape [{B}], "
@@ -305,7 +306,7 @@ def check_offsets(q_offset: Tensor, B: int, device: torch.device) -> Tensor:
         )
     if q_offset.device != device:
         raise ValueError(f"q_offset is on {q_offset.device} but q is on {device}")
-    return q_offset.long()
+    return q_offset.long().contiguous()
 
 
 def check_offset(

@@ -75,26 +75,43 @@ def attention(
     mask = attention_mask
     if mask is None and k.shape[1] == q.shape[1]:
         mask = packed(others.get("position_ids"), q)
+    is_own = mask is not None and masks.is_own(mask, q.shape[1], k.shape[1])
     if sliding_window is not None:
         sinks = None if s_aux is None else s_aux.to(q.dtype)
-        backend = settings["backend"]
-        return within_window(q, k, v, mask, sliding_window, sinks, backend, extra), None
+        call = q, k, v, mask, sliding_window, sinks
+        if mask is None or is_own:
+            return within_window(*call, settings["backend"], extra).contiguous(), None
+        return under_mask(q, k, v, mask, sinks, **extra).contiguous(), None
     if s_aux is not None:
         extra["sinks"] = s_aux.to(q.dtype)[None]
-    if mask is not None and not masks.is_own(mask):
+    return sparsely(q, k, v, mask, is_own, key, settings, extra).contiguous(), None
+
+
+def sparsely(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_own: bool,
+    key: Tensor,
+    settings: dict[str, Any],
+    extra: dict[str, Any],
+) -> Tensor:
+    """`attention` in a layer without a window, by the kind of mask."""
+    if mask is not None and not is_own:
         mask = remembered(CONVERTED, mask, masks.converted, (q.shape[0], q.shape[1], k.shape[1]))
     if mask is not None and len(mask) == 0:  # a static cache is longer than its sequences
         k, v, mask = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]], None
     if mask is None:
-        return at_end(q, k, v, key, settings, extra), None
+        return at_end(q, k, v, key, settings, extra)
     if mask.dtype == torch.int64:
         starts = (mask[:1].flatten() - q.shape[1]).expand(q.shape[0])
         least = settings["dense_length"] if mask.shape[0] == 2 else 0
-        return over_storage(q, k, v, starts, least, None, settings, extra), None
+        return over_storage(q, k, v, starts, least, None, settings, extra)
     k, v = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]]
     if k.shape[1] == q.shape[1]:
-        return over_documents(q, k, v, mask, settings, extra), None
-    return over_padded_storage(q, k, v, mask, settings, extra), None
+        return over_documents(q, k, v, mask, settings, extra)
+    return over_padded_storage(q, k, v, mask, settings, extra)
 
 
 def packed(position_ids: Any, q: Tensor) -> Tensor | None:
@@ -160,9 +177,10 @@ def within_window(
     backend: str,
     extra: dict[str, Any],
 ) -> Tensor:
-    """Attention to the last `sliding_window` keys, or under a mask that says so."""
-    if mask is not None and mask.dtype != torch.int16:
-        return under_mask(q, k, v, mask, sinks, **extra)
+    """Attention to the last `sliding_window` keys, with an own mask of tokens."""
+    if mask is not None and mask.shape[-1] != q.shape[1]:  # the model has left out queries
+        visible = masks.within_window(mask, q.shape[1], k.shape[1], sliding_window)
+        return under_mask(q, k, v, visible, sinks, **extra)
     settings: dict[str, Any] = dict(
         sliding_window_size=sliding_window - 1, sinks=sinks, backend=backend, **extra
     )
@@ -249,9 +267,11 @@ def at_end(
         return native_sparse_attention(q, k, v, **selection, **extra)
     if offset:
         check_stride(settings)
-    kept, W = kept_with(key), S // settings["compress_block_sliding_stride"]
-    ck = None if kept is None or kept.compressed is None else kept.compressed.transpose(1, 2)
-    if ck is None or ck.shape[1] != W:
+    l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
+    kept, ck = kept_with(key), None
+    if kept is not None and kept.windows == (l, d) and settings["num_selected_blocks"]:
+        ck = None if kept.compressed is None else kept.compressed.transpose(1, 2)
+    if ck is None or ck.shape[1] != S // d:
         ck = compressed_keys(k, settings)
         kept = kept if ck is None or ck is k else None
     elif ck.dtype != k.dtype:  # autocast

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ..checks.scalars import shown
 from ..compress import unfold, windows_of
 from ..ops.decode import workspace
 from .settings import settings_of
@@ -29,11 +31,13 @@ class Kept:
     stores: storage [B K N D] of "keys", "values" and "compressed", longer than the tensors that
         are there; its shapes stay for many steps. Empty where autograd saves what a call returned.
     counters: `ops.decode.workspace` of that storage.
+    windows: (l, d), tokens of a window of the compressed keys and from window to window.
     """
 
     compressed: Tensor | None
     stores: dict[str, Tensor]
     counters: Tensor | None
+    windows: tuple[int, int]
 
 
 def kept_with(key: Tensor) -> Kept | None:
@@ -53,6 +57,7 @@ class RoomyLayer(DynamicLayer):
         super().__init__()
         self.keys: Tensor
         self.values: Tensor
+        self.windows = (1, 1)
         self.stores: dict[str, Tensor] = {}
         self.counters: Tensor | None = None
         self.compressed: Tensor | None = None
@@ -68,7 +73,7 @@ class RoomyLayer(DynamicLayer):
         if torch.is_grad_enabled() or not self.is_initialized:
             super().update(key_states, value_states, *args, **kwargs)
             self.compress(self.keys)
-            KEPT[self.keys] = Kept(self.compressed, {}, None)
+            KEPT[self.keys] = Kept(self.compressed, {}, None, self.windows)
             return self.keys, self.values
         self.keys = self.extended("keys", self.keys, key_states)
         self.values = self.extended("values", self.values, value_states)
@@ -78,7 +83,7 @@ class RoomyLayer(DynamicLayer):
             self.counters = workspace(B, K, self.keys.device)
         held = dict(keys=self.keys, values=self.values, compressed=self.compressed)
         stores = {name: store for name, store in self.stores.items() if begins(store, held[name])}
-        KEPT[self.keys] = Kept(self.compressed, stores, self.counters)
+        KEPT[self.keys] = Kept(self.compressed, stores, self.counters, self.windows)
         return self.keys, self.values
 
     def compress(self, keys: Tensor) -> None:
@@ -125,17 +130,17 @@ class SparseLayer(RoomyLayer):
 
     def __init__(self, l: int, d: int, **unknown: Any) -> None:
         super().__init__()
-        self.l, self.d = l, d
+        self.windows = (l, d)
 
     def compress(self, keys: Tensor) -> None:
-        l, d, S = self.l, self.d, keys.shape[2]
+        (l, d), S = self.windows, keys.shape[2]
         done = 0 if self.compressed is None else self.compressed.shape[2]
         if self.compressed is None or done * d < l:  # windows that begin before the first token
             self.compressed = windows_of(keys, l, d, True).mean(dim=-2)
             return
-        windows = self.compressed[:, :, :0]
-        if S // d > done:
-            windows = unfold(keys[:, :, (done + 1) * d - l :], l, d).mean(dim=-2)
+        if S // d == done:
+            return
+        windows = unfold(keys[:, :, (done + 1) * d - l :], l, d).mean(dim=-2)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             self.compressed = torch.cat((self.compressed, windows), dim=2)
         else:
@@ -158,7 +163,7 @@ class SparseLayer(RoomyLayer):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         if self.compressed is not None:
-            self.compressed = self.compressed[:, :, : self.get_seq_length() // self.d]
+            self.compressed = self.compressed[:, :, : self.get_seq_length() // self.windows[1]]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -191,6 +196,8 @@ class SparseCache(DynamicCache):
     """
 
     def __init__(self, config: Any) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise ValueError(f"config must be model.config, got {shown(config)}")
         super().__init__(config=config)
         settings = settings_of(config.get_text_config(decoder=True))
         l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,8 @@ import torch
 import transformers
 from einops import reduce
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
+from transformers.utils import logging
 
 from ..attention import SparseAttention
 from ..checks.keywords import check_keywords
@@ -242,29 +244,53 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     """
     from safetensors.torch import load_file
 
-    folder = Path(path)
+    folder = Path(path) if isinstance(path, (str, Path)) else None
+    if folder is None or not (folder / "config.json").is_file():
+        raise ValueError(f"path must be a folder with config.json, got {shown(path)}")
     config = AutoConfig.from_pretrained(folder)
     kept = getattr(config, KEY, None)
     if not kept:
         raise ValueError(f"path must be a folder of a converted model, got {shown(str(path))}")
-    model = getattr(transformers, config.architectures[0])(config)
-    convert(model, dict(kept) | settings).to(config.dtype or torch.float32)
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     if not (folder / names[0]).exists():
         raise ValueError(f"path must have model.safetensors, got {shown(str(path))}")
-    state = {name: t for file in names for name, t in load_file(folder / file).items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    model.tie_weights()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    missing = [name for name in missing if name not in tied]
+    # all but attention as transformers loads it: its formats of experts, buffers in float32
+    architecture = getattr(transformers, config.architectures[0])
+    with without_warnings():
+        model, about = architecture.from_pretrained(
+            folder, dtype=config.dtype or torch.float32, output_loading_info=True
+        )
+    convert(model, dict(kept) | settings)
+    modules = model.named_modules()
+    own = tuple(f"{name}." for name, m in modules if isinstance(m, LayerAttention))
+    state = {
+        key: t
+        for file in names
+        for key, t in load_file(folder / file).items()
+        if key.startswith(own)
+    }
+    wanted = {key for key in model.state_dict() if key.startswith(own)}
+    others = {n: {key for key in about[n] if not key.startswith(own)} for n in about}
+    missing = sorted(wanted - state.keys() | others["missing_keys"])
+    unexpected = sorted(state.keys() - wanted | others["unexpected_keys"])
     if missing or unexpected:
         raise ValueError(
             f"path must hold the weights of this conversion, got missing {missing} and unexpected "
             f"{unexpected}"
         )
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.load_state_dict(state, strict=False)
     return model.eval()
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """transformers warns of weights that it does not find: here those of attention."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

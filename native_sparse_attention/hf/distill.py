@@ -71,6 +71,8 @@ def distill(
         raise ValueError(f"generator must be a torch.Generator on the CPU, got {shown(generator)}")
     if stage == "ranking" and teacher is not None:
         raise ValueError("teacher must be None in stage 'ranking', which learns from the model")
+    if teacher is not None and not isinstance(teacher, nn.Module):
+        raise ValueError(f"teacher must be a module or None, got {shown(teacher)}")
     attention_modules(model)
     head = getattr(model, "get_output_embeddings", lambda: None)
     if stage == "all" and head() is None:
@@ -79,6 +81,12 @@ def distill(
         )
     rows = rows_of(texts_or_ids, tokenizer, length)
     check_rows(model, rows)
+    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if rows.device.type == "cpu" and not 0 <= int(rows.min()) <= int(rows.max()) < vocabulary:
+        raise ValueError(
+            f"texts_or_ids must be token ids from 0 to {vocabulary - 1}, got {int(rows.min())} to "
+            f"{int(rows.max())}"
+        )
     device = next(model.parameters()).device
     history = []
     with ExitStack() as stack:

@@ -117,7 +117,7 @@ class LayerAttention(nn.Module):
         mask = attention_mask
         if mask is None and not slots:
             mask = packed(position_ids, hidden_states)
-        if mask is not None and not masks.is_own(mask):
+        if mask is not None and not masks.is_own(mask, T, slots + T):
             mask = remembered(CONVERTED, mask, masks.converted, (B, T, slots + T))
         if mask is not None and (mask.dtype == torch.int64 or len(mask) == 0):
             mask = None  # the cache knows how many keys there are
@@ -212,7 +212,8 @@ def attention_modules(model: nn.Module) -> list[LayerAttention]:
     Raises:
         ValueError: there are none.
     """
-    found = [module for module in model.modules() if isinstance(module, LayerAttention)]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = [module for module in modules if isinstance(module, LayerAttention)]
     if not found:
         raise ValueError(
             "model must be one of convert(model), or an NSAModel or NSAForCausalLM, got "

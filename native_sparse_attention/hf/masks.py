@@ -58,6 +58,15 @@ def sparse_mask(
             "of the model's own: use_dense_attention(model) computes it"
         )
     T, S = q_length, kv_length
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor, got {shown(attention_mask)}")
+    if attention_mask is not None and isinstance(q_offset, int):
+        least = q_offset + T
+        if attention_mask.shape[0] not in (1, batch_size) or attention_mask.shape[1] < least:
+            raise ValueError(
+                f"attention_mask must have shape [{batch_size}, {least}], got "
+                f"{list(attention_mask.shape)}"
+            )
     dense: dict[str, Any] = dict(
         batch_size=batch_size, q_length=T, kv_length=S, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, device=device,
@@ -164,20 +173,41 @@ def of_positions(position_ids: Tensor, B: int) -> Tensor | None:
     return encoded(B, begins.shape[1], None, begins, begins.device)
 
 
-documents_uncompiled = torch.compiler.disable(
-    document_begins,
-    reason="packed sequences are looked for on the host: give attention_mask [B, S]",
-)
+REASON = "packed sequences are looked for on the host: give attention_mask [B, S]"
+documents_uncompiled = torch.compiler.disable(document_begins, reason=REASON)
+positions_uncompiled = torch.compiler.disable(of_positions, reason=REASON)
 
 
 # masks of the user
 
 
-def is_own(mask: Tensor) -> bool:
-    """Whether a mask is one of the forms above."""
+def is_own(mask: Tensor, T: int, S: int) -> bool:
+    """Whether a mask of T queries and S keys is one of the forms above, and not one [B, 1, T, S] of
+    the user with the same dtype."""
+    if mask.ndim != 4 or mask.shape[1] != 1:
+        return False
     if mask.dtype == torch.int64:
-        return mask.shape[1:] == (1, 1, 1) and len(mask) < 3
-    return mask.dtype == torch.int16 and mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[2] < 3
+        return mask.shape[2:] == (1, 1) and len(mask) < 3 and S > 1
+    if mask.dtype != torch.int16 or mask.shape[2] > 2:
+        return False
+    if mask.shape[2] == 1 or T != 2:  # of one query both say the same
+        return mask.shape[2] == 1 or mask.shape[3] == T
+    # documents of two tokens, where the user's second key is hidden from the first query
+    return S == 2 and (torch.compiler.is_compiling() or bool((mask[:, 0, 0, 1] != 0).any()))
+
+
+def within_window(mask: Tensor, T: int, S: int, sliding_window: int) -> Tensor:
+    """Which of S keys the last T queries of an own mask [B, 1, 1|2, L] see in a window: bool
+    [B, 1, T, S]."""
+    L = mask.shape[-1]
+    key = torch.arange(S, device=mask.device)
+    query = torch.arange(L - T, L, device=mask.device)[:, None]
+    real = torch.nn.functional.pad(mask[:, :, :1] > 0, (0, S - L))
+    visible = real & (key <= query) & (key > query - sliding_window)
+    if mask.shape[2] == 2:
+        document = torch.nn.functional.pad(mask[:, :, 1].cumsum(-1), (0, S - L))
+        visible = visible & (document[:, :, None] == document[:, :, L - T : L, None])
+    return visible
 
 
 def converted(mask: Tensor, B: int, T: int, S: int) -> Tensor | None:

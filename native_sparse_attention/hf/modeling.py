@@ -32,7 +32,7 @@ from ..ranking import sampled
 from ..rotary import Rotary
 from .configuration import NSAModelConfig
 from .layer import LayerAttention
-from .masks import sparse_mask
+from .masks import positions_uncompiled, sparse_mask
 from .model import NAME
 
 # the name of a cache in this release
@@ -213,6 +213,9 @@ class NSAModel(NSAPreTrainedModel):
             B, T = x.shape[:2]
             mask = sparse_mask(B, T, past + T, past, attention_mask=mask, device=x.device)
             positions = None  # the mask says them
+        is_compiled = torch.compiler.is_compiling() and mask is None and cache is None
+        if is_compiled and positions is not None and positions.ndim == 2:
+            mask = positions_uncompiled(positions, x.shape[0])
         given: dict[str, Any] = dict(
             kwargs, attention_mask=mask, position_ids=positions, **{CACHE: cache}
         )
@@ -307,12 +310,19 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
             if out.ranking_loss is not None:
-                loss = loss + out.ranking_loss.to(loss.device)
+                loss = loss + self.part(out.ranking_loss, labels, kwargs).to(loss.device)
         return NSACausalLMOutput(
             loss=loss, logits=logits, hidden_states=out.hidden_states,
             attentions=out.attentions, ranking_loss=out.ranking_loss,
             **{CACHE: getattr(out, CACHE)},
         )  # fmt: skip
+
+    @staticmethod
+    def part(ranking_loss: Tensor, labels: Tensor, given: dict[str, Any]) -> Tensor:
+        """The part of a ranking loss in an accumulated gradient: where `num_items_in_batch` labels
+        of several calls divide the loss of predictions, that of this call's labels."""
+        count = given.get("num_items_in_batch")
+        return ranking_loss if count is None else ranking_loss * ((labels != -100).sum() / count)
 
 
 def register() -> None:

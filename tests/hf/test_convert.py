@@ -215,6 +215,28 @@ def test_saved_model_loads(form, tmp_path):
     close(plain(text).logits, expected, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+@torch.no_grad()
+def test_saved_model_of_experts_loads(family, tmp_path):
+    """transformers saves experts in another format than a state dict has."""
+    model, (text,) = convert(tiny(family), **ONE_SOFTMAX), prompts(40)
+    model.save_pretrained(tmp_path)
+    close(load_converted(tmp_path)(text).logits, model(text).logits, atol=0, rtol=0)
+
+
+@torch.no_grad()
+def test_frequencies_of_a_saved_model_stay_in_float32(tmp_path):
+    """Of layers that keep their window."""
+    tiny("Gemma3").save_pretrained(tmp_path / "plain")
+    kind = transformers.Gemma3ForCausalLM
+    model = convert(kind.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16), **ONE_SOFTMAX)
+    model.save_pretrained(tmp_path / "converted")
+    loaded = load_converted(tmp_path / "converted")
+    for name, value in model.named_buffers():
+        assert value.dtype == torch.float32 or "inv_freq" not in name
+        close(loaded.get_buffer(name), value, atol=0, rtol=0)
+
+
 @torch.no_grad()
 def test_dtype_and_mode_are_the_models(tmp_path):
     model, (text,) = tiny("Qwen3"), prompts(40)

@@ -95,6 +95,19 @@ def test_compiled_forward_gives_what_the_eager_one_does():
     assert model.model.embed_tokens.weight.grad.abs().sum() > 0
 
 
+def test_a_part_of_an_accumulated_batch_has_its_part_of_the_ranking_loss():
+    model, text = native("index"), torch.cat(prompts(40, 40))
+    given = dict(labels=text, ranking_queries=torch.arange(40), use_cache=False)
+    whole = model(text, **given, num_items_in_batch=text.numel())
+    alone = model(text, labels=text, use_cache=False).loss
+    close(whole.loss, alone * (2 * 39 / text.numel()) + whole.ranking_loss, **TOL)
+    parts = [
+        model(row, **given | dict(labels=row), num_items_in_batch=text.numel())
+        for row in text.split(1)
+    ]
+    close(sum(part.loss for part in parts), whole.loss, **TOL)
+
+
 # Trainer and adapters
 
 
@@ -124,6 +137,14 @@ def trainer(model, folder, steps=12, **settings):
 
 def losses_of(run):
     return [row["loss"] for row in run.state.log_history if "loss" in row]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_trainer_evaluates_and_predicts(tmp_path):
+    run = trainer(native("one_softmax"), tmp_path)
+    data = run.train_dataset
+    assert run.evaluate(data)["eval_loss"] > 0
+    assert len(run.predict(data).predictions) == len(data)
 
 
 @pytest.mark.slow(one_of=2)

@@ -248,6 +248,18 @@ def test_rows_that_start_at_different_places():
     )
 
 
+def test_offsets_that_are_strided():
+    """Kernels read them by address."""
+    q, k, v = draw(7, 40, 4, 2, 16, 16)
+    for starts in (torch.tensor([30], device=DEVICE), torch.tensor([[30, 0], [11, 0]])):
+        starts = starts.expand(2) if starts.ndim == 1 else starts.to(DEVICE)[:, 0]
+        assert not starts.is_contiguous()
+        assert_right(
+            sliding_window_attention, {"q": q, "k": k, "v": v}, torch.float32,
+            sliding_window_size=9, q_offset=starts,
+        )  # fmt: skip
+
+
 def test_call_that_no_tile_holds():
     q = torch.randn(1, 4, 1, 16, device=DEVICE)
     lists = torch.zeros(1, 4, 1, 1, dtype=torch.int32, device=DEVICE)
