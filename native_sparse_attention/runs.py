@@ -365,8 +365,10 @@ class FromRun(nn.Module):
         run = Path(path)
         config = read_config(run)
         verify_config(run, config)
-        with torch.random.fork_rng(devices=[]):  # the loaded weights replace the random ones
-            model = cls(**model_arguments({**config["settings"], "backend": "auto"}))
-        for note in load_run(run, config, model, which):
+        # the loaded weights replace the random ones, whatever the defaults are
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            model = cls(**model_arguments({**config["settings"], "backend": "auto"})).float()
+            notes = load_run(run, config, model, which)
+        for note in notes:
             warnings.warn(note, stacklevel=2)
-        return model.to(device).eval()
+        return model.to(torch.device("cpu") if device is None else device).eval()

@@ -202,6 +202,7 @@ class Transformer(FromRun, Started):
         if use_sparse_attn and (twice := sorted(rotary.keys() & sparse.keys())):
             raise ValueError(f"{', '.join(twice)} must not be in sparse_attn_kwargs too")
 
+        self.num_tokens = num_tokens
         self.token_emb = nn.Embedding(num_tokens, dim)
         self.layers = ModuleList()
         for _ in range(depth):
@@ -385,7 +386,8 @@ class Transformer(FromRun, Started):
         rule = check_sampling(temperature, filter_thres, top_p, generator, top_k, prompt.device)
         use_cache_kv = check_bool("use_cache_kv", use_cache_kv)
         steps = check_int("seq_len", seq_len, prompt.shape[1]) - prompt.shape[1]
-        stop = check_stop(stop_tokens, self.token_emb.num_embeddings)
+        num_tokens = getattr(self.token_emb, "num_embeddings", self.num_tokens)
+        stop = check_stop(stop_tokens, num_tokens)
         return generate(self, prompt, held, steps, rule, use_cache_kv, stop)
 
     def sample(

@@ -48,6 +48,23 @@ def test_bad_arguments_of_dense_attention():
 
 
 @both
+def test_an_embedding_in_a_wrapper(use_sparse_attn):
+    class Wrapper(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, ids):
+            return self.base(ids)
+
+    net, ids = model(use_sparse_attn), tokens(2, 9)
+    expected, sampled = net(ids), net.sample(ids, 12, temperature=0.0, stop_tokens=3)
+    net.token_emb = Wrapper(net.token_emb)
+    torch.testing.assert_close(net(ids), expected)
+    assert torch.equal(net.sample(ids, 12, temperature=0.0, stop_tokens=3), sampled)
+
+
+@both
 def test_loss(use_sparse_attn):
     net = model(use_sparse_attn)
     ids = tokens(2, 30)

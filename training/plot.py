@@ -35,11 +35,12 @@ def draw(run: Path, records: list[dict[str, Any]]) -> None:
     where: Any = {"xytext": (0, 8), "textcoords": "offset points", "ha": "right"}
     if len(valid):
         axes.annotate(f"{valid[-1, 1]:.3f}", valid[-1], color=red, weight="bold", **where)
-    axes.set(title=run.name, xlabel="step", ylabel="bits per byte", ylim=(0, None))
+    axes.set_title("".join(c if c.isprintable() else "_" for c in run.name), parse_math=False)
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
     axes.set_xlim(0, max(1, records[-1]["step"]))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(loc="upper right", frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write(run / "loss.png", buffer.getvalue())

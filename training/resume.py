@@ -11,10 +11,16 @@ from typing import Any
 import torch
 
 from native_sparse_attention import Transformer
-from native_sparse_attention.runs import BEST, TornError, load_best, newest_checkpoint
+from native_sparse_attention.runs import (
+    BEST,
+    TornError,
+    checkpoint_steps,
+    load_best,
+    newest_checkpoint,
+)
 
 from .errors import UserError
-from .runs import locked, missing_lines, read_metrics, restore
+from .runs import locked, missing_lines, read_metrics, remove_checkpoint, restore
 from .settings import Table, find_device, open_run
 
 
@@ -26,7 +32,7 @@ def resume_settings(
     open_run(run, given, table)
     held.enter_context(locked(run))
     cfg, config = open_run(run, given, table)  # its last writer may have changed it meanwhile
-    find_device(cfg.device)
+    cfg.device = find_device(cfg.device)
     return cfg, config
 
 
@@ -58,7 +64,8 @@ def go_on(
     best, lost = found.best, ""
     first = records[0].get("val_bpb", math.nan) if records else math.nan
     try:
-        if not load_best(run, config, model) and best < first:
+        known = not math.isnan(first) or found.step == 0
+        if not load_best(run, config, model) and (best < first or not known):
             lost = f"{run / BEST} is missing"
     except TornError as error:
         lost = str(error)
@@ -66,6 +73,9 @@ def go_on(
         best = math.inf
         notes.append(f"{lost}; the next validation writes it")
     restore(run, found, model, optimizer)
+    for step in checkpoint_steps(run):
+        if step > found.step:  # torn ones, which would count as kept
+            remove_checkpoint(run, step)
     for note in [*(f"{text}; going on from step {found.step}" for text in torn), *notes]:
         print(note)
     return found.step, best, records, lines[: len(records)]

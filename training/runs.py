@@ -80,6 +80,10 @@ def check_name(folder: Path, name: str) -> None:
     if not plain:
         raise UserError(f"--name {name!r} is not a plain directory name")
     run = folder / name
+    if run.is_dir() and not (run / runs.CONFIG).exists():
+        raise UserError(
+            f"{run} is there already, and is no run: it has no {runs.CONFIG}. Remove it"
+        )
     if run.is_dir():
         raise UserError(f"{run} is there already; --resume {run} goes on")
     if os.path.lexists(run):
@@ -89,6 +93,7 @@ def check_name(folder: Path, name: str) -> None:
 def new_run(folder: Path, name: str | None, stem: str) -> Path:
     """Make the directory of a new run: `name`, or `stem` with the first free number."""
     folder.mkdir(parents=True, exist_ok=True)
+    stem = "".join(c if c.isprintable() else "_" for c in stem)
     for number in itertools.count(1):
         run = folder / (name or f"{stem}-{number}")
         try:
@@ -216,12 +221,13 @@ def save_checkpoint(
     index = runs.seal(common | {"best": best, "files": files})
     write(checkpoint_path(run, step, INDEX), index.encode())
 
-    steps = runs.checkpoint_steps(run)
-    # those after this step are torn: this run went on from before them
-    kept = [other for other in steps if other <= step][-keep:]
-    for old in sorted(set(steps) - set(kept)):
-        for kind in (INDEX, WEIGHTS, OPTIMIZER):
-            checkpoint_path(run, old, kind).unlink(missing_ok=True)
+    for old in runs.checkpoint_steps(run)[:-keep]:
+        remove_checkpoint(run, old)
+
+
+def remove_checkpoint(run: Path, step: int) -> None:
+    for kind in (INDEX, WEIGHTS, OPTIMIZER):
+        checkpoint_path(run, step, kind).unlink(missing_ok=True)
 
 
 def restore(
@@ -269,7 +275,7 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[bytes], list[str
             record = json.loads(line)
             check_metrics(record, records[-1]["step"] if records else -1)
             records.append(record)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is broken: {reason(error)}") from None
     return records, lines, notes
 
@@ -291,5 +297,6 @@ def check_metrics(record: Any, before: int) -> None:
     for name in ("bpb", "val_bpb"):
         if type(record.get(name, 0.0)) not in (int, float):
             raise ValueError(f"{name} of step {record['step']} is {record[name]!r}")
+        float(record.get(name, 0.0))  # an OverflowError
     if record["step"] == 0 and "val_bpb" not in record:
         raise ValueError("step 0 has no val_bpb")

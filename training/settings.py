@@ -90,7 +90,7 @@ def open_run(run: Path, given: Namespace, table: Table) -> tuple[Namespace, dict
     A change of a setting that cannot change is a UserError.
     """
     path, config = run / CONFIG, read_config(run)
-    saved = config["settings"]
+    saved = dict(config["settings"])
     if odd := sorted(saved.keys() ^ table.keys()):
         what = "has no setting" if odd[0] in table else "has an unknown setting"
         raise UserError(f"{path} {what} {odd[0]!r}")

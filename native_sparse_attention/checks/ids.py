@@ -24,9 +24,10 @@ def has_values(tensor: Tensor) -> bool:
     return torch._C._len_torch_dispatch_stack() == 0
 
 
-def check_ids(name: str, ids: Any, embedding: nn.Embedding) -> Tensor:
+def check_ids(name: str, ids: Any, embedding: nn.Module) -> Tensor:
     """Check ids [b, n] of any integral dtype and return them as int64. The check of the vocabulary
-    runs on the CPU only, since a GPU would synchronize; there a bad id is a device-side assert.
+    runs on the CPU only, since a GPU would synchronize; there a bad id is a device-side assert. A
+    wrapper without a weight or a number of embeddings is not compared.
 
     Raises:
         ValueError: lists, floats, another shape, an id outside of the vocabulary.
@@ -44,11 +45,11 @@ def check_ids(name: str, ids: Any, embedding: nn.Embedding) -> Tensor:
         raise ValueError(f"{name} must have shape [b, n], got {list(ids.shape)}")
     if ids.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got one of layout {ids.layout}")
-    weight, num_tokens = embedding.weight, embedding.num_embeddings
+    weight, num_tokens = (getattr(embedding, n, None) for n in ("weight", "num_embeddings"))
     if type(weight) is nn.Parameter and ids.device != weight.device and not weight.is_meta:
         raise ValueError(f"{name} must be on {weight.device} as the model is, got {ids.device}")
     ids = ids.long()
-    if not has_values(ids) or ids.numel() == 0:
+    if num_tokens is None or not has_values(ids) or ids.numel() == 0:
         return ids
     least, most = (int(t) for t in ids.aminmax())
     if least < 0 or most >= num_tokens:

@@ -205,6 +205,10 @@ DECODE = Arguments(
 )  # fmt: skip
 
 
+# tensors whose rows the kernels read from consecutive addresses
+READ_BY_ROWS = ("q", "k", "v", "ck", "cv", "cq", "mem_k", "mem_v", "window_k", "window_v")
+
+
 @operator(
     "decode_attention", DECODE, "Tensor", mutates=("counters", "ranking"),
     fake=lambda at: at.q.new_empty(*at.q.shape[:-1], at.v.shape[-1]),
@@ -216,6 +220,10 @@ def by_kernels(at):
     from ..kernels.decode.kv_cache import CacheMetadata
 
     config = at.config
+    for name in READ_BY_ROWS:
+        t = getattr(at, name)
+        if t is not None and t.stride(-1) != 1:
+            setattr(at, name, t.contiguous())
     settings = Settings(
         config.compress_block_size, config.d, config.selection_block_size,
         config.num_selected_blocks, config.sliding_window_size, config.importance,

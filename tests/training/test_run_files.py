@@ -16,13 +16,14 @@ from tests.helpers.tiny_runs import (
     NEWEST,
     OLDER,
     OPTIONS,
+    PLAN,
     config_of,
     contents,
     load_equal,
     make_runs,
     resume,
 )
-from tests.training.test_train_enwik8 import TINY, in_process, metrics, refused, script
+from tests.training.test_train_enwik8 import TINY, cut, in_process, metrics, refused, script
 from training.runs import restore
 from training.sample import printable
 
@@ -132,6 +133,41 @@ def test_going_on_from_the_checkpoint_before(folder, run, keep):
     assert runs.checkpoint_steps(run) == steps
     assert metrics(run) == metrics(whole)
     assert load_equal(run / "step-00000012.safetensors", whole / "step-00000012.safetensors")
+
+
+def test_a_torn_checkpoint_does_not_count_as_kept(run):
+    cut(run / (NEWEST + ".safetensors"))
+    done = in_process(run.parent, "--resume", run, "--steps", 9, "--save-every", 1000)
+    assert done.returncode == 0, done.stderr
+    assert runs.checkpoint_steps(run) == [4, 9]
+    cut(run / "step-00000009.safetensors")
+    assert "going on from step 4" in resume(run).stdout
+
+
+def test_a_name_that_a_title_might_read_as_a_formula(run):
+    done = in_process(run.parent, "--data", config_of(run)["settings"]["data"], *PLAN[:2],
+                      "--name", "a$$b_$_", *PLAN[2:])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (run.parent / "runs/a$$b_$_/loss.png").exists()
+
+
+def test_a_directory_that_a_killed_run_left(run):
+    (run.parent / "runs/half").mkdir(parents=True)
+    given = ["--data", config_of(run)["settings"]["data"], *PLAN, "--name", "half"]
+    assert "is no run: it has no config.json" in refused(in_process(run.parent, *given))
+
+
+def test_a_best_that_is_missing_with_the_first_metrics(run):
+    (run / "best.safetensors").unlink()
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[1:]))
+    assert "best.safetensors is missing; the next validation writes it" in resume(run).stdout
+    assert (run / "best.safetensors").exists()
+
+
+def test_a_device_that_is_empty_is_the_default(run):
+    done = resume(run, "--device", "")
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_whole_checkpoint(run):
@@ -261,6 +297,18 @@ def test_from_run_of_a_dense_model_and_bad_arguments(folder, tmp_path):
     assert not hasattr(Transformer.from_run(tmp_path / "runs/dense").layers[0][0], "backend")
     with pytest.raises(ValueError, match="which must be 'best' or 'last', got 'first'"):
         Transformer.from_run(tmp_path / "runs/dense", which="first")
+
+
+def test_from_run_under_other_defaults(run):
+    expected = Transformer.from_run(run).state_dict()
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                found = Transformer.from_run(run).state_dict()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 def test_from_run_without_safetensors(run, monkeypatch):

@@ -166,6 +166,7 @@ def test_sample_streams_text_that_repeats(trained):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("12") and len(done.stdout) >= 10
     again, other = (in_process(trained[0], *args, "--seed", seed) for seed in (0, 1))
+    assert other.returncode == 0, other.stderr
     assert again.stdout == done.stdout != other.stdout
 
 

@@ -12,7 +12,15 @@ from ... import blocks
 from ...compat import transforms
 from ...config import AttentionConfig
 from ...varlen import Documents
-from .operator import LAYOUT, Arguments, documents_of, empty_block_indices, layout, operator
+from .operator import (
+    LAYOUT,
+    Arguments,
+    documents_of,
+    empty_block_indices,
+    layout,
+    of_heads,
+    operator,
+)
 
 NUMBERS = ("SymInt start", "SymInt num_ranked")
 TENSORS = ("Tensor q", "Tensor ck", "Tensor? mem_k", "Tensor? sinks")
@@ -139,7 +147,7 @@ def select_blocks(
     if config.importance != "probs":
         sinks = None
     elif sinks is not None:
-        sinks = sinks.to(torch.float32)
+        sinks = of_heads(sinks)
     layout_args = dict(layout(q_offset, documents), num_ranked=num_ranked)
     leaves = dict(q=q, ck=ck, mem_k=mem_k, sinks=sinks)
     fixed = {name: None if t is None else t.detach() for name, t in leaves.items()}

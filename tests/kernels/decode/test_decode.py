@@ -149,6 +149,21 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(one_of=3)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of unwritten memory
+@pytest.mark.parametrize(
+    "name", ["q", "k", "v", "ck", "cv", "cq", "mem_k", "mem_v", "window_k", "window_v"]
+)
+def test_rows_that_are_strided(name):
+    """Whose features do not follow each other in memory."""
+    tensors, settings = problem(torch.float32, lengths=(43, 5), memory=2, window=True)
+    expected = decode_attention(**tensors, **settings, backend="triton")
+    tensors[name] = torch.stack([tensors[name], torch.zeros_like(tensors[name])], -1)[..., 0]
+    assert tensors[name].stride(-1) == 2
+    found = decode_attention(**tensors, **settings, backend="triton")
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("branches", [("selected",), ("window",)])
 def test_pages_without_compressed_keys(branches):
     settings = dict(branches=branches, num_selected_blocks=0)

@@ -245,3 +245,19 @@ def test_layer(shape, layer, changed):
         return reference.combine_branches(outs, branch_gates)
 
     assert_layer_right(op, tensors, dtype)
+
+
+def test_sinks_that_are_strided():
+    q, ck = (torch.randn(1, n, h, 16, device=DEVICE) for n, h in ((24, 2), (12, 1)))
+    grads = []
+    for sinks in (torch.ones(1, device=DEVICE).expand(2), torch.ones(2, device=DEVICE)):
+        leaves = [t.clone().requires_grad_() for t in (q, ck)]
+        leaves.append(sinks.detach().requires_grad_())
+        _, gates = select_blocks(
+            *leaves[:2], sinks=leaves[2], compress_block_size=2, selection_block_size=4,
+            compress_block_sliding_stride=2, num_selected_blocks=2, importance="probs",
+            return_gates=True, backend="triton",
+        )  # fmt: skip
+        weight = torch.linspace(0, 1, gates.numel(), device=DEVICE).view_as(gates)
+        grads.append(torch.autograd.grad((gates * weight).sum(), leaves))
+    torch.testing.assert_close(grads[0], grads[1])
