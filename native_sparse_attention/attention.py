@@ -442,7 +442,7 @@ class SparseAttention(CompressionLayer):
                     self, tensors, ranking_queries, documents, generator, ranking_weights
                 )
         out = self.combine_heads(found if layout is None else layout.collect(found))
-        if layout is not None and self.out_bias:  # padding has none
+        if layout is not None and self.out_bias:  # the output of padding is 0
             out = out.masked_fill((layout.target < 0)[..., None], 0)
         return out if ranking_queries is None else (out, loss)
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from .errors import UserError
-from .runs import write
+from .runs import one_line, write
 
 
 def draw(run: Path, records: list[dict[str, Any]]) -> None:
@@ -35,7 +35,7 @@ def draw(run: Path, records: list[dict[str, Any]]) -> None:
     where: Any = {"xytext": (0, 8), "textcoords": "offset points", "ha": "right"}
     if len(valid):
         axes.annotate(f"{valid[-1, 1]:.3f}", valid[-1], color=red, weight="bold", **where)
-    axes.set_title("".join(c if c.isprintable() else "_" for c in run.name), parse_math=False)
+    axes.set_title(one_line(run.name), parse_math=False)
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
     axes.set_xlim(0, max(1, records[-1]["step"]))
     axes.grid(alpha=0.25)

@@ -90,10 +90,15 @@ def check_name(folder: Path, name: str) -> None:
         raise UserError(f"{run} is there already, and is no directory")
 
 
+def one_line(name: str) -> str:
+    """A name without line breaks and bytes that are no text."""
+    return "".join(c if c.isprintable() else "_" for c in name)
+
+
 def new_run(folder: Path, name: str | None, stem: str) -> Path:
     """Make the directory of a new run: `name`, or `stem` with the first free number."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = "".join(c if c.isprintable() else "_" for c in stem)
+    stem = one_line(stem)
     for number in itertools.count(1):
         run = folder / (name or f"{stem}-{number}")
         try:

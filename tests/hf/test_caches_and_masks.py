@@ -75,6 +75,10 @@ def test_integer_masks_of_any_dtype(family, dtype):
         close(found, expected, **TOL)
         if T == 12 or family == "Gemma2":  # whose caches hold a window, masks of 4 axes all keys
             continue
+        hidden = torch.tensor([False, True])[:, None, None, None]  # a first token that is padding
+        pair = ids[:, :1].expand(2, -1)
+        outs = [model(pair, attention_mask=mask).logits for mask in (hidden.to(dtype), hidden)]
+        close(*outs, **TOL)
         caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
         outs = []
         for cache, mask in zip(caches, (visible, visible.to(dtype))):
