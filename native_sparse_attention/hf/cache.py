@@ -113,10 +113,10 @@ class RoomyLayer(DynamicLayer):
         super().offload()
 
 
-def begins(store: Tensor, held: Tensor | None) -> bool:
+def begins(store: Tensor | None, held: Tensor | None) -> bool:
     """Whether the storage begins with what is held: crops leave a begin, other calls another
     tensor."""
-    return held is not None and store.data_ptr() == held.data_ptr()
+    return store is not None and held is not None and store.data_ptr() == held.data_ptr()
 
 
 def fits(one: Tensor, other: Tensor) -> bool:
@@ -138,10 +138,12 @@ class SparseLayer(RoomyLayer):
         if self.compressed is None or done * d < l:  # windows that begin before the first token
             self.compressed = windows_of(keys, l, d, True).mean(dim=-2)
             return
-        if S // d == done:
+        grows = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        # without a new window too, a first step moves them to storage, whose shapes stay
+        if S // d == done and (grows or begins(self.stores.get("compressed"), self.compressed)):
             return
         windows = unfold(keys[:, :, (done + 1) * d - l :], l, d).mean(dim=-2)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if grows:
             self.compressed = torch.cat((self.compressed, windows), dim=2)
         else:
             self.compressed = self.extended("compressed", self.compressed, windows, d)
