@@ -19,7 +19,8 @@ from .. import blocks, varlen
 from ..checks.scalars import TOO_LARGE
 from ..compress import windows_of
 from ..config import SELECTION, AttentionConfig
-from ..ops import decode, dispatch
+from ..ops import decode, dispatch, one_softmax
+from ..ops.call import Call
 from ..ops.functional import sliding_window_attention
 from ..ops.nsa import native_sparse_attention
 from . import masks
@@ -149,7 +150,8 @@ def of_one_dtype(*tensors: Tensor) -> list[Tensor]:
     dtype = tensors[-1].dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    return [t.transpose(1, 2).to(dtype) for t in tensors]
+    heads = [t.transpose(1, 2) for t in tensors]
+    return [t if t.dtype == dtype else t.to(dtype) for t in heads]
 
 
 def remembered(memory: Any, mask: Tensor, function: Any, args: tuple[Any, ...]) -> Any:
@@ -264,7 +266,10 @@ def at_end(
     if dense_up_to(settings) >= S:
         # nothing to rank: SDPA, where it has the form
         selection |= dict(num_selected_blocks=0, dense_length=ANY_LENGTH, selection_stride=1)
-        return native_sparse_attention(q, k, v, **selection, **extra)
+        call = Call(q, k, v, sinks=extra.get("sinks"), q_offset=offset)
+        sinks = call.sinks_of(selection["branches"]).get("selected")
+        config = config_with(selection, extra)
+        return one_softmax.dense_attention(call, config, selection["backend"], sinks)
     if offset:
         check_stride(settings)
     l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
@@ -365,19 +370,22 @@ def by_decode_kernels(
     extra: dict[str, Any],
     counters: Tensor | None = None,
 ) -> Tensor:
-    """`decode_attention` of tensors that fit one another, without its checks: a step of `generate`
-    waits for the host. The settings are checked when they are new."""
-    sinks = extra.get("sinks")
-    settings = (*selection.items(), ("scale", extra["scale"]), ("soft_cap", extra["soft_cap"]))
-    # the compiler would warn of the cache
-    make = config_of.__wrapped__ if torch.compiler.is_compiling() else config_of
+    """`decode_attention` of tensors that fit one another, without its checks."""
     if counters is None:
         counters = decode.workspace(q.shape[0], k.shape[2], q.device)
     out: Tensor = decode.by_kernels(
-        make(settings), q=q, k=k, v=v, ck=ck, lengths=starts, counts=counts, sinks=sinks,
-        counters=counters,
+        config_with(selection, extra), q=q, k=k, v=v, ck=ck, lengths=starts, counts=counts,
+        sinks=extra.get("sinks"), counters=counters,
     )  # fmt: skip
     return out
+
+
+def config_with(selection: dict[str, Any], extra: dict[str, Any]) -> AttentionConfig:
+    """The settings of a call, checked when they are new: a step waits for the host."""
+    settings = (*selection.items(), ("scale", extra["scale"]), ("soft_cap", extra["soft_cap"]))
+    # the compiler would warn of the cache
+    make = config_of.__wrapped__ if torch.compiler.is_compiling() else config_of
+    return make(settings)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,6 @@ no form of it (documents, offsets, sinks, soft caps).
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -114,10 +113,14 @@ def dense_attention(
     """Attention [B T H E] over all keys, causally over those up to the query."""
     q, k, v = call.q, call.k, call.v
     T, offset = q.shape[1], call.q_offset
-    if config.causal and not isinstance(offset, Tensor):
+    if config.causal and not isinstance(offset, Tensor) and k.shape[1] != offset + T:
         k, v = (t[:, : offset + T] for t in (k, v))
-    S = k.shape[1]
-    as_window = functools.partial(each_branch.window, call.but(k=k, v=v), config, backend, S, sinks)
+    S, keys, values = k.shape[1], k, v
+
+    def as_window() -> Tensor:
+        seen = call.but(k=keys, v=values)
+        return each_branch.window(seen, config, backend, S, sinks)
+
     plain = call.documents is None and sinks is None and config.soft_cap is None
     plain = plain and q.shape[-1] == v.shape[-1] and not transforms.active()
     # SDPA aligns its causal mask with the first key
