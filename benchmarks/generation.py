@@ -6,9 +6,9 @@
 
 A model has random weights in the shape of a published one (`--model`, `--layers` cuts its depth),
 or those of a folder or a GGUF file (`--path`). Prompts are random tokens without padding, in bf16.
-All forms of attention share the weights and take turns in one process. They are SDPA, what
-`use_sparse_attention` gives by default, and one softmax over 64 initial, 512 local and 512 ranked
-tokens in blocks of `--s`, ranked by the greatest logit or by means of blocks.
+All forms of attention share the weights and take turns in one process. They are SDPA, SDPA without
+its cuDNN backend, what `use_sparse_attention` gives by default, and one softmax over 64 initial,
+512 local and 512 ranked tokens in blocks of `--s`, ranked by the greatest logit or by means.
 
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
@@ -16,6 +16,8 @@ tokens in blocks of `--s`, ranked by the greatest logit or by means of blocks.
   `cache_implementation="static"`, whose step transformers compiles on a GPU. Tokens/s of all
   sequences from new token 9 to the last: the first ones compile, and record CUDA graphs. first_s is
   the time of the first call of `generate`, which compiles.
+* unseen: decode with a `DynamicCache` from shorter prompts, whose steps have numbers of keys that
+  the form has not computed before: cuDNN makes a plan for each of them.
 * peak_mib: greatest memory of tensors during the timed call, weights included.
 
 Nothing is timed of a form before its logits with all blocks selected agree with those of SDPA, in
@@ -27,12 +29,13 @@ steps where those are timed. The longest context and the largest batch come firs
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +80,21 @@ MOST_GRAPHS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A way to attend. Without settings it is SDPA."""
+    """A way to attend. Without settings it is SDPA; `cudnn`: SDPA may choose cuDNN."""
 
     name: str
     settings: dict[str, Any] | None = None
+    cudnn: bool = True
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[None]:
+        """SDPA chooses among its backends."""
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(before and self.cudnn)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> tuple[Form, ...]:
@@ -89,7 +103,7 @@ def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> 
     Raises:
         ValueError: a size that does not divide the tokens of the blocks.
     """
-    found = [Form("sdpa")]
+    found = [Form("sdpa"), Form("sdpa without cuDNN", cudnn=False)]
     for s in sizes:
         if s < 4 or any(tokens % s for tokens in (INITIAL, local, ranked)):
             raise ValueError(f"s must divide {INITIAL}, {local} and {ranked}, got {s}")
@@ -323,7 +337,7 @@ class Timed:
         if f"{what}_failed" in self.row:
             return None
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), self.form.chosen():
                 warnings.simplefilter("ignore")
                 return call()
         except Exception as error:  # a form that fails leaves a row with its reason
@@ -341,18 +355,20 @@ class Timed:
         self.model(self.ids, attention_mask=self.ones, logits_to_keep=1, **given)
         return 1e3 * (synchronize(self.ids.device) - began)
 
-    def decode(self, cache: str, new_tokens: int) -> tuple[float, float]:
-        """Seconds of a call of `generate`, and of its tokens after the first ones."""
+    def decode(self, cache: str, new_tokens: int, less: int = 0) -> tuple[float, float]:
+        """Seconds of a call of `generate` from a prompt of so many tokens less, and of its tokens
+        after the first ones."""
         from transformers import StoppingCriteriaList
 
         B, device = len(self.ids), self.ids.device
+        ids, ones = (t[:, : t.shape[1] - less] for t in (self.ids, self.ones))
         clock: Any = Clock((FIRST, new_tokens), B, device)
         given: dict[str, Any] = dict(cache_implementation="static")
         if cache == "dynamic":
             given = {cache_argument(): new_cache(self.form, self.model)}
         began = synchronize(device)
         self.model.generate(
-            self.ids, attention_mask=self.ones, do_sample=False, pad_token_id=0,
+            ids, attention_mask=ones, do_sample=False, pad_token_id=0,
             max_new_tokens=new_tokens, min_new_tokens=new_tokens,
             stopping_criteria=StoppingCriteriaList([clock]), **given,
         )  # fmt: skip
@@ -390,12 +406,28 @@ def measure_decode(timed: Sequence[Timed], cache: str, repeats: int) -> None:
     calls = take_turns(timed, cache, lambda t: t.decode(cache, new), repeats)
     for t, (first, times) in zip(timed, calls, strict=True):
         if times:
-            ms = common.quantiles([1e3 * s / (new - FIRST) for _, s in times])["p50_ms"]
-            t.row |= {
-                f"{cache}_first_s": round(first[0], 3),
-                f"{cache}_ms": ms,
-                f"{cache}_tokens_per_s": round(1e3 * len(t.ids) / ms, 2),
-            }
+            t.row[f"{cache}_first_s"] = round(first[0], 3)
+            add_speed(t, cache, [s for _, s in times])
+
+
+def measure_unseen(timed: Sequence[Timed], repeats: int) -> None:
+    """Decoding from prompts of other lengths than `measure_decode` has."""
+    new = timed[0].plan.new_tokens
+    shorter = [new * i for i in range(1, repeats + 1) if new * i < timed[0].ids.shape[1]]
+    for t in timed:
+        calls = [
+            t.attempt("unseen", functools.partial(t.decode, "dynamic", new, m)) for m in shorter
+        ]
+        add_speed(t, "unseen", [call[1] for call in calls if call is not None])
+
+
+def add_speed(timed: Timed, what: str, seconds: Sequence[float]) -> None:
+    """The median time of a new token."""
+    if seconds:
+        new = timed.plan.new_tokens - FIRST
+        ms = common.quantiles([1e3 * s / new for s in seconds])["p50_ms"]
+        speed = round(1e3 * len(timed.ids) / ms, 2)
+        timed.row |= {f"{what}_ms": ms, f"{what}_tokens_per_s": speed}
 
 
 def case(
@@ -410,6 +442,7 @@ def case(
     few = 1 if B * context > 2**15 else 2
     measure_prefill(timed, plan.repeats)
     measure_decode(timed, "dynamic", min(few, plan.repeats))
+    measure_unseen(timed, min(few + 1, plan.repeats))
     of_static = [t for t in timed if t.form.name in plan.static_forms] if static else []
     if of_static:
         measure_decode(of_static, "static", min(few, plan.repeats))
@@ -496,7 +529,7 @@ def quick(device: torch.device, out: Path | None) -> tuple[Any, Plan]:
 def asked(args: argparse.Namespace, device: torch.device, out: Path | None) -> tuple[Any, Plan]:
     forms = forms_of(args.s)
     known = [form.name for form in forms]
-    static = args.static_forms or ["sdpa", next(n for n in known if n.startswith("max of"))]
+    static = args.static_forms or ["sdpa", known[2], "defaults"]
     for name, given in (("forms", args.forms or []), ("static-forms", static)):
         if not set(given) <= set(known):
             raise ValueError(f"{name} must be of {', '.join(known)}, got {', '.join(given)}")
@@ -536,7 +569,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--s", type=int, nargs="+", default=(64,), help="block sizes")
     add("--forms", nargs="+", metavar="NAME", help="all by default")
     add("--static-contexts", type=int, nargs="*", metavar="T", help="the longest by default")
-    add("--static-forms", nargs="+", metavar="NAME", help="sdpa and max by default")
+    add("--static-forms", nargs="+", metavar="NAME", help="sdpa, max and defaults by default")
     add("--repeats", type=int, default=3, help="of a forward; generate has fewer")
     add("--deadline", type=float, help="seconds after which no case begins")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")

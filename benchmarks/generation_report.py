@@ -16,6 +16,7 @@ BASELINE = "sdpa"
 MEASURES = {
     "prefill": "prefill, thousand tokens/s",
     "dynamic": "decoding, tokens/s",
+    "unseen": "decoding at lengths for the first time, tokens/s",
     "static": "decoding over a static cache, tokens/s",
 }
 
@@ -63,7 +64,7 @@ def cell(rows: dict[str, Row], form: str, what: str) -> str:
 
 def peaks(rows: dict[str, Row], form: str) -> str:
     row = rows.get(form, {})
-    found = [row.get(f"{what}_peak_mib") for what in MEASURES]
+    found = [row.get(f"{what}_peak_mib") for what in MEASURES if what != "unseen"]
     return " / ".join("-" if mib is None else f"{mib / 1024:.1f}" for mib in found)
 
 
@@ -101,7 +102,8 @@ def verdict(models: Models) -> str:
         for (B, T), rows in sorted(cases.items()):
             for what in MEASURES:
                 least = goal(what, B, T)
-                ratios = {form: speedup(rows, form, what) for form in rows if form != BASELINE}
+                sparse = [form for form, row in rows.items() if row.get("settings")]
+                ratios = {form: speedup(rows, form, what) for form in sparse}
                 known = {form: ratio for form, ratio in ratios.items() if ratio is not None}
                 if least is None or not known:
                     continue

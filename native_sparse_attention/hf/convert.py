@@ -49,7 +49,7 @@ ONE_SOFTMAX: dict[str, Any] = dict(
     num_selected_blocks=16,
     num_initial_blocks=1,
     num_local_blocks=8,
-    dense_length=4096,
+    dense_length=8192,
 )
 # the paper's numbers
 BRANCHES: dict[str, Any] = dict(

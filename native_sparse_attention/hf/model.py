@@ -51,7 +51,7 @@ def use_sparse_attention(
             `model.config.nsa_config` keeps, as after `save_pretrained` and `from_pretrained`.
         settings: single settings, which replace those of `config` and the defaults:
             selection_block_size (64), num_selected_blocks (16), num_initial_blocks (1),
-            num_local_blocks (8), dense_length (4096), importance ("max"), compress_block_size and
+            num_local_blocks (8), dense_length (8192), importance ("max"), compress_block_size and
             compress_block_sliding_stride (1, tokens themselves rank blocks),
             interpolated_importance_score, selection_stride, query_heads_share_selected_kv,
             use_diff_topk, backend ("auto").

@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = dict(
     num_local_blocks=8,
     selection_stride=1,
     query_heads_share_selected_kv=True,
-    dense_length=4096,
+    dense_length=8192,
     use_diff_topk=False,
     backend="auto",
 )

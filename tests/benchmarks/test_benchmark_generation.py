@@ -30,15 +30,17 @@ def test_quick_form(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     rows = generation.main(["--quick", "--device", "cpu", "--out", str(path)])
     assert common.read_rows(path) == json.loads(json.dumps(rows))
-    assert [row["form"] for row in rows] == ["sdpa", "max of 16", "means of 16", "defaults"]
+    sparse = ["max of 16", "means of 16", "defaults"]
+    assert [row["form"] for row in rows] == ["sdpa", "sdpa without cuDNN", *sparse]
     for row in rows:
         assert row["B"] == 2 and row["T"] == 256 and row["all_layers"] == row["layers"] == 2
         assert row["prefill_ms"] > 0 and row["dynamic_first_s"] > 0
         assert row["dynamic_tokens_per_s"] == pytest.approx(2000 / row["dynamic_ms"], rel=1e-2)
         assert ("static_ms" in row) == (row["form"] in ("sdpa", "max of 16"))
-        assert row["sparse_cache"] == (row["form"] != "sdpa")
-    assert rows[0]["settings"] is None and rows[3]["settings"]["dense_length"] == 4096
-    assert rows[1]["settings"]["num_local_blocks"] == 2
+        assert row["unseen_tokens_per_s"] == pytest.approx(2000 / row["unseen_ms"], rel=1e-2)
+        assert row["sparse_cache"] == (row["form"] in sparse)
+    assert rows[0]["settings"] is None and rows[4]["settings"]["dense_length"] == 8192
+    assert rows[2]["settings"]["num_local_blocks"] == 2
     assert "| decoding, tokens/s (times SDPA) | B=2, 256 |" in capsys.readouterr().out
 
 
@@ -54,7 +56,7 @@ def test_forms_share_the_weights(network):
 def test_wrong_attention_is_not_timed(monkeypatch, network):
     """A step of decoding that sees one key less; a forward that loses a little."""
     small = generation.checked_network(network, CPU)
-    form = generation.forms_of((16,), 32, 32)[1]
+    form = generation.forms_of((16,), 32, 32)[2]
     assert generation.check(form, small, static=True) < 1e-4
     right = attention.native_sparse_attention
 
@@ -76,6 +78,27 @@ def test_wrong_attention_is_not_timed(monkeypatch, network):
     assert [f.name for f in forms] == ["sdpa"] and told.startswith("max of 16: logits")
 
 
+def test_lengths_are_not_seen_twice(network, monkeypatch):
+    """By SDPA with or without cuDNN, which is as before afterwards."""
+    forms = Form("sdpa"), Form("sdpa without cuDNN", cudnn=False)
+    plan = generation.Plan("tiny", forms, new_tokens=10, repeats=3)
+    seen = []
+
+    def decode(self, cache, new_tokens, less=0):
+        seen.append((self.form.name, torch.backends.cuda.cudnn_sdp_enabled(), cache, less))
+        return 2.0, 1.0
+
+    monkeypatch.setattr(generation.Timed, "decode", decode)
+    monkeypatch.setattr(generation.Timed, "prefill", lambda self: 1.0)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    rows = generation.case(network, forms, 1, 35, False, plan)
+    for form in forms:
+        own = [call[1:] for call in seen if call[0] == form.name]
+        assert own == [(before and form.cudnn, "dynamic", less) for less in (0, 0, 0, 10, 20, 30)]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert [row["unseen_tokens_per_s"] for row in rows] == [2.0, 2.0]
+
+
 def test_deadline(network, capsys):
     plan = generation.Plan("tiny", (Form("sdpa"),), (8,), (1,), deadline=0.0)
     assert generation.run(network, plan) == []
@@ -86,7 +109,7 @@ def test_deadline(network, capsys):
     ("given", "told"),
     [
         (["--s", "48"], "s must divide 64, 512 and 512, got 48"),
-        (["--forms", "dense"], "forms must be of sdpa, max of 64, .*, got dense"),
+        (["--forms", "dense"], "forms must be of sdpa, .*, max of 64, .*, got dense"),
         (["--static-forms", "max of 32"], "static-forms must be of .*, got max of 32"),
         (["--new-tokens", "9"], "new_tokens must be at least 10, got 9"),
         (["--contexts", "1"], "contexts must be at least 2, got 1"),
@@ -103,10 +126,14 @@ def test_bad_arguments(given, told):
 
 def test_table():
     dense = KNOWN | {"form": "sdpa", "prefill_tokens_per_s": 1e5, "prefill_peak_mib": 2048}
-    dense |= {"dynamic_tokens_per_s": 100.0, "static_tokens_per_s": 200.0}
+    dense |= {"dynamic_tokens_per_s": 100.0, "static_tokens_per_s": 200.0, "settings": None}
+    dense |= {"unseen_tokens_per_s": 40.0}
+    other = dense | {"form": "sdpa without cuDNN", "dynamic_tokens_per_s": 300.0}
     sparse = dense | {"form": "max of 64", "prefill_tokens_per_s": 9e4, "dynamic_peak_mib": 1024}
-    sparse |= {"dynamic_tokens_per_s": 250.0, "static_failed": "why"}
-    drawn = generation_report.table([dense | {"gpu": "another"}, dense, sparse]).splitlines()
+    sparse |= {"dynamic_tokens_per_s": 250.0, "static_failed": "why", "settings": {"a": 1}}
+    sparse |= {"unseen_tokens_per_s": 60.0}
+    rows = [dense | {"gpu": "another"}, dense, other, sparse]
+    drawn = generation_report.table(rows).splitlines()
     assert drawn[0] == "llama-8b (8 layers of 32, 32 query and 8 KV heads, bfloat16):"
     assert "| prefill, thousand tokens/s (times SDPA) | B=16, 8k |" in drawn
     assert "| max of 64 | 90.0 (0.90) |" in drawn and "| max of 64 | 250 (2.50) |" in drawn
@@ -114,6 +141,8 @@ def test_table():
     case = "* llama-8b, 8 layers, B=16, 8k, "
     assert f"{case}prefill, thousand tokens/s: missed, max of 64 0.90 of 1" in drawn
     assert f"{case}decoding, tokens/s: hit, max of 64 2.50 of 2" in drawn
+    unseen = generation_report.MEASURES["unseen"]
+    assert f"{case}{unseen}: missed, max of 64 1.50 of 2" in drawn
     assert "* llama-8b, max of 64, B=16, 8k, static: why" in drawn
     assert generation_report.table([]) == generation_report.NO_ROWS
 

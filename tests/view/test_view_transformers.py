@@ -170,7 +170,7 @@ def test_dense_attention_by_default_is_told(folder, tmp_path, capsys):
     out = tmp_path / "page.html"
     assert call(folder, "dense", "--out", out) == 0
     told = capsys.readouterr().out
-    assert "every token attends to all keys, as dense_length is 4096: --settings" in told
+    assert "every token attends to all keys, as dense_length is 8192: --settings" in told
     assert all(layer["dense"] for layer in content_of(out.read_text())["layers"])
 
 
