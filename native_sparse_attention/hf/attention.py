@@ -11,12 +11,12 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import blocks, varlen
 from ..checks.scalars import TOO_LARGE
+from ..compat.sdpa import sdpa
 from ..compress import windows_of
 from ..config import SELECTION, AttentionConfig
 from ..ops import decode, dispatch, one_softmax
@@ -208,9 +208,7 @@ def under_mask(
     groups = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if sinks is None and soft_cap is None:
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale, enable_gqa=groups > 1
-        )
+        out = sdpa(q, k, v, attn_mask=mask, scale=scale, enable_gqa=groups > 1)
         return out.transpose(1, 2)
     k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     logits = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)

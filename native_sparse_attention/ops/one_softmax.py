@@ -11,12 +11,12 @@ import sys
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import blocks
 from ..compat import transforms
 from ..compat.graphs import is_exporting
+from ..compat.sdpa import sdpa
 from ..config import AttentionConfig
 from . import dispatch, each_branch
 from .call import Call
@@ -138,9 +138,7 @@ def dense_attention(
     if T == 1:  # the last token sees all keys
         causal = False
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=config.scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = sdpa(q, k, v, is_causal=causal, scale=config.scale, enable_gqa=q.shape[1] != k.shape[1])
     if out.device.type == "cpu" and not torch.compiler.is_compiling() and not out.sum().isfinite():
         return as_window()
     return out.transpose(1, 2)

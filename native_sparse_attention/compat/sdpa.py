@@ -1,0 +1,29 @@
+"""`scaled_dot_product_attention` of torch, for steps of decoding too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+    """`F.scaled_dot_product_attention`; a single query [.. 1 D] on a GPU never runs in cuDNN.
+
+    cuDNN plans each number of keys anew: with a cache that grows, 5 to 10 ms a layer and token on
+    an H100, where the attention of the other backends takes 0.2. Graphs of the compiler keep
+    torch's choice, since their keys are of few lengths.
+    """
+    attend = F.scaled_dot_product_attention
+    if torch.compiler.is_compiling() or not q.is_cuda or q.shape[-2] != 1:
+        return attend(q, k, v, **settings)
+    cuda = torch.backends.cuda
+    before = cuda.cudnn_sdp_enabled()
+    # `sdpa_kernel` does the same in 30 us
+    cuda.enable_cudnn_sdp(False)
+    try:
+        return attend(q, k, v, **settings)
+    finally:
+        cuda.enable_cudnn_sdp(before)
