@@ -269,7 +269,8 @@ def made_up(provider, T, ms, speedup=None, **fields):
 
 
 def test_tables_of_a_run_of_their_own():
-    """One softmax and peers: of the newest run, on whatever GPU; the latest row of each pass."""
+    """One softmax, of all heads apart, and peers: of the newest run, on whatever GPU; the latest row
+    of each pass."""
     old = made_up("one-softmax", 8192, 9.0, 9.0, D=128)
     run = made_up("dense-cudnn", 8192, 3.0, 1.0, D=128) + made_up("ours", 8192, 1.0, 2.0, D=128)
     run += made_up("one-softmax", 8192, 2.0, 1.5, D=128)
@@ -282,6 +283,10 @@ def test_tables_of_a_run_of_their_own():
     text = cards_report.one_softmax(old + run)
     assert "| 64/4 | one-softmax | 1.50 / 1.50; 1.00 |" in text and "9.00" not in text
     assert "| 64/4 | *target* | 1.9 / 2 |" in text and text.endswith("H, torch 2, triton 3; d.")
+    narrow = [{**row, "H": 9, "K": 3, "D": 64, "commit": "e"} for row in run[2:] + run[:4]]
+    text = cards_report.one_softmax(old + run + narrow)
+    assert "| 64/4 | one-softmax | 1.50 / 1.50; 1.00 |" in text and text.endswith("3; d, e.")
+    assert "| 9/3, D=64 | one-softmax | 1.50 / 1.50; 1.00 |" in text
     text = cards_report.peers(old + run)
     assert "| whole | flash_nsa | 4 (4.00) / 4 (4.00) |" in text
     assert "| selected | infllm_v2 | - |" in text
