@@ -462,6 +462,10 @@ def decode(call: Call, settings: Settings) -> Tensor:
     if warmup and is_paged and call.pages <= MAX_PRELOADED_PAGES:
         preloaded_pages = max(32, next_power_of_2(call.pages))
 
+    # 1 where the kernel does not read it: another value would compile it again
+    padded_cmp_splits = next_power_of_2(plan.cmp) if probs else 1
+    compared = next_power_of_2(cdiv(blocks, RANK_COMPARED)) if rank_split_blocks else 1
+
     partial_out, partial_lse = call.allocate_partials(plan.splits)
     score_heads = {SCORES_NONE.value: 0, SCORES_SUM.value: K, SCORES_PER_HEAD.value: H}
     columns = cdiv(W, per_block) if per_block else W
@@ -481,15 +485,16 @@ def decode(call: Call, settings: Settings) -> Tensor:
         REDUCE_PROGRAMS=reduce_programs, PAGES=call.pages, RANK_PROGRAMS=ranking_programs,
         PADDED_G=heads, RANKS_PER_KV=ranks // K, BLOCK_M=block_m, BLOCK_N=window_tile.block_n,
         BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W,
-        PADDED_CMP_SPLITS=next_power_of_2(max(1, plan.cmp)),
+        PADDED_CMP_SPLITS=padded_cmp_splits,
         PADDED_SPLITS=next_power_of_2(plan.splits),
         REDUCE_ROWS=plan.reduce_rows, REDUCE_COLUMNS=plan.reduce_columns,
         STAGES=window_tile.num_stages, BLOCK_KEYS=block_keys,
-        BLOCK_STAGES=block_tile.num_stages if block_keys <= 64 else 1, RANK_CHUNKS=rank_chunks,
+        BLOCK_STAGES=block_tile.num_stages if block_keys <= 64 else 1,
+        RANK_CHUNKS=1 if rank_split_blocks else rank_chunks,
         RANK_N=ranking.block_n, RANK_COLUMNS=ranking.columns,
         RANK_DEPTH=min(ranking.depth, settings.n), RANK_MERGE_N=ranking.merge_n,
         RANK_SPLIT_BLOCKS=rank_split_blocks, RANK_COMPARED=RANK_COMPARED,
-        RANK_SPLIT_CHUNKS=min(RANK_SPLIT_CHUNKS, next_power_of_2(cdiv(blocks, RANK_COMPARED))),
+        RANK_SPLIT_CHUNKS=min(RANK_SPLIT_CHUNKS, compared),
         PADDED_TOPN=max(2, next_power_of_2(settings.n)),
         SELECTED_BLOCKS=selected,
         PADDED_SPLIT_BLOCKS=next_power_of_2(most_blocks), STRIDE=settings.stride,
