@@ -131,8 +131,8 @@ class Collection(Mapping[str, list[Reading]]):
 
     def agreement(self, index: int = -1) -> Tensor:
         """Agreement between layers [layers, layers] in call `index`: the share of the blocks that
-        a query ranks in layer i, in any head, and in layer j too, as a mean over queries. NaN where
-        nothing is ranked or block sizes differ.
+        a query ranks in layer i, in any head, and in layer j too, as a mean over queries that
+        rank in both. NaN where there are none or block sizes differ.
 
         Raises:
             ValueError: a layer has no such call, or layers ran over different rows.

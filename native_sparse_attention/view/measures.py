@@ -161,11 +161,12 @@ def scores_of_ranked(
 
 
 def in_common(these: Tensor, others: Tensor) -> Tensor:
-    """The share of blocks [.. n] that are among `others` [.. x] too; NaN without a block. -1 is no
-    block."""
+    """The share of blocks [.. n] that are among `others` [.. x] too; NaN where one of them has no
+    block. -1 is no block."""
     there = these >= 0
     common = ((these[..., :, None] == others[..., None, :]).any(dim=-1) & there).sum(dim=-1)
-    return torch.where(there.any(dim=-1), common / there.sum(dim=-1), float("nan"))
+    both = there.any(dim=-1) & (others >= 0).any(dim=-1)
+    return torch.where(both, common / there.sum(dim=-1), float("nan"))
 
 
 class Measured(NamedTuple):

@@ -245,7 +245,7 @@ def test_agreement_is_the_share_of_common_blocks(name, causal):
             for t in range(61):
                 here = set(ranked[b, t, r].tolist()) - {-1}
                 found = reading.agreement[b, t, r]
-                if t == 0 or not here or reading.dense[b, t - 1]:
+                if not here or not before or reading.dense[b, t - 1]:
                     assert found.isnan()
                 else:
                     assert found == pytest.approx(len(here & before) / len(here))
@@ -267,9 +267,22 @@ def test_agreement_of_layers():
     shares = []
     for these, those in zip(one.flatten(0, 1).tolist(), other.flatten(0, 1).tolist()):
         these, those = set(these) - {-1}, set(those) - {-1}
-        if these:
+        if these and those:
             shares.append(len(these & those) / len(these))
     assert found[1, 2].item() == pytest.approx(sum(shares) / len(shares), abs=1e-6)
+
+
+def test_a_layer_that_ranks_nothing_agrees_with_none():
+    torch.manual_seed(0)
+    model = Transformer(
+        11, 16, depth=2, dim_head=4, heads=4, use_sparse_attn=True,
+        sparse_attn_kwargs=SETTINGS["one softmax"],
+    )  # fmt: skip
+    model.layers[1][0].dense = True
+    with collect(model) as seen:
+        model(torch.randint(0, 11, (1, 61)))
+    found = seen.agreement()
+    assert found[0, 0] == 1 and found.isnan().sum() == 3
 
 
 SMALL = dict(
