@@ -139,6 +139,19 @@ def load_run(name: str, device: str) -> nn.Module:
     return model
 
 
+# bytes that are read at a time
+PART = 2**24
+
+
+def read_up_to(file: BufferedReader, most: int) -> bytes:
+    """The next `most` bytes of a file, or fewer at its end. It takes no memory for more."""
+    parts = []
+    while most > 0 and (part := file.read(min(most, PART))):
+        parts.append(part)
+        most -= len(part)
+    return b"".join(parts)
+
+
 class Text(NamedTuple):
     """Ids of tokens, what each is in the text, and whether the file has more of them."""
 
@@ -149,7 +162,7 @@ class Text(NamedTuple):
 
 def read_bytes(file: BufferedReader, most: int) -> Text:
     """The first `most` bytes of a file, each a token."""
-    data = file.read(most + 1)
+    data = read_up_to(file, most + 1)
     return Text(list(data[:most]), byte_texts(data[:most]), len(data) > most)
 
 
@@ -157,7 +170,7 @@ def read_tokens(file: BufferedReader, most: int, tokenizer: Any) -> Text:
     """The first `most` tokens of a file."""
     decoder, text, size = getincrementaldecoder("utf-8")("replace"), "", 16 * most + 64
     while True:
-        data = file.read(size)
+        data = read_up_to(file, size)
         is_whole = len(data) < size
         text += decoder.decode(data, is_whole)
         ids, pieces = token_texts(tokenizer, text)

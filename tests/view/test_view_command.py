@@ -46,6 +46,13 @@ def test_options(folder, tmp_path, capsys):
     assert "".join(data["texts"]) == TEXT[:50] and len(data["positions"]) == 7
 
 
+@pytest.mark.parametrize("most", [10**12, 10**30])
+def test_more_tokens_than_memory_are_those_of_the_file(folder, tmp_path, capsys, most):
+    out = tmp_path / "page.html"
+    assert call(folder, "--out", out, "--max-tokens", most) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: {len(TEXT)} tokens; ")
+
+
 def test_as_a_module(folder):
     command = [sys.executable, "-W", "error", "-m", "native_sparse_attention.view"]
     done = subprocess.run(
