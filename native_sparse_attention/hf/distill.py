@@ -57,8 +57,9 @@ def distill(
         also "loss", that of the predictions.
 
     Raises:
-        ValueError: a model without learned rankings, an argument out of range, or rows that are
-            too short for a block to be ranked.
+        ValueError: a model without learned rankings, an argument out of range, rows that are too
+            short for a block to be ranked, gradients that are off, or a converted model under
+            gradient checkpointing with `use_reentrant=True`.
     """
     steps, batch_size = check_int("steps", steps, 1), check_int("batch_size", batch_size, 1)
     ranking_queries = check_int("ranking_queries", ranking_queries, 1)
@@ -99,6 +100,7 @@ def distill(
             optimizer.zero_grad(set_to_none=True)
             with ranking_losses(model, queries, ranking_weights) as ranking:
                 loss = predictions_loss(model, ids, stage, teacher)
+                check_learns(model, ranking)
                 if loss is None:
                     ranking.loss.backward()
                 else:
@@ -109,6 +111,23 @@ def distill(
             history.append(numbers(loss, ranking))
         optimizer.zero_grad(set_to_none=True)
     return history
+
+
+def check_learns(model: nn.Module, ranking: Ranking) -> None:
+    """Check that the loss of a forward has gradients for the rankings. Checkpointing of the older
+    kind runs the layers without, and keeps only what they return.
+
+    Raises:
+        ValueError: it has none.
+    """
+    indices = (layer.attention.to_index for layer in attention_modules(model))
+    learn = any(p.requires_grad for to in indices if to is not None for p in to.parameters())
+    if learn and not ranking.loss.requires_grad:
+        raise ValueError(
+            "model must be called with gradients, and checkpointed without use_reentrant=True, "
+            "under which its rankings learn nothing: give dict(use_reentrant=False) to "
+            "gradient_checkpointing_enable"
+        )
 
 
 def predictions_loss(

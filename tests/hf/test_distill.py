@@ -115,6 +115,24 @@ def test_checkpointing_changes_no_ranking_loss():
     close(twin.state_dict(), model.state_dict(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("stage", ["ranking", "all"])
+def test_reentrant_checkpointing_is_refused(stage):
+    """Under it the layers run without gradients, and the rankings would learn nothing."""
+    model = convert(tiny("Qwen2"), **INDEX).train()
+    enable = getattr(model, "activation_checkpointing_enable", None)  # since 5.24
+    (enable or model.gradient_checkpointing_enable)(dict(use_reentrant=True))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        distill(model, rows(), **TRAIN, stage=stage)
+    close(model.state_dict(), before, rtol=0, atol=0)
+    assert not any(layer.dense for layer in layers_of(model))
+
+
+def test_gradients_that_are_off_are_refused():
+    with torch.no_grad(), pytest.raises(ValueError, match="called with gradients"):
+        distill(convert(tiny(), **INDEX), rows(), **TRAIN)
+
+
 def test_texts_become_rows():
     def tokenizer(text):
         return {"input_ids": [1 + ord(c) % 63 for c in text]}
