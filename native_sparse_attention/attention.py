@@ -382,7 +382,8 @@ class SparseAttention(CompressionLayer):
             documents: `varlen.Documents` of rows whose documents begin at multiples of s and
                 d already.
             ranking_queries: with importance="index", also return its loss, for so many queries of a
-                sequence, drawn with `generator`, or for queries at these positions [m]. The loss is
+                row, drawn with `generator`, or for queries at these positions [m] of the rows of
+                `inp`; with `documents` also [b, m], -1 for none. The loss is
                 the KL divergence of the index's softmax over blocks from what they are worth to
                 exact attention; it reaches `to_index` alone, and costs O(m n).
             ranking_weights: what a block is worth: "output", the norm of what it adds to the
@@ -438,8 +439,9 @@ class SparseAttention(CompressionLayer):
             where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
             found, _ = self.attend(gates, tensors, masks, **where)
             if ranking_queries is not None:
+                rows = None if layout is None else layout.target
                 loss = ranking.ranking_loss(
-                    self, tensors, ranking_queries, documents, generator, ranking_weights
+                    self, tensors, ranking_queries, documents, generator, ranking_weights, rows
                 )
         out = self.combine_heads(found if layout is None else layout.collect(found))
         if layout is not None and self.out_bias:  # the output of padding is 0

@@ -94,6 +94,13 @@ def block_targets(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, config: Any, we
     return (added - mass[..., None] * out).norm(dim=-1).sum(dim=2)
 
 
+def of_rows(t: Tensor, position: Tensor) -> Tensor:
+    """Rows [b|1 m] of t [b h n d]: [b h m d]."""
+    if len(position) == 1:
+        return t[:, :, position[0]]
+    return t.gather(2, position[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
+
+
 def ranking_loss(
     layer: Any,
     tensors: dict[str, Tensor],
@@ -101,20 +108,29 @@ def ranking_loss(
     documents: Documents | None,
     generator: torch.Generator | None = None,
     weigh: str = "output",
+    rows: Tensor | None = None,
 ) -> Tensor:
     """The KL divergence of the index's softmax over candidate blocks from what these blocks are
     worth (`block_targets`), a mean over m sampled queries of each sequence and KV head that have
     two candidates or more: O(m t) in time and memory. `tensors` [b h n d] are those of `attend`.
+    Queries are entries of the caller's rows, whose positions in these tensors `rows` [b t] has, -1
+    for none; or with `documents` these positions themselves, [b m].
 
     Raises:
         ValueError: queries that are neither a number nor positions.
     """
     config = layer.config.for_functions
     s, K, n = config.selection_block_size, layer.kv_heads, tensors["q"].shape[2]
-    i = sampled(queries, n, generator, tensors["q"].device)
-    position = i[None].expand(1 if documents is None else tensors["q"].shape[0], -1)
+    device, count = tensors["q"].device, 1 if documents is None else tensors["q"].shape[0]
+    if documents is not None and isinstance(queries, Tensor) and queries.ndim == 2:
+        i = queries.to(device)
+    else:
+        i = sampled(queries, n if rows is None else rows.shape[1], generator, device)[None]
+        i = i if rows is None else rows[:, i[0]]
+    is_token, position = i >= 0, i.clamp(min=0).expand(count, -1)
     if documents is not None:
-        documents = Documents(*(bound[:, i] for bound in documents))
+        bounds = (bound.expand(count, -1).gather(1, position) for bound in documents)
+        documents = Documents(*bounds)
     j = torch.arange(n, device=i.device)
     seen = (j <= position[..., None]) if config.causal else torch.ones_like(j, dtype=torch.bool)
     seen = seen.expand(*position.shape, -1)
@@ -128,21 +144,21 @@ def ranking_loss(
     candidate = (c >= first + config.num_initial_blocks) & (c < end)
     if config.causal:
         candidate = candidate & (c <= position[..., None] // s - max(1, config.num_local_blocks))
-    candidate = candidate[:, None]
+    candidate = (candidate & is_token[..., None])[:, None]
 
     with no_autocast(tensors["q"].device.type):
         q, k, v, cq, ck = (tensors[name].float() for name in ("q", "k", "v", "cq", "ck"))
         if ck.shape[2] == 0:  # no window is complete: no block is a candidate
             ck = F.pad(ck, (0, 0, 0, 1))
         with torch.no_grad():
-            heads = rearrange(q[:, :, i], "b (k g) m d -> b k g m d", k=K)
+            heads = rearrange(of_rows(q, position), "b (k g) m d -> b k g m d", k=K)
             target = block_targets(heads, k, v, seen, config, weigh)
             target = target.masked_fill(~candidate, 0.0)
             total = target.sum(dim=-1, keepdim=True)
             target = target / total.clamp(min=torch.finfo(total.dtype).tiny)
             counts = (candidate.sum(dim=-1) > 1) & (total[..., 0] > 0)
         scores = importance_scores(
-            cq[:, :, i].transpose(1, 2), ck.expand(-1, K, -1, -1).transpose(1, 2), None,
+            of_rows(cq, position).transpose(1, 2), ck.expand(-1, K, -1, -1).transpose(1, 2), None,
             visible_windows(position, ck.shape[2], config.d, config.causal, documents), c,
             rule=config.importance, interpolated=config.interpolated_importance_score, shared=True,
             l=config.compress_block_size, d=config.d, s=s, scale=None,

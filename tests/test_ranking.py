@@ -161,6 +161,24 @@ def test_packed_documents_lose_what_they_lose_alone():
     torch.testing.assert_close(packed, expected, atol=1e-6, rtol=1e-5)
 
 
+def test_positions_are_those_of_the_rows_given():
+    """Not those of rows in which every document begins at a block."""
+    module, x = layer(**INDEX), normal(2, 70, DIM)
+    alone = module(x[:1, 30:], ranking_queries=torch.tensor([25, 39]))[1]
+    there = torch.tensor([55, 69])
+    packed = module(x[:1], cu_seqlens=torch.tensor([0, 30, 70]), ranking_queries=there)[1]
+    torch.testing.assert_close(packed, alone, atol=1e-6, rtol=1e-5)
+    mask = torch.arange(70) >= torch.tensor([[0], [30]])  # on the left, and none
+    padded = module(x, mask=mask, ranking_queries=there)[1]
+    parts = [
+        module(x[:1], ranking_queries=there)[1],
+        module(x[1:, 30:], ranking_queries=there - 30)[1],
+    ]
+    torch.testing.assert_close(padded, torch.stack(parts).mean(), atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="positions from 0 to 69"):
+        module(x, mask=mask, ranking_queries=torch.tensor([70]))
+
+
 @pytest.mark.slow
 def test_autocast_checkpoint_and_compile():
     module, x = layer(**INDEX).float(), torch.randn(1, 60, DIM)

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import varlen
 from ..attention import SparseAttention
 from ..checks.scalars import shown
+from ..ranking import sampled
 from . import masks
 from .attention import CONVERTED, LAYOUTS, check_call, layout_of, packed, remembered
 from .kv_layer import KVLayer, layer_of
@@ -149,6 +150,9 @@ class LayerAttention(nn.Module):
             )
             x, given["documents"] = layout.spread(x), layout.documents
         if queries is not None and self.attention.to_index is not None:
+            if mask is not None:  # where the layout puts them, -1 for padding
+                to = layout.target
+                queries = to[:, sampled(queries, to.shape[1], None, to.device)]
             given |= dict(ranking_queries=queries, ranking_weights=weights)
             out, loss = self.attention(x, **given)
         else:

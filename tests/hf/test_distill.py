@@ -115,6 +115,18 @@ def test_checkpointing_changes_no_ranking_loss():
     close(twin.state_dict(), model.state_dict(), atol=1e-4, rtol=1e-4)
 
 
+def test_padding_moves_no_ranking_query():
+    """Positions are those of the batch, with its padding."""
+    torch.manual_seed(0)
+    model, ids, queries = convert(tiny(), **INDEX), rows(1), torch.arange(48, 64)
+    mask = torch.arange(64)[None] >= 10
+    with ranking_losses(model, queries) as padded:
+        model(ids, attention_mask=mask.long(), use_cache=False)
+    with ranking_losses(model, queries - 10) as alone:
+        model(ids[:, 10:], use_cache=False)
+    close(padded.loss, alone.loss)
+
+
 @pytest.mark.parametrize("stage", ["ranking", "all"])
 def test_reentrant_checkpointing_is_refused(stage):
     """Under it the layers run without gradients, and the rankings would learn nothing."""
