@@ -37,8 +37,8 @@ class Reading:
     Attributes:
         layer: name of the layer in the model. config: its settings. length: tokens of a row.
         positions: [b, m], of the queries in their sequence; -1 without a token.
-        documents: [b, m], which packed document of its row a query belongs to; None if rows hold
-            one sequence each. Positions and blocks count from its first token.
+        documents: [b, m], which packed document of its row a query belongs to, 0 in a row with
+            padding; None without both. Positions and blocks count from its first token.
         dense: [b, m], whether a query attends to all keys, by `dense` or `dense_length`.
         blocks: [b, m, r, x] int32, the blocks that a query reads, each once; -1 is an empty slot.
         kinds: of the x slots, "initial", "ranked" (best first) or "local".
@@ -312,8 +312,10 @@ def collect(
 
     Args:
         model: any module with `SparseAttention` layers inside, at any depth.
-        queries: how many queries of each sequence to record, drawn by `seed`: equal lengths give
-            equal positions, in all layers and calls. Or positions [m] in a row, or None for all.
+        queries: how many queries of each row to record, drawn by `seed`: equal lengths give equal
+            positions, in all layers and calls. Or positions [m] in a row, or None for all. With
+            packed documents or padding the rows are those that layers compute: every document
+            begins at a block, without the padding before it, and queries between two hold no token.
         layers: names (of `named_modules`) or numbers of the layers to record; all by default.
         seed: of the drawn positions. No other random number is drawn.
 
