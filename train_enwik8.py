@@ -19,6 +19,7 @@ import time
 from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -247,11 +248,13 @@ def train(given: Namespace, held: ExitStack) -> int:
     if board:
         board.close()
     if not last:
-        print(f"stopped at step {step}; go on with: python train_enwik8.py --resume {run}")
+        print(
+            f"stopped at step {step}; go on with: python train_enwik8.py --resume {quote(str(run))}"
+        )
         return 128 + signals[0]
     test = record["test_bpb"]
     print(f"{run}: bits per byte: validation {valid:.3f} (best {best:.3f}), test {test:.3f}")
-    print(f"sample it with: python train_enwik8.py --sample {run} --prompt TEXT")
+    print(f"sample it with: python train_enwik8.py --sample {quote(str(run))} --prompt TEXT")
     return 0
 
 

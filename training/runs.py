@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def check_name(folder: Path, name: str) -> None:
             f"{run} is there already, and is no run: it has no {runs.CONFIG}. Remove it"
         )
     if run.is_dir():
-        raise UserError(f"{run} is there already; --resume {run} goes on")
+        raise UserError(f"{run} is there already; --resume {quote(str(run))} goes on")
     if os.path.lexists(run):
         raise UserError(f"{run} is there already, and is no directory")
 

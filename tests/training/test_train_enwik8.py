@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -107,6 +108,15 @@ def test_signal_saves_and_says_how_to_go_on(trained, text, signum):
     done = in_process(cwd, "--resume", f"runs/{run.name}")
     assert done.returncode == 0, done.stderr
     assert metrics(run) == metrics(cwd / "runs/whole")
+
+
+def test_commands_to_copy_quote_the_name_of_a_run(tmp_path, text):
+    options = ("--data", text, *TINY, "--steps", 1, "--sample-every", 0)
+    done = in_process(tmp_path, "--name", "of a name", *options)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    words = shlex.split(last.partition(": ")[2])
+    assert words[1:] == ["train_enwik8.py", "--sample", "runs/of a name", "--prompt", "TEXT"]
 
 
 def read(path):
