@@ -108,8 +108,7 @@ def convert(
         replaced.append(sparse_layer(parts, values))
     for attention, (index, _, layer) in zip(replaced, full, strict=True):
         module, is_first = layer.self_attn, index == full[0][0]
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            freeze(attention)
+        freeze(attention, module)
         found = LayerAttention(attention, index, module.attention_dropout, is_first)
         layer.self_attn = found.train(module.training)
     checked = {name: getattr(replaced[0].config, name, values[name]) for name in FREE}
@@ -205,11 +204,19 @@ def sparse_layer(parts: Parts, values: Mapping[str, Any]) -> SparseAttention:
     return layer
 
 
-def freeze(layer: SparseAttention) -> None:
-    """Freeze the weights that come from the model."""
-    for module in (layer.to_qkv, layer.combine_heads, layer.q_norm, layer.k_norm):
-        if module is not None:
-            module.requires_grad_(False)
+def freeze(layer: SparseAttention, module: nn.Module) -> None:
+    """Freeze what comes from frozen weights of the module; queries, keys and values together, if
+    none of their projections is trained."""
+    trained = {name.split(".")[0] for name, p in module.named_parameters() if p.requires_grad}
+    sources = (
+        (layer.to_qkv, {"q_proj", "k_proj", "v_proj", "qkv_proj"}),
+        (layer.combine_heads, {"o_proj", "dense"}),
+        (layer.q_norm, {"q_norm"}),
+        (layer.k_norm, {"k_norm"}),
+    )
+    for copied, names in sources:
+        if copied is not None and not trained & names:
+            copied.requires_grad_(False)
 
 
 def start_ranking(layer: SparseAttention, parts: Parts) -> None:

@@ -380,3 +380,14 @@ def test_calls_of_another_form_are_refused():
         layer.self_attn.dropout = 0.1
     with pytest.raises(ValueError, match="attention_dropout"):
         model(text)
+
+
+def test_each_frozen_weight_stays_frozen():
+    model = tiny("Qwen3").requires_grad_(False)
+    module = model.model.layers[0].self_attn
+    module.q_proj.requires_grad_(True)
+    module.k_norm.requires_grad_(True)
+    convert(model, **SPARSE)
+    layer = model.model.layers[0].self_attn.attention
+    trained = {name for name, p in layer.named_parameters() if p.requires_grad}
+    assert trained == {"to_qkv.weight", "to_index.weight", "k_norm.weight"}
