@@ -262,6 +262,24 @@ def test_browser_marks_what_a_token_reads(name, tmp_path):
 
 
 @needs_browser
+def test_browser_compares_rankings_where_there_are_two(tmp_path):
+    """The first query that ranks a block has no predecessor that does."""
+    module = model("own rankings")
+    reading = recorded(module).forward()[0]
+    ranked = torch.tensor([kind == "ranked" for kind in reading.kinds])
+    ranks = (reading.blocks[0, :, 0][:, ranked] >= 0).any(dim=-1)
+    first = ranks.int().argmax().item()
+    assert first > 0 and ranks[first + 1]
+    steps = in_browser(
+        page(module, TOKENS, byte_texts(DATA)),
+        [("point", first - 1), ("point", first), ("point", first + 1)],
+        tmp_path,
+    )
+    told = ["of the ranked blocks are those of the token before" in s["details"] for s in steps]
+    assert told == [False, False, True]
+
+
+@needs_browser
 def test_browser_passes_over_tokens_not_recorded(tmp_path):
     module = model("window alone", causal=False)
     at = torch.tensor([3, 40, 90])
