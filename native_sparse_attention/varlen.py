@@ -113,7 +113,8 @@ def next_begin(begins: Tensor) -> Tensor:
     T = begins.shape[1]
     t = torch.arange(T, device=begins.device)
     later = torch.where(begins, t, T).flip(1).cummin(1).values.flip(1)
-    return F.pad(later[:, 1:], (0, 1), value=T)
+    # not `value=T`: a graph with that constant is of one length
+    return F.pad(later[:, 1:] - T, (0, 1)) + T
 
 
 def real_first(real: Tensor) -> Tensor:

@@ -86,3 +86,17 @@ def test_inductor_on_the_cpu(grad):
 
     compiled = torch.compile(compressed_attention, fullgraph=True)
     torch.testing.assert_close(run(compiled), run(compressed_attention))
+
+
+@pytest.mark.slow(one_of=2)
+@pytest.mark.parametrize("kind", ["mask", "cu_seqlens"])
+def test_one_graph_for_padded_and_packed_rows_of_any_length(kind):
+    layer = SparseAttention(**GEOMETRY, causal=True)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    for n in (20, 21, 37):
+        x = torch.randn(1, n, 16)
+        named = dict(mask=torch.arange(n)[None] > 2, cu_seqlens=torch.tensor([0, 4, n]))
+        named = {kind: named[kind]}
+        with torch._dynamo.config.patch(error_on_recompile=n != 20):
+            out = compiled(x, **named)
+        torch.testing.assert_close(out, layer(x, **named))
