@@ -19,6 +19,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
+from native_sparse_attention.checks.tensors import BRANCHES
 from native_sparse_attention.compress import (
     AttentionPool,
     CompressTransformer,
@@ -234,6 +235,24 @@ def test_tokens_of_a_layer(network, strategy):
     torch.testing.assert_close(dirty[0, :29], clean[0, :29], atol=0, rtol=0)
     torch.testing.assert_close(dirty[1], clean[1], atol=0, rtol=0)
     assert dirty[0, 29:].isnan().all()
+
+
+@pytest.mark.parametrize("branches", [("selected", "window"), BRANCHES])
+def test_gradients_of_a_layer_with_gates(branches, strategy):
+    """The gate of a NaN token is NaN. A loss of earlier tokens has no gradient of it."""
+    layer = SparseAttention(**LAYER, causal=True, branches=branches)
+
+    def gradient(x):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(layer(leaf)[:, :29].square().sum(), leaf)[0][:, :29]
+
+    x = torch.randn(2, 40, 16)
+    bad = x.clone()
+    bad[0, 29:] = NAN
+    torch.testing.assert_close(gradient(bad), gradient(x))
+    leaf = bad.requires_grad_()
+    (seen,) = torch.autograd.grad(layer(leaf)[:, 29:].sum(), leaf)
+    assert seen[0, 29:].isnan().all() and seen[1].isfinite().all()
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -21,7 +21,7 @@ from torch import Tensor
 from ... import blocks
 from ...compat.graphs import free_size
 from ...varlen import Documents
-from .products import isolated, logits, weighted
+from .products import apart, is_finite, isolated, logits, may_look, weighted
 
 
 def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
@@ -284,7 +284,10 @@ def sliding_window_attention(
 
 def combine_branches(outs: Sequence[Tensor], gates: Tensor) -> Tensor:
     """`sum_b gate_b out_b`: gates [b i h branches] in the order compressed, selected, window."""
-    first, *rest = (
-        g[..., None].to(o.dtype) * o for g, o in zip(gates.unbind(-1), outs, strict=True)
-    )
+    pairs = [(g[..., None].to(o.dtype), o) for g, o in zip(gates.unbind(-1), outs, strict=True)]
+    first, *rest = (g * o for g, o in pairs)
+    out = sum(rest, start=first)
+    if not may_look(out) or is_finite(out):
+        return out
+    first, *rest = (apart(g, o) for g, o in pairs)
     return sum(rest, start=first)

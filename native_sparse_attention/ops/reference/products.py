@@ -204,6 +204,13 @@ def isolated(
     return out, *(Spoiled.apply(t, before.detach(), before.isnan()) for t, before in pairs)
 
 
+def apart(gate: Tensor, out: Tensor) -> Tensor:
+    """`gate * out`. Where that is not finite, a gradient of 0 stays 0: 0 times a NaN gate is NaN,
+    which would reach all keys that the query sees."""
+    product = (gate * out).detach()
+    return Spoiled.apply(finite(gate, 0.0) * finite(out, 0.0), product, ~product.isfinite())
+
+
 def weighted(p: Tensor, v: Tensor, seen: Tensor, gradient: bool = False) -> Tensor:
     """`sum_j p_ij v_j` over the keys that i sees."""
     return WeightedValues.apply(p, v, seen, gradient) if may_look(p) else times(p, v)
