@@ -394,6 +394,16 @@ def test_compiles_into_one_graph():
     torch.testing.assert_close(gradients(actual, leaves), gradients(expected, leaves))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiles_with_dynamic_sizes():
+    compiled = torch.compile(chunked_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    leaves = draw(2, 9, 9, 2, 1, 4, 4, torch.float32)
+    actual, expected = (attend(*leaves, causal=True) for attend in (compiled, chunked_attention))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(actual, leaves), gradients(expected, leaves))
+
+
 def test_is_laid_out_as_its_queries_are():
     q = torch.randn(2, 5, 4, 8)
     assert chunked_attention(q, q, q).is_contiguous()

@@ -110,7 +110,10 @@ def attend_rows(
 
 
 def empty_as(q: Tensor, width: int) -> Tensor:
-    """Allocate a tensor like q with another last width and q's memory order of axes."""
+    """Allocate a tensor like q with another last width and q's memory order of axes. A graph, whose
+    compiler chooses the order, cannot sort symbolic strides."""
+    if torch.compiler.is_compiling():
+        return q.new_empty((*q.shape[:-1], width))
     strides = q.stride()
     order = sorted(range(q.ndim - 1), key=lambda axis: -strides[axis])
     return torch.empty_permuted(
