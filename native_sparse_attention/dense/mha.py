@@ -181,9 +181,7 @@ def mha_reference_bwd(
     Raises:
         ValueError: shapes, dtypes, devices or settings do not match.
     """
-    segments, causal, mask_value, softmax_scale = check_call(
-        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
-    )
+    settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
     check_given(o=o, l=l, m=m, do=do)
     check_shapes(
         q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T")
@@ -192,12 +190,27 @@ def mha_reference_bwd(
     check_same(q=q, do=do)
     check_same(l=l, m=m)
     check_devices(q=q, o=o, l=l, m=m)
-    dtype = q.dtype
-    if o.dtype not in (dtype, torch.promote_types(dtype, torch.float32)):
-        raise ValueError(f"o must be {dtype} as q is, or float32, got {o.dtype}")
+    if o.dtype not in (q.dtype, torch.promote_types(q.dtype, torch.float32)):
+        raise ValueError(f"o must be {q.dtype} as q is, or float32, got {o.dtype}")
+    return gradients(q, k, v, ab, settings, o, l, m, do)
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ab: Tensor | None,
+    settings: tuple[SegmentIds | None, bool, float, float],
+    o: Tensor,
+    l: Tensor,
+    m: Tensor,
+    do: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`mha_reference_bwd` of checked arguments; the settings are those of `check_call`."""
+    dtype, softmax_scale = q.dtype, settings[-1]
     with no_autocast(q.device.type):
         q, k, v, o, do = in_fp32(q, k, v, o, do)
-        s, visible = masked_logits(q, k, ab, segments, causal, mask_value, softmax_scale)
+        s, visible = masked_logits(q, k, ab, *settings)
         # exp(s - inf) is 0: a query that sees no key neither gives nor gets gradients
         hidden = m == float("-inf")
         p = torch.exp(s - m.masked_fill(hidden, float("inf"))[..., None])
@@ -237,7 +250,9 @@ class Reference(torch.autograd.Function):
         if torch.is_grad_enabled():
             # second derivatives need l to depend on the inputs
             o, l, m = forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)
-        grads = mha_reference_bwd(q, k, v, ab, ctx.segment_ids, o, l, m, do, *ctx.settings)
+        # not `mha_reference_bwd`: dynamo refuses its checks within a backward
+        settings = (ctx.segment_ids, *ctx.settings)
+        grads = gradients(q, k, v, ab, settings, o, l, m, do)
         return *grads, *others
 
 

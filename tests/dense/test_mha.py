@@ -251,3 +251,18 @@ def test_backward_refuses_residuals_that_do_not_fit():
         mha_reference_bwd(q, k, v, None, None, o, l, m, o[..., :3])
     with pytest.raises(ValueError, match="l has T=3 but q has T=4"):
         mha_reference_bwd(q, k, v, None, None, o, l[..., :3], m, o)
+
+
+@pytest.mark.slow
+# dynamo makes an instance of every autograd function it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiles_into_one_graph():
+    leaves = draw(2, 3, 7, 7, 4, 6)
+    ids = torch.arange(7).expand(2, -1) // 4
+
+    def run(attend):
+        out = attend(*leaves, segment_ids=ids, causal=True)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    compiled = torch.compile(mha_reference, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled), run(mha_reference))
