@@ -402,6 +402,9 @@ class SparseAttention(CompressionLayer):
             disable_triton_kernel=disable_triton_kernel, return_cache=return_cache
         )
         check_choice("ranking_weights", ranking_weights, ranking.WEIGHTS)
+        ranking.check_generator(generator)
+        masks = sliding_window_flex_mask, fine_selection_flex_mask
+        nsa.check_flex_masks(*masks)
         check_input(inp, self.dim, self.to_qkv)
         cache = decoding.check_cache(cache, return_cache, lengths, self.causal, self.alignment)
         names = cu_seqlens, segment_ids, mask, documents
@@ -410,7 +413,6 @@ class SparseAttention(CompressionLayer):
             inp = layout.spread(inp)
             documents = layout.documents if cache is None else None
         backend = self.backend_without_triton(inp) if disable_triton_kernel else self.backend
-        masks = sliding_window_flex_mask, fine_selection_flex_mask
         if cache is not None and ranking_queries is not None:
             raise ValueError("ranking_queries must be None with a cache")
         if cache is not None and self.observer is not None:

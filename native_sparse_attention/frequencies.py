@@ -15,6 +15,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
+from .checks.scalars import as_float, shown
 from .initialization import Started, assign
 
 
@@ -177,13 +178,10 @@ def frequencies_of(dim: int, theta: float = 10_000.0, inv_freq: Any = None) -> t
                 f"dim_head must be even for rotary embedding, got {dim}: give inv_freq of fewer "
                 "pairs or rotary_emb=False"
             )
-        if (
-            isinstance(theta, bool)
-            or not isinstance(theta, (int, float))
-            or not (math.isfinite(theta) and theta > 0)
-        ):
-            raise ValueError(f"rope_theta must be a positive finite number, got {theta!r}")
-        return tuple(float(theta) ** (-2 * i / dim) for i in range(dim // 2))
+        base = as_float(theta)
+        if not 0.0 < base < math.inf:
+            raise ValueError(f"rope_theta must be a positive finite number, got {shown(theta)}")
+        return tuple(base ** (-2 * i / dim) for i in range(dim // 2))
     expected = f"inv_freq must be a vector of 1 to dim_head / 2 = {dim // 2} finite numbers"
     if not isinstance(inv_freq, Tensor):
         raise ValueError(f"{expected}, a tensor, got {type(inv_freq).__name__}")

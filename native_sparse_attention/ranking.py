@@ -50,14 +50,18 @@ def with_index(
     return {**tensors, "cq": q}, {"k": k}
 
 
+def check_generator(generator: Any) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator or None, got {shown(generator)}")
+
+
 def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device) -> Tensor:
     """Positions [m] of queries: those given, or that many at random, in order.
 
     Raises:
         ValueError: neither a number of at least 1 nor a vector of positions.
     """
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator must be a torch.Generator or None, got {shown(generator)}")
+    check_generator(generator)
     if isinstance(queries, Tensor):
         if queries.ndim != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
             raise ValueError(f"ranking_queries must be [m] integers, got {shown(queries)}")

@@ -22,11 +22,17 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from .attention import SparseAttention
-from .checks.scalars import check_bools, check_int, check_probability
+from .checks.scalars import check_bools, check_int, check_probability, shown
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {shown(model)}")
 
 
 def sparse_layers(model: nn.Module) -> list[SparseAttention]:
@@ -35,6 +41,7 @@ def sparse_layers(model: nn.Module) -> list[SparseAttention]:
     Raises:
         ValueError: there are none.
     """
+    check_model(model)
     found = [
         module
         for module in model.modules()
@@ -61,6 +68,8 @@ def set_dense(model: nn.Module, dense: bool, keep: tuple[int, ...] = ()) -> None
     """
     layers = sparse_layers(model)
     (dense,) = check_bools(dense=dense)
+    if not isinstance(keep, (tuple, list, range)):
+        raise ValueError(f"keep must be a tuple of indices of layers, got {shown(keep)}")
     count = len(layers)
     always = {check_int("keep", index, -count, below=count) % count for index in keep}
     for index, layer in enumerate(layers):
@@ -109,6 +118,7 @@ def ranking_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     Raises:
         ValueError: no layer has `importance="index"`.
     """
+    check_model(model)
     layers = [m for m in model.modules() if isinstance(m, SparseAttention) and m.to_index]
     learned = [p for layer in layers for p in layer.to_index.parameters()]
     if not learned:

@@ -30,7 +30,7 @@ from .frequencies import RotaryLayer
 from .generate import check_prompt, check_sampling, check_stop, generate
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
-from .ranking import WEIGHTS, sampled
+from .ranking import WEIGHTS, check_generator, sampled
 from .rotary import Rotary, make_rotary, rotation
 from .runs import FromRun
 from .sparse_kwargs import DEFAULT_SPARSE_ATTN, check_flags, check_sizes, merged
@@ -332,6 +332,7 @@ class Transformer(FromRun, Started):
     ) -> list[Tensor]:
         """Positions of the queries of each layer's ranking loss, drawn once: activation
         checkpointing runs a layer twice. None without m."""
+        check_generator(generator)
         if m is None:
             return []
         if cache is not None:

@@ -86,6 +86,12 @@ def test_refusals():
         ranking_alone(three).__enter__()
     with pytest.raises(ValueError, match="keep must be an integer of at least -3 and below 3"):
         set_dense(model(), False, keep=(3,))
+    with pytest.raises(ValueError, match="keep must be a tuple of indices of layers, got 1"):
+        set_dense(model(), False, keep=1)
+    with pytest.raises(ValueError, match="model must be an nn.Module, got 'model'"):
+        set_dense("model", True)
+    with pytest.raises(ValueError, match="model must be an nn.Module, got None"):
+        ranking_alone(None).__enter__()
     with pytest.raises(ValueError, match="dense must be"):
         set_dense(model(), "False")
     with pytest.raises(ValueError, match="share must be a probability"):

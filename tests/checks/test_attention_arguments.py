@@ -47,6 +47,7 @@ GOOD = dict(
             "interpolated_importance_score=True goes with importance='logits' only",
         ),
         (dict(rotary_emb=RotaryEmbedding(8, use_xpos=True)), "rotary_emb must have use_xpos=False"),
+        (dict(rope_theta=10**400), "rope_theta must be a positive finite number, got int 1000"),
         (dict(rotary_emb=RotaryEmbedding(16)), "rotary_emb must rotate at most dim_head=8"),
     ],
 )
@@ -67,6 +68,15 @@ def test_bad_calls():
         (lambda: module([1.0]), "inp must be a tensor of floating dtype, got list"),
         (lambda: module(x.long()), "inp must be a tensor of floating dtype, got torch.int64"),
         (lambda: layer(compress_mlp=nn.Identity())(x), "compress_mlp must map [b h w l d] to"),
+        (lambda: module(x, generator=3), "generator must be a torch.Generator or None, got 3"),
+        (
+            lambda: module(x, sliding_window_flex_mask=x.numpy()),
+            "sliding_window_flex_mask must be a BlockMask",
+        ),
+        (
+            lambda: module(x, fine_selection_flex_mask=x.numpy()),
+            "fine_selection_flex_mask must be a function",
+        ),
         (lambda: module(x, lengths=[1, 2]), "lengths goes with a cache"),
         (lambda: module(x, cache=KVCache(), lengths=[1, 10]), "between 0 and 9"),
         (lambda: module(x, cache=KVCache(batch=3)), "cache holds 3 rows but the input has 2"),
