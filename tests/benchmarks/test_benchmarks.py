@@ -269,8 +269,8 @@ def made_up(provider, T, ms, speedup=None, **fields):
 
 
 def test_tables_of_a_run_of_their_own():
-    """One softmax, of all heads apart, and peers: of the newest run, on whatever GPU; the latest row
-    of each pass."""
+    """One softmax (each pair of heads apart) and peers: of the newest run, on whatever GPU; the
+    latest row of each pass."""
     old = made_up("one-softmax", 8192, 9.0, 9.0, D=128)
     run = made_up("dense-cudnn", 8192, 3.0, 1.0, D=128) + made_up("ours", 8192, 1.0, 2.0, D=128)
     run += made_up("one-softmax", 8192, 2.0, 1.5, D=128)
