@@ -22,17 +22,12 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from .attention import SparseAttention
+from .checks.networks import check_model
 from .checks.scalars import check_bools, check_int, check_probability, shown
-
-
-def check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {shown(model)}")
 
 
 def sparse_layers(model: nn.Module) -> list[SparseAttention]:

@@ -131,8 +131,13 @@ def waits_for_nothing() -> Callable[[], AbstractContextManager[None]]:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed() -> Iterator[None]:
+    """The same numbers in each test, and the precision that torch begins with: training scripts
+    that run in this process choose another."""
     torch.manual_seed(0)
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
 
 
 @pytest.fixture(scope="session")

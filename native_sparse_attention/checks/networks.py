@@ -45,6 +45,11 @@ def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
         )
 
 
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {shown(model)}")
+
+
 def check_network(name: str, network: Any, given: str, wanted: str, *shapes: list[int]) -> None:
     """Check that a module maps `shapes[0]` to `shapes[1]`, with a copy on the meta device.
 

@@ -234,7 +234,8 @@ class Reference(torch.autograd.Function):
         o, l, m = forward(q, k, v, ab, segment_ids, *settings)
         ctx.save_for_backward(q, k, v, ab, o, l, m)
         ctx.segment_ids, ctx.settings = segment_ids, settings
-        return o.to(q.dtype)
+        # compiled by torch 2.11, `to` without a cast would make all gradients zeros
+        return o if o.dtype == q.dtype else o.to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:

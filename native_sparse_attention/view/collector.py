@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import SparseAttention
+from ..checks.networks import check_model
 from ..checks.scalars import as_int, check_int, shown
 from ..compat import transforms
 from ..config import AttentionConfig, NSAConfig
@@ -190,8 +191,7 @@ def sampled(queries: int | Tensor | None, seed: int, length: int) -> Tensor:
 
 def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
     """The sparse layers of a model by name: all, or those given by name or number."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {shown(model)}")
+    check_model(model)
     found = {n: m for n, m in model.named_modules() if isinstance(m, SparseAttention)}
     if not found:
         raise ValueError(

@@ -167,6 +167,8 @@ def test_layers_of_a_native_model_on_two_gpus(tmp_path):
     assert split.generate(ids, **given).shape == (1, 404)
 
 
+# torch's profiler tells of itself
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 @torch.no_grad()
 def test_dense_steps_run_without_cudnn():
     """It plans each number of keys anew."""
