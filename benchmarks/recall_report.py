@@ -20,18 +20,20 @@ def loss(row: Row) -> float:
     return 1 - row["accuracy"][str(row["T"])]
 
 
-def by_length(rows: Sequence[Row]) -> dict[int, Variants]:
-    """For each training length, the runs of every variant, by accuracy. The task, the model and the
-    steps of a length are those of its last row."""
+def by_length(rows: Sequence[Row]) -> dict[tuple[int, int], Variants]:
+    """For each training length and number of steps, the runs of every variant, by accuracy. The
+    task and the model of a length are those of its last row."""
     found = {}
     rows = [row for row in rows if "failed" not in row]
-    for T in sorted({row["T"] for row in rows}):
-        ours = [row for row in rows if row["T"] == T]
-        same = ("task", "shape", "steps", "batch", "lengths")
-        ours = [row for row in ours if all(row[name] == ours[-1][name] for name in same)]
+    last = {row["T"]: row for row in rows}
+    same = ("task", "shape", "batch", "lengths")
+    for T, steps in sorted({(row["T"], row["steps"]) for row in rows}):
+        ours = [row for row in rows if (row["T"], row["steps"]) == (T, steps)]
+        ours = [row for row in ours if all(row[name] == last[T][name] for name in same)]
         names = dict.fromkeys(row["variant"] for row in ours)
         runs = {n: chosen([row for row in ours if row["variant"] == n], loss) for n in names}
-        found[T] = dict(sorted(runs.items(), key=lambda item: mean(map(loss, item[1]))))
+        if runs:
+            found[T, steps] = dict(sorted(runs.items(), key=lambda item: mean(map(loss, item[1]))))
     return found
 
 
@@ -49,12 +51,12 @@ def table_of(variants: Variants) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For each training length, the variants by their accuracy."""
+    """For each training length and number of steps, the variants by their accuracy."""
     found = by_length(rows)
     if not found:
         return NO_ROWS
     parts = []
-    for T, variants in found.items():
+    for (T, _), variants in found.items():
         used = [row for runs in variants.values() for row in runs]
         row, task = used[0], used[0]["task"]
         trained = ", ".join(map(length, row["train_lengths"]))
@@ -86,8 +88,8 @@ def draw(rows: Sequence[Row], page: Path | None = None, image: Path | None = Non
     path = page or PAGE
     path.write_text(render(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
     if found := by_length(rows):
-        T = max(found)
-        plot(found[T], T, image or PLOT)
+        longest = max(found)
+        plot(found[longest], longest[0], image or PLOT)
 
 
 def plot(variants: Variants, T: int, path: Path) -> None:

@@ -156,16 +156,18 @@ def made_up(variant, seed, lr, accuracy, **others):
 
 def test_table(tmp_path):
     rows = [
-        made_up("dense", 0, 1e-3, 0.9, steps=5), made_up("dense", 0, 1e-3, 0.2),
+        made_up("dense", 0, 1e-3, 0.9, steps=5),
+        made_up("dense", 0, 1e-3, 0.9, steps=7, batch=9), made_up("dense", 0, 1e-3, 0.2),
         made_up("dense", 0, 3e-3, 0.1), made_up("published", 0, 1e-3, 0.5),
         made_up("published", 1, 1e-3, 0.9), made_up("published", 0, 3e-3, 0.6),
         {"variant": "dense", "failed": "why"},
     ]  # fmt: skip
     text = recall_report.table(rows)
-    assert text.splitlines()[0] == (
-        "Trained at 512, 2k tokens with 3 pairs, 10 steps of 4096 tokens; dim 64, 2 layers:"
-    )
-    assert text.splitlines()[2:6] == [
+    short, _, longer = text.partition("commits abc.\n\n")
+    told = "Trained at 512, 2k tokens with 3 pairs, {} steps of 4096 tokens; dim 64, 2 layers:"
+    assert short.splitlines()[0] == told.format(5) and "| dense | 0.25 | 0.001 | 1 | 0.90" in short
+    assert longer.splitlines()[0] == told.format(10)
+    assert longer.splitlines()[2:6] == [
         "| accuracy | M parameters | learning rate | seeds | 2k | 4k |",
         "| --- | --- | --- | --- | --- | --- |",
         "| published | 0.25 | 0.001 | 2 | 0.70 ± 0.28 | 0.35 ± 0.14 |",
