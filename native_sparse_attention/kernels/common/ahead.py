@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 try:  # from Triton 3.6 on
     from triton import knobs
+    from triton.runtime import build
     from triton.runtime._async_compile import AsyncCompileMode
 except ImportError:
     AsyncCompileMode = None
@@ -59,6 +61,28 @@ def without_launches() -> Iterator[None]:
         JITFunction.run = own
 
 
+@contextmanager
+def own_launchers() -> Iterator[None]:
+    """Each launcher that is loaded, by any thread, is a module of its own.
+
+    Before 3.8 Triton builds a C module for each kernel, all of one name. Where Python loads a file
+    again, it puts its functions into the module that was loaded last under that name, so that two
+    threads may take each other's launcher."""
+    load, lock = build._load_module_from_path, threading.Lock()
+
+    def load_apart(name: str, path: str) -> ModuleType:
+        with lock:
+            module = ModuleType(name)
+            vars(module).update(vars(load(name, path)))
+            return module
+
+    build._load_module_from_path = load_apart
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load
+
+
 class Threads(ThreadPoolExecutor):
     """Threads that compile kernels and load them onto the current GPU. Otherwise Triton loads a
     kernel at its first launch, for which it also builds a launcher with a C compiler."""
@@ -94,7 +118,7 @@ def compile_ahead(
     Returns:
         The number of kernels compiled, or loaded from Triton's cache on disk.
     """
-    with one_at_a_time, Threads(cores(), "nsa-compile") as pool:
+    with one_at_a_time, own_launchers(), Threads(cores(), "nsa-compile") as pool:
         with AsyncCompileMode(pool, ignore_errors=ignore_errors) as mode, without_launches():
             dry_run()
             futures: list[Future] = mode.raw_futures
