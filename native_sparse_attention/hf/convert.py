@@ -279,7 +279,8 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         for key, t in load_file(folder / file).items()
         if key.startswith(own)
     }
-    wanted = {key for key in model.state_dict() if key.startswith(own)}
+    shapes = {key: t.shape for key, t in model.state_dict().items() if key.startswith(own)}
+    wanted = set(shapes)
     others = {n: {key for key in about[n] if not key.startswith(own)} for n in about}
     missing = sorted(wanted - state.keys() | others["missing_keys"])
     unexpected = sorted(state.keys() - wanted | others["unexpected_keys"])
@@ -287,6 +288,12 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         raise ValueError(
             f"path must hold the weights of this conversion, got missing {missing} and unexpected "
             f"{unexpected}"
+        )
+    if changed := [key for key, shape in shapes.items() if state[key].shape != shape]:
+        key = changed[0]
+        raise ValueError(
+            f"settings must keep the shapes of weights, got {sorted(settings)}, for which {key} "
+            f"has shape {list(shapes[key])} and not {list(state[key].shape)}"
         )
     model.load_state_dict(state, strict=False)
     return model.eval()

@@ -215,6 +215,14 @@ def test_saved_model_loads(form, tmp_path):
     close(plain(text).logits, expected, atol=0, rtol=0)
 
 
+def test_settings_that_change_weights_are_refused_at_load(tmp_path):
+    convert(tiny(), **ONE_SOFTMAX).save_pretrained(tmp_path)
+    assert load_converted(tmp_path, num_selected_blocks=1).config.nsa_converted
+    told = r"settings must keep the shapes of weights, got \['index_dim'\], for which .*to_index"
+    with pytest.raises(ValueError, match=told):
+        load_converted(tmp_path, index_dim=16)
+
+
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 @torch.no_grad()
 def test_saved_model_of_experts_loads(family, tmp_path):
