@@ -149,6 +149,7 @@ CASES = {
 }  # fmt: skip
 
 
+@kernels
 @pytest.mark.slow(one_of=3)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of unwritten memory
 @pytest.mark.parametrize(
