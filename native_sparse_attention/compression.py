@@ -120,7 +120,7 @@ class CompressionLayer(RotaryLayer):
             }
             return self.compress(windows)
         k, v = raw["k"], raw.get("v")
-        if all(isinstance(net, MeanPool | SumPool) for net in sliding) and dispatch.takes_kernels(
+        if all(isinstance(net, (MeanPool, SumPool)) for net in sliding) and dispatch.takes_kernels(
             backend, "compress_mean", k.transpose(1, 2), (k if v is None else v).transpose(1, 2)
         ):
             n = blocks.num_windows(k.shape[2], d, causal=self.causal)
