@@ -529,7 +529,11 @@ def quick(device: torch.device, out: Path | None) -> tuple[Any, Plan]:
 def asked(args: argparse.Namespace, device: torch.device, out: Path | None) -> tuple[Any, Plan]:
     forms = forms_of(args.s)
     known = [form.name for form in forms]
-    static = args.static_forms or ["sdpa", known[2], "defaults"]
+    static = args.static_forms or [
+        "sdpa",
+        next(n for n in known if n.startswith("max of")),
+        "defaults",
+    ]
     for name, given in (("forms", args.forms or []), ("static-forms", static)):
         if not set(given) <= set(known):
             raise ValueError(f"{name} must be of {', '.join(known)}, got {', '.join(given)}")

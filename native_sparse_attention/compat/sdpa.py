@@ -12,9 +12,9 @@ from torch import Tensor
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
     """`F.scaled_dot_product_attention`; a single query [.. 1 D] on a GPU never runs in cuDNN.
 
-    cuDNN plans each number of keys anew: with a cache that grows, 5 to 10 ms a layer and token on
-    an H100, where the attention of the other backends takes 0.2. Graphs of the compiler keep
-    torch's choice, since their keys are of few lengths.
+    cuDNN plans each number of keys anew. In a model of 8 layers whose cache grows, a step takes 50
+    to 80 ms so on an H100, and 8 to 11 with the other backends. Compiled graphs keep torch's
+    choice. Other threads' calls may miss cuDNN while one runs: torch has one switch for all.
     """
     attend = F.scaled_dot_product_attention
     if torch.compiler.is_compiling() or not q.is_cuda or q.shape[-2] != 1:

@@ -23,7 +23,9 @@ try:  # from Triton 3.6 on
     from triton import knobs
     from triton.runtime import build
     from triton.runtime._async_compile import AsyncCompileMode
-except ImportError:
+
+    build._load_module_from_path  # noqa: B018  (without it threads cannot be kept apart)
+except (ImportError, AttributeError):
     AsyncCompileMode = None
 
 # whether launches of this thread only compile
