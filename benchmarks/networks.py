@@ -5,6 +5,8 @@ The weights do not grow with the window, as those of the published network do, l
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -106,3 +108,24 @@ class LowRankMLP(Started):
 
     def forward(self, kv: Tensor) -> Tensor:
         return self.to_out(self.to_hidden(self.to_rank(kv.flatten(3))).relu())
+
+
+class ConvolvedKeys(nn.Module):
+    """In place of `to_index`: the same projection, whose keys are then convolved over the newest
+    `taps` tokens, each feature by itself. It begins as the projection."""
+
+    def __init__(self, layer: Any, taps: int) -> None:
+        super().__init__()
+        self.project = layer.to_index
+        self.width = layer.index_heads * layer.index_dim
+        self.taps = nn.Parameter(torch.zeros(self.width, 1, taps))
+        with torch.no_grad():
+            self.taps[..., -1] = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys = self.project(x).split(
+            [self.project.out_features - self.width, self.width], -1
+        )
+        keys = F.pad(keys.mT, (self.taps.shape[-1] - 1, 0))
+        keys = F.conv1d(keys, self.taps.to(keys.dtype), groups=self.width)
+        return torch.cat((queries, keys.mT), dim=-1)

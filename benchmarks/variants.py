@@ -4,6 +4,9 @@ A variant is a dict of JSON values: arguments of SparseAttention, and of these k
 
     dense          True: the layer is dense attention with the same weights
     dense_layers   indices of the layers that are; -1 is the last
+    local_layers   indices of the layers that rank nothing, and attend to initial and local blocks
+    gate_start     the first bias of the gate, a number for each branch
+    ranking_taps   with a learned ranking: its keys are convolved over so many tokens
     compress_mlp   the network of compressed keys, a name of NETWORKS or a name with arguments,
                    {"name": "conv", "kernel": 2}; by default the layer's own
     ranking_queries  m: the ranking loss of m queries a sequence and layer is added to the loss
@@ -31,15 +34,17 @@ from native_sparse_attention.compress import (
     SumPool,
     default_compress_mlp,
 )
+from native_sparse_attention.gate import GateLinear
 from native_sparse_attention.initialization import reset
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 
 from .common import Row
-from .networks import ConvMLP, LowRankMLP, MeanMLP
+from .networks import ConvMLP, ConvolvedKeys, LowRankMLP, MeanMLP
 
 Settings = dict[str, Any]
 
-KEYS = ("dense", "dense_layers", "compress_mlp", "ranking_queries", "recipe")
+KEYS = ("dense", "dense_layers", "local_layers", "gate_start", "ranking_taps", "compress_mlp",
+        "ranking_queries", "recipe")  # fmt: skip
 RECIPES = ("dense_first", "mixed")
 # name: of (head dimension, l, KV heads) and arguments
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
@@ -83,13 +88,14 @@ SMALL: Settings = dict(
     num_local_blocks=16,
 )
 INDEX: Settings = dict(importance="index", ranking_queries=64)
+PAPER: Settings = dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent")
 
 # the most valuable first: this is the order in which they are trained
 VARIANTS: dict[str, Settings] = {
     # nothing to rank: no time is spent on compressed keys
     "dense": dict(ONE, dense=True, num_selected_blocks=0),
     "window": dict(THREE, branches=["window"]),
-    "paper": dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent"),
+    "paper": PAPER,
     "one softmax, max of tokens, rotated": ROTATED,
     "published": dict(PUBLISHED, compress_mlp={"name": "mlp", "start": "random"}),
     "one softmax, max of tokens": TOKENS,
@@ -113,12 +119,10 @@ VARIANTS: dict[str, Settings] = {
     "one softmax, probs, diff top-k": dict(ONE, importance="probs", use_diff_topk=True),
     "MLP over windows of 8": dict(THREE, compress_block_size=8, compress_block_sliding_stride=4),
     "sum pooling": dict(THREE, compress_mlp="sum"),
-    "paper, sum pooling": dict(
-        THREE,
-        compress_mlp="sum",
-        importance="probs",
-        branch_kv="independent",
-    ),
+    "paper, sum pooling": dict(PAPER, compress_mlp="sum"),
+    "paper, diff top-k": dict(PAPER, use_diff_topk=True),
+    "paper, gates begun at a half": dict(PAPER, gate_start=[0.0, 0.0, 0.0]),
+    "1088 keys, blocks of 32, learned ranking by 4 taps": dict(SMALL, **INDEX, ranking_taps=4),
     "published, begun as the mean": dict(PUBLISHED, compress_mlp="mean MLP"),
     "published, begun as the sum": PUBLISHED,
     "published, mean pooling": dict(PUBLISHED, compress_mlp="mean"),
@@ -197,12 +201,27 @@ def layer_settings(settings: Settings, shape: dict[str, Any]) -> dict[str, Any]:
         given = {key: value for key, value in network.items() if key != "name"}
         make = NETWORKS[network["name"]]
         found["compress_mlp"] = make(shape["dim_head"], l, shape["kv_heads"], **given)
+    if "gate_start" in settings:
+        start = tuple(settings["gate_start"])
+        found["strategy_combine_mlp"] = GateLinear(shape["dim"], shape["heads"], start)
     return found
 
 
 def make(settings: Settings, shape: dict[str, Any]) -> Transformer:
     given = layer_settings(settings, shape)
-    return Transformer(**shape, use_sparse_attn=True, sparse_attn_kwargs=given)
+    model = Transformer(**shape, use_sparse_attn=True, sparse_attn_kwargs=given)
+    blocks: list[Any] = list(model.layers)
+    of_layer = {key: value for key, value in shape.items() if key not in ("depth", "num_tokens")}
+    for index in settings.get("local_layers", ()):
+        if not -len(blocks) <= index < len(blocks):
+            raise ValueError(f"local_layers must be indices of {len(blocks)} layers, got {index}")
+        blocks[index][0] = SparseAttention(**of_layer, **given | {"num_selected_blocks": 0})
+    if "ranking_taps" in settings:
+        for attn in layers(model):
+            if attn.to_index is None:
+                raise ValueError("ranking_taps goes with importance='index'")
+            attn.to_index = ConvolvedKeys(attn, settings["ranking_taps"])
+    return model
 
 
 def build(settings: Settings, shape: dict[str, Any], seed: int) -> Transformer:

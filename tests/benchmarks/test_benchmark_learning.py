@@ -40,11 +40,15 @@ def test_variants_share_initial_values():
     """Weights of equal name and shape, and the projections of branches with their own."""
     models = {name: variants.build(s, SHAPE, seed=1) for name, s in SMALL.items()}
     begun_elsewhere = [models.pop(f"published, begun as the {form}") for form in ("mean", "sum")]
+    gates = models.pop("paper, gates begun at a half")
     weights = {name: dict(model.named_parameters()) for name, model in models.items()}
     for model in begun_elsewhere:
         for name, value in model.named_parameters():
             same = torch.equal(value, weights["published"][name])
             assert same or "_compress." in name
+    for name, value in gates.named_parameters():
+        same = torch.equal(value, weights["paper"][name])
+        assert same != name.endswith("to_strategy_combine.0.bias")
     dense = weights["dense"]
     for (_, a), (_, b) in itertools.combinations(weights.items(), 2):
         same = [name for name in a.keys() & b.keys() if a[name].shape == b[name].shape]
@@ -80,6 +84,40 @@ def test_dense_layers_and_recipes():
     assert dense_steps({"mixed": 0.5}) == dense_steps({"mixed": 0.5})
     assert 30 < sum(dense_steps({"mixed": 0.5})) < 70
     assert not any(dense_steps({}))
+
+
+def test_local_layers_and_first_gates():
+    model = variants.build(SMALL["1088 keys, blocks of 32"], SHAPE, seed=0)
+    settings = dict(SMALL["1088 keys, blocks of 32"], local_layers=[1])
+    local = variants.build(settings, SHAPE, seed=0)
+    assert [layer.config.ranks for layer in variants.layers(local)] == [True, False]
+    local.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 256, (1, 200))
+    assert not torch.allclose(model(ids), local(ids), atol=1e-4)
+    gates = [layer.to_strategy_combine[0] for layer in variants.layers(variants.build(
+        SMALL["paper, gates begun at a half"], SHAPE, seed=0))]  # fmt: skip
+    assert all(not gate.weight.any() and not gate.bias.any() for gate in gates)
+
+
+def test_keys_of_a_ranking_are_convolved():
+    """By taps that begin as the token itself and look back only; the ranking loss trains them."""
+    settings = SMALL["1088 keys, blocks of 32, learned ranking by 4 taps"]
+    layer = variants.layers(variants.build(settings, SHAPE, seed=0))[0]
+    index, x = layer.to_index, torch.randn(2, 9, SHAPE["dim"])
+    queries = index.project.out_features - index.width
+    assert torch.allclose(index(x), index.project(x), atol=1e-6)
+    with torch.no_grad():
+        index.taps.copy_(torch.randn_like(index.taps))
+    plain, out = index.project(x)[..., queries:], index(x)
+    assert torch.equal(out[..., :queries], index.project(x)[..., :queries])
+    want = sum(
+        index.taps[:, 0, 3 - back] * torch.nn.functional.pad(plain, (0, 0, back, 0))[:, :9]
+        for back in range(4)
+    )
+    assert torch.allclose(out[..., queries:], want, atol=1e-5)
+    _, loss = layer(torch.randn(1, 200, SHAPE["dim"]), ranking_queries=16)
+    loss.backward()
+    assert index.taps.grad.abs().amax(dim=(0, 1)).gt(0).all()
 
 
 def test_dense_attention_is_that_of_the_same_weights():
@@ -118,6 +156,9 @@ def test_keys_of_a_query():
         ('x={"recipe": {"nothing": 1}}', "recipe of x must have one of"),
         ('x={"branches": ["selected"], "recipe": {"mixed": 2}}', "mixed of x must be from 0 to 1"),
         ('x={"branches": ["window"], "dense": true}', "variant x: model must have a Sparse"),
+        ('x={"local_layers": [6]}', "local_layers must be indices of . layers, got 6"),
+        ('x={"ranking_taps": 4}', "ranking_taps goes with importance='index'"),
+        ('x={"gate_start": [0.0]}', "variant x: strategy_combine_mlp must"),
     ],
 )
 def test_wrong_variants(text, message):
