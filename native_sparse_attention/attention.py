@@ -433,7 +433,7 @@ class SparseAttention(CompressionLayer):
         if found is None:
             positions = None if documents is None else documents.positions()
             tensors, raw = self.rotated(qkv, positions, backend)
-            if self._dense and ranking_queries is None:
+            if self._dense and ranking_queries is None and not self.use_diff_topk:
                 tensors, raw = {name: tensors[name] for name in "qkv"}, {}
             else:
                 tensors, raw = ranking.with_index(self, x, tensors, raw, 0, positions, backend)
@@ -572,7 +572,19 @@ class SparseAttention(CompressionLayer):
         out, indices = nsa.attend(call, config, backend, masks, keep_slots)
         if self.observer is not None:
             self.observer(call, config, indices)
-        return rearrange(out, "b n h d -> b n (h d)"), indices
+        return self.tied(rearrange(out, "b n h d -> b n (h d)"), call), indices
+
+    def tied(self, out: Tensor, call: Call) -> Tensor:
+        """The output. What parameters make has a gradient, also where a call does not read it, as
+        for a sequence of one block: data-parallel training expects one."""
+        if self.branches == ("compressed",):  # reads no rotated tensors
+            freqs = None if self.rotary_emb is None else self.rotary_emb.freqs
+            unread = None if freqs is None or not freqs.requires_grad else call.q
+        else:
+            unread = call.ck if self.use_diff_topk and "compressed" not in self.branches else None
+        if unread is None or not unread.requires_grad:
+            return out
+        return out + unread[..., :0].sum()
 
     def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:
         if self.backend not in ("auto", "triton"):

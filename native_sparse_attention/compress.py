@@ -179,7 +179,8 @@ class ConvLinearCompress(Started):
     """One linear map of the window per head: `y_o = sum_(i, l) W[h, o, i, l] x[l, i] + b[h, o]`.
 
     The weights are those of a convolution with one group per head, whose kernel and stride are the
-    window. Windows arrive as an axis, so a matrix product computes it.
+    window. Windows arrive as an axis, so a matrix product computes it. Where `conv` is replaced, or
+    has hooks, it is called: for adapters and pruning.
     """
 
     def __init__(self, heads: int, dim_head: int, compress_window_size: int):
@@ -194,6 +195,10 @@ class ConvLinearCompress(Started):
         )
 
     def forward(self, kv: Tensor) -> Tensor:
+        if type(self.conv) is not nn.Conv1d or has_hooks(self.conv):
+            b, h, w, _, _ = kv.shape
+            out = self.conv(rearrange(kv, "b h w l d -> (b w) (h d) l"))
+            return rearrange(out, "(b w) (h d) 1 -> b h w d", b=b, h=h, w=w)
         weight = rearrange(self.conv.weight, "(h o) i l -> h l i o", h=self.heads)
         out = einsum(kv, weight, "b h w l i, h l i o -> b h w o")
         bias: Any = self.conv.bias  # under torch.func a plain tensor
@@ -427,14 +432,16 @@ def slides(network: nn.Module) -> TypeGuard[Sliding]:
     parts = [type(module) for module in network.modules()][1:]
     if type(network) not in SLIDING or parts not in PARTS:
         return False
-    for module in network.modules():
-        if (
-            module._forward_hooks or module._forward_pre_hooks
-            or module._backward_hooks or module._backward_pre_hooks
-            or "forward" in module.__dict__
-        ):  # fmt: skip
-            return False
-    return True
+    return not any(has_hooks(module) for module in network.modules())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call does more than the `forward` of its class."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks
+        or module._backward_hooks or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )  # fmt: skip
 
 
 def slide(

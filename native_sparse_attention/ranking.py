@@ -21,7 +21,7 @@ from . import blocks
 from .checks.scalars import check_int, shown
 from .compat.autocast import no_autocast
 from .ops.reference.attention import visible_windows
-from .ops.reference.topk import importance_scores
+from .ops.reference.topk import candidates, importance_scores
 from .rotary import rotate
 from .varlen import Documents
 
@@ -70,23 +70,28 @@ def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device)
             raise ValueError(
                 f"ranking_queries must be positions from 0 to {n - 1}, got {queries.tolist()}"
             )
-        return queries.to(device)
+        return queries.to(device, torch.long)
     m = min(check_int("ranking_queries", queries, 1), n)
     where = "cpu" if generator is None else generator.device
     drawn = torch.randperm(n, generator=generator, device=where)[:m]
     return drawn.sort().values.to(device)
 
 
-def block_targets(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, config: Any, weigh: str) -> Tensor:
+def block_targets(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor, config: Any, weigh: str
+) -> Tensor:
     """What each block [b k m c] is worth to queries q [b k g m d] of keys and values [b k t d] that
-    they see, [b|1 m t]: its attention mass, or by "output" the norm of what it adds to the output,
-    `|| sum_(j in c) p_j (v_j - out) ||`; summed over the heads of a group."""
+    they see, [b|1 m t], beside sinks [h]: its attention mass, or by "output" the norm of what it
+    adds to the output, `|| sum_(j in c) p_j (v_j - out) ||`; summed over the heads of a group."""
     s, scale = config.selection_block_size, config.scale_of(q.shape[-1])
     logits = einsum(q, k, "b k g m d, b k t d -> b k g m t") * scale
     if config.soft_cap is not None:
         logits = config.soft_cap * (logits / config.soft_cap).tanh()
     logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
-    p = logits.softmax(dim=-1).masked_fill(~seen[:, None, None], 0.0)
+    if sinks is not None:
+        sink = rearrange(sinks.to(logits.dtype), "(k g) -> k g 1 1", k=k.shape[1])
+        logits = torch.cat((logits, sink.expand(*logits.shape[:-1], 1)), dim=-1)
+    p = logits.softmax(dim=-1)[..., : k.shape[2]].masked_fill(~seen[:, None, None], 0.0)
     pad = -p.shape[-1] % s
     by_block = rearrange(F.pad(p, (0, pad)), "b k g m (c s) -> b k g m c s", s=s)
     mass = by_block.sum(dim=-1)
@@ -127,7 +132,9 @@ def ranking_loss(
     s, K, n = config.selection_block_size, layer.kv_heads, tensors["q"].shape[2]
     device, count = tensors["q"].device, 1 if documents is None else tensors["q"].shape[0]
     if documents is not None and isinstance(queries, Tensor) and queries.ndim == 2:
-        i = queries.to(device)
+        if queries.is_floating_point() or queries.dtype == torch.bool:
+            raise ValueError(f"ranking_queries must be [b, m] integers, got {shown(queries)}")
+        i = queries.to(device, torch.long)
     else:
         i = sampled(queries, n if rows is None else rows.shape[1], generator, device)[None]
         i = i if rows is None else rows[:, i[0]]
@@ -139,15 +146,13 @@ def ranking_loss(
     seen = (j <= position[..., None]) if config.causal else torch.ones_like(j, dtype=torch.bool)
     seen = seen.expand(*position.shape, -1)
     c = torch.arange(blocks.num_blocks(n, s), device=i.device)
-    first = torch.zeros_like(position)[..., None]
-    end = first + len(c)
     if documents is not None:
         seen = seen & (j >= documents.first[..., None]) & (j < documents.last[..., None])
         seen = seen & (position < documents.last)[..., None]  # padding sees nothing
-        first, end = (t[..., None] for t in documents.blocks(s))
-    candidate = (c >= first + config.num_initial_blocks) & (c < end)
-    if config.causal:
-        candidate = candidate & (c <= position[..., None] // s - max(1, config.num_local_blocks))
+    candidate = candidates(
+        position, c, len(c), documents, d=config.d, s=s, causal=config.causal,
+        num_initial_blocks=config.num_initial_blocks, num_local_blocks=config.num_local_blocks,
+    )  # fmt: skip
     candidate = (candidate & is_token[..., None])[:, None]
 
     with no_autocast(tensors["q"].device.type):
@@ -156,7 +161,11 @@ def ranking_loss(
             ck = F.pad(ck, (0, 0, 0, 1))
         with torch.no_grad():
             heads = rearrange(of_rows(q, position), "b (k g) m d -> b k g m d", k=K)
-            target = block_targets(heads, k, v, seen, config, weigh)
+            at = layer.branches.index("selected")
+            sinks = None if layer.sinks is None else layer.sinks[at].detach()
+            # detached: without gradients there are tangents of forward mode still
+            exact = heads.detach(), k.detach(), v.detach()
+            target = block_targets(*exact, sinks, seen, config, weigh)
             target = target.masked_fill(~candidate, 0.0)
             total = target.sum(dim=-1, keepdim=True)
             target = target / total.clamp(min=torch.finfo(total.dtype).tiny)

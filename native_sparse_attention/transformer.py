@@ -297,7 +297,7 @@ class Transformer(FromRun, Started):
         elif cache is None and not disable_flex:
             kwargs |= self.flex_masks(ids.shape[1], ids.device)
 
-        queries = self.ranking_queries(ranking_queries, ids, cache, generator)
+        queries = self.ranking_queries(ranking_queries, ids, layout, cache, generator)
         losses: list[Tensor] = []
         if queries:
             kwargs["ranking_weights"] = ranking_weights
@@ -328,10 +328,16 @@ class Transformer(FromRun, Started):
         return (out, cache) if return_cache else out
 
     def ranking_queries(
-        self, m: int | None, ids: Tensor, cache: Any, generator: torch.Generator | None
+        self,
+        m: int | None,
+        ids: Tensor,
+        layout: Layout | None,
+        cache: Any,
+        generator: torch.Generator | None,
     ) -> list[Tensor]:
         """Positions of the queries of each layer's ranking loss, drawn once: activation
-        checkpointing runs a layer twice. None without m."""
+        checkpointing runs a layer twice. In a layout they are those of the caller's entries, [b m].
+        None without m."""
         check_generator(generator)
         if m is None:
             return []
@@ -340,7 +346,9 @@ class Transformer(FromRun, Started):
         blocks: list[Any] = list(self.layers)
         if any(getattr(attn, "to_index", None) is None for attn, _ in blocks):
             raise ValueError("ranking_queries goes with layers of importance='index'")
-        return [sampled(m, ids.shape[1], generator, ids.device) for _ in blocks]
+        n = ids.shape[1] if layout is None else layout.target.shape[1]
+        drawn = [sampled(m, n, generator, ids.device) for _ in blocks]
+        return drawn if layout is None else [layout.target[:, i] for i in drawn]
 
     @property
     def alignment(self) -> int:

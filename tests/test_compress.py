@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from native_sparse_attention import SparseAttention
 from native_sparse_attention.compress import (
@@ -210,6 +211,27 @@ def test_order_before_the_last_token_is_immaterial_to_the_transformer():
     out = net(kv)
     torch.testing.assert_close(net(kv[..., [2, 0, 3, 1, 4], :]), out)
     assert not torch.allclose(net(kv.flip(-2)), out, atol=1e-2)
+
+
+def test_a_replaced_convolution_is_called():
+    """Adapters replace `conv`, pruning hooks it."""
+    network, kv = ConvLinearCompress(2, 4, 3), torch.randn(2, 2, 5, 3, 4)
+    expected, calls = network(kv), []
+    hook = network.conv.register_forward_hook(lambda *args: calls.append(1))
+    torch.testing.assert_close(network(kv), expected)
+    hook.remove()
+    network(kv)
+    assert calls == [1]
+    network.conv = nn.Sequential(network.conv, nn.ReLU())
+    torch.testing.assert_close(network(kv), expected.relu())
+    network = ConvLinearCompress(2, 4, 3)
+    prune.random_unstructured(network.conv, "weight", 0.5)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    for _ in range(2):
+        network(kv).square().sum().backward()
+        optimizer.step()
+    network(kv)  # applies the mask
+    assert not network.conv.weight[network.conv.weight_mask == 0].any()
 
 
 @pytest.mark.parametrize("name", ["default", "mean", "sum", "pool", "single"])

@@ -69,6 +69,34 @@ def test_layer(network, setting, causal):
         assert_all(module, module(torch.randn(2, n, 16)))
 
 
+SOME = [
+    ("compressed",), ("selected",), ("window",), ("compressed", "selected"),
+    ("compressed", "window"), ("selected", "window"),
+]  # fmt: skip
+
+
+@pytest.mark.slow(one_of=4)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("setting", ["default", "gates", "sinks", "learned frequencies"])
+@pytest.mark.parametrize("branches", SOME)
+def test_some_branches(branches, setting, causal):
+    """Lengths of less than a block, and dense attention, which rank nothing."""
+    learned = "compressed" in branches or (setting == "gates" and "selected" in branches)
+    given = SETTINGS[setting]() | dict(branches=branches, causal=causal)
+    if setting == "gates" and "selected" not in branches:
+        pytest.skip("no top-k")
+    for network in ("sum", "attention pool") if learned else ("default",):
+        for more in ({}, dict(dense_length=64), dict(dense=True)):
+            is_dense = more.pop("dense", False)
+            if (is_dense or more) and branches != ("selected",):
+                continue
+            for n in (0, 1, 8, 21):
+                layer = SparseAttention(**ARGS | given | more, compress_mlp=NETWORKS[network]())
+                if is_dense:
+                    layer.dense = True
+                assert_all(layer, layer(torch.randn(2, n, 16)))
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_documents_padding_and_no_rows(setting):
     for n in (1, 21):

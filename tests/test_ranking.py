@@ -39,7 +39,10 @@ def written_out(module, x, positions, weigh):
             continue
         worth = torch.zeros(len(blocks), dtype=torch.float64)
         for h in range(r * G, (r + 1) * G):
-            p = (k[b, r, : i + 1] @ q[b, h, i] * D**-0.5).softmax(0)
+            logits = k[b, r, : i + 1] @ q[b, h, i] * D**-0.5
+            if module.sinks is not None:
+                logits = torch.cat((logits, module.sinks[0, h : h + 1]))
+            p = logits.softmax(0)[: i + 1]
             out = p @ v[b, r, : i + 1]
             for c in blocks:
                 own = slice(c * s, (c + 1) * s)
@@ -63,6 +66,68 @@ def test_the_loss_written_out(weigh):
     (grad,) = torch.autograd.grad(loss, [module.to_index.weight])
     (right,) = torch.autograd.grad(expected, [module.to_index.weight])
     torch.testing.assert_close(grad, right, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("weigh", ["output", "mass"])
+def test_sinks_are_keys_of_exact_attention(weigh):
+    module, x = layer(**INDEX, attention_sinks=True), normal(1, 37, DIM)
+    with torch.no_grad():
+        module.sinks.copy_(torch.tensor([[4.0, -4.0, 0.0, 2.0]]))
+    positions = torch.tensor([17, 36])
+    loss = module(x, ranking_queries=positions, ranking_weights=weigh)[1]
+    right = written_out(module, x, positions.tolist(), weigh)
+    torch.testing.assert_close(loss.double(), right, atol=1e-6, rtol=1e-5)
+    (grad,) = torch.autograd.grad(loss, [module.to_index.weight])
+    (wanted,) = torch.autograd.grad(right, [module.to_index.weight])
+    torch.testing.assert_close(grad, wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_blocks_whose_window_is_not_complete_are_no_candidates():
+    """Windows of 16 tokens over blocks of 4: the loss is over the blocks that the layer ranks."""
+    sizes = dict(compress_block_size=16, compress_block_sliding_stride=16, selection_block_size=4)
+    module = SparseAttention(
+        16, dim_head=8, heads=2, kv_heads=1, sliding_window_size=1, num_selected_blocks=8,
+        causal=True, branches=("selected",), importance="index", norm=False, rotary_emb=False,
+        **sizes,
+    )  # fmt: skip
+    x = torch.randn(1, 48, 16)
+    assert module(x, ranking_queries=torch.tensor([4, 12, 15]))[1] == 0
+    tensors, _ = module.rotated(module.to_qkv(x), None, "eager")
+    q, k, v = (tensors[name][0] for name in "qkv")
+    index = module.to_index(x)[0].unflatten(-1, (2, 8))
+    for i, count in ((16, 4), (31, 4), (32, 8), (47, 8)):  # of two windows the second ends at 31
+        worth = torch.zeros(count)
+        for h in range(2):
+            p = (k[0, : i + 1] @ q[h, i] * 8**-0.5).softmax(0)
+            for c in range(count):
+                own = slice(4 * c, 4 * c + 4)
+                worth[c] += (p[own] @ (v[0, own] - p @ v[0, : i + 1])).norm()
+        keys = torch.stack([index[16 * w : 16 * w + 16, 1].mean(0) for w in range(count // 4)])
+        logs = (keys @ index[i, 0] * 8**-0.5).repeat_interleave(4).log_softmax(0)
+        target = (worth / worth.sum()).detach()
+        loss = module(x, ranking_queries=torch.tensor([i]))[1]
+        torch.testing.assert_close(loss, (target * (target.log() - logs)).sum(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_tangents_reach_the_index_alone():
+    module, x = layer(**INDEX), normal(1, 33, DIM)
+    weights = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(changed):
+        given = dict(ranking_queries=torch.arange(33))
+        return torch.func.functional_call(module, weights | changed, (x,), given)[1]
+
+    for name in ("to_qkv.weight", "norm.weight"):
+        one = {name: weights[name]}
+        _, tangent = torch.func.jvp(loss, (one,), ({name: torch.randn_like(weights[name])},))
+        assert tangent == 0
+    one = {"to_index.weight": weights["to_index.weight"]}
+    towards = {"to_index.weight": normal(*module.to_index.weight.shape)}
+    _, tangent = torch.func.jvp(loss, (one,), (towards,))
+    grad = torch.func.grad(loss)(one)["to_index.weight"]
+    right = (grad * towards["to_index.weight"]).sum()
+    torch.testing.assert_close(tangent.double(), right, atol=1e-6, rtol=1e-4)
 
 
 def test_the_loss_trains_the_index_alone():
@@ -90,7 +155,7 @@ def test_it_learns_to_find_the_blocks():
         q, k, v = (tensors[name] for name in "qkv")
         seen = torch.ones(128, 128, dtype=torch.bool).tril()[None]
         mass = block_targets(
-            q.unflatten(1, (2, 1)), k, v, seen, module.config.for_functions, "mass"
+            q.unflatten(1, (2, 1)), k, v, None, seen, module.config.for_functions, "mass"
         )
         best = module_ranking(module, x)
         chosen = torch.zeros_like(mass).scatter_(-1, best.clamp(min=0), (best >= 0).float())
@@ -179,6 +244,15 @@ def test_positions_are_those_of_the_rows_given():
         module(x, mask=mask, ranking_queries=torch.tensor([70]))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_positions_of_any_integral_dtype(dtype):
+    module, x = layer(**INDEX), normal(1, 40, DIM)
+    for positions in ([30] * 40, [20, 33]):
+        there = torch.tensor(positions)
+        expected = module(x, ranking_queries=there)[1]
+        assert torch.equal(module(x, ranking_queries=there.to(dtype))[1], expected)
+
+
 @pytest.mark.slow
 def test_autocast_checkpoint_and_compile():
     module, x = layer(**INDEX).float(), torch.randn(1, 60, DIM)
@@ -217,6 +291,17 @@ def test_transformer(checkpointing):
     assert torch.equal(model(ids, return_loss=True, **seeded)[1], loss)
     packed = model(ids[:1], cu_seqlens=torch.tensor([0, 25, 60]), **seeded)[1]
     assert packed.isfinite() and packed > 0
+    # queries are tokens, not the gaps of rows in which documents begin at blocks
+    short = torch.tensor([0, 30, *range(31, 61)])
+    every = [model(ids[:1], cu_seqlens=short, ranking_queries=60)[1] for _ in range(2)]
+    attn, x = model.layers[0][0], model.token_emb(ids[:1])
+    first = attn(x, cu_seqlens=short, ranking_queries=60)[1]
+    out = x + attn(x, cu_seqlens=short)
+    second = model.layers[1][0](
+        out + model.layers[0][1](out), cu_seqlens=short, ranking_queries=60
+    )[1]
+    torch.testing.assert_close(every[0], every[1])
+    torch.testing.assert_close(every[0], (first + second) / 2)
     with pytest.raises(ValueError, match="ranking_queries must be None with a cache"):
         model(ids, return_cache=True, ranking_queries=3)
     with pytest.raises(ValueError, match="ranking_queries goes with layers of importance='index'"):

@@ -105,7 +105,8 @@ def check_unconverted(decoder: PreTrainedModel) -> None:
         raise ValueError(
             "model must not be converted already or of SparseAttention layers, got such a "
             f"{type(decoder).__name__}: load it anew, or set attributes of its SparseAttention "
-            "layers, as set_dense(model) does"
+            "layers, as set_dense(model) does (save_pretrained keeps those of "
+            "model.config.nsa_converted)"
         )
 
 

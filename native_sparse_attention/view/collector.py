@@ -247,7 +247,9 @@ class Observer:
         b, length = call.q.shape[:2]
         queries = queries_of(call, sampled(self.queries, self.seed, length))
         at, exist = queries.at, queries.exist.expand(b, -1)
-        found = measure(call, config, indices, queries)
+        # an index has its own scale
+        scale = None if self.layer.to_index is not None else config.scale
+        found = measure(call, config, indices, queries, scale)
         documents, chosen, gates = None, found.blocks, call.branch_gates
         if call.documents is not None:
             rows = torch.arange(length, device=at.device)

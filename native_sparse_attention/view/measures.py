@@ -135,9 +135,10 @@ def mass_of_window(mass: Tensor, at: Tensor, w: int) -> Tensor:
 
 
 def scores_of_ranked(
-    call: Call, config: AttentionConfig, queries: Queries, ranked: Tensor
+    call: Call, config: AttentionConfig, queries: Queries, ranked: Tensor, scale: float | None
 ) -> Tensor:
-    """The scores [b m r n] by which blocks `ranked` were chosen; NaN in an empty slot."""
+    """The scores [b m r n] by which blocks `ranked` were chosen, of logits with `scale`; NaN in an
+    empty slot."""
     if call.ck.shape[1] == 0:  # no window, so no score
         return torch.full(ranked.shape, float("nan"), device=ranked.device)
     d, s = config.d, config.selection_block_size
@@ -153,7 +154,7 @@ def scores_of_ranked(
         torch.arange(blocks.num_blocks(call.k.shape[1], s), device=at.device),
         rule=config.importance, interpolated=config.interpolated_importance_score,
         shared=config.query_heads_share_selected_kv, l=config.compress_block_size, d=d, s=s,
-        scale=config.scale, soft_cap=config.soft_cap,
+        scale=scale, soft_cap=config.soft_cap,
         sinks=None if sinks is None else exact(sinks),
     )  # fmt: skip
     picked = rearrange(scores, "b r m c -> b m r c").gather(-1, ranked.clamp(min=0).long())
@@ -183,10 +184,14 @@ class Measured(NamedTuple):
 
 
 def measure(
-    call: Call, config: AttentionConfig, indices: Tensor | None, queries: Queries
+    call: Call,
+    config: AttentionConfig,
+    indices: Tensor | None,
+    queries: Queries,
+    rank_scale: float | None,
 ) -> Measured:
-    """Measure rows of a checked call with block indices [b i r n] as the layer has them. O(m j) in
-    time; in memory O(m) and a bounded number of scores."""
+    """Measure rows of a checked call with block indices [b i r n] as the layer has them, by scores
+    with `rank_scale`. O(m j) in time; in memory O(m) and a bounded number of scores."""
     at, length, s = queries.at, call.k.shape[1], config.selection_block_size
     dense = is_dense(queries, config)
     chosen = ranked = agreement = None
@@ -222,7 +227,8 @@ def measure(
                 w = config.sliding_window_size
                 found["window_mass"].append(mass_of_window(p, some.at, w))
             if ranked is not None and ranked.shape[-1] and call.ck is not None:
-                found["scores"].append(scores_of_ranked(call, config, some, ranked[:, part]))
+                scores = scores_of_ranked(call, config, some, ranked[:, part], rank_scale)
+                found["scores"].append(scores)
     whole = {name: torch.cat(t, dim=1) for name, t in found.items() if t}
     mass = None
     if "block_mass" in whole:

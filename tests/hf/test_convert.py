@@ -16,6 +16,7 @@ from native_sparse_attention.hf import (
     use_sparse_attention,
 )
 from native_sparse_attention.recipes import set_dense
+from native_sparse_attention.view import collect
 from tests.helpers.tiny_models import (
     CACHE,
     SPARSE,
@@ -124,6 +125,13 @@ def test_learned_ranking_begins_with_the_mean_query_of_a_group():
     converted = convert(copy.deepcopy(model), **SPARSE)
     use_sparse_attention(model, **SPARSE)
     close(converted(text).logits, model(text).logits, **TOL)
+    ranked = convert(tiny("Granite"), **SPARSE | dict(importance="max"))
+    readings = []
+    for one in (converted, ranked):
+        with collect(one) as seen:
+            one(text, use_cache=False)
+        readings.append(next(iter(seen.values()))[0])
+    close(readings[0].scores, readings[1].scores, equal_nan=True, **TOL)
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "lookup"])

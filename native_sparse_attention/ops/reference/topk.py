@@ -143,6 +143,22 @@ def rank(block_scores: Tensor, candidate: Tensor, n: int) -> tuple[Tensor, Tenso
     return order, candidate.expand_as(masked).gather(-1, order)
 
 
+def candidates(
+    i: Tensor, c: Tensor, num_ranked: int, documents: Documents | None, *, d: int, s: int,
+    num_initial_blocks: int, num_local_blocks: int, causal: bool,
+) -> Tensor:  # fmt: skip
+    """Which blocks c below `num_ranked` a query at position i [b|1 i] may select, [b|1 i c]: those
+    that are not forced and, if causal, past and wholly visible."""
+    candidate = ((c >= num_initial_blocks) & (c < num_ranked)).expand(*i.shape, -1)
+    if documents is not None:
+        first, end = (t[..., None] for t in documents.blocks(s))
+        candidate = (c >= first + num_initial_blocks) & (c < end)
+    if causal:
+        past = c <= (i // s)[..., None] - max(num_local_blocks, 1)
+        candidate = candidate & past & (c < blocks.num_complete_blocks(i, d, s)[..., None])
+    return candidate
+
+
 def straight_through_gates(block_scores: Tensor, candidate: Tensor, rule: str) -> Tensor:
     """Gates [b r i c] of value 1 with the gradient of a block's score (`probs`) or of its softmax
     over the candidates and one constant logit of -1e3 (`logits`, `max`)."""
@@ -217,18 +233,13 @@ def select_blocks(
             at = (i - start).expand(len(q), -1)
             documents = Documents(*(bound.gather(1, at) for bound in documents))
 
-    # candidates [b|1 1 i c] are not forced and, if causal, past and wholly visible. There are at
-    # least n columns. A compiled graph runs other lengths, so it always appends n.
+    # at least n columns; a compiled graph runs other lengths, so it always appends n
     missing = n if torch.compiler.is_compiling() else max(0, n - num_ranked)
     c = torch.arange(num_ranked + missing, device=q.device)
-    candidate = ((c >= num_initial_blocks) & (c < num_ranked)).expand(*i.shape, -1)
-    if documents is not None:
-        first, end = (t[..., None] for t in documents.blocks(s))
-        candidate = (c >= first + num_initial_blocks) & (c < end)
-    if causal:
-        past = c <= (i // s)[..., None] - max(num_local_blocks, 1)
-        candidate = candidate & past & (c < blocks.num_complete_blocks(i, d, s)[..., None])
-    candidate = candidate[:, None]
+    candidate = candidates(
+        i, c, num_ranked, documents, d=d, s=s, num_initial_blocks=num_initial_blocks,
+        num_local_blocks=num_local_blocks, causal=causal,
+    )[:, None]  # fmt: skip
 
     # rank in fp32: in bf16 half of the scores would tie
     accumulate = torch.promote_types(q.dtype, torch.float32)
