@@ -100,7 +100,8 @@ def sample_token(
     """Sample one token per sequence, [b], from logits [b vocabulary]."""
     if temperature <= 0.0:
         return logits.argmax(dim=-1)
-    count = max(1, ceil((1.0 - filter_thres) * logits.shape[-1]))
+    # rounded before: (1 - 0.7) * 10 is a little more than 3
+    count = max(1, ceil(round((1.0 - filter_thres) * logits.shape[-1], 6)))
     count = count if top_k is None else min(count, top_k)
     values, tokens = logits.float().topk(count, dim=-1)
     # subtract the maximum before the division: the result is finite at any temperature
@@ -243,7 +244,9 @@ def generate(
     next_logits = None
     if use_cache_kv:
         next_logits = cached_logits(model, prompt, prompt_lengths, steps)
-    text, ends = prompt, torch.tensor(prompt_lengths, device=prompt.device)
+    # the caller may write to the prompt and to what is yielded
+    text = prompt if use_cache_kv else prompt.clone()
+    ends = torch.tensor(prompt_lengths, device=prompt.device)
     batch = torch.arange(len(prompt), device=prompt.device)
     done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     token = None
@@ -256,7 +259,7 @@ def generate(
         new = sample_token(logits, *sampling)
         # a finished sequence repeats its stop token
         token = new if token is None else torch.where(done, token, new)
-        yield token
+        yield token.clone()
         if stop:
             done |= (token[:, None] == token.new_tensor(stop)).any(1)
             if done.all():

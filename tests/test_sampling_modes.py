@@ -8,6 +8,7 @@ import torch
 
 from native_sparse_attention import Transformer
 from native_sparse_attention.compress import CompressTransformer
+from native_sparse_attention.generate import sample_token
 
 INTEGERS = [torch.uint8, torch.int16, torch.int32]
 
@@ -176,3 +177,26 @@ def test_ids_that_are_none(bad, got):
         net(bad)
     with pytest.raises(ValueError, match=f"prompt must be {kind}, got .*{got}"):
         net.sample(bad, 9)
+
+
+@pytest.mark.parametrize("use_cache_kv", [True, False])
+def test_the_caller_may_write_to_what_it_gave_and_got(use_cache_kv):
+    torch.manual_seed(0)
+    model = Transformer(16, 16, 1, 8, 2, use_sparse_attn=True)
+    prompt = torch.randint(16, (2, 5))
+    given = dict(temperature=0.0, use_cache_kv=use_cache_kv)
+    expected, found = model.sample(prompt, 14, **given), []
+    for token in model.stream(prompt, 14, **given):
+        found.append(token.clone())
+        token.fill_(0)
+        prompt.fill_(0)
+    assert torch.equal(torch.stack(found, dim=1), expected)
+
+
+def test_the_fraction_of_tokens_is_not_rounded_up():
+    """(1 - 0.7) * 10 is a little more than 3."""
+    generator = torch.Generator().manual_seed(0)
+    for count, threshold, kept in ((10, 0.7, 3), (10, 0.9, 1), (100, 0.71, 29), (10, 0.65, 4)):
+        logits = torch.zeros(2000, count)
+        drawn = sample_token(logits, 1.0, threshold, None, generator)
+        assert len(drawn.unique()) == kept

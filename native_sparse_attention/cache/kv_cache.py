@@ -82,6 +82,8 @@ class KVCache(Sequences):
         self._streams: dict[str, Tensor] = {}
         self._tail: dict[str, Tensor] = {}
         self._layer: weakref.ref[Identity] | None = None
+        # of a deepcopy: the copy of the layer, while there is one
+        self._copied: weakref.ref[Identity] | None = None
         self._geometry: dict[str, Any] = {}
 
     def __bool__(self) -> bool:
@@ -131,18 +133,27 @@ class KVCache(Sequences):
         Raises:
             ValueError: the cache holds tokens of another layer or of another geometry.
         """
-        if self._is_bound_to(layer, geometry):
+        kinds = {name: (t.dtype, t.device) for name, t in self._streams.items() if name in new}
+        fits = all((new[name].dtype, new[name].device) == kind for name, kind in kinds.items())
+        if fits and self._is_bound_to(layer, geometry):
             return
         if any(self.lengths):
             check_entries(self._streams, new, len(self.lengths), self.device)
             self.check_layer(layer, geometry)
-        elif geometry != self._geometry:
+        elif not fits or geometry != self._geometry:
             self._streams, self._tail = {}, {}
-        self._layer, self._geometry = weakref.ref(layer), geometry
+            if not fits:  # of another device
+                device = next(iter(new.values())).device
+                self._known = {name: t.to(device) for name, t in self._known.items()}
+        self._layer, self._copied, self._geometry = weakref.ref(layer), None, geometry
 
     def _is_bound_to(self, layer: Identity, geometry: dict[str, Any]) -> bool:
-        is_same = self._layer is not None and self._layer() is layer
-        return is_same and geometry == self._geometry
+        return self._owner() is layer and geometry == self._geometry
+
+    def _owner(self) -> Identity | None:
+        """The layer that the cache is bound to, while it lives."""
+        found = (ref() for ref in (self._copied, self._layer) if ref is not None)
+        return next((layer for layer in found if layer is not None), None)
 
     def check_layer(self, layer: Identity, geometry: dict[str, Any]) -> None:
         """Check that a layer may use the cache.
@@ -344,12 +355,20 @@ class KVCache(Sequences):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         other = self.clone()
-        copied = None if self._layer is None else memo.get(id(self._layer()))
-        other._layer = self._layer if copied is None else weakref.ref(copied)
+        layer = self._owner()
+        if layer is not None:  # its copy, if it is copied too: before this cache or after it
+            other._layer = weakref.ref(layer)
+            other._copied = weakref.ref(copy.deepcopy(layer, memo))
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_layer": None, "_lengths": self.lengths, "_is_behind": False}
+        return {
+            **vars(self),
+            "_layer": None,
+            "_copied": None,
+            "_lengths": self.lengths,
+            "_is_behind": False,
+        }
 
     # storage
 

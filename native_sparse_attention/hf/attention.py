@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import blocks, varlen
-from ..checks.scalars import TOO_LARGE
+from ..checks.scalars import TOO_LARGE, shown
 from ..compat.sdpa import sdpa
 from ..compress import windows_of
 from ..config import SELECTION, AttentionConfig
@@ -33,7 +33,9 @@ MAX_NEW = 16
 ANY_LENGTH = TOO_LARGE - 1
 
 # of a mask, or of positions, that all layers of a forward share: what each would find out again
+OWN: Any = WeakTensorKeyDictionary()
 CONVERTED: Any = WeakTensorKeyDictionary()
+FOLLOW: Any = WeakTensorKeyDictionary()
 LAYOUTS: Any = WeakTensorKeyDictionary()
 STARTS: Any = WeakTensorKeyDictionary()
 
@@ -73,10 +75,13 @@ def attention(
     settings = settings_of(module.config)
     q, k, v = of_one_dtype(query, key, value)
     extra: dict[str, Any] = dict(scale=scaling, soft_cap=softcap)
-    mask = attention_mask
-    if mask is None and k.shape[1] == q.shape[1]:
-        mask = packed(others.get("position_ids"), q)
-    is_own = mask is not None and masks.is_own(mask, q.shape[1], k.shape[1])
+    mask, (T, S) = attention_mask, (q.shape[1], k.shape[1])
+    position_ids = others.get("position_ids")
+    if mask is None and S == T:
+        mask = packed(position_ids, q)
+    elif mask is None or len(mask) == 0:
+        check_one_document(position_ids, q, S if mask is None else mask.shape[-1])
+    is_own = mask is not None and remembered(OWN, mask, masks.is_own, (T, S))
     if sliding_window is not None:
         sinks = None if s_aux is None else s_aux.to(q.dtype)
         call = q, k, v, mask, sliding_window, sinks
@@ -117,11 +122,28 @@ def sparsely(
 
 def packed(position_ids: Any, q: Tensor) -> Tensor | None:
     """The mask of packed documents where transformers has not looked for them, as with a cache."""
-    if torch.compiler.is_compiling() or not isinstance(position_ids, Tensor):
-        return None
-    if position_ids.ndim != 2 or position_ids.shape[1] != q.shape[1]:
+    if not are_readable(position_ids, q):
         return None
     return remembered(CONVERTED, position_ids, masks.of_positions, (q.shape[0],))
+
+
+def are_readable(position_ids: Any, q: Tensor) -> bool:
+    if torch.compiler.is_compiling() or not isinstance(position_ids, Tensor):
+        return False
+    return position_ids.ndim == 2 and position_ids.shape[1] == q.shape[1]
+
+
+def check_one_document(position_ids: Any, q: Tensor, count: int) -> None:
+    """Check that the queries, the last of `count` tokens of a cache, are of one document."""
+    if not are_readable(position_ids, q):
+        return
+    past = count - q.shape[1]
+    if not remembered(FOLLOW, position_ids, masks.follow, (past,)):
+        raise ValueError(
+            f"position_ids over a cache must count on from its {past} tokens, got "
+            f"{shown(position_ids.tolist())}: a cache keeps no packed sequences, give "
+            "use_cache=False"
+        )
 
 
 def check_call(module: Any, dropout: float, is_causal: bool | None, others: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from ..attention import SparseAttention
 from ..checks.scalars import shown
 from ..ranking import sampled
 from . import masks
-from .attention import CONVERTED, LAYOUTS, check_call, layout_of, packed, remembered
+from .attention import CONVERTED, LAYOUTS, OWN, check_call, layout_of, packed, remembered
 from .kv_layer import KVLayer, layer_of
 
 # of a mask that all layers of a forward share
@@ -118,7 +118,7 @@ class LayerAttention(nn.Module):
         mask = attention_mask
         if mask is None and not slots:
             mask = packed(position_ids, hidden_states)
-        if mask is not None and not masks.is_own(mask, T, slots + T):
+        if mask is not None and not remembered(OWN, mask, masks.is_own, (T, slots + T)):
             mask = remembered(CONVERTED, mask, masks.converted, (B, T, slots + T))
         if mask is not None and (mask.dtype == torch.int64 or len(mask) == 0):
             mask = None  # the cache knows how many keys there are

@@ -81,6 +81,8 @@ def sparse_mask(
         begins = find(mask_function, batch_size, T, q_offset, device)
     if real is not None and not tracing and bool(is_full(real, q_offset, T, kv_offset)):
         real = None
+    if real is not None and local_size is not None and (tracing or has_gaps(real)):
+        return sdpa_mask(**dense)  # a window counts slots, padding too
     if whole and (real is not None or begins is not None):
         return encoded(batch_size, S, real, begins, device)
     if whole:
@@ -104,8 +106,15 @@ def columns(attention_mask: Tensor, first: int, count: int) -> Tensor:
 
 
 def is_full(real: Tensor, q_offset: int | Tensor, T: int, kv_offset: int) -> Tensor:
-    """Whether every key up to the last query is a token, and no later one."""
-    return (real.sum(1) == q_offset + T - kv_offset).all()
+    """Whether every key up to the last query is a token."""
+    end = q_offset + T - kv_offset
+    return (real | (torch.arange(real.shape[1], device=real.device) >= end)).all()
+
+
+def has_gaps(real: Tensor) -> bool:
+    """Whether padding lies between tokens of a row [B, S]."""
+    begins = real & ~torch.nn.functional.pad(real, (1, 0))[:, :-1]
+    return bool((begins.sum(1) > 1).any())
 
 
 def unpadded(
@@ -173,6 +182,12 @@ def of_positions(position_ids: Tensor, B: int) -> Tensor | None:
     return encoded(B, begins.shape[1], None, begins, begins.device)
 
 
+def follow(position_ids: Tensor, past: int) -> bool:
+    """Whether positions [1|B, T] are not before those of `past` tokens, and do not return to 0."""
+    returns = (position_ids[:, 1:] == 0).any()
+    return not bool(returns | (position_ids[:, :1] < past).any())
+
+
 REASON = "packed sequences are looked for on the host: give attention_mask [B, S]"
 documents_uncompiled = torch.compiler.disable(document_begins, reason=REASON)
 positions_uncompiled = torch.compiler.disable(of_positions, reason=REASON)
@@ -190,7 +205,11 @@ def is_own(mask: Tensor, T: int, S: int) -> bool:
         return mask.shape[2:] == (1, 1) and len(mask) < 3 and S > 1
     if mask.dtype != torch.int16 or mask.shape[2] > 2:
         return False
-    if mask.shape[2] == 1 or T != 2:  # of one query both say the same
+    if T == 1 and mask.shape[2] == 1 and mask.shape[3] == S and len(mask):
+        # keys that are not written are -1 here, and in a mask of the user 0
+        found = torch.compiler.is_compiling() or (mask < 0).any() | (mask[..., -1] > 0).any()
+        return bool(found)
+    if mask.shape[2] == 1 or T != 2:
         return mask.shape[2] == 1 or mask.shape[3] == T
     # documents of two tokens, where the user's second key is hidden from the first query
     return S == 2 and (torch.compiler.is_compiling() or bool((mask[:, 0, 0, 1] != 0).any()))
@@ -236,30 +255,37 @@ def converted(mask: Tensor, B: int, T: int, S: int) -> Tensor | None:
 
 def padding_or_documents(visible: Tensor, B: int, T: int, S: int) -> Tensor | None:
     """The form of `visible` [b, T, S]: which keys the queries, the last T written tokens, see."""
-    device, begins, L = visible.device, None, S
+    device, begins, written = visible.device, None, [S]
+    real = visible.any(1)
     if T == S:
         real = visible.diagonal(dim1=1, dim2=2)
         apart = ~visible[:, 1:, :-1].diagonal(dim1=1, dim2=2) & real[:, 1:] & real[:, :-1]
         if bool(apart.any()):
             begins = torch.nn.functional.pad(apart, (1, 0), value=True)
-    else:  # keys of a static cache that no query sees are not written yet
-        seen = visible.any(1).any(0).nonzero()
-        L = max(T, int(seen[-1]) + 1 if len(seen) else 0)
-        visible = visible[..., :L]
-        real = visible.any(1)
-    key = torch.arange(L, device=device)
-    query = key[L - T :, None]
-    expected = real[:, None] & (key <= query)
-    if begins is not None:
-        document = begins.cumsum(1)
-        expected = expected & (document[:, None] == document[:, L - T :, None])
-    # what padding sees has no effect
-    if bool(((visible != expected) & real[:, L - T :, None]).any()):
+    else:  # last keys that no query sees are not written yet, in a static cache, or padding
+        seen = real.any(0).nonzero()
+        last = max(T, int(seen[-1]) + 1 if len(seen) else 0)
+        written = [last, S]
+    L = next((L for L in written if agrees(visible[..., :L], real[:, :L], begins)), None)
+    if L is None:
         raise ValueError(
             f"attention_mask [B, 1, T, S] must be causal, with padding or packed documents: {HINT}"
         )
+    real = real[:, :L]
     if begins is None and bool(real.all()):
         return unpadded(T, S, L - T, False, device)
     if begins is not None:
         begins = begins.expand(B, -1)
     return encoded(B, L, real, begins, device)
+
+
+def agrees(visible: Tensor, real: Tensor, begins: Tensor | None) -> bool:
+    """Whether the last T of L tokens see, in `visible` [b, T, L], the `real` ones [b, L] of their
+    document up to their own. What padding sees has no effect."""
+    T, L = visible.shape[1:]
+    key = torch.arange(L, device=visible.device)
+    expected = real[:, None] & (key <= key[L - T :, None])
+    if begins is not None:
+        document = begins.cumsum(1)
+        expected = expected & (document[:, None] == document[:, L - T :, None])
+    return not bool(((visible != expected) & real[:, L - T :, None]).any())

@@ -135,3 +135,35 @@ def test_caches_of_a_model_in_another_order(use_sparse_attn):
         torch.testing.assert_close(model(ids[:, 5:], cache=cache), model(ids)[:, 5:])
         moved, held = copy.deepcopy((model, model.new_cache()))
         moved(ids, cache=held)
+
+
+def test_copies_in_either_order():
+    """A cache that is copied with its layer belongs to the copy, a cache alone to the layer."""
+    module, cache, x = layer(), KVCache(), normal(1, 12, DIM)
+    with torch.no_grad():
+        expected = module(x)[:, 9:]
+        module(x[:, :9], cache=cache)
+        for order in ((0, 1), (1, 0)):
+            both = [(module, cache)[i] for i in order]
+            copied = copy.deepcopy(copy.deepcopy(both))
+            other, held = (copied[order.index(i)] for i in range(2))
+            with pytest.raises(ValueError, match="another layer"):
+                module(x[:, 9:], cache=held.clone())
+            close(other(x[:, 9:], cache=held), expected)
+        alone = copy.deepcopy(copy.deepcopy(cache))
+        with pytest.raises(ValueError, match="another layer"):
+            copy.deepcopy(module)(x[:, 9:], cache=alone)
+        close(module(x[:, 9:], cache=alone), expected)
+
+
+@pytest.mark.parametrize("limits", [{}, dict(max_length=20, batch=1)])
+def test_an_empty_cache_takes_another_dtype(limits):
+    module, cache, x = layer(), KVCache(**limits), normal(1, 12, DIM)
+    with torch.no_grad():
+        module(x[:, :9], cache=cache)
+        with pytest.raises(ValueError, match="cache holds k in torch.float64"):
+            module.float()(x[:, 9:].float(), cache=cache)
+        cache.reset()
+        outs = [module(part.float(), cache=cache) for part in x.split([9, 3], dim=1)]
+        torch.testing.assert_close(torch.cat(outs, dim=1), module(x.float()))
+        assert cache.lengths == [12]

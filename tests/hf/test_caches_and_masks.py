@@ -88,6 +88,21 @@ def test_integer_masks_of_any_dtype(family, dtype):
         close(outs[1], outs[0], **TOL)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.int32, torch.int64])
+@torch.no_grad()
+def test_masks_of_a_step_over_a_static_cache(dtype):
+    """0 says that a key is padding, or not written."""
+    model, (ids,) = use_sparse_attention(tiny(), **WHOLE), prompts(10)
+    expected = model(ids, use_cache=False).logits[:, -1:]
+    for length in (16, 10):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=length)
+        model(ids[:, :9], **{CACHE: cache})
+        seen = (torch.arange(length) < 10)[None, None, None].to(dtype)
+        out = model(ids[:, 9:], attention_mask=seen, position_ids=torch.tensor([[9]]),
+                    **{CACHE: cache}).logits  # fmt: skip
+        close(out, expected, **TOL)
+
+
 def test_outputs_that_models_view():
     config = transformers.JetMoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,

@@ -75,6 +75,71 @@ def test_masks_of_four_axes_over_a_cache(static):
 
 
 @torch.no_grad()
+def test_chunk_of_four_axes_that_ends_with_padding():
+    """Over a cache that grows its last keys are padding; in a static one they are not written."""
+    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
+    expected = model(text[:, :36]).logits[:, 30:]
+    cache = transformers.DynamicCache(config=model.config)
+    model(text[:, :30], **{CACHE: cache})
+    real = (torch.arange(40) < 36)[None].long()
+    out = model(text[:, 30:], attention_mask=causal(real)[:, :, 30:], **{CACHE: cache}).logits
+    close(out[:, :6], expected, **TOL)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@torch.no_grad()
+def test_mask_of_a_whole_static_cache(family):
+    """Its ones after the last token say nothing, also where they are as many as the padding."""
+    model, (text,) = tiny(family), prompts(20)
+    use_sparse_attention(model)
+    for pads in (11, 12, 13):
+        mask = (torch.arange(32) >= pads)[None].long()
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, :20]
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        out = model(text, attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        expected = model(text[:, pads:], use_cache=False).logits[:, -1]
+        close(out.logits[:, -1], expected, **TOL)
+
+
+@torch.no_grad()
+def test_windows_count_padding_between_tokens():
+    """As those of SDPA do, whole and over a cache."""
+    model, (ids,) = tiny("Gemma3"), prompts(40)
+    mask = torch.ones_like(ids)
+    mask[:, 10:14] = 0
+    positions, real = mask.cumsum(1) - 1, mask[0].bool()
+    given = dict(attention_mask=mask, position_ids=positions)
+    expected = model(ids, **given, use_cache=False).logits[:, real]
+    use_sparse_attention(model)
+    close(model(ids, **given, use_cache=False).logits[:, real], expected, **TOL)
+    cache, outs = transformers.DynamicCache(config=model.config), []
+    for part in (slice(0, 14), slice(14, 40)):
+        seen = dict(attention_mask=mask[:, : part.stop], position_ids=positions[:, part])
+        outs.append(model(ids[:, part], **seen, **{CACHE: cache}).logits)
+    close(torch.cat(outs, dim=1)[:, real], expected, **TOL)
+
+
+@torch.no_grad()
+def test_packed_sequences_go_over_no_cache():
+    model, (ids,) = tiny(), prompts(31)
+    positions = torch.cat((torch.arange(13), torch.arange(18)))[None]
+    use_sparse_attention(model)
+    message = "position_ids over a cache must count on from its {} tokens"
+    for first in (30, 8):
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids[:, :first], position_ids=positions[:, :first], **{CACHE: cache})
+        with pytest.raises(ValueError, match=message.format(first)):
+            model(ids[:, first:], position_ids=positions[:, first:], **{CACHE: cache})
+    cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+    with pytest.raises(ValueError, match=message.format(0)):
+        model(ids, position_ids=positions, **{CACHE: cache})
+    # positions may leave numbers out
+    cache = transformers.DynamicCache(config=model.config)
+    model(ids[:, :30], **{CACHE: cache})
+    model(ids[:, 30:], position_ids=torch.tensor([[77]]), **{CACHE: cache})
+
+
+@torch.no_grad()
 def test_causal_mask_is_none():
     model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
     close(model(text, attention_mask=causal(torch.ones(1, 40))).logits, model(text).logits)
