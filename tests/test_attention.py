@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from native_sparse_attention import KVCache, SparseAttention
 from native_sparse_attention.compress import MeanPool
@@ -134,6 +135,28 @@ def test_flex_masks(setting, causal, length):
             fine_selection_flex_mask=create_fine_mask(length, 8, causal=causal),
         )
         close(out, expected, 1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("setting", ["default", "own rankings", "paper"])
+def test_fine_mask_of_others(setting, causal):
+    """Made from block indices of 0 and more alone, as published ones are."""
+    module = layer(**SETTINGS[setting], causal=causal, dtype=torch.float32)
+    x = normal(2, 40, DIM, dtype=torch.float32)
+
+    def fine_mask(indices, num_grouped_queries=1):
+        assert indices.min() >= 0
+        b, h = indices.shape[:2]
+        chosen = torch.zeros(b, h, 40, 5, dtype=torch.bool).scatter_(-1, indices, True)
+
+        def sees(b, h, i, j):
+            there = chosen[b, h // num_grouped_queries, i, j // 8]
+            return (i >= j) & (there | (i // 8 == j // 8)) if causal else there
+
+        return create_block_mask(sees, b, h * num_grouped_queries, 40, 40, device="cpu")
+
+    with torch.no_grad():
+        close(module(x, fine_selection_flex_mask=fine_mask), module(x), 1e-5)
 
 
 def test_flex_backend():

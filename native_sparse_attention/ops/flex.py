@@ -331,8 +331,9 @@ def selected_under_mask(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention under `fine_mask(indices [b r i n], num_grouped_queries)` of `create_fine_mask`.
-    The mask does not know the forced blocks, so it gets them as selected blocks."""
+    """Attention under `fine_mask(indices [b r i n], num_grouped_queries)`, of `create_fine_mask` or of
+    others. The mask does not know the forced blocks, so it gets them as selected blocks. An empty
+    slot repeats a block that the query reads, since masks of others know no -1."""
     T, s = q.shape[1], selection_block_size
     if causal and num_local_blocks == 0:
         raise NotImplementedError(
@@ -347,5 +348,8 @@ def selected_under_mask(
         forced = torch.cat((forced, before.clamp(min=-1)), dim=-1)
     indices = block_indices.transpose(1, 2).long()
     indices = torch.cat((indices, forced.expand(*indices.shape[:2], -1, -1)), dim=-1)
+    if indices.shape[-1]:
+        read = own if causal else indices.amax(dim=-1, keepdim=True)
+        indices = torch.where(indices < 0, read, indices)
     groups = q.shape[2] // block_indices.shape[2]
     return under_mask(q, k, v, fine_mask(indices, num_grouped_queries=groups), scale)
