@@ -331,9 +331,9 @@ def selected_under_mask(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention under `fine_mask(indices [b r i n], num_grouped_queries)`, of `create_fine_mask` or of
-    others. The mask does not know the forced blocks, so it gets them as selected blocks. An empty
-    slot repeats a block that the query reads, since masks of others know no -1."""
+    """Attention under `fine_mask(indices [b r i n], num_grouped_queries)`, of `create_fine_mask` or
+    of others. The mask does not know the forced blocks, so it gets them as selected blocks. An
+    empty slot repeats a block that the query reads, since masks of others know no -1."""
     T, s = q.shape[1], selection_block_size
     if causal and num_local_blocks == 0:
         raise NotImplementedError(
