@@ -13,10 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
+import stat
 import sys
 import warnings
 from codecs import getincrementaldecoder
-from io import BufferedReader
+from contextlib import suppress
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,13 +193,29 @@ def check_ids(model: Any, ids: list[int], name: str) -> None:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a file at once, or leave what was there."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file at once, or leave what was there. A link stays one, and so do a pipe and a
+    device, which are written to; a file that is there keeps its mode."""
+    part = None
     try:
-        part.write_text(content, encoding="utf-8", newline="\n")
-        os.replace(part, path)
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            mode = None
+        if mode is not None and not stat.S_ISREG(mode):
+            path.write_text(content, encoding="utf-8", newline="\n")
+            return
+        target = Path(os.path.realpath(path))
+        # shorter than the longest name of a file
+        part = target.with_name(f".{secrets.token_hex(8)}.tmp")
+        with part.open("x", encoding="utf-8", newline="\n") as file:
+            if mode is not None:
+                os.chmod(part, stat.S_IMODE(mode))
+            file.write(content)
+        os.replace(part, target)
     except BaseException as error:
-        part.unlink(missing_ok=True)
+        if part is not None:
+            with suppress(OSError):
+                part.unlink()
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
@@ -245,11 +264,13 @@ def loaded(
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 after bad input, told in one line."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         run(argv)
         return 0
     except OSError as error:
-        message = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except (ValueError, ImportError, NotImplementedError) as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:

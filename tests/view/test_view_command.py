@@ -1,8 +1,10 @@
 """`python -m native_sparse_attention.view` and `train_enwik8.py --view`, on tiny runs."""
 
 import os
+import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -121,6 +123,67 @@ def test_a_failed_write_leaves_what_was_there(folder, tmp_path, capsys, monkeypa
     assert call(folder, "--out", out) == 2
     assert f"{out}: No space left on device" in capsys.readouterr().err
     assert out.read_text() == "of before" and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_pipe_is_written_to(folder, tmp_path):
+    out, came = tmp_path / "pipe", []
+    os.mkfifo(out)
+    reader = threading.Thread(target=lambda: came.append(out.read_text()), daemon=True)
+    reader.start()
+    assert call(folder, "--out", out) == 0
+    assert stat.S_ISFIFO(out.lstat().st_mode) and list(tmp_path.iterdir()) == [out]
+    reader.join(60)
+    assert "".join(content_of(came[0])["texts"]) == TEXT
+
+
+def test_a_device_is_written_to(folder, tmp_path, capsys):
+    """One that is always full, made here: a replaced one would be lost."""
+    out = tmp_path / "full"
+    try:
+        os.mknod(out, stat.S_IFCHR | 0o600, os.makedev(1, 7))
+        out.open("wb").close()
+    except (AttributeError, PermissionError):
+        pytest.skip("devices cannot be made here")
+    assert call(folder, "--out", out) == 2
+    assert f"{out}: No space left on device" in capsys.readouterr().err
+    assert stat.S_ISCHR(out.lstat().st_mode) and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes and links are others")
+@pytest.mark.parametrize("there", [True, False])
+def test_links_and_modes_are_kept(folder, tmp_path, there):
+    out, link = tmp_path / "page.html", tmp_path / "link"
+    link.symlink_to(out.name)
+    if there:
+        out.touch(mode=0o600)
+    other = tmp_path / "other"
+    other.touch()  # of the usual mode
+    assert call(folder, "--out", link) == 0
+    assert link.is_symlink() and "".join(content_of(out.read_text())["texts"]) == TEXT
+    assert stat.S_IMODE(out.stat().st_mode) == (0o600 if there else other.stat().st_mode & 0o777)
+    assert {*tmp_path.iterdir()} == {out, link, other}
+
+
+def test_the_longest_name(folder, tmp_path, capsys):
+    out = tmp_path / ("n" * 250 + ".html")
+    assert call(folder, "--out", out) == 0 and list(tmp_path.iterdir()) == [out]
+    out = tmp_path / ("n" * 251 + ".html")
+    assert call(folder, "--out", out) == 2
+    assert f"{out}: File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+def test_an_output_that_is_full(folder, tmp_path):
+    command = [sys.executable, "-m", "native_sparse_attention.view", "runs/whole"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, "--text", "text", "--out", tmp_path / "page.html"], cwd=folder,
+            stdout=full, stderr=subprocess.PIPE, text=True,
+            env={"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.endswith("No space left on device") and "None" not in line
 
 
 def test_training_writes_pages_and_learns_the_same(folder):
