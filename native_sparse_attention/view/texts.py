@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..checks.scalars import shown
 
 # a token that ends no character, or stands for nothing that a reader sees
 NOTHING = "·"
+# a character has at most so many bytes, and so many tokens
+LONGEST = 4
+
+# other control characters, and characters that change the order of others, break lines, or have no
+# width and join nothing
+UNSEEN = re.compile("[\x80-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+
+
+def code_of(character: str) -> str:
+    return f"<U+{ord(character):04X}>"
 
 
 def visible(character: str) -> str:
-    """The picture of a control character, other than newline and tab; else the character."""
-    is_control = ord(character) < 32 and character not in "\n\t"
-    return chr(0x2400 + ord(character)) if is_control else character
+    """The picture of a control character of ASCII, other than newline and tab; the code of another
+    that a reader does not see, such as <U+202E>; else the character."""
+    code = ord(character)
+    if code < 32 and character not in "\n\t":
+        return chr(0x2400 + code)
+    if code == 127:
+        return "\u2421"
+    return code_of(character) if UNSEEN.match(character) else character
 
 
 def byte_texts(data: bytes) -> list[str]:
     """A text for each byte of UTF-8: its character at the first byte of a character, "·" at the
-    others, and pictures of control characters."""
+    others, and pictures or codes of characters that a reader does not see."""
     texts = []
     for character in data.decode("utf-8", errors="surrogateescape"):
         code = ord(character)
@@ -27,8 +43,8 @@ def byte_texts(data: bytes) -> list[str]:
             character = "\ufffd"
         else:
             character = visible(character)
-            if not character.isprintable() and character not in "\n\t":
-                character = "\ufffd"
+            if len(character) == 1 and not character.isprintable() and character not in "\n\t":
+                character = code_of(character)
         texts += [character, *[NOTHING] * (size - 1)]
     return texts
 
@@ -38,8 +54,9 @@ def token_texts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
 
     Together the pieces are the text up to the end of the last token. Characters that no token
     stands for belong to the next one. Of tokens that share a character the first has it, and the
-    others have "·". Control characters are pictures. A tokenizer without offsets, which is not
-    "fast", gives what it decodes instead.
+    others have "·". Control characters, and others that a reader does not see, are pictures or
+    codes such as <U+202E>. A tokenizer without offsets, which is not "fast", gives what it decodes
+    instead.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -75,17 +92,25 @@ def token_texts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
 
 def decoded(tokenizer: Any, ids: list[int]) -> list[str]:
     """What each token adds to the text that is decoded with the token before it."""
-    special, pieces, first = set(tokenizer.all_special_ids), [], 0
+    special, pieces, first, before = set(tokenizer.all_special_ids), [], 0, ""
     options = dict(skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def text_of(last: int) -> str:
+        return tokenizer.decode(ids[first:last], **options)
+
     for i, token in enumerate(ids):
         if token in special:
             pieces.append(str(tokenizer.convert_ids_to_tokens(token)))
-            first = i + 1
+            first, before = i + 1, ""
             continue
-        before = tokenizer.decode(ids[first:i], **options) if first < i else ""
-        now = tokenizer.decode(ids[first : i + 1], **options)
-        # a part of a character waits for the rest
-        whole = len(now) > len(before) and not now.endswith("\ufffd")
+        now, late = text_of(i + 1), i - first >= 2 * LONGEST
+        whole = len(now) > len(before)
+        if whole and now.endswith("\ufffd") and not late:
+            # a part of a character, which the next tokens replace, or a character of the text
+            ends = range(i + 2, min(i + 1 + LONGEST, len(ids) + 1))
+            whole = all(text_of(end).startswith(now) for end in ends)
         pieces.append("".join(map(visible, now[len(before) :])) if whole else NOTHING)
-        first = i if whole else first
+        if whole or late:
+            first = i
+            before = text_of(i + 1)
     return pieces

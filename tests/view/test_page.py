@@ -153,7 +153,7 @@ def test_texts_of_bytes():
         "·",
         "·",
     ]
-    assert byte_texts(b"\x00\x1b\x7f\xff\xe6") == ["\u2400", "\u241b", "\ufffd", "\ufffd", "\ufffd"]
+    assert byte_texts(b"\x00\x1b\x7f\xff\xe6") == ["\u2400", "\u241b", "\u2421", "\ufffd", "\ufffd"]
     for data in (DATA, bytes(range(256)), b""):
         assert len(byte_texts(data)) == len(data)
 
