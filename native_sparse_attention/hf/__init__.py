@@ -7,10 +7,17 @@ The import registers "nsa" as an attention implementation of transformers, so th
 AutoConfig, AutoModel and AutoModelForCausalLM do. docs/huggingface.md describes it.
 """
 
+import re
 from importlib import metadata
 
 try:
-    metadata.version("transformers")
+    found = metadata.version("transformers")
+    # that of the extra hf
+    if [int(part) for part in re.findall(r"\d+", found)[:2]] < [5, 17]:
+        raise ImportError(
+            f"native_sparse_attention.hf needs transformers 5.17 or later, got {found}: "
+            "pip install 'native-sparse-attention[hf]'"
+        )
 except metadata.PackageNotFoundError as error:
     raise ImportError(
         "native_sparse_attention.hf needs transformers: pip install 'native-sparse-attention[hf]'"

@@ -1,7 +1,11 @@
 """Settings, models that are refused, and the way back."""
 
 import copy
+import importlib
 import json
+import re
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,3 +150,15 @@ def test_calls_of_another_form_are_refused():
         model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=2)
     with pytest.raises(ValueError, match="nsa.* is not supported"):
         model.generate_batch([text[0].tolist()])
+
+
+@pytest.mark.parametrize("version", ["4.57.3", "5.9.1", "5.16.0.dev0"])
+def test_an_old_transformers_is_named(version, monkeypatch):
+    """With the version that the extra asks for."""
+    extra = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    least = re.search(r'"transformers>=([\d.]+)"', extra)[1]
+    hf = importlib.import_module("native_sparse_attention.hf")
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    needed = f"needs transformers {least} or later, got {version}: pip install"
+    with pytest.raises(ImportError, match=re.escape(needed)):
+        importlib.reload(hf)
