@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .attention import SparseAttention
-from .checks.scalars import check_int, shown
+from .checks.scalars import check_device, check_int, shown
 from .checks.tensors import check_bools
 from .compress import MeanPool
 from .config import NSAConfig
@@ -19,6 +19,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def show(done: int, total: int) -> None:
     """Draw a bar on stderr, over the previous bar in a terminal."""
+    if sys.stderr is None:  # closed
+        return
     if sys.stderr.isatty():
         bar = "#" * (20 * done // total)
         sys.stderr.write(f"\rkernels compiled [{bar:<20}] {done}/{total}")
@@ -71,11 +73,11 @@ def warmup(
     training, documents, progress = check_bools(
         training=training, documents=documents, progress=progress
     )
-    if not torch.cuda.is_available() or config.backend not in ("auto", "triton"):
-        return 0
-    device = torch.device("cuda" if device is None else device)
+    device = check_device("device", "cuda" if device is None else device)
     if device.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {shown(device)}")
+    if not torch.cuda.is_available() or config.backend not in ("auto", "triton"):
+        return 0
     # compression networks run no kernels of this library
     layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).to(device, dtype)
 

@@ -13,6 +13,7 @@ import torch
 
 from native_sparse_attention import NSAConfig, SparseAttention, warmup
 from native_sparse_attention.compress import MeanPool
+from native_sparse_attention.precompile import show
 
 CONFIG = NSAConfig(
     dim=64, dim_head=32, heads=4, kv_heads=2, sliding_window_size=31, compress_block_size=16,
@@ -48,6 +49,9 @@ def test_kernels_compile_side_by_side(tmp_path):
         (lambda: warmup(CONFIG, lengths=[0]), "lengths must be"),
         (lambda: warmup(CONFIG, training="yes"), "training must be"),
         (lambda: warmup(CONFIG, progress=1.0), "progress must be"),
+        (lambda: warmup(CONFIG, device="nope"), "device must be a torch.device or the name of one"),
+        (lambda: warmup(CONFIG, device=3.0), "device must be a torch.device or the name of one"),
+        (lambda: warmup(CONFIG, device="cpu"), "device must be a CUDA device, got device"),
     ],
 )
 def test_bad_arguments(call, names):
@@ -57,15 +61,19 @@ def test_bad_arguments(call, names):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are kernels to compile")
 def test_nothing_to_compile(capsys):
-    assert warmup(CONFIG) == 0
+    assert warmup(CONFIG) == warmup(CONFIG, device="cuda:1") == warmup(CONFIG, device=1) == 0
     assert capsys.readouterr() == ("", "")
+
+
+def test_no_bar_where_stderr_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    show(1, 2)
+    show(2, 2)
 
 
 @pytest.mark.gpu
 def test_a_layer_runs_what_was_compiled(capsys):
     """Everything, at another batch too; and its results are right."""
-    with pytest.raises(ValueError, match="device must be a CUDA device"):
-        warmup(CONFIG, device="cpu")
     first = warmup(CONFIG, torch.float32, lengths=(300,), documents=True)
     assert ("kernels compiled" in capsys.readouterr().err) == (first > 0)
     layer = SparseAttention.from_config(CONFIG, compress_mlp=MeanPool()).cuda()
