@@ -4,6 +4,8 @@
     python benchmarks/enwik8.py --table          print the table of the rows that are there
     python benchmarks/enwik8.py --steps 50 ...   what follows is handed on to train_enwik8.py
 
+Without a GPU it needs `--selection-block-size 16`, which a stride of 16 divides.
+
 Rows go to `benchmarks/results/enwik8.jsonl`; docs/training.md has a copy of the printed table.
 """
 
@@ -13,9 +15,18 @@ import argparse
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train_enwik8
+from training.cli import parse
+from training.errors import UserError
+from training.runs import check_name
+from training.settings import new_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "enwik8.jsonl"
@@ -26,14 +37,39 @@ SETTINGS = [
 COLUMNS = (250, 500, 1000, 2000, 3000)
 
 
-def train(attention: str, importance: str | None, stride: int | None, options: list[str]) -> Path:
+def options_of(attention: str, importance: str | None, stride: int | None) -> list[str]:
     name = "-".join(str(part) for part in ("bench", attention, importance, stride) if part)
-    command = [sys.executable, str(ROOT / "train_enwik8.py"), "--name", name]
-    command += ["--attention", attention]
+    options = ["--name", name, "--attention", attention]
     if importance is not None:
-        command += ["--importance", importance, "--selection-stride", str(stride)]
-    subprocess.run([*command, *options], check=True, cwd=ROOT)
-    return ROOT / "runs" / name
+        options += ["--importance", importance, "--selection-stride", str(stride)]
+    return options
+
+
+def check(options: list[str]) -> Path:
+    """The folder of a run to come.
+
+    Raises:
+        UserError: the run cannot begin.
+    """
+    given = parse(options, train_enwik8.SETTINGS, "")
+    if given.name != options[1]:
+        raise UserError("--name does not go with this benchmark, which names its runs")
+    folder = ROOT / getattr(given, "out_dir", "runs")
+    check_name(folder, given.name)
+    cfg = new_settings(given, train_enwik8.SETTINGS)
+    try:
+        model = train_enwik8.build(Namespace(**vars(cfg) | dict(device="cpu", backend="eager")))
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.long))
+    except (UserError, ValueError) as error:
+        raise UserError(f"{given.name}, with the preset of {cfg.device}: {error}") from None
+    return folder / given.name
+
+
+def train(options: list[str]) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "train_enwik8.py"), *options], cwd=ROOT)
+    if done.returncode:
+        raise UserError(f"{options[1]} ended with status {done.returncode}")
 
 
 def row(run: Path) -> dict:
@@ -71,16 +107,28 @@ def table(rows: list[dict]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def measure(runs: list[list[str]]) -> None:
+    """Train the runs of these options, and append a row for each. All are checked before one is
+    trained."""
+    folders = [check(options) for options in runs]
+    for options, folder in zip(runs, folders, strict=True):
+        train(options)
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(row(folder)) + "\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="print the rows that are there")
     args, options = parser.parse_known_args(argv)
     if not args.table:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        for setting in SETTINGS:
-            result = row(train(*setting, options))
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+        try:
+            measure([[*options_of(*setting), *options] for setting in SETTINGS])
+        except UserError as error:
+            sys.exit(f"benchmarks/enwik8.py: {error}")
+        except KeyboardInterrupt:
+            sys.exit(130)
     if not RESULTS.exists():
         sys.exit(f"{RESULTS} is not there: run without --table first")
     print(table([json.loads(line) for line in RESULTS.read_text().splitlines()]))

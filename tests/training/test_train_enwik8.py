@@ -365,6 +365,37 @@ def test_row_of_a_run(trained):
     assert line.startswith("| sparse | logits | 1 | ") and line.endswith(f"{row['test_bpb']:.3f} |")
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--device", "cpu"), "selection_stride must divide selection_block_size=8"),
+        (("--nope",), "unrecognized arguments: --nope"),
+        (("--name", "x"), "--name does not go with this benchmark"),
+        (("--seq-len", "4"), "--seq-len 4 is shorter than --compress-block-size"),
+        (("--out-dir", "{there}"), "bench-sparse-logits-4 is there already"),
+    ],
+)
+def test_the_benchmark_says_first_what_its_runs_lack(options, message, tmp_path, monkeypatch):
+    bench = benchmark()
+    (tmp_path / "bench-sparse-logits-4").mkdir()
+    (tmp_path / "bench-sparse-logits-4/config.json").touch()
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results/rows.jsonl")
+    monkeypatch.setattr(bench, "train", lambda options: pytest.fail("it trains"))
+    options = [value.format(there=tmp_path) for value in options]
+    with pytest.raises(SystemExit, match=message) as left:
+        bench.main(options)
+    assert "\n" not in left.value.code and not bench.RESULTS.exists()
+
+
+def test_the_benchmark_ends_with_a_run(monkeypatch, tmp_path):
+    bench = benchmark()
+    monkeypatch.setattr(bench.subprocess, "run", lambda *args, **given: Namespace(returncode=2))
+    monkeypatch.setattr(bench, "check", lambda options: tmp_path)
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "rows.jsonl")
+    with pytest.raises(SystemExit, match="bench-sparse-logits-1 ended with status 2"):
+        bench.main([])
+
+
 def test_documented_table_is_that_of_the_rows():
     bench = benchmark()
     rows = [json.loads(line) for line in bench.RESULTS.read_text().splitlines()]
