@@ -260,7 +260,7 @@ def train(given: Namespace, held: ExitStack) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     def command() -> int:
-        given = parse(argv, SETTINGS, (__doc__ or "").splitlines()[0])
+        given = parse(argv, SETTINGS, (__doc__ or "").partition("\n")[0])
         refuse_processes()
         if "sample" in given:
             return sample(given, SETTINGS, build)

@@ -277,7 +277,7 @@ def tiny(T: int, H: int, K: int) -> Setting:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.attention", description=__doc__.split("\n")[0]
+        prog="benchmarks.attention", description=(__doc__ or "").split("\n")[0]
     )
     add = parser.add_argument
     names = [name for name in providers() if name != "parts"]

@@ -545,7 +545,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(prog="benchmarks.host", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.host", description=(__doc__ or "").split("\n")[0]
+    )
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--lengths", type=int, nargs="+", metavar="T", help="of forward and backward")

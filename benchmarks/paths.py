@@ -125,7 +125,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(prog="benchmarks.paths", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.paths", description=(__doc__ or "").split("\n")[0]
+    )
     add = parser.add_argument
     add("--paths", nargs="+", choices=WITHOUT, default=list(WITHOUT), metavar="NAME")
     add("--heads", nargs="+", metavar="H/K", help="64/4, 32/8 and 32/32 by default")

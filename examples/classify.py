@@ -63,7 +63,7 @@ class Classifier(nn.Module):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)

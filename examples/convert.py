@@ -45,7 +45,7 @@ def loss_of(model, rows):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="of the hub, or a folder; see docs/huggingface.md")
     parser.add_argument("--file", default=__file__, help="a text")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")

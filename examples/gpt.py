@@ -63,7 +63,7 @@ class GPT(nn.Module):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", nargs="?", default=__file__)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=512, help="bytes of a sequence")

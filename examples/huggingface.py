@@ -41,7 +41,7 @@ def loss_and_text(model, ids, last, new):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="of the hub, or a folder")
     parser.add_argument("--file", default=__file__, help="a text")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the text")

@@ -66,7 +66,7 @@ def found(length, strength, rule, batch, device):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--batch", type=int, default=16, help="haystacks for a number")
     parser.add_argument("--quick", action="store_true")

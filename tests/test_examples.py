@@ -23,6 +23,18 @@ def test_every_example_has_a_test():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
 
 
+@pytest.mark.parametrize("name", ["gpt", "needle", "classify", "huggingface", "convert"])
+def test_no_docstrings(name, capsys):
+    """As under python -OO."""
+    if name in ("huggingface", "convert"):
+        pytest.importorskip("transformers", reason="needs the extra hf")
+    module = example(name)
+    module.__doc__ = None
+    with pytest.raises(SystemExit) as left:
+        module.main(["--help"])
+    assert left.value.code == 0 and "--quick" in capsys.readouterr().out
+
+
 def test_gpt(capsys, tmp_path):
     """It learns, and continues the file that it was given."""
     text = tmp_path / "text.txt"

@@ -327,3 +327,10 @@ def test_nothing_private_is_published(what):
         if FORBIDDEN[what].search(line)
     ]
     assert not found, f"{what}:\n" + "\n".join(found)
+
+
+def test_programs_run_without_docstrings():
+    """`python -OO` takes them away."""
+    wrong = re.compile(r"=__doc__\.|\(__doc__ or \"\"\)\.splitlines")
+    for path in (*AROUND, ROOT / "train_enwik8.py"):
+        assert not wrong.search(path.read_text(encoding="utf-8")), relative(path)

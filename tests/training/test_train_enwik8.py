@@ -396,6 +396,17 @@ def test_the_benchmark_ends_with_a_run(monkeypatch, tmp_path):
         bench.main([])
 
 
+# without what a program is used to
+
+
+def test_no_docstrings(monkeypatch, capsys):
+    """As under python -OO."""
+    monkeypatch.setattr(script, "__doc__", None)
+    with pytest.raises(SystemExit) as left:
+        script.main(["--help"])
+    assert left.value.code == 0 and "--seq-len" in capsys.readouterr().out
+
+
 def test_documented_table_is_that_of_the_rows():
     bench = benchmark()
     rows = [json.loads(line) for line in bench.RESULTS.read_text().splitlines()]
