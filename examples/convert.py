@@ -8,12 +8,18 @@ It prints the loss on the text: dense, sparse before the ranking has learned, an
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
+
+try:
+    from native_sparse_attention.hf import convert, distill
+except ImportError as error:  # without the extra hf
+    sys.exit(str(error))
+
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from native_sparse_attention.hf import convert, distill
 from native_sparse_attention.recipes import set_dense
 
 

@@ -62,12 +62,18 @@ class GPT(nn.Module):
         return bytes(found)
 
 
+def count(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", nargs="?", default=__file__)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--length", type=int, default=512, help="bytes of a sequence")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=count, default=500)
+    parser.add_argument("--length", type=count, default=512, help="bytes of a sequence")
+    parser.add_argument("--batch", type=count, default=8)
     parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model")
     args = parser.parse_args(argv)
     if args.quick:
@@ -75,7 +81,13 @@ def main(argv=None):
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    text = torch.frombuffer(bytearray(Path(args.file).read_bytes()), dtype=torch.uint8).long()
+    try:
+        data = Path(args.file).read_bytes()
+    except OSError as error:
+        parser.error(f"{args.file}: {error.strerror}")
+    if len(data) <= args.length:
+        parser.error(f"FILE must have more than --length {args.length} bytes, got {len(data)}")
+    text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
     model = (GPT(dim=32, depth=2) if args.quick else GPT()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(1, args.steps + 1):

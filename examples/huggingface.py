@@ -8,13 +8,18 @@ It prints the loss of both on the end of a text, and how they continue it.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from native_sparse_attention.hf import use_dense_attention, use_sparse_attention
+try:
+    from native_sparse_attention.hf import use_dense_attention, use_sparse_attention
+except ImportError as error:  # without the extra hf
+    sys.exit(str(error))
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 
 def load(name):

@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import sys
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +35,37 @@ def test_no_docstrings(name, capsys):
     with pytest.raises(SystemExit) as left:
         module.main(["--help"])
     assert left.value.code == 0 and "--quick" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["huggingface", "convert"])
+def test_the_extra_is_named(name, monkeypatch):
+    def without(name):
+        raise metadata.PackageNotFoundError(name)
+
+    for module in [m for m in sys.modules if m.startswith("native_sparse_attention.hf")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(metadata, "version", without)
+    with pytest.raises(SystemExit, match=r"pip install 'native-sparse-attention\[hf\]'"):
+        example(name)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--steps", "0"), "argument --steps: must be a number of at least 1, got '0'"),
+        (("--steps", "-1"), "argument --steps: must be a number of at least 1, got '-1'"),
+        (("--length", "x"), "argument --length: must be a number of at least 1, got 'x'"),
+        (("{folder}/empty",), "FILE must have more than --length 512 bytes, got 0"),
+        (("{folder}/short",), "FILE must have more than --length 512 bytes, got 1"),
+        (("{folder}/none",), "none: No such file or directory"),
+    ],
+)
+def test_gpt_refuses(args, message, tmp_path, capsys):
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("a")
+    with pytest.raises(SystemExit) as left:
+        example("gpt").main([value.format(folder=tmp_path) for value in args])
+    assert left.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_gpt(capsys, tmp_path):
