@@ -23,7 +23,18 @@ from shlex import quote
 from typing import Any
 
 import torch
-from tqdm import tqdm
+
+try:
+    from tqdm import tqdm
+
+    from training.plot import draw, tensorboard
+except ModuleNotFoundError as error:
+    needed = str(error.name).partition(".")[0]
+    print(
+        f"train_enwik8.py needs {needed}: pip install 'native-sparse-attention[train]'",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 from native_sparse_attention import Transformer
 from native_sparse_attention.runs import model_arguments
@@ -33,7 +44,6 @@ from training.data import check_data, check_pack, load_data, split
 from training.errors import UserError
 from training.evaluate import evaluate
 from training.forward import compiled, loss_of
-from training.plot import draw, tensorboard
 from training.resume import go_on, resume_settings
 from training.runs import (
     METRICS,
@@ -45,7 +55,7 @@ from training.runs import (
     write,
 )
 from training.sample import generate, sample
-from training.settings import Table, count, new_settings, real, seed, size, threads, whole
+from training.settings import Table, count, new_settings, real, seed, size, threads, tokens, whole
 from training.view import check_view, write_view
 
 __all__ = ["main"]
@@ -81,7 +91,7 @@ SETTINGS: Table = {
     "importance": (("logits", "max", "probs"), "logits", "logits", "how blocks are ranked"),
     "selection_stride": (count, 1, 1, "R, neighbouring tokens that share a selection"),
     "backend": (("auto", "eager", "flex", "triton"), "auto", "auto", "who computes attention"),
-    "seq_len": (count, 256, 512, "tokens in a training sequence"),
+    "seq_len": (tokens, 256, 512, "tokens in a training sequence"),
     "batch_size": (count, 8, 32, "sequences in a forward pass"),
     "accumulate": (count, 1, 1, "forward passes in a step"),
     "steps": (count, 600, 5000, "optimizer steps in all"),

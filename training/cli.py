@@ -113,6 +113,9 @@ def catch_signals() -> list[int]:
 
 def exit_status(command: Callable[[], int]) -> int:
     """What `command` returns; 2 after an error that the user can put right, told in one line."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by 2>&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from .errors import UserError, reason
 
@@ -113,6 +112,8 @@ def download(url: str, path: Path, size: int, sha256: str, timeout: float = 5.0)
 
 def fetch(url: str, part: Path, have: int, size: int, timeout: float, pace: int = 2**14) -> None:
     """Append to `part` from byte `have` on; a source slower than `pace` bytes/s is given up."""
+    from tqdm import tqdm  # of the extra train, which not all that import this module need
+
     headers = {"User-Agent": "train_enwik8"} | ({"Range": f"bytes={have}-"} if have else {})
     with connect(urllib.request.Request(url, headers=headers), timeout) as response:
         if response.status != 206:  # the server sends the whole file, not the range

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from native_sparse_attention.checks.scalars import TOO_LARGE
 from native_sparse_attention.presets import preset
 from native_sparse_attention.runs import CHANGEABLE, CONFIG, read_config, verify_config
 
@@ -38,6 +39,7 @@ class number:
 
 
 count, whole, real = number(int, 1, 2**31 - 1), number(int, 0, 2**31 - 1), number(float)
+tokens = number(int, 1, TOO_LARGE - 1)
 size, seed, threads = number(int, 1, 2**63 - 1), number(int, 0, 2**63 - 1), number(int, 1, 1024)
 Kind = Callable[[str], Any] | tuple[str, ...]
 # name: (type or choices, preset on CPU, preset on CUDA, meaning)

@@ -209,6 +209,7 @@ def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
         (["--data", "."], ": Is a directory"),
         (["--data", "/dev/zero"], "/dev/zero is a device"),
         (["--data", "empty.txt"], "the data has 0 bytes"),
+        (["--seq-len", str(2**30)], f"--seq-len: {2**30} is out of range"),
         (["--threads", "0"], "--threads: 0 is out of range, expected 1 to 1024"),
         (["--threads", "1000000"], "--threads: 1000000 is out of range"),
         (["--dim", str(2**40)], f"--dim: {2**40} is out of range"),
@@ -399,12 +400,29 @@ def test_the_benchmark_ends_with_a_run(monkeypatch, tmp_path):
 # without what a program is used to
 
 
+@pytest.mark.parametrize("program", ["train_enwik8", "benchmarks.recall"])
+@pytest.mark.parametrize("name", ["tqdm", "matplotlib"])
+def test_the_extra_is_named(name, program):
+    code = f"import runpy, sys; sys.modules[{name!r}] = None; runpy.run_module({program!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"needs {name}: pip install 'native-sparse-attention[train]'")
+
+
 def test_no_docstrings(monkeypatch, capsys):
     """As under python -OO."""
     monkeypatch.setattr(script, "__doc__", None)
     with pytest.raises(SystemExit) as left:
         script.main(["--help"])
     assert left.value.code == 0 and "--seq-len" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_closed_outputs(tmp_path, text):
+    args = command("--data", text, "--name", "quiet", *TINY, "--steps", 2, "--sample-every", 2)
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *args], cwd=tmp_path)
+    assert done.returncode == 0 and len(metrics(tmp_path / "runs/quiet")) == 3
 
 
 def test_documented_table_is_that_of_the_rows():
