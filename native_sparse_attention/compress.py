@@ -195,14 +195,22 @@ class ConvLinearCompress(Started):
         )
 
     def forward(self, kv: Tensor) -> Tensor:
-        if type(self.conv) is not nn.Conv1d or has_hooks(self.conv):
-            b, h, w, _, _ = kv.shape
+        b, h, w, l, _ = kv.shape
+        if not self.is_product(l):
             out = self.conv(rearrange(kv, "b h w l d -> (b w) (h d) l"))
             return rearrange(out, "(b w) (h d) 1 -> b h w d", b=b, h=h, w=w)
         weight = rearrange(self.conv.weight, "(h o) i l -> h l i o", h=self.heads)
         out = einsum(kv, weight, "b h w l i, h l i o -> b h w o")
         bias: Any = self.conv.bias  # under torch.func a plain tensor
         return out + rearrange(bias, "(h o) -> h 1 o", h=self.heads).to(out.dtype)
+
+    def is_product(self, l: int) -> bool:
+        """Whether `conv` is the convolution that it began as."""
+        conv = self.conv
+        if type(conv) is not nn.Conv1d or has_hooks(conv) or conv.bias is None:
+            return False
+        form = conv.groups, conv.kernel_size, conv.padding, conv.dilation, conv.padding_mode
+        return form == (self.heads, (l,), (0,), (1,), "zeros")
 
 
 class IdentityLinear(nn.Linear):

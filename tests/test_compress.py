@@ -222,6 +222,13 @@ def test_a_replaced_convolution_is_called():
     hook.remove()
     network(kv)
     assert calls == [1]
+    for other in (dict(groups=8), dict(groups=1), dict(groups=2, bias=False)):
+        network.conv = nn.Conv1d(8, 8, 3, stride=3, **other)
+        rows = kv.permute(0, 2, 1, 4, 3).reshape(10, 8, 3)
+        wanted = network.conv(rows).reshape(2, 5, 2, 4).transpose(1, 2)
+        torch.testing.assert_close(network(kv), wanted)
+    network = ConvLinearCompress(2, 4, 3)
+    expected = network(kv)
     network.conv = nn.Sequential(network.conv, nn.ReLU())
     torch.testing.assert_close(network(kv), expected.relu())
     network = ConvLinearCompress(2, 4, 3)

@@ -70,6 +70,8 @@ class KVCache(Sequences):
     """
 
     page_size: int | None = None
+    # of a deepcopy: the copy of the layer, while there is one
+    _copied: weakref.ref[Identity] | None = None
 
     def __init__(self, max_length: int | None = None, batch: int | None = None, rollback: int = 64):
         if max_length is not None:
@@ -82,8 +84,6 @@ class KVCache(Sequences):
         self._streams: dict[str, Tensor] = {}
         self._tail: dict[str, Tensor] = {}
         self._layer: weakref.ref[Identity] | None = None
-        # of a deepcopy: the copy of the layer, while there is one
-        self._copied: weakref.ref[Identity] | None = None
         self._geometry: dict[str, Any] = {}
 
     def __bool__(self) -> bool:
@@ -136,6 +136,8 @@ class KVCache(Sequences):
         kinds = {name: (t.dtype, t.device) for name, t in self._streams.items() if name in new}
         fits = all((new[name].dtype, new[name].device) == kind for name, kind in kinds.items())
         if fits and self._is_bound_to(layer, geometry):
+            if self._copied is not None and self._copied() is layer:
+                self._layer, self._copied = self._copied, None
             return
         if any(self.lengths):
             check_entries(self._streams, new, len(self.lengths), self.device)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import blocks, varlen
 from ..checks.scalars import TOO_LARGE, shown
@@ -25,19 +24,13 @@ from ..ops.functional import sliding_window_attention
 from ..ops.nsa import native_sparse_attention
 from . import masks
 from .cache import Kept, kept_with
+from .masks import CONVERTED, LAYOUTS, OVER, STARTS, remembered
 from .settings import settings_of
 
 # most new tokens per sequence of the decode kernels
 MAX_NEW = 16
 # the greatest `dense_length`
 ANY_LENGTH = TOO_LARGE - 1
-
-# of a mask, or of positions, that all layers of a forward share: what each would find out again
-OWN: Any = WeakTensorKeyDictionary()
-CONVERTED: Any = WeakTensorKeyDictionary()
-FOLLOW: Any = WeakTensorKeyDictionary()
-LAYOUTS: Any = WeakTensorKeyDictionary()
-STARTS: Any = WeakTensorKeyDictionary()
 
 
 def attention(
@@ -79,9 +72,9 @@ def attention(
     position_ids = others.get("position_ids")
     if mask is None and S == T:
         mask = packed(position_ids, q)
-    elif mask is None or len(mask) == 0:
+    elif sliding_window is None and (mask is None or len(mask) == 0):
         check_one_document(position_ids, q, S if mask is None else mask.shape[-1])
-    is_own = mask is not None and remembered(OWN, mask, masks.is_own, (T, S))
+    is_own = mask is not None and masks.is_own(mask, T, S, is_first(module))
     if sliding_window is not None:
         sinks = None if s_aux is None else s_aux.to(q.dtype)
         call = q, k, v, mask, sliding_window, sinks
@@ -134,16 +127,23 @@ def are_readable(position_ids: Any, q: Tensor) -> bool:
 
 
 def check_one_document(position_ids: Any, q: Tensor, count: int) -> None:
-    """Check that the queries, the last of `count` tokens of a cache, are of one document."""
-    if not are_readable(position_ids, q):
-        return
+    """Check that no document begins among the queries, the last of `count` tokens of a cache."""
     past = count - q.shape[1]
-    if not remembered(FOLLOW, position_ids, masks.follow, (past,)):
+    if q.shape[1] == 1 or not are_readable(position_ids, q):
+        return
+    if remembered(OVER, position_ids, masks.begin_again, (past > 0,)):
         raise ValueError(
-            f"position_ids over a cache must count on from its {past} tokens, got "
+            f"position_ids over a cache must not return to 0 after {past} tokens, got "
             f"{shown(position_ids.tolist())}: a cache keeps no packed sequences, give "
             "use_cache=False"
         )
+
+
+def is_first(module: Any) -> bool:
+    """Whether a layer is the first one of full attention."""
+    types = getattr(module.config, "layer_types", None) or ("full_attention",)
+    first = types.index("full_attention") if "full_attention" in types else 0
+    return getattr(module, "layer_idx", None) == first
 
 
 def check_call(module: Any, dropout: float, is_causal: bool | None, others: dict[str, Any]) -> None:
@@ -174,18 +174,6 @@ def of_one_dtype(*tensors: Tensor) -> list[Tensor]:
         dtype = torch.get_autocast_dtype(device)
     heads = [t.transpose(1, 2) for t in tensors]
     return [t if t.dtype == dtype else t.to(dtype) for t in heads]
-
-
-def remembered(memory: Any, mask: Tensor, function: Any, args: tuple[Any, ...]) -> Any:
-    """`function(mask, *args)`, found once for the layers that share a mask."""
-    if torch.compiler.is_compiling():
-        return function(mask, *args)
-    # writes in place make another mask; tensors of inference mode do not count them
-    at = args, None if mask.is_inference() else mask._version
-    found = memory.get(mask)
-    if found is None or found[0] != at or (at[1] is None and memory is CONVERTED):
-        found = memory[mask] = at, function(mask, *args)
-    return found[1]
 
 
 # layers with a window of their own

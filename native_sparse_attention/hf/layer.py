@@ -19,8 +19,9 @@ from ..attention import SparseAttention
 from ..checks.scalars import shown
 from ..ranking import sampled
 from . import masks
-from .attention import CONVERTED, LAYOUTS, OWN, check_call, layout_of, packed, remembered
+from .attention import check_call, layout_of, packed
 from .kv_layer import KVLayer, layer_of
+from .masks import CONVERTED, LAYOUTS, remembered
 
 # of a mask that all layers of a forward share
 NEW: Any = WeakTensorKeyDictionary()
@@ -118,7 +119,7 @@ class LayerAttention(nn.Module):
         mask = attention_mask
         if mask is None and not slots:
             mask = packed(position_ids, hidden_states)
-        if mask is not None and not remembered(OWN, mask, masks.is_own, (T, slots + T)):
+        if mask is not None and not masks.is_own(mask, T, slots + T, self.is_first):
             mask = remembered(CONVERTED, mask, masks.converted, (B, T, slots + T))
         if mask is not None and (mask.dtype == torch.int64 or len(mask) == 0):
             mask = None  # the cache knows how many keys there are

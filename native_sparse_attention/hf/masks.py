@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..checks.scalars import shown
@@ -31,6 +32,28 @@ HINT = (
 )
 # added to a logit, it hides the key
 HIDDEN = -1e4
+
+# of a mask, or of positions, that all layers of a forward share: what each would find out again
+OWN: Any = WeakTensorKeyDictionary()
+OVER: Any = WeakTensorKeyDictionary()
+CONVERTED: Any = WeakTensorKeyDictionary()
+LAYOUTS: Any = WeakTensorKeyDictionary()
+STARTS: Any = WeakTensorKeyDictionary()
+
+
+def remembered(
+    memory: Any, mask: Tensor, function: Any, args: tuple[Any, ...], fresh: bool = False
+) -> Any:
+    """`function(mask, *args)`, found once for the layers that share a mask; anew if `fresh`."""
+    if torch.compiler.is_compiling():
+        return function(mask, *args)
+    # writes in place make another mask; tensors of inference mode do not count them
+    at = args, None if mask.is_inference() else mask._version
+    found = memory.get(mask)
+    fresh = at[1] is None and (fresh or memory is CONVERTED or memory is OVER)
+    if found is None or found[0] != at or fresh:
+        found = memory[mask] = at, function(mask, *args)
+    return found[1]
 
 
 def sparse_mask(
@@ -81,7 +104,7 @@ def sparse_mask(
         begins = find(mask_function, batch_size, T, q_offset, device)
     if real is not None and not tracing and bool(is_full(real, q_offset, T, kv_offset)):
         real = None
-    if real is not None and local_size is not None and (tracing or has_gaps(real)):
+    if real is not None and local_size is not None and not tracing and has_gaps(real):
         return sdpa_mask(**dense)  # a window counts slots, padding too
     if whole and (real is not None or begins is not None):
         return encoded(batch_size, S, real, begins, device)
@@ -182,10 +205,9 @@ def of_positions(position_ids: Tensor, B: int) -> Tensor | None:
     return encoded(B, begins.shape[1], None, begins, begins.device)
 
 
-def follow(position_ids: Tensor, past: int) -> bool:
-    """Whether positions [1|B, T] are not before those of `past` tokens, and do not return to 0."""
-    returns = (position_ids[:, 1:] == 0).any()
-    return not bool(returns | (position_ids[:, :1] < past).any())
+def begin_again(position_ids: Tensor, follow: bool) -> bool:
+    """Whether positions [1|B, T] return to 0; of tokens that follow others the first too."""
+    return bool((position_ids[:, 0 if follow else 1 :] == 0).any())
 
 
 REASON = "packed sequences are looked for on the host: give attention_mask [B, S]"
@@ -196,9 +218,17 @@ positions_uncompiled = torch.compiler.disable(of_positions, reason=REASON)
 # masks of the user
 
 
-def is_own(mask: Tensor, T: int, S: int) -> bool:
+def tells_written(mask: Tensor) -> bool:
+    """Whether a mask [B, 1, 1, S] of one query tells keys that are not written, by -1, or has none.
+    In a mask of the user they are 0. A compiled graph does not look."""
+    if torch.compiler.is_compiling():
+        return True
+    return bool((mask < 0).any() | (mask[..., -1] > 0).any())
+
+
+def is_own(mask: Tensor, T: int, S: int, fresh: bool = False) -> bool:
     """Whether a mask of T queries and S keys is one of the forms above, and not one [B, 1, T, S] of
-    the user with the same dtype."""
+    the user with the same dtype. `fresh`: for the first of the layers that share it."""
     if mask.ndim != 4 or mask.shape[1] != 1:
         return False
     if mask.dtype == torch.int64:
@@ -206,9 +236,7 @@ def is_own(mask: Tensor, T: int, S: int) -> bool:
     if mask.dtype != torch.int16 or mask.shape[2] > 2:
         return False
     if T == 1 and mask.shape[2] == 1 and mask.shape[3] == S and len(mask):
-        # keys that are not written are -1 here, and in a mask of the user 0
-        found = torch.compiler.is_compiling() or (mask < 0).any() | (mask[..., -1] > 0).any()
-        return bool(found)
+        return remembered(OWN, mask, tells_written, (), fresh)
     if mask.shape[2] == 1 or T != 2:
         return mask.shape[2] == 1 or mask.shape[3] == T
     # documents of two tokens, where the user's second key is hidden from the first query

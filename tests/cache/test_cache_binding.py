@@ -1,6 +1,7 @@
 """A cache belongs to the layer that first used it, and to its geometry."""
 
 import copy
+import gc
 import pickle
 import re
 
@@ -150,6 +151,10 @@ def test_copies_in_either_order():
             with pytest.raises(ValueError, match="another layer"):
                 module(x[:, 9:], cache=held.clone())
             close(other(x[:, 9:], cache=held), expected)
+            del other, copied
+            gc.collect()
+            with pytest.raises(ValueError, match="another layer"):
+                module(x[:, :1], cache=held)
         alone = copy.deepcopy(copy.deepcopy(cache))
         with pytest.raises(ValueError, match="another layer"):
             copy.deepcopy(module)(x[:, 9:], cache=alone)
@@ -167,3 +172,14 @@ def test_an_empty_cache_takes_another_dtype(limits):
         outs = [module(part.float(), cache=cache) for part in x.split([9, 3], dim=1)]
         torch.testing.assert_close(torch.cat(outs, dim=1), module(x.float()))
         assert cache.lengths == [12]
+
+
+def test_caches_of_earlier_versions():
+    """Their state has no `_copied`."""
+    module, cache, x = layer(), KVCache(), normal(1, 12, DIM)
+    with torch.no_grad():
+        module(x[:, :9], cache=cache)
+        old = pickle.loads(pickle.dumps(cache))
+        del old.__dict__["_copied"]
+        close(module(x[:, 9:], cache=copy.deepcopy(old)), module(x)[:, 9:])
+        close(module(x[:, 9:], cache=old), module(x)[:, 9:])

@@ -103,6 +103,20 @@ def test_masks_of_a_step_over_a_static_cache(dtype):
         close(out, expected, **TOL)
 
 
+@torch.inference_mode()
+def test_masks_that_are_written_anew_in_inference_mode():
+    """They count no writes: each forward looks again."""
+    model, (ids,) = use_sparse_attention(tiny(), **WHOLE), prompts(10)
+    expected, seen = model(ids, use_cache=False).logits[:, -1:], torch.ones(1, 1, 1, 16).short()
+    for last in (16, 10):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        model(ids[:, :9], **{CACHE: cache})
+        seen.copy_(torch.arange(16) < last)
+        out = model(ids[:, 9:], attention_mask=seen, position_ids=torch.tensor([[9]]),
+                    **{CACHE: cache}).logits  # fmt: skip
+    close(out, expected, **TOL)
+
+
 def test_outputs_that_models_view():
     config = transformers.JetMoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,

@@ -1,9 +1,12 @@
 """Masks of the user, and what a forward's mask costs."""
 
+import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -124,19 +127,55 @@ def test_packed_sequences_go_over_no_cache():
     model, (ids,) = tiny(), prompts(31)
     positions = torch.cat((torch.arange(13), torch.arange(18)))[None]
     use_sparse_attention(model)
-    message = "position_ids over a cache must count on from its {} tokens"
-    for first in (30, 8):
+    message = "position_ids over a cache must not return to 0 after {} tokens"
+    for first, end in ((8, 31), (13, 20)):
         cache = transformers.DynamicCache(config=model.config)
         model(ids[:, :first], position_ids=positions[:, :first], **{CACHE: cache})
         with pytest.raises(ValueError, match=message.format(first)):
-            model(ids[:, first:], position_ids=positions[:, first:], **{CACHE: cache})
+            model(ids[:, first:end], position_ids=positions[:, first:end], **{CACHE: cache})
     cache = transformers.StaticCache(config=model.config, max_cache_len=40)
     with pytest.raises(ValueError, match=message.format(0)):
         model(ids, position_ids=positions, **{CACHE: cache})
-    # positions may leave numbers out
-    cache = transformers.DynamicCache(config=model.config)
-    model(ids[:, :30], **{CACHE: cache})
-    model(ids[:, 30:], position_ids=torch.tensor([[77]]), **{CACHE: cache})
+    # a cache may have more tokens than the positions say, or fewer
+    expected = tiny()
+    for there in ([[77]], [[3]], [[5, 6]]):
+        outs = []
+        for one in (model, expected):
+            cache = transformers.DynamicCache(config=model.config)
+            one(ids[:, :20], **{CACHE: cache})
+            new = ids[:, 20 : 20 + len(there[0])]
+            outs.append(one(new, position_ids=torch.tensor(there), **{CACHE: cache}).logits)
+        close(*outs, **TOL)
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that the host reads for masks; outputs it reads on a CPU alone."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            files = (frame.filename for frame in reversed(traceback.extract_stack()))
+            self.count += "hf" in next(Path(f) for f in files if "sparse_attention" in f).parts
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("pads", [0, 3])
+@torch.no_grad()
+def test_layers_of_a_step_read_nothing_each(pads):
+    """The host waits for a GPU at each read."""
+    (text,), counts = prompts(30), []
+    mask = (torch.arange(30) >= pads)[None].long()
+    for layers in (2, 6):
+        model = use_sparse_attention(tiny("Gemma3", num_hidden_layers=layers, layer_types=[
+            "sliding_attention", "full_attention"] * (layers // 2)))  # fmt: skip
+        cache = transformers.DynamicCache(config=model.config)
+        model(text[:, :29], attention_mask=mask[:, :29], **{CACHE: cache})
+        positions = mask.cumsum(1)[:, 29:] - 1
+        with Reads() as reads:
+            model(text[:, 29:], attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
 
 
 @torch.no_grad()
