@@ -139,6 +139,7 @@ def test_rows_of_a_static_cache():
     close(last(model, ids, cache, 39), expected, **TOL)
 
 
+@pytest.mark.slow
 # that torch's own tracing of an autograd function gives before 2.12
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_packed_sequences():

@@ -400,6 +400,7 @@ def test_the_benchmark_ends_with_a_run(monkeypatch, tmp_path):
 # without what a program is used to
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("program", ["train_enwik8", "benchmarks.recall"])
 @pytest.mark.parametrize("name", ["tqdm", "matplotlib"])
 def test_the_extra_is_named(name, program):

@@ -190,7 +190,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(one_of=10)
+@pytest.mark.slow(one_of=20)
 @pytest.mark.parametrize("case", CASES)
 def test_well_formed(case):
     """Schema, fake, autograd registration and a graph of any sizes, of strided tensors."""
