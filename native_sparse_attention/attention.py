@@ -575,8 +575,8 @@ class SparseAttention(CompressionLayer):
         return self.tied(rearrange(out, "b n h d -> b n (h d)"), call), indices
 
     def tied(self, out: Tensor, call: Call) -> Tensor:
-        """The output. What parameters make has a gradient, also where a call does not read it, as
-        for a sequence of one block: data-parallel training expects one."""
+        """The output, tied to compressed keys or queries that this call may not read, as for a
+        sequence of one block: their parameters get zeros, as data-parallel training expects."""
         if self.branches == ("compressed",):  # reads no rotated tensors
             freqs = None if self.rotary_emb is None else self.rotary_emb.freqs
             unread = None if freqs is None or not freqs.requires_grad else call.q

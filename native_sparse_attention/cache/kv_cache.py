@@ -133,8 +133,12 @@ class KVCache(Sequences):
         Raises:
             ValueError: the cache holds tokens of another layer or of another geometry.
         """
-        kinds = {name: (t.dtype, t.device) for name, t in self._streams.items() if name in new}
-        fits = all((new[name].dtype, new[name].device) == kind for name, kind in kinds.items())
+        held = self._streams
+        fits = all(
+            t.dtype == held[name].dtype and t.device == held[name].device
+            for name, t in new.items()
+            if name in held
+        )
         if fits and self._is_bound_to(layer, geometry):
             if self._copied is not None and self._copied() is layer:
                 self._layer, self._copied = self._copied, None
@@ -154,8 +158,10 @@ class KVCache(Sequences):
 
     def _owner(self) -> Identity | None:
         """The layer that the cache is bound to, while it lives."""
-        found = (ref() for ref in (self._copied, self._layer) if ref is not None)
-        return next((layer for layer in found if layer is not None), None)
+        layer = None if self._copied is None else self._copied()
+        if layer is None and self._layer is not None:
+            layer = self._layer()
+        return layer
 
     def check_layer(self, layer: Identity, geometry: dict[str, Any]) -> None:
         """Check that a layer may use the cache.

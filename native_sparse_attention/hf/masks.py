@@ -44,10 +44,11 @@ STARTS: Any = WeakTensorKeyDictionary()
 def remembered(
     memory: Any, mask: Tensor, function: Any, args: tuple[Any, ...], fresh: bool = False
 ) -> Any:
-    """`function(mask, *args)`, found once for the layers that share a mask; anew if `fresh`."""
+    """`function(mask, *args)`, found once for the layers that share a mask. `fresh`: of tensors of
+    inference mode, which count no writes, it is found anew."""
     if torch.compiler.is_compiling():
         return function(mask, *args)
-    # writes in place make another mask; tensors of inference mode do not count them
+    # writes in place make another mask
     at = args, None if mask.is_inference() else mask._version
     found = memory.get(mask)
     fresh = at[1] is None and (fresh or memory is CONVERTED or memory is OVER)
