@@ -70,15 +70,17 @@ def attention(
     extra: dict[str, Any] = dict(scale=scaling, soft_cap=softcap)
     mask, (T, S) = attention_mask, (q.shape[1], k.shape[1])
     position_ids = others.get("position_ids")
+    is_own = mask is None or masks.is_own(mask, S)
     if mask is None and S == T:
         mask = packed(position_ids, q)
     elif sliding_window is None and (mask is None or len(mask) == 0):
         check_one_document(position_ids, q, S if mask is None else mask.shape[-1])
-    is_own = mask is not None and masks.is_own(mask, T, S, is_first(module))
+    elif mask is not None and is_own:
+        mask = masks.received(mask, S)
     if sliding_window is not None:
         sinks = None if s_aux is None else s_aux.to(q.dtype)
         call = q, k, v, mask, sliding_window, sinks
-        if mask is None or is_own:
+        if is_own:
             return within_window(*call, settings["backend"], extra).contiguous(), None
         return under_mask(q, k, v, mask, sinks, **extra).contiguous(), None
     if s_aux is not None:
@@ -97,7 +99,7 @@ def sparsely(
     extra: dict[str, Any],
 ) -> Tensor:
     """`attention` in a layer without a window, by the kind of mask."""
-    if mask is not None and not is_own:
+    if not is_own:
         mask = remembered(CONVERTED, mask, masks.converted, (q.shape[0], q.shape[1], k.shape[1]))
     if mask is not None and len(mask) == 0:  # a static cache is longer than its sequences
         k, v, mask = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]], None
@@ -137,13 +139,6 @@ def check_one_document(position_ids: Any, q: Tensor, count: int) -> None:
             f"{shown(position_ids.tolist())}: a cache keeps no packed sequences, give "
             "use_cache=False"
         )
-
-
-def is_first(module: Any) -> bool:
-    """Whether a layer is the first one of full attention."""
-    types = getattr(module.config, "layer_types", None) or ("full_attention",)
-    first = types.index("full_attention") if "full_attention" in types else 0
-    return getattr(module, "layer_idx", None) == first
 
 
 def check_call(module: Any, dropout: float, is_causal: bool | None, others: dict[str, Any]) -> None:

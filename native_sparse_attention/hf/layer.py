@@ -119,7 +119,9 @@ class LayerAttention(nn.Module):
         mask = attention_mask
         if mask is None and not slots:
             mask = packed(position_ids, hidden_states)
-        if mask is not None and not masks.is_own(mask, T, slots + T, self.is_first):
+        elif mask is not None and masks.is_own(mask, slots + T):
+            mask = masks.received(mask, slots + T)
+        elif mask is not None:
             mask = remembered(CONVERTED, mask, masks.converted, (B, T, slots + T))
         if mask is not None and (mask.dtype == torch.int64 or len(mask) == 0):
             mask = None  # the cache knows how many keys there are

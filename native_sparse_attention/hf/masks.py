@@ -10,7 +10,8 @@ attend sparsely it is small, linear in the number of keys:
     int16 [B, 1, 1, L]    for each of the first L keys 1 (a token), 0 (padding) or -1 (not written)
     int16 [B, 1, 2, L]    the same, and 1 where a packed document begins
 
-Masks [B, 1, T, S] of the user become one of these.
+An int16 mask of all S keys is passed with a column more, as the user may give [B, 1, T, S] of any
+dtype. Those of the user become one of these.
 """
 
 from __future__ import annotations
@@ -34,24 +35,22 @@ HINT = (
 HIDDEN = -1e4
 
 # of a mask, or of positions, that all layers of a forward share: what each would find out again
-OWN: Any = WeakTensorKeyDictionary()
+RECEIVED: Any = WeakTensorKeyDictionary()
 OVER: Any = WeakTensorKeyDictionary()
 CONVERTED: Any = WeakTensorKeyDictionary()
 LAYOUTS: Any = WeakTensorKeyDictionary()
 STARTS: Any = WeakTensorKeyDictionary()
 
 
-def remembered(
-    memory: Any, mask: Tensor, function: Any, args: tuple[Any, ...], fresh: bool = False
-) -> Any:
-    """`function(mask, *args)`, found once for the layers that share a mask. `fresh`: of tensors of
-    inference mode, which count no writes, it is found anew."""
+def remembered(memory: Any, mask: Tensor, function: Any, args: tuple[Any, ...]) -> Any:
+    """`function(mask, *args)`, found once for the layers that share a mask. Of the user's tensors
+    of inference mode, which count no writes, it is found anew."""
     if torch.compiler.is_compiling():
         return function(mask, *args)
     # writes in place make another mask
     at = args, None if mask.is_inference() else mask._version
     found = memory.get(mask)
-    fresh = at[1] is None and (fresh or memory is CONVERTED or memory is OVER)
+    fresh = at[1] is None and (memory is CONVERTED or memory is OVER)
     if found is None or found[0] != at or fresh:
         found = memory[mask] = at, function(mask, *args)
     return found[1]
@@ -108,7 +107,7 @@ def sparse_mask(
     if real is not None and local_size is not None and not tracing and has_gaps(real):
         return sdpa_mask(**dense)  # a window counts slots, padding too
     if whole and (real is not None or begins is not None):
-        return encoded(batch_size, S, real, begins, device)
+        return passed(encoded(batch_size, S, real, begins, device), S)
     if whole:
         return None
     if local_size is not None:  # the window of a layer that keeps its own
@@ -118,9 +117,9 @@ def sparse_mask(
         return unpadded(T, S, q_offset, tracing, device, others.get("config"))
     if isinstance(q_offset, Tensor) and (tracing or T == 1):
         written = torch.arange(S, device=device) < q_offset.to(device) + T
-        return encoded(batch_size, S, real, None, device).where(written, -1)
+        return passed(encoded(batch_size, S, real, None, device).where(written, -1), S)
     L = int(q_offset) + T
-    return encoded(batch_size, L, real[:, :L], None, device)
+    return passed(encoded(batch_size, L, real[:, :L], None, device), S)
 
 
 def columns(attention_mask: Tensor, first: int, count: int) -> Tensor:
@@ -168,6 +167,20 @@ def encoded(
         tokens = real.to(device, torch.int16).expand(B, -1)
     rows = [tokens] if begins is None else [tokens, begins.to(torch.int16)]
     return torch.stack(rows, dim=1)[:, None]
+
+
+def passed(mask: Tensor, S: int) -> Tensor:
+    """A mask as layers get it: `is_own` knows it by its width, which is not S."""
+    return mask if mask.shape[-1] < S else torch.nn.functional.pad(mask, (0, 1))
+
+
+def received(mask: Tensor, S: int) -> Tensor:
+    """A mask without the column that `passed` added."""
+    return mask if mask.shape[-1] <= S else remembered(RECEIVED, mask, narrowed, (S,))
+
+
+def narrowed(mask: Tensor, S: int) -> Tensor:
+    return mask[..., :S].clone()  # a view would keep its key in the memory
 
 
 def document_begins(
@@ -219,29 +232,13 @@ positions_uncompiled = torch.compiler.disable(of_positions, reason=REASON)
 # masks of the user
 
 
-def tells_written(mask: Tensor) -> bool:
-    """Whether a mask [B, 1, 1, S] of one query tells keys that are not written, by -1, or has none.
-    In a mask of the user they are 0. A compiled graph does not look."""
-    if torch.compiler.is_compiling():
-        return True
-    return bool((mask < 0).any() | (mask[..., -1] > 0).any())
-
-
-def is_own(mask: Tensor, T: int, S: int, fresh: bool = False) -> bool:
-    """Whether a mask of T queries and S keys is one of the forms above, and not one [B, 1, T, S] of
-    the user with the same dtype. `fresh`: for the first of the layers that share it."""
+def is_own(mask: Tensor, S: int) -> bool:
+    """Whether a mask of S keys has one of the forms above. Masks of the user are S wide."""
     if mask.ndim != 4 or mask.shape[1] != 1:
         return False
     if mask.dtype == torch.int64:
         return mask.shape[2:] == (1, 1) and len(mask) < 3 and S > 1
-    if mask.dtype != torch.int16 or mask.shape[2] > 2:
-        return False
-    if T == 1 and mask.shape[2] == 1 and mask.shape[3] == S and len(mask):
-        return remembered(OWN, mask, tells_written, (), fresh)
-    if mask.shape[2] == 1 or T != 2:
-        return mask.shape[2] == 1 or mask.shape[3] == T
-    # documents of two tokens, where the user's second key is hidden from the first query
-    return S == 2 and (torch.compiler.is_compiling() or bool((mask[:, 0, 0, 1] != 0).any()))
+    return mask.dtype == torch.int16 and mask.shape[2] <= 2 and mask.shape[3] != S
 
 
 def within_window(mask: Tensor, T: int, S: int, sliding_window: int) -> Tensor:

@@ -103,6 +103,23 @@ def test_masks_of_a_step_over_a_static_cache(dtype):
         close(out, expected, **TOL)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16])
+@torch.no_grad()
+def test_masks_of_a_compiled_step_over_a_static_cache(dtype):
+    """A graph serves a dtype: padding, and keys that are not written, are values of the mask."""
+    model, ids = use_sparse_attention(tiny(), **WHOLE), torch.cat(prompts(10, 10))
+    compiled = torch.compile(model, backend="eager", dynamic=False)
+    real = torch.ones(2, 10, dtype=torch.bool)
+    real[1, :3] = False
+    expected = model(ids, attention_mask=real, use_cache=False).logits[:, -1:]
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    model(ids[:, :9], attention_mask=real[:, :9], **{CACHE: cache})
+    seen = torch.nn.functional.pad(real, (0, 6))[:, None, None].to(dtype)
+    out = compiled(ids[:, 9:], attention_mask=seen, position_ids=torch.tensor([[9]]),
+                   **{CACHE: cache}).logits  # fmt: skip
+    close(out, expected, **TOL)
+
+
 @torch.inference_mode()
 def test_masks_that_are_written_anew_in_inference_mode():
     """They count no writes: each forward looks again."""
