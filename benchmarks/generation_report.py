@@ -23,15 +23,19 @@ MEASURES = {
 # batch and context; of each the latest row of each form
 Case = tuple[int, int]
 Cases = dict[Case, dict[str, Row]]
-Models = dict[tuple[str, int], Cases]
+# by name, layers and GPU
+Models = dict[tuple[str, int, str], Cases]
 
 
 def latest(rows: Sequence[Row]) -> Models:
-    """The latest rows of each model and depth, of the last row's GPU."""
+    """The latest rows of each model and depth, and of each case those of the GPU that ran it
+    last."""
+    gpu_of = {(row["model"], row["layers"], row["B"], row["T"]): row["gpu"] for row in rows}
     found: Models = {}
     for row in rows:
-        if row["gpu"] == rows[-1]["gpu"]:
-            cases = found.setdefault((row["model"], row["layers"]), {})
+        gpu = gpu_of[row["model"], row["layers"], row["B"], row["T"]]
+        if row["gpu"] == gpu:
+            cases = found.setdefault((row["model"], row["layers"], gpu), {})
             cases.setdefault((row["B"], row["T"]), {})[row["form"]] = row
     return found
 
@@ -78,7 +82,7 @@ def model_table(name: str, cases: Cases) -> str:
     if first["layers"] != first["all_layers"]:
         depth += f" of {first['all_layers']}"
     heads = f"{first['H']} query and {first['K']} KV heads, {first['dtype']}"
-    parts = [f"{name} ({depth}, {heads}):"]
+    parts = [f"{name} ({depth}, {heads}), {first['gpu']}:"]
     for what, told in MEASURES.items():
         shown = [c for c in order if any(cell(cases[c], form, what) for form in forms)]
         if shown:
@@ -98,7 +102,7 @@ def verdict(models: Models) -> str:
     """Of each target whether it is hit: by the fastest form in decoding, by every form in
     prefill."""
     lines = []
-    for (name, layers), cases in models.items():
+    for (name, layers, gpu), cases in models.items():
         for (B, T), rows in sorted(cases.items()):
             for what in MEASURES:
                 least = goal(what, B, T)
@@ -110,7 +114,7 @@ def verdict(models: Models) -> str:
                 choose = min if what == "prefill" else max
                 form = choose(known, key=lambda form: known[form])
                 hit = "hit" if known[form] >= least else "missed"
-                case = f"{name}, {layers} layers, B={B}, {length(T)}, {MEASURES[what]}"
+                case = f"{name}, {layers} layers, B={B}, {length(T)}, {gpu}, {MEASURES[what]}"
                 lines.append(f"* {case}: {hit}, {form} {known[form]:.2f} of {least:g}")
     return "\n".join(lines)
 
@@ -120,7 +124,7 @@ def table(rows: Sequence[Row]) -> str:
         return NO_ROWS
     models = latest(rows)
     used = [row for cases in models.values() for found in cases.values() for row in found.values()]
-    parts = [model_table(name, cases) for (name, _), cases in models.items()]
+    parts = [model_table(name, cases) for (name, *_), cases in models.items()]
     found = verdict(models)
     failed = dict.fromkeys(
         f"* {row['model']}, {row['form']}, B={row['B']}, {length(row['T'])}, {what}: {reason}"
@@ -130,8 +134,9 @@ def table(rows: Sequence[Row]) -> str:
     )
     last = rows[-1]
     commits = ", ".join(sorted({str(row["commit"])[:7] for row in used}))
+    gpus = ", ".join(dict.fromkeys(gpu for *_, gpu in models))
     where = (
-        f"{last['gpu']}, torch {last['torch']}, triton {last['triton']}, transformers "
+        f"{gpus}, torch {last['torch']}, triton {last['triton']}, transformers "
         f"{last['transformers']}; {commits}."
     )
     parts += [f"Targets:\n\n{found}"] if found else []

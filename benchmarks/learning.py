@@ -237,7 +237,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def quick_plan(args: Namespace, variants: dict[str, Settings], data: dict[str, Any]) -> Plan:
-    shape = dict(SHAPE, dim=32, depth=2, heads=4, dim_head=16, ff_expansion_factor=2.0)
+    shape = dict(SHAPE, dim=32, depth=4, heads=4, dim_head=16, ff_expansion_factor=2.0)
     small = {name: scaled(settings, 8) for name, settings in variants.items()}
     sizes: dict[str, Any] = dict(train_bytes=1280, step_tokens=320, held_out_bytes=320, needles=2)
     how: dict[str, Any] = dict(

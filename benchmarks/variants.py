@@ -4,7 +4,7 @@ A variant is a dict of JSON values: arguments of SparseAttention, and of these k
 
     dense          True: the layer is dense attention with the same weights
     dense_layers   indices of the layers that are; -1 is the last
-    local_layers   indices of the layers that rank nothing, and attend to initial and local blocks
+    local_layers   of Transformer: indices of the layers that rank nothing
     gate_start     the first bias of the gate, a number for each branch
     ranking_taps   with a learned ranking: its keys are convolved over so many tokens
     compress_mlp   the network of compressed keys, a name of NETWORKS or a name with arguments,
@@ -107,6 +107,7 @@ VARIANTS: dict[str, Settings] = {
     "1088 keys, blocks of 32, learned ranking": dict(SMALL, **INDEX),
     "1088 keys, blocks of 32, last layer dense": dict(SMALL, dense_layers=[-1]),
     "1088 keys, blocks of 32, mixed": dict(SMALL, recipe={"mixed": 0.5}),
+    "1088 keys, blocks of 32, layers 2 and 4 local": dict(SMALL, local_layers=[1, 3]),
     "1088 keys, blocks of 32, every head ranks": dict(SMALL, query_heads_share_selected_kv=False),
     "1088 keys, blocks of 32, learned ranking, dense first": dict(
         SMALL, **INDEX, recipe={"dense_first": 0.3}
@@ -209,13 +210,8 @@ def layer_settings(settings: Settings, shape: dict[str, Any]) -> dict[str, Any]:
 
 def make(settings: Settings, shape: dict[str, Any]) -> Transformer:
     given = layer_settings(settings, shape)
-    model = Transformer(**shape, use_sparse_attn=True, sparse_attn_kwargs=given)
-    blocks: list[Any] = list(model.layers)
-    of_layer = {key: value for key, value in shape.items() if key not in ("depth", "num_tokens")}
-    for index in settings.get("local_layers", ()):
-        if not -len(blocks) <= index < len(blocks):
-            raise ValueError(f"local_layers must be indices of {len(blocks)} layers, got {index}")
-        blocks[index][0] = SparseAttention(**of_layer, **given | {"num_selected_blocks": 0})
+    local = settings.get("local_layers", ())
+    model = Transformer(**shape, use_sparse_attn=True, sparse_attn_kwargs=given, local_layers=local)
     if "ranking_taps" in settings:
         for attn in layers(model):
             if attn.to_index is None:

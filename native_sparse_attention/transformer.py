@@ -23,7 +23,7 @@ from .cache.paged import new_cache
 from .checks.ids import check_ids
 from .checks.keywords import refuse
 from .checks.networks import check_input, copied
-from .checks.scalars import check_choice, check_hidden
+from .checks.scalars import check_choice, check_hidden, check_layers
 from .checks.tensors import check_bool, check_bools, check_groups, check_int, check_ints
 from .decoding import check_cache, check_caches, dense_over_cache
 from .frequencies import RotaryLayer
@@ -155,6 +155,8 @@ class Transformer(FromRun, Started):
             compress_block_size without a stride is also the stride. Each layer copies the networks
             and shares a rotary_emb. A dense model warns that it does not use them.
         activation_checkpointing: recompute each layer in the backward pass, for less memory.
+        local_layers: indices of sparse layers that rank no blocks (`num_selected_blocks=0`), and
+            attend to initial and local ones; -1 is the last.
         rotary_emb, rope_theta, inv_freq: as in SparseAttention, for sparse and dense layers.
 
     Raises:
@@ -178,6 +180,7 @@ class Transformer(FromRun, Started):
         sparse_attn_kwargs: dict[str, Any] | None = None,
         *,
         activation_checkpointing: bool = False,
+        local_layers: Sequence[int] = (),
         rotary_emb: RotaryEmbedding | Rotary | bool | None = None,
         rope_theta: float | None = None,
         inv_freq: Tensor | None = None,
@@ -197,6 +200,9 @@ class Transformer(FromRun, Started):
             dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal
         )
         sparse = merged(sparse_attn_kwargs, shape, use_sparse_attn)
+        local = check_layers("local_layers", local_layers, depth)
+        if local and not use_sparse_attn:
+            raise ValueError(f"local_layers must be empty with use_sparse_attn=False, got {local}")
         named = ("rotary_emb", rotary_emb), ("rope_theta", rope_theta), ("inv_freq", inv_freq)
         rotary: dict[str, Any] = {name: value for name, value in named if value is not None}
         if use_sparse_attn and (twice := sorted(rotary.keys() & sparse.keys())):
@@ -205,12 +211,13 @@ class Transformer(FromRun, Started):
         self.num_tokens = num_tokens
         self.token_emb = nn.Embedding(num_tokens, dim)
         self.layers = ModuleList()
-        for _ in range(depth):
+        for index in range(depth):
             attn: Module
             if use_sparse_attn:
                 # each layer copies the gate; SparseAttention itself copies compress_mlp
                 gate = copied(sparse.get("strategy_combine_mlp"))
                 own = {**sparse, **rotary, "strategy_combine_mlp": gate}
+                own |= {"num_selected_blocks": 0} if index in local else {}
                 attn = SparseAttention(**shape, use_triton_kernel=use_triton_fine_selection, **own)
             else:
                 attn = Attention(**shape, **rotary)
@@ -311,7 +318,7 @@ class Transformer(FromRun, Started):
                 found = checkpoint(attn, x, use_reentrant=False, **kwargs)
             else:
                 found = attn(x, cache=None if cache is None else cache[index], **kwargs)
-            if queries:
+            if queries and queries[index] is not None:
                 found, loss = found
                 losses.append(loss)
             x = x + found
@@ -334,21 +341,24 @@ class Transformer(FromRun, Started):
         layout: Layout | None,
         cache: Any,
         generator: torch.Generator | None,
-    ) -> list[Tensor]:
-        """Positions of the queries of each layer's ranking loss, drawn once: activation
-        checkpointing runs a layer twice. In a layout they are those of the caller's entries, [b m].
-        None without m."""
+    ) -> list[Tensor | None]:
+        """Positions of the queries of each layer's ranking loss, None for a layer that ranks
+        nothing, drawn once: activation checkpointing runs a layer twice. In a layout they are those
+        of the caller's entries, [b m]. An empty list without m."""
         check_generator(generator)
         if m is None:
             return []
         if cache is not None:
             raise ValueError("ranking_queries must be None with a cache")
         blocks: list[Any] = list(self.layers)
-        if any(getattr(attn, "to_index", None) is None for attn, _ in blocks):
+        learns = [getattr(attn, "to_index", None) is not None for attn, _ in blocks]
+        if not any(learns):
             raise ValueError("ranking_queries goes with layers of importance='index'")
         n = ids.shape[1] if layout is None else layout.target.shape[1]
-        drawn = [sampled(m, n, generator, ids.device) for _ in blocks]
-        return drawn if layout is None else [layout.target[:, i] for i in drawn]
+        drawn = [sampled(m, n, generator, ids.device) if own else None for own in learns]
+        if layout is None:
+            return drawn
+        return [None if i is None else layout.target[:, i] for i in drawn]
 
     @property
     def alignment(self) -> int:

@@ -120,7 +120,7 @@ def test_seed_example():
 # masks handed in
 
 
-@pytest.mark.slow(one_of=4)
+@pytest.mark.slow(one_of=8)
 @pytest.mark.parametrize("length", [1, 13, 40, 150])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("setting", ["default", "own rankings", "paper", "independent"])

@@ -348,6 +348,7 @@ def summaries(
     return [found["ck"], found["cv"]]
 
 
+@pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", [0, 2, 3, 6, 13, 24])
 @pytest.mark.parametrize("l, d", [(4, 4), (6, 3), (6, 2), (4, 1), (6, 4)])

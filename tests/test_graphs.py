@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from native_sparse_attention import SparseAttention, compressed_attention
+from native_sparse_attention.checks.tensors import BRANCHES
 
 GEOMETRY = dict(
     dim=16, dim_head=8, heads=2, sliding_window_size=8, compress_block_size=8,
@@ -50,7 +51,7 @@ def results(layer, x):
     return [out, *torch.autograd.grad(out.square().sum(), [x, *parameters], allow_unused=True)]
 
 
-@pytest.mark.slow(one_of=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -88,12 +89,13 @@ def test_inductor_on_the_cpu(grad):
     torch.testing.assert_close(run(compiled), run(compressed_attention))
 
 
-@pytest.mark.slow(one_of=2)
+@pytest.mark.slow(one_of=4)
 # dynamo makes an instance of every autograd function it traces
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["mask", "cu_seqlens"])
-def test_one_graph_for_padded_and_packed_rows_of_any_length(kind):
-    layer = SparseAttention(**GEOMETRY, causal=True)
+@pytest.mark.parametrize("branches", [BRANCHES, ("window",)], ids=["all", "window"])
+def test_one_graph_for_padded_and_packed_rows_of_any_length(branches, kind):
+    layer = SparseAttention(**GEOMETRY, causal=True, branches=branches)
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
     for n in (20, 21, 37):
         x = torch.randn(1, n, 16)

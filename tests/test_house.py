@@ -205,11 +205,12 @@ assert not torch.cuda.is_initialized(), "the import initialised CUDA"
     )
 
 
-def test_import_loads_no_kernel_and_asks_nothing_of_cuda():
-    """With triton and a GPU at hand too: workers fork after the import."""
+def test_import_loads_no_kernel_asks_nothing_of_cuda_and_warns_of_nothing():
+    """With triton and a GPU at hand too: workers fork after the import. Warnings that dependencies
+    give at their own import are theirs."""
     run_python(
         """
-import sys, torch, einops, einx, local_attention, rotary_embedding_torch
+import sys, torch, einops, einx, local_attention, rotary_embedding_torch, warnings
 
 def asked(*args, **kwargs):
     raise RuntimeError("CUDA was asked for at import")
@@ -217,23 +218,12 @@ def asked(*args, **kwargs):
 for name in ("_lazy_init", "is_available", "device_count", "current_device"):
     setattr(torch.cuda, name, asked)
 
-import native_sparse_attention
-
-loaded = [name for name in sys.modules if name.startswith("native_sparse_attention.kernels.")]
-assert not loaded, f"the import loaded {loaded}"
-"""
-    )
-
-
-def test_import_warns_of_nothing():
-    """Warnings that dependencies give at their own import are theirs."""
-    run_python(
-        """
-import torch, einops, einx, local_attention, rotary_embedding_torch, warnings
-
 warnings.simplefilter("error")
 
 import native_sparse_attention, native_sparse_attention.masks, native_sparse_attention.compress
+
+loaded = [name for name in sys.modules if name.startswith("native_sparse_attention.kernels.")]
+assert not loaded, f"the import loaded {loaded}"
 """
     )
 

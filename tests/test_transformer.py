@@ -169,6 +169,33 @@ def test_each_layer_has_a_gate_of_its_own():
     assert first.to_strategy_combine[0] is not second.to_strategy_combine[0]
 
 
+def test_local_layers_rank_nothing():
+    given = dict(dim=16, dim_head=8, heads=2, num_tokens=16, depth=3, use_sparse_attn=True)
+    sparse = dict(branches=("selected",), importance="index", num_local_blocks=1)
+    model = Transformer(**given, local_layers=[-1, 0], sparse_attn_kwargs=sparse)
+    assert [attn.config.ranks for attn, _ in model.layers] == [False, True, False]
+    assert [attn.to_index is None for attn, _ in model.layers] == [True, False, True]
+    ids = torch.randint(0, 16, (2, 60))
+    logits, cache = model(ids[:, :41], return_cache=True)
+    rest = [model(ids[:, i : i + 1], cache=cache) for i in range(41, 60)]
+    assert torch.allclose(torch.cat((logits, *rest), dim=1), model(ids), atol=1e-5)
+    model.activation_checkpointing = True
+    loss, ranking = model(ids, return_loss=True, ranking_queries=8)
+    (loss + ranking).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert ranking > 0
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[1, :25] = False
+    out, _ = model(ids, mask=mask, ranking_queries=8)
+    assert torch.allclose(out[1, 25:], model(ids[1:, 25:])[0], atol=1e-5)
+    with pytest.raises(ValueError, match="must be a list of indices of layers, got 1"):
+        Transformer(**given, local_layers=1)
+    with pytest.raises(ValueError, match="must be an integer .* below 3, got 3"):
+        Transformer(**given, local_layers=[3])
+    with pytest.raises(ValueError, match="local_layers must be empty with use_sparse_attn=False"):
+        Transformer(**given | dict(use_sparse_attn=False), local_layers=[1])
+
+
 @both
 def test_loss_and_cache(use_sparse_attn):
     net = model(use_sparse_attn)

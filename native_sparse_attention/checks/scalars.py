@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -78,6 +78,13 @@ def check_int(name: str, value: Any, minimum: int, below: int = TOO_LARGE) -> in
 
 def check_ints(minimum: int, **values: Any) -> tuple[int, ...]:
     return tuple(check_int(name, value, minimum) for name, value in values.items())
+
+
+def check_layers(name: str, layers: Any, count: int) -> list[int]:
+    """Indices of `count` layers, in order and counted from 0."""
+    if not isinstance(layers, Sequence) or isinstance(layers, str):
+        raise ValueError(f"{name} must be a list of indices of layers, got {shown(layers)}")
+    return sorted({check_int(name, index, -count, below=count) % count for index in layers})
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...] | Mapping[str, Any]) -> None:

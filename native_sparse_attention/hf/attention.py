@@ -70,7 +70,7 @@ def attention(
     extra: dict[str, Any] = dict(scale=scaling, soft_cap=softcap)
     mask, (T, S) = attention_mask, (q.shape[1], k.shape[1])
     position_ids = others.get("position_ids")
-    is_own = mask is None or masks.is_own(mask, S)
+    is_own = mask is None or masks.is_own(mask, S)  # one that is found here, too
     if mask is None and S == T:
         mask = packed(position_ids, q)
     elif sliding_window is None and (mask is None or len(mask) == 0):
@@ -80,7 +80,7 @@ def attention(
     if sliding_window is not None:
         sinks = None if s_aux is None else s_aux.to(q.dtype)
         call = q, k, v, mask, sliding_window, sinks
-        if is_own:
+        if mask is None or is_own:
             return within_window(*call, settings["backend"], extra).contiguous(), None
         return under_mask(q, k, v, mask, sinks, **extra).contiguous(), None
     if s_aux is not None:
@@ -99,7 +99,7 @@ def sparsely(
     extra: dict[str, Any],
 ) -> Tensor:
     """`attention` in a layer without a window, by the kind of mask."""
-    if not is_own:
+    if mask is not None and not is_own:
         mask = remembered(CONVERTED, mask, masks.converted, (q.shape[0], q.shape[1], k.shape[1]))
     if mask is not None and len(mask) == 0:  # a static cache is longer than its sequences
         k, v, mask = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]], None

@@ -14,6 +14,7 @@ from ..checks.scalars import (
     check_factor,
     check_int,
     check_ints,
+    check_layers,
     check_probability,
     shown,
 )
@@ -60,6 +61,8 @@ class NSAModelConfig(PreTrainedConfig):
         rope_theta: rotary frequencies are `rope_theta^(-2 i / D)`.
         qkv_bias, out_bias, qk_norm: as in `SparseAttention`.
         dense_layers: indices of layers of dense attention; -1 is the last.
+        local_layers: indices of layers that rank no blocks (`num_selected_blocks=0`), and attend to
+            initial and local ones.
         nsa: the other settings of `NSAConfig`: a dict; a dict with the name of a preset as
             "preset", its "length" perhaps, and what replaces its settings; that name alone; or an
             `NSAConfig` of the same widths. "one-softmax" by default. It is kept as a dict of all
@@ -94,6 +97,7 @@ class NSAModelConfig(PreTrainedConfig):
     out_bias: bool = False
     qk_norm: bool = False
     dense_layers: Sequence[int] = ()
+    local_layers: Sequence[int] = ()
     nsa: Any = None
     ranking_queries: int | None = None
     ranking_weights: str = "output"
@@ -130,7 +134,10 @@ class NSAModelConfig(PreTrainedConfig):
         check_probability("initializer_range", self.initializer_range)
         for name in ("qkv_bias", "out_bias", "qk_norm", "tie_word_embeddings"):
             setattr(self, name, check_bool(name, getattr(self, name)))
-        self.dense_layers = checked_layers(self.dense_layers, self.num_hidden_layers)
+        for name in ("dense_layers", "local_layers"):
+            setattr(self, name, check_layers(name, getattr(self, name), self.num_hidden_layers))
+        if both := sorted({*self.dense_layers} & {*self.local_layers}):
+            raise ValueError(f"local_layers must not be dense_layers too, got {both} in both")
         for name, value in ABSENT.items():
             if others.get(name) not in (None, value):
                 raise ValueError(
@@ -167,6 +174,8 @@ class NSAModelConfig(PreTrainedConfig):
     def layer_config_of(self, index: int) -> NSAConfig:
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""
         layer = self.layer_config
+        if index in self.local_layers:
+            return NSAConfig(**self.widths, **self.nsa | dict(num_selected_blocks=0))
         if index not in self.dense_layers:
             return layer
         names = (
@@ -220,11 +229,3 @@ def check_widths(config: NSAConfig, widths: Mapping[str, Any]) -> None:
         found = getattr(config, name)
         if found != value and found != defaults[name]:
             raise ValueError(f"nsa must have {name}={value!r}, as the model has, got {found!r}")
-
-
-def checked_layers(layers: Any, count: int) -> list[int]:
-    """Indices of layers, in order and counted from 0."""
-    if not isinstance(layers, Sequence) or isinstance(layers, str):
-        raise ValueError(f"dense_layers must be a list of indices of layers, got {shown(layers)}")
-    found = {check_int("dense_layers", index, -count, below=count) % count for index in layers}
-    return sorted(found)

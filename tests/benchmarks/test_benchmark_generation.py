@@ -134,16 +134,19 @@ def test_table():
     sparse |= {"unseen_tokens_per_s": 60.0}
     rows = [dense | {"gpu": "another"}, dense, other, sparse]
     drawn = generation_report.table(rows).splitlines()
-    assert drawn[0] == "llama-8b (8 layers of 32, 32 query and 8 KV heads, bfloat16):"
+    assert drawn[0] == "llama-8b (8 layers of 32, 32 query and 8 KV heads, bfloat16), a GPU:"
     assert "| prefill, thousand tokens/s (times SDPA) | B=16, 8k |" in drawn
     assert "| max of 64 | 90.0 (0.90) |" in drawn and "| max of 64 | 250 (2.50) |" in drawn
     assert "| max of 64 | failed |" in drawn and "| max of 64 | 2.0 / 1.0 / - |" in drawn
-    case = "* llama-8b, 8 layers, B=16, 8k, "
+    case = "* llama-8b, 8 layers, B=16, 8k, a GPU, "
     assert f"{case}prefill, thousand tokens/s: missed, max of 64 0.90 of 1" in drawn
     assert f"{case}decoding, tokens/s: hit, max of 64 2.50 of 2" in drawn
     unseen = generation_report.MEASURES["unseen"]
     assert f"{case}{unseen}: missed, max of 64 1.50 of 2" in drawn
     assert "* llama-8b, max of 64, B=16, 8k, static: why" in drawn
+    # each case where it was measured last
+    drawn = generation_report.table([*rows, dense | {"gpu": "another", "T": 4096}])
+    assert "KV heads, bfloat16), another:" in drawn and "| sdpa | 100.0 |" in drawn
     assert generation_report.table([]) == generation_report.NO_ROWS
 
 

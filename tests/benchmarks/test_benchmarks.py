@@ -88,6 +88,7 @@ def test_speedup_is_over_the_baseline_of_the_run(monkeypatch):
 # the oracle
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("stride", [1, 8])
 @pytest.mark.parametrize("T", [5, 17, 100])
 def test_oracle_accepts_what_is_right(T, stride):
@@ -371,6 +372,7 @@ def test_tiles_stand_in_and_go_again():
         assert tiles() == before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 def test_tuner(tmp_path, capsys):

@@ -103,6 +103,7 @@ def test_masks_of_a_step_over_a_static_cache(dtype):
         close(out, expected, **TOL)
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16])
 @torch.no_grad()
 def test_masks_of_a_compiled_step_over_a_static_cache(dtype):

@@ -215,12 +215,14 @@ def test_masks_are_linear_in_the_keys():
     for length in (9, 20):
         found = masks.sparse_mask(**given, kv_length=length, q_offset=4, attention_mask=mask)
         assert found.dtype == torch.int16
-        assert found[:, 0, 0].equal(mask.short())
+        assert masks.is_own(found, length) and not masks.is_own(mask.short()[:, None, None], 9)
+        assert masks.received(found, length)[:, 0, 0].equal(mask.short())
     step = given | dict(q_length=1, kv_length=20, q_offset=torch.tensor(8))
     assert masks.sparse_mask(**step).flatten().tolist() == [9]
     config = SimpleNamespace(nsa_config=dict(dense_length=8))
     assert masks.sparse_mask(**step, config=config).flatten().tolist() == [9, 9]
-    found = masks.sparse_mask(**step, attention_mask=mask)[:, 0, 0]
+    found = masks.received(masks.sparse_mask(**step, attention_mask=mask), 20)[:, 0, 0]
+    assert found.shape == (2, 20)
     assert found[:, :9].equal(mask.short()) and (found[:, 9:] == -1).all()
 
 

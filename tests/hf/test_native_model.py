@@ -80,6 +80,21 @@ def test_dense_layers_attend_to_all_tokens():
     assert (sparse(text).logits - whole(text).logits).abs().max() > 1e-2
 
 
+@torch.no_grad()
+def test_local_layers_rank_nothing():
+    model = native("one_softmax", local_layers=[-1])
+    assert [model.config.layer_config_of(i).num_selected_blocks for i in (0, 1)] == [
+        model.config.nsa["num_selected_blocks"], 0,
+    ]  # fmt: skip
+    attention = model.model.layers[1].self_attn.attention
+    assert not attention.config.ranks and model.model.layers[0].self_attn.attention.config.ranks
+    (text,) = prompts(40)
+    whole = native("one_softmax")
+    whole.load_state_dict(model.state_dict())
+    assert (model(text).logits - whole(text).logits).abs().max() > 1e-2
+    close(step_by_step(model, text, 33, dynamic(model)), model(text).logits, **TOL)
+
+
 @form
 @torch.no_grad()
 def test_padding_on_either_side_and_packing_change_nothing(form):
@@ -213,6 +228,8 @@ def test_settings_are_those_of_the_preset_and_go_through_json(tmp_path):
         (dict(qk_norm="yes"), "qk_norm must be True or False, got 'yes'"),
         (dict(dense_layers=[2]), "dense_layers must be .* below 2, got 2"),
         (dict(dense_layers=1), "dense_layers must be a list of indices of layers, got 1"),
+        (dict(local_layers=[2]), "local_layers must be .* below 2, got 2"),
+        (dict(local_layers=[0, 1], dense_layers=[1]), r"local_layers must not .* \[1\] in both"),
         (dict(attention_dropout=0.1), "attention_dropout must be 0.0, .* got 0.1"),
         (dict(rope_scaling=dict(rope_type="yarn")), "rope_scaling must be None, .* got {"),
         (dict(hidden_act="gelu"), "hidden_act must be 'silu', .* got 'gelu'"),

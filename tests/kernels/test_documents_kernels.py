@@ -73,6 +73,7 @@ def test_keys_behind_a_document_by_kernels(op, causal):
         assert grad[:, last:].eq(0).all() and grad[:, : last - 1].ne(0).any()
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.kernels
 @CAUSAL
 @pytest.mark.parametrize("setting", SELECTIONS)

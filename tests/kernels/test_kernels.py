@@ -38,6 +38,7 @@ cases = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow(one_of=3)
 @both
 @cases
 def test_window(dtype, heads, place, causal):
@@ -154,6 +155,7 @@ def test_gates_of_blocks_wider_than_a_tile(heads, s, dtype, causal):
     )
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("scale", [None, -0.7, 0.0])
 @pytest.mark.parametrize("heads", [(2, 1, 16, 16), (12, 1, 16, 16)], ids=["G=2", "G=12"])
 def test_whole_blocks_and_any_scale(heads, scale):

@@ -41,7 +41,7 @@ def spelled_out(mask):
     return call
 
 
-@pytest.mark.slow(one_of=5)
+@pytest.mark.slow(one_of=10)
 @pytest.mark.parametrize("name", catalog.CATALOG)
 def test_flex_attention_is_sdpa_under_the_mask(name, flex_gradients):
     """Forward and backward, by the graphs that torch makes of the mod."""

@@ -179,6 +179,7 @@ def test_compress_mask_edges():
     assert nothing.shape == (1, 1, 3, 0)
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("block_size", [1, 16, 48, 200])
 @pytest.mark.parametrize("length", [1, 7, TILE, TILE + 1, 401])

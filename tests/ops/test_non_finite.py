@@ -112,7 +112,7 @@ def past(call, x, stop, d_rest, **named):
     return out[:, :stop], *(g[:, :end] for g, end in zip(grads, stops, strict=True))
 
 
-@pytest.mark.slow(one_of=2)
+@pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
 @pytest.mark.parametrize("name", [*CALLS, *OTHERS])
 def test_the_future_leaves_the_past_alone(name, strategy, value):

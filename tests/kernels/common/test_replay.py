@@ -84,7 +84,7 @@ CACHES = {
 }
 
 
-@pytest.mark.slow(one_of=5)
+@pytest.mark.slow(one_of=6)
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_steps_over_a_cache(cache, ragged, repeats, monkeypatch):

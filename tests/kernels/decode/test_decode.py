@@ -150,7 +150,7 @@ CASES = {
 
 
 @kernels
-@pytest.mark.slow(one_of=3)
+@pytest.mark.slow(one_of=4)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of unwritten memory
 @pytest.mark.parametrize(
     "name", ["q", "k", "v", "ck", "cv", "cq", "mem_k", "mem_v", "window_k", "window_v"]
@@ -183,7 +183,7 @@ def test_kernels(case):
     assert_right(torch.float32, **CASES[case])
 
 
-@pytest.mark.slow(one_of=6)
+@pytest.mark.slow(one_of=12)
 @kernels
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_one_after_the_other(case, monkeypatch):
@@ -214,6 +214,7 @@ def test_no_room_for_all_programs(case, monkeypatch):
     assert_right(torch.float32, **CASES[case])
 
 
+@pytest.mark.slow(one_of=4)
 @kernels
 @pytest.mark.parametrize("case", ["plain", "pages", "short rows", "no local block"])
 def test_several_blocks_a_program_ahead(case, monkeypatch):

@@ -302,6 +302,7 @@ def test_shared(n, T, blocks):
     assert found <= sorted_
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("most", [False, True], ids=["few alike", "most alike"])
 def test_shared_and_alike(most):
     """Groups of 8 both halves of which are united are left to those halves, where they are most of

@@ -14,7 +14,7 @@ from tests.helpers.selections import RULES, SETTINGS, assert_right, both, draw, 
 pytestmark = pytest.mark.kernels
 
 
-@pytest.mark.slow(one_of=5)
+@pytest.mark.slow(one_of=10)
 @rules
 @both
 @pytest.mark.parametrize("l, d, s", [(8, 4, 8), (5, 2, 8), (8, 8, 4), (12, 6, 2), (4, 4, 4)])
@@ -52,6 +52,7 @@ def name(value):
     return str(value).replace("torch.", "")
 
 
+@pytest.mark.slow(one_of=2)
 @rules
 @pytest.mark.parametrize("dtype, heads", HEADS, ids=name)
 def test_heads(dtype, heads, rule):
@@ -64,6 +65,7 @@ def test_heads(dtype, heads, rule):
         )  # fmt: skip
 
 
+@pytest.mark.slow(one_of=2)
 @both
 @rules
 @pytest.mark.parametrize("place", PLACES, ids=name)
@@ -89,6 +91,7 @@ def test_counts(n, importance):
 REACHES = [(4, 4, 4), (8, 4, 4), (12, 4, 4), (8, 4, 16), (12, 4, 12), (40, 4, 16), (2, 1, 16)]
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("l, d, s", REACHES, ids=name)
 def test_windows_that_reach_into_other_blocks(l, d, s):
     """No further, into one block before theirs, and into more, over more blocks than a step takes;

@@ -81,6 +81,7 @@ def to_device(scores):
     return scores.expand(M, -1).contiguous().to(DEVICE)
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("columns, depth", [(0, 0), (8, 8), (32, 4), (64, 2)])
 @pytest.mark.parametrize("n, C", [(1, 200), (5, 64), (16, 3), (16, 200)])
 def test_n_best(n, C, columns, depth):

@@ -75,6 +75,7 @@ def test_compressed(shape, d, m, causal):
     close(lse, expected_lse)
 
 
+@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("initial, local", [(0, 1), (1, 2), (0, 0), (2, 0)])
