@@ -32,7 +32,7 @@ from ..ranking import sampled
 from ..rotary import Rotary
 from .configuration import NSAModelConfig
 from .layer import LayerAttention
-from .masks import positions_uncompiled, sparse_mask
+from .masks import passed, positions_uncompiled, sparse_mask
 from .model import NAME
 
 # the name of a cache in this release
@@ -215,7 +215,8 @@ class NSAModel(NSAPreTrainedModel):
             positions = None  # the mask says them
         is_compiled = torch.compiler.is_compiling() and mask is None and cache is None
         if is_compiled and positions is not None and positions.ndim == 2:
-            mask = positions_uncompiled(positions, x.shape[0])
+            found = positions_uncompiled(positions, x.shape[0])
+            mask = None if found is None else passed(found, x.shape[1])
         given: dict[str, Any] = dict(
             kwargs, attention_mask=mask, position_ids=positions, **{CACHE: cache}
         )
