@@ -66,17 +66,24 @@ def attention(
     """
     check_call(module, dropout, is_causal, others)
     settings = settings_of(module.config)
-    q, k, v = of_one_dtype(query, key, value)
+    query, keys, value = of_one_dtype(query, key, value)
     extra: dict[str, Any] = dict(scale=scaling, soft_cap=softcap)
-    mask, (T, S) = attention_mask, (q.shape[1], k.shape[1])
+    mask, (B, _, T, _), S = attention_mask, query.shape, keys.shape[2]
     position_ids = others.get("position_ids")
     is_own = mask is None or masks.is_own(mask, S)  # one that is found here, too
     if mask is None and S == T:
-        mask = packed(position_ids, q)
+        mask = packed(position_ids, B, T)
     elif sliding_window is None and (mask is None or len(mask) == 0):
-        check_one_document(position_ids, q, S if mask is None else mask.shape[-1])
+        check_one_document(position_ids, T, S if mask is None else mask.shape[-1])
     elif mask is not None and is_own:
         mask = masks.received(mask, S)
+    if mask is None and sliding_window is None and s_aux is None and softcap is None:
+        out = None
+        if dense_up_to(settings) >= S:
+            out = one_softmax.by_sdpa(query, keys, value, True, scaling, settings["backend"])
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
+    q, k, v = (t.transpose(1, 2) for t in (query, keys, value))
     if sliding_window is not None:
         sinks = None if s_aux is None else s_aux.to(q.dtype)
         call = q, k, v, mask, sliding_window, sinks
@@ -115,23 +122,23 @@ def sparsely(
     return over_padded_storage(q, k, v, mask, settings, extra)
 
 
-def packed(position_ids: Any, q: Tensor) -> Tensor | None:
+def packed(position_ids: Any, B: int, T: int) -> Tensor | None:
     """The mask of packed documents where transformers has not looked for them, as with a cache."""
-    if not are_readable(position_ids, q):
+    if not are_readable(position_ids, T):
         return None
-    return remembered(CONVERTED, position_ids, masks.of_positions, (q.shape[0],))
+    return remembered(CONVERTED, position_ids, masks.of_positions, (B,))
 
 
-def are_readable(position_ids: Any, q: Tensor) -> bool:
+def are_readable(position_ids: Any, T: int) -> bool:
     if torch.compiler.is_compiling() or not isinstance(position_ids, Tensor):
         return False
-    return position_ids.ndim == 2 and position_ids.shape[1] == q.shape[1]
+    return position_ids.ndim == 2 and position_ids.shape[1] == T
 
 
-def check_one_document(position_ids: Any, q: Tensor, count: int) -> None:
-    """Check that no document begins among the queries, the last of `count` tokens of a cache."""
-    past = count - q.shape[1]
-    if q.shape[1] == 1 or not are_readable(position_ids, q):
+def check_one_document(position_ids: Any, T: int, count: int) -> None:
+    """Check that no document begins among T queries, the last of `count` tokens of a cache."""
+    past = count - T
+    if T == 1 or not are_readable(position_ids, T):
         return
     if remembered(OVER, position_ids, masks.begin_again, (past > 0,)):
         raise ValueError(
@@ -162,13 +169,12 @@ def check_call(module: Any, dropout: float, is_causal: bool | None, others: dict
 
 
 def of_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Heads [B H T D] as [B T H D], of one dtype: under autocast its own, else that of values."""
+    """Heads [B H T D] of one dtype: under autocast its own, else that of values."""
     device = tensors[0].device.type
     dtype = tensors[-1].dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    heads = [t.transpose(1, 2) for t in tensors]
-    return [t if t.dtype == dtype else t.to(dtype) for t in heads]
+    return [t if t.dtype == dtype else t.to(dtype) for t in tensors]
 
 
 # layers with a window of their own

@@ -118,7 +118,7 @@ class LayerAttention(nn.Module):
         B, T = hidden_states.shape[:2]
         mask = attention_mask
         if mask is None and not slots:
-            mask = packed(position_ids, hidden_states)
+            mask = packed(position_ids, B, T)
         elif mask is not None and masks.is_own(mask, slots + T):
             mask = masks.received(mask, slots + T)
         elif mask is not None:

@@ -97,4 +97,4 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
 def settings_of(config: Any) -> dict[str, Any]:
     """The settings that the configuration of a model keeps; defaults where it keeps none."""
     kept = getattr(config, KEY, None) or {}
-    return {name: kept.get(name, default) for name, default in DEFAULTS.items()}
+    return DEFAULTS | kept

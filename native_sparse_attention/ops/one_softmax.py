@@ -122,23 +122,32 @@ def dense_attention(
         return each_branch.window(seen, config, backend, S, sinks)
 
     plain = call.documents is None and sinks is None and config.soft_cap is None
-    plain = plain and q.shape[-1] == v.shape[-1] and not transforms.active()
-    # SDPA aligns its causal mask with the first key
-    aligned = not config.causal or T in (1, S)
-    if not plain or not aligned or 0 in q.shape or isinstance(offset, Tensor):
+    if not plain or isinstance(offset, Tensor):
         return as_window()
-    is_eager = dispatch.choose(backend, "sliding_window_attention", q, k, v) == "eager"
-    records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    # eager PyTorch has second derivatives and keeps NaN where it is seen; SDPA has neither
-    if is_eager and records:
-        return as_window()
-    if records and not torch.compiler.is_compiling():
-        q, k, v = transforms.FirstDerivatives.apply(q, k, v)
-    causal = config.causal
-    if T == 1:  # the last token sees all keys
-        causal = False
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = sdpa(q, k, v, is_causal=causal, scale=config.scale, enable_gqa=q.shape[1] != k.shape[1])
-    if out.device.type == "cpu" and not torch.compiler.is_compiling() and not out.sum().isfinite():
-        return as_window()
-    return out.transpose(1, 2)
+    out = by_sdpa(q, k, v, config.causal, config.scale, backend)
+    return as_window() if out is None else out.transpose(1, 2)
+
+
+def by_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: Backend
+) -> Tensor | None:
+    """SDPA of q [B H T D] and k, v [B K S D], of which the queries are the last; None where it has
+    no form of it, or not what eager PyTorch has: second derivatives, and NaN where it is seen."""
+    T, S = q.shape[2], k.shape[2]
+    # SDPA aligns its causal mask with the first key
+    aligned = not causal or T in (1, S)
+    if not aligned or q.shape[-1] != v.shape[-1] or 0 in q.shape or transforms.active():
+        return None
+    compiles = torch.compiler.is_compiling()
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        tensors = (t.transpose(1, 2) for t in (q, k, v))
+        if dispatch.choose(backend, "sliding_window_attention", *tensors) == "eager":
+            return None
+        if not compiles:
+            q, k, v = transforms.FirstDerivatives.apply(q, k, v)
+    causal = causal and T > 1  # the last token sees all keys
+    out = sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if out.device.type == "cpu" and not compiles and not out.sum().isfinite():
+        return None
+    return out
