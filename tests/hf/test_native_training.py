@@ -85,6 +85,7 @@ def test_rankings_can_be_distilled():
     assert distill(model, rows, steps=1, stage="all", lr=1e-4)[0].keys() == {"loss", "ranking"}
 
 
+@pytest.mark.slow
 def test_compiled_forward_gives_what_the_eager_one_does():
     model, text = native("one_softmax", num_hidden_layers=1), prompts(24)[0]
     expected = model(text, use_cache=False).logits

@@ -175,6 +175,7 @@ def test_whole_blocks_and_any_scale(heads, scale):
     )
 
 
+@pytest.mark.slow
 def test_block_that_all_choose(monkeypatch):
     """A list of queries that is cut into several items, and tokens and KV heads into several
     spans."""

@@ -199,7 +199,7 @@ def test_tensors_that_want_gradients_run_where_none_are_recorded():
         flex.sliding_window_attention(q, k, v, sliding_window_size=2)
 
 
-@pytest.mark.slow(one_of=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["sliding_window", "selected", "compressed"])
 def test_traces_without_a_break(op):
     """Inside somebody's torch.compile, masks are made in the graph, at any length."""
