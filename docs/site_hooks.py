@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # pages of files outside docs/; "README.md" is cut in two at its headings of second level
 README = {
-    "index.md": ("", "How fast it is", "When not to use it"),
+    "index.md": ("", "Which form", "How fast it is", "When not to use it"),
     "model.md": (
         "In your own model",
         "Arguments of `SparseAttention`",

@@ -49,23 +49,12 @@ def test_the_extra_is_named(name, monkeypatch):
         example(name)
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (("--steps", "0"), "argument --steps: must be a number of at least 1, got '0'"),
-        (("--steps", "-1"), "argument --steps: must be a number of at least 1, got '-1'"),
-        (("--length", "x"), "argument --length: must be a number of at least 1, got 'x'"),
-        (("{folder}/empty",), "FILE must have more than --length 512 bytes, got 0"),
-        (("{folder}/short",), "FILE must have more than --length 512 bytes, got 1"),
-        (("{folder}/none",), "none: No such file or directory"),
-    ],
-)
-def test_gpt_refuses(args, message, tmp_path, capsys):
-    (tmp_path / "empty").touch()
+def test_gpt_refuses(tmp_path, capsys):
     (tmp_path / "short").write_text("a")
     with pytest.raises(SystemExit) as left:
-        example("gpt").main([value.format(folder=tmp_path) for value in args])
-    assert left.value.code == 2 and message in capsys.readouterr().err
+        example("gpt").main([str(tmp_path / "short")])
+    assert left.value.code == 2
+    assert "FILE must have more than 512 bytes, got 1" in capsys.readouterr().err
 
 
 def test_gpt(capsys, tmp_path):
