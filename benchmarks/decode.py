@@ -72,9 +72,8 @@ def lists(chosen: Tensor, step: Step) -> Tensor:
 
 def as_prompt(x: Tensors, b: int, t: int, step: Step) -> Tensors:
     """One row and one of its queries, at every position: what `oracle.py` takes."""
-    queries = {
-        n: x[n][b : b + 1, t : t + 1].expand(1, step.S, -1, -1) for n in oracle.OF_QUERIES[:2]
-    }
+    names = [n for n in (*oracle.OF_QUERIES[:2], "cq") if n in x]
+    queries = {n: x[n][b : b + 1, t : t + 1].expand(1, step.S, -1, -1) for n in names}
     return queries | {name: x[name][b : b + 1] for name in ("k", "v", "ck", "cv")}
 
 

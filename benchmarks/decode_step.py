@@ -16,7 +16,7 @@ from . import common, oracle, problem
 from .common import Row
 from .oracle import Branch
 from .problem import Setting, Tensors
-from .providers import ONE_SOFTMAX, one_softmax_sizes, our_branches
+from .providers import ONE_SOFTMAX, Form, our_branches
 
 BASELINE = "dense-cudnn"
 STORED = ("k", "v", "ck", "cv")
@@ -65,9 +65,9 @@ def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
 
 
 def windows_of(tokens: Tensor, step: Step) -> Tensor:
-    """The mean pooled windows [B W K D] of k or v, as a view of storage [B K ...]."""
+    """The mean pooled windows [B W K D] of tokens [B S K D], as a view of storage [B K ...]."""
     c = step.setting
-    found = tokens.new_empty(step.B, c.K, step.S // c.d, c.D).transpose(1, 2)
+    found = tokens.new_empty(step.B, tokens.shape[2], step.S // c.d, c.D).transpose(1, 2)
     for row, own in zip(found, tokens, strict=True):  # padding copies: a row at a time
         row.copy_(problem.pooled(own[None], c.l, c.d)[0])
     return found
@@ -150,22 +150,27 @@ class Ours:
 class OneSoftmax(Ours):
     """The selected branch alone, as in `providers.OneSoftmax`."""
 
-    def __init__(self, name: str, importance: str, windows: tuple[int, int]) -> None:
-        super().__init__(name, importance)
-        self.windows = windows
+    def __init__(self, name: str, form: Form) -> None:
+        super().__init__(name, form.importance)
+        self.form = form
 
     def sized(self, step: Step) -> Step:
-        setting = one_softmax_sizes(step.setting, self.windows)
-        return dataclasses.replace(step, setting=setting)
+        return dataclasses.replace(step, setting=self.form.sized(step.setting))
 
     def prepare(self, x: Tensors, step: Step) -> None:
         super().prepare(x, step)
-        x["ck"] = x["k"] if step.setting.l == 1 else windows_of(x["k"], step)
+        c, keys = step.setting, x["k"]
+        if self.form.index:  # a cache has the keys of one head, and a query for each head
+            x["cq"] = torch.randn_like(x["q"][:, :, : c.K]).repeat_interleave(c.G, 2)
+            keys = torch.randn_like(keys[:, :, :1].transpose(1, 2)).transpose(1, 2)
+        keys = keys if c.l == 1 else windows_of(keys, step)
+        x["ck"] = keys.expand(-1, -1, c.K, -1)
 
     def call(self, x: Tensors, step: Step) -> Tensor:
         tensors: Any = {name: x[name] for name in ("q", "k", "v", "ck", "lengths", "counters")}
         return decode.decode_attention(
-            **tensors, cv=None, branch_gates=None, branches=("selected",), sliding_window_size=0,
+            **tensors, cq=x.get("cq"), cv=None, branch_gates=None, branches=("selected",),
+            sliding_window_size=0,
             importance=self.importance, backend="triton" if x["q"].is_cuda else "eager",
             **step.setting.ranking,
         )  # fmt: skip
@@ -177,7 +182,8 @@ class OneSoftmax(Ours):
     def bytes(self, step: Step) -> int:
         """The key of every window, and some of the tokens."""
         keys = bytes_of(step, step.positions[-1] // step.setting.d) - bytes_of(step, 0)
-        return keys // 2 + bytes_of(step, tokens_read(step))
+        keys //= 2 * (step.setting.K if self.form.index else 1)
+        return keys + bytes_of(step, tokens_read(step))
 
 
 class Paged(Ours):
@@ -270,5 +276,5 @@ PROVIDERS: tuple[Provider, ...] = (
     Ours("ours", "logits"),
     Ours("ours-probs", "probs"),
     Paged("ours-paged", "logits"),
-    *(OneSoftmax(name, *ranking) for name, ranking in ONE_SOFTMAX.items()),
+    *(OneSoftmax(name, form) for name, form in ONE_SOFTMAX.items() if not form.dense),
 )

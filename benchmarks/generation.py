@@ -8,7 +8,8 @@ A model has random weights in the shape of a published one (`--model`, `--layers
 or those of a folder or a GGUF file (`--path`). Prompts are random tokens without padding, in bf16.
 All forms of attention share the weights and take turns in one process. They are SDPA, SDPA without
 its cuDNN backend, what `use_sparse_attention` gives by default, and one softmax over 64 initial,
-512 local and 512 ranked tokens in blocks of `--s`, ranked by the greatest logit or by means.
+512 local and 512 ranked tokens in blocks of `--s`, ranked by the greatest logit (for a group of
+heads, or for each head) or by means; and the model that `convert` makes, with a learned ranking.
 
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
@@ -29,13 +30,12 @@ steps where those are timed. The longest context and the largest batch come firs
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from torch import Tensor
 
 from . import common, generation_report
 from .common import Row
+from .generation_forms import Form, cache_argument, forms_of, new_cache, under
 from .oracle import WrongResult
 from .pretrained_model import gguf_source, unpacked
 
@@ -65,8 +66,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, head_dim=16, vocab_size=256,
     ),
 }  # fmt: skip
-# tokens of the blocks
-INITIAL, LOCAL, RANKED = 64, 512, 512
 CACHES = ("dynamic", "static")
 # new tokens of a call that are not timed
 FIRST = 8
@@ -76,45 +75,6 @@ CHECK_LAYERS, CHECK_STEPS = 2, 3
 MOST_OFF = 2**-8
 # graphs of all forms of a case, of one function of transformers
 MOST_GRAPHS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A way to attend. Without settings it is SDPA; `cudnn`: SDPA may choose cuDNN."""
-
-    name: str
-    settings: dict[str, Any] | None = None
-    cudnn: bool = True
-
-    @contextlib.contextmanager
-    def chosen(self) -> Iterator[None]:
-        """SDPA chooses among its backends."""
-        before = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(before and self.cudnn)
-        try:
-            yield
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> tuple[Form, ...]:
-    """All forms, with blocks of these sizes.
-
-    Raises:
-        ValueError: a size that does not divide the tokens of the blocks.
-    """
-    found = [Form("sdpa"), Form("sdpa without cuDNN", cudnn=False)]
-    for s in sizes:
-        if s < 4 or any(tokens % s for tokens in (INITIAL, local, ranked)):
-            raise ValueError(f"s must divide {INITIAL}, {local} and {ranked}, got {s}")
-        blocks = dict(
-            selection_block_size=s, num_initial_blocks=INITIAL // s, num_local_blocks=local // s,
-            num_selected_blocks=ranked // s, dense_length=0,
-        )  # fmt: skip
-        windows = dict(compress_block_size=s, compress_block_sliding_stride=s)
-        found.append(Form(f"max of {s}", blocks | dict(importance="max")))
-        found.append(Form(f"means of {s}", blocks | windows | dict(importance="logits")))
-    return (*found, Form("defaults", {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,38 +152,6 @@ def checked_network(network: Any, device: torch.device) -> Any:
     return initialised(type(network), config, device, torch.float32)
 
 
-def under(form: Form, network: Any) -> Any:
-    """The model with a form of attention: a copy of its modules, with the weights themselves."""
-    from native_sparse_attention.hf import use_sparse_attention
-
-    shared = {id(t): t for t in (*network.parameters(), *network.buffers())}
-    model = copy.deepcopy(network, shared)
-    model.set_attn_implementation("sdpa")
-    model.generation_config.eos_token_id = None  # no call ends early
-    return model if form.settings is None else use_sparse_attention(model, form.settings)
-
-
-@functools.cache
-def cache_argument() -> str:
-    """The name of a cache, which newer releases change."""
-    import inspect
-
-    from transformers import LlamaForCausalLM
-
-    known = inspect.signature(LlamaForCausalLM.forward).parameters
-    return "cache" if "cache" in known else "past_key_values"
-
-
-def new_cache(form: Form, model: Any) -> Any:
-    from transformers import DynamicCache
-
-    from native_sparse_attention.hf import SparseCache
-
-    if form.settings is None:
-        return DynamicCache(config=model.config)
-    return SparseCache(model.config)
-
-
 def draw(model: Any, batch: int, context: int) -> Tensor:
     """Tokens [B T]."""
     device = model.device
@@ -245,26 +173,25 @@ def check(form: Form, network: Any, static: bool = False) -> float:
     """
     from transformers import StaticCache
 
-    from native_sparse_attention.hf import use_sparse_attention
-    from native_sparse_attention.hf.settings import settings_of
-
     if form.settings is None:
         return 0.0
-    model = under(form, network)
-    sizes = settings_of(model.config)
+    sizes = form.described(under(form, network)) or {}
     s, own = sizes["selection_block_size"], dict(form.settings, dense_length=0)
     forced = sizes["num_initial_blocks"] + sizes["num_local_blocks"]
     # All blocks but that of the last queries are selected: with one more, SDPA would compute it.
     whole = (forced + 4) * s
     ids = draw(network, 2, whole + s // 2)
     exact = under(Form("sdpa"), network)(ids, use_cache=False).logits
-    use_sparse_attention(model, own, num_selected_blocks=4)
+    model = under(dataclasses.replace(form, settings=own | dict(num_selected_blocks=4)), network)
     off = error_of(model(ids, use_cache=False).logits[:, :whole], exact[:, :whole])
     # differentiable top-n is never given to SDPA; steps of decoding have the same kernels
-    use_sparse_attention(model, own, num_selected_blocks=5, use_diff_topk=True)
+    own |= dict(num_selected_blocks=5) | ({} if form.converted else dict(use_diff_topk=True))
+    model = under(dataclasses.replace(form, settings=own), network)
     start = ids.shape[1] - CHECK_STEPS
-    store = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5)
-    for cache in (new_cache(form, model), store):
+    stores = [new_cache(form, model)]
+    if not form.converted:  # which takes no static cache
+        stores.append(StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5))
+    for cache in stores:
         given: Any = {cache_argument(): cache}
         model(ids[:, :start], **given)
         steps = [model(ids[:, i : i + 1], **given).logits for i in range(start, ids.shape[1])]
@@ -450,11 +377,9 @@ def case(
 
 
 def described(timed: Timed) -> Row:
-    from native_sparse_attention.hf.settings import settings_of
-
-    form = timed.form
-    settings = None if form.settings is None else settings_of(timed.model.config)
-    return {"form": form.name, "settings": settings, "sparse_cache": settings is not None}
+    form, settings = timed.form, timed.form.described(timed.model)
+    cache = None if settings is None else not form.converted
+    return {"form": form.name, "settings": settings, "sparse_cache": bool(cache)}
 
 
 # rows

@@ -73,8 +73,11 @@ def behind(d: int, gate: int | None = None) -> Branch:
     return Branch("ck", "cv", lambda i, j, _: (j + 1) * d - 1 < i, lambda i: i // d, gate)
 
 
-def chosen(s: int, n: int, initial: int = 0, local: int = 0, gate: int | None = None) -> Branch:
-    """Tokens, up to the query, of the blocks in the indices, the initial and the local ones."""
+def chosen(
+    s: int, n: int, initial: int = 0, local: int = 0, gate: int | None = None, dense: int = 0
+) -> Branch:
+    """Tokens, up to the query, of the blocks in the indices, the initial and the local ones; all of
+    them for queries at positions below `dense`."""
 
     def seen(i: Tensor, j: Tensor, indices: Tensor | None) -> Tensor:
         if indices is None:
@@ -83,10 +86,14 @@ def chosen(s: int, n: int, initial: int = 0, local: int = 0, gate: int | None = 
         blocks.scatter_(1, torch.where(indices >= 0, indices, blocks.shape[1] - 1).long(), True)
         c = torch.arange(blocks.shape[1], device=i.device)
         blocks |= (c < initial) | ((c > i // s - local) & (c <= i // s))
-        return blocks[:, j // s] & (j <= i)
+        return (blocks[:, j // s] | (i < dense)) & (j <= i)
 
     full = n + initial + max(local - 1, 0)
-    return Branch("k", "v", seen, lambda i: i % s + 1 + s * (i // s).clamp(max=full), gate)
+
+    def count(i: Tensor) -> Tensor:
+        return torch.where(i < dense, i + 1, i % s + 1 + s * (i // s).clamp(max=full))
+
+    return Branch("k", "v", seen, count, gate)
 
 
 # the definition
@@ -291,7 +298,8 @@ def check_ranking(
     c = setting
     i = rows - rows % c.stride
     for h in range(c.K):
-        share = of_head({"q": x["q"].detach(), "ck": x["ck"].detach()}, h, i)
+        asks = x.get("cq", x["q"])
+        share = of_head({"q": asks.detach(), "ck": x["ck"].detach()}, h, i)
         exact = block_scores(c, importance, share["q"].double(), share["ck"].double(), i)
         low = block_scores(c, importance, share["q"], share["ck"], i).double()
         block = torch.arange(exact.shape[1], device=i.device)

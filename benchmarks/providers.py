@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 
 import native_sparse_attention as nsa
+from native_sparse_attention.presets import preset
 
 from . import oracle, problem
 from .oracle import Branch
@@ -125,41 +126,78 @@ class OursLarge(Ours):
         x["q"] = (4 * x["q"].detach()).requires_grad_()
 
 
-def one_softmax_sizes(setting: Setting, windows: tuple[int, int]) -> Setting:
-    """The setting with 1 initial, 8 local and 8 ranked blocks (fewer at the sizes of a CPU), and
-    windows of l tokens at stride d."""
-    (l, d), n = windows, min(8, setting.n)
-    return dataclasses.replace(setting, l=l, d=d, n=n, initial=1, local=n, w=0)
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One softmax over 1 initial, 8 local and 8 ranked blocks (fewer at the sizes of a CPU).
+
+    windows:  l and d; windows are means of keys
+    index:    ranked by queries of its own, one for each KV head, and by keys of one head
+    preset:   the blocks of `NSAConfig.preset` for the length
+    dense:    queries at positions below it see all of the past
+    """
+
+    importance: str
+    windows: tuple[int, int]
+    index: bool = False
+    preset: bool = False
+    dense: int = 0
+
+    def sized(self, setting: Setting) -> Setting:
+        (l, d), n = self.windows, min(8, setting.n)
+        sizes: dict[str, Any] = dict(s=setting.s, n=n, initial=1, local=n)
+        if self.preset and n == 8:
+            blocks = preset("one-softmax", setting.T)
+            names = dict(s="selection_block_size", n="num_selected_blocks")
+            names |= dict(initial="num_initial_blocks", local="num_local_blocks")
+            sizes = {short: blocks[name] for short, name in names.items()}
+        return dataclasses.replace(setting, l=l, d=d, w=0, **sizes)
+
+    def dense_length(self, setting: Setting) -> int:
+        """`dense`, or half of a sequence at the sizes of a CPU."""
+        return min(self.dense, setting.T // 2) if setting.n < 8 else self.dense
 
 
 class OneSoftmax(Ours):
-    """The selected branch alone, over 1 initial, 8 local and 8 ranked blocks. Windows are means of
-    keys."""
+    """The selected branch alone."""
 
     names = ("q", "k", "v")
 
-    def __init__(self, name: str, importance: str, windows: tuple[int, int]) -> None:
-        self.name, self.importance, self.windows = name, importance, windows
+    def __init__(self, name: str, form: Form) -> None:
+        self.name, self.importance, self.form = name, form.importance, form
+        self.note = f"dense to {form.dense}" if form.dense else ""
 
     def sized(self, setting: Setting) -> Setting:
-        return one_softmax_sizes(setting, self.windows)
+        return self.form.sized(setting)
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
-        k = x["k"].detach()
-        x["ck"] = k if setting.l == 1 else problem.pooled(k, setting.l, setting.d)
+        c, keys = setting, x["k"].detach()
+        if self.form.index:
+            generator = torch.Generator(keys.device).manual_seed(1)
+            given: Any = dict(generator=generator, device=keys.device, dtype=keys.dtype)
+            x["cq"] = torch.randn(1, c.T, c.K, c.D, **given)
+            keys = torch.randn(1, c.T, 1, c.D, **given)
+        pooled = keys if c.l == 1 else problem.pooled(keys, c.l, c.d)
+        x["ck"] = pooled.expand(-1, -1, c.K, -1)
 
     def run(self, x: Tensors, setting: Setting, **options: Any) -> Any:
-        return super().run(x, setting, ck=x["ck"], branches=("selected",), **options)
+        options |= dict(ck=x["ck"], cq=x.get("cq"), branches=("selected",))
+        options["dense_length"] = self.form.dense_length(setting)
+        return super().run(x, setting, **options)
 
     def branches(self, setting: Setting) -> list[Branch]:
-        return [oracle.chosen(setting.s, setting.n, setting.initial, setting.local)]
+        c, dense = setting, self.form.dense_length(setting)
+        return [oracle.chosen(c.s, c.n, c.initial, c.local, dense=dense)]
 
 
-# by its name here: settings of the ranking
-ONE_SOFTMAX: dict[str, tuple[str, tuple[int, int]]] = {
-    "one-softmax": ("logits", (32, 16)),
-    "one-softmax-max4": ("max", (4, 4)),
-    "one-softmax-max": ("max", (1, 1)),
+# by its name here
+ONE_SOFTMAX: dict[str, Form] = {
+    "one-softmax": Form("logits", (32, 16)),
+    "one-softmax-max4": Form("max", (4, 4)),
+    "one-softmax-max": Form("max", (1, 1)),
+    "one-softmax-index": Form("max", (32, 16), index=True),
+    "one-softmax-preset": Form("max", (1, 1), preset=True),
+    "one-softmax-preset, dense to 2k": Form("max", (1, 1), preset=True, dense=2048),
+    "one-softmax-preset, dense to 4k": Form("max", (1, 1), preset=True, dense=4096),
 }
 
 
@@ -431,7 +469,7 @@ def providers() -> dict[str, list[Provider]]:
         "ours": [Ours()],
         "ours-probs": [OursProbs()],
         "ours-large": [OursLarge()],
-        **{name: [OneSoftmax(name, *ranking)] for name, ranking in ONE_SOFTMAX.items()},
+        **{name: [OneSoftmax(name, form)] for name, form in ONE_SOFTMAX.items()},
         "fla": [FlashLinearAttention()],
         "nsa-pytorch": [NsaPytorch()],
         "parts": [

@@ -30,8 +30,9 @@ def test_quick_form(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     rows = generation.main(["--quick", "--device", "cpu", "--out", str(path)])
     assert common.read_rows(path) == json.loads(json.dumps(rows))
-    sparse = ["max of 16", "means of 16", "defaults"]
-    assert [row["form"] for row in rows] == ["sdpa", "sdpa without cuDNN", *sparse]
+    sparse = ["max of 16", "means of 16", "max of 16 by each head", "defaults"]
+    forms = ["sdpa", "sdpa without cuDNN", *sparse[:3], "converted, 16", "defaults"]
+    assert [row["form"] for row in rows] == forms
     for row in rows:
         assert row["B"] == 2 and row["T"] == 256 and row["all_layers"] == row["layers"] == 2
         assert row["prefill_ms"] > 0 and row["dynamic_first_s"] > 0
@@ -39,8 +40,10 @@ def test_quick_form(tmp_path, capsys):
         assert ("static_ms" in row) == (row["form"] in ("sdpa", "max of 16"))
         assert row["unseen_tokens_per_s"] == pytest.approx(2000 / row["unseen_ms"], rel=1e-2)
         assert row["sparse_cache"] == (row["form"] in sparse)
-    assert rows[0]["settings"] is None and rows[4]["settings"]["dense_length"] == 8192
+    assert rows[0]["settings"] is None and rows[6]["settings"]["dense_length"] == 8192
     assert rows[2]["settings"]["num_local_blocks"] == 2
+    assert not rows[4]["settings"]["query_heads_share_selected_kv"]
+    assert rows[5]["settings"]["importance"] == "index"
     assert "| decoding, tokens/s (times SDPA) | B=2, 256 |" in capsys.readouterr().out
 
 
@@ -58,6 +61,7 @@ def test_wrong_attention_is_not_timed(monkeypatch, network):
     small = generation.checked_network(network, CPU)
     form = generation.forms_of((16,), 32, 32)[2]
     assert generation.check(form, small, static=True) < 1e-4
+    assert generation.check(generation.forms_of((16,), 32, 32)[5], small) < 1e-4  # converted
     right = attention.native_sparse_attention
 
     def one_key_less(q, k, v, ck=None, **others):
