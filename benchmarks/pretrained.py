@@ -36,7 +36,7 @@ from torch import Tensor
 from . import common, pretrained_report
 from .common import Row
 from .oracle import WrongResult
-from .pretrained_blocks import DENSE, RANKED, Rule, attention_mass, caught, choose
+from .pretrained_blocks import DENSE, EXACT, RANKED, Rule, attention_mass, caught, choose
 from .pretrained_model import (
     ANSWER,
     Corpus,
@@ -52,7 +52,7 @@ from .pretrained_model import (
 RESULTS = common.RESULTS / "pretrained.jsonl"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS = (2048, 4096, 8192)
-RULES = ("window", "oracle", *RANKED)
+RULES = ("window", *EXACT, *RANKED)
 DEPTHS = (0.1, 0.5, 0.8)
 # tokens: initial, and (local, ranked)
 INITIAL = 64
@@ -95,8 +95,8 @@ def grid(
     initial: int = INITIAL,
     small: bool = False,
 ) -> tuple[Rule, ...]:
-    """Dense, the window alone, every rule at every block size and split of the keys, and the oracle
-    at the first split.
+    """Dense, the window alone, every rule at every block size and split of the keys, and those by
+    exact logits at the first split (of them the oracle alone where `small`).
 
     Raises:
         ValueError: a size that splits no such number of tokens, or more keys than MOST_KEYS.
@@ -108,7 +108,7 @@ def grid(
         counts = [(local // s, n // s) for local, n in splits]
         first = initial // s
         rules.append(Rule("window", s, first, sum(counts[0])))
-        rules.append(Rule("oracle", s, first, *counts[0]))
+        rules += [Rule(name, s, first, *counts[0]) for name in EXACT[: 1 if small else None]]
         for local, n in counts:
             rules += ranked(s, first, local, n, small)
     most = max(rule.keys or 0 for rule in rules)

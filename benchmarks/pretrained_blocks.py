@@ -20,8 +20,10 @@ from native_sparse_attention import blocks
 
 from .common import Row
 
-NAMES = ("dense", "all", "window", "oracle", "logits", "probs", "max")
 RANKED = ("logits", "probs", "max")
+# rules of this file, of exact logits or of what bounds them
+EXACT = ("oracle", "heads", "bounds")
+NAMES = ("dense", "all", "window", *EXACT, *RANKED)
 # scores of queries and keys that exist at one time, in numbers
 MOST_SCORES = {"cpu": 2**25, "cuda": 2**28}
 
@@ -29,7 +31,9 @@ MOST_SCORES = {"cpu": 2**25, "cuda": 2**28}
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """How a query chooses its blocks. `dense` has none of the sizes; `all` selects every block, by
-    its own route; `window` ranks none; `oracle` takes the blocks of most attention mass."""
+    its own route; `window` ranks none; `oracle` takes the blocks of most attention mass, `heads`
+    those whose greatest logits, one of each head, have the greatest mean, and `bounds` those whose
+    logits may be greatest by the least and the greatest value of each channel of their keys."""
 
     name: str
     s: int = 0
@@ -83,13 +87,34 @@ def candidates(rule: Rule, T: int, S: int, offset: int, device: torch.device) ->
     return (block >= rule.initial) & (block <= own[:, None] - rule.local)
 
 
-def attention_mass(q: Tensor, k: Tensor, offset: int) -> Tensor:
-    """Probabilities of full causal attention, [B H T S], in float32."""
+def exact_logits(q: Tensor, k: Tensor, offset: int) -> Tensor:
+    """Logits of full causal attention, [B H T S], in float32."""
     B, T, H, D = q.shape
     grouped = q.float().unflatten(2, (k.shape[2], -1))
     logits = torch.einsum("btkgd,bskd->bkgts", grouped, k.float()) * D**-0.5
     hidden = torch.ones(T, k.shape[1], dtype=torch.bool, device=q.device).triu(offset + 1)
-    return logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1).view(B, H, T, -1)
+    return logits.masked_fill_(hidden, -torch.inf).view(B, H, T, -1)
+
+
+def attention_mass(q: Tensor, k: Tensor, offset: int) -> Tensor:
+    """Probabilities of full causal attention, [B H T S], in float32."""
+    return exact_logits(q, k, offset).softmax(dim=-1)
+
+
+def exact_scores(rule: Rule, q: Tensor, k: Tensor, offset: int) -> Tensor:
+    """What the rule adds up over the heads of a group: [B H T C]."""
+    if rule.name == "oracle":
+        return by_block(attention_mass(q, k, offset), rule.s)
+    over = -k.shape[1] % rule.s
+    if rule.name == "heads":
+        logits = F.pad(exact_logits(q, k, offset), (0, over), value=-torch.inf)
+        return logits.unflatten(-1, (-1, rule.s)).amax(dim=-1)
+    by_blocks = F.pad(k.float(), (0, 0, 0, 0, 0, over)).unflatten(1, (-1, rule.s))
+    q = q.float().unflatten(2, (k.shape[2], -1))
+    form = "btkgd,bckd->bkgtc"
+    found = torch.einsum(form, q.clamp(min=0), by_blocks.amax(dim=2))
+    found += torch.einsum(form, q.clamp(max=0), by_blocks.amin(dim=2))
+    return found.flatten(1, 2)
 
 
 def by_block(mass: Tensor, s: int) -> Tensor:
@@ -97,27 +122,26 @@ def by_block(mass: Tensor, s: int) -> Tensor:
     return F.pad(mass, (0, -mass.shape[-1] % s)).unflatten(-1, (-1, s)).sum(dim=-1)
 
 
-def largest(rule: Rule, mass: Tensor, between: Tensor, kv_heads: int) -> Tensor:
-    """The n blocks of most mass [B H T C] of each KV group (or head): indices [B T K|H n]."""
+def largest(rule: Rule, scores: Tensor, between: Tensor, kv_heads: int) -> Tensor:
+    """The n blocks of most score [B H T C] of each KV group (or head): indices [B T K|H n]."""
     if not rule.per_head:
-        mass = mass.unflatten(1, (kv_heads, -1)).sum(dim=2)
-    n = min(rule.n, mass.shape[-1])
-    top, indices = mass.masked_fill(~between, -1.0).topk(n, dim=-1)
-    indices = indices.masked_fill(top < 0, -1)
+        scores = scores.unflatten(1, (kv_heads, -1)).sum(dim=2)
+    n = min(rule.n, scores.shape[-1])
+    top, indices = scores.masked_fill(~between, -torch.inf).topk(n, dim=-1)
+    indices = indices.masked_fill(top == -torch.inf, -1)
     return F.pad(indices, (0, rule.n - n), value=-1).transpose(1, 2).int().contiguous()
 
 
-def oracle(rule: Rule, q: Tensor, k: Tensor, offset: int) -> Tensor:
-    """`largest` of exact attention, some queries at a time."""
+def by_exact(rule: Rule, q: Tensor, k: Tensor, offset: int) -> Tensor:
+    """`largest` of `exact_scores`, some queries at a time."""
     B, T, H, _ = q.shape
     S = k.shape[1]
     step = max(1, MOST_SCORES.get(q.device.type, 2**25) // (B * H * S))
     found = []
     for part in range(0, T, step):
         some, at = q[:, part : part + step], offset + part
-        mass = by_block(attention_mass(some, k, at), rule.s)
         between = candidates(rule, some.shape[1], S, at, q.device)
-        found.append(largest(rule, mass, between, k.shape[2]))
+        found.append(largest(rule, exact_scores(rule, some, k, at), between, k.shape[2]))
     return torch.cat(found, dim=1)
 
 
@@ -138,8 +162,8 @@ def settings(rule: Rule) -> Row:
 
 def choose(rule: Rule, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
     """Block indices [B T K|H n] of the queries from position `offset` on."""
-    if rule.name == "oracle":
-        return oracle(rule, q, k, offset)
+    if rule.name in EXACT:
+        return by_exact(rule, q, k, offset)
     ck = pooled(k, rule.l, rule.d)
     return nsa.select_blocks(q, ck, q_offset=offset, seq_len=k.shape[1], **settings(rule))
 

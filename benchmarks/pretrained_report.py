@@ -17,6 +17,9 @@ FIELDS = ("rule", "s", "initial", "local", "n", "l", "d", "per_head")
 # of the targets at the longest length
 MOST_ABOVE = 2.0
 # in the plot, from the left, and the block size of all
+# rules without windows
+TOLD = {name: name for name in ("dense", "window", "oracle")}
+TOLD |= {"heads": "mean of each head's greatest", "bounds": "bounds by channel"}
 PLOTTED = ("logits", "probs", "max", "oracle")
 PLOTTED_SIZE = 32
 
@@ -38,8 +41,8 @@ def latest(rows: Sequence[Row]) -> Cases:
 def named(row: Row) -> str:
     """A rule, without its blocks."""
     name, l, d = row["rule"], row["l"], row["d"]
-    if name in ("dense", "window", "oracle"):
-        return name
+    if name in TOLD:
+        return TOLD[name]
     name += ", tokens" if l == d == 1 else f", means of {l}" + (f" every {d}" if d != l else "")
     return name + (", per head" if row["per_head"] else "")
 

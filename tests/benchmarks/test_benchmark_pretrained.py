@@ -110,6 +110,20 @@ def test_some_queries_choose_what_all_of_them_choose(rule):
     assert torch.equal(some, pretrained_blocks.choose(rule, q, k)[:, 50:60])
 
 
+def test_bounds_are_above_the_greatest_logits():
+    q, k, _ = draw()
+    heads, bounds = (
+        pretrained_blocks.exact_scores(Rule(name, BLOCK, 1, 2, 1), q, k, 0)
+        for name in ("heads", "bounds")
+    )
+    past = pretrained_blocks.candidates(Rule("oracle", BLOCK, 0, 1), S, S, 0, CPU)
+    assert heads.shape == bounds.shape
+    assert (bounds * q.shape[-1] ** -0.5 >= heads - 1e-5)[:, :, past].all()
+    logits = torch.einsum("td,sd->ts", q[0, :, 4], k[0, :, 1]) * q.shape[-1] ** -0.5
+    expected = logits[90, : 5 * BLOCK].view(5, BLOCK).amax(-1)
+    torch.testing.assert_close(heads[0, 4, 90, :5], expected)
+
+
 @pytest.mark.parametrize("step", [None, 7])
 def test_oracle_catches_most(step, monkeypatch):
     """Of far mass, at least what any rule catches that a KV group shares."""
