@@ -118,7 +118,7 @@ def ranking_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     learned = [p for layer in layers for p in layer.to_index.parameters()]
     if not learned:
         raise ValueError(
-            "model must have a SparseAttention layer with importance='index', got none in a "
+            "model must have SparseAttention layers that rank by importance='index', got none in a "
             f"{type(model).__name__}"
         )
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}

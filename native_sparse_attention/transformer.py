@@ -33,7 +33,13 @@ from .masks import create_fine_mask, create_sliding_mask
 from .ranking import WEIGHTS, check_generator, sampled
 from .rotary import Rotary, make_rotary, rotation
 from .runs import FromRun
-from .sparse_kwargs import DEFAULT_SPARSE_ATTN, check_flags, check_sizes, merged
+from .sparse_kwargs import (
+    DEFAULT_SPARSE_ATTN,
+    check_flags,
+    check_sizes,
+    merged,
+    without_ranking,
+)
 from .varlen import Documents, Layout, layer_layout
 
 __all__ = ["DEFAULT_SPARSE_ATTN", "Attention", "Transformer"]
@@ -217,7 +223,7 @@ class Transformer(FromRun, Started):
                 # each layer copies the gate; SparseAttention itself copies compress_mlp
                 gate = copied(sparse.get("strategy_combine_mlp"))
                 own = {**sparse, **rotary, "strategy_combine_mlp": gate}
-                own |= {"num_selected_blocks": 0} if index in local else {}
+                own |= without_ranking(own) if index in local else {}
                 attn = SparseAttention(**shape, use_triton_kernel=use_triton_fine_selection, **own)
             else:
                 attn = Attention(**shape, **rotary)

@@ -419,3 +419,17 @@ def test_transformer_samples_with_its_cache(settings):
         with_cache = model.sample(prompt, 50, temperature=0.0, use_cache_kv=True)
         without = model.sample(prompt, 50, temperature=0.0, use_cache_kv=False)
     assert torch.equal(with_cache, without)
+
+
+@pytest.mark.parametrize("length", [6, 200])
+@pytest.mark.parametrize("records", [False, True])
+def test_a_backend_that_cannot_run_is_refused_where_all_is_dense(length, records):
+    q = torch.randn(1, length, 2, 16, requires_grad=records)
+    sizes = dict(selection_block_size=4, num_selected_blocks=4, num_initial_blocks=1)
+    windows = dict(compress_block_size=1, compress_block_sliding_stride=1, sliding_window_size=0)
+    for backend in ("bogus", (), 3):
+        with pytest.raises(ValueError, match="backend must be"):
+            nsa.native_sparse_attention(
+                q, q, q, q, branches=("selected",), importance="max", backend=backend, **sizes,
+                **windows,
+            )  # fmt: skip

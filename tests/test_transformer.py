@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from native_sparse_attention import Transformer
+from native_sparse_attention.compress import GroupedMLP
 from native_sparse_attention.generate import sample_token
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN, Attention
 from tests.helpers.layers import randomize
@@ -188,6 +189,12 @@ def test_local_layers_rank_nothing():
     mask[1, :25] = False
     out, _ = model(ids, mask=mask, ranking_queries=8)
     assert torch.allclose(out[1, 25:], model(ids[1:, 25:])[0], atol=1e-5)
+    # a network that only ranks is left out where nothing is ranked
+    network = GroupedMLP(8, 4, 2)
+    sparse = dict(branches=("selected",), importance="probs", use_diff_topk=True)
+    sizes = dict(selection_block_size=4, compress_block_size=4, compress_mlp=network)
+    model = Transformer(**given, local_layers=[0], sparse_attn_kwargs=sparse | sizes)
+    assert [attn.k_compress is None for attn, _ in model.layers] == [True, False, False]
     with pytest.raises(ValueError, match="must be a list of indices of layers, got 1"):
         Transformer(**given, local_layers=1)
     with pytest.raises(ValueError, match="must be an integer .* below 3, got 3"):

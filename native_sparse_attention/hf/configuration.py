@@ -175,7 +175,8 @@ class NSAModelConfig(PreTrainedConfig):
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""
         layer = self.layer_config
         if index in self.local_layers:
-            return NSAConfig(**self.widths, **self.nsa | dict(num_selected_blocks=0))
+            own = dict(num_selected_blocks=0, use_diff_topk=False)
+            return NSAConfig(**self.widths, **self.nsa | own)
         if index not in self.dense_layers:
             return layer
         names = (

@@ -241,7 +241,8 @@ def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -
     layers = attention_modules(model)
     if all(layer.attention.to_index is None for layer in layers):
         raise ValueError(
-            f"model must have importance='index', got {layers[0].attention.importance!r}"
+            "model must have layers that rank by importance='index', got none in a "
+            f"{type(model).__name__}"
         )
     ranking = Ranking(queries, weights)
     try:

@@ -10,8 +10,8 @@ attend sparsely it is small, linear in the number of keys:
     int16 [B, 1, 1, L]    for each of the first L keys 1 (a token), 0 (padding) or -1 (not written)
     int16 [B, 1, 2, L]    the same, and 1 where a packed document begins
 
-An int16 mask of all S keys is passed with a column more, as the user may give [B, 1, T, S] of any
-dtype. Those of the user become one of these.
+An int16 mask of B rows is passed S + MORE wide, -1 behind its keys, as the user may give
+[B, 1, T, S] of any dtype. Those of the user become one of these.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ HINT = (
 # added to a logit, it hides the key
 HIDDEN = -1e4
 
+# columns of a mask between layers that no mask of the user has
+MORE = 3
+
 # of a mask, or of positions, that all layers of a forward share: what each would find out again
 RECEIVED: Any = WeakTensorKeyDictionary()
 OVER: Any = WeakTensorKeyDictionary()
@@ -47,13 +50,17 @@ def remembered(memory: Any, mask: Tensor, function: Any, args: tuple[Any, ...]) 
     of inference mode, which count no writes, it is found anew."""
     if torch.compiler.is_compiling():
         return function(mask, *args)
-    # writes in place make another mask
-    at = args, None if mask.is_inference() else mask._version
+    at = at_of(mask, args)
     found = memory.get(mask)
     fresh = at[1] is None and (memory is CONVERTED or memory is OVER)
     if found is None or found[0] != at or fresh:
         found = memory[mask] = at, function(mask, *args)
     return found[1]
+
+
+def at_of(mask: Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of which state of a mask: writes in place make another one."""
+    return args, None if mask.is_inference() else mask._version
 
 
 def sparse_mask(
@@ -170,13 +177,16 @@ def encoded(
 
 
 def passed(mask: Tensor, S: int) -> Tensor:
-    """A mask as layers get it: `is_own` knows it by its width, which is not S."""
-    return mask if mask.shape[-1] < S else torch.nn.functional.pad(mask, (0, 1))
+    """A mask [B, 1, 1 or 2, L] as layers of S keys get it: `is_own` knows it by its width."""
+    wide = torch.nn.functional.pad(mask, (0, S + MORE - mask.shape[-1]), value=-1)
+    if not torch.compiler.is_compiling():
+        RECEIVED[wide] = at_of(wide, (S,)), mask
+    return wide
 
 
 def received(mask: Tensor, S: int) -> Tensor:
-    """A mask without the column that `passed` added."""
-    return mask if mask.shape[-1] <= S else remembered(RECEIVED, mask, narrowed, (S,))
+    """The mask that was `passed`, or one as wide as the keys."""
+    return mask if mask.shape[-1] < S else remembered(RECEIVED, mask, narrowed, (S,))
 
 
 def narrowed(mask: Tensor, S: int) -> Tensor:
@@ -233,12 +243,15 @@ positions_uncompiled = torch.compiler.disable(of_positions, reason=REASON)
 
 
 def is_own(mask: Tensor, S: int) -> bool:
-    """Whether a mask of S keys has one of the forms above. Masks of the user are S wide."""
+    """Whether a mask of S keys has one of the forms above. Of masks of another width, those of the
+    user are refused by what reads them."""
     if mask.ndim != 4 or mask.shape[1] != 1:
         return False
     if mask.dtype == torch.int64:
         return mask.shape[2:] == (1, 1) and len(mask) < 3 and S > 1
-    return mask.dtype == torch.int16 and mask.shape[2] <= 2 and mask.shape[3] != S
+    if mask.dtype != torch.int16 or mask.shape[2] > 2:
+        return False
+    return mask.shape[3] == S + MORE or (len(mask) == 0 and mask.shape[3] < S)
 
 
 def within_window(mask: Tensor, T: int, S: int, sliding_window: int) -> Tensor:

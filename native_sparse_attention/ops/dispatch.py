@@ -42,12 +42,27 @@ def automatic(q: Tensor) -> tuple[str, ...]:
     return ("triton", "flex", "eager") if q.is_cuda else ("eager",)
 
 
+def names_of(backend: str | tuple[str, ...], q: Tensor) -> tuple[str, ...]:
+    """The backends to try, in order.
+
+    Raises:
+        ValueError: neither a name nor a tuple of at least one.
+    """
+    if not isinstance(backend, (str, tuple)):
+        raise ValueError(f"backend must be a name or a tuple of names, got {shown(backend)}")
+    if backend == "auto":
+        return automatic(q)
+    names = backend if isinstance(backend, tuple) else (backend,)
+    if not names:
+        raise ValueError("backend must be a name or a tuple of at least one, got ()")
+    return names
+
+
 def takes_kernels(
     backend: str | tuple[str, ...], op: str, q: Tensor, k: Tensor, **facts: Any
 ) -> bool:
     """Whether triton is the first choice and supports this call."""
-    names = automatic(q) if backend == "auto" else backend
-    first = names if isinstance(names, str) else names[0]
+    first = names_of(backend, q)[0]
     return first == "triton" and not why_not("triton", op, dict(q=q, k=k, **facts))
 
 
@@ -70,15 +85,8 @@ def choose(
         NotImplementedError: no given backend supports the call; lists the reasons of each.
     """
     call = dict(q=q, k=k, v=v, gates=gates, q_offset=q_offset, **facts)
-    if not isinstance(backend, (str, tuple)):
-        raise ValueError(f"backend must be a name or a tuple of names, got {shown(backend)}")
-    if backend == "auto":
-        backend = automatic(q)
-    names = backend if isinstance(backend, tuple) else (backend,)
-    if not names:
-        raise ValueError("backend must be a name or a tuple of at least one, got ()")
     reasons = {}
-    for name in names:
+    for name in names_of(backend, q):
         check_choice("backend", name, BACKENDS)
         reasons[name] = why_not(name, op, call)
         if not reasons[name]:

@@ -140,12 +140,14 @@ def by_sdpa(
     if not aligned or q.shape[-1] != v.shape[-1] or 0 in q.shape or transforms.active():
         return None
     compiles = torch.compiler.is_compiling()
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if records or backend != "auto":  # which runs everywhere
         tensors = (t.transpose(1, 2) for t in (q, k, v))
-        if dispatch.choose(backend, "sliding_window_attention", *tensors) == "eager":
+        chosen = dispatch.choose(backend, "sliding_window_attention", *tensors)
+        if records and chosen == "eager":
             return None
-        if not compiles:
-            q, k, v = transforms.FirstDerivatives.apply(q, k, v)
+    if records and not compiles:
+        q, k, v = transforms.FirstDerivatives.apply(q, k, v)
     causal = causal and T > 1  # the last token sees all keys
     out = sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     if out.device.type == "cpu" and not compiles and not out.sum().isfinite():

@@ -1,5 +1,7 @@
 """Caches under settings that change, and masks that look like those that layers exchange."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -101,6 +103,25 @@ def test_masks_of_a_step_over_a_static_cache(dtype):
         out = model(ids[:, 9:], attention_mask=seen, position_ids=torch.tensor([[9]]),
                     **{CACHE: cache}).logits  # fmt: skip
         close(out, expected, **TOL)
+
+
+@pytest.mark.parametrize("kind", ["drop-in", "native"])
+@torch.no_grad()
+def test_masks_of_another_width_are_refused(kind):
+    """Of the dtype of masks between layers too."""
+    model = use_sparse_attention(tiny(), **WHOLE) if kind == "drop-in" else native("index")
+    ids = prompts(8)[0]
+    for T, width in itertools.product((1, 2, 5), (1, 3, 6, 7, 9, 16)):
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids[:, : 8 - T], **{CACHE: cache})
+        mask = torch.ones(1, 1, min(T, 2), width, dtype=torch.int16)
+        with pytest.raises(ValueError, match=r"attention_mask must have shape \[1, S\] or"):
+            model(ids[:, 8 - T :], attention_mask=mask, position_ids=torch.arange(8 - T, 8)[None],
+                  **{CACHE: cache})  # fmt: skip
+        if T > 1:
+            mask = torch.ones(1, 1, 2, 7, dtype=torch.int16)
+            with pytest.raises(ValueError, match=r"attention_mask must have shape \[1, S\] or"):
+                model(ids[:, :T], attention_mask=mask)
 
 
 @pytest.mark.slow(one_of=2)
