@@ -14,7 +14,8 @@ heads, or for each head) or by means; and the model that `convert` makes, with a
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
 * decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and with
-  `cache_implementation="static"`, whose step transformers compiles on a GPU. Tokens/s of all
+  `cache_implementation="static"` (forms with windows a `StaticSparseCache`), whose step
+  transformers compiles on a GPU. Tokens/s of all
   sequences from new token 9 to the last: the first ones compile, and record CUDA graphs. first_s is
   the time of the first call of `generate`, which compiles.
 * unseen: decode with a `DynamicCache` from shorter prompts, whose steps have numbers of keys that
@@ -44,7 +45,14 @@ from torch import Tensor
 
 from . import common, generation_report
 from .common import Row
-from .generation_forms import Form, cache_argument, forms_of, new_cache, under
+from .generation_forms import (
+    Form,
+    cache_argument,
+    forms_of,
+    new_cache,
+    static_cache,
+    under,
+)
 from .oracle import WrongResult
 from .pretrained_model import gguf_source, unpacked
 
@@ -257,6 +265,8 @@ class Timed:
         self.form, self.ids, self.plan = form, ids, plan
         self.model = under(form, network)
         self.ones = torch.ones_like(ids)
+        # of all calls: a graph has its addresses
+        self.static = static_cache(form, self.model, ids.shape[1] + plan.new_tokens)
         self.row: Row = {}
 
     def attempt(self, what: str, call: Callable[[], Any]) -> Any:
@@ -293,6 +303,9 @@ class Timed:
         given: dict[str, Any] = dict(cache_implementation="static")
         if cache == "dynamic":
             given = {cache_argument(): new_cache(self.form, self.model)}
+        elif self.static is not None:
+            self.static.reset()
+            given = {cache_argument(): self.static}
         began = synchronize(device)
         self.model.generate(
             ids, attention_mask=ones, do_sample=False, pad_token_id=0,

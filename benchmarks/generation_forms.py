@@ -100,3 +100,13 @@ def new_cache(form: Form, model: Any) -> Any:
     if form.settings is None or form.converted:
         return DynamicCache(config=model.config)
     return SparseCache(model.config)
+
+
+def static_cache(form: Form, model: Any, length: int) -> Any:
+    """A static cache of windows of several tokens, which keeps them; None for what transformers
+    makes."""
+    from native_sparse_attention.hf import StaticSparseCache
+
+    if form.converted or (form.settings or {}).get("compress_block_size", 1) == 1:
+        return None
+    return StaticSparseCache(model.config, max_cache_len=length)

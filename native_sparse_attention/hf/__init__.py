@@ -23,7 +23,7 @@ except metadata.PackageNotFoundError as error:
         "native_sparse_attention.hf needs transformers: pip install 'native-sparse-attention[hf]'"
     ) from error
 
-from .cache import SparseCache
+from .cache import SparseCache, StaticSparseCache
 from .configuration import NSAModelConfig
 from .convert import convert, load_converted
 from .distill import distill
@@ -41,6 +41,7 @@ __all__ = [
     "NSAModelConfig",
     "NSAPreTrainedModel",
     "SparseCache",
+    "StaticSparseCache",
     "convert",
     "distill",
     "load_converted",

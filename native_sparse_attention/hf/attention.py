@@ -23,7 +23,7 @@ from ..ops.call import Call
 from ..ops.functional import sliding_window_attention
 from ..ops.nsa import native_sparse_attention
 from . import masks
-from .cache import Kept, kept_with
+from .cache import Kept, kept_with, means_with
 from .masks import CONVERTED, LAYOUTS, OVER, STARTS, remembered
 from .settings import settings_of
 
@@ -115,7 +115,7 @@ def sparsely(
     if mask.dtype == torch.int64:
         starts = (mask[:1].flatten() - q.shape[1]).expand(q.shape[0])
         least = settings["dense_length"] if mask.shape[0] == 2 else 0
-        return over_storage(q, k, v, starts, least, None, settings, extra)
+        return over_storage(q, k, v, starts, least, None, settings, extra, key)
     k, v = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]]
     if k.shape[1] == q.shape[1]:
         return over_documents(q, k, v, mask, settings, extra)
@@ -259,6 +259,17 @@ def compressed_keys(
         return k
     windows = windows_of(k.transpose(1, 2), l, d, True, documents)
     return windows.mean(dim=-2).transpose(1, 2)
+
+
+def kept_means(key: Tensor | None, k: Tensor, settings: dict[str, Any]) -> Tensor | None:
+    """`compressed_keys` of a whole static cache, from a `StaticSparseCache` where it is one."""
+    l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
+    kept = None
+    if key is not None and settings["num_selected_blocks"]:
+        kept = means_with(key, l, d)
+    if kept is None:
+        return compressed_keys(k, settings)
+    return kept if kept.dtype == k.dtype else kept.to(k.dtype)
 
 
 def at_end(
@@ -412,10 +423,11 @@ def over_storage(
     counts: Tensor | None,
     settings: dict[str, Any],
     extra: dict[str, Any],
+    key: Tensor | None = None,
 ) -> Tensor:
     """Attention of tokens at positions `starts` [B] + 0, 1, .. over k, v [B S K D], of which each
     sequence has written those up to its own. The starts are at least `least`. Of the T queries
-    `counts` [B] are tokens."""
+    `counts` [B] are tokens. `key`: the tensor that a cache returned, if k is all of it."""
     T, S = q.shape[1], k.shape[1]
     selection = selection_of(settings)
     check_stride(settings)
@@ -424,7 +436,7 @@ def over_storage(
     if dense_up_to(settings) >= S:
         out = to_all_keys(q, k, v, settings, extra, q_offset=starts)
     else:
-        ck = compressed_keys(k, settings)
+        ck = kept_means(key, k, settings)
         if takes_decode_kernels(q, k, v, ck, selection):
             return by_decode_kernels(q, k, v, ck, starts, counts, selection, extra)
         out = native_sparse_attention(q, k, v, ck, q_offset=starts, **selection, **extra)

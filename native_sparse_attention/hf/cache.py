@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
-from ..checks.scalars import shown
+from ..checks.scalars import check_int, shown
 from ..compress import unfold, windows_of
 from ..ops.decode import workspace
 from .settings import settings_of
@@ -44,6 +44,14 @@ def kept_with(key: Tensor) -> Kept | None:
     """What the cache keeps that returned these keys, if it is a `SparseCache`."""
     kept: Kept | None = None if torch.compiler.is_compiling() else KEPT.get(key)
     return kept
+
+
+def means_with(key: Tensor, l: int, d: int) -> Tensor | None:
+    """The compressed keys [B W K D] of all the storage that `StaticSparseCache` returned, if it has
+    such windows. Those that hold tokens that are not written have any value."""
+    # an attribute: a graph reads it where it cannot look for tensors in a dictionary
+    found: Tensor | None = None if l == d == 1 else getattr(key, f"nsa_means_{l}_{d}", None)
+    return None if found is None else found[:, :, : key.shape[2] // d].transpose(1, 2)
 
 
 class RoomyLayer(DynamicLayer):
@@ -198,11 +206,8 @@ class SparseCache(DynamicCache):
     """
 
     def __init__(self, config: Any) -> None:
-        if not isinstance(config, PreTrainedConfig):
-            raise ValueError(f"config must be model.config, got {shown(config)}")
+        l, d = windows_by(config)
         super().__init__(config=config)
-        settings = settings_of(config.get_text_config(decoder=True))
-        l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
 
         def own(layer: Any) -> Any:
             if type(layer) is not DynamicLayer:
@@ -210,3 +215,98 @@ class SparseCache(DynamicCache):
             return RoomyLayer() if l == d == 1 else SparseLayer(l, d)
 
         self.layers: list[Any] = [own(layer) for layer in self.layers]
+
+
+class StaticSparseLayer(StaticLayer):
+    """Also the mean keys [B K W + 1 D] of a layer's windows; the last one is written in vain."""
+
+    def __init__(self, l: int, d: int, max_cache_len: int, **unknown: Any) -> None:
+        super().__init__(max_cache_len=max_cache_len)
+        self.windows = (l, d)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        B, K, N, D = self.keys.shape
+        self.means = self.keys.new_zeros(B, K, N // self.windows[1] + 1, D)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(self.means)
+        self.attach()
+
+    def attach(self) -> None:
+        l, d = self.windows
+        setattr(self.keys, f"nsa_means_{l}_{d}", self.means)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        (l, d), (S, N, T) = (
+            self.windows,
+            (self.cumulative_length, keys.shape[2], key_states.shape[2]),
+        )
+        # windows that the new tokens may complete
+        window = (S - T) // d + torch.arange(T // d + 1, device=keys.device)
+        end = (window + 1) * d
+        token = end[:, None] - l + torch.arange(l, device=keys.device)
+        tokens = keys.index_select(2, token.clamp(0, N - 1).flatten()).unflatten(2, token.shape)
+        means = tokens.masked_fill(token[..., None] < 0, 0).mean(dim=3)
+        self.means.index_copy_(2, torch.where(end <= S, window, N // d), means)
+        return keys, values
+
+    def reset(self) -> None:
+        super().reset()
+        if self.is_initialized:
+            self.means.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.is_initialized:
+            self.means = self.means.index_select(0, beam_idx.to(self.means.device))
+            self.attach()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back so many of the newest tokens, given as a negative number."""
+        self.cumulative_length.add_(min(0, tokens_to_remove))
+
+    def offload(self) -> None:
+        super().offload()
+        if self.is_initialized:
+            self.means = self.means.to("cpu", non_blocking=True)
+            self.attach()
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.is_initialized:
+            self.means = self.means.to(self.device, non_blocking=True)
+            self.attach()
+
+
+class StaticSparseCache(StaticCache):
+    """A `StaticCache` for a model under sparse attention: storage for `max_cache_len` tokens, and
+    one compiled graph for all steps.
+
+    Where windows hold several tokens (`compress_block_size` above 1) it also keeps their compressed
+    keys, which saves the reading of all keys at each step.
+
+    Args:
+        config: `model.config`, after `use_sparse_attention(model)`.
+        max_cache_len: the most tokens of a sequence.
+    """
+
+    def __init__(self, config: Any, max_cache_len: int) -> None:
+        l, d = windows_by(config)
+        max_cache_len = check_int("max_cache_len", max_cache_len, 1)
+        super().__init__(config=config, max_cache_len=max_cache_len)
+        if l > 1 or d > 1:
+            self.layers: list[Any] = [
+                StaticSparseLayer(l, d, max_cache_len) if type(layer) is StaticLayer else layer
+                for layer in self.layers
+            ]
+
+
+def windows_by(config: Any) -> tuple[int, int]:
+    """Tokens of a window of the compressed keys, and from window to window, by `model.config`."""
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(f"config must be model.config, got {shown(config)}")
+    settings = settings_of(config.get_text_config(decoder=True))
+    return settings["compress_block_size"], settings["compress_block_sliding_stride"]
