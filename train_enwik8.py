@@ -55,7 +55,18 @@ from training.runs import (
     write,
 )
 from training.sample import generate, sample
-from training.settings import Table, count, new_settings, real, seed, size, threads, tokens, whole
+from training.settings import (
+    Table,
+    count,
+    layer_indices,
+    new_settings,
+    real,
+    seed,
+    size,
+    threads,
+    tokens,
+    whole,
+)
 from training.view import check_view, write_view
 
 __all__ = ["main"]
@@ -90,6 +101,12 @@ SETTINGS: Table = {
     "num_local_blocks": (count, 1, 1, "last blocks that every query reads, its own included"),
     "importance": (("logits", "max", "probs"), "logits", "logits", "how blocks are ranked"),
     "selection_stride": (count, 1, 1, "R, neighbouring tokens that share a selection"),
+    "local_layers": (
+        layer_indices,
+        "auto",
+        "auto",
+        "layers that rank nothing, such as 1,3 (auto: a third from 16384 tokens on)",
+    ),
     "backend": (("auto", "eager", "flex", "triton"), "auto", "auto", "who computes attention"),
     "seq_len": (tokens, 256, 512, "tokens in a training sequence"),
     "batch_size": (count, 8, 32, "sequences in a forward pass"),

@@ -170,11 +170,13 @@ def model_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {name: settings[name] for name in SPARSE}
     if settings["attention"] == "one-softmax":
         given |= dict(branches=("selected",), rank_rotated=True)
+    local = settings.get("local_layers", "none")
     return {
         "num_tokens": 256,
         "use_sparse_attn": sparse,
         "activation_checkpointing": settings["activation_checkpointing"] == "on",
         "sparse_attn_kwargs": given if sparse else None,
+        "local_layers": [] if local == "none" else [int(index) for index in local.split(",")],
         **{name: settings[name] for name in SHAPE},
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -38,6 +39,13 @@ class number:
         return type(value) in kinds and self.least <= value <= self.most
 
 
+def layer_indices(text: str) -> str:
+    """The kind of `--local-layers`."""
+    if text in ("auto", "none") or re.fullmatch(r"\d+(,\d+)*", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not auto, none or indices such as 1,3")
+
+
 count, whole, real = number(int, 1, 2**31 - 1), number(int, 0, 2**31 - 1), number(float)
 tokens = number(int, 1, TOO_LARGE - 1)
 size, seed, threads = number(int, 1, 2**63 - 1), number(int, 0, 2**63 - 1), number(int, 1, 1024)
@@ -50,8 +58,9 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# tokens from which on one softmax is the attention of a new run
-ONE_SOFTMAX_FROM = 2048
+# tokens from which on one softmax is the attention of a new run, and a third of its layers ranks
+# nothing: the best of docs/training.md
+ONE_SOFTMAX_FROM, LOCAL_FROM = 2048, 16384
 
 
 def new_settings(given: Namespace, table: Table) -> Namespace:
@@ -68,6 +77,10 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
         sizes = preset("one-softmax", length)
         usual |= {name: value for name, value in sizes.items() if name in table}
     usual |= vars(given) | dict(attention=attention)
+    if usual["local_layers"] == "auto":
+        usual["local_layers"] = "none"
+        if attention == "one-softmax" and length >= LOCAL_FROM:
+            usual["local_layers"] = third_of(usual["depth"])
     cfg = Namespace(**{name: usual[name] for name in table})
     # half the cores: threads wait for each other, and all of them for one whose core is taken
     cfg.device, cfg.threads = device, cfg.threads or max(1, torch.get_num_threads() // 2)
@@ -75,6 +88,11 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
         if cfg.attention != "dense" and cfg.seq_len < (size := getattr(cfg, name)):
             raise UserError(f"--seq-len {cfg.seq_len} is shorter than {option(name)} {size}")
     return cfg
+
+
+def third_of(depth: int) -> str:
+    """A third of the layers, every second one from the second on: "1,3" of 6."""
+    return ",".join(map(str, range(1, depth - 1, 2)[: depth // 3])) or "none"
 
 
 def find_device(name: str | None) -> str:
@@ -92,7 +110,7 @@ def open_run(run: Path, given: Namespace, table: Table) -> tuple[Namespace, dict
     A change of a setting that cannot change is a UserError.
     """
     path, config = run / CONFIG, read_config(run)
-    saved = dict(config["settings"])
+    saved = {"local_layers": "none"} | dict(config["settings"])  # which older runs do not have
     if odd := sorted(saved.keys() ^ table.keys()):
         what = "has no setting" if odd[0] in table else "has an unknown setting"
         raise UserError(f"{path} {what} {odd[0]!r}")
@@ -116,6 +134,9 @@ def check_setting(path: Path, name: str, kind: Kind, value: Any) -> None:
         right = kind.holds(value)
     elif isinstance(kind, tuple):
         right, what = value in kind, f"must be one of {', '.join(kind)}"
+    elif kind is layer_indices:
+        right = isinstance(value, str) and re.fullmatch(r"none|\d+(,\d+)*", value) is not None
+        what = "must be none or indices of layers"
     else:
         right, what = isinstance(value, str), "must be a string"
     if not right:

@@ -21,6 +21,7 @@ import train_enwik8 as script  # noqa: E402
 from native_sparse_attention import Transformer  # noqa: E402
 from native_sparse_attention.presets import preset  # noqa: E402
 from training.sample import generate  # noqa: E402
+from training.settings import new_settings  # noqa: E402
 
 TINY = [
     *("--dim", 16, "--depth", 1, "--heads", 2, "--kv-heads", 1, "--dim-head", 8),
@@ -164,6 +165,29 @@ def test_one_softmax(tmp_path, text):
     assert (layer.selection_block_size, layer.importance) == (4, "probs")
     assert layer.compress_block_size == 1 and layer.num_selected_blocks == 16
 
+    local = ["--attention", "one-softmax", "--local-layers", "0", "--name", "local"]
+    done = in_process(tmp_path, "--data", text, *tiny, *plan, *local)
+    assert done.returncode == 0, done.stderr
+    layers = Transformer.from_run(tmp_path / "runs/local").layers
+    assert [layer.config.ranks for layer, _ in layers] == [False, *[True] * (len(layers) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "local"),
+    [
+        (dict(seq_len=16384, depth=6), "1,3"),
+        (dict(seq_len=16384, depth=12), "1,3,5,7"),
+        (dict(seq_len=16384, depth=2), "none"),
+        (dict(seq_len=16383, depth=6), "none"),
+        (dict(seq_len=16384, depth=6, attention="dense"), "none"),
+        (dict(seq_len=16384, depth=6, local_layers="none"), "none"),
+        (dict(seq_len=512, depth=6, local_layers="0,5"), "0,5"),
+    ],
+)
+def test_layers_that_rank_nothing(given, local):
+    cfg = new_settings(Namespace(device="cpu", **given), script.SETTINGS)
+    assert cfg.local_layers == local
+
 
 def test_finished_run_says_so(trained):
     done = in_process(trained[0], "--resume", "runs/whole")
@@ -221,6 +245,14 @@ def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
         (["--device", "meta"], "device 'meta' is not usable"),
         (["--steps", "0"], "--steps: 0 is out of range"),
         (["--attention", "other"], "--attention: invalid choice"),
+        (
+            ["--local-layers", "1;3"],
+            "--local-layers: '1;3' is not auto, none or indices such as 1,3",
+        ),
+        (
+            ["--local-layers", "9"],
+            "local_layers must be an integer of at least -1 and below 1, got 9",
+        ),
         (["--prompt", "text"], "--prompt does not go with training"),
         (["--device", "cuda:99"], "device 'cuda:99' is not usable"),
         (["--unknown"], "unrecognized arguments: --unknown"),
