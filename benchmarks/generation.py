@@ -193,23 +193,27 @@ def check(form: Form, network: Any, static: bool = False) -> float:
     model = under(dataclasses.replace(form, settings=own | dict(num_selected_blocks=4)), network)
     off = error_of(model(ids, use_cache=False).logits[:, :whole], exact[:, :whole])
     # differentiable top-n is never given to SDPA; steps of decoding have the same kernels
-    own |= dict(num_selected_blocks=5) | ({} if form.converted else dict(use_diff_topk=True))
+    own |= dict(num_selected_blocks=5, use_diff_topk=True)
+    if form.converted:  # a learned ranking has no differentiable top-n
+        own["importance"] = "max"
     model = under(dataclasses.replace(form, settings=own), network)
     start = ids.shape[1] - CHECK_STEPS
     stores = [new_cache(form, model)]
     if not form.converted:  # which takes no static cache
-        stores.append(StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5))
+        length = ids.shape[1] + 5
+        kept = static_cache(form, model, length)
+        stores.append(kept or StaticCache(config=model.config, max_cache_len=length))
     for cache in stores:
         given: Any = {cache_argument(): cache}
         model(ids[:, :start], **given)
         steps = [model(ids[:, i : i + 1], **given).logits for i in range(start, ids.shape[1])]
         off = max(off, error_of(torch.cat(steps, dim=1), exact[:, start:]))
     if static:
-        prompt = ids[:, :start]
+        prompt, kept = ids[:, :start], static_cache(form, model, ids.shape[1] + 5)
+        where = {cache_argument(): kept} if kept else dict(cache_implementation="static")
         made = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
-            max_new_tokens=CHECK_STEPS, cache_implementation="static", output_logits=True,
-            return_dict_in_generate=True,
+            max_new_tokens=CHECK_STEPS, output_logits=True, return_dict_in_generate=True, **where,
         )  # fmt: skip
         exact = under(Form("sdpa"), network)(made.sequences, use_cache=False).logits
         off = max(off, error_of(torch.stack(made.logits, dim=1), exact[:, start - 1 : -1]))
@@ -472,9 +476,13 @@ def asked(args: argparse.Namespace, device: torch.device, out: Path | None) -> t
         next(n for n in known if n.startswith("max of")),
         "defaults",
     ]
-    for name, given in (("forms", args.forms or []), ("static-forms", static)):
-        if not set(given) <= set(known):
-            raise ValueError(f"{name} must be of {', '.join(known)}, got {', '.join(given)}")
+    fixed = [form.name for form in forms if not form.converted]
+    for name, of, given in (
+        ("forms", known, args.forms or []),
+        ("static-forms", fixed, static),
+    ):
+        if not set(given) <= set(of):
+            raise ValueError(f"{name} must be of {', '.join(of)}, got {', '.join(given)}")
     least = dict(new_tokens=FIRST + 2, repeats=1, deadline=0)
     values = {name: getattr(args, name) for name in least}
     values |= {name: min(getattr(args, name)) for name in ("contexts", "batches")}

@@ -16,10 +16,10 @@ NO_ROWS = "not measured yet: run `python -m benchmarks.pretrained`"
 FIELDS = ("rule", "s", "initial", "local", "n", "l", "d", "per_head")
 # of the targets at the longest length
 MOST_ABOVE = 2.0
-# in the plot, from the left, and the block size of all
 # rules without windows
 TOLD = {name: name for name in ("dense", "window", "oracle")}
 TOLD |= {"heads": "mean of each head's greatest", "bounds": "bounds by channel"}
+# in the plot, from the left, and the block size of all
 PLOTTED = ("logits", "probs", "max", "oracle")
 PLOTTED_SIZE = 32
 

@@ -264,10 +264,6 @@ class StaticSparseLayer(StaticLayer):
             self.means = self.means.index_select(0, beam_idx.to(self.means.device))
             self.attach()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back so many of the newest tokens, given as a negative number."""
-        self.cumulative_length.add_(min(0, tokens_to_remove))
-
     def offload(self) -> None:
         super().offload()
         if self.is_initialized:
@@ -286,17 +282,19 @@ class StaticSparseCache(StaticCache):
     one compiled graph for all steps.
 
     Where windows hold several tokens (`compress_block_size` above 1) it also keeps their compressed
-    keys, which saves the reading of all keys at each step.
+    keys, which saves the reading of all keys at each step. `copy.deepcopy` copies them; keys that
+    are written into a layer by hand do not change them.
 
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.
         max_cache_len: the most tokens of a sequence.
+        others: `offloading` and `offload_only_non_sliding` of `StaticCache`.
     """
 
-    def __init__(self, config: Any, max_cache_len: int) -> None:
+    def __init__(self, config: Any, max_cache_len: int, **others: Any) -> None:
         l, d = windows_by(config)
         max_cache_len = check_int("max_cache_len", max_cache_len, 1)
-        super().__init__(config=config, max_cache_len=max_cache_len)
+        super().__init__(config=config, max_cache_len=max_cache_len, **others)
         if l > 1 or d > 1:
             self.layers: list[Any] = [
                 StaticSparseLayer(l, d, max_cache_len) if type(layer) is StaticLayer else layer

@@ -61,7 +61,9 @@ def test_wrong_attention_is_not_timed(monkeypatch, network):
     small = generation.checked_network(network, CPU)
     form = generation.forms_of((16,), 32, 32)[2]
     assert generation.check(form, small, static=True) < 1e-4
-    assert generation.check(generation.forms_of((16,), 32, 32)[5], small) < 1e-4  # converted
+    forms = {form.name: form for form in generation.forms_of((16,), 32, 32)}
+    assert generation.check(forms["converted, 16"], small) < 1e-4
+    assert generation.check(forms["means of 16"], small, static=True) < 1e-4
     right = attention.native_sparse_attention
 
     def one_key_less(q, k, v, ck=None, **others):
@@ -115,6 +117,7 @@ def test_deadline(network, capsys):
         (["--s", "48"], "s must divide 64, 512 and 512, got 48"),
         (["--forms", "dense"], "forms must be of sdpa, .*, max of 64, .*, got dense"),
         (["--static-forms", "max of 32"], "static-forms must be of .*, got max of 32"),
+        (["--static-forms", "converted, 64"], "static-forms must be of .*, got converted, 64"),
         (["--new-tokens", "9"], "new_tokens must be at least 10, got 9"),
         (["--contexts", "1"], "contexts must be at least 2, got 1"),
         (["--batches", "0"], "batches must be at least 1, got 0"),

@@ -5,6 +5,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
+from transformers.cache_utils import StaticLayer
+
 from native_sparse_attention.hf import StaticSparseCache, attention, use_sparse_attention
 from tests.helpers.tiny_models import CACHE, SPARSE, prompts, tiny
 
@@ -87,6 +89,7 @@ def test_generates_what_a_dynamic_cache_does(beams, family):
     assert model.generate(ids, **given, **{CACHE: cache}).equal(model.generate(ids, **given))
 
 
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this release takes no tokens back")
 @torch.no_grad()
 def test_tokens_that_are_taken_back_leave_nothing():
     model, ids = sparse(8, 4), torch.cat(prompts(50, 50))
@@ -94,8 +97,7 @@ def test_tokens_that_are_taken_back_leave_nothing():
     cache = StaticSparseCache(model.config, max_cache_len=64)
     model(ids[:, :30], **{CACHE: cache})
     steps(model, model, torch.cat(prompts(41, 41)), cache, 30)
-    for layer in cache.layers:
-        layer.crop(-11)
+    cache.crop(-11)
     close(steps(model, model, ids, cache, 30), expected[:, 30:], **TOL)
 
 
