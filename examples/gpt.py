@@ -54,7 +54,10 @@ def main(argv=None):
     parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    text = torch.tensor(list(Path(args.file).read_bytes()))
+    try:
+        text = torch.tensor(list(Path(args.file).read_bytes()))
+    except OSError as error:
+        parser.error(f"{args.file}: {error.strerror}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     steps, length, model = (20, 128, GPT(32, 2)) if args.quick else (500, 512, GPT())
     if len(text) <= length:
@@ -67,7 +70,7 @@ def main(argv=None):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 10 == 0:
+        if step % (steps // 10) == 0:
             print(f"step {step}: {loss.item():.3f} nats a byte")
     prompt = text[None, :64].to(device)
     print((bytes(text[:64].tolist()) + model.sample(prompt, 100)).decode(errors="replace"))

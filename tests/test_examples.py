@@ -49,12 +49,20 @@ def test_the_extra_is_named(name, monkeypatch):
         example(name)
 
 
-def test_gpt_refuses(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("empty", "FILE must have more than 512 bytes, got 0"),
+        ("short", "FILE must have more than 512 bytes, got 1"),
+        ("none", "none: No such file or directory"),
+    ],
+)
+def test_gpt_refuses(name, message, tmp_path, capsys):
+    (tmp_path / "empty").touch()
     (tmp_path / "short").write_text("a")
     with pytest.raises(SystemExit) as left:
-        example("gpt").main([str(tmp_path / "short")])
-    assert left.value.code == 2
-    assert "FILE must have more than 512 bytes, got 1" in capsys.readouterr().err
+        example("gpt").main([str(tmp_path / name)])
+    assert left.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_gpt(capsys, tmp_path):

@@ -70,17 +70,16 @@ def attention(
     extra: dict[str, Any] = dict(scale=scaling, soft_cap=softcap)
     mask, (B, _, T, _), S = attention_mask, query.shape, keys.shape[2]
     position_ids = others.get("position_ids")
-    is_own = mask is None or masks.is_own(mask, S)  # one that is found here, too
+    is_own = mask is None or masks.is_own(mask, S)  # None: `packed` may find one
     if mask is None and S == T:
         mask = packed(position_ids, B, T)
     elif sliding_window is None and (mask is None or len(mask) == 0):
         check_one_document(position_ids, T, S if mask is None else mask.shape[-1])
     elif mask is not None and is_own:
         mask = masks.received(mask, S)
-    if mask is None and sliding_window is None and s_aux is None and softcap is None:
-        out = None
-        if dense_up_to(settings) >= S:
-            out = one_softmax.by_sdpa(query, keys, value, True, scaling, settings["backend"])
+    plain = mask is None and sliding_window is None and s_aux is None and softcap is None
+    if plain and dense_up_to(settings) >= S:
+        out = one_softmax.by_sdpa(query, keys, value, True, scaling, settings["backend"])
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
     q, k, v = (t.transpose(1, 2) for t in (query, keys, value))

@@ -218,7 +218,8 @@ class SparseCache(DynamicCache):
 
 
 class StaticSparseLayer(StaticLayer):
-    """Also the mean keys [B K W + 1 D] of a layer's windows; the last one is written in vain."""
+    """Also the mean keys [B K W + 1 D] of a layer's windows. The last slot takes the means of
+    windows that are not complete, which nothing reads."""
 
     def __init__(self, l: int, d: int, max_cache_len: int, **unknown: Any) -> None:
         super().__init__(max_cache_len=max_cache_len)
@@ -240,10 +241,7 @@ class StaticSparseLayer(StaticLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        (l, d), (S, N, T) = (
-            self.windows,
-            (self.cumulative_length, keys.shape[2], key_states.shape[2]),
-        )
+        (l, d), S, N, T = self.windows, self.cumulative_length, keys.shape[2], key_states.shape[2]
         # windows that the new tokens may complete
         window = (S - T) // d + torch.arange(T // d + 1, device=keys.device)
         end = (window + 1) * d

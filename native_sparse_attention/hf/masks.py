@@ -10,8 +10,8 @@ attend sparsely it is small, linear in the number of keys:
     int16 [B, 1, 1, L]    for each of the first L keys 1 (a token), 0 (padding) or -1 (not written)
     int16 [B, 1, 2, L]    the same, and 1 where a packed document begins
 
-An int16 mask of B rows is passed S + MORE wide, -1 behind its keys, as the user may give
-[B, 1, T, S] of any dtype. Those of the user become one of these.
+Between layers an int16 mask of B rows is padded with -1 to S + MORE columns, which tells it from
+masks [B, 1, T, S] of the user, of any dtype. Those become one of these forms.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ positions_uncompiled = torch.compiler.disable(of_positions, reason=REASON)
 
 
 def is_own(mask: Tensor, S: int) -> bool:
-    """Whether a mask of S keys has one of the forms above. Of masks of another width, those of the
-    user are refused by what reads them."""
+    """Whether a mask for S keys has one of the forms above, as layers get them. A mask of the user
+    has S columns; `converted` refuses another width."""
     if mask.ndim != 4 or mask.shape[1] != 1:
         return False
     if mask.dtype == torch.int64:
