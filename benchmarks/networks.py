@@ -31,7 +31,7 @@ class ConvMLP(Started):
         expand: hidden width over that of a head.
         pool: over the window's tokens: "mean" or "sum", "max" of the hidden layer, or "softmax", a
             mean weighed by a third map of the hidden layer.
-        residual: add the mean of the window.
+        residual: add the mean of the window (True), or its "sum".
         zero: begin with W2 = 0.
     """
 
@@ -41,7 +41,7 @@ class ConvMLP(Started):
         kernel: int = 2,
         expand: float = 8.0,
         pool: str = "mean",
-        residual: bool = False,
+        residual: bool | str = False,
         zero: bool = False,
     ) -> None:
         super().__init__()
@@ -76,6 +76,8 @@ class ConvMLP(Started):
         else:
             pooled = hidden.mean(dim=3)
         out = self.to_out(pooled)
+        if self.residual == "sum":
+            return out + kv.sum(dim=3)
         return out + kv.mean(dim=3) if self.residual else out
 
 

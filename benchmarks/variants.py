@@ -129,6 +129,11 @@ VARIANTS: dict[str, Settings] = {
     "published, mean pooling": dict(PUBLISHED, compress_mlp="mean"),
     "published, sum pooling": dict(PUBLISHED, compress_mlp="sum"),
     "convolution over windows of 32": dict(THREE, compress_mlp={"name": "conv", "residual": True}),
+    "low rank over windows of 32": dict(THREE, compress_mlp={"name": "low rank"}),
+    "attention pooling over windows of 32": dict(THREE, compress_mlp="attention"),
+    "sum pooling over windows of 8": dict(
+        THREE, compress_mlp="sum", compress_block_size=8, compress_block_sliding_stride=4
+    ),
 }
 
 
