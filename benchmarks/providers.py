@@ -198,6 +198,7 @@ ONE_SOFTMAX: dict[str, Form] = {
     "one-softmax-preset": Form("max", (1, 1), preset=True),
     "one-softmax-preset, dense to 2k": Form("max", (1, 1), preset=True, dense=2048),
     "one-softmax-preset, dense to 4k": Form("max", (1, 1), preset=True, dense=4096),
+    "one-softmax-preset, dense to 8k": Form("max", (1, 1), preset=True, dense=8192),
 }
 
 

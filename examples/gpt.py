@@ -15,6 +15,7 @@ class Block(nn.Module):
         super().__init__()
         shape = dict(dim=dim, dim_head=dim // 4, heads=4, kv_heads=2, causal=True)
         sizes = dict(selection_block_size=16, num_local_blocks=4, num_selected_blocks=4)
+        sizes |= dict(dense_length=0)  # sparse from the first token on
         config = NSAConfig.preset("one-softmax", **shape, **sizes)
         self.attention = SparseAttention.from_config(config)  # normalises its input
         inner = nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)

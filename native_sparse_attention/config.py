@@ -238,7 +238,8 @@ class NSAConfig(AttentionConfig):
             name: "published", the three branches of the published package; "paper", those of the
                 paper: ranking by softmax mass, keys and values for each branch, an initial and two
                 local blocks; or "one-softmax", one softmax over initial, local and ranked blocks,
-                ranked by the largest logit of their tokens.
+                ranked by the largest logit of their tokens, and dense attention up to position
+                8192 (`dense_length`), where that is the faster.
             length: tokens of the longest sequences, which decides the sizes; long by default.
             settings: other settings, dim, dim_head and heads among them, and those that replace
                 settings of the preset.

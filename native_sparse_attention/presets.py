@@ -1,5 +1,5 @@
 """Named settings, with sizes by the length of the sequences. docs/training.md compares the forms:
-"one-softmax" at 8,192 tokens is its variant "1088 keys, blocks of 32"."""
+"one-softmax" at 8,192 tokens with dense_length=0 is its variant "1088 keys, blocks of 32"."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "one-softmax": dict(
         branches=("selected",), importance="max", rank_rotated=True, compress_block_size=1,
         compress_block_sliding_stride=1, num_selected_blocks=16,
+        # up to here dense attention is the faster (docs/performance.md)
+        dense_length=8192,
     ),
 }  # fmt: skip
 

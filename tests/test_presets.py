@@ -1,5 +1,7 @@
 """Settings by name."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -59,3 +61,17 @@ def test_settings_replace_those_of_a_preset():
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         NSAConfig.preset(*arguments, **SHAPE)
+
+
+def test_one_softmax_is_dense_attention_up_to_its_dense_length():
+    small = dict(selection_block_size=8, num_initial_blocks=1, num_local_blocks=1)
+    small |= dict(num_selected_blocks=1, norm=False)
+    config = NSAConfig.preset("one-softmax", 8192, **SHAPE, **small)
+    layer = SparseAttention.from_config(config)
+    x = torch.randn(1, 100, 32)
+    out = layer(x)
+    layer.dense = True
+    assert config.dense_length == 8192 and torch.equal(layer(x), out)
+    sparse = SparseAttention.from_config(dataclasses.replace(config, dense_length=0))
+    sparse.load_state_dict(layer.state_dict())
+    assert not torch.allclose(sparse(x), out, atol=1e-3)
