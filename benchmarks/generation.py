@@ -199,10 +199,9 @@ def check(form: Form, network: Any, static: bool = False) -> float:
     model = under(dataclasses.replace(form, settings=own), network)
     start = ids.shape[1] - CHECK_STEPS
     stores = [new_cache(form, model)]
-    if not form.converted:  # which takes no static cache
-        length = ids.shape[1] + 5
-        kept = static_cache(form, model, length)
-        stores.append(kept or StaticCache(config=model.config, max_cache_len=length))
+    length = ids.shape[1] + 5
+    kept = static_cache(form, model, length)
+    stores.append(kept or StaticCache(config=model.config, max_cache_len=length))
     for cache in stores:
         given: Any = {cache_argument(): cache}
         model(ids[:, :start], **given)
@@ -463,7 +462,8 @@ def checked(network: Any, plan: Plan, device: torch.device) -> tuple[list[Form],
 def quick(device: torch.device, out: Path | None) -> tuple[Any, Plan]:
     forms = forms_of((16,), local=32, ranked=32)
     sizes: dict[str, Any] = dict(contexts=(256,), batches=(2,), static_contexts=(256,))
-    sizes |= dict(new_tokens=FIRST + 2, repeats=1, static_forms=("sdpa", "max of 16"))
+    sizes |= dict(new_tokens=FIRST + 2, repeats=1)
+    sizes["static_forms"] = ("sdpa", "max of 16", "converted, 16")
     network = network_of("tiny", None, device, torch.float32)
     return network, Plan("tiny", forms, **sizes, dtype=torch.float32, out=out)
 
@@ -476,13 +476,9 @@ def asked(args: argparse.Namespace, device: torch.device, out: Path | None) -> t
         next(n for n in known if n.startswith("max of")),
         "defaults",
     ]
-    fixed = [form.name for form in forms if not form.converted]
-    for name, of, given in (
-        ("forms", known, args.forms or []),
-        ("static-forms", fixed, static),
-    ):
-        if not set(given) <= set(of):
-            raise ValueError(f"{name} must be of {', '.join(of)}, got {', '.join(given)}")
+    for name, given in (("forms", args.forms or []), ("static-forms", static)):
+        if not set(given) <= set(known):
+            raise ValueError(f"{name} must be of {', '.join(known)}, got {', '.join(given)}")
     least = dict(new_tokens=FIRST + 2, repeats=1, deadline=0)
     values = {name: getattr(args, name) for name in least}
     values |= {name: min(getattr(args, name)) for name in ("contexts", "batches")}

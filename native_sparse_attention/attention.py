@@ -547,10 +547,12 @@ class SparseAttention(CompressionLayer):
         tensors: dict[str, Tensor],
         masks: tuple[Any, Any],
         backend: str | tuple[str, ...],
+        dense: bool = False,
         **where: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The branches of tensors [b h n d] by name, combined by gates: [b n (h d)], and the block
-        indices. `where` holds the other fields of a `Call`: offset, leaders, documents."""
+        indices; or dense attention. `where` has the other fields of a `Call`: offset, leaders,
+        documents."""
         rows: dict[str, Any] = {
             name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()
         }
@@ -567,7 +569,7 @@ class SparseAttention(CompressionLayer):
         )
         keep_slots = self.selection_stride > 1
         config = self.config.for_functions
-        if self._dense:
+        if self._dense or dense:
             config = self.config.dense if call.ck is not None else self.config.dense_alone
         out, indices = nsa.attend(call, config, backend, masks, keep_slots)
         if self.observer is not None:

@@ -74,6 +74,7 @@ def over_cache(
     if raw:
         cache.keep_recent(raw, counts, layer.compress_block_size - 1)
     cache.advance(counts)
+    cache.is_past_dense = all(held >= layer.dense_length for held in cache.lengths)
     return cache.zero_padding(out, counts)
 
 
@@ -146,6 +147,7 @@ def over_fixed_cache(
         cache.ring({"ranking": like}, 1)
         leader = static.recent(cache, "ranking", at, 1)[:, :, 0]
     options: dict[str, Any] = dict(q_offset=at.starts, leader_indices=leader, backend=backend)
+    options["dense"] = layer.dense_length >= (cache.max_length or 0)
     out, indices = layer.attend(layer.gates(x), tensors, masks, **options)
     if keeps_ranking:
         static.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
@@ -269,8 +271,8 @@ def attends_densely(layer: Any, cache: KVCache) -> int:
     if layer.dense:
         return sys.maxsize
     length: int = layer.dense_length
-    if length == 0 or torch.compiler.is_compiling():  # there the device alone knows the lengths
-        return length
+    if torch.compiler.is_compiling():  # there the device alone knows the lengths
+        return 0 if cache.is_past_dense else length
     return length if any(held < length for held in cache.lengths) else 0
 
 
@@ -309,6 +311,7 @@ def step(
     out = by_kernels(layer, cache, x, tensors, stores, held, new, counters)
     held += n if new is None else new
     cache.count(counts)
+    cache.is_past_dense = all(length >= layer.dense_length for length in cache.lengths)
     return out
 
 

@@ -89,8 +89,8 @@ def test_one_graph_for_all_steps(module, compiled):
         with pytest.raises(ValueError, match="cache is full: row 0 holds 48 of max_length=48"):
             run(x[:, :1].contiguous(), decoder.cache)
         assert decoder.cache.lengths == [48, 48]
-        after = decoder.cache._tensors()
-        assert all(torch.equal(t, after[name]) for name, t in before._tensors().items())
+        after = decoder.cache.tensors()
+        assert all(torch.equal(t, after[name]) for name, t in before.tensors().items())
         assert counter.frame_count == 1
 
 

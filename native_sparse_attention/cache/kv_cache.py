@@ -70,6 +70,9 @@ class KVCache(Sequences):
     """
 
     page_size: int | None = None
+    # whether the host knows that each sequence holds its layer's `dense_length` tokens: compiled
+    # steps only add tokens
+    is_past_dense = False
     # of a deepcopy: the copy of the layer, while there is one
     _copied: weakref.ref[Identity] | None = None
 
@@ -101,7 +104,7 @@ class KVCache(Sequences):
         """Bytes allocated, by name: each stream, each tail ("tail k"), the sequence lengths on the
         device ("lengths", after `lengths_on`), the "page_table" of a paged cache, and the
         "workspace" of kernels."""
-        tensors = self._tensors()
+        tensors = self.tensors()
         if not self._is_asked:
             tensors.pop("lengths", None)  # b numbers, which a fixed cache allocates early
         return {name: t.nbytes for name, t in tensors.items()}
@@ -310,7 +313,7 @@ class KVCache(Sequences):
                     f"which rollback={self.rollback} can be taken back (or all). Build the cache "
                     "with a larger rollback"
                 )
-        self.lengths = wanted
+        self.lengths, self.is_past_dense = wanted, False
         self._reached = [0 if n == 0 else r for n, r in zip(wanted, self._reached, strict=True)]
         self._update_device_lengths()
 
@@ -380,7 +383,8 @@ class KVCache(Sequences):
 
     # storage
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by the names of `memory`."""
         tails = {f"tail {name}": t for name, t in self._tail.items()}
         return {**self._streams, **tails, **self._known}
 

@@ -1,4 +1,4 @@
-"""A layer of a transformers cache that holds the KV cache of a `SparseAttention`."""
+"""Layers of transformers caches that hold the KV cache of a `SparseAttention`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 from ..cache.kv_cache import KVCache
 
@@ -41,6 +41,10 @@ class KVLayer(CacheLayerMixin):
             "past_key_values holds the tokens of a SparseAttention, which another model cannot use"
         )
 
+    def width(self, new: int) -> int:
+        """Keys of a mask for so many new tokens."""
+        return self.slots + new
+
     def count(self, tokens: int, real: Tensor | None) -> None:
         """Count the slots of a forward. `real` [B, slots] is of all slots so far."""
         self.is_initialized = True
@@ -61,7 +65,7 @@ class KVLayer(CacheLayerMixin):
         if not self.slots:
             return
         held = self.cache.lengths
-        expected = [self.slots] * len(held) if real is None else real.sum(1).tolist()
+        expected = [int(self.slots)] * len(held) if real is None else real.sum(1).tolist()
         if held != expected:
             raise ValueError(
                 f"attention_mask must show the {held} tokens that past_key_values holds of each "
@@ -111,37 +115,122 @@ class KVLayer(CacheLayerMixin):
         self.reorder_cache(rows[indices])
 
 
+class StaticKVLayer(KVLayer):
+    """A `KVLayer` of fixed size, whose steps transformers compiles: the device counts the slots.
+
+    Args:
+        max_cache_len: the most tokens of a sequence, and the width of masks.
+    """
+
+    is_compileable = True
+    is_croppable = False
+
+    def __init__(self, max_cache_len: int, **unknown: Any) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+        self.cache = KVCache(max_cache_len)
+        # a tensor after the first call: compiled steps count in place
+        self.slots: Any = 0
+
+    def width(self, new: int) -> int:
+        return self.max_cache_len
+
+    def count(self, tokens: int, real: Tensor | None) -> None:
+        if not self.is_initialized:
+            self.slots = torch.zeros((), dtype=torch.long, device=self.cache.device)
+            self.is_initialized = True
+        self.slots.add_(tokens)
+        if not torch.compiler.is_compiling():
+            self.mark()
+
+    def mark(self) -> None:
+        """Tell the compiler that the tensors stay where they are, so that CUDA graphs write them in
+        place."""
+        for t in (self.slots, *self.cache.tensors().values()):
+            torch._dynamo.mark_static_address(t)
+
+    def check_past(self, real: Tensor | None) -> None:
+        if not torch.compiler.is_compiling():  # there the host does not know
+            super().check_past(real)
+
+    def check_mask(self, real: Tensor, new: int) -> None:
+        """Check a mask [B, slots] of past tokens and of `new` ones.
+
+        Raises:
+            ValueError: a full cache, fewer slots, or padding that earlier masks did not hide.
+        """
+        past = int(self.slots)
+        if past + new > self.max_cache_len:
+            raise ValueError(
+                f"past_key_values is full: it holds {past} of {self.max_cache_len} tokens, got "
+                f"{new} more"
+            )
+        if real.shape[1] < past + new:
+            raise ValueError(
+                f"attention_mask must be of {past + new} tokens, past ones included, got "
+                f"{real.shape[1]}"
+            )
+        self.check_past(real[:, :past])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.packed = False
+        if self.is_initialized:
+            self.slots.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError(
+            "past_key_values must be a DynamicCache to be cropped, got a StaticCache: leave out "
+            "cache_implementation"
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_initialized:
+            self.cache.reorder(beam_idx)
+            self.mark()
+
+
 def layer_of(cache: Any, index: int) -> KVLayer:
-    """The layer of a cache for an attention module. An empty layer of a `DynamicCache`
-    becomes a `KVLayer`.
+    """The layer of a cache for an attention module. An empty layer of a `DynamicCache` becomes a
+    `KVLayer`, one of a `StaticCache` a `StaticKVLayer`.
 
     Raises:
-        ValueError: a static cache or another kind, offloading, or a layer that holds tokens of
-            another model.
+        ValueError: another kind of cache, offloading, or a layer that holds tokens of another
+            model.
     """
-    dynamic = isinstance(cache, Cache) and (
+    known = isinstance(cache, Cache) and (
         cache.layer_class_to_replicate in (None, DynamicLayer) and not cache.offloading
     )
-    if dynamic:
+    if known:
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())
         layer = cache.layers[index]
         if isinstance(layer, KVLayer):
             return layer
-        if type(layer) is DynamicLayer and layer.get_seq_length() == 0:
-            cache.layers[index] = found = KVLayer()
+        if type(layer) in (DynamicLayer, StaticLayer):
+            if (held := int(layer.get_seq_length())) > 0:
+                raise ValueError(
+                    f"past_key_values must be empty or of this model, got the {held} tokens of "
+                    "another"
+                )
+            is_static = type(layer) is StaticLayer
+            found = StaticKVLayer(layer.max_cache_len) if is_static else KVLayer()
+            cache.layers[index] = found
             return found
-        if type(layer) is DynamicLayer:
-            raise ValueError(
-                "past_key_values must be empty or of this model, got the "
-                f"{layer.get_seq_length()} tokens of another"
-            )
     name = type(cache).__name__
     if getattr(cache, "offloading", False):
         name = f"an offloaded {name}"
     raise ValueError(
-        "past_key_values must be a DynamicCache on the device with SparseAttention, whose layers "
-        f"keep a KVCache, got {name} of "
+        "past_key_values must be a DynamicCache or a StaticCache on the device with "
+        f"SparseAttention, whose layers keep a KVCache, got {name} of "
         f"{sorted({type(layer).__name__ for layer in getattr(cache, 'layers', [])})}: leave out "
-        "cache_implementation"
+        'cache_implementation, or give "static"'
     )

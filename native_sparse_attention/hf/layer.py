@@ -20,7 +20,7 @@ from ..checks.scalars import shown
 from ..ranking import sampled
 from . import masks
 from .attention import check_call, layout_of, packed
-from .kv_layer import KVLayer, layer_of
+from .kv_layer import KVLayer, StaticKVLayer, layer_of
 from .masks import CONVERTED, LAYOUTS, remembered
 
 # of a mask that all layers of a forward share
@@ -93,7 +93,8 @@ class LayerAttention(nn.Module):
         Args:
             position_embeddings: not used: the layer has the frequencies of the model.
             attention_mask: of `sparse_mask`, or of the user, [B, 1, T, S].
-            past_key_values, cache: a `DynamicCache`, under its name in this release.
+            past_key_values, cache: a `DynamicCache` or a `StaticCache`, under its name in this
+                release.
             ranking_queries: positions [m] of queries for the loss of a learned ranking, whose
                 blocks are worth what `ranking_weights` says. `ranking_losses` sets them too.
 
@@ -111,18 +112,17 @@ class LayerAttention(nn.Module):
         check_call(self, self.dropout if self.training else 0.0, None, others)
         past_key_values = past_key_values if cache is None else cache
         held = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
-        slots = 0 if held is None else held.slots
         position_ids = others.get("position_ids")
         if self.ranking is not None:
             ranking_queries, ranking_weights = self.ranking.queries, self.ranking.weights
         B, T = hidden_states.shape[:2]
-        mask = attention_mask
-        if mask is None and not slots:
+        mask, S = attention_mask, T if held is None else held.width(T)
+        if mask is None and (held is None or not held.is_initialized):
             mask = packed(position_ids, B, T)
-        elif mask is not None and masks.is_own(mask, slots + T):
-            mask = masks.received(mask, slots + T)
+        elif mask is not None and masks.is_own(mask, S):
+            mask = masks.received(mask, S)
         elif mask is not None:
-            mask = remembered(CONVERTED, mask, masks.converted, (B, T, slots + T))
+            mask = remembered(CONVERTED, mask, masks.converted, (B, T, S))
         if mask is not None and (mask.dtype == torch.int64 or len(mask) == 0):
             mask = None  # the cache knows how many keys there are
         if self.is_first and T > 1 and not torch.compiler.is_compiling():
@@ -164,7 +164,9 @@ class LayerAttention(nn.Module):
 
     def over_cache(self, x: Tensor, mask: Tensor | None, held: KVLayer) -> Tensor:
         """Attention of new tokens [B, T, dim] to those of the cache too, which takes them."""
-        T, real = x.shape[1], None
+        T, real, new = x.shape[1], None, None
+        if isinstance(held, StaticKVLayer) and held.is_initialized:
+            return self.over_static_cache(x, mask, held)
         if mask is not None:
             real = mask[:, 0, 0] > 0
             if real.shape[1] != held.slots + T:
@@ -172,11 +174,27 @@ class LayerAttention(nn.Module):
                     f"attention_mask must be of {held.slots + T} tokens, past ones included, got "
                     f"{real.shape[1]}"
                 )
+            new = remembered(NEW, mask, new_tokens, (T,))
         if self.is_first:
             held.check_past(None if real is None else real[:, : held.slots])
-        new = None if mask is None else remembered(NEW, mask, new_tokens, (T,))
         out: Tensor = self.attention(x, cache=held.cache, mask=new)
         held.count(T, real)
+        return out
+
+    def over_static_cache(self, x: Tensor, mask: Tensor | None, held: StaticKVLayer) -> Tensor:
+        """`over_cache` where only the device knows how many slots are taken."""
+        T, given = x.shape[1], {}
+        if mask is not None:
+            real = mask[:, 0, 0] > 0  # of all slots, or of those up to the last token
+            if self.is_first and not torch.compiler.is_compiling():
+                held.check_mask(real, T)
+            at = held.slots + torch.arange(T, device=real.device)
+            new = real.index_select(1, at)
+            given = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
+        elif self.is_first:
+            held.check_past(None)
+        out: Tensor = self.attention(x, cache=held.cache, **given)
+        held.count(T, None)
         return out
 
 

@@ -31,6 +31,7 @@ from ..frequencies import reset_frequencies
 from ..ranking import sampled
 from ..rotary import Rotary
 from .configuration import NSAModelConfig
+from .kv_layer import layer_of
 from .layer import LayerAttention
 from .masks import passed, positions_uncompiled, sparse_mask
 from .model import NAME
@@ -95,6 +96,7 @@ class NSAPreTrainedModel(PreTrainedModel):
     config: NSAModelConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _can_compile_fullgraph = True
     _no_split_modules = ("NSADecoderLayer",)
     _skip_keys_device_placement = ("cache", "past_key_values")
     _can_record_outputs = {"hidden_states": NSADecoderLayer}  # noqa: RUF012
@@ -185,7 +187,8 @@ class NSAModel(NSAPreTrainedModel):
                 position of a token is the number of tokens before it.
             position_ids: [B, T] without attention_mask: they count up by 1, and return to 0 in
                 packed sequences.
-            cache, past_key_values: a `DynamicCache` of earlier calls, by either name.
+            cache, past_key_values: a `DynamicCache` or `StaticCache` of earlier calls, by either
+                name.
             use_cache: whether to return a cache; by default `config.use_cache` in inference mode,
                 and False in training mode and while rankings learn.
             ranking_queries, ranking_weights: with importance="index", also return `ranking_loss`,
@@ -211,7 +214,8 @@ class NSAModel(NSAPreTrainedModel):
         if mask is not None and mask.ndim == 2:
             past = 0 if cache is None else cache.get_seq_length()
             B, T = x.shape[:2]
-            mask = sparse_mask(B, T, past + T, past, attention_mask=mask, device=x.device)
+            S = T if cache is None else layer_of(cache, 0).width(T)
+            mask = sparse_mask(B, T, S, past, attention_mask=mask, device=x.device)
             positions = None  # the mask says them
         is_compiled = torch.compiler.is_compiling() and mask is None and cache is None
         if is_compiled and positions is not None and positions.ndim == 2:

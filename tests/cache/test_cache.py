@@ -312,7 +312,7 @@ def test_reordering_as_many_rows_moves_no_storage():
     x = normal(3, 20, DIM)
     with torch.no_grad():
         module(x[:, :15], cache=cache)
-        where = {name: t.data_ptr() for name, t in cache._tensors().items()}
+        where = {name: t.data_ptr() for name, t in cache.tensors().items()}
         cache.reorder([1, 1, 0])
-        assert {name: t.data_ptr() for name, t in cache._tensors().items()} == where
+        assert {name: t.data_ptr() for name, t in cache.tensors().items()} == where
         close(module(x[[1, 1, 0], 15:], cache=cache), module(x)[[1, 1, 0], 15:])

@@ -261,7 +261,7 @@ def test_a_step_moves_nothing():
         for _ in range(20):
             module(normal(2, 1, DIM), cache=cache)
             cache.lengths_on("cpu")
-            seen.add(tuple(tensor.data_ptr() for tensor in cache._tensors().values()))
+            seen.add(tuple(tensor.data_ptr() for tensor in cache.tensors().values()))
     assert len(seen) == 1
 
 

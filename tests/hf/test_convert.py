@@ -367,9 +367,9 @@ def test_what_has_no_equivalent_is_refused():
 @torch.no_grad()
 def test_calls_of_another_form_are_refused():
     model, (text,) = convert(tiny(), **ONE_SOFTMAX), prompts(12)
-    static = transformers.StaticCache(config=model.config, max_cache_len=48)
-    with pytest.raises(ValueError, match="must be a DynamicCache"):
-        model(text, **{CACHE: static})
+    sliding = transformers.StaticCache(config=tiny("Gemma3").config, max_cache_len=48)
+    with pytest.raises(ValueError, match="must be a DynamicCache or a StaticCache"):
+        model(text, **{CACHE: sliding})
     offloaded = dynamic(model)
     offloaded.offloading = True  # its constructor asks for a GPU
     with pytest.raises(ValueError, match="an offloaded DynamicCache"):

@@ -175,11 +175,11 @@ def test_logits_labels_and_outputs():
 @torch.no_grad()
 def test_calls_of_another_form_are_refused():
     model, (text,) = native("one_softmax"), prompts(12)
-    static = transformers.StaticCache(config=model.config, max_cache_len=48)
+    sliding = transformers.StaticCache(tiny("Gemma3").config, max_cache_len=48)
     for given, message in (
         ({}, "give one of input_ids and inputs_embeds, got neither"),
         (dict(input_ids=text, inputs_embeds=torch.zeros(1, 12, 32)), "got both"),
-        ({"input_ids": text, CACHE: static}, "must be a DynamicCache"),
+        ({"input_ids": text, CACHE: sliding}, "must be a DynamicCache or a StaticCache"),
         (dict(input_ids=text, position_ids=2 * torch.arange(12)[None]), "must count up by 1"),
         (dict(input_ids=text, output_attentions=True), "output_attentions"),
         (dict(input_ids=text, ranking_queries=4), "ranking_queries goes with importance='index'"),

@@ -1,0 +1,156 @@
+"""Models whose layers are `SparseAttention` over a `StaticCache` of transformers."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+from native_sparse_attention.hf import convert
+from native_sparse_attention.hf.kv_layer import StaticKVLayer
+from tests.helpers.tiny_models import (
+    CACHE,
+    FORMS,
+    SPARSE,
+    native,
+    padded,
+    prompts,
+    step_by_step,
+    tiny,
+    without_padding,
+)
+
+TOL = dict(atol=1e-4, rtol=1e-4)
+close = torch.testing.assert_close
+MODELS = dict(
+    {f"native, {form}": lambda form=form, **given: native(form, **given) for form in FORMS},
+    converted=lambda **given: convert(tiny("Qwen3", **given), **SPARSE),
+    ranked=lambda **given: convert(tiny(**given), **SPARSE, importance="index"),
+    mixed=lambda **given: convert(tiny("Gemma3", **given), **SPARSE),
+)
+every = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def static(model, length=48):
+    return transformers.StaticCache(config=model.config, max_cache_len=length)
+
+
+def generate(model, batch, **given):
+    batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return model.generate(**batch, max_new_tokens=9, do_sample=False, **given)
+
+
+@every
+@torch.no_grad()
+def test_steps_are_one_forward(make):
+    model, texts = make(), prompts(37, 40)
+    alone = [model(text, use_cache=False).logits for text in texts]
+    cache = static(model)
+    close(step_by_step(model, texts[1], 30, cache), alone[1], **TOL)
+    assert any(isinstance(layer, StaticKVLayer) for layer in cache.layers)
+    batch = padded(texts, left=True)
+    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
+    out = step_by_step(model, ids, 30, static(model), **batch)
+    for one, expected in zip(without_padding(out, mask), alone):
+        close(one, expected, **TOL)
+
+
+@pytest.mark.slow(one_of=4)
+@pytest.mark.parametrize("beams", [1, 3])
+@every
+@torch.no_grad()
+def test_generates_what_a_dynamic_cache_does(make, beams):
+    model, batch = make(), padded(prompts(33, 30), left=True)
+    expected = generate(model, batch, num_beams=beams)
+    found = generate(model, batch, num_beams=beams, cache_implementation="static")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.slow(one_of=3)
+@every
+@torch.no_grad()
+def test_generate_compiles_one_graph(make):
+    """As on a GPU: without a graph break, and no graph for each length."""
+    model, batch = make(num_hidden_layers=2), padded(prompts(33, 30), left=True)
+    expected = generate(model, batch)
+    torch._dynamo.reset()
+    compiled = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compiled._compile_all_devices = True
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    found = generate(model, batch, cache_implementation="static", compile_config=compiled)
+    assert torch.equal(found, expected)
+    assert 1 <= counted["stats"]["unique_graphs"] <= 2
+
+
+@torch.no_grad()
+def test_one_cache_serves_texts_one_after_the_other():
+    model, texts = native("index"), prompts(40, 31)
+    cache = static(model)
+    for text in texts:
+        expected = model(text, use_cache=False).logits
+        close(step_by_step(model, text, 25, cache), expected, **TOL)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+    assert cache.layers[0].cache.nbytes > 0  # the storage stays
+
+
+@torch.no_grad()
+def test_a_copy_goes_on_by_itself():
+    model, (text,) = convert(tiny(), **SPARSE), prompts(40)
+    expected, cache = model(text, use_cache=False).logits, static(model)
+    model(text[:, :30], **{CACHE: cache})
+    other = copy.deepcopy(cache)
+    for held in (cache, other):
+        given = dict(position_ids=torch.arange(30, 40)[None]) | {CACHE: held}
+        close(model(text[:, 30:], **given).logits, expected[:, 30:], **TOL)
+
+
+@pytest.mark.parametrize("length", [40, 25])
+@torch.no_grad()
+def test_dense_length_in_compiled_steps(length):
+    """Before `dense_length`, past it, and where the whole cache lies before it."""
+    dense = 25
+    model, (text,) = native(dict(FORMS["one_softmax"], dense_length=dense)), prompts(length)
+    expected = model(text, use_cache=False).logits
+    model.config.use_cache = True
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    for first in (20, 24, 30):
+        if first >= length:
+            continue
+        cache = static(model, length)
+        model(text[:, :first], **{CACHE: cache})
+        assert cache.layers[0].cache.is_past_dense == (first >= dense)
+        for i in range(first, length):
+            given = dict(position_ids=torch.tensor([[i]])) | {CACHE: cache}
+            close(step(text[:, i : i + 1], **given).logits, expected[:, i : i + 1], **TOL)
+
+
+@torch.no_grad()
+def test_what_a_static_cache_cannot_do_is_refused():
+    model, (text,) = native("one_softmax"), prompts(30)
+    cache = static(model, 20)
+    with pytest.raises(ValueError, match="full"):
+        model(text, **{CACHE: cache})
+    model(text[:, :20], **{CACHE: cache})
+    with pytest.raises(ValueError, match="full"):
+        model(text[:, 20:21], position_ids=torch.tensor([[20]]), **{CACHE: cache})
+    with pytest.raises(ValueError, match="must be a DynamicCache to be cropped"):
+        cache.layers[0].crop(-1)
+    held = static(model)
+    tiny()(text, **{CACHE: held})
+    with pytest.raises(ValueError, match="30 tokens of another"):
+        model(text, **{CACHE: held})
+    padding, cache = torch.ones(1, 21), static(model, 20)
+    padding[:, :2] = 0
+    model(text[:, :20], attention_mask=padding[:, :20], **{CACHE: cache})
+    with pytest.raises(ValueError, match="is full: it holds 20 of 20 tokens, got 1 more"):
+        model(text[:, 20:21], attention_mask=padding, **{CACHE: cache})
+    other = static(model)
+    model(text[:, :10], **{CACHE: other})
+    mask = torch.ones(1, 11)
+    mask[:, 3] = 0
+    with pytest.raises(ValueError, match="must show the .10. tokens"):
+        model(text[:, 10:11], attention_mask=mask, **{CACHE: other})
