@@ -272,7 +272,7 @@ def attends_densely(layer: Any, cache: KVCache) -> int:
         return sys.maxsize
     length: int = layer.dense_length
     if torch.compiler.is_compiling():  # there the device alone knows the lengths
-        return 0 if cache.is_past_dense else length
+        return 0 if length and cache.is_past_dense else length
     return length if any(held < length for held in cache.lengths) else 0
 
 

@@ -44,11 +44,16 @@ from .layout import (
 from .sequences import Sequences
 
 
+def with_room(entries: int) -> int:
+    """Entries of a storage that grows: few copies, and little memory that nothing uses."""
+    return entries + entries // 8 if entries > 1024 else 1 << max(0, entries - 1).bit_length()
+
+
 class KVCache(Sequences):
     """Keys and values of one attention layer, for a batch of sequences of different lengths.
 
-    Storage is allocated when the layer first appends, and doubles (to powers of two) as sequences
-    grow. With `max_length` it is allocated once, and an append to a full cache raises before
+    Storage is allocated when the layer first appends, and grows with the sequences: to a power of
+    two of up to 1024 tokens, then to an eighth more than is needed. With `max_length` it is allocated once, and an append to a full cache raises before
     anything is written. The cache is updated in place; `clone()` copies it. Its tensors stay the
     same while the storage does not grow and the batch size does not change, so a CUDA graph can use
     them.
@@ -406,8 +411,7 @@ class KVCache(Sequences):
         store = self._streams.get(name)
         if store is not None and end <= store.shape[2]:
             return store
-        power_of_2 = 1 << max(0, end - 1).bit_length()
-        size = power_of_2 if self.max_length is None else self.max_length // every
+        size = with_room(end) if self.max_length is None else self.max_length // every
         grown = allocate_zeros(like, len(like), size)
         if store is not None:
             grown[:, :, : store.shape[2]] = store

@@ -316,3 +316,9 @@ def test_reordering_as_many_rows_moves_no_storage():
         cache.reorder([1, 1, 0])
         assert {name: t.data_ptr() for name, t in cache.tensors().items()} == where
         close(module(x[[1, 1, 0], 15:], cache=cache), module(x)[[1, 1, 0], 15:])
+
+
+@pytest.mark.parametrize("length", [1, 3, 700, 1024, 1025, 5000])
+def test_storage_has_little_room_that_nothing_uses(length):
+    store = KVCache(batch=1).room({"k": torch.empty(1, 1, 0, 4)}, [length])["k"]
+    assert length <= store.shape[2] <= (2 * length - 1 if length <= 1024 else 1.125 * length)
