@@ -129,6 +129,10 @@ VARIANTS: dict[str, Settings] = {
     "published, mean pooling": dict(PUBLISHED, compress_mlp="mean"),
     "published, sum pooling": dict(PUBLISHED, compress_mlp="sum"),
     "convolution over windows of 32": dict(THREE, compress_mlp={"name": "conv", "residual": True}),
+    "convolution and sum over windows of 32": dict(
+        THREE, compress_mlp={"name": "conv", "residual": "sum"}
+    ),
+    "paper, convolution and sum": dict(PAPER, compress_mlp={"name": "conv", "residual": "sum"}),
     "low rank over windows of 32": dict(THREE, compress_mlp={"name": "low rank"}),
     "attention pooling over windows of 32": dict(THREE, compress_mlp="attention"),
     "sum pooling over windows of 8": dict(
