@@ -53,10 +53,10 @@ class KVCache(Sequences):
     """Keys and values of one attention layer, for a batch of sequences of different lengths.
 
     Storage is allocated when the layer first appends, and grows with the sequences: to a power of
-    two of up to 1024 tokens, then to an eighth more than is needed. With `max_length` it is allocated once, and an append to a full cache raises before
-    anything is written. The cache is updated in place; `clone()` copies it. Its tensors stay the
-    same while the storage does not grow and the batch size does not change, so a CUDA graph can use
-    them.
+    two of up to 1024 tokens, then to an eighth more than is needed. With `max_length` it is
+    allocated once, and an append to a full cache raises before anything is written. The cache is
+    updated in place; `clone()` copies it. Its tensors stay the same while the storage does not grow
+    and the batch size does not change, so a CUDA graph can use them.
 
     A cache belongs to the layer that first used it, and to the layer's geometry, until all
     sequences are empty. A clone or a deepcopy belongs to the same layer. A deepcopy of layer and
