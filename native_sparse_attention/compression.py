@@ -110,8 +110,6 @@ class CompressionLayer(RotaryLayer):
             return {}
         l, d = self.compress_block_size, self.compress_block_sliding_stride
         nets = [net for net, _ in map(self.compressor, raw)]
-        if l == d == 1 and self.to_index is not None:
-            return {"ck": raw["k"]}
         sliding = [net for net in nets if slides(net)]
         count = count_freely(raw["k"].shape[2], d, self.causal)
         if count is not None or documents is not None or l % d or len(sliding) < len(raw):

@@ -193,8 +193,8 @@ def rotated(
 
 
 def of_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The keys and values of tokens, to cache."""
-    names = ("k", "v", "window_k", "window_v")
+    """The keys and values of tokens, to cache, and their index keys."""
+    names = ("k", "v", "window_k", "window_v", "ck")
     return {name: tensors[name] for name in names if name in tensors}
 
 
@@ -298,8 +298,9 @@ def step(
     stores, rings = cache.room(tokens, counts), cache.ring(raw, l - 1)
     stores |= cache.room({f"c{name}": t[:, :, :0] for name, t in raw.items()}, counts, every=d)
     pages: dict[str, Any] = dict(counts=new, page_table=cache.page_table, page_size=cache.page_size)
-    for names in [("k", "v"), ("window_k", "window_v")][: len(tokens) // 2]:
-        cache_writes.append(pick(tokens, names), pick(stores, names), held, n, **pages)
+    for names in ("k", "v"), ("window_k", "window_v"), ("ck", "cv"):
+        if names[0] in tokens:
+            cache_writes.append(pick(tokens, names), pick(stores, names), held, n, **pages)
     if raw:
         cache_writes.append(pick(raw), pick(rings), held, n, counts=new, tail=True)
     if raw and completes_window(cache.starts(b), counts, d):

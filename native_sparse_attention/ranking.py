@@ -39,14 +39,16 @@ def with_index(
     backend: str | tuple[str, ...],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of the branches and of compression, with index queries "cq" [b k n d] in place of
-    queries, and index keys [b 1 n d] or [b k n d] in place of keys. Their gradient stops at the
-    normalized input x."""
+    queries, and index keys [b 1 n d] or [b k n d] in place of keys; those of single tokens are "ck"
+    as they are. Their gradient stops at the normalized input x."""
     if layer.to_index is None or not layer.config.ranks:
         return tensors, raw
     found = rearrange(layer.to_index(x.detach()), "b n (h d) -> b h n d", d=layer.index_dim)
     q, k = found[:, : layer.kv_heads], found[:, layer.kv_heads :]
     if layer.rank_rotated:
         q, k = rotate(layer.rotary_emb, [q, k], start, positions, backend)
+    if layer.compress_block_size == layer.compress_block_sliding_stride == 1:
+        return {**tensors, "cq": q, "ck": k}, {}
     return {**tensors, "cq": q}, {"k": k}
 
 
