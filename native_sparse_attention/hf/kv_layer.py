@@ -137,7 +137,8 @@ class StaticKVLayer(KVLayer):
 
     def count(self, tokens: int, real: Tensor | None) -> None:
         if not self.is_initialized:
-            self.slots = torch.zeros((), dtype=torch.long, device=self.cache.device)
+            with torch.inference_mode(False):  # else no other mode could count
+                self.slots = torch.zeros((), dtype=torch.long, device=self.cache.device)
             self.is_initialized = True
         self.slots.add_(tokens)
         if not torch.compiler.is_compiling():

@@ -154,3 +154,13 @@ def test_what_a_static_cache_cannot_do_is_refused():
     mask[:, 3] = 0
     with pytest.raises(ValueError, match="must show the .10. tokens"):
         model(text[:, 10:11], attention_mask=mask, **{CACHE: other})
+
+
+def test_a_cache_begun_in_inference_mode_goes_on_in_another():
+    model, (text,) = native("index"), prompts(40)
+    with torch.inference_mode():
+        expected, cache = model(text, use_cache=False).logits, static(model)
+        model(text[:, :30], **{CACHE: cache})
+    with torch.no_grad():
+        given = dict(position_ids=torch.arange(30, 40)[None]) | {CACHE: cache}
+        close(model(text[:, 30:], **given).logits, expected[:, 30:].clone(), **TOL)
