@@ -74,7 +74,7 @@ def over_cache(
     if raw:
         cache.keep_recent(raw, counts, layer.compress_block_size - 1)
     cache.advance(counts)
-    cache.is_past_dense = all(held >= layer.dense_length for held in cache.lengths)
+    note_least_length(layer, cache)
     return cache.zero_padding(out, counts)
 
 
@@ -272,8 +272,14 @@ def attends_densely(layer: Any, cache: KVCache) -> int:
         return sys.maxsize
     length: int = layer.dense_length
     if torch.compiler.is_compiling():  # there the device alone knows the lengths
-        return 0 if length and cache.is_past_dense else length
+        return 0 if length and cache.least_length >= length else length
     return length if any(held < length for held in cache.lengths) else 0
+
+
+def note_least_length(layer: Any, cache: KVCache) -> None:
+    """Note on the host whether each sequence has reached the layer's `dense_length`."""
+    length = layer.dense_length
+    cache.least_length = length if all(held >= length for held in cache.lengths) else 0
 
 
 def step(
@@ -312,7 +318,7 @@ def step(
     out = by_kernels(layer, cache, x, tensors, stores, held, new, counters)
     held += n if new is None else new
     cache.count(counts)
-    cache.is_past_dense = all(length >= layer.dense_length for length in cache.lengths)
+    note_least_length(layer, cache)
     return out
 
 

@@ -6,6 +6,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from native_sparse_attention import KVCache, PagedKVCache, Transformer
+from native_sparse_attention.decoding import attends_densely
 from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import DIM, SETTINGS, layer
@@ -204,3 +205,30 @@ def test_other_caches_run_outside_of_the_graph(make, compiled):
         run, _ = compiled(module)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="only a KVCache with max_length"):
             run(x[:, :1], cache)
+
+
+def test_what_a_compiled_step_knows_of_lengths(monkeypatch):
+    """Where every sequence has `dense_length` tokens it takes the decode kernels."""
+    settings = SETTINGS["one softmax, tokens"] | dict(dense_length=16)
+    module, x = layer(**settings), normal(2, 30, DIM)
+
+    def least(cache):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            return attends_densely(module, cache)
+
+    for steps in (1, 8):
+        cache = KVCache(max_length=32)
+        assert least(cache) == 16
+        for part in x[:, :24].split(24 // steps, dim=1):
+            module(part, cache=cache)
+        assert least(cache) == 0 and least(cache.clone()) == 0
+        module.dense_length = 28
+        assert least(cache) == 28
+        module.dense_length = 16
+        cache.reset([1])
+        assert least(cache) == 16
+        module(x[:, :20], cache=cache, lengths=[0, 15])
+        assert least(cache) == 16
+        module(x[:, :1], cache=cache)
+        assert least(cache) == 0

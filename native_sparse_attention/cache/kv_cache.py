@@ -75,9 +75,9 @@ class KVCache(Sequences):
     """
 
     page_size: int | None = None
-    # whether the host knows that each sequence holds its layer's `dense_length` tokens: compiled
-    # steps only add tokens
-    is_past_dense = False
+    # each sequence holds at least so many tokens: the layer's `dense_length`, or 0. Compiled steps,
+    # which do not know the lengths, only add tokens
+    least_length = 0
     # of a deepcopy: the copy of the layer, while there is one
     _copied: weakref.ref[Identity] | None = None
 
@@ -318,7 +318,7 @@ class KVCache(Sequences):
                     f"which rollback={self.rollback} can be taken back (or all). Build the cache "
                     "with a larger rollback"
                 )
-        self.lengths, self.is_past_dense = wanted, False
+        self.lengths, self.least_length = wanted, 0
         self._reached = [0 if n == 0 else r for n, r in zip(wanted, self._reached, strict=True)]
         self._update_device_lengths()
 
