@@ -239,7 +239,8 @@ class NSAConfig(AttentionConfig):
                 paper: ranking by softmax mass, keys and values for each branch, an initial and two
                 local blocks; or "one-softmax", one softmax over initial, local and ranked blocks,
                 ranked by the largest logit of their tokens, and dense attention up to position
-                8192 (`dense_length`), where that is the faster.
+                8192 (`dense_length`, left out where other settings exclude it), which is no slower
+                there.
             length: tokens of the longest sequences, which decides the sizes; long by default.
             settings: other settings, dim, dim_head and heads among them, and those that replace
                 settings of the preset.
@@ -247,7 +248,7 @@ class NSAConfig(AttentionConfig):
         Raises:
             ValueError: an unknown name, or settings that `NSAConfig` refuses.
         """
-        return cls(**preset(name, length) | settings)
+        return cls(**preset(name, length, settings))
 
     def __post_init__(self) -> None:
         super().__post_init__()

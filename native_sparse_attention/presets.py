@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .checks.scalars import check_int
@@ -46,15 +47,27 @@ FORMS: dict[str, dict[str, Any]] = {
     "one-softmax": dict(
         branches=("selected",), importance="max", rank_rotated=True, compress_block_size=1,
         compress_block_sliding_stride=1, num_selected_blocks=16,
-        # up to here dense attention is the faster (docs/performance.md)
+        # up to here dense attention is as fast, or for most heads faster (docs/performance.md)
         dense_length=8192,
     ),
 }  # fmt: skip
 
 
-def preset(name: str, length: int | None = None) -> dict[str, Any]:
-    """Settings of `NSAConfig.preset`."""
+def preset(
+    name: str, length: int | None = None, own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Settings of `NSAConfig.preset`, with `own` ones in their place."""
     check_choice("name", name, PRESETS)
     longest = float("inf") if length is None else check_int("length", length, 1)
     sizes = ONE_SOFTMAX if name == "one-softmax" else THREE_BRANCHES
-    return FORMS[name] | next(found for limit, found in sizes if longest <= limit)
+    found = FORMS[name] | next(found for limit, found in sizes if longest <= limit) | (own or {})
+    if "dense_length" in found and "dense_length" not in (own or {}) and not can_be_dense(found):
+        del found["dense_length"]
+    return found
+
+
+def can_be_dense(settings: Mapping[str, Any]) -> bool:
+    """Whether `dense_length` goes with settings that replace those of a preset."""
+    stride = settings.get("selection_stride", 1)
+    fits = not isinstance(stride, int) or stride < 1 or settings["dense_length"] % stride == 0
+    return fits and tuple(settings["branches"]) == ("selected",)

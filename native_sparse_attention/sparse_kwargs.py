@@ -93,7 +93,7 @@ def merged(given: Any, shape: dict[str, Any], used: bool) -> dict[str, Any]:
 
 def without_ranking(given: Mapping[str, Any]) -> dict[str, Any]:
     """Of a layer that ranks no blocks, what differs from these arguments: compressed keys that only
-    rank are not needed."""
-    found = dict(num_selected_blocks=0, use_diff_topk=False)
+    rank are not needed, and no query is dense."""
+    found = dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
     alone = "compressed" not in given.get("branches", ("compressed",))
     return found | ({"compress_mlp": None} if alone else {})

@@ -75,3 +75,16 @@ def test_one_softmax_is_dense_attention_up_to_its_dense_length():
     sparse = SparseAttention.from_config(dataclasses.replace(config, dense_length=0))
     sparse.load_state_dict(layer.state_dict())
     assert not torch.allclose(sparse(x), out, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        dict(branches=("selected", "window")),
+        dict(selection_block_size=48, selection_stride=3),
+    ],
+)
+def test_settings_that_exclude_a_dense_length_replace_it(own):
+    assert NSAConfig.preset("one-softmax", 8192, **SHAPE, **own).dense_length == 0
+    with pytest.raises(ValueError, match="dense_length"):
+        NSAConfig.preset("one-softmax", 8192, **SHAPE, **own, dense_length=64)

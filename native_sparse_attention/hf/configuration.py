@@ -175,7 +175,7 @@ class NSAModelConfig(PreTrainedConfig):
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""
         layer = self.layer_config
         if index in self.local_layers:
-            own = dict(num_selected_blocks=0, use_diff_topk=False)
+            own = dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
             return NSAConfig(**self.widths, **self.nsa | own)
         if index not in self.dense_layers:
             return layer
@@ -214,7 +214,7 @@ class NSAModelConfig(PreTrainedConfig):
         if form is None:
             return own
         length = self.max_position_embeddings if length is None else length
-        return preset(form, length) | own
+        return preset(form, length, own)
 
 
 def kept(config: NSAConfig) -> dict[str, Any]:

@@ -135,11 +135,18 @@ class StaticKVLayer(KVLayer):
     def width(self, new: int) -> int:
         return self.max_cache_len
 
-    def count(self, tokens: int, real: Tensor | None) -> None:
-        if not self.is_initialized:
+    def begin(self, device: torch.device) -> None:
+        """Count slots on a device from the first call on."""
+        if isinstance(self.slots, int):
             with torch.inference_mode(False):  # else no other mode could count
-                self.slots = torch.zeros((), dtype=torch.long, device=self.cache.device)
-            self.is_initialized = True
+                self.slots = torch.zeros((), dtype=torch.long, device=device)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.begin(key_states.device)
+        self.is_initialized = True
+
+    def count(self, tokens: int, real: Tensor | None) -> None:
+        self.is_initialized = True
         self.slots.add_(tokens)
         if not torch.compiler.is_compiling():
             self.mark()
@@ -154,11 +161,11 @@ class StaticKVLayer(KVLayer):
         if not torch.compiler.is_compiling():  # there the host does not know
             super().check_past(real)
 
-    def check_mask(self, real: Tensor, new: int) -> None:
-        """Check a mask [B, slots] of past tokens and of `new` ones.
+    def check_room(self, new: int) -> None:
+        """Check that `new` slots are left.
 
         Raises:
-            ValueError: a full cache, fewer slots, or padding that earlier masks did not hide.
+            ValueError: there are fewer.
         """
         past = int(self.slots)
         if past + new > self.max_cache_len:
@@ -166,6 +173,28 @@ class StaticKVLayer(KVLayer):
                 f"past_key_values is full: it holds {past} of {self.max_cache_len} tokens, got "
                 f"{new} more"
             )
+
+    def check_end(self, mask: Tensor | None, new: int) -> None:
+        """Check that a mask of the user shows keys up to the last of `new` tokens, and no more.
+
+        Raises:
+            ValueError: it does not.
+        """
+        end, last = int(self.slots) + new, self.max_cache_len
+        if mask is not None:
+            last = int(mask[0]) if mask.dtype == torch.int64 else mask.shape[3]
+        if last != end:
+            raise ValueError(
+                f"attention_mask must show the {end} keys up to the last new token, got {last}"
+            )
+
+    def check_mask(self, real: Tensor, new: int) -> None:
+        """Check a mask [B, slots] of past tokens and of `new` ones.
+
+        Raises:
+            ValueError: fewer slots, or padding that earlier masks did not hide.
+        """
+        past = int(self.slots)
         if real.shape[1] < past + new:
             raise ValueError(
                 f"attention_mask must be of {past + new} tokens, past ones included, got "
@@ -217,7 +246,8 @@ def layer_of(cache: Any, index: int) -> KVLayer:
         if isinstance(layer, KVLayer):
             return layer
         if type(layer) in (DynamicLayer, StaticLayer):
-            if (held := int(layer.get_seq_length())) > 0:
+            tracing = torch.compiler.is_compiling()  # there the host does not know
+            if not tracing and (held := int(layer.get_seq_length())) > 0:
                 raise ValueError(
                     f"past_key_values must be empty or of this model, got the {held} tokens of "
                     "another"

@@ -117,15 +117,23 @@ class LayerAttention(nn.Module):
             ranking_queries, ranking_weights = self.ranking.queries, self.ranking.weights
         B, T = hidden_states.shape[:2]
         mask, S = attention_mask, T if held is None else held.width(T)
+        fixed = held if isinstance(held, StaticKVLayer) else None
+        checked = self.is_first and not torch.compiler.is_compiling()
+        if fixed is not None:
+            fixed.begin(hidden_states.device)
+            if checked:
+                fixed.check_room(T)
         if mask is None and (held is None or not held.is_initialized):
             mask = packed(position_ids, B, T)
         elif mask is not None and masks.is_own(mask, S):
             mask = masks.received(mask, S)
         elif mask is not None:
             mask = remembered(CONVERTED, mask, masks.converted, (B, T, S))
+            if fixed is not None and checked:
+                fixed.check_end(mask, T)
         if mask is not None and (mask.dtype == torch.int64 or len(mask) == 0):
             mask = None  # the cache knows how many keys there are
-        if self.is_first and T > 1 and not torch.compiler.is_compiling():
+        if checked and T > 1:
             check_positions(position_ids, mask, T)
         if held is None or (mask is not None and mask.shape[2] == 2):
             if held is not None:
@@ -138,6 +146,8 @@ class LayerAttention(nn.Module):
             return out, loss
         if ranking_queries is not None:
             raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
+        if fixed is not None:
+            return self.over_static_cache(hidden_states, mask, fixed), None
         return self.over_cache(hidden_states, mask, held), None
 
     def whole(
@@ -165,8 +175,6 @@ class LayerAttention(nn.Module):
     def over_cache(self, x: Tensor, mask: Tensor | None, held: KVLayer) -> Tensor:
         """Attention of new tokens [B, T, dim] to those of the cache too, which takes them."""
         T, real, new = x.shape[1], None, None
-        if isinstance(held, StaticKVLayer) and held.is_initialized:
-            return self.over_static_cache(x, mask, held)
         if mask is not None:
             real = mask[:, 0, 0] > 0
             if real.shape[1] != held.slots + T:
@@ -183,14 +191,15 @@ class LayerAttention(nn.Module):
 
     def over_static_cache(self, x: Tensor, mask: Tensor | None, held: StaticKVLayer) -> Tensor:
         """`over_cache` where only the device knows how many slots are taken."""
-        T, given = x.shape[1], {}
+        T, given, tracing = x.shape[1], {}, torch.compiler.is_compiling()
         if mask is not None:
             real = mask[:, 0, 0] > 0  # of all slots, or of those up to the last token
-            if self.is_first and not torch.compiler.is_compiling():
+            if self.is_first and not tracing:
                 held.check_mask(real, T)
             at = held.slots + torch.arange(T, device=real.device)
-            new = real.index_select(1, at)
-            given = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
+            new = real.index_select(1, at.clamp(max=real.shape[1] - 1))
+            if tracing or not bool(new.all()):
+                given = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
         elif self.is_first:
             held.check_past(None)
         out: Tensor = self.attention(x, cache=held.cache, **given)

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..checks.scalars import shown
-from .settings import settings_of
+from .settings import KEY, settings_of
 
 HINT = (
     "give attention_mask [B, S], 1 for tokens and 0 for padding, or position_ids that begin at 0 "
@@ -90,8 +90,9 @@ def sparse_mask(
     T, S = q_length, kv_length
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor, got {shown(attention_mask)}")
-    if attention_mask is not None and isinstance(q_offset, int):
-        least = q_offset + T
+    tracing = torch.compiler.is_compiling()
+    if attention_mask is not None and not tracing:
+        least = int(q_offset) + T
         if attention_mask.shape[0] not in (1, batch_size) or attention_mask.shape[1] < least:
             raise ValueError(
                 f"attention_mask must have shape [{batch_size}, {least}], got "
@@ -103,7 +104,6 @@ def sparse_mask(
         allow_is_causal_skip=False,
     )  # fmt: skip
     real = None if attention_mask is None else columns(attention_mask, kv_offset, S)
-    tracing = torch.compiler.is_compiling()
     whole = T == S and kv_offset == 0
     begins = None
     if not allow_is_causal_skip and T > 1:
@@ -158,7 +158,8 @@ def unpadded(
     """The mask of S keys without padding, of which the last queries see the first ones."""
     if isinstance(q_offset, Tensor) and (tracing or T == 1):
         # a graph of one step serves all lengths, or the two sides of `dense_length`
-        is_past = not tracing and int(q_offset) >= settings_of(config)["dense_length"]
+        known = not tracing and getattr(config, KEY, None) is not None
+        is_past = known and int(q_offset) >= settings_of(config)["dense_length"]
         end = (q_offset.to(device) + T).long().reshape(1, 1, 1, 1)
         return end.repeat(2, 1, 1, 1) if is_past else end
     L = int(q_offset) + T

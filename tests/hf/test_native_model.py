@@ -252,3 +252,15 @@ def test_an_nsa_config_has_the_widths_of_the_model():
     layer = NSAModelConfig(**SIZES).layer_config
     with pytest.raises(ValueError, match="nsa must have dim_head=16, as the model has, got 8"):
         NSAModelConfig(**SIZES | dict(head_dim=16), nsa=layer)
+
+
+@torch.no_grad()
+def test_local_layers_of_a_preset_are_local():
+    """Its `dense_length` is for layers that rank."""
+    blocks = dict(selection_block_size=4, num_initial_blocks=1, num_local_blocks=2)
+    model = native(dict(preset="one-softmax", **blocks), local_layers=[0, 1])
+    (text,) = prompts(60)
+    other = text.clone()
+    other[0, 20] = text[0, 20] % 60 + 1
+    ends = [model(ids, use_cache=False).logits[:, -1] for ids in (text, other)]
+    assert torch.equal(*ends)

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from native_sparse_attention.hf import convert
+from native_sparse_attention.hf import convert, settings
 from native_sparse_attention.hf.kv_layer import StaticKVLayer
 from tests.helpers.tiny_models import (
     CACHE,
@@ -135,7 +135,7 @@ def test_what_a_static_cache_cannot_do_is_refused():
     with pytest.raises(ValueError, match="full"):
         model(text, **{CACHE: cache})
     model(text[:, :20], **{CACHE: cache})
-    with pytest.raises(ValueError, match="full"):
+    with pytest.raises(ValueError, match="is full: it holds 20 of 20 tokens, got 1 more"):
         model(text[:, 20:21], position_ids=torch.tensor([[20]]), **{CACHE: cache})
     with pytest.raises(ValueError, match="must be a DynamicCache to be cropped"):
         cache.layers[0].crop(-1)
@@ -164,3 +164,48 @@ def test_a_cache_begun_in_inference_mode_goes_on_in_another():
     with torch.no_grad():
         given = dict(position_ids=torch.arange(30, 40)[None]) | {CACHE: cache}
         close(model(text[:, 30:], **given).logits, expected[:, 30:].clone(), **TOL)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_prefill_in_chunks_with_padding(compiled):
+    """transformers compiles such a prefill on a GPU, over a cache that it initialises early."""
+    model, batch = native("one_softmax", num_hidden_layers=1), padded(prompts(17, 14), left=True)
+    expected = generate(model, batch)
+    torch._dynamo.reset()
+    how = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    how._compile_all_devices = compiled
+    ways = dict(cache_implementation="static", prefill_chunk_size=8)
+    assert torch.equal(generate(model, batch, **ways, compile_config=how), expected)
+
+
+@torch.no_grad()
+def test_masks_that_contradict_a_static_cache_are_refused():
+    model, (text,), key = native("one_softmax"), prompts(30), torch.arange(48)
+    cache = static(model)
+    model(text[:, :10], **{CACHE: cache})
+    given = dict(position_ids=torch.tensor([[10]])) | {CACHE: cache}
+    with pytest.raises(
+        ValueError, match=r"attention_mask must have shape \[1, 11\], got \[1, 10\]"
+    ):
+        model(text[:, 10:11], attention_mask=torch.ones(1, 10), **given)
+    for visible, end in ((key < 5, 5), (key < 20, 20)):
+        with pytest.raises(ValueError, match=f"must show the 11 keys .* got {end}"):
+            model(text[:, 10:11], attention_mask=visible[None, None, None], **given)
+    expected = model(text[:, :11], use_cache=False).logits[:, 10:]
+    mask = (key < 11)[None, None, None]
+    close(model(text[:, 10:11], attention_mask=mask, **given).logits, expected, **TOL)
+
+
+@torch.no_grad()
+def test_one_graph_past_a_length_that_other_models_count_from(monkeypatch):
+    """`dense_length` of `use_sparse_attention` says nothing about these layers."""
+    monkeypatch.setitem(settings.DEFAULTS, "dense_length", 36)
+    model, (text,) = native("one_softmax", num_hidden_layers=1), prompts(34)
+    how = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    how._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    batch = dict(input_ids=text, attention_mask=torch.ones_like(text))
+    generate(model, batch, cache_implementation="static", compile_config=how)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
