@@ -60,8 +60,9 @@ def preset(
     check_choice("name", name, PRESETS)
     longest = float("inf") if length is None else check_int("length", length, 1)
     sizes = ONE_SOFTMAX if name == "one-softmax" else THREE_BRANCHES
-    found = FORMS[name] | next(found for limit, found in sizes if longest <= limit) | (own or {})
-    if "dense_length" in found and "dense_length" not in (own or {}) and not can_be_dense(found):
+    given = dict(own or {})
+    found = FORMS[name] | next(found for limit, found in sizes if longest <= limit) | given
+    if "dense_length" in found and "dense_length" not in given and not can_be_dense(found):
         del found["dense_length"]
     return found
 
