@@ -47,7 +47,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "one-softmax": dict(
         branches=("selected",), importance="max", rank_rotated=True, compress_block_size=1,
         compress_block_sliding_stride=1, num_selected_blocks=16,
-        # up to here dense attention is as fast, or for most heads faster (docs/performance.md)
+        # up to here blocks gain little time, or lose some (docs/performance.md)
         dense_length=8192,
     ),
 }  # fmt: skip
