@@ -42,42 +42,55 @@ def heads(row: Row) -> str:
     return text if row["D"] == 128 else f"{text}, D={row['D']}"
 
 
+def newest_runs(rows: Sequence[Row]) -> list[list[Row]]:
+    """Of all heads and forms of one softmax, the rows of the newest run, with dense cuDNN in it."""
+    forms = dict.fromkeys((heads(row), row["provider"]) for row in rows if is_one_softmax(row))
+    order, found = list(dict.fromkeys(of for of, _ in forms)), []
+    for of, name in sorted(forms, key=lambda form: order.index(form[0])):
+        names = name, "dense-cudnn"
+        beside = [row for row in rows if heads(row) == of and row["provider"] in names]
+        found.append(run_of(beside, is_one_softmax))
+    return found
+
+
 def one_softmax(rows: Sequence[Row]) -> str:
-    """Speed-up over dense cuDNN, forward / backward, and memory over that of dense: the newest run
-    of all heads."""
-    wanted = [row for row in rows if is_one_softmax(row)]
-    if not wanted:
+    """Speed-up over dense cuDNN in the same run, forward / backward, and memory over that of dense:
+    of each form its newest run, which has a card of its own."""
+    runs = newest_runs([row for row in rows if "p50_ms" in row])
+    ours = [list(filter(is_one_softmax, run)) for run in runs]
+    used = [row for run in ours for row in run]
+    if not used:
         return NO_ROWS
-    gpu, run = wanted[-1]["gpu"], []
-    for of in dict.fromkeys(heads(row) for row in wanted if row["gpu"] == gpu):
-        own = [row for row in rows if row["gpu"] == gpu and heads(row) == of]
-        run += run_of(own, is_one_softmax)
-    times: dict[tuple[str, str], dict[int, dict[str, Row]]] = {}
-    for row in run:
-        if "p50_ms" in row and (is_one_softmax(row) or row["provider"] == "dense-cudnn"):
-            case = times.setdefault((heads(row), row["provider"]), {})
-            case.setdefault(row["T"], {})[row["pass"]] = row
-    lengths = sorted({T for case in times.values() for T in case})
-    lines = [["H/K", "forward / backward; memory", *map(length, lengths)]]
+    lengths = sorted({row["T"] for row in used})
+    cards = len({row["gpu"] for row in used})
     aims = {
         f"{H}/{K}": {T: f"{fw:g} / {bw:g}" for T, (fw, bw) in of.items()}
         for (H, K, _), of in goals.ONE_SOFTMAX.items()
     }
-    for (of, name), case in times.items():
-        if name == "dense-cudnn":
-            continue
-        dense, cells = times.get((of, "dense-cudnn"), {}), []
-        for T in lengths:
-            passes = case.get(T, {})
-            found = [f"{passes[p]['speedup_over_cudnn']:.2f}" for p in PASSES if p in passes]
-            cell = " / ".join(found)
-            if found and "forward" in dense.get(T, {}):
-                cell += f"; {passes['forward']['peak_mib'] / dense[T]['forward']['peak_mib']:.2f}"
-            cells.append(cell)
-        lines.append([of, name, *cells])
+    lines = [["H/K", "forward / backward; memory", *map(length, lengths)]]
+    for run, own in zip(runs, ours, strict=True):
+        of, name = heads(own[0]), own[0]["provider"]
+        card = own[0]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+        dense = {row["T"]: row["peak_mib"] for row in run if row["provider"] == "dense-cudnn"}
+        by_stride: dict[int, dict[int, dict[str, Row]]] = {}
+        for row in own:
+            cases = by_stride.setdefault(row["selection_stride"], {})
+            cases.setdefault(row["T"], {})[row["pass"]] = row
+        for stride, cases in sorted(by_stride.items()):
+            told = name if stride == 1 else f"{name}, stride {stride}"
+            told += f" ({card})" if cards > 1 else ""
+            lines.append([of, told, *(ratios(cases.get(T, {}), dense.get(T)) for T in lengths)])
         if name == "one-softmax" and of in aims:
             lines.append([of, "*target*", *(aims[of].get(T, "") for T in lengths)])
-    return f"{common.markdown(lines)}\n\n{machine(run)}"
+    return f"{common.markdown(lines)}\n\n{machine(used)}"
+
+
+def ratios(passes: dict[str, Row], dense_mib: float | None) -> str:
+    """How many times as fast as dense attention each pass is, and memory over dense attention's."""
+    cell = " / ".join(f"{passes[p]['speedup_over_cudnn']:.2f}" for p in PASSES if p in passes)
+    if cell and dense_mib is not None:
+        cell += f"; {passes['forward']['peak_mib'] / dense_mib:.2f}"
+    return cell
 
 
 def peers(rows: Sequence[Row]) -> str:

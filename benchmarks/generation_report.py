@@ -28,21 +28,23 @@ Models = dict[tuple[str, int, str], Cases]
 
 
 def latest(rows: Sequence[Row]) -> Models:
-    """The latest rows of each model and depth, and of each case those of the GPU that ran it
-    last."""
-    gpu_of = {(row["model"], row["layers"], row["B"], row["T"]): row["gpu"] for row in rows}
+    """The latest rows of each model, depth and GPU. Each has SDPA's row of its own run."""
     found: Models = {}
+    base: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        gpu = gpu_of[row["model"], row["layers"], row["B"], row["T"]]
-        if row["gpu"] == gpu:
-            cases = found.setdefault((row["model"], row["layers"], gpu), {})
-            cases.setdefault((row["B"], row["T"]), {})[row["form"]] = row
+        run = tuple(str(row[name]) for name in ("model", "layers", "gpu", "commit", "B", "T"))
+        if row["form"] == BASELINE:
+            base[run] = row
+        cases = found.setdefault((row["model"], row["layers"], row["gpu"]), {})
+        forms = cases.setdefault((row["B"], row["T"]), {})
+        forms[row["form"]] = {**row, BASELINE: base.get(run)}
     return found
 
 
 def speedup(rows: dict[str, Row], form: str, what: str) -> float | None:
-    """Times as fast as SDPA, None where one of them has no time."""
-    own, base = (rows.get(name, {}).get(f"{what}_tokens_per_s") for name in (form, BASELINE))
+    """Times as fast as SDPA in the same run, None where one of them has no time."""
+    row = rows.get(form, {})
+    own, base = ((of or {}).get(f"{what}_tokens_per_s") for of in (row, row.get(BASELINE)))
     return own / base if own and base else None
 
 

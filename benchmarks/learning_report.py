@@ -60,8 +60,31 @@ def by_variant(rows: Sequence[Row], T: int) -> Variants:
 
 def speeds(rows: Sequence[Row], T: int, compiled: bool = False) -> dict[str, int]:
     """Tokens a second of a variant with nothing beside it."""
-    timed = (row for row in rows if row["kind"] == "speed" and row["T"] == T)
-    return {row["variant"]: row["tokens_per_s"] for row in timed if row["compile"] == compiled}
+    return {name: row["tokens_per_s"] for name, row in timed(rows, T, compiled).items()}
+
+
+def timed(rows: Sequence[Row], T: int, compiled: bool) -> dict[str, Row]:
+    """Of each variant the latest row of a speed."""
+    of_speed = (row for row in rows if row["kind"] == "speed" and row["T"] == T)
+    return {row["variant"]: row for row in of_speed if row["compile"] == compiled}
+
+
+def speed_cell(rows: Sequence[Row], T: int, name: str) -> str:
+    """Thousands of tokens a second, eager / compiled; in brackets times those of dense attention on
+    the same card and at the same commit."""
+    cells = []
+    for compiled in (False, True):
+        row = timed(rows, T, compiled).get(name)
+        if row is None:
+            continue
+        where = row["gpu"], row["commit"]
+        beside = [r for r in rows if r["kind"] == "speed" and (r["gpu"], r["commit"]) == where]
+        dense = timed(beside, T, compiled).get(DENSE)
+        cell = f"{row['tokens_per_s'] / 1e3:.0f}"
+        if name != DENSE and dense is not None:
+            cell += f" ({row['tokens_per_s'] / dense['tokens_per_s']:.2f})"
+        cells.append(cell)
+    return " / ".join(cells)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -92,7 +115,7 @@ def digits(runs: list[Row]) -> list[str]:
 
 
 def table_of(rows: Sequence[Row], T: int) -> str:
-    variants, alone = by_variant(rows, T), [speeds(rows, T, how) for how in (False, True)]
+    variants = by_variant(rows, T)
     positions = next(iter(variants.values()))[0]["bits"]["positions"]
     shown = [name for name in positions if int(name.partition("-")[0]) >= T // 32]
     head = ["variant", "M parameters", "keys a query", "learning rate", "seeds"]
@@ -102,7 +125,7 @@ def table_of(rows: Sequence[Row], T: int) -> str:
         "last half",
         *shown,
         "digits found",
-        "thousand tokens/s, eager / compiled",
+        "thousand tokens/s (times dense), eager / compiled",
     ]
     lines = [head]
     for name, runs in variants.items():
@@ -114,7 +137,7 @@ def table_of(rows: Sequence[Row], T: int) -> str:
         cells.append(spread([run["bits"]["last_half"] for run in runs]))
         cells += [f"{mean([run['bits']['positions'][p] for run in runs]):.3f}" for p in shown]
         cells.append(" / ".join(digits(runs)))
-        cells.append(" / ".join(f"{of[name] / 1e3:.0f}" for of in alone if name in of))
+        cells.append(speed_cell(rows, T, name))
         lines.append(cells)
     return common.markdown(lines)
 

@@ -237,10 +237,11 @@ class NSAConfig(AttentionConfig):
         Args:
             name: "published", the three branches of the published package; "paper", those of the
                 paper: ranking by softmax mass, keys and values for each branch, an initial and two
-                local blocks; or "one-softmax", one softmax over initial, local and ranked blocks,
-                ranked by the largest logit of their tokens, and dense attention up to position
-                8192 (`dense_length`, left out where other settings exclude it), where blocks gain
-                little time or lose some.
+                local blocks; "short-windows", three branches that compress windows of 8 tokens, 4
+                apart, and learn more than all others of these (docs/training.md); or "one-softmax",
+                one softmax over initial, local and ranked blocks, ranked by the largest logit of
+                their tokens, and dense attention up to position 8192 (`dense_length`, left out
+                where other settings exclude it), where blocks gain little time or lose some.
             length: tokens of the longest sequences, which decides the sizes; long by default.
             settings: other settings, dim, dim_head and heads among them, and those that replace
                 settings of the preset.

@@ -98,7 +98,6 @@ def test_inductor_on_the_cpu(grad):
 
 
 # dynamo makes an instance of every autograd function it traces
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["mask", "cu_seqlens"])
 @branches
 def test_one_graph_for_padded_and_packed_rows_of_any_length(branches, kind):

@@ -58,23 +58,23 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# tokens from which on one softmax is the attention of a new run, and a third of its layers ranks
-# nothing: the best of docs/training.md
-ONE_SOFTMAX_FROM, LOCAL_FROM = 2048, 16384
+# tokens of a sequence from which on sizes are those of a preset, the best of docs/training.md; up
+# to which that is "short-windows"; from which on a third of the layers of one softmax rank nothing
+PRESET_FROM, SHORT_WINDOWS_TO, LOCAL_FROM = 2048, 16384, 16384
 
 
 def new_settings(given: Namespace, table: Table) -> Namespace:
     """The settings of a new run: what was given, the rest from the preset of the device, or from
-    that of one softmax (`NSAConfig.preset`)."""
+    `NSAConfig.preset` for long sequences and for one softmax."""
     device = find_device(getattr(given, "device", None))
     column = 2 if device.startswith("cuda") else 1
     usual: dict[str, Any] = {name: row[column] for name, row in table.items()}
     length = getattr(given, "seq_len", usual["seq_len"])
     attention = getattr(given, "attention", usual["attention"])
     if attention == "auto":
-        attention = "one-softmax" if length >= ONE_SOFTMAX_FROM else "sparse"
-    if attention == "one-softmax":
-        sizes = preset("one-softmax", length)
+        attention = "one-softmax" if length > SHORT_WINDOWS_TO else "sparse"
+    if attention == "one-softmax" or (attention == "sparse" and length >= PRESET_FROM):
+        sizes = preset("one-softmax" if attention == "one-softmax" else "short-windows", length)
         usual |= {name: value for name, value in sizes.items() if name in table}
     usual |= vars(given) | dict(attention=attention)
     if usual["local_layers"] == "auto":

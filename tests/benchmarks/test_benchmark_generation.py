@@ -37,7 +37,7 @@ def test_quick_form(tmp_path, capsys):
         assert row["B"] == 2 and row["T"] == 256 and row["all_layers"] == row["layers"] == 2
         assert row["prefill_ms"] > 0 and row["dynamic_first_s"] > 0
         assert row["dynamic_tokens_per_s"] == pytest.approx(2000 / row["dynamic_ms"], rel=1e-2)
-        assert ("static_ms" in row) == (row["form"] in ("sdpa", "max of 16"))
+        assert ("static_ms" in row) == (row["form"] in ("sdpa", "max of 16", "converted, 16"))
         assert row["unseen_tokens_per_s"] == pytest.approx(2000 / row["unseen_ms"], rel=1e-2)
         assert row["sparse_cache"] == (row["form"] in sparse)
     assert rows[0]["settings"] is None and rows[6]["settings"]["dense_length"] == 8192

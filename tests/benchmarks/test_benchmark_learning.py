@@ -332,6 +332,8 @@ def test_table(tmp_path):
         made_up("dense", 0, 1e-4, 0.0, kind="speed", compile=False, tokens_per_s=5000),
         made_up("window", 0, 1e-4, 0.0, kind="speed", compile=False, tokens_per_s=10_000),
         made_up("window", 0, 1e-4, 0.0, kind="speed", compile=True, tokens_per_s=12_000),
+        # of another card: nobody's baseline
+        made_up("dense", 0, 1e-4, 0.0, kind="speed", compile=True, tokens_per_s=1, gpu="old"),
     ]  # fmt: skip
     text = learning_report.table(rows)
     lines = text.splitlines()
@@ -340,11 +342,11 @@ def test_table(tmp_path):
     )
     assert lines[4:6] == [
         "| dense | 1.5 | 512 + 64 | 0.001 | 2 | 1.100 ± 0.141 |  | 1.100 ± 0.141 | 1.100 "
-        "| 0.25 / 0.55 | 5 |",
+        "| 0.25 / 0.55 | 5 / 0 |",
         "| window | 1.5 | 512 + 64 | 0.002 | 2 | 1.350 ± 0.071 | 0.250 ± 0.071 | 1.350 ± 0.071 "
-        "| 1.350 | 0.25 / 0.68 | 10 / 12 |",
+        "| 1.350 | 0.25 / 0.68 | 10 (2.00) / 12 |",
     ]
-    assert "a GPU, torch 2, triton 3, commits abc." in lines[-1] and "other" not in text
+    assert "a GPU, old, torch 2, triton 3, commits abc." in lines[-1] and "other" not in text
     page, image = tmp_path / "page.md", tmp_path / "plot.png"
     page.write_text(
         "a\n<!-- begin: learning -->\n<!-- end: learning -->\n"

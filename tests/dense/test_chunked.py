@@ -370,7 +370,6 @@ def test_autocast_casts_as_a_matmul_does():
 
 @pytest.mark.slow
 # dynamo makes an instance of every autograd function it traces
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_into_one_graph():
     leaves = draw(1, 9, 9, 2, 1, 4, 4, torch.float32)
     ids = torch.arange(9)[None] // 5
@@ -395,7 +394,6 @@ def test_compiles_into_one_graph():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_with_dynamic_sizes():
     compiled = torch.compile(chunked_attention, fullgraph=True, backend="aot_eager", dynamic=True)
     leaves = draw(2, 9, 9, 2, 1, 4, 4, torch.float32)

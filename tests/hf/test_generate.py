@@ -242,7 +242,6 @@ def test_dense_length_over_a_cache(static):
             close(one, expected, **TOL)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @torch.no_grad()
 def test_compiled_steps_over_a_static_cache():
     """One graph serves steps at all lengths."""
