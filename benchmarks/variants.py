@@ -70,6 +70,8 @@ THREE: Settings = dict(
     num_initial_blocks=1,
     num_local_blocks=2,
 )
+# the preset "short-windows": T / 4 compressed keys
+SHORT: Settings = dict(THREE, compress_block_size=8, compress_block_sliding_stride=4)
 # the published package's defaults at the same sizes; its network begins with random weights
 PUBLISHED: Settings = dict(THREE, num_initial_blocks=0, num_local_blocks=1)
 # 1 initial, 5 local and 6 ranked blocks of 64 tokens: 768 keys a query
@@ -118,7 +120,11 @@ VARIANTS: dict[str, Settings] = {
     "one softmax, logits": ONE,
     # by "probs": kernels have no differentiable top-k by "max"
     "one softmax, probs, diff top-k": dict(ONE, importance="probs", use_diff_topk=True),
-    "MLP over windows of 8": dict(THREE, compress_block_size=8, compress_block_sliding_stride=4),
+    "MLP over windows of 8": SHORT,
+    "MLP over windows of 8, 8 apart": dict(SHORT, compress_block_sliding_stride=8),
+    "convolution and sum over windows of 8": dict(
+        SHORT, compress_mlp={"name": "conv", "residual": "sum"}
+    ),
     "sum pooling": dict(THREE, compress_mlp="sum"),
     "paper, sum pooling": dict(PAPER, compress_mlp="sum"),
     "paper, diff top-k": dict(PAPER, use_diff_topk=True),
@@ -135,9 +141,7 @@ VARIANTS: dict[str, Settings] = {
     "paper, convolution and sum": dict(PAPER, compress_mlp={"name": "conv", "residual": "sum"}),
     "low rank over windows of 32": dict(THREE, compress_mlp={"name": "low rank"}),
     "attention pooling over windows of 32": dict(THREE, compress_mlp="attention"),
-    "sum pooling over windows of 8": dict(
-        THREE, compress_mlp="sum", compress_block_size=8, compress_block_sliding_stride=4
-    ),
+    "sum pooling over windows of 8": dict(SHORT, compress_mlp="sum"),
 }
 
 

@@ -138,7 +138,9 @@ def test_table():
     sparse = dense | {"form": "max of 64", "prefill_tokens_per_s": 9e4, "dynamic_peak_mib": 1024}
     sparse |= {"dynamic_tokens_per_s": 250.0, "static_failed": "why", "settings": {"a": 1}}
     sparse |= {"unseen_tokens_per_s": 60.0}
-    rows = [dense | {"gpu": "another"}, dense, other, sparse]
+    # a later run, whose baseline is no one else's
+    again = dense | {"commit": "def", "prefill_tokens_per_s": 5e4}
+    rows = [dense, other, sparse, again]
     drawn = generation_report.table(rows).splitlines()
     assert drawn[0] == "llama-8b (8 layers of 32, 32 query and 8 KV heads, bfloat16), a GPU:"
     assert "| prefill, thousand tokens/s (times SDPA) | B=16, 8k |" in drawn
@@ -150,9 +152,9 @@ def test_table():
     unseen = generation_report.MEASURES["unseen"]
     assert f"{case}{unseen}: missed, max of 64 1.50 of 2" in drawn
     assert "* llama-8b, max of 64, B=16, 8k, static: why" in drawn
-    # each case where it was measured last
-    drawn = generation_report.table([*rows, dense | {"gpu": "another", "T": 4096}])
-    assert "KV heads, bfloat16), another:" in drawn and "| sdpa | 100.0 |" in drawn
+    assert "| sdpa | 50.0 |" in drawn
+    drawn = generation_report.table([*rows, sparse | {"gpu": "another"}])
+    assert "KV heads, bfloat16), another:" in drawn and "| max of 64 | 90.0 |" in drawn
     assert generation_report.table([]) == generation_report.NO_ROWS
 
 
