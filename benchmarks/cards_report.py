@@ -1,5 +1,5 @@
-"""Tables of docs/performance.md that have a run, and a GPU, of their own: one softmax, and kernels
-of others from checkouts."""
+"""Tables of docs/performance.md that have a run, and a GPU, of their own: one softmax, short
+windows, and kernels of others from checkouts."""
 
 from __future__ import annotations
 
@@ -37,27 +37,39 @@ def is_one_softmax(row: Row) -> bool:
     return bool(row["provider"].startswith("one-softmax"))
 
 
+def is_short_windows(row: Row) -> bool:
+    return bool(row["provider"] == goals.SHORT_WINDOWS)
+
+
 def heads(row: Row) -> str:
     text = f"{row['H']}/{row['K']}"
     return text if row["D"] == 128 else f"{text}, D={row['D']}"
 
 
-def newest_runs(rows: Sequence[Row]) -> list[list[Row]]:
-    """Of all heads and forms of one softmax, the rows of the newest run, with dense cuDNN in it."""
-    forms = dict.fromkeys((heads(row), row["provider"]) for row in rows if is_one_softmax(row))
+def newest_runs(rows: Sequence[Row], is_form: Callable[[Row], bool]) -> list[list[Row]]:
+    """Of all heads and forms, the rows of the newest run, with dense cuDNN in it."""
+    forms = dict.fromkeys((heads(row), row["provider"]) for row in rows if is_form(row))
     order, found = list(dict.fromkeys(of for of, _ in forms)), []
     for of, name in sorted(forms, key=lambda form: order.index(form[0])):
         names = name, "dense-cudnn"
         beside = [row for row in rows if heads(row) == of and row["provider"] in names]
-        found.append(run_of(beside, is_one_softmax))
+        found.append(run_of(beside, is_form))
     return found
 
 
 def one_softmax(rows: Sequence[Row]) -> str:
+    return over_dense(rows, is_one_softmax)
+
+
+def short_windows(rows: Sequence[Row]) -> str:
+    return over_dense(rows, is_short_windows)
+
+
+def over_dense(rows: Sequence[Row], is_form: Callable[[Row], bool]) -> str:
     """Speed-up over dense cuDNN in the same run, forward / backward, and memory over that of dense:
     of each form its newest run, which has a card of its own."""
-    runs = newest_runs([row for row in rows if "p50_ms" in row])
-    ours = [list(filter(is_one_softmax, run)) for run in runs]
+    runs = newest_runs([row for row in rows if "p50_ms" in row], is_form)
+    ours = [list(filter(is_form, run)) for run in runs]
     used = [row for run in ours for row in run]
     if not used:
         return NO_ROWS

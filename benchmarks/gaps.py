@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from .cases import NO_ROWS, Case, Rows, length, named
+from .goals import SHORT_WINDOWS
 from .problem import Setting
 from .providers import OursSelected, Provider, providers
 
 
 def plan(rows: Rows) -> list[tuple[Provider, Case]]:
     """What `benchmarks.attention` times on a GPU, of the heads, strides and numbers of neighbours
-    alike that there are rows of; one softmax has a table of its own."""
+    alike that there are rows of; one softmax and short windows have tables of their own."""
     known: list[Provider] = [
         provider
         for name, some in providers().items()
-        if name != "dense-sdpa" and not name.startswith("one-softmax")
+        if name not in ("dense-sdpa", SHORT_WINDOWS) and not name.startswith("one-softmax")
         for provider in some
     ]
     alikes = {case[4] for case in rows.cases if case[4] is not None}

@@ -18,6 +18,7 @@ import native_sparse_attention as nsa
 from native_sparse_attention.presets import preset
 
 from . import oracle, problem
+from .goals import SHORT_WINDOWS
 from .oracle import Branch
 from .problem import Setting, Tensors
 
@@ -126,6 +127,31 @@ class OursLarge(Ours):
         x["q"] = (4 * x["q"].detach()).requires_grad_()
 
 
+# of NSAConfig, by the names of a Setting
+BLOCKS = dict(
+    s="selection_block_size",
+    n="num_selected_blocks",
+    initial="num_initial_blocks",
+    local="num_local_blocks",
+)
+THREE = BLOCKS | dict(
+    l="compress_block_size", d="compress_block_sliding_stride", w="sliding_window_size"
+)
+
+
+class OursShortWindows(Ours):
+    """At the sizes of `NSAConfig.preset("short-windows")`; those of a CPU stay."""
+
+    name = SHORT_WINDOWS
+
+    def sized(self, setting: Setting) -> Setting:
+        sizes = preset("short-windows", setting.T)
+        if setting.n < sizes["num_selected_blocks"]:
+            return setting
+        own: dict[str, Any] = {short: sizes[name] for short, name in THREE.items()}
+        return dataclasses.replace(setting, **own)
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """One softmax over 1 initial, 8 local and 8 ranked blocks (fewer at the sizes of a CPU).
@@ -147,9 +173,7 @@ class Form:
         sizes: dict[str, Any] = dict(s=setting.s, n=n, initial=1, local=n)
         if self.preset and n == 8:
             blocks = preset("one-softmax", setting.T)
-            names = dict(s="selection_block_size", n="num_selected_blocks")
-            names |= dict(initial="num_initial_blocks", local="num_local_blocks")
-            sizes = {short: blocks[name] for short, name in names.items()}
+            sizes = {short: blocks[name] for short, name in BLOCKS.items()}
         return dataclasses.replace(setting, l=l, d=d, w=0, **sizes)
 
     def dense_length(self, setting: Setting) -> int:
@@ -470,6 +494,7 @@ def providers() -> dict[str, list[Provider]]:
         "ours": [Ours()],
         "ours-probs": [OursProbs()],
         "ours-large": [OursLarge()],
+        SHORT_WINDOWS: [OursShortWindows()],
         **{name: [OneSoftmax(name, form)] for name, form in ONE_SOFTMAX.items()},
         "fla": [FlashLinearAttention()],
         "nsa-pytorch": [NsaPytorch()],

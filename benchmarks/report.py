@@ -267,6 +267,7 @@ DRAWN: dict[str, Callable[[Rows], str]] = {
 # of all rows, whatever GPU the others are of
 DRAWN_APART: dict[str, Callable[[list[Row]], str]] = {
     "one_softmax": cards_report.one_softmax,
+    "short_windows": cards_report.short_windows,
     "peers": cards_report.peers,
 }
 

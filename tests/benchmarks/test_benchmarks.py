@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, cards_report, common, oracle, problem, report
+from benchmarks import attention, cards_report, common, goals, oracle, problem, report
 from benchmarks.providers import (
     Dense,
     Ours,
@@ -293,6 +293,16 @@ def test_tables_of_a_run_of_their_own():
     assert "| selected | infllm_v2 | - |" in text
     assert "* infllm_v2, selected, 64/4: takes other heads" in text
     assert cards_report.peers(old) == cards_report.one_softmax([]) == report.NO_ROWS
+
+
+def test_short_windows_have_the_sizes_of_their_preset():
+    (provider,) = known_providers()[goals.SHORT_WINDOWS]
+    c = provider.sized(problem.Setting(8192))
+    assert (c.l, c.d, c.s, c.n, c.initial, c.local, c.w) == (8, 4, 64, 6, 1, 2, 255)
+    assert provider.sized(SMALL) == SMALL
+    own = made_up(provider.name, 8192, 1.0, 1.25, D=128)
+    text = cards_report.short_windows([*own, *made_up("one-softmax", 8192, 9.0, 9.0, D=128)])
+    assert "| 64/4 | ours-short-windows | 1.25 / 1.25 |" in text and "9.00" not in text
 
 
 def test_tables(tmp_path):
