@@ -84,7 +84,7 @@ SETTINGS: Table = {
         ("auto", "sparse", "one-softmax", "dense"),
         "auto",
         "auto",
-        "three sparse branches (auto: up to 16384 tokens), one softmax over selected blocks, full",
+        "three branches, one softmax over selected blocks, full (auto, and sizes: by --seq-len)",
     ),
     "dim": (count, 128, 512, "model width"),
     "depth": (count, 2, 6, "layers"),

@@ -9,6 +9,7 @@ from . import common, goals
 from .cases import NO_ROWS, PASSES, length
 from .common import Row
 from .peers import PEERS
+from .providers import SHORT_WINDOWS
 
 OF_PEERS = {peer.name for some in PEERS.values() for peer in some}
 ORDER = {"dense-cudnn": 0, "ours": 1}
@@ -38,23 +39,12 @@ def is_one_softmax(row: Row) -> bool:
 
 
 def is_short_windows(row: Row) -> bool:
-    return bool(row["provider"] == goals.SHORT_WINDOWS)
+    return bool(row["provider"] == SHORT_WINDOWS)
 
 
 def heads(row: Row) -> str:
     text = f"{row['H']}/{row['K']}"
     return text if row["D"] == 128 else f"{text}, D={row['D']}"
-
-
-def newest_runs(rows: Sequence[Row], is_form: Callable[[Row], bool]) -> list[list[Row]]:
-    """Of all heads and forms, the rows of the newest run, with dense cuDNN in it."""
-    forms = dict.fromkeys((heads(row), row["provider"]) for row in rows if is_form(row))
-    order, found = list(dict.fromkeys(of for of, _ in forms)), []
-    for of, name in sorted(forms, key=lambda form: order.index(form[0])):
-        names = name, "dense-cudnn"
-        beside = [row for row in rows if heads(row) == of and row["provider"] in names]
-        found.append(run_of(beside, is_form))
-    return found
 
 
 def one_softmax(rows: Sequence[Row]) -> str:
@@ -67,12 +57,15 @@ def short_windows(rows: Sequence[Row]) -> str:
 
 def over_dense(rows: Sequence[Row], is_form: Callable[[Row], bool]) -> str:
     """Speed-up over dense cuDNN in the same run, forward / backward, and memory over that of dense:
-    of each form its newest run, which has a card of its own."""
-    runs = newest_runs([row for row in rows if "p50_ms" in row], is_form)
-    ours = [list(filter(is_form, run)) for run in runs]
-    used = [row for run in ours for row in run]
-    if not used:
+    of each form its newest run, which has a card of its own. A failure takes the place of times."""
+    forms: dict[tuple[str, str, int], list[Row]] = {}
+    for row in filter(is_form, rows):
+        form = heads(row), row["provider"], row["selection_stride"]
+        forms.setdefault(form, []).append(row)
+    if not forms:
         return NO_ROWS
+    runs = {form: run_of(own, is_form) for form, own in forms.items()}
+    used = [row for run in runs.values() for row in run]
     lengths = sorted({row["T"] for row in used})
     cards = len({row["gpu"] for row in used})
     aims = {
@@ -80,25 +73,38 @@ def over_dense(rows: Sequence[Row], is_form: Callable[[Row], bool]) -> str:
         for (H, K, _), of in goals.ONE_SOFTMAX.items()
     }
     lines = [["H/K", "forward / backward; memory", *map(length, lengths)]]
-    for run, own in zip(runs, ours, strict=True):
-        of, name = heads(own[0]), own[0]["provider"]
-        card = own[0]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
-        dense = {row["T"]: row["peak_mib"] for row in run if row["provider"] == "dense-cudnn"}
-        by_stride: dict[int, dict[int, dict[str, Row]]] = {}
-        for row in own:
-            cases = by_stride.setdefault(row["selection_stride"], {})
-            cases.setdefault(row["T"], {})[row["pass"]] = row
-        for stride, cases in sorted(by_stride.items()):
-            told = name if stride == 1 else f"{name}, stride {stride}"
-            told += f" ({card})" if cards > 1 else ""
-            lines.append([of, told, *(ratios(cases.get(T, {}), dense.get(T)) for T in lengths)])
-        if name == "one-softmax" and of in aims:
+    order = list(dict.fromkeys(of for of, *_ in forms))
+    names = list(dict.fromkeys(name for _, name, _ in forms))
+    for of, name, stride in sorted(
+        forms, key=lambda form: (order.index(form[0]), names.index(form[1]), form[2])
+    ):
+        run = runs[of, name, stride]
+        card = run[0]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+        told = name if stride == 1 else f"{name}, stride {stride}"
+        told += f" ({card})" if cards > 1 else ""
+        where = run[0]["gpu"], run[0]["commit"]
+        dense = {
+            row["T"]: row["peak_mib"]
+            for row in rows
+            if row["provider"] == "dense-cudnn" and "p50_ms" in row
+            if heads(row) == of and (row["gpu"], row["commit"]) == where
+        }
+        cases: dict[int, dict[str, Row]] = {}
+        for row in run:
+            passes = cases.setdefault(row["T"], {})
+            if "failed" in row or "failed" in passes:
+                passes.clear()
+            passes[row.get("pass", "failed")] = row
+        lines.append([of, told, *(ratios(cases.get(T, {}), dense.get(T)) for T in lengths)])
+        if name == "one-softmax" and of in aims and stride == 1:
             lines.append([of, "*target*", *(aims[of].get(T, "") for T in lengths)])
     return f"{common.markdown(lines)}\n\n{machine(used)}"
 
 
 def ratios(passes: dict[str, Row], dense_mib: float | None) -> str:
     """How many times as fast as dense attention each pass is, and memory over dense attention's."""
+    if "failed" in passes:
+        return "failed"
     cell = " / ".join(f"{passes[p]['speedup_over_cudnn']:.2f}" for p in PASSES if p in passes)
     if cell and dense_mib is not None:
         cell += f"; {passes['forward']['peak_mib'] / dense_mib:.2f}"

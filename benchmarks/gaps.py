@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .cases import NO_ROWS, Case, Rows, length, named
-from .goals import SHORT_WINDOWS
 from .problem import Setting
-from .providers import OursSelected, Provider, providers
+from .providers import SHORT_WINDOWS, OursSelected, Provider, providers
 
 
 def plan(rows: Rows) -> list[tuple[Provider, Case]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import common
 from .cases import length
@@ -20,6 +21,9 @@ MEASURES = {
     "static": "decoding over a static cache, tokens/s",
 }
 
+# after a ratio that is not to the row of SDPA in its table
+EARLIER = "\\*"
+
 # batch and context; of each the latest row of each form
 Case = tuple[int, int]
 Cases = dict[Case, dict[str, Row]]
@@ -29,22 +33,23 @@ Models = dict[tuple[str, int, str], Cases]
 
 def latest(rows: Sequence[Row]) -> Models:
     """The latest rows of each model, depth and GPU. Each has SDPA's row of its own run."""
+
+    def run(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("model", "layers", "gpu", "commit", "B", "T"))
+
+    base = {run(row): row for row in rows if row["form"] == BASELINE}
     found: Models = {}
-    base: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        run = tuple(str(row[name]) for name in ("model", "layers", "gpu", "commit", "B", "T"))
-        if row["form"] == BASELINE:
-            base[run] = row
         cases = found.setdefault((row["model"], row["layers"], row["gpu"]), {})
         forms = cases.setdefault((row["B"], row["T"]), {})
-        forms[row["form"]] = {**row, BASELINE: base.get(run)}
+        forms[row["form"]] = {**row, BASELINE: base.get(run(row), {})}
     return found
 
 
 def speedup(rows: dict[str, Row], form: str, what: str) -> float | None:
     """Times as fast as SDPA in the same run, None where one of them has no time."""
     row = rows.get(form, {})
-    own, base = ((of or {}).get(f"{what}_tokens_per_s") for of in (row, row.get(BASELINE)))
+    own, base = (of.get(f"{what}_tokens_per_s") for of in (row, row.get(BASELINE, {})))
     return own / base if own and base else None
 
 
@@ -65,7 +70,10 @@ def cell(rows: dict[str, Row], form: str, what: str) -> str:
         return ""
     shown = f"{speed / 1e3:.1f}" if what == "prefill" else f"{speed:.0f}"
     ratio = speedup(rows, form, what)
-    return shown if ratio is None or form == BASELINE else f"{shown} ({ratio:.2f})"
+    if ratio is None or form == BASELINE:
+        return shown
+    is_shown = row[BASELINE].get("commit") == rows[BASELINE].get("commit")
+    return f"{shown} ({ratio:.2f})" if is_shown else f"{shown} ({ratio:.2f}){EARLIER}"
 
 
 def peaks(rows: dict[str, Row], form: str) -> str:
@@ -97,6 +105,8 @@ def model_table(name: str, cases: Cases) -> str:
         parts.append(
             common.markdown([head, *([f, *(peaks(cases[c], f) for c in order)] for f in forms)])
         )
+    if any(EARLIER in part for part in parts):
+        parts.append(f"{EARLIER} times SDPA of its own run; the row of sdpa is of a later one.")
     return "\n\n".join(parts)
 
 

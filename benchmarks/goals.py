@@ -39,8 +39,6 @@ ONE_SOFTMAX: Goals = {
     },
     (32, 8, 1): {8192: (1.3, 1.5), 65536: (7.0, 10.0)},
 }
-# a provider
-SHORT_WINDOWS = "ours-short-windows"
 MOST_MEMORY = 1.5
 MOST_MEMORY_ONE_SOFTMAX = 1.0
 MOST_FOR_PROBS = 1.25

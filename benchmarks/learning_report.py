@@ -58,32 +58,40 @@ def by_variant(rows: Sequence[Row], T: int) -> Variants:
     return dict(sorted(found.items(), key=lambda item: mean(map(bits, item[1]))))
 
 
-def speeds(rows: Sequence[Row], T: int, compiled: bool = False) -> dict[str, int]:
-    """Tokens a second of a variant with nothing beside it."""
-    return {name: row["tokens_per_s"] for name, row in timed(rows, T, compiled).items()}
-
-
 def timed(rows: Sequence[Row], T: int, compiled: bool) -> dict[str, Row]:
-    """Of each variant the latest row of a speed."""
+    """Of each variant the latest row of a speed, with nothing beside it."""
     of_speed = (row for row in rows if row["kind"] == "speed" and row["T"] == T)
     return {row["variant"]: row for row in of_speed if row["compile"] == compiled}
 
 
+def over_dense(rows: Sequence[Row], row: Row) -> float | None:
+    """Tokens a second over those of dense attention on the same card and at the same commit."""
+    where = row["gpu"], row["commit"]
+    beside = [other for other in rows if (other["gpu"], other["commit"]) == where]
+    dense = timed(beside, row["T"], row["compile"]).get(DENSE)
+    return None if dense is None else row["tokens_per_s"] / dense["tokens_per_s"]
+
+
+def speeds(rows: Sequence[Row], T: int) -> dict[str, float]:
+    """Tokens a second of a variant alone on the card that timed dense attention last: those of
+    another card are scaled by what dense attention has there."""
+    alone = timed(rows, T, compiled=False)
+    dense = alone.get(DENSE)
+    ratios = {name: over_dense(rows, row) for name, row in alone.items()}
+    if dense is None:
+        return {}
+    return {name: r * dense["tokens_per_s"] for name, r in ratios.items() if r is not None}
+
+
 def speed_cell(rows: Sequence[Row], T: int, name: str) -> str:
-    """Thousands of tokens a second, eager / compiled; in brackets times those of dense attention on
-    the same card and at the same commit."""
+    """Thousands of tokens a second, eager / compiled; in brackets times those of dense
+    attention."""
     cells = []
-    for compiled in (False, True):
-        row = timed(rows, T, compiled).get(name)
-        if row is None:
-            continue
-        where = row["gpu"], row["commit"]
-        beside = [r for r in rows if r["kind"] == "speed" and (r["gpu"], r["commit"]) == where]
-        dense = timed(beside, T, compiled).get(DENSE)
-        cell = f"{row['tokens_per_s'] / 1e3:.0f}"
-        if name != DENSE and dense is not None:
-            cell += f" ({row['tokens_per_s'] / dense['tokens_per_s']:.2f})"
-        cells.append(cell)
+    for row in (timed(rows, T, compiled).get(name) for compiled in (False, True)):
+        if row is not None:
+            ratio = None if name == DENSE else over_dense(rows, row)
+            cell = f"{row['tokens_per_s'] / 1e3:.0f}"
+            cells.append(cell if ratio is None else f"{cell} ({ratio:.2f})")
     return " / ".join(cells)
 
 
@@ -199,7 +207,7 @@ def points_by_position(runs: list[Row]) -> list[tuple[float, float]]:
     return found
 
 
-def points_by_time(runs: list[Row], tokens_per_s: int | None) -> list[tuple[float, float]]:
+def points_by_time(runs: list[Row], tokens_per_s: float | None) -> list[tuple[float, float]]:
     """(seconds, bits per byte of the training text): of the time alone on a GPU if it is known."""
     found = []
     for points in zip(*(run["curve"] for run in runs), strict=True):

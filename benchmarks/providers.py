@@ -18,7 +18,6 @@ import native_sparse_attention as nsa
 from native_sparse_attention.presets import preset
 
 from . import oracle, problem
-from .goals import SHORT_WINDOWS
 from .oracle import Branch
 from .problem import Setting, Tensors
 
@@ -137,6 +136,9 @@ BLOCKS = dict(
 THREE = BLOCKS | dict(
     l="compress_block_size", d="compress_block_sliding_stride", w="sliding_window_size"
 )
+
+
+SHORT_WINDOWS = "ours-short-windows"
 
 
 class OursShortWindows(Ours):

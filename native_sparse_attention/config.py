@@ -238,7 +238,7 @@ class NSAConfig(AttentionConfig):
             name: "published", the three branches of the published package; "paper", those of the
                 paper: ranking by softmax mass, keys and values for each branch, an initial and two
                 local blocks; "short-windows", three branches that compress windows of 8 tokens, 4
-                apart, and learn more than all others of these (docs/training.md); or "one-softmax",
+                apart, and learned most at 8,192 tokens (docs/training.md); or "one-softmax",
                 one softmax over initial, local and ranked blocks, ranked by the largest logit of
                 their tokens, and dense attention up to position 8192 (`dense_length`, left out
                 where other settings exclude it), where blocks gain little time or lose some.

@@ -97,7 +97,6 @@ def test_inductor_on_the_cpu(grad):
     torch.testing.assert_close(run(compiled), run(compressed_attention))
 
 
-# dynamo makes an instance of every autograd function it traces
 @pytest.mark.parametrize("kind", ["mask", "cu_seqlens"])
 @branches
 def test_one_graph_for_padded_and_packed_rows_of_any_length(branches, kind):

@@ -186,7 +186,6 @@ def test_tensors_that_are_none(given):
             sliding_window_attention(q, k, q, sliding_window_size=2, **given)
 
 
-# of torch's own tracing of autograd functions
 def test_compiles_in_one_graph():
     """Where documents lie is data: one graph for all that are as many and as long together."""
     q, k, v = (torch.randn(1, 51, 2, 8, dtype=torch.float64) for _ in range(3))

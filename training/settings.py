@@ -58,9 +58,11 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# tokens of a sequence from which on sizes are those of a preset, the best of docs/training.md; up
-# to which that is "short-windows"; from which on a third of the layers of one softmax rank nothing
-PRESET_FROM, SHORT_WINDOWS_TO, LOCAL_FROM = 2048, 16384, 16384
+# tokens of a sequence from which on one softmax is the attention of a new run, but for lengths at
+# which docs/training.md has short windows ahead; and from which on a third of its layers rank
+# nothing
+ONE_SOFTMAX_FROM, LOCAL_FROM = 2048, 16384
+SHORT_WINDOWS = range(8192, 16384 + 1)
 
 
 def new_settings(given: Namespace, table: Table) -> Namespace:
@@ -72,9 +74,11 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
     length = getattr(given, "seq_len", usual["seq_len"])
     attention = getattr(given, "attention", usual["attention"])
     if attention == "auto":
-        attention = "one-softmax" if length > SHORT_WINDOWS_TO else "sparse"
-    if attention == "one-softmax" or (attention == "sparse" and length >= PRESET_FROM):
-        sizes = preset("one-softmax" if attention == "one-softmax" else "short-windows", length)
+        is_short = length < ONE_SOFTMAX_FROM or length in SHORT_WINDOWS
+        attention = "sparse" if is_short else "one-softmax"
+    name = "short-windows" if attention == "sparse" else attention
+    if name == "one-softmax" or (name == "short-windows" and length >= SHORT_WINDOWS.start):
+        sizes = preset(name, length)
         usual |= {name: value for name, value in sizes.items() if name in table}
     usual |= vars(given) | dict(attention=attention)
     if usual["local_layers"] == "auto":

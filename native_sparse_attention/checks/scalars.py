@@ -162,13 +162,14 @@ def check_device(name: str, device: Any) -> torch.device:
     """Check an argument of `torch.device`: a device, its name, or the number of a GPU."""
     if isinstance(device, torch.device):
         return device
-    is_index = type(device) is int and 0 <= device < 256
+    is_index = type(device) is int and 0 <= device < 128
+    if is_index and not torch.accelerator.is_available():  # torch then knows no numbers
+        return torch.device("cuda", device)
     if isinstance(device, str) or is_index:
         try:
             return torch.device(device)
         except RuntimeError:
-            if is_index:  # a torch without any GPU knows no numbers
-                return torch.device("cuda", device)
+            pass
     raise ValueError(f"{name} must be a torch.device or the name of one, got {shown(device)}")
 
 

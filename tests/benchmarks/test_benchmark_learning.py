@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import common, learning, learning_report, runs_pool, variants
+from native_sparse_attention.presets import preset
 
 QUICK = ["--quick", "--device", "cpu", "--jobs", "0"]
 SHAPE = dict(learning.SHAPE, dim=32, depth=2, heads=4, dim_head=16)
@@ -67,6 +68,16 @@ def test_variants_share_initial_values():
     assert not torch.equal(networks[0][-1].weight, networks[1][-1].weight)
     other = variants.build(SMALL["dense"], SHAPE, seed=2)
     assert not torch.equal(other.token_emb.weight, models["dense"].token_emb.weight)
+
+
+@pytest.mark.parametrize("T", [8192, 16384])
+def test_presets_are_what_is_trained(T):
+    """docs/training.md measures presets under the names of variants."""
+    assert variants.VARIANTS["MLP over windows of 8"] == preset("short-windows", T)
+    trained = dict(variants.VARIANTS["1088 keys, blocks of 32"])
+    del trained["sliding_window_size"]  # of a branch that is not there
+    one = preset("one-softmax", T) | dict(branches=["selected"])
+    assert one.pop("dense_length") == 8192 and trained == one
 
 
 def test_dense_layers_and_recipes():
@@ -358,6 +369,11 @@ def test_table(tmp_path):
     assert learning_report.table([]) == learning_report.picture([]) == learning_report.NO_ROWS
     variants = learning_report.by_variant(learning_report.one_experiment(rows), 1024)
     assert learning_report.points_by_time(variants["window"], 10_240)[1][0] == 2.0
+    rows = learning_report.one_experiment(rows)
+    assert learning_report.speeds(rows, 1024) == {"dense": 5000, "window": 10_000}
+    slow = [made_up(name, 0, 1e-4, 0.0, kind="speed", compile=False, gpu="slow", tokens_per_s=n)
+            for name, n in (("dense", 1000), ("paper", 3000))]  # fmt: skip
+    assert learning_report.speeds([*slow, *rows], 1024)["paper"] == 15_000
 
 
 def test_page_is_drawn_from_the_rows():

@@ -8,8 +8,9 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, cards_report, common, goals, oracle, problem, report
+from benchmarks import attention, cards_report, common, oracle, problem, report
 from benchmarks.providers import (
+    SHORT_WINDOWS,
     Dense,
     Ours,
     OursLarge,
@@ -288,6 +289,15 @@ def test_tables_of_a_run_of_their_own():
     text = cards_report.one_softmax(old + run + narrow)
     assert "| 64/4 | one-softmax | 1.50 / 1.50; 1.00 |" in text and text.endswith("3; d, e.")
     assert "| 9/3, D=64 | one-softmax | 1.50 / 1.50; 1.00 |" in text
+    broken = [dict(run[4], failed="why", selection_stride=4), dict(run[4], T=1024, failed="why")]
+    for row in broken:
+        del row["pass"], row["p50_ms"]
+    text = cards_report.one_softmax([*old, *run, *broken])
+    assert "| 64/4 | one-softmax | failed | 1.50 / 1.50; 1.00 |" in text
+    assert "| 64/4 | one-softmax, stride 4 |  | failed |" in text
+    again = [dict(broken[0], selection_stride=1, commit="later")]
+    text = cards_report.one_softmax([*run, *again])
+    assert "| 64/4 | one-softmax | failed |" in text and text.endswith("; later.")
     text = cards_report.peers(old + run)
     assert "| whole | flash_nsa | 4 (4.00) / 4 (4.00) |" in text
     assert "| selected | infllm_v2 | - |" in text
@@ -296,7 +306,7 @@ def test_tables_of_a_run_of_their_own():
 
 
 def test_short_windows_have_the_sizes_of_their_preset():
-    (provider,) = known_providers()[goals.SHORT_WINDOWS]
+    (provider,) = known_providers()[SHORT_WINDOWS]
     c = provider.sized(problem.Setting(8192))
     assert (c.l, c.d, c.s, c.n, c.initial, c.local, c.w) == (8, 4, 64, 6, 1, 2, 255)
     assert provider.sized(SMALL) == SMALL

@@ -369,7 +369,6 @@ def test_autocast_casts_as_a_matmul_does():
 
 
 @pytest.mark.slow
-# dynamo makes an instance of every autograd function it traces
 def test_compiles_into_one_graph():
     leaves = draw(1, 9, 9, 2, 1, 4, 4, torch.float32)
     ids = torch.arange(9)[None] // 5

@@ -254,7 +254,6 @@ def test_backward_refuses_residuals_that_do_not_fit():
 
 
 @pytest.mark.slow
-# dynamo makes an instance of every autograd function it traces
 def test_compiles_into_one_graph():
     leaves = draw(2, 3, 7, 7, 4, 6)
     ids = torch.arange(7).expand(2, -1) // 4

@@ -179,7 +179,6 @@ def test_rows_of_a_static_cache():
 
 
 @pytest.mark.slow
-# that torch's own tracing of an autograd function gives before 2.12
 def test_compiled_packed_sequences():
     model, ids = native("one_softmax", num_hidden_layers=1), prompts(60)[0]
     positions = torch.cat((torch.arange(20), torch.arange(40)))[None]

@@ -218,7 +218,6 @@ def test_kernels_give_what_eager_gives(monkeypatch):
 
 
 @pytest.mark.slow(one_of=2)
-# of torch's own tracing of autograd functions
 @pytest.mark.parametrize("padding", [False, True])
 def test_compiled_model(padding):
     """Without a mask the graph breaks where packed documents are looked for."""

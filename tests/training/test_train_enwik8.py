@@ -139,24 +139,22 @@ def test_dense_twin_and_default_names(tmp_path, text):
         assert (tmp_path / f"runs/squares-dense-{number}/config.json").exists()
 
 
-def test_forms_of_long_sequences(tmp_path, text):
-    """Sizes of the presets: short windows from 2048 tokens on; one softmax beyond 16384, and
-    whenever it is asked for."""
+def test_one_softmax(tmp_path, text):
+    """From 2048 tokens on it is what a new run trains, with sizes of its own; and whenever it is
+    asked for."""
     sizes = [TINY.index(name) for name in ("--sliding-window-size", "--seq-len")]
     tiny = TINY[: sizes[0]] + TINY[sizes[1] :]
-    plan = ["--steps", 2, "--sample-every", 0, "--batch-size", 1, "--seq-len", 2048]
-    for name, kind in (("short-windows", "sparse"), ("one-softmax", "one-softmax")):
-        asked = [] if kind == "sparse" else ["--attention", kind]
-        done = in_process(tmp_path, "--data", text, *tiny, *plan, *asked)
-        assert done.returncode == 0, done.stderr
-        run = tmp_path / f"runs/squares-{kind}-1"
-        settings = json.loads((run / "config.json").read_text())["settings"]
-        expected = preset(name, 2048)
-        same = settings.keys() & expected.keys()
-        assert len(same) > 4 and all(settings[key] == expected[key] for key in same)
-        for layer, _ in Transformer.from_run(run).layers:
-            assert (layer.branches == ("selected",)) == layer.rank_rotated == (kind != "sparse")
-            assert layer.selection_block_size == expected["selection_block_size"]
+    plan = ["--steps", 2, "--sample-every", 0, "--batch-size", 1]
+    done = in_process(tmp_path, "--data", text, *tiny, *plan, "--seq-len", 2048)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs/squares-one-softmax-1"
+    settings = json.loads((run / "config.json").read_text())["settings"]
+    expected = preset("one-softmax", 2048)
+    assert all(settings[name] == expected[name] for name in settings.keys() & expected.keys())
+    model = Transformer.from_run(run)
+    for layer, _ in model.layers:
+        assert layer.branches == ("selected",) and layer.rank_rotated
+        assert layer.selection_block_size == expected["selection_block_size"]
     done = in_process(tmp_path, "--resume", run.relative_to(tmp_path), "--steps", 3)
     assert done.returncode == 0, done.stderr
 
@@ -178,6 +176,9 @@ def test_forms_of_long_sequences(tmp_path, text):
     ("given", "attention", "local"),
     [
         (dict(seq_len=2047), "sparse", "none"),
+        (dict(seq_len=2048), "one-softmax", "none"),
+        (dict(seq_len=8191), "one-softmax", "none"),
+        (dict(seq_len=8192), "sparse", "none"),
         (dict(seq_len=16384), "sparse", "none"),
         (dict(seq_len=16385), "one-softmax", "1,3"),
         (dict(seq_len=16385, depth=12), "one-softmax", "1,3,5,7"),
@@ -193,6 +194,21 @@ def test_forms_of_long_sequences(tmp_path, text):
 def test_attention_and_layers_that_rank_nothing(given, attention, local):
     cfg = new_settings(Namespace(device="cpu", **dict(depth=6) | given), script.SETTINGS)
     assert (cfg.attention, cfg.local_layers) == (attention, local)
+    name = "short-windows" if attention == "sparse" else attention
+    sizes = {} if attention == "dense" else preset(name, given["seq_len"])
+    if attention == "sparse" and given["seq_len"] < 8192:
+        sizes = {name: row[1] for name, row in script.SETTINGS.items() if name in sizes}
+    assert all(vars(cfg)[name] == sizes[name] for name in vars(cfg).keys() & sizes.keys())
+
+
+def test_options_replace_sizes_of_a_preset():
+    given = dict(device="cpu", seq_len=8192, selection_block_size=16)
+    cfg = new_settings(Namespace(**given), script.SETTINGS)
+    assert (cfg.selection_block_size, cfg.compress_block_size, cfg.num_selected_blocks) == (
+        16,
+        8,
+        6,
+    )
 
 
 def test_finished_run_says_so(trained):
