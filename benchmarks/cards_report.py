@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from . import common, goals
-from .cases import NO_ROWS, PASSES, length
+from .cases import NO_ROWS, PASSES, Rows, length
 from .common import Row
 from .peers import PEERS
 from .providers import SHORT_WINDOWS
@@ -57,58 +57,51 @@ def short_windows(rows: Sequence[Row]) -> str:
 
 def over_dense(rows: Sequence[Row], is_form: Callable[[Row], bool]) -> str:
     """Speed-up over dense cuDNN in the same run, forward / backward, and memory over that of dense:
-    of each form its newest run, which has a card of its own. A failure takes the place of times."""
+    of each form and selection stride its newest run, which has a card of its own."""
     forms: dict[tuple[str, str, int], list[Row]] = {}
     for row in filter(is_form, rows):
-        form = heads(row), row["provider"], row["selection_stride"]
-        forms.setdefault(form, []).append(row)
+        forms.setdefault((heads(row), row["provider"], row["selection_stride"]), []).append(row)
     if not forms:
         return NO_ROWS
     runs = {form: run_of(own, is_form) for form, own in forms.items()}
     used = [row for run in runs.values() for row in run]
     lengths = sorted({row["T"] for row in used})
-    cards = len({row["gpu"] for row in used})
+    several = len({row["gpu"] for row in used}) > 1
     aims = {
         f"{H}/{K}": {T: f"{fw:g} / {bw:g}" for T, (fw, bw) in of.items()}
         for (H, K, _), of in goals.ONE_SOFTMAX.items()
     }
     lines = [["H/K", "forward / backward; memory", *map(length, lengths)]]
-    order = list(dict.fromkeys(of for of, *_ in forms))
-    names = list(dict.fromkeys(name for _, name, _ in forms))
-    for of, name, stride in sorted(
-        forms, key=lambda form: (order.index(form[0]), names.index(form[1]), form[2])
-    ):
-        run = runs[of, name, stride]
-        card = run[0]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+    heads_of, names = (list(dict.fromkeys(form[i] for form in forms)) for i in (0, 1))
+    order = sorted(runs, key=lambda f: (heads_of.index(f[0]), names.index(f[1]), f[2]))
+    for form in order:
+        of, name, stride = form
+        cells = ratios(runs[form], [row for row in rows if heads(row) == of], lengths)
         told = name if stride == 1 else f"{name}, stride {stride}"
-        told += f" ({card})" if cards > 1 else ""
-        where = run[0]["gpu"], run[0]["commit"]
-        dense = {
-            row["T"]: row["peak_mib"]
-            for row in rows
-            if row["provider"] == "dense-cudnn" and "p50_ms" in row
-            if heads(row) == of and (row["gpu"], row["commit"]) == where
-        }
-        cases: dict[int, dict[str, Row]] = {}
-        for row in run:
-            passes = cases.setdefault(row["T"], {})
-            if "failed" in row or "failed" in passes:
-                passes.clear()
-            passes[row.get("pass", "failed")] = row
-        lines.append([of, told, *(ratios(cases.get(T, {}), dense.get(T)) for T in lengths)])
-        if name == "one-softmax" and of in aims and stride == 1:
+        card = runs[form][0]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+        lines.append([of, f"{told} ({card})" if several else told, *cells])
+        if (name, stride) == ("one-softmax", 1) and of in aims:
             lines.append([of, "*target*", *(aims[of].get(T, "") for T in lengths)])
     return f"{common.markdown(lines)}\n\n{machine(used)}"
 
 
-def ratios(passes: dict[str, Row], dense_mib: float | None) -> str:
-    """How many times as fast as dense attention each pass is, and memory over dense attention's."""
-    if "failed" in passes:
-        return "failed"
-    cell = " / ".join(f"{passes[p]['speedup_over_cudnn']:.2f}" for p in PASSES if p in passes)
-    if cell and dense_mib is not None:
-        cell += f"; {passes['forward']['peak_mib'] / dense_mib:.2f}"
-    return cell
+def ratios(run: list[Row], beside: Sequence[Row], lengths: Sequence[int]) -> list[str]:
+    """By length, how many times as fast as dense attention each pass of a form's run is, and memory
+    over that of dense attention, whose rows are `beside` it."""
+    gpu, commit = run[0]["gpu"], run[0]["commit"]
+    dense = [row for row in beside if row["provider"] == "dense-cudnn" and row["commit"] == commit]
+    kept = Rows([*dense, *run], gpu).cases
+    (own,) = (by_length for case, by_length in kept.items() if case[1] == run[0]["provider"])
+    of_dense = next((c for case, c in kept.items() if case[1] == "dense-cudnn"), {})
+    cells = []
+    for T in lengths:
+        passes = own.get(T, {})
+        cell = " / ".join(f"{passes[p]['speedup_over_cudnn']:.2f}" for p in PASSES if p in passes)
+        if cell and "forward" in of_dense.get(T, {}):
+            over = passes["forward"]["peak_mib"] / of_dense[T]["forward"]["peak_mib"]
+            cell += f"; {over:.2f}"
+        cells.append("failed" if "failed" in passes else cell)
+    return cells
 
 
 def peers(rows: Sequence[Row]) -> str:

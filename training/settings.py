@@ -67,19 +67,21 @@ SHORT_WINDOWS = range(8192, 16384 + 1)
 
 def new_settings(given: Namespace, table: Table) -> Namespace:
     """The settings of a new run: what was given, the rest from the preset of the device, or from
-    `NSAConfig.preset` for long sequences and for one softmax."""
+    `NSAConfig.preset` for one softmax and for long sequences."""
     device = find_device(getattr(given, "device", None))
     column = 2 if device.startswith("cuda") else 1
     usual: dict[str, Any] = {name: row[column] for name, row in table.items()}
     length = getattr(given, "seq_len", usual["seq_len"])
     attention = getattr(given, "attention", usual["attention"])
     if attention == "auto":
-        is_short = length < ONE_SOFTMAX_FROM or length in SHORT_WINDOWS
-        attention = "sparse" if is_short else "one-softmax"
-    name = "short-windows" if attention == "sparse" else attention
-    if name == "one-softmax" or (name == "short-windows" and length >= SHORT_WINDOWS.start):
-        sizes = preset(name, length)
-        usual |= {name: value for name, value in sizes.items() if name in table}
+        three = length < ONE_SOFTMAX_FROM or length in SHORT_WINDOWS
+        attention = "sparse" if three else "one-softmax"
+    sizes: dict[str, Any] = {}
+    if attention == "one-softmax":
+        sizes = preset("one-softmax", length)
+    elif attention == "sparse" and length >= SHORT_WINDOWS.start:
+        sizes = preset("short-windows", length)
+    usual |= {name: value for name, value in sizes.items() if name in table}
     usual |= vars(given) | dict(attention=attention)
     if usual["local_layers"] == "auto":
         usual["local_layers"] = "none"
