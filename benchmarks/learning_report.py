@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import common
 from .cases import NO_ROWS, length
@@ -35,12 +36,19 @@ def bits(row: Row) -> float:
     return row["bits"]["all"]
 
 
+def settings_of(row: Row) -> dict[str, Any]:
+    """The settings of a run. Those of "published" did not name its network while that was the
+    library's default, which began with random weights then."""
+    random = {"compress_mlp": {"name": "mlp", "start": "random"}}
+    return (random if row["variant"] == "published" else {}) | row["settings"]
+
+
 def chosen(rows: Sequence[Row], loss: Callable[[Row], float] = bits) -> list[Row]:
     """Of one variant's runs, the latest one of each seed with the chosen learning rate: that of the
     most seeds, of several that of the least loss. The settings are those of the last row."""
     by_lr: dict[float, dict[int, Row]] = {}
     for row in rows:
-        if row["settings"] == rows[-1]["settings"]:
+        if settings_of(row) == settings_of(rows[-1]):
             by_lr.setdefault(row["lr"], {})[row["seed"]] = row
 
     def rank(lr: float) -> tuple[int, float]:
