@@ -13,6 +13,9 @@ heads, or for each head) or by means; and the model that `convert` makes, with a
 
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
+* graph: the same in one CUDA graph, by `torch.compile(model.forward, mode="reduce-overhead")`: of
+  sparse forms over a static cache, which is reset before; of SDPA over a new `DynamicCache`, since
+  over a static one it takes a mask and a slower kernel.
 * decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and with
   `cache_implementation="static"` (forms with windows a `StaticSparseCache`), whose step
   transformers compiles on a GPU. Tokens/s of all
@@ -24,7 +27,7 @@ heads, or for each head) or by means; and the model that `convert` makes, with a
 
 Nothing is timed of a form before its logits with all blocks selected agree with those of SDPA, in
 fp32, in two layers of the model's widths: of a forward, of steps over either cache, and of compiled
-steps where those are timed. The longest context and the largest batch come first;
+forwards and steps where those are timed. The longest context and the largest batch come first;
 `--deadline` stops before the next case.
 """
 
@@ -174,7 +177,8 @@ def draw(model: Any, batch: int, context: int) -> Tensor:
 @torch.no_grad()
 def check(form: Form, network: Any, static: bool = False) -> float:
     """Error of logits with all blocks selected against SDPA, of a forward and of steps of decoding;
-    with `static` also of `generate` over a static cache, whose steps are compiled on a GPU.
+    with `static` also of `generate` over a static cache, whose steps are compiled on a GPU, and of
+    a forward in one CUDA graph there.
 
     Raises:
         WrongResult: more than rounding explains.
@@ -208,6 +212,10 @@ def check(form: Form, network: Any, static: bool = False) -> float:
         steps = [model(ids[:, i : i + 1], **given).logits for i in range(start, ids.shape[1])]
         off = max(off, error_of(torch.cat(steps, dim=1), exact[:, start:]))
     if static:
+        if ids.is_cuda:
+            forward = in_graph(form, model, ids, length)
+            for _ in range(3):  # the third one replays the graph
+                off = max(off, error_of(forward().logits, exact))
         prompt, kept = ids[:, :start], static_cache(form, model, ids.shape[1] + 5)
         where = {cache_argument(): kept} if kept else dict(cache_implementation="static")
         made = model.generate(
@@ -219,6 +227,29 @@ def check(form: Form, network: Any, static: bool = False) -> float:
     if not off <= MOST_OFF:
         raise WrongResult(f"logits with all blocks are {off:.1e} off SDPA's: {MOST_OFF:.1e}")
     return off
+
+
+def in_graph(
+    form: Form, model: Any, ids: Tensor, room: int, kept: Any = None
+) -> Callable[..., Any]:
+    """A forward over tokens and an empty cache, static (`kept`, or a new one with this room) for
+    sparse forms, compiled as one CUDA graph. It is called with the model's other arguments."""
+    from transformers import StaticCache
+
+    compiled = torch.compile(model.forward, mode="reduce-overhead")
+    if form.settings is not None:
+        kept = kept or static_cache(form, model, room)
+        kept = kept or StaticCache(config=model.config, max_cache_len=room)
+        model(ids[:, :1], **{cache_argument(): kept})  # allocates it, outside of the graph
+
+    def forward(**others: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        if form.settings is not None:
+            kept.reset()
+        cache = new_cache(form, model) if form.settings is None else kept
+        return compiled(ids, **{cache_argument(): cache}, **others)
+
+    return forward
 
 
 def error_of(found: Tensor, exact: Tensor) -> float:
@@ -271,6 +302,7 @@ class Timed:
         # of all calls: a graph has its addresses
         self.static = static_cache(form, self.model, ids.shape[1] + plan.new_tokens)
         self.row: Row = {}
+        self.compiled: Callable[..., Any] | None = None
 
     def attempt(self, what: str, call: Callable[[], Any]) -> Any:
         """What a call gives; None where it fails, whose reason the row keeps."""
@@ -293,6 +325,16 @@ class Timed:
         given: Any = {cache_argument(): new_cache(self.form, self.model)}
         began = synchronize(self.ids.device)
         self.model(self.ids, attention_mask=self.ones, logits_to_keep=1, **given)
+        return 1e3 * (synchronize(self.ids.device) - began)
+
+    @torch.no_grad()
+    def graph(self) -> float:
+        """Milliseconds of a forward in one CUDA graph."""
+        if self.compiled is None:
+            room = self.ids.shape[1] + self.plan.new_tokens
+            self.compiled = in_graph(self.form, self.model, self.ids, room, self.static)
+        began = synchronize(self.ids.device)
+        self.compiled(logits_to_keep=1)
         return 1e3 * (synchronize(self.ids.device) - began)
 
     def decode(self, cache: str, new_tokens: int, less: int = 0) -> tuple[float, float]:
@@ -335,13 +377,12 @@ def take_turns(
     return found
 
 
-def measure_prefill(timed: Sequence[Timed], repeats: int) -> None:
-    for t, (_, times) in zip(
-        timed, take_turns(timed, "prefill", Timed.prefill, repeats), strict=True
-    ):
+def measure_prefill(timed: Sequence[Timed], what: str, repeats: int) -> None:
+    once = {"prefill": Timed.prefill, "graph": Timed.graph}[what]
+    for t, (_, times) in zip(timed, take_turns(timed, what, once, repeats), strict=True):
         if times:
             ms = common.quantiles(times)["p50_ms"]
-            t.row |= {"prefill_ms": ms, "prefill_tokens_per_s": round(t.ids.numel() / ms * 1e3)}
+            t.row |= {f"{what}_ms": ms, f"{what}_tokens_per_s": round(t.ids.numel() / ms * 1e3)}
 
 
 def measure_decode(timed: Sequence[Timed], cache: str, repeats: int) -> None:
@@ -383,12 +424,13 @@ def case(
     timed = [Timed(form, network, ids, plan) for form in forms]
     # large cases vary little
     few = 1 if B * context > 2**15 else 2
-    measure_prefill(timed, plan.repeats)
+    measure_prefill(timed, "prefill", plan.repeats)
     measure_decode(timed, "dynamic", min(few, plan.repeats))
     measure_unseen(timed, min(few + 1, plan.repeats))
     of_static = [t for t in timed if t.form.name in plan.static_forms] if static else []
     if of_static:
         measure_decode(of_static, "static", min(few, plan.repeats))
+        measure_prefill(of_static, "graph", plan.repeats)
     return [{"B": B, "T": context, **described(t), **t.row} for t in timed]
 
 

@@ -16,11 +16,15 @@ NO_ROWS = "no rows yet: run `python -m benchmarks.generation`"
 BASELINE = "sdpa"
 MEASURES = {
     "prefill": "prefill, thousand tokens/s",
+    "graph": "prefill in one CUDA graph, thousand tokens/s",
     "dynamic": "decoding, tokens/s",
     "unseen": "decoding at lengths for the first time, tokens/s",
     "static": "decoding over a static cache, tokens/s",
 }
 
+PREFILL = ("prefill", "graph")
+# of which the table has the peaks
+PEAKS = ("prefill", "dynamic", "static")
 # after a ratio that is not to the row of SDPA in its table
 EARLIER = "\\*"
 
@@ -55,7 +59,7 @@ def speedup(rows: dict[str, Row], form: str, what: str) -> float | None:
 
 def goal(what: str, B: int, T: int) -> float | None:
     """The least speed-up that is a target."""
-    if what == "prefill":
+    if what in PREFILL:
         first, least = LEAST_PREFILL
         return least if first <= T else None
     return LEAST_DECODE.get((B, T))
@@ -68,7 +72,7 @@ def cell(rows: dict[str, Row], form: str, what: str) -> str:
     speed = row.get(f"{what}_tokens_per_s")
     if speed is None:
         return ""
-    shown = f"{speed / 1e3:.1f}" if what == "prefill" else f"{speed:.0f}"
+    shown = f"{speed / 1e3:.1f}" if what in PREFILL else f"{speed:.0f}"
     ratio = speedup(rows, form, what)
     if ratio is None or form == BASELINE:
         return shown
@@ -78,7 +82,7 @@ def cell(rows: dict[str, Row], form: str, what: str) -> str:
 
 def peaks(rows: dict[str, Row], form: str) -> str:
     row = rows.get(form, {})
-    found = [row.get(f"{what}_peak_mib") for what in MEASURES if what != "unseen"]
+    found = [row.get(f"{what}_peak_mib") for what in PEAKS]
     return " / ".join("-" if mib is None else f"{mib / 1024:.1f}" for mib in found)
 
 
@@ -123,7 +127,7 @@ def verdict(models: Models) -> str:
                 known = {form: ratio for form, ratio in ratios.items() if ratio is not None}
                 if least is None or not known:
                     continue
-                choose = min if what == "prefill" else max
+                choose = min if what in PREFILL else max
                 form = choose(known, key=lambda form: known[form])
                 hit = "hit" if known[form] >= least else "missed"
                 case = f"{name}, {layers} layers, B={B}, {length(T)}, {gpu}, {MEASURES[what]}"

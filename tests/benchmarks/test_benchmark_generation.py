@@ -37,7 +37,8 @@ def test_quick_form(tmp_path, capsys):
         assert row["B"] == 2 and row["T"] == 256 and row["all_layers"] == row["layers"] == 2
         assert row["prefill_ms"] > 0 and row["dynamic_first_s"] > 0
         assert row["dynamic_tokens_per_s"] == pytest.approx(2000 / row["dynamic_ms"], rel=1e-2)
-        assert ("static_ms" in row) == (row["form"] in ("sdpa", "max of 16", "converted, 16"))
+        is_static = row["form"] in ("sdpa", "max of 16", "converted, 16")
+        assert ("static_ms" in row, "graph_ms" in row) == (is_static, is_static)
         assert row["unseen_tokens_per_s"] == pytest.approx(2000 / row["unseen_ms"], rel=1e-2)
         assert row["sparse_cache"] == (row["form"] in sparse)
     assert rows[0]["settings"] is None and rows[6]["settings"]["dense_length"] == 8192
@@ -82,6 +83,19 @@ def test_wrong_attention_is_not_timed(monkeypatch, network):
     plan = generation.Plan("tiny", (Form("sdpa"), form))
     forms, told = generation.checked(network, plan, CPU)
     assert [f.name for f in forms] == ["sdpa"] and told.startswith("max of 16: logits")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sdpa", "max of 16", "means of 16", "converted, 16"])
+def test_forward_in_graph(network, name):
+    form = {form.name: form for form in generation.forms_of((16,), 32, 32)}[name]
+    model, ids = generation.under(form, network), generation.draw(network, 2, 200)
+    with torch.no_grad():
+        exact = model(ids, use_cache=False).logits
+        forward = generation.in_graph(form, model, ids, 210)
+        for _ in range(3):
+            torch.testing.assert_close(forward().logits, exact, atol=1e-5, rtol=1e-4)
+        assert forward(logits_to_keep=1).logits.shape == (2, 1, 256)
 
 
 def test_lengths_are_not_seen_twice(network, monkeypatch):
