@@ -38,7 +38,7 @@ from .ops import dispatch, nsa
 from .ops.call import Call
 from .ops.triton.projected import projected_attention
 from .ops.triton.rotary import split
-from .rotary import Rotary, make_rotary, rotated_heads
+from .rotary import Rotary, make_rotary, rotated_heads, rotator
 from .varlen import Documents, layer_layout
 
 
@@ -436,7 +436,11 @@ class SparseAttention(CompressionLayer):
             if self._dense and ranking_queries is None and not self.use_diff_topk:
                 tensors, raw = {name: tensors[name] for name in "qkv"}, {}
             else:
-                tensors, raw = ranking.with_index(self, x, tensors, raw, 0, positions, backend)
+                index, turn = (
+                    ranking.index_of(self, x),
+                    rotator(self.rotary_emb, 0, positions, backend),
+                )
+                tensors, raw = ranking.with_index(self, index, tensors, raw, turn)
             tensors |= self.compress_whole(raw, documents, backend)
             where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
             found, _ = self.attend(gates, tensors, masks, **where)
@@ -500,7 +504,7 @@ class SparseAttention(CompressionLayer):
                 raw = {"q": heads.cq, "k": heads.ck, "v": heads.cv}
                 return self.for_compression(tensors, raw)
         q, kv = self.split(qkv)
-        return decoding.rotated(self, q, kv, 0, positions, backend)
+        return decoding.arranged(self, q, kv, rotator(self.rotary_emb, 0, positions, backend))
 
     def for_compression(
         self, tensors: dict[str, Tensor], raw: dict[str, Tensor]

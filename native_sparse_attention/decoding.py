@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from .cache.kv_cache import KVCache
 from .checks.scalars import shown
 from .compat import transforms
 from .compress import gather_windows, unfold
+from .frequencies import exact_frequencies
 from .ops import decode, dispatch
 from .ops.triton import cache as cache_writes
-from .rotary import rotate
+from .rotary import Turn, rotator
 
 # settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
 GEOMETRY = (
@@ -59,8 +61,9 @@ def over_cache(
         return cache.zero_padding(out, counts) if layer.out_bias else out
 
     start = cache.positions(inp.device, counts, inp.shape[1])
-    tensors, raw = rotated(layer, q, kv, start, None, backend)
-    tensors, raw = ranking.with_index(layer, x, tensors, raw, start, None, backend)
+    turn = rotator(layer.rotary_emb, start, None, backend)
+    tensors, raw = arranged(layer, q, kv, turn)
+    tensors, raw = ranking.with_index(layer, ranking.index_of(layer, x), tensors, raw, turn)
     tensors |= extend(layer, cache, counts, tensors, raw)
     keeps_ranking = layer.selection_stride > 1 and layer.config.ranks
     leader = None
@@ -126,8 +129,9 @@ def over_fixed_cache(
     has_kernels = is_step(layer, cache, q, kv, backend, masks)
     backend = "triton" if has_kernels else backend
     append = static.write_tokens if has_kernels else static.append
-    tensors, raw = rotated(layer, q, kv, at.starts, None, backend)
-    tensors, raw = ranking.with_index(layer, x, tensors, raw, at.starts, None, backend)
+    turn = rotator(layer.rotary_emb, at.starts, None, backend)
+    tensors, raw = arranged(layer, q, kv, turn)
+    tensors, raw = ranking.with_index(layer, ranking.index_of(layer, x), tensors, raw, turn)
     streams = append(cache, of_tokens(tensors), at)
     if raw:
         windows = static.windows(cache, raw, at, l, d)
@@ -135,7 +139,9 @@ def over_fixed_cache(
         static.keep_recent(cache, raw, at, l - 1)
     if has_kernels:
         counters = decode.workspace(len(q), kv[0].shape[1], q.device)
-        out = by_kernels(layer, cache, x, tensors, streams, at.starts, at.counts, counters)
+        given: dict[str, Any] = dict(lengths=at.starts, counts=at.counts, counters=counters)
+        given |= beside(layer, cache, x, q, kv)
+        out = by_kernels(layer, tensors, streams, page_table=cache.page_table, **given)
         static.advance(cache, at)
         return static.zero_padding(layer.combine_heads(rearrange(out, "b n h d -> b n (h d)")), at)
     tensors |= streams
@@ -170,13 +176,8 @@ def dense_over_fixed_cache(
     return static.zero_padding(out, at)
 
 
-def rotated(
-    layer: Any,
-    q: Tensor,
-    kv: list[Tensor],
-    start: int | Tensor,
-    positions: Tensor | None,
-    backend: str | tuple[str, ...],
+def arranged(
+    layer: Any, q: Tensor, kv: list[Tensor], turn: Turn
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors [b h n d] of the branches by name, with queries and keys rotated, and the keys and
     values that are compressed."""
@@ -184,7 +185,7 @@ def rotated(
     window_k, window_v = layer.own(kv, "window")
     own_window = "window" in layer.branches and window_k is not k
     keys = [k, window_k] if own_window else [k]
-    rotated_q, rotated_k, *window = rotate(layer.rotary_emb, [q, *keys], start, positions, backend)
+    rotated_q, rotated_k, *window = turn([q, *keys])
     tensors = {"q": rotated_q, "k": rotated_k, "v": v}
     if own_window:
         tensors |= {"window_k": window[0], "window_v": window_v}
@@ -298,42 +299,74 @@ def step(
     held = cache.lengths_on(q.device)
     ragged = any(count != n for count in counts)
     new = torch.tensor(counts, dtype=torch.int32).to(q.device) if ragged else None
-    tensors, raw = rotated(layer, q, kv, held, None, "triton")
-    tensors, raw = ranking.with_index(layer, x, tensors, raw, held, None, "triton")
-    tokens = of_tokens(tensors)
-    stores, rings = cache.room(tokens, counts), cache.ring(raw, l - 1)
+    index = ranking.index_of(layer, x)
+    # before rotation: rotated tensors have the same shapes
+    tensors, raw = ranking.with_index(layer, index, *arranged(layer, q, kv, list), list)
+    stores, rings = cache.room(of_tokens(tensors), counts), cache.ring(raw, l - 1)
     stores |= cache.room({f"c{name}": t[:, :, :0] for name, t in raw.items()}, counts, every=d)
-    pages: dict[str, Any] = dict(counts=new, page_table=cache.page_table, page_size=cache.page_size)
-    for names in ("k", "v"), ("window_k", "window_v"), ("ck", "cv"):
-        if names[0] in tokens:
-            cache_writes.append(pick(tokens, names), pick(stores, names), held, n, **pages)
-    if raw:
-        cache_writes.append(pick(raw), pick(rings), held, n, counts=new, tail=True)
-    if raw and completes_window(cache.starts(b), counts, d):
-        windows = dict(zip("kv", cache_writes.recent(pick(rings), held, n, l, d), strict=True))
-        summaries = layer.compress({name: windows[name] for name in raw})
-        names = ("ck", "cv")
-        cache_writes.append(pick(summaries, names), pick(stores, names), held, n, every=d, **pages)
-    counters = cache.workspace(q.device, kv[0].shape[1], decode.COUNTERS)
-    out = by_kernels(layer, cache, x, tensors, stores, held, new, counters)
+    at = SimpleNamespace(
+        layer=layer, q=q, kv=kv, index=index, stores=stores, rings=rings, lengths=held, counts=new,
+        page_table=cache.page_table, page_size=cache.page_size,
+        counters=cache.workspace(q.device, kv[0].shape[1], decode.COUNTERS),
+        beside=beside(layer, cache, x, q, kv), completes=False,
+    )  # fmt: skip
+    if raw and completes_window(cache.starts(b), counts, d):  # networks summarize it
+        at.completes = True
+        out = written_and_attended(at)
+    else:
+        rotary = layer.rotary_emb
+        freqs = None if rotary is None else exact_frequencies(rotary)
+        factor = None if rotary is None else float(rotary.interpolate_factor)
+        read = [q, *kv, index, freqs, held, new, at.page_table, at.counters]
+        read += [*stores.values(), *rings.values(), *at.beside.values()]
+        key = layer.config, layer.ranks_by_tokens, factor, cache.page_size
+        out = cache_writes.step(written_and_attended, at, read, key)
     held += n if new is None else new
     cache.count(counts)
     note_least_length(layer, cache)
     return out
 
 
+def written_and_attended(at: SimpleNamespace) -> Tensor:
+    """The output [b n h d] of new tokens, which are written to the storage of the cache before."""
+    layer, (held, n) = at.layer, (at.lengths, at.q.shape[2])
+    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    turn = rotator(layer.rotary_emb, held, None, "triton")
+    tensors, raw = ranking.with_index(layer, at.index, *arranged(layer, at.q, at.kv, turn), turn)
+    pages = dict(counts=at.counts, page_table=at.page_table, page_size=at.page_size)
+    for names in ("k", "v"), ("window_k", "window_v"), ("ck", "cv"):
+        if names[0] in tensors:
+            cache_writes.append(pick(tensors, names), pick(at.stores, names), held, n, **pages)
+    if raw:
+        cache_writes.append(pick(raw), pick(at.rings), held, n, counts=at.counts, tail=True)
+    if at.completes:
+        windows = dict(zip("kv", cache_writes.recent(pick(at.rings), held, n, l, d), strict=True))
+        summaries, names = layer.compress({name: windows[name] for name in raw}), ("ck", "cv")
+        into = pick(at.stores, names)
+        cache_writes.append(pick(summaries, names), into, held, n, every=d, **pages)
+    return by_kernels(
+        layer, tensors, at.stores, lengths=held, counts=at.counts, page_table=at.page_table,
+        counters=at.counters, **at.beside,
+    )  # fmt: skip
+
+
+def beside(layer: Any, cache: KVCache, x: Tensor, q: Tensor, kv: list[Tensor]) -> dict[str, Any]:
+    """What the decode kernels read and write beside tokens: gates, sinks, memory, and the rankings
+    that tokens share."""
+    earlier = None
+    if layer.selection_stride > 1 and layer.config.ranks:
+        ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
+        like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
+        earlier = cache.ring({"ranking": like}, 1)["ranking"]
+    given = dict(branch_gates=layer.gates(x), sinks=layer.sinks, ranking=earlier)
+    return given | layer.memory(q.dtype)
+
+
 def by_kernels(
-    layer: Any,
-    cache: KVCache,
-    x: Tensor,
-    tensors: dict[str, Tensor],
-    stores: dict[str, Tensor],
-    held: Tensor,
-    counts: Tensor | None,
-    counters: Tensor,
+    layer: Any, tensors: dict[str, Tensor], stores: dict[str, Tensor], **given: Any
 ) -> Tensor:
-    """Attention [b n h d] of new tokens, of which the cache has `stores` [b h n d]. Each sequence
-    had `held` tokens before them."""
+    """Attention [b n h d] of new tokens, of which the cache has `stores` [b h n d]. `given` are the
+    other tensors of the operator."""
     q, kv_heads = tensors["q"], stores["k"].shape[1]
     stores = dict(stores)
     if layer.ranks_by_tokens:
@@ -341,25 +374,9 @@ def by_kernels(
     if layer.to_index is not None and "ck" in stores:  # the kernels have a query for each head
         stores["ck"] = stores["ck"].expand(-1, kv_heads, -1, -1)
         tensors = tensors | dict(cq=tensors["cq"].repeat_interleave(q.shape[1] // kv_heads, dim=1))
-
-    earlier = None
-    if layer.selection_stride > 1 and layer.config.ranks:
-        ranks = kv_heads if layer.query_heads_share_selected_kv else q.shape[1]
-        like = held.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
-        earlier = cache.ring({"ranking": like}, 1)["ranking"]
     # the layer and its cache made these tensors: there is nothing to check
-    out: Tensor = decode.by_kernels(
-        layer.config.for_functions,
-        **{name: rearrange(t, "b h n d -> b n h d") for name, t in (tensors | stores).items()},
-        branch_gates=layer.gates(x),
-        lengths=held,
-        counts=counts,
-        page_table=cache.page_table,
-        ranking=earlier,
-        counters=counters,
-        sinks=layer.sinks,
-        **layer.memory(q.dtype),
-    )
+    rows = {name: rearrange(t, "b h n d -> b n h d") for name, t in (tensors | stores).items()}
+    out: Tensor = decode.by_kernels(layer.config.for_functions, **rows, **given)
     return out
 
 

@@ -22,31 +22,36 @@ from .checks.scalars import check_int, shown
 from .compat.autocast import no_autocast
 from .ops.reference.attention import visible_windows
 from .ops.reference.topk import candidates, importance_scores
-from .rotary import rotate
+from .rotary import Turn
 from .varlen import Documents
 
 # what a block is worth: the norm of what it adds to the output, or its attention mass
 WEIGHTS = ("output", "mass")
 
 
+def index_of(layer: Any, x: Tensor) -> Tensor | None:
+    """Index queries and keys [b h n d] of the normalized input x, where their gradient stops; None
+    without a learned ranking."""
+    if layer.to_index is None or not layer.config.ranks:
+        return None
+    return rearrange(layer.to_index(x.detach()), "b n (h d) -> b h n d", d=layer.index_dim)
+
+
 def with_index(
     layer: Any,
-    x: Tensor,
+    index: Tensor | None,
     tensors: dict[str, Tensor],
     raw: dict[str, Tensor],
-    start: int | Tensor,
-    positions: Tensor | None,
-    backend: str | tuple[str, ...],
+    turn: Turn,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of the branches and of compression, with index queries "cq" [b k n d] in place of
     queries, and index keys [b 1 n d] or [b k n d] in place of keys; those of single tokens are "ck"
-    as they are. Their gradient stops at the normalized input x."""
-    if layer.to_index is None or not layer.config.ranks:
+    as they are. `index` is of `index_of`."""
+    if index is None:
         return tensors, raw
-    found = rearrange(layer.to_index(x.detach()), "b n (h d) -> b h n d", d=layer.index_dim)
-    q, k = found[:, : layer.kv_heads], found[:, layer.kv_heads :]
+    q, k = index[:, : layer.kv_heads], index[:, layer.kv_heads :]
     if layer.rank_rotated:
-        q, k = rotate(layer.rotary_emb, [q, k], start, positions, backend)
+        q, k = turn([q, k])
     if layer.compress_block_size == layer.compress_block_sliding_stride == 1:
         return {**tensors, "cq": q, "ck": k}, {}
     return {**tensors, "cq": q}, {"k": k}

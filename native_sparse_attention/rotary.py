@@ -101,6 +101,20 @@ def rotate(
     return list(rotated)
 
 
+# rotates queries and then keys [b h n d]
+Turn = Callable[[list[Tensor]], list[Tensor]]
+
+
+def rotator(
+    rotary: RotaryEmbedding | Rotary | None,
+    start: int | Tensor,
+    positions: Tensor | None,
+    backend: str | tuple[str, ...],
+) -> Turn:
+    """`rotate` to these positions."""
+    return lambda tensors: rotate(rotary, tensors, start, positions, backend)
+
+
 def rotated_heads(
     rotary: RotaryEmbedding | Rotary | None,
     qkv: Tensor,

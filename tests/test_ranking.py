@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from native_sparse_attention import NSAConfig, SparseAttention, Transformer, nsa_cost
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.ranking import block_targets
+from native_sparse_attention.rotary import rotator
 from tests.helpers.layers import DIM, layer
 
 INDEX = dict(
@@ -177,7 +178,8 @@ def module_ranking(module, x):
 
     rows, backend = module.norm(x), "eager"
     tensors, raw = module.rotated(module.to_qkv(rows), None, backend)
-    tensors, raw = ranking.with_index(module, rows, tensors, raw, 0, None, backend)
+    index, turn = ranking.index_of(module, rows), rotator(module.rotary_emb, 0, None, backend)
+    tensors, raw = ranking.with_index(module, index, tensors, raw, turn)
     tensors |= module.compress_whole(raw, None, backend)
     config = module.config.for_functions.but(num_selected_blocks=module.num_selected_blocks)
     from native_sparse_attention.ops import each_branch

@@ -11,7 +11,7 @@ from torch import nn
 
 from native_sparse_attention import KVCache, decoding
 from native_sparse_attention.ops.triton import rotary as operator
-from native_sparse_attention.rotary import Rotary, rotate, rotated_heads, rotation
+from native_sparse_attention.rotary import Rotary, rotate, rotated_heads, rotation, rotator
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.layers import DIM, layer
 
@@ -280,7 +280,8 @@ def test_layer(launches, monkeypatch, branch_kv):
 
     expected = run()
     assert not launches
-    monkeypatch.setattr(decoding, "rotate", lambda *args: rotate(*args[:-1], "triton"))
+    by_kernel = "native_sparse_attention.rotary.rotate"
+    monkeypatch.setattr(by_kernel, lambda *args: rotate(*args[:-1], "triton"))
     for actual, e in zip(run(), expected):
         torch.testing.assert_close(actual, e, atol=1e-5, rtol=1e-4)
     # two rotations, turned back, and three with the cache
@@ -320,17 +321,19 @@ def test_a_graph_goes_on(waits_for_nothing):
     q, *kv = draw(n=1, heads=(4, 2, 2))
     held = torch.tensor([3, 70], dtype=torch.int32, device="cuda")
     with torch.no_grad():
-        decoding.rotated(module, q, kv, held, None, "auto")
+        decoding.arranged(module, q, kv, rotator(module.rotary_emb, held, None, "auto"))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found, _ = decoding.rotated(module, q, kv, held, None, "auto")
+            found, _ = decoding.arranged(
+                module, q, kv, rotator(module.rotary_emb, held, None, "auto")
+            )
         held += 40
         graph.replay()
         turn = rotation(module.rotary_emb, q, held)
         for name, t in (("q", q), ("k", kv[0])):
             torch.testing.assert_close(found[name], turn(t))
         with waits_for_nothing():
-            decoding.rotated(module, q, kv, held, None, "auto")
+            decoding.arranged(module, q, kv, rotator(module.rotary_emb, held, None, "auto"))
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import native_sparse_attention as nsa
 from native_sparse_attention import KVCache, Transformer, collect, ranking
 from native_sparse_attention.config import SELECTION
+from native_sparse_attention.rotary import rotator
 from native_sparse_attention.view import measures
 from tests.helpers.layers import DIM, SETTINGS, layer
 
@@ -40,7 +41,8 @@ def parts(module, x):
     """Queries, keys and what ranks, as the layer computes them: [b n h d] by name."""
     normed = module.norm(x)
     tensors, raw = module.rotated(module.projected(normed), None, "eager")
-    tensors, raw = ranking.with_index(module, normed, tensors, raw, 0, None, "eager")
+    index, turn = ranking.index_of(module, normed), rotator(module.rotary_emb, 0, None, "eager")
+    tensors, raw = ranking.with_index(module, index, tensors, raw, turn)
     tensors |= module.compress_whole(raw, None, "eager")
     rows = {name: t.transpose(1, 2) for name, t in tensors.items()}
     if module.ranks_by_tokens:

@@ -1,5 +1,5 @@
-"""Writes of a decode step to a KV cache. The kernels read sequence lengths on the device. Later
-calls of the same shapes repeat recorded launches (`kernels/common/replay.py`)."""
+"""A decode step, and its writes to a KV cache. The kernels read sequence lengths on the device.
+Later calls of the same shapes repeat recorded launches (`kernels/common/replay.py`)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat import transforms
+
 
 def repeated(
     run: Callable[[SimpleNamespace], Any], tensors: list[Tensor | None], **values: Any
 ) -> Any:
     """run(of values and `tensors`), recorded once and then repeated."""
+    at = SimpleNamespace(tensors=tensors, **values)
+    return replayed(run, at, tensors, tuple(values.values()))
+
+
+def replayed(
+    run: Callable[[SimpleNamespace], Any], at: SimpleNamespace, tensors: list[Any], key: Any
+) -> Any:
+    """run(at), recorded once and then repeated: a function of these tensors, and of what the key
+    says."""
     from ...kernels.common import replay
 
-    at = SimpleNamespace(tensors=tensors, **values)
     device = next(t for t in tensors if t is not None)
     with torch.cuda.device_of(device):
         if not replay.is_possible(device):
             return run(at)
-        return replay.repeats(run)(at, tensors, tuple(values.values()))
+        return replay.repeats(run)(at, tensors, key)
+
+
+def step(
+    run: Callable[[SimpleNamespace], Tensor], at: SimpleNamespace, tensors: list[Any], key: Any
+) -> Tensor:
+    """`replayed` of a whole step, unless a mode or a subclass of tensors observes its operators."""
+    plain = transforms.is_plain(tensors)
+    out: Tensor = replayed(run, at, tensors, key) if plain else run(at)
+    return out
 
 
 def append(

@@ -84,6 +84,13 @@ class Arguments:
         return (*(found.get(name) for name in self.names), *(None,) * len(self.settings))
 
 
+def recording() -> bool:
+    """Whether the launches of this thread are recorded, for a caller that repeats them."""
+    from ...kernels.common import streams
+
+    return streams.listener.get() is not None
+
+
 class Operator:
     """A torch operator, called by the names of its arguments.
 
@@ -115,9 +122,12 @@ class Operator:
     def __call__(self, config: AttentionConfig | None = None, **values: Any) -> Any:
         tensors = self.arguments.flat_tensors(values)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        if (wanted and self.node is None) or not transforms.is_plain(tensors):
+        is_recorded = not wanted and not torch.compiler.is_compiling() and recording()
+        if (wanted and self.node is None) or not (is_recorded or transforms.is_plain(tensors)):
             return self.op(*self.arguments.flat(config, **values))
         at = self.arguments.given(config, values)
+        if is_recorded:  # its launches are of the plan of a caller
+            return self.run(at)
         if self.before is not None:
             self.before(at, wanted)
         if wanted:

@@ -80,7 +80,7 @@ def test_the_same_bits(setting, repeats, monkeypatch):
 CACHES = {
     "growing": KVCache,
     "fixed": lambda: KVCache(max_length=64),
-    "paged": lambda: PagedKVCache(8, num_pages=16, batch=2, max_length=64),
+    "paged": lambda batch=2: PagedKVCache(8, num_pages=16, batch=batch, max_length=64),
 }
 
 
@@ -105,8 +105,61 @@ def test_steps_over_a_cache(cache, ragged, repeats, monkeypatch):
     assert not repeats
     for _ in range(2):
         assert all(map(torch.equal, steps(), expected))
-    # one of each step, at least
-    assert len(repeats) >= 2 * 5
+    assert len(repeats) >= 5  # one of each step of the second time
+
+
+ONE_SOFTMAX = dict(branches=("selected",), num_initial_blocks=1, attention_sinks=True)
+RANKINGS = {
+    "learned": dict(ONE_SOFTMAX, importance="index", rank_rotated=True),
+    "rotated tokens": dict(ONE_SOFTMAX, importance="max", rank_rotated=True),
+    "raw tokens": dict(ONE_SOFTMAX, importance="max"),
+    "means of three branches": dict(attention_sinks=True, compress_block_sliding_stride=4),
+}
+# of 7 steps those that complete no window of a network
+WHOLE = {"learned": 7, "rotated tokens": 7, "raw tokens": 0, "means of three branches": 5}
+
+
+@pytest.mark.slow(one_of=4)
+@pytest.mark.parametrize("cache", [KVCache, lambda: CACHES["paged"](1)], ids=["growing", "paged"])
+@pytest.mark.parametrize("ranking", RANKINGS)
+def test_layers_share_the_plan_of_a_step(ranking, cache, repeats, monkeypatch):
+    """But none of its tensors: each has frequencies, sinks, weights and a cache of its own. A whole
+    step is one plan, unless a network summarizes windows."""
+    torch.manual_seed(0)
+    settings = dict(compress_block_size=1, compress_block_sliding_stride=1) | RANKINGS[ranking]
+    if "branches" not in settings:
+        settings |= dict(compress_block_size=4, compress_mlp=MeanPool())
+    layers = [
+        SparseAttention(
+            dim=32, dim_head=16, heads=4, kv_heads=2, sliding_window_size=5, rope_theta=theta,
+            selection_block_size=8, num_selected_blocks=1, causal=True, backend="triton",
+            **settings,
+        ).to(DEVICE).requires_grad_(False)
+        for theta in (1e4, 2.0)
+    ]  # fmt: skip
+    for module in layers:
+        module.sinks.normal_()
+    x = torch.randn(1, 24, 32, device=DEVICE)
+
+    def steps():
+        held = [cache() for _ in layers]
+        found = [m(x[:, :17], cache=c)[0] for m, c in zip(layers, held, strict=True)]
+        for at in range(17, 24):
+            before = len(repeats)
+            for module, store in zip(layers, held, strict=True):
+                found.append(module(x[:, at : at + 1], cache=store)[0])
+            counts.append(len(repeats) - before)
+        return found
+
+    counts = []
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "is_possible", lambda tensor: False)
+        expected = steps()
+    assert not repeats
+    for _ in range(2):
+        counts.clear()
+        assert all(map(torch.equal, steps(), expected))
+    assert counts.count(len(layers)) == WHOLE[ranking]
 
 
 @pytest.mark.gpu
