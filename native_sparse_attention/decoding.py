@@ -54,9 +54,11 @@ def over_cache(
         inp = cache.zero_padding(inp, counts)  # zero gradients do not hide NaN and infinities
     x, q, kv = layer.project(inp)
     cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
-    if is_step(layer, cache, q, kv, backend, masks):
-        out = step(layer, cache, counts, x, q, kv)
-        out = layer.combine_heads(rearrange(out, "b n h d -> b n (h d)"))
+    to_all = attends_densely(layer, cache)
+    dense = to_all > 0 and is_dense(layer, cache, counts, inp.shape[1])
+    if is_step(layer, cache, q, kv, backend, masks, 0 if dense else to_all):
+        out = step(layer, cache, counts, x, q, kv, backend if dense else None)
+        out = layer.combine_heads(out)
         # of padding the kernels write zeros, to which a bias is added
         return cache.zero_padding(out, counts) if layer.out_bias else out
 
@@ -126,7 +128,7 @@ def over_fixed_cache(
     at = static.new_tokens(cache, inp, lengths)
     x, q, kv = layer.project(static.zero_padding(inp, at))
     cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
-    has_kernels = is_step(layer, cache, q, kv, backend, masks)
+    has_kernels = is_step(layer, cache, q, kv, backend, masks, attends_densely(layer, cache))
     backend = "triton" if has_kernels else backend
     append = static.write_tokens if has_kernels else static.append
     turn = rotator(layer.rotary_emb, at.starts, None, backend)
@@ -239,8 +241,10 @@ def is_step(
     kv: list[Tensor],
     backend: str | tuple[str, ...],
     given_masks: tuple[Any, Any],
+    to_all: int = 0,
 ) -> bool:
-    """Whether the decode kernels support this call: few tokens, no gradients, no flex masks."""
+    """Whether the decode kernels support this call: few tokens, no gradients, no flex masks, none
+    of them at a position below `to_all`, where tokens attend to all keys."""
     n = q.shape[2]
     if cache.batch is None or n > cache.rollback:
         return False
@@ -260,7 +264,7 @@ def is_step(
         selection_block_size=layer.selection_block_size,
         importance=layer.config.for_functions.importance,
         branches=layer.branches,
-        dense_length=attends_densely(layer, cache),
+        dense_length=to_all,
         block_windows=blocks.windows_per_block(
             layer.compress_block_sliding_stride, layer.selection_block_size
         ),
@@ -277,6 +281,17 @@ def attends_densely(layer: Any, cache: KVCache) -> int:
     return length if any(held < length for held in cache.lengths) else 0
 
 
+def is_dense(layer: Any, cache: KVCache, counts: list[int], n: int) -> bool:
+    """Whether n tokens in each row attend to all keys, which lie in the storage as SDPA reads them;
+    and no ranking is kept."""
+    if layer.branches != ("selected",) or cache.page_table is not None or not cache.is_uniform:
+        return False
+    if any(count != n for count in counts) or (layer.selection_stride > 1 and layer.config.ranks):
+        return False
+    whole: bool = layer.dense or len(cache) + n <= layer.dense_length
+    return whole
+
+
 def note_least_length(layer: Any, cache: KVCache) -> None:
     """Note on the host whether each sequence has reached the layer's `dense_length`."""
     length = layer.dense_length
@@ -290,10 +305,12 @@ def step(
     x: Tensor,
     q: Tensor,
     kv: list[Tensor],
+    dense: str | tuple[str, ...] | None = None,
 ) -> Tensor:
-    """Write `counts` new tokens per sequence, attend, [b n h d], and advance the cache. Kernels
+    """Write `counts` new tokens per sequence, attend, [b n (h d)], and advance the cache. Kernels
     read lengths on the device, so a CUDA graph of a step can replay at any lengths. The host must
-    count lengths too, since it decides whether a window is complete."""
+    count lengths too, since it decides whether a window is complete. `dense`: the backend of dense
+    attention, in place of the decode kernels."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
     b, _, n, _ = q.shape
     held = cache.lengths_on(q.device)
@@ -310,9 +327,10 @@ def step(
         counters=cache.workspace(q.device, kv[0].shape[1], decode.COUNTERS),
         beside=beside(layer, cache, x, q, kv), completes=False,
     )  # fmt: skip
+    run = written_and_attended if dense is None else written
     if raw and completes_window(cache.starts(b), counts, d):  # networks summarize it
         at.completes = True
-        out = written_and_attended(at)
+        out = run(at)
     else:
         rotary = layer.rotary_emb
         freqs = None if rotary is None else exact_frequencies(rotary)
@@ -320,15 +338,36 @@ def step(
         read = [q, *kv, index, freqs, held, new, at.page_table, at.counters]
         read += [*stores.values(), *rings.values(), *at.beside.values()]
         key = layer.config, layer.ranks_by_tokens, factor, cache.page_size
-        out = cache_writes.step(written_and_attended, at, read, key)
+        out = cache_writes.step(run, at, read, key)
+    if dense is None:
+        out = rearrange(out, "b n h d -> b n (h d)")
+    else:
+        seen = {name: stores[name][:, :, : len(cache) + n] for name in "kv"}
+        where: dict[str, Any] = dict(q_offset=len(cache), backend=dense, dense=True)
+        out, _ = layer.attend(None, {"q": out} | seen, (None, None), **where)
     held += n if new is None else new
     cache.count(counts)
     note_least_length(layer, cache)
     return out
 
 
+def written(at: SimpleNamespace) -> Tensor:
+    """The rotated queries [b h n d] of new tokens, whose keys and values go to the cache."""
+    q: Tensor = write(at)["q"]
+    return q
+
+
 def written_and_attended(at: SimpleNamespace) -> Tensor:
-    """The output [b n h d] of new tokens, which are written to the storage of the cache before."""
+    """The output [b n h d] of new tokens, which are written to the cache before."""
+    return by_kernels(
+        at.layer, write(at), at.stores, lengths=at.lengths, counts=at.counts,
+        page_table=at.page_table, counters=at.counters, **at.beside,
+    )  # fmt: skip
+
+
+def write(at: SimpleNamespace) -> dict[str, Tensor]:
+    """Rotate new tokens and write them to the storage of the cache. Returns their tensors
+    [b h n d]."""
     layer, (held, n) = at.layer, (at.lengths, at.q.shape[2])
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
     turn = rotator(layer.rotary_emb, held, None, "triton")
@@ -344,10 +383,7 @@ def written_and_attended(at: SimpleNamespace) -> Tensor:
         summaries, names = layer.compress({name: windows[name] for name in raw}), ("ck", "cv")
         into = pick(at.stores, names)
         cache_writes.append(pick(summaries, names), into, held, n, every=d, **pages)
-    return by_kernels(
-        layer, tensors, at.stores, lengths=held, counts=at.counts, page_table=at.page_table,
-        counters=at.counters, **at.beside,
-    )  # fmt: skip
+    return tensors
 
 
 def beside(layer: Any, cache: KVCache, x: Tensor, q: Tensor, kv: list[Tensor]) -> dict[str, Any]:
