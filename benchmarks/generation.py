@@ -14,8 +14,8 @@ heads, or for each head) or by means; and the model that `convert` makes, with a
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
 * graph: the same in one CUDA graph, by `torch.compile(model.forward, mode="reduce-overhead")`: of
-  sparse forms over a static cache, which is reset before; of SDPA over a new `DynamicCache`, since
-  over a static one it takes a mask and a slower kernel.
+  sparse forms over a static cache, which an eager call has allocated; of SDPA over a new
+  `DynamicCache`, since over a static one it takes a mask and a slower kernel.
 * decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and with
   `cache_implementation="static"` (forms with windows a `StaticSparseCache`), whose step
   transformers compiles on a GPU. Tokens/s of all
@@ -80,6 +80,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 CACHES = ("dynamic", "static")
 # new tokens of a call that are not timed
 FIRST = 8
+# calls of a compiled forward before it replays its CUDA graph
+WARM_UP = 2
 # of the check
 CHECK_LAYERS, CHECK_STEPS = 2, 3
 # of the root mean square of logits: products in tf32 have 11 bits, and errors grow over two layers
@@ -213,9 +215,9 @@ def check(form: Form, network: Any, static: bool = False) -> float:
         off = max(off, error_of(torch.cat(steps, dim=1), exact[:, start:]))
     if static:
         if ids.is_cuda:
-            forward = in_graph(form, model, ids, length)
-            for _ in range(3):  # the third one replays the graph
-                off = max(off, error_of(forward().logits, exact))
+            empty, forward = in_graph(form, model, ids, length)
+            for _ in range(WARM_UP + 1):  # of all logits: the last one replays its graph
+                off = max(off, error_of(forward(empty()).logits, exact))
         prompt, kept = ids[:, :start], static_cache(form, model, ids.shape[1] + 5)
         where = {cache_argument(): kept} if kept else dict(cache_implementation="static")
         made = model.generate(
@@ -231,25 +233,32 @@ def check(form: Form, network: Any, static: bool = False) -> float:
 
 def in_graph(
     form: Form, model: Any, ids: Tensor, room: int, kept: Any = None
-) -> Callable[..., Any]:
-    """A forward over tokens and an empty cache, static (`kept`, or a new one with this room) for
-    sparse forms, compiled as one CUDA graph. It is called with the model's other arguments."""
+) -> tuple[Callable[[], Any], Callable[..., Any]]:
+    """An empty cache at each call: static (`kept`, or a new one with this room) for sparse forms.
+    And a forward of the tokens over it, compiled as one CUDA graph, which is called with the cache
+    and the model's other arguments; it has warmed up."""
     from transformers import StaticCache
 
-    compiled = torch.compile(model.forward, mode="reduce-overhead")
+    # lengths that other calls of the model had would be symbols
+    compiled = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
     if form.settings is not None:
         kept = kept or static_cache(form, model, room)
         kept = kept or StaticCache(config=model.config, max_cache_len=room)
         model(ids[:, :1], **{cache_argument(): kept})  # allocates it, outside of the graph
 
-    def forward(**others: Any) -> Any:
+    def empty() -> Any:
+        if form.settings is None:
+            return new_cache(form, model)
+        kept.reset()
+        return kept
+
+    def forward(cache: Any, **others: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        if form.settings is not None:
-            kept.reset()
-        cache = new_cache(form, model) if form.settings is None else kept
         return compiled(ids, **{cache_argument(): cache}, **others)
 
-    return forward
+    for _ in range(WARM_UP if ids.is_cuda else 0):
+        forward(empty(), logits_to_keep=1)
+    return empty, forward
 
 
 def error_of(found: Tensor, exact: Tensor) -> float:
@@ -302,7 +311,7 @@ class Timed:
         # of all calls: a graph has its addresses
         self.static = static_cache(form, self.model, ids.shape[1] + plan.new_tokens)
         self.row: Row = {}
-        self.compiled: Callable[..., Any] | None = None
+        self.compiled: Any = None  # of `in_graph`
 
     def attempt(self, what: str, call: Callable[[], Any]) -> Any:
         """What a call gives; None where it fails, whose reason the row keeps."""
@@ -333,8 +342,10 @@ class Timed:
         if self.compiled is None:
             room = self.ids.shape[1] + self.plan.new_tokens
             self.compiled = in_graph(self.form, self.model, self.ids, room, self.static)
+        empty, forward = self.compiled
+        cache = empty()
         began = synchronize(self.ids.device)
-        self.compiled(logits_to_keep=1)
+        forward(cache, logits_to_keep=1)
         return 1e3 * (synchronize(self.ids.device) - began)
 
     def decode(self, cache: str, new_tokens: int, less: int = 0) -> tuple[float, float]:

@@ -284,7 +284,7 @@ def attends_densely(layer: Any, cache: KVCache) -> int:
 def is_dense(layer: Any, cache: KVCache, counts: list[int], n: int) -> bool:
     """Whether n tokens in each row attend to all keys, which lie in the storage as SDPA reads them;
     and no ranking is kept."""
-    if layer.branches != ("selected",) or cache.page_table is not None or not cache.is_uniform:
+    if layer.branches != ("selected",) or cache.page_size is not None or not cache.is_uniform:
         return False
     if any(count != n for count in counts) or (layer.selection_stride > 1 and layer.config.ranks):
         return False
@@ -310,7 +310,8 @@ def step(
     """Write `counts` new tokens per sequence, attend, [b n (h d)], and advance the cache. Kernels
     read lengths on the device, so a CUDA graph of a step can replay at any lengths. The host must
     count lengths too, since it decides whether a window is complete. `dense`: the backend of dense
-    attention, in place of the decode kernels."""
+    attention, in place of the decode kernels. It reads as many keys as the host counts, so that no
+    graph may have it."""
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
     b, _, n, _ = q.shape
     held = cache.lengths_on(q.device)
@@ -347,6 +348,7 @@ def step(
         out, _ = layer.attend(None, {"q": out} | seen, (None, None), **where)
     held += n if new is None else new
     cache.count(counts)
+    cache.counts_itself = dense is None
     note_least_length(layer, cache)
     return out
 

@@ -92,10 +92,10 @@ def test_forward_in_graph(network, name):
     model, ids = generation.under(form, network), generation.draw(network, 2, 200)
     with torch.no_grad():
         exact = model(ids, use_cache=False).logits
-        forward = generation.in_graph(form, model, ids, 210)
+        empty, forward = generation.in_graph(form, model, ids, 210)
         for _ in range(3):
-            torch.testing.assert_close(forward().logits, exact, atol=1e-5, rtol=1e-4)
-        assert forward(logits_to_keep=1).logits.shape == (2, 1, 256)
+            torch.testing.assert_close(forward(empty()).logits, exact, atol=1e-5, rtol=1e-4)
+        assert forward(empty(), logits_to_keep=1).logits.shape == (2, 1, 256)
 
 
 def test_lengths_are_not_seen_twice(network, monkeypatch):

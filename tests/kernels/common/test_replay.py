@@ -172,6 +172,30 @@ def test_layers_share_the_plan_of_a_step(ranking, cache, repeats, monkeypatch):
         assert counts.count(len(layers)) == WHOLE[ranking]
 
 
+def test_dense_steps_are_of_no_graph():
+    """They read as many keys as the host counts; steps past the length read what the device counts.
+    The first step may be the first call of a cache, in pages too."""
+    torch.manual_seed(0)
+    settings = dict(ONE_SOFTMAX, compress_block_size=1, compress_block_sliding_stride=1)
+    module = SparseAttention(
+        dim=32, dim_head=16, heads=4, kv_heads=2, sliding_window_size=5, selection_block_size=8,
+        num_selected_blocks=1, causal=True, importance="max", rank_rotated=True, dense_length=6,
+        backend="triton", **settings,
+    ).to(DEVICE).requires_grad_(False)  # fmt: skip
+    x = torch.randn(2, 8, 32, device=DEVICE)
+    module.sinks.normal_()
+    module.backend = "eager"
+    exact = module(x)
+    module.backend = "triton"
+    for cache in (KVCache(64, 2), CACHES["paged"]()):
+        outs, counts = [], []
+        for first, last in ((0, 5), (5, 6), (6, 7), (7, 8)):
+            outs.append(module(x[:, first:last], cache=cache))
+            counts.append(cache.counts_itself)
+        torch.testing.assert_close(torch.cat(outs, dim=1), exact, atol=1e-5, rtol=1e-4)
+        assert counts == [False, False, True, True]
+
+
 @pytest.mark.gpu
 def test_of_hopper(repeats, monkeypatch):
     """Kernels whose tensors come in descriptors, of another stream, and in a CUDA graph."""
