@@ -114,6 +114,25 @@ def test_graphs_sample_what_eager_pytorch_does(changed, steps):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("importance", ["max", "index"])
+def test_graphs_begin_past_the_dense_length(importance):
+    """Dense steps before it are of no graph: they read more keys each time."""
+    torch.manual_seed(0)
+    sparse = dict(
+        sliding_window_size=9, compress_block_size=1, compress_block_sliding_stride=1,
+        selection_block_size=8, num_selected_blocks=2, num_initial_blocks=1, branches=("selected",),
+        importance=importance, rank_rotated=True, dense_length=48,
+    )  # fmt: skip
+    shape = dict(dim_head=16, heads=4, kv_heads=2, use_sparse_attn=True, sparse_attn_kwargs=sparse)
+    net = Transformer(40, 32, 2, **shape).to(DEVICE).eval()
+    prompt = torch.randint(0, 40, (3, 21), device=DEVICE)
+    graphed = net.sample(prompt, 90, temperature=0.0)
+    for block in net.layers:
+        block[0].backend = "eager"
+    assert torch.equal(net.sample(prompt, 90, temperature=0.0), graphed)
+
+
+@pytest.mark.gpu
 def test_graphs_outlast_an_autocast():
     """Tokens asked for under one autocast after the other, and much memory used between them."""
     net = model()
