@@ -436,10 +436,8 @@ class SparseAttention(CompressionLayer):
             if self._dense and ranking_queries is None and not self.use_diff_topk:
                 tensors, raw = {name: tensors[name] for name in "qkv"}, {}
             else:
-                index, turn = (
-                    ranking.index_of(self, x),
-                    rotator(self.rotary_emb, 0, positions, backend),
-                )
+                index = ranking.index_of(self, x)
+                turn = rotator(self.rotary_emb, 0, positions, backend)
                 tensors, raw = ranking.with_index(self, index, tensors, raw, turn)
             tensors |= self.compress_whole(raw, documents, backend)
             where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)

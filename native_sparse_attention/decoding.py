@@ -333,6 +333,8 @@ def step(
         at.completes = True
         out = run(at)
     else:
+        # all tensors that `run` reads: a plan serves all layers of equal settings. `rotate` reads
+        # the frequencies itself, which are of the same storage
         rotary = layer.rotary_emb
         freqs = None if rotary is None else exact_frequencies(rotary)
         factor = None if rotary is None else float(rotary.interpolate_factor)

@@ -116,9 +116,9 @@ RANKINGS = {
     "dense": dict(ONE_SOFTMAX, importance="index", dense_length=21),
     "means of three branches": dict(attention_sinks=True, compress_block_sliding_stride=4),
 }
-# of 7 steps those that complete no window of a network
-WHOLE = {"learned": 7, "rotated tokens": 7, "raw tokens": 0, "means of three branches": 5}
-WHOLE["dense"] = 3  # below the length attention is a plan of its own: SDPA has no sinks
+# of 7 steps those that are one plan: in others a network summarizes a window, or attention is dense
+WHOLE = {"learned": 7, "rotated tokens": 7, "raw tokens": 0, "dense": 3}
+WHOLE["means of three branches"] = 5
 
 
 @pytest.mark.slow(one_of=4)
