@@ -90,7 +90,12 @@ class Model(Network):
         self.watch: Watch | None = None
         self.masked = False  # torch's SDPA under a mask instead of this package
         self.functions = interfaces()
+        self.register()
         network.config._attn_implementation = INTERFACE
+
+    def register(self) -> None:
+        """There is one registry for all networks."""
+        self.functions.register(INTERFACE, self.attention)
 
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
@@ -112,8 +117,7 @@ class Model(Network):
             self.rule, self.watch = DENSE, None
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        # there is one registry for all networks
-        self.functions.register(INTERFACE, self.attention)
+        self.register()
         return super().hidden(tokens)
 
 
