@@ -9,13 +9,14 @@ or those of a folder or a GGUF file (`--path`). Prompts are random tokens withou
 All forms of attention share the weights and take turns in one process. They are SDPA, SDPA without
 its cuDNN backend, what `use_sparse_attention` gives by default, and one softmax over 64 initial,
 512 local and 512 ranked tokens in blocks of `--s`, ranked by the greatest logit (for a group of
-heads, or for each head) or by means; and the model that `convert` makes, with a learned ranking.
+heads, or for each head) or by means; and the model that `convert` makes, with a learned ranking, or
+with what it does by default.
 
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
 * graph: the same in one CUDA graph, by `torch.compile(model.forward, mode="reduce-overhead")`: of
   sparse forms over a static cache, which an eager call has allocated; of SDPA over a new
-  `DynamicCache`, since over a static one it takes a mask and a slower kernel.
+  `DynamicCache` and without the mask that some releases of transformers make where they compile.
 * decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and with
   `cache_implementation="static"` (forms with windows a `StaticSparseCache`), whose step
   transformers compiles on a GPU. Tokens/s of all
@@ -55,6 +56,7 @@ from .generation_forms import (
     new_cache,
     static_cache,
     under,
+    without_mask,
 )
 from .oracle import WrongResult
 from .pretrained_model import gguf_source, unpacked
@@ -236,9 +238,10 @@ def in_graph(
 ) -> tuple[Callable[[], Any], Callable[..., Any]]:
     """An empty cache at each call: static (`kept`, or a new one with this room) for sparse forms.
     And a forward of the tokens over it, compiled as one CUDA graph, which is called with the cache
-    and the model's other arguments; it has warmed up."""
+    and the model's other arguments; it has warmed up. SDPA gets no mask."""
     from transformers import StaticCache
 
+    model = without_mask(model) if form.settings is None else model
     # lengths that other calls of the model had would be symbols
     compiled = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
     if form.settings is not None:

@@ -13,6 +13,8 @@ import torch
 
 # tokens of the blocks
 INITIAL, LOCAL, RANKED = 64, 512, 512
+# of SDPA without a mask
+CAUSAL = "sdpa_causal"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,21 +66,38 @@ def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> 
         by_head = dict(importance="max", query_heads_share_selected_kv=False)
         found.append(Form(f"max of {s} by each head", blocks | by_head))
         found.append(Form(f"converted, {s}", blocks | dict(importance="index"), converted=True))
-    return (*found, Form("defaults", {}))
+    return (*found, Form("defaults", {}), Form("converted, defaults", {}, converted=True))
+
+
+def copied(network: Any) -> Any:
+    """A copy of its modules, with the weights themselves."""
+    shared = {id(t): t for t in (*network.parameters(), *network.buffers())}
+    return copy.deepcopy(network, shared)
 
 
 def under(form: Form, network: Any) -> Any:
-    """The model with a form of attention: a copy of its modules, with the weights themselves (but
-    of converted layers)."""
+    """The model with a form of attention: `copied`, but for converted layers."""
     from native_sparse_attention.hf import convert, use_sparse_attention
 
-    shared = {id(t): t for t in (*network.parameters(), *network.buffers())}
-    model = copy.deepcopy(network, shared)
+    model = copied(network)
     model.set_attn_implementation("sdpa")
     model.generation_config.eos_token_id = None  # no call ends early
     if form.settings is None:
         return model
     return (convert if form.converted else use_sparse_attention)(model, form.settings)
+
+
+def without_mask(model: Any) -> Any:
+    """The model (`copied`) under `is_causal` of SDPA, as an eager forward without padding has it.
+    Some releases of transformers make a mask in a compiled one, under which SDPA is slower."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+    AttentionMaskInterface.register(CAUSAL, lambda *args, **given: None)
+    model = copied(model)
+    model.set_attn_implementation(CAUSAL)
+    return model
 
 
 @functools.cache
