@@ -31,6 +31,8 @@ GEOMETRY = (
     "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
     "selection_stride", "branches", "rank_rotated", "importance", "index_dim", "index_heads",
 )  # fmt: skip
+# tokens of a compiled first call that has a graph of its own
+FIRST_GRAPH = 1024
 RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected_kv")
 
 
@@ -130,15 +132,20 @@ def over_fixed_cache(
     cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
     has_kernels = is_step(layer, cache, q, kv, backend, masks, attends_densely(layer, cache))
     backend = "triton" if has_kernels else backend
-    append = static.write_tokens if has_kernels else static.append
-    turn = rotator(layer.rotary_emb, at.starts, None, backend)
+    # new sequences: the new tokens are all there is, at a position that the host knows
+    is_first = not has_kernels and starts_anew(cache, at)
+    start = 0 if is_first else at.starts
+    append = static.write_tokens if has_kernels or is_first else static.append
+    turn = rotator(layer.rotary_emb, start, None, backend)
     tensors, raw = arranged(layer, q, kv, turn)
     tensors, raw = ranking.with_index(layer, ranking.index_of(layer, x), tensors, raw, turn)
-    streams = append(cache, of_tokens(tensors), at)
+    entries = of_tokens(tensors)
+    streams = append(cache, entries, at)
     if raw:
-        windows = static.windows(cache, raw, at, l, d)
-        streams |= append(cache, layer.compress(windows), at, every=d)
+        compressed = layer.compress(static.windows(cache, raw, at, l, d))
+        streams |= append(cache, compressed, at, every=d)
         static.keep_recent(cache, raw, at, l - 1)
+        entries |= {name: t[:, :, : at.new // d] for name, t in compressed.items()}
     if has_kernels:
         counters = decode.workspace(len(q), kv[0].shape[1], q.device)
         given: dict[str, Any] = dict(lengths=at.starts, counts=at.counts, counters=counters)
@@ -146,15 +153,15 @@ def over_fixed_cache(
         out = by_kernels(layer, tensors, streams, page_table=cache.page_table, **given)
         static.advance(cache, at)
         return static.zero_padding(layer.combine_heads(rearrange(out, "b n h d -> b n (h d)")), at)
-    tensors |= streams
+    tensors |= entries if is_first else streams
     leader = None
     keeps_ranking = layer.selection_stride > 1 and layer.config.ranks
     if keeps_ranking:
         ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
         like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
         cache.ring({"ranking": like}, 1)
-        leader = static.recent(cache, "ranking", at, 1)[:, :, 0]
-    options: dict[str, Any] = dict(q_offset=at.starts, leader_indices=leader, backend=backend)
+        leader = None if is_first else static.recent(cache, "ranking", at, 1)[:, :, 0]
+    options: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=backend)
     options["dense"] = layer.dense_length >= (cache.max_length or 0)
     out, indices = layer.attend(layer.gates(x), tensors, masks, **options)
     if keeps_ranking:
@@ -163,13 +170,25 @@ def over_fixed_cache(
     return static.zero_padding(layer.combine_heads(out), at)
 
 
+def starts_anew(cache: KVCache, at: static.NewTokens) -> bool:
+    """Whether so many tokens are the first ones of all sequences that a graph of their own pays: at
+    positions that the device alone knows, the fastest kernels do not run."""
+    return FIRST_GRAPH <= at.new <= (cache.max_length or 0) and cache.is_new
+
+
 def dense_over_fixed_cache(
     layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
 ) -> Tensor:
     """`dense_over_cache` with shapes that do not depend on lengths."""
     at = static.new_tokens(cache, x, lengths)
-    q, k, v = layer.project(static.zero_padding(x, at), at.starts)
+    is_first = starts_anew(cache, at)
+    q, k, v = layer.project(static.zero_padding(x, at), 0 if is_first else at.starts)
     cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
+    if is_first:
+        static.write_tokens(cache, {"k": k, "v": v}, at)
+        out = layer.attend(q, k, v, None)
+        static.advance(cache, at)
+        return static.zero_padding(out, at)
     tokens = static.append(cache, {"k": k, "v": v}, at)
     i = at.starts[:, None] + torch.arange(at.new, device=q.device)
     mask = torch.arange(tokens["k"].shape[2], device=q.device) <= i[:, None, :, None]

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from native_sparse_attention import KVCache, PagedKVCache, Transformer
-from native_sparse_attention.decoding import attends_densely
+from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
 from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import DIM, SETTINGS, layer
@@ -155,6 +154,41 @@ def test_prefill_and_steps_of_rows_that_take_fewer(compiled):
         assert cache.lengths == done
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(name, marks=[] if name == "one softmax" else pytest.mark.slow)
+        for name in sorted(SETTINGS)
+    ],
+)
+@torch.no_grad()
+def test_first_tokens_of_a_cache(setting, compiled, monkeypatch):
+    """Of new sequences, or of those that start anew, the call has a graph of its own, in which no
+    kernel takes offsets: it is the call without a cache. Others go on after it."""
+    monkeypatch.setattr(decoding, "FIRST_GRAPH", 20)
+    module, starts = layer(**SETTINGS[setting]), []
+    run, counter = compiled(module)
+    x, attend = normal(2, 40, DIM), module.attend
+    want = module(x)
+    module.attend = lambda *args, **given: (
+        starts.append(given["q_offset"]) or attend(*args, **given)
+    )
+    cache, counts = KVCache(48, 2), [20, 14]
+    out = run(x[:, :20].contiguous(), cache, lengths=torch.tensor(counts))
+    for row, n in enumerate(counts):
+        close(out[row, :n], want[row, :n])
+        assert (out[row, n:] == 0).all()
+    assert cache.lengths == counts
+    out = module(torch.stack([x[r, n : n + 9] for r, n in enumerate(counts)]), cache=cache)
+    for row, n in enumerate(counts):
+        close(out[row], want[row, n : n + 9])
+    cache.reset()
+    out = [run(part.contiguous(), cache) for part in x.split(20, dim=1)]
+    close(torch.cat(out, dim=1), want)
+    assert counter.frame_count == 3
+    assert [starts[0], starts[2]] == [0, 0] and isinstance(starts[3], torch.Tensor)
+
+
 def test_gradients(compiled):
     """Of a chunk, over a past that is held fixed, as outside of a compiled graph."""
     module = Attention(DIM, 8, 4, kv_heads=2).double()
@@ -215,7 +249,7 @@ def test_what_a_compiled_step_knows_of_lengths(monkeypatch):
     def least(cache):
         with monkeypatch.context() as patch:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            return attends_densely(module, cache)
+            return decoding.attends_densely(module, cache)
 
     for steps in (1, 8):
         cache = KVCache(max_length=32)

@@ -97,7 +97,7 @@ def test_inductor_on_the_cpu(grad):
     torch.testing.assert_close(run(compiled), run(compressed_attention))
 
 
-@pytest.mark.parametrize("kind", ["mask", "cu_seqlens"])
+@pytest.mark.parametrize("kind", ["mask", pytest.param("cu_seqlens", marks=pytest.mark.slow)])
 @branches
 def test_one_graph_for_padded_and_packed_rows_of_any_length(branches, kind):
     layer = SparseAttention(**GEOMETRY, causal=True, branches=branches)

@@ -21,7 +21,10 @@ class Sequences:
         batch: number of sequences; None before the first call, if it was not given.
         counts_itself: whether kernels appended the last tokens and updated the lengths on the
             device themselves.
+        is_new: whether the host knows that all sequences are empty, also in a compiled graph.
     """
+
+    is_new = False
 
     # These names are in users' pickles of caches: they must not change.
     def __init__(self, batch: int | None):
@@ -32,6 +35,7 @@ class Sequences:
         self._is_asked = False  # whether `lengths_on` has been called
         self._is_behind = False  # whether the device has counted tokens that the host has not
         self.counts_itself = False
+        self.is_new = True
 
     @property
     def lengths(self) -> list[int]:
@@ -46,6 +50,7 @@ class Sequences:
     def lengths(self, lengths: list[int]) -> None:
         self._is_behind = False
         self._lengths = lengths
+        self.is_new = not any(lengths)
 
     def __len__(self) -> int:
         """Tokens of the longest sequence."""
@@ -140,6 +145,7 @@ class Sequences:
     def is_counted_by(self, batch: int) -> None:
         """Note that the device has counted tokens of `batch` sequences and the host has not."""
         self.batch, self._is_behind, self.counts_itself = batch, True, False
+        self.is_new = False
 
     def _update_device_lengths(self) -> None:
         """Copy `lengths` to the device's tensor, if there is one or a compiled step may need it."""

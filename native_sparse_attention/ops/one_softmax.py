@@ -148,7 +148,8 @@ def by_sdpa(
             return None
     if records and not compiles:
         q, k, v = transforms.FirstDerivatives.apply(q, k, v)
-    causal = causal and T > 1  # the last token sees all keys
+    if T == 1:  # the last token sees all keys; SDPA takes no symbol for a bool
+        causal = False
     out = sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     if out.device.type == "cpu" and not compiles and not out.sum().isfinite():
         return None

@@ -166,7 +166,7 @@ def test_a_cache_begun_in_inference_mode_goes_on_in_another():
         close(model(text[:, 30:], **given).logits, expected[:, 30:].clone(), **TOL)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_prefill_in_chunks_with_padding(compiled):
     """transformers compiles such a prefill on a GPU, over a cache that it initialises early."""
@@ -197,6 +197,7 @@ def test_masks_that_contradict_a_static_cache_are_refused():
     close(model(text[:, 10:11], attention_mask=mask, **given).logits, expected, **TOL)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_one_graph_past_a_length_that_other_models_count_from(monkeypatch):
     """`dense_length` of `use_sparse_attention` says nothing about these layers."""

@@ -66,7 +66,7 @@ def as_written(monkeypatch, module, x):
         return results(module, x)
 
 
-@pytest.mark.slow(one_of=3)
+@pytest.mark.slow(one_of=6)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_bits(setting, repeats, monkeypatch):
     module = layer(**SETTINGS[setting])
@@ -121,7 +121,7 @@ WHOLE = {"learned": 7, "rotated tokens": 7, "raw tokens": 0, "dense": 3}
 WHOLE["means of three branches"] = 5
 
 
-@pytest.mark.slow(one_of=4)
+@pytest.mark.slow(one_of=12)
 @pytest.mark.parametrize("cache", [KVCache, lambda: CACHES["paged"](1)], ids=["growing", "paged"])
 @pytest.mark.parametrize("ranking", RANKINGS)
 def test_layers_share_the_plan_of_a_step(ranking, cache, repeats, monkeypatch):
