@@ -124,7 +124,7 @@ def test_masks_of_another_width_are_refused(kind):
                 model(ids[:, :T], attention_mask=mask)
 
 
-@pytest.mark.slow(one_of=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16])
 @torch.no_grad()
 def test_masks_of_a_compiled_step_over_a_static_cache(dtype):

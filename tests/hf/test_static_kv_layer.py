@@ -107,7 +107,7 @@ def test_a_copy_goes_on_by_itself():
         close(model(text[:, 30:], **given).logits, expected[:, 30:], **TOL)
 
 
-@pytest.mark.parametrize("length", [34, 25])
+@pytest.mark.parametrize("length", [pytest.param(34, marks=pytest.mark.slow), 25])
 @torch.no_grad()
 def test_dense_length_in_compiled_steps(length):
     """Before `dense_length`, past it, and where the whole cache lies before it."""

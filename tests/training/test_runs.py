@@ -179,6 +179,7 @@ def refused_at_the_end(done):
     return done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(folder, run):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
