@@ -20,6 +20,7 @@ from .cache import static
 from .cache.kv_cache import KVCache
 from .checks.scalars import shown
 from .compat import transforms
+from .compat.graphs import is_exporting
 from .compress import gather_windows, unfold
 from .frequencies import exact_frequencies
 from .ops import decode, dispatch
@@ -172,7 +173,10 @@ def over_fixed_cache(
 
 def starts_anew(cache: KVCache, at: static.NewTokens) -> bool:
     """Whether so many tokens are the first ones of all sequences that a graph of their own pays: at
-    positions that the device alone knows, the fastest kernels do not run."""
+    positions that the device alone knows, the fastest kernels do not run. An exported program asks
+    nothing of the host: it is for any lengths."""
+    if is_exporting():
+        return False
     return FIRST_GRAPH <= at.new <= (cache.max_length or 0) and cache.is_new
 
 

@@ -1,6 +1,8 @@
 """Decoding in a compiled graph: one graph for all steps, whatever rows hold, and the outputs of one
 forward."""
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -187,6 +189,34 @@ def test_first_tokens_of_a_cache(setting, compiled, monkeypatch):
     close(torch.cat(out, dim=1), want)
     assert counter.frame_count == 3
     assert [starts[0], starts[2]] == [0, 0] and isinstance(starts[3], torch.Tensor)
+
+
+@torch.no_grad()
+def test_first_tokens_of_caches_that_are_shared_or_exported(compiled, monkeypatch):
+    """A copy counts on the device what the other one does not see, and an exported program has no
+    guards: both attend at any lengths."""
+    monkeypatch.setattr(decoding, "FIRST_GRAPH", 8)
+    module = Attention(DIM, 8, 4, kv_heads=2).double()
+    x = normal(2, 32, DIM)
+    want, parts = module(x), [part.contiguous() for part in x.split(16, dim=1)]
+    run, counter = compiled(module)
+    cache = KVCache(48, 2)
+    module(x[:, :1], cache=cache)
+    cache.reset()
+    assert cache.clone().is_new and cache.is_new
+    shared = copy.copy(cache)
+    for held, part, expected in zip((shared, cache), parts, want.split(16, dim=1), strict=True):
+        close(run(part, held), expected)
+    assert cache.lengths == shared.lengths == [32, 32] and counter.frame_count == 1
+
+    class Prefill(torch.nn.Module):
+        def forward(self, x):
+            return module(x, cache=cache)
+
+    cache.reset()
+    program = torch.export.export(Prefill(), (parts[0],), strict=False).module()
+    cache.reset()
+    close(torch.cat([program(part) for part in parts], dim=1), want)
 
 
 def test_gradients(compiled):

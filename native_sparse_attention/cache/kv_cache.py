@@ -359,12 +359,18 @@ class KVCache(Sequences):
 
     def clone(self) -> KVCache:
         """A copy that shares no storage with this cache."""
-        other = copy.copy(self)
+        other = self._twin()
         other.lengths, other._reached = list(self.lengths), list(self._reached)
         other._apply(lambda t: t.clone())
         return other
 
     def __copy__(self) -> KVCache:
+        other = self._twin()
+        # each counts on the device what the other's host does not see
+        self.is_new = other.is_new = False
+        return other
+
+    def _twin(self) -> KVCache:
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         return other
