@@ -32,9 +32,9 @@ GEOMETRY = (
     "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
     "selection_stride", "branches", "rank_rotated", "importance", "index_dim", "index_heads",
 )  # fmt: skip
-# tokens of a compiled first call that has a graph of its own
-FIRST_GRAPH = 1024
 RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected_kv")
+# fewest tokens of a compiled first call that has a graph of its own
+FIRST_GRAPH = 1024
 
 
 def over_cache(

@@ -213,6 +213,13 @@ def test_first_tokens_of_caches_that_are_shared_or_exported(compiled, monkeypatc
         def forward(self, x):
             return module(x, cache=cache)
 
+    masks, attend = [], module.attend
+    module.attend = lambda q, k, v, mask: masks.append(mask) or attend(q, k, v, mask)
+    cache.reset()
+    close(torch.cat([run(part, cache) for part in parts], dim=1), want)
+    assert masks[0] is None and isinstance(masks[1], torch.Tensor)
+    module.attend = attend
+
     cache.reset()
     program = torch.export.export(Prefill(), (parts[0],), strict=False).module()
     cache.reset()

@@ -24,7 +24,7 @@ class Sequences:
         is_new: whether the host knows that all sequences are empty, also in a compiled graph.
     """
 
-    is_new = False
+    is_new = False  # of caches that were pickled before there was one
 
     # These names are in users' pickles of caches: they must not change.
     def __init__(self, batch: int | None):
