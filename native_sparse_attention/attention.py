@@ -146,6 +146,10 @@ class SparseAttention(CompressionLayer):
     block_sizes: BlockSizes | None
     recompute: bool
     backend: str
+    # packed documents passed as `documents` begin at multiples of this number
+    alignment: int
+    # the settings that the contents of a cache depend on, by name
+    geometry: dict[str, Any]
     # of `view.collect`, while one is open: sees each call and its block indices
     observer: Callable[[Call, AttentionConfig, Tensor | None], None] | None = None
 
@@ -321,17 +325,6 @@ class SparseAttention(CompressionLayer):
         """Restore the gate's initial weights, after a recipe has initialised every `nn.Linear`."""
         if self.to_strategy_combine is not None:
             reset(self.to_strategy_combine)
-
-    @property
-    def alignment(self) -> int:
-        """Packed documents passed as `documents` begin at multiples of this number."""
-        return max(self.compress_block_sliding_stride, self.selection_block_size)
-
-    @property
-    def geometry(self) -> dict[str, Any]:
-        """The settings that the contents of a cache depend on."""
-        names = decoding.GEOMETRY if self.selection_stride == 1 else decoding.RANKED_GEOMETRY
-        return {name: getattr(self, name) for name in names}
 
     def extra_repr(self) -> str:
         return (
@@ -509,10 +502,10 @@ class SparseAttention(CompressionLayer):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Of rotated and of raw tensors: those of the branches, with queries "cq" for compressed
         keys, and those that are compressed."""
-        if not self.config.compresses:
+        if not self.compresses:
             return tensors, {}
         if self.rank_rotated:
-            return tensors, {} if self.ranks_by_tokens else {"k": tensors["k"]}
+            return tensors, {} if self.ranks_by_tokens() else {"k": tensors["k"]}
         names = ("k", "v") if "compressed" in self.branches else ("k",)
         return {**tensors, "cq": raw["q"]}, {name: raw[name] for name in names}
 
@@ -558,7 +551,7 @@ class SparseAttention(CompressionLayer):
         rows: dict[str, Any] = {
             name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()
         }
-        if self.ranks_by_tokens:
+        if self.ranks_by_tokens():
             rows["ck"] = rows["k"]
         if self.to_index is not None and "ck" in rows:  # index keys of one head rank for all
             rows["ck"] = rows["ck"].expand(-1, -1, self.kv_heads, -1)

@@ -42,6 +42,8 @@ class CompressionLayer(RotaryLayer):
     kv_heads: int
     causal: bool
     use_diff_topk: bool
+    rank_rotated: bool
+    compresses: bool
     compress_block_size: int
     compress_block_sliding_stride: int
     compress_mlp_expand_factor: float
@@ -138,11 +140,10 @@ class CompressionLayer(RotaryLayer):
             compressed[f"c{name}"] = slide(net, windowed(t, l, d, self.causal), p, l, d)
         return compressed
 
-    @property
     def ranks_by_tokens(self) -> bool:
         """Whether the keys that rank blocks are the rotated keys themselves."""
         sizes = self.compress_block_size, self.compress_block_sliding_stride
-        plain = self.config.rank_rotated and sizes == (1, 1) and self.config.compresses
+        plain = self.rank_rotated and sizes == (1, 1) and self.compresses
         plain = plain and self.to_index is None
         return plain and isinstance(self.k_compress, MeanPool) and slides(self.k_compress)
 

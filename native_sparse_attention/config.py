@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakValueDictionary
 
 from .block_sizes import BlockSizes, check_block_sizes
 from .checks.scalars import check_elements, check_factor
@@ -33,6 +34,13 @@ SELECTION = (
     "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
 )  # fmt: skip
 
+
+# settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
+GEOMETRY = (
+    "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
+    "selection_stride", "branches", "rank_rotated", "importance", "index_dim", "index_heads",
+)  # fmt: skip
+RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected_kv")
 
 # by "index", a block's score from those of its windows: the rule of that name
 INDEX_RULES = {"max": "max", "mean": "logits"}
@@ -255,7 +263,10 @@ class NSAConfig(AttentionConfig):
         super().__post_init__()
         rule = INDEX_RULES[self.index_pool] if self.is_indexed else self.importance
         dense = self.but(importance=rule, dense_length=sys.maxsize)
+        geometry = GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY
         self.keep(
+            geometry={name: getattr(self, name) for name in geometry},
+            alignment=max(self.d, self.selection_block_size),
             for_functions=self.but(importance=rule),
             dense=dense,
             dense_alone=dense.but(num_selected_blocks=0),
@@ -320,6 +331,11 @@ class NSAConfig(AttentionConfig):
             **flags,
         )
 
+    # what the contents of a cache depend on, by name
+    geometry: ClassVar[dict[str, Any]]
+    # packed documents passed as `documents` begin at multiples of this number
+    alignment: ClassVar[int]
+
     @property
     def is_indexed(self) -> bool:
         """Whether index queries and keys rank blocks."""
@@ -334,33 +350,52 @@ OF_WEIGHTS = (
 )  # fmt: skip
 
 
+# equal settings are one object: a graph of torch.compile guards it once for all layers
+IN_USE: WeakValueDictionary[NSAConfig, NSAConfig] = WeakValueDictionary()
+DERIVED = ("alignment", "compresses", "geometry")
+
+
+def changed(layer: Any, name: str, value: Any) -> NSAConfig:
+    """The settings of a layer with another value of one.
+
+    Raises:
+        ValueError: a value out of range, or one that the layer has no weights for.
+    """
+    config = replace(layer.config, **{name: value})
+    fixed = [*OF_WEIGHTS]
+    if layer.k_intrablock_positions is not None:  # one for each token of a window
+        fixed.append("compress_block_size")
+    if layer.to_index is not None:  # index queries and keys are as wide as they rotate
+        fixed.append("rank_rotated")
+    if any(getattr(config, n) != getattr(layer.config, n) for n in fixed) or (
+        config.compresses and layer.k_compress is None
+    ):
+        raise ValueError(
+            f"{name} must stay {getattr(layer, name)!r}: the layer has no weights for another "
+            f"value, got {value!r}"
+        )
+    return config
+
+
 def exposed(layer: type[Layer]) -> type[Layer]:
     """Give a layer the fields of its `config` as attributes. Setting one replaces the config, if
-    the layer has the weights for it."""
+    the layer has the weights for it. They are plain attributes, since a compiled step spends more
+    time on the guards of properties than on those of all else."""
+    # `norm` is a module of the layer
+    names = frozenset(field.name for field in fields(NSAConfig)) - {"norm"}
 
-    def attribute(name: str) -> property:
-        def get(self: Any) -> Any:
-            return getattr(self.config, name)
+    def put(self: Any, name: str, value: Any) -> None:
+        if name in names:
+            name, value = "config", changed(self, name, value)
+        if name == "config":
+            value = IN_USE.setdefault(value, value)
+            self.__dict__.update({n: getattr(value, n) for n in (*names, *DERIVED)})
+        super(layer, self).__setattr__(name, value)  # type: ignore[misc]
 
-        def put(self: Any, value: Any) -> None:
-            config = replace(self.config, **{name: value})
-            fixed = [*OF_WEIGHTS]
-            if self.k_intrablock_positions is not None:  # one for each token of a window
-                fixed.append("compress_block_size")
-            if self.to_index is not None:  # index queries and keys are as wide as they rotate
-                fixed.append("rank_rotated")
-            if any(getattr(config, n) != getattr(self.config, n) for n in fixed) or (
-                config.compresses and self.k_compress is None
-            ):
-                raise ValueError(
-                    f"{name} must stay {get(self)!r}: the layer has no weights for another value, "
-                    f"got {value!r}"
-                )
-            self.config = config
+    def restore(self: Any, state: dict[str, Any]) -> None:
+        super(layer, self).__setstate__(state)  # type: ignore[misc]
+        self.config = replace(self.config)  # another release may have pickled it
 
-        return property(get, put)
-
-    for field in fields(NSAConfig):
-        if field.name != "norm":  # `norm` is a module of the layer
-            setattr(layer, field.name, attribute(field.name))
+    layer.__setattr__ = put  # type: ignore[method-assign,assignment]
+    layer.__setstate__ = restore  # type: ignore[attr-defined]
     return layer

@@ -147,7 +147,7 @@ def nsa_cost(
     windows = blocks.num_windows(T, d, causal=config.causal)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         networks = [net for net in (layer.k_compress, layer.v_compress) if net is not None]
-        networks = [] if layer.ranks_by_tokens else networks
+        networks = [] if layer.ranks_by_tokens() else networks
         for network in networks:
             network(torch.empty(batch, K, windows, l, D, dtype=dtype, device="meta"))
     per_head = config.importance == "probs" or not config.query_heads_share_selected_kv

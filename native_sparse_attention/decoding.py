@@ -20,21 +20,11 @@ from .cache import static
 from .cache.kv_cache import KVCache
 from .checks.scalars import shown
 from .compat import transforms
-from .compat.graphs import is_exporting
 from .compress import gather_windows, unfold
 from .frequencies import exact_frequencies
 from .ops import decode, dispatch
 from .ops.triton import cache as cache_writes
 from .rotary import Turn, rotator
-
-# settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
-GEOMETRY = (
-    "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
-    "selection_stride", "branches", "rank_rotated", "importance", "index_dim", "index_heads",
-)  # fmt: skip
-RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected_kv")
-# fewest tokens of a compiled first call that has a graph of its own
-FIRST_GRAPH = 1024
 
 
 def over_cache(
@@ -134,7 +124,7 @@ def over_fixed_cache(
     has_kernels = is_step(layer, cache, q, kv, backend, masks, attends_densely(layer, cache))
     backend = "triton" if has_kernels else backend
     # new sequences: the new tokens are all there is, at a position that the host knows
-    is_first = not has_kernels and starts_anew(cache, at)
+    is_first = not has_kernels and at.first
     start = 0 if is_first else at.starts
     append = static.write_tokens if has_kernels or is_first else static.append
     turn = rotator(layer.rotary_emb, start, None, backend)
@@ -171,24 +161,14 @@ def over_fixed_cache(
     return static.zero_padding(layer.combine_heads(out), at)
 
 
-def starts_anew(cache: KVCache, at: static.NewTokens) -> bool:
-    """Whether so many tokens are the first ones of all sequences that a graph of their own pays: at
-    positions that the device alone knows, the fastest kernels do not run. An exported program asks
-    nothing of the host: it is for any lengths."""
-    if is_exporting():
-        return False
-    return FIRST_GRAPH <= at.new <= (cache.max_length or 0) and cache.is_new
-
-
 def dense_over_fixed_cache(
     layer: Any, cache: KVCache, x: Tensor, lengths: Sequence[int] | Tensor | None
 ) -> Tensor:
     """`dense_over_cache` with shapes that do not depend on lengths."""
     at = static.new_tokens(cache, x, lengths)
-    is_first = starts_anew(cache, at)
-    q, k, v = layer.project(static.zero_padding(x, at), 0 if is_first else at.starts)
+    q, k, v = layer.project(static.zero_padding(x, at), 0 if at.first else at.starts)
     cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
-    if is_first:
+    if at.first:
         static.write_tokens(cache, {"k": k, "v": v}, at)
         out = layer.attend(q, k, v, None)
         static.advance(cache, at)
@@ -296,7 +276,7 @@ def is_step(
 
 def attends_densely(layer: Any, cache: KVCache) -> int:
     """The length below which some new token attends to all keys; 0 if there is none."""
-    if layer.dense:
+    if layer._dense:
         return sys.maxsize
     length: int = layer.dense_length
     if torch.compiler.is_compiling():  # there the device alone knows the lengths
@@ -311,7 +291,7 @@ def is_dense(layer: Any, cache: KVCache, counts: list[int], n: int) -> bool:
         return False
     if any(count != n for count in counts) or (layer.selection_stride > 1 and layer.config.ranks):
         return False
-    whole: bool = layer.dense or len(cache) + n <= layer.dense_length
+    whole: bool = layer._dense or len(cache) + n <= layer.dense_length
     return whole
 
 
@@ -363,7 +343,7 @@ def step(
         factor = None if rotary is None else float(rotary.interpolate_factor)
         read = [q, *kv, index, freqs, held, new, at.page_table, at.counters]
         read += [*stores.values(), *rings.values(), *at.beside.values()]
-        key = layer.config, layer.ranks_by_tokens, factor, cache.page_size
+        key = layer.config, layer.ranks_by_tokens(), factor, cache.page_size
         out = cache_writes.step(run, at, read, key)
     if dense is None:
         out = rearrange(out, "b n h d -> b n (h d)")
@@ -432,7 +412,7 @@ def by_kernels(
     other tensors of the operator."""
     q, kv_heads = tensors["q"], stores["k"].shape[1]
     stores = dict(stores)
-    if layer.ranks_by_tokens:
+    if layer.ranks_by_tokens():
         stores["ck"] = stores["k"]
     if layer.to_index is not None and "ck" in stores:  # the kernels have a query for each head
         stores["ck"] = stores["ck"].expand(-1, kv_heads, -1, -1)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
+from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, Transformer, decoding
+from native_sparse_attention.cache import static
 from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import DIM, SETTINGS, layer
@@ -167,7 +168,7 @@ def test_prefill_and_steps_of_rows_that_take_fewer(compiled):
 def test_first_tokens_of_a_cache(setting, compiled, monkeypatch):
     """Of new sequences, or of those that start anew, the call has a graph of its own, in which no
     kernel takes offsets: it is the call without a cache. Others go on after it."""
-    monkeypatch.setattr(decoding, "FIRST_GRAPH", 20)
+    monkeypatch.setattr(static, "FIRST_GRAPH", 20)
     module, starts = layer(**SETTINGS[setting]), []
     run, counter = compiled(module)
     x, attend = normal(2, 40, DIM), module.attend
@@ -192,10 +193,35 @@ def test_first_tokens_of_a_cache(setting, compiled, monkeypatch):
 
 
 @torch.no_grad()
+def test_guards_on_settings():
+    """A step checks no property of a layer, whose settings graphs could not skip, and the settings
+    that layers share once."""
+    torch.compiler.reset()
+    sizes = dict(dim=DIM, dim_head=8, heads=4, sliding_window_size=8, compress_block_size=4)
+    sizes |= dict(selection_block_size=4, num_selected_blocks=2, causal=True)
+    layers = [SparseAttention(**sizes) for _ in range(2)]
+    caches = [KVCache(32, 1) for _ in layers]
+
+    def step(x):
+        for module, cache in zip(layers, caches, strict=True):
+            x = module(x, cache=cache)
+        return x
+
+    x = torch.randn(1, 1, DIM)
+    step(x)
+    names = [guard.name for guard in torch._dynamo.explain(step)(x).out_guards]
+    of_layers = [name for name in names if "layers" in name]
+    of_settings = {name for name in of_layers if "config." in name}
+    assert len(of_layers) > 99 and not any(".fget" in n for n in set(of_layers) - of_settings)
+    assert of_settings and all("L['layers'][0]" in name for name in of_settings)
+    torch.compiler.reset()
+
+
+@torch.no_grad()
 def test_first_tokens_of_caches_that_are_shared_or_exported(compiled, monkeypatch):
     """A copy counts on the device what the other one does not see, and an exported program has no
     guards: both attend at any lengths."""
-    monkeypatch.setattr(decoding, "FIRST_GRAPH", 8)
+    monkeypatch.setattr(static, "FIRST_GRAPH", 8)
     module = Attention(DIM, 8, 4, kv_heads=2).double()
     x = normal(2, 32, DIM)
     want, parts = module(x), [part.contiguous() for part in x.split(16, dim=1)]

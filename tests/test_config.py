@@ -93,6 +93,34 @@ def test_is_frozen_hashable_and_copied():
     assert dataclasses.replace(config, heads=2) != config
 
 
+def test_equal_settings_of_layers_are_one_object():
+    """Of copies and of what was pickled too, also before settings were attributes."""
+    layers = [SparseAttention(**SIZES) for _ in range(2)]
+    layers += [copy.deepcopy(layers[0]), pickle.loads(pickle.dumps(layers[0]))]
+    old = SparseAttention.__new__(SparseAttention)
+    names = {field.name for field in dataclasses.fields(NSAConfig)} - {"norm"}
+    state = {name: value for name, value in vars(layers[0]).items() if name not in names}
+    state["config"] = copy.copy(state["config"])
+    for name in ("geometry", "alignment"):
+        del state[name], vars(state["config"])[name]
+    old.__setstate__(state)
+    layers += [old, copy.copy(layers[0])]
+    first = layers[0].config
+    assert all(layer.config is first and layer.geometry is first.geometry for layer in layers)
+    assert all(vars(layer)["num_selected_blocks"] == 2 for layer in layers)
+    for layer in layers[1:]:
+        layer.num_selected_blocks = 1
+        assert layer.num_selected_blocks == layer.config.num_selected_blocks == 1
+    assert layers[0].config is first and first.num_selected_blocks == 2
+    assert all(layer.config is layers[1].config for layer in layers[1:])
+    layers[0].selection_block_size = 16
+    assert layers[0].alignment == 16 and layers[0].geometry == first.geometry
+    layers[0].selection_stride = 2
+    assert layers[0].geometry == first.geometry | dict(
+        selection_stride=2, num_selected_blocks=2, query_heads_share_selected_kv=True
+    )
+
+
 def test_fewer_slots_for_a_call():
     """A layer with more slots than there are blocks; what travels then is whole."""
     torch.manual_seed(0)

@@ -14,20 +14,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..compat.graphs import is_exporting
+from ..ops.triton import cache as by_kernel
 from .kv_cache import KVCache
 from .layout import check_capacity
+
+# fewest tokens of a first call that has a graph of its own
+FIRST_GRAPH = 1024
 
 
 class NewTokens(NamedTuple):
     """The new tokens of each sequence.
 
     The first one is at position `starts` [b]. Of `new` tokens in the input, the first `counts` [b]
-    are real; None: all are.
+    are real; None: all are. `first`: they are the first ones of all sequences, at position 0.
     """
 
     starts: Tensor
     counts: Tensor | None
     new: int
+    first: bool = False
 
     def ends(self) -> Tensor:
         """The length of each sequence after the step, [b]."""
@@ -53,18 +59,16 @@ def checked_starts(lengths: Tensor, counts: Tensor | None, new: int, max_length:
 
     A GPU checks with a device-side assertion, for which the host does not wait.
     """
-    taken = torch.full_like(lengths, new) if counts is None else counts
+    if lengths.is_cuda:
+        return by_kernel.starts(lengths, counts, new, max_length)
     if lengths.device.type == "cpu":
-        numbers = taken.tolist()
+        numbers = [new] * len(lengths) if counts is None else counts.tolist()
         if any(n < 0 or n > new for n in numbers):
             raise ValueError(
                 f"lengths must be {len(numbers)} integers between 0 and {new} (the new tokens), "
                 f"got {numbers}"
             )
         check_capacity(max_length, lengths.tolist(), numbers)
-    elif lengths.is_cuda:
-        fits = (taken >= 0) & (taken <= new) & (lengths + taken <= max_length)
-        torch._assert_async(fits.all(), "cache is full, or lengths are not between 0 and n")
     return lengths.to(torch.int64, copy=True)
 
 
@@ -94,8 +98,19 @@ def new_tokens(cache: KVCache, inp: Tensor, lengths: Sequence[int] | Tensor | No
     if "lengths" not in cache._known:
         with torch.inference_mode(False):
             cache._known["lengths"] = torch.zeros(b, dtype=torch.int32, device=inp.device)
-    starts = checked_starts(cache._known["lengths"], counts, n, cache.max_length or 0)
-    return NewTokens(starts, counts, n)
+    held, first = cache._known["lengths"], starts_anew(cache, n)
+    if first and counts is None:  # which fit
+        return NewTokens(held.new_zeros(b, dtype=torch.int64), None, n, first)
+    return NewTokens(checked_starts(held, counts, n, cache.max_length or 0), counts, n, first)
+
+
+def starts_anew(cache: KVCache, new: int) -> bool:
+    """Whether so many tokens are the first ones of all sequences that a graph of their own pays: at
+    positions that the device alone knows, the fastest kernels do not run. An exported program asks
+    nothing of the host: it is for any lengths."""
+    if is_exporting():
+        return False
+    return FIRST_GRAPH <= new <= (cache.max_length or 0) and cache.is_new
 
 
 def write(store: Tensor, new: Tensor, slots: Tensor, mask: Tensor | None) -> None:
@@ -123,7 +138,12 @@ def write_tokens(
     """Write new entries. Returns the storage, with any values past the end of a sequence."""
     stores = cache._allocate(new, [0] * len(tokens.starts), every)
     size = (cache.max_length or 0) // every
+    known = tokens.first and tokens.counts is None
     for name, entries in new.items() if size else ():
+        if known:
+            n = tokens.new // every
+            stores[name][:, :, :n] = entries[:, :, :n].detach()
+            continue
         # entries beyond the capacity can only be padding
         write(stores[name], entries[:, :, :size], *tokens.slots(size, every))
     return {name: stores[name] for name in new}

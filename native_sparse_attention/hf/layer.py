@@ -58,7 +58,6 @@ class LayerAttention(nn.Module):
         ranking: set while `ranking_losses` is open.
     """
 
-    is_causal = True
     ranking: Ranking | None = None
 
     def __init__(
@@ -69,6 +68,7 @@ class LayerAttention(nn.Module):
         is_first: bool = True,
     ):
         super().__init__()
+        self.is_causal = True  # of the instance: guards of graphs then follow its dict alone
         self.attention = attention
         self.layer_idx = layer_idx
         self.dropout = dropout

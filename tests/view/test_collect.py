@@ -45,7 +45,7 @@ def parts(module, x):
     tensors, raw = ranking.with_index(module, index, tensors, raw, turn)
     tensors |= module.compress_whole(raw, None, "eager")
     rows = {name: t.transpose(1, 2) for name, t in tensors.items()}
-    if module.ranks_by_tokens:
+    if module.ranks_by_tokens():
         rows["ck"] = rows["k"]
     if "ck" in rows:
         rows["ck"] = rows["ck"].expand(-1, -1, module.kv_heads, -1)

@@ -11,12 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.counts import next_power_of_2
+from ..common.counts import cdiv, next_power_of_2
 from ..common.primitives import grid_position, load_rows, store_rows
 
 
@@ -43,6 +44,21 @@ def cache_offsets(n, b, page_table, stride_page, stride_slot, t_b, PAGE_SIZE: tl
     """Offsets of entries n of sequence b in a stream."""
     page = load_page(n, b, page_table, t_b, PAGE_SIZE)
     return slot_offsets(n, page, stride_page, stride_slot, PAGE_SIZE)
+
+
+@triton.jit(debug=True, do_not_specialize=["B", "T", "max_length"])
+def nsa_kv_cache_starts(
+    lengths, counts, starts, B, T, max_length, HAS_COUNTS: tl.constexpr, BLOCK_B: tl.constexpr
+):  # fmt: skip
+    """One program: sequences. Writes their lengths in 64 bits, and asserts that their new tokens
+    fit."""
+    b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    length, count = tl.load(lengths + b, mask=b < B, other=0), T
+    if HAS_COUNTS:
+        count = tl.load(counts + b, mask=b < B, other=0)
+    fits = (count >= 0) & (count <= T) & (length + count <= max_length)
+    tl.device_assert(fits, "cache is full, or lengths are not between 0 and n", mask=b < B)
+    tl.store(starts + b, length.to(tl.int64), mask=b < B)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -146,6 +162,17 @@ def head_dims(k: Tensor, v: Tensor) -> dict[str, int]:
     """Kernel arguments: the head dimensions of keys and values, and their padded tile sizes."""
     D, E = k.shape[-1], v.shape[-1]
     return dict(D=D, BLOCK_D=launch.padded(D), E=E, BLOCK_E=launch.padded(E))
+
+
+def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int) -> Tensor:
+    """The lengths [B] in int64, after an assertion that `counts` of `tokens` new ones fit."""
+    found, B = lengths.new_empty(lengths.shape, dtype=torch.int64), len(lengths)
+    if B:
+        nsa_kv_cache_starts[(cdiv(B, 128),)](
+            lengths, lengths if counts is None else counts.contiguous(), found, B, tokens,
+            max_length, HAS_COUNTS=counts is not None, BLOCK_B=128, num_warps=1,
+        )  # fmt: skip
+    return found
 
 
 def append(new: tuple[Tensor, Tensor], stores: tuple[Tensor, Tensor], metadata: CacheMetadata,

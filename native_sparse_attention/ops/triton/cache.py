@@ -44,6 +44,15 @@ def step(
     return out
 
 
+def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int) -> Tensor:
+    """The lengths [b] in int64, after a device-side assertion that `counts` of `tokens` new ones
+    fit."""
+    from ...kernels.decode import kv_cache
+
+    with torch.cuda.device_of(lengths):
+        return kv_cache.starts(lengths, counts, tokens, max_length)
+
+
 def append(
     new: tuple[Tensor, Tensor],
     stores: tuple[Tensor, Tensor],

@@ -1,0 +1,46 @@
+"""Lengths of a fixed cache in a compiled step, which a GPU checks as it reads them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from native_sparse_attention.kernels.decode import kv_cache
+from tests.helpers.budget import DEVICE
+
+pytestmark = pytest.mark.kernels
+
+HELD = [3, 0, 8, 5] * 50  # more than one program
+
+
+def starts(lengths, counts, new=4, most=12):
+    counts = None if counts is None else torch.tensor(counts, device=DEVICE)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return kv_cache.starts(lengths, counts, new, most)
+
+
+@pytest.mark.parametrize("counts", [None, [4, 0, 4, 1] * 50])
+def test_lengths_of_new_tokens_that_fit(counts):
+    found = starts(HELD, counts)
+    assert found.dtype == torch.int64 and found.tolist() == HELD
+    assert starts([], None if counts is None else []).tolist() == []
+
+
+TOO_MANY = {
+    "full": ([*HELD[:199], 9], None),
+    "full, counts": ([*HELD[:199], 9], [0] * 199 + [4]),
+    "more than there are": ([0, 0], [2, 5]),
+    "negative": ([5, 5], [2, -1]),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TOO_MANY)
+def test_tokens_that_do_not_fit(case):
+    """A process cannot go on after an assertion."""
+    code = "import torch; from tests.kernels.decode.test_cache_starts import TOO_MANY, starts; "
+    code += f"starts(*TOO_MANY[{case!r}]); torch.cuda.synchronize()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "cache is full, or lengths are not between 0 and n" in done.stderr
