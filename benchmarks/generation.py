@@ -14,9 +14,10 @@ with what it does by default.
 
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
-* graph: the same in one CUDA graph, by `torch.compile(model.forward, mode="reduce-overhead")`: of
-  sparse forms over a static cache, which an eager call has allocated; of SDPA over a new
-  `DynamicCache` and without the mask that some releases of transformers make where they compile.
+* graph: the same in one CUDA graph, by `torch.compile(model.forward, mode="reduce-overhead")`, over
+  a new `DynamicCache`; of converted models and forms with windows over a static cache, which an
+  eager call has allocated. SDPA has no mask, which some releases of transformers make where they
+  compile.
 * decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and with
   `cache_implementation="static"` (forms with windows a `StaticSparseCache`), whose step
   transformers compiles on a GPU. Tokens/s of all
@@ -236,22 +237,24 @@ def check(form: Form, network: Any, static: bool = False) -> float:
 def in_graph(
     form: Form, model: Any, ids: Tensor, room: int, kept: Any = None
 ) -> tuple[Callable[[], Any], Callable[..., Any]]:
-    """An empty cache at each call: static (`kept`, or a new one with this room) for sparse forms.
-    And a forward of the tokens over it, compiled as one CUDA graph, which is called with the cache
-    and the model's other arguments; it has warmed up. SDPA gets no mask."""
-    from transformers import StaticCache
+    """An empty cache at each call: a `DynamicCache`, or a static one (`kept`, or a new one with
+    this room) for forms that keep more than keys and values. And a forward of the tokens over it,
+    compiled as one CUDA graph, which is called with the cache and the model's other arguments; it
+    has warmed up. SDPA gets no mask."""
+    from transformers import DynamicCache, StaticCache
 
     model = without_mask(model) if form.settings is None else model
     # lengths that other calls of the model had would be symbols
     compiled = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
-    if form.settings is not None:
-        kept = kept or static_cache(form, model, room)
-        kept = kept or StaticCache(config=model.config, max_cache_len=room)
+    kept = kept or static_cache(form, model, room)
+    if form.converted:
+        kept = StaticCache(config=model.config, max_cache_len=room)
+    if kept is not None:
         model(ids[:, :1], **{cache_argument(): kept})  # allocates it, outside of the graph
 
     def empty() -> Any:
-        if form.settings is None:
-            return new_cache(form, model)
+        if kept is None:
+            return DynamicCache(config=model.config)
         kept.reset()
         return kept
 

@@ -46,6 +46,7 @@ from native_sparse_attention import (
 )
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.kernels.decode import kv_cache
 from native_sparse_attention.kernels.selected import union, workspace
 
 CUDA = torch.cuda.is_available()
@@ -251,6 +252,9 @@ def hopper() -> None:
 
 def rows() -> None:
     steps(KVCache(24, 2), selection_stride=4)
+    lengths, counts = (torch.tensor(n, device=DEVICE, dtype=torch.int32) for n in ([9, 3], [0, 4]))
+    for real in (None, counts):  # in compiled steps
+        kv_cache.starts(lengths, real, 4, 24)
 
 
 def little() -> None:
