@@ -429,9 +429,9 @@ class SparseAttention(CompressionLayer):
             if self._dense and ranking_queries is None and not self.use_diff_topk:
                 tensors, raw = {name: tensors[name] for name in "qkv"}, {}
             else:
-                index = ranking.index_of(self, x)
                 turn = rotator(self.rotary_emb, 0, positions, backend)
-                tensors, raw = ranking.with_index(self, index, tensors, raw, turn)
+                index = ranking.turned(self, ranking.index_of(self, x), turn)
+                tensors, raw = ranking.with_index(self, index, tensors, raw)
             tensors |= self.compress_whole(raw, documents, backend)
             where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
             found, _ = self.attend(gates, tensors, masks, **where)
@@ -495,7 +495,7 @@ class SparseAttention(CompressionLayer):
                 raw = {"q": heads.cq, "k": heads.ck, "v": heads.cv}
                 return self.for_compression(tensors, raw)
         q, kv = self.split(qkv)
-        return decoding.arranged(self, q, kv, rotator(self.rotary_emb, 0, positions, backend))
+        return decoding.arranged(self, q, kv, [], rotator(self.rotary_emb, 0, positions, backend))
 
     def for_compression(
         self, tensors: dict[str, Tensor], raw: dict[str, Tensor]

@@ -22,7 +22,7 @@ from .checks.scalars import shown
 from .compat import transforms
 from .compress import gather_windows, unfold
 from .frequencies import exact_frequencies
-from .ops import decode, dispatch
+from .ops import decode, dispatch, one_softmax
 from .ops.triton import cache as cache_writes
 from .rotary import Turn, rotator
 
@@ -47,8 +47,7 @@ def over_cache(
         inp = cache.zero_padding(inp, counts)  # zero gradients do not hide NaN and infinities
     x, q, kv = layer.project(inp)
     cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
-    to_all = attends_densely(layer, cache)
-    dense = to_all > 0 and is_dense(layer, cache, counts, inp.shape[1])
+    to_all, dense = attends_densely(layer, cache), is_dense(layer, cache, counts, inp.shape[1])
     if is_step(layer, cache, q, kv, backend, masks, 0 if dense else to_all):
         out = step(layer, cache, counts, x, q, kv, backend if dense else None)
         out = layer.combine_heads(out)
@@ -57,17 +56,18 @@ def over_cache(
 
     start = cache.positions(inp.device, counts, inp.shape[1])
     turn = rotator(layer.rotary_emb, start, None, backend)
-    tensors, raw = arranged(layer, q, kv, turn)
-    tensors, raw = ranking.with_index(layer, ranking.index_of(layer, x), tensors, raw, turn)
+    tensors, raw = arranged(layer, q, kv, ranking.index_of(layer, x), turn)
     tensors |= extend(layer, cache, counts, tensors, raw)
     keeps_ranking = layer.selection_stride > 1 and layer.config.ranks
     leader = None
     if keeps_ranking and len(cache) > 0:
         leader = cache.recent("ranking", 1)[:, :, 0]
     options: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=backend)
-    out, indices = layer.attend(layer.gates(x), tensors, masks, **options)
-    out = layer.combine_heads(out)
-    if keeps_ranking:
+    found, indices = by_sdpa(layer, tensors, masks, backend) if dense else None, None
+    if found is None:
+        found, indices = layer.attend(layer.gates(x), tensors, masks, **options)
+    out = layer.combine_heads(found)
+    if keeps_ranking and indices is not None:
         cache.keep_recent({"ranking": rearrange(indices, "b n h s -> b h n s")}, counts, 1)
     if raw:
         cache.keep_recent(raw, counts, layer.compress_block_size - 1)
@@ -128,8 +128,7 @@ def over_fixed_cache(
     start = 0 if is_first else at.starts
     append = static.write_tokens if has_kernels or is_first else static.append
     turn = rotator(layer.rotary_emb, start, None, backend)
-    tensors, raw = arranged(layer, q, kv, turn)
-    tensors, raw = ranking.with_index(layer, ranking.index_of(layer, x), tensors, raw, turn)
+    tensors, raw = arranged(layer, q, kv, ranking.index_of(layer, x), turn)
     entries = of_tokens(tensors)
     streams = append(cache, entries, at)
     if raw:
@@ -182,20 +181,22 @@ def dense_over_fixed_cache(
 
 
 def arranged(
-    layer: Any, q: Tensor, kv: list[Tensor], turn: Turn
+    layer: Any, q: Tensor, kv: list[Tensor], index: list[Tensor], turn: Turn
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors [b h n d] of the branches by name, with queries and keys rotated, and the keys and
-    values that are compressed."""
+    values that are compressed; of both the index queries and keys."""
     k, v = layer.own(kv, "selected")
     window_k, window_v = layer.own(kv, "window")
     own_window = "window" in layer.branches and window_k is not k
     keys = [k, window_k] if own_window else [k]
-    rotated_q, rotated_k, *window = turn([q, *keys])
+    at_once = index if layer.rank_rotated and layer.index_dim == layer.dim_head else []
+    rotated_q, rotated_k, *others = turn([q, *keys, *at_once])
+    index = others[-2:] if at_once else ranking.turned(layer, index, turn)
     tensors = {"q": rotated_q, "k": rotated_k, "v": v}
     if own_window:
-        tensors |= {"window_k": window[0], "window_v": window_v}
+        tensors |= {"window_k": others[0], "window_v": window_v}
     raw = dict(zip("kv", layer.own(kv, "compressed"), strict=True))
-    return layer.for_compression(tensors, {"q": q, **raw})
+    return ranking.with_index(layer, index, *layer.for_compression(tensors, {"q": q, **raw}))
 
 
 def of_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -291,8 +292,25 @@ def is_dense(layer: Any, cache: KVCache, counts: list[int], n: int) -> bool:
         return False
     if any(count != n for count in counts) or (layer.selection_stride > 1 and layer.config.ranks):
         return False
-    whole: bool = layer._dense or len(cache) + n <= layer.dense_length
+    whole: bool = layer._dense or len(cache) + n <= layer.dense_length > 0
     return whole
+
+
+def by_sdpa(
+    layer: Any,
+    tensors: dict[str, Tensor],
+    masks: tuple[Any, Any],
+    backend: str | tuple[str, ...],
+) -> Tensor | None:
+    """Dense attention [b n (h d)] of `is_dense` tokens, without the checks of `layer.attend`; None
+    where SDPA has no form of it."""
+    if masks != (None, None) or layer.sinks is not None or layer.soft_cap is not None:
+        return None
+    if layer.use_diff_topk:  # whose unread tensors have gradients
+        return None
+    q, k, v = (tensors[name] for name in "qkv")
+    out = one_softmax.by_sdpa(q, k, v, True, layer.config.scale, backend)
+    return None if out is None else rearrange(out, "b h n d -> b n (h d)")
 
 
 def note_least_length(layer: Any, cache: KVCache) -> None:
@@ -322,7 +340,7 @@ def step(
     new = torch.tensor(counts, dtype=torch.int32).to(q.device) if ragged else None
     index = ranking.index_of(layer, x)
     # before rotation: rotated tensors have the same shapes
-    tensors, raw = ranking.with_index(layer, index, *arranged(layer, q, kv, list), list)
+    tensors, raw = arranged(layer, q, kv, index, list)
     stores, rings = cache.room(of_tokens(tensors), counts), cache.ring(raw, l - 1)
     stores |= cache.room({f"c{name}": t[:, :, :0] for name, t in raw.items()}, counts, every=d)
     at = SimpleNamespace(
@@ -341,7 +359,7 @@ def step(
         rotary = layer.rotary_emb
         freqs = None if rotary is None else exact_frequencies(rotary)
         factor = None if rotary is None else float(rotary.interpolate_factor)
-        read = [q, *kv, index, freqs, held, new, at.page_table, at.counters]
+        read = [q, *kv, *index, freqs, held, new, at.page_table, at.counters]
         read += [*stores.values(), *rings.values(), *at.beside.values()]
         key = layer.config, layer.ranks_by_tokens(), factor, cache.page_size
         out = cache_writes.step(run, at, read, key)
@@ -378,7 +396,7 @@ def write(at: SimpleNamespace) -> dict[str, Tensor]:
     layer, (held, n) = at.layer, (at.lengths, at.q.shape[2])
     l, d = layer.compress_block_size, layer.compress_block_sliding_stride
     turn = rotator(layer.rotary_emb, held, None, "triton")
-    tensors, raw = ranking.with_index(layer, at.index, *arranged(layer, at.q, at.kv, turn), turn)
+    tensors, raw = arranged(layer, at.q, at.kv, at.index, turn)
     pages = dict(counts=at.counts, page_table=at.page_table, page_size=at.page_size)
     for names in ("k", "v"), ("window_k", "window_v"), ("ck", "cv"):
         if names[0] in tensors:

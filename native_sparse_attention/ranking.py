@@ -29,29 +29,29 @@ from .varlen import Documents
 WEIGHTS = ("output", "mass")
 
 
-def index_of(layer: Any, x: Tensor) -> Tensor | None:
-    """Index queries and keys [b h n d] of the normalized input x, where their gradient stops; None
-    without a learned ranking."""
+def index_of(layer: Any, x: Tensor) -> list[Tensor]:
+    """Index queries [b k n d] and keys [b 1|k n d] of the normalized input x, where their gradient
+    stops; none without a learned ranking."""
     if layer.to_index is None or not layer.config.ranks:
-        return None
-    return rearrange(layer.to_index(x.detach()), "b n (h d) -> b h n d", d=layer.index_dim)
+        return []
+    index = rearrange(layer.to_index(x.detach()), "b n (h d) -> b h n d", d=layer.index_dim)
+    return [index[:, : layer.kv_heads], index[:, layer.kv_heads :]]
+
+
+def turned(layer: Any, index: list[Tensor], turn: Turn) -> list[Tensor]:
+    """Index queries and keys, rotated where `rank_rotated` asks for it."""
+    return turn(index) if index and layer.rank_rotated else index
 
 
 def with_index(
-    layer: Any,
-    index: Tensor | None,
-    tensors: dict[str, Tensor],
-    raw: dict[str, Tensor],
-    turn: Turn,
+    layer: Any, index: list[Tensor], tensors: dict[str, Tensor], raw: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of the branches and of compression, with index queries "cq" [b k n d] in place of
-    queries, and index keys [b 1 n d] or [b k n d] in place of keys; those of single tokens are "ck"
-    as they are. `index` is of `index_of`."""
-    if index is None:
+    queries, and index keys [b 1|k n d] in place of keys; those of single tokens are "ck" as they
+    are. `index` is of `turned`."""
+    if not index:
         return tensors, raw
-    q, k = index[:, : layer.kv_heads], index[:, layer.kv_heads :]
-    if layer.rank_rotated:
-        q, k = turn([q, k])
+    q, k = index
     if layer.compress_block_size == layer.compress_block_sliding_stride == 1:
         return {**tensors, "cq": q, "ck": k}, {}
     return {**tensors, "cq": q}, {"k": k}

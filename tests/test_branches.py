@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import native_sparse_attention as nsa
-from native_sparse_attention import NSAConfig, SparseAttention, Transformer
+from native_sparse_attention import KVCache, NSAConfig, SparseAttention, Transformer
 from native_sparse_attention.compress import AttentionPool, MeanPool
 from native_sparse_attention.rotary import Rotary, rotation
 from native_sparse_attention.transformer import Attention
@@ -180,9 +180,17 @@ class Seen(TorchFunctionMode):
 )
 def test_dense_attention_runs_through_sdpa(settings, length, is_sdpa):
     module, seen = layer(torch.float32, **ONE | settings), Seen()
+    x = torch.randn(1, length, DIM)
     with torch.no_grad(), seen:
-        module(torch.randn(1, length, DIM))
+        want = module(x)
     assert (F.scaled_dot_product_attention in seen.functions) == is_sdpa
+    # a first call of a cache, where the layer's length tells it, checks nothing else
+    attend, calls, cached = module.attend, [], Seen()
+    module.attend = lambda *args, **given: calls.append(0) or attend(*args, **given)
+    with torch.no_grad(), cached:
+        torch.testing.assert_close(module(x, cache=KVCache()), want)
+    assert (F.scaled_dot_product_attention in cached.functions) == is_sdpa
+    assert bool(calls) != (is_sdpa and module.dense_length > 0)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(soft_cap=2.0), dict(attention_sinks=True)], ids=str)

@@ -179,7 +179,8 @@ def module_ranking(module, x):
     rows, backend = module.norm(x), "eager"
     tensors, raw = module.rotated(module.to_qkv(rows), None, backend)
     index, turn = ranking.index_of(module, rows), rotator(module.rotary_emb, 0, None, backend)
-    tensors, raw = ranking.with_index(module, index, tensors, raw, turn)
+    index = ranking.turned(module, index, turn)
+    tensors, raw = ranking.with_index(module, index, tensors, raw)
     tensors |= module.compress_whole(raw, None, backend)
     config = module.config.for_functions.but(num_selected_blocks=module.num_selected_blocks)
     from native_sparse_attention.ops import each_branch

@@ -321,11 +321,11 @@ def test_a_graph_goes_on(waits_for_nothing):
     q, *kv = draw(n=1, heads=(4, 2, 2))
     held = torch.tensor([3, 70], dtype=torch.int32, device="cuda")
     with torch.no_grad():
-        decoding.arranged(module, q, kv, rotator(module.rotary_emb, held, None, "auto"))
+        decoding.arranged(module, q, kv, [], rotator(module.rotary_emb, held, None, "auto"))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found, _ = decoding.arranged(
-                module, q, kv, rotator(module.rotary_emb, held, None, "auto")
+                module, q, kv, [], rotator(module.rotary_emb, held, None, "auto")
             )
         held += 40
         graph.replay()
@@ -333,7 +333,7 @@ def test_a_graph_goes_on(waits_for_nothing):
         for name, t in (("q", q), ("k", kv[0])):
             torch.testing.assert_close(found[name], turn(t))
         with waits_for_nothing():
-            decoding.arranged(module, q, kv, rotator(module.rotary_emb, held, None, "auto"))
+            decoding.arranged(module, q, kv, [], rotator(module.rotary_emb, held, None, "auto"))
 
 
 @pytest.mark.gpu

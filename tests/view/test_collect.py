@@ -42,7 +42,8 @@ def parts(module, x):
     normed = module.norm(x)
     tensors, raw = module.rotated(module.projected(normed), None, "eager")
     index, turn = ranking.index_of(module, normed), rotator(module.rotary_emb, 0, None, "eager")
-    tensors, raw = ranking.with_index(module, index, tensors, raw, turn)
+    index = ranking.turned(module, index, turn)
+    tensors, raw = ranking.with_index(module, index, tensors, raw)
     tensors |= module.compress_whole(raw, None, "eager")
     rows = {name: t.transpose(1, 2) for name, t in tensors.items()}
     if module.ranks_by_tokens():
