@@ -566,7 +566,9 @@ class SparseAttention(CompressionLayer):
         config = self.config.for_functions
         if self._dense or dense:
             config = self.config.dense if call.ck is not None else self.config.dense_alone
-        out, indices = nsa.attend(call, config, backend, masks, keep_slots)
+        # otherwise the layer and its cache made all tensors
+        is_checked = masks == (None, None) and call.documents is None
+        out, indices = nsa.attend(call, config, backend, masks, keep_slots, is_checked)
         if self.observer is not None:
             self.observer(call, config, indices)
         return self.tied(rearrange(out, "b n h d -> b n (h d)"), call), indices

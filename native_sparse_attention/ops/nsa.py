@@ -239,11 +239,12 @@ def attend(
     backend: str | tuple[str, ...],
     masks: tuple[Any, Any] = (None, None),
     keep_slots: bool = False,
+    is_checked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the tensors of a call and run it: the output [B T H E] and the selected block indices,
     None without a selection. Unless `keep_slots`, the indices may lack slots past the number of
     blocks, or be None in dense attention."""
-    call = checked(call, config, masks)
+    call = call if is_checked else checked(call, config, masks)
     n, s = config.num_selected_blocks, config.selection_block_size
     if n > MANY_BLOCKS and not keep_slots and call.leader_indices is None:
         # the caller does not read the slots past the last block
