@@ -11,7 +11,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from einops import rearrange
 from einops.layers.torch import Rearrange
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
@@ -530,10 +529,8 @@ class SparseAttention(CompressionLayer):
 
     def split(self, qkv: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Queries [b h n d], and keys and values in turn."""
-        q, *kv = (
-            rearrange(t, "b n (h d) -> b h n d", d=self.dim_head)
-            for t in qkv.split(self.qkv_split, dim=-1)
-        )
+        heads = qkv.unflatten(-1, (-1, self.dim_head)).transpose(1, 2)
+        q, *kv = heads.split([width // self.dim_head for width in self.qkv_split], dim=1)
         return q, kv
 
     def attend(
@@ -548,9 +545,7 @@ class SparseAttention(CompressionLayer):
         """The branches of tensors [b h n d] by name, combined by gates: [b n (h d)], and the block
         indices; or dense attention. `where` has the other fields of a `Call`: offset, leaders,
         documents."""
-        rows: dict[str, Any] = {
-            name: rearrange(t, "b h n d -> b n h d") for name, t in tensors.items()
-        }
+        rows: dict[str, Any] = {name: t.transpose(1, 2) for name, t in tensors.items()}
         if self.ranks_by_tokens():
             rows["ck"] = rows["k"]
         if self.to_index is not None and "ck" in rows:  # index keys of one head rank for all
@@ -571,7 +566,7 @@ class SparseAttention(CompressionLayer):
         out, indices = nsa.attend(call, config, backend, masks, keep_slots, is_checked)
         if self.observer is not None:
             self.observer(call, config, indices)
-        return self.tied(rearrange(out, "b n h d -> b n (h d)"), call), indices
+        return self.tied(out.flatten(2), call), indices
 
     def tied(self, out: Tensor, call: Call) -> Tensor:
         """The output, tied to compressed keys or queries that this call may not read, as for a

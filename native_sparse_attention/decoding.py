@@ -341,8 +341,10 @@ def step(
     index = ranking.index_of(layer, x)
     # before rotation: rotated tensors have the same shapes
     tensors, raw = arranged(layer, q, kv, index, list)
-    stores, rings = cache.room(of_tokens(tensors), counts), cache.ring(raw, l - 1)
-    stores |= cache.room({f"c{name}": t[:, :, :0] for name, t in raw.items()}, counts, every=d)
+    stores, rings = cache.room(of_tokens(tensors), counts), {}
+    if raw:
+        rings, empty = cache.ring(raw, l - 1), {f"c{name}": t[:, :, :0] for name, t in raw.items()}
+        stores |= cache.room(empty, counts, every=d)
     at = SimpleNamespace(
         layer=layer, q=q, kv=kv, index=index, stores=stores, rings=rings, lengths=held, counts=new,
         page_table=cache.page_table, page_size=cache.page_size,
@@ -364,7 +366,7 @@ def step(
         key = layer.config, layer.ranks_by_tokens(), factor, cache.page_size
         out = cache_writes.step(run, at, read, key)
     if dense is None:
-        out = rearrange(out, "b n h d -> b n (h d)")
+        out = out.flatten(2)
     else:
         seen = {name: stores[name][:, :, : len(cache) + n] for name in "kv"}
         where: dict[str, Any] = dict(q_offset=len(cache), backend=dense, dense=True)

@@ -34,7 +34,7 @@ def index_of(layer: Any, x: Tensor) -> list[Tensor]:
     stops; none without a learned ranking."""
     if layer.to_index is None or not layer.config.ranks:
         return []
-    index = rearrange(layer.to_index(x.detach()), "b n (h d) -> b h n d", d=layer.index_dim)
+    index = layer.to_index(x.detach()).unflatten(-1, (-1, layer.index_dim)).transpose(1, 2)
     return [index[:, : layer.kv_heads], index[:, layer.kv_heads :]]
 
 
