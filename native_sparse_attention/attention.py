@@ -6,6 +6,7 @@ w  windows          l  tokens of a window                d  head dimension
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -147,8 +148,10 @@ class SparseAttention(CompressionLayer):
     backend: str
     # packed documents passed as `documents` begin at multiples of this number
     alignment: int
-    # the settings that the contents of a cache depend on, by name
+    # the settings that the contents of a cache depend on, by name; whether there are blocks to rank
     geometry: dict[str, Any]
+    ranks: bool
+    values: tuple[Any, ...]  # of `settings`
     # of `view.collect`, while one is open: sees each call and its block indices
     observer: Callable[[Call, AttentionConfig, Tensor | None], None] | None = None
 
@@ -558,15 +561,24 @@ class SparseAttention(CompressionLayer):
             **where,
         )
         keep_slots = self.selection_stride > 1
-        config = self.config.for_functions
-        if self._dense or dense:
-            config = self.config.dense if call.ck is not None else self.config.dense_alone
+        config = self.settings(self._dense or dense, ranks=call.ck is not None)
         # otherwise the layer and its cache made all tensors
         is_checked = masks == (None, None) and call.documents is None
         out, indices = nsa.attend(call, config, backend, masks, keep_slots, is_checked)
         if self.observer is not None:
             self.observer(call, config, indices)
         return self.tied(out.flatten(2), call), indices
+
+    def settings(self, dense: bool = False, ranks: bool = True) -> AttentionConfig:
+        """What the functions take. In a graph it is made of `values`, which are guarded at once."""
+        if not torch.compiler.is_compiling():
+            config = self.config
+            return (
+                (config.dense if ranks else config.dense_alone) if dense else config.for_functions
+            )
+        found = AttentionConfig.of_values(self.values)
+        found = found.but(dense_length=sys.maxsize) if dense else found
+        return found if ranks or not dense else found.with_selected(0)
 
     def tied(self, out: Tensor, call: Call) -> Tensor:
         """The output, tied to compressed keys or queries that this call may not read, as for a

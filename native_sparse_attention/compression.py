@@ -42,6 +42,7 @@ class CompressionLayer(RotaryLayer):
     kv_heads: int
     causal: bool
     use_diff_topk: bool
+    num_compressed_mem_kv: int
     rank_rotated: bool
     compresses: bool
     compress_block_size: int
@@ -95,7 +96,7 @@ class CompressionLayer(RotaryLayer):
             self.twins = ()
 
     def memory(self, dtype: torch.dtype) -> dict[str, Any]:
-        if self.compress_mem_kv is None or self.config.num_compressed_mem_kv == 0:
+        if self.compress_mem_kv is None or self.num_compressed_mem_kv == 0:
             return {"mem_k": None, "mem_v": None}
         mem_k, mem_v = self.compress_mem_kv.to(dtype)
         return {"mem_k": mem_k, "mem_v": mem_v}

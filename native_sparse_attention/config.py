@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
-from weakref import WeakValueDictionary
 
 from .block_sizes import BlockSizes, check_block_sizes
 from .checks.scalars import check_elements, check_factor
@@ -141,6 +140,11 @@ class AttentionConfig:
         config.keep(**DEFAULTS | values)
         return config
 
+    @classmethod
+    def of_values(cls, values: tuple[Any, ...]) -> AttentionConfig:
+        """Settings from checked values of all fields in turn."""
+        return cls.unchecked(**dict(zip(DEFAULTS, values, strict=True)))
+
     def with_selected(self, n: int) -> AttentionConfig:
         """These settings with n selected blocks, not checked again."""
         return self.but(num_selected_blocks=n)
@@ -264,10 +268,12 @@ class NSAConfig(AttentionConfig):
         rule = INDEX_RULES[self.index_pool] if self.is_indexed else self.importance
         dense = self.but(importance=rule, dense_length=sys.maxsize)
         geometry = GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY
+        of_functions = self.but(importance=rule)
         self.keep(
+            values=tuple(getattr(of_functions, name) for name in DEFAULTS),
             geometry={name: getattr(self, name) for name in geometry},
             alignment=max(self.d, self.selection_block_size),
-            for_functions=self.but(importance=rule),
+            for_functions=of_functions,
             dense=dense,
             dense_alone=dense.but(num_selected_blocks=0),
         )
@@ -335,6 +341,8 @@ class NSAConfig(AttentionConfig):
     geometry: ClassVar[dict[str, Any]]
     # packed documents passed as `documents` begin at multiples of this number
     alignment: ClassVar[int]
+    # those of `for_functions`
+    values: ClassVar[tuple[Any, ...]]
 
     @property
     def is_indexed(self) -> bool:
@@ -350,9 +358,8 @@ OF_WEIGHTS = (
 )  # fmt: skip
 
 
-# equal settings are one object: a graph of torch.compile guards it once for all layers
-IN_USE: WeakValueDictionary[NSAConfig, NSAConfig] = WeakValueDictionary()
-DERIVED = ("alignment", "compresses", "geometry")
+# attributes of a layer that follow from its settings
+DERIVED = ("alignment", "compresses", "geometry", "ranks", "values")
 
 
 def changed(layer: Any, name: str, value: Any) -> NSAConfig:
@@ -379,17 +386,24 @@ def changed(layer: Any, name: str, value: Any) -> NSAConfig:
 
 def exposed(layer: type[Layer]) -> type[Layer]:
     """Give a layer the fields of its `config` as attributes. Setting one replaces the config, if
-    the layer has the weights for it. They are plain attributes, since a compiled step spends more
-    time on the guards of properties than on those of all else."""
+    the layer has the weights for it. They are plain attributes: torch.compile skips the guards of a
+    module whose dict has not changed, but not where it reads a property, or an object such as the
+    config. What a subclass defines in place of one is left to it."""
     # `norm` is a module of the layer
     names = frozenset(field.name for field in fields(NSAConfig)) - {"norm"}
 
     def put(self: Any, name: str, value: Any) -> None:
-        if name in names:
+        kinds = type(self).__mro__
+        own = {n for kind in kinds[: kinds.index(layer)] for n in vars(kind)}
+        if name in DERIVED and name not in own:
+            raise AttributeError(f"{name} follows from the layer's settings, and cannot be set")
+        if name in names - own:
             name, value = "config", changed(self, name, value)
         if name == "config":
-            value = IN_USE.setdefault(value, value)
-            self.__dict__.update({n: getattr(value, n) for n in (*names, *DERIVED)})
+            if not hasattr(value, "values"):  # pickled by an older release
+                value = replace(value)
+            exposed = {*names, *DERIVED} - own
+            self.__dict__.update({n: getattr(value, n) for n in exposed})
         super(layer, self).__setattr__(name, value)  # type: ignore[misc]
 
     def restore(self: Any, state: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def over_cache(
     turn = rotator(layer.rotary_emb, start, None, backend)
     tensors, raw = arranged(layer, q, kv, ranking.index_of(layer, x), turn)
     tensors |= extend(layer, cache, counts, tensors, raw)
-    keeps_ranking = layer.selection_stride > 1 and layer.config.ranks
+    keeps_ranking = layer.selection_stride > 1 and layer.ranks
     leader = None
     if keeps_ranking and len(cache) > 0:
         leader = cache.recent("ranking", 1)[:, :, 0]
@@ -145,7 +145,7 @@ def over_fixed_cache(
         return static.zero_padding(layer.combine_heads(rearrange(out, "b n h d -> b n (h d)")), at)
     tensors |= entries if is_first else streams
     leader = None
-    keeps_ranking = layer.selection_stride > 1 and layer.config.ranks
+    keeps_ranking = layer.selection_stride > 1 and layer.ranks
     if keeps_ranking:
         ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
         like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
@@ -266,7 +266,7 @@ def is_step(
         v=kv[1].transpose(1, 2),
         num_selected_blocks=layer.num_selected_blocks,
         selection_block_size=layer.selection_block_size,
-        importance=layer.config.for_functions.importance,
+        importance=layer.settings().importance,
         branches=layer.branches,
         dense_length=to_all,
         block_windows=blocks.windows_per_block(
@@ -290,7 +290,7 @@ def is_dense(layer: Any, cache: KVCache, counts: list[int], n: int) -> bool:
     and no ranking is kept."""
     if layer.branches != ("selected",) or cache.page_size is not None or not cache.is_uniform:
         return False
-    if any(count != n for count in counts) or (layer.selection_stride > 1 and layer.config.ranks):
+    if any(count != n for count in counts) or (layer.selection_stride > 1 and layer.ranks):
         return False
     whole: bool = layer._dense or len(cache) + n <= layer.dense_length > 0
     return whole
@@ -309,7 +309,7 @@ def by_sdpa(
     if layer.use_diff_topk:  # whose unread tensors have gradients
         return None
     q, k, v = (tensors[name] for name in "qkv")
-    out = one_softmax.by_sdpa(q, k, v, True, layer.config.scale, backend)
+    out = one_softmax.by_sdpa(q, k, v, True, layer.scale, backend)
     return None if out is None else rearrange(out, "b h n d -> b n (h d)")
 
 
@@ -417,7 +417,7 @@ def beside(layer: Any, cache: KVCache, x: Tensor, q: Tensor, kv: list[Tensor]) -
     """What the decode kernels read and write beside tokens: gates, sinks, memory, and the rankings
     that tokens share."""
     earlier = None
-    if layer.selection_stride > 1 and layer.config.ranks:
+    if layer.selection_stride > 1 and layer.ranks:
         ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
         like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
         earlier = cache.ring({"ranking": like}, 1)["ranking"]
@@ -439,7 +439,7 @@ def by_kernels(
         tensors = tensors | dict(cq=tensors["cq"].repeat_interleave(q.shape[1] // kv_heads, dim=1))
     # the layer and its cache made these tensors: there is nothing to check
     rows = {name: rearrange(t, "b h n d -> b n h d") for name, t in (tensors | stores).items()}
-    out: Tensor = decode.by_kernels(layer.config.for_functions, **rows, **given)
+    out: Tensor = decode.by_kernels(layer.settings(), **rows, **given)
     return out
 
 

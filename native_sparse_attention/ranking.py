@@ -32,7 +32,7 @@ WEIGHTS = ("output", "mass")
 def index_of(layer: Any, x: Tensor) -> list[Tensor]:
     """Index queries [b k n d] and keys [b 1|k n d] of the normalized input x, where their gradient
     stops; none without a learned ranking."""
-    if layer.to_index is None or not layer.config.ranks:
+    if layer.to_index is None or not layer.ranks:
         return []
     index = layer.to_index(x.detach()).unflatten(-1, (-1, layer.index_dim)).transpose(1, 2)
     return [index[:, : layer.kv_heads], index[:, layer.kv_heads :]]
@@ -135,7 +135,7 @@ def ranking_loss(
     Raises:
         ValueError: queries that are neither a number nor positions.
     """
-    config = layer.config.for_functions
+    config = layer.settings()
     s, K, n = config.selection_block_size, layer.kv_heads, tensors["q"].shape[2]
     device, count = tensors["q"].device, 1 if documents is None else tensors["q"].shape[0]
     if documents is not None and isinstance(queries, Tensor) and queries.ndim == 2:

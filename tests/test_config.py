@@ -93,32 +93,56 @@ def test_is_frozen_hashable_and_copied():
     assert dataclasses.replace(config, heads=2) != config
 
 
-def test_equal_settings_of_layers_are_one_object():
+def test_settings_are_plain_attributes():
     """Of copies and of what was pickled too, also before settings were attributes."""
-    layers = [SparseAttention(**SIZES) for _ in range(2)]
+    layers = [SparseAttention(**SIZES)]
+    first = layers[0].config
     layers += [copy.deepcopy(layers[0]), pickle.loads(pickle.dumps(layers[0]))]
     old = SparseAttention.__new__(SparseAttention)
     names = {field.name for field in dataclasses.fields(NSAConfig)} - {"norm"}
     state = {name: value for name, value in vars(layers[0]).items() if name not in names}
-    state["config"] = copy.copy(state["config"])
-    for name in ("geometry", "alignment"):
-        del state[name], vars(state["config"])[name]
+    state["config"] = old_config = copy.copy(first)
+    for name in ("geometry", "alignment", "values"):
+        del state[name], vars(old_config)[name]
     old.__setstate__(state)
-    layers += [old, copy.copy(layers[0])]
-    first = layers[0].config
-    assert all(layer.config is first and layer.geometry is first.geometry for layer in layers)
-    assert all(vars(layer)["num_selected_blocks"] == 2 for layer in layers)
+    layers += [old, copy.copy(layers[0]), SparseAttention(**SIZES)]
+    layers[-1].config = old_config
+    for layer in layers:
+        assert layer.config == first and vars(layer)["num_selected_blocks"] == 2
+        assert layer.settings() == AttentionConfig.of_values(layer.values)
     for layer in layers[1:]:
         layer.num_selected_blocks = 1
         assert layer.num_selected_blocks == layer.config.num_selected_blocks == 1
+        assert layer.settings().num_selected_blocks == 1 and layer.settings(dense=True)
     assert layers[0].config is first and first.num_selected_blocks == 2
-    assert all(layer.config is layers[1].config for layer in layers[1:])
     layers[0].selection_block_size = 16
     assert layers[0].alignment == 16 and layers[0].geometry == first.geometry
     layers[0].selection_stride = 2
     assert layers[0].geometry == first.geometry | dict(
         selection_stride=2, num_selected_blocks=2, query_heads_share_selected_kv=True
     )
+    with pytest.raises(AttributeError, match="alignment follows from the layer's settings"):
+        layers[0].alignment = 3
+
+
+def test_subclasses_may_replace_settings():
+    class Eager(SparseAttention):
+        backend = "eager"
+
+        @property
+        def num_selected_blocks(self):
+            return 1
+
+        @num_selected_blocks.setter
+        def num_selected_blocks(self, value):
+            self.wanted = value
+
+    layer = Eager(**SIZES)
+    layer.num_selected_blocks = 3
+    assert (layer.backend, layer.num_selected_blocks, layer.wanted) == ("eager", 1, 3)
+    layer.soft_cap = 2.0
+    assert layer.config.soft_cap == layer.soft_cap == 2.0 and layer.backend == "eager"
+    assert layer.config.num_selected_blocks == 2
 
 
 def test_fewer_slots_for_a_call():

@@ -159,7 +159,7 @@ class KVCache(Sequences):
             if not fits:  # of another device
                 device = next(iter(new.values())).device
                 self._known = {name: t.to(device) for name, t in self._known.items()}
-        self._layer, self._copied, self._geometry = weakref.ref(layer), None, geometry
+        self._layer, self._copied, self._geometry = weakref.ref(layer), None, dict(geometry)
 
     def _is_bound_to(self, layer: Identity, geometry: dict[str, Any]) -> bool:
         return self._owner() is layer and geometry == self._geometry
