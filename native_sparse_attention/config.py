@@ -393,17 +393,18 @@ def exposed(layer: type[Layer]) -> type[Layer]:
     names = frozenset(field.name for field in fields(NSAConfig)) - {"norm"}
 
     def put(self: Any, name: str, value: Any) -> None:
-        kinds = type(self).__mro__
-        own = {n for kind in kinds[: kinds.index(layer)] for n in vars(kind)}
+        own: set[str] = set()  # of subclasses
+        if name == "config" or name in names or name in DERIVED:
+            kinds = type(self).__mro__
+            own.update(*map(vars, kinds[: kinds.index(layer)]))
         if name in DERIVED and name not in own:
             raise AttributeError(f"{name} follows from the layer's settings, and cannot be set")
-        if name in names - own:
+        if name in names and name not in own:
             name, value = "config", changed(self, name, value)
         if name == "config":
             if not hasattr(value, "values"):  # pickled by an older release
                 value = replace(value)
-            exposed = {*names, *DERIVED} - own
-            self.__dict__.update({n: getattr(value, n) for n in exposed})
+            self.__dict__.update({n: getattr(value, n) for n in {*names, *DERIVED} - own})
         super(layer, self).__setattr__(name, value)  # type: ignore[misc]
 
     def restore(self: Any, state: dict[str, Any]) -> None:
