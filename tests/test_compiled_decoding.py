@@ -209,6 +209,7 @@ def test_settings_of_one_of_two_layers(compiled, monkeypatch):
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_guards_on_settings():
     """A step checks no property of a layer and no config, for which torch could not skip a layer

@@ -41,6 +41,7 @@ branches = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @branches
 def test_no_second_compilation_in_a_fresh_process(branches):
     """The first length is compiled for itself, the second for all."""

@@ -21,6 +21,7 @@ CONFIG = NSAConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_kernels_compile_side_by_side(tmp_path):
     pytest.importorskip("triton")
     env = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}

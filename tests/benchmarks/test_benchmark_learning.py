@@ -197,6 +197,7 @@ def test_quick_form_of_every_variant(tmp_path, capsys):
     assert "| dense | 160 | 0 | 0.001 | " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
     """Stopped after every step and started again: the row of a run that was not."""
     names = ["--variants", "paper", "1088 keys, blocks of 32, learned ranking, dense first"]

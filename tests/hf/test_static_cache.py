@@ -15,9 +15,9 @@ close = torch.testing.assert_close
 WINDOWS = [(8, 4), (4, 4), (6, 2), (1, 1)]
 
 
-def sparse(l, d, family="Llama"):
+def sparse(l, d, family="Llama", **config):
     sizes = dict(compress_block_size=l, compress_block_sliding_stride=d)
-    return use_sparse_attention(tiny(family), **SPARSE | sizes)
+    return use_sparse_attention(tiny(family, **config), **SPARSE | sizes)
 
 
 def steps(model, step, ids, cache, first, chunk=1):
@@ -64,7 +64,7 @@ def test_chunks_of_any_length_are_one_forward():
 
 @torch.no_grad()
 def test_a_compiled_step_reads_what_the_cache_keeps(reads_no_window_again):
-    model, ids = sparse(8, 4), torch.cat(prompts(46, 46))
+    model, ids = sparse(8, 4, num_hidden_layers=1), torch.cat(prompts(46, 46))
     expected = model(ids, use_cache=False).logits
     cache = StaticSparseCache(model.config, max_cache_len=64)
     model(ids[:, :40], **{CACHE: cache})

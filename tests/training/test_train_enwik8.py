@@ -372,7 +372,7 @@ def test_changed_data_is_refused(tmp_path, text):
 
 def test_no_place_to_write(tmp_path, text):
     (tmp_path / "runs").write_text("a file")
-    said = refused(call(tmp_path, "--data", text, *TINY))
+    said = refused(in_process(tmp_path, "--data", text, *TINY))
     assert said == "train_enwik8.py: runs: File exists"
     assert (tmp_path / "runs").read_text() == "a file"
 

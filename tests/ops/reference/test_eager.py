@@ -305,7 +305,7 @@ LONG = dict(
 )
 
 
-@pytest.mark.slow(one_of=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("importance, longest", [("logits", 16384), ("probs", 8192)])
 def test_a_layer_trains_in_linear_memory_on_the_cpu(importance, longest, monkeypatch):
     module = layers.layer(torch.float32, importance=importance, **LONG)

@@ -145,7 +145,7 @@ def test_window_that_shares_a_tensor(given):
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.slow(one_of=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("forced", [{}, FORCED], ids=["free", "forced"])
 def test_listed_blocks_apart(forced, monkeypatch):
     """dq of listed blocks formed with their dk and dv, beside those of other keys; however keys and
