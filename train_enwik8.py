@@ -267,7 +267,7 @@ def train(given: Namespace, held: ExitStack) -> int:
             if save_due or stopping:
                 save_checkpoint(run, model, optimizer, step, best, cfg.keep, config)
             if views and (save_due or stopping):
-                write_view(run, model, cfg, valid_data[: cfg.seq_len].tobytes(), step)
+                write_view(run, model, cfg, valid_data, step)
             if pause:
                 clock, tokens = time.monotonic(), 0
             if stopping:

@@ -22,6 +22,10 @@ function costErrors(c) {
   if (l < d) errors.push("l must be at least d, so that each token lies in a window");
   if (s % d && d % s) errors.push("one of s and d must divide the other");
   if (s % R) errors.push("selection_stride must divide s");
+  if (c.dense_length % R) errors.push("selection_stride must divide dense_length");
+  if (c.dense_length && c.branches.length > 1) errors.push("dense_length goes with one softmax only");
+  if (c.rank_rotated && c.branches.includes("compressed"))
+    errors.push("rotated keys rank without the compressed branch only");
   return errors;
 }
 
@@ -162,10 +166,12 @@ const COST_FIELDS = [
   ["num_local_blocks", "last blocks, always read", null, 0],
   ["sliding_window_size", "w, keys behind the query", null, 0],
   ["selection_stride", "R, tokens that share a ranking"],
+  ["dense_length", "positions below it read all keys", null, 0],
 ];
 const COST_CHOICES = [
   ["branches", "branches", {"all three": COST_DEFAULTS.branches, "selected: one softmax": ["selected"]}],
   ["importance", "score of a block", {logits: "logits", max: "max", probs: "probs"}],
+  ["rank_rotated", "keys that rank blocks", {"before rotation": false, "rotated": true}],
   ["mean", "compression network", {"the layer's own": false, "MeanPool()": true}],
   ["branch_kv", "keys and values", {shared: "shared", independent: "independent"}],
   ["size", "bytes of a number", {"2 (bf16, fp16)": 2, "4 (fp32)": 4}],
@@ -237,9 +243,9 @@ function costPage(root) {
       make("td", (dense[name] / sparse[name]).toPrecision(3), row);
     }
     const config = {...COST_DEFAULTS, ...settings};
-    const read = keysRead(T - 1, T, config);
-    const parts = config.branches.map((name) => `${read[name]} ${name}`).join(", ");
-    const sum = config.branches.reduce((total, name) => total + read[name], 0);
+    const [read, sum] = [keysRead(T - 1, T, config), totalRead(T - 1, T, config)];
+    const parts = T <= config.dense_length ? "dense"
+      : config.branches.map((name) => `${read[name]} ${name}`).join(", ");
     make("p", `The last query reads ${sum} keys (${parts}) of ${T}.`, result);
   }
   form.addEventListener("input", show);
@@ -251,4 +257,6 @@ if (typeof document !== "undefined") {
   const root = document.getElementById("cost-calculator");
   if (root) costPage(root);
 }
-if (typeof module !== "undefined") module.exports = {nsaCost, costErrors, keysRead, COST_DEFAULTS};
+if (typeof module !== "undefined") {
+  module.exports = {nsaCost, costErrors, COST_DEFAULTS, COST_FIELDS, COST_CHOICES};
+}

@@ -52,7 +52,7 @@ GRID = [
 def evaluate(expression: str):
     """The value of an expression in JavaScript that uses the script's functions."""
     if node := shutil.which("node"):
-        code = f"const {{nsaCost, COST_DEFAULTS}} = require({json.dumps(str(SCRIPT))});"
+        code = f"Object.assign(globalThis, require({json.dumps(str(SCRIPT))}));"
         code += f"console.log(JSON.stringify({expression}))"
         done = subprocess.run([node, "-"], input=code, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -66,6 +66,43 @@ def evaluate(expression: str):
 def test_script_knows_every_setting():
     names = {field.name for field in dataclasses.fields(NSAConfig)}
     assert names - WITHOUT_COST == set(evaluate("Object.keys(COST_DEFAULTS)")) - {"mean"}
+
+
+PRESETS = ("one-softmax", "short-windows", "paper", "published")
+SHAPE = dict(dim=4096, dim_head=128, heads=32, kv_heads=8, causal=True)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_form_can_describe_every_preset(preset):
+    """A setting with a cost is a field of the form, one of its choices, or what the form assumes."""
+    fields = evaluate("COST_FIELDS.map((field) => field[0])")
+    choices = evaluate("COST_CHOICES.map(([name, , values]) => [name, Object.values(values)])")
+    assumed = {name: [value] for name, value in evaluate("COST_DEFAULTS").items()}
+    settings = dataclasses.asdict(NSAConfig.preset(preset, 65536, **SHAPE))
+    settings["branches"] = list(settings["branches"])
+    assert settings["importance"] != "index"  # sizes of an index are no fields
+    for name in settings.keys() - WITHOUT_COST - {*fields, "index_dim", "index_heads"}:
+        assert settings[name] in (assumed | dict(choices))[name], name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, dict(selection_stride=3), dict(compress_block_size=2), dict(kv_heads=3)),
+        *(dict(selection_block_size=6), dict(dense_length=16), dict(rank_rotated=True)),
+        dict(branches=["selected"], dense_length=16, rank_rotated=True),
+        dict(branches=["selected"], dense_length=17, selection_stride=2),
+    ],
+    ids=str,
+)
+def test_form_refuses_what_the_config_refuses(settings):
+    try:
+        NSAConfig(**CONFIG | settings)
+        refused = False
+    except ValueError:
+        refused = True
+    call = f"costErrors({{...COST_DEFAULTS, ...{json.dumps(CONFIG | settings)}}})"
+    assert bool(evaluate(call)) == refused
 
 
 def test_counts_what_nsa_cost_counts():

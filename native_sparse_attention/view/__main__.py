@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..runs import read_config
 from ..transformer import Transformer
 from .collector import sparse_layers
 from .pages import page
-from .texts import byte_texts, token_texts
+from .texts import byte_texts, first_document, token_texts
 
 PROGRAM = "python -m native_sparse_attention.view"
 
@@ -156,17 +157,21 @@ def read_up_to(file: BufferedReader, most: int) -> bytes:
 
 
 class Text(NamedTuple):
-    """Ids of tokens, what each is in the text, and whether the file has more of them."""
+    """Ids of tokens, what each is in the text, and which part of the file they are ("": all)."""
 
     ids: list[int]
     pieces: list[str]
-    shortened: bool
+    part: str
 
 
-def read_bytes(file: BufferedReader, most: int) -> Text:
-    """The first `most` bytes of a file, each a token."""
+def read_bytes(file: BufferedReader, most: int, marker: bytes) -> Text:
+    """The first `most` bytes of a file, each a token. Of a run that packs documents, which begin
+    with a marker, the first document in them: the page shows no documents side by side."""
     data = read_up_to(file, most + 1)
-    return Text(list(data[:most]), byte_texts(data[:most]), len(data) > most)
+    shown, part = data[:most], "the first"
+    if marker:
+        shown, part = first_document(shown, marker), "the first document"
+    return Text(list(shown), byte_texts(shown), part if len(data) > len(shown) else "")
 
 
 def read_tokens(file: BufferedReader, most: int, tokenizer: Any) -> Text:
@@ -179,7 +184,7 @@ def read_tokens(file: BufferedReader, most: int, tokenizer: Any) -> Text:
         ids, pieces = token_texts(tokenizer, text)
         # where a part of the file ends may change its last tokens
         if is_whole or len(ids) >= 2 * most:
-            return Text(ids[:most], pieces[:most], len(ids) > most)
+            return Text(ids[:most], pieces[:most], "the first" if len(ids) > most else "")
         size *= 4
 
 
@@ -237,7 +242,7 @@ def run(argv: list[str] | None) -> None:
     options: dict[str, Any] = dict(layers=args.layers, queries=args.queries, model_kwargs=given)
     content = page(model, text.ids, text.pieces, title=title, **options)
     write_whole(out, content)
-    only = f", the first of {args.text}" if text.shortened else ""
+    only = f", {text.part} of {args.text}" if text.part else ""
     size = len(content) / 1e6
     sys.stdout.write(f"{out}: {len(text.ids):,} tokens{only}; {size:.1f} MB\n")
     least = min(one.config.dense_length for one in sparse_layers(model, args.layers).values())
@@ -253,7 +258,10 @@ def loaded(
     if is_run(args.model):
         if args.settings is not None:
             raise ValueError("--settings goes with a model of transformers, got a run")
-        return read_bytes(file, args.max_tokens), load_run(args.model, args.device), {}
+        model = load_run(args.model, args.device)
+        marker = read_config(Path(args.model))["settings"].get("pack", "")
+        text = read_bytes(file, args.max_tokens, marker.encode("utf-8", "surrogateescape"))
+        return text, model, {}
     from ..hf.viewing import load_viewed
 
     model, tokenizer = load_viewed(args.model, args.settings, args.device)

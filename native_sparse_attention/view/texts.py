@@ -49,6 +49,13 @@ def byte_texts(data: bytes) -> list[str]:
     return texts
 
 
+def first_document(data: bytes, marker: bytes) -> bytes:
+    """The bytes from the first marker up to the next one; all of them where there is none."""
+    start = max(0, data.find(marker))
+    end = data.find(marker, start + 1)
+    return data[start:] if end < 0 else data[start:end]
+
+
 def token_texts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     """The tokens of a text, and what each of them is in it.
 

@@ -186,6 +186,26 @@ def test_an_output_that_is_full(folder, tmp_path):
     assert done.returncode == 2 and line.endswith("No space left on device") and "None" not in line
 
 
+def test_a_run_of_packed_documents_shows_one(tmp_path, capsys):
+    """The first whole one: attention crosses no marker, and a page has one text."""
+    documents = [f"<p>{i} squared is {i * i}\n" for i in range(10, 300)]
+    (tmp_path / "data").write_text("".join(documents))
+    options = ("--steps", 1, "--save-every", 1, "--sample-every", 0, "--view", *TINY)
+    done = in_process(tmp_path, "--data", "data", "--name", "packed", "--pack", "<p>", *options)
+    assert done.returncode == 0, done.stderr
+    run, out = tmp_path / "runs" / "packed", tmp_path / "page.html"
+    assert "".join(content_of((run / "step-00000001.html").read_text())["texts"]) in documents
+    for text, shown in (
+        ("of before" + documents[0] + documents[1], documents[0]),
+        (documents[1][:-4] * 2, documents[1][:-4]),
+        ("of no document", "of no document"),
+    ):
+        (tmp_path / "text").write_text(text)
+        assert main([str(run), "--text", str(tmp_path / "text"), "--out", str(out)]) == 0
+        assert "".join(content_of(out.read_text())["texts"]) == shown
+        assert (", the first document of " in capsys.readouterr().out) == (text != shown)
+
+
 def test_training_writes_pages_and_learns_the_same(folder):
     options = ("--steps", 8, "--save-every", 4, "--eval-every", 4, "--sample-every", 0, *TINY)
     done = in_process(folder, "--data", "data", "--name", "seen", "--view", "--keep", 1, *options)
