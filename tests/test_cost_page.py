@@ -74,7 +74,7 @@ SHAPE = dict(dim=4096, dim_head=128, heads=32, kv_heads=8, causal=True)
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_form_can_describe_every_preset(preset):
-    """A setting with a cost is a field of the form, one of its choices, or what the form assumes."""
+    """A setting with a cost is a field of the form, a choice of it, or what the form assumes."""
     fields = evaluate("COST_FIELDS.map((field) => field[0])")
     choices = evaluate("COST_CHOICES.map(([name, , values]) => [name, Object.values(values)])")
     assumed = {name: [value] for name, value in evaluate("COST_DEFAULTS").items()}

@@ -195,7 +195,8 @@ def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
     found = {n: m for n, m in model.named_modules() if isinstance(m, SparseAttention)}
     if not found:
         raise ValueError(
-            f"model must have SparseAttention layers, got {type(model).__name__} without one"
+            f"model must have SparseAttention layers, got {type(model).__name__} without one: a "
+            "decoder of transformers gets them by convert(model), not by use_sparse_attention"
         )
     if layers is None:
         return found
