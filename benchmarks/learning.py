@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning --data linux.txt.xz --work DIR     train, append rows
     python -m benchmarks.learning --data linux.txt.xz --speed        steps/s, nothing beside them
-    python -m benchmarks.learning --table                            redraw docs/training.md
+    python -m benchmarks.learning --table                            redraw training.md and sizes.md
     python -m benchmarks.learning --quick                            tiny sizes, nothing recorded
 
 A byte-level Transformer for each variant of `variants.py`, on the text of `corpus.py`: dim 512,

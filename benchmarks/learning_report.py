@@ -1,4 +1,5 @@
-"""The table and the plot of docs/training.md, drawn from the rows of `learning.py`."""
+"""The table and the plot of docs/training.md and the table of docs/sizes.md, drawn from the rows of
+`learning.py`."""
 
 from __future__ import annotations
 
@@ -7,17 +8,25 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from native_sparse_attention.checks.tensors import BRANCHES
+
 from . import common
 from .cases import NO_ROWS, length
 from .common import Row
 
-PAGE = common.ROOT / "docs" / "training.md"
+PAGES = tuple(common.ROOT / "docs" / name for name in ("training.md", "sizes.md"))
 PLOT = common.ROOT / "docs" / "images" / "learning.png"
 DENSE = "dense"
 # the runs of a variant, one for each seed
 Variants = dict[str, list[Row]]
 # drawn in any case, and this many of the others
 DRAWN, OTHERS = ("dense", "window", "paper", "published"), 3
+# those that differ in sizes
+SIZED = (
+    *("MLP over windows of 8", "MLP over windows of 8, 8 apart", "paper"),
+    *("1088 keys, blocks of 16", "1088 keys, blocks of 32", "1088 keys"),
+    *("one softmax, max of tokens, rotated", "window"),
+)
 
 
 def one_experiment(rows: Sequence[Row]) -> list[Row]:
@@ -177,6 +186,37 @@ def table(rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, where])
 
 
+def sizes(row: Row) -> list[str]:
+    """l, d, s, blocks and w + 1 of the branches that a model has."""
+    settings, branches = row["settings"], row["settings"].get("branches", BRANCHES)
+    counts = (settings[f"num_{kind}_blocks"] for kind in ("initial", "local", "selected"))
+    cells = [str(settings["compress_block_size"]), str(settings["compress_block_sliding_stride"])]
+    cells += [str(settings["selection_block_size"]), " + ".join(map(str, counts))]
+    if branches == ["window"]:
+        cells = [""] * len(cells)
+    return [*cells, str(settings["sliding_window_size"] + 1) if "window" in branches else ""]
+
+
+def table_of_sizes(rows: Sequence[Row]) -> str:
+    """What models of different sizes learn at each length, minus what dense attention does."""
+    rows = one_experiment(rows)
+    found = {T: by_variant(rows, T) for T in lengths(rows)}
+    if not found:
+        return NO_ROWS
+    keys_at = f"keys a query, T = {min(found)}"
+    head = ["variant", "l", "d", "s", "initial + local + n", "w + 1", keys_at]
+    lines = [[*head, *(f"minus dense, T = {T}" for T in found)]]
+    for name in SIZED:
+        runs = next((variants[name] for variants in found.values() if name in variants), None)
+        if runs is None:
+            continue
+        cells = [name, *sizes(runs[0]), keys(runs[0])]
+        for variants in found.values():
+            cells.append(minus_dense(variants.get(name, []), variants.get(DENSE, [])))
+        lines.append(cells)
+    return common.markdown(lines)
+
+
 def picture(rows: Sequence[Row]) -> str:
     if not lengths(one_experiment(rows)):
         return NO_ROWS
@@ -186,12 +226,13 @@ def picture(rows: Sequence[Row]) -> str:
 
 def render(page: str, rows: Sequence[Row]) -> str:
     page = common.redraw(page, "learning", table(rows))
+    page = common.redraw(page, "learning_sizes", table_of_sizes(rows))
     return common.redraw(page, "learning_plot", picture(rows))
 
 
-def draw(rows: Sequence[Row], page: Path | None = None, image: Path | None = None) -> None:
-    path = page or PAGE
-    path.write_text(render(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
+def draw(rows: Sequence[Row], pages: Iterable[Path] = PAGES, image: Path | None = None) -> None:
+    for path in pages:
+        path.write_text(render(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
     if picture(rows) != NO_ROWS:
         plot(one_experiment(rows), image or PLOT)
 

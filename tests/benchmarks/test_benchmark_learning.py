@@ -325,7 +325,8 @@ def test_speed(capsys):
 
 def made_up(variant, seed, lr, bits, **others):
     row = dict(kind="train", variant=variant, seed=seed, lr=lr, T=1024, steps=10, batch=2)
-    row |= dict(run=f"{variant} {seed} {lr}", settings={}, shape={}, train_bytes=20480)
+    row |= dict(run=f"{variant} {seed} {lr}", shape={}, train_bytes=20480)
+    row |= dict(settings=variants.VARIANTS.get(variant, {}))
     row |= dict(parameters=1_500_000, keys_per_query={"selected": 512, "window": 64})
     row["bits"] = {"all": bits, "last_half": bits, "positions": {"0-256": 2.0, "256-1024": bits}}
     row["needle"] = {"0.1": {"digits": 0.25}, "0.9": {"digits": bits / 2}}
@@ -359,12 +360,15 @@ def test_table(tmp_path):
         "| 1.350 | 0.25 / 0.68 | 10 (2.00) / 12 |",
     ]
     assert "a GPU, old, torch 2, triton 3, commits abc." in lines[-1] and "other" not in text
+    assert learning_report.table_of_sizes(rows).splitlines()[2:] == [
+        "| window |  |  |  |  | 256 | 512 + 64 | 0.250 ± 0.071 |"
+    ]
     page, image = tmp_path / "page.md", tmp_path / "plot.png"
     page.write_text(
         "a\n<!-- begin: learning -->\n<!-- end: learning -->\n"
         "<!-- begin: learning_plot -->\n<!-- end: learning_plot -->\nb"
     )
-    learning_report.draw(rows, page, image)
+    learning_report.draw(rows, [page], image)
     drawn = page.read_text()
     assert text in drawn and "(images/learning.png)" in drawn and image.stat().st_size > 0
     assert learning_report.table([]) == learning_report.picture([]) == learning_report.NO_ROWS
@@ -379,8 +383,10 @@ def test_table(tmp_path):
 
 def test_page_is_drawn_from_the_rows():
     """Where this fails: `python -m benchmarks.learning --table`."""
-    page = learning_report.PAGE.read_text(encoding="utf-8")
-    assert "<!-- begin: learning -->" in page and "<!-- begin: learning_plot -->" in page
+    training, sizes = (path.read_text(encoding="utf-8") for path in learning_report.PAGES)
+    assert "<!-- begin: learning -->" in training and "<!-- begin: learning_plot -->" in training
+    assert "<!-- begin: learning_sizes -->" in sizes
     rows = common.read_rows(learning.RESULTS)
-    assert learning_report.render(page, rows) == page
+    for page in (training, sizes):
+        assert learning_report.render(page, rows) == page
     assert learning_report.picture(rows) == learning_report.NO_ROWS or learning_report.PLOT.exists()
