@@ -109,6 +109,31 @@ class NSAModelConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **others: Any) -> None:
+        self.check()
+        for name, value in ABSENT.items():
+            if others.get(name) not in (None, value):
+                raise ValueError(
+                    f"{name} must be {value!r}, as the model has no other, got "
+                    f"{shown(others[name])}"
+                )
+        super().__post_init__(**others)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As `PreTrainedConfig.from_dict`, but keyword arguments are checked like others. A dict as
+        `nsa` without a preset replaces single settings."""
+        own = {name: kwargs.pop(name) for name in OWN & kwargs.keys()}
+        nsa, saved = own.get("nsa"), config_dict.get("nsa")
+        if isinstance(nsa, Mapping) and isinstance(saved, Mapping) and "preset" not in nsa:
+            own["nsa"] = {**saved, **nsa}
+        return super().from_dict({**config_dict, **own}, **kwargs)
+
+    def check(self) -> None:
+        """Check all arguments, and complete them: attributes may be set later.
+
+        Raises:
+            ValueError: as the class does.
+        """
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
             setattr(self, name, check_int(name, getattr(self, name), 1))
         H = check_int("num_attention_heads", self.num_attention_heads, 1)
@@ -138,12 +163,6 @@ class NSAModelConfig(PreTrainedConfig):
             setattr(self, name, check_layers(name, getattr(self, name), self.num_hidden_layers))
         if both := sorted({*self.dense_layers} & {*self.local_layers}):
             raise ValueError(f"local_layers must not be dense_layers too, got {both} in both")
-        for name, value in ABSENT.items():
-            if others.get(name) not in (None, value):
-                raise ValueError(
-                    f"{name} must be {value!r}, as the model has no other, got "
-                    f"{shown(others[name])}"
-                )
         self.nsa = self.settings_of(self.nsa)
         layer = self.layer_config
         self.nsa = kept(layer)
@@ -155,7 +174,6 @@ class NSAModelConfig(PreTrainedConfig):
                     f"{self.ranking_queries} with importance={layer.importance!r}"
                 )
         check_choice("ranking_weights", self.ranking_weights, WEIGHTS)
-        super().__post_init__(**others)
 
     @property
     def widths(self) -> dict[str, Any]:
@@ -215,6 +233,9 @@ class NSAModelConfig(PreTrainedConfig):
             return own
         length = self.max_position_embeddings if length is None else length
         return preset(form, length, own)
+
+
+OWN = frozenset(NSAModelConfig.__annotations__)
 
 
 def kept(config: NSAConfig) -> dict[str, Any]:

@@ -255,7 +255,8 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     if folder is None or not (folder / "config.json").is_file():
         raise ValueError(f"path must be a folder with config.json, got {shown(path)}")
     config = AutoConfig.from_pretrained(folder)
-    kept = getattr(config, KEY, None)
+    text = config.get_text_config(decoder=True)
+    kept = getattr(text, KEY, None)
     if not kept:
         raise ValueError(f"path must be a folder of a converted model, got {shown(str(path))}")
     index = folder / "model.safetensors.index.json"
@@ -270,15 +271,17 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         model, about = architecture.from_pretrained(
             folder, dtype=config.dtype or torch.float32, output_loading_info=True
         )
-    convert(model, dict(kept) | settings)
-    modules = model.named_modules()
-    own = tuple(f"{name}." for name, m in modules if isinstance(m, LayerAttention))
-    state = {
-        key: t
-        for file in names
-        for key, t in load_file(folder / file).items()
-        if key.startswith(own)
-    }
+    convert(model if text is config else model.get_decoder(), dict(kept) | settings)
+    layers = [name for name, m in model.named_modules() if isinstance(m, LayerAttention)]
+    # a model of several parts may have another prefix in the file
+    ends = {name: name[name.rindex("layers.") :] for name in layers}
+    state = {}
+    for file in names:
+        for key, t in load_file(folder / file).items():
+            for name, end in ends.items():
+                if f".{end}.attention." in f".{key}":
+                    state[name + key.partition(end)[2]] = t
+    own = tuple(f"{name}." for name in layers)
     shapes = {key: t.shape for key, t in model.state_dict().items() if key.startswith(own)}
     wanted = set(shapes)
     others = {n: {key for key in about[n] if not key.startswith(own)} for n in about}

@@ -193,7 +193,7 @@ def rows_of(texts_or_ids: Any, tokenizer: Any, length: int) -> Tensor:
         ids = texts_or_ids
         if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.numel():
             raise ValueError(f"texts_or_ids must be [N, T] integers or texts, got {shown(ids)}")
-        return ids
+        return ids.long()
     texts = texts_or_ids if isinstance(texts_or_ids, (list, tuple)) else []
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..checks.scalars import shown
-from .settings import KEY, settings_of
+from .settings import KEY, check_layers, settings_of
 
 HINT = (
     "give attention_mask [B, S], 1 for tokens and 0 for padding, or position_ids that begin at 0 "
@@ -80,7 +80,8 @@ def sparse_mask(
     """The mask of a forward, as `AttentionMaskInterface` asks for it.
 
     Raises:
-        ValueError: a mask that is not causal, or with a mask function of the model's own.
+        ValueError: a mask that is not causal, or with a mask function of the model's own; a model
+            with other layers, which `use_sparse_attention` has not seen.
     """
     if use_vmap or others.get("allow_is_bidirectional_skip") is not None:
         raise ValueError(
@@ -90,7 +91,9 @@ def sparse_mask(
     T, S = q_length, kv_length
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor, got {shown(attention_mask)}")
-    tracing = torch.compiler.is_compiling()
+    tracing, config = torch.compiler.is_compiling(), others.get("config")
+    if config is not None and not tracing:
+        check_layers(config, type(config).__name__)
     if attention_mask is not None and not tracing:
         least = int(q_offset) + T
         if attention_mask.shape[0] not in (1, batch_size) or attention_mask.shape[1] < least:
@@ -121,7 +124,7 @@ def sparse_mask(
         at_end = not isinstance(q_offset, Tensor) and q_offset + T == kv_offset + S
         return None if real is None and at_end else sdpa_mask(**dense)
     if real is None:
-        return unpadded(T, S, q_offset, tracing, device, others.get("config"))
+        return unpadded(T, S, q_offset, tracing, device, config)
     if isinstance(q_offset, Tensor) and (tracing or T == 1):
         written = torch.arange(S, device=device) < q_offset.to(device) + T
         return passed(encoded(batch_size, S, real, None, device).where(written, -1), S)

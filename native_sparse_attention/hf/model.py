@@ -14,10 +14,9 @@ from ..config import NSAConfig
 from .attention import attention
 from .layer import LayerAttention
 from .masks import sparse_mask
-from .settings import KEY, REPLACED, checked, given
+from .settings import KEY, REPLACED, check_layers, checked, given, layer_types
 
 NAME = "nsa"
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 Model = TypeVar("Model")
 
@@ -76,18 +75,18 @@ def use_sparse_attention(
 
 def use_dense_attention(model: Model) -> Model:
     """Give a model its own attention back: the implementation that `use_sparse_attention`
-    replaced. Without sparse attention it changes nothing.
+    replaced. `model.config` then keeps no settings. Without sparse attention it changes nothing.
 
     Raises:
         ValueError: not a model of transformers, or one of SparseAttention layers.
     """
     decoder = base_of(model)
     check_unconverted(decoder)
-    kept = getattr(decoder.config, KEY, None)
     if decoder.config._attn_implementation == NAME:
+        kept = getattr(decoder.config, KEY, None)
         decoder.set_attn_implementation((kept or {}).get(REPLACED, "sdpa"))
-    if kept is not None:
-        delattr(decoder.config, KEY)
+        if kept is not None:
+            delattr(decoder.config, KEY)
     return model
 
 
@@ -128,14 +127,8 @@ def check_model(model: Any) -> PreTrainedModel:
         refuse("causal", "with is_causal=False")
     if not decoder._can_set_attn_implementation():
         refuse("one that calls AttentionInterface of transformers", "with attention of its own")
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        window = getattr(config, "sliding_window", None)
-        types = ["full_attention" if window is None else "sliding_attention"]
-    others = sorted(set(types) - LAYER_TYPES)
-    if others:
-        refuse(f"one with layers of {' and '.join(sorted(LAYER_TYPES))}", f"with {others}")
-    if "full_attention" not in types:
+    check_layers(config, name)
+    if "full_attention" not in layer_types(config):
         window = getattr(config, "sliding_window", None)
         refuse(
             "one with layers of full attention, as others have their window already",

@@ -156,6 +156,7 @@ class NSAModel(NSAPreTrainedModel):
     """
 
     def __init__(self, config: NSAModelConfig):
+        config.check()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(

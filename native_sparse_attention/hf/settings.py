@@ -16,6 +16,9 @@ KEY, REPLACED = "nsa_config", "replaced_implementation"
 # the key of a converted model's settings
 CONVERTED_KEY = "nsa_converted"
 
+# kinds of layers that "nsa" computes
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
 # One softmax over initial, local and ranked blocks. A block's score is its largest token's.
 DEFAULTS: dict[str, Any] = dict(
     compress_block_size=1,
@@ -92,6 +95,33 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     config = AttentionConfig(branches=("selected",), causal=True, **all_of_them)
     names = (*SELECTION, "dense_length", "use_diff_topk")
     return {name: getattr(config, name) for name in names} | dict(backend=backend)
+
+
+def layer_types(config: Any) -> list[str]:
+    """The kind of each layer; of one layer where all are alike."""
+    found: list[str] | None = getattr(config, "layer_types", None)
+    if found is None:
+        window = getattr(config, "sliding_window", None)
+        found = ["full_attention" if window is None else "sliding_attention"]
+    return found
+
+
+def check_layers(config: Any, name: str) -> None:
+    """Check that "nsa" computes every layer of a model of this configuration.
+
+    Raises:
+        ValueError: it has layers of other kinds, or cross-attention.
+    """
+    if others := sorted(set(layer_types(config)) - LAYER_TYPES):
+        raise ValueError(
+            f"model must be one with layers of {' and '.join(sorted(LAYER_TYPES))}, got {name} "
+            f"with {others}"
+        )
+    if crossed := getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            f"model must be one without cross-attention, got {name} with "
+            f"cross_attention_layers={list(crossed)}"
+        )
 
 
 def settings_of(config: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from native_sparse_attention.recipes import set_dense
 from native_sparse_attention.view import collect
 from tests.helpers.tiny_models import (
     CACHE,
+    SIZES,
     SPARSE,
     padded,
     prompts,
@@ -221,6 +222,23 @@ def test_saved_model_loads(form, tmp_path):
     plain.config.nsa_converted = model.config.nsa_converted
     convert(plain).load_state_dict(model.state_dict())  # the kept settings
     close(plain(text).logits, expected, atol=0, rtol=0)
+
+
+@torch.no_grad()
+def test_saved_model_of_several_parts_loads(tmp_path):
+    """transformers writes other names than a state dict has."""
+    text = dict(SIZES, layer_types=["full_attention"] * 2, sliding_window=8)
+    vision = dict(SIZES, image_size=32, patch_size=8)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, image_token_id=60)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    convert(model.get_decoder(), **ONE_SOFTMAX)
+    for parameter in model.parameters():
+        parameter.add_(0.01 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    loaded, (ids,) = load_converted(tmp_path), prompts(40)
+    assert type(loaded) is type(model)
+    ids = ids.clamp(max=59)
+    close(loaded(ids).logits, model(ids).logits, atol=0, rtol=0)
 
 
 def test_settings_that_change_weights_are_refused_at_load(tmp_path):

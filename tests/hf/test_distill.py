@@ -82,6 +82,19 @@ def test_autocast_around_it_sees_each_step():
     assert histories[0] == histories[1]
 
 
+def test_integers_of_either_width():
+    torch.manual_seed(0)
+    model, ids = convert(tiny("Qwen3"), **INDEX), rows()
+    for stage in ("ranking", "all"):
+        found = [
+            distill(
+                copy.deepcopy(model), x, **TRAIN | dict(steps=1), stage=stage, generator=seeded()
+            )
+            for x in (ids, ids.int())
+        ]
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("with_teacher", [False, True])
 def test_all_parameters_learn_with_the_selection(with_teacher):
     torch.manual_seed(0)

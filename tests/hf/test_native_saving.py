@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from native_sparse_attention.hf import NSAForCausalLM, NSAModel
 from tests.helpers.tiny_models import FORMS, native, prompts
@@ -152,3 +153,39 @@ def test_the_configuration_file_names_the_settings(tmp_path):
     assert kept["nsa"]["importance"] == "index" and kept["nsa"]["selection_block_size"] == 4
     loaded = NSAForCausalLM.from_pretrained(tmp_path, rope_theta=99.0)
     assert layers_of(loaded)[0].rotary_emb.freqs[1].item() == pytest.approx(99.0**-0.25)
+
+
+@torch.no_grad()
+def test_settings_given_at_load_are_those_of_a_configuration(tmp_path):
+    """transformers sets attributes of a configuration that it has made and checked."""
+    model, (text,) = native("one_softmax"), prompts(40)
+    model.save_pretrained(tmp_path)
+    load = NSAForCausalLM.from_pretrained
+    kept = model.config.nsa
+
+    fewer = load(tmp_path, nsa=dict(num_selected_blocks=1))
+    assert fewer.config.nsa == kept | dict(num_selected_blocks=1)
+    assert all(layer.num_selected_blocks == 1 for layer in layers_of(fewer))
+    assert load(tmp_path, nsa=dict(preset="one-softmax", length=64)).config.nsa != kept
+    last = load(tmp_path, dense_layers=[-1])
+    assert last.config.dense_layers == [model.config.num_hidden_layers - 1]
+    expected = load(tmp_path, dense_layers=last.config.dense_layers)(text).logits
+    close(last(text).logits, expected, atol=0, rtol=0)
+    assert not expected.equal(model(text).logits)
+    for given, told in (
+        (dict(dense_layers=[9]), "dense_layers"),
+        (dict(nsa="papers"), "papers"),
+        (dict(nsa=dict(nonsense=3)), "unexpected keyword argument 'nonsense'"),
+        (dict(nsa=3), "nsa must be a dict of settings"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            AutoConfig.from_pretrained(tmp_path, **given)
+
+
+def test_attributes_that_are_set_later_are_checked():
+    config = native("one_softmax").config
+    config.nsa = "one-softmax"
+    assert NSAForCausalLM(config).config.nsa["branches"] == ["selected"]
+    config.dense_layers = [9]
+    with pytest.raises(ValueError, match="dense_layers"):
+        NSAForCausalLM(config)

@@ -91,6 +91,21 @@ def test_saved_models_keep_their_settings(tmp_path):
     close(use_sparse_attention(again)(text).logits, expected)
     close(load(tmp_path, attn_implementation="nsa")(text).logits, expected)
     assert use_dense_attention(again).config._attn_implementation == "sdpa"
+    again = use_dense_attention(load(tmp_path))  # dense already: nothing changes
+    close(use_sparse_attention(again)(text).logits, expected)
+
+
+def llama4():
+    return dict(SIZES, num_local_experts=1, attention_chunk_size=16)
+
+
+def test_layers_of_other_kinds_are_refused_without_the_function_too():
+    """As `from_pretrained(..., attn_implementation="nsa")` gives them."""
+    config = transformers.Llama4TextConfig(**llama4())
+    model = transformers.Llama4ForCausalLM(config).eval()
+    model.set_attn_implementation("nsa")
+    with pytest.raises(ValueError, match="got Llama4TextConfig with .'chunked_attention'."):
+        model(*prompts(40))
 
 
 def refused():
@@ -103,7 +118,12 @@ def refused():
         T5=("ForConditionalGeneration", dict(d_model=32, num_layers=1), "with an encoder"),
         Bert=("Model", small, "causal, got BertModel with is_causal=False"),
         Falcon=("", dict(sizes, num_attention_heads=4), "FalconForCausalLM with attention of its"),
-        Llama4Text=("Llama4ForCausalLM", dict(SIZES, num_local_experts=1), "chunked_attention"),
+        Llama4Text=("Llama4ForCausalLM", llama4(), "chunked_attention"),
+        MllamaText=(
+            "MllamaForCausalLM",
+            dict(SIZES, cross_attention_layers=[1], bos_token_id=1, eos_token_id=2, pad_token_id=0),
+            r"without cross-attention, got MllamaForCausalLM with cross_attention_layers=\[1\]",
+        ),
         Gemma3=(
             "ForConditionalGeneration", dict(text_config=text, vision_config=vision),
             "give model.get_decoder.* got Gemma3ForConditionalGeneration of several parts",
