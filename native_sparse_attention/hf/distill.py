@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import isfinite
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def distill(
         batch_size: rows of a step, drawn anew for each step.
         ranking_queries, ranking_weights: queries of a step, and what a block is worth to them, as
             `SparseAttention.forward` describes.
-        teacher: the model before its conversion, for stage "all".
+        teacher: the model before its conversion, for stage "all": a copy, as `convert` changes the
+            model itself.
         generator: of the draws of rows and of queries, on the CPU.
 
     Returns:
@@ -58,8 +60,10 @@ def distill(
 
     Raises:
         ValueError: a model without learned rankings, an argument out of range, rows that are too
-            short for a block to be ranked, gradients that are off, or a converted model under
-            gradient checkpointing with `use_reentrant=True`.
+            short for a block to be ranked, gradients that are off, a converted model under
+            gradient checkpointing with `use_reentrant=True`, a teacher with layers of the model or
+            with another vocabulary, or gradients that are not finite. Weights are then those of
+            the step before.
     """
     steps, batch_size = check_int("steps", steps, 1), check_int("batch_size", batch_size, 1)
     ranking_queries = check_int("ranking_queries", ranking_queries, 1)
@@ -72,14 +76,18 @@ def distill(
         raise ValueError(f"generator must be a torch.Generator on the CPU, got {shown(generator)}")
     if stage == "ranking" and teacher is not None:
         raise ValueError("teacher must be None in stage 'ranking', which learns from the model")
-    if teacher is not None and not isinstance(teacher, nn.Module):
-        raise ValueError(f"teacher must be a module or None, got {shown(teacher)}")
     attention_modules(model)
-    head = getattr(model, "get_output_embeddings", lambda: None)
-    if stage == "all" and head() is None:
+    if not hasattr(model, "get_input_embeddings"):
+        raise ValueError(
+            "model must be one of transformers: of a wrapper give what it wraps, as model.module, "
+            f"got {type(model).__name__}"
+        )
+    if stage == "all" and head_of(model) is None:
         raise ValueError(
             f"model must predict tokens in stage 'all', got {type(model).__name__} without a head"
         )
+    if teacher is not None:
+        check_teacher(model, teacher)
     rows = rows_of(texts_or_ids, tokenizer, length)
     check_rows(model, rows)
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -93,7 +101,7 @@ def distill(
     with ExitStack() as stack:
         learned = stack.enter_context(trained(model, stage))
         optimizer = torch.optim.AdamW(learned, lr=rate, weight_decay=0.0)
-        for _ in range(steps):
+        for step in range(steps):
             drawn = torch.randint(len(rows), (batch_size,), generator=generator)
             ids = rows[drawn.to(rows.device)].to(device)
             queries = drawn_queries(ids.shape[1], ranking_queries, generator).to(device)
@@ -105,12 +113,56 @@ def distill(
                     ranking.loss.backward()
                 else:
                     (loss + ranking.loss).backward()
-            torch.nn.utils.clip_grad_norm_(learned, 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(learned, 1.0)
+            found = numbers(loss, ranking)
+            if not isfinite(whole(norm).item()):
+                optimizer.zero_grad(set_to_none=True)
+                raise ValueError(
+                    f"model must have finite gradients, got losses of {found} in step {step}: give "
+                    "a smaller lr, or a dtype of more range than float16"
+                )
             optimizer.step()
             torch.clear_autocast_cache()  # casts of the weights before the step
-            history.append(numbers(loss, ranking))
+            history.append(found)
         optimizer.zero_grad(set_to_none=True)
     return history
+
+
+def head_of(model: Any) -> nn.Module | None:
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    return head
+
+
+def whole(t: Any) -> Tensor:
+    """A tensor that FSDP2 or tensor parallelism may have split."""
+    found: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return found
+
+
+def check_teacher(model: nn.Module, teacher: Any) -> None:
+    """Check that a teacher predicts the model's tokens, and not by the model's own layers.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not isinstance(teacher, nn.Module):
+        raise ValueError(f"teacher must be a module or None, got {shown(teacher)}")
+    own = {id(layer) for layer in attention_modules(model)}
+    if any(id(module) in own for module in teacher.modules()):
+        raise ValueError(
+            "teacher must have layers of its own, got those of model, which convert and adapters "
+            "change in place: copy.deepcopy(model) before"
+        )
+    if not hasattr(teacher, "get_output_embeddings"):
+        return
+    heads = head_of(model), head_of(teacher)
+    if heads[1] is None:
+        raise ValueError(
+            f"teacher must predict tokens, got {type(teacher).__name__} without a head"
+        )
+    words = [getattr(head, "out_features", None) for head in heads]
+    if words[0] != words[1]:
+        raise ValueError(f"teacher must have the model's {words[0]} tokens, got {words[1]}")
 
 
 def check_learns(model: nn.Module, ranking: Ranking) -> None:
@@ -135,7 +187,8 @@ def predictions_loss(
 ) -> Tensor | None:
     """The forward of a step, and the loss of its predictions; none for the ranking alone."""
     if stage == "ranking":
-        model.base_model(input_ids=ids, use_cache=False)
+        last = {} if head_of(model) is None else dict(logits_to_keep=1)
+        model(input_ids=ids, use_cache=False, **last)
         return None
     logits = model(input_ids=ids, use_cache=False).logits.float()
     if teacher is None:

@@ -154,6 +154,12 @@ def plain(module: Any, name: str) -> nn.Linear:
         )
     if found.weight.is_meta:
         refuse(module, "loaded weights", f"with {name} on the meta device")
+    if hasattr(found.weight, "device_mesh"):
+        refuse(
+            module,
+            "whole weights: convert it before fully_shard, and load it without tensor parallelism",
+            f"with {name} as a DTensor",
+        )
     return found
 
 

@@ -259,17 +259,24 @@ def attention_modules(model: nn.Module) -> list[LayerAttention]:
 @contextmanager
 def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -> Iterator[Ranking]:
     """Within the context each forward without a cache also computes the losses of the learned
-    rankings, for queries at these positions [m]: `losses` by layer and `loss`, their mean. Close it
-    after the backward, which may compute a forward again (activation checkpointing).
+    rankings, for queries at these positions [m]: `losses` by layer and `loss`, their mean. They are
+    those of the last forward: of several, take `loss` after each. Close it after the backward,
+    which may compute a forward again (activation checkpointing).
 
     Raises:
-        ValueError: a model without such layers, or without `importance="index"`.
+        ValueError: a model without such layers, or without `importance="index"`, or in such a
+            context already.
     """
     layers = attention_modules(model)
     if all(layer.attention.to_index is None for layer in layers):
         raise ValueError(
             "model must have layers that rank by importance='index', got none in a "
             f"{type(model).__name__}"
+        )
+    if any(layer.ranking is not None for layer in layers):
+        raise ValueError(
+            "model must be in one context of ranking_losses, or in one call of distill, at a time, "
+            "got a second one: close the first"
         )
     ranking = Ranking(queries, weights)
     try:

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
@@ -332,7 +333,9 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
 
 
 def register() -> None:
-    """Make the Auto classes of transformers know the models."""
+    """Make the Auto classes of transformers know the models, and Trainer, which shifts labels of
+    smoothing by the names of classes alone."""
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(NSAModelConfig.model_type, NSAForCausalLM.__name__)
     AutoConfig.register(NSAModelConfig.model_type, NSAModelConfig, exist_ok=True)
     AutoModel.register(NSAModelConfig, NSAModel, exist_ok=True)
     AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM, exist_ok=True)

@@ -158,6 +158,16 @@ def test_gradients_that_are_off_are_refused():
         distill(convert(tiny(), **INDEX), rows(), **TRAIN)
 
 
+def test_gradients_that_are_not_finite_change_nothing():
+    model = convert(tiny(), **INDEX)
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("inf")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"finite gradients, got losses of .*nan.* in step 0"):
+        distill(model, rows(), **TRAIN, stage="all")
+    close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_texts_become_rows():
     def tokenizer(text):
         return {"input_ids": [1 + ord(c) % 63 for c in text]}
@@ -182,6 +192,10 @@ def test_bad_input_is_refused():
         (dict(ranking_weights="sum"), "ranking_weights must be"),
         (dict(teacher=tiny()), "teacher must be None"),
         (dict(generator=0), "generator must be a torch.Generator"),
+        (dict(stage="all", teacher=model), "teacher must have layers of its own"),
+        (dict(stage="all", teacher=tiny().model), "teacher must predict tokens"),
+        (dict(stage="all", teacher=tiny(vocab_size=65)), "teacher must have the model's 64 tokens"),
+        (dict(stage="all", teacher=0), "teacher must be a module"),
         (dict(texts_or_ids=["text"]), "tokenizer must be given"),
         (dict(texts_or_ids=[]), "texts_or_ids must be"),
         (dict(texts_or_ids=text.float()), "texts_or_ids must be"),
@@ -191,6 +205,14 @@ def test_bad_input_is_refused():
             distill(model, **(TRAIN | dict(texts_or_ids=text) | given))
     with pytest.raises(ValueError, match=r"one of convert\(model\)"):
         distill(tiny(), text, **TRAIN)
+    wrapped = torch.nn.Sequential(model)
+    with pytest.raises(ValueError, match="of a wrapper give what it wraps.*got Sequential"):
+        distill(wrapped, text, **TRAIN)
+    with (
+        ranking_losses(model, torch.arange(4)),
+        pytest.raises(ValueError, match="got a second one"),
+    ):
+        distill(model, text, **TRAIN)
     with pytest.raises(ValueError, match="got LlamaModel without a head"):
         distill(convert(tiny().model, **INDEX), text, **TRAIN, stage="all")
     with pytest.raises(ValueError, match="importance='index'"):

@@ -148,6 +148,18 @@ def test_trainer_evaluates_and_predicts(tmp_path):
     assert len(run.predict(data).predictions) == len(data)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_trainer_shifts_labels_that_it_smooths(tmp_path):
+    """Else the model learns to copy its input."""
+    run = trainer(native("one_softmax"), tmp_path, steps=40, label_smoothing_factor=0.1)
+    run.train_dataset.rows = (torch.arange(48) % 61 + 3).expand(8, -1)
+    run.train()
+    ids = run.train_dataset.rows[:1]
+    with torch.no_grad():
+        found = run.model.eval()(ids).logits.argmax(-1)
+    assert (found[:, :-1] == ids[:, 1:]).float().mean() > 0.9
+
+
 @pytest.mark.slow(one_of=2)
 # names that newer releases of transformers give up
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
