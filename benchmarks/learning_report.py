@@ -21,7 +21,7 @@ DENSE = "dense"
 Variants = dict[str, list[Row]]
 # drawn in any case, and this many of the others
 DRAWN, OTHERS = ("dense", "window", "paper", "published"), 3
-# those that differ in sizes
+# of different sizes
 SIZED = (
     *("MLP over windows of 8", "MLP over windows of 8, 8 apart", "paper"),
     *("1088 keys, blocks of 16", "1088 keys, blocks of 32", "1088 keys"),

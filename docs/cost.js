@@ -178,6 +178,13 @@ const COST_CHOICES = [
 ];
 const COST_MAX_TOKENS = 2 ** 21; // the sum over queries is a loop
 
+function lastQuery(c, T) {
+  const read = keysRead(T - 1, T, c);
+  const parts = T <= c.dense_length ? "dense"
+    : c.branches.map((name) => `${read[name]} ${name}`).join(", ");
+  return `The last query reads ${totalRead(T - 1, T, c)} keys (${parts}) of ${T}.`;
+}
+
 function shortNumber(x, units) {
   let k = 0;
   while (x >= 1000 && k < units.length - 1) [x, k] = [x / 1000, k + 1];
@@ -242,11 +249,7 @@ function costPage(root) {
       make("td", shortNumber(dense[name], units), row);
       make("td", (dense[name] / sparse[name]).toPrecision(3), row);
     }
-    const config = {...COST_DEFAULTS, ...settings};
-    const [read, sum] = [keysRead(T - 1, T, config), totalRead(T - 1, T, config)];
-    const parts = T <= config.dense_length ? "dense"
-      : config.branches.map((name) => `${read[name]} ${name}`).join(", ");
-    make("p", `The last query reads ${sum} keys (${parts}) of ${T}.`, result);
+    make("p", lastQuery({...COST_DEFAULTS, ...settings}, T), result);
   }
   form.addEventListener("input", show);
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -258,5 +261,5 @@ if (typeof document !== "undefined") {
   if (root) costPage(root);
 }
 if (typeof module !== "undefined") {
-  module.exports = {nsaCost, costErrors, COST_DEFAULTS, COST_FIELDS, COST_CHOICES};
+  module.exports = {nsaCost, costErrors, lastQuery, COST_DEFAULTS, COST_FIELDS, COST_CHOICES};
 }

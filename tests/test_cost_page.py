@@ -105,6 +105,20 @@ def test_form_refuses_what_the_config_refuses(settings):
     assert bool(evaluate(call)) == refused
 
 
+@pytest.mark.parametrize(
+    ("T", "told"),
+    [
+        (64, "64 keys (dense) of 64"),
+        (65, "17 keys (17 selected) of 65"),
+        (63, "63 keys (dense) of 63"),
+    ],
+)
+def test_form_tells_what_the_last_query_reads(T, told):
+    settings = CONFIG | dict(branches=["selected"], dense_length=64)
+    call = f"lastQuery({{...COST_DEFAULTS, ...{json.dumps(settings)}}}, {T})"
+    assert evaluate(call) == f"The last query reads {told}."
+
+
 def test_counts_what_nsa_cost_counts():
     calls = ",".join(
         f"nsaCost({json.dumps(CONFIG | settings | dict(mean=mean))}, {T}, 3, 4)"

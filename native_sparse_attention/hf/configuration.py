@@ -123,9 +123,9 @@ class NSAModelConfig(PreTrainedConfig):
         """As `PreTrainedConfig.from_dict`, but keyword arguments are checked like others. A dict as
         `nsa` without a preset replaces single settings."""
         own = {name: kwargs.pop(name) for name in OWN & kwargs.keys()}
-        nsa, saved = own.get("nsa"), config_dict.get("nsa")
-        if isinstance(nsa, Mapping) and isinstance(saved, Mapping) and "preset" not in nsa:
-            own["nsa"] = {**saved, **nsa}
+        nsa, saved = own.get("nsa"), config_dict.get("nsa") or FORM
+        if isinstance(nsa, Mapping) and "preset" not in nsa:
+            own["nsa"] = (dict(preset=saved) if isinstance(saved, str) else dict(saved)) | dict(nsa)
         return super().from_dict({**config_dict, **own}, **kwargs)
 
     def check(self) -> None:

@@ -59,7 +59,7 @@ def load_viewed(
                 f"settings must be None for a model of type 'nsa', whose config.json has its own, "
                 f"got {shown(dict(settings))}"
             )
-        kept = getattr(config, CONVERTED_KEY, None)
+        kept = getattr(config.get_text_config(decoder=True), CONVERTED_KEY, None)
         values = None
         if not kept and not isinstance(config, NSAModelConfig):
             values = checked(given(getattr(config, KEY, None) if settings is None else settings))

@@ -166,12 +166,16 @@ class Text(NamedTuple):
 
 def read_bytes(file: BufferedReader, most: int, marker: bytes) -> Text:
     """The first `most` bytes of a file, each a token. Of a run that packs documents, which begin
-    with a marker, the first document in them: the page shows no documents side by side."""
-    data = read_up_to(file, most + 1)
-    shown, part = data[:most], "the first"
-    if marker:
-        shown, part = first_document(shown, marker), "the first document"
-    return Text(list(shown), byte_texts(shown), part if len(data) > len(shown) else "")
+    with a marker, as many of the first document that begins in them: the page shows no documents
+    side by side."""
+    data, part = read_up_to(file, most + max(1, len(marker))), "the first"
+    whole = len(data) <= most
+    if marker and (start := data.find(marker)) >= 0:
+        data += read_up_to(file, start)
+        document = first_document(data, marker)
+        part = "the first document" if len(document) <= most else "the start of the first document"
+        whole, data = whole and document == data, document
+    return Text(list(data[:most]), byte_texts(data[:most]), "" if whole else part)
 
 
 def read_tokens(file: BufferedReader, most: int, tokenizer: Any) -> Text:

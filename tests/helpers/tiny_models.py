@@ -73,6 +73,14 @@ forward = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
 CACHE = "cache" if "cache" in forward else "past_key_values"
 
 
+def of_parts(**sizes):
+    """A tiny model of text and images, whose decoder is a Gemma3."""
+    text = dict(SIZES, layer_types=["full_attention"] * 2, sliding_window=8) | sizes
+    vision = dict(SIZES, image_size=32, patch_size=8)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, image_token_id=60)
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
 def tiny(family="Llama", **settings):
     """A model of a family, in inference mode."""
     kind = "TextConfig" if family == "Gemma3" else "Config"

@@ -19,8 +19,8 @@ from native_sparse_attention.recipes import set_dense
 from native_sparse_attention.view import collect
 from tests.helpers.tiny_models import (
     CACHE,
-    SIZES,
     SPARSE,
+    of_parts,
     padded,
     prompts,
     step_by_step,
@@ -227,10 +227,7 @@ def test_saved_model_loads(form, tmp_path):
 @torch.no_grad()
 def test_saved_model_of_several_parts_loads(tmp_path):
     """transformers writes other names than a state dict has."""
-    text = dict(SIZES, layer_types=["full_attention"] * 2, sliding_window=8)
-    vision = dict(SIZES, image_size=32, patch_size=8)
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, image_token_id=60)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model = of_parts()
     convert(model.get_decoder(), **ONE_SOFTMAX)
     for parameter in model.parameters():
         parameter.add_(0.01 * torch.randn_like(parameter))

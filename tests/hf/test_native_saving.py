@@ -172,6 +172,12 @@ def test_settings_given_at_load_are_those_of_a_configuration(tmp_path):
     expected = load(tmp_path, dense_layers=last.config.dense_layers)(text).logits
     close(last(text).logits, expected, atol=0, rtol=0)
     assert not expected.equal(model(text).logits)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    for name in ("paper", None):  # as a file may say it
+        (tmp_path / "config.json").write_text(json.dumps(saved | dict(nsa=name)))
+        form = AutoConfig.from_pretrained(tmp_path).nsa
+        fewer = AutoConfig.from_pretrained(tmp_path, nsa=dict(num_selected_blocks=1))
+        assert fewer.nsa == form | dict(num_selected_blocks=1)
     for given, told in (
         (dict(dense_layers=[9]), "dense_layers"),
         (dict(nsa="papers"), "papers"),

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from native_sparse_attention import NSAConfig
 from native_sparse_attention.hf import use_dense_attention, use_sparse_attention
-from tests.helpers.tiny_models import SIZES, SPARSE, prompts, tiny
+from tests.helpers.tiny_models import SIZES, SPARSE, of_parts, prompts, tiny
 
 close = torch.testing.assert_close
 MESSAGES = [
@@ -143,10 +143,7 @@ def test_models_of_another_form_are_refused(family):
 
 @torch.no_grad()
 def test_a_language_model_of_several_parts():
-    text = dict(SIZES, layer_types=["full_attention"] * 2, sliding_window=8)
-    vision = dict(SIZES, image_size=32, patch_size=8)
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model = of_parts()
     decoder = use_sparse_attention(model.get_decoder(), **SPARSE)
     assert model.config.vision_config._attn_implementation == "sdpa"
     (ids,) = prompts(40)

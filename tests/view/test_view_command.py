@@ -195,15 +195,25 @@ def test_a_run_of_packed_documents_shows_one(tmp_path, capsys):
     assert done.returncode == 0, done.stderr
     run, out = tmp_path / "runs" / "packed", tmp_path / "page.html"
     assert "".join(content_of((run / "step-00000001.html").read_text())["texts"]) in documents
-    for text, shown in (
-        ("of before" + documents[0] + documents[1], documents[0]),
-        (documents[1][:-4] * 2, documents[1][:-4]),
-        ("of no document", "of no document"),
+    for text, shown, told in (
+        ("of before" + documents[0] + documents[1], documents[0], "the first document of"),
+        (documents[1][:-4] * 2, documents[1][:-4], "the first document of"),
+        (documents[1], documents[1], ""),
+        ("of no document", "of no document", ""),
+        ("of before <p>" * 9, "<p>of before ", "the first document of"),
+        ("y" * 190 + "<p>" + "z" * 500, "<p>" + "z" * 197, "the start of the first document of"),
+        ("<p>" + "z" * 197, "<p>" + "z" * 197, ""),
+        ("<p>" + "z" * 198, "<p>" + "z" * 197, "the start of the first document of"),
+        ("<p>" + "z" * 197 + "<p>", "<p>" + "z" * 197, "the first document of"),
+        ("y" * 300 + "<p>", "y" * 200, "the first of"),
     ):
         (tmp_path / "text").write_text(text)
-        assert main([str(run), "--text", str(tmp_path / "text"), "--out", str(out)]) == 0
+        args = ["--text", str(tmp_path / "text"), "--out", str(out), "--max-tokens", "200"]
+        assert main([str(run), *args]) == 0
         assert "".join(content_of(out.read_text())["texts"]) == shown
-        assert (", the first document of " in capsys.readouterr().out) == (text != shown)
+        line = capsys.readouterr().out.splitlines()[0].partition(f" {tmp_path / 'text'};")[0]
+        assert line.partition(" tokens")[2].removeprefix(", ").startswith(told)
+        assert (", the " in line) == bool(told)
 
 
 def test_training_writes_pages_and_learns_the_same(folder):

@@ -11,7 +11,7 @@ import torch
 from native_sparse_attention import collect
 from native_sparse_attention.view import page, token_texts
 from native_sparse_attention.view.__main__ import main
-from tests.helpers.tiny_models import SPARSE, native, tiny
+from tests.helpers.tiny_models import SPARSE, native, of_parts, tiny
 from tests.training.test_train_enwik8 import ROOT
 from tests.view.test_page import content_of
 
@@ -58,9 +58,11 @@ def folder(tmp_path_factory):
         "drop-in": hf.use_sparse_attention(tiny("Gemma2", vocab_size=VOCAB), **WINDOWS),
         "converted": hf.convert(tiny("Llama", vocab_size=VOCAB), **SPARSE),
         "native": native("branches", vocab_size=VOCAB),
+        "parts": of_parts(vocab_size=VOCAB),
         "refused": tiny("Cohere2", vocab_size=VOCAB),
         "small": tiny("Llama", vocab_size=64),
     }
+    hf.convert(made["parts"].get_decoder(), **SPARSE)
     for name, model in made.items():
         model.save_pretrained(there / name)
         byte_level().save_pretrained(there / name)
@@ -94,7 +96,7 @@ def shown(texts):
     return "".join(text for text in texts[1:] if text != "·").replace("␍", "\r")
 
 
-@pytest.mark.parametrize("name", ["dense", "drop-in", "converted", "native"])
+@pytest.mark.parametrize("name", ["dense", "drop-in", "converted", "native", "parts"])
 def test_page_of_a_model(name, folder, tmp_path, capsys):
     out = tmp_path / "page.html"
     settings = ("--settings", json.dumps(SPARSE)) if name == "dense" else ()
@@ -105,7 +107,8 @@ def test_page_of_a_model(name, folder, tmp_path, capsys):
     assert told.err == "" and told.out.startswith(f"{out}: {len(data['texts'])} tokens; ")
     assert shown(data["texts"]) == TEXT
     numbers = [1] if name == "drop-in" else [0, 1]  # the first layer of Gemma2 has a window
-    names = [f"model.layers.{number}.self_attn.attention" for number in numbers]
+    decoder = "model.language_model" if name == "parts" else "model"
+    names = [f"{decoder}.layers.{number}.self_attn.attention" for number in numbers]
     assert [layer["name"] for layer in data["layers"]] == names
     assert all("ranked" in layer["kinds"] for layer in data["layers"])
     assert "default-src 'none'" in content
