@@ -187,8 +187,10 @@ def predictions_loss(
 ) -> Tensor | None:
     """The forward of a step, and the loss of its predictions; none for the ranking alone."""
     if stage == "ranking":
-        last = {} if head_of(model) is None else dict(logits_to_keep=1)
-        model(input_ids=ids, use_cache=False, **last)
+        if head_of(model) is None:  # of no head, or of one that wants to know padding
+            model.base_model(input_ids=ids, use_cache=False)
+        else:  # FSDP2 gathers weights where the model itself is called
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
         return None
     logits = model(input_ids=ids, use_cache=False).logits.float()
     if teacher is None:

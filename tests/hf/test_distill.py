@@ -158,6 +158,16 @@ def test_gradients_that_are_off_are_refused():
         distill(convert(tiny(), **INDEX), rows(), **TRAIN)
 
 
+def test_a_classifier_ranks_too():
+    """Without a token for padding, of which its head would ask."""
+    torch.manual_seed(0)
+    config = tiny().config
+    config.pad_token_id = None
+    model = convert(transformers.LlamaForSequenceClassification(config).eval(), **INDEX)
+    (found,) = distill(model, rows(), **TRAIN | dict(steps=1, batch_size=2))
+    assert found["ranking"] > 0
+
+
 def test_gradients_that_are_not_finite_change_nothing():
     model = convert(tiny(), **INDEX)
     model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("inf")
