@@ -205,6 +205,8 @@ def train(given: Namespace, held: ExitStack) -> int:
     write(run / METRICS, b"".join(lines))
     if from_scratch:
         save_checkpoint(run, model, optimizer, 0, best, cfg.keep, config)
+        if views:
+            write_view(run, model, cfg, valid_data, 0)
     board = writer(str(run), purge_step=start + 1) if writer else None
     print(f"{run}: step {start} of {cfg.steps}, validation {best:.3f} bits per byte at best")
 

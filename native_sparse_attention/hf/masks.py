@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..checks.scalars import shown
-from .settings import KEY, check_layers, settings_of
+from .settings import KEY, check_supported, settings_of
 
 HINT = (
     "give attention_mask [B, S], 1 for tokens and 0 for padding, or position_ids that begin at 0 "
@@ -93,7 +93,7 @@ def sparse_mask(
         raise ValueError(f"attention_mask must be a tensor, got {shown(attention_mask)}")
     tracing, config = torch.compiler.is_compiling(), others.get("config")
     if config is not None and not tracing:
-        check_layers(config, type(config).__name__)
+        check_supported(config, type(config).__name__)
     if attention_mask is not None and not tracing:
         least = int(q_offset) + T
         if attention_mask.shape[0] not in (1, batch_size) or attention_mask.shape[1] < least:

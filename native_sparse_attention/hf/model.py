@@ -14,7 +14,7 @@ from ..config import NSAConfig
 from .attention import attention
 from .layer import LayerAttention
 from .masks import sparse_mask
-from .settings import KEY, REPLACED, check_layers, checked, given, layer_types
+from .settings import KEY, REPLACED, check_supported, checked, given, layer_types
 
 NAME = "nsa"
 
@@ -127,7 +127,7 @@ def check_model(model: Any) -> PreTrainedModel:
         refuse("causal", "with is_causal=False")
     if not decoder._can_set_attn_implementation():
         refuse("one that calls AttentionInterface of transformers", "with attention of its own")
-    check_layers(config, name)
+    check_supported(config, name)
     if "full_attention" not in layer_types(config):
         window = getattr(config, "sliding_window", None)
         refuse(

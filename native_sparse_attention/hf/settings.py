@@ -106,7 +106,7 @@ def layer_types(config: Any) -> list[str]:
     return found
 
 
-def check_layers(config: Any, name: str) -> None:
+def check_supported(config: Any, name: str) -> None:
     """Check that "nsa" computes every layer of a model of this configuration.
 
     Raises:

@@ -187,7 +187,7 @@ def test_an_output_that_is_full(folder, tmp_path):
 
 
 def test_a_run_of_packed_documents_shows_one(tmp_path, capsys):
-    """The first whole one: attention crosses no marker, and a page has one text."""
+    """The first one: attention crosses no marker, and a page has one text."""
     documents = [f"<p>{i} squared is {i * i}\n" for i in range(10, 300)]
     (tmp_path / "data").write_text("".join(documents))
     options = ("--steps", 1, "--save-every", 1, "--sample-every", 0, "--view", *TINY)
@@ -222,7 +222,7 @@ def test_training_writes_pages_and_learns_the_same(folder):
     assert done.returncode == 0, done.stderr
     seen, whole = folder / "runs" / "seen", folder / "runs" / "whole"
     pages = sorted(path.name for path in seen.glob("*.html"))
-    assert pages == ["step-00000004.html", "step-00000008.html"]
+    assert pages == [f"step-0000000{step}.html" for step in (0, 4, 8)]
     assert "<title>seen, step 8</title>" in (seen / pages[-1]).read_text()
     assert load_equal(*(run / "step-00000008.safetensors" for run in (seen, whole)))
     done = in_process(folder, "--resume", seen, "--steps", 12, "--view")
