@@ -24,20 +24,13 @@ from .cache.kv_cache import KVCache
 from .checks.keywords import refuse
 from .checks.networks import check_gate, check_input
 from .checks.tensors import BRANCHES, check_bools, check_choice
-from .compress import (
-    MeanPool,
-    slides,
-)
 from .compression import CompressionLayer
 from .config import AttentionConfig, NSAConfig, exposed
-from .frequencies import exact_frequencies
 from .gate import default_gate
 from .initialization import reset
 from .norm import HeadNorm, norm_heads
-from .ops import dispatch, nsa
+from .ops import nsa
 from .ops.call import Call
-from .ops.triton.projected import projected_attention
-from .ops.triton.rotary import split
 from .rotary import Rotary, make_rotary, rotated_heads, rotator
 from .varlen import Documents, layer_layout
 
@@ -419,29 +412,25 @@ class SparseAttention(CompressionLayer):
 
         x = self.norm(inp)
         qkv, gates = self.projected(x), self.gates(x)
-        found, loss = None, None
         if ranking_queries is not None and self.to_index is None:
             raise ValueError("ranking_queries goes with importance='index'")
-        plain = documents is None and masks == (None, None) and self.observer is None
-        if plain and not torch.compiler.is_compiling():
-            found = self.attend_projected(qkv, gates, backend)
-        if found is None:
-            positions = None if documents is None else documents.positions()
-            tensors, raw = self.rotated(qkv, positions, backend)
-            if self._dense and ranking_queries is None and not self.use_diff_topk:
-                tensors, raw = {name: tensors[name] for name in "qkv"}, {}
-            else:
-                turn = rotator(self.rotary_emb, 0, positions, backend)
-                index = ranking.turned(self, ranking.index_of(self, x), turn)
-                tensors, raw = ranking.with_index(self, index, tensors, raw)
-            tensors |= self.compress_whole(raw, documents, backend)
-            where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
-            found, _ = self.attend(gates, tensors, masks, **where)
-            if ranking_queries is not None:
-                rows = None if layout is None else layout.target
-                loss = ranking.ranking_loss(
-                    self, tensors, ranking_queries, documents, generator, ranking_weights, rows
-                )
+        positions = None if documents is None else documents.positions()
+        tensors, raw = self.rotated(qkv, positions, backend)
+        if self._dense and ranking_queries is None and not self.use_diff_topk:
+            tensors, raw = {name: tensors[name] for name in "qkv"}, {}
+        else:
+            turn = rotator(self.rotary_emb, 0, positions, backend)
+            index = ranking.turned(self, ranking.index_of(self, x), turn)
+            tensors, raw = ranking.with_index(self, index, tensors, raw)
+        tensors |= self.compress_whole(raw, documents, backend)
+        where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
+        found, _ = self.attend(gates, tensors, masks, **where)
+        loss = None
+        if ranking_queries is not None:
+            rows = None if layout is None else layout.target
+            loss = ranking.ranking_loss(
+                self, tensors, ranking_queries, documents, generator, ranking_weights, rows
+            )
         out = self.combine_heads(found if layout is None else layout.collect(found))
         if layout is not None and self.out_bias:  # the output of padding is 0
             out = out.masked_fill((layout.target < 0)[..., None], 0)
@@ -450,39 +439,6 @@ class SparseAttention(CompressionLayer):
     def gates(self, x: Tensor) -> Tensor | None:
         """Gates [b n h branches] of the normalized input; None for one branch."""
         return None if self.to_strategy_combine is None else self.to_strategy_combine(x)
-
-    def attend_projected(
-        self, qkv: Tensor, gates: Tensor | None, backend: str | tuple[str, ...]
-    ) -> Tensor | None:
-        """`attend` [b n (h d)] of a projection's output, by one plan; None without a plan."""
-        rotary = self.rotary_emb
-        nets = self.k_compress, self.v_compress
-        pooled = all(isinstance(net, MeanPool) and slides(net) for net in nets)
-        if not pooled or rotary is None or rotary.freqs.requires_grad:
-            return None
-        if backend not in ("auto", "triton") or self.branch_kv != "shared":
-            return None
-        if self.branches != BRANCHES:
-            return None
-        l, d = self.compress_block_size, self.compress_block_sliding_stride
-        if l % d or self.num_selected_blocks > nsa.MANY_BLOCKS:
-            return None
-
-        def possible() -> bool:
-            q, k, _ = (t.transpose(1, 2) for t in split(qkv, self.heads, self.dim_head))
-            names = "rotate", "compress_mean", "native_sparse_attention"
-            n, s = self.num_selected_blocks, self.selection_block_size
-            facts: dict[str, Any] = dict(num_selected_blocks=n, selection_block_size=s)
-            facts |= dict(importance=self.importance, return_gates=self.use_diff_topk)
-            return all(dispatch.takes_kernels(backend, name, q, k, **facts) for name in names)
-
-        out = projected_attention(
-            self.config, possible, backend=backend, qkv=qkv, branch_gates=gates, sinks=self.sinks,
-            k_positions=self.k_intrablock_positions, v_positions=self.v_intrablock_positions,
-            **self.memory(qkv.dtype), freqs=exact_frequencies(rotary), heads=self.heads,
-            dim_head=self.dim_head, factor=float(rotary.interpolate_factor),
-        )  # fmt: skip
-        return None if out is None else out.flatten(2)
 
     def rotated(
         self, qkv: Tensor, positions: Tensor | None, backend: str | tuple[str, ...]

@@ -21,7 +21,6 @@ from .cache.kv_cache import KVCache
 from .checks.scalars import shown
 from .compat import transforms
 from .compress import gather_windows, unfold
-from .frequencies import exact_frequencies
 from .ops import decode, dispatch, one_softmax
 from .ops.triton import cache as cache_writes
 from .rotary import Turn, rotator
@@ -352,19 +351,8 @@ def step(
         beside=beside(layer, cache, x, q, kv), completes=False,
     )  # fmt: skip
     run = written_and_attended if dense is None else written
-    if raw and completes_window(cache.starts(b), counts, d):  # networks summarize it
-        at.completes = True
-        out = run(at)
-    else:
-        # all tensors that `run` reads: a plan serves all layers of equal settings. `rotate` reads
-        # the frequencies itself, which are of the same storage
-        rotary = layer.rotary_emb
-        freqs = None if rotary is None else exact_frequencies(rotary)
-        factor = None if rotary is None else float(rotary.interpolate_factor)
-        read = [q, *kv, *index, freqs, held, new, at.page_table, at.counters]
-        read += [*stores.values(), *rings.values(), *at.beside.values()]
-        key = layer.config, layer.ranks_by_tokens(), factor, cache.page_size
-        out = cache_writes.step(run, at, read, key)
+    at.completes = bool(raw) and completes_window(cache.starts(b), counts, d)
+    out = run(at)
     if dense is None:
         out = out.flatten(2)
     else:

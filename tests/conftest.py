@@ -52,7 +52,6 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every case of slow tests, as on a GPU")
-    parser.addoption("--repeat", action="store_true", help="repeat recorded launches, as on a GPU")
 
 
 def leave_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,14 +87,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """With --repeat Triton's interpreter runs what later calls of a GPU run."""
-    if session.config.option.repeat:
-        from native_sparse_attention.kernels.common import replay
-
-        replay.everywhere.set(True)
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Give back memory that a test no longer uses: several processes share the GPU."""
@@ -105,12 +96,9 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture
 def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host code runs once a call, for who counts what it does: nothing is compiled ahead, and no
-    launches of a call before are repeated."""
+    """Host code runs once a call, for who counts what it does: nothing is compiled ahead."""
     ahead = pytest.importorskip("native_sparse_attention.kernels.common.ahead")
-    replay = importlib.import_module("native_sparse_attention.kernels.common.replay")
     monkeypatch.setattr(ahead, "is_possible", lambda: False)
-    monkeypatch.setattr(replay, "is_possible", lambda tensor: False)
 
 
 @pytest.fixture

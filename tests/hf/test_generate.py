@@ -8,7 +8,6 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from native_sparse_attention.hf import SparseCache, use_dense_attention, use_sparse_attention
-from tests.helpers.budget import DEVICE
 from tests.helpers.tiny_models import (
     CACHE,
     SPARSE,
@@ -177,34 +176,6 @@ def test_a_step_over_a_sparse_cache_copies_no_other_tokens():
     assert (len(layer.keys[0, 0]), len(twin.layers[0].keys[0, 0])) == (200, 201)
     cache.reset()
     assert not layer.stores
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("settings", [SPARSE, WINDOWS], ids=["tokens", "windows"])
-@torch.no_grad()
-def test_steps_over_a_sparse_cache_repeat_their_launches(settings, monkeypatch):
-    """Its storage has room, so that shapes stay: the host plans few of many steps."""
-    pytest.importorskip("triton")
-    from native_sparse_attention.kernels.common import replay
-    from native_sparse_attention.kernels.decode import persistent
-
-    if len(replay.launchers()) < 2 and not torch.cuda.is_available():
-        pytest.skip("Triton's interpreter is recorded from 3.6 on")
-    token, planned, own = replay.everywhere.set(True), [], persistent.decode
-    monkeypatch.setattr(persistent, "decode", lambda *args: planned.append(1) or own(*args))
-    sizes = dict(num_hidden_layers=1, head_dim=16)
-    model = use_sparse_attention(tiny(**sizes), **settings | dict(backend="triton")).to(DEVICE)
-    twin = use_sparse_attention(copy.deepcopy(model), **settings | dict(backend="eager"))
-    (text,) = prompts(54)
-    text = text.to(DEVICE)
-    try:
-        found, expected = (
-            step_by_step(net, text, 40, SparseCache(net.config)) for net in (model, twin)
-        )
-    finally:
-        replay.everywhere.reset(token)
-    close(found, expected, **TOL)
-    assert len(planned) == 2  # of 14 steps: the first, and the one that is recorded
 
 
 def test_gradients_through_a_sparse_cache():

@@ -30,10 +30,8 @@ except (ImportError, AttributeError):
 
 # whether launches of this thread only compile
 only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
-# held while launches are replaced, by `compile_ahead` or a recording
+# held while launches are replaced
 one_at_a_time = threading.Lock()
-# launches as Triton defines them: this module is imported before any are replaced
-RUN = JITFunction.run
 
 
 def cores() -> int:

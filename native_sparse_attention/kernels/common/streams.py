@@ -7,13 +7,9 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
-
-# the recorder (`replay.Recorder`) that is told of forks, waits and events
-listener: ContextVar[Any] = ContextVar("listener", default=None)
 
 
 @functools.cache
@@ -46,15 +42,10 @@ def forked(device: torch.device, ahead: bool = False) -> Iterator[AbstractContex
     side = side_stream(main.device_index, main.cuda_stream, ahead)
     with lock_of(main):
         side.wait_stream(main)
-        recorder = listener.get()
-        if recorder is not None:
-            recorder.forked(side, ahead)
         try:
             yield torch.cuda.stream(side)
         finally:
             main.wait_stream(side)
-            if recorder is not None:
-                recorder.waits(main.cuda_stream, side.cuda_stream)
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
@@ -63,8 +54,6 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
         return None
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
-    if listener.get() is not None:
-        listener.get().marked(event)
     return event
 
 
@@ -72,5 +61,3 @@ def wait(device: torch.device, event: torch.cuda.Event | None) -> None:
     """Later launches of the current stream wait for the event of `mark`."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
-        if listener.get() is not None:
-            listener.get().awaited(event)

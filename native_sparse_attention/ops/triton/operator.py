@@ -84,13 +84,6 @@ class Arguments:
         return (*(found.get(name) for name in self.names), *(None,) * len(self.settings))
 
 
-def recording() -> bool:
-    """Whether the launches of this thread are recorded, for a caller that repeats them."""
-    from ...kernels.common import streams
-
-    return streams.listener.get() is not None
-
-
 class Operator:
     """A torch operator, called by the names of its arguments.
 
@@ -122,12 +115,9 @@ class Operator:
     def __call__(self, config: AttentionConfig | None = None, **values: Any) -> Any:
         tensors = self.arguments.flat_tensors(values)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        is_recorded = not wanted and not torch.compiler.is_compiling() and recording()
-        if (wanted and self.node is None) or not (is_recorded or transforms.is_plain(tensors)):
+        if (wanted and self.node is None) or not transforms.is_plain(tensors):
             return self.op(*self.arguments.flat(config, **values))
         at = self.arguments.given(config, values)
-        if is_recorded:  # its launches are of the plan of a caller
-            return self.run(at)
         if self.before is not None:
             self.before(at, wanted)
         if wanted:
@@ -191,8 +181,6 @@ def operator(
     `fake` allocates the results without values."""
 
     def make(run: Callable[[SimpleNamespace], Any]) -> Operator:
-        numbers = [n for n in arguments.names if n not in arguments.tensors]
-
         def sized(at: SimpleNamespace) -> Any:
             from ...kernels.common import overrides
 
@@ -201,17 +189,8 @@ def operator(
                 return run(at)
 
         def there(at: SimpleNamespace) -> Any:
-            from ...kernels.common import replay
-
-            tensors = arguments.flat_tensors(vars(at))
-            with torch.cuda.device_of(tensors[0]):
-                if not replay.is_possible(tensors[0]):
-                    return sized(at)
-                lengths = [len(t) for t in vars(at).values() if isinstance(t, (list, tuple))]
-                rest = at.config, *(getattr(at, name) for name in numbers), *lengths
-                if torch.SymInt in map(type, rest):
-                    return sized(at)
-                return replay.repeats(sized)(at, tensors, rest)
+            with torch.cuda.device_of(arguments.flat_tensors(vars(at))[0]):
+                return sized(at)
 
         def implementation(*values: Any) -> Any:
             return there(arguments.named(values))
