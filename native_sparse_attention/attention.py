@@ -6,7 +6,6 @@ w  windows          l  tokens of a window                d  head dimension
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -25,17 +24,16 @@ from .checks.keywords import refuse
 from .checks.networks import check_gate, check_input
 from .checks.tensors import BRANCHES, check_bools, check_choice
 from .compression import CompressionLayer
-from .config import AttentionConfig, NSAConfig, exposed
+from .config import SETTINGS, AttentionConfig, NSAConfig, changed
 from .gate import default_gate
 from .initialization import reset
 from .norm import HeadNorm, norm_heads
-from .ops import nsa
+from .ops import branches, dispatch, nsa
 from .ops.call import Call
 from .rotary import Rotary, make_rotary, rotated_heads, rotator
 from .varlen import Documents, layer_layout
 
 
-@exposed
 class SparseAttention(CompressionLayer):
     """Native Sparse Attention (arXiv 2502.11089): three branches over one input, combined by a
     gate.
@@ -104,47 +102,6 @@ class SparseAttention(CompressionLayer):
     """
 
     config: NSAConfig
-    dim: int
-    dim_head: int
-    heads: int
-    kv_heads: int
-    causal: bool
-    use_diff_topk: bool
-    sliding_window_size: int
-    num_compressed_mem_kv: int
-    compress_block_size: int
-    compress_block_sliding_stride: int
-    selection_block_size: int
-    num_selected_blocks: int
-    importance: str
-    interpolated_importance_score: bool
-    num_initial_blocks: int
-    num_local_blocks: int
-    selection_stride: int
-    query_heads_share_selected_kv: bool
-    branches: tuple[str, ...]
-    dense_length: int
-    rank_rotated: bool
-    index_dim: int
-    index_heads: int
-    index_pool: str
-    branch_kv: str
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: bool
-    qk_norm_eps: float
-    soft_cap: float | None
-    attention_sinks: bool
-    compress_mlp_expand_factor: float
-    block_sizes: BlockSizes | None
-    recompute: bool
-    backend: str
-    # packed documents passed as `documents` begin at multiples of this number
-    alignment: int
-    # the settings that the contents of a cache depend on, by name; whether there are blocks to rank
-    geometry: dict[str, Any]
-    ranks: bool
-    values: tuple[Any, ...]  # of `settings`
     # of `view.collect`, while one is open: sees each call and its block indices
     observer: Callable[[Call, AttentionConfig, Tensor | None], None] | None = None
 
@@ -239,54 +196,62 @@ class SparseAttention(CompressionLayer):
             recompute=recompute,
             backend="triton" if use_triton_kernel else backend,
         )
-        dim, dim_head, heads, kv_heads = self.dim, self.dim_head, self.heads, self.kv_heads
+        config = self.config
+        dim, dim_head, heads, kv_heads = (
+            config.dim,
+            config.dim_head,
+            config.heads,
+            config.kv_heads,
+        )
         self._dense = False
         rotary = make_rotary(dim_head, rotary_emb, rope_theta, inv_freq)
         self.identity = Identity()
 
-        self.norm = nn.RMSNorm(dim) if self.config.norm else nn.Identity()
+        self.norm = nn.RMSNorm(dim) if config.norm else nn.Identity()
         # q, then k and v for all branches, or for each branch: compressed, selected, window
         dim_kv = kv_heads * dim_head
-        kv_sets = len(self.branches) if branch_kv == "independent" else 1
+        kv_sets = len(config.branches) if branch_kv == "independent" else 1
         self.qkv_split = (heads * dim_head, *(dim_kv,) * (2 * kv_sets))
-        self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=self.qkv_bias)
-        eps = self.qk_norm_eps
-        self.q_norm, self.k_norm = (HeadNorm(dim_head, eps) if self.qk_norm else None for _ in "qk")
+        self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=config.qkv_bias)
+        eps = config.qk_norm_eps
+        self.q_norm, self.k_norm = (
+            HeadNorm(dim_head, eps) if config.qk_norm else None for _ in "qk"
+        )
         self.rotary_emb = rotary
 
         # index queries of each KV head, then index keys
         self.to_index = None
-        if self.config.is_indexed and self.config.ranks:
-            rotated = 0 if rotary is None or not self.rank_rotated else 2 * len(rotary.freqs)
-            if self.index_dim < rotated:
+        if config.is_indexed and config.ranks:
+            rotated = 0 if rotary is None or not config.rank_rotated else 2 * len(rotary.freqs)
+            if config.index_dim < rotated:
                 raise ValueError(
                     f"index_dim must be at least {rotated}, the features that the rotary embedding "
-                    f"turns, got {self.index_dim}"
+                    f"turns, got {config.index_dim}"
                 )
-            width = (kv_heads + self.index_heads) * self.index_dim
+            width = (kv_heads + config.index_heads) * config.index_dim
             self.to_index = nn.Linear(dim, width, bias=False)
         self.compress_mem_kv = self.make_memory()
         self.sinks = None
-        if self.attention_sinks:
-            self.sinks = nn.Parameter(torch.zeros(len(self.branches), heads))
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.zeros(len(config.branches), heads))
         self.make_compression(compress_mlp)
 
         self.to_strategy_combine = None
-        if len(self.branches) > 1:
+        if len(config.branches) > 1:
             if strategy_combine_mlp is None:
-                strategy_combine_mlp = default_gate(dim, heads, self.branches)
+                strategy_combine_mlp = default_gate(dim, heads, config.branches)
             else:
-                check_gate(strategy_combine_mlp, dim, heads, len(self.branches))
+                check_gate(strategy_combine_mlp, dim, heads, len(config.branches))
             self.to_strategy_combine = nn.Sequential(
                 strategy_combine_mlp, nn.Sigmoid(), Rearrange("b n (h s) -> b n h s", h=heads)
             )
         elif strategy_combine_mlp is not None:
             raise ValueError(
-                f"strategy_combine_mlp must be None with branches={self.branches}: one branch has "
-                "no gate"
+                f"strategy_combine_mlp must be None with branches={config.branches}: one branch "
+                "has no gate"
             )
 
-        self.combine_heads = nn.Linear(heads * dim_head, dim, bias=self.out_bias)
+        self.combine_heads = nn.Linear(heads * dim_head, dim, bias=config.out_bias)
 
     @classmethod
     def from_config(cls, config: NSAConfig, **networks: Any) -> SparseAttention:
@@ -300,6 +265,18 @@ class SparseAttention(CompressionLayer):
         layer.config = replace(layer.config, scale=scale)
         return layer
 
+    def __getattr__(self, name: str) -> Any:
+        """The settings of `config` by their names."""
+        if name in SETTINGS and "config" in self.__dict__:
+            return getattr(self.config, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """To set a setting replaces `config`, if the layer has the weights for it."""
+        if name in SETTINGS:
+            name, value = "config", changed(self, name, value)
+        super().__setattr__(name, value)
+
     @property
     def dense(self) -> bool:
         """Whether queries attend to all keys that they may see: with `branches=("selected",)` it
@@ -308,11 +285,12 @@ class SparseAttention(CompressionLayer):
 
     @dense.setter
     def dense(self, value: bool) -> None:
+        config = self.config
         (dense,) = check_bools(dense=value)
-        if dense and self.branches != ("selected",):
+        if dense and config.branches != ("selected",):
             raise ValueError(
                 "dense goes with branches=('selected',) only: others are not dense attention with "
-                f"any selection, got branches={self.branches}"
+                f"any selection, got branches={config.branches}"
             )
         self._dense = dense
 
@@ -322,12 +300,13 @@ class SparseAttention(CompressionLayer):
             reset(self.to_strategy_combine)
 
     def extra_repr(self) -> str:
+        config = self.config
         return (
-            f"heads={self.heads}, kv_heads={self.kv_heads}, dim_head={self.dim_head}, "
-            f"window={self.sliding_window_size}, l={self.compress_block_size}, "
-            f"d={self.compress_block_sliding_stride}, s={self.selection_block_size}, "
-            f"n={self.num_selected_blocks}, causal={self.causal}, soft_cap={self.soft_cap}, "
-            f"backend={self.backend!r}"
+            f"heads={config.heads}, kv_heads={config.kv_heads}, dim_head={config.dim_head}, "
+            f"window={config.sliding_window_size}, l={config.compress_block_size}, "
+            f"d={config.compress_block_sliding_stride}, s={config.selection_block_size}, "
+            f"n={config.num_selected_blocks}, causal={config.causal}, soft_cap={config.soft_cap}, "
+            f"backend={config.backend!r}"
         )
 
     def forward(
@@ -385,6 +364,7 @@ class SparseAttention(CompressionLayer):
                 or a cache for a layer that is not causal.
             NotImplementedError: an explicit backend that cannot run the call.
         """
+        config = self.config
         refuse(unknown, self.forward)
         disable_triton_kernel, return_cache = check_bools(
             disable_triton_kernel=disable_triton_kernel, return_cache=return_cache
@@ -393,14 +373,14 @@ class SparseAttention(CompressionLayer):
         ranking.check_generator(generator)
         masks = sliding_window_flex_mask, fine_selection_flex_mask
         nsa.check_flex_masks(*masks)
-        check_input(inp, self.dim, self.to_qkv)
-        cache = decoding.check_cache(cache, return_cache, lengths, self.causal, self.alignment)
+        check_input(inp, config.dim, self.to_qkv)
+        cache = decoding.check_cache(cache, return_cache, lengths, config.causal, config.alignment)
         names = cu_seqlens, segment_ids, mask, documents
-        layout, lengths = layer_layout(inp, self.alignment, cache is not None, lengths, *names)
+        layout, lengths = layer_layout(inp, config.alignment, cache is not None, lengths, *names)
         if layout is not None:
             inp = layout.spread(inp)
             documents = layout.documents if cache is None else None
-        backend = self.backend_without_triton(inp) if disable_triton_kernel else self.backend
+        backend = self.backend_without_triton(inp) if disable_triton_kernel else config.backend
         if cache is not None and ranking_queries is not None:
             raise ValueError("ranking_queries must be None with a cache")
         if cache is not None and self.observer is not None:
@@ -414,16 +394,18 @@ class SparseAttention(CompressionLayer):
         qkv, gates = self.projected(x), self.gates(x)
         if ranking_queries is not None and self.to_index is None:
             raise ValueError("ranking_queries goes with importance='index'")
+        q, kv = self.split(qkv)
+        name = self.choose_backend(q, kv[0], kv[1], backend, 0)
         positions = None if documents is None else documents.positions()
-        tensors, raw = self.rotated(qkv, positions, backend)
-        if self._dense and ranking_queries is None and not self.use_diff_topk:
+        tensors, raw = self.rotated(qkv, positions, name)
+        if self._dense and ranking_queries is None and not config.use_diff_topk:
             tensors, raw = {name: tensors[name] for name in "qkv"}, {}
         else:
-            turn = rotator(self.rotary_emb, 0, positions, backend)
+            turn = rotator(self.rotary_emb, 0, positions, name)
             index = ranking.turned(self, ranking.index_of(self, x), turn)
             tensors, raw = ranking.with_index(self, index, tensors, raw)
-        tensors |= self.compress_whole(raw, documents, backend)
-        where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=backend)
+        tensors |= self.compress_whole(raw, documents, name)
+        where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=name)
         found, _ = self.attend(gates, tensors, masks, **where)
         loss = None
         if ranking_queries is not None:
@@ -432,7 +414,7 @@ class SparseAttention(CompressionLayer):
                 self, tensors, ranking_queries, documents, generator, ranking_weights, rows
             )
         out = self.combine_heads(found if layout is None else layout.collect(found))
-        if layout is not None and self.out_bias:  # the output of padding is 0
+        if layout is not None and config.out_bias:  # the output of padding is 0
             out = out.masked_fill((layout.target < 0)[..., None], 0)
         return out if ranking_queries is None else (out, loss)
 
@@ -441,12 +423,13 @@ class SparseAttention(CompressionLayer):
         return None if self.to_strategy_combine is None else self.to_strategy_combine(x)
 
     def rotated(
-        self, qkv: Tensor, positions: Tensor | None, backend: str | tuple[str, ...]
+        self, qkv: Tensor, positions: Tensor | None, backend: str
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Rotated queries, keys and values [b h n d] of a whole sequence; and the raw keys and
         values for compression, whose windows have positions of their own."""
-        if self.branch_kv == "shared":
-            given = self.heads, self.dim_head, positions, backend
+        config = self.config
+        if config.branch_kv == "shared":
+            given = config.heads, config.dim_head, positions, backend
             heads = rotated_heads(self.rotary_emb, qkv, *given)
             if heads is not None:
                 tensors = {"q": heads.q, "k": heads.k, "v": heads.v}
@@ -460,18 +443,20 @@ class SparseAttention(CompressionLayer):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Of rotated and of raw tensors: those of the branches, with queries "cq" for compressed
         keys, and those that are compressed."""
-        if not self.compresses:
+        config = self.config
+        if not config.compresses:
             return tensors, {}
-        if self.rank_rotated:
+        if config.rank_rotated:
             return tensors, {} if self.ranks_by_tokens() else {"k": tensors["k"]}
-        names = ("k", "v") if "compressed" in self.branches else ("k",)
+        names = ("k", "v") if "compressed" in config.branches else ("k",)
         return {**tensors, "cq": raw["q"]}, {name: raw[name] for name in names}
 
     def own(self, kv: list[Tensor], branch: str) -> list[Tensor]:
         """Of keys and values in turn, the pair of a branch, or of another if it is left out."""
+        config = self.config
         at = 0
-        if self.branch_kv == "independent" and branch in self.branches:
-            at = self.branches.index(branch)
+        if config.branch_kv == "independent" and branch in config.branches:
+            at = config.branches.index(branch)
         return kv[2 * at : 2 * at + 2]
 
     def project(self, inp: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -488,8 +473,9 @@ class SparseAttention(CompressionLayer):
 
     def split(self, qkv: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Queries [b h n d], and keys and values in turn."""
-        heads = qkv.unflatten(-1, (-1, self.dim_head)).transpose(1, 2)
-        q, *kv = heads.split([width // self.dim_head for width in self.qkv_split], dim=1)
+        config = self.config
+        heads = qkv.unflatten(-1, (-1, config.dim_head)).transpose(1, 2)
+        q, *kv = heads.split([width // config.dim_head for width in self.qkv_split], dim=1)
         return q, kv
 
     def attend(
@@ -497,7 +483,7 @@ class SparseAttention(CompressionLayer):
         gates: Tensor | None,
         tensors: dict[str, Tensor],
         masks: tuple[Any, Any],
-        backend: str | tuple[str, ...],
+        backend: str,
         dense: bool = False,
         **where: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -508,7 +494,7 @@ class SparseAttention(CompressionLayer):
         if self.ranks_by_tokens():
             rows["ck"] = rows["k"]
         if self.to_index is not None and "ck" in rows:  # index keys of one head rank for all
-            rows["ck"] = rows["ck"].expand(-1, -1, self.kv_heads, -1)
+            rows["ck"] = rows["ck"].expand(-1, -1, self.config.kv_heads, -1)
         call = Call(
             **rows,
             **self.memory(tensors["q"].dtype),
@@ -516,39 +502,49 @@ class SparseAttention(CompressionLayer):
             sinks=self.sinks,
             **where,
         )
-        keep_slots = self.selection_stride > 1
         config = self.settings(self._dense or dense, ranks=call.ck is not None)
-        # otherwise the layer and its cache made all tensors
-        is_checked = masks == (None, None) and call.documents is None
-        out, indices = nsa.attend(call, config, backend, masks, keep_slots, is_checked)
+        if masks != (None, None) or call.documents is not None:
+            call = nsa.checked(
+                call, config, masks
+            )  # the layer and its cache made all other tensors
+        keep_slots = self.config.selection_stride > 1
+        out, indices = branches.attend(call, config, backend, masks, keep_slots)
         if self.observer is not None:
             self.observer(call, config, indices)
         return self.tied(out.flatten(2), call), indices
 
     def settings(self, dense: bool = False, ranks: bool = True) -> AttentionConfig:
-        """What the functions take. In a graph it is made of `values`, which are guarded at once."""
-        if not torch.compiler.is_compiling():
-            config = self.config
-            return (
-                (config.dense if ranks else config.dense_alone) if dense else config.for_functions
-            )
-        found = AttentionConfig.of_values(self.values)
-        found = found.but(dense_length=sys.maxsize) if dense else found
-        return found if ranks or not dense else found.with_selected(0)
+        """What the functions take."""
+        config = self.config
+        return (config.dense if ranks else config.dense_alone) if dense else config.for_functions
+
+    def choose_backend(
+        self, q: Tensor, k: Tensor, v: Tensor, backend: str | tuple[str, ...], start: int | Tensor
+    ) -> str:
+        """The backend of a call with these heads [b h n d]."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        config = self.config.for_functions
+        return dispatch.choose(
+            backend, "native_sparse_attention", q, k, v=v, q_offset=start, config=config
+        )
 
     def tied(self, out: Tensor, call: Call) -> Tensor:
         """The output, tied to compressed keys or queries that this call may not read, as for a
         sequence of one block: their parameters get zeros, as data-parallel training expects."""
-        if self.branches == ("compressed",):  # reads no rotated tensors
+        config = self.config
+        if config.branches == ("compressed",):  # reads no rotated tensors
             freqs = None if self.rotary_emb is None else self.rotary_emb.freqs
             unread = None if freqs is None or not freqs.requires_grad else call.q
         else:
-            unread = call.ck if self.use_diff_topk and "compressed" not in self.branches else None
+            unread = (
+                call.ck if config.use_diff_topk and "compressed" not in config.branches else None
+            )
         if unread is None or not unread.requires_grad:
             return out
         return out + unread[..., :0].sum()
 
     def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:
-        if self.backend not in ("auto", "triton"):
-            return self.backend
+        config = self.config
+        if config.backend not in ("auto", "triton"):
+            return config.backend
         return ("flex", "eager") if inp.is_cuda else "eager"

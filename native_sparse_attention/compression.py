@@ -28,8 +28,7 @@ from .compress import (
 )
 from .config import NSAConfig
 from .frequencies import RotaryLayer
-from .ops import dispatch
-from .ops.triton.compress import means, means_of_keys
+from .ops.triton.elementwise import CompressMean, compress_mean_keys
 from .varlen import Documents
 
 
@@ -38,16 +37,6 @@ class CompressionLayer(RotaryLayer):
 
     twins: tuple[str, ...] = ("k_compress", "v_compress")
     config: NSAConfig
-    dim_head: int
-    kv_heads: int
-    causal: bool
-    use_diff_topk: bool
-    num_compressed_mem_kv: int
-    rank_rotated: bool
-    compresses: bool
-    compress_block_size: int
-    compress_block_sliding_stride: int
-    compress_mlp_expand_factor: float
     compress_mem_kv: Any
     to_index: Any
     k_compress: Any
@@ -57,10 +46,11 @@ class CompressionLayer(RotaryLayer):
 
     def make_memory(self) -> nn.Parameter | None:
         """The memory slots [2 k m d] of the compressed branch."""
-        m = self.config.num_compressed_mem_kv
-        if "compressed" not in self.config.branches:
+        config = self.config
+        m = config.num_compressed_mem_kv
+        if "compressed" not in config.branches:
             return None
-        memory = torch.zeros(2, self.kv_heads, m, self.dim_head)
+        memory = torch.zeros(2, config.kv_heads, m, config.dim_head)
         if m:
             return nn.Parameter(memory)
         # empty: a parameter would get no gradient; checkpoints have the name
@@ -70,18 +60,23 @@ class CompressionLayer(RotaryLayer):
     def make_compression(self, network: Module | None) -> None:
         """The networks of windows and their positions. Compressed keys that only rank blocks have
         no values, and without a network to train no positions."""
-        l, dim_head, kv_heads = self.compress_block_size, self.dim_head, self.kv_heads
-        has_branch = "compressed" in self.config.branches
+        config = self.config
+        l, dim_head, kv_heads = (
+            config.compress_block_size,
+            config.dim_head,
+            config.kv_heads,
+        )
+        has_branch = "compressed" in config.branches
         if network is None and has_branch:
-            factor = self.compress_mlp_expand_factor
+            factor = config.compress_mlp_expand_factor
             check_hidden("compress_mlp_expand_factor", factor, l * dim_head)
             network = default_compress_mlp(dim_head, l, factor)
         elif network is None:
             network = MeanPool()
-        elif self.config.importance == "index":
+        elif config.importance == "index":
             raise ValueError("compress_mlp must be None with importance='index', whose keys learn")
         else:
-            gets_gradient = has_branch or (self.config.ranks and self.use_diff_topk)
+            gets_gradient = has_branch or (config.ranks and config.use_diff_topk)
             check_compress_mlp(network, kv_heads, l, dim_head, gets_gradient)
         learns = has_branch or any(p.requires_grad for p in network.parameters())
 
@@ -90,13 +85,13 @@ class CompressionLayer(RotaryLayer):
 
         self.k_intrablock_positions = positions(learns)
         self.v_intrablock_positions = positions(has_branch)
-        self.k_compress = copied(network) if self.config.compresses else None
+        self.k_compress = copied(network) if config.compresses else None
         self.v_compress = copied(network) if has_branch else None
         if not has_branch:
             self.twins = ()
 
     def memory(self, dtype: torch.dtype) -> dict[str, Any]:
-        if self.compress_mem_kv is None or self.num_compressed_mem_kv == 0:
+        if self.compress_mem_kv is None or self.config.num_compressed_mem_kv == 0:
             return {"mem_k": None, "mem_v": None}
         mem_k, mem_v = self.compress_mem_kv.to(dtype)
         return {"mem_k": mem_k, "mem_v": mem_v}
@@ -105,46 +100,48 @@ class CompressionLayer(RotaryLayer):
         self,
         raw: dict[str, Tensor],
         documents: Documents | None,
-        backend: str | tuple[str, ...],
+        backend: str,
     ) -> dict[str, Tensor]:
         """Summaries of whole sequences "k" and "v" [b h n d]. Sliding networks read the sequence
         without copying windows; a kernel computes means."""
+        config = self.config
         if not raw:
             return {}
-        l, d = self.compress_block_size, self.compress_block_sliding_stride
-        nets = [net for net, _ in map(self.compressor, raw)]
-        sliding = [net for net in nets if slides(net)]
-        count = count_freely(raw["k"].shape[2], d, self.causal)
+        compressed: dict[str, Tensor] = {}
+        l, d = config.compress_block_size, config.compress_block_sliding_stride
+        nets: list[Any] = [net for net, _ in map(self.compressor, raw)]
+        sliding: list[Any] = [net for net in nets if slides(net)]
+        count = count_freely(raw["k"].shape[2], d, config.causal)
         if count is not None or documents is not None or l % d or len(sliding) < len(raw):
             windows = {
-                n: windows_of(t, l, d, self.causal, documents, count) for n, t in raw.items()
+                n: windows_of(t, l, d, config.causal, documents, count) for n, t in raw.items()
             }
             return self.compress(windows)
         k, v = raw["k"], raw.get("v")
-        if all(isinstance(net, (MeanPool, SumPool)) for net in sliding) and dispatch.takes_kernels(
-            backend, "compress_mean", k.transpose(1, 2), (k if v is None else v).transpose(1, 2)
-        ):
-            n = blocks.num_windows(k.shape[2], d, causal=self.causal)
+        if backend == "triton" and all(isinstance(net, (MeanPool, SumPool)) for net in sliding):
+            n = blocks.num_windows(k.shape[2], d, causal=config.causal)
             if v is not None:
                 positions = self.k_intrablock_positions, self.v_intrablock_positions
-                found = means(k, v, *positions, l, d, n)
-                for name, net in zip(found, sliding, strict=True):
-                    if isinstance(net, SumPool):
-                        found[name] = found[name] * (l * net.gain).to(found[name].dtype)
-                return found
-            averaged = all(isinstance(net, MeanPool) for net in sliding) and not self.use_diff_topk
+                means = CompressMean.apply(k, v, *positions, l, d, n)
+                for name, mean, net in zip(("ck", "cv"), means, sliding, strict=True):
+                    is_sum = isinstance(net, SumPool)
+                    compressed[name] = mean * (l * net.gain).to(mean.dtype) if is_sum else mean
+                return compressed
+            averaged = (
+                all(isinstance(net, MeanPool) for net in sliding) and not config.use_diff_topk
+            )
             if averaged and (self.to_index is None or not torch.is_grad_enabled()):
-                return means_of_keys(k, l, d, n)
-        compressed = {}
+                return {"ck": compress_mean_keys(k.detach(), l, d, n)}
         for (name, t), net in zip(raw.items(), sliding, strict=True):
             _, p = self.compressor(name)
-            compressed[f"c{name}"] = slide(net, windowed(t, l, d, self.causal), p, l, d)
+            compressed[f"c{name}"] = slide(net, windowed(t, l, d, config.causal), p, l, d)
         return compressed
 
     def ranks_by_tokens(self) -> bool:
         """Whether the keys that rank blocks are the rotated keys themselves."""
-        sizes = self.compress_block_size, self.compress_block_sliding_stride
-        plain = self.rank_rotated and sizes == (1, 1) and self.compresses
+        config = self.config
+        sizes = config.compress_block_size, config.compress_block_sliding_stride
+        plain = config.rank_rotated and sizes == (1, 1) and config.compresses
         plain = plain and self.to_index is None
         return plain and isinstance(self.k_compress, MeanPool) and slides(self.k_compress)
 

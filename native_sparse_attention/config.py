@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import sys
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any, ClassVar
 
 from .block_sizes import BlockSizes, check_block_sizes
 from .checks.scalars import check_elements, check_factor
@@ -24,8 +26,6 @@ from .checks.tensors import (
     check_selection,
 )
 from .presets import preset
-
-Layer = TypeVar("Layer")
 
 SELECTION = (
     "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
@@ -73,8 +73,12 @@ class AttentionConfig:
     recompute: bool = False
     block_sizes: BlockSizes | None = None
 
+    # these settings as a string, by which torch operators take them
+    key: ClassVar[str]
+
     def __post_init__(self) -> None:
         self.keep(**self.checked())
+        self.keep(key=key_of(self))
 
     def keep(self, **values: Any) -> None:
         """Replace the given values by checked values."""
@@ -138,12 +142,8 @@ class AttentionConfig:
         """Settings from checked values, and defaults for the others."""
         config = object.__new__(AttentionConfig)
         config.keep(**DEFAULTS | values)
+        config.keep(key=key_of(config))
         return config
-
-    @classmethod
-    def of_values(cls, values: tuple[Any, ...]) -> AttentionConfig:
-        """Settings from checked values of all fields in turn."""
-        return cls.unchecked(**dict(zip(DEFAULTS, values, strict=True)))
 
     def with_selected(self, n: int) -> AttentionConfig:
         """These settings with n selected blocks, not checked again."""
@@ -151,6 +151,27 @@ class AttentionConfig:
 
 
 DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
+
+
+def key_of(config: AttentionConfig) -> str:
+    """The settings of the branches as a string, which `config_of_key` reads. Of constants only, so
+    that torch.compile can trace it."""
+    values = {name: getattr(config, name) for name in DEFAULTS}
+    sizes = values["block_sizes"]
+    values["branches"] = " ".join(values["branches"])
+    values["block_sizes"] = None if sizes is None else str(astuple(sizes))
+    return "".join([f"{value!r}," for value in values.values()])
+
+
+@functools.lru_cache(maxsize=4096)
+def config_of_key(key: str) -> AttentionConfig:
+    """The settings of a `key`."""
+    values = dict(zip(DEFAULTS, ast.literal_eval(f"({key})"), strict=True))
+    values["branches"] = tuple(values["branches"].split())
+    if values["block_sizes"] is not None:
+        sizes: Any = ast.literal_eval(values["block_sizes"])
+        values["block_sizes"] = BlockSizes(*sizes)
+    return AttentionConfig.unchecked(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +291,6 @@ class NSAConfig(AttentionConfig):
         geometry = GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY
         of_functions = self.but(importance=rule)
         self.keep(
-            values=tuple(getattr(of_functions, name) for name in DEFAULTS),
             geometry={name: getattr(self, name) for name in geometry},
             alignment=max(self.d, self.selection_block_size),
             for_functions=of_functions,
@@ -341,8 +361,6 @@ class NSAConfig(AttentionConfig):
     geometry: ClassVar[dict[str, Any]]
     # packed documents passed as `documents` begin at multiples of this number
     alignment: ClassVar[int]
-    # those of `for_functions`
-    values: ClassVar[tuple[Any, ...]]
 
     @property
     def is_indexed(self) -> bool:
@@ -358,8 +376,8 @@ OF_WEIGHTS = (
 )  # fmt: skip
 
 
-# attributes of a layer that follow from its settings
-DERIVED = ("alignment", "compresses", "geometry", "ranks", "values")
+# names by which a layer shows its settings; its `norm` is a module
+SETTINGS = frozenset(field.name for field in fields(NSAConfig)) - {"norm"}
 
 
 def changed(layer: Any, name: str, value: Any) -> NSAConfig:
@@ -378,39 +396,7 @@ def changed(layer: Any, name: str, value: Any) -> NSAConfig:
         config.compresses and layer.k_compress is None
     ):
         raise ValueError(
-            f"{name} must stay {getattr(layer, name)!r}: the layer has no weights for another "
-            f"value, got {value!r}"
+            f"{name} must stay {getattr(layer.config, name)!r}: the layer has no weights for "
+            f"another value, got {value!r}"
         )
     return config
-
-
-def exposed(layer: type[Layer]) -> type[Layer]:
-    """Give a layer the fields of its `config` as attributes. Setting one replaces the config, if
-    the layer has the weights for it. They are plain attributes: torch.compile skips the guards of a
-    module whose dict has not changed, but not where it reads a property, or an object such as the
-    config. What a subclass defines in place of one is left to it."""
-    # `norm` is a module of the layer
-    names = frozenset(field.name for field in fields(NSAConfig)) - {"norm"}
-
-    def put(self: Any, name: str, value: Any) -> None:
-        own: set[str] = set()  # of subclasses
-        if name == "config" or name in names or name in DERIVED:
-            kinds = type(self).__mro__
-            own.update(*map(vars, kinds[: kinds.index(layer)]))
-        if name in DERIVED and name not in own:
-            raise AttributeError(f"{name} follows from the layer's settings, and cannot be set")
-        if name in names and name not in own:
-            name, value = "config", changed(self, name, value)
-        if name == "config":
-            if not hasattr(value, "values"):  # pickled by an older release
-                value = replace(value)
-            self.__dict__.update({n: getattr(value, n) for n in {*names, *DERIVED} - own})
-        super(layer, self).__setattr__(name, value)  # type: ignore[misc]
-
-    def restore(self: Any, state: dict[str, Any]) -> None:
-        super(layer, self).__setstate__(state)  # type: ignore[misc]
-        self.config = replace(self.config)  # another release may have pickled it
-
-    layer.__setattr__ = put  # type: ignore[method-assign,assignment]
-    layer.__setstate__ = restore  # type: ignore[attr-defined]
-    return layer

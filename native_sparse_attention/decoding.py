@@ -15,13 +15,14 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import Module
 
-from . import blocks, ranking
+from . import ranking
 from .cache import static
 from .cache.kv_cache import KVCache
 from .checks.scalars import shown
 from .compat import transforms
 from .compress import gather_windows, unfold
-from .ops import decode, dispatch, one_softmax
+from .ops import branches, decode
+from .ops.triton import backend as triton_backend
 from .ops.triton import cache as cache_writes
 from .rotary import Turn, rotator
 
@@ -35,6 +36,7 @@ def over_cache(
     masks: tuple[Any, Any],
 ) -> Tensor:
     """The layer's output [b n dim] for the next tokens. Advances the cache."""
+    config = layer.config
     if torch.compiler.is_compiling():
         if cache.is_fixed:
             return over_fixed_cache(layer, cache, inp, lengths, backend, masks)
@@ -45,31 +47,32 @@ def over_cache(
     if torch.is_grad_enabled():
         inp = cache.zero_padding(inp, counts)  # zero gradients do not hide NaN and infinities
     x, q, kv = layer.project(inp)
-    cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
+    cache.bind(layer.identity, config.geometry, {"k": kv[0], "v": kv[1]})
+    start = cache.positions(inp.device, counts, inp.shape[1])
+    name: str = layer.choose_backend(q, *kv[:2], backend, start)
     to_all, dense = attends_densely(layer, cache), is_dense(layer, cache, counts, inp.shape[1])
-    if is_step(layer, cache, q, kv, backend, masks, 0 if dense else to_all):
-        out = step(layer, cache, counts, x, q, kv, backend if dense else None)
+    if is_step(layer, cache, q, kv, name, masks, 0 if dense else to_all):
+        out = step(layer, cache, counts, x, q, kv, name if dense else None)
         out = layer.combine_heads(out)
         # of padding the kernels write zeros, to which a bias is added
-        return cache.zero_padding(out, counts) if layer.out_bias else out
+        return cache.zero_padding(out, counts) if config.out_bias else out
 
-    start = cache.positions(inp.device, counts, inp.shape[1])
-    turn = rotator(layer.rotary_emb, start, None, backend)
+    turn = rotator(layer.rotary_emb, start, None, name)
     tensors, raw = arranged(layer, q, kv, ranking.index_of(layer, x), turn)
     tensors |= extend(layer, cache, counts, tensors, raw)
-    keeps_ranking = layer.selection_stride > 1 and layer.ranks
+    keeps_ranking = config.selection_stride > 1 and config.ranks
     leader = None
     if keeps_ranking and len(cache) > 0:
         leader = cache.recent("ranking", 1)[:, :, 0]
-    options: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=backend)
-    found, indices = by_sdpa(layer, tensors, masks, backend) if dense else None, None
+    options: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=name)
+    found, indices = by_sdpa(layer, tensors, masks, name) if dense else None, None
     if found is None:
         found, indices = layer.attend(layer.gates(x), tensors, masks, **options)
     out = layer.combine_heads(found)
     if keeps_ranking and indices is not None:
         cache.keep_recent({"ranking": rearrange(indices, "b n h s -> b h n s")}, counts, 1)
     if raw:
-        cache.keep_recent(raw, counts, layer.compress_block_size - 1)
+        cache.keep_recent(raw, counts, config.compress_block_size - 1)
     cache.advance(counts)
     note_least_length(layer, cache)
     return cache.zero_padding(out, counts)
@@ -90,7 +93,7 @@ def dense_over_cache(
         x = cache.zero_padding(x, counts)
     start = cache.positions(x.device, counts, x.shape[1])
     q, k, v = layer.project(x, start)
-    cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
+    cache.bind(layer.identity, layer.config.geometry, {"k": k, "v": v})
     starts, saved = cache.starts(len(counts)), is_trained(layer, q)
     tokens = cache.append({"k": k, "v": v}, starts, counts, saved=saved)
     # new sequences need only the causal triangle; otherwise tokens also see cached tokens
@@ -116,17 +119,18 @@ def over_fixed_cache(
     masks: tuple[Any, Any],
 ) -> Tensor:
     """`over_cache` with shapes that do not depend on lengths."""
-    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    config = layer.config
+    l, d = config.compress_block_size, config.compress_block_sliding_stride
     at = static.new_tokens(cache, inp, lengths)
     x, q, kv = layer.project(static.zero_padding(inp, at))
-    cache.bind(layer.identity, layer.geometry, {"k": kv[0], "v": kv[1]})
-    has_kernels = is_step(layer, cache, q, kv, backend, masks, attends_densely(layer, cache))
-    backend = "triton" if has_kernels else backend
+    cache.bind(layer.identity, config.geometry, {"k": kv[0], "v": kv[1]})
+    name: str = layer.choose_backend(q, *kv[:2], backend, 0 if at.first else at.starts)
+    has_kernels = is_step(layer, cache, q, kv, name, masks, attends_densely(layer, cache))
     # new sequences: the new tokens are all there is, at a position that the host knows
     is_first = not has_kernels and at.first
     start = 0 if is_first else at.starts
     append = static.write_tokens if has_kernels or is_first else static.append
-    turn = rotator(layer.rotary_emb, start, None, backend)
+    turn = rotator(layer.rotary_emb, start, None, name)
     tensors, raw = arranged(layer, q, kv, ranking.index_of(layer, x), turn)
     entries = of_tokens(tensors)
     streams = append(cache, entries, at)
@@ -144,14 +148,14 @@ def over_fixed_cache(
         return static.zero_padding(layer.combine_heads(rearrange(out, "b n h d -> b n (h d)")), at)
     tensors |= entries if is_first else streams
     leader = None
-    keeps_ranking = layer.selection_stride > 1 and layer.ranks
+    keeps_ranking = config.selection_stride > 1 and config.ranks
     if keeps_ranking:
-        ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
-        like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
+        ranks = kv[0].shape[1] if config.query_heads_share_selected_kv else q.shape[1]
+        like = q.new_empty(len(q), ranks, 0, config.num_selected_blocks, dtype=torch.int32)
         cache.ring({"ranking": like}, 1)
         leader = None if is_first else static.recent(cache, "ranking", at, 1)[:, :, 0]
-    options: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=backend)
-    options["dense"] = layer.dense_length >= (cache.max_length or 0)
+    options: dict[str, Any] = dict(q_offset=start, leader_indices=leader, backend=name)
+    options["dense"] = config.dense_length >= (cache.max_length or 0)
     out, indices = layer.attend(layer.gates(x), tensors, masks, **options)
     if keeps_ranking:
         static.keep_recent(cache, {"ranking": rearrange(indices, "b n h s -> b h n s")}, at, 1)
@@ -165,7 +169,7 @@ def dense_over_fixed_cache(
     """`dense_over_cache` with shapes that do not depend on lengths."""
     at = static.new_tokens(cache, x, lengths)
     q, k, v = layer.project(static.zero_padding(x, at), 0 if at.first else at.starts)
-    cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
+    cache.bind(layer.identity, layer.config.geometry, {"k": k, "v": v})
     if at.first:
         static.write_tokens(cache, {"k": k, "v": v}, at)
         out = layer.attend(q, k, v, None)
@@ -184,11 +188,12 @@ def arranged(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors [b h n d] of the branches by name, with queries and keys rotated, and the keys and
     values that are compressed; of both the index queries and keys."""
+    config = layer.config
     k, v = layer.own(kv, "selected")
     window_k, window_v = layer.own(kv, "window")
-    own_window = "window" in layer.branches and window_k is not k
+    own_window = "window" in config.branches and window_k is not k
     keys = [k, window_k] if own_window else [k]
-    at_once = index if layer.rank_rotated and layer.index_dim == layer.dim_head else []
+    at_once = index if config.rank_rotated and config.index_dim == config.dim_head else []
     rotated_q, rotated_k, *others = turn([q, *keys, *at_once])
     index = others[-2:] if at_once else ranking.turned(layer, index, turn)
     tensors = {"q": rotated_q, "k": rotated_k, "v": v}
@@ -212,7 +217,8 @@ def extend(
     raw: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Write new tokens and the windows that they complete to the cache. Returns its streams."""
-    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    config = layer.config
+    l, d = config.compress_block_size, config.compress_block_sliding_stride
     starts, saved = cache.starts(len(counts)), is_trained(layer, tensors["k"])
     tokens = cache.append(of_tokens(tensors), starts, counts, saved=saved)
     if not raw:
@@ -242,35 +248,25 @@ def is_step(
     cache: KVCache,
     q: Tensor,
     kv: list[Tensor],
-    backend: str | tuple[str, ...],
+    backend: str,
     given_masks: tuple[Any, Any],
     to_all: int = 0,
 ) -> bool:
     """Whether the decode kernels support this call: few tokens, no gradients, no flex masks, none
     of them at a position below `to_all`, where tokens attend to all keys."""
+    config = layer.config
     n = q.shape[2]
     if cache.batch is None or n > cache.rollback:
         return False
-    if given_masks != (None, None):
+    if given_masks != (None, None) or backend != "triton":
         return False
-    if layer.to_index is not None and layer.index_dim != layer.dim_head:
+    if layer.to_index is not None and config.index_dim != config.dim_head:
         return False
     if is_trained(layer, q):
         return False
-    return dispatch.takes_kernels(
-        backend,
-        "decode_attention",
-        q.transpose(1, 2),
-        kv[0].transpose(1, 2),
-        v=kv[1].transpose(1, 2),
-        num_selected_blocks=layer.num_selected_blocks,
-        selection_block_size=layer.selection_block_size,
-        importance=layer.settings().importance,
-        branches=layer.branches,
-        dense_length=to_all,
-        block_windows=blocks.windows_per_block(
-            layer.compress_block_sliding_stride, layer.selection_block_size
-        ),
+    q, k, v = (t.transpose(1, 2) for t in (q, kv[0], kv[1]))
+    return not triton_backend.why_not(
+        "decode_attention", q, k, v, config=layer.settings(), dense_length=to_all
     )
 
 
@@ -278,7 +274,7 @@ def attends_densely(layer: Any, cache: KVCache) -> int:
     """The length below which some new token attends to all keys; 0 if there is none."""
     if layer._dense:
         return sys.maxsize
-    length: int = layer.dense_length
+    length: int = layer.config.dense_length
     if torch.compiler.is_compiling():  # there the device alone knows the lengths
         return 0 if length and cache.least_length >= length else length
     return length if any(held < length for held in cache.lengths) else 0
@@ -287,11 +283,12 @@ def attends_densely(layer: Any, cache: KVCache) -> int:
 def is_dense(layer: Any, cache: KVCache, counts: list[int], n: int) -> bool:
     """Whether n tokens in each row attend to all keys, which lie in the storage as SDPA reads them;
     and no ranking is kept."""
-    if layer.branches != ("selected",) or cache.page_size is not None or not cache.is_uniform:
+    config = layer.config
+    if config.branches != ("selected",) or cache.page_size is not None or not cache.is_uniform:
         return False
-    if any(count != n for count in counts) or (layer.selection_stride > 1 and layer.ranks):
+    if any(count != n for count in counts) or (config.selection_stride > 1 and config.ranks):
         return False
-    whole: bool = layer._dense or len(cache) + n <= layer.dense_length > 0
+    whole: bool = layer._dense or len(cache) + n <= config.dense_length > 0
     return whole
 
 
@@ -299,22 +296,23 @@ def by_sdpa(
     layer: Any,
     tensors: dict[str, Tensor],
     masks: tuple[Any, Any],
-    backend: str | tuple[str, ...],
+    backend: str,
 ) -> Tensor | None:
     """Dense attention [b n (h d)] of `is_dense` tokens, without the checks of `layer.attend`; None
     where SDPA has no form of it."""
-    if masks != (None, None) or layer.sinks is not None or layer.soft_cap is not None:
+    config = layer.config
+    if masks != (None, None) or layer.sinks is not None or config.soft_cap is not None:
         return None
-    if layer.use_diff_topk:  # whose unread tensors have gradients
+    if config.use_diff_topk:  # whose unread tensors have gradients
         return None
     q, k, v = (tensors[name] for name in "qkv")
-    out = one_softmax.by_sdpa(q, k, v, True, layer.scale, backend)
+    out = branches.attend_sdpa(q, k, v, True, config.scale, backend)
     return None if out is None else rearrange(out, "b h n d -> b n (h d)")
 
 
 def note_least_length(layer: Any, cache: KVCache) -> None:
     """Note on the host whether each sequence has reached the layer's `dense_length`."""
-    length = layer.dense_length
+    length = layer.config.dense_length
     cache.least_length = length if all(held >= length for held in cache.lengths) else 0
 
 
@@ -332,7 +330,8 @@ def step(
     count lengths too, since it decides whether a window is complete. `dense`: the backend of dense
     attention, in place of the decode kernels. It reads as many keys as the host counts, so that no
     graph may have it."""
-    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    config = layer.config
+    l, d = config.compress_block_size, config.compress_block_sliding_stride
     b, _, n, _ = q.shape
     held = cache.lengths_on(q.device)
     ragged = any(count != n for count in counts)
@@ -384,7 +383,8 @@ def write(at: SimpleNamespace) -> dict[str, Tensor]:
     """Rotate new tokens and write them to the storage of the cache. Returns their tensors
     [b h n d]."""
     layer, (held, n) = at.layer, (at.lengths, at.q.shape[2])
-    l, d = layer.compress_block_size, layer.compress_block_sliding_stride
+    config = layer.config
+    l, d = config.compress_block_size, config.compress_block_sliding_stride
     turn = rotator(layer.rotary_emb, held, None, "triton")
     tensors, raw = arranged(layer, at.q, at.kv, at.index, turn)
     pages = dict(counts=at.counts, page_table=at.page_table, page_size=at.page_size)
@@ -404,10 +404,11 @@ def write(at: SimpleNamespace) -> dict[str, Tensor]:
 def beside(layer: Any, cache: KVCache, x: Tensor, q: Tensor, kv: list[Tensor]) -> dict[str, Any]:
     """What the decode kernels read and write beside tokens: gates, sinks, memory, and the rankings
     that tokens share."""
+    config = layer.config
     earlier = None
-    if layer.selection_stride > 1 and layer.ranks:
-        ranks = kv[0].shape[1] if layer.query_heads_share_selected_kv else q.shape[1]
-        like = q.new_empty(len(q), ranks, 0, layer.num_selected_blocks, dtype=torch.int32)
+    if config.selection_stride > 1 and config.ranks:
+        ranks = kv[0].shape[1] if config.query_heads_share_selected_kv else q.shape[1]
+        like = q.new_empty(len(q), ranks, 0, config.num_selected_blocks, dtype=torch.int32)
         earlier = cache.ring({"ranking": like}, 1)["ranking"]
     given = dict(branch_gates=layer.gates(x), sinks=layer.sinks, ranking=earlier)
     return given | layer.memory(q.dtype)
@@ -427,7 +428,7 @@ def by_kernels(
         tensors = tensors | dict(cq=tensors["cq"].repeat_interleave(q.shape[1] // kv_heads, dim=1))
     # the layer and its cache made these tensors: there is nothing to check
     rows = {name: rearrange(t, "b h n d -> b n h d") for name, t in (tensors | stores).items()}
-    out: Tensor = decode.by_kernels(layer.settings(), **rows, **given)
+    out: Tensor = decode.run_decode_kernels(layer.settings(), **rows, **given)
     return out
 
 
@@ -462,7 +463,7 @@ def check_cache(
             "page_size must be a multiple of the layer's selection_block_size and "
             f"compress_block_sliding_stride, of {alignment}, got {cache.page_size}"
         )
-    if cache is not None and transforms.unsupported_by_kernels():
+    if cache is not None and transforms.active():
         raise NotImplementedError(
             "a cache is written in place, which torch.func.vmap and forward-mode AD cannot follow: "
             "give the rows as a batch, or leave the cache out"
@@ -498,4 +499,4 @@ def check_caches(
         raise ValueError("cache must hold a KVCache for each layer, got one of them twice")
     for cache, layer in zip(caches, layers, strict=True):
         if hasattr(layer, "identity"):
-            cache.check_layer(layer.identity, layer.geometry)
+            cache.check_layer(layer.identity, layer.config.geometry)

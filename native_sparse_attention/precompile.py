@@ -12,7 +12,7 @@ from .checks.scalars import check_device, check_int, shown
 from .checks.tensors import check_bools
 from .compress import MeanPool
 from .config import NSAConfig
-from .ops.triton.layer import compile_ahead
+from .ops.triton.attention import compile_ahead
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

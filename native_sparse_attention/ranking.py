@@ -32,15 +32,16 @@ WEIGHTS = ("output", "mass")
 def index_of(layer: Any, x: Tensor) -> list[Tensor]:
     """Index queries [b k n d] and keys [b 1|k n d] of the normalized input x, where their gradient
     stops; none without a learned ranking."""
-    if layer.to_index is None or not layer.ranks:
+    config = layer.config
+    if layer.to_index is None or not config.ranks:
         return []
-    index = layer.to_index(x.detach()).unflatten(-1, (-1, layer.index_dim)).transpose(1, 2)
-    return [index[:, : layer.kv_heads], index[:, layer.kv_heads :]]
+    index = layer.to_index(x.detach()).unflatten(-1, (-1, config.index_dim)).transpose(1, 2)
+    return [index[:, : config.kv_heads], index[:, config.kv_heads :]]
 
 
 def turned(layer: Any, index: list[Tensor], turn: Turn) -> list[Tensor]:
     """Index queries and keys, rotated where `rank_rotated` asks for it."""
-    return turn(index) if index and layer.rank_rotated else index
+    return turn(index) if index and layer.config.rank_rotated else index
 
 
 def with_index(
@@ -49,10 +50,11 @@ def with_index(
     """The tensors of the branches and of compression, with index queries "cq" [b k n d] in place of
     queries, and index keys [b 1|k n d] in place of keys; those of single tokens are "ck" as they
     are. `index` is of `turned`."""
+    config = layer.config
     if not index:
         return tensors, raw
     q, k = index
-    if layer.compress_block_size == layer.compress_block_sliding_stride == 1:
+    if config.compress_block_size == config.compress_block_sliding_stride == 1:
         return {**tensors, "cq": q, "ck": k}, {}
     return {**tensors, "cq": q}, {"k": k}
 
@@ -136,7 +138,7 @@ def ranking_loss(
         ValueError: queries that are neither a number nor positions.
     """
     config = layer.settings()
-    s, K, n = config.selection_block_size, layer.kv_heads, tensors["q"].shape[2]
+    s, K, n = config.selection_block_size, layer.config.kv_heads, tensors["q"].shape[2]
     device, count = tensors["q"].device, 1 if documents is None else tensors["q"].shape[0]
     if documents is not None and isinstance(queries, Tensor) and queries.ndim == 2:
         if queries.is_floating_point() or queries.dtype == torch.bool:
@@ -168,7 +170,7 @@ def ranking_loss(
             ck = F.pad(ck, (0, 0, 0, 1))
         with torch.no_grad():
             heads = rearrange(of_rows(q, position), "b (k g) m d -> b k g m d", k=K)
-            at = layer.branches.index("selected")
+            at = layer.config.branches.index("selected")
             sinks = None if layer.sinks is None else layer.sinks[at].detach()
             # detached: without gradients there are tangents of forward mode still
             exact = heads.detach(), k.detach(), v.detach()

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from .frequencies import cast, exact_frequencies, frequencies_of, keep_exact, reset_frequencies
-from .ops import dispatch
-from .ops.triton.rotary import Heads, projected_heads
-from .ops.triton.rotary import rotate as by_kernel
+from .ops.triton.elementwise import Heads, projected_heads
+from .ops.triton.elementwise import rotate as run_kernel
 
 
 class Rotary(Module):
@@ -82,23 +81,18 @@ def rotate(
     tensors: list[Tensor],
     start: int | Tensor,
     positions: Tensor | None,
-    backend: str | tuple[str, ...],
+    backend: str,
 ) -> list[Tensor]:
     """`rotation` of queries and then keys [b h n d]. A kernel rotates a pair in one launch, unless
     frequencies are learned. Without an embedding the tensors are returned unchanged."""
     if rotary is None:
         return tensors
-    q, k = (t.transpose(1, 2) for t in tensors[:2])
     learned = rotary.freqs.requires_grad and torch.is_grad_enabled()
-    if learned or not dispatch.takes_kernels(backend, "rotate", q, k):
+    if learned or backend != "triton":
         turn = rotation(rotary, tensors[0], start, positions)
         return [turn(t) for t in tensors]
-    starts, start = (start, 0) if isinstance(start, Tensor) else (None, start)
-    rotated = by_kernel(
-        tensors=tensors, freqs=exact_frequencies(rotary), starts=starts, positions=positions,
-        start=start, factor=float(rotary.interpolate_factor),
-    )  # fmt: skip
-    return list(rotated)
+    factor = float(rotary.interpolate_factor)
+    return run_kernel(tensors, exact_frequencies(rotary), start, positions, factor)
 
 
 # rotates queries and then keys [b h n d]
@@ -109,7 +103,7 @@ def rotator(
     rotary: RotaryEmbedding | Rotary | None,
     start: int | Tensor,
     positions: Tensor | None,
-    backend: str | tuple[str, ...],
+    backend: str,
 ) -> Turn:
     """`rotate` to these positions."""
     return lambda tensors: rotate(rotary, tensors, start, positions, backend)
@@ -121,14 +115,12 @@ def rotated_heads(
     heads: int,
     dim_head: int,
     positions: Tensor | None,
-    backend: str | tuple[str, ...],
+    backend: str,
 ) -> Heads | None:
     """Queries and keys [b h n d] of a projection's output [b n (h + 2 k) d], rotated and raw, and
     values. None if the caller should use `rotate`."""
-    if rotary is None or (rotary.freqs.requires_grad and torch.is_grad_enabled()):
-        return None
-    q = qkv.unflatten(-1, (-1, dim_head))
-    if not dispatch.takes_kernels(backend, "rotate", q[:, :, :heads], q[:, :, heads:]):
+    learned = rotary is not None and rotary.freqs.requires_grad and torch.is_grad_enabled()
+    if rotary is None or learned or backend != "triton":
         return None
     factor = float(rotary.interpolate_factor)
     return projected_heads(qkv, heads, dim_head, exact_frequencies(rotary), positions, factor)

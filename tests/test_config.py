@@ -93,56 +93,30 @@ def test_is_frozen_hashable_and_copied():
     assert dataclasses.replace(config, heads=2) != config
 
 
-def test_settings_are_plain_attributes():
-    """Of copies and of what was pickled too, also before settings were attributes."""
+def test_a_layer_shows_its_settings():
+    """Those of its config, which a new value of one replaces; of copies too."""
     layers = [SparseAttention(**SIZES)]
     first = layers[0].config
-    layers += [copy.deepcopy(layers[0]), pickle.loads(pickle.dumps(layers[0]))]
-    old = SparseAttention.__new__(SparseAttention)
-    names = {field.name for field in dataclasses.fields(NSAConfig)} - {"norm"}
-    state = {name: value for name, value in vars(layers[0]).items() if name not in names}
-    state["config"] = old_config = copy.copy(first)
-    for name in ("geometry", "alignment", "values"):
-        del state[name], vars(old_config)[name]
-    old.__setstate__(state)
-    layers += [old, copy.copy(layers[0]), SparseAttention(**SIZES)]
-    layers[-1].config = old_config
-    for layer in layers:
-        assert layer.config == first and vars(layer)["num_selected_blocks"] == 2
-        assert layer.settings() == AttentionConfig.of_values(layer.values)
+    layers += [
+        copy.deepcopy(layers[0]),
+        pickle.loads(pickle.dumps(layers[0])),
+        copy.copy(layers[0]),
+    ]
     for layer in layers[1:]:
         layer.num_selected_blocks = 1
         assert layer.num_selected_blocks == layer.config.num_selected_blocks == 1
-        assert layer.settings().num_selected_blocks == 1 and layer.settings(dense=True)
+        assert layer.settings().num_selected_blocks == 1 and "num_selected_blocks" not in vars(
+            layer
+        )
     assert layers[0].config is first and first.num_selected_blocks == 2
     layers[0].selection_block_size = 16
-    assert layers[0].alignment == 16 and layers[0].geometry == first.geometry
+    assert layers[0].config.alignment == 16 and layers[0].config.geometry == first.geometry
     layers[0].selection_stride = 2
-    assert layers[0].geometry == first.geometry | dict(
+    assert layers[0].config.geometry == first.geometry | dict(
         selection_stride=2, num_selected_blocks=2, query_heads_share_selected_kv=True
     )
-    with pytest.raises(AttributeError, match="alignment follows from the layer's settings"):
-        layers[0].alignment = 3
-
-
-def test_subclasses_may_replace_settings():
-    class Eager(SparseAttention):
-        backend = "eager"
-
-        @property
-        def num_selected_blocks(self):
-            return 1
-
-        @num_selected_blocks.setter
-        def num_selected_blocks(self, value):
-            self.wanted = value
-
-    layer = Eager(**SIZES)
-    layer.num_selected_blocks = 3
-    assert (layer.backend, layer.num_selected_blocks, layer.wanted) == ("eager", 1, 3)
-    layer.soft_cap = 2.0
-    assert layer.config.soft_cap == layer.soft_cap == 2.0 and layer.backend == "eager"
-    assert layer.config.num_selected_blocks == 2
+    with pytest.raises(AttributeError, match="no attribute 'alignment'"):
+        _ = layers[0].alignment
 
 
 def test_fewer_slots_for_a_call():
@@ -180,25 +154,14 @@ def test_bad_settings_are_named(change, told):
         NSAConfig(**SIZES | change)
 
 
-def test_operators_take_every_setting():
-    """Their schemas are made of the fields, in their order, and give them back."""
-    from native_sparse_attention.ops.triton.operator import CONFIG, Arguments
+def test_a_key_holds_every_setting():
+    """By which the torch operators take them."""
+    from native_sparse_attention.config import config_of_key
 
-    fields = [field.name for field in dataclasses.fields(AttentionConfig)]
-    names = [name for name in fields if name not in ("branches", "dense_length")]
-    assert list(CONFIG) == names
-    arguments = Arguments("Tensor q", "Tensor? cq", "SymInt start")
     config = AttentionConfig(
-        sliding_window_size=7, soft_cap=2.0, causal=True, block_sizes=BlockSizes(*[32] * 6)
-    )
-    flat = arguments.flat(config, q="q", start=3)
-    assert len(flat) == 3 + len(names)
-    at = arguments.named(tuple(flat))
-    assert (at.q, at.cq, at.start) == ("q", None, 3)
-    assert at.config.block_sizes == (32,) * 6
-    assert dataclasses.replace(config, block_sizes=None) == AttentionConfig.unchecked(
-        **{name: getattr(at.config, name) for name in names} | {"block_sizes": None}
-    )
-    assert arguments.schema("Tensor").startswith(
-        "(Tensor q, Tensor? cq, SymInt start, SymInt compress"
-    )
+        sliding_window_size=7, soft_cap=2.0, causal=True, block_sizes=BlockSizes(*[32] * 6),
+        branches=("compressed", "window"), scale=0.1,
+    )  # fmt: skip
+    assert config_of_key(config.key) == config
+    changed = config.but(soft_cap=None, block_sizes=None)
+    assert config_of_key(changed.key) == changed != config

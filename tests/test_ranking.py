@@ -183,12 +183,12 @@ def module_ranking(module, x):
     tensors, raw = ranking.with_index(module, index, tensors, raw)
     tensors |= module.compress_whole(raw, None, backend)
     config = module.config.for_functions.but(num_selected_blocks=module.num_selected_blocks)
-    from native_sparse_attention.ops import each_branch
+    from native_sparse_attention.ops import branches
     from native_sparse_attention.ops.call import Call
 
     call = Call(*(tensors[n].transpose(1, 2) for n in "qkv"), q_offset=0)
     ck = tensors["ck"].expand(-1, 2, -1, -1).transpose(1, 2)
-    indices, _ = each_branch.rank(
+    indices, _ = branches.rank(
         call.but(cq=tensors["cq"].transpose(1, 2), ck=ck), config, backend, None
     )
     return indices.transpose(1, 2).long()

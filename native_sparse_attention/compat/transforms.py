@@ -12,6 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+
+def refuse_transforms(op: str) -> None:
+    """Refuse torch.func transforms (vmap, grad, jvp) and forward-mode AD, which know nothing of
+    kernels and of memory that is written in place.
+
+    Raises:
+        NotImplementedError: one is active.
+    """
+    if active():
+        raise NotImplementedError(
+            f"{op} supports neither torch.func (vmap, grad, jvp) nor forward-mode AD: use "
+            "torch.autograd, and one call for each sample where gradients of samples are wanted"
+        )
+
+
 WAY_OUT = "Use backend='eager', which is plain PyTorch then, of memory O(T S)."
 
 

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import blocks, varlen
+from .. import varlen
 from ..checks.scalars import TOO_LARGE, shown
 from ..compat.sdpa import sdpa
 from ..compress import windows_of
 from ..config import SELECTION, AttentionConfig
-from ..ops import decode, dispatch, one_softmax
+from ..ops import branches, decode, dispatch
 from ..ops.call import Call
 from ..ops.functional import sliding_window_attention
-from ..ops.nsa import native_sparse_attention
+from ..ops.nsa import choose_backend, native_sparse_attention
+from ..ops.triton.backend import why_not
 from . import masks
 from .cache import Kept, kept_with, means_with
 from .masks import CONVERTED, LAYOUTS, OVER, STARTS, remembered
@@ -79,7 +80,9 @@ def attention(
         mask = masks.received(mask, S)
     plain = mask is None and sliding_window is None and s_aux is None and softcap is None
     if plain and dense_up_to(settings) >= S:
-        out = one_softmax.by_sdpa(query, keys, value, True, scaling, settings["backend"])
+        rows = (t.transpose(1, 2) for t in (query, keys))
+        backend = dispatch.choose(settings["backend"], "native_sparse_attention", *rows)
+        out = branches.attend_sdpa(query, keys, value, True, scaling, backend)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
     q, k, v = (t.transpose(1, 2) for t in (query, keys, value))
@@ -286,9 +289,10 @@ def at_end(
         # nothing to rank: SDPA, where it has the form
         selection |= dict(num_selected_blocks=0, dense_length=ANY_LENGTH, selection_stride=1)
         call = Call(q, k, v, sinks=extra.get("sinks"), q_offset=offset)
-        sinks = call.sinks_of(selection["branches"]).get("selected")
+        sinks = call.branch_sinks(selection["branches"]).get("selected")
         config = config_with(selection, extra)
-        return one_softmax.dense_attention(call, config, selection["backend"], sinks)
+        backend = choose_backend(call, config, selection["backend"])
+        return branches.attend_densely(call, config, backend, sinks)
     if offset:
         check_stride(settings)
     l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
@@ -366,16 +370,13 @@ def takes_decode_kernels(
     q: Tensor, k: Tensor, v: Tensor, ck: Tensor | None, selection: dict[str, Any]
 ) -> bool:
     """Whether few new tokens follow many, and the decode kernels support the call."""
-    d, s = selection["compress_block_sliding_stride"], selection["selection_block_size"]
-    facts: dict[str, Any] = dict(
-        others=(ck,), num_selected_blocks=selection["num_selected_blocks"],
-        selection_block_size=s, importance=selection["importance"],
-        branches=("selected",), dense_length=selection["dense_length"],
-        block_windows=blocks.windows_per_block(d, s),
-    )  # fmt: skip
-    if q.shape[1] > MAX_NEW:
+    is_first = selection["backend"] == "triton" or (selection["backend"] == "auto" and q.is_cuda)
+    if q.shape[1] > MAX_NEW or not is_first:
         return False
-    return dispatch.takes_kernels(selection["backend"], "decode_attention", q, k, v=v, **facts)
+    config = config_with(selection, dict(scale=None, soft_cap=None))
+    length = selection["dense_length"]
+    facts: dict[str, Any] = dict(config=config, others=(ck,), dense_length=length)
+    return not why_not("decode_attention", q, k, v=v, **facts)
 
 
 def by_decode_kernels(
@@ -392,11 +393,10 @@ def by_decode_kernels(
     """`decode_attention` of tensors that fit one another, without its checks."""
     if counters is None:
         counters = decode.workspace(q.shape[0], k.shape[2], q.device)
-    out: Tensor = decode.by_kernels(
-        config_with(selection, extra), q=q, k=k, v=v, ck=ck, lengths=starts, counts=counts,
-        sinks=extra.get("sinks"), counters=counters,
+    return decode.run_decode_kernels(
+        config_with(selection, extra), counters, None, q=q, k=k, v=v, ck=ck, lengths=starts,
+        counts=counts, sinks=extra.get("sinks"),
     )  # fmt: skip
-    return out
 
 
 def config_with(selection: dict[str, Any], extra: dict[str, Any]) -> AttentionConfig:

@@ -33,11 +33,11 @@ class Call(NamedTuple):
         """The same call with other values."""
         return Call(**{name: getattr(self, name) for name in FIELDS} | values)
 
-    def sinks_of(self, branches: tuple[str, ...]) -> dict[str, Tensor]:
+    def branch_sinks(self, branches: tuple[str, ...]) -> dict[str, Tensor]:
         """The sinks [H] of each branch, if there are any."""
         return {} if self.sinks is None else dict(zip(branches, self.sinks, strict=True))
 
-    def of_window(self) -> tuple[Tensor, Tensor]:
+    def window_keys(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the window branch."""
         k = self.k if self.window_k is None else self.window_k
         return k, self.v if self.window_v is None else self.window_v

@@ -7,12 +7,11 @@ stay on the device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import blocks
 from ..checks.tensors import (
     BRANCHES,
     check_exactly,
@@ -26,11 +25,10 @@ from ..checks.tensors import (
     check_weights,
     shown,
 )
-from ..compat import transforms
-from ..config import AttentionConfig
-from . import dispatch, nsa
+from ..config import AttentionConfig, config_of_key
+from . import branches, dispatch, nsa
 from .call import Call
-from .triton.operator import Arguments, operator
+from .triton.operator import operator
 
 __all__ = ["decode_attention", "workspace"]
 
@@ -169,22 +167,9 @@ def decode_attention(
 
     name = dispatch.choose(
         ("triton", "eager") if q.is_cuda and backend == "auto" else backend,  # flex has no form
-        "decode_attention",
-        q,
-        k,
-        v,
-        others=(ck, cv, branch_gates, sinks, *others.values()),
-        num_selected_blocks=n,
-        selection_block_size=s,
-        importance=config.importance,
-        branches=config.branches,
-        dense_length=config.dense_length,
-        block_windows=blocks.windows_per_block(d, s),
-    )
-    if ranking is not None and transforms.is_batched(q):
-        raise NotImplementedError(
-            "ranking is written in place, which vmap cannot do: give the rows as a batch"
-        )
+        "decode_attention", q, k, v=v, config=config,
+        dense_length=config.dense_length, others=(ck, cv, branch_gates, sinks, *others.values()),
+    )  # fmt: skip
     tensors: dict[str, Any] = dict(
         q=q, k=k, v=v, ck=ck, cv=cv, branch_gates=branch_gates, lengths=lengths, counts=counts,
         page_table=page_table, ranking=ranking, sinks=sinks, **others,
@@ -192,38 +177,53 @@ def decode_attention(
     if name == "triton":
         if counters is None:
             counters = workspace(q.shape[0], k.shape[2], q.device)
-        out: Tensor = by_kernels(config, **tensors, counters=counters)
-        return out
-    return by_gathering(config, others, **{n: t for n, t in tensors.items() if n not in others})
+        return run_decode_kernels(config, counters, **tensors)
+    return decode_eagerly(config, others, **{n: t for n, t in tensors.items() if n not in others})
 
 
-DECODE = Arguments(
-    "Tensor q", "Tensor k", "Tensor v", "Tensor? ck", "Tensor? cv", "Tensor? branch_gates",
-    "Tensor lengths", "Tensor(a!) counters", "Tensor? counts", "Tensor? page_table",
-    "Tensor(b!)? ranking", "Tensor? sinks", "Tensor? cq", "Tensor? mem_k", "Tensor? mem_v",
-    "Tensor? window_k", "Tensor? window_v",
-)  # fmt: skip
+class DecodeInputs(NamedTuple):
+    """The tensors that a step reads, by the names of `decode_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    ck: Tensor | None = None
+    cv: Tensor | None = None
+    branch_gates: Tensor | None = None
+    counts: Tensor | None = None
+    page_table: Tensor | None = None
+    sinks: Tensor | None = None
+    cq: Tensor | None = None
+    mem_k: Tensor | None = None
+    mem_v: Tensor | None = None
+    window_k: Tensor | None = None
+    window_v: Tensor | None = None
 
 
 # tensors whose rows the kernels read from consecutive addresses
 READ_BY_ROWS = ("q", "k", "v", "ck", "cv", "cq", "mem_k", "mem_v", "window_k", "window_v")
 
 
+def decode_fake(inputs, counters, ranking, key):
+    q, _, v = inputs[:3]
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
 @operator(
-    "decode_attention", DECODE, "Tensor", mutates=("counters", "ranking"),
-    fake=lambda at: at.q.new_empty(*at.q.shape[:-1], at.v.shape[-1]),
-)  # fmt: skip
-def by_kernels(at):
-    """Decode in Triton, as a torch operator."""
+    "decode_attention(Tensor?[] inputs, Tensor(a!) counters, Tensor(b!)? ranking, str key) "
+    "-> Tensor",
+    fake=decode_fake,
+)
+def decode(inputs, counters, ranking, key):
+    """A step [B T H E] by the kernels."""
     from ..kernels.decode import persistent
     from ..kernels.decode.call import Call, Settings
     from ..kernels.decode.kv_cache import CacheMetadata
 
-    config = at.config
-    for name in READ_BY_ROWS:
-        t = getattr(at, name)
-        if t is not None and t.stride(-1) != 1:
-            setattr(at, name, t.contiguous())
+    at, config = DecodeInputs(*inputs), config_of_key(key)
+    rows = {name: t for name in READ_BY_ROWS if (t := getattr(at, name)) is not None}
+    at = at._replace(**{n: t.contiguous() for n, t in rows.items() if t.stride(-1) != 1})
     settings = Settings(
         config.compress_block_size, config.d, config.selection_block_size,
         config.num_selected_blocks, config.sliding_window_size, config.importance,
@@ -245,12 +245,20 @@ def by_kernels(at):
         sinks = sinks.expand(3, -1)
     call = Call(
         at.q, at.k, at.v, ck, ck if at.cv is None else at.cv, at.branch_gates, at.cq, memory,
-        window, at.ranking, sinks, at.counters, metadata,
+        window, ranking, sinks, counters, metadata,
     )  # fmt: skip
     return persistent.decode(call, settings)
 
 
-def by_gathering(
+def run_decode_kernels(
+    config: AttentionConfig, counters: Tensor, ranking: Tensor | None, **tensors: Any
+) -> Tensor:
+    """`decode` of tensors by their names."""
+    out: Tensor = decode(list(DecodeInputs(**tensors)), counters, ranking, config.key)
+    return out
+
+
+def decode_eagerly(
     config: AttentionConfig,
     others: dict[str, Any],
     *,
@@ -288,7 +296,7 @@ def by_gathering(
         q, **others | stored, branch_gates=branch_gates, sinks=sinks, q_offset=starts,
         leader_indices=leader,
     )  # fmt: skip
-    out, block_indices = nsa.attend(call, config, "eager", keep_slots=keeps_ranking)
+    out, block_indices = branches.attend(call, config, "eager", keep_slots=keeps_ranking)
     T = q.shape[1]
     new = torch.arange(T, device=q.device)
     if ranking is not None and block_indices is not None and keeps_ranking:

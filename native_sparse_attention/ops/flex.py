@@ -7,7 +7,6 @@ better) and zero gradients. `functional.py` checks all arguments, and calls `why
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import blocks
-from ..compat import transforms
+from ..config import AttentionConfig
 from ..masks.nsa import (
     block_membership,
     cached_compress_block_mask,
@@ -38,20 +37,23 @@ MIN_WIDTH = 16
 
 # shapes that one compiled function may see. Lengths become symbolic at the second shape, but dynamo
 # always compiles a length, batch or number of tiles of 1 separately
-RECOMPILE_LIMIT = 64
+RECOMPILE_LIMIT = 256
 
 
 def why_not(
-    op_name: str,
+    op: str,
     q: Tensor,
     k: Tensor,
     v: Tensor | None = None,
     gates: Tensor | None = None,
     q_offset: int | Tensor = 0,
+    config: AttentionConfig | None = None,
     **facts: Any,
 ) -> list[str]:
     """Reasons why flex_attention cannot run this call; empty if it can."""
-    reasons = transforms.unsupported_by_kernels()
+    if op in ("select_blocks", "decode_attention"):
+        return [f"flex_attention has no form of {op}"]
+    reasons = []
     if q.device.type not in ("cuda", "cpu"):
         reasons.append(f"q is on {q.device.type}, needs cuda or cpu")
     if q.is_cuda:
@@ -67,13 +69,13 @@ def why_not(
         reasons.append(f"it has no gradients on {q.device.type}")
     if isinstance(q_offset, Tensor):
         reasons.append("q_offset is a tensor, and its masks need one offset for all rows")
-    if gates is not None:
+    if gates is not None or (config is not None and config.ranks and config.use_diff_topk):
         reasons.append(
             "it cannot scale logits by gates and differentiate them (use_diff_topk=True)"
         )
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
-    elif 0 in k.shape and op_name != "compressed_attention":
+    elif 0 in k.shape and op != "compressed_attention":
         reasons.append(f"k is empty, {list(k.shape)}")
     return reasons
 
@@ -124,25 +126,13 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
 
 
 @cache
-def compiled(
-    op_name: str, scale: float | None, return_lse: bool, soft_cap: float | None
-) -> Callable[..., Any]:
-    """`attend` compiled for one operation, at first use.
-
-    Dynamo counts recompilations per code object, so each operation has its own. At the limit dynamo
-    raises; it does not fall back to unfused T x S scores.
-    """
-
-    def run(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None) -> Any:
-        return attend(q, k, v, block_mask, scale, return_lse, soft_cap)
-
-    code = run.__code__.replace(co_name=f"flex_{op_name}")
-    own = types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
-    return torch.compile(own, fullgraph=True)
+def compiled_attend() -> Callable[..., Any]:
+    """`attend`, compiled at first use. At the limit of recompilations dynamo raises; it does not
+    fall back to unfused T x S scores."""
+    return torch.compile(attend, fullgraph=True)
 
 
 def dispatch(
-    op_name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -154,7 +144,7 @@ def dispatch(
 ) -> Any:
     """Attention of [B T H D] with sinks [H]: [B T H D], and on request its lse [B T H]."""
     if sinks is not None:
-        out, lse = dispatch(op_name, q, k, v, block_mask, scale, True, soft_cap)
+        out, lse = dispatch(q, k, v, block_mask, scale, True, soft_cap)
         sinks = sinks.to(lse.dtype)
         out = (out * (lse - sinks).sigmoid()[..., None]).to(out.dtype)
         return (out, torch.logaddexp(lse, sinks)) if return_lse else out
@@ -163,7 +153,7 @@ def dispatch(
         result = attend(q, k, v, block_mask, scale, return_lse, soft_cap)
     elif q.is_cuda:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            result = compiled(op_name, scale, return_lse, soft_cap)(q, k, v, block_mask)
+            result = compiled_attend()(q, k, v, block_mask, scale, return_lse, soft_cap)
     else:
         if not torch.is_grad_enabled():
             # flex checks `requires_grad` of tensors, not whether autograd records
@@ -216,9 +206,7 @@ def compressed_attention(
         block_mask = cached_compress_block_mask(
             T, kv_len, compress_block_sliding_stride, num_mem, q_offset, q.device
         )
-    return dispatch(
-        "compressed_attention", q, ck, cv, block_mask, scale, return_lse, soft_cap, sinks
-    )  # fmt: skip
+    return dispatch(q, ck, cv, block_mask, scale, return_lse, soft_cap, sinks)
 
 
 def selected_attention(
@@ -257,9 +245,7 @@ def selected_attention(
     groups = q.shape[2] // block_indices.shape[2]
     ends = None if documents is None or causal else documents.last
     block_mask = selected_block_mask(membership, S, s, groups, causal, offset, ends)
-    return dispatch(
-        "selected_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks
-    )  # fmt: skip
+    return dispatch(q, k, v, block_mask, scale, return_lse, soft_cap, sinks)
 
 
 def sliding_window_attention(
@@ -285,17 +271,13 @@ def sliding_window_attention(
             documents.last.minimum(i + 1 + (0 if causal else w)),
         )
         block_mask = span_block_mask(lo, hi, 0, S)
-        return dispatch(
-            "sliding_window_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks
-        )  # fmt: skip
+        return dispatch(q, k, v, block_mask, scale, return_lse, soft_cap, sinks)
     offset = S - T if q_offset is None else q_offset
     # drop keys that no query sees, so that every step of a long decode has one shape
     first, last = max(0, offset - w), min(S, offset + T + (0 if causal else w))
     block_mask = cached_sliding_block_mask(T, last - first, w, causal, offset - first, q.device)
     k, v = k[:, first:last], v[:, first:last]
-    return dispatch(
-        "sliding_window_attention", q, k, v, block_mask, scale, return_lse, soft_cap, sinks
-    )  # fmt: skip
+    return dispatch(q, k, v, block_mask, scale, return_lse, soft_cap, sinks)
 
 
 # masks given by the user
@@ -315,7 +297,7 @@ def under_mask(
             f"flex_attention cannot run a given mask: {'; '.join(reasons)}. Leave the mask out to "
             "let the backend choose."
         )
-    return dispatch("under_mask", q, k, v, block_mask, scale, False)
+    return dispatch(q, k, v, block_mask, scale, False)
 
 
 def selected_under_mask(

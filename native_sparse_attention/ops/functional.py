@@ -31,7 +31,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..block_sizes import BlockSizes, flat
+from ..block_sizes import BlockSizes, check_block_sizes
 from ..checks.tensors import (
     check_bools,
     check_documents,
@@ -53,6 +53,7 @@ from ..checks.tensors import (
     check_windows,
     default_seq_len,
 )
+from ..config import AttentionConfig
 from ..varlen import Documents
 from . import dispatch
 from .packed import takes_documents
@@ -118,8 +119,10 @@ def compressed_attention(
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
+    check_block_sizes(block_sizes)
+    name = dispatch.choose(backend, "compressed_attention", q, ck, v=cv, q_offset=offset)
     return dispatch.run(
-        backend,
+        name,
         "compressed_attention",
         q,
         ck,
@@ -134,7 +137,7 @@ def compressed_attention(
         soft_cap=soft_cap,
         sinks=sinks,
         documents=documents,
-        block_sizes=flat(block_sizes),
+        block_sizes=block_sizes,
     )
 
 
@@ -237,8 +240,11 @@ def select_blocks(
     check_sinks(sinks, (dims["H"],), q.device)
     check_leaders(leader_indices, dims, n, shared, q.device)
     check_first_group(offset, stride, leader_indices)
+    config = AttentionConfig.unchecked(**settings)
+    if backend == "flex":
+        backend = "eager"  # flex_attention cannot rank
     indices, gates = dispatch.run(
-        backend,
+        dispatch.choose(backend, "select_blocks", q, ck, q_offset=offset, config=config),
         "select_blocks",
         q,
         ck,
@@ -324,8 +330,13 @@ def selected_attention(
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
+    check_block_sizes(block_sizes)
+    config = AttentionConfig.unchecked(selection_block_size=s, num_selected_blocks=0)
+    name = dispatch.choose(
+        backend, "selected_attention", q, k, v=v, gates=gates, q_offset=offset, config=config
+    )
     return dispatch.run(
-        backend,
+        name,
         "selected_attention",
         q,
         k,
@@ -342,7 +353,7 @@ def selected_attention(
         soft_cap=soft_cap,
         sinks=sinks,
         documents=documents,
-        block_sizes=flat(block_sizes),
+        block_sizes=block_sizes,
     )
 
 
@@ -387,8 +398,10 @@ def sliding_window_attention(
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
     check_sinks(sinks, (dims["H"],), q.device)
+    check_block_sizes(block_sizes)
+    name = dispatch.choose(backend, "sliding_window_attention", q, k, v=v, q_offset=offset)
     return dispatch.run(
-        backend,
+        name,
         "sliding_window_attention",
         q,
         k,
@@ -401,5 +414,5 @@ def sliding_window_attention(
         soft_cap=soft_cap,
         sinks=sinks,
         documents=documents,
-        block_sizes=flat(block_sizes),
+        block_sizes=block_sizes,
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import blocks
 from ..block_sizes import BlockSizes
 from ..checks.tensors import (
     BRANCHES,
@@ -28,14 +27,10 @@ from ..checks.tensors import (
 )
 from ..config import AttentionConfig
 from ..varlen import Documents
-from . import dispatch, each_branch, flex, one_softmax
+from . import branches as branches_of
+from . import dispatch
 from .call import Call
 from .packed import takes_documents
-from .reference import attention as reference
-from .triton import layer
-
-# up to so many selected blocks, a call keeps a slot for each even if the sequence has fewer blocks
-MANY_BLOCKS = 64
 
 
 def check_flex_masks(sliding_window: Any, fine_selection: Any) -> None:
@@ -160,10 +155,19 @@ def native_sparse_attention(
         block_sizes=block_sizes,
     )
     tensors = (q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks)
-    call = Call(*tensors, q_offset, leader_indices, documents)
     masks = sliding_window_flex_mask, fine_selection_flex_mask
-    out, block_indices = attend(call, config, backend, masks, keep_slots=return_indices)
+    call = checked(Call(*tensors, q_offset, leader_indices, documents), config, masks)
+    name = choose_backend(call, config, backend)
+    out, block_indices = branches_of.attend(call, config, name, masks, keep_slots=return_indices)
     return (out, block_indices) if return_indices else out
+
+
+def choose_backend(call: Call, config: AttentionConfig, backend: dispatch.Backend) -> str:
+    """`dispatch.choose` of a whole layer."""
+    return dispatch.choose(
+        backend, "native_sparse_attention", call.q, call.k, v=call.v, q_offset=call.q_offset,
+        config=config,
+    )  # fmt: skip
 
 
 def check_branch_tensors(named: dict[str, Any], config: AttentionConfig) -> None:
@@ -231,64 +235,3 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
             f"{(beyond or ['soft_cap'])[0]}, which they know nothing of"
         )
     return call.but(q_offset=offset)
-
-
-def attend(
-    call: Call,
-    config: AttentionConfig,
-    backend: str | tuple[str, ...],
-    masks: tuple[Any, Any] = (None, None),
-    keep_slots: bool = False,
-    is_checked: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Check the tensors of a call and run it: the output [B T H E] and the selected block indices,
-    None without a selection. Unless `keep_slots`, the indices may lack slots past the number of
-    blocks, or be None in dense attention."""
-    call = call if is_checked else checked(call, config, masks)
-    n, s = config.num_selected_blocks, config.selection_block_size
-    if n > MANY_BLOCKS and not keep_slots and call.leader_indices is None:
-        # the caller does not read the slots past the last block
-        n = min(n, max(MANY_BLOCKS, blocks.num_blocks(call.k.shape[1], s)))
-        config = config.with_selected(n)
-    if config.branches == ("selected",) and masks == (None, None):
-        return one_softmax.attend(call, config, backend, keep_slots)
-    if config.branches == BRANCHES and masks == (None, None):
-        name = dispatch.choose(
-            backend, "native_sparse_attention", call.q, call.k, call.v, q_offset=call.q_offset,
-            num_selected_blocks=n, selection_block_size=s, importance=config.importance,
-            return_gates=config.use_diff_topk,
-        )  # fmt: skip
-        if name == "triton":
-            return layer.native_sparse_attention(call, config)
-    return by_branches(call, config, backend, masks)
-
-
-def by_branches(
-    call: Call,
-    config: AttentionConfig,
-    backend: str | tuple[str, ...],
-    masks: tuple[Any, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Run each branch with the first backend that supports it, and combine the outputs."""
-    window_mask, fine_mask = masks
-    sinks = dict.fromkeys(BRANCHES) | call.sinks_of(config.branches)
-    outs, block_indices = [], None
-    if "compressed" in config.branches:
-        outs.append(each_branch.compressed(call, config, backend, sinks["compressed"]))
-    if "selected" in config.branches:
-        block_indices, gates = each_branch.rank(call, config, backend, sinks["compressed"])
-        if fine_mask is None:
-            outs.append(
-                each_branch.selected(call, config, backend, block_indices, gates, sinks["selected"])
-            )
-        else:
-            outs.append(each_branch.under_fine_mask(call, config, block_indices, gates, fine_mask))
-    if "window" in config.branches:
-        if window_mask is None:
-            w = config.sliding_window_size
-            outs.append(each_branch.window(call, config, backend, w, sinks["window"]))
-        else:
-            outs.append(flex.under_mask(call.q, *call.of_window(), window_mask, config.scale))
-    if call.branch_gates is None:
-        return outs[0], block_indices
-    return reference.combine_branches(outs, call.branch_gates), block_indices

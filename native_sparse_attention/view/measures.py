@@ -17,8 +17,9 @@ from torch import Tensor
 from .. import blocks
 from ..compat.autocast import no_autocast
 from ..config import AttentionConfig
-from ..ops import each_branch
+from ..ops import branches
 from ..ops.call import Call
+from ..ops.nsa import choose_backend
 from ..ops.reference.attention import capped, visible_windows
 from ..ops.reference.topk import importance_scores
 from ..varlen import Documents
@@ -72,7 +73,7 @@ def ranked_blocks(call: Call, config: AttentionConfig, found: Tensor | None) -> 
     are dense, and none at all where the blocks of every query cover all that it sees."""
     b, T, h = call.q.shape[:3]
     if found is None and call.ck is not None and config.dense_length < call.k.shape[1]:
-        found = each_branch.rank(call, config, "auto", None)[0]
+        found = branches.rank(call, config, choose_backend(call, config, "auto"), None)[0]
     if found is None:
         r = call.k.shape[2] if config.query_heads_share_selected_kv else h
         return torch.full((b, T, r, 0), -1, dtype=torch.int32, device=call.q.device)
@@ -146,7 +147,7 @@ def scores_of_ranked(
     documents = None
     if call.documents is not None:
         documents = Documents(*(bound[:, at] for bound in call.documents))
-    sinks = call.sinks_of(config.branches).get("compressed")
+    sinks = call.branch_sinks(config.branches).get("compressed")
     cq = call.q if call.cq is None else call.cq
     scores = importance_scores(
         exact(cq[:, at]), exact(call.ck), None if call.mem_k is None else exact(call.mem_k),
@@ -210,7 +211,7 @@ def measure(
 
     limit = MOST_SCORES.get(at.device.type, MOST_SCORES_ELSEWHERE)
     step = max(1, limit // max(1, call.q.shape[0] * call.q.shape[2] * length))
-    window_k, _ = call.of_window()
+    window_k, _ = call.window_keys()
     found: dict[str, list[Tensor]] = {"block_mass": [], "window_mass": [], "scores": []}
     with no_autocast(at.device.type):
         for start in range(0, max(1, len(at)), step):

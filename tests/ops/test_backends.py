@@ -12,6 +12,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
+from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.ops.reference import eager, query_chunks, tiled
 from native_sparse_attention.ops.triton import backend as triton_backend
 from tests.helpers.budget import DEVICE, assert_right, draw
@@ -68,7 +69,8 @@ def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T,
     for memory in (99, 163, 227):
         monkeypatch.setattr(limits, "shared_memory", lambda memory=memory: memory * 1024)
         with torch.no_grad():
-            reasons = triton_backend.why_not(op, q, k, k, selection_block_size=s)
+            config = AttentionConfig(selection_block_size=s, compress_block_sliding_stride=8)
+            reasons = triton_backend.why_not(op, q, k, k, config=config)
         if held is None or memory > held:
             assert not reasons
         else:

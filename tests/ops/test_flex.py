@@ -219,18 +219,12 @@ def test_traces_without_a_break(op):
         torch.testing.assert_close(compiled(q, k, v, rows), run(q, k, v, rows))
 
 
-def test_compiled_functions_count_their_recompilations_apart():
-    first = flex.compiled("selected_attention", None, False, None)
-    assert flex.compiled("selected_attention", None, False, None) is first
-    assert flex.compiled("selected_attention", None, True, None) is not first
-
-
 # what it cannot do
 
 
 def reasons(**changes) -> list[str]:
     q, k, v = draw(1, 3, 5, 1, 1)
-    call = {"op_name": "selected_attention", "q": q, "k": k, "v": v} | changes
+    call = {"op": "selected_attention", "q": q, "k": k, "v": v} | changes
     return flex.why_not(**call)
 
 
@@ -251,7 +245,7 @@ def test_why_not():
         (reason,) = reasons(**changes)
         assert expected in reason
     # memory, or nothing, is still seen where there is no window yet
-    assert reasons(op_name="compressed_attention", k=k[:, :0], v=v[:, :0]) == []
+    assert reasons(op="compressed_attention", k=k[:, :0], v=v[:, :0]) == []
 
 
 def test_torch_still_has_no_gradients_on_the_cpu():

@@ -27,7 +27,6 @@ from native_sparse_attention.kernels.decode import kv_cache, persistent, read_al
 from native_sparse_attention.kernels.decode.call import Call, Settings
 from native_sparse_attention.ops.call import Call as LayerCall
 from native_sparse_attention.ops.triton import backend as triton_backend
-from native_sparse_attention.ops.triton import layer as fused
 from native_sparse_attention.varlen import Documents
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -164,7 +163,7 @@ def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
         "causal": causal,
         **settings,
     }
-    out, _ = fused.native_sparse_attention(call, AttentionConfig(**settings))
+    out, _ = triton_backend.native_sparse_attention(call, AttentionConfig(**settings))
     out.sum().backward()
 
 

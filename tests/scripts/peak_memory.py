@@ -22,7 +22,7 @@ from benchmarks.problem import Setting
 from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels.common import launch, sm90
 from native_sparse_attention.ops.call import Call
-from native_sparse_attention.ops.triton import layer
+from native_sparse_attention.ops.triton import backend
 
 
 def stand_in() -> None:
@@ -43,7 +43,7 @@ def step(at: Setting) -> None:
     gates = torch.empty(1, at.T, at.H, 3, dtype=at.dtype, requires_grad=True)
     d_out = torch.empty(1, at.T, at.H, at.D, dtype=at.dtype)
     config = AttentionConfig(sliding_window_size=at.w, causal=True, **at.ranking)
-    out, _ = layer.native_sparse_attention(Call(*tensors, gates, q_offset=0), config)
+    out, _ = backend.native_sparse_attention(Call(*tensors, gates, q_offset=0), config)
     torch.autograd.grad(out, [*tensors, gates], d_out)
 
 

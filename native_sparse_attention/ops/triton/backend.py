@@ -13,32 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import blocks
 from ...checks.tensors import BRANCHES
-from ...compat import transforms
-from ...config import AttentionConfig
+from ...config import SELECTION, AttentionConfig
 from ...varlen import Documents
-from .operator import layout
-from .operators import range_attention, selected_attention_op
-from .topk import select_blocks
-
-__all__ = [
-    "compressed_attention",
-    "select_blocks",
-    "selected_attention",
-    "sliding_window_attention",
-    "why_not",
-]
-
-OPERATIONS = (
-    "compressed_attention",
-    "decode_attention",
-    "native_sparse_attention",
-    "rotate",
-    "compress_mean",
-    "select_blocks",
-    "selected_attention",
-    "sliding_window_attention",
-)
+from ..call import Call
+from ..chunked import selection_gates
+from .attention import attention
+from .attention import select_blocks as rank_blocks
 
 # looked up at import, since a compiled graph cannot look it up
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -54,9 +36,9 @@ MAX_SELECTED = 64
 MAX_NEW = 16
 
 
-def too_large(op_name: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
+def too_large(op: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
     """Reason why even the smallest tile of a call exceeds the GPU's shared memory; else empty."""
-    decoding = op_name == "decode_attention"
+    decoding = op == "decode_attention"
     if q.dtype != torch.float32 and not decoding:
         return []
     from ...kernels.common import limits
@@ -72,42 +54,33 @@ def too_large(op_name: str, q: Tensor, group: int, width: int, s: int) -> list[s
     return [f"a tile of {of} takes {needed} bytes, this GPU holds {most}"]
 
 
-def why_no_step(
-    branches: tuple[str, ...], dense_length: int, importance: str, block_windows: int
-) -> list[str]:
+def why_no_step(config: AttentionConfig) -> list[str]:
     """Reasons why the decode kernels cannot run a layer with these settings; empty if they can."""
-    reasons = []
+    reasons, branches = [], config.branches
     if branches not in (BRANCHES, ("selected",)):
         reasons.append(f"branches={branches}, its kernels compute all three or the selected one")
-    if branches != BRANCHES and importance == "probs":
+    if branches != BRANCHES and config.importance == "probs":
         reasons.append("importance='probs' without the compressed branch")
-    if dense_length:
-        reasons.append(f"dense_length={dense_length}: some tokens may attend to all keys")
-    if importance == "max" and block_windows & (block_windows - 1):
-        reasons.append(f"a block has {block_windows} windows, needs a power of two")
+    windows = blocks.windows_per_block(config.d, config.selection_block_size)
+    if config.importance == "max" and windows & (windows - 1):
+        reasons.append(f"a block has {windows} windows, needs a power of two")
     return reasons
 
 
 def why_not(
-    op_name: str,
+    op: str,
     q: Tensor,
     k: Tensor,
     v: Tensor | None = None,
     gates: Tensor | None = None,
     q_offset: int | Tensor = 0,
-    num_selected_blocks: int = 0,
-    selection_block_size: int = 0,
-    importance: str = "logits",
-    return_gates: bool = False,
-    branches: tuple[str, ...] = BRANCHES,
-    dense_length: int = 0,
-    block_windows: int = 1,
+    config: AttentionConfig | None = None,
     others: Sequence[Tensor | None] = (),
+    dense_length: int = 0,
 ) -> list[str]:
-    """Reasons why the kernels cannot run this call; empty if they can."""
-    if op_name not in OPERATIONS:
-        return [f"this version has no kernel for {op_name} yet"]
-    reasons = transforms.unsupported_by_kernels()
+    """Reasons why the kernels cannot run this call; empty if they can. Of a decode step: `others`
+    are its tensors beside q, k and v, and below `dense_length` tokens attend to all keys."""
+    reasons = []
     if not HAS_TRITON:
         reasons.append("triton is not installed")
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -117,30 +90,55 @@ def why_not(
     group = q.shape[2] // k.shape[2] if k.shape[2] else 0
     if group > MAX_GROUP:
         reasons.append(f"{group} query heads share a KV head, at most {MAX_GROUP}")
+    n, s = 0, 0
+    if config is not None:
+        n, s = config.num_selected_blocks, config.selection_block_size
     width = max(t.shape[-1] for t in (q, v) if t is not None)
     if width > MAX_WIDTH:
         reasons.append(f"heads are {width} wide, at most {MAX_WIDTH}")
     elif q.is_cuda and not reasons:
-        reasons += too_large(op_name, q, group, width, selection_block_size)
-    if num_selected_blocks > MAX_SELECTED:
-        reasons.append(f"num_selected_blocks is {num_selected_blocks}, at most {MAX_SELECTED}")
-    if selection_block_size > MAX_BLOCK:
-        reasons.append(f"selection_block_size is {selection_block_size}, at most {MAX_BLOCK}")
-    if importance == "max" and return_gates:
-        reasons.append("importance='max' has no kernel for use_diff_topk yet")
+        reasons += too_large(op, q, group, width, s)
+    if n > MAX_SELECTED:
+        reasons.append(f"num_selected_blocks is {n}, at most {MAX_SELECTED}")
+    if s > MAX_BLOCK:
+        reasons.append(f"selection_block_size is {s}, at most {MAX_BLOCK}")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
-    if op_name == "decode_attention":
-        reasons += why_no_step(branches, dense_length, importance, block_windows)
+    if op == "decode_attention" and config is not None:
+        reasons += why_no_step(config)
+        if dense_length:
+            reasons.append(f"dense_length={dense_length}: some tokens may attend to all keys")
         if q.shape[1] > MAX_NEW:
             reasons.append(f"{q.shape[1]} new tokens in each row, at most {MAX_NEW}")
-        given = (t for t in (q, k, v, *others) if t is not None)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        leaves = (t for t in (q, k, v, *others) if t is not None)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in leaves):
             reasons.append("its kernels have no gradients")
     return reasons
 
 
-# the branches
+def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """The output [B T H E] of three branches, or of the selected one, and the block indices."""
+    tensors = call.tensors()
+    if call.window_k is not None or call.window_v is not None:
+        tensors["window_k"], tensors["window_v"] = call.window_keys()
+    if config.ranks and config.use_diff_topk:
+        q = call.q if call.cq is None else call.cq
+        settings = {name: getattr(config, name) for name in (*SELECTION, "causal", "soft_cap")}
+        tensors["block_indices"], tensors["gates"] = select_blocks(
+            q, call.ck, seq_len=call.k.shape[1], mem_k=call.mem_k, q_offset=call.q_offset,
+            leader_indices=call.leader_indices, return_gates=True, documents=call.documents,
+            sinks=call.branch_sinks(config.branches).get("compressed"),
+            scale=config.scale_of(call.q.shape[-1]), **settings,
+        )  # fmt: skip
+    else:
+        tensors["leader_indices"] = call.leader_indices
+    if config.branches == ("selected",):  # ck and cq only rank
+        tensors |= {n: t.detach() for n in ("ck", "cq") if (t := tensors[n]) is not None}
+    out, _, block_indices = attention(config, call.q_offset, call.documents, **tensors)
+    return out, block_indices
+
+
+# one branch
 
 
 def compressed_attention(
@@ -156,10 +154,9 @@ def compressed_attention(
     sinks: Tensor | None = None,
     **settings: Any,
 ) -> Any:
-    config = AttentionConfig.unchecked(**settings)
-    tensors = dict(q=q, k=ck, v=cv, mem_k=mem_k, mem_v=mem_v, sinks=sinks)
-    layout_args = layout(q_offset, documents)
-    out, lse = range_attention(config, branch="cmp", **tensors, **layout_args)
+    config = AttentionConfig.unchecked(branches=("compressed",), **settings)
+    tensors = dict(q=q, ck=ck, cv=cv, mem_k=mem_k, mem_v=mem_v, sinks=row(sinks))
+    out, lse, _ = attention(config, q_offset, documents, **tensors)
     return (out, lse) if return_lse else out
 
 
@@ -176,10 +173,9 @@ def selected_attention(
     sinks: Tensor | None = None,
     **settings: Any,
 ) -> Any:
-    config = AttentionConfig.unchecked(**settings)
-    tensors = dict(q=q, k=k, v=v, block_indices=block_indices, gates=gates, sinks=sinks)
-    layout_args = layout(q_offset, documents)
-    out, lse, _ = selected_attention_op(config, **tensors, **layout_args)
+    config = AttentionConfig.unchecked(branches=("selected",), **settings)
+    tensors = dict(q=q, k=k, v=v, block_indices=block_indices, gates=gates, sinks=row(sinks))
+    out, lse, _ = attention(config, q_offset, documents, **tensors)
     return (out, lse) if return_lse else out
 
 
@@ -194,8 +190,40 @@ def sliding_window_attention(
     sinks: Tensor | None = None,
     **settings: Any,
 ) -> Any:
-    config = AttentionConfig.unchecked(**settings)
-    tensors = dict(q=q, k=k, v=v, sinks=sinks)
-    layout_args = layout(q_offset, documents)
-    out, lse = range_attention(config, branch="win", **tensors, **layout_args)
+    config = AttentionConfig.unchecked(branches=("window",), **settings)
+    tensors = dict(q=q, k=k, v=v, sinks=row(sinks))
+    out, lse, _ = attention(config, q_offset, documents, **tensors)
     return (out, lse) if return_lse else out
+
+
+def row(sinks: Tensor | None) -> Tensor | None:
+    """The sinks [H] of one branch as those of branches, [1 H]."""
+    return None if sinks is None else sinks[None]
+
+
+def select_blocks(
+    q: Tensor,
+    ck: Tensor,
+    *,
+    seq_len: int,
+    mem_k: Tensor | None,
+    q_offset: int | Tensor,
+    leader_indices: Tensor | None = None,
+    return_gates: bool = False,
+    lse: Tensor | None = None,
+    documents: Documents | None = None,
+    sinks: Tensor | None = None,
+    block_sizes: None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As `ops.reference.topk.select_blocks`. `lse` [B, T, H] of branch 1 saves the ranking by
+    `"probs"` from computing it again."""
+    config = AttentionConfig.unchecked(**settings)
+    indices = rank_blocks(
+        config, q_offset, seq_len, documents, lse, q=q, ck=ck, mem_k=mem_k, sinks=row(sinks),
+        leader_indices=leader_indices,
+    )  # fmt: skip
+    if not return_gates:
+        return indices, None
+    leaves: dict[str, Any] = dict(mem_k=mem_k, sinks=sinks, q_offset=q_offset, documents=documents)
+    return indices, selection_gates(q, ck, indices, **leaves, seq_len=seq_len, **settings)

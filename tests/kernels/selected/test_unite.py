@@ -9,7 +9,7 @@ import torch
 
 from native_sparse_attention import selected_attention
 from native_sparse_attention.config import AttentionConfig
-from native_sparse_attention.ops.triton import operators
+from native_sparse_attention.ops.triton.attention import attention
 from tests.helpers.budget import CUDA, DEVICE, assert_right, draw
 
 pytest.importorskip("triton")
@@ -190,14 +190,13 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
     def op(q, k, v, backend):
         if backend == "triton":
             config = AttentionConfig.unchecked(
-                selection_block_size=s, num_initial_blocks=place["num_initial"],
+                branches=("selected",), selection_block_size=s,
+                num_initial_blocks=place["num_initial"],
                 num_local_blocks=place["num_local"], causal=place["causal"],
                 selection_stride=place["stride"],
             )  # fmt: skip
-            return operators.selected_attention_op(
-                config, q=q, k=k, v=v, block_indices=lists, starts=place["starts"],
-                start=place["start"],
-            )[:2]  # fmt: skip
+            offset = place["start"] if place["starts"] is None else place["starts"]
+            return attention(config, offset, q=q, k=k, v=v, block_indices=lists)[:2]
         return selected_attention(
             q, k, v, lists, selection_block_size=s, num_initial_blocks=place["num_initial"],
             num_local_blocks=place["num_local"], causal=place["causal"], return_lse=True,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from native_sparse_attention import BlockSizes, SparseAttention, native_sparse_attention
-from native_sparse_attention.ops.triton import layer as fused
-from native_sparse_attention.ops.triton.operators import whole
+from native_sparse_attention.ops.triton import attention as fused
+from native_sparse_attention.ops.triton.operator import aligned
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.composition import assert_layer_right
 from tests.helpers.interpreter import not_of_3_4
@@ -39,9 +39,9 @@ def test_whole_at_any_address():
     """Copied where it is not contiguous or begins within 16 bytes, and else as it is."""
     t = torch.arange(33.0, dtype=torch.bfloat16, device=DEVICE)
     for part in (t[1:], t[:32].view(4, 8).T):
-        found = whole(part)
+        found = aligned(part)
         assert torch.equal(found, part) and found.is_contiguous() and found.data_ptr() % 16 == 0
-    assert whole(t[:32]).data_ptr() == whole(t[8:]).data_ptr() - 16 == t.data_ptr()
+    assert aligned(t[:32]).data_ptr() == aligned(t[8:]).data_ptr() - 16 == t.data_ptr()
 
 
 def draw(dtype=torch.float32, heads=(4, 2, 16, 16), causal=True, memory=2, own=False, raw=True):
@@ -203,21 +203,21 @@ def test_one_node():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monkeypatch, as_written):
     """Unless it is asked for again: the second of two passes finds what the first one found."""
-    form, finish = fused.layer_backward_preprocess, fused.layer_backward
+    form, finish = fused.backward_preprocess, fused.attend_backward
     alive = []
 
-    def layer_backward_preprocess(outs, **others):
-        alive[:] = [weakref.ref(t.untyped_storage()) for t in outs]
-        return form(outs=outs, **others)
+    def backward_preprocess(d_out, kept, gates):
+        alive[:] = [weakref.ref(t.untyped_storage()) for t in kept[:3]]
+        return form(d_out, kept, gates)
 
-    def layer_backward(*config, **others):
+    def attend_backward(*call):
         if not CUDA:
             gc.collect()  # frames of the interpreter
         found.append([ref() is not None for ref in alive])
-        return finish(*config, **others)
+        return finish(*call)
 
-    monkeypatch.setattr(fused, "layer_backward_preprocess", layer_backward_preprocess)
-    monkeypatch.setattr(fused, "layer_backward", layer_backward)
+    monkeypatch.setattr(fused, "backward_preprocess", backward_preprocess)
+    monkeypatch.setattr(fused, "attend_backward", attend_backward)
     tensors = {n: t.requires_grad_() for n, t in draw().items()}
     out = native_sparse_attention(**tensors, **SETTINGS, recompute=recompute, backend="triton")
     found, leaves, bwd = [], list(tensors.values()), torch.randn_like(out)

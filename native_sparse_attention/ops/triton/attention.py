@@ -1,0 +1,706 @@
+"""Attention in Triton: one torch operator and one autograd node over the branches of a call.
+
+A call has one branch, or all three. With three the forward also ranks the blocks and combines the
+branches by their gates, and the backward computes delta, dq, dk and dv once for all of them. The
+forward saves the branch outputs [B T H E]; with `recompute` the backward computes them again.
+
+The order here is that of a call: `attention`, its autograd node, the operators, and the launches of
+a forward and of a backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import blocks
+from ...block_sizes import flat
+from ...config import AttentionConfig, config_of_key
+from ...varlen import Documents
+from .operator import aligned, operator, refuse_higher_derivatives, unit_stride
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, by the names of `native_sparse_attention`; None where the branches
+    read none. The compressed branch alone has its queries as q."""
+
+    q: Tensor
+    k: Any = None
+    v: Any = None
+    ck: Any = None
+    cv: Any = None
+    branch_gates: Any = None
+    cq: Any = None
+    mem_k: Any = None
+    mem_v: Any = None
+    window_k: Any = None
+    window_v: Any = None
+    sinks: Any = None  # [branches, H]
+    gates: Any = None  # of block_indices
+    # the integers: none has a gradient
+    block_indices: Any = None
+    leader_indices: Any = None
+    starts: Any = None  # position of each sequence's first query, in place of `start`
+    doc_first: Any = None
+    doc_last: Any = None
+
+    @property
+    def documents(self) -> Documents | None:
+        if self.doc_first is None or self.doc_last is None:
+            return None
+        return Documents(self.doc_first.contiguous(), self.doc_last.contiguous())
+
+
+DIFFERENTIABLE = Inputs._fields[: Inputs._fields.index("block_indices")]
+BRANCH_GATES = Inputs._fields.index("branch_gates")
+
+
+def attention(
+    config: AttentionConfig,
+    q_offset: int | Tensor,
+    documents: Documents | None = None,
+    **tensors: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output [B T H E] of checked `Inputs`; the log-sum-exp [B T H] of a single branch; and the
+    block indices [B T R n] of the selected branch. What there is none of is empty."""
+    starts, start = (q_offset, 0) if isinstance(q_offset, Tensor) else (None, q_offset)
+    first, last = (None, None) if documents is None else (documents.first, documents.last)
+    inputs = Inputs(**tensors, starts=starts, doc_first=first, doc_last=last)  # type: ignore[arg-type]
+    leaves = inputs[: len(DIFFERENTIABLE)]
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
+    return Attention.apply(config.key, start, trains, *inputs)  # type: ignore[no-any-return]
+
+
+class Attention(torch.autograd.Function):
+    """`attend` and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, key: str, start: int, trains: bool, *inputs: Any) -> Any:
+        out, lse, block_indices, *kept = attend(inputs, start, key, trains)
+        ctx.key, ctx.start = key, start
+        ctx.save_for_backward(*inputs, block_indices, *(kept or (out, lse)))
+        ctx.mark_non_differentiable(*((block_indices, lse) if kept else (block_indices,)))
+        if not torch.compiler.is_compiling():  # dynamo has no such setting
+            ctx.set_materialize_grads(False)
+        return out, lse, block_indices
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Any, d_lse: Any, _: Any) -> Any:
+        refuse_higher_derivatives("attention")
+        saved = ctx.saved_tensors  # read once: activation checkpointing gives them only once
+        number = len(Inputs._fields)
+        inputs, block_indices, kept = saved[:number], saved[number], list(saved[number + 1 :])
+        wanted = list(ctx.needs_input_grad[3 : 3 + len(DIFFERENTIABLE)])
+        grads = [None] * number
+        if len(kept) == 6:  # outputs and log-sum-exps of three branches
+            d_gates, *rows = backward_preprocess(d_out, kept, inputs[BRANCH_GATES])
+            kept, grads[BRANCH_GATES], wanted[BRANCH_GATES] = [*kept[3:], *rows], d_gates, False
+            del saved  # the last references to the branch outputs
+            if not torch.compiler.is_compiling():
+                ctx.maybe_clear_saved_tensors()
+        call = inputs, block_indices, kept, wanted, ctx.start, ctx.key
+        found = iter(attend_backward([d_out, d_lse], *call))
+        for i, is_wanted in enumerate(wanted):
+            grads[i] = next(found) if is_wanted else grads[i]
+        return None, None, None, *grads
+
+
+# operators
+
+
+def attend_fake(inputs: list[Any], start: int, key: str, trains: bool) -> list[Tensor]:
+    t, config = Inputs(*inputs), config_of_key(key)
+    q, v = (t.q, t.cv) if config.branches == ("compressed",) else (t.q, t.v)
+    out, lse = empty_outputs(q, v)
+    indices = empty_block_indices(t, config)
+    if len(config.branches) == 1:
+        return [out, lse, indices]
+    kept = 0 if config.recompute else 3
+    outs, lses = ([torch.empty_like(x) for _ in range(kept)] for x in (out, lse))
+    return [out, lse.new_empty(0), indices, *outs, *lses]
+
+
+@operator(
+    "attend(Tensor?[] inputs, SymInt start, str key, bool trains) -> Tensor[]", fake=attend_fake
+)
+def attend(inputs, start, key, trains):
+    """The output, the log-sum-exp of a single branch, the block indices; and of three branches,
+    unless `recompute`, their outputs and log-sum-exps. `trains`: the first call compiles the
+    kernels of the backward too."""
+    t, config = Inputs(*inputs), config_of_key(key)
+    compile_first(t, start, config, trains)
+    return forward(t, start, config)
+
+
+def preprocess_fake(d_out: Tensor, kept: list[Tensor], gates: Tensor) -> list[Tensor]:
+    rows = [gates.new_empty(3, *d_out.shape[:3], dtype=torch.float32) for _ in range(2)]
+    return [torch.empty_like(gates, memory_format=torch.contiguous_format), *rows]
+
+
+@operator(
+    "attend_backward_preprocess(Tensor d_out, Tensor[] kept, Tensor gates) -> Tensor[]",
+    fake=preprocess_fake,
+)
+def backward_preprocess(d_out, kept, gates):
+    """Gradient of the gates, gated log-sum-exps and deltas of the branches [3 B T H], from their
+    outputs and log-sum-exps."""
+    from ...kernels import combine
+
+    return list(combine.backward(d_out.contiguous(), kept[:3], kept[3:], gates))
+
+
+def backward_fake(d_outs, inputs, block_indices, kept, wanted, start, key):
+    leaves = zip(inputs, wanted, strict=False)
+    return [t.new_empty(t.shape) for t, is_wanted in leaves if is_wanted]
+
+
+@operator(
+    "attend_backward(Tensor?[] d_outs, Tensor?[] inputs, Tensor block_indices, Tensor[] kept, "
+    "bool[] wanted, SymInt start, str key) -> Tensor[]",
+    fake=backward_fake,
+)
+def attend_backward(d_outs, inputs, block_indices, kept, wanted, start, key):
+    """Gradients of the `wanted` differentiable inputs, in order, from those of the output and of
+    the log-sum-exp. `kept`: the output and log-sum-exp of a single branch; or the log-sum-exps of
+    three branches and the rows of `backward_preprocess`, which formed the gradient of the gates."""
+    t = Inputs(*inputs)
+    grads = backward(d_outs, t, block_indices, kept, start, config_of_key(key))
+    leaves = zip(DIFFERENTIABLE, inputs, wanted, strict=False)
+    chosen = [(grads[name], leaf) for name, leaf, is_wanted in leaves if is_wanted]
+    return [grad.to(leaf.dtype).contiguous() for grad, leaf in chosen]
+
+
+# the kinds of calls whose kernels this process has compiled
+compiled: set[Any] = set()
+
+
+def compile_first(t: Inputs, start: int, config: AttentionConfig, trains: bool) -> None:
+    """At the first call of these settings, widths and power-of-two range of lengths, compile the
+    kernels of its forward and backward in parallel: one by one, at their launches, they take
+    several times as long."""
+    if not t.q.is_cuda:
+        return
+    widths = tuple(None if x is None else x.shape[2:] for x in t[: len(DIFFERENTIABLE)])
+    missing = tuple(x is None for x in t)
+    kind = config, trains, t.q.dtype, t.q.device, t.q.shape[1].bit_length(), widths, missing
+    if kind in compiled:
+        return
+    from ...kernels.common import ahead
+
+    if ahead.only_compiles.get() or torch.cuda.is_current_stream_capturing():
+        return
+    compiled.add(kind)
+
+    def dry_run() -> None:
+        out, lse, block_indices, *kept = forward(t, start, config)
+        if trains:
+            d_out = torch.empty_like(out)
+            if kept:
+                rows = backward_preprocess(d_out, kept, t.branch_gates)[1:]
+                kept = [*kept[3:], *rows]
+            backward([d_out, None], t, block_indices, kept or [out, lse], start, config)
+
+    if ahead.is_possible():
+        # out of memory: kernels compile at their launch instead
+        with contextlib.suppress(torch.OutOfMemoryError):
+            ahead.compile_ahead(dry_run, ignore_errors=True)
+
+
+# launches
+
+
+def forward(t: Inputs, start: int, config: AttentionConfig) -> list[Tensor]:
+    """The results of `attend`."""
+    with block_sizes(config):
+        if len(config.branches) == 3:
+            return forward_branches(t, start, config)
+        if config.branches == ("selected",):
+            return list(forward_selected(t, start, config))
+        from ...kernels.flash import fwd as flash_fwd
+
+        q, k, v, memory = range_tensors(t, config)
+        scale, sinks = config.scale_of(q.shape[-1]), head_sinks(t)[0]
+        keys = kv_range(config.branches[0], t, start, config)
+        out, lse = flash_fwd.forward(q, k, v, keys, scale, memory, sinks=sinks)
+        return [out, lse, empty_block_indices(t, config)]
+
+
+def backward(
+    d_outs: list[Any],
+    t: Inputs,
+    block_indices: Tensor,
+    kept: list[Tensor],
+    start: int,
+    config: AttentionConfig,
+) -> dict[str, Tensor]:
+    """Gradients by the names of the inputs."""
+    with block_sizes(config):
+        if len(config.branches) == 3:
+            return backward_branches(d_outs[0], t, block_indices, kept, start, config)
+        from ...kernels import combine
+
+        out, lse = kept
+        d_out = torch.zeros_like(out) if d_outs[0] is None else aligned(d_outs[0])
+        d_lse = None if d_outs[1] is None else d_outs[1].contiguous()
+        bwd = combine.backward_inputs(d_out, out, lse, d_lse)
+        if config.branches == ("selected",):
+            grads = backward_selected(t, block_indices, bwd, start, config)
+        else:
+            grads = backward_range(t, bwd, start, config)
+        if t.sinks is not None:
+            grads["sinks"] = sink_grads(t.sinks[0], lse, bwd.delta)[None]
+        return grads
+
+
+def block_sizes(config: AttentionConfig) -> Any:
+    """A context in which kernels launch with the tile sizes of the settings."""
+    from ...kernels.common import overrides
+
+    return overrides.sized(flat(config.block_sizes))
+
+
+# the compressed branch or the window alone: each query sees one KV range
+
+
+def range_tensors(t: Inputs, config: AttentionConfig) -> Any:
+    """Queries, keys, values and memory of a branch of KV ranges."""
+    if config.branches == ("window",):
+        return *unit_stride(t.q, t.k, t.v), None
+    q, k, v = unit_stride(t.q if t.cq is None else t.cq, t.ck, t.cv)
+    return q, k, v, prefix(t)
+
+
+def window_keys(t: Inputs) -> tuple[Tensor, Tensor]:
+    return t.k if t.window_k is None else t.window_k, t.v if t.window_v is None else t.window_v
+
+
+def backward_range(t: Inputs, bwd: Any, start: int, config: AttentionConfig) -> dict[str, Tensor]:
+    from ...kernels.common.launch import Accumulator
+    from ...kernels.common.reduce import reduce_partials
+    from ...kernels.flash import bwd as flash_bwd
+
+    q, k, v, memory = range_tensors(t, config)
+    keys = kv_range(config.branches[0], t, start, config)
+    scale, dq = config.scale_of(q.shape[-1]), Accumulator(q)
+    flash_bwd.backward_q(q, k, v, keys, scale, bwd, dq, memory)
+    partials = flash_bwd.backward_kv(q, k, v, keys, scale, bwd)
+    dk, dv = reduce_partials([partials], k, v, q.dtype)
+    if config.branches == ("window",):
+        return dict(q=dq.result(), k=dk, v=dv)
+    grads = {"q" if t.cq is None else "cq": dq.result(), "ck": dk, "cv": dv}
+    return grads | memory_grads(t, q, memory, keys, scale, bwd)
+
+
+def memory_grads(
+    t: Inputs, q: Tensor, memory: Any, keys: Any, scale: float, bwd: Any
+) -> dict[str, Tensor]:
+    """Gradients [K m D] of the memory of the compressed branch."""
+    if t.mem_k is None or t.mem_v is None:
+        return {}
+    if memory is None:
+        return dict(mem_k=torch.zeros_like(t.mem_k), mem_v=torch.zeros_like(t.mem_v))
+    from ...kernels.common.reduce import reduce_partials
+    from ...kernels.flash import bwd as flash_bwd
+
+    partials = reduce_partials([flash_bwd.backward_prefix(q, memory, keys, scale, bwd)], *memory)
+    dk, dv = (d.sum(0).transpose(0, 1).contiguous() for d in partials)
+    return dict(mem_k=dk, mem_v=dv)
+
+
+# the selected branch alone
+
+
+def forward_selected(
+    t: Inputs, start: int, config: AttentionConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    from ...kernels.common import streams
+    from ...kernels.common.key_norms import key_norms
+    from ...kernels.flash import fwd as flash_fwd
+    from ...kernels.selected import branch as selected
+
+    q, k, v = unit_stride(t.q, t.k, t.v)
+    scale, sinks = config.scale_of(q.shape[-1]), head_sinks(t)[0]
+    block_indices, rank = plan_ranking(t, start, config)
+    # block indices of the caller or of documents are formed between the two
+    is_concurrent = rank is not None and t.leader_indices is None and t.doc_first is None
+    if rank is not None and not is_concurrent:
+        rank(None)
+    block_indices, selection = plan_selection(t, block_indices, start, config)
+    plan = selected.allocate(q, k, v, selection, scale)
+    norms: Any = key_norms(q, k)[0]
+    partial: Any = None
+    with streams.forked(q.device, ahead=True) as side:
+        with side:
+            if rank is not None and is_concurrent:
+                rank(None)
+            if plan is not None:
+                plan.run(selection)
+        forced = selected.forced_blocks(selection, k, v)
+        if forced is not None:
+            partial = flash_fwd.forward(q, scale=scale, sinks=sinks, norms=norms, **forced)[:2]
+    out, lse = selected.forward(q, k, v, selection, scale, partial, sinks, norms=norms, plan=plan)
+    return out, lse, block_indices
+
+
+def backward_selected(
+    t: Inputs, block_indices: Tensor, bwd: Any, start: int, config: AttentionConfig
+) -> dict[str, Tensor]:
+    from ...kernels.selected import branch as selected
+
+    selection = selected.with_initial(selection_of(t, block_indices, start, config))
+    q, k, v = unit_stride(t.q, t.k, t.v)
+    scale = config.scale_of(q.shape[-1])
+    dq, dk, dv, d_gates = selected.backward(q, k, v, selection, scale, bwd)
+    grads = dict(q=dq, k=dk, v=dv)
+    if d_gates is not None and t.gates is not None:
+        grads["gates"] = d_gates[..., : t.gates.shape[-1]]
+    return grads
+
+
+# three branches
+
+
+def forward_branches(t: Inputs, start: int, config: AttentionConfig) -> list[Tensor]:
+    out, _ = empty_outputs(t.q, t.v)
+    outs, lses, block_indices = attend_branches(t, start, config, out)
+    kept = [] if config.recompute else [*outs, *lses]
+    return [out, lses[0].new_empty(0), block_indices, *kept]
+
+
+def attend_branches(
+    t: Inputs, start: int, config: AttentionConfig, out: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Outputs and log-sum-exps of the branches, and the block indices, which are ranked unless
+    given. Writes the output of the layer to `out`."""
+    from ...kernels.common import streams
+    from ...kernels.common.key_norms import key_norms
+    from ...kernels.common.launch import CombineInputs
+    from ...kernels.flash import fwd as flash_fwd
+    from ...kernels.selected import branch as selected
+
+    q, k, v, ck, cv = unit_stride(t.q, t.k, t.v, t.ck, t.cv)
+    cq = q if t.cq is None else unit_stride(t.cq)[0]
+    scale, (sink_cmp, sink_sel, sink_win) = config.scale_of(q.shape[-1]), head_sinks(t)
+    block_indices, rank = plan_ranking(t, start, config)
+    # then the ranking needs nothing of the compressed branch and runs beside it
+    is_concurrent = rank is not None and config.importance != "probs"
+    is_concurrent = is_concurrent and t.leader_indices is None and t.doc_first is None
+
+    def attend_compressed(norms: Tensor | None) -> Any:
+        keys = kv_range("compressed", t, start, config)
+        return flash_fwd.forward(cq, ck, cv, keys, scale, prefix(t), sinks=sink_cmp, norms=norms)
+
+    if not is_concurrent:
+        norms, norms_cmp = key_norms(q, k, ck)
+        out_cmp, lse_cmp = attend_compressed(norms_cmp)
+        if rank is not None:
+            rank(lse_cmp)
+    block_indices, selection = plan_selection(t, block_indices, start, config)
+    near: Any = None
+    window_k, window_v = k, v
+    if t.window_k is None:
+        near = selected.within_window(selection, k, v, config.sliding_window_size)[1]
+    else:
+        window_k, window_v = unit_stride(*window_keys(t))
+    plan = selected.allocate(q, k, v, selection, scale)
+    # short programs that the selection waits for; they leave the tensor cores idle
+    fork = is_concurrent or plan is not None
+    with streams.forked(q.device, ahead=True) if fork else null_fork() as side:
+        with side:
+            if is_concurrent and rank is not None:
+                rank(None)
+            if plan is not None:
+                plan.run(selection)
+        if is_concurrent:
+            norms, norms_cmp = key_norms(q, k, ck)
+            out_cmp, lse_cmp = attend_compressed(norms_cmp)
+        keys = kv_range("window", t, start, config)
+        out_win, lse_win, *partial = flash_fwd.forward(
+            q, window_k, window_v, keys, scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
+            norms=norms if t.window_k is None else None,
+        )  # fmt: skip
+    done = (partial[0], partial[1]) if partial else None
+    combined = None if out is None else CombineInputs(out_cmp, out_win, t.branch_gates, out)
+    out_sel, lse_sel = selected.forward(
+        q, k, v, selection, scale, done, sink_sel, combined, norms, plan
+    )
+    return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
+
+
+def null_fork() -> Any:
+    return contextlib.nullcontext(contextlib.nullcontext())
+
+
+def backward_branches(
+    d_out: Tensor,
+    t: Inputs,
+    block_indices: Tensor,
+    kept: list[Tensor],
+    start: int,
+    config: AttentionConfig,
+) -> dict[str, Tensor]:
+    """The launches that add to dq run one after the other, beside the launches for dk and dv."""
+    from ...kernels import combine
+    from ...kernels.common import streams
+    from ...kernels.common.launch import Accumulator
+    from ...kernels.common.reduce import reduce_partials
+    from ...kernels.flash import bwd as flash_bwd
+    from ...kernels.selected import branch as selected
+
+    grads: dict[str, Tensor] = {}
+    d_out = aligned(d_out)
+    if config.recompute:
+        outs, lses, _ = attend_branches(t._replace(block_indices=block_indices), start, config)
+        grads["branch_gates"], gated, delta = combine.backward(d_out, outs, lses, t.branch_gates)
+        del outs
+    else:
+        *lses, gated, delta = kept
+    cmp, sel, win = combine.branch_backward_inputs(d_out, gated, delta)
+
+    q, k, v, ck, cv = unit_stride(t.q, t.k, t.v, t.ck, t.cv)
+    query = q if t.cq is None else unit_stride(t.cq)[0]
+    scale = config.scale_of(q.shape[-1])
+    range_cmp, range_win = (kv_range(b, t, start, config) for b in ("compressed", "window"))
+    chosen = selected.with_initial(selection_of(t, block_indices, start, config))
+    first: Any = None
+    inner: Any = None
+    near_k, near_v = k, v
+    if t.window_k is None:
+        first, inner = selected.within_window(chosen, k, v, config.sliding_window_size)
+    else:
+        near_k, near_v = unit_stride(*window_keys(t))
+    within = None if inner is None else (inner, sel)
+    selected_args = (q, k, v, chosen, scale, sel)
+    plan = selected.plan_backward(q, k, v, chosen, scale)
+    dq = Accumulator(q)
+    dcq = dq if t.cq is None else Accumulator(query)
+    memory = prefix(t)
+
+    def through_queries() -> None:
+        flash_bwd.backward_q(query, ck, cv, range_cmp, scale, cmp, dcq, memory)
+        flash_bwd.backward_q(q, near_k, near_v, range_win, scale, win, dq, inner=within)
+        if within is None:
+            selected.forced_backward_q(*selected_args, dq)
+        if chosen.gates is None:
+            streams.wait(q.device, ready)
+            selected.topn_backward_q(*selected_args, dq, plan)
+
+    d_gates = None
+    if chosen.gates is not None:
+        d_gates = selected.topn_backward_q(*selected_args, dq, plan)
+    if plan.concurrent:
+        buffer = k.new_empty(k.numel() + v.numel(), dtype=torch.float32)
+        topn_dk, topn_dv = buffer[: k.numel()].view(k.shape), buffer[k.numel() :].view(v.shape)
+    with streams.forked(q.device, ahead=True) as ahead, streams.forked(q.device) as side:
+        with ahead:
+            plan.run(chosen)
+            if plan.concurrent:
+                buffer.zero_()
+            ready = streams.mark(q.device)
+        if plan.concurrent:
+            through_queries()
+            done = streams.mark(q.device)
+        with side:
+            if plan.concurrent:
+                selected.topn_backward_kv(*selected_args, topn_dk, topn_dv, dq, plan, ready, done)
+            else:
+                through_queries()
+        partials = [flash_bwd.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
+        grads["ck"], grads["cv"] = reduce_partials(partials, ck, cv, ck.dtype)
+        partials = [flash_bwd.backward_kv(q, near_k, near_v, range_win, scale, win, within)]
+        if t.window_k is not None:
+            d_window, partials = reduce_partials(partials, near_k, near_v, k.dtype), []
+            grads["window_k"], grads["window_v"] = d_window
+        if inner is not None and first is not None:
+            partials.append(flash_bwd.backward_prefix(q, first, inner, scale, sel))
+        if not within:
+            dk, dv = selected.forced_backward_kv(*selected_args)
+            partials.append((dk[None], dv[None]))
+        if not plan.concurrent:
+            dk, dv = reduce_partials(partials, k, v)  # topn_backward_kv adds to these
+            partials = [(dk[None], dv[None])]
+        if not plan.is_key_major:
+            selected.topn_backward_kv(*selected_args, dk, dv, dq, plan, ready)
+    if plan.concurrent:
+        partials.append((topn_dk[None], topn_dv[None]))
+    elif plan.is_key_major:
+        d_gates = selected.topn_backward_kv(*selected_args, dk, dv, dq, plan)
+    grads["k"], grads["v"] = reduce_partials(partials, k, v, k.dtype)
+    grads["q"] = dq.result()
+    if t.cq is not None:
+        grads["cq"] = dcq.result()
+    if t.gates is not None and d_gates is not None:
+        grads["gates"] = d_gates[..., : t.gates.shape[-1]]
+    grads |= memory_grads(t, query, memory, range_cmp, scale, cmp)
+    if t.sinks is not None:
+        branches = zip(t.sinks, lses, (cmp, sel, win), t.branch_gates.unbind(-1), strict=True)
+        grads["sinks"] = torch.stack(
+            [sink_grads(sink, lse, bwd.delta, gate).float() for sink, lse, bwd, gate in branches]
+        )
+    return grads
+
+
+# arguments of the launches
+
+
+def compile_ahead(dry_run: Callable[[], Any], done: Callable[[int, int], None] | None) -> int:
+    """`kernels.common.ahead.compile_ahead`; compiles 0 kernels if that is not possible."""
+    from ...kernels.common import ahead
+
+    return ahead.compile_ahead(dry_run, done) if ahead.is_possible() else 0
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def empty_block_indices(t: Inputs, config: AttentionConfig) -> Tensor:
+    """Allocate [B T R n], like the block indices if given; nothing without a selection."""
+    if "selected" not in config.branches:
+        return t.q.new_empty(0, dtype=torch.int32)
+    if t.block_indices is not None:
+        return t.block_indices.new_empty(t.block_indices.shape, dtype=torch.int32)
+    ranking = t.q if not config.query_heads_share_selected_kv else t.k if t.ck is None else t.ck
+    heads, n = ranking.shape[2], config.num_selected_blocks
+    return t.q.new_empty(*t.q.shape[:2], heads, n, dtype=torch.int32)
+
+
+def plan_ranking(
+    t: Inputs,
+    start: int,
+    config: AttentionConfig,
+    seq_len: int | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Callable[[Tensor | None], Any] | None]:
+    """The block indices, and the function that writes them, of the log-sum-exp of the compressed
+    branch if it is known; None where they are given or nothing is ranked."""
+    if t.block_indices is not None:
+        return t.block_indices, None
+    block_indices, num_ranked = empty_block_indices(t, config), 0
+    if t.ck is not None and config.num_selected_blocks:
+        d, s = config.d, config.selection_block_size
+        num_ranked = blocks.num_complete_blocks(t.ck.shape[1] * d, d, s)
+        if not config.causal:
+            num_ranked = blocks.num_blocks(t.k.shape[1] if seq_len is None else seq_len, s)
+    if not num_ranked:
+        return block_indices.fill_(-1), None
+    from ...kernels.topk import scores
+
+    leaders = None if t.leader_indices is None else t.leader_indices.contiguous()
+
+    def rank(lse: Tensor | None) -> None:
+        scores.select_blocks(
+            t.q if t.cq is None else t.cq, t.ck, t.mem_k, lse, t.starts, leaders, start,
+            num_ranked, config.num_selected_blocks, config.compress_block_size, config.d,
+            config.selection_block_size, config.importance, config.interpolated_importance_score,
+            config.num_initial_blocks, config.num_local_blocks, config.selection_stride,
+            config.query_heads_share_selected_kv, config.causal,
+            config.scale_of(t.q.shape[-1]), t.documents, config.soft_cap, sinks,
+            out=block_indices,
+        )  # fmt: skip
+
+    return block_indices, rank
+
+
+def plan_selection(
+    t: Inputs, block_indices: Tensor, start: int, config: AttentionConfig
+) -> tuple[Tensor, Any]:
+    """The valid ones of the block indices, and the blocks that the kernels read."""
+    from ...kernels.selected import branch as selected
+
+    selection = selection_of(t, block_indices, start, config)
+    if t.block_indices is not None or t.leader_indices is not None:  # of the caller
+        block_indices = selected.valid_block_indices(selection, t.k.shape[1])
+        selection = selection_of(t, block_indices, start, config)
+    return block_indices, selected.with_initial(selection)
+
+
+def selection_of(t: Inputs, block_indices: Tensor, start: int, config: AttentionConfig) -> Any:
+    from ...kernels.common.launch import Selection
+
+    return Selection(
+        block_indices, config.selection_block_size, config.num_initial_blocks,
+        config.num_local_blocks, config.causal, start, t.starts,
+        None if t.gates is None else t.gates.contiguous(), config.selection_stride, t.documents,
+        config.soft_cap,
+    )  # fmt: skip
+
+
+def kv_range(branch: str, t: Inputs, start: int, config: AttentionConfig) -> Any:
+    """KV range of the compressed branch or of the window."""
+    from ...kernels.common import primitives
+    from ...kernels.common.launch import KVRange
+
+    common: dict[str, Any] = dict(
+        start=start, starts=t.starts, documents=t.documents, soft_cap=config.soft_cap
+    )
+    if branch == "compressed":
+        kind = primitives.BEHIND if config.causal else primitives.EVERYTHING
+        return KVRange(kind.value, stride=config.d, unit=config.d, **common)
+    kind = primitives.CAUSAL_WINDOW if config.causal else primitives.TWO_SIDED_WINDOW
+    return KVRange(kind.value, config.sliding_window_size, **common)
+
+
+def prefix(t: Inputs) -> tuple[Tensor, Tensor] | None:
+    """Memory [K m D] as keys and values [B m K D] before all others; None without memory."""
+    if t.mem_k is None or t.mem_v is None or t.mem_k.shape[1] == 0:
+        return None
+    batch = t.q.shape[0]
+    k, v = (m.transpose(0, 1).expand(batch, -1, -1, -1) for m in unit_stride(t.mem_k, t.mem_v))
+    return k, v
+
+
+def head_sinks(t: Inputs) -> Any:
+    """The sinks of each branch in contiguous fp32, for the kernels."""
+    return (None,) * 3 if t.sinks is None else t.sinks.to(torch.float32).contiguous()
+
+
+def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor, gates: Tensor | None = None) -> Tensor:
+    """Gradient of the sinks [H] of a branch: `-sum p delta` over the queries, times the gates if
+    given (a sink has value 0). lse, delta and gates are [B T H]."""
+    weighted = torch.exp(sinks.float() - lse) * delta
+    weighted = weighted if gates is None else weighted * gates.float()
+    return -weighted.sum((0, 1)).to(sinks.dtype)
+
+
+# the ranking alone
+
+
+def ranking_fake(inputs, lse, start, seq_len, key):
+    return empty_block_indices(Inputs(*inputs), config_of_key(key))
+
+
+@operator(
+    "select_blocks(Tensor?[] inputs, Tensor? lse, SymInt start, SymInt seq_len, str key) -> Tensor",
+    fake=ranking_fake,
+)
+def rank_blocks(inputs, lse, start, seq_len, key):
+    """Top-n of the blocks of `seq_len` tokens: block indices [B T R n], int32."""
+    t, config = Inputs(*inputs), config_of_key(key)
+    sinks = head_sinks(t)[0] if config.importance == "probs" else None
+    block_indices, rank = plan_ranking(t, start, config, seq_len, sinks)
+    if rank is not None:
+        rank(None if lse is None else lse.contiguous())
+    return block_indices
+
+
+def select_blocks(
+    config: AttentionConfig,
+    q_offset: int | Tensor,
+    seq_len: int,
+    documents: Documents | None = None,
+    lse: Tensor | None = None,
+    **tensors: Tensor | None,
+) -> Tensor:
+    """Block indices [B T R n] by q, ck and, with "probs", mem_k, sinks and lse of branch 1."""
+    starts, start = (q_offset, 0) if isinstance(q_offset, Tensor) else (None, q_offset)
+    first, last = (None, None) if documents is None else (documents.first, documents.last)
+    inputs = Inputs(**tensors, starts=starts, doc_first=first, doc_last=last)  # type: ignore[arg-type]
+    detached = [None if t is None else t.detach() for t in inputs]
+    lse = None if lse is None else lse.detach()
+    return rank_blocks(detached, lse, start, seq_len, config.key)  # type: ignore[no-any-return]

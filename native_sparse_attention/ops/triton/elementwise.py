@@ -1,0 +1,202 @@
+"""Rotary embedding and means of windows in Triton, as torch operators and autograd nodes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .operator import operator, refuse_higher_derivatives, unit_stride
+
+# rotary embedding: one launch rotates queries and keys
+
+
+def rotate_fake(tensors, freqs, starts, positions, start, factor):
+    return [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
+
+
+@operator(
+    "rotate(Tensor[] tensors, Tensor freqs, Tensor? starts, Tensor? positions, SymInt start, "
+    "float factor) -> Tensor[]",
+    fake=rotate_fake,
+)
+def rotate_pairs(tensors, freqs, starts, positions, start, factor):
+    """Rotate pairs of the first features of `tensors` [b h n d] by `position / factor * freqs`, in
+    fp32, and copy the other features. The tensors differ only in their heads. Results have memory
+    order [b n h d]. Positions are `positions` [b n], or count from `starts` [b] or `start`."""
+    from ...kernels import rotary
+
+    return rotary.rotate(unit_stride(*tensors), freqs, starts, positions, start, factor)
+
+
+class Rotate(torch.autograd.Function):
+    """`rotate_pairs`; the backward rotates the gradients by the negative angles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, freqs: Tensor, starts: Tensor | None, positions: Tensor | None, start: int,
+        factor: float, *tensors: Tensor,
+    ) -> Any:  # fmt: skip
+        ctx.start, ctx.factor = start, factor
+        ctx.save_for_backward(freqs, starts, positions)
+        return tuple(rotate_pairs(tensors, freqs, starts, positions, start, factor))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        places = *ctx.saved_tensors, ctx.start, -ctx.factor
+        if torch.compiler.is_compiling():  # dynamo traces no node in the backward of another
+            return *(None,) * 5, *rotate_pairs(grads, *places)
+        return *(None,) * 5, *Rotate.apply(*places, *grads)
+
+
+def rotate(
+    tensors: list[Tensor],
+    freqs: Tensor,
+    start: int | Tensor,
+    positions: Tensor | None,
+    factor: float,
+) -> list[Tensor]:
+    """`rotate_pairs` from a position `start`, or from one for each sequence [b]."""
+    starts, start = (start, 0) if isinstance(start, Tensor) else (None, start)
+    return list(Rotate.apply(freqs, starts, positions, start, factor, *tensors))
+
+
+# from the output of a projection to heads, some of them rotated
+
+
+def heads_backward_fake(dq, dcq, dk, dck, dv, dcv, freqs, positions, start, factor):
+    (B, H, T, D), K = dq.shape, dk.shape[1]
+    return dq.new_empty(B, T, (H + 2 * K) * D)
+
+
+@operator(
+    "projected_heads_backward(Tensor dq, Tensor dcq, Tensor dk, Tensor dck, Tensor dv, Tensor dcv, "
+    "Tensor freqs, Tensor? positions, SymInt start, float factor) -> Tensor",
+    fake=heads_backward_fake,
+)
+def projected_heads_backward(dq, dcq, dk, dck, dv, dcv, freqs, positions, start, factor):
+    """Gradient of the input of `ProjectedHeads`."""
+    from ...kernels import rotary
+
+    grads = unit_stride(dq, dcq, dk, dck, dv, dcv)
+    return rotary.backward(*grads, freqs, positions, start, factor)
+
+
+class Heads(NamedTuple):
+    """Heads [b h n d]; only q and k are rotated. cq, ck and cv are for the compressed branch. `v`
+    and `cv` share their memory."""
+
+    q: Tensor
+    k: Tensor
+    cq: Tensor
+    ck: Tensor
+    v: Tensor
+    cv: Tensor
+
+
+def split_heads(qkv: Tensor, heads: int, dim_head: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values [b h n d] of a projection's output [b n (h + 2 k) d]."""
+    rows = qkv.unflatten(-1, (-1, dim_head)).transpose(1, 2)
+    kv_heads = (rows.shape[1] - heads) // 2
+    return rows.split((heads, kv_heads, kv_heads), dim=1)
+
+
+class ProjectedHeads(torch.autograd.Function):
+    """Split a projection's output [b n (h + 2 k) d] into q, k and v, with q and k both rotated and
+    unrotated. One launch of the backward rotates, sums and writes all gradients. Autograd would
+    launch a kernel for each sum and one to concatenate."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, heads: int, dim_head: int, freqs: Tensor, positions: Tensor | None,
+        factor: float,
+    ) -> Any:  # fmt: skip
+        q, k, v = split_heads(qkv.detach(), heads, dim_head)
+        ctx.factor = factor
+        ctx.save_for_backward(freqs, positions)
+        return *rotate_pairs([q, k], freqs, None, positions, 0, factor), q, k, v, v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, dq, dk, dcq, dck, dv, dcv) -> Any:
+        refuse_higher_derivatives("rotary embedding")
+        grad = projected_heads_backward(
+            dq, dcq, dk, dck, dv, dcv, *ctx.saved_tensors, 0, -ctx.factor
+        )
+        return grad, *(None,) * 5
+
+
+def projected_heads(
+    qkv: Tensor, heads: int, dim_head: int, freqs: Tensor, positions: Tensor | None, factor: float
+) -> Heads | None:
+    """The heads of a projection's output; None if one launch would not help."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and qkv.requires_grad):
+        return None
+    return Heads(*ProjectedHeads.apply(qkv, heads, dim_head, freqs, positions, factor))
+
+
+# means of windows
+
+
+def empty_heads(like: Tensor, n: int) -> Tensor:
+    """Allocate [b h n d] with memory order [b n h d]."""
+    b, h, _, d = like.shape
+    return like.new_empty(b, n, h, d).transpose(1, 2)
+
+
+@operator(
+    "compress_mean(Tensor k, Tensor v, Tensor k_positions, Tensor v_positions, SymInt l, SymInt d, "
+    "SymInt windows) -> (Tensor, Tensor)",
+    fake=lambda k, v, pk, pv, l, d, windows: (empty_heads(k, windows), empty_heads(v, windows)),
+)
+def compress_mean(k, v, k_positions, v_positions, l, d, windows):
+    """Window means [b h windows d] of k and v [b h n d] with positions [h l d] added."""
+    from ...kernels import compress_mean
+
+    positions = unit_stride(k_positions, v_positions)
+    return compress_mean.forward(*unit_stride(k, v), *positions, l, d, windows)
+
+
+@operator(
+    "compress_mean_keys(Tensor k, SymInt l, SymInt d, SymInt windows) -> Tensor",
+    fake=lambda k, l, d, windows: empty_heads(k, windows),
+)
+def compress_mean_keys(k, l, d, windows):
+    """Window means [b h windows d] of keys k [b h n d] that only rank blocks: no gradient."""
+    from ...kernels import compress_mean
+
+    return compress_mean.of_keys(*unit_stride(k), l, d, windows)
+
+
+def mean_backward_fake(dck, dcv, k_positions, v_positions, l, d, tokens):
+    grads = [empty_heads(t, tokens) for t in (dck, dcv)]
+    return [*grads, *(torch.empty_like(p) for p in (k_positions, v_positions))]
+
+
+@operator(
+    "compress_mean_backward(Tensor dck, Tensor dcv, Tensor k_positions, Tensor v_positions, "
+    "SymInt l, SymInt d, SymInt tokens) -> Tensor[]",
+    fake=mean_backward_fake,
+)
+def compress_mean_backward(dck, dcv, k_positions, v_positions, l, d, tokens):
+    """Gradients of k, v and the positions."""
+    from ...kernels import compress_mean
+
+    grads = unit_stride(dck, dcv)
+    return list(compress_mean.backward(*grads, k_positions, v_positions, l, d, tokens))
+
+
+class CompressMean(torch.autograd.Function):
+    """`compress_mean` and its gradients."""
+
+    @staticmethod
+    def forward(ctx, k, v, k_positions, v_positions, l, d, windows):
+        ctx.sizes = l, d, k.shape[2]
+        ctx.save_for_backward(k_positions, v_positions)
+        return compress_mean(k, v, k_positions, v_positions, l, d, windows)
+
+    @staticmethod
+    def backward(ctx, dck, dcv):
+        refuse_higher_derivatives("means of windows")
+        grads = compress_mean_backward(dck, dcv, *ctx.saved_tensors, *ctx.sizes)
+        return *grads, None, None, None
