@@ -38,7 +38,7 @@ from .compat import transforms
 from .compat.autocast import no_autocast
 from .compat.graphs import free_size, is_exporting
 from .initialization import Started, assign
-from .ops.reference.products import in_fp32
+from .ops.reference import upcast
 from .varlen import Documents
 
 
@@ -342,7 +342,7 @@ class WindowAttention(nn.Module):
         q, k, v = (rearrange(t, "n l (h d) -> n h l d", h=self.num_heads) for t in (q, k, v))
         with no_autocast(x.device.type):
             dtype = q.dtype
-            q, k, v = in_fp32(q, k, v)
+            q, k, v = upcast(q, k, v)
             attn = self.dropout((q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1))
             out = (attn @ v).to(dtype)
         return self.out_proj(rearrange(out, "n h l d -> n l (h d)"))

@@ -20,8 +20,7 @@ from torch import Tensor
 from . import blocks
 from .checks.scalars import check_int, shown
 from .compat.autocast import no_autocast
-from .ops.reference.attention import visible_windows
-from .ops.reference.topk import candidates, importance_scores
+from .ops.reference import candidates, importance_scores, visible_windows
 from .rotary import Turn
 from .varlen import Documents
 

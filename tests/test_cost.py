@@ -10,7 +10,7 @@ from benchmarks.providers import our_branches
 from native_sparse_attention import KVCache, NSAConfig, SparseAttention, nsa_cost
 from native_sparse_attention.compress import AttentionPool, MeanPool
 from native_sparse_attention.cost import keys_read
-from native_sparse_attention.ops.reference import attention as reference
+from native_sparse_attention.ops import reference
 
 CONFIG = NSAConfig(
     dim=48, dim_head=16, heads=4, kv_heads=2, sliding_window_size=5, compress_block_size=8,

@@ -35,6 +35,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("masks", "ops.triton"),
     ("config", "ops.call"),
     ("block_sizes", "presets"),
+    ("ops.chunked",),
     ("ops.reference", "kernels.decode", "kernels.selected"),
     ("kernels.flash", "kernels.topk", "kernels"),
     ("kernels.common",),
@@ -210,7 +211,7 @@ def test_import_loads_no_kernel_asks_nothing_of_cuda_and_warns_of_nothing():
     give at their own import are theirs."""
     run_python(
         """
-import sys, torch, einops, einx, local_attention, rotary_embedding_torch, warnings
+import sys, torch, einops, einx, rotary_embedding_torch, warnings
 
 def asked(*args, **kwargs):
     raise RuntimeError("CUDA was asked for at import")

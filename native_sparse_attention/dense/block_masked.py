@@ -24,9 +24,8 @@ from ..checks.tensors import (
     check_shapes,
 )
 from ..compat.autocast import in_autocast_dtype, no_autocast
-from ..compat.transforms import is_batched, numbers
-from ..ops.reference.online import Plan, attend, chunks, slice_axis
-from ..ops.reference.products import in_fp32
+from ..ops.chunked import AttendTiles, Plan, refuse_transforms, slice_axis, split_range
+from ..ops.reference import Visibility, upcast
 from .segments import SegmentIds, check_segment_ids
 
 
@@ -54,7 +53,7 @@ def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
     columns = blocks.ceil_div(kv_len, block_kv)
     lines = []
     # one row of blocks at a time avoids a second array of the mask's size
-    for rows in chunks(0, q_len, block_q):
+    for rows in split_range(0, q_len, block_q):
         line = (mask[..., rows, :] != 0).sum(dim=-2)
         line = F.pad(line, (0, columns * block_kv - kv_len))
         lines.append(line.unflatten(-1, (columns, block_kv)).sum(dim=-1))
@@ -134,37 +133,29 @@ def block_masked_attention(
         raise ValueError(f"mask is on {mask.device} but q is on {q.device}")
     mask = mask if mask.ndim == 3 else mask[None]
 
-    if is_batched(mask):
-        raise NotImplementedError(
-            "mask cannot be mapped over by vmap, as its blocks are counted on the host: use "
-            "chunked_attention"
-        )
-    row_chunks, key_chunks = chunks(0, T, block_q), chunks(0, S, block_kv)
-    counts = mask_blocker(mask, block_q, block_kv).sum(dim=0)
-    tiles, full = [], set()
-    for rows, line in zip(row_chunks, numbers(counts), strict=True):
-        tiles.append((rows, [keys for keys, n in zip(key_chunks, line, strict=True) if n]))
-        pairs = len(mask) * (rows.stop - rows.start)
-        full |= {
-            (rows.start, keys.start)
-            for keys, n in zip(key_chunks, line, strict=True)
-            if n == pairs * (keys.stop - keys.start)
-        }
+    refuse_transforms()  # before the mask is read on the host
+    row_chunks, key_chunks = split_range(0, T, block_q), split_range(0, S, block_kv)
+    counts = mask_blocker(mask, block_q, block_kv).sum(dim=0).tolist()
+    tiles = [
+        (rows, [keys for keys, count in zip(key_chunks, line, strict=True) if count])
+        for rows, line in zip(row_chunks, counts, strict=True)
+    ]
 
-    def visible(rows: slice, keys: slice) -> Tensor | None:
+    def tile_mask(rows: slice, keys: slice) -> Tensor | None:
         """[b|1 1 1 i j]"""
-        seen = None
-        if (rows.start, keys.start) not in full:
-            seen = slice_axis(slice_axis(mask, 1, rows), 2, keys) != 0
+        visible = None
+        pairs = len(mask) * (rows.stop - rows.start) * (keys.stop - keys.start)
+        if counts[rows.start // block_q][keys.start // block_kv] < pairs:
+            visible = slice_axis(slice_axis(mask, 1, rows), 2, keys) != 0
         if segments is not None:
-            own = segments.q[:, rows, None] == segments.kv[:, None, keys]
-            seen = own if seen is None else seen & own
-        return None if seen is None else seen[:, None, None]
+            same_segment = segments.q[:, rows, None] == segments.kv[:, None, keys]
+            visible = same_segment if visible is None else visible & same_segment
+        return None if visible is None else visible[:, None, None]
 
-    plan = Plan(tiles, visible, scale=1.0, soft_cap=cap, mask_value=mask_value)
+    visibility = Visibility(tile_mask, lambda first, last: (0, S), q_offset=0)
+    plan = Plan(tiles, visibility, scale=1.0, soft_cap=cap, mask_value=mask_value)
     dtype = q.dtype
     with no_autocast(q.device.type):
-        q, k, v = in_fp32(q, k, v)
-        out, lse, top = attend(q, k, v, plan)
+        out, lse, max_logits = AttendTiles.apply(*upcast(q, k, v), None, plan)
     out = out.to(dtype)
-    return (out, {"logsumexp": lse, "max_logits": top}) if save_residuals else out
+    return (out, {"logsumexp": lse, "max_logits": max_logits}) if save_residuals else out

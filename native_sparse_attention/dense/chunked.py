@@ -7,6 +7,7 @@ D key width    E value width
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -29,9 +30,8 @@ from ..checks.tensors import (
     shown,
 )
 from ..compat.autocast import in_autocast_dtype, no_autocast
-from ..ops.reference.bands import Band, Visible, band_attention
-from ..ops.reference.online import slice_axis
-from ..ops.reference.products import in_fp32
+from ..ops.chunked import attend, slice_axis
+from ..ops.reference import Visibility, query_positions, upcast
 from .segments import SegmentIds, check_segment_ids
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -132,28 +132,49 @@ def chunked_attention(
     check_mask("mask", mask, q.device, B=B, H=H, T=T, S=S)
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     segments = check_segment_ids(segment_ids, B, T, S, q.device)
-    band = Band(
-        behind=sliding_window_size,
-        ahead=0 if causal else sliding_window_size,
-        offset=check_any_offset(q_offset, B, S - T, q.device),
-    )
+    q_offset = check_any_offset(q_offset, B, S - T, q.device)
+    is_banded = causal or sliding_window_size is not None
+    behind = TOO_LARGE if sliding_window_size is None else sliding_window_size
+    ahead = 0 if causal else behind
+    i, j = query_positions(q, q_offset), torch.arange(S, device=q.device)
 
-    others: list[Visible] = []
-    if segments is not None:
-        others.append(
-            lambda rows, keys: (segments.q[:, rows, None] == segments.kv[:, None, keys])[:, None]
-        )
-    if mask is not None:
-        full = with_axes(mask, 4)
-        others.append(lambda rows, keys: slice_axis(slice_axis(full, 2, rows), 3, keys))
-    if mask_mod is not None:
-        others.append(lambda rows, keys: call_mask_mod(mask_mod, B, H, rows, keys, q.device))
+    def covers(rows: slice, keys: slice) -> bool:
+        """Whether each of these queries has each of these keys in its band, as far as the host
+        knows."""
+        if not is_banded or isinstance(q_offset, Tensor):
+            return not is_banded
+        farthest_behind = q_offset + rows.stop - 1 - keys.start
+        farthest_ahead = keys.stop - 1 - q_offset - rows.start
+        return farthest_behind <= behind and farthest_ahead <= ahead
+
+    def tile_mask(rows: slice, keys: slice) -> Tensor | None:
+        """[b|1 k|1 g|1 i j]"""
+        masks = []
+        if not covers(rows, keys):
+            distance = (i[:, rows, None] - j[keys])[:, None]
+            masks.append((distance <= behind) & (-distance <= ahead))
+        if segments is not None:
+            masks.append((segments.q[:, rows, None] == segments.kv[:, None, keys])[:, None])
+        if mask is not None:
+            masks.append(slice_axis(slice_axis(with_axes(mask, 4), 2, rows), 3, keys))
+        if mask_mod is not None:
+            masks.append(call_mask_mod(mask_mod, B, H, rows, keys, q.device))
+        if not masks:
+            return None
+        visible = reduce(torch.logical_and, masks)
+        # [b h i j] -> [b k g i j]; an axis of length 1 becomes two
+        return visible.unflatten(1, (dims["K"], -1) if visible.shape[1] > 1 else (1, 1))
+
+    def key_range(first: int, last: int) -> tuple[int, int]:
+        return (first - behind, last + ahead + 1) if is_banded else (0, S)
+
     dtype = q.dtype
     with no_autocast(q.device.type):
-        q, k, v = in_fp32(q, k, v)
-        out, lse = band_attention(
-            q, k, v, band, others, chunk_sizes=(sizes[0], sizes[1]), scale=scale, soft_cap=soft_cap
-        )
+        q, k, v = upcast(q, k, v)
+        out, lse = attend(
+            q, k, v, Visibility(tile_mask, key_range, q_offset), scale=scale, soft_cap=soft_cap,
+            return_lse=True, chunk_sizes=(sizes[0], sizes[1]),
+        )  # fmt: skip
     out = out.to(dtype)
     return (out, lse) if return_lse else out
 

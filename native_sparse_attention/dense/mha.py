@@ -24,18 +24,9 @@ from ..checks.tensors import (
     check_same,
     check_shapes,
 )
-from ..compat import transforms
 from ..compat.autocast import no_autocast
-from ..ops.reference.products import (
-    in_fp32,
-    is_finite,
-    is_live,
-    isolated,
-    logits,
-    may_look,
-    over_rows,
-    weighted,
-)
+from ..ops.chunked import refuse_transforms
+from ..ops.reference import upcast
 from .segments import SegmentIds, check_segment_ids
 
 # far below any logit, but adding a logit does not overflow float32
@@ -85,7 +76,7 @@ def masked_logits(
         visible = visible.tril()
     if segment_ids is not None:
         visible = visible & (segment_ids.q[:, None, :, None] == segment_ids.kv[:, None, None])
-    s = logits(q[:, :, None], k, visible[:, :, None])[:, :, 0]
+    s = torch.matmul(q, k.mT)
     if ab is not None:
         s = s + ab
     return (s * softmax_scale).masked_fill(~visible, mask_value), visible
@@ -103,21 +94,15 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, sum of exponentials, greatest logit, all in fp32 or better."""
     with no_autocast(q.device.type):
-        q, k, v = in_fp32(q, k, v)
+        q, k, v = upcast(q, k, v)
         s, visible = masked_logits(q, k, ab, segment_ids, causal, mask_value, softmax_scale)
         hidden = ~visible.any(dim=-1)
-
-        def attention(s: Tensor) -> tuple[Tensor, ...]:
-            m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
-            m = m.masked_fill(hidden, float("-inf"))
-            p = torch.exp(s - m.masked_fill(hidden, 0.0)[..., None])
-            p = p.masked_fill(hidden[..., None], 0.0)
-            l = p.sum(dim=-1)
-            weights = p / l.masked_fill(hidden, 1.0)[..., None]
-            return weighted(weights[:, :, None], v, visible[:, :, None])[:, :, 0], l, m
-
-        o, l, m = isolated(attention, s)
-        return o, l, m
+        m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
+        m = m.masked_fill(hidden, float("-inf"))
+        p = torch.exp(s - m.masked_fill(hidden, 0.0)[..., None])
+        p = p.masked_fill(hidden[..., None], 0.0)
+        l = p.sum(dim=-1)
+        return torch.matmul(p / l.masked_fill(hidden, 1.0)[..., None], v), l, m
 
 
 def mha_reference_no_custom_vjp(
@@ -209,22 +194,18 @@ def gradients(
     """`mha_reference_bwd` of checked arguments; the settings are those of `check_call`."""
     dtype, softmax_scale = q.dtype, settings[-1]
     with no_autocast(q.device.type):
-        q, k, v, o, do = in_fp32(q, k, v, o, do)
+        q, k, v, o, do = upcast(q, k, v, o, do)
         s, visible = masked_logits(q, k, ab, *settings)
         # exp(s - inf) is 0: a query that sees no key neither gives nor gets gradients
         hidden = m == float("-inf")
         p = torch.exp(s - m.masked_fill(hidden, float("inf"))[..., None])
         p = p / l.masked_fill(hidden, 1.0)[..., None]
-        if may_look(o) and not is_finite(o):
-            visible = visible & is_live(do)[..., None]
-        seen = visible[:, :, None]
-        dv = over_rows(p[:, :, None], do[:, :, None], seen)
+        dv = torch.matmul(p.mT, do)
         delta = (do * o).sum(dim=-1, keepdim=True)
         ds = p * (torch.matmul(do, v.mT) - delta) * softmax_scale
         ds = ds.masked_fill(~visible, 0.0)
         dab = None if ab is None else ds.sum_to_size(ab.shape).to(ab.dtype)
-        ds = ds[:, :, None]
-        dq, dk = weighted(ds, k, seen, gradient=True)[:, :, 0], over_rows(ds, q[:, :, None], seen)
+        dq, dk = torch.matmul(ds, k), torch.matmul(ds.mT, q)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), dab
 
 
@@ -240,21 +221,14 @@ class Reference(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, ab, o, l, m = ctx.saved_tensors
-        others = (None,) * 4
-        transforms.refuse_legacy_batched(do)
-        if transforms.active():  # torch.func transforms only the backward, as `jacrev` does
-
-            def plainly(q, k, v, ab) -> tuple[Tensor]:
-                return (forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)[0].to(q.dtype),)
-
-            return *transforms.vjp(plainly, (q, k, v, ab), (do,)), *others
+        refuse_transforms(do)
         if torch.is_grad_enabled():
             # second derivatives need l to depend on the inputs
             o, l, m = forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)
         # not `mha_reference_bwd`: dynamo refuses its checks within a backward
         settings = (ctx.segment_ids, *ctx.settings)
         grads = gradients(q, k, v, ab, settings, o, l, m, do)
-        return *grads, *others
+        return *grads, *(None,) * 4
 
 
 def mha_reference(
@@ -295,7 +269,5 @@ def mha_reference(
     segments, causal, mask_value, softmax_scale = check_call(
         q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
     )
-    settings = segments, causal, mask_value, softmax_scale
-    if transforms.active():
-        return forward(q, k, v, ab, *settings)[0].to(q.dtype)
-    return Reference.apply(q, k, v, ab, *settings)
+    refuse_transforms()
+    return Reference.apply(q, k, v, ab, segments, causal, mask_value, softmax_scale)

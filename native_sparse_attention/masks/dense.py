@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..checks.scalars import check_callable
 from ..checks.tensors import check_given, check_groups, check_same, check_scale, check_shapes
-from ..ops.reference.products import in_fp32, isolated, logits, weighted
+from ..ops.reference import times, upcast
 from .scores import ScoreMod
 from .tiles import MaskMod
 
@@ -40,24 +40,18 @@ def dense_attention(
     check_callable("score_mod", score_mod, "(score, b, h, i, j)")
     scale = check_scale(scale)
     dtype, scale = v.dtype, dims["D"] ** -0.5 if scale is None else scale
-    allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
     if mask_mod is not None:
         from torch.nn.attention.flex_attention import create_mask
 
         allowed = create_mask(mask_mod, B, H, T, S, device=str(q.device))
-    # [b k g i j]
-    seen = allowed.unflatten(1, (-1, groups) if allowed.shape[1] > 1 else (1, 1))
-    q, k, v = in_fp32(q, k, v)
-    scores = logits(q.unflatten(1, (-1, groups)), k, seen).flatten(1, 2) * scale
+    q, k, v = upcast(q, k, v)
+    # [b k g i j] and [b h i j] in turn: one matmul for all heads of a group
+    scores = times(q.unflatten(1, (-1, groups)), k.mT).flatten(1, 2) * scale
     if score_mod is not None:
         b, h, i, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
         scores = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
     if mask_mod is not None:
         scores = scores.masked_fill(~allowed, float("-inf"))
-
-    def attention(scores: Tensor) -> tuple[Tensor, ...]:
-        empty = scores.isneginf().all(dim=-1, keepdim=True)
-        probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-        return (weighted(probs.unflatten(1, (-1, groups)), v, seen).flatten(1, 2),)
-
-    return isolated(attention, scores)[0].to(dtype)
+    empty = scores.isneginf().all(dim=-1, keepdim=True)
+    probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    return times(probs.unflatten(1, (-1, groups)), v).flatten(1, 2).to(dtype)

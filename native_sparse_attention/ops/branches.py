@@ -20,9 +20,8 @@ from ..checks.tensors import BRANCHES
 from ..compat.graphs import is_exporting
 from ..compat.sdpa import sdpa
 from ..config import SELECTION, AttentionConfig
-from . import dispatch, flex
+from . import dispatch, flex, reference
 from .call import Call
-from .reference import attention as reference
 from .triton import backend as triton_backend
 
 # up to so many selected blocks, a call keeps a slot for each even if the sequence has fewer blocks

@@ -1,9 +1,22 @@
-"""Operations of the specification in memory linear in the length: a few queries at a time. The
-backward computes each chunk again."""
+"""The eager backend: the specification (`reference.py`) as written for small calls, and in memory
+linear in the length, forward and backward, for larger ones.
+
+Softmax attention goes tile by tile with a running maximum and sum (Rabe and Staats, arXiv
+2112.05682); the selection goes a chunk of queries at a time. Backwards compute tiles and chunks
+again. `dense/` uses the same tiles.
+
+Half precisions are computed in fp32, products included, and results are rounded once.
+
+    b  batch         i  query        g  query heads of one KV head     d  key width
+    k  KV heads      j  key          r  heads that rank                e  value width
+    n  slots         t  queries that are ranked
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -11,196 +24,375 @@ from torch import Tensor
 
 from .. import blocks
 from ..compat import transforms
-from ..compat.autocast import no_autocast
-from ..compat.graphs import free_size
-from ..varlen import Documents
-from .reference.attention import query_positions, visible_windows
-from .reference.topk import (
-    candidates,
-    importance_scores,
-    leaders,
-    share,
-    straight_through_gates,
-)
+from ..compat.autocast import in_autocast_dtype, no_autocast
+from . import reference
+from .reference import RankedQueries, Ranking, Visibility, times, upcast
 
-# Scores that a chunk forms on the CPU: 16 MiB of fp32. A backward holds a handful of copies. A GPU
-# forms GPU_FACTOR times more, since it would wait for the launches of small chunks.
-CHUNK_SCORES = 2**22
+# On the CPU, scores that the specification forms at once: 16 MiB of fp32; and those of a tile or
+# chunk: 4 MiB, so that intermediates stay in the cache. A GPU forms GPU_FACTOR times more, since it
+# would wait for the launches of small chunks.
+MAX_SCORES = 2**22
+CHUNK_SCORES = 2**20
 GPU_FACTOR = 16
-LEAST_QUERIES = 16  # of a chunk, since each chunk adds to the gradients of all keys
+KEYS = 1024  # of a tile
+LEAST_QUERIES = 16  # of a tile or chunk, since each adds to the gradients of its keys
 
 
-def selection_gates(
-    q: Tensor,
-    ck: Tensor,
-    block_indices: Tensor,
-    *,
-    mem_k: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_offset: int | Tensor,
-    documents: Documents | None = None,
-    **settings: Any,
-) -> Tensor:
-    """Straight-through gates of selected blocks, in memory O(T + S).
+def gpu_factor(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else GPU_FACTOR
 
-    A gate has value 1 and the gradient of `softmax_c(score_c)` over the candidate blocks c and one
-    constant logit of -1e3, or with `importance="probs"` of the score itself. With
-    `selection_stride` R, the scores are those of the first query of each group of R. Tokens whose
-    group began before this call have gates without gradient.
 
-    The forward computes nothing. The backward scores a chunk of queries at a time, in fp32 or
-    better. A compiled graph and torch.func get one chunk of all queries.
+def split_range(start: int, stop: int, size: int) -> list[slice]:
+    """Slices of `size` from start to stop; the last may be shorter."""
+    return [slice(a, min(a + size, stop)) for a in range(start, stop, size)]
+
+
+def slice_axis(t: Tensor, axis: int, part: slice) -> Tensor:
+    """Slice an axis, unless it has length 1 and broadcasts."""
+    return t if t.shape[axis] == 1 else t.narrow(axis, part.start, part.stop - part.start)
+
+
+def refuse_transforms(*grads: Tensor | None) -> None:
+    """Refuse torch.func, forward-mode AD and batched gradients, whose derivatives the functions
+    below would lose or cannot trace.
+
+    Raises:
+        NotImplementedError: one of these is active.
+    """
+    if transforms.active() or any(g is not None and transforms.is_legacy_batched(g) for g in grads):
+        raise NotImplementedError(
+            "attention in linear memory has first and second derivatives by torch.autograd only, "
+            "not torch.func, forward-mode AD or batched gradients (is_grads_batched): call "
+            "backend='eager' or masks.dense_attention, which form all scores, inside of torch.func"
+        )
+
+
+# softmax attention, tile by tile
+
+
+class Plan(NamedTuple):
+    """Which tiles to visit, and how to form their logits.
 
     Args:
-        q, ck, mem_k, sinks, q_offset, documents: as in `select_blocks`.
-        block_indices: [B, T, R, n], -1 for an empty slot; a block of a query must be a candidate.
-        settings: those of `select_blocks`: seq_len, compress_block_size,
-            compress_block_sliding_stride, selection_block_size, importance,
-            interpolated_importance_score, num_initial_blocks, num_local_blocks, selection_stride,
-            query_heads_share_selected_kv, causal, scale and soft_cap. num_selected_blocks, which
-            is n, has no effect.
-
-    Returns:
-        Ones [B, T, R, n], float32 (float64 for float64 inputs), with gradients for q, ck, mem_k and
-        sinks. Deterministic.
+        tiles: for each chunk of queries its chunks of keys. The chunks cover all queries.
+        visibility: masks and gates of a tile.
+        scale: multiplies the dot products.
+        soft_cap: c of `c tanh(logits / c)`.
+        mask_value: the logit of masked pairs. If it is finite, it takes part in the softmax of a
+            row that sees some key. A row that sees no key is empty.
     """
-    i, stride, group = query_positions(q, q_offset), settings["selection_stride"], None
-    if stride > 1:
-        start = i[:, :1]
-        q, i, group = leaders(q, i, stride)
-        first = (i - start).expand(len(q), -1)
-        if documents is not None:
-            documents = Documents(*(bound.gather(1, first) for bound in documents))
-        rows = first[..., None, None].expand(-1, -1, *block_indices.shape[2:])
-        block_indices = block_indices.gather(1, rows)
-    chunks = query_chunks(q, ck, q_offset, settings)
-    tensors = q, ck, mem_k, sinks
-    if torch.compiler.is_compiling() or transforms.active():
-        gates = gates_of_queries(*tensors, block_indices, i, documents, settings)
-    else:
-        gates = SelectionGates.apply(*tensors, block_indices, i, documents, settings, chunks)
-    return gates if group is None else share(gates, group, gates.new_ones(()))
+
+    tiles: Sequence[tuple[slice, Sequence[slice]]]
+    visibility: Visibility
+    scale: float
+    soft_cap: float | None = None
+    mask_value: float = float("-inf")
 
 
-def query_chunks(
-    q: Tensor, ck: Tensor, q_offset: int | Tensor, settings: dict[str, Any]
-) -> list[tuple[slice, slice]]:
-    """Slices of the queries that are ranked [b t h d], and of the windows that they see."""
-    T, W, d = q.shape[1], ck.shape[1], settings["compress_block_sliding_stride"]
-    heads = q.shape[2] if ranks_each_head(settings) else ck.shape[2]
-    # interpolation scores every token; otherwise every window and every block has a score
-    per_window = max(1, d // settings["selection_block_size"])
-    if settings["interpolated_importance_score"]:
-        per_window = d
-    most = CHUNK_SCORES if q.device.type == "cpu" else CHUNK_SCORES * GPU_FACTOR
-    size = max(LEAST_QUERIES, most // max(1, len(q) * heads * W * per_window))
-    chunks = []
-    for a in range(0, T, size):
-        b, stop = min(a + size, T), W
-        if settings["causal"] and isinstance(q_offset, int):
-            stride = settings["selection_stride"]
-            last = blocks.ceil_div(q_offset, stride) * stride + (b - 1) * stride
-            stop = min(W, blocks.num_visible_windows(last, d))
-        chunks.append((slice(a, b), slice(0, stop)))
-    return chunks
+class Tile(NamedTuple):
+    """Logits [b k g i j] for the softmax, the logits before gates and mask, the slope of the cap,
+    the factors of gates and the mask."""
+
+    logits: Tensor
+    capped: Tensor
+    slope: Tensor
+    factors: Tensor | None
+    mask: Tensor | None
 
 
-def ranks_each_head(settings: dict[str, Any]) -> bool:
-    """Whether every query head has scores of its own at some time."""
-    return settings["importance"] == "probs" or not settings["query_heads_share_selected_kv"]
+def form_tile(
+    q: Tensor, k: Tensor, gates: Tensor | None, rows: slice, keys: slice, plan: Plan
+) -> Tile:
+    """The tile of queries q [b k g i d], which are `rows`, with `keys` of k [b k j d]."""
+    s = times(q, k[:, :, keys].mT) * plan.scale
+    slope, factors = s.new_ones(()), None
+    if plan.soft_cap is not None:
+        t = torch.tanh(s / plan.soft_cap)
+        s, slope = t * plan.soft_cap, 1.0 - t.square()
+    logits, mask = s, plan.visibility.mask(rows, keys)
+    if gates is not None:
+        factors = plan.visibility.expand_gates(gates[:, rows], rows, keys)
+        logits = s * factors
+    if mask is not None:
+        logits = logits.masked_fill(~mask, plan.mask_value)
+    return Tile(logits, s, slope, factors, mask)
 
 
-def gates_of_queries(
-    q: Tensor,
-    ck: Tensor,
-    mem_k: Tensor | None,
-    sinks: Tensor | None,
-    block_indices: Tensor,
-    i: Tensor,
-    documents: Documents | None,
-    settings: dict[str, Any],
-) -> Tensor:
-    """Gates [b t r n] of queries at positions i [b|1 t], in operations that autograd traces."""
-    d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    num_ranked = blocks.num_complete_blocks(ck.shape[1] * d, d, s)
-    if not settings["causal"]:
-        num_ranked = free_size(blocks.num_blocks(settings["seq_len"], s))
-    if num_ranked == 0 or block_indices.numel() == 0:
-        return q.new_ones(block_indices.shape, dtype=dtype)
-    c = torch.arange(num_ranked, device=q.device)
-    candidate = candidates(
-        i, c, num_ranked, documents, d=d, s=s, causal=settings["causal"],
-        num_initial_blocks=settings["num_initial_blocks"],
-        num_local_blocks=settings["num_local_blocks"],
-    )[:, None]  # fmt: skip
-    with no_autocast(q.device.type):
-        scores = importance_scores(
-            q.to(dtype),
-            ck.to(dtype),
-            None if mem_k is None else mem_k.to(dtype),
-            visible_windows(i, ck.shape[1], d, settings["causal"], documents),
-            c,
-            rule=settings["importance"],
-            interpolated=settings["interpolated_importance_score"],
-            shared=settings["query_heads_share_selected_kv"],
-            l=settings["compress_block_size"],
-            d=d,
-            s=s,
-            scale=settings.get("scale"),
-            soft_cap=settings.get("soft_cap"),
-            sinks=None if sinks is None else sinks.to(dtype),
-        )
-        gates = straight_through_gates(scores, candidate, settings["importance"])
-    index = rearrange(block_indices.long(), "b t r n -> b r t n")
-    gates = gates.gather(-1, index.clamp(min=0)).masked_fill(index < 0, 1.0)
-    return rearrange(gates, "b r t n -> b t r n")
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rows: slice,
+    key_chunks: Sequence[slice], plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output [b k g i e], log-sum-exp and greatest logit [b k g i] of one chunk of queries."""
+    q = q[..., rows, :]
+    acc = q.new_zeros(*q.shape[:-1], v.shape[-1])  # unnormalized output
+    m = q.new_full(q.shape[:-1], float("-inf"))  # greatest logit so far
+    l, seen = torch.zeros_like(m), torch.zeros_like(m, dtype=torch.bool)
+    for keys in key_chunks:
+        tile = form_tile(q, k, gates, rows, keys, plan)
+        m_new = torch.maximum(m, tile.logits.amax(dim=-1))
+        shift = m_new.masked_fill(m_new == float("-inf"), 0.0)  # rows that see nothing yet
+        p, alpha = torch.exp(tile.logits - shift[..., None]), torch.exp(m - shift)
+        acc = acc * alpha[..., None] + times(p, v[:, :, keys])
+        m, l = m_new, l * alpha + p.sum(dim=-1)
+        seen = seen | (torch.ones_like(seen) if tile.mask is None else tile.mask.any(dim=-1))
+    l = l.masked_fill(~seen, 1.0)
+    out = (acc / l[..., None]).masked_fill(~seen[..., None], 0.0)
+    lse, m = (t.masked_fill(~seen, float("-inf")) for t in (m + l.log(), m))
+    return out, lse, m
 
 
-class SelectionGates(torch.autograd.Function):
-    """Ones, with the gradients of `gates_of_queries`, chunk by chunk."""
+def empty_as(q: Tensor, width: int) -> Tensor:
+    """Allocate a tensor like q with another last width and q's memory order of axes. A graph, whose
+    compiler chooses the order, cannot sort symbolic strides."""
+    if torch.compiler.is_compiling():
+        return q.new_empty((*q.shape[:-1], width))
+    strides = q.stride()
+    order = sorted(range(q.ndim - 1), key=lambda axis: -strides[axis])
+    return torch.empty_permuted(
+        (*q.shape[:-1], width), (*order, q.ndim - 1), dtype=q.dtype, device=q.device
+    )
+
+
+class AttendTiles(torch.autograd.Function):
+    """Map q [b k g i d], k [b k j d], v [b k j e], gates [b i r n] or None and a plan to output
+    [b k g i e], log-sum-exp and greatest logit [b k g i]. The greatest logit has no gradient.
+
+    The forward saves the inputs, the output and the log-sum-exp. The backward computes each tile's
+    probabilities again from them, in differentiable steps. Autograd therefore differentiates the
+    backward too, and keeps every tile for that.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q, ck, mem_k, sinks, block_indices, i, documents, settings, chunks
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, plan: Plan
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse = empty_as(q, v.shape[-1]), q.new_empty(q.shape[:-1])
+        m = torch.empty_like(lse)
+        for rows, key_chunks in plan.tiles:
+            chunk = attend_rows(q, k, v, gates, rows, key_chunks, plan)
+            out[..., rows, :], lse[..., rows], m[..., rows] = chunk
+        ctx.plan = plan
+        ctx.save_for_backward(q, k, v, gates, out, lse)
+        ctx.mark_non_differentiable(m)
+        return out, lse, m
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Any) -> Any:  # type: ignore[override]
+        """Tile by tile: `ds = p (dO . v - dO . o + dlse)`."""
+        refuse_transforms(d_out, d_lse)
+        plan, (q, k, v, gates, out, lse) = ctx.plan, ctx.saved_tensors
+        d_q, d_k, d_v = (torch.zeros_like(t) for t in (q, k, v))
+        d_gates: Any = None if gates is None else torch.zeros_like(gates)
+        # exp(s - inf) is 0: rows that see no key get no gradient, whatever their logits
+        lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+        with no_autocast(q.device.type):
+            for rows, key_chunks in plan.tiles:
+                q_rows, do = q[..., rows, :], d_out[..., rows, :]
+                delta = (do * out[..., rows, :]).sum(dim=-1) - d_lse[..., rows]
+                d_rows = torch.zeros_like(q_rows)
+                for keys in key_chunks:
+                    tile = form_tile(q_rows, k, gates, rows, keys, plan)
+                    p = torch.exp(tile.logits - lse[..., rows, None])
+                    d_v[:, :, keys] += times_over_rows(p, do)
+                    ds = p * (times(do, v[:, :, keys].mT) - delta[..., None])
+                    if tile.mask is not None:
+                        ds = ds.masked_fill(~tile.mask, 0.0)
+                    if tile.factors is not None:
+                        d_factors = (ds * tile.capped).sum_to_size(tile.factors.shape)
+                        d_gates[:, rows] += gates_gradient(gates, d_factors, rows, keys, plan)
+                        ds = ds * tile.factors
+                    ds = ds * tile.slope * plan.scale
+                    d_rows = d_rows + times(ds, k[:, :, keys])
+                    d_k[:, :, keys] += times_over_rows(ds, q_rows)
+                d_q[..., rows, :] = d_rows
+        return d_q, d_k, d_v, d_gates, None
+
+
+def gates_gradient(
+    gates: Tensor, d_factors: Tensor, rows: slice, keys: slice, plan: Plan
+) -> Tensor:
+    """The gradient of some rows of gates, from that of the factors of a tile, which are linear in
+    the gates."""
+    with torch.enable_grad():
+        gates = gates[:, rows].detach().requires_grad_()
+        factors = plan.visibility.expand_gates(gates, rows, keys)
+    create_graph = torch.is_grad_enabled()
+    return torch.autograd.grad(factors, gates, d_factors, create_graph=create_graph)[0]
+
+
+def times_over_rows(a: Tensor, x: Tensor) -> Tensor:
+    """[b k g i j] times [b k g i y], summed over a group's heads and queries: [b k j y]."""
+    b, k, g, i, j = a.shape
+    rows = a.reshape(b, k, g * i, j)
+    return torch.matmul(rows.transpose(2, 3), x.reshape(b, k, g * i, x.shape[-1]))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, *, gates: Tensor | None = None,
+    scale: float | None = None, soft_cap: float | None = None, sinks: Tensor | None = None,
+    return_lse: bool = False, chunk_sizes: tuple[int, int] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`reference.attend` in memory O(T + S). `chunk_sizes` are queries and keys of a tile."""
+    if chunk_sizes is None:
+        most = CHUNK_SCORES * gpu_factor(q.device)
+        queries = max(LEAST_QUERIES, most // max(1, q.shape[0] * q.shape[2] * KEYS))
+        window = k.shape[1] - visibility.key_range(k.shape[1], k.shape[1])[0]
+        chunk_sizes = min(queries, max(64, window)), KEYS  # a window limits its queries
+    tiles = []
+    for rows in split_range(0, q.shape[1], chunk_sizes[0]):
+        start, stop, offset = 0, k.shape[1], visibility.q_offset
+        if isinstance(offset, int):  # else the host does not know the positions
+            start, stop = visibility.key_range(offset + rows.start, offset + rows.stop - 1)
+        key_chunks = split_range(max(0, start), min(k.shape[1], stop), chunk_sizes[1])
+        tiles.append((rows, key_chunks))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    refuse_transforms()
+    out, lse, _ = AttendTiles.apply(
+        rearrange(q, "b i (k g) d -> b k g i d", k=k.shape[2]),
+        rearrange(k, "b j k d -> b k j d"),
+        rearrange(v, "b j k e -> b k j e"),
+        gates,
+        Plan(tiles, visibility, scale, soft_cap),
+    )
+    out, lse = rearrange(out, "b k g i e -> b i (k g) e"), rearrange(lse, "b k g i -> b i (k g)")
+    if sinks is not None:
+        lse_with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
+        out, lse = out * (lse - lse_with_sink).exp()[..., None], lse_with_sink
+    return (out, lse) if return_lse else out
+
+
+# selection, a chunk of queries at a time
+
+
+def scores_of_query(q: Tensor, ck: Tensor, mem_k: Tensor | None, ranking: Ranking) -> int:
+    """Scores that the ranking of one query forms at once."""
+    heads, keys = q.shape[2], ck.shape[1] + (0 if mem_k is None else mem_k.shape[1])
+    if ranking.importance != "probs" and ranking.query_heads_share_selected_kv:
+        heads = ck.shape[2]
+    d, s = ranking.compress_block_sliding_stride, ranking.selection_block_size
+    # interpolation scores every token; otherwise every window and every block has a score
+    return heads * keys * (d if ranking.interpolated_importance_score else max(1, d // s))
+
+
+def query_chunks(queries: RankedQueries, ranking: Ranking) -> list[tuple[slice, slice]]:
+    """Slices of the queries, and of the windows that they may see."""
+    q, T, W = queries.q, queries.q.shape[1], queries.ck.shape[1]
+    most = CHUNK_SCORES * gpu_factor(q.device)
+    each = len(q) * scores_of_query(q, queries.ck, queries.mem_k, ranking)
+    chunks, offset, stride = [], ranking.q_offset, ranking.selection_stride
+    for rows in split_range(0, T, max(LEAST_QUERIES, most // max(1, each))):
+        stop = W
+        if ranking.causal and isinstance(offset, int):
+            last = (blocks.ceil_div(offset, stride) + rows.stop - 1) * stride
+            d = ranking.compress_block_sliding_stride
+            stop = min(W, blocks.num_visible_windows(last, d))
+        chunks.append((rows, slice(0, stop)))
+    return chunks
+
+
+def rank(queries: RankedQueries, ranking: Ranking) -> Tensor:
+    """`reference.rank` in memory O(T + S)."""
+    chunks = query_chunks(queries, ranking)
+    return torch.cat([reference.rank(queries.slice(*chunk), ranking) for chunk in chunks], dim=1)
+
+
+class Gates(torch.autograd.Function):
+    """Ones, with the gradients of `reference.gate` for q, ck, mem_k and sinks. The backward scores
+    the queries again, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q, ck, mem_k, sinks, i, documents, block_indices: Tensor, ranking: Ranking
     ) -> Tensor:
-        ctx.save_for_backward(q, ck, mem_k, sinks, block_indices, i, *(documents or ()))
-        ctx.settings, ctx.chunks = settings, chunks
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        return q.new_ones(block_indices.shape, dtype=dtype)
+        ctx.save_for_backward(q, ck, mem_k, sinks, i, block_indices, *(documents or ()))
+        ctx.ranking = ranking
+        return q.new_ones(block_indices.shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, d_gates: Tensor) -> Any:
-        transforms.refuse_legacy_batched(d_gates)
-        *tensors, block_indices, i = ctx.saved_tensors[:6]
-        documents = ctx.saved_tensors[6:]
+        refuse_transforms(d_gates)
+        *leaves, i, block_indices = ctx.saved_tensors[:6]
+        documents = reference.Documents(*ctx.saved_tensors[6:]) if ctx.saved_tensors[6:] else None
         again = torch.is_grad_enabled()  # for gradients of gradients
-        needed = [n for n, need in enumerate(ctx.needs_input_grad[:4]) if need]
+        needed: list[int] = [n for n in range(4) if ctx.needs_input_grad[n]]
         if not again:
-            tensors = [t if t is None else t.detach().requires_grad_() for t in tensors]
-        sums: list[Any] = [None] * 4
-        for n in needed:
-            dtype = torch.promote_types(tensors[n].dtype, torch.float32)
-            sums[n] = torch.zeros_like(tensors[n], dtype=dtype)
-        for rows, windows in ctx.chunks:
+            leaves = [None if t is None else t.detach().requires_grad_() for t in leaves]
+        sums: dict[int, Tensor] = {
+            n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
+            for n, t in enumerate(leaves)
+            if n in needed
+        }
+        q, ck, mem_k, sinks = leaves
+        queries = RankedQueries(q, ck, mem_k, sinks, i, documents)
+        for rows, windows in query_chunks(queries, ctx.ranking):
             with torch.enable_grad():
-                parts = [tensors[0][:, rows], tensors[1][:, windows], *tensors[2:]]
-                gates = gates_of_queries(
-                    *parts, block_indices[:, rows], i[:, rows],
-                    Documents(*(bound[:, rows] for bound in documents)) if documents else None,
-                    ctx.settings,
-                )  # fmt: skip
+                chunk: Any = queries.slice(rows, windows)
+                gates = reference.gate(chunk, block_indices[:, rows], ctx.ranking)
             if not gates.requires_grad:
                 continue
             grads = torch.autograd.grad(
-                gates, [parts[n] for n in needed], d_gates[:, rows], allow_unused=True,
+                gates, [chunk[n] for n in needed], d_gates[:, rows], allow_unused=True,
                 create_graph=again,
             )  # fmt: skip
             for n, grad in zip(needed, grads, strict=True):
                 if grad is not None:
-                    total = sums[n]
-                    total = total[:, rows] if n == 0 else total
-                    total = total[:, windows] if n == 1 else total
+                    total = sums[n] if n > 1 else sums[n][:, windows if n else rows]
                     total += grad
-        grads = [t if t is None else t.to(tensors[n].dtype) for n, t in enumerate(sums)]
-        return *grads, None, None, None, None, None
+        d_leaves = [sums[n].to(leaves[n].dtype) if n in sums else None for n in range(4)]
+        return *d_leaves, None, None, None, None
+
+
+def gate(queries: RankedQueries, block_indices: Tensor, ranking: Ranking) -> Tensor:
+    """`reference.gate` in memory O(T + S). The forward computes nothing."""
+    refuse_transforms()
+    return Gates.apply(*queries, block_indices, ranking)
+
+
+def selection_gates(q: Tensor, ck: Tensor, block_indices: Tensor, **call: Any) -> Tensor:
+    """`reference.selection_gates` in memory O(T + S), for every backend and device. Compiled graphs
+    get the specification, of memory O(T S / d).
+
+    Args:
+        q, ck: [B, T, H, D] and [B, W, K, D], of any dtype.
+        block_indices: [B, T, R, n], -1 for an empty slot; other blocks must be candidates.
+        call: mem_k, sinks, documents, q_offset and the settings of `select_blocks`, under its names
+            (`reference.Ranking`).
+    """
+    plain = torch.compiler.is_compiling() or transforms.active()
+    form = reference.gate if plain else gate
+    return reference.selection_gates(q, ck, block_indices, gate=form, **call)
+
+
+# the backend
+
+
+def forms_few_scores(op: str, q: Tensor, k: Tensor, settings: dict[str, Any]) -> bool:
+    each = q.shape[2] * k.shape[1]
+    if op == "select_blocks":
+        names = Ranking._fields
+        ranking = Ranking(**{name: settings[name] for name in names if name in settings})
+        each = scores_of_query(q, k, settings["mem_k"], ranking) // ranking.selection_stride
+    return q.shape[0] * q.shape[1] * each <= MAX_SCORES * gpu_factor(q.device)
+
+
+def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any:
+    """Run an operation of the specification in fp32 or better, by its name. Compiled graphs would
+    unroll chunks, and torch.func and forward-mode AD cannot trace them: both get the specification
+    at any length."""
+    compute = getattr(reference, op)
+    plain = torch.compiler.is_compiling() or transforms.active()
+    plain = plain or forms_few_scores(op, q, k, settings)
+    if op == "select_blocks":  # casts to fp32 itself
+        return (compute if plain else partial(compute, rank=rank, gate=gate))(q, k, **settings)
+    if not plain:
+        compute = partial(compute, attend=attend)
+    memory = {n: settings[n] for n in ("mem_k", "mem_v") if settings.get(n) is not None}
+    floats = in_autocast_dtype(q, k, tensors[0], *memory.values())
+    dtype = floats[2].dtype
+    with no_autocast(q.device.type):
+        q, k, v, *memory_tensors = upcast(*floats)
+        settings = settings | dict(zip(memory, memory_tensors, strict=True))
+        result = compute(q, k, v, *tensors[1:], **settings)
+    if settings.get("return_lse"):
+        return result[0].to(dtype), result[1]
+    return result.to(dtype)

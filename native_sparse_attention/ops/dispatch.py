@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..checks.tensors import BACKENDS, check_choice, shown
 from ..compat.transforms import refuse_transforms
-from . import flex
-from .reference import eager
+from . import chunked, flex
 from .triton import backend as triton_backend
 
 Backend = str | tuple[str, ...]
@@ -63,4 +62,4 @@ def run(backend: str, op: str, *tensors: Tensor, block_sizes: Any = None, **sett
         return getattr(triton_backend, op)(*tensors, block_sizes=block_sizes, **settings)
     if backend == "flex" and op != "select_blocks":
         return getattr(flex, op)(*tensors, **settings)
-    return eager.run(op, *tensors, **settings)
+    return chunked.run(op, *tensors, **settings)

@@ -27,7 +27,7 @@ from ..masks.nsa import (
 from ..masks.scores import soft_cap as soft_cap_mod
 from ..masks.spans import span_block_mask
 from ..varlen import Documents
-from .reference.products import finite_part, in_fp32, is_finite, may_look, with_kinds
+from .reference import upcast
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -107,22 +107,13 @@ def attend(
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
-    """`attend` without compiling, in fp32 or better. flex_attention multiplies hidden values by 0,
-    so NaN and infinities would leak. A second call finds the queries that see such values."""
+    """`attend` without compiling, in fp32 or better."""
     dtype = v.dtype
-    q, k, v = in_fp32(q, k, v)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        q, k, v = upcast(q, k, v)
         result = attend(q, k, v, *settings)
-        out, *lse = result if isinstance(result, tuple) else (result,)
-        if may_look(out) and not is_finite(out):
-            block_mask, scale, _, soft_cap = settings
-            out = attend(q, k, finite_part(v), block_mask, scale, False, soft_cap)
-            # equal logits of 0 show which queries see such a value
-            kinds = torch.cat((v.isnan(), v.isposinf(), v.isneginf()), dim=-1).to(v.dtype)
-            met = attend(torch.zeros_like(q), torch.zeros_like(k), kinds, block_mask, scale, False)
-            out = with_kinds(out, *(met > 0).chunk(3, dim=-1))
-    return (out.to(dtype), *lse) if lse else out.to(dtype)
+    return (result[0].to(dtype), result[1]) if isinstance(result, tuple) else result.to(dtype)
 
 
 @cache

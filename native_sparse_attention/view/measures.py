@@ -20,8 +20,7 @@ from ..config import AttentionConfig
 from ..ops import branches
 from ..ops.call import Call
 from ..ops.nsa import choose_backend
-from ..ops.reference.attention import capped, visible_windows
-from ..ops.reference.topk import importance_scores
+from ..ops.reference import capped, importance_scores, visible_windows
 from ..varlen import Documents
 
 # scores of queries and keys that exist at one time, in numbers

@@ -12,7 +12,7 @@ from native_sparse_attention import (
     chunked_attention,
     mask_blocker,
 )
-from native_sparse_attention.ops.reference import online
+from native_sparse_attention.ops import chunked
 from tests.helpers import memory
 
 # batch, kv heads, query heads a kv head, queries, keys, widths of keys and values
@@ -108,14 +108,14 @@ def test_nothing_scales_the_dot_products_and_chunks_agree():
 
 
 def test_empty_blocks_are_not_computed_and_full_ones_not_masked(monkeypatch):
-    visits = []
-    logits = online.tile_logits
+    visits, form_tile = [], chunked.form_tile
 
-    def record(q, k, visible, *rest):
-        visits.append((q.shape[3], k.shape[2], visible is not None))
-        return logits(q, k, visible, *rest)
+    def record(q, k, gates, rows, keys, plan):
+        tile = form_tile(q, k, gates, rows, keys, plan)
+        visits.append((rows.stop - rows.start, keys.stop - keys.start, tile.mask is not None))
+        return tile
 
-    monkeypatch.setattr(online, "tile_logits", record)
+    monkeypatch.setattr(chunked, "form_tile", record)
     leaves = draw(1, 1, 1, 10, 10, 4, 4)
     mask = torch.zeros(10, 10)
     mask[:4, 4:8] = 1  # full

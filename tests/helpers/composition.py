@@ -10,7 +10,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops.reference.attention import combine_branches
+from native_sparse_attention.ops.reference import combine_branches
 from tests.helpers.budget import assert_right
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from native_sparse_attention import blocks, compressed_attention
-from native_sparse_attention.ops.reference import attention as reference
-from native_sparse_attention.ops.reference import topk as reference_topk
+from native_sparse_attention.ops import reference
 from native_sparse_attention.ops.triton import backend as triton_backend
 from tests.helpers.budget import CUDA, DEVICE
 
@@ -69,7 +68,7 @@ def candidates(i, C, settings):
 def scores(q, ck, mem_k, i, C, settings, scale, dtype):
     """[b r i c], formed in `dtype`."""
     d = settings["compress_block_sliding_stride"]
-    return reference_topk.importance_scores(
+    return reference.importance_scores(
         q.to(dtype),
         ck.to(dtype),
         None if mem_k is None else mem_k.to(dtype),
@@ -125,17 +124,17 @@ def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, with_lse=False, **c
             backend="eager",
         )
     actual, _ = triton_backend.select_blocks(q, ck, lse=lse, **call)
-    expected, _ = reference_topk.select_blocks(q, ck, **call)
+    expected, _ = reference.select_blocks(q, ck, **call)
     assert actual.dtype == torch.int32 and actual.shape == expected.shape
     assert torch.equal(actual < 0, expected < 0)
 
     i = reference.query_positions(q, start)
     if R > 1:
         # hold the leaders to their scores, and their groups to the leaders
-        queries, leading, group = reference_topk.leaders(q, i, R)
+        queries, leading, group = reference.leaders(q, i, R)
         first = (leading - i[:, :1]).expand(q.shape[0], -1)
         ranked = actual.gather(1, first[..., None, None].expand(-1, -1, *actual.shape[2:]))
-        assert torch.equal(actual, reference_topk.share(ranked, group, actual.new_full((), -1)))
+        assert torch.equal(actual, reference.share(ranked, group, actual.new_full((), -1)))
         q, i, actual = queries, leading, ranked
     actual = actual.transpose(1, 2).long()
     d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]

@@ -13,7 +13,7 @@ from native_sparse_attention import (
     sliding_window_attention,
 )
 from native_sparse_attention.config import AttentionConfig
-from native_sparse_attention.ops.reference import eager, query_chunks, tiled
+from native_sparse_attention.ops import chunked
 from native_sparse_attention.ops.triton import backend as triton_backend
 from tests.helpers.budget import DEVICE, assert_right, draw
 
@@ -84,9 +84,8 @@ def in_pieces(op, monkeypatch):
     def run(*args, backend, **kwargs):
         with monkeypatch.context() as patch:
             if backend == "pieces":
-                patch.setattr(eager, "MAX_SCORES", 0)
-                patch.setattr(tiled, "TILE_SCORES", 1 << 14)
-                patch.setattr(query_chunks, "CHUNK_SCORES", 1 << 14)
+                patch.setattr(chunked, "MAX_SCORES", 0)
+                patch.setattr(chunked, "CHUNK_SCORES", 1 << 14)
                 backend = "eager"
             return op(*args, backend=backend, **kwargs)
 

@@ -11,7 +11,7 @@ from native_sparse_attention import (
     sliding_window_attention,
 )
 from native_sparse_attention import varlen as docs
-from native_sparse_attention.ops.reference import eager, query_chunks, tiled
+from native_sparse_attention.ops import chunked
 from tests.helpers.budget import DEVICE
 
 LENGTHS = [13, 0, 1, 32, 5, 0, 41]
@@ -298,16 +298,12 @@ def test_bad_batches_and_windows():
 @pytest.mark.slow(one_of=3)
 @CAUSAL
 @pytest.mark.parametrize("setting", ["default", "stride", "interpolated", "diff"])
-@pytest.mark.parametrize("gathers", [True, False])
-def test_in_linear_memory(setting, causal, gathers, monkeypatch):
+def test_in_linear_memory(setting, causal, monkeypatch):
     """By tiles and chunks that cut documents as they come."""
-    monkeypatch.setattr(eager, "MAX_SCORES", 0)
-    monkeypatch.setattr(eager, "few_blocks", lambda *_: gathers)
-    monkeypatch.setattr(tiled, "TILE_SCORES", 2000)
-    monkeypatch.setattr(tiled, "LEAST_QUERIES", 1)
-    monkeypatch.setattr(tiled, "KEYS", 16)
-    monkeypatch.setattr(query_chunks, "CHUNK_SCORES", 2000)
-    monkeypatch.setattr(query_chunks, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(chunked, "MAX_SCORES", 0)
+    monkeypatch.setattr(chunked, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(chunked, "KEYS", 16)
+    monkeypatch.setattr(chunked, "CHUNK_SCORES", 2000)
     test_whole_layer(setting, causal)
 
 

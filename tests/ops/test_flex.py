@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention.masks import create_sliding_mask
-from native_sparse_attention.ops import flex, functional
-from native_sparse_attention.ops.reference import attention as reference
+from native_sparse_attention.ops import flex, functional, reference
 
 D, E = 8, 6  # widths of keys and of values
 

@@ -18,7 +18,7 @@ from native_sparse_attention import (
 )
 from native_sparse_attention.compress import AttentionPool, WindowAttention
 from native_sparse_attention.masks import causal, dense_attention, jagged_attention
-from native_sparse_attention.ops.reference import eager
+from native_sparse_attention.ops import chunked
 
 T, D = 48, 64
 FIRST = torch.zeros(1, T, 2, 1, dtype=torch.int32)
@@ -69,7 +69,7 @@ def call(request):
 @pytest.fixture(params=[False, True], ids=["whole", "tiles"])
 def strategy(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(eager, "MAX_SCORES", 0)
+        monkeypatch.setattr(chunked, "MAX_SCORES", 0)
 
 
 def sdpa(q, k, v, mask):
@@ -131,7 +131,6 @@ def test_logits_past_the_range_of_fp16(name, strategy):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_narrow_window(is_causal):
-    """By the local-attention package, which scales its products in their own dtype."""
     inputs = [torch.randn(1, T, 2, D).mul(s).half() for s in (3, 3, 1)]
     i = torch.arange(T)
     apart = i[:, None] - i
@@ -153,7 +152,7 @@ def test_a_narrow_window(is_causal):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_compressed_and_gathered(dtype, strategy):
+def test_compressed_and_selected(dtype, strategy):
     """Few blocks of many keys, and memory: as float64 of the same numbers, rounded."""
     q, ck, cv = (torch.randn(2, 40, h, 16).mul(4).to(dtype) for h in (4, 2, 2))
     memory = [torch.randn(2, 3, 16).to(dtype) for _ in range(2)]

@@ -216,7 +216,7 @@ def select_blocks(
     block_sizes: None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `ops.reference.topk.select_blocks`. `lse` [B, T, H] of branch 1 saves the ranking by
+    """As `ops.reference.select_blocks`. `lse` [B, T, H] of branch 1 saves the ranking by
     `"probs"` from computing it again."""
     config = AttentionConfig.unchecked(**settings)
     indices = rank_blocks(

@@ -1,4 +1,4 @@
-"""The gates of differentiable top-k in Triton against `ops/reference/topk.py`, their specification,
+"""The gates of differentiable top-k in Triton against `ops/reference.py`, their specification,
 for the blocks that the kernels chose: in the interpreter on a CPU, on a GPU in every dtype by the
 error budget."""
 
@@ -6,18 +6,16 @@ import pytest
 import torch
 
 from native_sparse_attention import (
-    blocks,
     compressed_attention,
     native_sparse_attention,
     select_blocks,
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.ops.reference import attention as reference
-from native_sparse_attention.ops.reference import topk as reference_topk
+from native_sparse_attention.ops import reference
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.budget import assert_right as assert_layer_right
-from tests.helpers.selections import DTYPE, SETTINGS, candidates, draw, scores, sizes
+from tests.helpers.selections import DTYPE, SETTINGS, draw, sizes
 
 pytestmark = pytest.mark.kernels
 
@@ -27,28 +25,8 @@ PROBS = dict(importance="probs")
 
 def eager_gates(q, ck, mem_k, lists, S, q_offset, scale, settings):
     """The gates of the blocks of `lists` [B T R n]."""
-    i = reference.query_positions(q, q_offset)
-    d, s, R = (
-        settings[name]
-        for name in (
-            "compress_block_sliding_stride", "selection_block_size", "selection_stride",
-        )
-    )  # fmt: skip
-    C = blocks.num_complete_blocks(ck.shape[1] * d, d, s)
-    C = C if settings["causal"] else blocks.num_blocks(S, s)
-    group = None
-    if R > 1:
-        q, leading, group = reference_topk.leaders(q, i, R)
-        first = (leading - i[:, :1]).expand(len(q), -1)[..., None, None]
-        lists, i = lists.gather(1, first.expand(-1, -1, *lists.shape[2:])), leading
-    accumulate = torch.promote_types(q.dtype, torch.float32)
-    block_scores = scores(q, ck, mem_k, i, C, settings, scale, accumulate).to(accumulate)
-    gates = reference_topk.straight_through_gates(
-        block_scores, candidates(i, C, settings), settings["importance"]
-    )
-    lists = lists.transpose(1, 2).long()
-    gates = gates.gather(-1, lists.clamp(min=0)).masked_fill(lists < 0, 1.0).transpose(1, 2)
-    return gates if group is None else reference_topk.share(gates, group, gates.new_ones(()))
+    call = dict(settings, seq_len=S, q_offset=q_offset, scale=scale)
+    return reference.selection_gates(q, ck, lists, mem_k=mem_k, **call)
 
 
 def gradients(fn, tensors, weights, dtype):

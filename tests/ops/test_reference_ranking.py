@@ -7,7 +7,7 @@ import torch
 
 from native_sparse_attention import select_blocks
 from tests.helpers import oracles
-from tests.ops.reference.test_reference import close, normal
+from tests.ops.test_reference import close, normal
 
 GEOMETRIES = [(4, 4, 4), (8, 4, 8), (8, 4, 4), (6, 2, 8), (8, 8, 4), (12, 8, 2)]
 RULES = [("logits", False), ("logits", True), ("probs", False), ("max", False)]

@@ -1,0 +1,584 @@
+"""The specification of Native Sparse Attention in eager PyTorch: `docs/semantics.md` as code. Every
+backend computes these functions.
+
+The code favours reading over speed: dense masks, a softmax, memory O(T S), gradients by autograd.
+`chunked.py` runs the same functions in linear memory: it passes its own `attend`, `rank` and
+`gate`. A masked key has weight 0 and no gradient. As in SDPA, 0 times a NaN or infinite value is
+NaN, even if the mask hides that value; padding is zeros (`varlen.py`) before it comes here.
+
+    b  batch         i  query        h  query heads        d  key width
+    k  KV heads      j  key          g  query heads of one KV head
+    w  windows       c  blocks       r  heads that rank: k (shared by the group) or h (each its own)
+    n  slots         t  queries that are ranked: one of each group of `selection_stride`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor
+
+from .. import blocks
+from ..compat.autocast import no_autocast
+from ..compat.graphs import free_size, is_exporting
+from ..varlen import Documents
+
+# softmax attention
+
+
+def upcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to fp32 or better for products and softmax. fp16 overflows if unscaled logits pass
+    65504; bf16 rounds logits by 1 in 256."""
+    return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
+
+
+def times(a: Tensor, x: Tensor) -> Tensor:
+    """[b k g i j] times [b k j y] as one matmul for all heads of a group. An exported program keeps
+    the axes apart, since merging them would fix the lengths."""
+    if is_exporting():
+        return torch.matmul(a, x[:, :, None])
+    b, k, g, i, j = a.shape
+    return torch.matmul(a.reshape(b, k, g * i, j), x).reshape(b, k, g, i, x.shape[-1])
+
+
+class Visibility(NamedTuple):
+    """Which keys each query sees.
+
+    Args:
+        mask: of rows and columns of the scores, two slices: [b|1 k|1 g|1 i j], or None if each of
+            these queries sees each of these keys.
+        key_range: the first key, and one past the last, that queries at positions `first` to `last`
+            may see. It may pass the ends of the keys.
+        q_offset: position of query 0.
+        expand_gates: the factors [b k g|1 i j] of the logits of rows and columns, from the gates of
+            these rows.
+    """
+
+    mask: Callable[[slice, slice], Any]
+    key_range: Callable[[int, int], tuple[int, int]]
+    q_offset: int | Tensor
+    expand_gates: Callable[[Tensor, slice, slice], Tensor] = lambda gates, rows, keys: gates
+
+
+def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
+    """Absolute position of each query: [1, T], or [b, T] where offsets differ by sequence."""
+    i = torch.arange(q.shape[1], device=q.device)
+    return i[None] + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)
+
+
+def in_document(j: Tensor, documents: Documents | None, rows: slice) -> Tensor | None:
+    """Which keys j lie in the document of each query, [b i j]."""
+    if documents is None:
+        return None
+    first, last = (bound[:, rows, None] for bound in documents)
+    return (j >= first) & (j < last)
+
+
+def scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+    """Scaled logits [b k g i j] of q [b i (k g) d] and k [b j k d]."""
+    q = rearrange(q, "b i (k g) d -> b k g i d", k=k.shape[2])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return times(q, rearrange(k, "b j k d -> b k j d").mT) * scale
+
+
+def capped(sim: Tensor, soft_cap: float | None) -> Tensor:
+    """`c tanh(logit / c)`"""
+    return sim if soft_cap is None else soft_cap * (sim / soft_cap).tanh()
+
+
+def with_sinks(sim: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits [b k g i j] and their mask, with the sinks [(k g)] as one more visible column."""
+    if sinks is None:
+        return sim, mask
+    column = rearrange(sinks.to(sim.dtype), "(k g) -> 1 k g 1 1", k=sim.shape[1])
+    sim = torch.cat((sim, column.expand(*sim.shape[:-1], 1)), dim=-1)
+    # not F.pad: torch's CPU compiler does not vectorize padding a bool tensor with True
+    return sim, torch.cat((mask, mask.new_ones(()).expand(*mask.shape[:-1], 1)), dim=-1)
+
+
+def masked_softmax(sim: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last axis where mask is True; returns (probabilities, masked logits).
+
+    A row that sees no key has probability 0 everywhere and no gradient. Zeros replace its logits
+    before the softmax, so no NaN forms.
+    """
+    empty = ~mask.any(dim=-1, keepdim=True)
+    sim = sim.masked_fill(~mask, float("-inf")).masked_fill(empty, 0.0)
+    return sim.softmax(dim=-1).masked_fill(empty, 0.0), sim
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, *, gates: Tensor | None = None,
+    scale: float | None = None, soft_cap: float | None = None, sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Softmax attention of q [b i h d] over k [b j k d] and v [b j k e]: [b i h e], and on request
+    its log-sum-exp [b i h]. Gates multiply the capped logits. A sink [h] is one more logit of the
+    softmax with value 0."""
+    everything = slice(None), slice(None)
+    sim, mask = capped(scores(q, k, scale), soft_cap), visibility.mask(*everything)
+    if gates is not None:
+        sim = sim * visibility.expand_gates(gates, *everything)
+    sim, mask = with_sinks(sim, mask, sinks)
+    probs, sim = masked_softmax(sim, mask)
+    out = times(probs[..., : k.shape[1]], rearrange(v, "b j k e -> b k j e"))
+    out = rearrange(out, "b k g i e -> b i (k g) e")
+    if not return_lse:
+        return out
+    if sim.shape[-1] == 0:
+        lse = sim.new_full(sim.shape[:-1], float("-inf"))
+    else:
+        lse = sim.logsumexp(dim=-1).masked_fill(~mask.any(dim=-1), float("-inf"))
+    return out, rearrange(lse, "b k g i -> b i (k g)")
+
+
+# branch 1: compressed
+
+
+def visible_windows(
+    i: Tensor, num_windows: int, d: int, causal: bool, documents: Documents | None = None
+) -> tuple[Tensor, Tensor]:
+    """The first window that each query at position i sees, and one past the last: causally the
+    windows that end before the query, `(w + 1) d - 1 < i`."""
+    first, end = torch.zeros_like(i), torch.full_like(i, num_windows)
+    if documents is not None:
+        first, last = documents.windows(d, causal=causal)
+        end = last.clamp(max=num_windows)
+    if causal:
+        end = end.minimum(blocks.num_visible_windows(i, d))
+    return first, end
+
+
+def window_mask(visible: tuple[Tensor, Tensor], w: Tensor) -> Tensor:
+    """Which windows w each query sees, [b|1 1 1 i w]. All see memory, which has w < 0."""
+    first, end = (bound[..., None] for bound in visible)
+    return rearrange(((w >= first) & (w < end)) | (w < 0), "b i w -> b 1 1 i w")
+
+
+def prepend_memory(memory: Tensor | None, x: Tensor) -> Tensor:
+    """Learned memory [k m d] before the windows [b w k d] of every sequence."""
+    return x if memory is None else torch.cat((repeat(memory, "k m d -> b m k d", b=len(x)), x), 1)
+
+
+def window_numbers(W: int, mem_k: Tensor | None, device: torch.device) -> Tensor:
+    """Of memory and windows: `-m .. W - 1`."""
+    return torch.arange(0 if mem_k is None else -mem_k.shape[1], W, device=device)
+
+
+def compressed_attention(
+    q: Tensor, ck: Tensor, cv: Tensor, *, mem_k: Tensor | None, mem_v: Tensor | None,
+    compress_block_sliding_stride: int, causal: bool, q_offset: int | Tensor,
+    documents: Documents | None = None, attend: Callable[..., Any] = attend, **softmax: Any,
+) -> Any:  # fmt: skip
+    """Softmax over memory and the visible windows."""
+    d, W = compress_block_sliding_stride, ck.shape[1]
+    visible = visible_windows(query_positions(q, q_offset), W, d, causal, documents)
+    w = window_numbers(W, mem_k, q.device)
+    m = 0 if mem_k is None else mem_k.shape[1]
+
+    def mask(rows: slice, keys: slice) -> Tensor:
+        return window_mask((visible[0][:, rows], visible[1][:, rows]), w[keys])
+
+    def key_range(first: int, last: int) -> tuple[int, int]:
+        return 0, m + (blocks.num_visible_windows(last, d) if causal else W)
+
+    ck, cv = prepend_memory(mem_k, ck), prepend_memory(mem_v, cv)
+    return attend(q, ck, cv, Visibility(mask, key_range, q_offset), **softmax)
+
+
+# branch 2: selected
+
+
+def forced_blocks(
+    i: Tensor, c: Tensor, s: int, *, causal: bool, num_initial_blocks: int,
+    num_local_blocks: int, documents: Documents | None = None,
+) -> Tensor:  # fmt: skip
+    """Blocks that a query reads without ranking, [b|1 i] x [c] -> [b|1 i c]: the initial blocks
+    and, if causal, the `num_local_blocks` that end with the query's own block."""
+    first = torch.zeros_like(i) if documents is None else documents.blocks(s)[0]
+    first = first[..., None]
+    forced = c < first + num_initial_blocks
+    if causal:
+        own_block = (i // s)[..., None]
+        forced = (forced | (c > own_block - num_local_blocks)) & (c <= own_block)
+    return forced & (c >= first)
+
+
+def scatter_blocks(
+    values: Tensor, block_indices: Tensor, num_blocks: int, default: float
+) -> Tensor:
+    """Scatter the values of the selected blocks over all blocks, [b i r n] -> [b r i c]. Index -1
+    is skipped."""
+    b, i, r, _ = block_indices.shape
+    dense = values.new_full((b, i, r, num_blocks + 1), default)
+    index = block_indices.long()
+    index = torch.where((index >= 0) & (index < num_blocks), index, num_blocks)
+    dense = dense.scatter(-1, index, values)[..., :num_blocks]
+    return rearrange(dense, "b i r c -> b r i c")
+
+
+def block_numbers(S: int, s: int, device: torch.device) -> Tensor:
+    """The block of each of S keys, [S]: the number of blocks that begin up to the key, less one.
+    `j // s` fails: torch's CPU compiler splits that loop by s and drops the last S % s keys."""
+    begins = torch.arange(S, device=device) % s == 0
+    return begins.cumsum(0) - 1
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, gates: Tensor | None,
+    selection_block_size: int, num_initial_blocks: int, num_local_blocks: int, causal: bool,
+    q_offset: int | Tensor, documents: Documents | None = None,
+    attend: Callable[..., Any] = attend, **softmax: Any,
+) -> Any:  # fmt: skip
+    """Softmax over the tokens of the forced and the selected blocks, causal inside."""
+    s, S, kv = selection_block_size, k.shape[1], k.shape[2]
+    i, j = query_positions(q, q_offset), torch.arange(S, device=q.device)
+    num_blocks = free_size(blocks.num_blocks(S, s))
+    c, block_of_key = torch.arange(num_blocks, device=q.device), block_numbers(S, s, q.device)
+
+    def forced(rows: slice) -> Tensor:
+        bounds = None if documents is None else Documents(*(t[:, rows] for t in documents))
+        return forced_blocks(
+            i[:, rows], c, s, causal=causal, num_initial_blocks=num_initial_blocks,
+            num_local_blocks=num_local_blocks, documents=bounds,
+        )[:, None]  # fmt: skip
+
+    def mask(rows: slice, keys: slice) -> Tensor:
+        indices = block_indices[:, rows]
+        chosen = torch.ones_like(indices, dtype=torch.bool)
+        chosen = scatter_blocks(chosen, indices, num_blocks, False)
+        # [b r i c] -> [b k g' i j] with g' = 1 if a group shares its block indices
+        attended = rearrange(chosen | forced(rows), "b (k g) i c -> b k g i c", k=kv)
+        seen = attended.index_select(-1, block_of_key[keys])
+        if causal:
+            seen = seen & (j[keys] <= i[:, rows, None])[:, None, None]
+        same_document = in_document(j[keys], documents, rows)
+        return seen if same_document is None else seen & same_document[:, None, None]
+
+    def expand_gates(gates: Tensor, rows: slice, keys: slice) -> Tensor:
+        gate = scatter_blocks(gates.to(q.dtype), block_indices[:, rows], num_blocks, 1.0)
+        gate = gate.masked_fill(forced(rows), 1.0)
+        gate = rearrange(gate, "b (k g) i c -> b k g i c", k=kv)
+        return gate.index_select(-1, block_of_key[keys])
+
+    def key_range(first: int, last: int) -> tuple[int, int]:
+        return 0, last + 1 if causal else S
+
+    visibility = Visibility(mask, key_range, q_offset, expand_gates)
+    return attend(q, k, v, visibility, gates=gates, **softmax)
+
+
+# branch 3: sliding window
+
+
+def sliding_window_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, sliding_window_size: int, causal: bool,
+    q_offset: int | Tensor, documents: Documents | None = None,
+    attend: Callable[..., Any] = attend, **softmax: Any,
+) -> Any:  # fmt: skip
+    """Softmax over keys `i - w .. i`, or `i - w .. i + w` if not causal."""
+    behind, ahead = sliding_window_size, 0 if causal else sliding_window_size
+    i, j = query_positions(q, q_offset), torch.arange(k.shape[1], device=q.device)
+
+    def mask(rows: slice, keys: slice) -> Tensor:
+        distance = i[:, rows, None] - j[keys]
+        seen = (distance <= behind) & (-distance <= ahead)
+        same_document = in_document(j[keys], documents, rows)
+        seen = seen if same_document is None else seen & same_document
+        return seen[:, None, None]
+
+    def key_range(first: int, last: int) -> tuple[int, int]:
+        return first - behind, last + ahead + 1
+
+    return attend(q, k, v, Visibility(mask, key_range, q_offset), **softmax)
+
+
+# the gate
+
+
+def combine_branches(outs: Sequence[Tensor], gates: Tensor) -> Tensor:
+    """`sum_b gate_b out_b`: gates [b i h branches] in the order compressed, selected, window."""
+    terms = [g[..., None].to(o.dtype) * o for g, o in zip(gates.unbind(-1), outs, strict=True)]
+    return sum(terms[1:], start=terms[0])
+
+
+# importance of blocks
+
+
+def pool_windows(
+    window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int, rule: str
+) -> Tensor:
+    """Score of block c: the mean, or with `max` the largest, of its windows before `end` [b|1 i],
+    [b r i w] -> [b r i c]; 0 without one."""
+    w = blocks.first_window_of_block(c, d, s)[:, None]
+    w = w + torch.arange(blocks.windows_per_block(d, s), device=c.device)
+    exists = (w < end[..., None, None])[:, None]
+    values = window_scores[..., w.clamp(max=window_scores.shape[-1] - 1)]
+    if rule == "max":
+        largest = values.masked_fill(~exists, float("-inf")).amax(dim=-1)
+        return largest.masked_fill(~exists.any(dim=-1), 0.0)
+    return values.masked_fill(~exists, 0.0).sum(dim=-1) / exists.sum(dim=-1).clamp(min=1)
+
+
+def interpolate_windows(
+    window_scores: Tensor, visible: tuple[Tensor, Tensor], c: Tensor, d: int, s: int
+) -> Tensor:
+    """Score of block c: the mean over its tokens under a window of interpolated window scores.
+
+    Token t lies at `(t + 0.5) / d - 0.5` on the axis of window centres. The query sees windows
+    `visible[0]` to `visible[1] - 1`, [b|1 i] each. The nearest window that it sees replaces a
+    neighbour that is hidden or does not exist.
+    """
+    t = c[:, None] * s + torch.arange(s, device=c.device)
+    # both neighbours in integer arithmetic: positions in units of 1 / (2 d)
+    left, remainder = (2 * t + 1 - d) // (2 * d), (2 * t + 1 - d) % (2 * d)
+    weight = remainder.to(window_scores.dtype) / (2 * d)
+    first, end = (n[..., None, None] for n in visible)
+
+    def pick(w: Tensor) -> Tensor:
+        nearest = w.maximum(first).minimum(end - 1).clamp(min=0)
+        index = rearrange(nearest, "b i c t -> b 1 i (c t)")
+        index = index.expand(*window_scores.shape[:3], -1)
+        return window_scores.gather(-1, index).unflatten(-1, t.shape)
+
+    covered = (t < end * d)[:, None]
+    token_scores = torch.lerp(pick(left), pick(left + 1), weight).masked_fill(~covered, 0.0)
+    return token_scores.sum(dim=-1) / covered.sum(dim=-1).clamp(min=1)
+
+
+def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
+    """Score of block c: `sum_w overlap(w, c) / d * p_w`, the probabilities of its windows weighted
+    by overlap. If d > s, the score is the probability of the one window over the block."""
+    W = probs.shape[-1]
+    mass = probs.new_zeros(*probs.shape[:-1], c.shape[0])
+    first = blocks.first_window_of_block(c, d, s) if d > s else c * s // d
+    for w in (first + j for j in range(1 if d > s else (s + l - 1) // d + 1)):
+        share = torch.ones_like(w) if d > s else blocks.overlap(w, c, l, d, s) / d
+        weight = torch.where((w >= 0) & (w < W), share, 0).to(probs.dtype)
+        mass = mass + probs[..., w.clamp(0, W - 1)] * weight
+    return mass
+
+
+def importance_scores(
+    q: Tensor, ck: Tensor, mem_k: Tensor | None, visible: tuple[Tensor, Tensor], c: Tensor, *,
+    rule: str, interpolated: bool, shared: bool, l: int, d: int, s: int, scale: float | None,
+    soft_cap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Scores [b r i c] of blocks c for queries that see windows `visible[0]` to `visible[1] - 1`,
+    [b|1 i] each, by the rules of `docs/semantics.md`."""
+    # sequences without a window, as those of a compiled graph may be, get a hidden one
+    hidden = 1 if torch.compiler.is_compiling() or ck.shape[1] == 0 else 0
+    if rule == "probs":
+        mask = window_mask(visible, window_numbers(ck.shape[1], mem_k, q.device))
+        sim = capped(scores(q, prepend_memory(mem_k, ck), scale), soft_cap)
+        keys = sim.shape[-1]
+        probs, _ = masked_softmax(*with_sinks(sim, mask, sinks))
+        probs = F.pad(probs[..., keys - ck.shape[1] : keys], (0, hidden))
+        probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
+        return block_mass(probs, c, l, d, s)
+    if shared:
+        # the mean over heads of dot products is the dot product with the mean query
+        q = rearrange(q, "b i (k g) d -> b i k g d", k=ck.shape[2]).mean(dim=3)
+    window_scores = rearrange(scores(q, ck, scale), "b k g i w -> b (k g) i w")
+    window_scores = F.pad(window_scores, (0, hidden))
+    if interpolated:
+        return interpolate_windows(window_scores, visible, c, d, s)
+    return pool_windows(window_scores, visible[1], c, d, s, rule)
+
+
+# selection
+
+
+class Ranking(NamedTuple):
+    """Settings of `select_blocks` under their public names, after three facts of a call."""
+
+    seq_len: int
+    q_offset: int | Tensor
+    causal: bool
+    compress_block_size: int
+    compress_block_sliding_stride: int
+    selection_block_size: int
+    num_selected_blocks: int
+    importance: str
+    interpolated_importance_score: bool
+    num_initial_blocks: int
+    num_local_blocks: int
+    selection_stride: int
+    query_heads_share_selected_kv: bool
+    scale: float | None = None
+    soft_cap: float | None = None
+
+
+class RankedQueries(NamedTuple):
+    """The queries that are ranked, q [b t h d], at positions i [b|1 t], with the bounds of their
+    documents; the compressed branch's keys, memory and sinks."""
+
+    q: Tensor
+    ck: Tensor
+    mem_k: Tensor | None
+    sinks: Tensor | None
+    i: Tensor
+    documents: Documents | None
+
+    def slice(self, rows: slice, windows: slice) -> RankedQueries:
+        documents = self.documents
+        if documents is not None:
+            documents = Documents(*(bound[:, rows] for bound in documents))
+        q, ck, i = self.q[:, rows], self.ck[:, windows], self.i[:, rows]
+        return RankedQueries(q, ck, self.mem_k, self.sinks, i, documents)
+
+
+def candidates(
+    i: Tensor, c: Tensor, num_ranked: int, documents: Documents | None, *, d: int, s: int,
+    num_initial_blocks: int, num_local_blocks: int, causal: bool,
+) -> Tensor:  # fmt: skip
+    """Which blocks c below `num_ranked` a query at position i [b|1 i] may select, [b|1 i c]: those
+    that are not forced and, if causal, past and wholly visible."""
+    candidate = ((c >= num_initial_blocks) & (c < num_ranked)).expand(*i.shape, -1)
+    if documents is not None:
+        first, end = (t[..., None] for t in documents.blocks(s))
+        candidate = (c >= first + num_initial_blocks) & (c < end)
+    if causal:
+        past = c <= (i // s)[..., None] - max(num_local_blocks, 1)
+        candidate = candidate & past & (c < blocks.num_complete_blocks(i, d, s)[..., None])
+    return candidate
+
+
+def block_scores(queries: RankedQueries, ranking: Ranking) -> tuple[Tensor, Tensor]:
+    """Scores [b r t c] of n blocks or more, in fp32 or better (in bf16 half of them would tie), and
+    which blocks are candidates, [b|1 1 t c]."""
+    leaves: Any = (
+        None if t is None else t.to(torch.promote_types(t.dtype, torch.float32))
+        for t in queries[:4]
+    )
+    q, ck, mem_k, sinks = leaves
+    i, documents, W, n = queries.i, queries.documents, ck.shape[1], ranking.num_selected_blocks
+    d, s = ranking.compress_block_sliding_stride, ranking.selection_block_size
+    num_ranked = blocks.num_complete_blocks(W * d, d, s)
+    if not ranking.causal:
+        num_ranked = free_size(blocks.num_blocks(ranking.seq_len, s))
+    # a compiled graph runs other lengths, so it always appends n columns
+    missing = n if torch.compiler.is_compiling() else max(0, n - num_ranked)
+    c = torch.arange(num_ranked + missing, device=q.device)
+    candidate = candidates(
+        i, c, num_ranked, documents, d=d, s=s, num_initial_blocks=ranking.num_initial_blocks,
+        num_local_blocks=ranking.num_local_blocks, causal=ranking.causal,
+    )[:, None]  # fmt: skip
+    with no_autocast(q.device.type):
+        values = importance_scores(
+            q, ck, mem_k, visible_windows(i, W, d, ranking.causal, documents), c,
+            rule=ranking.importance, interpolated=ranking.interpolated_importance_score,
+            shared=ranking.query_heads_share_selected_kv, l=ranking.compress_block_size, d=d, s=s,
+            scale=ranking.scale, soft_cap=ranking.soft_cap, sinks=sinks,
+        )  # fmt: skip
+    return values, candidate
+
+
+def rank(queries: RankedQueries, ranking: Ranking) -> Tensor:
+    """Block indices [b t r n] of the top-n candidates, best first, -1 for an empty slot. The
+    earlier block wins a tie."""
+    with torch.no_grad():
+        values, candidate = block_scores(queries, ranking)
+        masked = values.masked_fill(~candidate, float("-inf"))
+        order = masked.sort(dim=-1, descending=True, stable=True).indices
+        order = order[..., : ranking.num_selected_blocks]
+        order = order.where(candidate.expand_as(masked).gather(-1, order), -1)
+        return rearrange(order.to(torch.int32), "b r t n -> b t r n")
+
+
+def gate(queries: RankedQueries, block_indices: Tensor, ranking: Ranking) -> Tensor:
+    """Gates [b t r n] of selected blocks: value 1, with the gradient of the block's score (`probs`)
+    or of its softmax over the candidates and one constant logit of -1e3."""
+    values, candidate = block_scores(queries, ranking)
+    if ranking.importance != "probs":
+        values = F.pad(values.masked_fill(~candidate, float("-inf")), (1, 0), value=-1e3)
+        values = values.softmax(dim=-1)[..., 1:]
+    index = rearrange(block_indices.long(), "b t r n -> b r t n")
+    values = values.gather(-1, index.clamp(min=0)).masked_fill(index < 0, 0.0)
+    return rearrange(1.0 + (values - values.detach()), "b r t n -> b t r n")
+
+
+def leaders(q: Tensor, i: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first token of each group, whose ranking the group shares: queries [b t h d], positions
+    [b|1 t], and each query's group [b|1 i]. A group that began before this call is -1."""
+    T, first = q.shape[1], i[:, :1]
+    group = i // stride - blocks.ceil_div(first, stride)
+    groups = free_size(blocks.ceil_div(T, stride))
+    t = -first % stride + stride * torch.arange(groups, device=q.device)
+    t = t.clamp(max=T - 1)
+    rows = t.expand(q.shape[0], -1)[..., None, None].expand(-1, -1, *q.shape[2:])
+    return q.gather(1, rows), i.gather(1, t), group
+
+
+def share(ranked: Tensor, group: Tensor, before: Tensor) -> Tensor:
+    """Give each group's ranking [b t r n] to its tokens. Tokens of group -1 get `before`."""
+    index = group.clamp(min=0)[..., None, None].expand(ranked.shape[0], -1, *ranked.shape[2:])
+    return torch.where(group[..., None, None] < 0, before, ranked.gather(1, index))
+
+
+def ranked_queries(
+    q: Tensor, ck: Tensor, mem_k: Tensor | None, sinks: Tensor | None,
+    documents: Documents | None, ranking: Ranking,
+) -> tuple[RankedQueries, Any, Any]:  # fmt: skip
+    """The queries that are ranked; with a stride also their rows [b t] and the group of each query
+    [b|1 i]."""
+    i = query_positions(q, ranking.q_offset)
+    if ranking.selection_stride == 1:
+        return RankedQueries(q, ck, mem_k, sinks, i, documents), None, None
+    start = i[:, :1]
+    q, i, group = leaders(q, i, ranking.selection_stride)
+    rows = (i - start).expand(len(q), -1)
+    if documents is not None:
+        documents = Documents(*(bound.gather(1, rows) for bound in documents))
+    return RankedQueries(q, ck, mem_k, sinks, i, documents), rows, group
+
+
+def selection_gates(
+    q: Tensor, ck: Tensor, block_indices: Tensor, *, mem_k: Tensor | None = None,
+    sinks: Tensor | None = None, documents: Documents | None = None,
+    gate: Callable[..., Tensor] = gate, **settings: Any,
+) -> Tensor:  # fmt: skip
+    """Straight-through gates of block indices [b i r n]; see `gate`. With a stride, scores are
+    those of each group's first query, and tokens whose group began before this call have gates
+    without gradient. `settings` are those of `Ranking`.
+
+    Returns:
+        Ones [b i r n], float32 (float64 for float64 inputs), with gradients for q, ck, mem_k and
+        sinks. Deterministic.
+    """
+    if block_indices.numel() == 0:
+        return q.new_ones(block_indices.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+    ranking = Ranking(**settings)
+    queries, rows, group = ranked_queries(q, ck, mem_k, sinks, documents, ranking)
+    if group is None:
+        return gate(queries, block_indices, ranking)
+    rows = rows[..., None, None].expand(-1, -1, *block_indices.shape[2:])
+    gates = gate(queries, block_indices.gather(1, rows), ranking)
+    return share(gates, group, gates.new_ones(()))
+
+
+def select_blocks(
+    q: Tensor, ck: Tensor, *, mem_k: Tensor | None, leader_indices: Tensor | None = None,
+    return_gates: bool = False, sinks: Tensor | None = None, documents: Documents | None = None,
+    rank: Callable[..., Tensor] = rank, gate: Callable[..., Tensor] = gate, **settings: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Block indices [b i r n], int32, and on request their straight-through gates. `settings` are
+    those of `Ranking`."""
+    ranking = Ranking(**settings)
+    heads = ck.shape[2] if ranking.query_heads_share_selected_kv else q.shape[2]
+    shape = (*q.shape[:2], heads, ranking.num_selected_blocks)
+    indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+    if 0 not in shape:
+        queries, _, group = ranked_queries(q, ck, mem_k, sinks, documents, ranking)
+        indices = rank(queries, ranking)
+        if group is not None:
+            before = indices.new_full((), -1) if leader_indices is None else leader_indices[:, None]
+            indices = share(indices, group, before)
+    if not return_gates:
+        return indices, None
+    leaves: dict[str, Any] = dict(mem_k=mem_k, sinks=sinks, documents=documents)
+    return indices, selection_gates(q, ck, indices, gate=gate, **leaves, **settings)

@@ -1,1 +1,0 @@
-"""The specification in eager PyTorch, dense and in memory linear in the length."""
