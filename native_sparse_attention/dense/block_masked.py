@@ -63,17 +63,10 @@ def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
 
 
 def block_masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segment_ids: SegmentIds | Tensor | None,
-    block_kv: int,
-    block_q: int,
-    mask: Tensor,
-    mask_value: float,
-    cap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, segment_ids: SegmentIds | Tensor | None, block_kv: int,
+    block_q: int, mask: Tensor, mask_value: float, cap: float | None = None,
     save_residuals: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Softmax attention under an arbitrary mask, block by block. Memory beside the mask is linear
     in the lengths.
 

@@ -37,46 +37,13 @@ from .segments import SegmentIds, check_segment_ids
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def call_mask_mod(
-    mask_mod: MaskMod, B: int, H: int, rows: slice, keys: slice, device: torch.device
-) -> Tensor:
-    """Evaluate a mask mod on one tile, [b|1 h|1 i|1 j|1]."""
-    b, h, i, j = (
-        torch.arange(start, stop, device=device).view(shape)
-        for start, stop, shape in (
-            (0, B, (-1, 1, 1, 1)),
-            (0, H, (1, -1, 1, 1)),
-            (rows.start, rows.stop, (1, 1, -1, 1)),
-            (keys.start, keys.stop, (1, 1, 1, -1)),
-        )
-    )
-    allowed = mask_mod(b, h, i, j)
-    check_mask("what mask_mod returns", allowed, device, b=B, h=H, i=i.numel(), j=j.numel())
-    return with_axes(allowed, 4)
-
-
-def with_axes(t: Tensor, ndim: int) -> Tensor:
-    """Prepend axes of length 1, as broadcasting does."""
-    return t[(None,) * (ndim - t.ndim)]
-
-
 def chunked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_chunk_size: int = 1024,
-    k_chunk_size: int = 4096,
-    causal: bool = False,
-    sliding_window_size: int | None = None,
-    segment_ids: SegmentIds | Tensor | None = None,
-    soft_cap: float | None = None,
-    mask: Tensor | None = None,
-    mask_mod: MaskMod | None = None,
-    q_offset: int | Tensor | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, *, q_chunk_size: int = 1024, k_chunk_size: int = 4096,
+    causal: bool = False, sliding_window_size: int | None = None,
+    segment_ids: SegmentIds | Tensor | None = None, soft_cap: float | None = None,
+    mask: Tensor | None = None, mask_mod: MaskMod | None = None,
+    q_offset: int | Tensor | None = None, scale: float | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """Softmax attention in memory O(T + S), forward and backward, under any mask.
 
     `out_i = softmax_j(cap(q_i . k_j * scale)) v_j` over the keys j that query i sees, with
@@ -136,7 +103,11 @@ def chunked_attention(
     is_banded = causal or sliding_window_size is not None
     behind = TOO_LARGE if sliding_window_size is None else sliding_window_size
     ahead = 0 if causal else behind
-    i, j = query_positions(q, q_offset), torch.arange(S, device=q.device)
+    positions = query_positions(q, q_offset)[:, None, :, None]
+    b, h, i, j = (
+        torch.arange(n, device=q.device).view([-1 if axis == a else 1 for a in range(4)])
+        for axis, n in enumerate((B, H, T, S))
+    )
 
     def covers(rows: slice, keys: slice) -> bool:
         """Whether each of these queries has each of these keys in its band, as far as the host
@@ -151,14 +122,17 @@ def chunked_attention(
         """[b|1 k|1 g|1 i j]"""
         masks = []
         if not covers(rows, keys):
-            distance = (i[:, rows, None] - j[keys])[:, None]
+            distance = positions[:, :, rows] - j[..., keys]
             masks.append((distance <= behind) & (-distance <= ahead))
         if segments is not None:
             masks.append((segments.q[:, rows, None] == segments.kv[:, None, keys])[:, None])
         if mask is not None:
-            masks.append(slice_axis(slice_axis(with_axes(mask, 4), 2, rows), 3, keys))
+            masks.append(slice_axis(slice_axis(prepend_axes(mask), 2, rows), 3, keys))
         if mask_mod is not None:
-            masks.append(call_mask_mod(mask_mod, B, H, rows, keys, q.device))
+            allowed = mask_mod(b, h, i[:, :, rows], j[..., keys])
+            axes = dict(b=B, h=H, i=rows.stop - rows.start, j=keys.stop - keys.start)
+            check_mask("what mask_mod returns", allowed, q.device, **axes)
+            masks.append(prepend_axes(allowed))
         if not masks:
             return None
         visible = reduce(torch.logical_and, masks)
@@ -177,6 +151,11 @@ def chunked_attention(
         )  # fmt: skip
     out = out.to(dtype)
     return (out, lse) if return_lse else out
+
+
+def prepend_axes(t: Tensor) -> Tensor:
+    """Prepend axes of length 1 up to four, as broadcasting does."""
+    return t[(None,) * (4 - t.ndim)]
 
 
 def check_any_offset(

@@ -9,7 +9,7 @@ independent.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,16 +33,17 @@ from .segments import SegmentIds, check_segment_ids
 DEFAULT_MASK_VALUE = -0.7 * torch.finfo(torch.float32).max
 
 
+class Settings(NamedTuple):
+    segment_ids: SegmentIds | None
+    causal: bool
+    mask_value: float
+    softmax_scale: float
+
+
 def check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ab: Tensor | None,
-    segment_ids: SegmentIds | Tensor | None,
-    causal: bool,
-    mask_value: float,
-    softmax_scale: float,
-) -> tuple[SegmentIds | None, bool, float, float]:
+    q: Tensor, k: Tensor, v: Tensor, ab: Tensor | None, segment_ids: SegmentIds | Tensor | None,
+    causal: bool, mask_value: float, softmax_scale: float,
+) -> Settings:  # fmt: skip
     check_given(q=q, k=k, v=v)
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B H S D"), v=(v, "B H S E"))
     check_same(q=q, k=k, v=v)
@@ -51,9 +52,8 @@ def check_call(
         check_given(ab=ab)
         check_same(ab=ab)
         check_broadcasts("ab", ab, B=B, H=H, T=T, S=S)
-        if ab.device != q.device:
-            raise ValueError(f"ab is on {ab.device} but q is on {q.device}")
-    return (
+        check_devices(q=q, ab=ab)
+    return Settings(
         check_segment_ids(segment_ids, B, T, S, q.device),
         check_bool("causal", causal),
         check_mask_value(mask_value, q.dtype),
@@ -62,40 +62,27 @@ def check_call(
 
 
 def masked_logits(
-    q: Tensor,
-    k: Tensor,
-    ab: Tensor | None,
-    segment_ids: SegmentIds | None,
-    causal: bool,
-    mask_value: float,
-    softmax_scale: float,
+    q: Tensor, k: Tensor, ab: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Logits [b h i j] and their mask, [b|1 1 i j]."""
     visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)[None, None]
-    if causal:
+    if settings.causal:
         visible = visible.tril()
-    if segment_ids is not None:
-        visible = visible & (segment_ids.q[:, None, :, None] == segment_ids.kv[:, None, None])
+    if settings.segment_ids is not None:
+        q_ids, kv_ids = settings.segment_ids
+        visible = visible & (q_ids[:, None, :, None] == kv_ids[:, None, None])
     s = torch.matmul(q, k.mT)
-    if ab is not None:
-        s = s + ab
-    return (s * softmax_scale).masked_fill(~visible, mask_value), visible
+    s = s if ab is None else s + ab
+    return (s * settings.softmax_scale).masked_fill(~visible, settings.mask_value), visible
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ab: Tensor | None,
-    segment_ids: SegmentIds | None,
-    causal: bool,
-    mask_value: float,
-    softmax_scale: float,
+    q: Tensor, k: Tensor, v: Tensor, ab: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, sum of exponentials, greatest logit, all in fp32 or better."""
     with no_autocast(q.device.type):
         q, k, v = upcast(q, k, v)
-        s, visible = masked_logits(q, k, ab, segment_ids, causal, mask_value, softmax_scale)
+        s, visible = masked_logits(q, k, ab, settings)
         hidden = ~visible.any(dim=-1)
         m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
         m = m.masked_fill(hidden, float("-inf"))
@@ -106,17 +93,11 @@ def forward(
 
 
 def mha_reference_no_custom_vjp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ab: Tensor | None = None,
-    segment_ids: SegmentIds | Tensor | None = None,
-    *,
-    causal: bool = False,
-    mask_value: float = DEFAULT_MASK_VALUE,
-    softmax_scale: float = 1.0,
+    q: Tensor, k: Tensor, v: Tensor, ab: Tensor | None = None,
+    segment_ids: SegmentIds | Tensor | None = None, *, causal: bool = False,
+    mask_value: float = DEFAULT_MASK_VALUE, softmax_scale: float = 1.0,
     save_residuals: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """`mha_reference` with the gradients of autograd.
 
     Returns:
@@ -125,29 +106,18 @@ def mha_reference_no_custom_vjp(
         for float64 inputs). The log-sum-exp is `m + log(l)`. A query that sees no key has o = 0,
         l = 0 and m = -inf. m has no gradient.
     """
-    segments, causal, mask_value, softmax_scale = check_call(
-        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
-    )
+    settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
     save_residuals = check_bool("save_residuals", save_residuals)
-    o, l, m = forward(q, k, v, ab, segments, causal, mask_value, softmax_scale)
+    o, l, m = forward(q, k, v, ab, settings)
     o = o.to(q.dtype)
     return (o, l, m) if save_residuals else o
 
 
 def mha_reference_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ab: Tensor | None,
-    segment_ids: SegmentIds | Tensor | None,
-    o: Tensor,
-    l: Tensor,
-    m: Tensor,
-    do: Tensor,
-    causal: bool = False,
-    mask_value: float = DEFAULT_MASK_VALUE,
-    softmax_scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, ab: Tensor | None, segment_ids: SegmentIds | Tensor | None,
+    o: Tensor, l: Tensor, m: Tensor, do: Tensor, causal: bool = False,
+    mask_value: float = DEFAULT_MASK_VALUE, softmax_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Explicit gradients of `mha_reference`.
 
     With `p_ij = exp(s_ij - m_i) / l_i`: `dv_j = sum_i p_ij do_i`,
@@ -181,28 +151,21 @@ def mha_reference_bwd(
 
 
 def gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ab: Tensor | None,
-    settings: tuple[SegmentIds | None, bool, float, float],
-    o: Tensor,
-    l: Tensor,
-    m: Tensor,
-    do: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`mha_reference_bwd` of checked arguments; the settings are those of `check_call`."""
-    dtype, softmax_scale = q.dtype, settings[-1]
+    q: Tensor, k: Tensor, v: Tensor, ab: Tensor | None, settings: Settings, o: Tensor, l: Tensor,
+    m: Tensor, do: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`mha_reference_bwd` of checked arguments."""
+    dtype = q.dtype
     with no_autocast(q.device.type):
         q, k, v, o, do = upcast(q, k, v, o, do)
-        s, visible = masked_logits(q, k, ab, *settings)
+        s, visible = masked_logits(q, k, ab, settings)
         # exp(s - inf) is 0: a query that sees no key neither gives nor gets gradients
         hidden = m == float("-inf")
         p = torch.exp(s - m.masked_fill(hidden, float("inf"))[..., None])
         p = p / l.masked_fill(hidden, 1.0)[..., None]
         dv = torch.matmul(p.mT, do)
         delta = (do * o).sum(dim=-1, keepdim=True)
-        ds = p * (torch.matmul(do, v.mT) - delta) * softmax_scale
+        ds = p * (torch.matmul(do, v.mT) - delta) * settings.softmax_scale
         ds = ds.masked_fill(~visible, 0.0)
         dab = None if ab is None else ds.sum_to_size(ab.shape).to(ab.dtype)
         dq, dk = torch.matmul(ds, k), torch.matmul(ds.mT, q)
@@ -211,36 +174,29 @@ def gradients(
 
 class Reference(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, ab, segment_ids, *settings) -> Tensor:
-        o, l, m = forward(q, k, v, ab, segment_ids, *settings)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ab: Any, settings: Settings) -> Tensor:
+        o, l, m = forward(q, k, v, ab, settings)
         ctx.save_for_backward(q, k, v, ab, o, l, m)
-        ctx.segment_ids, ctx.settings = segment_ids, settings
+        ctx.settings = settings
         # compiled by torch 2.11, `to` without a cast would make all gradients zeros
         return o if o.dtype == q.dtype else o.to(q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:
-        q, k, v, ab, o, l, m = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
         refuse_transforms(do)
+        q, k, v, ab, o, l, m = ctx.saved_tensors
         if torch.is_grad_enabled():
             # second derivatives need l to depend on the inputs
-            o, l, m = forward(q, k, v, ab, ctx.segment_ids, *ctx.settings)
+            o, l, m = forward(q, k, v, ab, ctx.settings)
         # not `mha_reference_bwd`: dynamo refuses its checks within a backward
-        settings = (ctx.segment_ids, *ctx.settings)
-        grads = gradients(q, k, v, ab, settings, o, l, m, do)
-        return *grads, *(None,) * 4
+        return *gradients(q, k, v, ab, ctx.settings, o, l, m, do), None
 
 
 def mha_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ab: Tensor | None = None,
-    segment_ids: SegmentIds | Tensor | None = None,
-    causal: bool = False,
-    mask_value: float = DEFAULT_MASK_VALUE,
-    softmax_scale: float = 1.0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, ab: Tensor | None = None,
+    segment_ids: SegmentIds | Tensor | None = None, causal: bool = False,
+    mask_value: float = DEFAULT_MASK_VALUE, softmax_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Dense softmax attention with the backward `mha_reference_bwd`.
 
     `o_i = softmax_j(s_ij) v_j` with `s_ij = (q_i . k_j + ab_ij) softmax_scale` if query i sees key
@@ -266,8 +222,6 @@ def mha_reference(
     Raises:
         ValueError: shapes, dtypes, devices or settings do not match.
     """
-    segments, causal, mask_value, softmax_scale = check_call(
-        q, k, v, ab, segment_ids, causal, mask_value, softmax_scale
-    )
+    settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
     refuse_transforms()
-    return Reference.apply(q, k, v, ab, segments, causal, mask_value, softmax_scale)
+    return Reference.apply(q, k, v, ab, settings)

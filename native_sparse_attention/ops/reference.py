@@ -70,12 +70,16 @@ def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
     return i[None] + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)
 
 
-def in_document(j: Tensor, documents: Documents | None, rows: slice) -> Tensor | None:
-    """Which keys j lie in the document of each query, [b i j]."""
+def slice_documents(documents: Documents | None, rows: slice) -> Documents | None:
+    return None if documents is None else Documents(*(bound[:, rows] for bound in documents))
+
+
+def keep_document(mask: Tensor, j: Tensor, documents: Documents | None, rows: slice) -> Tensor:
+    """The mask [b|1 i j] without keys j of other documents."""
     if documents is None:
-        return None
+        return mask
     first, last = (bound[:, rows, None] for bound in documents)
-    return (j >= first) & (j < last)
+    return mask & (j >= first) & (j < last)
 
 
 def scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
@@ -241,10 +245,9 @@ def selected_attention(
     c, block_of_key = torch.arange(num_blocks, device=q.device), block_numbers(S, s, q.device)
 
     def forced(rows: slice) -> Tensor:
-        bounds = None if documents is None else Documents(*(t[:, rows] for t in documents))
         return forced_blocks(
             i[:, rows], c, s, causal=causal, num_initial_blocks=num_initial_blocks,
-            num_local_blocks=num_local_blocks, documents=bounds,
+            num_local_blocks=num_local_blocks, documents=slice_documents(documents, rows),
         )[:, None]  # fmt: skip
 
     def mask(rows: slice, keys: slice) -> Tensor:
@@ -253,11 +256,9 @@ def selected_attention(
         chosen = scatter_blocks(chosen, indices, num_blocks, False)
         # [b r i c] -> [b k g' i j] with g' = 1 if a group shares its block indices
         attended = rearrange(chosen | forced(rows), "b (k g) i c -> b k g i c", k=kv)
-        seen = attended.index_select(-1, block_of_key[keys])
-        if causal:
-            seen = seen & (j[keys] <= i[:, rows, None])[:, None, None]
-        same_document = in_document(j[keys], documents, rows)
-        return seen if same_document is None else seen & same_document[:, None, None]
+        past = (j[keys] <= i[:, rows, None]) | (not causal)
+        past = keep_document(past, j[keys], documents, rows)
+        return attended.index_select(-1, block_of_key[keys]) & past[:, None, None]
 
     def expand_gates(gates: Tensor, rows: slice, keys: slice) -> Tensor:
         gate = scatter_blocks(gates.to(q.dtype), block_indices[:, rows], num_blocks, 1.0)
@@ -287,9 +288,7 @@ def sliding_window_attention(
     def mask(rows: slice, keys: slice) -> Tensor:
         distance = i[:, rows, None] - j[keys]
         seen = (distance <= behind) & (-distance <= ahead)
-        same_document = in_document(j[keys], documents, rows)
-        seen = seen if same_document is None else seen & same_document
-        return seen[:, None, None]
+        return keep_document(seen, j[keys], documents, rows)[:, None, None]
 
     def key_range(first: int, last: int) -> tuple[int, int]:
         return first - behind, last + ahead + 1
@@ -425,9 +424,7 @@ class RankedQueries(NamedTuple):
     documents: Documents | None
 
     def slice(self, rows: slice, windows: slice) -> RankedQueries:
-        documents = self.documents
-        if documents is not None:
-            documents = Documents(*(bound[:, rows] for bound in documents))
+        documents = slice_documents(self.documents, rows)
         q, ck, i = self.q[:, rows], self.ck[:, windows], self.i[:, rows]
         return RankedQueries(q, ck, self.mem_k, self.sinks, i, documents)
 
