@@ -24,7 +24,8 @@ from ..checks.tensors import (
     check_shapes,
 )
 from ..compat.autocast import in_autocast_dtype, no_autocast
-from ..ops.chunked import AttendTiles, Plan, refuse_transforms, slice_axis, split_range
+from ..compat.transforms import refuse_transforms
+from ..ops.chunked import AttendTiles, Plan, slice_axis, split_range
 from ..ops.reference import Visibility, upcast
 from .segments import SegmentIds, check_segment_ids
 
@@ -126,7 +127,7 @@ def block_masked_attention(
         raise ValueError(f"mask is on {mask.device} but q is on {q.device}")
     mask = mask if mask.ndim == 3 else mask[None]
 
-    refuse_transforms()  # before the mask is read on the host
+    refuse_transforms("block_masked_attention")
     row_chunks, key_chunks = split_range(0, T, block_q), split_range(0, S, block_kv)
     counts = mask_blocker(mask, block_q, block_kv).sum(dim=0).tolist()
     tiles = [

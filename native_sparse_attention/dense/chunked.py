@@ -30,6 +30,7 @@ from ..checks.tensors import (
     shown,
 )
 from ..compat.autocast import in_autocast_dtype, no_autocast
+from ..compat.transforms import refuse_transforms
 from ..ops.chunked import attend, slice_axis
 from ..ops.reference import Visibility, query_positions, upcast
 from .segments import SegmentIds, check_segment_ids
@@ -83,6 +84,7 @@ def chunked_attention(
     Raises:
         ValueError: shapes, dtypes, devices or settings do not match.
     """
+    refuse_transforms("chunked_attention")
     check_given(q=q, k=k, v=v)
     check_devices(q=q, k=k, v=v)
     q, k, v = in_autocast_dtype(q, k, v)

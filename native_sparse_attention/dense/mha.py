@@ -25,7 +25,8 @@ from ..checks.tensors import (
     check_shapes,
 )
 from ..compat.autocast import no_autocast
-from ..ops.chunked import refuse_transforms
+from ..compat.transforms import refuse_transforms
+from ..ops.chunked import refuse_batched
 from ..ops.reference import upcast
 from .segments import SegmentIds, check_segment_ids
 
@@ -183,7 +184,7 @@ class Reference(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
-        refuse_transforms(do)
+        refuse_batched(do)
         q, k, v, ab, o, l, m = ctx.saved_tensors
         if torch.is_grad_enabled():
             # second derivatives need l to depend on the inputs
@@ -223,5 +224,5 @@ def mha_reference(
         ValueError: shapes, dtypes, devices or settings do not match.
     """
     settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
-    refuse_transforms()
+    refuse_transforms("mha_reference")
     return Reference.apply(q, k, v, ab, settings)

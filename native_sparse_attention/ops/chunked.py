@@ -52,18 +52,17 @@ def slice_axis(t: Tensor, axis: int, part: slice) -> Tensor:
     return t if t.shape[axis] == 1 else t.narrow(axis, part.start, part.stop - part.start)
 
 
-def refuse_transforms(*grads: Tensor | None) -> None:
-    """Refuse torch.func, forward-mode AD and batched gradients, whose derivatives the functions
-    below would lose or cannot trace.
+def refuse_batched(*grads: Tensor) -> None:
+    """Refuse batched gradients, in backwards that write in place.
 
     Raises:
-        NotImplementedError: one of these is active.
+        NotImplementedError: torch.autograd or `vmap` has batched the gradients.
     """
-    if transforms.active() or any(g is not None and transforms.is_legacy_batched(g) for g in grads):
+    transforms.refuse_transforms("the backward of attention in linear memory")
+    if any(transforms.is_legacy_batched(g) for g in grads):
         raise NotImplementedError(
-            "attention in linear memory has first and second derivatives by torch.autograd only, "
-            "not torch.func, forward-mode AD or batched gradients (is_grads_batched): call "
-            "backend='eager' or masks.dense_attention, which form all scores, inside of torch.func"
+            "the backward of attention in linear memory cannot batch gradients (is_grads_batched, "
+            "vectorize=True): use torch.autograd.grad, one gradient at a time"
         )
 
 
@@ -179,7 +178,7 @@ class AttendTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Any) -> Any:  # type: ignore[override]
         """Tile by tile: `ds = p (dO . v - dO . o + dlse)`."""
-        refuse_transforms(d_out, d_lse)
+        refuse_batched(d_out, d_lse)
         plan, (q, k, v, gates, out, lse) = ctx.plan, ctx.saved_tensors
         d_q, d_k, d_v = (torch.zeros_like(t) for t in (q, k, v))
         d_gates: Any = None if gates is None else torch.zeros_like(gates)
@@ -246,7 +245,6 @@ def attend(
         key_chunks = split_range(max(0, start), min(k.shape[1], stop), chunk_sizes[1])
         tiles.append((rows, key_chunks))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    refuse_transforms()
     out, lse, _ = AttendTiles.apply(
         rearrange(q, "b i (k g) d -> b k g i d", k=k.shape[2]),
         rearrange(k, "b j k d -> b k j d"),
@@ -310,7 +308,7 @@ class Gates(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_gates: Tensor) -> Any:
-        refuse_transforms(d_gates)
+        refuse_batched(d_gates)
         *leaves, i, block_indices = ctx.saved_tensors[:6]
         documents = reference.Documents(*ctx.saved_tensors[6:]) if ctx.saved_tensors[6:] else None
         again = torch.is_grad_enabled()  # for gradients of gradients
@@ -344,7 +342,6 @@ class Gates(torch.autograd.Function):
 
 def gate(queries: RankedQueries, block_indices: Tensor, ranking: Ranking) -> Tensor:
     """`reference.gate` in memory O(T + S). The forward computes nothing."""
-    refuse_transforms()
     return Gates.apply(*queries, block_indices, ranking)
 
 
@@ -358,8 +355,7 @@ def selection_gates(q: Tensor, ck: Tensor, block_indices: Tensor, **call: Any) -
         call: mem_k, sinks, documents, q_offset and the settings of `select_blocks`, under its names
             (`reference.Ranking`).
     """
-    plain = torch.compiler.is_compiling() or transforms.active()
-    form = reference.gate if plain else gate
+    form = reference.gate if torch.compiler.is_compiling() else gate
     return reference.selection_gates(q, ck, block_indices, gate=form, **call)
 
 
@@ -377,11 +373,9 @@ def forms_few_scores(op: str, q: Tensor, k: Tensor, settings: dict[str, Any]) ->
 
 def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any:
     """Run an operation of the specification in fp32 or better, by its name. Compiled graphs would
-    unroll chunks, and torch.func and forward-mode AD cannot trace them: both get the specification
-    at any length."""
+    unroll chunks, so they get the specification at any length."""
     compute = getattr(reference, op)
-    plain = torch.compiler.is_compiling() or transforms.active()
-    plain = plain or forms_few_scores(op, q, k, settings)
+    plain = torch.compiler.is_compiling() or forms_few_scores(op, q, k, settings)
     if op == "select_blocks":  # casts to fp32 itself
         return (compute if plain else partial(compute, rank=rank, gate=gate))(q, k, **settings)
     if not plain:
