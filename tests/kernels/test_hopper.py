@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.common.tile_configs import FEW_KEYS
 from native_sparse_attention.kernels.flash import launch_sm90 as flash_sm90
-from native_sparse_attention.kernels.selected import key_major_sm90, workspace
-from native_sparse_attention.kernels.topk import launch_sm90 as topk_sm90
+from native_sparse_attention.kernels.selected import csr, key_major_sm90
+from native_sparse_attention.kernels.topk import softmax_mass_sm90
 
 pytestmark = MARKS
 LAUNCHES = [
@@ -29,7 +29,7 @@ LAUNCHES = [
     ("flash", flash_sm90, "backward_kv"),
     ("key_major", key_major_sm90, "forward"),
     ("key_major", key_major_sm90, "backward"),
-    ("topk", topk_sm90, "rank"),
+    ("topk", softmax_mass_sm90, "rank"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 SIZES = pytest.mark.parametrize("size", [1.0, 8.0], ids=["by the bound", "by the maximum"])
@@ -129,11 +129,11 @@ def test_forced_blocks(launches, heads, T, s, initial, local, dtype, size):
 )  # fmt: skip
 def test_listed(launches, monkeypatch, heads, D, n, T, number, dtype):
     """Forward, of few heads a group, and dk, dv and dq, in several spans and items of a block."""
-    of_spans = {64: workspace.Budget(n / number * 1.01, 1)}
-    monkeypatch.setattr(workspace, "BUDGETS", dict.fromkeys(workspace.BUDGETS, of_spans))
-    monkeypatch.setattr(workspace, "MIN_TOKENS", 1)
-    monkeypatch.setattr(workspace, "MIN_DQ_TILE_ROWS", 1)
-    monkeypatch.setattr(workspace, "FEW_SELECTIONS", 1)
+    of_spans = {64: csr.Budget(n / number * 1.01, 1)}
+    monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, of_spans))
+    monkeypatch.setattr(csr, "MIN_TOKENS", 1)
+    monkeypatch.setattr(csr, "MIN_DQ_TILE_ROWS", 1)
+    monkeypatch.setattr(csr, "FEW_SELECTIONS", 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
     q, k, v = draw(T, T, *heads, D, D, dtype)

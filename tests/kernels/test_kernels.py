@@ -180,13 +180,13 @@ def test_block_that_all_choose(monkeypatch):
     """A list of queries that is cut into several items, and tokens and KV heads into several
     spans."""
     from native_sparse_attention.kernels.common import launch
-    from native_sparse_attention.kernels.selected import workspace
+    from native_sparse_attention.kernels.selected import csr
 
     monkeypatch.setattr(launch, "WORK_TILE_ROWS", 16)
-    few = {8: workspace.Budget(0.0, 16)}
-    monkeypatch.setattr(workspace, "BUDGETS", dict.fromkeys(workspace.BUDGETS, few))
-    monkeypatch.setattr(workspace, "MIN_TOKENS", 1)
-    monkeypatch.setattr(workspace, "MIN_DQ_TILE_ROWS", 1)
+    few = {8: csr.Budget(0.0, 16)}
+    monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, few))
+    monkeypatch.setattr(csr, "MIN_TOKENS", 1)
+    monkeypatch.setattr(csr, "MIN_DQ_TILE_ROWS", 1)
     lengths = (45, 45, 45) if CUDA else (35, 35, 9)
     for T, H, K in zip(lengths, (2, 8, 12), (2, 4, 1), strict=True):
         heads = (H, K, 16, 16)

@@ -12,7 +12,7 @@ from tests.helpers.budget import DEVICE
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.selected import workspace
+from native_sparse_attention.kernels.selected import csr
 from tests.helpers.memory import poisoned
 from tests.helpers.on_hopper import layer
 
@@ -101,10 +101,10 @@ def test_many_runs(case):
 def test_many_runs_by_spans(heads, monkeypatch):
     """Parts by several spans, and blocks by several items."""
     setting = small(*heads)
-    of_spans = {64: workspace.Budget(setting.n / 3, 1)}
-    monkeypatch.setattr(workspace, "BUDGETS", dict.fromkeys(workspace.BUDGETS, of_spans))
+    of_spans = {64: csr.Budget(setting.n / 3, 1)}
+    monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, of_spans))
     for name in ("MIN_TOKENS", "MIN_DQ_TILE_ROWS", "FEW_SELECTIONS"):
-        monkeypatch.setattr(workspace, name, 1)
+        monkeypatch.setattr(csr, name, 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
     monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
     tensors, d_out = draw(setting, B=2)
@@ -112,9 +112,7 @@ def test_many_runs_by_spans(heads, monkeypatch):
     assert runs_that_differ(lambda: layer(tensors, d_out, within, **settings), 200) == 0
 
 
-@pytest.mark.parametrize(
-    "others", [{"use_diff_topk": True}, {"recompute": True}, {"selection_stride": 4}], ids=str
-)
+@pytest.mark.parametrize("others", [{"recompute": True}, {"selection_stride": 4}], ids=str)
 def test_many_runs_of_other_layers(others):
     setting = small(16, 1)
     tensors, d_out = draw(setting, B=2)

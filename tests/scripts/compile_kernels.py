@@ -251,7 +251,7 @@ if __name__ == "__main__":
     if "small" in some:  # two halves, for two processes
         some |= {"small-1", "small-2"}
     if "small-1" in some:
-        layer(torch.bfloat16, use_diff_topk=True, packed=True, soft_cap=2.0, sinks=True)
+        layer(torch.bfloat16, packed=True, soft_cap=2.0, sinks=True)
         if sys.argv[1] == "90":
             with launch.using(ON_A_HOPPER):
                 layer(
@@ -338,22 +338,6 @@ if __name__ == "__main__":
                 dtype, (16, 1, 128), importance="max", compress_block_size=1,
                 compress_block_sliding_stride=1,
             )  # fmt: skip
-    if not some or "gates" in some:
-        for rule in ("logits", "probs"):
-            layer(torch.bfloat16, (16, 1, 128, 128), importance=rule, use_diff_topk=True)
-            layer(
-                torch.bfloat16, (2, 1, 64, 64), importance=rule, use_diff_topk=True, soft_cap=2.0,
-                sinks=True, packed=True,
-            )  # fmt: skip
-        layer(
-            torch.bfloat16, (4, 4, 128, 128), importance="probs", use_diff_topk=True,
-            num_selected_blocks=20,
-        )  # fmt: skip
-        layer(
-            torch.float16, (3, 1, 192, 128), selection_block_size=2, use_diff_topk=True,
-            query_heads_share_selected_kv=False, interpolated_importance_score=True,
-        )  # fmt: skip
-        layer(torch.float32, (5, 1, 80, 40), importance="probs", use_diff_topk=True)
     if not some or "selected" in some:
         branches(torch.bfloat16, gated=True)
         branches(torch.float16, (16, 1, 64, 64), gated=True)

@@ -47,7 +47,7 @@ from native_sparse_attention import (
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.kernels.common import launch, sm90
 from native_sparse_attention.kernels.decode import kv_cache
-from native_sparse_attention.kernels.selected import union, workspace
+from native_sparse_attention.kernels.selected import csr, union
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -145,9 +145,9 @@ def causal() -> None:
     layer(1, 1)
     layer(9, 13, num_selected_blocks=0)
     # several spans, and several items of a block
-    parts = {key: {64: workspace.Budget(0.0, 16)} for key in workspace.BUDGETS}
+    parts = {key: {64: csr.Budget(0.0, 16)} for key in csr.BUDGETS}
     with (
-        patch.multiple(workspace, BUDGETS=parts, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
+        patch.multiple(csr, BUDGETS=parts, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
         patch.object(launch, "WORK_TILE_ROWS", 16),
     ):
         layer(37, 41)
@@ -210,7 +210,7 @@ def alike() -> None:
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
         some, cost = union.allocate_unions(selection, 12, DTYPE)
-        union.write_unions(selection, some, cost, union.allocate(selection, 8, 4), chunk=3)
+        union.write_unions(selection, some, cost, union.allocate(selection, 8, 4))
         q, k, v = (draw(2, 19, heads, 24) for heads in (12, 1, 1))
         lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
         lists = lists.expand(2, 19, 1, 3).clone()

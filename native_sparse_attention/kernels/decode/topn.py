@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..common.primitives import candidates_end
-from ..topk.block_keys import first_window, window_weight
+from ..topk.logits import first_window, window_weight
 from ..topk.topn import (
     NO_BLOCK,
     NO_KEY,

@@ -1,11 +1,10 @@
 """The selected branch. The forced blocks are a KV range and a prefix. The top-n blocks are read
 query-major (`query_major.py`), key-major (`key_major.py`), or as unions of neighbouring tokens
-(`union.py`, `union_fwd_sm90.py`)."""
+(`union.py`, `union_sm90.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import combine
-from ..common import launch, streams
+from ..common import launch, sm90, streams
 from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import key_norms
 from ..common.launch import Accumulator, BackwardInputs, CombineInputs, KVRange, Selection
@@ -23,13 +22,15 @@ from ..common.primitives import EVERYTHING, LOCAL_BLOCKS
 from ..common.reduce import reduce_partials
 from ..flash import bwd as flash_bwd
 from ..flash import fwd as flash_fwd
-from . import key_major, key_major_sm90, query_major, union, union_sm90, workspace
+from . import csr, key_major, query_major, union
 from .csr import CSRPlan
+from .inputs import Inputs
 from .union import Unions
-from .union_sm90 import Plan
+
+__all__ = ["Inputs"]
 
 
-def with_initial(selection: Selection) -> Selection:
+def append_initial_blocks(selection: Selection) -> Selection:
     """The selection with each document's initial blocks appended to its block indices. Without
     documents the initial blocks are a prefix of the row."""
     documents, count = selection.documents, selection.num_initial
@@ -38,9 +39,9 @@ def with_initial(selection: Selection) -> Selection:
     block_indices, gates, s = selection.block_indices, selection.gates, selection.s
     first, end = documents.blocks(s)
     if selection.causal:
-        own = torch.arange(block_indices.shape[1], device=block_indices.device) // s
+        query_block = torch.arange(block_indices.shape[1], device=block_indices.device) // s
         # the KV range covers the local blocks
-        end = end.minimum(own + 1 - selection.num_local)
+        end = end.minimum(query_block + 1 - selection.num_local)
     block = first[..., None] + torch.arange(count, device=block_indices.device)
     initial = torch.where(block < end[..., None], block, -1).to(block_indices.dtype)
     initial = initial[:, :, None].expand(-1, -1, block_indices.shape[2], -1)
@@ -50,8 +51,9 @@ def with_initial(selection: Selection) -> Selection:
     return replace(selection, block_indices=block_indices, gates=gates, num_initial=0)
 
 
-def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] | None:
+def forced_blocks(inputs: Inputs) -> dict[str, Any] | None:
     """Keys, values, KV range and prefix of the forced blocks; None without forced blocks."""
+    _q, k, v, selection, _scale = inputs
     s = selection.s
     query_args: dict[str, Any] = dict(
         start=selection.start, starts=selection.starts, documents=selection.documents,
@@ -69,22 +71,17 @@ def forced_blocks(selection: Selection, k: Tensor, v: Tensor) -> dict[str, Any] 
     return dict(k=k, v=v, kv_range=kv_range, prefix=first if end else None)
 
 
-def within_window(
-    selection: Selection, k: Tensor, v: Tensor, w: int
+def forced_blocks_in_window(
+    inputs: Inputs, w: int
 ) -> tuple[tuple[Tensor, Tensor] | None, KVRange | None]:
     """Prefix and KV range of the forced blocks if a causal window of w keys over the same k and v
     contains the local blocks: the window's kernel then runs both. Otherwise (None, None)."""
+    selection = inputs.selection
     reach = selection.num_local * selection.s - 1
     if not selection.causal or not selection.num_local or reach > w:
         return None, None
-    forced = forced_blocks(selection, k, v)
+    forced = forced_blocks(inputs)
     return (None, None) if forced is None else (forced["prefix"], forced["kv_range"])
-
-
-def is_key_major(selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the forward over the top-n blocks is key-major rather than query-major."""
-    rows = q.shape[2] // selection.block_indices.shape[2] * selection.stride
-    return rows < launch.FEW_ROWS and launch.holds_block(selection.s, k, v)
 
 
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
@@ -135,148 +132,120 @@ def valid_block_indices(selection: Selection, S: int) -> Tensor:
     return valid
 
 
-def combined(
-    outputs: tuple[Tensor, Tensor], combine_inputs: CombineInputs | None
-) -> tuple[Tensor, Tensor]:
-    """`outputs` (out and lse). With `combine_inputs` also writes the layer's output."""
-    if combine_inputs is not None:
-        combine.forward(
-            [combine_inputs.cmp, outputs[0], combine_inputs.win],
-            combine_inputs.gates,
-            combine_inputs.out,
-        )
-    return outputs
+class ForwardPlan(NamedTuple):
+    """Plan of the forward over the top-n blocks: key-major by `block_csr`; or query-major, with the
+    groups that have `unions`; or by `shared` unions, and query-major groups with `unions`."""
 
-
-def empty_attention(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and lse [B T H] over no keys."""
-    out = q.new_zeros(*q.shape[:3], v.shape[-1])
-    return out, q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
-
-
-class KeyMajorPlan(NamedTuple):
-    """Plan of the key-major forward."""
-
-    block_csr: CSRPlan
+    block_csr: CSRPlan | None = None
+    unions: Unions | None = None
+    cost: float | None = None
+    shared: Unions | None = None
 
     def run(self, selection: Selection) -> None:
-        self.block_csr.run(selection.block_indices)
+        if self.block_csr is not None:
+            self.block_csr.run(selection.block_indices)
+        else:
+            union.write_unions(selection, self.unions, self.cost, self.shared)
 
 
-def allocate(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
-) -> Plan | KeyMajorPlan | None:
-    """Plan of the forward with allocated workspaces; None if the forward needs no plan."""
-    if union_sm90.is_supported(q, k, v, selection, scale):
-        return union_sm90.plan(q, k, selection)
-    if not selection.block_indices.numel() or not is_key_major(selection, q, k, v):
+def union_kernels(inputs: Inputs) -> Any:
+    """The module of the Gluon kernel over unions if it supports a call, else None."""
+    if not sm90.available(inputs.q):
         return None
-    rows = q.shape[2] // selection.block_indices.shape[2]
-    return KeyMajorPlan(workspace.allocate(q, k, selection, "forward", rows))
+    from . import union_sm90
+
+    return union_sm90 if union_sm90.is_supported(inputs) else None
 
 
-@contextmanager
-def planned(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
-) -> Iterator[Plan | KeyMajorPlan | None]:
-    """Run the forward's plan, if any, on a second stream beside the launches of this context."""
-    plan = allocate(q, k, v, selection, scale)
-    if plan is None:
-        yield None
-        return
-    # short programs: behind a kernel that fills the GPU they would start last
-    with streams.forked(q.device, ahead=True) as side:
-        with side:
-            plan.run(selection)
-        yield plan
+def plan_forward(inputs: Inputs) -> ForwardPlan | None:
+    """Choose the forward's kernels and allocate the workspaces that `run` writes; None if the
+    forward is query-major without unions."""
+    q, selection = inputs.q, inputs.selection
+    if not selection.block_indices.numel():
+        return None
+    gluon = union_kernels(inputs)
+    if gluon is None and key_major.is_faster(inputs):
+        return ForwardPlan(csr.allocate_chunks(inputs, "forward", inputs.groups))
+    unions, cost = union.allocate_unions(selection, q.shape[2], q.dtype)
+    if gluon is not None:
+        cost = None if unions is None else max(cost, gluon.OVERLAPPING)
+        return ForwardPlan(None, unions, cost, gluon.allocate_shared(inputs))
+    return None if unions is None else ForwardPlan(None, unions, cost)
 
 
 def topn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
+    inputs: Inputs,
     partial: tuple[Tensor, Tensor] | None,
     norms: Tensor | None,
     combine_inputs: CombineInputs | None,
-    plan: Plan | KeyMajorPlan | None,
+    plan: ForwardPlan | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`."""
-    call = (q, k, v, selection, scale)
-    if isinstance(plan, KeyMajorPlan):
-        return key_major.forward(*call, plan.block_csr.chunks, partial, combine_inputs)
-    if plan is None:
-        unions = union.make_unions(selection, q.shape[2], q.dtype)
-        return query_major.forward(
-            *call, partial, unions, norms=norms, combine_inputs=combine_inputs
+    if plan is None or (plan.block_csr is None and plan.shared is None):
+        unions = None if plan is None else plan.unions
+        return query_major.forward(inputs, partial, unions, None, norms, combine_inputs)
+    if plan.block_csr is not None:
+        return key_major.forward(inputs, plan.block_csr.chunks, partial, combine_inputs)
+    from . import union_sm90
+
+    outputs = partial or launch.empty_outputs(inputs.q, inputs.v)
+    with streams.forked(inputs.q.device) as side:
+        union_sm90.forward(
+            inputs, *outputs, partial is not None, norms, combine_inputs, plan.shared
         )
-    outputs = partial or launch.empty_outputs(q, v)
-    with streams.forked(q.device) as side:
-        union_sm90.forward(*call, *outputs, partial is not None, norms, combine_inputs, plan.shared)
-        if plan.overlapping is not None:
+        if plan.unions is not None:
             with side:
-                query_major.forward(
-                    *call, partial, plan.overlapping, outputs, norms, combine_inputs
-                )
+                query_major.forward(inputs, partial, plan.unions, outputs, norms, combine_inputs)
     return outputs
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
+    inputs: Inputs,
     partial: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
     combine_inputs: CombineInputs | None = None,
     norms: Tensor | None = None,
-    plan: Plan | KeyMajorPlan | None = None,
+    plan: ForwardPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
     sinks, if known; the forward accumulates into them. With `combine_inputs` also writes the
     layer's output. `norms` are the key norms, `plan` is a plan that has run."""
+    q, k, v, selection, scale = inputs
     norms = key_norms(q, k)[0] if norms is None else norms
-    given = nullcontext(plan) if plan is not None else planned(q, k, v, selection, scale)
-    with given as plan:
-        forced = forced_blocks(selection, k, v) if partial is None else None
+    has_run = plan is not None
+    plan = plan_forward(inputs) if plan is None else plan
+    # short programs: behind a kernel that fills the GPU they would start last
+    fork = plan is not None and not has_run
+    with streams.forked(q.device, ahead=True) if fork else nullcontext() as side:
+        if fork:
+            with side:
+                plan.run(selection)
+        forced = forced_blocks(inputs) if partial is None else None
         if forced is not None:
             partial = flash_fwd.forward(q, scale=scale, sinks=sinks, **forced)[:2]
     has_topn = selection.block_indices.shape[-1] > 0
     if partial is None and (sinks is not None or not has_topn):
-        out, lse = empty_attention(q, v)
-        partial = out, lse if sinks is None else lse.copy_(sinks)
-    if partial is not None and not has_topn:
-        return combined(partial, combine_inputs)
-    return topn_forward(q, k, v, selection, scale, partial, norms, combine_inputs, plan)
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        partial = q.new_zeros(*q.shape[:3], v.shape[-1]), lse if sinks is None else lse.copy_(sinks)
+    if partial is None or has_topn:
+        return topn_forward(inputs, partial, norms, combine_inputs, plan)
+    if combine_inputs is not None:
+        outs = [combine_inputs.cmp, partial[0], combine_inputs.win]
+        combine.forward(outs, combine_inputs.gates, combine_inputs.out)
+    return partial
 
 
-def forced_backward_q(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
-    bwd: BackwardInputs,
-    dq: Accumulator,
-) -> None:
+def forced_backward_q(inputs: Inputs, bwd: BackwardInputs, dq: Accumulator) -> None:
     """Accumulates dq of the forced blocks."""
-    forced = forced_blocks(selection, k, v)
+    forced = forced_blocks(inputs)
     if forced is not None:
-        flash_bwd.backward_q(q, scale=scale, bwd=bwd, dq=dq, **forced)
+        flash_bwd.backward_q(inputs.q, scale=inputs.scale, bwd=bwd, dq=dq, **forced)
 
 
-def forced_backward_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
-    bwd: BackwardInputs,
-) -> tuple[Tensor, Tensor]:
+def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor]:
     """dk [B S K D] and dv [B S K E] of the forced blocks, in float32."""
-    forced = forced_blocks(selection, k, v)
+    q, k, v, _selection, scale = inputs
+    forced = forced_blocks(inputs)
     if forced is None:
         dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
         return dk, dv
@@ -310,47 +279,36 @@ class BackwardPlan(NamedTuple):
             self.block_csr.run(selection.block_indices[:, :: self.pair_tokens].contiguous())
 
 
-def plan_backward(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float
-) -> BackwardPlan:
+def plan_backward(inputs: Inputs) -> BackwardPlan:
     """Choose the backward's kernels and allocate the workspaces that `run` writes."""
+    q, selection = inputs.q, inputs.selection
     if not selection.block_indices.shape[-1]:
         return BackwardPlan(False)
-    call = (q, k, v, selection, scale)
-    if is_key_major(selection, q, k, v):
-        return BackwardPlan(True, block_csr=workspace.allocate_backward(*call, with_dq=True))
+    if key_major.is_faster(inputs):
+        return BackwardPlan(True, block_csr=key_major.allocate_backward(inputs, with_dq=True))
     unions, cost = union.allocate_unions(selection, q.shape[2], q.dtype)
-    with_dq = key_major_sm90.forms_dq(*call)
+    gluon = key_major.gluon_kernels(inputs, "backward")
+    with_dq = key_major.forms_dq(inputs)
     overlapping = None if unions is None or not with_dq else unions.counts.new_empty(())
-    pair_tokens = 1 if with_dq else key_major_sm90.pair_tokens(*call)
-    block_csr = workspace.allocate_backward(*call, with_dq, pair_tokens)
+    pair_tokens = 1 if with_dq or gluon is None else gluon.pair_tokens(inputs)
+    block_csr = key_major.allocate_backward(inputs, with_dq, pair_tokens)
     return BackwardPlan(with_dq, with_dq, unions, cost, overlapping, block_csr, pair_tokens)
 
 
 def topn_backward_q(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
-    bwd: BackwardInputs,
-    dq: Accumulator,
-    plan: BackwardPlan,
+    inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, plan: BackwardPlan
 ) -> Tensor | None:
     """Accumulates query-major dq of the top-n blocks. Returns the gates' gradient or None."""
+    selection = inputs.selection
     if plan.is_key_major and plan.overlapping is None:
         return None
     if not selection.block_indices.shape[-1]:
         return None if selection.gates is None else torch.zeros_like(selection.gates)
-    return query_major.backward_q(q, k, v, selection, scale, bwd, dq, plan.unions, plan.overlapping)
+    return query_major.backward_q(inputs, bwd, dq, plan.unions, plan.overlapping)
 
 
 def topn_backward_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
+    inputs: Inputs,
     bwd: BackwardInputs,
     dk: Tensor,
     dv: Tensor,
@@ -358,29 +316,24 @@ def topn_backward_kv(
     plan: BackwardPlan,
     ready: torch.cuda.Event | None = None,
     after: torch.cuda.Event | None = None,
-) -> Tensor | None:
+) -> None:
     """Accumulates dk and dv of the top-n blocks, in float32. With a key-major plan also accumulates
-    dq, after the event `after`, and returns the gradient of the gates. The plan has run at
-    `ready`."""
+    dq, after the event `after`. The plan has run at `ready`."""
     if plan.block_csr is None:
-        return None if selection.gates is None else torch.zeros_like(selection.gates)
-    streams.wait(q.device, ready)
-    rest = dq if plan.is_key_major else None
-    return key_major.backward(
-        q, k, v, selection, scale, bwd, plan.block_csr.chunks, dk, dv, rest, plan.overlapping,
-        after, plan.pair_tokens,
+        return
+    streams.wait(inputs.q.device, ready)
+    key_major.backward(
+        inputs, bwd, plan.block_csr.chunks, dk, dv, dq if plan.is_key_major else None,
+        plan.overlapping, after, plan.pair_tokens,
     )  # fmt: skip
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, bwd: BackwardInputs
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk and dv (dk and dv in float32), and the gradient of the gates."""
-    given, dq = (q, k, v, selection, scale, bwd), Accumulator(q)
-    plan = plan_backward(q, k, v, selection, scale)
-    plan.run(selection)
-    forced_backward_q(*given, dq)
-    d_gates = topn_backward_q(*given, dq, plan)
-    dk, dv = forced_backward_kv(*given)
-    rest = topn_backward_kv(*given, dk, dv, dq, plan)
-    return dq.result(), dk, dv, rest if d_gates is None else d_gates
+    dq, plan = Accumulator(inputs.q), plan_backward(inputs)
+    plan.run(inputs.selection)
+    forced_backward_q(inputs, bwd, dq)
+    d_gates = topn_backward_q(inputs, bwd, dq, plan)
+    dk, dv = forced_backward_kv(inputs, bwd)
+    topn_backward_kv(inputs, bwd, dk, dv, dq, plan)
+    return dq.result(), dk, dv, d_gates

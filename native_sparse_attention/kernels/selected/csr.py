@@ -13,14 +13,18 @@ adds to its rank the pairs of the same block in earlier splits, and the pairs of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..common import launch
 from ..common.counts import cdiv
+from .inputs import Inputs
 
 # pairs of a split, at least and per block; pairs counted at once; pairs scattered at once; blocks
 # and splits scanned at once
@@ -49,10 +53,12 @@ class BlockCSR:
     tile_pairs: int  # pairs of a work tile, at most
     num_partials: int  # upper bound of the last partial offset
 
-    def head_groups(self, R: int, num_heads: int) -> tuple[int, int]:
-        """First head group of the chunk and their number, of R head groups per token."""
-        groups_per_head = R // num_heads
-        return self.head * groups_per_head, self.heads * groups_per_head
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the kernels over work tiles."""
+        return dict(
+            pairs=self.pairs, offsets=self.offsets, owner=self.owner, ordinals=self.ordinals,
+            tile_pairs=self.tile_pairs,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -300,3 +306,70 @@ def allocate(
         block_csrs, ranks, empty(chunks * lines, splits, num_blocks),
         empty(chunks, blocks), tensors, num_heads, tokens, longest,
     )  # fmt: skip
+
+
+class Budget(NamedTuple):
+    """Memory of a chunk's partial results relative to q. A chunk has at least `tokens` tokens, as
+    far as `max_ratio` allows."""
+
+    ratio: float
+    tokens: int = 0
+    max_ratio: float = math.inf
+
+
+# by query heads a KV head. `max_ratio` keeps a forward and a backward pass below 1.5 times the
+# memory of dense attention for few tokens too
+BUDGETS = {
+    "forward": {1: Budget(3.3, 2816, 4.4), 8: Budget(3.3, 4096, 6.6)},
+    "backward": {1: Budget(1.7, 2048, 3.3), 8: Budget(3.3, 4096, 6.6), 64: Budget(4.5)},
+}
+# larger groups: rows of block indices that a chunk has at least
+FEW_SELECTIONS = 1 << 14
+# tokens that a chunk has at least, whatever the memory
+MIN_TOKENS = 128
+# rows of a work tile at least, with partial dq: partial dk and dv then take little memory beside it
+MIN_DQ_TILE_ROWS = 4096
+# rows of a forward work tile at most: short work tiles end together
+MAX_FORWARD_TILE_ROWS = 1024
+
+
+def allocate_chunks(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: int = 1) -> CSRPlan:
+    """Workspaces of the CSR for `kernel` "forward" or "backward", in chunks whose partial results
+    of `pair_rows` rows a pair take the memory of BUDGETS; one chunk without partial results. The
+    CSR has the block indices of every `pair_tokens`-th token."""
+    k, selection = inputs.k, inputs.selection
+    block_indices = selection.block_indices[:, ::pair_tokens]
+    (B, T, R, n), K = block_indices.shape, k.shape[2]
+    groups = inputs.groups * pair_tokens
+    tokens = T  # of a chunk of all heads
+    if pair_rows:
+        ratio, min_tokens, max_ratio = launch.row(BUDGETS[kernel], groups)
+        if groups >= launch.FEW_ROWS:
+            min_tokens = FEW_SELECTIONS // (B * R)
+        q_tokens = groups * T / (n * pair_rows)  # whose partial results take the memory of q
+        tokens = int(max(min(max(ratio * q_tokens, min_tokens), max_ratio * q_tokens), MIN_TOKENS))
+    num_blocks = cdiv(k.shape[1], selection.s)
+    heads = K
+    if kernel == "backward" and groups < launch.FEW_ROWS:
+        heads = chunk_heads(K, tokens * K // T, B * num_blocks)
+    length = cdiv(T, cdiv(T * heads, tokens * K))
+    rows = B * length * (R // K * heads) * groups * n
+    max_tile_rows = launch.work_tile_rows(rows, B * heads * num_blocks)
+    if kernel == "forward":
+        max_tile_rows = min(max_tile_rows, MAX_FORWARD_TILE_ROWS)
+    if pair_rows and kernel == "backward":
+        max_tile_rows = max(max_tile_rows, MIN_DQ_TILE_ROWS)
+    tile_pairs = max(max_tile_rows // groups, 1)
+    # the forward's work tiles are short, and sorted by block they reuse the cache
+    longest = kernel == "backward"
+    return allocate(block_indices, K, num_blocks, tile_pairs, length, heads, longest)
+
+
+def chunk_heads(num_heads: int, max_heads: int, blocks: int) -> int:
+    """KV heads of a backward chunk. `max_heads` heads of all tokens fit in memory, and `blocks` is
+    the number of blocks a head. Some heads of all tokens are better than all heads of some tokens:
+    dk and dv of a block then pass through memory once. A chunk keeps enough blocks for the GPU."""
+    divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
+    fitting = [heads for heads in divisors if heads <= max_heads]
+    enough = [heads for heads in divisors if heads * blocks >= launch.ENOUGH_PROGRAMS]
+    return max(fitting[-1] if fitting else 1, enough[0] if enough else num_heads)

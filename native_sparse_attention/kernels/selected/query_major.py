@@ -19,7 +19,7 @@ from torch import Tensor
 from ..common import launch, streams
 from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import bounds
-from ..common.launch import LOG2_E, Accumulator, BackwardInputs, CombineInputs, Selection, strides
+from ..common.launch import LOG2_E, Accumulator, BackwardInputs, CombineInputs
 from ..common.primitives import (
     cap_slope,
     grid_position,
@@ -32,21 +32,118 @@ from ..common.primitives import (
     store_combined,
     store_rows,
 )
-from .query_major_steps import (
-    own_tiles,
-    query_tile,
-    row_bias,
-    slot_gates,
-    tile_blocks,
-    tile_keys,
-    visible_keys,
-)
+from .inputs import Inputs
 from .union import Unions
 
 LENGTHS = ["T", "S", "start", "groups"]
 
 # rows of a tile from which the kernel subtracts the row bound rather than the running maximum
 BOUNDED_ROWS = 64
+
+
+@triton.jit
+def own_tiles(program, counts, line, T, start, groups, MEMBERS: tl.constexpr, UNION: tl.constexpr,
+              STEP: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+    """First tile of a program and one past its last. `counts` are the sizes of the unions, 0 for a
+    group without one; a group has MEMBERS members. With UNION a program has STEP unions, otherwise
+    STEP tiles of a group without a union."""
+    first = program * STEP
+    if MEMBERS == 1:
+        end = first + 1
+    elif UNION:
+        group = first + tl.arange(0, STEP)
+        count = tl.load(counts + line * groups + group, mask=group < groups, other=0)
+        end = tl.where(tl.max(count, 0) > 0, tl.minimum(first + STEP, groups), first)
+    else:
+        count = tl.load(counts + line * groups + first // MEMBERS)
+        end = tl.minimum(first + STEP, tl.cdiv(T + start % STRIDE, TOKENS))
+        end = tl.where(count > 0, first, end)
+    return first, end
+
+
+@triton.jit
+def query_tile(tile, start, T, G: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
+               BLOCK_M: tl.constexpr):  # fmt: skip
+    """Rows of a tile that starts at an aligned group: token, head of the head group and validity of
+    each row, and a token that has the tile's block indices."""
+    first = tile * TOKENS - start % STRIDE
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // G
+    real = (row < TOKENS * G) & (token >= 0) & (token < T)
+    return token, row % G, real, tl.minimum(tl.maximum(first, 0), T - 1)
+
+
+@triton.jit
+def tile_blocks(block_indices, counts, line, tile, bt, r, R, n, groups, SLOTS: tl.constexpr,
+                UNION: tl.constexpr):  # fmt: skip
+    """Pointer to the blocks of a tile, and their number: of the union, or of the block indices of
+    token bt up to the last valid one."""
+    if UNION:
+        blocks = block_indices + (line * groups + tile) * n
+        length = tl.load(counts + line * groups + tile)
+    else:
+        blocks = block_indices + (bt * R + r) * n
+        slot = tl.arange(0, SLOTS)
+        c = tl.load(blocks + slot, mask=slot < n, other=-1)
+        length = tl.max(tl.where(c >= 0, slot + 1, 0), 0)
+    return blocks, length
+
+
+@triton.jit
+def tile_keys(blocks, j0, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys from j0 on of n blocks, concatenated and padded to BLOCK_S each. Returns the position of
+    the first key, positions and validity of all keys [N], and their packed blocks (a scalar if
+    BLOCK_N <= BLOCK_S)."""
+    j = j0 + tl.arange(0, BLOCK_N)
+    if BLOCK_N <= BLOCK_S:
+        packed = tl.load(blocks + j0 // BLOCK_S, mask=j0 // BLOCK_S < n, other=-1)
+    else:
+        packed = tl.load(blocks + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
+    c = packed.to(tl.int32)
+    key = c * s + j % BLOCK_S
+    # key >= 0 stands for c >= 0: a scalar mask times a vector is an integer in Triton 3.9's
+    # interpreter
+    return c * s + j0 % BLOCK_S, key, (key >= 0) & (j % BLOCK_S < s) & (key < S), packed
+
+
+@triton.jit
+def row_bias(packed, G: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+             UNION: tl.constexpr):  # fmt: skip
+    """0 for the rows [M] that see a packed block, else -inf. With UNION a row sees the blocks that
+    its member chose; otherwise all rows see the block unless the index is -1."""
+    if UNION:
+        member = tl.arange(0, BLOCK_M) // (G * STRIDE)
+        sees = (((packed >> 32).to(tl.int32) >> member) & 1) != 0
+    else:
+        sees = tl.full([BLOCK_M], packed, tl.int32) >= 0
+    return tl.where(sees, 0.0, float("-inf"))
+
+
+@triton.jit
+def visible_keys(valid, key, packed, position, G: tl.constexpr, STRIDE: tl.constexpr,
+                 BLOCK_M: tl.constexpr, UNION: tl.constexpr, DIAGONAL: tl.constexpr,
+                 end, ENDS: tl.constexpr):  # fmt: skip
+    """Mask [M, N] of the keys that each row sees. With UNION a row sees the blocks that its member
+    chose; with ENDS the keys before the row's `end`."""
+    visible = valid[None]
+    if UNION:
+        member = tl.arange(0, BLOCK_M) // (G * STRIDE)
+        held = (packed + tl.zeros_like(key)) >> 32
+        held = held.to(tl.int32)[None] >> member[:, None]
+        visible = visible & ((held & 1) != 0)
+    if DIAGONAL:
+        visible = visible & (key[None] <= position[:, None])
+    if ENDS:
+        visible = visible & (key[None] < end[:, None])
+    return visible
+
+
+@triton.jit
+def slot_gates(gates, bt, r, slot, R, n, real):
+    """Gates [M, N] of slots [N] of rows [M]."""
+    at = ((bt * R + r) * n)[:, None] + slot[None]
+    valid = real[:, None] & (slot < n)[None]
+    return tl.load(gates + at, mask=valid, other=1.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -240,25 +337,18 @@ def nsa_selected_dq_query_major(
         store_rows(dq, row * D, acc, D, BLOCK_D, real)
 
 
-# launches
-
-
 def arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    kernel: str,
-    unions: Unions | None,
-    is_union: bool,
-    rare: bool,
+    inputs: Inputs, kernel: str, unions: Unions | None, is_union: bool, rare: bool
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Grid and arguments of both kernels. With `unions` they run the groups that have a union if
     `is_union`, else the other groups. With `rare` few programs have work."""
-    B, T, H, D = q.shape
-    S, K, E = k.shape[1], k.shape[2], v.shape[-1]
-    R, n = selection.block_indices.shape[2:]
-    s, stride, G = selection.s, selection.stride, H // R
+    q, k, v, selection, _scale = inputs
+    args, s, stride, G = (
+        inputs.arguments(kernel == "forward"),
+        selection.s,
+        selection.stride,
+        inputs.groups,
+    )
     # the largest number of tokens that divides `stride` and fits in a tile
     max_rows = launch.architecture().query_major_rows
     fitting = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= max_rows)
@@ -266,45 +356,37 @@ def arguments(
     members = 1 if unions is None else unions.members
     if is_union:
         tokens *= members
-    tile = launch.query_major_tile(kernel, max(D, E), tokens * G, q.dtype, is_union)
+    tile = launch.query_major_tile(
+        kernel, max(q.shape[-1], v.shape[-1]), tokens * G, q.dtype, is_union
+    )
     step = 1 if unions is None else launch.tiles_per_program(unions.counts.numel(), members, rare)
     if not is_union:
         step = min(step, members)  # tiles of one group, all run or all skipped
     block_n, block_s = tile.block_n, next_power_of_2(s)
-    # a row sees all keys of a tile or none
-    whole = block_n <= block_s == s and S % s == 0
-    whole = whole and not selection.diagonal and not launch.ends(selection)["ENDS"]
-    # the tensor memory accelerator reads blocks that are a multiple of a tile
-    descriptors = [
-        launch.tma_descriptor(t, block_n) if block_n <= block_s else None for t in (k, v)
-    ]
-    tma = None not in descriptors
-    args = dict(
-        q=q, k=descriptors[0] if tma else k, v=descriptors[1] if tma else v, TMA=tma,
-        **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
-        block_indices=unions.blocks if unions and is_union else selection.block_indices,
-        gates=selection.gates, counts=None if unions is None else unions.counts,
-        groups=0 if unions is None else unions.groups, starts=selection.starts,
-        start=selection.start, T=T, S=S, K=K, R=R, s=s, G=G, D=D,
-        n=unions.limit if unions and is_union else n, E=E, BLOCK_D=launch.padded(D),
-        BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_S=block_s,
-        SLOTS=next_power_of_2(n), TOKENS=tokens,
-        STRIDE=stride, MEMBERS=members, UNION=is_union, STEP=step, RAGGED=selection.starts is
-        not None, DIAGONAL=selection.diagonal, **launch.ends(selection),
-        **launch.cap(selection.soft_cap, in_log2=kernel == "forward"),
-        GATES=selection.gates is not None, WHOLE=whole, PRECISION="ieee", num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    args |= dict(
+        block_indices=selection.block_indices, counts=None, groups=0, gates=selection.gates,
+        GATES=selection.gates is not None, BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_S=block_s,
+        SLOTS=next_power_of_2(args["n"]), TOKENS=tokens, STRIDE=stride, MEMBERS=members,
+        UNION=is_union, STEP=step, TMA=False,
+        # a row sees all keys of a tile or none
+        WHOLE=block_n <= block_s == s and inputs.has_whole_blocks,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    grid, args["FLIPPED"] = launch.grid(cdiv(selection.aligned, tokens * step), B * R)
+    if unions is not None:
+        args |= dict(counts=unions.counts, groups=unions.groups)
+        if is_union:
+            args |= dict(block_indices=unions.blocks, n=unions.limit)
+    if block_n <= block_s:  # TMA reads blocks that are a multiple of a tile
+        descriptors = [launch.tma_descriptor(t, block_n) for t in (k, v)]
+        if None not in descriptors:
+            args |= dict(k=descriptors[0], v=descriptors[1], TMA=True)
+    lines = selection.block_indices.shape[0] * args["R"]
+    grid, args["FLIPPED"] = launch.grid(cdiv(selection.aligned, tokens * step), lines)
     return grid, args
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
+    inputs: Inputs,
     partial: tuple[Tensor, Tensor] | None = None,
     unions: Unions | None = None,
     outputs: tuple[Tensor, Tensor] | None = None,
@@ -314,11 +396,12 @@ def forward(
     """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`.
     With `outputs`, in which another kernel writes most groups, writes only those that have a union.
     `norms` are the key norms. Writes the layer's output of `combine_inputs`."""
+    q, _k, v, selection, scale = inputs
     out, lse = outputs or partial or launch.empty_outputs(q, v)
     rare = outputs is not None
 
     def run(is_union: bool) -> None:
-        grid, args = arguments(q, k, v, selection, "forward", unions, is_union, rare)
+        grid, args = arguments(inputs, "forward", unions, is_union, rare)
         # small tiles wait for keys, not for the running maximum
         bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
         args |= bounds(norms if bounded else None)
@@ -339,11 +422,7 @@ def forward(
 
 
 def backward_q(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    scale: float,
+    inputs: Inputs,
     bwd: BackwardInputs,
     dq: Accumulator,
     unions: Unions | None = None,
@@ -351,6 +430,7 @@ def backward_q(
 ) -> Tensor | None:
     """Accumulates dq and returns the gradient of the gates. Does nothing if `run_if` is 0 on the
     device."""
+    q, selection = inputs.q, inputs.selection
     R, n = selection.block_indices.shape[2:]
     d_gates = None
     if selection.gates is not None:
@@ -359,9 +439,9 @@ def backward_q(
         dq.begin()
     dq_args = dq.arguments()
     for is_union in (False,) if unions is None else (False, True):
-        grid, args = arguments(q, k, v, selection, "dq", unions, is_union, run_if is not None)
+        grid, args = arguments(inputs, "dq", unions, is_union, run_if is not None)
         args |= bwd.arguments() | dq_args
         nsa_selected_dq_query_major[grid](
-            d_gates=d_gates, scale=scale, run_if=run_if, RUN_IF=run_if is not None, **args
+            d_gates=d_gates, scale=inputs.scale, run_if=run_if, RUN_IF=run_if is not None, **args
         )
     return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

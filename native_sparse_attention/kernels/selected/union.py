@@ -1,6 +1,6 @@
 """Unions of the block indices of neighbouring tokens with enough overlap: each block once, with the
 tokens that chose it. A group then reads a block once (`query_major.py`). Other groups use shared
-unions (`union_fwd_sm90.py`), whose blocks have an order for that kernel.
+unions (`union_sm90.py`), whose blocks have an order for that kernel.
 
 A group has `members` consecutive members of one head group; a member is an aligned group of
 `stride` tokens, which share block indices. By `launch.UnionRule` the device decides which groups
@@ -23,6 +23,8 @@ from ..common.primitives import grid_position
 
 # comparisons of block indices of a program at most, and block indices of a one-warp program
 MAX_COMPARISONS, WARP_INDICES = 1 << 14, 256
+# blocks of a chunk of a shared union
+CHUNK = 3
 
 
 @dataclass(frozen=True)
@@ -173,16 +175,13 @@ def allocate(selection: Selection, members: int, limit: int) -> Unions:
 
 
 def write_unions(
-    selection: Selection,
-    unions: Unions,
-    cost: float | None,
-    shared: Unions | None = None,
-    chunk: int = 0,
+    selection: Selection, unions: Unions | None, cost: float | None, shared: Unions | None = None
 ) -> None:
-    """Writes the unions of groups with enough overlap (no unions without `cost`), and the shared
-    unions in chunks; see the kernels."""
+    """Writes the unions of groups with enough overlap, if any, and the `shared` unions in chunks;
+    see the kernels."""
     B, T, R, n = selection.block_indices.shape
-    whole = unions if shared is None else shared
+    whole, chunk = (unions, 0) if shared is None else (shared, CHUNK)
+    unions = unions or whole
     slots = next_power_of_2(n)
     grid, flipped = launch.grid(whole.groups, B * R)
     nsa_selected_union[grid](
@@ -217,14 +216,6 @@ def allocate_unions(
     # a larger union is slower than its members
     limit = min(int(rule.members * n / rule.cost) + 1, rule.members * n)
     return allocate(selection, rule.members, limit), rule.cost
-
-
-def make_unions(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
-    """Unions of a call with H query heads; None if unions cannot be faster."""
-    overlapping, cost = allocate_unions(selection, H, dtype)
-    if overlapping is not None:
-        write_unions(selection, overlapping, cost)
-    return overlapping
 
 
 @triton.jit(do_not_specialize=["groups"])

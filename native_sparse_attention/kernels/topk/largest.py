@@ -12,8 +12,17 @@ import triton.language as tl
 from ..common import launch
 from ..common.counts import cdiv
 from ..common.primitives import grid_position, load_rows
-from .block_keys import first_window, two_halves
-from .topn import NO_SCORE, chunk_blocks, finish, fold, in_columns, start
+from .logits import first_window, mean_queries, two_halves
+from .topn import (
+    LENGTHS,
+    NO_SCORE,
+    chunk_blocks,
+    finish,
+    fold,
+    in_columns,
+    start,
+    write_block_indices,
+)
 
 # windows that a program of `window_keys` converts
 BLOCK_W = 32
@@ -39,6 +48,22 @@ def nsa_topk_window_keys(
     if HALVES == 2:
         tl.store(keys + at + BLOCK_D, low, mask=(w < W)[:, None])
     tl.store(sizes + row, size, mask=w < W)
+
+
+def window_keys(ck, scale):
+    """Keys of windows as float16 halves [B, K, W, HALVES, BLOCK_D] and their scales [B, K, W]. One
+    half is exact for keys of 16 bits. Only the sign of `scale` matters to a ranking."""
+    B, W, K, D = ck.shape
+    halves, block_d = (2 if ck.dtype == torch.float32 else 1), launch.padded(D)
+    keys = ck.new_empty(B, K, W, halves, block_d, dtype=torch.float16)
+    sizes = ck.new_empty(B, K, W, dtype=torch.float32)
+    grid, flipped = launch.grid(cdiv(W, BLOCK_W), B * K)
+    nsa_topk_window_keys[grid](
+        ck, keys, sizes, W=W, K=K, sign=float((scale > 0) - (scale < 0)),
+        **launch.strides("k", ck, "bwh"), D=D, BLOCK_D=block_d, BLOCK_W=BLOCK_W, HALVES=halves,
+        FLIPPED=flipped,
+    )  # fmt: skip
+    return keys, sizes
 
 
 @triton.jit
@@ -112,17 +137,38 @@ def best_by_max(
     return finish(running, SLOTS, SLOTS_2, COLUMNS)
 
 
-def window_keys(ck, scale):
-    """Keys of windows as float16 halves [B, K, W, HALVES, BLOCK_D] and their scales [B, K, W]. One
-    half is exact for keys of 16 bits. Only the sign of `scale` matters to a ranking."""
-    B, W, K, D = ck.shape
-    halves, block_d = (2 if ck.dtype == torch.float32 else 1), launch.padded(D)
-    keys = ck.new_empty(B, K, W, halves, block_d, dtype=torch.float16)
-    sizes = ck.new_empty(B, K, W, dtype=torch.float32)
-    grid, flipped = launch.grid(cdiv(W, BLOCK_W), B * K)
-    nsa_topk_window_keys[grid](
-        ck, keys, sizes, W=W, K=K, sign=float((scale > 0) - (scale < 0)),
-        **launch.strides("k", ck, "bwh"), D=D, BLOCK_D=block_d, BLOCK_W=BLOCK_W, HALVES=halves,
-        FLIPPED=flipped,
+@triton.jit(do_not_specialize=LENGTHS)
+def nsa_topk_max(
+    q, keys, sizes, out, before, starts, first_token, doc_first, doc_last, T, C, W, RANKS,
+    q_b, q_t, q_h,
+    G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, PER_BLOCK: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr, HALVES: tl.constexpr,
+    FLIPPED: tl.constexpr, NUM_STAGES_Q: tl.constexpr,
+):  # fmt: skip
+    """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, by the
+    largest product of the mean of G query heads with a key of a block's windows."""
+    tile, line, tiles, _lines = grid_position(FLIPPED)
+    tile = tiles - 1 - tile
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    _position, token, low, end, hi, q_high, q_low = mean_queries(
+        q, starts, first_token, doc_first, doc_last, tile, b, r, T, C, W, q_b, q_t, q_h, G, D,
+        BLOCK_D, BLOCK_M, d, s, INITIAL, LOCAL, STRIDE, CAUSAL, RAGGED, DOCUMENTS, NUM_STAGES_Q,
     )  # fmt: skip
-    return keys, sizes
+    first_row = (line // RANKS_PER_KV).to(tl.int64) * W
+    # causally, queries see all windows of candidates
+    PARTIAL: tl.constexpr = DOCUMENTS and not CAUSAL
+    indices, missed = best_by_max(
+        q_high, q_low, keys, sizes, first_row, low, end, hi, W, BLOCK_D, BLOCK_N, COLUMNS, DEPTH,
+        SLOTS, SLOTS_2, PER_BLOCK, d, s, HALVES, PARTIAL,
+    )  # fmt: skip
+    if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+        if missed > 0:
+            indices, missed = best_by_max(
+                q_high, q_low, keys, sizes, first_row, low, end, hi, W, BLOCK_D, BLOCK_N, 0, 0,
+                SLOTS, SLOTS_2, PER_BLOCK, d, s, HALVES, PARTIAL,
+            )  # fmt: skip
+    write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)

@@ -7,12 +7,33 @@ in chunks of blocks. A window that ends in block c adds to the score of c and, i
 its stride, to the scores of blocks before c.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from ..common.primitives import large, load_rows, soft_capped
-from .block_keys import first_window
-from .topn import NO_SCORE, chunk_blocks, finish, fold, start
+from ..common import launch
+from ..common.primitives import (
+    candidates_end,
+    candidates_in_document,
+    grid_position,
+    in_document,
+    large,
+    leaders,
+    load_rows,
+    soft_capped,
+    visible_windows,
+)
+from .logits import first_window
+from .topn import (
+    LENGTHS,
+    NO_SCORE,
+    chunk_blocks,
+    finish,
+    fold,
+    start,
+    topk_grid,
+    write_block_indices,
+)
 
 
 @triton.jit
@@ -52,6 +73,65 @@ def log_sum_exp(
                 x = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), x, NO_SCORE)
             m, l = sum_step(x, m, l)
     return m + tl.log2(l)
+
+
+@triton.jit
+def head_rows(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+              STRIDE: tl.constexpr):  # fmt: skip
+    """Position, token and query head of each row of a tile, and whether the row exists. Rows are
+    leaders of groups x the G query heads of ranking head r, padded to HEADS, a power of two."""
+    row = tl.arange(0, BLOCK_M)
+    index = tile * (BLOCK_M // HEADS) + row // HEADS
+    position, token, ranked = leaders(index, first_token, T, STRIDE)
+    g = row % HEADS
+    return position, token, r * G + g, ranked & (g < G)
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
+def nsa_topk_lse(
+    q, ck, mem_k, lse, starts, first_token, doc_first, doc_last, T, W, RANKS, MEMORY, scale_log2,
+    cap,
+    q_b, q_t, q_h, k_b, k_w, k_h, m_h, m_m,
+    G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr, STRIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
+    HEADS: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the log-sum-exp of a tile of rows. Reads their queries, all memory slots and the
+    windows that they see."""
+    tile, line, tiles, _lines = grid_position(FLIPPED)
+    tile = tiles - 1 - tile
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    if RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    position, token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
+    q_rows = b * q_b + token.to(tl.int64) * q_t + head * q_h
+    q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
+    lo, hi = visible_windows(position, W, d, CAUSAL)
+    if DOCUMENTS:
+        lo, hi = in_document(lo, hi, token, T, doc_first + b * T, doc_last + b * T, d)
+    lse_log2 = log_sum_exp(
+        q_tile, ck, b * k_b + r // RANKS_PER_KV * k_h, k_w, mem_k, r // RANKS_PER_KV * m_h, m_m,
+        tl.where(real, lo, W), tl.where(real, hi, 0), real, W, MEMORY, scale_log2, cap, D,
+        BLOCK_D, BLOCK_N, CAP, PRECISION,
+    )  # fmt: skip
+    row = (b * T + token) * (RANKS * G) + head
+    tl.store(lse + row, lse_log2 * 0.6931471805599453, mask=real)
+
+
+def log_sum_exps(mem_k, sinks, args):
+    """lse [B T H] of the ranked queries. Both kernels of `probs` take `args`."""
+    q, heads = args["q"], args["HEADS"]
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    tile = launch.flash_tile("forward", True, args["D"], heads, q.dtype)
+    grid, flipped = topk_grid(args, tile.block_m // heads, len(q))
+    nsa_topk_lse[grid](
+        mem_k=args["ck"] if mem_k is None else mem_k, lse=lse,
+        MEMORY=0 if mem_k is None else mem_k.shape[1], **launch.strides("m", mem_k, "hm"),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, FLIPPED=flipped, **args,
+    )  # fmt: skip
+    return lse if sinks is None else torch.logaddexp(lse, sinks)
 
 
 @triton.jit
@@ -208,3 +288,64 @@ def best_by_probs(
                 # a sort key has no bit for the sign of a block
                 running = fold(running, score, tl.maximum(c, 0), COLUMNS)
     return finish(running, SLOTS, SLOTS_2, COLUMNS)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def nsa_topk_softmax_mass(
+    q, ck, lse, out, before, starts, first_token, doc_first, doc_last, T, C, W, RANKS, scale_log2,
+    cap,
+    q_b, q_t, q_h, k_b, k_w, k_h,
+    G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
+    PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the rankings of a tile of groups of tokens of one row and ranking head, which
+    sums the scores of G query heads. Reads their queries, log-sum-exp and visible windows."""
+    tile, line, tiles, _lines = grid_position(FLIPPED)
+    tile = tiles - 1 - tile
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    if RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    GROUPS: tl.constexpr = BLOCK_M // HEADS
+    index = tile * GROUPS + tl.arange(0, GROUPS)
+    position, token, ranked = leaders(index, first_token, T, STRIDE)
+    low = tl.full([GROUPS], INITIAL, tl.int32)
+    end = candidates_end(position, C, LOCAL, d, s, CAUSAL)
+    lo, hi = visible_windows(position, W, d, CAUSAL)
+    if DOCUMENTS:
+        firsts, lasts = doc_first + b * T, doc_last + b * T
+        low, end = candidates_in_document(end, token, T, firsts, lasts, s, INITIAL)
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, d)
+    # all tokens see the windows `latest` .. `fewest` - 1
+    fewest, latest = tl.min(tl.where(ranked, hi, W), 0), tl.max(tl.where(ranked, lo, 0), 0)
+    low, end = tl.where(ranked, low, C), tl.where(ranked, end, 0)
+    hi = tl.where(ranked, hi, 0)
+
+    # [M, D] and [M]
+    _, row_token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
+    q_rows = b * q_b + row_token.to(tl.int64) * q_t + head * q_h
+    q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
+    row = (b * T + row_token) * (RANKS * G) + head
+    lse_log2 = tl.load(lse + row, mask=real, other=0.0) * 1.4426950408889634
+    # rows that do not exist, or see no window, have probability 0
+    lse_log2 = tl.where(real & (lse_log2 > NO_SCORE), lse_log2, float("inf"))
+
+    k_base = b * k_b + r // RANKS_PER_KV * k_h
+    indices, missed = best_by_probs(
+        q_tile, lse_log2, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
+        HEADS, D, BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, WARPS,
+        WIDE, CAP, PRECISION,
+    )  # fmt: skip
+    if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+        if missed > 0:
+            indices, missed = best_by_probs(
+                q_tile, lse_log2, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2,
+                cap, HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s,
+                WARPS, WIDE, CAP, PRECISION,
+            )  # fmt: skip
+    write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)

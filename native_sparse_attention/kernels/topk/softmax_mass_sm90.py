@@ -13,6 +13,9 @@ CHUNK-th block in a sorted column as deep as the top n, so no column loses one o
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,8 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..common import launch, sm90
 from ..common.buffers_sm90 import barriers, buffers
+from ..common.counts import cdiv
 from ..common.dialect_sm90 import load_box, reinterpret, thread_barrier
+from ..common.launch import LOG2_E
 
 KEYS = gl.constexpr(64)  # windows of a step
 WIDTH = gl.constexpr(64)  # of a box of queries
@@ -306,3 +312,65 @@ def nsa_topk_softmax_mass_sm90(
         row = (b * T + token + j).to(gl.int64) * RANKS + r
         mask = (token + j < T)[None] & (slot < SLOTS)[:, None]
         gl.store(out + row[None] * SLOTS + slot[:, None], indices, mask=mask)
+
+
+# warps of a program, and stages
+WARPS, STAGES = 4, 2
+# rows of a tile, and registers of a thread, by heads that rank together: registers hold the sorted
+# columns of 16 tokens besides scores of 4 heads, not of 8; 3 or 4 programs fit a multiprocessor
+TILES = {4: (64, 168), 8: (64, 128), 64: (128, 168)}
+# supported: widths of heads; heads that rank together; windows that end in a block; largest n
+WIDTHS, GROUPS, PER_BLOCK, MAX_SLOTS = (64, 128), (4, 8, 16, 32, 64), (2, 4, 8), 16
+# tiles of a multiprocessor at least
+MIN_TILES_PER_SM = 8
+
+
+def tiles_and_lines(q: Tensor, ranks: int, stride: int) -> tuple[int, int]:
+    """Tiles of a line, and lines (batch rows x ranking heads)."""
+    groups = q.shape[2] // ranks
+    tokens = launch.row(TILES, groups)[0] // groups
+    return cdiv(cdiv(q.shape[1], stride), tokens), q.shape[0] * ranks
+
+
+def is_supported(q: Tensor, ck: Tensor, config: Any, out: Tensor, start: int) -> bool:
+    """Whether the kernel can run a call of a `start` for all sequences, without documents.
+    `launch.using({"softmax_mass_sm90": True})` lifts the least number of tiles; False disables the
+    kernel, and so does an override of "ranking.probs"."""
+    allowed, (ranks, n) = launch.override.get("softmax_mass_sm90"), out.shape[2:]
+    if allowed is False or "ranking.probs" in launch.override or config.soft_cap is not None:
+        return False
+    l, d, s = config.compress_block_size, config.d, config.selection_block_size
+    sizes = q.element_size() == 2 and q.shape[-1] in WIDTHS and q.shape[2] // ranks in GROUPS
+    # windows end within one block, and reach at most into the block before
+    windows = s % d == 0 and s // d in PER_BLOCK and d <= l <= d + s
+    slots = windows and 0 < n <= min(MAX_SLOTS, KEYS.value // (s // d))
+    if not (sizes and slots and start % config.selection_stride == 0):
+        return False
+    tiles, lines = tiles_and_lines(q, ranks, config.selection_stride)
+    if not allowed and tiles * lines < MIN_TILES_PER_SM * sm90.multiprocessors(q.device):
+        return False
+    return all(launch.tma_descriptor(t, KEYS.value) is not None for t in (q, ck))
+
+
+def rank(
+    q: Tensor, ck: Tensor, config: Any, lse: Tensor, out: Tensor, start: int, num_ranked: int
+) -> None:
+    """Write block indices to `out`, as `nsa_topk_softmax_mass`."""
+    (ranks, n), D, stride = out.shape[2:], q.shape[-1], config.selection_stride
+    tiles, lines = tiles_and_lines(q, ranks, stride)
+    groups = q.shape[2] // ranks
+    size, registers = launch.row(TILES, groups)
+    # the ranked queries [B, groups of heads, T, heads, D]: eight rows of a tile hold `heads` heads
+    # of four neighbouring tokens, or of all its tokens if it has fewer
+    heads = 8 // min(4, size // groups)
+    rows = q[:, ::stride].unflatten(2, (-1, heads)).transpose(1, 2)
+    shape = [1, groups // heads, 8 // heads, heads, WIDTH.value]
+    nsa_topk_softmax_mass_sm90[(tiles * lines,)](
+        q=sm90.box(rows, shape), ck=sm90.box(ck, [1, KEYS.value, 1, D]), lse=lse, out=out,
+        first_token=start, T=q.shape[1], C=num_ranked, W=ck.shape[1], RANKS=ranks, tiles=tiles,
+        lines=lines, scale_log2=config.scale_of(D) * LOG2_E, G=groups,
+        RANKS_PER_KV=ranks // ck.shape[2], ROWS=size, SLOTS=n, WINDOW=config.compress_block_size,
+        d=config.d, s=config.selection_block_size, INITIAL=config.num_initial_blocks,
+        LOCAL=max(config.num_local_blocks, 1), STRIDE=stride, CAUSAL=config.causal, STAGES=STAGES,
+        num_warps=WARPS, maxnreg=registers,
+    )  # fmt: skip

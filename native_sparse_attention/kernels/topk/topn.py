@@ -12,6 +12,11 @@ to the earlier block. COLUMNS chooses one of two methods:
 import triton
 import triton.language as tl
 
+from ..common import launch
+from ..common.counts import cdiv
+
+# one compiled kernel for all lengths and positions
+LENGTHS = ["T", "C", "W", "first_token"]
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 NO_SCORE = tl.constexpr(float("-inf"))
 # the order-preserving integer of -inf
@@ -162,3 +167,29 @@ def finish(running, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, COLUMNS: tl.cons
         filled = ((best >> 32).to(tl.int32) > NO_ORDER) & (tl.arange(0, SLOTS_2)[None] < SLOTS)
         indices, missed = tl.where(filled, block, NO_BLOCK), 0
     return indices, missed
+
+
+@triton.jit
+def write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS: tl.constexpr,
+                  STRIDE: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
+    """Write each group's ranking [M, SLOTS_2] for its tokens. A group whose leader came before this
+    call gets the ranking at `before`."""
+    slot = tl.arange(0, indices.shape[1])
+    indices = tl.where(indices == NO_BLOCK, -1, indices)
+    if STRIDE > 1:
+        earlier = tl.full([indices.shape[1]], -1, tl.int32)
+        if BEFORE:
+            earlier = tl.load(before + (b * RANKS + r) * SLOTS + slot, mask=slot < SLOTS, other=-1)
+        indices = tl.where((token < 0)[:, None], earlier[None], indices)
+    for j in range(STRIDE):
+        t = token + j
+        row = (b * T + t) * RANKS + r
+        mask = ((t >= 0) & (t < T))[:, None] & (slot < SLOTS)[None]
+        tl.store(out + row[:, None] * SLOTS + slot[None], indices, mask=mask)
+
+
+def topk_grid(args, groups, B):
+    """The grid of tiles of `groups` groups of tokens x lines (batch rows x ranking heads), and
+    whether it is flipped."""
+    leaders = cdiv(args["T"] + args["STRIDE"] - 1, args["STRIDE"])
+    return launch.grid(cdiv(leaders, groups), B * args["RANKS"])

@@ -330,7 +330,8 @@ def forward_selected(
     if rank is not None and not is_concurrent:
         rank(None)
     block_indices, selection = plan_selection(t, block_indices, start, config)
-    plan = selected.allocate(q, k, v, selection, scale)
+    inputs = selected.Inputs(q, k, v, selection, scale)
+    plan = selected.plan_forward(inputs)
     norms: Any = key_norms(q, k)[0]
     partial: Any = None
     with streams.forked(q.device, ahead=True) as side:
@@ -339,10 +340,10 @@ def forward_selected(
                 rank(None)
             if plan is not None:
                 plan.run(selection)
-        forced = selected.forced_blocks(selection, k, v)
+        forced = selected.forced_blocks(inputs)
         if forced is not None:
             partial = flash_fwd.forward(q, scale=scale, sinks=sinks, norms=norms, **forced)[:2]
-    out, lse = selected.forward(q, k, v, selection, scale, partial, sinks, norms=norms, plan=plan)
+    out, lse = selected.forward(inputs, partial, sinks, norms=norms, plan=plan)
     return out, lse, block_indices
 
 
@@ -351,10 +352,10 @@ def backward_selected(
 ) -> dict[str, Tensor]:
     from ...kernels.selected import branch as selected
 
-    selection = selected.with_initial(selection_of(t, block_indices, start, config))
+    selection = selected.append_initial_blocks(selection_of(t, block_indices, start, config))
     q, k, v = unit_stride(t.q, t.k, t.v)
-    scale = config.scale_of(q.shape[-1])
-    dq, dk, dv, d_gates = selected.backward(q, k, v, selection, scale, bwd)
+    inputs = selected.Inputs(q, k, v, selection, config.scale_of(q.shape[-1]))
+    dq, dk, dv, d_gates = selected.backward(inputs, bwd)
     grads = dict(q=dq, k=dk, v=dv)
     if d_gates is not None and t.gates is not None:
         grads["gates"] = d_gates[..., : t.gates.shape[-1]]
@@ -400,13 +401,14 @@ def attend_branches(
         if rank is not None:
             rank(lse_cmp)
     block_indices, selection = plan_selection(t, block_indices, start, config)
+    inputs = selected.Inputs(q, k, v, selection, scale)
     near: Any = None
     window_k, window_v = k, v
     if t.window_k is None:
-        near = selected.within_window(selection, k, v, config.sliding_window_size)[1]
+        near = selected.forced_blocks_in_window(inputs, config.sliding_window_size)[1]
     else:
         window_k, window_v = unit_stride(*window_keys(t))
-    plan = selected.allocate(q, k, v, selection, scale)
+    plan = selected.plan_forward(inputs)
     # short programs that the selection waits for; they leave the tensor cores idle
     fork = is_concurrent or plan is not None
     with streams.forked(q.device, ahead=True) if fork else null_fork() as side:
@@ -425,9 +427,7 @@ def attend_branches(
         )  # fmt: skip
     done = (partial[0], partial[1]) if partial else None
     combined = None if out is None else CombineInputs(out_cmp, out_win, t.branch_gates, out)
-    out_sel, lse_sel = selected.forward(
-        q, k, v, selection, scale, done, sink_sel, combined, norms, plan
-    )
+    out_sel, lse_sel = selected.forward(inputs, done, sink_sel, combined, norms, plan)
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
 
 
@@ -465,17 +465,18 @@ def backward_branches(
     query = q if t.cq is None else unit_stride(t.cq)[0]
     scale = config.scale_of(q.shape[-1])
     range_cmp, range_win = (kv_range(b, t, start, config) for b in ("compressed", "window"))
-    chosen = selected.with_initial(selection_of(t, block_indices, start, config))
+    chosen = selected.append_initial_blocks(selection_of(t, block_indices, start, config))
+    inputs = selected.Inputs(q, k, v, chosen, scale)
     first: Any = None
     inner: Any = None
     near_k, near_v = k, v
     if t.window_k is None:
-        first, inner = selected.within_window(chosen, k, v, config.sliding_window_size)
+        first, inner = selected.forced_blocks_in_window(inputs, config.sliding_window_size)
     else:
         near_k, near_v = unit_stride(*window_keys(t))
     within = None if inner is None else (inner, sel)
-    selected_args = (q, k, v, chosen, scale, sel)
-    plan = selected.plan_backward(q, k, v, chosen, scale)
+    selected_args = (inputs, sel)
+    plan = selected.plan_backward(inputs)
     dq = Accumulator(q)
     dcq = dq if t.cq is None else Accumulator(query)
     memory = prefix(t)
@@ -528,7 +529,7 @@ def backward_branches(
     if plan.concurrent:
         partials.append((topn_dk[None], topn_dv[None]))
     elif plan.is_key_major:
-        d_gates = selected.topn_backward_kv(*selected_args, dk, dv, dq, plan)
+        selected.topn_backward_kv(*selected_args, dk, dv, dq, plan)
     grads["k"], grads["v"] = reduce_partials(partials, k, v, k.dtype)
     grads["q"] = dq.result()
     if t.cq is not None:
@@ -589,19 +590,15 @@ def plan_ranking(
             num_ranked = blocks.num_blocks(t.k.shape[1] if seq_len is None else seq_len, s)
     if not num_ranked:
         return block_indices.fill_(-1), None
-    from ...kernels.topk import scores
+    from ...kernels.topk import selection
 
     leaders = None if t.leader_indices is None else t.leader_indices.contiguous()
 
     def rank(lse: Tensor | None) -> None:
-        scores.select_blocks(
-            t.q if t.cq is None else t.cq, t.ck, t.mem_k, lse, t.starts, leaders, start,
-            num_ranked, config.num_selected_blocks, config.compress_block_size, config.d,
-            config.selection_block_size, config.importance, config.interpolated_importance_score,
-            config.num_initial_blocks, config.num_local_blocks, config.selection_stride,
-            config.query_heads_share_selected_kv, config.causal,
-            config.scale_of(t.q.shape[-1]), t.documents, config.soft_cap, sinks,
-            out=block_indices,
+        selection.select_blocks(
+            t.q if t.cq is None else t.cq, t.ck, config, out=block_indices, num_ranked=num_ranked,
+            start=start, starts=t.starts, documents=t.documents, leaders=leaders, mem_k=t.mem_k,
+            lse=lse, sinks=sinks,
         )  # fmt: skip
 
     return block_indices, rank
@@ -617,7 +614,7 @@ def plan_selection(
     if t.block_indices is not None or t.leader_indices is not None:  # of the caller
         block_indices = selected.valid_block_indices(selection, t.k.shape[1])
         selection = selection_of(t, block_indices, start, config)
-    return block_indices, selected.with_initial(selection)
+    return block_indices, selected.append_initial_blocks(selection)
 
 
 def selection_of(t: Inputs, block_indices: Tensor, start: int, config: AttentionConfig) -> Any:

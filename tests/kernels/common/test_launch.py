@@ -109,7 +109,7 @@ def test_a_length_compiles_nothing_anew(monkeypatch, importance):
         out = native_sparse_attention(
             *tensors, mem_k=memory[0], mem_v=memory[1], compress_block_size=8,
             compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
-            sliding_window_size=9, importance=importance, use_diff_topk=importance != "max",
+            sliding_window_size=9, importance=importance,
             backend="triton",
         )  # fmt: skip
         out.sum().backward()
@@ -144,7 +144,7 @@ def written(B, K):
 @pytest.mark.slow(one_of=3)
 @pytest.mark.kernels
 @pytest.mark.parametrize("call", [
-    functools.partial(layer, 2, 12, 2, 1, use_diff_topk=True, interpolated_importance_score=True),
+    functools.partial(layer, 2, 12, 2, 1, interpolated_importance_score=True),
     functools.partial(layer, 2, 12, 9, 1, importance="probs"),
     functools.partial(written, 3, 2),
 ], ids=["pairs", "gather", "entries"])  # fmt: skip
@@ -163,7 +163,7 @@ def test_a_flipped_grid_gives_the_same(monkeypatch, call):
 @pytest.mark.gpu
 def test_more_rows_than_fit_along_an_axis():
     rows = launch.MAX_GRID_Y + 2
-    assert all(found.isfinite().all() for found in layer(rows, 12, 2, 1, use_diff_topk=True))
+    assert all(found.isfinite().all() for found in layer(rows, 12, 2, 1))
     assert all(found.isfinite().all() for found in layer(rows, 12, 10, 1, importance="probs"))
     assert all(found.isfinite().all() for found in written(rows, 2))
 
@@ -270,15 +270,17 @@ def test_an_unknown_triton_is_told_once(monkeypatch, version):
     ({"sized": True}, False, False),
 ])  # fmt: skip
 def test_where_listed_blocks_are_walked_on_a_hopper(monkeypatch, change, served, with_dq):
-    hopper = pytest.importorskip("native_sparse_attention.kernels.selected.key_major_sm90")
-    monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
+    key_major = pytest.importorskip("native_sparse_attention.kernels.selected.key_major")
+    pytest.importorskip("native_sparse_attention.kernels.selected.key_major_sm90")
+    monkeypatch.setattr(key_major.sm90, "available", lambda q: True)
     tensors, selection, at = a_selection(change)
+    inputs = key_major.Inputs(*tensors, selection, at["scale"])
     tried = {"key_major_sm90": at.get("allowed", True)}
     if "allowed_dq" in at:
         tried["key_major_dq_sm90"] = at["allowed_dq"]
     with launch.using(tried), sized([16, 16] * 9 if at.get("sized") else None):
-        assert hopper.is_supported(*tensors, selection, at["scale"]) == served
-        assert hopper.forms_dq(*tensors, selection, at["scale"]) == with_dq
+        assert (key_major.gluon_kernels(inputs, "backward") is not None) == served
+        assert key_major.forms_dq(inputs) == with_dq
 
 
 @pytest.mark.parametrize("change, served", [
@@ -299,4 +301,4 @@ def test_where_blocks_are_shared(monkeypatch, change, served):
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     tensors, selection, at = a_selection(change)
     with launch.using({"union_sm90": at.get("allowed", True)}):
-        assert shared.is_supported(*tensors, selection, at["scale"]) == served
+        assert shared.is_supported(shared.Inputs(*tensors, selection, at["scale"])) == served

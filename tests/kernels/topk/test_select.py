@@ -276,9 +276,8 @@ def test_strided_inputs_and_a_repeat(rule):
 
 
 def test_public_operation():
-    """Nothing to select; with gates and without; a ranking that is too long says so."""
+    """Nothing to select; a ranking that is too long says so."""
     q, ck, mem_k = draw(20, 40, 4, 2, 16)
-    q.requires_grad_()
     call = dict(**sizes(8, 4, 8), mem_k=mem_k, seq_len=40)
     none = select_blocks(q, ck, num_selected_blocks=0, backend="triton", **call)
     assert none.shape == (2, 20, 2, 0) and none.dtype == torch.int32
@@ -286,10 +285,6 @@ def test_public_operation():
         q[:, :3], ck[:, :0], num_selected_blocks=2, **sizes(8, 4, 8), backend="triton"
     )
     assert (empty == -1).all()
-    indices = select_blocks(q, ck, num_selected_blocks=2, backend="triton", **call)
-    call["return_gates"] = True
-    chosen, gates = select_blocks(q, ck, num_selected_blocks=2, backend="triton", **call)
-    assert torch.equal(indices, chosen) and gates.requires_grad
     with pytest.raises(NotImplementedError, match="num_selected_blocks is 65, at most 64"):
         select_blocks(q, ck, num_selected_blocks=65, backend="triton", **call)
 

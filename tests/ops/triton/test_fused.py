@@ -150,7 +150,7 @@ def test_window_that_shares_a_tensor(given):
 def test_listed_blocks_apart(forced, monkeypatch):
     """dq of listed blocks formed with their dk and dv, beside those of other keys; however keys and
     values lie."""
-    monkeypatch.setattr(selected.key_major_sm90, "forms_dq", lambda *_: True)
+    monkeypatch.setattr(selected.key_major, "forms_dq", lambda *_: True)
     tensors = draw(heads=(18, 2, 16, 16))
     assert_layer_right(tensors, SETTINGS, forced=forced)
     found = []

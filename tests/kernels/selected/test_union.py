@@ -1,5 +1,5 @@
-"""Lists of neighbours that are alike, walked as one: which are united, and that the selected branch
-is right where some are."""
+"""Unions of the block indices of neighbours: which groups have one, and that the selected branch is
+right where some groups have a union and some do not."""
 
 import itertools
 from dataclasses import replace
@@ -22,11 +22,20 @@ from native_sparse_attention.kernels.common.launch import (
     UnionRule,
 )
 from native_sparse_attention.kernels.selected import query_major, union
+from native_sparse_attention.kernels.selected.inputs import Inputs
 
 pytestmark = pytest.mark.kernels
 
 GROUP = 4
 RULE = UnionRule(GROUP, 1.6, least=0)
+
+
+def make_unions(selection, H):
+    """Unions of a call in float16; None without unions."""
+    unions, cost = union.allocate_unions(selection, H, torch.float16)
+    if unions is not None:
+        union.write_unions(selection, unions, cost)
+    return unions
 
 
 def draw_lists(B, T, R, n, num_blocks, size=GROUP):
@@ -84,8 +93,7 @@ def test_unions(stride, n, ragged):
     starts = torch.tensor([7, 2], device=DEVICE) if ragged else None
     selection = Selection(lists, 8, 0, 1, True, 5, starts, stride=stride)
     with launch.using({"union": RULE}):
-        unions, cost = union.allocate_unions(selection, 2 * R, torch.float16)
-    union.write_unions(selection, unions, cost)
+        unions = make_unions(selection, 2 * R)
     right = expected(selection, RULE)
     some = [bool(members) for members in right.values()]
     assert any(some) and not all(some)
@@ -97,47 +105,44 @@ def test_unions(stride, n, ragged):
     assert of_groups == sum(some), "a group past the last token is united"
 
 
-def test_where_none_are_united():
+def test_calls_without_unions():
     lists = draw_lists(1, 16, 1, 3, 9)
     selection = Selection(lists, 8, 0, 1, True)
+    gated = replace(selection, gates=torch.ones(lists.shape, device=DEVICE))
     with launch.using({"union": RULE}):
-        assert union.make_unions(selection, 16, torch.float16) is not None
-        gated = replace(selection, gates=torch.ones(lists.shape, device=DEVICE))
-        assert union.make_unions(gated, 16, torch.float16) is None
-        assert union.make_unions(selection, 64, torch.float16) is None, "more rows than a tile has"
-        assert (
-            union.make_unions(replace(selection, block_indices=lists[..., :0]), 16, torch.float16)
-            is None
-        )
-    assert union.make_unions(selection, 16, torch.float16) is None, "few tokens"
+        assert make_unions(selection, 16) is not None
+        assert make_unions(gated, 16) is None
+        assert make_unions(selection, 64) is None, "more rows than a tile has"
+        assert make_unions(replace(selection, block_indices=lists[..., :0]), 16) is None
+    assert make_unions(selection, 16) is None, "few tokens"
     assert launch.union_rule(16, torch.float32) is None
     assert launch.union_rule(8, torch.float16) is None, "the forward is key-major"
     with launch.using({"union": None}):
         assert launch.union_rule(16, torch.float16) is None
 
 
-def test_two_lists_of_32_rows_are_one_tile():
+def test_two_selections_of_32_rows_are_one_tile():
     """By the kernels' own rule, whatever they hold."""
     lists = torch.stack([torch.randperm(64)[:5] for _ in range(38)]).int().view(2, 19, 1, 5)
     lists[0, 4:6] = -1
     lists[1, 7] = -1
     selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
     with launch.using({"union": replace(launch.union_rule(32, torch.float16), least=0)}):
-        unions = union.make_unions(selection, 32, torch.float16)
-    assert unions.members == 2
-    united = unions.counts[:, 0] > 0
-    assert united.sum() == 19 and not united[0, 2], "all groups but the one without blocks"
+        unions = make_unions(selection, 32)
+    has_union = unions.counts[:, 0] > 0
+    assert unions.members == 2 and has_union.sum() == 19
+    assert not has_union[0, 2], "a group without blocks"
 
 
-@pytest.mark.parametrize("united", [0, 18, 19, 38])
-def test_most(united):
+@pytest.mark.parametrize("count", [0, 18, 19, 38])
+def test_majority(count):
     selection = Selection(draw_lists(2, 76, 1, 3, 9), 8, 0, 1, True)
     unions = union.allocate(selection, GROUP, 3 * GROUP)
-    places = torch.randperm(unions.counts.numel())[:united]
+    places = torch.randperm(unions.counts.numel())[:count]
     unions.counts.zero_().view(-1)[places.to(DEVICE)] = 2
     out = torch.empty((), dtype=torch.int32, device=DEVICE)
     union.write_majority(unions, out)
-    assert unions.counts.numel() == 38 and int(out) == (united > 19)
+    assert unions.counts.numel() == 38 and int(out) == (count > 19)
 
 
 CASES = [
@@ -158,57 +163,53 @@ if CUDA:
 
 
 @pytest.mark.parametrize(
-    "dtype, heads, tiles, given", CASES, ids=lambda value: str(value).replace("torch.", "")
+    "dtype, heads, tiles, settings", CASES, ids=lambda value: str(value).replace("torch.", "")
 )
-def test_selected(monkeypatch, dtype, heads, tiles, given):
-    """Groups that are united and groups that are not in one call; twice the same, bit for bit."""
-    united, once = [], union.write_unions
+def test_selected(monkeypatch, dtype, heads, tiles, settings):
+    """Groups with a union and groups without in one call; twice the same, bit for bit."""
+    counts, write = [], union.write_unions
 
-    def watched(selection, unions, *others, **named):
-        once(selection, unions, *others, **named)
-        united.append((unions.counts > 0).tolist())
+    def record(selection, unions, *args):
+        write(selection, unions, *args)
+        counts.append((unions.counts > 0).tolist())
 
-    monkeypatch.setattr(union, "write_unions", watched)
+    monkeypatch.setattr(union, "write_unions", record)
     monkeypatch.setattr(launch, "tiles_per_program", lambda *_: tiles)
     B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
-    place = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
-    place |= {"start": 0 if "starts" in given else S - T, **given}
-    if place["starts"] is not None:
+    at = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
+    at |= {"start": 0 if "starts" in settings else S - T, **settings}
+    firsts = [at["start"]] * 2
+    if at["starts"] is not None:
         # far enough that as many blocks lie behind
-        at = torch.tensor(place["starts"], device=DEVICE) + (112 if CUDA else 0)
-        B, place["starts"] = 2, at
+        firsts = [start + (112 if CUDA else 0) for start in at["starts"]]
+        B, at["starts"] = 2, torch.tensor(firsts, device=DEVICE)
     q, k, v = (t[:B] for t in draw(T, S, *heads, dtype))
-    start = place["start"] if place["starts"] is None else int(place["starts"].min())
-    lists = draw_lists(B, T, heads[1], n, start // s, GROUP * place["stride"])
-    for b in range(B):
-        first = start if place["starts"] is None else int(place["starts"][b])
-        for t in range(T):
-            lists[b, t] = lists[b, max(t - (first + t) % place["stride"], 0)]
-            if place["num_local"] == 0 and (first + t) // 2 % 2:
-                lists[b, t, :, 0] = (first + t) // s
+    lists = draw_lists(B, T, heads[1], n, min(firsts) // s, GROUP * at["stride"])
+    for b, t in itertools.product(range(B), range(T)):
+        lists[b, t] = lists[b, max(t - (firsts[b] + t) % at["stride"], 0)]
+        if at["num_local"] == 0 and (firsts[b] + t) // 2 % 2:
+            lists[b, t, :, 0] = (firsts[b] + t) // s
+    offset = at["start"] if at["starts"] is None else at["starts"]
+    sizes = dict(
+        selection_block_size=s, num_initial_blocks=at["num_initial"],
+        num_local_blocks=at["num_local"], causal=at["causal"],
+    )  # fmt: skip
 
     def op(q, k, v, backend):
         if backend == "triton":
             config = AttentionConfig.unchecked(
-                branches=("selected",), selection_block_size=s,
-                num_initial_blocks=place["num_initial"],
-                num_local_blocks=place["num_local"], causal=place["causal"],
-                selection_stride=place["stride"],
-            )  # fmt: skip
-            offset = place["start"] if place["starts"] is None else place["starts"]
+                **sizes, branches=("selected",), selection_stride=at["stride"]
+            )
             return attention(config, offset, q=q, k=k, v=v, block_indices=lists)[:2]
         return selected_attention(
-            q, k, v, lists, selection_block_size=s, num_initial_blocks=place["num_initial"],
-            num_local_blocks=place["num_local"], causal=place["causal"], return_lse=True,
-            q_offset=place["start"] if place["starts"] is None else place["starts"],
-            backend=backend,
-        )  # fmt: skip
+            q, k, v, lists, **sizes, return_lse=True, backend=backend, q_offset=offset
+        )
 
     with launch.using({"union": RULE}):
         assert_right(op, {"q": q, "k": k, "v": v}, dtype)
-        assert "True" in str(united) and "False" in str(united)
+        assert "True" in str(counts) and "False" in str(counts)
         runs = []
-        for _ in range(2 if CUDA or not given else 0):
+        for _ in range(2 if CUDA or not settings else 0):
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             out, lse = op(*leaves, backend="triton")
             # the interpreter takes its time
@@ -218,8 +219,8 @@ def test_selected(monkeypatch, dtype, heads, tiles, given):
 
 
 @pytest.mark.parametrize("tiles", [1, 8])
-def test_dq_where_most_are_united(monkeypatch, tiles):
-    """Beside groups that are not, which share a program with some that are."""
+def test_dq_of_a_majority(monkeypatch, tiles):
+    """Groups without a union share a program with some that have one."""
     monkeypatch.setattr(launch, "tiles_per_program", lambda *_: tiles)
     T, H, D, s = 40, 16, 16, 4
     lists = draw_lists(1, T, 1, 3, 4)
@@ -229,12 +230,12 @@ def test_dq_where_most_are_united(monkeypatch, tiles):
     rows = torch.zeros(1, T, H, device=DEVICE)
     bwd = BackwardInputs(torch.randn_like(q).contiguous(), rows, rows)
     with launch.using({"union": RULE}):
-        unions = union.make_unions(selection, H, q.dtype)
+        unions = make_unions(selection, H)
     assert (unions.counts > 0).any() and (unions.counts == 0).any()
 
     def dq(unions, only):
         total = Accumulator(q)
-        query_major.backward_q(q, k, v, selection, 0.25, bwd, total, unions, only)
+        query_major.backward_q(Inputs(q, k, v, selection, 0.25), bwd, total, unions, only)
         return total.result().float()
 
     exact = dq(None, None)
@@ -262,12 +263,10 @@ def test_unions_have_a_tile_of_their_own():
             assert launch.query_major_tile("dq", *sizes, not united) == before
 
 
-def shared_unions(selection, blocks, alike=None):
-    limit = min(8 * selection.block_indices.shape[3], blocks)
-    unions = union.allocate(selection, 8, limit)
-    cost = None if alike is None else RULE.cost
-    union.write_unions(selection, alike or unions, cost, unions, chunk=3)
-    return unions
+def write_shared(selection, blocks, unions=None):
+    shared = union.allocate(selection, 8, min(8 * selection.block_indices.shape[3], blocks))
+    union.write_unions(selection, unions, unions and RULE.cost, shared)
+    return shared
 
 
 def members_of(unions, place):
@@ -279,56 +278,52 @@ def members_of(unions, place):
 
 @pytest.mark.parametrize("n, T, blocks", [(5, 37, 40), (1, 8, 3), (13, 19, 13)])
 def test_shared(n, T, blocks):
-    """All blocks of 8 neighbours, each once, with those that hold it; in an order in which fewer of
-    a chunk have a list in common than in that of their numbers."""
-    B, R, chunk = 2, 2, 3
+    """All blocks of 8 neighbours, each once, with those that chose it; in an order in which fewer
+    blocks of a chunk have a member in common than in the order of blocks."""
+    B, R = 2, 2
     lists = torch.full((B, T, R, n), -1, dtype=torch.int32)
     for b, t, r in itertools.product(range(B), range(T), range(R)):
-        held = int(torch.randint(n + 1, ()))
-        lists[b, t, r, :held] = torch.randperm(blocks)[:held].int()
+        count = int(torch.randint(n + 1, ()))
+        lists[b, t, r, :count] = torch.randperm(blocks)[:count].int()
     selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
-    unions = shared_unions(selection, blocks)
+    unions = write_shared(selection, blocks)
 
-    def meetings(held):
-        chunks = [held[i : i + chunk] for i in range(0, len(held), chunk)]
+    def conflicts(members):
+        chunks = [members[i : i + union.CHUNK] for i in range(0, len(members), union.CHUNK)]
         return sum((a & b) > 0 for some in chunks for a, b in itertools.combinations(some, 2))
 
-    found, sorted_ = 0, 0
+    ordered, by_block = 0, 0
     for place, members in expected(selection, UnionRule(8, 0.0, least=0)).items():
         assert members_of(unions, place) == members
-        found += meetings(list(members_of(unions, place).values()))
-        sorted_ += meetings([members[c] for c in sorted(members)])
-    assert found <= sorted_
+        ordered += conflicts(list(members_of(unions, place).values()))
+        by_block += conflicts([members[c] for c in sorted(members)])
+    assert ordered <= by_block
 
 
 @pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("most", [False, True], ids=["few alike", "most alike"])
-def test_shared_and_alike(most):
-    """Groups of 8 both halves of which are united are left to those halves, where they are most of
-    all; otherwise there are only shared blocks."""
+@pytest.mark.parametrize("most", [False, True], ids=["few overlap", "most overlap"])
+def test_shared_and_overlapping(most):
+    """Groups of 8 of which both halves have a union are left to those halves if they are most of
+    all groups; otherwise there are only shared unions."""
     n, T, blocks = 5, 45, 15
     lists = draw_lists(2, T, 2, n, blocks)
     if most:
         lists[:, 4:40] = lists[:, :1]
     selection = Selection(lists, 8, 0, 1, True)
     with launch.using({"union": RULE}):
-        apart = union.make_unions(selection, 8, torch.float16)
-        alike, _cost = union.allocate_unions(selection, 8, torch.float16)
-    unions = shared_unions(selection, blocks, alike)
-    left, members = set(), expected(selection, UnionRule(8, 0.0, least=0))
-    for b, r, group in members:
-        halves = range(2 * group, min(2 * group + 2, apart.groups))
-        if all(apart.counts[b, r, half] > 0 for half in halves):
-            left.add((b, r, group))
-    assert 0 < len(left) < len(members)
-    assert (2 * len(left) >= len(members)) == most
-    for b, r, group in members:
-        for half in range(2 * group, min(2 * group + 2, apart.groups)):
-            place = (b, r, half)
-            of_half = members_of(apart, place) if most and (b, r, group) in left else {}
-            assert members_of(alike, place) == of_half
-        if most and (b, r, group) in left:
-            assert unions.counts[b, r, group] == -1
-        else:
-            assert members_of(unions, (b, r, group)) == members[b, r, group]
-            assert unions.counts[b, r, group] == len(members[b, r, group])
+        alone = make_unions(selection, 8)
+        overlapping, _cost = union.allocate_unions(selection, 8, torch.float16)
+    unions = write_shared(selection, blocks, overlapping)
+    members = expected(selection, UnionRule(8, 0.0, least=0))
+
+    def halves(b, r, group):
+        return [(b, r, half) for half in range(2 * group, min(2 * group + 2, alone.groups))]
+
+    left = {place for place in members if all(alone.counts[half] > 0 for half in halves(*place))}
+    assert 0 < len(left) < len(members) and (2 * len(left) >= len(members)) == most
+    for place in members:
+        is_left = most and place in left
+        for half in halves(*place):
+            assert members_of(overlapping, half) == (members_of(alone, half) if is_left else {})
+        assert members_of(unions, place) == ({} if is_left else members[place])
+        assert unions.counts[place] == (-1 if is_left else len(members[place]))

@@ -1,0 +1,122 @@
+"""The CSR of block indices against torch's stable sort, and the memory that its chunks take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers import interpreter
+from tests.helpers.budget import DEVICE
+
+pytest.importorskip("triton")
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.selected import csr
+from native_sparse_attention.kernels.selected.inputs import Inputs
+
+pytestmark = pytest.mark.kernels
+
+# B, T, head groups, slots, KV heads, blocks, pairs of a work tile, tokens and KV heads of a chunk
+CASES = [
+    (1, 40, 1, 3, 1, 5, 4, 40, 1),
+    (2, 37, 4, 3, 2, 9, 4, 16, 2),
+    (2, 37, 8, 3, 4, 9, 4, 16, 2),
+    (3, 5, 6, 2, 3, 1, 2, 5, 1),
+    (1, 900, 2, 5, 1, 40, 64, 900, 1),
+    (1, 700, 2, 5, 2, 300, 64, 300, 2),
+    pytest.param((1, 65536, 4, 13, 4, 1024, 1024, 65536, 4), marks=pytest.mark.gpu),
+    pytest.param((1, 8192, 32, 13, 32, 128, 16384, 2048, 32), marks=pytest.mark.gpu),
+    pytest.param((1, 8192, 32, 13, 32, 128, 16384, 8192, 8), marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(autouse=True)
+def numbered(monkeypatch, runnable):
+    """As on a GPU, also in the interpreter."""
+    monkeypatch.setattr(csr, "COUNT_PAIRS", interpreter.OWN.get("COUNT_PAIRS", csr.COUNT_PAIRS))
+
+
+@pytest.mark.parametrize("longest", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pairs_and_work_tiles(case, longest):
+    """Pairs are sorted by block, stably. Every pair is in one work tile of its block; work tiles
+    are sorted by block, or the longest of some blocks first."""
+    B, T, R, n, K, C, tile_pairs, length, heads = case
+    block_indices = torch.randint(-1, C, (B, T, R, n), dtype=torch.int32, device=DEVICE)
+    token, head = torch.arange(T, device=DEVICE), torch.arange(R, device=DEVICE) * K // R
+    row = torch.arange(B, device=DEVICE)[:, None, None]
+    chunk = head // heads * -(-T // length) + token[:, None] // length
+    line = (chunk * B + row) * heads + head % heads
+    block = torch.where(block_indices >= 0, line[..., None] * C + block_indices, -1).view(-1)
+    order = block.argsort(stable=True)
+    order = order[block[order] >= 0]
+    chunks = csr.allocate(block_indices, K, C, tile_pairs, length, heads, longest).run(
+        block_indices
+    )
+    expected = [(h, t) for h in range(0, K, heads) for t in range(0, T, length)]
+    assert [(chunk.head, chunk.first) for chunk in chunks] == expected
+    assert sum(chunk.length * chunk.heads for chunk in chunks) == T * K
+    blocks = B * heads * C
+    counts = block[order].bincount(minlength=len(chunks) * blocks)
+    for number, chunk in enumerate(chunks):
+        chunk_counts = counts[number * blocks :][:blocks]
+        skipped = counts[: number * blocks].sum()
+        assert torch.equal(chunk.offsets.diff().long(), chunk_counts)
+        pairs = order[skipped : skipped + chunk_counts.sum()]
+        assert torch.equal(chunk.pairs[chunk.offsets[0] : chunk.offsets[-1]].long(), pairs)
+        indices = chunk.pair_indices.view(-1)
+        assert torch.equal(indices[pairs].long(), torch.arange(len(pairs), device=DEVICE))
+        assert (indices[block < 0] == -1).all()
+        num_tiles = (chunk_counts + tile_pairs - 1) // tile_pairs
+        count, owner = int(num_tiles.sum()), chunk.owner.long()
+        assert (owner[count:] == blocks).all()
+        owner, ordinals = owner[:count], chunk.ordinals[:count].long()
+        work_tiles = torch.stack((owner, ordinals), 1)
+        owners = torch.arange(blocks, device=DEVICE).repeat_interleave(num_tiles)
+        first_tiles = num_tiles.cumsum(0) - num_tiles
+        numbers = torch.arange(count, device=DEVICE) - first_tiles[owners]
+        if longest:
+            lengths = (chunk_counts[owner] - ordinals * tile_pairs).clamp(max=tile_pairs)
+            together = owner // csr.TILE_BLOCKS
+            assert (together.diff() >= 0).all()
+            shorter = lengths.diff() < tile_pairs / csr.CLASSES
+            assert (shorter | (together.diff() > 0)).all()
+            work_tiles = work_tiles.unique(dim=0)
+        assert torch.equal(work_tiles, torch.stack((owners, numbers), 1))
+        several = torch.where(num_tiles > 1, num_tiles, 0)
+        assert torch.equal(chunk.partial_offsets.diff().long(), several)
+
+
+def test_more_slots_than_a_split_has_pairs():
+    slots = torch.arange(csr.SPLIT_PAIRS + 8, device=DEVICE, dtype=torch.int32) % 4
+    block_indices = slots.expand(1, 3, 1, -1).contiguous()
+    (chunk,) = csr.allocate(block_indices, 1, 4, 1 << 14, 3, 1).run(block_indices)
+    assert torch.equal(chunk.pairs.long(), block_indices.reshape(-1).argsort(stable=True))
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize("T", [1, 100, 1024, 4096, 8192, 65536, 1 << 20])
+@pytest.mark.parametrize("H, K", [(32, 32), (32, 8), (14, 7), (5, 1), (6, 3)])
+def test_memory_of_chunks(H, K, T, kernel):
+    """Partial results take no more memory than they may, and chunks are no shorter than needed."""
+    n = 13
+    q, k = (torch.empty(1, T, heads, 128, device="meta") for heads in (H, K))
+    block_indices = torch.empty(1, T, K, n, dtype=torch.int32, device="meta")
+    selection = launch.Selection(block_indices, 64, 1, 2, True)
+    chunks = csr.allocate_chunks(Inputs(q, k, k, selection, 0.1), kernel, H // K).chunks
+    assert sum(chunk.length * chunk.heads for chunk in chunks) == T * K
+    first = chunks[0]
+    ratio, tokens, most = launch.row(csr.BUDGETS[kernel], H // K)
+    # tokens whose partial results, of all heads, may be kept
+    allowed = int(max(min(max(ratio * T / n, tokens), most * T / n), csr.MIN_TOKENS))
+    assert first.length * first.heads <= allowed * K
+    if kernel == "forward":
+        assert first.heads == K
+    larger = [heads for heads in range(first.heads + 1, K + 1) if K % heads == 0]
+    smaller = [heads for heads in range(1, first.heads) if K % heads == 0]
+    of_tokens = len(chunks) * first.heads // K
+    if of_tokens == 1 and kernel == "backward":  # of more heads they would take too much
+        assert not larger or larger[0] * T > allowed * K
+    else:  # in one chunk less too; and backward fewer heads would have too few blocks
+        assert first.heads * T > (of_tokens - 1) * allowed * K
+        few = not smaller or smaller[-1] * -(-T // 64) < launch.ENOUGH_PROGRAMS
+        assert kernel == "forward" or few
