@@ -13,7 +13,7 @@ from ..topk.topn import (
     chunk_blocks,
     finish,
     fold,
-    in_order,
+    ordered_bits,
     sort_keys,
     start,
 )
@@ -137,7 +137,7 @@ def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
     score_order = ()
     block_ids = ()
     for depth in tl.static_range(DEPTH):
-        score_order += (tl.reshape(in_order(scores[depth]), [WARPS, 32]),)
+        score_order += (tl.reshape(ordered_bits(scores[depth]), [WARPS, 32]),)
         block_ids += (tl.reshape(blocks[depth], [WARPS, 32]),)
     slot = tl.arange(0, PADDED_TOPN)
     warp_order = tl.full([WARPS, PADDED_TOPN], NO_ORDER, tl.int32)
@@ -166,7 +166,7 @@ def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
     # the n-th best; a column that dropped a block at least as good may have dropped a top-n block
     nth = tl.max(tl.where(position == TOPN - 1, order, NO_ORDER), 0)
     nth = tl.where(tl.sum((warp_block != NO_BLOCK).to(tl.int32), 0) >= TOPN, nth, NO_ORDER)
-    missed = (in_order(lost) >= nth) & (lost > NO_SCORE)
+    missed = (ordered_bits(lost) >= nth) & (lost > NO_SCORE)
     return ranking[None], tl.max(tl.max(missed.to(tl.int32), 1), 0)
 
 

@@ -100,18 +100,18 @@ def nsa_selected_valid_indices(
     position = bt % T + start
     if RAGGED:
         position += tl.load(starts + bt // T, mask=row < ROWS, other=0)
-    own = (position // s)[:, None]
+    query_block = (position // s)[:, None]
     keep = (c >= num_initial) & (c >= 0) & (c < C)
     if DOCUMENTS:
         first = tl.load(doc_first + bt, mask=row < ROWS, other=0) // s + num_initial
         end = tl.cdiv(tl.load(doc_last + bt, mask=row < ROWS, other=0), s)
         keep = keep & (c >= first[:, None]) & (c < end[:, None])
     if CAUSAL:
-        keep = keep & (c <= own) & (c <= own - num_local)
+        keep = keep & (c <= query_block) & (c <= query_block - num_local)
     c = tl.where(keep, c, -1)
     for other in range(0, n):
-        before = tl.load(block_indices + row * n + other, mask=row < ROWS, other=-1)
-        c = tl.where((c == before[:, None]) & (slot > other)[None], -1, c)
+        repeated = tl.load(block_indices + row * n + other, mask=row < ROWS, other=-1)
+        c = tl.where((c == repeated[:, None]) & (slot > other)[None], -1, c)
     tl.store(valid + row[:, None] * n + slot[None], c.to(tl.int32), mask=real)
 
 

@@ -96,10 +96,10 @@ def nsa_csr_count(
     number of pairs of each block."""
     line = tl.program_id(0)
     b, h, first, num_tokens = split_tokens(line, T, length, heads, tokens, B, K)
-    own_counts = split_counts + (line.to(tl.int64) * splits + tl.program_id(1)) * C
+    pair_counts = split_counts + (line.to(tl.int64) * splits + tl.program_id(1)) * C
     i = tl.arange(0, BLOCK)
     for c0 in range(0, C, BLOCK):
-        tl.store(own_counts + c0 + i, tl.zeros_like(i), mask=c0 + i < C)
+        tl.store(pair_counts + c0 + i, tl.zeros_like(i), mask=c0 + i < C)
     end = num_tokens * (R // K * n)
     pair, valid = split_pairs(i, end, first, b, h, T, R, K, n)
     next_c = tl.load(block_indices + pair, mask=valid, other=-1)
@@ -108,7 +108,7 @@ def nsa_csr_count(
     for x in range(0, end, BLOCK):
         c = next_c
         tl.debug_barrier()  # counts of the last iteration are written
-        rank = tl.load(own_counts + c, mask=c >= 0, other=0)
+        rank = tl.load(pair_counts + c, mask=c >= 0, other=0)
         # pairs of the same block in this iteration
         same = tl.sum(tl.where(c[:, None] == c[None], order, 0), 1)
         rank += same & 0xFFFF
@@ -118,7 +118,7 @@ def nsa_csr_count(
         pair, valid = split_pairs(x + BLOCK + i, end, first, b, h, T, R, K, n)
         next_c = tl.load(block_indices + pair, mask=valid, other=-1)
         tl.debug_barrier()  # all threads have read
-        tl.store(own_counts + c, rank + 1, mask=(c >= 0) & (same < 1 << 16))
+        tl.store(pair_counts + c, rank + 1, mask=(c >= 0) & (same < 1 << 16))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -145,7 +145,7 @@ def nsa_csr_work_tiles(
     block_counts, offsets, partial_offsets, owner, ordinals, blocks, tile_pairs, capacity,
     max_tiles, BLOCKS: tl.constexpr, CLASSES: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program: a chunk with room for `capacity` pairs. Writes offsets, partial offsets and work
+    """One program: a chunk of at most `capacity` pairs. Writes offsets, partial offsets and work
     tiles: by block or, with LONGEST, the longest first within every BLOCKS blocks."""
     chunk = tl.program_id(0).to(tl.int64)
     begin, partials, work_tiles = chunk * capacity, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
@@ -158,27 +158,33 @@ def nsa_csr_work_tiles(
         real = block < blocks
         block_count = tl.load(block_counts + block, mask=real, other=0)
         num_tiles = tl.cdiv(block_count, tile_pairs)
-        own = tl.where(num_tiles > 1, num_tiles, 0)
+        block_partials = tl.where(num_tiles > 1, num_tiles, 0)
         tl.store(offsets + line + block, begin + tl.cumsum(block_count, 0) - block_count, mask=real)
-        tl.store(partial_offsets + line + block, partials + tl.cumsum(own, 0) - own, mask=real)
-        in_order = num_tiles  # work tiles of each block that are sorted by block
+        tl.store(
+            partial_offsets + line + block,
+            partials + tl.cumsum(block_partials, 0) - block_partials,
+            mask=real,
+        )
+        ordered_tiles = num_tiles  # work tiles of each block that are sorted by block
         if LONGEST:  # full work tiles; the others follow by length class
-            in_order = block_count // tile_pairs
-            rest = block_count - in_order * tile_pairs
-            length_class = tl.where(rest > 0, (tile_pairs - 1 - rest) * CLASSES // tile_pairs, -1)
+            ordered_tiles = block_count // tile_pairs
+            remainder = block_count - ordered_tiles * tile_pairs
+            length_class = tl.where(
+                remainder > 0, (tile_pairs - 1 - remainder) * CLASSES // tile_pairs, -1
+            )
             in_class = length_class[:, None] == tl.arange(0, CLASSES)[None]
             class_ranks = tl.cumsum(in_class.to(tl.int32), 0)
             class_counts = tl.sum(in_class.to(tl.int32), 0)
-            at = work_tiles + tl.sum(in_order, 0) + tl.cumsum(class_counts, 0) - class_counts
+            at = work_tiles + tl.sum(ordered_tiles, 0) + tl.cumsum(class_counts, 0) - class_counts
             at = tl.sum(tl.where(in_class, at[None] + class_ranks - 1, 0), 1)
-            tl.store(owner + at, block, mask=rest > 0)
-            tl.store(ordinals + at, in_order, mask=rest > 0)
-        at = work_tiles + tl.cumsum(in_order, 0) - in_order
-        for i in range(0, tl.max(in_order, 0)):
-            tl.store(owner + at + i, block, mask=i < in_order)
-            tl.store(ordinals + at + i, tl.zeros_like(block) + i, mask=i < in_order)
+            tl.store(owner + at, block, mask=remainder > 0)
+            tl.store(ordinals + at, ordered_tiles, mask=remainder > 0)
+        at = work_tiles + tl.cumsum(ordered_tiles, 0) - ordered_tiles
+        for i in range(0, tl.max(ordered_tiles, 0)):
+            tl.store(owner + at + i, block, mask=i < ordered_tiles)
+            tl.store(ordinals + at + i, tl.zeros_like(block) + i, mask=i < ordered_tiles)
         begin += tl.sum(block_count, 0)
-        partials += tl.sum(own, 0)
+        partials += tl.sum(block_partials, 0)
         work_tiles += tl.sum(num_tiles, 0)
     tl.store(offsets + line + blocks, begin)
     tl.store(partial_offsets + line + blocks, partials)
@@ -196,7 +202,7 @@ def nsa_csr_scatter(
     the chunk."""
     line = tl.program_id(0)
     b, h, first, num_tokens = split_tokens(line, T, length, heads, tokens, B, K)
-    earlier = split_counts + (line.to(tl.int64) * splits + tl.program_id(1)) * C
+    split_offsets = split_counts + (line.to(tl.int64) * splits + tl.program_id(1)) * C
     lines = B * heads
     offsets += (line // lines).to(tl.int64) * offsets_stride(lines * C)
     blocks = offsets + (line % lines).to(tl.int64) * C
@@ -207,7 +213,7 @@ def nsa_csr_scatter(
         c = tl.load(block_indices + pair, mask=valid, other=-1)
         valid = c >= 0
         rank = tl.load(ranks + pair, mask=valid, other=0)
-        rank += tl.load(earlier + c, mask=valid, other=0)
+        rank += tl.load(split_offsets + c, mask=valid, other=0)
         index = tl.load(blocks + c, mask=valid, other=0) + rank
         tl.store(pairs + index, pair.to(pairs.dtype.element_ty), mask=valid)
         tl.store(ranks + pair, (index - origin).to(tl.int32), mask=valid)
@@ -221,7 +227,11 @@ class CSRPlan:
     ranks: Tensor  # [B T R n]; pair indices after the last kernel
     split_counts: Tensor  # [chunks lines, splits, C]
     block_counts: Tensor  # [chunks, blocks]
-    tensors: dict[str, Tensor]  # of all chunks
+    offsets: Tensor  # of all chunks, as the following
+    partial_offsets: Tensor
+    owner: Tensor
+    ordinals: Tensor
+    pairs: Tensor
     num_heads: int
     tokens: int  # of a split
     longest: bool  # sort work tiles by length within every TILE_BLOCKS blocks
@@ -230,8 +240,7 @@ class CSRPlan:
         """Writes the CSR of contiguous block indices."""
         B, T, R, n = block_indices.shape
         lines, splits, C = self.split_counts.shape
-        chunks, blocks = self.block_counts.shape
-        at, first = self.tensors, self.chunks[0]
+        (chunks, blocks), first = self.block_counts.shape, self.chunks[0]
         args = dict(T=T, C=C, length=first.length, heads=first.heads, tokens=self.tokens)
         args |= dict(splits=splits, B=B, R=R, K=self.num_heads, n=n)
         nsa_csr_count[(lines, splits)](
@@ -243,12 +252,12 @@ class CSRPlan:
             SPLITS=SCAN_SHAPE[1], num_stages=1,
         )  # fmt: skip
         nsa_csr_work_tiles[(chunks,)](
-            self.block_counts, at["offsets"], at["partial_offsets"], at["owner"], at["ordinals"],
-            blocks, first.tile_pairs, len(at["pairs"]) // chunks, at["owner"].shape[1],
+            self.block_counts, self.offsets, self.partial_offsets, self.owner, self.ordinals,
+            blocks, first.tile_pairs, len(self.pairs) // chunks, self.owner.shape[1],
             BLOCKS=TILE_BLOCKS, CLASSES=CLASSES, LONGEST=self.longest, num_warps=8, num_stages=1,
         )  # fmt: skip
         nsa_csr_scatter[(lines, splits)](
-            block_indices, self.ranks, self.split_counts, at["offsets"], at["pairs"],
+            block_indices, self.ranks, self.split_counts, self.offsets, self.pairs,
             BLOCK=SCATTER_PAIRS, **args,
         )  # fmt: skip
         return self.chunks
@@ -267,44 +276,35 @@ def allocate(
     `heads` KV heads, a divisor of `num_heads`. Sorts work tiles by block, or `longest` first."""
     B, T, R, n = block_indices.shape
     lines, blocks = B * heads, B * heads * num_blocks
-    chunk_starts = [(t, h) for h in range(0, num_heads, heads) for t in range(0, T, length)]
-    chunks, pairs_per_token = len(chunk_starts), R // num_heads * n
+    starts = [(token, head) for head in range(0, num_heads, heads) for token in range(0, T, length)]
+    chunks, pairs_per_token = len(starts), R // num_heads * n
     tokens = max(max(SPLIT_PAIRS, SPLIT_PER_BLOCK * num_blocks) // pairs_per_token, 1)
-    splits = cdiv(length, tokens)
     pairs_per_chunk = lines * min(length, T) * pairs_per_token
-    pair_dtype = torch.int32 if chunks * pairs_per_chunk < 1 << 31 else torch.int64
-    # rows start at multiples of 16 bytes for any length: one compiled kernel
-    max_tiles = cdiv(pairs_per_chunk // tile_pairs + min(blocks, pairs_per_chunk), 4) * 4
-    num_offsets = (blocks // 2 + 1) * 2
+    full_tiles = pairs_per_chunk // tile_pairs
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return block_indices.new_empty(shape, dtype=dtype)
 
-    offsets, work_tiles = ("offsets", "partial_offsets"), ("owner", "ordinals")
-    tensors = {name: empty(chunks, num_offsets, dtype=torch.int64) for name in offsets}
-    tensors |= {name: empty(chunks, max_tiles) for name in work_tiles}
-    tensors["pairs"] = empty(chunks * pairs_per_chunk, dtype=pair_dtype)
+    # rows start at multiples of 16 bytes for any length: one compiled kernel
+    max_tiles = cdiv(full_tiles + min(blocks, pairs_per_chunk), 4) * 4
+    num_offsets = (blocks // 2 + 1) * 2
+    offsets, partial_offsets = (empty(chunks, num_offsets, dtype=torch.int64) for _ in range(2))
+    owner, ordinals = (empty(chunks, max_tiles) for _ in range(2))
+    wide = chunks * pairs_per_chunk >= 1 << 31
+    pairs = empty(chunks * pairs_per_chunk, dtype=torch.int64 if wide else torch.int32)
     ranks = empty(*block_indices.shape)
     block_csrs = [
         BlockCSR(
-            token,
-            min(length, T - token),
-            head,
-            heads,
-            tensors["pairs"],
-            ranks,
-            tensors["offsets"][i, : blocks + 1],
-            tensors["owner"][i],
-            tensors["ordinals"][i],
-            tensors["partial_offsets"][i, : blocks + 1],
-            tile_pairs,
-            pairs_per_chunk // tile_pairs + min(blocks, pairs_per_chunk // tile_pairs),
+            token, min(length, T - token), head, heads, pairs, ranks, offsets[i, : blocks + 1],
+            owner[i], ordinals[i], partial_offsets[i, : blocks + 1], tile_pairs,
+            num_partials=full_tiles + min(blocks, full_tiles),
         )
-        for i, (token, head) in enumerate(chunk_starts)
-    ]
+        for i, (token, head) in enumerate(starts)
+    ]  # fmt: skip
     return CSRPlan(
-        block_csrs, ranks, empty(chunks * lines, splits, num_blocks),
-        empty(chunks, blocks), tensors, num_heads, tokens, longest,
+        block_csrs, ranks, empty(chunks * lines, cdiv(length, tokens), num_blocks),
+        empty(chunks, blocks), offsets, partial_offsets, owner, ordinals, pairs, num_heads, tokens,
+        longest,
     )  # fmt: skip
 
 

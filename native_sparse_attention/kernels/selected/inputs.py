@@ -31,6 +31,17 @@ class Inputs(NamedTuple):
         whole = self.k.shape[1] % selection.s == 0 and not selection.diagonal
         return whole and not launch.ends(selection)["ENDS"]
 
+    @property
+    def suits_gluon(self) -> bool:
+        """What all Gluon kernels need: 16 bits, keys and values of 64 or 128 features, whole blocks
+        of 64 keys, strides for TMA, a positive scale, no soft cap and no gates."""
+        q, k, v, selection, scale = self
+        sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in (64, 128)
+        blocks = selection.s == 64 and self.has_whole_blocks
+        plain = selection.gates is None and selection.soft_cap is None and scale > 0
+        descriptors = (launch.tma_descriptor(t, 64) for t in (q, k, v))
+        return sizes and blocks and plain and None not in descriptors
+
     def arguments(self, in_log2: bool) -> dict[str, Any]:
         """Arguments of the portable kernels, which form logits in units of log2 or not."""
         q, k, v, selection, _scale = self

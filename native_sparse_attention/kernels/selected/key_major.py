@@ -267,13 +267,13 @@ def nsa_selected_reduce_out(
     logs = tl.load(partial_lse + all_slots, mask=mask, other=float("-inf"))
     m = tl.max(logs, 1)
     if ADD:
-        before = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
-        m = tl.maximum(m, before)
+        stored_lse = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
+        m = tl.maximum(m, stored_lse)
     origin = tl.where(m == float("-inf"), 0.0, m)
     l = tl.sum(tl.exp2(logs - origin[:, None]), 1)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     if ADD:
-        weight = tl.exp2(before - origin)
+        weight = tl.exp2(stored_lse - origin)
         acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32) * weight[:, None]
         l += weight
     for j in tl.range(0, n, loop_unroll_factor=4):

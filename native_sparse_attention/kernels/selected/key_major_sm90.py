@@ -53,8 +53,6 @@ ROWS = gl.constexpr(64)  # of a tile of pairs
 WIDTH = gl.constexpr(64)  # of a box
 # layout of product operands
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-# supported widths of heads
-WIDTHS = (64, 128)
 # rows of a pair from which the tensor memory accelerator copies them
 MIN_BOX_ROWS = 8
 # stages of each consumer's ring, and registers of a consumer thread
@@ -64,10 +62,10 @@ LENGTHS = ["T", "S", "C", "BLOCKS", "tile_pairs", "num_tiles", "head"]
 
 
 @gluon.jit
-def work_tile(tile, num_tiles, block_csr, C, BLOCKS, head, HEADS):
+def work_tile(tile, work, HEADS):
     """Block of a work tile, its batch row, KV head (of HEADS heads from `head` on), block number,
     first pair and end. Past the last work tile first pair and end are equal."""
-    offsets, owner, ordinals, tile_pairs = block_csr[1], block_csr[2], block_csr[3], block_csr[4]
+    _pairs, offsets, owner, ordinals, _, tile_pairs, num_tiles, C, BLOCKS, head = work
     valid = tile < num_tiles
     block = gl.load(owner + tile, mask=valid, other=0x7FFFFFFF)
     valid = block < BLOCKS
@@ -141,12 +139,12 @@ def nsa_selected_fwd_key_major_sm90(
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = k.dtype
     strides = (q_b, q_t, q_h)
-    block_csr = (pairs, offsets, owner, ordinals, tile_pairs)
+    work = (pairs, offsets, owner, ordinals, None, tile_pairs, num_tiles, C, BLOCKS, 0)
     k_smem, v_smem, bar = buffers(k, 1), buffers(v, 1), barriers(1, 1)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS.value, D], TILE)
     fence_async_shared()
     thread_barrier()
-    _block, b, h, c, begin, end = work_tile(gl.program_id(0), num_tiles, block_csr, C, BLOCKS, 0, K)
+    _block, b, h, c, begin, end = work_tile(gl.program_id(0), work, K)
     if begin < end:
         mbarrier.expect(bar.index(0), KEYS * D * 4)
         load_box(k, [b, c * KEYS, h, 0], bar.index(0), k_smem.index(0))
@@ -217,13 +215,14 @@ def copy_boxes(
 
 @gluon.jit
 def produce(
-    q, d_out, k, v, lse, delta, strides, block_csr, num_tiles, head, T, C, BLOCKS, k_smem, v_smem,
-    q_smem, do_smem, lse_smem, delta_smem, kv_bar, full, HEADS: gl.constexpr, R: gl.constexpr,
-    n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    q, d_out, k, v, lse, delta, strides, work, T, block, ring, HEADS: gl.constexpr,
+    R: gl.constexpr, n: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, BY_ROW: gl.constexpr,
 ):  # fmt: skip
     """Producer for both consumers in turn: one warp, or with BY_ROW four warps. Padding rows repeat
     the last pair, so that they are finite."""
+    k_smem, v_smem, kv_bar = block
+    q_smem, do_smem, lse_smem, delta_smem, full = ring
     PAIR_ROWS: gl.constexpr = TOKENS * GROUP
     PAIRS: gl.constexpr = ROWS // PAIR_ROWS
     D: gl.constexpr = k.block_shape[3]
@@ -231,11 +230,11 @@ def produce(
     WARPS: gl.constexpr = 4 if BY_ROW else 1
     LANES: gl.constexpr = gl.BlockedLayout([1 if BY_ROW else 2], [32], [WARPS], [0])
     THREADS: gl.constexpr = 128 + 32 * WARPS
-    pairs = block_csr[0]
+    pairs = work[0]
     row = gl.arange(0, ROWS, LANES)
     tile = gl.program_id(0) * CONSUMERS
-    _, b0, h0, c0, begin0, end0 = work_tile(tile, num_tiles, block_csr, C, BLOCKS, head, HEADS)
-    _, b1, h1, c1, begin1, end1 = work_tile(tile + 1, num_tiles, block_csr, C, BLOCKS, head, HEADS)
+    _, b0, h0, c0, begin0, end0 = work_tile(tile, work, HEADS)
+    _, b1, h1, c1, begin1, end1 = work_tile(tile + 1, work, HEADS)
     for consumer in gl.static_range(CONSUMERS):
         b, h, c = (b0, h0, c0) if consumer == 0 else (b1, h1, c1)
         bar = kv_bar.index(consumer)
@@ -316,12 +315,12 @@ def write_rows(partial_dq, tile, buffer, i, end, origin, G: gl.constexpr, GROUP:
 
 @gluon.jit
 def accumulate(
-    partial_dq, begin, end, count, origin, scale, dk, dv, k_tile, v_tile, q_smem, do_smem,
-    lse_smem, delta_smem, ds_smem, full, CONSUMER: gl.constexpr, G: gl.constexpr,
-    GROUP: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    DQ: gl.constexpr, BY_ROW: gl.constexpr,
+    partial_dq, begin, end, count, origin, scale, dk, dv, k_tile, v_tile, ring, ds_smem,
+    CONSUMER: gl.constexpr, G: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, DQ: gl.constexpr, BY_ROW: gl.constexpr,
 ):  # fmt: skip
     """Accumulates dk and dv over the tiles of a work tile; with DQ also writes partial dq."""
+    q_smem, do_smem, lse_smem, delta_smem, full = ring
     PAIR_ROWS: gl.constexpr = TOKENS * GROUP
     PAIRS: gl.constexpr = ROWS // PAIR_ROWS
     D: gl.constexpr = k_tile.shape[1]
@@ -377,21 +376,20 @@ def accumulate(
 
 @gluon.jit
 def consume(
-    partial_dq, overlapping, block_csr, num_tiles, head, S, C, BLOCKS, scale, dk, dv, partial_dk,
-    partial_dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, kv_bar, full,
+    partial_dq, overlapping, work, S, scale, gradients, block, ring, ds_smem,
     CONSUMER: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr, G: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
     DQ: gl.constexpr, OVERLAPPING: gl.constexpr, BY_ROW: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup of a work tile. Adds to dk and dv of the block, or writes partials if the
     block has several work tiles."""
+    dk, dv, partial_dk, partial_dv = gradients
+    k_smem, v_smem, kv_bar = block
     D: gl.constexpr = k_smem.shape[4]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    offsets, ordinals, tile_pairs, partial_offsets = (
-        block_csr[1], block_csr[3], block_csr[4], block_csr[5],
-    )  # fmt: skip
+    offsets, ordinals, partial_offsets, tile_pairs = work[1], work[3], work[4], work[5]
     tile = gl.program_id(0) * CONSUMERS + CONSUMER
-    block, b, h, c, begin, end = work_tile(tile, num_tiles, block_csr, C, BLOCKS, head, HEADS)
+    number, b, h, c, begin, end = work_tile(tile, work, HEADS)
     k_tile = k_smem.index(CONSUMER).reshape([KEYS, D])
     v_tile = v_smem.index(CONSUMER).reshape([KEYS, D])
     dk_acc = gl.zeros([KEYS, D], gl.float32, ACC)
@@ -404,28 +402,26 @@ def consume(
     mbarrier.wait(kv_bar.index(CONSUMER), 0)
     if DQ:
         dk_acc, dv_acc = accumulate(
-            partial_dq, begin, end, dq_steps, origin, scale, dk_acc, dv_acc, k_tile, v_tile, q_smem,
-            do_smem, lse_smem, delta_smem, ds_smem, full, CONSUMER, G, GROUP, TOKENS, STAGES, GATED,
-            True, BY_ROW,
+            partial_dq, begin, end, dq_steps, origin, scale, dk_acc, dv_acc, k_tile, v_tile, ring,
+            ds_smem, CONSUMER, G, GROUP, TOKENS, STAGES, GATED, True, BY_ROW,
         )  # fmt: skip
         tma.store_wait(0)
     if OVERLAPPING or not DQ:
         dk_acc, dv_acc = accumulate(
             partial_dq, begin, end, steps - dq_steps, origin, scale, dk_acc, dv_acc, k_tile, v_tile,
-            q_smem, do_smem, lse_smem, delta_smem, ds_smem, full, CONSUMER, G, GROUP, TOKENS,
-            STAGES, GATED, False, BY_ROW,
+            ring, ds_smem, CONSUMER, G, GROUP, TOKENS, STAGES, GATED, False, BY_ROW,
         )  # fmt: skip
     dk_acc *= scale
     if end > begin:
         key = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
         feature = gl.arange(0, D, gl.SliceLayout(0, ACC))
-        if gl.load(offsets + block + 1) - gl.load(offsets + block) <= tile_pairs:
+        if gl.load(offsets + number + 1) - gl.load(offsets + number) <= tile_pairs:
             at = ((b * S + c * KEYS + key).to(gl.int64) * K + h) * D
             at = at[:, None] + feature[None]
             gl.store(dk + at, dk_acc + gl.load(dk + at))
             gl.store(dv + at, dv_acc + gl.load(dv + at))
         else:
-            partial = gl.load(partial_offsets + block) + gl.load(ordinals + tile)
+            partial = gl.load(partial_offsets + number) + gl.load(ordinals + tile)
             at = (partial * KEYS + key).to(gl.int64) * D
             at = at[:, None] + feature[None]
             gl.store(partial_dk + at, dk_acc)
@@ -443,8 +439,8 @@ def nsa_selected_bwd_key_major_sm90(
 ):  # fmt: skip
     """One program: two work tiles. With OVERLAPPING no dq unless `overlapping` is 0. With BY_ROW q,
     d_out and partial_dq are pointers, else descriptors of boxes of a pair."""
-    block_csr = (pairs, offsets, owner, ordinals, tile_pairs, partial_offsets)
-    strides = (q_b, q_t, q_h)
+    work = (pairs, offsets, owner, ordinals, partial_offsets, tile_pairs)
+    work += (num_tiles, C, BLOCKS, head)
     D: gl.constexpr = k.block_shape[3]
     BOXES: gl.constexpr = ROWS // (TOKENS * GROUP) * (D // WIDTH)
     BUFFERS: gl.constexpr = CONSUMERS * STAGES
@@ -465,24 +461,21 @@ def nsa_selected_bwd_key_major_sm90(
     kv_bar, full = barriers(CONSUMERS, 1), barriers(BUFFERS, 128 if BY_ROW else 33)
     fence_async_shared()
     thread_barrier()
+    gradients, block = (dk, dv, partial_dk, partial_dv), (k_smem, v_smem, kv_bar)
+    ring = (q_smem, do_smem, lse_smem, delta_smem, full)
     gl.warp_specialize(
         [
             (consume, (
-                partial_dq, overlapping, block_csr, num_tiles, head, S, C, BLOCKS, scale, dk, dv,
-                partial_dk, partial_dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
-                ds_smem, kv_bar, full, 0, K, HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ,
-                OVERLAPPING, BY_ROW,
+                partial_dq, overlapping, work, S, scale, gradients, block, ring, ds_smem, 0, K,
+                HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ, OVERLAPPING, BY_ROW,
             )),
             (consume, (
-                partial_dq, overlapping, block_csr, num_tiles, head, S, C, BLOCKS, scale, dk, dv,
-                partial_dk, partial_dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
-                ds_smem, kv_bar, full, 1, K, HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ,
-                OVERLAPPING, BY_ROW,
+                partial_dq, overlapping, work, S, scale, gradients, block, ring, ds_smem, 1, K,
+                HEADS, G, GROUP, TOKENS, STAGES, GATED, DQ, OVERLAPPING, BY_ROW,
             )),
             (produce, (
-                q, d_out, k, v, lse, delta, strides, block_csr, num_tiles, head, T, C, BLOCKS,
-                k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_bar, full, HEADS, R, n,
-                G, GROUP, TOKENS, STAGES, BY_ROW,
+                q, d_out, k, v, lse, delta, (q_b, q_t, q_h), work, T, block, ring, HEADS, R, n, G,
+                GROUP, TOKENS, STAGES, BY_ROW,
             )),
         ],
         [4, 4 if BY_ROW else 1],
@@ -504,22 +497,15 @@ def partial_dq_rows(groups: int) -> int:
 def is_supported(inputs: Inputs, kernel: str) -> bool:
     """Whether the Gluon kernel ("forward" or "backward") supports a call; never with a tile config
     of the caller or with `launch.using({"key_major_sm90": False})`."""
-    q, k, v, selection, scale = inputs
-    allowed = launch.override.get("key_major_sm90", True)
+    q, allowed = inputs.q, launch.override.get("key_major_sm90", True)
     if not allowed or requested_sizes(f"key_major.{kernel}") or not sm90.available(q):
         return False
-    blocks = selection.s == KEYS.value and inputs.has_whole_blocks
-    sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
-    plain = selection.gates is None and selection.soft_cap is None and scale > 0
-    if not (inputs.groups <= ROWS.value and blocks and sizes and plain):
-        return False
-    if not 0 < selection.block_indices.numel() < 1 << 31:
+    if inputs.groups > ROWS.value or not 0 < inputs.selection.block_indices.numel() < 1 << 31:
         return False
     # threads copy 16 bytes each, which Triton infers from strides divisible by 16
     copied = kernel == "forward" or pair_rows(inputs.groups) < MIN_BOX_ROWS
-    if copied and any(stride % 16 for stride in q.stride()[:3]):
-        return False
-    return all(launch.tma_descriptor(t, KEYS.value) is not None for t in (q, k, v))
+    aligned = not copied or all(stride % 16 == 0 for stride in q.stride()[:3])
+    return aligned and inputs.suits_gluon
 
 
 def pair_tokens(inputs: Inputs) -> int:

@@ -42,11 +42,21 @@ BOUNDED_ROWS = 64
 
 
 @triton.jit
-def own_tiles(program, counts, line, T, start, groups, MEMBERS: tl.constexpr, UNION: tl.constexpr,
-              STEP: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """First tile of a program and one past its last. `counts` are the sizes of the unions, 0 for a
+def program_tiles(
+    counts, starts, start, T, K, R, groups, MEMBERS: tl.constexpr, UNION: tl.constexpr,
+    STEP: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr, RAGGED: tl.constexpr,
+    FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """Batch row, head group and KV head of a program; their line in block indices; position of the
+    first token; first tile and one past the last. `counts` are the sizes of the unions, 0 for a
     group without one; a group has MEMBERS members. With UNION a program has STEP unions, otherwise
     STEP tiles of a group without a union."""
+    program, br, _programs, _brs = grid_position(FLIPPED)
+    b, r = (br // R).to(tl.int64), (br % R).to(tl.int64)
+    h = r * K // R
+    if RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    line = b * R + r
     first = program * STEP
     if MEMBERS == 1:
         end = first + 1
@@ -58,35 +68,42 @@ def own_tiles(program, counts, line, T, start, groups, MEMBERS: tl.constexpr, UN
         count = tl.load(counts + line * groups + first // MEMBERS)
         end = tl.minimum(first + STEP, tl.cdiv(T + start % STRIDE, TOKENS))
         end = tl.where(count > 0, first, end)
-    return first, end
+    return b, r, h, line, start, first, end
 
 
 @triton.jit
-def query_tile(tile, start, T, G: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
-               BLOCK_M: tl.constexpr):  # fmt: skip
-    """Rows of a tile that starts at an aligned group: token, head of the head group and validity of
-    each row, and a token that has the tile's block indices."""
+def load_tile(
+    q, block_indices, counts, doc_last, b, r, line, tile, start, T, R, n, groups, q_b, q_t, q_h,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr, UNION: tl.constexpr,
+    ENDS: tl.constexpr,
+):  # fmt: skip
+    """Queries of a tile, which starts at an aligned group: token, head, row of [B T H], validity
+    and document's end of each; pointer to the tile's blocks and their number: of the union, or of
+    the block indices up to the last valid one."""
     first = tile * TOKENS - start % STRIDE
-    row = tl.arange(0, BLOCK_M)
-    token = first + row // G
-    real = (row < TOKENS * G) & (token >= 0) & (token < T)
-    return token, row % G, real, tl.minimum(tl.maximum(first, 0), T - 1)
-
-
-@triton.jit
-def tile_blocks(block_indices, counts, line, tile, bt, r, R, n, groups, SLOTS: tl.constexpr,
-                UNION: tl.constexpr):  # fmt: skip
-    """Pointer to the blocks of a tile, and their number: of the union, or of the block indices of
-    token bt up to the last valid one."""
+    i = tl.arange(0, BLOCK_M)
+    token = first + i // G
+    real = (i < TOKENS * G) & (token >= 0) & (token < T)
+    g = i % G
+    # a token that has the tile's block indices
+    index_token = tl.minimum(tl.maximum(first, 0), T - 1)
     if UNION:
         blocks = block_indices + (line * groups + tile) * n
         length = tl.load(counts + line * groups + tile)
+        real = tl.where(real, length, 0) > 0  # no group without a union
     else:
-        blocks = block_indices + (bt * R + r) * n
+        blocks = block_indices + ((b * T + index_token) * R + r) * n
         slot = tl.arange(0, SLOTS)
         c = tl.load(blocks + slot, mask=slot < n, other=-1)
         length = tl.max(tl.where(c >= 0, slot + 1, 0), 0)
-    return blocks, length
+    ends = token
+    if ENDS:
+        ends = tl.load(doc_last + b * T + token, mask=real, other=0)
+    head = r * G + g
+    row = (b * T + token) * (R * G) + head
+    q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+    return q_tile, token, head, row, real, ends, blocks, length
 
 
 @triton.jit
@@ -128,9 +145,9 @@ def visible_keys(valid, key, packed, position, G: tl.constexpr, STRIDE: tl.const
     visible = valid[None]
     if UNION:
         member = tl.arange(0, BLOCK_M) // (G * STRIDE)
-        held = (packed + tl.zeros_like(key)) >> 32
-        held = held.to(tl.int32)[None] >> member[:, None]
-        visible = visible & ((held & 1) != 0)
+        members = (packed + tl.zeros_like(key)) >> 32
+        members = members.to(tl.int32)[None] >> member[:, None]
+        visible = visible & ((members & 1) != 0)
     if DIAGONAL:
         visible = visible & (key[None] <= position[:, None])
     if ENDS:
@@ -162,29 +179,15 @@ def nsa_selected_fwd_query_major(
 ):  # fmt: skip
     """One program: STEP tiles of tokens that share block indices, or STEP unions. Writes out and
     lse, with ADD combined with the previous out and lse; with COMBINE also the layer's output."""
-    program, br, _programs, _brs = grid_position(FLIPPED)
-    b, r = (br // R).to(tl.int64), (br % R).to(tl.int64)
-    h = r * K // R
-    if RAGGED:
-        start = tl.load(starts + b).to(tl.int32)
-    line = b * R + r
-    first, end = own_tiles(
-        program, counts, line, T, start, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE
-    )
+    b, r, h, line, start, first, end = program_tiles(
+        counts, starts, start, T, K, R, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE, RAGGED,
+        FLIPPED,
+    )  # fmt: skip
     for tile in range(first, end):
-        token, g, real, index_token = query_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
-        blocks, length = tile_blocks(
-            block_indices, counts, line, tile, b * T + index_token, r, R, n, groups, SLOTS, UNION
-        )
-        if UNION:  # a group without a union beside one with
-            real = tl.where(real, length, 0) > 0
-        ends = token
-        if ENDS:
-            ends = tl.load(doc_last + b * T + token, mask=real, other=0)
-
-        head = r * G + g
-        row = (b * T + token) * (R * G) + head
-        q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+        q_tile, token, head, row, real, ends, blocks, length = load_tile(
+            q, block_indices, counts, doc_last, b, r, line, tile, start, T, R, n, groups, q_b, q_t,
+            q_h, G, D, BLOCK_D, BLOCK_M, SLOTS, TOKENS, STRIDE, UNION, ENDS,
+        )  # fmt: skip
         if ADD:
             acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
             m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
@@ -256,31 +259,17 @@ def nsa_selected_dq_query_major(
 ):  # fmt: skip
     """One program: like the forward. Writes dq, with ADD adds to dq; with GATES also each head's
     gradient of each slot's gate, [B T H n]. With RUN_IF does nothing if `run_if` is 0."""
-    program, br, _programs, _brs = grid_position(FLIPPED)
-    b, r = (br // R).to(tl.int64), (br % R).to(tl.int64)
-    h = r * K // R
-    if RAGGED:
-        start = tl.load(starts + b).to(tl.int32)
-    line = b * R + r
-    first, end = own_tiles(
-        program, counts, line, T, start, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE
-    )
+    b, r, h, line, start, first, end = program_tiles(
+        counts, starts, start, T, K, R, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE, RAGGED,
+        FLIPPED,
+    )  # fmt: skip
     if RUN_IF:
         end = tl.where(tl.load(run_if) != 0, end, first)
     for tile in range(first, end):
-        token, g, real, index_token = query_tile(tile, start, T, G, TOKENS, STRIDE, BLOCK_M)
-        blocks, length = tile_blocks(
-            block_indices, counts, line, tile, b * T + index_token, r, R, n, groups, SLOTS, UNION
-        )
-        if UNION:  # a group without a union beside one with
-            real = tl.where(real, length, 0) > 0
-        ends = token
-        if ENDS:
-            ends = tl.load(doc_last + b * T + token, mask=real, other=0)
-
-        head = r * G + g
-        row = (b * T + token) * (R * G) + head
-        q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+        q_tile, token, _head, row, real, ends, blocks, length = load_tile(
+            q, block_indices, counts, doc_last, b, r, line, tile, start, T, R, n, groups, q_b, q_t,
+            q_h, G, D, BLOCK_D, BLOCK_M, SLOTS, TOKENS, STRIDE, UNION, ENDS,
+        )  # fmt: skip
         do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
         lse_row = tl.load(lse + row, mask=real, other=0.0)
         delta_row = tl.load(delta + row, mask=real, other=0.0)

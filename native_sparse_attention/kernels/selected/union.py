@@ -61,19 +61,19 @@ def spread(x):
 
 
 @triton.jit
-def store_by_chunks(blocks, c, held, leads, size, CHUNK: tl.constexpr):
+def store_by_chunks(blocks, c, holders, leads, size, CHUNK: tl.constexpr):
     """Write packed blocks in an order in which a CHUNK has few blocks of one member."""
     # a key: number of members in the chunk that chose the block too, block, and mask of the members
     # that chose it, in 4, 18 and 8 bits; `none` is above all keys
     none = 0x40000000
-    key = tl.where(leads, (c << 8) | held, none)
-    holders = tl.where(leads, spread(held), 0)
+    key = tl.where(leads, (c << 8) | holders, none)
+    spread_holders = tl.where(leads, spread(holders), 0)
     for first in range(0, size, CHUNK):
         used = size * 0
         for j in tl.static_range(CHUNK):
             score = key
             if j > 0:
-                shared = ((holders & used) * 0x11111111).to(tl.uint32, bitcast=True) >> 28
+                shared = ((spread_holders & used) * 0x11111111).to(tl.uint32, bitcast=True) >> 28
                 score += shared.to(tl.int32) << 26
             best = tl.min(score, 0) & 0x3FFFFFF
             key = tl.where(key == best, none, key)
@@ -103,7 +103,7 @@ def nsa_selected_union(
     i = tl.arange(0, GROUPS * MEMBERS * SLOTS)
     member = i // SLOTS
     c = load_blocks(block_indices, b, r, first + member * STRIDE, i % SLOTS, T, R, n)
-    held = tl.zeros([GROUPS * MEMBERS * SLOTS], tl.int32)
+    holders = tl.zeros([GROUPS * MEMBERS * SLOTS], tl.int32)
     # few loops are unrolled: a program runs once, and unrolled code would have to be fetched
     for other in range(0, all_members):
         same = c < -1
@@ -111,18 +111,18 @@ def nsa_selected_union(
             for j in tl.static_range(4):
                 slot = first_slot + j
                 same |= c == load_blocks(block_indices, b, r, first + other * STRIDE, slot, T, R, n)
-        held |= tl.where(same, 1 << other, 0)
+        holders |= tl.where(same, 1 << other, 0)
 
-    before = (1 << member) - 1
+    lower_members = (1 << member) - 1
     line = br.to(tl.int64)
     if CHUNK > 0:
         # a block belongs to the first member that chose it
-        leads = (c >= 0) & ((held & before) == 0)
+        leads = (c >= 0) & ((holders & lower_members) == 0)
         size = tl.sum(leads.to(tl.int32), 0)
     if OVERLAPPING:
-        own_group = member // MEMBERS
-        members = (held >> (own_group * MEMBERS)) & ((1 << MEMBERS) - 1)
-        leads_group = (c >= 0) & ((members & (before >> (own_group * MEMBERS))) == 0)
+        group_number = member // MEMBERS
+        members = (holders >> (group_number * MEMBERS)) & ((1 << MEMBERS) - 1)
+        leads_group = (c >= 0) & ((members & (lower_members >> (group_number * MEMBERS))) == 0)
         by_group: tl.constexpr = (GROUPS, MEMBERS * SLOTS)
         group = program * GROUPS + tl.arange(0, GROUPS)
         sizes = tl.sum(tl.reshape(leads_group.to(tl.int32), by_group), 1)
@@ -140,7 +140,7 @@ def nsa_selected_union(
             tl.store(blocks + at, packed, mask=mask)
     if CHUNK > 0:
         line = line * programs + program
-        store_by_chunks(shared + line * shared_limit, c, held, leads, size, CHUNK)
+        store_by_chunks(shared + line * shared_limit, c, holders, leads, size, CHUNK)
         if OVERLAPPING:
             size = tl.where(all_overlap, -1 - size, size)
         tl.store(shared_counts + line, size)

@@ -47,9 +47,8 @@ CHUNKS, SLICE, REGISTERS = 2, 16, 208
 # cost of a union's block, at least: groups overlap if their members have more than this many times
 # the union's blocks. On an H200 both kernels took as long if two of four members were equal
 OVERLAPPING = 2.0
-# supported: widths of heads; size of blocks; slots of a head group; blocks of keys below the limit
-# of `union.store_by_chunks`
-WIDTHS, BLOCK_SIZE, MAX_SLOTS, MAX_BLOCKS = (64, 128), 64, 32, 1 << 18
+# supported: slots of a head group; blocks of keys below the limit of `union.store_by_chunks`
+MAX_SLOTS, MAX_BLOCKS = 32, 1 << 18
 # tiles of a multiprocessor at least: with fewer, too many are idle during the last tiles
 MIN_TILES_PER_SM = 8
 
@@ -88,12 +87,15 @@ def rows_smem(q, k_smem, v_smem, slot, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q, k, v, out, combine_cmp, combine_win, blocks, counts, T, K, R, limit, s, groups, tiles,
-    k_smem, v_smem, full, G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr,
-    CHUNKS: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
+    q, k, v, out, combine_cmp, combine_win, unions, sizes, s, ring, G: gl.constexpr,
+    WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, ADD: gl.constexpr,
+    COMBINE: gl.constexpr,
 ):  # fmt: skip
     """Producer warp. Copies each tile's queries, a consumer's to the slots of keys or of values,
     then its blocks. Prefetches the rows that the epilogue reads into L2."""
+    blocks, counts, limit, groups, tiles = unions
+    T, K, R = sizes
+    k_smem, v_smem, full = ring
     TOKENS: gl.constexpr = q.block_shape[1]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     E: gl.constexpr = v.block_shape[3]
@@ -171,10 +173,10 @@ def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr, SLICE
         if BY_BOUND:
             p = gl.exp2(x * scale_log2 - m[:, None])
         else:
-            before = m
+            m_old = m
             m = gl.maximum(m, gl.max(x, 1) * scale_log2)
             origin = gl.where(m == float("-inf"), 0.0, m)
-            p, alpha = gl.exp2(x * scale_log2 - origin[:, None]), gl.exp2(before - origin)
+            p, alpha = gl.exp2(x * scale_log2 - origin[:, None]), gl.exp2(m_old - origin)
             acc, l = acc * alpha[:, None], l * alpha
         l += gl.sum(p, 1)
         values = v_tile.slice(i * SLICE, SLICE, 0).load(RIGHT)
@@ -184,14 +186,17 @@ def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr, SLICE
 
 @gluon.jit
 def consume(
-    queries, norms, blocks, counts, out, lse, combine_cmp, combine_win, combine_gates, layer_out,
-    T, K, R, limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem, v_smem, full,
-    CONSUMER: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr,
-    CHUNK: gl.constexpr, CHUNKS: gl.constexpr, SLICE: gl.constexpr,
-    BOUNDED: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
+    queries, norms, unions, outputs, combine, sizes, scale_log2, ring, CONSUMER: gl.constexpr,
+    G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+    SLICE: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: attention of its members to the blocks that they chose. Skips tiles of
     negative size."""
+    blocks, counts, limit, groups, tiles = unions
+    out, lse, layer_out = outputs
+    combine_cmp, combine_win, combine_gates, g_b, g_t, g_h, g_3 = combine
+    T, K, R = sizes
+    k_smem, v_smem, full = ring
     THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
     TOKENS: gl.constexpr = queries.block_shape[1]
     GROUP: gl.constexpr = queries.block_shape[2]
@@ -266,22 +271,23 @@ def nsa_selected_fwd_union_sm90(
 ):  # fmt: skip
     """One persistent program; a consumer's queries are a box of q. Writes out and lse, with ADD
     combined with the previous out and lse; with COMBINE also the layer's output."""
-    k_smem, v_smem, full = allocate_ring(k, v, CHUNK, CHUNKS)
+    unions, sizes = (blocks, counts, limit, groups, tiles), (T, K, R)
+    outputs = (out, lse, layer_out)
+    combine = (combine_cmp, combine_win, combine_gates, g_b, g_t, g_h, g_3)
+    ring = allocate_ring(k, v, CHUNK, CHUNKS)
     gl.warp_specialize(
         [
             (consume, (
-                q, norms, blocks, counts, out, lse, combine_cmp, combine_win, combine_gates,
-                layer_out, T, K, R, limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem,
-                v_smem, full, 0, G, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, COMBINE,
+                q, norms, unions, outputs, combine, sizes, scale_log2, ring, 0, G, WARPS, CHUNK,
+                CHUNKS, SLICE, BOUNDED, ADD, COMBINE,
             )),
             (consume, (
-                q, norms, blocks, counts, out, lse, combine_cmp, combine_win, combine_gates,
-                layer_out, T, K, R, limit, groups, tiles, scale_log2, g_b, g_t, g_h, g_3, k_smem,
-                v_smem, full, 1, G, WARPS, CHUNK, CHUNKS, SLICE, BOUNDED, ADD, COMBINE,
+                q, norms, unions, outputs, combine, sizes, scale_log2, ring, 1, G, WARPS, CHUNK,
+                CHUNKS, SLICE, BOUNDED, ADD, COMBINE,
             )),
             (produce, (
-                q, k, v, out, combine_cmp, combine_win, blocks, counts, T, K, R, limit, s, groups,
-                tiles, k_smem, v_smem, full, G, WARPS, CHUNK, CHUNKS, ADD, COMBINE,
+                q, k, v, out, combine_cmp, combine_win, unions, sizes, s, ring, G, WARPS, CHUNK,
+                CHUNKS, ADD, COMBINE,
             )),
         ],
         [WARPS, 1],
@@ -293,26 +299,19 @@ def is_supported(inputs: Inputs) -> bool:
     """Whether the kernel supports a call and has enough tiles to be faster. With
     `launch.using({"union_sm90": True})` any number of tiles is enough; with False, or with a tile
     config of the caller, the kernel never runs."""
-    q, k, v, selection, scale = inputs
+    q, k, selection = inputs.q, inputs.k, inputs.selection
     allowed = launch.override.get("union_sm90")
     if allowed is False or requested_sizes("query_major.forward") or not sm90.available(q):
         return False
-    (B, T, R, n), s, stride = selection.block_indices.shape, selection.s, selection.stride
+    (B, T, R, n), stride = selection.block_indices.shape, selection.stride
     rows = launch.FEW_ROWS <= inputs.groups * stride <= ROWS
     if stride > 1:  # a tile starts at an aligned group of tokens
         rows = rows and ROWS % stride == 0
         rows = rows and selection.starts is None and selection.start % stride == 0
-    slots = 0 < n <= MAX_SLOTS and k.shape[1] // s < MAX_BLOCKS and selection.gates is None
-    blocks = s == BLOCK_SIZE and inputs.has_whole_blocks
-    # q uses the shared memory of keys and values
-    sizes = q.element_size() == 2 and k.shape[-1] == v.shape[-1] in WIDTHS
-    plain = selection.soft_cap is None and scale > 0
+    slots = 0 < n <= MAX_SLOTS and k.shape[1] // selection.s < MAX_BLOCKS
     least = 0 if allowed else MIN_TILES_PER_SM * sm90.multiprocessors(q.device)
-    if not (rows and slots and blocks and sizes and plain):
-        return False
-    if B * R * (T // (MEMBERS * stride)) < least:
-        return False
-    return all(launch.tma_descriptor(t, ROWS) is not None for t in (q, k, v))
+    enough = B * R * (T // (MEMBERS * stride)) >= least
+    return rows and slots and enough and inputs.suits_gluon
 
 
 def allocate_shared(inputs: Inputs) -> Unions:

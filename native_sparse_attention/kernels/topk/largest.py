@@ -19,7 +19,7 @@ from .topn import (
     chunk_blocks,
     finish,
     fold,
-    in_columns,
+    permute_blocks,
     start,
     write_block_indices,
 )
@@ -108,12 +108,12 @@ def best_by_max(
     CHUNK: tl.constexpr = BLOCK_N // SLICE
     STEPS: tl.constexpr = PER_BLOCK // SLICE
     running = start(M, SLOTS_2, COLUMNS, DEPTH)
-    so_far = tl.full([M, CHUNK], NO_SCORE, tl.float32)
+    running_max = tl.full([M, CHUNK], NO_SCORE, tl.float32)
     block, window = window_of_column(BLOCK_N, SLICE)
     chunks = tl.cdiv(tl.max(end, 0), CHUNK)
     for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
         c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
-        w = first_window(in_columns(c0 + block, COLUMNS), d, s) + (j0 + window)
+        w = first_window(permute_blocks(c0 + block, COLUMNS), d, s) + (j0 + window)
         inside = (w < W) & (j0 + window < P)
         row = first_row + w
         k_high = load_rows(keys, row * (HALVES * BLOCK_D), BLOCK_D, BLOCK_D, inside)
@@ -128,8 +128,8 @@ def best_by_max(
             x = tl.where(w[None] < hi[:, None], x, NO_SCORE)
         score = largest_of_blocks(x, SLICE)
         if STEPS > 1:
-            score = tl.maximum(score, tl.where(j0 == 0, NO_SCORE, so_far))
-            so_far = score
+            score = tl.maximum(score, tl.where(j0 == 0, NO_SCORE, running_max))
+            running_max = score
         if j0 == PER_BLOCK - SLICE:
             c = chunk_blocks(c0, CHUNK, COLUMNS)
             candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
@@ -139,14 +139,14 @@ def best_by_max(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_topk_max(
-    q, keys, sizes, out, before, starts, first_token, doc_first, doc_last, T, C, W, RANKS,
+    q, keys, sizes, out, leader_indices, starts, first_token, doc_first, doc_last, T, C, W, RANKS,
     q_b, q_t, q_h,
     G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, PER_BLOCK: tl.constexpr,
     d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr, HALVES: tl.constexpr,
+    RAGGED: tl.constexpr, LEADERS: tl.constexpr, DOCUMENTS: tl.constexpr, HALVES: tl.constexpr,
     FLIPPED: tl.constexpr, NUM_STAGES_Q: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, by the
@@ -171,4 +171,4 @@ def nsa_topk_max(
                 q_high, q_low, keys, sizes, first_row, low, end, hi, W, BLOCK_D, BLOCK_N, 0, 0,
                 SLOTS, SLOTS_2, PER_BLOCK, d, s, HALVES, PARTIAL,
             )  # fmt: skip
-    write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
+    write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, SLOTS, STRIDE, LEADERS)

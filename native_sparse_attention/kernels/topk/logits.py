@@ -95,8 +95,8 @@ def nsa_topk_block_keys(
         w = tl.minimum(tl.maximum(first, lo), last)
         rows = b * k_b + h * k_h + w.to(tl.int64) * k_w
         origin = load_rows(ck, rows, D, BLOCK_D, (c < C) & (w < W)).to(tl.float32)
-    AROUND: tl.constexpr = 1 if INTERPOLATED else 0
-    for j in range(-AROUND, WINDOWS + AROUND):
+    MARGIN: tl.constexpr = 1 if INTERPOLATED else 0
+    for j in range(-MARGIN, WINDOWS + MARGIN):
         w = first + j
         weight = window_weight(c, j, end, d, s, BLOCK_S, INTERPOLATED)
         if INTERPOLATED:
@@ -214,15 +214,15 @@ def best_by_logits(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_topk_logits(
-    q, keys, sizes, out, before, starts, first_token, doc_first, doc_last, T, C, RANKS,
+    q, keys, sizes, out, leader_indices, starts, first_token, doc_first, doc_last, T, C, RANKS,
     q_b, q_t, q_h,
     G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
-    d: tl.constexpr, s: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ONE_HALF: tl.constexpr, FLIPPED: tl.constexpr, NUM_STAGES_Q: tl.constexpr,
+    d: tl.constexpr, s: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    STRIDE: tl.constexpr, CAUSAL: tl.constexpr, INTERPOLATED: tl.constexpr, RAGGED: tl.constexpr,
+    LEADERS: tl.constexpr, DOCUMENTS: tl.constexpr, ONE_HALF: tl.constexpr, FLIPPED: tl.constexpr,
+    NUM_STAGES_Q: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, which is
     the mean of G query heads. Reads the queries, with NUM_STAGES_Q heads in flight, and the keys of
@@ -247,4 +247,4 @@ def nsa_topk_logits(
                 q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, C, BLOCK_D,
                 MERGE_N, 0, 0, SLOTS, SLOTS_2, d, s, EDGES, ONE_HALF,
             )  # fmt: skip
-    write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
+    write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, SLOTS, STRIDE, LEADERS)

@@ -95,9 +95,9 @@ def select_blocks(
 
     grid, flipped = topk_grid(args, tile.block_m // rows, B)
     kernel[grid](
-        out=out, before=leaders, C=num_ranked, SLOTS=n, SLOTS_2=max(2, next_power_of_2(n)), s=s,
-        INITIAL=config.num_initial_blocks, LOCAL=num_local, BEFORE=leaders is not None,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=tile.columns, DEPTH=tile.depth,
-        MERGE_N=tile.merge_n, FLIPPED=flipped, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **args,
+        out=out, leader_indices=leaders, C=num_ranked, SLOTS=n,
+        SLOTS_2=max(2, next_power_of_2(n)), s=s, INITIAL=config.num_initial_blocks, LOCAL=num_local,
+        LEADERS=leaders is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        COLUMNS=tile.columns, DEPTH=tile.depth, MERGE_N=tile.merge_n, FLIPPED=flipped,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **args,
     )  # fmt: skip

@@ -138,7 +138,7 @@ def log_sum_exps(mem_k, sinks, args):
 def step_windows(N: tl.constexpr, WARPS: tl.constexpr):
     """The window of a step, 0 .. N - 1, that each row of its tile holds. A thread of an MMA has
     rows r and r + 8 of every 16 WARPS rows. They hold consecutive windows, so that the thread sums
-    them alone. With fewer rows, windows are in order: there `in_order` gives wrong results with
+    them alone. With fewer rows, windows are in order: there `sort_windows` gives wrong results with
     Triton 3.6 on an H200 (8 warps, 32 rows)."""
     row = tl.arange(0, N)
     thread = row // 16 % WARPS * 8 + row % 8
@@ -147,7 +147,7 @@ def step_windows(N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def in_order(x, WARPS: tl.constexpr):
+def sort_windows(x, WARPS: tl.constexpr):
     """Rows [N, M] of a step's tile in the order of their windows."""
     N: tl.constexpr = x.shape[0]
     M: tl.constexpr = x.shape[1]
@@ -168,7 +168,7 @@ def mask_windows(x, seen):
 
 
 @triton.jit
-def sum_near(p, HEADS: tl.constexpr, PARTIALS: tl.constexpr):
+def sum_thread_heads(p, HEADS: tl.constexpr, PARTIALS: tl.constexpr):
     """[N, M] to [N, TOKENS x PARTIALS]: the sum over the heads that one thread of an MMA holds. It
     has columns 2 i and 2 i + 1 of every 8."""
     N: tl.constexpr = p.shape[0]
@@ -208,7 +208,7 @@ def gather_columns(x, at):
 
 
 @triton.jit
-def scores_so_far(sums, kept):
+def complete_scores(sums, kept):
     """Scores [TOKENS, CHUNK] that are complete with these `block_sums`. They are shifted by one
     column for each block that windows reach back. Incomplete scores at the end of the chunk are
     `kept` for the next chunk."""
@@ -268,17 +268,17 @@ def best_by_probs(
             last = first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK
             if (last > fewest) | (first_window(c0, d, s) < latest):
                 x = mask_windows(x, (w[:, None] >= lo[None]) & (w[:, None] < hi[None]))
-            p = in_order(sum_near(tl.exp2(x), HEADS, PARTIALS), WARPS)
+            p = sort_windows(sum_thread_heads(tl.exp2(x), HEADS, PARTIALS), WARPS)
             p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
             step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, WINDOW, d, s)
             if STEPS > 1:
-                so_far = ()
+                new_sums = ()
                 for g in tl.static_range(BACK + 1):
-                    so_far += (tl.where(j0 == 0, 0.0, sums[g]) + step_sums[g],)
-                sums = so_far
-                step_sums = so_far
+                    new_sums += (tl.where(j0 == 0, 0.0, sums[g]) + step_sums[g],)
+                sums = new_sums
+                step_sums = new_sums
             if j0 == PER_BLOCK - SLICE:
-                score, kept = scores_so_far(step_sums, kept)
+                score, kept = complete_scores(step_sums, kept)
                 c = chunk_blocks(c0, CHUNK, COLUMNS)
                 if COLUMNS > 1:
                     score = gather_columns(score, c - c0)
@@ -292,15 +292,14 @@ def best_by_probs(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_topk_softmax_mass(
-    q, ck, lse, out, before, starts, first_token, doc_first, doc_last, T, C, W, RANKS, scale_log2,
-    cap,
-    q_b, q_t, q_h, k_b, k_w, k_h,
+    q, ck, lse, out, leader_indices, starts, first_token, doc_first, doc_last, T, C, W, RANKS,
+    scale_log2, cap, q_b, q_t, q_h, k_b, k_w, k_h,
     G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
     PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, BEFORE: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
+    RAGGED: tl.constexpr, LEADERS: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
     HEADS: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -348,4 +347,4 @@ def nsa_topk_softmax_mass(
                 cap, HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s,
                 WARPS, WIDE, CAP, PRECISION,
             )  # fmt: skip
-    write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS, STRIDE, BEFORE)
+    write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, SLOTS, STRIDE, LEADERS)

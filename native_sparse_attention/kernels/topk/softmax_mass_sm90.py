@@ -46,17 +46,17 @@ def owners(windows, per_block, tokens, warps, by_block):
     """Layout of a step's windows [windows, tokens] or, `by_block`, [CHUNK, per_block, tokens]. A
     thread has all windows of a block and token. A warp has all blocks of a token."""
     first, size = per_block.bit_length() - 1, windows.bit_length() - 1
-    of_windows = [[1 << bit, 0] for bit in range(size)]
+    window_bases = [[1 << bit, 0] for bit in range(size)]
     shape = [windows, tokens]
     if by_block:
-        of_windows = [[0, 1 << bit, 0] for bit in range(first)]
-        of_windows += [[1 << bit, 0, 0] for bit in range(size - first)]
+        window_bases = [[0, 1 << bit, 0] for bit in range(first)]
+        window_bases += [[1 << bit, 0, 0] for bit in range(size - first)]
         shape = [windows // per_block, per_block, tokens]
-    some = [[0] * (len(shape) - 1) + [1 << bit] for bit in range(tokens.bit_length() - 1)]
-    threads, bases = 4 + warps.bit_length(), of_windows[first:] + some
+    token_bases = [[0] * (len(shape) - 1) + [1 << bit] for bit in range(tokens.bit_length() - 1)]
+    threads, bases = 4 + warps.bit_length(), window_bases[first:] + token_bases
     spread = bases[:threads] + [[0] * len(shape)] * (threads - len(bases))
     return gl.DistributedLinearLayout(
-        reg_bases=of_windows[:first] + bases[threads:],
+        reg_bases=window_bases[:first] + bases[threads:],
         lane_bases=spread[:5],
         warp_bases=spread[5:],
         block_bases=[],
@@ -96,7 +96,7 @@ def empty_columns(
 ):  # fmt: skip
     """Scores and blocks of empty columns."""
     # T is never negative. With constants the compiler would track how they move down the columns,
-    # and compute some of them twice
+    # and compute token_bases of them twice
     score, block = gl.where(T < 0, 0.0, NO_SCORE), gl.where(T < 0, 0, NO_BLOCK)
     scores = ()
     blocks = ()
@@ -145,8 +145,8 @@ def insert_scores(
     if d < WINDOW:
         rotated = gl.where((c == CHUNK - 1)[:, None], kept, score)
         kept = score
-        before, _ = gl.broadcast(((c - 1) & (CHUNK - 1))[:, None], rotated)
-        score = gl.gather(rotated, before, 0)
+        previous, _ = gl.broadcast(((c - 1) & (CHUNK - 1))[:, None], rotated)
+        score = gl.gather(rotated, previous, 0)
         score += gl.sum(p * overlap_tokens(j, P, 1, WINDOW, d, s)[None, :, None], 1)
         block -= 1
     candidate = (block >= INITIAL)[:, None] & (block[:, None] < end[None])

@@ -25,7 +25,7 @@ NO_KEY = tl.constexpr(-0x8000000000000000)
 
 
 @triton.jit
-def in_columns(n, COLUMNS: tl.constexpr):
+def permute_blocks(n, COLUMNS: tl.constexpr):
     """The blocks of columns n, counted over all chunks. Each run of COLUMNS blocks is permuted, so
     that blocks at a regular distance, such as the first of each document, do not fall into one
     column."""
@@ -38,7 +38,7 @@ def in_columns(n, COLUMNS: tl.constexpr):
 @triton.jit
 def chunk_blocks(c0, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
     """Blocks [N] of the chunk at c0, in the order of its columns."""
-    return in_columns(c0 + tl.arange(0, BLOCK_N), COLUMNS)
+    return permute_blocks(c0 + tl.arange(0, BLOCK_N), COLUMNS)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def slices(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def in_order(s):
+def ordered_bits(s):
     """Integers in the order of scores s."""
     bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -106,7 +106,7 @@ def in_order(s):
 @triton.jit
 def sort_keys(s, c):
     """64-bit integers that order by score, then by block: greater is better, then earlier."""
-    return (in_order(s).to(tl.int64) << 32) | (c ^ NO_BLOCK).to(tl.int64)
+    return (ordered_bits(s).to(tl.int64) << 32) | (c ^ NO_BLOCK).to(tl.int64)
 
 
 @triton.jit
@@ -170,17 +170,18 @@ def finish(running, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, COLUMNS: tl.cons
 
 
 @triton.jit
-def write_block_indices(indices, out, before, b, r, token, T, RANKS, SLOTS: tl.constexpr,
-                  STRIDE: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
-    """Write each group's ranking [M, SLOTS_2] for its tokens. A group whose leader came before this
-    call gets the ranking at `before`."""
+def write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, SLOTS: tl.constexpr,
+                  STRIDE: tl.constexpr, LEADERS: tl.constexpr):  # fmt: skip
+    """Write each group's ranking [M, SLOTS_2] for its tokens. A group whose leader came before
+    this call gets the ranking at `leader_indices`."""
     slot = tl.arange(0, indices.shape[1])
     indices = tl.where(indices == NO_BLOCK, -1, indices)
     if STRIDE > 1:
-        earlier = tl.full([indices.shape[1]], -1, tl.int32)
-        if BEFORE:
-            earlier = tl.load(before + (b * RANKS + r) * SLOTS + slot, mask=slot < SLOTS, other=-1)
-        indices = tl.where((token < 0)[:, None], earlier[None], indices)
+        leader_ranking = tl.full([indices.shape[1]], -1, tl.int32)
+        if LEADERS:
+            at = leader_indices + (b * RANKS + r) * SLOTS + slot
+            leader_ranking = tl.load(at, mask=slot < SLOTS, other=-1)
+        indices = tl.where((token < 0)[:, None], leader_ranking[None], indices)
     for j in range(STRIDE):
         t = token + j
         row = (b * T + t) * RANKS + r
