@@ -181,11 +181,11 @@ def topn_forward(
     plan: ForwardPlan | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`."""
-    if plan is None or (plan.block_csr is None and plan.shared is None):
-        unions = None if plan is None else plan.unions
-        return query_major.forward(inputs, partial, unions, None, norms, combine_inputs)
+    plan = plan or ForwardPlan()
     if plan.block_csr is not None:
         return key_major.forward(inputs, plan.block_csr.chunks, partial, combine_inputs)
+    if plan.shared is None:
+        return query_major.forward(inputs, partial, plan.unions, None, norms, combine_inputs)
     from . import union_sm90
 
     outputs = partial or launch.empty_outputs(inputs.q, inputs.v)
@@ -212,14 +212,13 @@ def forward(
     layer's output. `norms` are the key norms, `plan` is a plan that has run."""
     q, k, v, selection, scale = inputs
     norms = key_norms(q, k)[0] if norms is None else norms
-    has_run = plan is not None
-    plan = plan_forward(inputs) if plan is None else plan
+    new_plan = plan_forward(inputs) if plan is None else None
     # short programs: behind a kernel that fills the GPU they would start last
-    fork = plan is not None and not has_run
-    with streams.forked(q.device, ahead=True) if fork else nullcontext() as side:
-        if fork:
+    fork = nullcontext(nullcontext()) if new_plan is None else streams.forked(q.device, ahead=True)
+    with fork as side:
+        if new_plan is not None:
             with side:
-                plan.run(selection)
+                new_plan.run(selection)
         forced = forced_blocks(inputs) if partial is None else None
         if forced is not None:
             partial = flash_fwd.forward(q, scale=scale, sinks=sinks, **forced)[:2]
@@ -228,7 +227,7 @@ def forward(
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
         partial = q.new_zeros(*q.shape[:3], v.shape[-1]), lse if sinks is None else lse.copy_(sinks)
     if partial is None or has_topn:
-        return topn_forward(inputs, partial, norms, combine_inputs, plan)
+        return topn_forward(inputs, partial, norms, combine_inputs, plan or new_plan)
     if combine_inputs is not None:
         outs = [combine_inputs.cmp, partial[0], combine_inputs.win]
         combine.forward(outs, combine_inputs.gates, combine_inputs.out)

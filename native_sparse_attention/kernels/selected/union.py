@@ -181,6 +181,8 @@ def write_unions(
     see the kernels."""
     B, T, R, n = selection.block_indices.shape
     whole, chunk = (unions, 0) if shared is None else (shared, CHUNK)
+    if whole is None:
+        return
     unions = unions or whole
     slots = next_power_of_2(n)
     grid, flipped = launch.grid(whole.groups, B * R)
