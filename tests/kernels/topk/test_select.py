@@ -249,30 +249,21 @@ def test_hard_orders(pattern, importance, n):
 
 
 @rules
-def test_the_future_cannot_move_the_past(rule):
-    q, ck, mem_k = draw(70, 70, 4, 2, 16, B=1)
-    settings = dict(SETTINGS, **rule, seq_len=70, mem_k=mem_k, q_offset=0)
-    before, _ = triton_backend.select_blocks(q, ck, **settings)
-    i = 37
-    q, ck = q.clone(), ck.clone()
-    q[:, i + 1 :] += 100
-    ck[:, i // 4 :] *= -50
-    after, _ = triton_backend.select_blocks(q, ck, **settings)
-    assert torch.equal(before[:, : i + 1], after[:, : i + 1])
-
-
-@rules
-def test_strided_inputs_and_a_repeat(rule):
-    """Heads before tokens, as a layer lays them out; twice the same, bit for bit."""
-    q, ck, mem_k = draw(40, 70, 4, 2, 16)
-    settings = dict(SETTINGS, **rule, seq_len=70, q_offset=30)
+def test_laws(rule):
+    """The future cannot move the past; a second call and other strides give the same bits."""
+    q, ck, mem_k = draw(70, 70, 4, 2, 16)
+    settings = dict(SETTINGS, **rule, seq_len=70, q_offset=0)
     first, _ = triton_backend.select_blocks(q, ck, mem_k=mem_k, **settings)
     again, _ = triton_backend.select_blocks(q, ck, mem_k=mem_k, **settings)
     assert torch.equal(first, again)
-    q, ck = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, ck))
-    mem_k = mem_k.transpose(0, 1).contiguous().transpose(0, 1)
-    strided, _ = triton_backend.select_blocks(q, ck, mem_k=mem_k, **settings)
+    tensors = [t.transpose(-3, -2).contiguous().transpose(-3, -2) for t in (q, ck, mem_k)]
+    strided, _ = triton_backend.select_blocks(*tensors[:2], mem_k=tensors[2], **settings)
     assert torch.equal(first, strided)
+    i = 37
+    q[:, i + 1 :] += 100
+    ck[:, i // 4 :] *= -50
+    changed, _ = triton_backend.select_blocks(q, ck, mem_k=mem_k, **settings)
+    assert torch.equal(first[:, : i + 1], changed[:, : i + 1])
 
 
 def test_public_operation():
@@ -287,21 +278,6 @@ def test_public_operation():
     assert (empty == -1).all()
     with pytest.raises(NotImplementedError, match="num_selected_blocks is 65, at most 64"):
         select_blocks(q, ck, num_selected_blocks=65, backend="triton", **call)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("importance", ["logits", "probs", "max"])
-def test_auto_takes_the_kernel(importance, monkeypatch):
-    q, ck, mem_k = draw(100, 100, 4, 2, 64, dtype=torch.bfloat16)
-    called = []
-    select = triton_backend.select_blocks
-    monkeypatch.setattr(
-        triton_backend, "select_blocks", lambda *a, **kw: called.append(1) or select(*a, **kw)
-    )
-    select_blocks(
-        q, ck, mem_k=mem_k, num_selected_blocks=4, importance=importance, **sizes(8, 4, 8)
-    )
-    assert called
 
 
 @pytest.mark.gpu
