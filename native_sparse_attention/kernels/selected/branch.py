@@ -27,8 +27,6 @@ from .csr import CSRPlan
 from .inputs import Inputs
 from .union import Unions
 
-__all__ = ["Inputs"]
-
 
 def append_initial_blocks(selection: Selection) -> Selection:
     """The selection with each document's initial blocks appended to its block indices. Without
