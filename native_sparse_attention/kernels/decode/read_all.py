@@ -149,7 +149,8 @@ def select_partials(
     initial ones, then the blocks up to the token's own. The codes are scattered through `scratch`,
     PARTIALS zeros of this program."""
     c, own_block = tl.arange(0, BLOCKS), position // s
-    rank = tl.full([BLOCKS], BLOCKS, tl.int32)
+    UNRANKED: tl.constexpr = max(BLOCKS, TOPN)
+    rank = tl.full([BLOCKS], UNRANKED, tl.int32)
     if TOPN > 0:
         candidate_end = candidates_end(position, NEVER, LOCAL if LOCAL > 0 else 1, d, s, True)
         is_candidate = (c >= INITIAL) & (c < candidate_end)
@@ -166,7 +167,7 @@ def select_partials(
         while again > 0:
             # the number of better blocks, summed along the first axis: within a thread
             rank, again = tl.sum((keys[:, None] > keys[None]).to(tl.int32), 0), again - 1
-        rank = tl.where(is_candidate, rank, BLOCKS)
+        rank = tl.where(is_candidate, rank, UNRANKED)
     selected = ((c < INITIAL) | (c > own_block - LOCAL) | (rank < TOPN)) & (c <= own_block)
     in_window = (c > tl.maximum(position - w, 0) // s) & (c <= own_block)
     slot = TOPN + tl.where(c < INITIAL, c, INITIAL + own_block - c)
