@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import launch
-from .common.counts import cdiv
-from .common.launch import BackwardInputs
+from .common.launch import BackwardInputs, cdiv
 from .common.primitives import finite_log2, load_rows, store_combined
 
 # rows of a program: forward, and backward, which reads more per row

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import launch
-from .common.counts import cdiv
+from .common.launch import cdiv
 from .common.primitives import load_rows, store_rows
 
 # elements of a tile; rows that are loaded at once

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import launch
-from .common.counts import cdiv
+from .common.launch import cdiv
 from .common.primitives import grid_position, load_rows, store_rows
 
 # elements of a tile, and tiles of a program, which share their angles

@@ -61,13 +61,13 @@ def test_graphs_have_the_kernels(T):
 )
 def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T, s, held):
     """Are no error of a launch: `auto` takes another backend."""
-    limits = pytest.importorskip("native_sparse_attention.kernels.common.limits")
+    launch = pytest.importorskip("native_sparse_attention.kernels.common.launch")
     with FakeTensorMode():
         q, k = (
             torch.empty(1, n, h, width, dtype=dtype, device="cuda") for n, h in ((T, heads), (T, 1))
         )
     for memory in (99, 163, 227):
-        monkeypatch.setattr(limits, "shared_memory", lambda memory=memory: memory * 1024)
+        monkeypatch.setattr(launch, "shared_memory", lambda memory=memory: memory * 1024)
         with torch.no_grad():
             config = AttentionConfig(selection_block_size=s, compress_block_sliding_stride=8)
             reasons = triton_backend.why_not(op, q, k, k, config=config)

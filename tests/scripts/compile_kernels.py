@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import compress_mean, rotary
-from native_sparse_attention.kernels.common import launch, limits, sm90
+from native_sparse_attention.kernels.common import launch, sm90
 from native_sparse_attention.kernels.decode import kv_cache, persistent, read_all
 from native_sparse_attention.kernels.decode.call import Call, Settings
 from native_sparse_attention.ops.call import Call as LayerCall
@@ -288,7 +288,7 @@ if __name__ == "__main__":
         step(torch.float32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
         step(torch.bfloat16, (16, 1, 128, 128), B=1, page=256, importance="probs")
         for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
-            needed = limits.step_bytes(H, 256, 4, T, s)
+            needed = launch.decode_bytes(H, 256, 4, T, s)
             if needed <= launch.architecture().shared_memory:
                 step(torch.float32, (H, 1, 256, 256), T=T, s=s)
     if not some or "rotary" in some:
@@ -345,7 +345,7 @@ if __name__ == "__main__":
             most = max(
                 group
                 for group in (16, 32, 64)
-                if limits.backward_bytes(group, width) <= launch.architecture().shared_memory
+                if launch.backward_bytes(group, width) <= launch.architecture().shared_memory
             )
             heads = (most, 1, width, width)
             branches(torch.float32, heads, sizes=(64, 128), num_local=1, gated=True)

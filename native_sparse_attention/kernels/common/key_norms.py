@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .counts import cdiv
-from .launch import strides
+from .launch import cdiv, strides
 from .primitives import grid_position, load_rows
 
 # keys of a program

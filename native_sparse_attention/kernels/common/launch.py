@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...varlen import Documents
-from .counts import next_power_of_2, padded
 from .overrides import requested_sizes
 from .primitives import BEHIND, EVERYTHING
 from .tile_configs import (
@@ -64,6 +63,24 @@ MIN_SPLIT_TILES = 8
 
 # query-major tiles with fewer rows are slower than key-major
 FEW_ROWS = 9
+
+
+# counts of tiles and programs, on the host: Triton's own functions of these names take 2 us a call
+
+
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not less than n; 0 for n = 0."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def padded(width: int) -> int:
+    """The width of a tile: `width` rounded up to a power of two, at least 16."""
+    return max(16, next_power_of_2(width))
 
 
 @contextmanager
@@ -217,6 +234,32 @@ def work_tile_rows(rows: int, blocks: int) -> int:
         return WORK_TILE_ROWS
     program_rows = next_power_of_2(max(1, rows // ENOUGH_PROGRAMS))
     return min(max(program_rows, MIN_WORK_TILE_ROWS), WORK_TILE_ROWS)
+
+
+# least shared memory of a kernel: some calls need more than some GPUs have, with any tile config.
+# The numbers are from `tests/scripts/compile_kernels.py`
+
+
+@torch.compiler.assume_constant_result
+def shared_memory() -> int:
+    """Bytes of shared memory per program on the current GPU."""
+    return architecture().shared_memory
+
+
+def decode_bytes(group: int, width: int, size: int, T: int, s: int) -> int:
+    """Bytes of shared memory to decode T new tokens: queries of several tokens (64 rows unless a
+    token has more heads) and a tile of 32 windows, or queries of one token and the keys and values
+    of a block of `s` tokens."""
+    heads = max(16, next_power_of_2(group))
+    rows = max(heads, min(64, next_power_of_2(T) * next_power_of_2(group)))
+    keys = max({2: 64, 4: 32}[size], next_power_of_2(s))
+    return max(rows + 2 * 32, heads + 2 * keys) * padded(width) * size
+
+
+def backward_bytes(group: int, width: int) -> int:
+    """Bytes of shared memory for dq, dk and dv in float32: q and d_out of a token's head group, a
+    tile of 16 keys and values, probabilities and row sums. 16-bit tiles always fit."""
+    return 2 * (max(16, next_power_of_2(group)) + 16) * padded(width) * 4 + 8 * 1024
 
 
 # argument groups

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .counts import cdiv
+from .launch import cdiv
 
 # dk [splits B n K D] and dv [splits B n K E] of the first n keys, float32 and contiguous
 Partials = tuple[Tensor, Tensor]

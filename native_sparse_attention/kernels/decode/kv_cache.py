@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.counts import cdiv, next_power_of_2
+from ..common.launch import cdiv, next_power_of_2
 from ..common.primitives import grid_position, load_rows, store_rows
 
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.counts import cdiv, next_power_of_2
+from ..common.launch import cdiv, next_power_of_2
 from ..common.tile_configs import MAX_COLUMN_N, TileConfig, TopkTileConfig
 from ..topk.topn import NO_SCORE
 from . import read_all

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.counts import cdiv, next_power_of_2
+from ..common.launch import cdiv, next_power_of_2
 from ..common.primitives import candidates_end, load_rows, soft_capped
 from ..topk.topn import NO_KEY, NO_SCORE
 from .call import Call, Settings

@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.counts import cdiv
-from ..common.launch import UNLIMITED, Accumulator, BackwardInputs, KVRange
+from ..common.launch import UNLIMITED, Accumulator, BackwardInputs, KVRange, cdiv
 from ..common.primitives import (
     CAUSAL_WINDOW,
     EVERYTHING,

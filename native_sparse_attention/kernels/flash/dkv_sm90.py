@@ -21,10 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
-from ..common.dialect_sm90 import load_box, load_elements, thread_barrier
+from ..common.gluon_sm90 import (
+    at_named_barrier,
+    barriers,
+    buffers,
+    load_box,
+    load_elements,
+    probabilities,
+    thread_barrier,
+)
 from ..common.primitives import BEHIND, LOCAL_BLOCKS
-from ..common.softmax_sm90 import probabilities
 from .steps_sm90 import CONSUMERS, KEYS, ROWS, THREADS
 
 # one compiled kernel for all lengths

@@ -12,9 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
-from ..common.dialect_sm90 import store_box, thread_barrier
-from ..common.softmax_sm90 import probabilities
+from ..common.gluon_sm90 import (
+    at_named_barrier,
+    barriers,
+    buffers,
+    probabilities,
+    store_box,
+    thread_barrier,
+)
 from .steps_sm90 import (
     ADDED,
     CONSUMERS,

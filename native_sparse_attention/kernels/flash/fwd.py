@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.counts import cdiv
 from ..common.key_norms import bounds, key_norms
-from ..common.launch import LOG2_E, KVRange, strides
+from ..common.launch import LOG2_E, KVRange, cdiv, strides
 from ..common.primitives import (
     LOCAL_BLOCKS,
     grid_position,

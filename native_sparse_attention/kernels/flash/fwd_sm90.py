@@ -13,8 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
-from ..common.dialect_sm90 import store_box, thread_barrier
+from ..common.gluon_sm90 import at_named_barrier, barriers, buffers, store_box, thread_barrier
 from ..common.primitives import LARGEST_BOUND, LOCAL_BLOCKS
 from .steps_sm90 import (
     CONSUMERS,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common import launch, sm90
-from ..common.counts import cdiv
-from ..common.launch import LOG2_E, Accumulator, BackwardInputs, KVRange
+from ..common.launch import LOG2_E, Accumulator, BackwardInputs, KVRange, cdiv
 from ..common.overrides import requested_sizes
 from ..common.primitives import BEHIND, CAUSAL_WINDOW, LOCAL_BLOCKS
 

@@ -15,8 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..common.buffers_sm90 import at_named_barrier
-from ..common.dialect_sm90 import load_box
+from ..common.gluon_sm90 import at_named_barrier, load_box
 from ..common.primitives import BEHIND, LOCAL_BLOCKS
 
 CONSUMERS = gl.constexpr(2)

@@ -15,9 +15,16 @@ from torch import Tensor
 
 from .. import combine
 from ..common import launch, sm90, streams
-from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import key_norms
-from ..common.launch import Accumulator, BackwardInputs, CombineInputs, KVRange, Selection
+from ..common.launch import (
+    Accumulator,
+    BackwardInputs,
+    CombineInputs,
+    KVRange,
+    Selection,
+    cdiv,
+    next_power_of_2,
+)
 from ..common.primitives import EVERYTHING, LOCAL_BLOCKS
 from ..common.reduce import reduce_partials
 from ..flash import bwd as flash_bwd

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.counts import cdiv
+from ..common.launch import cdiv
 from .inputs import Inputs
 
 # pairs of a split, at least and per block; pairs counted at once; pairs scattered at once; blocks

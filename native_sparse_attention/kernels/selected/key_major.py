@@ -19,8 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch, sm90, streams
-from ..common.counts import cdiv, next_power_of_2
-from ..common.launch import ENOUGH_PROGRAMS, LOG2_E, Accumulator, BackwardInputs, CombineInputs
+from ..common.launch import (
+    ENOUGH_PROGRAMS,
+    LOG2_E,
+    Accumulator,
+    BackwardInputs,
+    CombineInputs,
+    cdiv,
+    next_power_of_2,
+)
 from ..common.primitives import (
     cap_slope,
     grid_position,

@@ -32,18 +32,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common import launch, sm90
-from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
-from ..common.counts import cdiv, next_power_of_2
-from ..common.dialect_sm90 import (
+from ..common.gluon_sm90 import (
+    at_named_barrier,
+    barriers,
+    buffers,
     load_box,
     load_elements,
+    probabilities,
     reinterpret,
     store_box,
     thread_barrier,
 )
-from ..common.launch import LOG2_E, BackwardInputs
+from ..common.launch import LOG2_E, BackwardInputs, cdiv, next_power_of_2
 from ..common.overrides import requested_sizes
-from ..common.softmax_sm90 import probabilities
 from .csr import BlockCSR
 from .inputs import Inputs
 

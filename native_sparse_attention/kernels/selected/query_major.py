@@ -17,9 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch, streams
-from ..common.counts import cdiv, next_power_of_2
 from ..common.key_norms import bounds
-from ..common.launch import LOG2_E, Accumulator, BackwardInputs, CombineInputs
+from ..common.launch import (
+    LOG2_E,
+    Accumulator,
+    BackwardInputs,
+    CombineInputs,
+    cdiv,
+    next_power_of_2,
+)
 from ..common.primitives import (
     cap_slope,
     grid_position,

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.counts import cdiv, next_power_of_2
-from ..common.launch import Selection
+from ..common.launch import Selection, cdiv, next_power_of_2
 from ..common.primitives import grid_position
 
 # comparisons of block indices of a program at most, and block indices of a one-warp program

@@ -22,12 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common import launch, sm90
-from ..common.buffers_sm90 import at_named_barrier, barriers, buffers
-from ..common.counts import cdiv
-from ..common.dialect_sm90 import load_box, reinterpret, thread_barrier
-from ..common.epilogue_sm90 import fetch_rows, finish
+from ..common.gluon_sm90 import (
+    at_named_barrier,
+    barriers,
+    buffers,
+    fetch_rows,
+    finish,
+    load_box,
+    reinterpret,
+    thread_barrier,
+)
 from ..common.key_norms import bounds
-from ..common.launch import LOG2_E, CombineInputs
+from ..common.launch import LOG2_E, CombineInputs, cdiv
 from ..common.overrides import requested_sizes
 from ..common.primitives import LARGEST_BOUND
 from . import union

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..common import launch
-from ..common.counts import cdiv
+from ..common.launch import cdiv
 from ..common.primitives import grid_position, load_rows
 from .logits import first_window, mean_queries, two_halves
 from .topn import (

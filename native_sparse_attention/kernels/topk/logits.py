@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..common import launch
-from ..common.counts import cdiv, next_power_of_2
+from ..common.launch import cdiv, next_power_of_2
 from ..common.primitives import (
     candidates_end,
     candidates_in_document,

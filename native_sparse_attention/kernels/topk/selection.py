@@ -14,7 +14,7 @@ from torch import Tensor
 from ...varlen import Documents
 from ..common import launch, sm90
 from ..common import tile_configs as tiles
-from ..common.counts import next_power_of_2
+from ..common.launch import next_power_of_2
 from .largest import nsa_topk_max, window_keys
 from .logits import block_keys, nsa_topk_logits
 from .softmax_mass import log_sum_exps, nsa_topk_softmax_mass

@@ -26,10 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common import launch, sm90
-from ..common.buffers_sm90 import barriers, buffers
-from ..common.counts import cdiv
-from ..common.dialect_sm90 import load_box, reinterpret, thread_barrier
-from ..common.launch import LOG2_E
+from ..common.gluon_sm90 import barriers, buffers, load_box, reinterpret, thread_barrier
+from ..common.launch import LOG2_E, cdiv
 
 KEYS = gl.constexpr(64)  # windows of a step
 WIDTH = gl.constexpr(64)  # of a box of queries

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..common import launch
-from ..common.counts import cdiv
+from ..common.launch import cdiv
 
 # one compiled kernel for all lengths and positions
 LENGTHS = ["T", "C", "W", "first_token"]

@@ -41,13 +41,13 @@ def too_large(op: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
     decoding = op == "decode_attention"
     if q.dtype != torch.float32 and not decoding:
         return []
-    from ...kernels.common import limits
+    from ...kernels.common import launch
 
-    size, most = q.element_size(), limits.shared_memory()
+    size, most = q.element_size(), launch.shared_memory()
     if decoding:
-        needed = limits.step_bytes(group, width, size, q.shape[1], s)
+        needed = launch.decode_bytes(group, width, size, q.shape[1], s)
     else:
-        needed = limits.backward_bytes(group, width)
+        needed = launch.backward_bytes(group, width)
     if needed <= most:
         return []
     of = f"{group} heads of width {width} in {str(q.dtype).removeprefix('torch.')}"

@@ -126,7 +126,9 @@ CASES = {
         num_selected_blocks=20, selection_block_size=4, compress_block_sliding_stride=2,
         compress_block_size=4, N=128, lengths=(90,), T=1,
     ),
-    "more selected than stored": dict(num_selected_blocks=40, num_initial_blocks=1, num_local_blocks=2),
+    "more selected than stored": dict(
+        num_selected_blocks=40, num_initial_blocks=1, num_local_blocks=2
+    ),
     "largest": dict(importance="max", num_selected_blocks=2, sinks=True),
     "one softmax": ONE,
     "one softmax, pages, sinks": dict(ONE, page=16, sinks=True, soft_cap=2.0, T=1),

@@ -1,9 +1,71 @@
-"""Epilogue of a query tile: it reads and writes rows with coalesced accesses. In Gluon."""
+"""Gluon helpers of the `_sm90` kernels: names of several versions of Triton, buffers between
+producer and consumer warps, and the softmax and the epilogue of a tile.
+
+A "full" barrier (mbarrier) lies in shared memory and counts the bytes that arrive in a slot. A
+named barrier of some warps releases a slot: consumers arrive and continue, the producer waits.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+
+def first_of(module: Any, *names: str) -> Any:
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+# barrier of all threads of some warps
+thread_barrier = first_of(gl, "thread_barrier", "barrier")
+# TMA loads and stores of boxes
+load_box = first_of(tma, "async_load", "async_copy_global_to_shared")
+store_box = first_of(tma, "async_store", "async_copy_shared_to_global")
+# (shared memory, dtype, shape, layout): another view of the same bytes
+reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+# cp.async loads of elements by threads
+load_elements = first_of(async_copy, "async_load", "async_copy_global_to_shared")
+
+
+# first free named barrier: Triton uses the lower numbers
+FIRST_BARRIER = gl.constexpr(8)
+
+
+@gluon.jit
+def at_named_barrier(ACTION: gl.constexpr, number, THREADS: gl.constexpr):
+    """Arrive or sync (ACTION) at a named barrier of THREADS threads, from FIRST_BARRIER on."""
+    gl.inline_asm_elementwise(
+        "bar." + ACTION + " $1, $2; mov.u32 $0, 0;", "=r,r,r",
+        [gl.to_tensor(FIRST_BARRIER + number), gl.to_tensor(THREADS)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def buffers(t, COUNT: gl.constexpr):
+    """Allocate shared memory for COUNT boxes of descriptor t."""
+    return gl.allocate_shared_memory(t.dtype, [COUNT] + t.block_shape, t.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate COUNT mbarriers, each of ARRIVALS arrivals besides the bytes."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def probabilities(s, scale_log2, lse, delta, GATED: gl.constexpr):
+    """Probabilities of logits `s`, with the sign of the gate, as in `primitives.softmax_grad`."""
+    p = gl.exp2(s * scale_log2 - lse)
+    if GATED:
+        sign = delta.to(gl.int32, bitcast=True) << 31
+        p = (p.to(gl.int32, bitcast=True) ^ sign).to(gl.float32, bitcast=True)
+    return p
 
 
 @gluon.jit
