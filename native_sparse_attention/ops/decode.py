@@ -218,36 +218,26 @@ def decode_fake(inputs, counters, ranking, key):
 def decode(inputs, counters, ranking, key):
     """A step [B T H E] by the kernels."""
     from ..kernels.decode import persistent
-    from ..kernels.decode.call import Call, Settings
-    from ..kernels.decode.kv_cache import CacheMetadata
+    from ..kernels.decode.call import Call
 
     at, config = DecodeInputs(*inputs), config_of_key(key)
     rows = {name: t for name in READ_BY_ROWS if (t := getattr(at, name)) is not None}
     at = at._replace(**{n: t.contiguous() for n, t in rows.items() if t.stride(-1) != 1})
-    settings = Settings(
-        config.compress_block_size, config.d, config.selection_block_size,
-        config.num_selected_blocks, config.sliding_window_size, config.importance,
-        config.interpolated_importance_score, config.num_initial_blocks, config.num_local_blocks,
-        config.selection_stride, config.query_heads_share_selected_kv,
-        config.scale_of(at.q.shape[-1]), config.soft_cap, one_softmax=at.branch_gates is None,
-    )  # fmt: skip
     memory = None if at.mem_k is None or at.mem_v is None else (at.mem_k, at.mem_v)
     window = None if at.window_k is None or at.window_v is None else (at.window_k, at.window_v)
-    page_size = 0 if at.page_table is None else at.k.shape[1]
     # the kernels read them by address: one that is expanded has fewer elements
     lengths, counts, page_table = (
         t if t is None else t.contiguous() for t in (at.lengths, at.counts, at.page_table)
     )
-    metadata = CacheMetadata(lengths, counts, page_table, page_size)
     ck = at.k[:, :0] if at.ck is None else at.ck
     sinks = at.sinks
-    if settings.one_softmax and sinks is not None:
+    if at.branch_gates is None and sinks is not None:
         sinks = sinks.expand(3, -1)
     call = Call(
         at.q, at.k, at.v, ck, ck if at.cv is None else at.cv, at.branch_gates, at.cq, memory,
-        window, ranking, sinks, counters, metadata,
+        window, ranking, sinks, counters, lengths, counts, page_table,
     )  # fmt: skip
-    return persistent.decode(call, settings)
+    return persistent.decode(call, config)
 
 
 def run_decode_kernels(

@@ -23,8 +23,8 @@ from triton.runtime.jit import JITFunction
 from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import compress_mean, rotary
 from native_sparse_attention.kernels.common import launch, sm90
-from native_sparse_attention.kernels.decode import kv_cache, persistent, read_all
-from native_sparse_attention.kernels.decode.call import Call, Settings
+from native_sparse_attention.kernels.decode import persistent, read_all
+from native_sparse_attention.kernels.decode.call import Call
 from native_sparse_attention.ops.call import Call as LayerCall
 from native_sparse_attention.ops.triton import backend as triton_backend
 from native_sparse_attention.varlen import Documents
@@ -181,32 +181,32 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, sizes=(16, 128), num_local=0, g
         out.sum().backward()
 
 
-def step(dtype, heads, T=1, page=0, B=16, counted=False, **settings):
-    """A step of decoding, over rows or pages; so few rows that the GPU has room, or more; with all
-    blocks read ahead where that fits, and without."""
-    H, K, D, E = heads
-    N, d = 1024, settings.get("d", 16)
+def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, **settings):
+    """A decode step over a contiguous or paged cache; by `read_all` where it supports the call, and
+    by the persistent kernel."""
+    (H, K, D, E), N = heads, 1024
+    config = AttentionConfig(**{
+        "compress_block_size": 32, "selection_block_size": 64, "num_selected_blocks": 13,
+        "sliding_window_size": 511, "num_initial_blocks": 1, "num_local_blocks": 2, "scale": 0.1,
+        **settings,
+    })  # fmt: skip
     pages, n = (B * N // page, page) if page else (B, N)
     shapes = [(B, T, H, D), (pages, n, K, D), (pages, n, K, E)]
-    shapes += [(pages, n // d, K, D), (pages, n // d, K, E), (B, T, H, 3)]
-    table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
-    lengths = torch.zeros(B, dtype=torch.int64 if counted else torch.int32)
-    where = kv_cache.CacheMetadata(lengths, lengths if counted else None, table, page)
-    at = dict(
-        l=2 * d, d=d, s=64, n=13, w=511, importance="logits", interpolated=False, num_initial=1,
-        num_local=2, stride=1, shared=True, scale=0.1, soft_cap=None,
-    )  # fmt: skip
-    at = Settings(**{**at, **settings})
-    ring = torch.zeros(B, K, 20, at.n, dtype=torch.int32)
-    tensors = (torch.randn(shape).to(dtype) for shape in shapes)
+    shapes += [(pages, n // config.d, K, D), (pages, n // config.d, K, E)]
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+    gates = None if one_softmax else torch.randn(B, T, H, 3).to(dtype)
+    ring = torch.zeros(B, K, 20, config.num_selected_blocks, dtype=torch.int32)
     counters = torch.zeros(B, K, 8, dtype=torch.int32)
-    tensors = list(tensors)
-    if at.one_softmax:
-        tensors[5] = None
-    call = Call(*tensors, None, None, None, ring, None, counters, where)
+    lengths = torch.zeros(B, dtype=torch.int64 if counted else torch.int32)
+    table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
+    call = Call(
+        *tensors, gates, None, None, None, ring, None, counters, lengths,
+        lengths if counted else None, table,
+    )  # fmt: skip
     blocks = read_all.MAX_BLOCKS
     for read_all.MAX_BLOCKS in (0, blocks):
-        persistent.decode(call, at)
+        read_all.plan.cache_clear()
+        persistent.decode(call, config)
 
 
 def rotate(dtype, heads, tokens=64, starts=None):
@@ -268,29 +268,33 @@ if __name__ == "__main__":
     if not some or "small-2" in some:
         rank(torch.float32, (2, 1, 256), importance="logits")
         rotate(torch.bfloat16, (16, 1, 128))
-        step(torch.bfloat16, (16, 1, 128, 128), stride=4, page=128, counted=True)
+        step(torch.bfloat16, (16, 1, 128, 128), selection_stride=4, page=128, counted=True)
         step(torch.bfloat16, (16, 1, 128, 128), B=1)
     if not some or "decode" in some:
         step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=16, soft_cap=2.0)
-        step(torch.bfloat16, (3, 1, 192, 128), T=4, interpolated=True)
+        step(torch.bfloat16, (3, 1, 192, 128), T=4, interpolated_importance_score=True)
         step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=2, B=1, counted=True)
-        step(torch.float32, (4, 4, 80, 40), n=20)
-        step(torch.float32, (4, 4, 80, 40), n=20, B=1)
+        step(torch.float32, (4, 4, 80, 40), num_selected_blocks=20)
+        step(torch.float32, (4, 4, 80, 40), num_selected_blocks=20, B=1)
         step(torch.bfloat16, (64, 4, 128, 128), B=1, counted=True)
-        step(torch.bfloat16, (64, 4, 128, 128), B=8, page=256, interpolated=True)
+        step(torch.bfloat16, (64, 4, 128, 128), B=8, page=256, interpolated_importance_score=True)
         step(torch.bfloat16, (64, 4, 128, 128), importance="max")
-        step(torch.bfloat16, (64, 4, 128, 128), one_softmax=True, n=8, num_local=8)
+        step(
+            torch.bfloat16, (64, 4, 128, 128), one_softmax=True, num_selected_blocks=8,
+            num_local_blocks=8,
+        )  # fmt: skip
         for page, dtype in ((0, torch.bfloat16), (256, torch.bfloat16), (0, torch.float32)):
             step(
-                dtype, (64, 4, 128, 128), page=page, one_softmax=True, importance="max", d=1, l=1,
-                n=8, num_local=8,
+                dtype, (64, 4, 128, 128), page=page, one_softmax=True, importance="max",
+                compress_block_size=1, compress_block_sliding_stride=1, num_selected_blocks=8,
+                num_local_blocks=8,
             )  # fmt: skip
         step(torch.float32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
         step(torch.bfloat16, (16, 1, 128, 128), B=1, page=256, importance="probs")
         for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
             needed = launch.decode_bytes(H, 256, 4, T, s)
             if needed <= launch.architecture().shared_memory:
-                step(torch.float32, (H, 1, 256, 256), T=T, s=s)
+                step(torch.float32, (H, 1, 256, 256), T=T, selection_block_size=s)
     if not some or "rotary" in some:
         rotate(torch.bfloat16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
         rotate(torch.float16, (3, 1, 80))

@@ -4,6 +4,8 @@ group.
 All logits are in units of log2 (multiplied by `scale * log2 e`), so that `exp2` is the exponential.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,11 @@ LOCAL_BLOCKS = tl.constexpr(4)  # i's block of `stride` tokens, up to i, and `re
 
 # largest row bound (units of log2) that is subtracted in place of the row maximum
 LARGEST_BOUND = tl.constexpr(48.0)
+
+
+# a tensor as one kernel argument: its pointer, and the strides of sequences or pages, of positions
+# and of heads. Triton binds a named tuple in less time than flat arguments
+Strided = namedtuple("Strided", "ptr b n h")
 
 
 @triton.jit

@@ -1,57 +1,101 @@
-"""The tensors and settings of a decode step, and the arguments that its kernels share.
+"""Inputs of a decode step, and the argument groups of its kernels.
 
-The host never reads a sequence length from the device.
+The host never reads a sequence length from the device. What a kernel is compiled for (`Settings`,
+`Ranking`) depends on the layer's settings and on shapes only, so plans are cached.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...config import AttentionConfig
 from ..common import launch
-from .kv_cache import CacheMetadata, head_dims
+from ..common.primitives import Strided
+
+# argument groups of both kernels. Sequence lengths [B] before the new tokens, `counts` [B] of real
+# new tokens, and the page table with the stride of its rows
+Cache = namedtuple("Cache", "lengths counts page_table t_b")
+# gates [B T H 3] and their strides
+Gates = namedtuple("Gates", "ptr b t h branch")
+# what the programs of a launch exchange: `scores` of windows [B T heads W], `importances`
+# (probabilities) [B T ranks W], `block_indices` [B T ranks n] and a `ranking_tail` of earlier ones,
+# `partial_out` [splits B T H E] and `partial_lse`, `counters` [B K 8] of the grid barriers
+Workspace = namedtuple(
+    "Workspace",
+    "scores importances block_indices ranking_tail partial_out partial_lse counters",
+)
+# numbers of query, KV and ranking heads
+Heads = namedtuple("Heads", "H K RANKS")
+
+# compile-time settings of both kernels; PAGE_SIZE is 0 without a page table
+Settings = namedtuple(
+    "Settings",
+    "l d s w BLOCK_S TOPN INITIAL LOCAL STRIDE PROBS G RANKS_PER_KV D BLOCK_D E BLOCK_E CAP SINKS "
+    "HAS_COUNTS PAGE_SIZE WINDOWS_PER_PAGE COUNTERS",
+)
+# compile-time settings of a ranking. A stored score covers `l` tokens, one every `d`. LOCAL counts
+# the query's own block
+Ranking = namedtuple("Ranking", "l d s BLOCK_S INITIAL LOCAL PROBS INTERPOLATED")
+
+# what a plan depends on besides the settings. `tokens` and `windows` are what the storage of one
+# sequence holds; 1 page, of size 0, without a page table
+Shape = namedtuple(
+    "Shape",
+    "B T H K D E tokens windows memory pages page_size tail_size dtype has_counts has_sinks "
+    "has_window one_softmax",
+)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the attention layer, as `ops.decode` names them."""
-
-    l: int
-    d: int
-    s: int
-    n: int
-    w: int
-    importance: str
-    interpolated: bool
-    num_initial: int
-    num_local: int
-    stride: int
-    shared: bool
-    scale: float
-    soft_cap: float | None
-    one_softmax: bool = False  # the selected branch alone; the window is then its local blocks
-
-    @property
-    def window_blocks(self) -> int:
-        """The most KV blocks that a sliding window overlaps."""
-        return self.num_local if self.one_softmax else (self.w + self.s - 1) // self.s + 1
-
-    @property
-    def block_windows(self) -> int:
-        """With importance="max", the windows of a block, whose largest score is stored; else 0."""
-        return self.s // self.d if self.importance == "max" and self.s > self.d else 0
+def cache_arguments(lengths: Tensor, counts: Tensor | None, page_table: Tensor | None) -> Cache:
+    counts = lengths if counts is None else counts
+    if page_table is None:
+        return Cache(lengths, counts, lengths, 0)
+    return Cache(lengths, counts, page_table, page_table.stride(0))
 
 
-@dataclass(frozen=True)
-class Call:
-    """The tensors of a decode step, as `ops.decode` names them.
+def window_blocks(config: AttentionConfig, one_softmax: bool) -> int:
+    """The most KV blocks that a sliding window overlaps."""
+    if one_softmax:
+        return config.num_local_blocks
+    s = config.selection_block_size
+    return (config.sliding_window_size + s - 1) // s + 1
 
-    `metadata` has the sequence lengths and the page table. `ranking_tail` keeps the block indices
-    of the last tokens of each sequence, for a selection stride above 1.
-    """
+
+def compile_time(
+    shape: Shape, config: AttentionConfig, n: int, block_windows: int = 0
+) -> tuple[Settings, Ranking]:
+    """The compile-time settings of a step that selects n blocks; a stored score is that of
+    `block_windows` windows, a whole block, unless this is 0."""
+    s, w, local = config.selection_block_size, config.sliding_window_size, config.num_local_blocks
+    if shape.one_softmax:  # a window of the local blocks
+        w = max(0, local * s - 1)
+    probs, block_s = n > 0 and config.importance == "probs", launch.padded(s)
+    ranks = shape.K if config.query_heads_share_selected_kv else shape.H
+    l, d = (s, s) if block_windows else (config.compress_block_size, config.d)
+    ranking = Ranking(
+        l, d, s, block_s, config.num_initial_blocks, max(1, local), probs,
+        config.interpolated_importance_score,
+    )  # fmt: skip
+    settings = Settings(
+        config.compress_block_size, config.d, s, w, block_s, n, config.num_initial_blocks, local,
+        config.selection_stride, probs, shape.H // shape.K, ranks // shape.K, shape.D,
+        launch.padded(shape.D), shape.E, launch.padded(shape.E), config.soft_cap is not None,
+        shape.has_sinks, shape.has_counts, shape.page_size, shape.page_size // config.d,
+        COUNTERS=8,
+    )  # fmt: skip
+    return settings, ranking
+
+
+class Call(NamedTuple):
+    """The tensors of a decode step, as `ops.decode` names them; `ck` has no window where there are
+    no compressed keys, and `gates` are None for one softmax.
+
+    `ranking_tail` keeps the block indices of the last tokens of each sequence, for a selection
+    stride above 1."""
 
     q: Tensor
     k: Tensor
@@ -65,71 +109,43 @@ class Call:
     ranking_tail: Tensor | None
     sinks: Tensor | None
     counters: Tensor
-    metadata: CacheMetadata
+    lengths: Tensor
+    counts: Tensor | None
+    page_table: Tensor | None
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int, int]:
-        """B, T, H, K, D and E."""
+    def shape(self) -> Shape:
         B, T, H, D = self.q.shape
-        return B, T, H, self.k.shape[2], D, self.v.shape[-1]
+        pages = 1 if self.page_table is None else self.page_table.shape[1]
+        tail = self.ranking_tail
+        return Shape(
+            B, T, H, self.k.shape[2], D, self.v.shape[-1], self.k.shape[1] * pages,
+            self.ck.shape[1] * pages, 0 if self.memory is None else self.memory[0].shape[1], pages,
+            0 if self.page_table is None else self.k.shape[1], 0 if tail is None else tail.shape[2],
+            self.q.dtype, self.counts is not None, self.sinks is not None, self.window is not None,
+            self.gates is None,
+        )  # fmt: skip
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that the storage of one sequence can hold."""
-        return self.k.shape[1] * self.pages
-
-    @property
-    def max_windows(self) -> int:
-        """Compression windows that the storage of one sequence can hold."""
-        return self.ck.shape[1] * self.pages
-
-    @property
-    def pages(self) -> int:
-        """Pages of one sequence; 1 without a page table."""
-        return 1 if self.metadata.page_table is None else self.metadata.page_table.shape[1]
-
-    @property
-    def memory_tokens(self) -> int:
-        """Learned memory keys and values per KV head."""
-        return 0 if self.memory is None else self.memory[0].shape[1]
-
-    def arguments(self, settings: Settings) -> dict[str, Any]:
-        """Arguments of both decode kernels: inputs, strides, sizes and settings."""
-        H, K = self.q.shape[2], self.k.shape[2]
-        cq = self.q if self.cq is None else self.cq
-        mem_k, mem_v = self.memory or (self.ck, self.cv)
-        strides = launch.strides("g", self.gates, "bth3")
-        for name, t in (("p", cq), ("q", self.q)):
-            strides |= launch.strides(name, t, "bth")
-        for name, t in (("k", self.k), ("v", self.v), ("c", self.ck), ("o", self.cv)):
-            strides |= launch.strides(name, t, "bnh")
-        for name, t in (("m", mem_k), ("u", mem_v)):
-            strides |= launch.strides(name, t if self.memory else None, "hm")
-        tensors = dict(
-            cq=cq, q=self.q, k=self.k, v=self.v, ck=self.ck, cv=self.cv, mem_k=mem_k, mem_v=mem_v,
-            gates=self.q if self.gates is None else self.gates, counters=self.counters,
+    def arguments(self, config: AttentionConfig) -> dict[str, Any]:
+        """Arguments of both decode kernels."""
+        named = dict(cq=self.q if self.cq is None else self.cq, q=self.q, k=self.k, v=self.v,
+                     ck=self.ck, cv=self.cv)  # fmt: skip
+        args: dict[str, Any] = {name: Strided(t, *t.stride()[:3]) for name, t in named.items()}
+        for name, t, i in (("mem_k", self.ck, 0), ("mem_v", self.cv, 1)):
+            strides = (0, 0)
+            if self.memory is not None:
+                t = self.memory[i]
+                strides = t.stride(1), t.stride(0)
+            args[name] = Strided(t, 0, *strides)
+        gates = (self.q, 0, 0, 0, 0) if self.gates is None else (self.gates, *self.gates.stride())
+        return args | dict(
+            gates=Gates(*gates), scale_log2=config.scale_of(self.q.shape[-1]) * launch.LOG2_E,
+            cap=launch.cap(config.soft_cap)["cap"], B=self.q.shape[0],
             sinks=self.counters if self.sinks is None else self.sinks.float().contiguous(),
+            cache=cache_arguments(self.lengths, self.counts, self.page_table),
         )  # fmt: skip
-        is_paged = self.metadata.page_table is not None
-        return dict(
-            **tensors, **strides, **self.metadata.arguments(), **head_dims(self.k, self.v),
-            **launch.cap(settings.soft_cap), B=self.q.shape[0], T=self.q.shape[1], K=K, G=H // K,
-            W=self.max_windows, MEMORY=self.memory_tokens,
-            scale_log2=settings.scale * launch.LOG2_E,
-            WINDOWS_PER_PAGE=self.metadata.page_size // settings.d if is_paged else 0,
-            COUNTERS=self.counters.shape[2], l=settings.l, d=settings.d, s=settings.s,
-            BLOCK_S=launch.padded(settings.s), w=settings.w, TOPN=settings.n,
-            INITIAL=settings.num_initial, LOCAL=settings.num_local,
-            INTERPOLATED=settings.interpolated, SINKS=self.sinks is not None,
-        )  # fmt: skip
-
-    def allocate_output(self) -> Tensor:
-        """The step's output, [B T H E]."""
-        B, T, H, _, _, E = self.sizes
-        return self.q.new_empty(B, T, H, E)
 
     def allocate_partials(self, splits: int) -> tuple[Tensor, Tensor]:
         """Partial results of `splits` splits: outputs [splits B T H E] and their lse [.. H]."""
-        B, T, H, _, _, E = self.sizes
-        partial_out = self.q.new_empty(splits, B, T, H, E, dtype=torch.float32)
+        B, T, H, _ = self.q.shape
+        partial_out = self.q.new_empty(splits, B, T, H, self.v.shape[-1], dtype=torch.float32)
         return partial_out, partial_out.new_empty(splits, B, T, H)

@@ -8,26 +8,24 @@ Kernels read the sequence lengths on the device, so a decode step can be capture
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.launch import cdiv, next_power_of_2
-from ..common.primitives import grid_position, load_rows, store_rows
+from ..common.launch import cdiv, next_power_of_2, padded
+from ..common.primitives import Strided, grid_position, load_rows, store_rows
+from .call import cache_arguments
 
 
 @triton.jit
-def load_page(n, b, page_table, t_b, PAGE_SIZE: tl.constexpr):
+def load_page(n, b, cache, PAGE_SIZE: tl.constexpr):
     """The pages that hold entries n of sequence b; b itself without pages."""
     if PAGE_SIZE == 0:
         page = b
     else:
-        page = tl.load(page_table + b * t_b + n // PAGE_SIZE).to(tl.int64)
+        page = tl.load(cache.page_table + b * cache.t_b + n // PAGE_SIZE).to(tl.int64)
     return page
 
 
@@ -40,9 +38,9 @@ def slot_offsets(n, page, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def cache_offsets(n, b, page_table, stride_page, stride_slot, t_b, PAGE_SIZE: tl.constexpr):
+def cache_offsets(n, b, stride_page, stride_slot, cache, PAGE_SIZE: tl.constexpr):
     """Offsets of entries n of sequence b in a stream."""
-    page = load_page(n, b, page_table, t_b, PAGE_SIZE)
+    page = load_page(n, b, cache, PAGE_SIZE)
     return slot_offsets(n, page, stride_page, stride_slot, PAGE_SIZE)
 
 
@@ -63,8 +61,7 @@ def nsa_kv_cache_starts(
 
 @triton.jit(do_not_specialize=["T"])
 def nsa_kv_cache_append(
-    k, v, k_cache, v_cache, lengths, counts, page_table, T, K, k_b, k_h, k_n, v_b, v_h, v_n,
-    kc_b, kc_h, kc_n, vc_b, vc_h, vc_n, t_b,
+    k, v, k_cache, v_cache, cache, T, K,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     EVERY: tl.constexpr, TAIL_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_COUNTS: tl.constexpr, FLIPPED: tl.constexpr,
@@ -77,27 +74,27 @@ def nsa_kv_cache_append(
     """
     i, line, _entries, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
-    length, count = tl.load(lengths + b), T
+    length, count = tl.load(cache.lengths + b), T
     if HAS_COUNTS:
-        count = tl.load(counts + b)
+        count = tl.load(cache.counts + b)
     n = length // EVERY + i
     if (n + 1) * EVERY <= length + count:
         if TAIL_SIZE > 0:
             n = n % TAIL_SIZE
         i_d, i_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-        value = tl.load(k + b * k_b + h * k_h + i * k_n + i_d, mask=i_d < D)
-        k_ptr = k_cache + h * kc_h
-        k_slot = cache_offsets(n, b, page_table, kc_b, kc_n, t_b, PAGE_SIZE)
+        value = tl.load(k.ptr + b * k.b + h * k.h + i * k.n + i_d, mask=i_d < D)
+        k_ptr = k_cache.ptr + h * k_cache.h
+        k_slot = cache_offsets(n, b, k_cache.b, k_cache.n, cache, PAGE_SIZE)
         tl.store(k_ptr + k_slot + i_d, value, mask=i_d < D)
-        value = tl.load(v + b * v_b + h * v_h + i * v_n + i_e, mask=i_e < E)
-        v_ptr = v_cache + h * vc_h
-        v_slot = cache_offsets(n, b, page_table, vc_b, vc_n, t_b, PAGE_SIZE)
+        value = tl.load(v.ptr + b * v.b + h * v.h + i * v.n + i_e, mask=i_e < E)
+        v_ptr = v_cache.ptr + h * v_cache.h
+        v_slot = cache_offsets(n, b, v_cache.b, v_cache.n, cache, PAGE_SIZE)
         tl.store(v_ptr + v_slot + i_e, value, mask=i_e < E)
 
 
 @triton.jit(do_not_specialize=["T"])
 def nsa_kv_cache_recent(
-    k_tail, v_tail, lengths, k_out, v_out, T, K, k_b, k_h, k_n, v_b, v_h, v_n,
+    k_tail, v_tail, lengths, k_out, v_out, T, K,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     l: tl.constexpr, BLOCK_L: tl.constexpr, d: tl.constexpr, TAIL_SIZE: tl.constexpr,
     FLIPPED: tl.constexpr,
@@ -116,102 +113,79 @@ def nsa_kv_cache_recent(
     mask = (u < l) & (token >= 0) & (token < length + T)
     slot = (tl.maximum(token, 0) % TAIL_SIZE).to(tl.int64)
     row = ((line * windows + i) * l + u).to(tl.int64)
-    tile = load_rows(k_tail, b * k_b + h * k_h + slot * k_n, D, BLOCK_D, mask)
+    tile = load_rows(k_tail.ptr, b * k_tail.b + h * k_tail.h + slot * k_tail.n, D, BLOCK_D, mask)
     store_rows(k_out, row * D, tile, D, BLOCK_D, u < l)
-    tile = load_rows(v_tail, b * v_b + h * v_h + slot * v_n, E, BLOCK_E, mask)
+    tile = load_rows(v_tail.ptr, b * v_tail.b + h * v_tail.h + slot * v_tail.n, E, BLOCK_E, mask)
     store_rows(v_out, row * E, tile, E, BLOCK_E, u < l)
 
 
 # launches
 
 
-@dataclass(frozen=True)
-class CacheMetadata:
-    """Sequence lengths of a decode step, and the page table of the KV cache.
-
-    `lengths` [B] tokens precede the T new tokens of each sequence. Only the first `counts` [B] new
-    tokens are real; None: all are. `page_table` [B, pages] lists the pages of each sequence, each
-    of `page_size` tokens; None: the cache is contiguous per sequence.
-    """
-
-    lengths: Tensor
-    counts: Tensor | None = None
-    page_table: Tensor | None = None
-    page_size: int = 0
-
-    def page_arguments(self, every: int = 1) -> dict[str, Any]:
-        """Kernel arguments that locate entries of `every` tokens each."""
-        if self.page_table is None:
-            return dict(page_table=self.lengths, t_b=0, PAGE_SIZE=0)
-        table = self.page_table
-        return dict(page_table=table, t_b=table.stride(0), PAGE_SIZE=self.page_size // every)
-
-    def arguments(self, every: int = 1) -> dict[str, Any]:
-        """Kernel arguments: lengths, counts, and those that locate entries of `every` tokens."""
-        has_counts = self.counts is not None
-        counts = self.counts if has_counts else self.lengths
-        return dict(
-            lengths=self.lengths,
-            counts=counts,
-            HAS_COUNTS=has_counts,
-            **self.page_arguments(every),
-        )
-
-
-def head_dims(k: Tensor, v: Tensor) -> dict[str, int]:
-    """Kernel arguments: the head dimensions of keys and values, and their padded tile sizes."""
-    D, E = k.shape[-1], v.shape[-1]
-    return dict(D=D, BLOCK_D=launch.padded(D), E=E, BLOCK_E=launch.padded(E))
+def strided(t: Tensor) -> Strided:
+    """t [B K n D] as a kernel argument."""
+    b, h, n, _ = t.stride()
+    return Strided(t, b, n, h)
 
 
 def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int) -> Tensor:
     """The lengths [B] in int64, after an assertion that `counts` of `tokens` new ones fit."""
-    found, B = lengths.new_empty(lengths.shape, dtype=torch.int64), len(lengths)
+    out, B = lengths.new_empty(lengths.shape, dtype=torch.int64), len(lengths)
     if B:
         nsa_kv_cache_starts[(cdiv(B, 128),)](
-            lengths, lengths if counts is None else counts.contiguous(), found, B, tokens,
+            lengths, lengths if counts is None else counts.contiguous(), out, B, tokens,
             max_length, HAS_COUNTS=counts is not None, BLOCK_B=128, num_warps=1,
         )  # fmt: skip
-    return found
+    return out
 
 
-def append(new: tuple[Tensor, Tensor], stores: tuple[Tensor, Tensor], metadata: CacheMetadata,
-           tokens: int, *, every: int = 1, tail: bool = False) -> None:  # fmt: skip
+def append(
+    new: tuple[Tensor, Tensor],
+    stores: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    tokens: int,
+    *,
+    counts: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_size: int = 0,
+    every: int = 1,
+    tail: bool = False,
+) -> None:
     """Write the entries `new` [b h n d] that `tokens` new tokens may complete to two streams.
 
-    The streams' storage is [b h n d], or [pages h n d] with a page table; with `tail` it is a ring
-    buffer [b h size d], in which an entry's slot is its position modulo `size`.
+    `lengths` [b] tokens precede the new ones, of which the first `counts` [b] are real (None: all).
+    The streams' storage is [b h n d], or [pages h n d] with a page table [b pages] of pages of
+    `page_size` tokens; with `tail` it is a ring buffer [b h size d], in which an entry's slot is
+    its position modulo `size`. An entry covers `every` tokens.
     """
-    k, v = new
-    B, K, n = k.shape[:3]
+    (k, v), (k_cache, v_cache) = new, stores
     if k.numel() + v.numel() == 0:
         return
-    k_cache, v_cache = stores
-    arguments = metadata.arguments(every)
+    (B, K, n, D), E = k.shape, v.shape[-1]
     if tail:
-        arguments |= dict(page_table=metadata.lengths, t_b=0, PAGE_SIZE=0)
+        page_table = None
     grid, flipped = launch.grid(n, B * K)
     nsa_kv_cache_append[grid](
-        k=k, v=v, k_cache=k_cache, v_cache=v_cache, T=tokens, K=K, **launch.strides("k", k, "bhn"),
-        **launch.strides("v", v, "bhn"), **launch.strides("kc", k_cache, "bhn"),
-        **launch.strides("vc", v_cache, "bhn"), **arguments, **head_dims(k, v), EVERY=every,
-        TAIL_SIZE=k_cache.shape[2] if tail else 0, FLIPPED=flipped, num_warps=1,
+        k=strided(k), v=strided(v), k_cache=strided(k_cache), v_cache=strided(v_cache),
+        cache=cache_arguments(lengths, counts, page_table), T=tokens, K=K, D=D, BLOCK_D=padded(D),
+        E=E, BLOCK_E=padded(E), EVERY=every, TAIL_SIZE=k_cache.shape[2] if tail else 0,
+        PAGE_SIZE=0 if page_table is None else page_size // every, HAS_COUNTS=counts is not None,
+        FLIPPED=flipped, num_warps=1,
     )  # fmt: skip
 
 
 def recent(
-    tails: tuple[Tensor, Tensor], tokens: int, l: int, d: int, metadata: CacheMetadata
+    tails: tuple[Tensor, Tensor], lengths: Tensor, tokens: int, l: int, d: int
 ) -> tuple[Tensor, Tensor]:
     """The windows [b h w l d] that `tokens` new tokens may complete, from tails [b h size d]."""
     k_tail, v_tail = tails
-    B, K, size = k_tail.shape[:3]
+    (B, K, size, D), E = k_tail.shape, v_tail.shape[-1]
     max_windows = (tokens + d - 1) // d
-    outs = tuple(t.new_empty(B, K, max_windows, l, t.shape[-1]) for t in tails)
+    k_out, v_out = (t.new_empty(B, K, max_windows, l, t.shape[-1]) for t in tails)
     grid, flipped = launch.grid(max_windows, B * K)
     nsa_kv_cache_recent[grid](
-        k_tail=k_tail, v_tail=v_tail, lengths=metadata.lengths, k_out=outs[0], v_out=outs[1],
-        T=tokens, K=K, **launch.strides("k", k_tail, "bhn"), **launch.strides("v", v_tail, "bhn"),
-        **head_dims(k_tail, v_tail), l=l, BLOCK_L=next_power_of_2(l), d=d, TAIL_SIZE=size,
-        FLIPPED=flipped, num_warps=4,
+        k_tail=strided(k_tail), v_tail=strided(v_tail), lengths=lengths, k_out=k_out, v_out=v_out,
+        T=tokens, K=K, D=D, BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), l=l,
+        BLOCK_L=next_power_of_2(l), d=d, TAIL_SIZE=size, FLIPPED=flipped, num_warps=4,
     )  # fmt: skip
-    return outs[0], outs[1]
+    return k_out, v_out

@@ -1,8 +1,16 @@
-"""Split-KV attention of a decode step.
+"""Split-KV attention of a decode step, and the grid barriers between programs of a launch.
 
 The keys of each branch are divided into splits. A split gives a partial result: an output and its
 log-sum-exp (lse). `partial_weights` computes the weights with which partial results are reduced.
 "Windows" are compression windows; "the window" is the sliding window.
+
+At a grid barrier a program waits until other programs of the launch have written their output. It
+waits only for programs with smaller ids. A GPU starts programs in the order of their ids, so the
+programs that it waits for are running or finished, and every wait ends.
+
+Arguments that stages share: `cache` (`call.Cache`), `work` (`call.Workspace`), `heads`
+(`call.Heads`), `step` (`persistent.Step`); and constexpr S (`call.Settings`) and P
+(`persistent.Tiles`).
 """
 
 import triton
@@ -10,7 +18,6 @@ import triton.language as tl
 
 from ..common.primitives import load_rows, load_sinks, soft_capped, softmax_step, store_rows
 from ..topk.topn import NO_SCORE
-from .grid_barrier import arrive, first_phase, wait
 from .kv_cache import cache_offsets, load_page, slot_offsets
 
 # the scores of a window that `compressed_split` stores: none, the sum of the logits over the query
@@ -19,16 +26,43 @@ SCORES_NONE, SCORES_SUM, SCORES_PER_HEAD = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
-def store_partial(
-    partial_out, partial_lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constexpr, valid
-):  # fmt: skip
+def arrive(counter):
+    """Signal that this program has written its output; returns how many programs arrived before."""
+    tl.debug_barrier()  # all threads of this program have written
+    return tl.atomic_add(counter, 1, sem="acq_rel")
+
+
+@triton.jit
+def first_phase(counter, programs, WARMUP: tl.constexpr):
+    """The phase in which a program starts: 1 (wait, then work) or 0 (warm up first).
+
+    A program warms up with WARMUP, if it would have to wait now. Phase 0 executes the code that
+    follows the wait with all loads and stores masked. This loads the instructions into the
+    instruction cache before the wait ends.
+    """
+    phase = 1
+    if WARMUP:
+        phase = (tl.atomic_add(counter, 0, sem="relaxed") >= programs).to(tl.int32)
+    return phase
+
+
+@triton.jit
+def wait(counter, programs):
+    """Wait until `programs` programs have arrived at the counter. Their output is visible then."""
+    while tl.atomic_add(counter, 0, sem="acquire") < programs:
+        pass
+
+
+@triton.jit
+def store_partial(work, row, acc, m, l, valid, S: tl.constexpr):
     """Write the partial result of a split: the outputs of rows that see at least one key, and the
     lse of all rows in units of log2; -inf for a row that sees no key."""
     denominator = tl.where(l == 0.0, 1.0, l)
-    offsets = row * E
+    offsets = row * S.E
     out = acc * (1.0 / denominator)[:, None]
-    store_rows(partial_out, offsets, out, E, BLOCK_E, valid & (l > 0.0))
-    tl.store(partial_lse + row, tl.where(l == 0.0, NO_SCORE, m + tl.log2(denominator)), mask=valid)
+    store_rows(work.partial_out, offsets, out, S.E, S.BLOCK_E, valid & (l > 0.0))
+    lse_ptr = work.partial_lse + row
+    tl.store(lse_ptr, tl.where(l == 0.0, NO_SCORE, m + tl.log2(denominator)), mask=valid)
 
 
 # the compressed branch
@@ -53,85 +87,89 @@ def store_scores(scores, row, x, n0, n, num_windows, valid, BLOCK_WINDOWS: tl.co
 
 @triton.jit
 def compressed_split(
-    q, ck, cv, mem_k, mem_v, lengths, counts, page_table, partial_out, partial_lse, scores, split,
-    SPLITS, b, h, tile, B, T, K, W, MEMORY, scale_log2, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n,
-    v_h, m_h, m_m, u_h, u_m, t_b, G: tl.constexpr, PADDED_G: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, d: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SCORE_MODE: tl.constexpr, CAPPED_SCORES: tl.constexpr, CAP: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, SIGNAL_EARLY: tl.constexpr, scores_ready, SCORE_COLUMNS,
-    ATTEND: tl.constexpr, BLOCK_WINDOWS: tl.constexpr,
+    cq, ck, cv, mem_k, mem_v, cache, work, scores_ready, split, tile, b, h, step, heads,
+    scale_log2, cap, S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Attention of the compressed branch over one split of the windows.
 
     A program owns one split for one sequence, KV head and tile of BLOCK_M (token, query head)
     rows. It reads the compressed keys and values of the windows in the split; split 0 also reads
     the memory keys and values. It writes the partial result and, by SCORE_MODE, the scores of the
-    windows [B T heads SCORE_COLUMNS]; with BLOCK_WINDOWS, the largest score of so many windows of a
-    block. Without ATTEND it only writes scores. With SIGNAL_EARLY a split has at most one tile of
+    windows [B T heads SCORE_COLUMNS]; with BLOCK_WINDOWS the largest score of so many windows of a
+    block. With ONE_SOFTMAX it only writes scores. With SIGNAL_EARLY a split has at most one tile of
     windows, and the program arrives at `scores_ready` as soon as the scores are written."""
-    length = tl.load(lengths + b).to(tl.int32)
-    TOKENS: tl.constexpr = BLOCK_M // PADDED_G
-    row = tl.arange(0, BLOCK_M)
-    t, g = tile * TOKENS + row // PADDED_G, row % PADDED_G
-    valid = (t < T) & (g < G)
-    window_end = (length + t) // d
-    q_tile = load_rows(q, b * q_b + t.to(tl.int64) * q_t + (h * G + g) * q_h, D, BLOCK_D, valid)
+    length = tl.load(cache.lengths + b).to(tl.int32)
+    TOKENS: tl.constexpr = P.BLOCK_M // P.PADDED_G
+    ATTEND: tl.constexpr = not P.ONE_SOFTMAX
+    row = tl.arange(0, P.BLOCK_M)
+    t, g = tile * TOKENS + row // P.PADDED_G, row % P.PADDED_G
+    valid = (t < step.T) & (g < S.G)
+    window_end = (length + t) // S.d
+    q_tile = load_rows(
+        cq.ptr, b * cq.b + t.to(tl.int64) * cq.n + (h * S.G + g) * cq.h, S.D, S.BLOCK_D, valid
+    )
 
-    m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    m = tl.full([P.BLOCK_M], NO_SCORE, tl.float32)
+    l = tl.zeros([P.BLOCK_M], tl.float32)
+    acc = tl.zeros([P.BLOCK_M, S.BLOCK_E], tl.float32)
     if ATTEND and split == 0:
-        for n0 in range(0, MEMORY, BLOCK_N):
-            n = n0 + tl.arange(0, BLOCK_N)
-            k_tile = load_rows(mem_k, h * m_h + n.to(tl.int64) * m_m, D, BLOCK_D, n < MEMORY)
-            v_tile = load_rows(mem_v, h * u_h + n.to(tl.int64) * u_m, E, BLOCK_E, n < MEMORY)
+        for n0 in range(0, step.MEMORY, P.BLOCK_N):
+            n = n0 + tl.arange(0, P.BLOCK_N)
+            k_tile = load_rows(
+                mem_k.ptr, h * mem_k.h + n.to(tl.int64) * mem_k.n, S.D, S.BLOCK_D, n < step.MEMORY
+            )
+            v_tile = load_rows(
+                mem_v.ptr, h * mem_v.h + n.to(tl.int64) * mem_v.n, S.E, S.BLOCK_E, n < step.MEMORY
+            )
             x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
-            if CAP:
+            if S.CAP:
                 x = soft_capped(x, cap)
-            x = tl.where((n < MEMORY)[None], x, NO_SCORE)
+            x = tl.where((n < step.MEMORY)[None], x, NO_SCORE)
             acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
 
     # windows past it may be unwritten
-    count = tl.load(counts + b).to(tl.int32) if HAS_COUNTS else T
-    num_windows = tl.minimum((length + count - 1) // d, W)
-    split_size = tl.cdiv(tl.cdiv(num_windows, BLOCK_N), SPLITS) * BLOCK_N
+    count = tl.load(cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
+    num_windows = tl.minimum((length + count - 1) // S.d, step.W)
+    split_size = tl.cdiv(tl.cdiv(num_windows, P.BLOCK_N), step.CMP_SPLITS) * P.BLOCK_N
     end = tl.minimum((split + 1) * split_size, num_windows)
-    for n0 in tl.range(split * split_size, end, BLOCK_N, num_stages=STAGES):
-        n = n0 + tl.arange(0, BLOCK_N)
+    for n0 in tl.range(split * split_size, end, P.BLOCK_N, num_stages=P.STAGES):
+        n = n0 + tl.arange(0, P.BLOCK_N)
         clamped = tl.minimum(n, num_windows - 1)
-        k_ptr = ck + h * k_h
-        k_offsets = cache_offsets(clamped, b, page_table, k_b, k_n, t_b, PAGE_SIZE)
-        k_tile = load_rows(k_ptr, k_offsets, D, BLOCK_D, n < num_windows)
+        k_ptr = ck.ptr + h * ck.h
+        k_offsets = cache_offsets(clamped, b, ck.b, ck.n, cache, S.WINDOWS_PER_PAGE)
+        k_tile = load_rows(k_ptr, k_offsets, S.D, S.BLOCK_D, n < num_windows)
         if ATTEND:
-            v_ptr = cv + h * v_h
-            v_offsets = cache_offsets(clamped, b, page_table, v_b, v_n, t_b, PAGE_SIZE)
-            v_tile = load_rows(v_ptr, v_offsets, E, BLOCK_E, n < num_windows)
+            v_ptr = cv.ptr + h * cv.h
+            v_offsets = cache_offsets(clamped, b, cv.b, cv.n, cache, S.WINDOWS_PER_PAGE)
+            v_tile = load_rows(v_ptr, v_offsets, S.E, S.BLOCK_E, n < num_windows)
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         x = logits
-        if CAP:
+        if S.CAP:
             x = soft_capped(x, cap)
-        if SCORE_MODE == SCORES_SUM:
-            head_sum = tl.sum(tl.reshape(logits, [TOKENS, PADDED_G, BLOCK_N]), 1)
+        if P.SCORE_MODE == SCORES_SUM:
+            head_sum = tl.sum(tl.reshape(logits, [TOKENS, P.PADDED_G, P.BLOCK_N]), 1)
             token = tile * TOKENS + tl.arange(0, TOKENS)
-            score_row = ((b * T + token) * K + h) * SCORE_COLUMNS
-            store_scores(scores, score_row, head_sum, n0, n, num_windows, token < T, BLOCK_WINDOWS)
-        elif SCORE_MODE == SCORES_PER_HEAD:
-            score_row = ((b * T + t) * (K * G) + h * G + g) * SCORE_COLUMNS
-            score = x if CAPPED_SCORES else logits
-            store_scores(scores, score_row, score, n0, n, num_windows, valid, BLOCK_WINDOWS)
-        if SIGNAL_EARLY:
+            score_row = ((b * step.T + token) * heads.K + h) * step.SCORE_COLUMNS
+            store_scores(
+                work.scores, score_row, head_sum, n0, n, num_windows, token < step.T,
+                P.BLOCK_WINDOWS,
+            )  # fmt: skip
+        elif P.SCORE_MODE == SCORES_PER_HEAD:
+            score_row = ((b * step.T + t) * (heads.K * S.G) + h * S.G + g) * step.SCORE_COLUMNS
+            score = x if S.PROBS else logits
+            store_scores(work.scores, score_row, score, n0, n, num_windows, valid, P.BLOCK_WINDOWS)
+        if P.SIGNAL_EARLY:
             arrive(scores_ready)
         if ATTEND:
             x = tl.where(n[None] < window_end[:, None], x, NO_SCORE)
             acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
-    if SIGNAL_EARLY:  # noqa: SIM102
+    if P.SIGNAL_EARLY:  # noqa: SIM102
         if split * split_size >= end:  # the split is empty
             arrive(scores_ready)
 
     if ATTEND:
-        out_row = ((split * B + b) * T + t) * (K * G) + h * G + g
-        store_partial(partial_out, partial_lse, out_row, acc, m, l, E, BLOCK_E, valid)
+        out_row = ((split * step.B + b) * step.T + t) * (heads.K * S.G) + h * S.G + g
+        store_partial(work, out_row, acc, m, l, valid, S)
 
 
 # the selected branch and the sliding window
@@ -139,17 +177,8 @@ def compressed_split(
 
 @triton.jit
 def block_split(
-    q, k, v, window_k, window_v, block_indices, lengths, counts, page_table, partial_out,
-    partial_lse, ready, producers, split, WINDOW_SPLITS, first_split, b, r, t, B, T, RANKS,
-    WINDOW_SPLIT_BLOCKS, SELECTED_SPLIT_BLOCKS, PAGES, scale_log2, cap, q_b, q_t, q_h, k_b, k_n,
-    k_h, v_b, v_n, v_h, x_b, x_n, x_h, y_b, y_n, y_h, t_b, GROUP: tl.constexpr,
-    RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr, STAGES: tl.constexpr,
-    TOPN: tl.constexpr, PADDED_SPLIT_BLOCKS: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
-    w: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, SELECTED_BLOCKS: tl.constexpr,
-    SEPARATE_WINDOW: tl.constexpr, FUSE_LOCAL: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    CAP: tl.constexpr, HAS_COUNTS: tl.constexpr, WARMUP: tl.constexpr,
-    PRELOADED_PAGES: tl.constexpr,
+    q, k, v, window_k, window_v, cache, work, ready, producers, split, b, r, t, step, heads,
+    scale_log2, cap, S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Attention of the selected branch or of the sliding window over one split of the KV blocks.
 
@@ -165,90 +194,99 @@ def block_split(
 
     With FUSE_LOCAL both branches have the same keys and the window covers the local blocks. The
     last window split then covers the local blocks and counts for both branches."""
-    h = r // RANKS_PER_KV
-    is_window = split < WINDOW_SPLITS
-    split_blocks = tl.where(is_window, WINDOW_SPLIT_BLOCKS, SELECTED_SPLIT_BLOCKS)
-    first_index = tl.where(is_window, split, split - WINDOW_SPLITS) * split_blocks
+    GROUP: tl.constexpr = S.G // S.RANKS_PER_KV
+    h = r // S.RANKS_PER_KV
+    is_window = split < step.WINDOW_SPLITS
+    split_blocks = tl.where(is_window, step.WINDOW_SPLIT_BLOCKS, step.SELECTED_SPLIT_BLOCKS)
+    first_index = tl.where(is_window, split, split - step.WINDOW_SPLITS) * split_blocks
     # tokens past `counts` have no keys: use the position of the last real token
-    last = (tl.minimum(t, tl.load(counts + b) - 1) if HAS_COUNTS else t) + tl.load(lengths + b)
-    last = last.to(tl.int32)
-    own_block, window_start = last // s, tl.maximum(last - w, 0)
-    first_window_block, window_block_end = window_start // s + first_index, own_block + 1
+    last = tl.minimum(t, tl.load(cache.counts + b) - 1) if S.HAS_COUNTS else t
+    last = (last + tl.load(cache.lengths + b)).to(tl.int32)
+    own_block, window_start = last // S.s, tl.maximum(last - S.w, 0)
+    first_window_block, window_block_end = window_start // S.s + first_index, own_block + 1
     first_token = tl.where(is_window, window_start, 0)
-    if FUSE_LOCAL:
-        is_local = split == WINDOW_SPLITS - 1
-        first_local_block = tl.maximum(own_block - LOCAL + 1, 0)
+    if P.FUSE_LOCAL:
+        is_local = split == step.WINDOW_SPLITS - 1
+        first_local_block = tl.maximum(own_block - S.LOCAL + 1, 0)
         first_window_block = tl.where(is_local, first_local_block, first_window_block)
-        window_block_end = tl.where(is_local, own_block + 1, own_block - LOCAL + 1)
-    row = tl.arange(0, BLOCK_M)
+        window_block_end = tl.where(is_local, own_block + 1, own_block - S.LOCAL + 1)
+    row = tl.arange(0, P.BLOCK_G)
     head, valid = r * GROUP + row, row < GROUP
-    q_tile = load_rows(q, b * q_b + t.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, valid)
-    if SEPARATE_WINDOW:  # noqa: SIM102
+    q_tile = load_rows(q.ptr, b * q.b + t.to(tl.int64) * q.n + head * q.h, S.D, S.BLOCK_D, valid)
+    if P.SEPARATE_WINDOW:  # noqa: SIM102
         if is_window:
-            k, k_b, k_n, k_h = window_k, x_b, x_n, x_h
-            v, v_b, v_n, v_h = window_v, y_b, y_n, y_h
-    i = tl.arange(0, PADDED_SPLIT_BLOCKS)
+            k, v = window_k, window_v
+    i = tl.arange(0, P.PADDED_SPLIT_BLOCKS)
     # index among the selected blocks: TOPN ranked ones, INITIAL, LOCAL
     index = first_index + i
-    forced = index - TOPN
-    is_initial = (forced >= 0) & (forced < INITIAL) & (forced <= own_block - LOCAL)
+    forced = index - S.TOPN
+    is_initial = (forced >= 0) & (forced < S.INITIAL) & (forced <= own_block - S.LOCAL)
     window_block = first_window_block + i
-    BLOCKS_PER_TILE: tl.constexpr = BLOCK_KEYS // BLOCK_S
-    tile_block, in_block = tl.arange(0, BLOCK_KEYS) // BLOCK_S, tl.arange(0, BLOCK_KEYS) % BLOCK_S
-    out_row = (((first_split + split) * B + b) * T + t) * (RANKS * GROUP) + head
-    if PRELOADED_PAGES > 0:  # the whole page table row: no lookup after the wait
-        page_slot = tl.arange(0, PRELOADED_PAGES)
-        preloaded = tl.load(page_table + b * t_b + page_slot, mask=page_slot < PAGES, other=0)
+    BLOCKS_PER_TILE: tl.constexpr = P.BLOCK_KEYS // S.BLOCK_S
+    tile_block = tl.arange(0, P.BLOCK_KEYS) // S.BLOCK_S
+    in_block = tl.arange(0, P.BLOCK_KEYS) % S.BLOCK_S
+    out_row = (((step.CMP_PARTIALS + split) * step.B + b) * step.T + t) * (
+        heads.RANKS * GROUP
+    ) + head
+    if P.PRELOADED_PAGES > 0:  # the whole page table row: no lookup after the wait
+        page_slot = tl.arange(0, P.PRELOADED_PAGES)
+        preloaded = tl.load(
+            cache.page_table + b * cache.t_b + page_slot, mask=page_slot < step.PAGES, other=0
+        )
     start = 1
-    if TOPN > 0:  # noqa: SIM102
+    if S.TOPN > 0:  # noqa: SIM102
         if not is_window:
-            start = first_phase(ready, producers, WARMUP)
+            start = first_phase(ready, producers, P.WARMUP)
     # Triton before 3.6 loses the range of a bound that is set in a branch: repeat it by `minimum`
     for phase in range(tl.minimum(start, 1), 2):
         block = i * 0 - 1
-        if TOPN > 0:  # noqa: SIM102
+        if S.TOPN > 0:  # noqa: SIM102
             if not is_window:
                 if phase == 1:
                     wait(ready, producers)
-                index_ptr = block_indices + ((b * T + t) * RANKS + r) * TOPN + index
-                is_ranked = (i < split_blocks) & (index < TOPN) & (phase == 1)
+                index_ptr = (
+                    work.block_indices + ((b * step.T + t) * heads.RANKS + r) * S.TOPN + index
+                )
+                is_ranked = (i < split_blocks) & (index < S.TOPN) & (phase == 1)
                 block = tl.load(index_ptr, mask=is_ranked, other=-1)
         block = tl.where(is_initial, forced, block)
-        is_last = (forced >= INITIAL) & (index < SELECTED_BLOCKS)
-        block = tl.where(is_last, own_block - (forced - INITIAL), block)
+        is_last = (forced >= S.INITIAL) & (index < P.SELECTED_BLOCKS)
+        block = tl.where(is_last, own_block - (forced - S.INITIAL), block)
         in_window = window_block < window_block_end
         block = tl.where(is_window, tl.where(in_window, window_block, -1), block)
         split_block = tl.where((i < split_blocks) & (phase == 1), block, -1)
         # a block lies in one page
         clamped_block = tl.maximum(tl.minimum(split_block, own_block), 0)
-        if PRELOADED_PAGES > 0:
-            page_index = (clamped_block * s // PAGE_SIZE).to(tl.int32)
+        if P.PRELOADED_PAGES > 0:
+            page_index = (clamped_block * S.s // S.PAGE_SIZE).to(tl.int32)
             block_pages = tl.gather(preloaded, page_index, 0).to(tl.int64)
         else:
-            block_pages = load_page(clamped_block * s, b, page_table, t_b, PAGE_SIZE)
+            block_pages = load_page(clamped_block * S.s, b, cache, S.PAGE_SIZE)
 
-        m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
-        l_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+        m = tl.full([P.BLOCK_G], NO_SCORE, tl.float32)
+        l_sum = tl.zeros([P.BLOCK_G], tl.float32)
+        acc = tl.zeros([P.BLOCK_G, S.BLOCK_E], tl.float32)
         num_blocks = tl.where(phase == 1, split_blocks, BLOCKS_PER_TILE)
-        for i0 in tl.range(0, num_blocks, BLOCKS_PER_TILE, num_stages=STAGES):
+        for i0 in tl.range(0, num_blocks, BLOCKS_PER_TILE, num_stages=P.BLOCK_STAGES):
             is_block = i[None] == (i0 + tile_block)[:, None]
-            token = tl.max(tl.where(is_block, split_block[None], -1), 1) * s + in_block
-            visible = (in_block < s) & (token >= first_token) & (token <= last)  # never of block -1
+            token = tl.max(tl.where(is_block, split_block[None], -1), 1) * S.s + in_block
+            visible = (
+                (in_block < S.s) & (token >= first_token) & (token <= last)
+            )  # never of block -1
             clamped, page = tl.minimum(tl.maximum(token, 0), tl.maximum(last, 0)), b
-            if PAGE_SIZE > 0:
+            if S.PAGE_SIZE > 0:
                 page = tl.max(tl.where(is_block, block_pages[None], 0), 1)
-            k_offsets = slot_offsets(clamped, page, k_b, k_n, PAGE_SIZE)
-            v_offsets = slot_offsets(clamped, page, v_b, v_n, PAGE_SIZE)
-            k_tile = load_rows(k + h * k_h, k_offsets, D, BLOCK_D, visible)
-            v_tile = load_rows(v + h * v_h, v_offsets, E, BLOCK_E, visible)
+            k_offsets = slot_offsets(clamped, page, k.b, k.n, S.PAGE_SIZE)
+            v_offsets = slot_offsets(clamped, page, v.b, v.n, S.PAGE_SIZE)
+            k_tile = load_rows(k.ptr + h * k.h, k_offsets, S.D, S.BLOCK_D, visible)
+            v_tile = load_rows(v.ptr + h * v.h, v_offsets, S.E, S.BLOCK_E, visible)
             x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
-            if CAP:
+            if S.CAP:
                 x = soft_capped(x, cap)
             x = tl.where(visible[None], x, NO_SCORE)
             acc, m, l_sum = softmax_step(x, v_tile, acc, m, l_sum, "ieee")
         out_mask = valid & (phase == 1)
-        store_partial(partial_out, partial_lse, out_row, acc, m, l_sum, E, BLOCK_E, out_mask)
+        store_partial(work, out_row, acc, m, l_sum, out_mask, S)
 
 
 # weights of the partial results

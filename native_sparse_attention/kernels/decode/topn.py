@@ -1,4 +1,5 @@
-"""Ranking of KV blocks in a decode step: block scores from window scores, and the top-n blocks."""
+"""Ranking of KV blocks in a decode step: block scores from window scores, and the top-n blocks.
+R (`call.Ranking`) has what it depends on."""
 
 import triton
 import triton.language as tl
@@ -17,52 +18,54 @@ from ..topk.topn import (
     sort_keys,
     start,
 )
-from .grid_barrier import first_phase, wait
+from .split_kv import first_phase, wait
 
 NEVER = tl.constexpr(1 << 30)
 
 
 @triton.jit
 def window_probabilities(
-    scores, partial_lse, sinks, lengths, counts, out, ready, producers, split, SPLITS, b, r, t, T,
-    W, RANKS, CMP_SPLITS, SPLIT_STRIDE, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
-    PADDED_CMP_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr, SINKS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
+    work, sinks, cache, ready, producers, split, b, r, t, step, heads, split_stride,
+    S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Softmax probabilities of the windows, with importance="probs".
 
     A program owns one split of the windows for one token t and ranking head r. It waits until the
     `producers` programs of the compressed branch have arrived at `ready`. It reads the logits
-    `scores` of the GROUP query heads that share the ranking and the lse of all CMP_SPLITS partial
-    results, and writes to `out` [B T RANKS W] the probabilities summed over these heads. It writes
-    nothing for a token past `counts`."""
-    window_end = tl.minimum((tl.load(lengths + b).to(tl.int32) + t) // d, W)
-    if HAS_COUNTS:
-        window_end = tl.where(t < tl.load(counts + b), window_end, 0)
-    token = (b * T + t) * RANKS + r
-    g = tl.arange(0, PADDED_GROUP)
+    `scores` of the query heads that share the ranking and the lse of all partial results, and
+    writes to `importances` the probabilities summed over these heads. It writes nothing for a token
+    past `counts`."""
+    GROUP: tl.constexpr = S.G // S.RANKS_PER_KV
+    window_end = tl.minimum((tl.load(cache.lengths + b).to(tl.int32) + t) // S.d, step.W)
+    if S.HAS_COUNTS:
+        window_end = tl.where(t < tl.load(cache.counts + b), window_end, 0)
+    token = (b * step.T + t) * heads.RANKS + r
+    g = tl.arange(0, P.PADDED_G // S.RANKS_PER_KV)
     row, valid = token * GROUP + g, g < GROUP
-    cmp_split = tl.arange(0, PADDED_CMP_SPLITS)
+    cmp_split = tl.arange(0, P.PADDED_CMP_SPLITS)
     wait(ready, producers)
-    mask = (cmp_split < CMP_SPLITS)[:, None] & valid[None]
-    lse_ptr = partial_lse + cmp_split[:, None] * SPLIT_STRIDE + row[None]
+    mask = (cmp_split < step.CMP_SPLITS)[:, None] & valid[None]
+    lse_ptr = work.partial_lse + cmp_split[:, None] * split_stride + row[None]
     split_lse = tl.load(lse_ptr, mask=mask, other=NO_SCORE)
     m = tl.max(split_lse, 0)
-    if SINKS:
+    if S.SINKS:
         sink = tl.load(sinks + r * GROUP + g, mask=valid, other=0.0) * 1.4426950408889634
         m = tl.maximum(m, sink)
     m = tl.where(m == NO_SCORE, 0.0, m)
     denominator = tl.sum(tl.exp2(split_lse - m[None]), 0)
-    if SINKS:
+    if S.SINKS:
         denominator += tl.exp2(sink - m)
     lse = m + tl.log2(denominator)
-    split_size = tl.cdiv(tl.cdiv(window_end, BLOCK_N), SPLITS) * BLOCK_N
-    for n0 in range(split * split_size, tl.minimum((split + 1) * split_size, window_end), BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
+    split_size = tl.cdiv(tl.cdiv(window_end, P.BLOCK_W), step.PROB_SPLITS) * P.BLOCK_W
+    first, end = split * split_size, tl.minimum((split + 1) * split_size, window_end)
+    for n0 in range(first, end, P.BLOCK_W):
+        n = n0 + tl.arange(0, P.BLOCK_W)
         visible = valid[:, None] & (n < window_end)[None]
-        logits = tl.load(scores + row[:, None] * W + n[None], mask=visible, other=NO_SCORE)
+        logits = tl.load(
+            work.scores + row[:, None] * step.W + n[None], mask=visible, other=NO_SCORE
+        )
         p = tl.where(visible, tl.exp2(logits - lse[:, None]), 0.0)
-        tl.store(out + token * W + n, tl.sum(p, 0), mask=n < window_end)
+        tl.store(work.importances + token * step.W + n, tl.sum(p, 0), mask=n < window_end)
 
 
 @triton.jit
@@ -76,51 +79,45 @@ def window_overlaps(c, j, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr):
 
 
 @triton.jit
-def block_scores(
-    scores, c, window_end, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr, PROBS: tl.constexpr,
-    INTERPOLATED: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+def block_scores(scores, c, window_end, R: tl.constexpr):
     """Scores [C] of blocks c from the scores of the windows before `window_end`."""
-    WINDOWS_PER_BLOCK: tl.constexpr = s // d if s > d else 1
-    NEIGHBOURS: tl.constexpr = 1 if INTERPOLATED else 0
+    WINDOWS_PER_BLOCK: tl.constexpr = R.s // R.d if R.s > R.d else 1
+    NEIGHBOURS: tl.constexpr = 1 if R.INTERPOLATED else 0
     WINDOWS_READ: tl.constexpr = (
-        (l + s - 1) // d if PROBS and s >= d else WINDOWS_PER_BLOCK + NEIGHBOURS
+        (R.l + R.s - 1) // R.d if R.PROBS and R.s >= R.d else WINDOWS_PER_BLOCK + NEIGHBOURS
     )
     total = tl.zeros([c.shape[0]], tl.float32)
     # interpolation sums differences from the first score, so that blocks of equal window scores
     # get equal scores
     origin, count = total, total
-    if INTERPOLATED:
-        window = tl.minimum(first_window(c, d, s), window_end - 1)
+    if R.INTERPOLATED:
+        window = tl.minimum(first_window(c, R.d, R.s), window_end - 1)
         origin = tl.load(scores + window, mask=window >= 0, other=0.0)
     for j in tl.static_range(-NEIGHBOURS, WINDOWS_READ):
-        window = first_window(c, d, s) + j
-        if PROBS:
-            weight = tl.where(window < window_end, window_overlaps(c, j, l, d, s), 0.0)
+        window = first_window(c, R.d, R.s) + j
+        if R.PROBS:
+            weight = tl.where(window < window_end, window_overlaps(c, j, R.l, R.d, R.s), 0.0)
         else:
-            weight = window_weight(c, j, window_end + c * 0, d, s, BLOCK_S, INTERPOLATED)
+            weight = window_weight(c, j, window_end + c * 0, R.d, R.s, R.BLOCK_S, R.INTERPOLATED)
         window = tl.minimum(tl.maximum(window, 0), window_end - 1)
         score = tl.load(scores + window, mask=window >= 0, other=0.0)
-        if INTERPOLATED:
+        if R.INTERPOLATED:
             score -= origin
             count += weight
         total += weight * score
-    if INTERPOLATED:
+    if R.INTERPOLATED:
         total += origin * count
     return total
 
 
 @triton.jit
-def block_sort_keys(
-    scores, c, end, window_end, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
-    BLOCK_S: tl.constexpr, INITIAL: tl.constexpr, PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
-):  # fmt: skip
+def block_sort_keys(scores, c, end, window_end, R: tl.constexpr):
     """Sort keys of blocks c: distinct integers in the order of the scores.
 
     Candidates are blocks INITIAL .. end - 1; the others get NO_KEY."""
-    is_candidate = (c >= INITIAL) & (c < end)
-    clamped = tl.where(is_candidate, c, INITIAL)
-    score = block_scores(scores, clamped, window_end, l, d, s, PROBS, INTERPOLATED, BLOCK_S)
+    is_candidate = (c >= R.INITIAL) & (c < end)
+    clamped = tl.where(is_candidate, c, R.INITIAL)
+    score = block_scores(scores, clamped, window_end, R)
     return tl.where(is_candidate, sort_keys(score, c), NO_KEY)
 
 
@@ -173,22 +170,20 @@ def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
 @triton.jit
 def best_blocks(
     scores, end, window_end, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr, l: tl.constexpr,
-    d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr, INITIAL: tl.constexpr,
-    PROBS: tl.constexpr, INTERPOLATED: tl.constexpr,
+    DEPTH: tl.constexpr, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The top-n [1, PADDED_TOPN] of blocks INITIAL .. end - 1, and whether it must be redone.
 
     It must be redone if a column of candidates may have dropped one of the top n. The scores of
     CHUNKS chunks are loaded before the first chunk is merged."""
     candidates = start(1, PADDED_TOPN, COLUMNS, DEPTH)
-    for c0 in range(INITIAL // (CHUNKS * BLOCK_N) * (CHUNKS * BLOCK_N), end, CHUNKS * BLOCK_N):
+    for c0 in range(R.INITIAL // (CHUNKS * BLOCK_N) * (CHUNKS * BLOCK_N), end, CHUNKS * BLOCK_N):
         tiles = ()
         for i in tl.static_range(CHUNKS):
             c = chunk_blocks(c0 + i * BLOCK_N, BLOCK_N, COLUMNS)
-            is_candidate = (c >= INITIAL) & (c < end)
-            clamped = tl.where(is_candidate, c, INITIAL)
-            score = block_scores(scores, clamped, window_end, l, d, s, PROBS, INTERPOLATED, BLOCK_S)
+            is_candidate = (c >= R.INITIAL) & (c < end)
+            clamped = tl.where(is_candidate, c, R.INITIAL)
+            score = block_scores(scores, clamped, window_end, R)
             tiles += (tl.where(is_candidate, score, NO_SCORE)[None],)
         for i in tl.static_range(CHUNKS):
             c = chunk_blocks(c0 + i * BLOCK_N, BLOCK_N, COLUMNS)
@@ -202,123 +197,108 @@ def best_blocks(
 
 @triton.jit
 def write_block_indices(
-    ranking, block_indices, ranking_tail, row, tail_slot, tail_topn, TOPN: tl.constexpr,
-    TAIL_SIZE: tl.constexpr,
+    ranking, work, row, tail_slot, tail_topn, TOPN: tl.constexpr, TAIL_SIZE: tl.constexpr
 ):  # fmt: skip
     """Write a ranking [PADDED_TOPN] to `block_indices`, and `tail_topn` blocks of it to a tail."""
     slot = tl.arange(0, ranking.shape[0])
-    tl.store(block_indices + row * TOPN + slot, ranking, mask=slot < TOPN)
+    tl.store(work.block_indices + row * TOPN + slot, ranking, mask=slot < TOPN)
     if TAIL_SIZE > 0:
-        tl.store(ranking_tail + tail_slot * TOPN + slot, ranking, mask=slot < tail_topn)
+        tl.store(work.ranking_tail + tail_slot * TOPN + slot, ranking, mask=slot < tail_topn)
 
 
 @triton.jit
 def rank_blocks(
-    scores, lengths, counts, block_indices, ranking_tail, ready, producers, b, r, t, T, W, RANKS,
-    CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    MERGE_N: tl.constexpr, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr, l: tl.constexpr,
-    d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr, INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr, STRIDE: tl.constexpr, TAIL_SIZE: tl.constexpr, PROBS: tl.constexpr,
-    INTERPOLATED: tl.constexpr, HAS_COUNTS: tl.constexpr, WARMUP: tl.constexpr,
+    scores, cache, work, ready, producers, b, r, t, step, heads, S: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Rank the blocks of one token.
 
-    A program owns token t and ranking head r. If the token leads its group of STRIDE tokens, the
+    A program owns token t and ranking head r. If the token leads its group of tokens, the
     program waits until `producers` programs have arrived at `ready`, reads the window scores, and
     writes the top-n blocks for all tokens of the group to `block_indices` and the ranking tail. If
     the leader precedes the new tokens, the program copies the leader's ranking from the tail."""
-    MODULO: tl.constexpr = TAIL_SIZE if TAIL_SIZE > 0 else 1
-    length = tl.load(lengths + b).to(tl.int32)
-    count = tl.load(counts + b).to(tl.int32) if HAS_COUNTS else T
+    MODULO: tl.constexpr = P.TAIL_SIZE if P.TAIL_SIZE > 0 else 1
+    length = tl.load(cache.lengths + b).to(tl.int32)
+    count = tl.load(cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
     position = length + t
-    tail_row = (b * RANKS + r) * TAIL_SIZE
-    row = (b * T + t) * RANKS + r
-    leader = position // STRIDE * STRIDE
+    tail_row = (b * heads.RANKS + r) * P.TAIL_SIZE
+    row = (b * step.T + t) * heads.RANKS + r
+    leader = position // S.STRIDE * S.STRIDE
     if (leader == position) & (t < count):
-        window_end = tl.minimum(position // d, W)
-        end = candidates_end(position, NEVER, LOCAL, d, s, True)
-        token_scores = scores + row * W
-        for phase in range(first_phase(ready, producers, WARMUP), 2):
+        window_end = tl.minimum(position // R.d, step.SCORE_COLUMNS)
+        end = candidates_end(position, NEVER, R.LOCAL, R.d, R.s, True)
+        token_scores = scores + row * step.SCORE_COLUMNS
+        for phase in range(first_phase(ready, producers, P.WARMUP), 2):
             if phase == 1:
                 wait(ready, producers)
             ranking, missed = best_blocks(
-                token_scores, tl.where(phase == 1, end, tl.minimum(end, INITIAL + 1)), window_end,
-                CHUNKS, BLOCK_N, COLUMNS, DEPTH, TOPN, PADDED_TOPN, l, d, s, BLOCK_S, INITIAL,
-                PROBS, INTERPOLATED,
+                token_scores, tl.where(phase == 1, end, tl.minimum(end, R.INITIAL + 1)), window_end,
+                P.RANK_CHUNKS, P.RANK_N, P.RANK_COLUMNS, P.RANK_DEPTH, S.TOPN, P.PADDED_TOPN, R,
             )  # fmt: skip
-            if DEPTH < TOPN and COLUMNS > 0:  # noqa: SIM102
+            if P.RANK_DEPTH < S.TOPN and P.RANK_COLUMNS > 0:  # noqa: SIM102
                 if missed > 0:
                     ranking, missed = best_blocks(
-                        token_scores, end, window_end, 1, MERGE_N, 0, 0, TOPN, PADDED_TOPN, l, d, s,
-                        BLOCK_S, INITIAL, PROBS, INTERPOLATED,
+                        token_scores, end, window_end, 1, P.RANK_MERGE_N, 0, 0, S.TOPN,
+                        P.PADDED_TOPN, R,
                     )  # fmt: skip
-            ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [PADDED_TOPN])
-            for j in range(STRIDE):
-                if (t + j < T) & (phase == 1):
-                    out_row, tail_slot = row + j * RANKS, tail_row + (position + j) % MODULO
-                    tail_topn = tl.where(t + j < count, TOPN, 0)
+            ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [P.PADDED_TOPN])
+            for j in range(S.STRIDE):
+                if (t + j < step.T) & (phase == 1):
+                    out_row, tail_slot = row + j * heads.RANKS, tail_row + (position + j) % MODULO
+                    tail_topn = tl.where(t + j < count, S.TOPN, 0)
                     write_block_indices(
-                        ranking, block_indices, ranking_tail, out_row, tail_slot, tail_topn, TOPN,
-                        TAIL_SIZE,
-                    )  # fmt: skip
+                        ranking, work, out_row, tail_slot, tail_topn, S.TOPN, P.TAIL_SIZE
+                    )
     elif (leader < length) & (t < count):
-        slot = tl.arange(0, PADDED_TOPN)
-        leader_ptr = ranking_tail + (tail_row + (length - 1) % MODULO) * TOPN + slot
-        ranking = tl.load(leader_ptr, mask=slot < TOPN, other=-1)
+        slot = tl.arange(0, P.PADDED_TOPN)
+        leader_ptr = work.ranking_tail + (tail_row + (length - 1) % MODULO) * S.TOPN + slot
+        ranking = tl.load(leader_ptr, mask=slot < S.TOPN, other=-1)
         tail_slot = tail_row + position % MODULO
-        write_block_indices(
-            ranking, block_indices, ranking_tail, row, tail_slot, TOPN, TOPN, TAIL_SIZE
-        )
+        write_block_indices(ranking, work, row, tail_slot, S.TOPN, S.TOPN, P.TAIL_SIZE)
 
 
 @triton.jit
 def rank_blocks_split(
-    scores, lengths, counts, block_indices, ready, producers, split, b, r, t, T, W, RANKS,
-    SPLIT_BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, COMPARED: tl.constexpr, TOPN: tl.constexpr,
-    PADDED_TOPN: tl.constexpr, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
-    BLOCK_S: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, PROBS: tl.constexpr,
-    INTERPOLATED: tl.constexpr, HAS_COUNTS: tl.constexpr, WARMUP: tl.constexpr,
+    scores, cache, work, ready, producers, split, b, r, t, step, heads, S: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Rank SPLIT_BLOCKS blocks of one token against all blocks.
+    """Rank RANK_SPLIT_BLOCKS blocks of one token against all blocks.
 
     A program owns one split of the blocks for token t and ranking head r. It waits until
     `producers` programs have arrived at `ready`, reads the window scores, and counts for each of
     its blocks the blocks that are better. This count is the block's position in the ranking; the
-    program writes its blocks with a position below TOPN to `block_indices`."""
-    length = tl.load(lengths + b).to(tl.int32)
-    count = tl.load(counts + b).to(tl.int32) if HAS_COUNTS else T
-    row, position = (b * T + t) * RANKS + r, length + t
+    program writes its blocks with a position below n to `block_indices`."""
+    CHUNKS: tl.constexpr = P.RANK_SPLIT_CHUNKS
+    COMPARED: tl.constexpr = P.RANK_COMPARED
+    length = tl.load(cache.lengths + b).to(tl.int32)
+    count = tl.load(cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
+    row, position = (b * step.T + t) * heads.RANKS + r, length + t
     if t < count:
-        window_end, token_scores = tl.minimum(position // d, W), scores + row * W
-        all_end = candidates_end(position, NEVER, LOCAL, d, s, True)
-        c, slot = split * SPLIT_BLOCKS + tl.arange(0, SPLIT_BLOCKS), tl.arange(0, PADDED_TOPN)
-        for phase in range(first_phase(ready, producers, WARMUP), 2):
+        window_end = tl.minimum(position // R.d, step.SCORE_COLUMNS)
+        token_scores = scores + row * step.SCORE_COLUMNS
+        all_end = candidates_end(position, NEVER, R.LOCAL, R.d, R.s, True)
+        c = split * P.RANK_SPLIT_BLOCKS + tl.arange(0, P.RANK_SPLIT_BLOCKS)
+        slot = tl.arange(0, P.PADDED_TOPN)
+        for phase in range(first_phase(ready, producers, P.WARMUP), 2):
             if phase == 1:
                 wait(ready, producers)
             end = tl.where(phase == 1, all_end, 0)
-            own_keys, again = tl.full([SPLIT_BLOCKS], NO_KEY, tl.int64), 1
+            own_keys, again = tl.full([P.RANK_SPLIT_BLOCKS], NO_KEY, tl.int64), 1
             # a loop of one iteration: the compiler computes the result of a `while` once, and not
             # again for each layout in which it is used
             while again > 0:
-                own_keys = block_sort_keys(
-                    token_scores, c, end, window_end, l, d, s, BLOCK_S, INITIAL, PROBS, INTERPOLATED
-                )
+                own_keys = block_sort_keys(token_scores, c, end, window_end, R)
                 again -= 1
-            better = tl.zeros([SPLIT_BLOCKS], tl.int32)
+            better = tl.zeros([P.RANK_SPLIT_BLOCKS], tl.int32)
             for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
                 chunks = ()
                 for i in tl.static_range(CHUNKS):
                     others = c0 + i * COMPARED + tl.arange(0, COMPARED)
-                    chunks += (
-                        block_sort_keys(
-                            token_scores, others, end, window_end, l, d, s, BLOCK_S, INITIAL, PROBS,
-                            INTERPOLATED,
-                        ),
-                    )  # fmt: skip
+                    chunks += (block_sort_keys(token_scores, others, end, window_end, R),)
                 for i in tl.static_range(CHUNKS):
                     better += tl.sum((chunks[i][:, None] > own_keys[None]).to(tl.int32), 0)
-            is_best = (c >= INITIAL) & (c < end) & (better < TOPN)
-            tl.store(block_indices + row * TOPN + better, c, mask=is_best)
+            is_best = (c >= R.INITIAL) & (c < end) & (better < S.TOPN)
+            tl.store(work.block_indices + row * S.TOPN + better, c, mask=is_best)
             if split == 0:
-                is_empty = (slot >= end - INITIAL) & (slot < TOPN) & (phase == 1)
-                tl.store(block_indices + row * TOPN + slot, -1, mask=is_empty)
+                is_empty = (slot >= end - R.INITIAL) & (slot < S.TOPN) & (phase == 1)
+                tl.store(work.block_indices + row * S.TOPN + slot, -1, mask=is_empty)

@@ -34,9 +34,11 @@ def append(
     """
     from ...kernels.decode import kv_cache
 
-    metadata = kv_cache.CacheMetadata(lengths, counts, page_table, page_size or 0)
     with torch.cuda.device_of(lengths):
-        kv_cache.append(new, stores, metadata, tokens, every=every, tail=tail)
+        kv_cache.append(
+            new, stores, lengths, tokens, counts=counts, page_table=page_table,
+            page_size=page_size or 0, every=every, tail=tail,
+        )  # fmt: skip
 
 
 def recent(
@@ -49,4 +51,4 @@ def recent(
     from ...kernels.decode import kv_cache
 
     with torch.cuda.device_of(lengths):
-        return kv_cache.recent(tails, tokens, l, d, kv_cache.CacheMetadata(lengths))
+        return kv_cache.recent(tails, lengths, tokens, l, d)

@@ -135,10 +135,10 @@ def written(B, K):
     """New entries in their places, windows that they may complete, and heads that are turned."""
     draw = functools.partial(torch.randn, device=DEVICE)
     new, store, rings = ([draw(B, K, n, 16) for _ in range(2)] for n in (3, 9, 12))
-    step = kv_cache.CacheMetadata(torch.arange(B, device=DEVICE, dtype=torch.int32) % 5)
-    kv_cache.append(tuple(new), tuple(store), step, 3)
-    turned = rotary.rotate(new, torch.ones(8, device=DEVICE), step.lengths, None, 0, 1.0)
-    return [*store, *turned, *kv_cache.recent(tuple(rings), 3, 8, 4, step)]
+    lengths = torch.arange(B, device=DEVICE, dtype=torch.int32) % 5
+    kv_cache.append(tuple(new), tuple(store), lengths, 3)
+    rotated = rotary.rotate(new, torch.ones(8, device=DEVICE), lengths, None, 0, 1.0)
+    return [*store, *rotated, *kv_cache.recent(tuple(rings), lengths, 3, 8, 4)]
 
 
 @pytest.mark.slow(one_of=3)

@@ -2,6 +2,7 @@
 layer makes of whole sequences."""
 
 import copy
+import importlib.util
 from contextlib import nullcontext
 
 import pytest
@@ -94,6 +95,21 @@ def assert_right(dtype, counts=None, **changed):
     error, lowp, most = (out - exact).abs().max(), (low - exact).abs().max(), exact.abs().max()
     assert error <= 2 * lowp + torch.finfo(dtype).eps * most, f"{error:.2e} > 2 x {lowp:.2e}"
     assert not rings or torch.equal(rings["kernels"], rings["exact"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans():
+    """Plans are cached by shape: tests that change limits plan anew."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from native_sparse_attention.kernels.decode import persistent, read_all
+
+    for module in (persistent, read_all):
+        module.plan.cache_clear()
+    yield
+    for module in (persistent, read_all):
+        module.plan.cache_clear()
 
 
 ONE = dict(branches=("selected",), memory=0)
