@@ -28,14 +28,14 @@ from ..common.primitives import (
 )
 from ..common.reduce import Partials
 from ..common.tile_configs import FEW_KEYS
-from . import launch_sm90 as flash_sm90
 from .fwd import (
     LENGTHS,
     arguments,
-    by_boxes,
+    load_arguments,
     logits,
     prefix_arguments,
     prefix_end,
+    supports_sm90,
     tile_ranges,
     tiles_of_queries,
 )
@@ -98,10 +98,8 @@ def nsa_flash_dq(
     row = (b * T + token) * (K * G) + head
     q_tile = load_rows(q, b * q_b + large(token, WIDE) * q_t + head * q_h, D, BLOCK_D, real)
     do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
-    lse_row, delta_row = (
-        tl.load(lse + row, mask=real, other=0.0),
-        tl.load(delta + row, mask=real, other=0.0),
-    )
+    lse_row = tl.load(lse + row, mask=real, other=0.0)
+    delta_row = tl.load(delta + row, mask=real, other=0.0)
     if INNER:
         inner_lse_row = tl.load(inner_lse + row, mask=real, other=0.0)
         inner_delta_row = tl.load(inner_delta + row, mask=real, other=0.0)
@@ -238,10 +236,8 @@ def nsa_flash_dkv(
             row = (b * T + token) * (K * G) + head
             q_tile = load_rows(q, b * q_b + large(token, WIDE) * q_t + head * q_h, D, BLOCK_D, real)
             do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
-            lse_row, delta_row = (
-                tl.load(lse + row, mask=real, other=0.0),
-                tl.load(delta + row, mask=real, other=0.0),
-            )
+            lse_row = tl.load(lse + row, mask=real, other=0.0)
+            delta_row = tl.load(delta + row, mask=real, other=0.0)
 
             # [N, M]: p and ds are the left operands of the next products
             s = logits(k_tile, q_tile, scale_log2, cap, CAP, POSITIVE, PRECISION)
@@ -303,19 +299,16 @@ def backward_q(
     """Add to dq. With an `inner` range and its backward inputs, also add through its local blocks
     and the keys before its floor."""
     within, inner_bwd = inner or (None, None)
-    if flash_sm90.is_supported("dq", q, k, v, kv_range, scale, within, prefix):
-        flash_sm90.backward_q(q, k, v, kv_range, scale, bwd, dq, inner, prefix)
+    if supports_sm90("dq", q, k, v, kv_range, scale, within, prefix):
+        from . import bwd_sm90
+
+        bwd_sm90.backward_q(q, k, v, kv_range, scale, bwd, dq, inner, prefix)
         return
     args = arguments(q, k, v, kv_range, "dq", within) | prefix_arguments(prefix, kv_range)
     grid, args["FLIPPED"] = tiles_of_queries(q, k, args)
-    args |= by_boxes(k, v, args["BLOCK_N"])
-    nsa_flash_dq[grid](
-        scale=scale,
-        POSITIVE=scale > 0,
-        **dq.arguments(),
-        **args,
-        **backward_arguments(bwd, inner_bwd),
-    )
+    args |= load_arguments(k, v, args["BLOCK_N"])
+    args |= dq.arguments() | backward_arguments(bwd, inner_bwd)
+    nsa_flash_dq[grid](scale=scale, POSITIVE=scale > 0, **args)
 
 
 def backward_kv(
@@ -330,8 +323,10 @@ def backward_kv(
     """Partial dk and dv; with `inner` also through its local blocks, without the prefix."""
     within, inner_bwd = inner or (None, None)
     few = k.shape[1] <= FEW_KEYS
-    if not few and flash_sm90.is_supported("dkv", q, k, v, kv_range, scale, within):
-        return flash_sm90.backward_kv(q, k, v, kv_range, scale, bwd, inner)
+    if not few and supports_sm90("dkv", q, k, v, kv_range, scale, within):
+        from . import bwd_sm90
+
+        return bwd_sm90.backward_kv(q, k, v, kv_range, scale, bwd, inner)
     kernel = "prefix.dkv" if few else "dkv"
     B, T, _, D = q.shape
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
@@ -358,11 +353,6 @@ def backward_prefix(
 ) -> Partials:
     """Partial dk and dv of a prefix."""
     kind = CAUSAL_WINDOW if kv_range.causal_prefix else EVERYTHING
-    seen = KVRange(
-        kind.value,
-        UNLIMITED,
-        start=kv_range.start,
-        starts=kv_range.starts,
-        soft_cap=kv_range.soft_cap,
-    )
+    start, starts, soft_cap = kv_range.start, kv_range.starts, kv_range.soft_cap
+    seen = KVRange(kind.value, UNLIMITED, start=start, starts=starts, soft_cap=soft_cap)
     return backward_kv(q, *prefix, seen, scale, bwd)

@@ -7,6 +7,7 @@ their own. With `inner`, the same pass also computes attention to a narrower KV 
 blocks within a causal window; the prefix then belongs to `inner`.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import launch
+from ..common import launch, sm90
 from ..common.key_norms import bounds, key_norms
 from ..common.launch import LOG2_E, KVRange, cdiv, strides
+from ..common.overrides import requested_sizes
 from ..common.primitives import (
+    BEHIND,
+    CAUSAL_WINDOW,
     LOCAL_BLOCKS,
     grid_position,
     in_document,
@@ -34,7 +38,6 @@ from ..common.primitives import (
     store_softmax,
     tile_rows,
 )
-from . import launch_sm90 as flash_sm90
 
 # one compiled kernel for all lengths and KV ranges
 LENGTHS = ["T", "N", "P", "start", "floor", "reach", "inner_floor", "inner_reach"]
@@ -238,8 +241,65 @@ def nsa_flash_fwd(
 
 # launches
 
+# rows of a consumer's tile on a Hopper GPU
+HOPPER_ROWS = 64
+# head dimensions there. For 64, ptxas 12.8 overwrites registers of d_out that the dq loop reads
+# again; `tests/scripts/compile_kernels.py` checks for this
+HOPPER_WIDTHS = (128,)
+# the fewest query tiles per multiprocessor: 3.9 were measured faster; with fewer tiles, programs of
+# half the rows use more multiprocessors
+LEAST_HOPPER_TILES = 3
 
-def by_boxes(k: Tensor, v: Tensor, block_n: int) -> dict[str, Any]:
+
+def supports_sm90(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    scale: float,
+    inner: KVRange | None = None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+) -> bool:
+    """Whether `kernel`, "forward", "dq" or "dkv", supports a call without sinks and has enough
+    tiles to be faster. `launch.using({"flash_sm90": True})` ignores the number of tiles; False, or
+    a requested tile config, disables the kernel."""
+    wanted = launch.override.get("flash_sm90")
+    tiled = requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
+    if wanted is False or tiled or not sm90.available(q):
+        return False
+    groups = q.shape[2] // max(k.shape[2], 1)
+    kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
+    plain = kv_range.starts is None and kv_range.documents is None and kv_range.soft_cap is None
+    within = inner is None or (inner.starts is None and kv_range.kind == CAUSAL_WINDOW.value)
+    sizes = q.element_size() == 2 and q.shape[-1] == v.shape[-1] in HOPPER_WIDTHS
+    whole = 0 < groups <= HOPPER_ROWS and HOPPER_ROWS % groups == 0
+    if not (kinds and plain and within and sizes and whole and scale > 0):
+        return False
+    if not wanted and math.prod(query_tiles(q, k)) < LEAST_HOPPER_TILES * sm90.multiprocessors(
+        q.device
+    ):
+        return False
+    prefixed = (BEHIND.value, False), (LOCAL_BLOCKS.value, True)
+    if prefix is not None and (kv_range.kind, kv_range.causal_prefix) not in prefixed:
+        return False
+    return all(
+        launch.tma_descriptor(t, HOPPER_ROWS) is not None for t in (q, k, v, *prefix_rows(prefix))
+    )
+
+
+def prefix_rows(prefix: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    """The prefix; of a prefix that all sequences share, the first sequence's."""
+    return () if prefix is None else tuple(t if t.stride(0) else t[0][None] for t in prefix)
+
+
+def query_tiles(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Query tiles per sequence and KV head, and the number of sequences x KV heads."""
+    groups = q.shape[2] // k.shape[2]
+    return cdiv(q.shape[1], 2 * HOPPER_ROWS // groups), q.shape[0] * k.shape[2]
+
+
+def load_arguments(k: Tensor, v: Tensor, block_n: int) -> dict[str, Any]:
     """k and v, as TMA descriptors if TMA can read both. Not in float32: its products take far
     longer than its loads."""
     boxes = [
@@ -256,41 +316,18 @@ def arguments(
     N, K, E = k.shape[1], k.shape[2], v.shape[-1]
     tile = launch.flash_tile(kernel, kv_range.wide, max(D, E), H // K, q.dtype, N)
     return dict(
-        q=q,
-        k=k,
-        v=v,
-        **strides("q", q, "bth"),
-        **strides("k", k, "bnh"),
-        **strides("v", v, "bnh"),
-        starts=kv_range.starts,
-        start=kv_range.start,
-        T=T,
-        N=N,
-        K=K,
-        floor=kv_range.floor,
-        reach=kv_range.reach,
-        stride=kv_range.stride,
-        KIND=kv_range.kind,
-        **launch.bounds(kv_range.documents),
-        unit=kv_range.unit,
-        **launch.cap(kv_range.soft_cap),
-        inner_floor=inner.floor if inner else 0,
-        inner_reach=inner.reach if inner else 0,
-        inner_stride=inner.stride if inner else 1,
-        INNER=inner is not None,
-        G=H // K,
-        D=D,
-        E=E,
-        BLOCK_D=launch.padded(D),
-        BLOCK_E=launch.padded(E),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        RAGGED=kv_range.starts is not None,
+        q=q, k=k, v=v, **strides("q", q, "bth"), **strides("k", k, "bnh"), **strides("v", v, "bnh"),
+        starts=kv_range.starts, start=kv_range.start, T=T, N=N, K=K, floor=kv_range.floor,
+        reach=kv_range.reach, stride=kv_range.stride, KIND=kv_range.kind,
+        **launch.bounds(kv_range.documents), unit=kv_range.unit, **launch.cap(kv_range.soft_cap),
+        inner_floor=inner.floor if inner else 0, inner_reach=inner.reach if inner else 0,
+        inner_stride=inner.stride if inner else 1, INNER=inner is not None, G=H // K, D=D, E=E,
+        BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E), BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, RAGGED=kv_range.starts is not None,
         WIDE=launch.wide(q, k, v) or q.shape[0] * T * H * max(D, E) >= 1 << 31,
         PRECISION="ieee",  # for float32; the errors of tf32x3 are up to four times as large
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 def tiles_of_queries(q: Tensor, k: Tensor, args: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
@@ -303,13 +340,9 @@ def prefix_arguments(prefix: tuple[Tensor, Tensor] | None, kv_range: KVRange) ->
     pk, pv = (None, None) if prefix is None else prefix
     form = NO_PREFIX if pk is None else CAUSAL_PREFIX if kv_range.causal_prefix else OPEN_PREFIX
     return dict(
-        pk=pk,
-        pv=pv,
-        P=0 if pk is None else pk.shape[1],
-        PREFIX=form.value,
-        **strides("pk", pk, "bnh"),
-        **strides("pv", pv, "bnh"),
-    )
+        pk=pk, pv=pv, P=0 if pk is None else pk.shape[1], PREFIX=form.value,
+        **strides("pk", pk, "bnh"), **strides("pv", pv, "bnh"),
+    )  # fmt: skip
 
 
 def forward(
@@ -330,24 +363,19 @@ def forward(
     the norms of `key_norms.py`, if known."""
     norms = key_norms(q, k)[0] if norms is None else norms
     plain = sinks is None and inner_sinks is None
-    if plain and flash_sm90.is_supported("forward", q, k, v, kv_range, scale, inner, prefix):
-        return flash_sm90.forward(q, k, v, kv_range, scale, inner, norms, prefix)
-    outputs, inner_outputs = launch.empty_outputs(q, v), ()
+    if plain and supports_sm90("forward", q, k, v, kv_range, scale, inner, prefix):
+        from .fwd_sm90 import forward as forward_sm90
+
+        return forward_sm90(q, k, v, kv_range, scale, inner, norms, prefix)
+    outputs = launch.empty_outputs(q, v)
+    inner_outputs = () if inner is None else launch.empty_outputs(q, v)
+    inner_out, inner_lse = inner_outputs or (None, None)
     args = arguments(q, k, v, kv_range, "forward", inner) | prefix_arguments(prefix, kv_range)
-    args |= bounds(norms)
-    if inner is not None:
-        inner_outputs = launch.empty_outputs(q, v)
-        args |= dict(zip(("inner_out", "inner_lse"), inner_outputs, strict=True))
     grid, flipped = tiles_of_queries(q, k, args)
-    args = dict(inner_out=None, inner_lse=None) | args
-    args |= dict(sinks=sinks, inner_sinks=inner_sinks, SINKS=sinks is not None)
-    args |= by_boxes(k, v, args["BLOCK_N"])
+    args |= bounds(norms) | load_arguments(k, v, args["BLOCK_N"])
     nsa_flash_fwd[grid](
-        out=outputs[0],
-        lse=outputs[1],
-        scale_log2=scale * LOG2_E,
-        POSITIVE=scale > 0,
-        FLIPPED=flipped,
-        **args,
-    )
+        out=outputs[0], lse=outputs[1], inner_out=inner_out, inner_lse=inner_lse, sinks=sinks,
+        inner_sinks=inner_sinks, SINKS=sinks is not None, scale_log2=scale * LOG2_E,
+        POSITIVE=scale > 0, FLIPPED=flipped, **args,
+    )  # fmt: skip
     return *outputs, *inner_outputs

@@ -1,8 +1,21 @@
-"""Attention over KV ranges, as `fwd.py`; see `steps_sm90.py`. With local blocks inside a window,
-both softmaxes start from the local blocks' partial sums. In Gluon."""
+"""Attention over KV ranges as in `fwd.py`, for Hopper GPUs. In Gluon.
+
+A persistent program processes work tiles of CONSUMERS x ROWS query rows (tokens x heads of a
+group). Two consumer warpgroups own ROWS rows each and keep their accumulators in registers. A
+producer warp loads blocks of keys and values into a ring buffer that both consumers read, and
+prefetches the next work tile's queries. Consumers release a ring slot at its named barrier.
+
+With local blocks inside a window, the local blocks come first, then the rest of the window, then
+the initial blocks; both softmaxes start from the local blocks' partial sums. With local blocks
+alone, the initial blocks are the prefix.
+"""
 
 from __future__ import annotations
 
+from collections import namedtuple
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -13,26 +26,187 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.gluon_sm90 import at_named_barrier, barriers, buffers, store_box, thread_barrier
-from ..common.primitives import LARGEST_BOUND, LOCAL_BLOCKS
-from .steps_sm90 import (
-    CONSUMERS,
-    KEYS,
-    LENGTHS,
-    QUERIES,
-    ROWS,
-    THREADS,
-    blocks_of,
-    local_start,
-    num_work_tiles,
-    prefix_range,
-    read_blocks,
-    read_rows,
-    rows_of,
-    tile_position,
-    visible_range,
-    wait_for_all,
+from ..common import launch, sm90
+from ..common.gluon_sm90 import (
+    at_named_barrier,
+    barriers,
+    buffers,
+    load_box,
+    store_box,
+    thread_barrier,
 )
+from ..common.launch import LOG2_E, KVRange
+from ..common.primitives import BEHIND, LARGEST_BOUND, LOCAL_BLOCKS
+from .fwd import prefix_rows, query_tiles
+
+CONSUMERS = gl.constexpr(2)
+ROWS = gl.constexpr(64)  # of a consumer
+KEYS = gl.constexpr(64)  # of a block
+THREADS = gl.constexpr(32 * (4 * CONSUMERS + 1))
+
+# named barriers after those of the stages: consumers release the queries; the dq buffer
+QUERIES = gl.constexpr(7)
+ADDED = gl.constexpr(6)
+
+# the KV range of a launch, and the keys of its prefix
+Range = namedtuple("Range", "start T N floor reach stride inner_floor inner_reach inner_stride P")
+
+# one compiled kernel for all lengths
+LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "tiles", "B", "each"]
+
+
+@gluon.jit
+def work_tile(i):
+    """Index of this program's i-th work tile. Every second round assigns them in reverse: work
+    tiles get shorter, so this balances the programs."""
+    programs, number = gl.num_programs(0), gl.program_id(0)
+    return i * programs + gl.where(i % 2 == 0, number, programs - 1 - number)
+
+
+@gluon.jit
+def num_work_tiles(count):
+    """How many of `count` work tiles this program processes, for count >= programs."""
+    last = gl.cdiv(count, gl.num_programs(0)) - 1
+    return gl.where(work_tile(last) < count, last + 1, last)
+
+
+@gluon.jit
+def tile_position(i, tiles, B, K: gl.constexpr):
+    """Query tile, sequence and KV head of the i-th work tile: the last, longest tiles first."""
+    iteration = work_tile(i)
+    return tiles - 1 - iteration // K // B, iteration // K % B, iteration % K
+
+
+@gluon.jit
+def rows_of(i, tile, b, h, start, T, K, CONSUMER: gl.constexpr, G: gl.constexpr):
+    """First token of a consumer's rows; position of rows i, their offset in [B T H], and whether
+    they exist."""
+    TOKENS: gl.constexpr = ROWS // G
+    token = (tile * CONSUMERS + CONSUMER) * TOKENS
+    position = start + token + i // G
+    row = (b * T + token + i // G).to(gl.int64) * (K * G) + h * G + i % G
+    real = token + i // G < T
+    return token, position, row, real
+
+
+@gluon.jit
+def window_start(position, reach, stride, KIND: gl.constexpr):
+    """The first key of a position's window, or of its local blocks."""
+    if KIND == LOCAL_BLOCKS:
+        position = position // stride * stride
+    return position - reach
+
+
+@gluon.jit
+def local_start(position, kv_range):
+    """The first key of a position's local blocks inside a window."""
+    inner_floor, inner_reach, inner_stride = (
+        kv_range.inner_floor,
+        kv_range.inner_reach,
+        kv_range.inner_stride,
+    )
+    return gl.maximum(window_start(position, inner_reach, inner_stride, LOCAL_BLOCKS), inner_floor)
+
+
+@gluon.jit
+def visible_range(position, first, last, kv_range, KIND: gl.constexpr):
+    """First key and end of each position's KV range; first key and end of the keys that all
+    positions from `first` to `last` see."""
+    N, floor, reach, stride = kv_range.N, kv_range.floor, kv_range.reach, kv_range.stride
+    if KIND == BEHIND:
+        lo, all_lo = position * 0, first * 0
+        hi, all_hi = gl.minimum(position // stride, N), gl.minimum(first // stride, N)
+    else:
+        lo = gl.maximum(window_start(position, reach, stride, KIND), floor)
+        all_lo = gl.maximum(window_start(last, reach, stride, KIND), floor)
+        hi, all_hi = gl.minimum(position + 1, N), gl.minimum(first + 1, N)
+    return lo, hi, all_lo, all_hi
+
+
+@gluon.jit
+def prefix_range(position, first, P, KIND: gl.constexpr):
+    """End of the prefix keys that each position sees; end of those that all positions from `first`
+    on see. The prefix of local blocks is causal, learned memory is not."""
+    hi, all_hi = position * 0 + P, first * 0 + P
+    if KIND == LOCAL_BLOCKS:
+        hi, all_hi = gl.minimum(position + 1, hi), gl.minimum(first + 1, all_hi)
+    return hi, all_hi
+
+
+@gluon.jit
+def blocks_of(
+    tile, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
+    PREFIX: gl.constexpr,
+):  # fmt: skip
+    """KV blocks that some row of a tile sees: first local block and count, first other block and
+    count, and the count of initial or prefix blocks."""
+    start, T, N, floor = kv_range.start, kv_range.T, kv_range.N, kv_range.floor
+    reach, stride = kv_range.reach, kv_range.stride
+    first = start + tile * TOKENS
+    last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
+    local, num_local, num_initial = first * 0, first * 0, first * 0
+    if KIND == BEHIND:
+        begin, end = first * 0, gl.minimum(last // stride, N)
+    else:
+        begin = gl.maximum(window_start(first, reach, stride, KIND), floor)
+        end = gl.minimum(last + 1, N)
+    if INNER:
+        at = local_start(first, kv_range)
+        local = at // KEYS
+        num_local = gl.where(at < end, gl.cdiv(end, KEYS) - local, 0)
+        end = gl.minimum(end, gl.maximum(local_start(last, kv_range), begin))
+        num_initial = gl.cdiv(gl.minimum(last + 1, kv_range.inner_floor), KEYS)
+    if PREFIX:
+        num_initial = gl.cdiv(kv_range.P, KEYS)
+    begin = begin // KEYS
+    return local, num_local, begin, gl.maximum(gl.cdiv(end, KEYS) - begin, 0), num_initial
+
+
+@gluon.jit
+def read_rows(t, smem, bar, b, token, head):
+    """Load a tile's rows of t, one TMA box per consumer."""
+    for consumer in gl.static_range(CONSUMERS):
+        at = [b, token + consumer * t.block_shape[1], head, 0]
+        load_box(t, at, bar, smem.index(consumer))
+
+
+@gluon.jit
+def read_blocks(
+    k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin, num_outer,
+    num_initial, STAGES: gl.constexpr, PREFIX: gl.constexpr,
+):  # fmt: skip
+    """Load a tile's KV blocks, and those of a prefix (per sequence with `each`), into the stages of
+    the ring buffer as consumers release them."""
+    BYTES: gl.constexpr = KEYS * (k.block_shape[3] + v.block_shape[3]) * 2
+    for j in range(0, num_local + num_outer + num_initial):
+        block = local + j
+        block = gl.where(j >= num_local, begin + j - num_local, block)
+        block = gl.where(j >= num_local + num_outer, j - num_local - num_outer, block)
+        slot = done % STAGES
+        if done >= STAGES:
+            at_named_barrier("sync", slot, THREADS)
+        bar = full.index(slot)
+        mbarrier.expect(bar, BYTES)
+        if PREFIX:
+            there = j >= num_local + num_outer
+            at = [b * each, block * KEYS, h, 0]
+            load_box(pk, at, bar, k_smem.index(slot), pred=there)
+            load_box(pv, at, bar, v_smem.index(slot), pred=there)
+        else:
+            there = False
+        at = [b, block * KEYS, h, 0]
+        load_box(k, at, bar, k_smem.index(slot), pred=not there)
+        load_box(v, at, bar, v_smem.index(slot), pred=not there)
+        done += 1
+    return done
+
+
+@gluon.jit
+def wait_for_all(done, STAGES: gl.constexpr):
+    """Wait until the consumers have released all stages, so that every barrier completes."""
+    for i in range(gl.maximum(done - STAGES, 0), done):
+        at_named_barrier("sync", i % STAGES, THREADS)
+
 
 # keys that each row must see for the row bound to be used, as in `primitives.measured_from`
 FEWEST = gl.constexpr(16)
@@ -142,7 +316,7 @@ def consume(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    start, T = kv_range[0], kv_range[1]
+    start, T = kv_range.start, kv_range.T
     i = gl.arange(0, ROWS, ROW)
     done = 0
     if BOUNDED:
@@ -158,11 +332,11 @@ def consume(
         lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, KIND)
         keys = hi - lo
         if PREFIX:
-            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range[9], KIND)
+            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range.P, KIND)
             if KIND == LOCAL_BLOCKS:
                 keys = gl.maximum(keys, 0) + prefix_hi
         if INNER:
-            floor = kv_range[6]
+            floor = kv_range.inner_floor
             local_lo = gl.maximum(local_start(position, kv_range), lo)
             keys = gl.maximum(hi - local_lo, 0) + gl.minimum(position + 1, floor)
 
@@ -231,7 +405,7 @@ def nsa_flash_fwd_sm90(
 ):  # fmt: skip
     """One persistent program per multiprocessor: attention of query tiles of a sequence and KV
     head."""
-    kv_range = (start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
+    kv_range = Range(start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
     q_smem, out_smem = buffers(q, CONSUMERS), buffers(out, CONSUMERS)
     k_smem, v_smem = buffers(k, STAGES), buffers(v, STAGES)
     q_bar, full = barriers(1, 1), barriers(STAGES, 1)
@@ -257,3 +431,73 @@ def nsa_flash_fwd_sm90(
         [4, 1],
         [REGISTERS, 24],
     )  # fmt: skip
+
+
+# launch
+
+# stages of the ring buffer, and registers per consumer thread
+STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
+# a forward with one softmax: registers per consumer thread and on average; at most four spill.
+# Programs of short kernels can then run on the same multiprocessor
+FEWER = {"REGISTERS": 160, "maxnreg": 120}
+
+
+def boxes(
+    q: Tensor, k: Tensor, v: Tensor, kv_range: KVRange, inner: KVRange | None, kernel: str
+) -> dict[str, Any]:
+    """Arguments of all three kernels."""
+    groups, D = q.shape[2] // k.shape[2], q.shape[-1]
+    return dict(
+        q=sm90.box(q, [1, ROWS.value // groups, groups, D]), k=sm90.box(k, [1, KEYS.value, 1, D]),
+        v=sm90.box(v, [1, KEYS.value, 1, D]), start=kv_range.start, T=q.shape[1], N=k.shape[1],
+        K=k.shape[2], floor=kv_range.floor, reach=kv_range.reach, stride=kv_range.stride,
+        inner_floor=inner.floor if inner else 0, inner_reach=inner.reach if inner else 0,
+        inner_stride=inner.stride if inner else 1, G=groups, STAGES=STAGES[kernel],
+        KIND=kv_range.kind, INNER=inner is not None, REGISTERS=REGISTERS, num_warps=4,
+    )  # fmt: skip
+
+
+def query_tile_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    inner: KVRange | None,
+    prefix: tuple[Tensor, Tensor] | None,
+    kernel: str,
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Grid and arguments of the kernels over query tiles."""
+    tiles, lines = query_tiles(q, k)
+    pk, pv = (sm90.box(t, [1, KEYS.value, 1, t.shape[-1]]) for t in (prefix_rows(prefix) or (k, v)))
+    args = boxes(q, k, v, kv_range, inner, kernel) | dict(
+        pk=pk, pv=pv, P=0 if prefix is None else prefix[0].shape[1], each=int(pk.shape[0] > 1),
+        PREFIX=prefix is not None, tiles=tiles, B=q.shape[0],
+    )  # fmt: skip
+    # one program fills a multiprocessor
+    return (min(tiles * lines, sm90.multiprocessors(q.device)),), args
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    scale: float,
+    inner: KVRange | None,
+    norms: Tensor | None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """As `fwd.forward`."""
+    outputs = launch.empty_outputs(q, v)
+    inner_outputs = () if inner is None else launch.empty_outputs(q, v)
+    out, lse, inner_out, inner_lse = (*outputs, *(inner_outputs or outputs))
+    grid, args = query_tile_arguments(q, k, v, kv_range, inner, prefix, "forward")
+    shape = args["q"].block_shape
+    if inner is None:
+        args |= FEWER
+    nsa_flash_fwd_sm90[grid](
+        out=sm90.box(out, shape), lse=lse,
+        inner_out=sm90.box(inner_out, shape), inner_lse=inner_lse,
+        scale_log2=scale * LOG2_E, norms=norms, BOUNDED=norms is not None, **args,
+    )  # fmt: skip
+    return *outputs, *inner_outputs
