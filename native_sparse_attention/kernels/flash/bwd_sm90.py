@@ -492,7 +492,9 @@ def nsa_flash_dkv_sm90(
 ):  # fmt: skip
     """One program owns a block of keys and one split (axis 1) of the queries that see it. It writes
     partial dk and dv, [splits, B, N, K, D]."""
-    kv_range = Range(start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, 0)
+    kv_range = Range(
+        start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, None
+    )
     rows = (lse, delta, inner_lse, inner_delta)
     n0 = gl.program_id(0) % blocks * (CONSUMERS * KEYS)
     b, h = gl.program_id(0) // blocks // K, gl.program_id(0) // blocks % K

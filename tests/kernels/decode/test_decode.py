@@ -277,13 +277,15 @@ def test_operator(monkeypatch):
     calls = []
     with monkeypatch.context() as patch:
         patch.setattr(
-            decode, "by_kernels",
-            lambda config, **tensors: calls.append(decode.DECODE.flat(config, **tensors)),
+            decode, "run_decode_kernels",
+            lambda config, counters, ranking, **tensors: calls.append(
+                (list(decode.DecodeInputs(**tensors)), counters, ranking, config.key)
+            ),
         )  # fmt: skip
         decode_attention(
             **tensors, **settings, ranking=ranking, counters=counters, backend="triton"
         )
-    torch.library.opcheck(decode.by_kernels.op, tuple(calls[0]))
+    torch.library.opcheck(decode.decode, calls[0])
 
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
     for past in (0, 3, 11)[: 2 + CUDA]:
