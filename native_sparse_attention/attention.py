@@ -162,7 +162,7 @@ class SparseAttention(CompressionLayer):
             dim=dim,
             dim_head=dim_head,
             heads=heads,
-            kv_heads=kv_heads,
+            kv_heads=kv_heads,  # type: ignore[arg-type]
             sliding_window_size=sliding_window_size,
             compress_block_size=compress_block_size,
             compress_block_sliding_stride=compress_block_sliding_stride,
@@ -182,7 +182,7 @@ class SparseAttention(CompressionLayer):
             branches=branches,  # type: ignore[arg-type]
             dense_length=dense_length,
             rank_rotated=rank_rotated,
-            index_dim=index_dim,
+            index_dim=index_dim,  # type: ignore[arg-type]
             index_heads=index_heads,
             index_pool=index_pool,
             branch_kv=branch_kv,
@@ -304,7 +304,7 @@ class SparseAttention(CompressionLayer):
         return (
             f"heads={config.heads}, kv_heads={config.kv_heads}, dim_head={config.dim_head}, "
             f"window={config.sliding_window_size}, l={config.compress_block_size}, "
-            f"d={config.compress_block_sliding_stride}, s={config.selection_block_size}, "
+            f"d={config.d}, s={config.selection_block_size}, "
             f"n={config.num_selected_blocks}, causal={config.causal}, soft_cap={config.soft_cap}, "
             f"backend={config.backend!r}"
         )

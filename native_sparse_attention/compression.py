@@ -108,7 +108,7 @@ class CompressionLayer(RotaryLayer):
         if not raw:
             return {}
         compressed: dict[str, Tensor] = {}
-        l, d = config.compress_block_size, config.compress_block_sliding_stride
+        l, d = config.compress_block_size, config.d
         nets: list[Any] = [net for net, _ in map(self.compressor, raw)]
         sliding: list[Any] = [net for net in nets if slides(net)]
         count = count_freely(raw["k"].shape[2], d, config.causal)
@@ -140,7 +140,7 @@ class CompressionLayer(RotaryLayer):
     def ranks_by_tokens(self) -> bool:
         """Whether the keys that rank blocks are the rotated keys themselves."""
         config = self.config
-        sizes = config.compress_block_size, config.compress_block_sliding_stride
+        sizes = config.compress_block_size, config.d
         plain = config.rank_rotated and sizes == (1, 1) and config.compresses
         plain = plain and self.to_index is None
         return plain and isinstance(self.k_compress, MeanPool) and slides(self.k_compress)

@@ -237,7 +237,7 @@ class NSAConfig(AttentionConfig):
     dim: int
     dim_head: int
     heads: int
-    kv_heads: int | None = None
+    kv_heads: int = None  # type: ignore[assignment]  # an integer once checked
     compress_block_sliding_stride: int | None = None  # type: ignore[assignment]
     num_compressed_mem_kv: int = 1
     norm: bool = True
@@ -247,7 +247,7 @@ class NSAConfig(AttentionConfig):
     qk_norm_eps: float = 1e-6
     branch_kv: str = "shared"
     rank_rotated: bool = False
-    index_dim: int | None = None
+    index_dim: int = None  # type: ignore[assignment]
     index_heads: int = 1
     index_pool: str = "max"
     attention_sinks: bool = False

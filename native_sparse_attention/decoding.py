@@ -120,7 +120,7 @@ def over_fixed_cache(
 ) -> Tensor:
     """`over_cache` with shapes that do not depend on lengths."""
     config = layer.config
-    l, d = config.compress_block_size, config.compress_block_sliding_stride
+    l, d = config.compress_block_size, config.d
     at = static.new_tokens(cache, inp, lengths)
     x, q, kv = layer.project(static.zero_padding(inp, at))
     cache.bind(layer.identity, config.geometry, {"k": kv[0], "v": kv[1]})
@@ -218,7 +218,7 @@ def extend(
 ) -> dict[str, Tensor]:
     """Write new tokens and the windows that they complete to the cache. Returns its streams."""
     config = layer.config
-    l, d = config.compress_block_size, config.compress_block_sliding_stride
+    l, d = config.compress_block_size, config.d
     starts, saved = cache.starts(len(counts)), is_trained(layer, tensors["k"])
     tokens = cache.append(of_tokens(tensors), starts, counts, saved=saved)
     if not raw:
@@ -331,7 +331,7 @@ def step(
     attention, in place of the decode kernels. It reads as many keys as the host counts, so that no
     graph may have it."""
     config = layer.config
-    l, d = config.compress_block_size, config.compress_block_sliding_stride
+    l, d = config.compress_block_size, config.d
     b, _, n, _ = q.shape
     held = cache.lengths_on(q.device)
     ragged = any(count != n for count in counts)
@@ -384,7 +384,7 @@ def write(at: SimpleNamespace) -> dict[str, Tensor]:
     [b h n d]."""
     layer, (held, n) = at.layer, (at.lengths, at.q.shape[2])
     config = layer.config
-    l, d = config.compress_block_size, config.compress_block_sliding_stride
+    l, d = config.compress_block_size, config.d
     turn = rotator(layer.rotary_emb, held, None, "triton")
     tensors, raw = arranged(layer, at.q, at.kv, at.index, turn)
     pages = dict(counts=at.counts, page_table=at.page_table, page_size=at.page_size)

@@ -53,7 +53,7 @@ def with_index(
     if not index:
         return tensors, raw
     q, k = index
-    if config.compress_block_size == config.compress_block_sliding_stride == 1:
+    if config.compress_block_size == config.d == 1:
         return {**tensors, "cq": q, "ck": k}, {}
     return {**tensors, "cq": q}, {"k": k}
 
