@@ -1,78 +1,65 @@
-"""`python -m benchmarks`: every benchmark, then the page that is drawn from the rows.
+"""`python -m benchmarks`: the benchmarks of one GPU that need neither weights nor another checkout.
 
-`--quick`: those with a quick form, in it, and nothing recorded. (enwik8 trains; it has none.)
-Training of many models, `learning` and `recall`, is started by hand: it takes hours of GPUs. So are
-`pretrained` and `distillation`, which need the weights of a model, and `against`, which needs
-another checkout.
+    python -m benchmarks            run them, append rows, redraw the pages
+    python -m benchmarks --quick    their quick forms, nothing recorded
+    python -m benchmarks --table    redraw every page and plot from the rows
+
+`learning` and `recall` train many models for hours of GPUs, `pretrained` and `distillation` need the
+weights of a model, `against` another checkout: they are started by hand, and drawn here.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 from . import (
     attention,
     decode,
     distillation,
-    enwik8,
     generation,
-    host,
+    layer,
     learning,
     masks,
     memory,
+    pretrained,
     recall,
-    report,
-    rotary,
     training,
-    windows,
 )
+
+EVERY = ["--parts", "--agreement", "4"]
+CALLS: list[tuple[Callable[[list[str]], Any], list[str]]] = [
+    (attention.main, EVERY),
+    (training.main, []),
+    (masks.main, []),
+    (memory.main, []),
+    (decode.main, []),
+    (decode.main, ["--sampling"]),
+    (layer.main, []),
+    (layer.main, ["--first-call"]),
+    (generation.main, []),
+    (generation.main, ["--model", "llama-8b", "--layers", "8"]),
+]
+BY_HAND = (distillation.main, learning.main, pretrained.main, recall.main)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks", description="every benchmark")
     parser.add_argument("--quick", action="store_true", help="the quick forms, nothing recorded")
-    quick = parser.parse_args(argv).quick
-    every = ["--parts", "--agreement", "4"]
-    if quick:
-        attention.main([*every, "--quick"])
-        training.main(["--quick", "--providers", "ours"])
-        masks.main(["--quick"])
-        memory.main(["--quick"])
-        rotary.main(["--quick"])
-        windows.main(["--quick"])
-        decode.main(["--quick"])
-        decode.main(["--quick", "--sampling"])
-        host.main(["--quick"])
-        generation.main(["--quick"])
-        distillation.main(["--quick"])
-        learning.main(["--quick"])
-        recall.main(["--quick"])
+    parser.add_argument("--table", action="store_true", help="redraw pages and plots, run nothing")
+    args = parser.parse_args(argv)
+    every = [*dict.fromkeys(call for call, _ in CALLS), *BY_HAND]
+    if args.quick:
+        for call, options in [*CALLS[:9], *((call, []) for call in BY_HAND[:2])]:
+            call([*options, "--quick"])
         return
     try:
-        attention.main(every)
+        for call, options in CALLS if not args.table else []:
+            call(options)
     finally:
-        report.main([])
-    training.main([])
-    training.main(["--table"])
-    masks.main([])
-    masks.main(["--table"])
-    memory.main([])
-    memory.main(["--table"])
-    rotary.main([])
-    rotary.main(["--table"])
-    windows.main([])
-    windows.main(["--table"])
-    try:
-        decode.main([])
-        decode.main(["--sampling"])
-    finally:
-        decode.main(["--table"])
-    host.main([])
-    host.main(["--first-call"])
-    generation.main([])
-    generation.main(["--model", "llama-8b", "--layers", "8"])
-    generation.main(["--table"])
-    enwik8.main([])
+        for call in every:
+            call(["--table"])
 
 
 if __name__ == "__main__":

@@ -1,103 +1,138 @@
-"""Whether this checkout is slower than another one: kernels of both, in turns, on one GPU.
+"""Whether this checkout is slower than another one: both trees, in turns, on one GPU.
 
-    python -m benchmarks.against PATH           times, rows appended to results/against.jsonl
-    python -m benchmarks.against PATH --quick   tiny sizes, nothing recorded
+    python -m benchmarks.against PATH                       append rows to results/against.jsonl
+    python -m benchmarks.against PATH --groups layers host  some of the groups of one_tree.py
+    python -m benchmarks.against PATH --quick               tiny sizes, nothing recorded
 
-PATH is a checkout of an earlier commit (`git worktree add PATH COMMIT`). Each tree runs in a
-process of its own, twice in turns; of a case the faster of two medians counts. Cases are the layer
-of the paper's sizes, forward and both passes, at three numbers of heads, 8k and 64k tokens, and
-steps of decoding over 64k. GPU times, bf16; outputs are not compared: the tests do that.
+PATH is a checkout of an earlier commit (`git worktree add PATH COMMIT`). Each group of cases runs in
+a process of its own for each tree, in turns, `--rounds` times; of a case the fastest median counts.
+Times are the GPU's work, in ms, bf16, but for "host" (time until the call returns), "decode, layer"
+and "llama, step" (wall time), and first calls (wall time of one call, an empty Triton cache).
+The dense twin is the same code in both trees: its ratio is the noise of the run. Outputs are not
+compared, the tests do that. A case that fails leaves a row that says why.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from . import common
-from .cases import NO_ROWS
 from .common import Row
+from .one_tree import GROUPS
 
 RESULTS = common.RESULTS / "against.jsonl"
 CHILD = Path(__file__).with_name("one_tree.py")
-ROUNDS = 2
+# slower than the other tree, by more than a run's noise
+MARKED = 1.03
+# each with caches of its own, once
+FIRST = ("first_call", "first_compile")
 
 
-def times_of(tree: Path, device: torch.device, quick: bool, seconds: float) -> dict[str, float]:
-    """ms of every case, by the package of a tree.
-
-    Raises:
-        RuntimeError: its process failed.
-    """
-    command = [sys.executable, str(CHILD), str(tree), str(device), "quick" if quick else "full"]
+def times_of(
+    tree: Path, group: str, device: torch.device, seconds: float, quick: bool
+) -> dict[str, Row]:
+    """The rows of a group's cases, by the package of a tree."""
+    command = [sys.executable, str(CHILD), str(tree), group, str(device), str(seconds)]
     env = os.environ | {"PYTHONPATH": str(tree)}
-    done = subprocess.run(
-        [*command, str(seconds)], capture_output=True, text=True, env=env, cwd=tree
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        if group in FIRST:
+            env |= {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
+        done = subprocess.run(
+            [*command, *(["quick"] if quick else [])],
+            capture_output=True, text=True, env=env, cwd=tree,
+        )  # fmt: skip
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"{tree.name} failed: {last}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return {f"all of {group}": {"failed": last[:300]}}
+    rows: dict[str, Row] = json.loads(done.stdout.splitlines()[-1])
+    return rows
 
 
 def commit_of(tree: Path) -> str:
     """Its commit; the name of a folder that is no checkout, such as an export inside of one."""
-    asked = ["git", "rev-parse", "--show-prefix", "--short=10", "HEAD"]
-    found = subprocess.run(asked, capture_output=True, text=True, cwd=tree).stdout.splitlines()
-    return found[-1] if found and not found[0] else tree.name
+    command = ["git", "rev-parse", "--show-prefix", "--short=10", "HEAD"]
+    lines = subprocess.run(command, capture_output=True, text=True, cwd=tree).stdout.splitlines()
+    return lines[-1] if lines and not lines[0] else tree.name
 
 
-def run(other: Path, device: torch.device, quick: bool, seconds: float) -> list[Row]:
+def faster(row: Row, other: Row) -> Row:
+    """The lower of two times; a failure is told in any case."""
+    failed = next((r for r in (row, other) if "failed" in r), None)
+    return failed or min(row, other, key=lambda r: float(r["ms"]))
+
+
+def compare(
+    group: str, other: Path, device: torch.device, seconds: float, rounds: int, quick: bool
+) -> list[Row]:
+    best: dict[str, dict[str, Row]] = {"this": {}, "other": {}}
     trees = {"this": common.ROOT, "other": other.resolve()}
-    best: dict[str, dict[str, float]] = {name: {} for name in trees}
-    for _ in range(ROUNDS):
+    for _ in range(1 if group in FIRST else rounds):
         for name, tree in trees.items():
-            for case, ms in times_of(tree, device, quick, seconds).items():
-                best[name][case] = min(ms, best[name].get(case, ms))
-    known = {"other_commit": commit_of(other), **common.environment(device)}
-    return [
-        {"case": case, "ms": ms, "other_ms": best["other"][case],
-         "times_other": round(ms / best["other"][case], 4), **known}
-        for case, ms in best["this"].items() if case in best["other"]
-    ]  # fmt: skip
+            for case, row in times_of(tree, group, device, seconds, quick).items():
+                best[name][case] = faster(row, best[name].get(case, row))
+    rows: list[Row] = []
+    for case in dict.fromkeys([*best["this"], *best["other"]]):
+        this, that = (best[name].get(case, {"failed": "not reached"}) for name in trees)
+        row: Row = {"case": case}
+        row |= {"ms": this["ms"]} if "ms" in this else {"failed": this["failed"]}
+        row |= {"other_ms": that["ms"]} if "ms" in that else {"other_failed": that["failed"]}
+        if "ms" in row and "other_ms" in row:
+            row["times_other"] = round(row["ms"] / row["other_ms"], 4)
+        rows.append(row)
+    return rows
 
 
-def table(rows: list[Row]) -> str:
-    """Milliseconds of both, and their ratio: above 1 this checkout is slower."""
+def table(rows: Sequence[Row]) -> str:
+    """Milliseconds of both and their ratio: above 1 this checkout is slower, in bold by more than
+    3 %."""
     if not rows:
-        return NO_ROWS
+        return common.NO_ROWS
     lines = [["case", "this, ms", "other, ms", "this / other"]]
     for row in rows:
-        times = (f"{row[name]:.4g}" for name in ("ms", "other_ms"))
-        lines.append([row["case"], *times, f"{row['times_other']:.3f}"])
+        cells = [f"{row[name]:.4g}" if name in row else "failed" for name in ("ms", "other_ms")]
+        ratio = f"{row['times_other']:.3f}" if "times_other" in row else ""
+        if row.get("times_other", 0) > MARKED:
+            ratio = f"**{ratio}**"
+        lines.append([row["case"], *cells, ratio])
+    failed = [
+        f"* {row['case']}, {name}: {row[field]}"
+        for row in rows
+        for name, field in (("this", "failed"), ("other", "other_failed"))
+        if field in row
+    ]
     where = f"{rows[0]['gpu']}; this {rows[0]['commit']}, other {rows[0]['other_commit']}."
-    return f"{common.markdown(lines)}\n\n{where}"
+    return "\n".join([common.markdown(lines), "", where, *failed])
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.against", description=(__doc__ or "").split("\n")[0]
-    )
-    add = parser.add_argument
-    add("path", type=Path, help="the other checkout")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--seconds", type=float, default=0.5, help="of a timed case")
-    add("--out", type=Path, help="JSONL; results/against.jsonl, none with --quick")
-    add("--quick", action="store_true", help="tiny sizes, nothing recorded")
+    parser = common.parser_of("against", __doc__, seconds=0.5)
+    parser.add_argument("path", type=Path, help="the other checkout")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each tree and group")
     args = parser.parse_args(argv)
+    if args.table:
+        print(table(common.read_rows(args.out or RESULTS)))
+        return []
     if not (args.path / "native_sparse_attention").is_dir():
         sys.exit(f"benchmarks.against: path must be a checkout of this library, got {args.path}")
-    rows = run(args.path, torch.device(args.device), args.quick, args.seconds)
-    for row in rows:
-        common.append_row(args.out or (None if args.quick else RESULTS), row)
-    print(table(rows))
+    device, out = torch.device(args.device), common.out_of(args, RESULTS)
+    known = {"other_commit": commit_of(args.path), **common.environment(device)}
+    rows: list[Row] = []
+    for group in args.groups:
+        timed = compare(group, args.path, device, args.seconds, args.rounds, args.quick)
+        for row in timed:
+            rows.append({**row, **known})
+            common.append_row(out, rows[-1])
+        # a run may be cut short: what is known is shown at once
+        print(table(rows[-len(timed) :]), flush=True)
     return rows
 
 

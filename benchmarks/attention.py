@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention                   everything; better a length or two at a time:
     python -m benchmarks.attention --lengths 8192 --heads 64/4 --strides 1 4 --parts --agreement 4
+    python -m benchmarks.attention --table           redraw docs/performance.md from the rows
     python -m benchmarks.attention --quick           few sizes; on a CPU tiny ones, in seconds
     python -m benchmarks.attention --peer fsa=PATH   a published kernel, from a checkout (peers.py)
 
@@ -31,16 +32,17 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor
 
-from . import common, oracle, problem
+from . import common, oracle, performance, problem
 from .common import Row
 from .peers import PEERS, Peer, checkout
+from .performance import PASSES
 from .problem import Setting, Tensors
 from .providers import OursSelected, Provider, providers
 
+RESULTS = common.RESULTS / "attention.jsonl"
 CHECK_LENGTH = 2048
 SPOT_ROWS = 64
 BASELINE = "dense-cudnn"
-DIRECTIONS = ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +152,7 @@ def measure(
         flops.append(problem.BACKWARD * problem.attention_flops(setting, counts))
         # besides what the forward pass moves, d_out, and gradients as large as the inputs
         moved.append(moved[0] + problem.nbytes(x["d_out"], *inputs))
-    for direction, time, operations, n in zip(
-        ("forward", "backward"), times, flops, moved, strict=False
-    ):
+    for direction, time, operations, n in zip(PASSES, times, flops, moved, strict=False):
         ms = time["p50_ms"]
         yield {
             "pass": direction,
@@ -276,9 +276,7 @@ def tiny(T: int, H: int, K: int) -> Setting:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.attention", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = common.parser_of("attention", __doc__)
     add = parser.add_argument
     names = [name for name in providers() if name != "parts"]
     add("--lengths", type=int, nargs="+", metavar="T", help="1k to 128k; 8k and 64k with --peer")
@@ -291,11 +289,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     known = f"published kernels from a checkout; NAME: {', '.join(PEERS)}"
     add("--peer", type=checkout, nargs="+", default=[], metavar="NAME=PATH", help=known)
     add("--block-size", type=int, default=64, metavar="S", help="tokens of a selected block")
-    add("--out", type=Path, help="JSONL to append to; results/attention.jsonl, none with --quick")
-    add("--seconds", type=float, default=0.3, help="of timing for each row")
     add("--check-length", type=int, default=CHECK_LENGTH, help="where all results are checked")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--quick", action="store_true", help="few sizes, little timing, all the checks")
     args = parser.parse_args(argv)
     if args.block_size != 64 and args.out is None:
         parser.error("--block-size needs --out: the page is drawn from rows of blocks of 64")
@@ -323,7 +317,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         providers=tuple(chosen),
         seconds=args.seconds,
         check_length=args.check_length,
-        out=args.out or (None if args.quick else common.RESULTS / "attention.jsonl"),
+        out=common.out_of(args, RESULTS),
     )
     if args.quick:
         options["seconds"] = min(args.seconds, 0.05)
@@ -345,6 +339,10 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 def main(argv: list[str] | None = None) -> list[Row]:
     args = arguments(argv)
+    if args.table:
+        rows = common.read_rows(args.out or RESULTS)
+        performance.draw(rows)
+        return rows
     device = torch.device(args.device)
     # a kept graph runs backward again and again
     torch._functorch.config.donated_buffer = False

@@ -1,4 +1,4 @@
-"""What every benchmark needs: times, peak memory, where it ran, and rows on disk."""
+"""What every benchmark needs: times, where it ran, rows on disk, tables, and its command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 Row = dict[str, Any]
+
+
+class WrongResult(Exception):
+    """A result is not what it should be: not to be timed."""
+
 
 # at most: a wait that ends early is no wait
 CYCLES_PER_SECOND = 2e9
@@ -98,7 +103,10 @@ def append_row(path: Path | None, row: Row) -> None:
     unfinished.replace(path)
 
 
-# pages
+# tables and pages
+
+NO_ROWS = "no rows yet"
+Tables = Mapping[Path, Mapping[str, Callable[[Sequence[Row]], str]]]
 
 
 def markdown(lines: list[list[str]]) -> str:
@@ -109,35 +117,89 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def redraw(page: str, name: str, text: str) -> str:
-    """The page with the text between the markers of this name."""
+    """The page with the text between `<!-- begin: NAME -->` and `<!-- end: NAME -->`."""
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
     drawn = f"{begin}\n{text}\n{end}"
     return re.sub(f"{begin}.*?{end}", lambda _: drawn, page, flags=re.DOTALL)
 
 
-Run = Callable[[list[Any], float, Path | None, torch.device], list[Row]]
-Render = Callable[[str, list[Row]], str]
+def render(page: str, tables: Mapping[str, Callable[[Sequence[Row]], str]], rows: Any) -> str:
+    for name, table in tables.items():
+        page = redraw(page, name, table(rows))
+    return page
 
 
-def command(
-    name: str, argv: list[str] | None, page: Path, render: Render, run: Run, sizes: Any, quick: Any
-) -> list[Row]:
-    """`python -m benchmarks.NAME` of a benchmark of a few sizes, whose rows are those of
-    results/NAME.jsonl and the source of a table of a page."""
-    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of repeated calls, each")
-    parser.add_argument("--out", type=Path, help=f"JSONL; results/{name}.jsonl, none with --quick")
-    parser.add_argument("--table", action="store_true", help="redraw the table of the rows there")
-    parser.add_argument("--quick", action="store_true", help="short, nothing recorded")
-    args = parser.parse_args(argv)
-    results = RESULTS / f"{name}.jsonl"
-    if args.table:
-        rows = read_rows(args.out or results)
-        page.write_text(render(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
-        return rows
-    out = args.out or (None if args.quick else results)
-    return run(list(quick if args.quick else sizes), args.seconds, out, torch.device(args.device))
+def draw_pages(tables: Tables, rows: Sequence[Row]) -> None:
+    """Redraw the tables of every page in place."""
+    for path, of_page in tables.items():
+        page = path.read_text(encoding="utf-8")
+        path.write_text(render(page, of_page, rows), encoding="utf-8")
+
+
+def length(T: int) -> str:
+    return f"{T // 1024}k" if T % 1024 == 0 else str(T)
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def seen(rows: Iterable[Row], field: str) -> str:
+    """The values of a field, each once."""
+    return ", ".join(dict.fromkeys(str(row[field]) for row in rows))
+
+
+def commits(rows: Iterable[Row]) -> str:
+    return ", ".join(sorted({str(row["commit"])[:7] for row in rows}))
+
+
+def subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """A figure without a window, and its axes [rows columns]."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, constrained_layout=True)
+
+
+def log_log(axis: Any, lengths: Sequence[int], x: str, y: str) -> None:
+    """Axes of time against length."""
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(lengths, list(map(length, lengths)))
+    axis.set(xlabel=x, ylabel=y)
+    axis.grid(alpha=0.3)
+
+
+def save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    figure.clear()
+
+
+# the command line
+
+
+def parser_of(name: str, about: str | None, seconds: float | None = 0.3) -> argparse.ArgumentParser:
+    """The options that benchmarks share; rows go to results/NAME.jsonl."""
+    parser = argparse.ArgumentParser(
+        prog=f"benchmarks.{name}", description=(about or "").partition("\n")[0]
+    )
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    if seconds is not None:
+        add("--seconds", type=float, default=seconds, help="of timing for each row")
+    add("--out", type=Path, help=f"JSONL; results/{name}.jsonl, none with --quick")
+    add("--table", action="store_true", help="redraw the tables from the rows there")
+    add("--quick", action="store_true", help="tiny sizes, nothing recorded")
+    return parser
+
+
+def out_of(args: argparse.Namespace, results: Path) -> Path | None:
+    return args.out or (None if args.quick else results)
 
 
 # time and memory
@@ -218,11 +280,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def seen(rows: Iterable[Row], field: str) -> str:
-    """The values of a field, each once."""
-    return ", ".join(dict.fromkeys(str(row[field]) for row in rows))
-
-
 def why(error: BaseException) -> str:
     """An exception in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -237,3 +294,22 @@ def still_alive(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def attempt(measure: Callable[[], Row], device: torch.device) -> Row:
+    """What a measurement gives, or a row that says why it failed."""
+    try:
+        return measure()
+    except WrongResult as error:
+        return {"failed": f"wrong: {error}"}
+    except Exception as error:
+        if not still_alive(device):
+            raise
+        return {"failed": why(error)}
+
+
+def synchronize(device: torch.device) -> float:
+    """The time at which the device has done all work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

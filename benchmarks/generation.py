@@ -1,36 +1,28 @@
 """Prefill and decoding of a model of transformers: sparse attention against its own SDPA attention.
 
     python -m benchmarks.generation --model llama-8b --layers 8    append rows, print the table
-    python -m benchmarks.generation --table       redraw docs/huggingface.md, print the table
+    python -m benchmarks.generation --table       redraw docs/huggingface.md from the rows
     python -m benchmarks.generation --quick       a tiny model, nothing recorded
 
-A model has random weights in the shape of a published one (`--model`, `--layers` cuts its depth),
-or those of a folder or a GGUF file (`--path`). Prompts are random tokens without padding, in bf16.
-All forms of attention share the weights and take turns in one process. They are SDPA, SDPA without
-its cuDNN backend, what `use_sparse_attention` gives by default, and one softmax over 64 initial,
-512 local and 512 ranked tokens in blocks of `--s`, ranked by the greatest logit (for a group of
-heads, or for each head) or by means; and the model that `convert` makes, with a learned ranking, or
-with what it does by default.
+A model has random weights in the shape of a published one (`--layers` cuts its depth). Prompts are
+random tokens without padding, in bf16. All forms of attention share the weights and take turns in
+one process. They are SDPA; what `use_sparse_attention` gives by default; one softmax over 64
+initial, 512 local and 512 ranked tokens in blocks of `--s`, ranked by the greatest logit (for a
+group of heads, or for each head) or by means; and the model that `convert` makes, with a learned
+ranking, or with its defaults.
 
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
-* graph: the same in one CUDA graph, by `torch.compile(model.forward, mode="reduce-overhead")`, over
-  a new `DynamicCache`; of converted models and forms with windows over a static cache, which an
-  eager call has allocated. SDPA has no mask, which some releases of transformers make where they
-  compile.
 * decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and with
   `cache_implementation="static"` (forms with windows a `StaticSparseCache`), whose step
-  transformers compiles on a GPU. Tokens/s of all
-  sequences from new token 9 to the last: the first ones compile, and record CUDA graphs. first_s is
-  the time of the first call of `generate`, which compiles.
-* unseen: decode with a `DynamicCache` from shorter prompts, whose steps have numbers of keys that
-  the form has not computed before: cuDNN makes a plan for each of them.
+  transformers compiles on a GPU. Tokens/s of all sequences from new token 9 to the last: the first
+  ones compile, and record CUDA graphs. first_s is the time of the first call of `generate`.
 * peak_mib: greatest memory of tensors during the timed call, weights included.
 
 Nothing is timed of a form before its logits with all blocks selected agree with those of SDPA, in
-fp32, in two layers of the model's widths: of a forward, of steps over either cache, and of compiled
-forwards and steps where those are timed. The longest context and the largest batch come first;
-`--deadline` stops before the next case.
+fp32, in two layers of the model's widths: of a forward, of steps over either cache, and of
+`generate` over a static cache where that is timed. The longest context and the largest batch come
+first; `--deadline` stops before the next case.
 """
 
 from __future__ import annotations
@@ -39,6 +31,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -48,23 +41,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import common, generation_report
-from .common import Row
-from .generation_forms import (
-    Form,
-    cache_argument,
-    forms_of,
-    new_cache,
-    static_cache,
-    under,
-    without_mask,
-)
-from .oracle import WrongResult
-from .pretrained_model import gguf_source, unpacked
+from . import common
+from .common import Row, WrongResult, length
 
+PAGE = common.ROOT / "docs" / "huggingface.md"
 RESULTS = common.RESULTS / "generation.jsonl"
-CONTEXTS = (2048, 4096, 8192)
-BATCHES = (1, 16)
 # a released model's widths
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": dict(
@@ -80,11 +61,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, head_dim=16, vocab_size=256,
     ),
 }  # fmt: skip
-CACHES = ("dynamic", "static")
+BASELINE = "sdpa"
+# tokens of the blocks
+INITIAL, LOCAL, RANKED = 64, 512, 512
+# of `use_sparse_attention`
+DEFAULT_SIZES = dict(selection_block_size=64, num_initial_blocks=1, num_local_blocks=8)
 # new tokens of a call that are not timed
 FIRST = 8
-# calls of a compiled forward before it replays its CUDA graph
-WARM_UP = 2
 # of the check
 CHECK_LAYERS, CHECK_STEPS = 2, 3
 # of the root mean square of logits: products in tf32 have 11 bits, and errors grow over two layers
@@ -94,40 +77,76 @@ MOST_GRAPHS = 64
 
 
 @dataclasses.dataclass(frozen=True)
+class Form:
+    """A way to attend. Without settings it is SDPA; `converted`: `convert` replaces the layers,
+    otherwise `use_sparse_attention` changes how they attend."""
+
+    name: str
+    settings: dict[str, Any] | None = None
+    converted: bool = False
+
+    def settings_of(self, model: Any) -> dict[str, Any] | None:
+        """Settings of a model of this form; None for SDPA."""
+        if self.settings is None:
+            return None
+        config = model.config
+        return DEFAULT_SIZES | (config.nsa_converted if self.converted else config.nsa_config)
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     name: str
     forms: tuple[Form, ...]
-    contexts: tuple[int, ...] = CONTEXTS
-    batches: tuple[int, ...] = BATCHES
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
     new_tokens: int = 64
-    static_contexts: tuple[int, ...] = CONTEXTS[-1:]
+    static_contexts: tuple[int, ...] = ()
     static_forms: tuple[str, ...] = ()  # names; a compilation each
     repeats: int = 3
     dtype: torch.dtype = torch.bfloat16
     deadline: float | None = None  # seconds
     out: Path | None = None
 
-
-# the model
-
-
-def network_of(
-    shape: str, layers: int | None, device: torch.device, dtype: torch.dtype, **others: Any
-) -> Any:
-    """A Llama of random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = SHAPES[shape] | dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    if layers is not None:
-        sizes |= dict(num_hidden_layers=layers)
-    config = LlamaConfig(**sizes | dict(max_position_embeddings=2**17) | others)
-    return initialised(LlamaForCausalLM, config, device, dtype)
+    def __post_init__(self) -> None:
+        known = [form.name for form in self.forms]
+        if unknown := [name for name in self.static_forms if name not in known]:
+            raise ValueError(f"static-forms must be of {', '.join(known)}, got {unknown[0]}")
+        least = dict(contexts=2, batches=1, new_tokens=FIRST + 2, repeats=1)
+        for name, at_least in least.items():
+            value = getattr(self, name)
+            value = min(value) if isinstance(value, tuple) else value
+            if value < at_least:
+                raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
-def initialised(
-    make: Callable[[Any], Any], config: Any, device: torch.device, dtype: torch.dtype
-) -> Any:
-    """A model whose weights are drawn on the device."""
+def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> tuple[Form, ...]:
+    """All forms, with blocks of these sizes.
+
+    Raises:
+        ValueError: a size that does not divide the tokens of the blocks.
+    """
+    forms = [Form(BASELINE)]
+    for s in sizes:
+        if s < 4 or any(tokens % s for tokens in (INITIAL, local, ranked)):
+            raise ValueError(f"s must divide {INITIAL}, {local} and {ranked}, got {s}")
+        blocks: dict[str, Any] = dict(
+            selection_block_size=s, num_initial_blocks=INITIAL // s, num_local_blocks=local // s,
+            num_selected_blocks=ranked // s, dense_length=0,
+        )  # fmt: skip
+        windows = dict(compress_block_size=s, compress_block_sliding_stride=s)
+        by_head = dict(importance="max", query_heads_share_selected_kv=False)
+        forms.append(Form(f"max of {s}", blocks | dict(importance="max")))
+        forms.append(Form(f"means of {s}", blocks | windows | dict(importance="logits")))
+        forms.append(Form(f"max of {s} by each head", blocks | by_head))
+        forms.append(Form(f"converted, {s}", blocks | dict(importance="index"), converted=True))
+    return (*forms, Form("defaults", {}), Form("converted, defaults", {}, converted=True))
+
+
+# models and caches
+
+
+def build(make: Callable[[Any], Any], config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model whose random weights are drawn on the device."""
     before = torch.get_default_dtype()
     torch.manual_seed(0)
     try:
@@ -138,42 +157,76 @@ def initialised(
         torch.set_default_dtype(before)
 
 
-def loaded(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model of a folder or of a GGUF file.
+def network_of(shape: str, layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
+    """A Llama of random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    Raises:
-        ValueError: neither.
-    """
-    from transformers import AutoModelForCausalLM
-
-    if not path.exists():
-        raise ValueError(f"path must be a folder or a GGUF file, got {path}")
-    source: Any = dict(pretrained_model_name_or_path=path, dtype=dtype)
-    if path.is_file():
-        source = gguf_source(path) | unpacked(dtype)
-    return AutoModelForCausalLM.from_pretrained(**source).to(device).eval()
+    sizes = SHAPES[shape] | dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    if layers is not None:
+        sizes |= dict(num_hidden_layers=layers)
+    config = LlamaConfig(**sizes, max_position_embeddings=2**17)
+    return build(LlamaForCausalLM, config, device, dtype)
 
 
-def checked_network(network: Any, device: torch.device) -> Any:
+def checked_network(network: Any) -> Any:
     """A model of the same widths with two layers of random weights, in fp32."""
     config = copy.deepcopy(network.config)
-    few = min(CHECK_LAYERS, config.num_hidden_layers)
-    kinds = getattr(config, "layer_types", None)
-    config.num_hidden_layers, config.vocab_size = few, 512
-    if kinds is not None:
-        config.layer_types = kinds[:few]
+    config.num_hidden_layers = min(CHECK_LAYERS, config.num_hidden_layers)
+    config.vocab_size = 512
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     # queries and keys of such a size that attention is not uniform
     config.initializer_range = 1.5 * config.hidden_size**-0.5
-    return initialised(type(network), config, device, torch.float32)
+    return build(type(network), config, network.device, torch.float32)
+
+
+def under(form: Form, network: Any) -> Any:
+    """A copy of the model with a form of attention, which shares its weights, but for converted
+    layers."""
+    from native_sparse_attention.hf import convert, use_sparse_attention
+
+    shared = {id(t): t for t in (*network.parameters(), *network.buffers())}
+    model = copy.deepcopy(network, shared)
+    model.set_attn_implementation("sdpa")
+    model.generation_config.eos_token_id = None  # no call ends early
+    if form.settings is None:
+        return model
+    return (convert if form.converted else use_sparse_attention)(model, form.settings)
+
+
+@functools.cache
+def cache_argument() -> str:
+    """The name of a cache, which newer releases change."""
+    from transformers import LlamaForCausalLM
+
+    known = inspect.signature(LlamaForCausalLM.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
+
+
+def new_cache(form: Form, model: Any) -> Any:
+    from transformers import DynamicCache
+
+    from native_sparse_attention.hf import SparseCache
+
+    if form.settings is None or form.converted:
+        return DynamicCache(config=model.config)
+    return SparseCache(model.config)
+
+
+def static_cache(form: Form, model: Any, max_length: int) -> Any:
+    """A static cache of windows of several tokens, which keeps them; None for what transformers
+    makes."""
+    from native_sparse_attention.hf import StaticSparseCache
+
+    if form.converted or (form.settings or {}).get("compress_block_size", 1) == 1:
+        return None
+    return StaticSparseCache(model.config, max_cache_len=max_length)
 
 
 def draw(model: Any, batch: int, context: int) -> Tensor:
     """Tokens [B T]."""
-    device = model.device
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(model.device).manual_seed(0)
     most = model.config.vocab_size
-    return torch.randint(most, (batch, context), device=device, generator=generator)
+    return torch.randint(most, (batch, context), device=model.device, generator=generator)
 
 
 # the check
@@ -182,8 +235,7 @@ def draw(model: Any, batch: int, context: int) -> Tensor:
 @torch.no_grad()
 def check(form: Form, network: Any, static: bool = False) -> float:
     """Error of logits with all blocks selected against SDPA, of a forward and of steps of decoding;
-    with `static` also of `generate` over a static cache, whose steps are compiled on a GPU, and of
-    a forward in one CUDA graph there.
+    with `static` also of `generate` over a static cache, whose steps are compiled on a GPU.
 
     Raises:
         WrongResult: more than rounding explains.
@@ -192,103 +244,54 @@ def check(form: Form, network: Any, static: bool = False) -> float:
 
     if form.settings is None:
         return 0.0
-    sizes = form.described(under(form, network)) or {}
-    s, own = sizes["selection_block_size"], dict(form.settings, dense_length=0)
-    forced = sizes["num_initial_blocks"] + sizes["num_local_blocks"]
+    sizes = form.settings_of(under(form, network)) or {}
+    s, settings = sizes["selection_block_size"], dict(form.settings, dense_length=0)
     # All blocks but that of the last queries are selected: with one more, SDPA would compute it.
-    whole = (forced + 4) * s
+    whole = (sizes["num_initial_blocks"] + sizes["num_local_blocks"] + 4) * s
     ids = draw(network, 2, whole + s // 2)
-    exact = under(Form("sdpa"), network)(ids, use_cache=False).logits
-    model = under(dataclasses.replace(form, settings=own | dict(num_selected_blocks=4)), network)
-    off = error_of(model(ids, use_cache=False).logits[:, :whole], exact[:, :whole])
-    # differentiable top-n is never given to SDPA; steps of decoding have the same kernels
-    own |= dict(num_selected_blocks=5, use_diff_topk=True)
-    if form.converted:  # a learned ranking has no differentiable top-n
-        own["importance"] = "max"
-    model = under(dataclasses.replace(form, settings=own), network)
-    start = ids.shape[1] - CHECK_STEPS
-    stores = [new_cache(form, model)]
-    length = ids.shape[1] + 5
-    kept = static_cache(form, model, length)
-    stores.append(kept or StaticCache(config=model.config, max_cache_len=length))
-    for cache in stores:
+    dense = under(Form(BASELINE), network)
+    exact = dense(ids, use_cache=False).logits
+
+    def variant(**changes: Any) -> Any:
+        return under(dataclasses.replace(form, settings=settings | changes), network)
+
+    logits = variant(num_selected_blocks=4)(ids, use_cache=False).logits
+    errors = [error_of(logits[:, :whole], exact[:, :whole])]
+    # differentiable top-n, which a learned ranking has not, is never given to SDPA; steps of
+    # decoding have the same kernels
+    changes = dict(num_selected_blocks=5, use_diff_topk=True)
+    model = variant(**changes, **(dict(importance="max") if form.converted else {}))
+    start, max_length = ids.shape[1] - CHECK_STEPS, ids.shape[1] + 5
+
+    def new_static_cache() -> Any:
+        return static_cache(form, model, max_length)
+
+    kept = new_static_cache() or StaticCache(config=model.config, max_cache_len=max_length)
+    for cache in (new_cache(form, model), kept):
         given: Any = {cache_argument(): cache}
         model(ids[:, :start], **given)
         steps = [model(ids[:, i : i + 1], **given).logits for i in range(start, ids.shape[1])]
-        off = max(off, error_of(torch.cat(steps, dim=1), exact[:, start:]))
+        errors.append(error_of(torch.cat(steps, dim=1), exact[:, start:]))
     if static:
-        if ids.is_cuda:
-            empty, forward = in_graph(form, model, ids, length)
-            for _ in range(WARM_UP + 1):  # of all logits: the last one replays its graph
-                off = max(off, error_of(forward(empty()).logits, exact))
-        prompt, kept = ids[:, :start], static_cache(form, model, ids.shape[1] + 5)
-        where = {cache_argument(): kept} if kept else dict(cache_implementation="static")
+        kept, prompt = new_static_cache(), ids[:, :start]
+        given = {cache_argument(): kept} if kept else dict(cache_implementation="static")
         made = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
-            max_new_tokens=CHECK_STEPS, output_logits=True, return_dict_in_generate=True, **where,
+            max_new_tokens=CHECK_STEPS, output_logits=True, return_dict_in_generate=True, **given,
         )  # fmt: skip
-        exact = under(Form("sdpa"), network)(made.sequences, use_cache=False).logits
-        off = max(off, error_of(torch.stack(made.logits, dim=1), exact[:, start - 1 : -1]))
+        exact = dense(made.sequences, use_cache=False).logits[:, start - 1 : -1]
+        errors.append(error_of(torch.stack(made.logits, dim=1), exact))
+    off = max(errors)
     if not off <= MOST_OFF:
         raise WrongResult(f"logits with all blocks are {off:.1e} off SDPA's: {MOST_OFF:.1e}")
     return off
 
 
-def in_graph(
-    form: Form, model: Any, ids: Tensor, room: int, kept: Any = None
-) -> tuple[Callable[[], Any], Callable[..., Any]]:
-    """An empty cache at each call: a `DynamicCache`, or a static one (`kept`, or a new one with
-    this room) for forms that keep more than keys and values. And a forward of the tokens over it,
-    compiled as one CUDA graph, which is called with the cache and the model's other arguments; it
-    has warmed up. SDPA gets no mask."""
-    from transformers import DynamicCache, StaticCache
-
-    model = without_mask(model) if form.settings is None else model
-    # lengths that other calls of the model had would be symbols
-    compiled = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
-    kept = kept or static_cache(form, model, room)
-    if form.converted:
-        kept = StaticCache(config=model.config, max_cache_len=room)
-    if kept is not None:
-        model(ids[:, :1], **{cache_argument(): kept})  # allocates it, outside of the graph
-
-    def empty() -> Any:
-        if kept is None:
-            return DynamicCache(config=model.config)
-        kept.reset()
-        return kept
-
-    def forward(cache: Any, **others: Any) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return compiled(ids, **{cache_argument(): cache}, **others)
-
-    for _ in range(WARM_UP if ids.is_cuda else 0):
-        forward(empty(), logits_to_keep=1)
-    return empty, forward
-
-
-def error_of(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).norm() / exact.norm()).item()
+def error_of(logits: Tensor, exact: Tensor) -> float:
+    return ((logits - exact).norm() / exact.norm()).item()
 
 
 # times
-
-
-def synchronize(device: torch.device) -> float:
-    """The time at which the device has done all work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def with_peak(call: Callable[[], Any], device: torch.device) -> tuple[Any, int | None]:
-    """What a call gives, and the greatest memory of tensors in it, MiB."""
-    if device.type != "cuda":
-        return call(), None
-    synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    found = call()
-    return found, round(torch.cuda.max_memory_allocated(device) / 2**20)
 
 
 class Clock:
@@ -303,136 +306,88 @@ class Clock:
     def __call__(self, ids: Tensor, scores: Any, **others: Any) -> Tensor:
         self.count += 1
         if self.count in self.tokens:
-            self.times.append(synchronize(self.device))
+            self.times.append(common.synchronize(self.device))
         return self.never
 
 
 class Timed:
-    """One form of a case."""
+    """One form of a case, and its row."""
 
     def __init__(self, form: Form, network: Any, ids: Tensor, plan: Plan) -> None:
         self.form, self.ids, self.plan = form, ids, plan
-        self.model = under(form, network)
-        self.ones = torch.ones_like(ids)
+        self.model, self.mask = under(form, network), torch.ones_like(ids)
         # of all calls: a graph has its addresses
         self.static = static_cache(form, self.model, ids.shape[1] + plan.new_tokens)
         self.row: Row = {}
-        self.compiled: Any = None  # of `in_graph`
 
-    def attempt(self, what: str, call: Callable[[], Any]) -> Any:
-        """What a call gives; None where it fails, whose reason the row keeps."""
+    def attempt(self, what: str) -> float | None:
+        """Milliseconds of a forward, or of a new token; None where it fails, whose reason the row
+        keeps. The row also keeps the memory of the last call."""
         if f"{what}_failed" in self.row:
             return None
+        device = self.ids.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         try:
-            with warnings.catch_warnings(), self.form.chosen():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return call()
-        except Exception as error:  # a form that fails leaves a row with its reason
+                ms = self.prefill() if what == "prefill" else self.decode(what)
+        except Exception as error:
             self.row[f"{what}_failed"] = common.why(error)
-            if not common.still_alive(self.ids.device):
+            if not common.still_alive(device):
                 raise
             common.release()
             return None
+        peak = round(torch.cuda.max_memory_allocated(device) / 2**20) if self.ids.is_cuda else None
+        self.row[f"{what}_peak_mib"] = peak
+        return ms
 
     @torch.no_grad()
     def prefill(self) -> float:
-        """Milliseconds of a forward."""
         given: Any = {cache_argument(): new_cache(self.form, self.model)}
-        began = synchronize(self.ids.device)
-        self.model(self.ids, attention_mask=self.ones, logits_to_keep=1, **given)
-        return 1e3 * (synchronize(self.ids.device) - began)
+        began = common.synchronize(self.ids.device)
+        self.model(self.ids, attention_mask=self.mask, logits_to_keep=1, **given)
+        return 1e3 * (common.synchronize(self.ids.device) - began)
 
-    @torch.no_grad()
-    def graph(self) -> float:
-        """Milliseconds of a forward in one CUDA graph."""
-        if self.compiled is None:
-            room = self.ids.shape[1] + self.plan.new_tokens
-            self.compiled = in_graph(self.form, self.model, self.ids, room, self.static)
-        empty, forward = self.compiled
-        cache = empty()
-        began = synchronize(self.ids.device)
-        forward(cache, logits_to_keep=1)
-        return 1e3 * (synchronize(self.ids.device) - began)
-
-    def decode(self, cache: str, new_tokens: int, less: int = 0) -> tuple[float, float]:
-        """Seconds of a call of `generate` from a prompt of so many tokens less, and of its tokens
-        after the first ones."""
+    def decode(self, cache: str) -> float:
+        """A call of `generate`: of its tokens after the first ones."""
         from transformers import StoppingCriteriaList
 
-        B, device = len(self.ids), self.ids.device
-        ids, ones = (t[:, : t.shape[1] - less] for t in (self.ids, self.ones))
-        clock: Any = Clock((FIRST, new_tokens), B, device)
+        new, device = self.plan.new_tokens, self.ids.device
+        clock: Any = Clock((FIRST, new), len(self.ids), device)
         given: dict[str, Any] = dict(cache_implementation="static")
         if cache == "dynamic":
             given = {cache_argument(): new_cache(self.form, self.model)}
         elif self.static is not None:
             self.static.reset()
             given = {cache_argument(): self.static}
-        began = synchronize(device)
+        began = common.synchronize(device)
         self.model.generate(
-            ids, attention_mask=ones, do_sample=False, pad_token_id=0,
-            max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+            self.ids, attention_mask=self.mask, do_sample=False, pad_token_id=0,
+            max_new_tokens=new, min_new_tokens=new,
             stopping_criteria=StoppingCriteriaList([clock]), **given,
         )  # fmt: skip
-        return synchronize(device) - began, clock.times[1] - clock.times[0]
+        self.row.setdefault(f"{cache}_first_s", round(common.synchronize(device) - began, 3))
+        return 1e3 * (clock.times[1] - clock.times[0]) / (new - FIRST)
 
 
-def take_turns(
-    timed: Sequence[Timed], what: str, once: Callable[[Timed], Any], repeats: int
-) -> list[tuple[Any, list[Any]]]:
-    """Of each form the first call and the repeated ones, all forms in turn; peaks into the rows."""
-    device = timed[0].ids.device
-    found: list[tuple[Any, list[Any]]] = [
-        (t.attempt(what, functools.partial(once, t)), []) for t in timed
-    ]
-    for _ in range(repeats):
-        for t, (_, times) in zip(timed, found, strict=True):
-            one = t.attempt(what, functools.partial(with_peak, functools.partial(once, t), device))
-            if one is not None:
-                times.append(one[0])
-                t.row[f"{what}_peak_mib"] = one[1]
-    return found
+def measure(timed: Sequence[Timed], what: str, repeats: int) -> None:
+    """The median of repeated calls after a first one, all forms in turn."""
+    times: list[list[float]] = [[] for _ in timed]
+    for index in range(1 + repeats):
+        for t, of_form in zip(timed, times, strict=True):
+            ms = t.attempt(what)
+            if index and ms is not None:
+                of_form.append(ms)
+    for t, of_form in zip(timed, times, strict=True):
+        if of_form:
+            ms = common.quantiles(of_form)["p50_ms"]
+            tokens = t.ids.numel() if what == "prefill" else len(t.ids)
+            t.row |= {f"{what}_ms": ms, f"{what}_tokens_per_s": round(tokens / ms * 1e3, 2)}
 
 
-def measure_prefill(timed: Sequence[Timed], what: str, repeats: int) -> None:
-    once = {"prefill": Timed.prefill, "graph": Timed.graph}[what]
-    for t, (_, times) in zip(timed, take_turns(timed, what, once, repeats), strict=True):
-        if times:
-            ms = common.quantiles(times)["p50_ms"]
-            t.row |= {f"{what}_ms": ms, f"{what}_tokens_per_s": round(t.ids.numel() / ms * 1e3)}
-
-
-def measure_decode(timed: Sequence[Timed], cache: str, repeats: int) -> None:
-    new = timed[0].plan.new_tokens
-    calls = take_turns(timed, cache, lambda t: t.decode(cache, new), repeats)
-    for t, (first, times) in zip(timed, calls, strict=True):
-        if times:
-            t.row[f"{cache}_first_s"] = round(first[0], 3)
-            add_speed(t, cache, [s for _, s in times])
-
-
-def measure_unseen(timed: Sequence[Timed], repeats: int) -> None:
-    """Decoding from prompts of other lengths than `measure_decode` has."""
-    new = timed[0].plan.new_tokens
-    shorter = [new * i for i in range(1, repeats + 1) if new * i < timed[0].ids.shape[1]]
-    for t in timed:
-        calls = [
-            t.attempt("unseen", functools.partial(t.decode, "dynamic", new, m)) for m in shorter
-        ]
-        add_speed(t, "unseen", [call[1] for call in calls if call is not None])
-
-
-def add_speed(timed: Timed, what: str, seconds: Sequence[float]) -> None:
-    """The median time of a new token."""
-    if seconds:
-        new = timed.plan.new_tokens - FIRST
-        ms = common.quantiles([1e3 * s / new for s in seconds])["p50_ms"]
-        speed = round(1e3 * len(timed.ids) / ms, 2)
-        timed.row |= {f"{what}_ms": ms, f"{what}_tokens_per_s": speed}
-
-
-def case(
-    network: Any, forms: Sequence[Form], B: int, context: int, static: bool, plan: Plan
+def measure_case(
+    network: Any, forms: Sequence[Form], B: int, context: int, plan: Plan
 ) -> list[Row]:
     """The rows of all forms at one batch and context."""
     torch._dynamo.reset()  # graphs of other shapes
@@ -440,24 +395,18 @@ def case(
     ids = draw(network, B, context)
     timed = [Timed(form, network, ids, plan) for form in forms]
     # large cases vary little
-    few = 1 if B * context > 2**15 else 2
-    measure_prefill(timed, "prefill", plan.repeats)
-    measure_decode(timed, "dynamic", min(few, plan.repeats))
-    measure_unseen(timed, min(few + 1, plan.repeats))
-    of_static = [t for t in timed if t.form.name in plan.static_forms] if static else []
-    if of_static:
-        measure_decode(of_static, "static", min(few, plan.repeats))
-        measure_prefill(of_static, "graph", plan.repeats)
-    return [{"B": B, "T": context, **described(t), **t.row} for t in timed]
-
-
-def described(timed: Timed) -> Row:
-    form, settings = timed.form, timed.form.described(timed.model)
-    cache = None if settings is None else not form.converted
-    return {"form": form.name, "settings": settings, "sparse_cache": bool(cache)}
-
-
-# rows
+    few = min(1 if B * context > 2**15 else 2, plan.repeats)
+    measure(timed, "prefill", plan.repeats)
+    measure(timed, "dynamic", few)
+    if context in plan.static_contexts:
+        measure([t for t in timed if t.form.name in plan.static_forms], "static", few)
+    return [
+        {
+            "B": B, "T": context, "form": t.form.name, "settings": t.form.settings_of(t.model),
+            "sparse_cache": t.form.settings is not None and not t.form.converted, **t.row,
+        }
+        for t in timed
+    ]  # fmt: skip
 
 
 def run(network: Any, plan: Plan) -> list[Row]:
@@ -466,110 +415,192 @@ def run(network: Any, plan: Plan) -> list[Row]:
     Raises:
         WrongResult: a form whose logits are off; the others have their rows.
     """
-    began, device = time.perf_counter(), network.device
-    config, shape = network.config, SHAPES.get(plan.name, {})
+    began, config = time.perf_counter(), network.config
     known = {
         "model": plan.name,
         "layers": config.num_hidden_layers,
-        "all_layers": shape.get("num_hidden_layers", config.num_hidden_layers),
+        "all_layers": SHAPES[plan.name]["num_hidden_layers"],
         "H": config.num_attention_heads,
         "K": config.num_key_value_heads,
         "new_tokens": plan.new_tokens,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "transformers": common.version("transformers"),
-        **common.environment(device),
+        **common.environment(network.device),
     }
     rows: list[Row] = []
-    forms, wrong = checked(network, plan, device)
+    forms, wrong = checked(network, plan)
     for context in sorted(plan.contexts, reverse=True):
         for B in sorted(plan.batches, reverse=True):
             if plan.deadline is not None and time.perf_counter() - began > plan.deadline:
                 print(f"stopped before B={B}, T={context}: deadline", flush=True)
                 return rows
-            for row in case(network, forms, B, context, context in plan.static_contexts, plan):
+            for row in measure_case(network, forms, B, context, plan):
                 rows.append({**row, **known})
                 common.append_row(plan.out, rows[-1])
-                print(generation_report.show(rows[-1]), flush=True)
+                print(line(rows[-1]), flush=True)
             common.release()
     if wrong:
         raise WrongResult(wrong)
     return rows
 
 
-def checked(network: Any, plan: Plan, device: torch.device) -> tuple[list[Form], str | None]:
+def checked(network: Any, plan: Plan) -> tuple[list[Form], str | None]:
     """The forms that agree with SDPA, and what is wrong with the first other one."""
-    small, right, wrong = checked_network(network, device), [], None
+    small, right, wrong = checked_network(network), [], None
     for form in plan.forms:
-        static = bool(plan.static_contexts) and form.name in plan.static_forms
         try:
-            off = check(form, small, static)
+            check(form, small, bool(plan.static_contexts) and form.name in plan.static_forms)
+            right.append(form)
         except WrongResult as error:
             wrong = wrong or f"{form.name}: {error}"
             print(f"{form.name} is not timed: {error}", flush=True)
-            continue
-        right.append(form)
-        if form.settings is not None:
-            print(f"{form.name}: logits with all blocks are {off:.1e} off", flush=True)
-    del small
     common.release()
     return right, wrong
+
+
+def line(row: Row) -> str:
+    """A row as a person reads it."""
+    cells = [f"{row['model']} {row['form']:12} B={row['B']:<3} T={row['T']:<6}"]
+    for what in MEASURES:
+        if f"{what}_failed" in row:
+            cells.append(f"{what} failed: {row[f'{what}_failed']}")
+        elif f"{what}_ms" in row:
+            first = f" (first {row[f'{what}_first_s']} s)" if f"{what}_first_s" in row else ""
+            cells.append(f"{what} {row[f'{what}_ms']:.2f} ms{first}")
+    return "  ".join(cells)
+
+
+# the table
+
+MEASURES = {
+    "prefill": "prefill, thousand tokens/s",
+    "dynamic": "decoding, tokens/s",
+    "static": "decoding over a static cache, tokens/s",
+}
+# after a ratio that is not to the row of SDPA in its table
+EARLIER = "\\*"
+
+# by batch and context the latest row of each form
+Cases = dict[tuple[int, int], dict[str, Row]]
+
+
+def latest(rows: Sequence[Row]) -> dict[tuple[str, int, str], Cases]:
+    """The latest rows of each model, depth and GPU. Each has SDPA's row of its own run."""
+
+    def run_of(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("model", "layers", "gpu", "commit", "B", "T"))
+
+    base = {run_of(row): row for row in rows if row["form"] == BASELINE}
+    models: dict[tuple[str, int, str], Cases] = {}
+    for row in rows:
+        cases = models.setdefault((row["model"], row["layers"], row["gpu"]), {})
+        forms = cases.setdefault((row["B"], row["T"]), {})
+        forms[row["form"]] = {**row, BASELINE: base.get(run_of(row), {})}
+    return models
+
+
+def cell(rows: dict[str, Row], form: str, what: str) -> str:
+    """Tokens a second, and times as fast as SDPA in the same run."""
+    row = rows.get(form, {})
+    if f"{what}_failed" in row:
+        return "failed"
+    speed = row.get(f"{what}_tokens_per_s")
+    if speed is None:
+        return ""
+    text = f"{speed / 1e3:.1f}" if what == "prefill" else f"{speed:.0f}"
+    base = row[BASELINE].get(f"{what}_tokens_per_s")
+    if not base or form == BASELINE:
+        return text
+    is_shown = row[BASELINE].get("commit") == rows[BASELINE].get("commit")
+    return f"{text} ({speed / base:.2f}){'' if is_shown else EARLIER}"
+
+
+def peaks(rows: dict[str, Row], form: str) -> str:
+    mib = [rows.get(form, {}).get(f"{what}_peak_mib") for what in MEASURES]
+    return " / ".join("-" if peak is None else f"{peak / 1024:.1f}" for peak in mib)
+
+
+def model_table(name: str, cases: Cases) -> str:
+    order = sorted(cases)
+    rows = [row for of_case in cases.values() for row in of_case.values()]
+    forms = list(dict.fromkeys(row["form"] for row in rows))
+    forms.sort(key=lambda form: form != BASELINE)
+    first = rows[0]
+    depth = f"{first['layers']} layers"
+    if first["layers"] != first["all_layers"]:
+        depth += f" of {first['all_layers']}"
+    heads = f"{first['H']} query and {first['K']} KV heads, {first['dtype']}"
+    parts = [f"{name} ({depth}, {heads}), {first['gpu']}:"]
+    for what, label in MEASURES.items():
+        shown = [c for c in order if any(cell(cases[c], form, what) for form in forms)]
+        if shown:
+            head = [f"{label} (times SDPA)", *(f"B={B}, {length(T)}" for B, T in shown)]
+            lines = [[form, *(cell(cases[c], form, what) for c in shown)] for form in forms]
+            parts.append(common.markdown([head, *(line for line in lines if any(line[1:]))]))
+    if any(row.get("prefill_peak_mib") for row in rows):
+        head = ["peak GiB: prefill / decoding / static", *(f"B={B}, {length(T)}" for B, T in order)]
+        lines = [[form, *(peaks(cases[c], form) for c in order)] for form in forms]
+        parts.append(common.markdown([head, *lines]))
+    if any(EARLIER in part for part in parts):
+        parts.append(f"{EARLIER} times SDPA of its own run; the row of sdpa is of a later one.")
+    return "\n\n".join(parts)
+
+
+def table(rows: Sequence[Row]) -> str:
+    if not rows:
+        return common.NO_ROWS
+    models = latest(rows)
+    used = [
+        row for cases in models.values() for of_case in cases.values() for row in of_case.values()
+    ]
+    parts = [model_table(name, cases) for (name, *_), cases in models.items()]
+    failed = dict.fromkeys(
+        f"* {row['model']}, {row['form']}, B={row['B']}, {length(row['T'])}, {what}: {reason}"
+        for row in used
+        for what in MEASURES
+        if (reason := row.get(f"{what}_failed"))
+    )
+    last, gpus = rows[-1], ", ".join(dict.fromkeys(gpu for *_, gpu in models))
+    where = f"{gpus}, torch {last['torch']}, triton {last['triton']}, "
+    where += f"transformers {last['transformers']}; {common.commits(used)}."
+    parts += ["\n".join(failed)] if failed else []
+    return "\n\n".join([*parts, where])
+
+
+TABLES = {PAGE: {"generation": table}}
 
 
 # the command line
 
 
-def quick(device: torch.device, out: Path | None) -> tuple[Any, Plan]:
-    forms = forms_of((16,), local=32, ranked=32)
-    sizes: dict[str, Any] = dict(contexts=(256,), batches=(2,), static_contexts=(256,))
-    sizes |= dict(new_tokens=FIRST + 2, repeats=1)
-    sizes["static_forms"] = ("sdpa", "max of 16", "converted, 16")
-    network = network_of("tiny", None, device, torch.float32)
-    return network, Plan("tiny", forms, **sizes, dtype=torch.float32, out=out)
-
-
-def asked(args: argparse.Namespace, device: torch.device, out: Path | None) -> tuple[Any, Plan]:
+def plan_of(args: argparse.Namespace, out: Path | None) -> Plan:
+    if args.quick:
+        forms = forms_of((16,), local=32, ranked=32)
+        static = (BASELINE, "max of 16", "converted, 16")
+        return Plan(
+            "tiny", forms, (256,), (2,), FIRST + 2, (256,), static, 1, torch.float32, out=out
+        )
     forms = forms_of(args.s)
-    known = [form.name for form in forms]
-    static = args.static_forms or [
-        "sdpa",
-        next(n for n in known if n.startswith("max of")),
-        "defaults",
-    ]
-    for name, given in (("forms", args.forms or []), ("static-forms", static)):
-        if not set(given) <= set(known):
-            raise ValueError(f"{name} must be of {', '.join(known)}, got {', '.join(given)}")
-    least = dict(new_tokens=FIRST + 2, repeats=1, deadline=0)
-    values = {name: getattr(args, name) for name in least}
-    values |= {name: min(getattr(args, name)) for name in ("contexts", "batches")}
-    for name, value in values.items():
-        at_least = {"contexts": 2, "batches": 1}.get(name, least.get(name, 0))
-        if value is not None and value < at_least:
-            raise ValueError(f"{name} must be at least {at_least}, got {value}")
-    if args.layers is not None and args.layers < 1:
-        raise ValueError(f"layers must be at least 1, got {args.layers}")
-    if args.path is not None and args.layers is not None:
-        raise ValueError("layers must be left out with path")
-    dtype = torch.bfloat16
-    plan = Plan(
-        args.model if args.path is None else args.path.stem,
-        tuple(f for f in forms if not args.forms or f.name in args.forms),
-        tuple(args.contexts), tuple(args.batches), args.new_tokens,
-        (max(args.contexts),) if args.static_contexts is None else tuple(args.static_contexts),
-        tuple(static), args.repeats, dtype, args.deadline, out,
+    names = args.forms or [form.name for form in forms]
+    chosen = tuple(form for form in forms if form.name in names)
+    if len(chosen) < len(names):
+        raise ValueError(f"forms must be of {', '.join(form.name for form in forms)}, got {names}")
+    usual = [n for n in names if n in (BASELINE, "defaults", f"max of {args.s[0]}")]
+    static_contexts = args.static_contexts or [max(args.contexts)]
+    return Plan(
+        args.model, chosen, tuple(args.contexts), tuple(args.batches), args.new_tokens,
+        tuple(static_contexts), tuple(args.static_forms or usual), args.repeats,
+        deadline=args.deadline, out=out,
     )  # fmt: skip
-    if args.path is not None:
-        return loaded(args.path, device, dtype), plan
-    return network_of(args.model, args.layers, device, dtype), plan
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(prog="benchmarks.generation")
+    parser = common.parser_of("generation", __doc__, seconds=None)
     add = parser.add_argument
     add("--model", choices=SHAPES, default="smollm2-135m", help="a shape, with random weights")
     add("--layers", type=int, help="of the shape, all by default")
-    add("--path", type=Path, help="a folder or a GGUF file, instead of a shape")
-    add("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="T")
-    add("--batches", type=int, nargs="+", default=BATCHES, metavar="B")
+    add("--contexts", type=int, nargs="+", default=(2048, 4096, 8192), metavar="T")
+    add("--batches", type=int, nargs="+", default=(1, 16), metavar="B")
     add("--new-tokens", type=int, default=64)
     add("--s", type=int, nargs="+", default=(64,), help="block sizes")
     add("--forms", nargs="+", metavar="NAME", help="all by default")
@@ -577,20 +608,14 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--static-forms", nargs="+", metavar="NAME", help="sdpa, max and defaults by default")
     add("--repeats", type=int, default=3, help="of a forward; generate has fewer")
     add("--deadline", type=float, help="seconds after which no case begins")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--out", type=Path, help="JSONL; results/generation.jsonl, none with --quick")
-    add("--table", action="store_true", help="redraw the page of the rows there")
-    add("--quick", action="store_true", help="a tiny model, nothing recorded")
     args = parser.parse_args(argv)
     if args.table:
         rows = common.read_rows(args.out or RESULTS)
-        generation_report.draw(rows)
+        common.draw_pages(TABLES, rows)
         return rows
-    device = torch.device(args.device)
-    out = args.out or (None if args.quick else RESULTS)
-    network, plan = quick(device, out) if args.quick else asked(args, device, out)
-    rows = run(network, plan)
-    print(generation_report.table(rows), flush=True)
+    device, plan = torch.device(args.device), plan_of(args, common.out_of(args, RESULTS))
+    rows = run(network_of(plan.name, args.layers, device, plan.dtype), plan)
+    print(table(rows), flush=True)
     return rows
 
 

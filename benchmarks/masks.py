@@ -23,11 +23,10 @@ laws of all gradients.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,15 @@ from torch.nn.attention.flex_attention import create_mask
 from native_sparse_attention import masks
 from native_sparse_attention.masks import catalog
 
-from . import attention, common, oracle, report
+from . import attention, common, oracle
 from .common import Row
 from .oracle import Branch
+from .performance import PASSES, both
 from .problem import Setting, Tensors
 from .providers import Provider
 
 PAGE = common.ROOT / "docs" / "masks.md"
 RESULTS = common.RESULTS / "masks.jsonl"
-NO_ROWS = "not measured yet: run `python -m benchmarks.masks` on a GPU"
 NO_MASK = "(all of the past)"
 
 # of masks whose keys are not the tokens: they are not timed as self-attention is
@@ -215,22 +214,19 @@ def one(
     provider: Provider, about: Row, setting: Setting, check_length: int, seconds: float, device: Any
 ) -> list[Row]:
     """Rows of the forward and the backward pass, or the one that says why there are none."""
-    head = {**about, "provider": provider.name}
+    rows: list[Row] = []
+
+    def measure() -> Row:
+        small = dataclasses.replace(setting, T=min(setting.T, check_length))
+        x = attention.prepared(provider, small, device)
+        attention.verify(provider, x, small, None)
+        rows.extend(attention.measure(provider, setting, seconds, device))
+        return {}
+
     reason = provider.why_not(setting, device)
-    try:
-        if reason is None:
-            small = dataclasses.replace(setting, T=min(setting.T, check_length))
-            x = attention.prepared(provider, small, device)
-            attention.verify(provider, x, small, None)
-            rows = attention.measure(provider, setting, seconds, device)
-            return [{**head, **row} for row in rows]
-    except oracle.WrongResult as error:
-        reason = f"wrong: {error}"
-    except Exception as error:  # a provider that fails leaves a row with its reason
-        if not common.still_alive(device):
-            raise
-        reason = common.why(error)
-    return [{**head, "failed": reason}]
+    failed = {"failed": reason} if reason else common.attempt(measure, device)
+    head = {**about, "provider": provider.name}
+    return [{**head, **row} for row in ([failed] if failed else rows)]
 
 
 def run(
@@ -276,25 +272,25 @@ def line(row: Row) -> str:
 # the table
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Time and TFLOP/s, forward / backward; the latest row of each case."""
     latest: dict[tuple[int, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
         case = latest.setdefault((row["T"], row["mask"]), {})
         if "failed" in row:
-            for name in attention.DIRECTIONS:
+            for name in PASSES:
                 case.pop((row["provider"], name), None)
         case[row["provider"], row.get("pass", "failed")] = row
         if "pass" in row:
             case.pop((row["provider"], "failed"), None)
     if not latest:
-        return NO_ROWS
+        return common.NO_ROWS
 
     def cells(case: dict[tuple[str, str], Row], provider: str) -> list[str]:
-        passes = [case.get((provider, name), {}) for name in attention.DIRECTIONS]
+        passes = [case.get((provider, name), {}) for name in PASSES]
         if (provider, "failed") in case:
             return [case[provider, "failed"]["failed"].replace("|", "/"), ""]
-        return [report.both(row.get(field) for row in passes) for field in ("p50_ms", "tflops")]
+        return [both(row.get(field) for row in passes) for field in ("p50_ms", "tflops")]
 
     def percent(case: dict[tuple[str, str], Row], field: str) -> str:
         share = next(iter(case.values())).get(field)
@@ -323,30 +319,22 @@ def table(rows: list[Row]) -> str:
     return "\n\n".join([*parts, where])
 
 
-def render(page: str, rows: list[Row]) -> str:
-    """The page with its table drawn anew."""
-    return common.redraw(page, "masks", table(rows))
+TABLES = {PAGE: {"masks": table}}
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
     known = [name for name in catalog.CATALOG if name not in ASYMMETRIC]
-    parser = argparse.ArgumentParser(prog="benchmarks.masks")
+    parser = common.parser_of("masks", __doc__)
     parser.add_argument("--masks", nargs="*", choices=known, default=known)
     parser.add_argument("--scores", nargs="*", choices=list(SCORES), default=list(SCORES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--width", type=int, default=64, help="of a head")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of timing for each row")
-    parser.add_argument("--out", type=Path, help="JSONL; results/masks.jsonl, none with --quick")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--table", action="store_true", help="redraw the table of the rows there")
-    parser.add_argument("--quick", action="store_true", help="small ones, nothing recorded")
     args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    out = args.out or (None if args.quick and not args.table else RESULTS)
+    device, out = torch.device(args.device), common.out_of(args, RESULTS)
     if args.table:
-        rows = common.read_rows(out or RESULTS)
-        PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        rows = common.read_rows(args.out or RESULTS)
+        common.draw_pages(TABLES, rows)
         return rows
     # a kept graph runs backward again and again
     torch._functorch.config.donated_buffer = False

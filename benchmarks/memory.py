@@ -17,8 +17,7 @@ import json
 import resource
 import subprocess
 import sys
-import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,17 +29,10 @@ from .common import Row
 
 PAGE = common.ROOT / "docs" / "attention.md"
 RESULTS = common.RESULTS / "memory.jsonl"
-NO_ROWS = "not measured yet: run `python -m benchmarks.memory`"
-LENGTHS = [2**e for e in range(12, 18)]
-SIZE = dict(
-    heads=1,
-    dim_head=16,
-    compress_block_size=32,
-    compress_block_sliding_stride=16,
-    selection_block_size=32,
-    num_selected_blocks=8,
-    sliding_window_size=64,
-)
+SIZE: dict[str, Any] = dict(
+    heads=1, dim_head=16, compress_block_size=32, compress_block_sliding_stride=16,
+    selection_block_size=32, num_selected_blocks=8, sliding_window_size=64,
+)  # fmt: skip
 
 
 def resident() -> int:
@@ -52,20 +44,17 @@ def resident() -> int:
 def step(T: int, importance: str, device: torch.device) -> Row:
     """A step at length T, in this process."""
     torch.manual_seed(0)
-    size: dict[str, Any] = dict(SIZE, dim=SIZE["heads"] * SIZE["dim_head"])
-    layer = SparseAttention(**size, importance=importance, backend="eager").to(device)
-    cuda = device.type == "cuda"
+    dim, cuda = SIZE["heads"] * SIZE["dim_head"], device.type == "cuda"
+    layer = SparseAttention(dim, **SIZE, importance=importance, backend="eager").to(device)
 
     def run(length: int) -> float:
-        x = torch.randn(1, length, size["dim"], device=device, requires_grad=True)
-        if cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
+        x = torch.randn(1, length, dim, device=device, requires_grad=True)
+        began = common.synchronize(device)
         layer(x).square().sum().backward()
-        if cuda:
-            torch.cuda.synchronize()
-        assert x.grad is not None and bool(x.grad.isfinite().all())
-        return time.perf_counter() - began
+        seconds = common.synchronize(device) - began
+        if x.grad is None or not x.grad.isfinite().all():
+            raise common.WrongResult("a gradient is not finite")
+        return seconds
 
     run(256)
     if cuda:
@@ -76,34 +65,24 @@ def step(T: int, importance: str, device: torch.device) -> Row:
     return {"mib": round((after - before) / 2**20, 1), "seconds": round(seconds, 3)}
 
 
-def run(
-    lengths: list[int], importances: list[str], out: Path | None, device: torch.device
-) -> list[Row]:
-    known, rows = common.environment(device), []
-    for importance in importances:
-        for T in lengths:
-            command = [sys.executable, "-m", "benchmarks.memory", "--device", str(device)]
-            command += ["--one", str(T), "--importances", importance]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=common.ROOT)
-            if done.returncode:
-                raise SystemExit(f"T={T}, {importance}: {done.stderr.strip()}")
-            head = {"importance": importance, "T": T, **SIZE, "threads": torch.get_num_threads()}
-            row = {**head, **json.loads(done.stdout.splitlines()[-1]), **known}
-            print(
-                f"{importance:7} T={T:<7} {row['mib']:9.1f} MiB {row['seconds']:8.2f} s", flush=True
-            )
-            common.append_row(out, row)
-            rows.append(row)
-    return rows
+def measure(T: int, importance: str, device: torch.device) -> Row:
+    """A step in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.memory", "--device", str(device)]
+    command += ["--one", str(T), "--importances", importance]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=common.ROOT)
+    if done.returncode:
+        raise SystemExit(f"T={T}, {importance}: {done.stderr.strip()}")
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return {"importance": importance, "T": T, **SIZE, "threads": torch.get_num_threads(), **row}
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """MiB and seconds; the latest row of each case."""
     latest = {(row["gpu"], row["importance"], row["T"]): row for row in rows}
     if not latest:
-        return NO_ROWS
+        return common.NO_ROWS
     lengths = sorted({T for _, _, T in latest})
-    lines = [["MiB; seconds", *(f"{T // 1024}k" for T in lengths)]]
+    lines = [["MiB; seconds", *map(common.length, lengths)]]
     for gpu, importance in dict.fromkeys((gpu, importance) for gpu, importance, _ in latest):
         cells = []
         for T in lengths:
@@ -116,35 +95,34 @@ def table(rows: list[Row]) -> str:
     return common.markdown(lines)
 
 
-def render(page: str, rows: list[Row]) -> str:
-    """The page with its table drawn anew."""
-    return common.redraw(page, "memory", table(rows))
+TABLES = {PAGE: {"memory": table}}
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(prog="benchmarks.memory")
-    both = ["logits", "probs"]
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="T")
+    parser, both = common.parser_of("memory", __doc__, seconds=None), ["logits", "probs"]
+    lengths = [2**e for e in range(12, 18)]
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, metavar="T")
     parser.add_argument("--importances", nargs="+", choices=both, default=both)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="JSONL; results/memory.jsonl, none with --quick")
-    parser.add_argument("--table", action="store_true", help="redraw the table of the rows there")
-    parser.add_argument("--quick", action="store_true", help="short ones, nothing recorded")
-    parser.add_argument("--one", type=int, metavar="T", help="one step in this process, as JSON")
+    parser.add_argument("--one", type=int, metavar="T", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    device = torch.device(args.device)
+    device, out = torch.device(args.device), common.out_of(args, RESULTS)
     if args.one is not None:
         print(json.dumps(step(args.one, args.importances[0], device)))
         return []
-    out = args.out or (None if args.quick and not args.table else RESULTS)
     if args.table:
-        rows = common.read_rows(out or RESULTS)
-        PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        rows = common.read_rows(args.out or RESULTS)
+        common.draw_pages(TABLES, rows)
         return rows
-    lengths, importances = args.lengths, args.importances
     if args.quick:
-        lengths, importances = [512, 1024], ["logits"]
-    return run(lengths, importances, out, device)
+        args.lengths, args.importances = [512, 1024], ["logits"]
+    known, rows = common.environment(device), []
+    for importance in args.importances:
+        for T in args.lengths:
+            row = {**measure(T, importance, device), **known}
+            print(f"{importance:7} T={T:<7} {row['mib']:9.1f} MiB {row['seconds']:8.2f} s")
+            common.append_row(out, row)
+            rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,108 +1,306 @@
-"""The child of `against.py`: times the package that comes first on the path, and prints JSON. It is
-run as a file and imports no other module of benchmarks by name, as the other tree has its own."""
+"""The child of `against.py`: times one group of cases with the package that comes first on the path.
+
+    python benchmarks/one_tree.py TREE GROUP DEVICE SECONDS [quick]
+
+Prints a JSON object, case -> {"ms": ...} or {"failed": ...}. It is run as a file, uses public names
+of the package only, and loads its neighbours by path: the other tree has modules of their names.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SIZES: dict[str, Any] = dict(
-    compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
-    num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2, sliding_window_size=511,
-)  # fmt: skip
-# of H, K: the lengths
-FULL = {(64, 4): (8192, 65536), (32, 8): (8192, 65536), (32, 32): (8192, 65536)}
-QUICK = {(4, 2): (256,)}
-BATCHES = (1, 16, 64)
 
-
-def load_common() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "common_of_one_tree", Path(__file__).with_name("common.py")
-    )
+def load(name: str) -> ModuleType:
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"{name}_of_one_tree", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def tensors(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes]
+common, twin = load("common"), load("twin")
+
+Call = Callable[[], Any]
+# a name, and what is timed: a call, or a number of ms that was measured already
+Case = tuple[str, Call | float]
+
+SIZES: dict[str, Any] = dict(
+    compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
+    num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2, sliding_window_size=511,
+)  # fmt: skip
+PRESETS = ("paper", "short-windows", "one-softmax")
 
 
-def layer_calls(
-    heads: tuple[int, int], T: int, width: int, device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The ranking, the three branches and the gate: forward, and forward and backward."""
+class Sizes:
+    """Of the whole run; `quick` is for a CPU."""
+
+    def __init__(self, quick: bool, device: torch.device) -> None:
+        self.device, self.quick = device, quick
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.operators = {(4, 2): (256,)} if quick else {
+            heads: (8192, 65536) for heads in ((64, 4), (32, 8), (32, 32))
+        }  # fmt: skip
+        self.width = 16 if quick else 128
+        self.dim, self.heads, self.kv_heads = (64, 4, 2) if quick else (4096, 32, 8)
+        self.lengths = (256,) if quick else (8192, 16384, 65536)
+        self.short = 128 if quick else 1024
+        self.cached = 256 if quick else 16384
+        self.batches = (1,) if quick else (1, 16, 64)
+        self.decoded = 256 if quick else 65536
+        self.repeats = 3 if quick else 50
+
+    def draw(self, *shape: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(0)
+        return torch.randn(shape, device=self.device, dtype=self.dtype, generator=generator)
+
+
+# what is timed
+
+
+def layer_of(at: Sizes, preset: str, length: int) -> Any:
+    """A layer of a preset, or the dense twin."""
+    torch.manual_seed(0)
+    if preset == "dense":
+        layer: Any = twin.DenseAttention(at.dim, at.heads, at.kv_heads, at.width)
+        return layer.to(at.device, at.dtype)
+    from native_sparse_attention import NSAConfig, SparseAttention
+    from native_sparse_attention.compress import MeanPool
+
+    settings: dict[str, Any] = dict(
+        dim=at.dim, heads=at.heads, kv_heads=at.kv_heads, dim_head=at.width, causal=True
+    )
+    config = NSAConfig.preset(preset, length, **settings)
+    names = {**SIZES, "branches": 0, "importance": 0, "branch_kv": 0, "rank_rotated": 0}
+    settings |= {name: getattr(config, name) for name in names}
+    if preset != "one-softmax":
+        settings["compress_mlp"] = MeanPool()
+    return SparseAttention(**settings).to(at.device, at.dtype)
+
+
+def passes(layer: Any, x: Tensor) -> Iterator[tuple[str, Call]]:
+    d_out, weights = torch.ones_like(x), list(layer.parameters())
+
+    def both() -> None:
+        x.grad = None
+        for weight in weights:
+            weight.grad = None
+        layer(x).backward(d_out)
+
+    def forward() -> None:
+        with torch.no_grad():
+            layer(x)
+
+    yield "forward", forward
+    yield "both", both
+
+
+def operators(at: Sizes) -> Iterator[Case]:
+    """The ranking, the three branches and the gate."""
     from native_sparse_attention import native_sparse_attention
 
-    (H, K), W = heads, T // 16
-    *rows, gates, grad = tensors(
-        device, dtype, (1, T, H, width), (1, T, K, width), (1, T, K, width), (1, W, K, width),
-        (1, W, K, width), (1, T, H, 3), (1, T, H, width),
+    for (H, K), lengths in at.operators.items():
+        for T in lengths:
+            W, D = T // 16, at.width
+            shapes = [(1, T, H, D), (1, T, K, D), (1, T, K, D), (1, W, K, D), (1, W, K, D)]
+            inputs = [at.draw(*shape) for shape in shapes]
+            inputs = [t.requires_grad_() for t in (*inputs, at.draw(1, T, H, 3).sigmoid())]
+            d_out = at.draw(1, T, H, D)
+
+            def call(inputs: list[Tensor] = inputs) -> Tensor:
+                out: Tensor = native_sparse_attention(*inputs, **SIZES, causal=True)
+                return out
+
+            def forward(call: Any = call) -> None:
+                with torch.no_grad():
+                    call()
+
+            def both(call: Any = call, inputs: Any = inputs, d_out: Any = d_out) -> None:
+                torch.autograd.grad(call(), inputs, d_out)
+
+            yield f"operator, forward, H={H} K={K}, T={T}", forward
+            yield f"operator, both, H={H} K={K}, T={T}", both
+
+
+def layers(at: Sizes) -> Iterator[Case]:
+    for preset in ("dense", *PRESETS):
+        for T in at.lengths:
+            layer, x = layer_of(at, preset, T), at.draw(1, T, at.dim).requires_grad_()
+            for name, call in passes(layer, x):
+                yield f"layer, {preset}, {name}, T={T}", call
+
+
+def host(at: Sizes) -> Iterator[Case]:
+    """Time until Python has control again, the device idle at the start."""
+    for preset in ("dense", *PRESETS):
+        layer, x = layer_of(at, preset, at.short), at.draw(1, at.short, at.dim).requires_grad_()
+        for name, call in passes(layer, x):
+            times = []
+            for index in range(at.repeats + 5):
+                began = common.synchronize(at.device)
+                call()
+                if index >= 5:
+                    times.append((time.perf_counter() - began) * 1e3)
+            yield f"host, {preset}, {name}, T={at.short}", statistics.median(times)
+
+
+def graphs(at: Sizes) -> Iterator[Case]:
+    """A layer in a CUDA graph."""
+    for preset in ("dense", *PRESETS):
+        for T in (at.short, at.cached):
+            layer, x = layer_of(at, preset, T), at.draw(1, T, at.dim).requires_grad_()
+            if at.device.type == "cuda":
+                layer = torch.cuda.make_graphed_callables(layer, (x,))
+            for name, call in passes(layer, x):
+                yield f"graph, {preset}, {name}, T={T}", call
+
+
+def decoding(at: Sizes) -> Iterator[Case]:
+    """A step of the operator over a cache of B sequences; of a layer, eager, over a cache."""
+    from native_sparse_attention import KVCache, decode_attention
+
+    H, K = (4, 2) if at.quick else (64, 4)
+    for B in at.batches:
+        S, D, W = at.decoded, at.width, at.decoded // 16
+        shapes = [(B, 1, H, D), (B, S, K, D), (B, S, K, D), (B, W, K, D), (B, W, K, D)]
+        inputs = [*map(lambda shape: at.draw(*shape), shapes), at.draw(B, 1, H, 3).sigmoid()]
+        lengths = torch.full((B,), S - 1, device=at.device, dtype=torch.int32)
+
+        def operator(inputs: Any = inputs, lengths: Any = lengths) -> None:
+            decode_attention(*inputs, lengths, **SIZES)
+
+        yield f"decode, operator, B={B}, S={S}", operator
+        del inputs
+    for preset in PRESETS:
+        layer, token = layer_of(at, preset, at.cached), at.draw(1, 1, at.dim)
+        cache = KVCache(at.cached + at.repeats + 8)
+        layer(at.draw(1, at.cached, at.dim), cache=cache)
+        times = []
+        for _ in range(at.repeats + 5):
+            began = common.synchronize(at.device)
+            layer(token, cache=cache)
+            times.append((common.synchronize(at.device) - began) * 1e3)
+        yield f"decode, layer, {preset}, S={at.cached}", statistics.median(times[5:])
+
+
+def generation(at: Sizes) -> Iterator[Case]:
+    """A Llama of transformers under `use_sparse_attention`: prefill, and a step of `generate`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from native_sparse_attention.hf import use_sparse_attention
+
+    sizes = dict(
+        num_hidden_layers=4, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=32000, max_position_embeddings=2**17,
     )  # fmt: skip
-    inputs = [t.requires_grad_() for t in (*rows, gates.sigmoid())]
+    if at.quick:
+        sizes |= dict(num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=64)
+        sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    special: Any = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **special)).to(at.device, at.dtype).eval()
+    model = use_sparse_attention(model, dict(dense_length=0))
+    T, new = (64, 10) if at.quick else (8192, 40)
 
-    def forward() -> Tensor:
-        out: Tensor = native_sparse_attention(*inputs, **SIZES, causal=True)
-        return out
+    def seconds(ids: Tensor, count: int, **cache: Any) -> float:
+        began = common.synchronize(at.device)
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+            min_new_tokens=count, **cache,
+        )  # fmt: skip
+        return common.synchronize(at.device) - began
 
-    def alone() -> None:
-        with torch.no_grad():
-            forward()
-
-    yield "forward", alone
-    yield "both", lambda: torch.autograd.grad(forward(), inputs, grad)
-
-
-def decode_call(
-    heads: tuple[int, int], B: int, S: int, width: int, device: torch.device, dtype: torch.dtype
-) -> Callable[[], Any]:
-    """A step of each of B sequences over S tokens."""
-    from native_sparse_attention import decode_attention
-
-    H, K = heads
-    q, k, v, ck, cv, gates = tensors(
-        device, dtype, (B, 1, H, width), (B, S, K, width), (B, S, K, width),
-        (B, S // 16, K, width), (B, S // 16, K, width), (B, 1, H, 3),
-    )  # fmt: skip
-    lengths = torch.full((B,), S - 1, device=device, dtype=torch.int32)
-    return lambda: decode_attention(q, k, v, ck, cv, gates.sigmoid(), lengths, **SIZES)
+    for B in (1,) if at.quick else (1, 16):
+        ids = torch.randint(sizes["vocab_size"], (B, T), device=at.device)
+        yield f"llama, prefill, B={B}, T={T}", lambda ids=ids: model(ids, logits_to_keep=1)
+        for kind in ("dynamic", "static") if at.device.type == "cuda" else ("dynamic",):
+            cache = {} if kind == "dynamic" else dict(cache_implementation="static")
+            seconds(ids, new, **cache)
+            whole = min(seconds(ids, new, **cache) for _ in range(2))
+            short = min(seconds(ids, 2, **cache) for _ in range(2))
+            yield f"llama, step, {kind}, B={B}, T={T}", (whole - short) / (new - 2) * 1e3
 
 
-@torch.no_grad()
-def main(root: str, device_name: str, quick: bool, seconds: float) -> None:
+def first_call(at: Sizes) -> Iterator[Case]:
+    """Forward and backward in a fresh process with an empty Triton cache; a call follows that finds
+    all compiled."""
+    layer, x = layer_of(at, "paper", at.short), at.draw(1, at.short, at.dim).requires_grad_()
+    (_, both) = passes(layer, x)
+    for name in ("first call", "call after it"):
+        began = common.synchronize(at.device)
+        with torch.enable_grad():
+            both[1]()
+        yield f"{name}, T={at.short}", (common.synchronize(at.device) - began) * 1e3
+
+
+def first_compile(at: Sizes) -> Iterator[Case]:
+    """The same through torch.compile."""
+    for preset in ("dense", "paper"):
+        layer = torch.compile(layer_of(at, preset, at.short), fullgraph=True)
+        x = at.draw(1, at.short, at.dim).requires_grad_()
+        began = common.synchronize(at.device)
+        with torch.enable_grad():
+            layer(x).square().sum().backward()
+        yield f"first torch.compile, {preset}", (common.synchronize(at.device) - began) * 1e3
+
+
+GROUPS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
+    "operators": operators,
+    "layers": layers,
+    "host": host,
+    "graphs": graphs,
+    "decoding": decoding,
+    "generation": generation,
+    "first_call": first_call,
+    "first_compile": first_compile,
+}
+
+
+def measure(at: Sizes, group: str, seconds: float) -> dict[str, dict[str, Any]]:
+    """The cases of a group. One that fails ends it, as those after it share what was built."""
+    found: dict[str, dict[str, Any]] = {}
+    last = f"{group}, its first case"
+    with contextlib.ExitStack() as stack:
+        # what runs in a graph is captured with gradients
+        stack.enter_context(torch.no_grad() if group in ("decoding", "generation")
+                            else torch.enable_grad())  # fmt: skip
+        try:
+            for last, case in GROUPS[group](at):
+                ms = case
+                if not isinstance(case, float):
+                    ms = common.time_call(case, seconds, at.device)["p50_ms"]
+                found[last] = {"ms": round(float(ms), 5)}  # type: ignore[arg-type]
+                common.release()
+        except Exception as error:
+            found[f"{group}, after {last}" if last in found else last] = {
+                "failed": common.why(error)
+            }
+    return found
+
+
+def main(root: str, group: str, device: str, seconds: float, quick: bool) -> None:
     import native_sparse_attention
 
-    found = Path(native_sparse_attention.__file__).resolve()
-    if Path(root).resolve() not in found.parents:
-        sys.exit(f"the package is that of {found.parent}, not of {root}")
-    common, device = load_common(), torch.device(device_name)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    width, times = (16 if quick else 128), {}
-
-    def add(name: str, call: Callable[[], Any]) -> None:
-        times[name] = common.time_call(call, seconds, device)["p50_ms"]
-        common.release()
-
-    for heads, lengths in (QUICK if quick else FULL).items():
-        for T in lengths:
-            for what, call in layer_calls(heads, T, width, device, dtype):
-                with torch.enable_grad():
-                    add(f"{what}, H={heads[0]} K={heads[1]}, T={T}", call)
-    heads, S = ((4, 2), 256) if quick else ((64, 4), 65536)
-    for B in BATCHES[: 1 if quick else None]:
-        add(f"decode, B={B}, S={S}", decode_call(heads, B, S, width, device, dtype))
-    print(json.dumps(times))
+    package = Path(native_sparse_attention.__file__).resolve()
+    if Path(root).resolve() not in package.parents:
+        sys.exit(f"the package is that of {package.parent}, not of {root}")
+    at = Sizes(quick, torch.device(device))
+    print(json.dumps(measure(at, group, seconds)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3] == "quick", float(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), "quick" in sys.argv[5:])

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .common import WrongResult
 from .problem import Setting, Tensors
+
+__all__ = ["Branch", "WrongResult"]
 
 # laid out [1 T H ...]; all others [1 S K ...]
 OF_QUERIES = ("q", "branch_gates", "d_out")
-
-
-class WrongResult(Exception):
-    """A provider's result is not what it should be: not to be timed."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ float32: at most so many times the error (root mean square) of eager PyTorch in 
 
 from __future__ import annotations
 
-import argparse
+import functools
 import itertools
-import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from native_sparse_attention import Transformer
 
 from . import common
-from .common import Row
+from .common import Row, WrongResult
 
 PAGE = common.ROOT / "docs" / "training.md"
 RESULTS = common.RESULTS / "training.jsonl"
@@ -40,10 +39,6 @@ SPARSE = dict(
 QUICK = dict(MODEL, dim=64, depth=2, dim_head=16)
 
 Loss = Callable[[Tensor], Tensor]
-
-
-class WrongResult(Exception):
-    """A model whose numbers are off."""
 
 
 def ours(model: dict[str, Any], **kwargs: Any) -> nn.Module:
@@ -197,13 +192,10 @@ def step_times(step: Callable[[], None], device: torch.device) -> list[float]:
 # the table
 
 
-def show(row: Row) -> str:
-    fields = ("provider", "T", "tokens_per_s", "failed")
-    return "  ".join(str(row[field]) for field in fields if field in row)
-
-
-def table(rows: list[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Thousands of tokens a second, the latest row of each provider and length."""
+    if not rows:
+        return common.NO_ROWS
     latest = {(row["provider"], row["T"]): row for row in rows}
     lengths = sorted({T for _, T in latest})
     lines = [["thousand tokens/s (GiB)", *(f"T = {T}" for T in lengths)]]
@@ -217,50 +209,41 @@ def table(rows: list[Row]) -> str:
                 cell = f"{row['tokens_per_s'] / 1e3:.0f} ({mib / 1024:.1f})"
             cells.append(cell)
         lines.append([provider, *cells])
-    last = rows[-1]
-    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in latest.values()))
-    where = "{gpu}, torch {torch}, triton {triton}".format(**last) + f", commits {commits}."
+    where = "{gpu}, torch {torch}, triton {triton}".format(**rows[-1])
+    where += f", commits {common.seen(latest.values(), 'commit')}."
     return f"{common.markdown(lines)}\n\n{where}"
 
 
-def render(page: str, rows: list[Row]) -> str:
-    """The page with its table drawn anew."""
-    return common.redraw(page, "throughput", table(rows))
+TABLES = {PAGE: {"throughput": table}}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.training")
+def main(argv: list[str] | None = None) -> list[Row]:
+    parser = common.parser_of("training", __doc__, seconds=None)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 8192])
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="redraw the table of the rows there")
-    parser.add_argument("--quick", action="store_true", help="a small model, nothing recorded")
     args = parser.parse_args(argv)
+    rows = common.read_rows(args.out or RESULTS)
     if args.table:
-        rows = common.read_rows(args.out)
-        if not rows:
-            sys.exit(f"{args.out} has no rows: run without --table first")
-        PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
-        return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokens, lengths, out = MODEL, args.tokens, args.lengths, args.out
+        common.draw_pages(TABLES, rows)
+        return rows
+    device, out = torch.device(args.device), common.out_of(args, RESULTS)
+    model, tokens, lengths = MODEL, args.tokens, args.lengths
     if args.quick:
-        model, tokens, lengths, out = QUICK, 256, [128], None
-    known = common.environment(device)
+        model, tokens, lengths = QUICK, 256, [128]
+    known, rows = common.environment(device), []
     for T in lengths:
         for name in args.providers:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    row = run(name, T, tokens, model, device)
-            except Exception as error:  # a model that fails leaves a row with its reason
-                row = {"provider": name, "T": T, "failed": common.why(error)}
-                if not common.still_alive(device):
-                    raise
+            timed = functools.partial(run, name, T, tokens, model, device)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                row = {"provider": name, "T": T, **common.attempt(timed, device), **known}
             common.release()
-            print(show(row), flush=True)
-            common.append_row(out, {**row, **known})
+            told = (str(row[field]) for field in ("tokens_per_s", "failed") if field in row)
+            print(name, T, *told, flush=True)
+            common.append_row(out, row)
+            rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

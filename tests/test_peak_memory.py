@@ -12,8 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import common
-from benchmarks.goals import MOST_MEMORY
-from benchmarks.report import Rows
+from benchmarks.performance import MOST_MEMORY, Rows
 from native_sparse_attention.kernels.common import sm90
 
 SCRIPT = Path(__file__).parent / "scripts" / "peak_memory.py"

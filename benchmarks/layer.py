@@ -1,9 +1,9 @@
 """Host time, wall time, GPU time and kernel launches of the layer, against a dense twin.
 
-    python -m benchmarks.host                append rows to results/host.jsonl, print the table
-    python -m benchmarks.host --first-call   first calls of fresh processes, Triton's cache empty
-    python -m benchmarks.host --table        redraw docs/performance.md, print the table
-    python -m benchmarks.host --quick        tiny sizes, nothing recorded
+    python -m benchmarks.layer                append rows to results/host.jsonl, print the table
+    python -m benchmarks.layer --first-call   first calls of fresh processes, Triton's cache empty
+    python -m benchmarks.layer --table        redraw docs/performance.md from the rows
+    python -m benchmarks.layer --quick        tiny sizes, nothing recorded
 
 The layer is `SparseAttention` with mean pooling; the twin has the same norm, projections and rotary
 embedding around `F.scaled_dot_product_attention`. Both run eager, in bf16, batch 1, in one process.
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import functools
 import json
 import os
 import statistics
@@ -31,26 +30,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from native_sparse_attention import KVCache, SparseAttention
 from native_sparse_attention.compress import MeanPool
-from native_sparse_attention.rotary import Rotary, rotate
 
-from . import common, goals, host_report
-from .cases import NO_ROWS, length
-from .common import Row
-from .oracle import WrongResult
+from . import common
+from .common import NO_ROWS, Row, WrongResult, length
 from .problem import Setting
+from .twin import DenseAttention, DenseCache
 
+PAGE = common.ROOT / "docs" / "performance.md"
 RESULTS = common.RESULTS / "host.jsonl"
 PROVIDERS = ("dense", "sparse")
 CHECK_LENGTH = 2048
@@ -60,9 +55,6 @@ FACTOR = 2.0
 # gradient is 0, and what is found is rounding
 ZERO = "dk_intrablock_positions"
 CHECKED_STEPS = 4
-
-# of a dense decode step: cuDNN builds a plan for each length of the cache, in 34 ms (H100)
-STEP_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Call = Callable[[], Any]
 
@@ -93,75 +85,15 @@ def tiny() -> Plan:
 # the two layers
 
 
-class DenseAttention(nn.Module):
-    """The dense twin: the norm, the projections and the rotary embedding of `SparseAttention`."""
-
-    backend = "auto"
-
-    def __init__(self, dim: int, heads: int, kv_heads: int, dim_head: int) -> None:
-        super().__init__()
-        self.dim_head, self.split = dim_head, (heads * dim_head, *(kv_heads * dim_head,) * 2)
-        self.grouped = heads != kv_heads
-        self.norm = nn.RMSNorm(dim)
-        self.to_qkv = nn.Linear(dim, sum(self.split), bias=False)
-        self.rotary = Rotary(dim_head)
-        self.combine_heads = nn.Linear(heads * dim_head, dim, bias=False)
-
-    def forward(self, x: Tensor, cache: DenseCache | None = None) -> Tensor:
-        parts = self.to_qkv(self.norm(x)).split(self.split, dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, self.dim_head)).transpose(1, 2) for t in parts)
-        start = 0 if cache is None else cache.size
-        q, k = rotate(self.rotary, [q, k], start, None, self.backend)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        causal = q.shape[2] > 1
-        attend = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
-        kinds = [SDPBackend.MATH] if self.backend == "eager" else [] if causal else STEP_BACKENDS
-        with sdpa_kernel(kinds) if kinds else nullcontext():
-            out = attend(q, k, v, enable_gqa=self.grouped)
-        return self.combine_heads(out.transpose(1, 2).flatten(2))
-
-
-class DenseCache:
-    """Keys and values [b h s d] of the tokens so far, in storage allocated once."""
-
-    def __init__(self, max_length: int) -> None:
-        self.size, self.max_length = 0, max_length
-        self.stored: list[Tensor] = []
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.stored:
-            b, h, _, d = k.shape
-            self.stored = [t.new_empty(b, h, self.max_length, d) for t in (k, v)]
-        end = self.size + k.shape[2]
-        for stored, t in zip(self.stored, (k, v), strict=True):
-            stored[:, :, self.size : end] = t
-        self.size = end
-        return self.stored[0][:, :, :end], self.stored[1][:, :, :end]
-
-
 def layer_of(name: str, plan: Plan, device: torch.device) -> nn.Module:
     c = plan.setting
     torch.manual_seed(0)
-    layer: nn.Module
     if name == "dense":
-        layer = DenseAttention(plan.dim, c.H, c.K, c.D)
-    else:
-        layer = SparseAttention(
-            plan.dim,
-            c.D,
-            c.H,
-            c.w,
-            c.l,
-            c.s,
-            c.n,
-            kv_heads=c.K,
-            num_compressed_mem_kv=0,
-            causal=True,
-            compress_mlp=MeanPool(),
-            compress_block_sliding_stride=c.d,
-            **c.forced,
-        )
+        return DenseAttention(plan.dim, c.H, c.K, c.D).to(device, c.dtype)
+    layer = SparseAttention(
+        plan.dim, c.D, c.H, c.w, c.l, c.s, c.n, kv_heads=c.K, num_compressed_mem_kv=0, causal=True,
+        compress_mlp=MeanPool(), compress_block_sliding_stride=c.d, **c.forced,
+    )  # fmt: skip
     return layer.to(device, c.dtype)
 
 
@@ -189,10 +121,10 @@ def results(layer: nn.Module, x: Tensor, d_out: Tensor) -> dict[str, Tensor]:
     clear(layer, x)
     out = layer(x)
     out.backward(d_out)
-    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    found = {"out": out.detach(), "dx": x.grad, **{f"d{name}": g for name, g in grads.items()}}
+    grads = {f"d{name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    tensors = {"out": out.detach(), "dx": x.grad, **grads}
     clear(layer, x)
-    return {name: t for name, t in found.items() if t is not None}
+    return {name: t for name, t in tensors.items() if t is not None}
 
 
 def decoded(layer: nn.Module, name: str, x: Tensor) -> Tensor:
@@ -204,34 +136,25 @@ def decoded(layer: nn.Module, name: str, x: Tensor) -> Tensor:
         return torch.cat([layer(t, cache=cache) for t in x[:, before:].split(1, 1)], 1)
 
 
-def within_budget(name: str, got: Tensor, exact: Tensor, low: Tensor) -> float:
+def share_of_budget(
+    name: str, got: Tensor, exact: Tensor, low: Tensor, of_median_token: bool = False
+) -> float:
     """The error (root mean square) as a share of its budget: `FACTOR` times that of eager PyTorch
-    in the same dtype, and one unit in the last place.
+    in the same dtype, and one unit in the last place. Or the error of the median token: near-ties
+    of the ranking go one way or the other, and the few tokens that have one err by a whole block.
 
     Raises:
         WrongResult: an error above its budget.
     """
-    scale = exact.norm().item()
-    error, lowp = ((t.double() - exact).norm().item() for t in (got, low))
+
+    def size(t: Tensor) -> float:
+        return (t.norm(dim=-1).median() if of_median_token else t.norm()).item()
+
+    error, lowp = (size(t.double() - exact) for t in (got, low))
     # gradients of weights are sums over all tokens, formed in fp32
-    budget = FACTOR * lowp + torch.finfo(got.dtype).eps * scale
+    budget = FACTOR * lowp + torch.finfo(got.dtype).eps * size(exact)
     if not error <= budget:
         raise WrongResult(f"{name} errs by {error:.2e}, above {budget:.2e}")
-    return error / budget if budget else 0.0
-
-
-def rows_within_budget(got: Tensor, exact: Tensor, low: Tensor) -> float:
-    """As `within_budget`, of the median over tokens of each token's error: near-ties of the ranking
-    go one way or the other, and the few tokens that have one err by a whole block.
-
-    Raises:
-        WrongResult
-    """
-    error, lowp = ((t.double() - exact).norm(dim=-1).median().item() for t in (got, low))
-    scale = exact.norm(dim=-1).median().item()
-    budget = FACTOR * lowp + torch.finfo(got.dtype).eps * scale
-    if not error <= budget:
-        raise WrongResult(f"a median token errs by {error:.2e}, above {budget:.2e}")
     return error / budget if budget else 0.0
 
 
@@ -253,22 +176,16 @@ def check(layer: nn.Module, name: str, plan: Plan, device: torch.device) -> floa
     right = results(exact, x.to(wide), d_out.to(wide))
     got, eager = results(layer, x, d_out), results(low, x, d_out)
     right.pop(ZERO, None)
-    shares = [within_budget(n, got[n], t.double(), eager[n]) for n, t in right.items()]
+    shares = [share_of_budget(n, got[n], t.double(), eager[n]) for n, t in right.items()]
     ends = [t["out"][:, -CHECKED_STEPS:] for t in (right, eager)]
-    shares.append(within_budget("decode", decoded(layer, name, x), ends[0].double(), ends[1]))
+    shares.append(share_of_budget("decode", decoded(layer, name, x), ends[0].double(), ends[1]))
     x = draw(plan, plan.check_length, device)
     with torch.no_grad():
         outs = layer(x), exact(x.to(wide)).double(), low(x)
-    shares.append(rows_within_budget(*outs))
-    return max(shares)
+    return max(*shares, share_of_budget("a median token", *outs, of_median_token=True))
 
 
 # times
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def clock(calls: dict[str, tuple[Call, Call]], plan: Plan, device: torch.device) -> dict[str, Row]:
@@ -278,12 +195,9 @@ def clock(calls: dict[str, tuple[Call, Call]], plan: Plan, device: torch.device)
     for index in range(plan.warmup + plan.repeats):
         for name, (call, before) in calls.items():
             before()
-            synchronize(device)
-            began = time.perf_counter()
+            began = common.synchronize(device)
             call()
-            returned = time.perf_counter()
-            synchronize(device)
-            ended = time.perf_counter()
+            returned, ended = time.perf_counter(), common.synchronize(device)
             if index >= plan.warmup:
                 times[name][0].append((returned - began) * 1e3)
                 times[name][1].append((ended - began) * 1e3)
@@ -452,11 +366,9 @@ def first_calls(name: str, plan: Plan, device: torch.device) -> list[Row]:
         d_out, options = torch.ones_like(x), {}
         if offsets is not None:
             options["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device=device)
-        synchronize(device)
-        before, began = compiled(folder), time.perf_counter()
+        before, began = compiled(folder), common.synchronize(device)
         layer(x, **options).backward(d_out)
-        synchronize(device)
-        seconds = round(time.perf_counter() - began, 4)
+        seconds = round(common.synchronize(device) - began, 4)
         count = compiled(folder) - before if device.type == "cuda" else None
         row: Row = {"pass": "first call", "form": form, "batch": batch, "T": T}
         rows.append({**row, "seconds": seconds, "compiled": count})
@@ -469,7 +381,7 @@ def run_first_calls(plan: Plan, quick: bool, device: torch.device) -> list[Row]:
     known, rows = common.environment(device), []
     for name in PROVIDERS:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.host", "--child", name]
+            command = [sys.executable, "-m", "benchmarks.layer", "--child", name]
             command += ["--device", str(device), *(["--quick"] if quick else [])]
             done = subprocess.run(
                 command,
@@ -480,103 +392,111 @@ def run_first_calls(plan: Plan, quick: bool, device: torch.device) -> list[Row]:
             )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no message"]
-            found: list[Row] = [{"pass": "first call", "failed": lines[-1][:300]}]
+            measured: list[Row] = [{"pass": "first call", "failed": lines[-1][:300]}]
         else:
-            found = json.loads(done.stdout.strip().splitlines()[-1])
-        for row in found:
+            measured = json.loads(done.stdout.strip().splitlines()[-1])
+        for row in measured:
             row = {**head(name, plan), **row, **known}
             common.append_row(plan.out, row)
             rows.append(row)
     return rows
 
 
-# the table
+# the tables
+
+PASSES = {"forward": "forward", "both": "both passes", "decode": "decode step"}
+FIELDS = {"wall_ms": "wall, ms", "host_ms": "host, ms", "busy_ms": "GPU, ms", "kernels": "kernels"}
+FORMS = {
+    "first": "first call",
+    "again": "the same again",
+    "length": "another length",
+    "batch": "another batch",
+    "documents": "packed documents",
+    "other documents": "others of them",
+}
+
+Cases = dict[tuple[str, int, str | None], dict[str, Row]]
 
 
-def ratio(a: float | None, b: float | None) -> str:
-    return "" if a is None or not b else f"{a / b:.2f}"
-
-
-def shown(value: float | None) -> str:
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
-
-
-def target(field: str, which: str, T: int, form: str | None) -> str:
-    if field == "host_ms":
-        return f"ratio <= {goals.MOST_HOST:g}"
-    if field == "kernels" and which == "both":
-        return f"sparse <= {goals.MOST_KERNELS}"
-    if field == "wall_ms" and which == "both" and T in goals.LEAST_WALL:
-        return f"ratio <= 1/{goals.LEAST_WALL[T]:g}"
-    if field == "seconds" and form == "first":
-        return f"sparse <= {goals.MOST_FIRST_CALL:g} s"
-    return ""
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Sparse, dense, their ratio and the target, of the latest rows of the GPU of the last row."""
-    if not rows:
-        return NO_ROWS
-    rows = [row for row in rows if row["gpu"] == rows[-1]["gpu"]]
-    fields = ("host_ms", "wall_ms", "gpu_ms", "busy_ms", "kernels", "copies", "seconds", "compiled")
-    cases: dict[tuple[str, int, str | None], dict[str, Row]] = {}
+def latest(rows: Sequence[Row], passes: Collection[str]) -> Cases:
+    """Of the rows of these passes the last ones of the last row's GPU, of both layers, by case."""
+    rows = [row for row in rows if row.get("pass") in passes and "failed" not in row]
+    cases: Cases = {}
     for row in rows:
-        if "failed" not in row:
+        if row["gpu"] == rows[-1]["gpu"]:
             case = (row["pass"], row["T"], row.get("form"))
             cases.setdefault(case, {})[row["provider"]] = row
-    lines = [["", "sparse", "dense", "sparse / dense", "target"]]
-    for (which, T, form), found in cases.items():
-        name = ", ".join(part for part in (which, form, length(T)) if part)
-        for field in fields:
-            sparse, dense = (found.get(n, {}).get(field) for n in ("sparse", "dense"))
-            if sparse is not None or dense is not None:
-                cells = [shown(sparse), shown(dense), ratio(sparse, dense)]
-                lines.append([f"{name}: {field}", *cells, target(field, which, T, form)])
-    failed = [f"* {row['provider']}: {row['failed']}" for row in rows if "failed" in row]
-    last = rows[-1]
-    where = f"{last['gpu']}, torch {last['torch']}, triton {last['triton']}, "
-    where += f"commit {str(last['commit'])[:7]}."
-    return "\n".join([common.markdown(lines), "", where, *failed])
+    return {case: pair for case, pair in cases.items() if "sparse" in pair}
+
+
+def where(cases: Cases) -> str:
+    rows = [row for pair in cases.values() for row in pair.values()]
+    versions = f"torch {rows[0]['torch']}, triton {rows[0]['triton']}"
+    return f"{rows[0]['gpu']}, {versions}; {common.commits(rows)}."
+
+
+def cell(pair: dict[str, Row], field: str) -> str:
+    """Ours, and how many times that of the dense twin it is."""
+    ours, dense = (pair.get(name, {}).get(field) for name in ("sparse", "dense"))
+    if ours is None:
+        return ""
+    text = f"{ours:.3g}" if isinstance(ours, float) else str(ours)
+    return f"{text} ({ours / dense:.2f})" if dense else text
+
+
+def wall_table(rows: Sequence[Row]) -> str:
+    cases = latest(rows, PASSES)
+    if not cases:
+        return NO_ROWS
+    head = ["sparse (times dense)", *(f"{PASSES[name]}, {length(T)}" for name, T, _ in cases)]
+    lines = [[text, *(cell(p, f) for p in cases.values())] for f, text in FIELDS.items()]
+    return f"{common.markdown([head, *lines])}\n\n{where(cases)}"
+
+
+def first_call_table(rows: Sequence[Row]) -> str:
+    cases = latest(rows, ("first call",))
+    if not cases:
+        return NO_ROWS
+    lines = [["call", "sparse, s", "dense, s", "kernels compiled"]]
+    for (_, T, form), pair in cases.items():
+        seconds = (f"{pair[n]['seconds']:.3g}" if n in pair else "" for n in PROVIDERS[::-1])
+        count = pair["sparse"]["compiled"]
+        name = f"{FORMS[str(form)]}, {length(T)}"
+        lines.append([name, *seconds, "" if count is None else str(count)])
+    return f"{common.markdown(lines)}\n\n{where(cases)}"
+
+
+TABLES = {PAGE: {"wall": wall_table, "first_call": first_call_table}}
 
 
 # the command line
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.host", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = common.parser_of("layer", __doc__, seconds=None)
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--lengths", type=int, nargs="+", metavar="T", help="of forward and backward")
     add("--cached", type=int, nargs="+", metavar="S", help="tokens in the cache of a decode step")
     add("--repeats", type=int, help="timed calls of each pass")
     add("--first-call", action="store_true", help="first calls of fresh processes instead")
-    add("--out", type=Path, help="JSONL; results/host.jsonl, none with --quick")
-    add("--table", action="store_true", help="redraw the page's tables, print the rows")
-    add("--quick", action="store_true", help="tiny sizes, nothing recorded")
     add("--child", choices=PROVIDERS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.table:
         rows = common.read_rows(args.out or RESULTS)
-        host_report.draw(rows)
-        print(table(rows))
+        common.draw_pages(TABLES, rows)
         return rows
-    device = torch.device(args.device)
-    plan = tiny() if args.quick else Plan()
-    given = dict(lengths=args.lengths, cached=args.cached)
-    changes: dict[str, Any] = {name: tuple(value) for name, value in given.items() if value}
+    device, plan = torch.device(args.device), tiny() if args.quick else Plan()
+    changes: dict[str, Any] = {
+        name: tuple(value) for name in ("lengths", "cached") if (value := getattr(args, name))
+    }
     if args.repeats:
         changes["repeats"] = args.repeats
-    out = args.out or (None if args.quick else RESULTS)
-    plan = dataclasses.replace(plan, out=out, **changes)
+    plan = dataclasses.replace(plan, out=common.out_of(args, RESULTS), **changes)
     if args.child:
         print(json.dumps(first_calls(args.child, plan, device)))
         return []
     rows = run_first_calls(plan, args.quick, device) if args.first_call else run(plan, device)
-    print(table(rows), flush=True)
+    print(first_call_table(rows) if args.first_call else wall_table(rows), flush=True)
     failed = [row for row in rows if "failed" in row]
     if failed:
         raise SystemExit(f"{failed[0]['provider']} not timed: {failed[0]['failed']}")
