@@ -7,7 +7,7 @@
 Everything that decides a run is a setting of the table below, written to `runs/NAME/config.json`.
 The bytes of a step are drawn from (seed, step) alone, so a run that was killed and resumed equals
 one that was not. `data/README.md` says where the bytes come from, `training/` has what surrounds
-the loop: options, data, the files of a run (`native_sparse_attention.runs` reads them), the plot.
+the loop: options, data, the files of a run, the plot, and `python -m training.view RUN`.
 """
 
 from __future__ import annotations
@@ -37,36 +37,38 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 
 from native_sparse_attention import Transformer
-from native_sparse_attention.runs import model_arguments
-from training.batches import batches
-from training.cli import catch_signals, exit_status, parse, refuse_processes
-from training.data import check_data, check_pack, load_data, split
+from training.data import batches, check_data, check_pack, load_data, split
 from training.errors import UserError
-from training.evaluate import evaluate
-from training.forward import compiled, loss_of
-from training.resume import go_on, resume_settings
-from training.runs import (
-    METRICS,
-    append,
-    check_name,
-    open_folder,
-    save_best,
-    save_checkpoint,
-    write,
-)
-from training.sample import generate, sample
-from training.settings import (
+from training.forward import compiled, evaluate, loss_of
+from training.options import (
     Table,
+    catch_signals,
     count,
+    exit_status,
     layer_indices,
     new_settings,
+    parse,
     real,
+    refuse_processes,
+    resume_settings,
     seed,
     size,
     threads,
     tokens,
     whole,
 )
+from training.runs import (
+    METRICS,
+    append,
+    check_name,
+    model_arguments,
+    open_folder,
+    resume,
+    save_best,
+    save_checkpoint,
+    write,
+)
+from training.sample import generate, sample
 from training.view import check_view, write_view
 
 __all__ = ["main"]
@@ -134,7 +136,7 @@ SETTINGS: Table = {
 
 
 def build(cfg: Namespace) -> Transformer:
-    """The model of the settings; `Transformer.from_run` takes the same `model_arguments`."""
+    """The model of the settings; `training.runs.load_model` takes the same arguments."""
     torch.manual_seed(cfg.seed)
     try:
         model = Transformer(**model_arguments(vars(cfg)))
@@ -190,7 +192,7 @@ def train(given: Namespace, held: ExitStack) -> int:
 
     # where to begin: the newest whole checkpoint, or step 0 with a first validation
     signals = catch_signals()
-    state = go_on(given.resume, config, cfg, model, optimizer) if "resume" in given else None
+    state = resume(given.resume, config, cfg, model, optimizer) if "resume" in given else None
     if from_scratch := state is None:
         valid = evaluate(forward, valid_data, cfg, cfg.eval_bytes)
         record: dict[str, Any] = {"step": 0, "val_bpb": valid}

@@ -32,7 +32,6 @@ from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
 from .ranking import WEIGHTS, check_generator, sampled
 from .rotary import Rotary, make_rotary, rotation
-from .runs import FromRun
 from .sparse_kwargs import (
     DEFAULT_SPARSE_ATTN,
     check_flags,
@@ -142,7 +141,7 @@ def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
     )
 
 
-class Transformer(FromRun, Started):
+class Transformer(Started):
     """A decoder-only (or, with `causal=False`, bidirectional) language model.
 
     State-dict names are those of the published package's Transformer.

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """Told in one line, exit status 2."""
+
+
+class RunError(UserError):
+    """A file of a run differs from the written file; the message names it."""
+
+
+class TornError(RunError):
+    """A file of a run is missing or ends early: an older checkpoint may be usable."""
 
 
 def reason(error: BaseException) -> str:

@@ -1,18 +1,20 @@
-"""The forward pass of a training step: precision, torch.compile, the loss."""
+"""The forward pass of a step: precision, torch.compile, the loss; validation."""
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from native_sparse_attention import Transformer
 
-from .batches import segments
+from .data import segments, windows
 from .errors import UserError, reason
 
 
@@ -62,3 +64,13 @@ def loss_of(forward: Callable[..., Tensor], ids: Tensor, cfg: Namespace) -> Tens
     named = {"segment_ids": segments(ids, cfg.pack)} if cfg.pack else {}
     with autocast(cfg):
         return forward(ids.to(cfg.device), return_loss=True, **named)
+
+
+@torch.no_grad()
+def evaluate(forward: Callable[..., Tensor], data: np.ndarray, cfg: Namespace, size: int) -> float:
+    """Bits per byte over about `size` bytes, in windows spread evenly over `data`."""
+    shape = max(1, min(size, len(data)) // (cfg.batch_size * cfg.seq_len)), cfg.batch_size
+    starts = np.linspace(0, len(data) - cfg.seq_len - 1, math.prod(shape)).astype(np.int64)
+    inputs = (windows(data, rows, cfg) for rows in starts.reshape(shape))
+    losses = [loss_of(forward, ids, cfg).item() for ids in inputs]
+    return sum(losses) / len(losses) / math.log(2)

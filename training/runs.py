@@ -1,4 +1,17 @@
-"""The directory of a run: made, locked, written; `native_sparse_attention.runs` reads it."""
+"""The directory of a training run: made, locked, written, verified before it is read.
+
+    config.json                  every setting, the data's SHA-256, a checksum of both
+    step-00000100.safetensors    weights, with the step and checksums of the tensors, of the
+                                 optimizer file and of the configuration
+    step-00000100.optimizer      optimizer state, also safetensors, with step and other checksums
+    step-00000100.json           the index: size and SHA-256 of both files, step, best validation,
+                                 checksum of the configuration
+    best.safetensors             the weights that validated best
+
+The checksum of the configuration leaves out CHANGEABLE: a resumed run may change those settings.
+A missing or truncated file is torn, as after an interrupted copy or on a full disk; the
+readers then use an older checkpoint. Any other difference raises an error that names the file.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +19,358 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import socket
+import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from native_sparse_attention import Transformer, runs
-from native_sparse_attention.runs import INDEX, OPTIMIZER, WEIGHTS, Checkpoint, checkpoint_path
+from native_sparse_attention import Transformer
 
-from .errors import UserError, reason
+from .errors import RunError, TornError, UserError, reason
 
-LOCK, METRICS = "lock", "metrics.jsonl"
+FORMAT = 2
+# fixed length of a record, so that a shorter file is a torn file
+RECORD = 1024
+CONFIG, BEST, LOCK, METRICS = "config.json", "best.safetensors", "lock", "metrics.jsonl"
+WEIGHTS, OPTIMIZER, INDEX = ".safetensors", ".optimizer", ".json"
+# settings that a resumed run may change: its length, and settings that do not affect the metrics
+CHANGEABLE = {
+    *("backend", "device", "threads", "steps", "compile", "activation_checkpointing", "data"),
+    *("sample_every", "sample_length", "save_every", "keep"),
+}
+SHAPE = ("dim", "depth", "heads", "kv_heads", "dim_head", "ff_expansion_factor")
+SPARSE = (
+    *("sliding_window_size", "compress_block_size", "compress_block_sliding_stride"),
+    *("selection_block_size", "num_selected_blocks", "num_initial_blocks", "num_local_blocks"),
+    *("importance", "selection_stride", "backend"),
+)
+
+
+@dataclass
+class Checkpoint:
+    """`best` is the best validation up to `step`, in bits per byte."""
+
+    step: int
+    best: float
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def library() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError(
+            "the files of a run need safetensors: pip install 'native-sparse-attention[train]'"
+        ) from None
+    return safetensors.torch
+
+
+def checksum(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def seal(record: Mapping[str, Any]) -> str:
+    """The record with its own checksum, RECORD characters long."""
+    text = json.dumps({**record, "sha256": checksum(record)}, sort_keys=True)
+    return text.ljust(RECORD)
+
+
+def unseal(text: str) -> dict[str, Any]:
+    """The record that `seal` got; ValueError for a text that `seal` did not return."""
+    record = json.loads(text)
+    del record["sha256"]
+    if seal(record) != text:
+        raise ValueError("its checksum is wrong")
+    return record
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def pack(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> bytes:
+    """A safetensors file that carries a sealed record."""
+    # clones, because safetensors refuses tensors that share memory
+    copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    return library().save(copies, {"checkpoint": seal(record)})
+
+
+def record_of(content: bytes) -> dict[str, Any] | None:
+    """The record in a safetensors file, possibly torn or damaged; None if unreadable."""
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return unseal(header["__metadata__"]["checkpoint"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+# configuration
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The contents of config.json, before `verify_config`.
+
+    Raises:
+        FileNotFoundError: `run` holds no config.json.
+        RunError: the file cannot be read, or an older version of the script wrote it.
+    """
+    path = run / CONFIG
+    if not path.is_file():
+        inside = (run.parent / CONFIG).is_file()
+        hint = f"; {run.parent} is one" if inside else ""
+        raise FileNotFoundError(f"{run} is not a run directory: there is no {path}{hint}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path} is broken: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
+        raise RunError(f"{path} is broken: it holds no settings")
+    if (form := config.get("format")) != FORMAT or isinstance(form, bool):
+        age = "an older" if form is None else "another"
+        raise RunError(
+            f"{path} was written by {age} version of train_enwik8.py (format {form}, expected "
+            f"{FORMAT}): go on with that version, or train anew under another name"
+        )
+    return config
+
+
+def verify_config(run: Path, config: Mapping[str, Any]) -> None:
+    record = {name: value for name, value in config.items() if name != "sha256"}
+    if config.get("sha256") != checksum(record):
+        raise RunError(
+            f"{run / CONFIG} is not what was written: its checksum is wrong; "
+            "restore it, and give changes as options of --resume"
+        )
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """The checksum of the settings that affect a run's numbers; all checkpoint files carry it."""
+    settings = {k: v for k, v in config["settings"].items() if k not in CHANGEABLE}
+    record = {k: v for k, v in config.items() if k not in ("settings", "sha256")}
+    return checksum(record | {"settings": settings})
+
+
+def model_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of Transformer from the settings of a run."""
+    sparse = settings["attention"] != "dense"
+    sizes: dict[str, Any] = {name: settings[name] for name in SPARSE}
+    if settings["attention"] == "one-softmax":
+        sizes |= dict(branches=("selected",), rank_rotated=True)
+    local = settings.get("local_layers", "none")
+    return {
+        "num_tokens": 256,
+        "use_sparse_attn": sparse,
+        "activation_checkpointing": settings["activation_checkpointing"] == "on",
+        "sparse_attn_kwargs": sizes if sparse else None,
+        "local_layers": [] if local == "none" else [int(index) for index in local.split(",")],
+        **{name: settings[name] for name in SHAPE},
+    }
+
+
+# checkpoints
+
+
+def checkpoint_path(run: Path, step: int, kind: str) -> Path:
+    return run / f"step-{step:08d}{kind}"
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """The steps with at least one file, in ascending order."""
+    stems = {path.stem.removeprefix("step-") for path in run.glob("step-*") if is_part(path)}
+    return sorted(int(stem) for stem in stems)
+
+
+def is_part(path: Path) -> bool:
+    digits = path.stem.removeprefix("step-")
+    number = len(digits) >= 8 and digits.isascii() and digits.isdigit()
+    return number and path.suffix in (WEIGHTS, OPTIMIZER, INDEX)
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise TornError(f"{path} is missing") from None
+
+
+def check_record(path: Path, record: Mapping[str, Any], step: int | None, config: str) -> None:
+    if step is not None and record.get("step") != step:
+        raise RunError(f"{path} is of step {record.get('step')}, not of step {step}")
+    if record.get("config") != config:
+        raise RunError(f"{path} is of another run: its configuration is not that of {CONFIG}")
+
+
+def read_checkpoint(run: Path, step: int, config: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint of a step, every byte of it verified.
+
+    Raises:
+        TornError: a file of the checkpoint is missing or ends early.
+        RunError: a file is damaged, or belongs to another step or run.
+    """
+    mine = identity(config)
+    index_path = checkpoint_path(run, step, INDEX)
+    content = read(index_path)
+    if len(content) < RECORD:
+        raise TornError(f"{index_path} is torn: {len(content):,} of {RECORD:,} bytes")
+    try:
+        index = unseal(content.decode())
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise RunError(f"{index_path} is damaged: its checksum is wrong") from None
+    check_record(index_path, index, step, mine)
+
+    tensors = {}
+    for kind in (WEIGHTS, OPTIMIZER):
+        path = checkpoint_path(run, step, kind)
+        content, expected = read(path), index["files"][kind]
+        if hashlib.sha256(content).hexdigest() != expected["sha256"]:
+            if record := record_of(content):
+                check_record(path, record, step, mine)
+            if len(content) < expected["bytes"]:
+                raise TornError(f"{path} is torn: {len(content):,} of {expected['bytes']:,} bytes")
+            raise RunError(f"{path} is damaged: its SHA-256 is not that in {index_path.name}")
+        if (record := record_of(content)) is None:
+            raise RunError(f"{path} is broken: it carries no record")
+        check_record(path, record, step, mine)
+        tensors[kind] = library().load(content)
+    return Checkpoint(step, index["best"], tensors[WEIGHTS], tensors[OPTIMIZER])
+
+
+def newest_checkpoint(run: Path, config: Mapping[str, Any]) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint, and the errors of torn newer ones. None if there is no file, or
+    only a torn one of step 0: its writer was killed before it had trained.
+
+    Raises:
+        RunError: a checkpoint is wrong rather than torn, or all checkpoints are torn.
+    """
+    while True:
+        torn: list[str] = []
+        steps = checkpoint_steps(run)
+        for step in reversed(steps):
+            try:
+                return read_checkpoint(run, step, config), torn
+            except TornError as error:
+                torn.append(str(error))
+            except RunError as error:
+                raise RunError(f"{error}; remove step {step} to use the one before") from None
+        if steps == checkpoint_steps(run):  # otherwise the writer replaced the files meanwhile
+            break
+    if torn and steps != [0]:
+        raise RunError(f"{run} has no whole checkpoint: {torn[0]}")
+    return None, torn
+
+
+def load_weights(path: Path, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RunError(f"{path} is of another model: {reason}") from None
+
+
+def load_best(run: Path, config: Mapping[str, Any], model: nn.Module) -> bool:
+    """Load the weights that validated best, verified; False if there are none yet.
+
+    Raises:
+        TornError: the file ends early.
+        RunError: the file is damaged, or belongs to another run.
+    """
+    path = run / BEST
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    try:
+        if (record := record_of(content)) is None:
+            raise ValueError("it carries no record")
+        check_record(path, record, None, identity(config))
+        tensors = library().load(content)
+        if fingerprint(tensors) != record["weights"]:
+            raise ValueError("its checksum is wrong")
+    except RunError:
+        raise
+    except Exception as error:  # safetensors raises its own error types
+        # all weight files of a model have one length, because records have
+        size = len(pack(model.state_dict(), {"step": 0, "config": "0" * 64, "weights": "0" * 64}))
+        if len(content) < size:
+            raise TornError(f"{path} is torn: {len(content):,} of {size:,} bytes") from None
+        raise RunError(f"{path} is damaged: {error}") from None
+    load_weights(path, model, tensors)
+    return True
+
+
+def load_run(run: Path, config: Mapping[str, Any], model: nn.Module, which: str) -> list[str]:
+    """Load the "best" or the "last" weights of a run; returns notes on torn files.
+
+    The last weights are loaded if there are no best ones yet or their file is torn.
+    """
+    torn = []
+    if which == "best":
+        try:
+            if load_best(run, config, model):
+                return []
+        except TornError as error:
+            torn.append(str(error))
+    newest, passed = newest_checkpoint(run, config)
+    if newest is None:
+        raise RunError(f"{run} has no checkpoint yet")
+    load_weights(checkpoint_path(run, newest.step, WEIGHTS), model, newest.weights)
+    return [f"{text}; taking step {newest.step}" for text in torn + passed]
+
+
+def load_model(
+    path: str | Path, device: torch.device | str = "cpu", *, which: str = "best"
+) -> Transformer:
+    """The model of a run of `train_enwik8.py`, in eval mode, from verified files.
+
+    Its layers use `backend="auto"`. Weights are float32: a run with `precision` bf16 computes in
+    `torch.autocast`.
+
+    Args:
+        path: directory of the run.
+        device: device of the weights.
+        which: "best", the weights that validated best, or "last", the newest checkpoint. The newest
+            whole checkpoint is loaded if a file is missing or truncated, with a warning, or if
+            there are no best weights yet.
+
+    Raises:
+        FileNotFoundError: `path` is no directory of a run.
+        ValueError: a file is damaged or of another run; the message names it.
+        ImportError: safetensors is not installed.
+    """
+    if which not in ("best", "last"):
+        raise ValueError(f"which must be 'best' or 'last', got {which!r}")
+    run = Path(path)
+    config = read_config(run)
+    verify_config(run, config)
+    # the loaded weights replace the random ones, whatever the defaults are
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        model = Transformer(**model_arguments({**config["settings"], "backend": "auto"})).float()
+        notes = load_run(run, config, model, which)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return model.to(device).eval()
+
+
+# writing: whole files
 
 
 def write(path: Path, content: bytes) -> None:
@@ -73,7 +420,7 @@ def append(path: Path, line: str) -> None:
         raise named(error, path) from None
 
 
-# directories
+# writing: directories
 
 
 def check_name(folder: Path, name: str) -> None:
@@ -81,10 +428,8 @@ def check_name(folder: Path, name: str) -> None:
     if not plain:
         raise UserError(f"--name {name!r} is not a plain directory name")
     run = folder / name
-    if run.is_dir() and not (run / runs.CONFIG).exists():
-        raise UserError(
-            f"{run} is there already, and is no run: it has no {runs.CONFIG}. Remove it"
-        )
+    if run.is_dir() and not (run / CONFIG).exists():
+        raise UserError(f"{run} is there already, and is no run: it has no {CONFIG}. Remove it")
     if run.is_dir():
         raise UserError(f"{run} is there already; --resume {quote(str(run))} goes on")
     if os.path.lexists(run):
@@ -113,14 +458,14 @@ def new_run(folder: Path, name: str | None, stem: str) -> Path:
 
 
 def open_folder(
-    given: Namespace, stem: str, config: dict[str, Any], held: ExitStack
+    args: Namespace, stem: str, config: dict[str, Any], held: ExitStack
 ) -> tuple[Path, dict[str, Any]]:
     """The directory of a run, new or that of `--resume`, and the `config.json` written to it.
 
     `held` keeps the lock of a new directory; `resume_settings` took that of an old one.
     """
-    resumed = "resume" in given
-    run: Path = given.resume if resumed else new_run(given.out_dir, given.name, stem)
+    resumed = "resume" in args
+    run: Path = args.resume if resumed else new_run(args.out_dir, args.name, stem)
     try:
         if not resumed:
             held.enter_context(locked(run))
@@ -178,13 +523,13 @@ def claim(run: Path) -> None:
 
 
 def write_config(run: Path, config: dict[str, Any]) -> dict[str, Any]:
-    config = {"format": runs.FORMAT} | config
-    config["sha256"] = runs.checksum(config)
-    write(run / runs.CONFIG, json.dumps(config, indent=2).encode() + b"\n")
+    config = {"format": FORMAT} | config
+    config["sha256"] = checksum(config)
+    write(run / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
     return config
 
 
-# checkpoints
+# writing: checkpoints
 
 
 def optimizer_tensors(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -198,8 +543,8 @@ def optimizer_tensors(model: Transformer, optimizer: torch.optim.Optimizer) -> d
 
 def save_best(run: Path, model: Transformer, step: int, config: dict[str, Any]) -> None:
     weights = model.state_dict()
-    record = {"step": step, "config": runs.identity(config), "weights": runs.fingerprint(weights)}
-    write(run / runs.BEST, runs.pack(weights, record))
+    record = {"step": step, "config": identity(config), "weights": fingerprint(weights)}
+    write(run / BEST, pack(weights, record))
 
 
 def save_checkpoint(
@@ -213,21 +558,21 @@ def save_checkpoint(
 ) -> None:
     """The index goes last: with it the checkpoint is whole. Only then do old ones go."""
     weights = model.state_dict()
-    common = {"step": step, "config": runs.identity(config)}
-    record = common | {"weights": runs.fingerprint(weights)}
+    common = {"step": step, "config": identity(config)}
+    record = common | {"weights": fingerprint(weights)}
     files: dict[str, Any] = {}
     for kind, tensors in (
         (OPTIMIZER, optimizer_tensors(model, optimizer)),
         (WEIGHTS, weights),
     ):
-        content = runs.pack(tensors, record)
+        content = pack(tensors, record)
         write(checkpoint_path(run, step, kind), content)
         files[kind] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         record = record | {"optimizer": files[kind]["sha256"]}
-    index = runs.seal(common | {"best": best, "files": files})
+    index = seal(common | {"best": best, "files": files})
     write(checkpoint_path(run, step, INDEX), index.encode())
 
-    for old in runs.checkpoint_steps(run)[:-keep]:
+    for old in checkpoint_steps(run)[:-keep]:
         remove_checkpoint(run, old)
 
 
@@ -237,12 +582,15 @@ def remove_checkpoint(run: Path, step: int) -> None:
 
 
 def restore(
-    run: Path, found: Checkpoint, model: Transformer, optimizer: torch.optim.Optimizer
+    run: Path, checkpoint: Checkpoint, model: Transformer, optimizer: torch.optim.Optimizer
 ) -> None:
-    runs.load_weights(checkpoint_path(run, found.step, WEIGHTS), model, found.weights)
-    path, parameters = checkpoint_path(run, found.step, OPTIMIZER), dict(model.named_parameters())
+    load_weights(checkpoint_path(run, checkpoint.step, WEIGHTS), model, checkpoint.weights)
+    path, parameters = (
+        checkpoint_path(run, checkpoint.step, OPTIMIZER),
+        dict(model.named_parameters()),
+    )
     state: dict[str, dict[str, Any]] = {}
-    for full, tensor in found.optimizer.items():
+    for full, tensor in checkpoint.optimizer.items():
         name, _, key = full.rpartition(".")
         parameter = parameters.get(name)
         # a wrong shape would be read past its end by the fused update
@@ -251,10 +599,10 @@ def restore(
         }  # fmt: skip
         if shapes.get(key) != tensor.shape or tensor.dtype != torch.float32:
             what = f"{full} is {tensor.dtype} {list(tensor.shape)}"
-            raise runs.RunError(f"{path} is of another model: {what}")
+            raise RunError(f"{path} is of another model: {what}")
         state.setdefault(name, {})[key] = tensor
     if short := [name for name, held in state.items() if len(held) != 3]:
-        raise runs.RunError(f"{path} is of another model: {short[0]} lacks a part of its state")
+        raise RunError(f"{path} is of another model: {short[0]} lacks a part of its state")
     names = {id(parameter): name for name, parameter in parameters.items()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     by_index = {i: state[name] for i, name in enumerate(order) if name in state}
@@ -306,3 +654,51 @@ def check_metrics(record: Any, before: int) -> None:
         float(record.get(name, 0.0))  # an OverflowError
     if record["step"] == 0 and "val_bpb" not in record:
         raise ValueError("step 0 has no val_bpb")
+
+
+# going on
+
+
+def resume(
+    run: Path,
+    config: dict[str, Any],
+    cfg: Namespace,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[int, float, list[Any], list[bytes]] | None:
+    """Restore the newest whole checkpoint of a run, and say what the run lacks.
+
+    Its step, the best validation, the metrics up to it and their lines; None where there never was
+    a checkpoint.
+    """
+    checkpoint, torn = newest_checkpoint(run, config)
+    records, lines, notes = read_metrics(run)
+    if checkpoint is None:
+        if records and (reached := records[-1]["step"]):
+            raise UserError(f"{run} has no checkpoint to go on from, but metrics to step {reached}")
+        for text in torn:
+            print(f"{text}; beginning at step 0")
+        return None
+    # what a killed run wrote after its checkpoint goes
+    records = [record for record in records if record["step"] <= checkpoint.step]
+    notes += missing_lines(run, records, checkpoint.step, cfg.log_every, cfg.eval_every)
+
+    # what the next best has to beat; without the file of the last, any will do
+    best, lost = checkpoint.best, ""
+    first = records[0].get("val_bpb", math.nan) if records else math.nan
+    try:
+        known = not math.isnan(first) or checkpoint.step == 0
+        if not load_best(run, config, model) and (best < first or not known):
+            lost = f"{run / BEST} is missing"
+    except TornError as error:
+        lost = str(error)
+    if lost:
+        best = math.inf
+        notes.append(f"{lost}; the next validation writes it")
+    restore(run, checkpoint, model, optimizer)
+    for step in checkpoint_steps(run):
+        if step > checkpoint.step:  # torn ones, which would count as kept
+            remove_checkpoint(run, step)
+    for note in [*(f"{text}; going on from step {checkpoint.step}" for text in torn), *notes]:
+        print(note)
+    return checkpoint.step, best, records, lines[: len(records)]

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from native_sparse_attention import Transformer
-from native_sparse_attention.runs import load_run
 
 from .data import encoded
 from .errors import UserError
 from .forward import autocast
-from .settings import Table, find_device, open_run
+from .options import Table, find_device, open_run
+from .runs import load_run
 
 
 def sample(given: Namespace, table: Table, build: Callable[[Namespace], Transformer]) -> int:

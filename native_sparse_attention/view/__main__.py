@@ -1,11 +1,11 @@
 """`python -m native_sparse_attention.view MODEL --text FILE`: a page of what a model's layers read.
 
-python -m native_sparse_attention.view runs/NAME --text book.txt --out book.html
 python -m native_sparse_attention.view MODEL_FOLDER --text book.txt --settings '{"dense_length": 0}'
 
-MODEL is a run of train_enwik8.py, whose tokens are bytes; a folder of a model of transformers with
-its tokenizer: an NSAForCausalLM, a converted model, or another decoder, which is shown as it
-attends under `use_sparse_attention`; or a GGUF file. Nothing is downloaded.
+MODEL is a folder of a model of transformers with its tokenizer: an NSAForCausalLM, a converted
+model, or another decoder, which is shown as it attends under `use_sparse_attention`; or a GGUF
+file. Nothing is downloaded. `python -m training.view`, of a checkout, shows a run of
+train_enwik8.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import os
 import secrets
 import stat
 import sys
-import warnings
 from codecs import getincrementaldecoder
+from collections.abc import Callable
 from contextlib import suppress
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
@@ -26,11 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..runs import read_config
-from ..transformer import Transformer
 from .collector import sparse_layers
 from .pages import page
-from .texts import byte_texts, first_document, token_texts
+from .texts import token_texts
 
 PROGRAM = "python -m native_sparse_attention.view"
 
@@ -74,8 +72,7 @@ def parser() -> Parser:
     made.add_argument(
         "model",
         metavar="MODEL",
-        help="directory of a run of train_enwik8.py, folder of a model of transformers with its "
-        "tokenizer, or .gguf file",
+        help="folder of a model of transformers with its tokenizer, or .gguf file",
     )
     made.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to read")
     made.add_argument("--out", type=Path, default=Path("view.html"), help="page (view.html)")
@@ -104,43 +101,24 @@ def check_usable(device: str) -> None:
         raise ValueError(f"--device {device!r} is not usable here: give --device cpu") from None
 
 
-def is_run(name: str) -> bool:
-    """Whether a name is a run of train_enwik8.py; else it is a model of transformers.
-
-    Raises:
-        ValueError: it is neither.
-    """
+def check_pretrained(name: str) -> None:
+    """Raises ValueError: no model of transformers."""
     path = Path(name)
     if path.suffix == ".gguf" and path.is_file():
-        return False
-    config = path / "config.json"
-    hint = ""
+        return
+    config, keys = path / "config.json", set()
     if config.is_file():
         try:
-            found = json.loads(config.read_text(encoding="utf-8"))
+            content = json.loads(config.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{config} is broken: {error}") from None
-        if isinstance(found, dict) and isinstance(found.get("settings"), dict):
-            return True
-        if isinstance(found, dict) and isinstance(found.get("model_type"), str):
-            return False
-        hint = ", whose config.json is of neither"
-    elif (path.parent / "config.json").is_file():
-        hint = f"; {path.parent} has a config.json"
-    raise ValueError(
-        "MODEL must be a directory of a run of train_enwik8.py, a folder of a model of "
-        f"transformers with config.json, or a .gguf file, got {name}{hint}"
-    )
-
-
-def load_run(name: str, device: str) -> nn.Module:
-    """The model of a run, whose tokens are bytes."""
-    with warnings.catch_warnings(record=True) as notes:
-        warnings.simplefilter("always", UserWarning)
-        model = Transformer.from_run(name, device)
-    for note in notes:
-        sys.stderr.write(f"{note.message}\n")
-    return model
+        keys = set(content) if isinstance(content, dict) else set()
+    if "model_type" not in keys:
+        hint = ": python -m training.view shows a run of train_enwik8.py" * ("settings" in keys)
+        raise ValueError(
+            "MODEL must be a folder of a model of transformers with config.json, or a .gguf file, "
+            f"got {name}{hint}"
+        )
 
 
 # bytes that are read at a time
@@ -162,20 +140,6 @@ class Text(NamedTuple):
     ids: list[int]
     pieces: list[str]
     part: str
-
-
-def read_bytes(file: BufferedReader, most: int, marker: bytes) -> Text:
-    """The first `most` bytes of a file, each a token. Of a run that packs documents, which begin
-    with a marker, as many of the first document that begins in them: the page shows no documents
-    side by side."""
-    data, part = read_up_to(file, most + max(1, len(marker))), "the first"
-    whole = len(data) <= most
-    if marker and (start := data.find(marker)) >= 0:
-        data += read_up_to(file, start)
-        document = first_document(data, marker)
-        part = "the first document" if len(document) <= most else "the start of the first document"
-        whole, data = whole and document == data, document
-    return Text(list(data[:most]), byte_texts(data[:most]), "" if whole else part)
 
 
 def read_tokens(file: BufferedReader, most: int, tokenizer: Any) -> Text:
@@ -230,8 +194,14 @@ def write_whole(path: Path, content: str) -> None:
         raise
 
 
-def run(argv: list[str] | None) -> None:
-    args = parser().parse_args(argv)
+# what `load_pretrained` is
+Load = Callable[[argparse.Namespace, BufferedReader], tuple[Text, nn.Module, dict[str, Any]]]
+
+
+def run(argv: list[str] | None, load: Load, program: str) -> None:
+    options = parser()
+    options.prog = program
+    args = options.parse_args(argv)
     out: Path = args.out
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"--out must be a file in a folder there is, got {out}")
@@ -239,7 +209,7 @@ def run(argv: list[str] | None) -> None:
     with args.text.open("rb") as file:  # once: it may be a pipe
         if not file.peek(1):
             raise ValueError(f"{args.text} is empty")
-        text, model, given = loaded(args, file)
+        text, model, given = load(args, file)
     if not text.ids:
         raise ValueError(f"{args.text} has no token")
     title = f"What {args.model} reads in {args.text.name}"
@@ -255,17 +225,11 @@ def run(argv: list[str] | None) -> None:
         sys.stdout.write(f"every token attends to all keys, as dense_length is {least}{other}\n")
 
 
-def loaded(
+def load_pretrained(
     args: argparse.Namespace, file: BufferedReader
 ) -> tuple[Text, nn.Module, dict[str, Any]]:
     """The text, the model, and what else the model is called with."""
-    if is_run(args.model):
-        if args.settings is not None:
-            raise ValueError("--settings goes with a model of transformers, got a run")
-        model = load_run(args.model, args.device)
-        marker = read_config(Path(args.model))["settings"].get("pack", "")
-        text = read_bytes(file, args.max_tokens, marker.encode("utf-8", "surrogateescape"))
-        return text, model, {}
+    check_pretrained(args.model)
     from ..hf.viewing import load_viewed
 
     model, tokenizer = load_viewed(args.model, args.settings, args.device)
@@ -274,12 +238,13 @@ def loaded(
     return text, model, dict(use_cache=False, logits_to_keep=1)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, or 2 after bad input, told in one line."""
+def main(argv: list[str] | None = None, load: Load | None = None, program: str = PROGRAM) -> int:
+    """Exit status: 0, or 2 after bad input, told in one line. `load` stands in for
+    `load_pretrained`."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
-        run(argv)
+        run(argv, load or load_pretrained, program)
         return 0
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -291,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
         message = "out of memory: give a smaller --max-tokens"
     except KeyboardInterrupt:
         return 130
-    sys.stderr.write(f"{PROGRAM}: {' '.join(message.split())}\n")
+    sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
     return 2
 
 

@@ -18,13 +18,14 @@ import torch
 
 from native_sparse_attention import Transformer
 from tests.training.test_train_enwik8 import TINY, in_process, refused
-from training.batches import batches, segments
 from training.data import (
     DownloadError,
+    batches,
     download,
     enwik8,
     load_data,
     read_bytes,
+    segments,
     split,
     stdlib_corpus,
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from native_sparse_attention import Transformer, runs
+from native_sparse_attention import Transformer
 from tests.helpers.tiny_runs import (
     KINDS,
     NEWEST,
@@ -24,7 +24,8 @@ from tests.helpers.tiny_runs import (
     resume,
 )
 from tests.training.test_train_enwik8 import TINY, cut, in_process, metrics, refused, script
-from training.runs import restore
+from training import runs
+from training.runs import load_model, restore
 from training.sample import printable
 
 
@@ -60,7 +61,7 @@ def test_one_flipped_bit_is_refused(run, name):
     assert f"{path} is damaged" in refused(resume(run))
     assert contents(run) == before
     with pytest.raises(ValueError, match=f"{path} is damaged"):
-        Transformer.from_run(run, which="best" if name.startswith("best") else "last")
+        load_model(run, which="best" if name.startswith("best") else "last")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +111,7 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(run, kind):
         assert found.step == 4
         assert said == f"{path} is torn: {length:,} of {len(whole):,} bytes"
         with pytest.warns(UserWarning, match=r"is torn: .*; taking step 4"):
-            Transformer.from_run(run, which="last")
+            load_model(run, which="last")
     path.unlink()
     found, (said,) = runs.newest_checkpoint(run, config)
     assert found.step == 4 and said == f"{path} is missing"
@@ -237,7 +238,7 @@ def test_wrong_settings(run, name, value, said):
         found = refused(in_process(run, *args))
         assert str(path) in found and said in found
     with pytest.raises(ValueError, match=r"config\.json"):
-        Transformer.from_run(run)
+        load_model(run)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"settings": 1}', "[" * 100000, "\xff"])
@@ -245,7 +246,7 @@ def test_no_configuration_at_all(run, text):
     (run / "config.json").write_text(text, encoding="latin-1")
     assert "config.json is broken" in refused(resume(run))
     with pytest.raises(ValueError, match=r"config\.json is broken"):
-        Transformer.from_run(run)
+        load_model(run)
 
 
 def test_a_run_of_an_older_version(run):
@@ -269,7 +270,7 @@ def test_what_is_no_run(folder, run):
     assert f"; {run} is one" in refused(resume(run / f"{NEWEST}.json"))
     assert "is not a run directory" in refused(in_process(run, "--resume", "none"))
     with pytest.raises(FileNotFoundError, match="is not a run directory"):
-        Transformer.from_run(run / "none")
+        load_model(run / "none")
 
 
 # loading in Python
@@ -277,7 +278,7 @@ def test_what_is_no_run(folder, run):
 
 @pytest.mark.parametrize("which, name", [("best", "best"), ("last", NEWEST)])
 def test_from_run(run, which, name):
-    model = Transformer.from_run(str(run), which=which)
+    model = load_model(str(run), which=which)
     assert type(model) is Transformer and not model.training
     weights, saved = model.state_dict(), load_file(run / f"{name}.safetensors")
     assert weights.keys() == saved.keys()
@@ -294,18 +295,18 @@ def test_from_run_of_a_dense_model_and_bad_arguments(folder, tmp_path):
     plan = ["--attention", "dense", "--steps", 1, "--name", "dense", "--sample-every", 0]
     plan += ["--seed", 2**63 - 1]
     assert in_process(tmp_path, "--data", folder / "data", *TINY, *plan).returncode == 0
-    assert not hasattr(Transformer.from_run(tmp_path / "runs/dense").layers[0][0], "backend")
+    assert not hasattr(load_model(tmp_path / "runs/dense").layers[0][0], "backend")
     with pytest.raises(ValueError, match="which must be 'best' or 'last', got 'first'"):
-        Transformer.from_run(tmp_path / "runs/dense", which="first")
+        load_model(tmp_path / "runs/dense", which="first")
 
 
 def test_from_run_under_other_defaults(run):
-    expected = Transformer.from_run(run).state_dict()
+    expected = load_model(run).state_dict()
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)
         try:
             with torch.device("meta"):
-                found = Transformer.from_run(run).state_dict()
+                found = load_model(run).state_dict()
         finally:
             torch.set_default_dtype(torch.float32)
         torch.testing.assert_close(found, expected, atol=0, rtol=0)
@@ -314,4 +315,4 @@ def test_from_run_under_other_defaults(run):
 def test_from_run_without_safetensors(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match=r"native-sparse-attention\[train\]"):
-        Transformer.from_run(run)
+        load_model(run)

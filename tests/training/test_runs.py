@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from native_sparse_attention import Transformer, runs
 from tests.helpers.tiny_runs import (
     KINDS,
     NEWEST,
@@ -29,6 +28,8 @@ from tests.training.test_train_enwik8 import (
     script,
     wait_for,
 )
+from training import runs
+from training.runs import load_model
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_one_writer_at_a_time_and_readers_beside_it(folder, tmp_path):
         assert "out/busy is there already" in refused(in_process(tmp_path, *args))
         sample = ["--sample", run, "--device", "cpu", "--max-new-tokens", 3]
         assert in_process(tmp_path, *sample).returncode == 0
-        assert not Transformer.from_run(run).training
+        assert not load_model(run).training
         assert process.poll() is None
         process.kill()
     assert process.returncode == -signal.SIGKILL

@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import train_enwik8 as script  # noqa: E402
-from native_sparse_attention import Transformer  # noqa: E402
 from native_sparse_attention.presets import preset  # noqa: E402
+from training.options import new_settings  # noqa: E402
+from training.runs import load_model  # noqa: E402
 from training.sample import generate  # noqa: E402
-from training.settings import new_settings  # noqa: E402
 
 TINY = [
     *("--dim", 16, "--depth", 1, "--heads", 2, "--kv-heads", 1, "--dim-head", 8),
@@ -151,7 +151,7 @@ def test_one_softmax(tmp_path, text):
     settings = json.loads((run / "config.json").read_text())["settings"]
     expected = preset("one-softmax", 2048)
     assert all(settings[name] == expected[name] for name in settings.keys() & expected.keys())
-    model = Transformer.from_run(run)
+    model = load_model(run)
     for layer, _ in model.layers:
         assert layer.branches == ("selected",) and layer.rank_rotated
         assert layer.selection_block_size == expected["selection_block_size"]
@@ -161,14 +161,14 @@ def test_one_softmax(tmp_path, text):
     sizes = ["--attention", "one-softmax", "--selection-block-size", 4, "--importance", "probs"]
     done = in_process(tmp_path, "--data", text, *tiny, *plan, *sizes, "--name", "small")
     assert done.returncode == 0, done.stderr
-    (layer, _), *_ = Transformer.from_run(tmp_path / "runs/small").layers
+    (layer, _), *_ = load_model(tmp_path / "runs/small").layers
     assert (layer.selection_block_size, layer.importance) == (4, "probs")
     assert layer.compress_block_size == 1 and layer.num_selected_blocks == 16
 
     local = ["--attention", "one-softmax", "--local-layers", "0", "--name", "local"]
     done = in_process(tmp_path, "--data", text, *tiny, *plan, *local)
     assert done.returncode == 0, done.stderr
-    layers = Transformer.from_run(tmp_path / "runs/local").layers
+    layers = load_model(tmp_path / "runs/local").layers
     assert [layer.config.ranks for layer, _ in layers] == [False, *[True] * (len(layers) - 1)]
 
 
