@@ -4,8 +4,8 @@
     python -m benchmarks --quick    their quick forms, nothing recorded
     python -m benchmarks --table    redraw every page and plot from the rows
 
-`learning` and `recall` train many models for hours of GPUs, `pretrained` and `distillation` need the
-weights of a model, `against` another checkout: they are started by hand, and drawn here.
+`learning` and `recall` train many models for hours of GPUs, `pretrained` and `distillation` need
+the weights of a model, `against` another checkout: they are started by hand, and drawn here.
 """
 
 from __future__ import annotations

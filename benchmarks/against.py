@@ -4,8 +4,9 @@
     python -m benchmarks.against PATH --groups layers host  some of the groups of one_tree.py
     python -m benchmarks.against PATH --quick               tiny sizes, nothing recorded
 
-PATH is a checkout of an earlier commit (`git worktree add PATH COMMIT`). Each group of cases runs in
-a process of its own for each tree, in turns, `--rounds` times; of a case the fastest median counts.
+PATH is a checkout of an earlier commit (`git worktree add PATH COMMIT`). Each group of cases runs
+in a process of its own for each tree, in turns, `--rounds` times; of a case the fastest median
+counts.
 Times are the GPU's work, in ms, bf16, but for "host" (time until the call returns), "decode, layer"
 and "llama, step" (wall time), and first calls (wall time of one call, an empty Triton cache).
 The dense twin is the same code in both trees: its ratio is the noise of the run. Outputs are not

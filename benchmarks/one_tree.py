@@ -1,4 +1,5 @@
-"""The child of `against.py`: times one group of cases with the package that comes first on the path.
+"""The child of `against.py`: times one group of cases with the package that comes first on
+the path.
 
     python benchmarks/one_tree.py TREE GROUP DEVICE SECONDS [quick]
 
@@ -52,9 +53,8 @@ class Sizes:
     def __init__(self, quick: bool, device: torch.device) -> None:
         self.device, self.quick = device, quick
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.operators = {(4, 2): (256,)} if quick else {
-            heads: (8192, 65536) for heads in ((64, 4), (32, 8), (32, 32))
-        }  # fmt: skip
+        heads = ((64, 4), (32, 8), (32, 32))
+        self.operators = {(4, 2): (256,)} if quick else dict.fromkeys(heads, (8192, 65536))
         self.width = 16 if quick else 128
         self.dim, self.heads, self.kv_heads = (64, 4, 2) if quick else (4096, 32, 8)
         self.lengths = (256,) if quick else (8192, 16384, 65536)
@@ -177,7 +177,7 @@ def decoding(at: Sizes) -> Iterator[Case]:
     for B in at.batches:
         S, D, W = at.decoded, at.width, at.decoded // 16
         shapes = [(B, 1, H, D), (B, S, K, D), (B, S, K, D), (B, W, K, D), (B, W, K, D)]
-        inputs = [*map(lambda shape: at.draw(*shape), shapes), at.draw(B, 1, H, 3).sigmoid()]
+        inputs = [*(at.draw(*shape) for shape in shapes), at.draw(B, 1, H, 3).sigmoid()]
         lengths = torch.full((B,), S - 1, device=at.device, dtype=torch.int32)
 
         def operator(inputs: Any = inputs, lengths: Any = lengths) -> None:

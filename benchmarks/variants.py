@@ -3,15 +3,11 @@
 A variant is a dict of JSON values: arguments of SparseAttention, and of these keys:
 
     dense          True: the layer is dense attention with the same weights
-    dense_layers   indices of the layers that are; -1 is the last
     local_layers   of Transformer: indices of the layers that rank nothing
     gate_start     the first bias of the gate, a number for each branch
-    ranking_taps   with a learned ranking: its keys are convolved over so many tokens
     compress_mlp   the network of compressed keys, a name of NETWORKS or a name with arguments,
-                   {"name": "conv", "kernel": 2}; by default the layer's own
+                   {"name": "mlp", "start": "random"}; by default the layer's own
     ranking_queries  m: the ranking loss of m queries a sequence and layer is added to the loss
-    recipe         {"dense_first": share of steps} or {"mixed": share of steps}: dense in the first
-                   steps, or in steps by chance; sparse in the others and in every evaluation
 """
 
 from __future__ import annotations
@@ -39,24 +35,18 @@ from native_sparse_attention.initialization import reset
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 
 from .common import Row
-from .networks import ConvMLP, ConvolvedKeys, LowRankMLP, MeanMLP
 
 Settings = dict[str, Any]
 
-KEYS = ("dense", "dense_layers", "local_layers", "gate_start", "ranking_taps", "compress_mlp",
-        "ranking_queries", "recipe")  # fmt: skip
-RECIPES = ("dense_first", "mixed")
+KEYS = ("dense", "local_layers", "gate_start", "compress_mlp", "ranking_queries")
 # name: of (head dimension, l, KV heads) and arguments
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mean": lambda dim_head, l, kv_heads: MeanPool(),
     "sum": lambda dim_head, l, kv_heads, **given: SumPool(dim_head, **given),
     "attention": lambda dim_head, l, kv_heads: AttentionPool(dim_head, l),
     "mlp": lambda dim_head, l, kv_heads, **given: default_compress_mlp(dim_head, l, **given),
-    "mean MLP": lambda dim_head, l, kv_heads, **given: MeanMLP(dim_head, l, **given),
     "grouped": GroupedMLP,
     "linear": lambda dim_head, l, kv_heads: ConvLinearCompress(kv_heads, dim_head, l),
-    "conv": lambda dim_head, l, kv_heads, **given: ConvMLP(dim_head, **given),
-    "low rank": lambda dim_head, l, kv_heads, **given: LowRankMLP(dim_head, l, **given),
 }
 
 # 1 initial, 2 local and 6 ranked blocks of 64 tokens and a window of 256 keys: 832 keys a query,
@@ -105,41 +95,21 @@ VARIANTS: dict[str, Settings] = {
     "one softmax, probs": dict(ONE, importance="probs"),
     "1088 keys": WIDE,
     "1088 keys, blocks of 32": SMALL,
-    "1088 keys, blocks of 32, dense first": dict(SMALL, recipe={"dense_first": 0.3}),
     "1088 keys, blocks of 32, learned ranking": dict(SMALL, **INDEX),
-    "1088 keys, blocks of 32, last layer dense": dict(SMALL, dense_layers=[-1]),
-    "1088 keys, blocks of 32, mixed": dict(SMALL, recipe={"mixed": 0.5}),
     "1088 keys, blocks of 32, layers 2 and 4 local": dict(SMALL, local_layers=[1, 3]),
     "1088 keys, blocks of 32, every head ranks": dict(SMALL, query_heads_share_selected_kv=False),
-    "1088 keys, blocks of 32, learned ranking, dense first": dict(
-        SMALL, **INDEX, recipe={"dense_first": 0.3}
-    ),
     "one softmax, learned ranking": dict(ROTATED, **INDEX),
     "one softmax, max of 4, rotated": dict(MEANS, rank_rotated=True),
     "one softmax, probs, rotated": dict(ONE, importance="probs", rank_rotated=True),
     "one softmax, logits": ONE,
-    # by "probs": kernels have no differentiable top-k by "max"
-    "one softmax, probs, diff top-k": dict(ONE, importance="probs", use_diff_topk=True),
     "MLP over windows of 8": SHORT,
     "MLP over windows of 8, 8 apart": dict(SHORT, compress_block_sliding_stride=8),
-    "convolution and sum over windows of 8": dict(
-        SHORT, compress_mlp={"name": "conv", "residual": "sum"}
-    ),
     "sum pooling": dict(THREE, compress_mlp="sum"),
     "paper, sum pooling": dict(PAPER, compress_mlp="sum"),
-    "paper, diff top-k": dict(PAPER, use_diff_topk=True),
     "paper, gates begun at a half": dict(PAPER, gate_start=[0.0, 0.0, 0.0]),
-    "1088 keys, blocks of 32, learned ranking by 4 taps": dict(SMALL, **INDEX, ranking_taps=4),
-    "published, begun as the mean": dict(PUBLISHED, compress_mlp="mean MLP"),
     "published, begun as the sum": PUBLISHED,
     "published, mean pooling": dict(PUBLISHED, compress_mlp="mean"),
     "published, sum pooling": dict(PUBLISHED, compress_mlp="sum"),
-    "convolution over windows of 32": dict(THREE, compress_mlp={"name": "conv", "residual": True}),
-    "convolution and sum over windows of 32": dict(
-        THREE, compress_mlp={"name": "conv", "residual": "sum"}
-    ),
-    "paper, convolution and sum": dict(PAPER, compress_mlp={"name": "conv", "residual": "sum"}),
-    "low rank over windows of 32": dict(THREE, compress_mlp={"name": "low rank"}),
     "attention pooling over windows of 32": dict(THREE, compress_mlp="attention"),
     "sum pooling over windows of 8": dict(SHORT, compress_mlp="sum"),
 }
@@ -183,16 +153,9 @@ def check(name: str, settings: Settings, shape: dict[str, Any]) -> None:
         raise ValueError(
             f"compress_mlp of {name} must be one of {', '.join(NETWORKS)}, got {given!r}"
         )
-    recipe = settings.get("recipe") or {}
-    if len(recipe) > 1 or not recipe.keys() <= set(RECIPES):
-        raise ValueError(f"recipe of {name} must have one of {', '.join(RECIPES)}, got {recipe}")
-    for key, share in recipe.items():
-        if not 0 <= share <= 1:
-            raise ValueError(f"{key} of {name} must be from 0 to 1, got {share}")
     try:
         with torch.device("meta"):
-            model = make(settings, shape)
-        set_dense(model, settings, dense=bool(recipe))
+            make(settings, shape)
     except (TypeError, ValueError) as error:
         raise ValueError(f"variant {name}: {error}") from None
 
@@ -225,11 +188,8 @@ def make(settings: Settings, shape: dict[str, Any]) -> Transformer:
     given = layer_settings(settings, shape)
     local = settings.get("local_layers", ())
     model = Transformer(**shape, use_sparse_attn=True, sparse_attn_kwargs=given, local_layers=local)
-    if "ranking_taps" in settings:
-        for attn in layers(model):
-            if attn.to_index is None:
-                raise ValueError("ranking_taps goes with importance='index'")
-            attn.to_index = ConvolvedKeys(attn, settings["ranking_taps"])
+    if settings.get("dense"):
+        recipes.set_dense(model, True)
     return model
 
 
@@ -255,7 +215,6 @@ def build(settings: Settings, shape: dict[str, Any], seed: int) -> Transformer:
                 if network is not None:
                     torch.manual_seed(hashed(seed, index))
                     reset(network)
-    set_dense(model, settings, dense=False)
     return model
 
 
@@ -270,20 +229,6 @@ def hashed(*numbers: int) -> int:
 def layers(model: Transformer) -> list[Any]:
     blocks: list[Any] = list(model.layers)
     return [attn for attn, _ in blocks]
-
-
-def set_dense(model: Transformer, settings: Settings, dense: bool) -> None:
-    """Make layers dense: all of them, or those that the variant has dense in any case."""
-    wanted, keep = bool(dense or settings.get("dense")), tuple(settings.get("dense_layers", ()))
-    if wanted or keep or settings.get("branches") == ["selected"]:
-        recipes.set_dense(model, wanted, keep)
-
-
-def is_dense_step(settings: Settings, steps: int, step: int, seed: int) -> bool:
-    """Whether step 1, 2, ... of a run is dense by the variant's recipe."""
-    recipe = settings.get("recipe") or {}
-    first = int(recipe.get("dense_first", 0.0) * steps)
-    return recipes.DenseSteps(first=first, share=recipe.get("mixed", 0.0), seed=seed).is_dense(step)
 
 
 def ranking_of(settings: Settings, seed: int, step: int, device: torch.device) -> dict[str, Any]:

@@ -1,33 +1,26 @@
-"""Training recipes: dense steps, and steps of the ranking alone.
+"""Training recipes: dense layers, and steps of the ranking alone.
 
-A model that is dense in its first steps, or in some steps by chance, learns attention over long
-distances before, or while, it learns with the blocks that its ranking chooses. A learned ranking
-(`importance="index"`) begins to be useful once it has learned from attention that already works.
-By docs/training.md dense steps gain nothing where blocks are ranked by the greatest logit.
+A learned ranking (`importance="index"`) begins to be useful once it has learned from attention that
+already works.
 
-    schedule = DenseSteps(first=1000)
-    for step in range(1, steps + 1):
-        set_dense(model, schedule.is_dense(step))
-        loss, ranking_loss = model(ids, return_loss=True, ranking_queries=64)
-        (loss + ranking_loss).backward()
+    set_dense(model, True)
+    with ranking_alone(model) as parameters:  # the model is as it was, its ranking learns
+        _, ranking_loss = model(ids, return_loss=True, ranking_queries=64)
+        ranking_loss.backward()
         ...
-
-    with ranking_alone(model):  # the model is as it was, its ranking learns
-        ...
+    set_dense(model, False)
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import nn
 
 from .attention import SparseAttention
 from .checks.networks import check_model
-from .checks.scalars import check_bools, check_int, check_probability, shown
+from .checks.scalars import check_bools
 
 
 def sparse_layers(model: nn.Module) -> list[SparseAttention]:
@@ -37,69 +30,34 @@ def sparse_layers(model: nn.Module) -> list[SparseAttention]:
         ValueError: there are none.
     """
     check_model(model)
-    found = [
+    layers = [
         module
         for module in model.modules()
         if isinstance(module, SparseAttention) and module.branches == ("selected",)
     ]
-    if not found:
+    if not layers:
         raise ValueError(
             "model must have a SparseAttention layer with branches=('selected',), got none in a "
             f"{type(model).__name__}"
         )
-    return found
+    return layers
 
 
-def set_dense(model: nn.Module, dense: bool, keep: tuple[int, ...] = ()) -> None:
-    """Make the layers of `sparse_layers` dense, or sparse but for the layers `keep`.
+def set_dense(model: nn.Module, dense: bool) -> None:
+    """Make the layers of `sparse_layers` dense, or sparse.
 
     Args:
         model: any module.
         dense: whether queries attend to all keys that they may see.
-        keep: indices of layers that are dense in any case; -1 is the last.
 
     Raises:
-        ValueError: a model without such layers, or an index of no layer.
+        ValueError: a model without such layers.
     """
     layers = sparse_layers(model)
     (dense,) = check_bools(dense=dense)
-    if not isinstance(keep, (tuple, list, range)):
-        raise ValueError(f"keep must be a tuple of indices of layers, got {shown(keep)}")
-    count = len(layers)
-    always = {check_int("keep", index, -count, below=count) % count for index in keep}
-    for index, layer in enumerate(layers):
-        wanted = dense or index in always
-        if layer.dense != wanted:
-            layer.dense = wanted
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseSteps:
-    """Which steps of a training are dense. Step 1, 2, ... is a function of these numbers, so that a
-    resumed run goes on in the same way.
-
-    Args:
-        first: dense steps at the beginning.
-        share: probability that a later step is dense.
-        seed: of that chance.
-
-    Raises:
-        ValueError: a negative number of steps, or a probability outside of 0 to 1.
-    """
-
-    first: int = 0
-    share: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_int("first", self.first, 0)
-        check_int("seed", self.seed, 0)
-        check_probability("share", self.share)
-
-    def is_dense(self, step: int) -> bool:
-        if step <= self.first:
-            return True
-        return random.Random(f"{self.seed} {step}").random() < self.share
+    for layer in layers:
+        if layer.dense != dense:
+            layer.dense = dense
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""Dense steps, and steps of the ranking alone."""
+"""Dense layers, and steps of the ranking alone."""
 
 import pytest
 import torch
 
 from native_sparse_attention import Transformer, recipes
-from native_sparse_attention.recipes import DenseSteps, ranking_alone, set_dense
+from native_sparse_attention.recipes import ranking_alone, set_dense
 
 SETTINGS = dict(
     branches=("selected",), compress_block_size=1, compress_block_sliding_stride=1,
@@ -22,27 +22,14 @@ def dense_of(net):
     return [layer.dense for layer in recipes.sparse_layers(net)]
 
 
-def test_layers_are_dense_but_for_none():
+def test_dense_layers():
     net, ids = model(importance="max"), torch.randint(11, (2, 40))
     sparse = net(ids)
     set_dense(net, True)
     dense = net(ids)
     assert dense_of(net) == [True] * 3 and not torch.allclose(sparse, dense, atol=1e-3)
-    set_dense(net, False, keep=(-1, 0))
-    assert dense_of(net) == [True, False, True]
-    assert not torch.allclose(net(ids), sparse, atol=1e-3)
     set_dense(net, False)
     assert dense_of(net) == [False] * 3 and torch.equal(net(ids), sparse)
-
-
-def test_dense_steps():
-    first = DenseSteps(first=30)
-    assert [first.is_dense(step) for step in range(1, 101)] == [True] * 30 + [False] * 70
-    mixed = [DenseSteps(first=10, share=0.25, seed=3).is_dense(step) for step in range(1, 1011)]
-    assert all(mixed[:10]) and 200 < sum(mixed[10:]) < 300
-    other = [DenseSteps(first=10, share=0.25, seed=4).is_dense(step) for step in range(1, 1011)]
-    assert other != mixed
-    assert not any(DenseSteps().is_dense(step) for step in range(1, 100))
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -84,17 +71,9 @@ def test_refusals():
         set_dense(three, True)
     with pytest.raises(ValueError, match="importance='index', got none in a Transformer"):
         ranking_alone(three).__enter__()
-    with pytest.raises(ValueError, match="keep must be an integer of at least -3 and below 3"):
-        set_dense(model(), False, keep=(3,))
-    with pytest.raises(ValueError, match="keep must be a tuple of indices of layers, got 1"):
-        set_dense(model(), False, keep=1)
     with pytest.raises(ValueError, match="model must be an nn.Module, got 'model'"):
         set_dense("model", True)
     with pytest.raises(ValueError, match="model must be an nn.Module, got None"):
         ranking_alone(None).__enter__()
     with pytest.raises(ValueError, match="dense must be"):
         set_dense(model(), "False")
-    with pytest.raises(ValueError, match="share must be a probability"):
-        DenseSteps(share=1.5)
-    with pytest.raises(ValueError, match="first must be an integer of at least 0"):
-        DenseSteps(first=-1)

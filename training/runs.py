@@ -500,14 +500,8 @@ def take(file: Any) -> None:
     """Lock an open file for this process, at once or not at all."""
     try:
         import fcntl
-    except ImportError:  # Windows: a byte past the text, which stays readable for others
-        import msvcrt
-
-        windows: Any = msvcrt
-        file.seek(2**30)
-        windows.locking(file.fileno(), windows.LK_NBLCK, 1)
-        file.seek(0)
-        return
+    except ImportError:
+        raise OSError(errno.ENOSYS, "not on this system") from None
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -589,20 +583,22 @@ def restore(
         checkpoint_path(run, checkpoint.step, OPTIMIZER),
         dict(model.named_parameters()),
     )
+    keys = ("exp_avg", "exp_avg_sq", "step")
+    shapes = {
+        f"{name}.{key}": torch.Size() if key == "step" else parameter.shape
+        for name, parameter in parameters.items()
+        for key in keys
+    }
     state: dict[str, dict[str, Any]] = {}
     for full, tensor in checkpoint.optimizer.items():
-        name, _, key = full.rpartition(".")
-        parameter = parameters.get(name)
         # a wrong shape would be read past its end by the fused update
-        shapes = {} if parameter is None else {
-            "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size(),
-        }  # fmt: skip
-        if shapes.get(key) != tensor.shape or tensor.dtype != torch.float32:
+        if shapes.get(full) != tensor.shape or tensor.dtype != torch.float32:
             what = f"{full} is {tensor.dtype} {list(tensor.shape)}"
             raise RunError(f"{path} is of another model: {what}")
+        name, _, key = full.rpartition(".")
         state.setdefault(name, {})[key] = tensor
-    if short := [name for name, held in state.items() if len(held) != 3]:
-        raise RunError(f"{path} is of another model: {short[0]} lacks a part of its state")
+    if any(len(of_parameter) != len(keys) for of_parameter in state.values()):
+        raise RunError(f"{path} is of another model: a parameter lacks a part of its state")
     names = {id(parameter): name for name, parameter in parameters.items()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     by_index = {i: state[name] for i, name in enumerate(order) if name in state}
