@@ -28,19 +28,7 @@ bench:  ## every benchmark; rows are appended to benchmarks/results/
 docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) docs/draw_masks.py
 	$(PYTHON) docs/draw_gallery.py
-	$(PYTHON) -m benchmarks.report
-	$(PYTHON) -m benchmarks.masks --table
-	$(PYTHON) -m benchmarks.memory --table
-	$(PYTHON) -m benchmarks.rotary --table
-	$(PYTHON) -m benchmarks.windows --table
-	$(PYTHON) -m benchmarks.pretrained --table
-	$(PYTHON) -m benchmarks.distillation --table
-	$(PYTHON) -m benchmarks.generation --table
-	$(PYTHON) -m benchmarks.training --table
-	$(PYTHON) -m benchmarks.decode --table
-	$(PYTHON) -m benchmarks.host --table
-	$(PYTHON) -m benchmarks.learning --table
-	$(PYTHON) -m benchmarks.recall --table
+	$(PYTHON) -m benchmarks --table
 
 site:  ## the documentation as pages under site/; needs the `docs` extra
 	$(PYTHON) -m mkdocs build --strict

@@ -35,9 +35,7 @@ CALLS: list[tuple[Callable[[list[str]], Any], list[str]]] = [
     (masks.main, []),
     (memory.main, []),
     (decode.main, []),
-    (decode.main, ["--sampling"]),
     (layer.main, []),
-    (layer.main, ["--first-call"]),
     (generation.main, []),
     (generation.main, ["--model", "llama-8b", "--layers", "8"]),
 ]
@@ -51,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     every = [*dict.fromkeys(call for call, _ in CALLS), *BY_HAND]
     if args.quick:
-        for call, options in [*CALLS[:9], *((call, []) for call in BY_HAND[:2])]:
+        for call, options in [*CALLS[:7], *((call, []) for call in BY_HAND[:2])]:
             call([*options, "--quick"])
         return
     try:

@@ -68,34 +68,17 @@ class Sizes:
             raise ValueError(f"held_out must be less than whole={self.whole}, got {self.held_out}")
 
 
-# files of a source: (path, size), and their contents
+# files of a source: path, size, and what reads it
 
-Found = Iterator[tuple[str, int, Callable[[], bytes]]]
-
-
-def in_directory(folder: Path) -> Found:
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            yield path.relative_to(folder).as_posix(), path.stat().st_size, path.read_bytes
+Files = Iterator[tuple[str, int, Callable[[], bytes]]]
 
 
-def in_tar(path: Path) -> Found:
-    """The files of an archive, as it is read from its begin to its end."""
-    with tarfile.open(path, "r|*") as archive:
-        for member in archive:
-            if member.isfile():
-
-                def read(member: tarfile.TarInfo = member) -> bytes:
-                    file = archive.extractfile(member)
-                    return b"" if file is None else file.read()
-
-                yield os.path.normpath(member.name).replace(os.sep, "/"), member.size, read
-
-
-def files_of(source: Path) -> Found:
+def files_of(source: Path) -> Files:
     """Raises ValueError: `source` is not there, or is neither a directory nor an archive."""
     if source.is_dir():
-        yield from in_directory(source)
+        for path in source.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                yield path.relative_to(source).as_posix(), path.stat().st_size, path.read_bytes
         return
     if not source.exists():
         raise ValueError(
@@ -103,12 +86,16 @@ def files_of(source: Path) -> Found:
             f"{PACKAGE} has {SOURCE}"
         )
     try:
-        yield from in_tar(source)
+        with tarfile.open(source, "r|*") as archive:  # read from its begin to its end
+            for member in archive:
+                if member.isfile() and (file := archive.extractfile(member)) is not None:
+                    path = os.path.normpath(member.name).replace(os.sep, "/")
+                    yield path, member.size, file.read
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError) as error:
         raise ValueError(f"source {source} is no tar archive, or a broken one: {error}") from None
 
 
-def wanted(path: str, size: int, sizes: Sizes) -> bool:
+def is_wanted(path: str, size: int, sizes: Sizes) -> bool:
     return path.endswith(KINDS) and size <= sizes.file
 
 
@@ -173,7 +160,7 @@ def build(source: Path, out: Path, sizes: Sizes) -> Row:
     Raises:
         ValueError: a source that cannot be read or has too little text.
     """
-    listed = {path: size for path, size, _ in files_of(source) if wanted(path, size, sizes)}
+    listed = {path: size for path, size, _ in files_of(source) if is_wanted(path, size, sizes)}
     root = "" if source.is_dir() else common_root(listed)
     training, held_out = chosen(
         {path.removeprefix(root): size for path, size in listed.items()}, sizes
@@ -186,7 +173,7 @@ def build(source: Path, out: Path, sizes: Sizes) -> Row:
     contents: dict[str, bytes] = {}
     for path, size, read in files_of(source):
         name = path.removeprefix(root)
-        if wanted(path, size, sizes) and (group_of(name) in training | held_out):
+        if is_wanted(path, size, sizes) and (group_of(name) in training | held_out):
             contents[name] = read()
 
     digest, counts, seen = hashlib.sha256(), {"train": 0, "held_out": 0}, set()

@@ -1,7 +1,6 @@
 """A step of decoding: native sparse attention over a cache against dense attention over it.
 
     python -m benchmarks.decode                  time every size, append rows
-    python -m benchmarks.decode --sampling       tokens a second of `Transformer.sample`
     python -m benchmarks.decode --table          redraw tables and plot of docs/performance.md
     python -m benchmarks.decode --quick          small ones, nothing recorded
 
@@ -15,20 +14,13 @@ No provider is timed before what its graph gave passed `oracle.py` in this proce
 length, some queries at the timed one. Which blocks ours selects is read off values that say which
 block they are of, and held against the scores in fp64 (near ties may go either way); the output is
 then held against fp64, for the same blocks.
-
-`--sampling` is the enwik8 model of `training.py` and the published package's, with a cache of keys
-and values, at temperature 1, under bf16 autocast: from the call until the last token is there, the
-prompt's pass included. Ours must first sample greedily, in float32, what it does without a cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import io
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from native_sparse_attention import decode_attention
 
-from . import attention, common, oracle, performance, problem, training
+from . import attention, common, oracle, performance, problem
 from .common import Row, WrongResult, length, number
 from .oracle import Branch
 from .performance import PAGE
@@ -49,13 +41,11 @@ from .problem import Setting, Tensors
 from .providers import ONE_SOFTMAX, Form, our_branches
 
 RESULTS = common.RESULTS / "decode.jsonl"
-SAMPLES = common.RESULTS / "sampling.jsonl"
 PLOT = performance.PLOT.with_name("decode.png")
 BASELINE = "dense-cudnn"
 STORED = ("k", "v", "ck", "cv")
 CHECK_LENGTH = 2048
 CHECK_ROWS = 3
-PEER = "nsa-pytorch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -508,72 +498,6 @@ def line(row: Row) -> str:
     return text + (f" {row['speedup_over_cudnn']:6.2f} x" if "speedup_over_cudnn" in row else "")
 
 
-# sampling
-
-
-def check_text(net: Any, device: torch.device) -> None:
-    """A greedy text with a cache is the one without.
-
-    Raises:
-        WrongResult: it is another.
-    """
-    generator = torch.Generator(device).manual_seed(1)
-    prompt = torch.randint(0, 256, (2, 37), generator=generator, device=device)
-    cached, anew = (net.sample(prompt, 70, 0.0, use_cache_kv=kept) for kept in (True, False))
-    if not torch.equal(cached, anew):
-        raise WrongResult("a greedy text with a cache differs from the one without")
-
-
-def sampled(net: Any, prompt: Tensor, length: int) -> float:
-    """Seconds until `length` tokens, the prompt's among them, are there."""
-    began = common.synchronize(prompt.device)
-    # the published one draws a bar of its progress
-    with (
-        torch.autocast(prompt.device.type, torch.bfloat16),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        net.sample(prompt, length, temperature=1.0, use_cache_kv=True)
-    return common.synchronize(prompt.device) - began
-
-
-def tokens_per_s(name: str, batch: int, quick: bool, device: torch.device) -> Row:
-    """A model's tokens a second, the first text (which compiles) left out."""
-    torch.manual_seed(0)
-    model, (prompted, new) = training.MODEL, (512, 512)
-    if quick:
-        model, (prompted, new) = training.QUICK, (24, 8)
-    make = training.published if name == PEER else training.ours
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net: Any = make(model).to(device).eval()
-        if name == "ours":
-            check_text(net, device)
-        prompt = torch.randint(0, 256, (batch, prompted), device=device)
-        seconds = [sampled(net, prompt, prompted + new) for _ in range(2 if quick else 4)][1:]
-    row = common.quantiles([1e3 * s for s in seconds])
-    return {"tokens_per_s": round(batch * new / row["p50_ms"] * 1e3, 1), "new": new, **row}
-
-
-@torch.no_grad()
-def run_sampling(quick: bool, out: Path | None, device: torch.device) -> list[Row]:
-    """Rows of every provider and batch, the published one first: ours is compared with it."""
-    known, rows = common.environment(device), list[Row]()
-    for batch in (2,) if quick else (1, 16):
-        peer = None
-        for name in (PEER, "ours"):
-            timed = functools.partial(tokens_per_s, name, batch, quick, device)
-            row = common.attempt(timed, device)
-            common.release()
-            peer = row.get("tokens_per_s") if name == PEER else peer
-            if peer and "tokens_per_s" in row:
-                row["over_published"] = round(row["tokens_per_s"] / peer, 3)
-            row = {"provider": name, "batch": batch, **row, **known}
-            print({name: row[name] for name in list(row)[:4]}, flush=True)
-            common.append_row(out, row)
-            rows.append(row)
-    return rows
-
-
 # tables and plot
 
 Shape = tuple[int, int, int]  # H, K, T
@@ -647,34 +571,12 @@ def one_softmax(rows: Sequence[Row]) -> str:
     return "\n\n".join([*(times(steps, *panel) for panel in steps.panels), where(steps.used)])
 
 
-def sampling_table(rows: Sequence[Row]) -> str:
-    """Tokens a second by batch, and how many times the published package's."""
-    if not rows:
-        return common.NO_ROWS
-    latest = {(row["provider"], row["batch"]): row for row in rows}
-    batches = sorted({batch for _, batch in latest})
-    lines = [["tokens/s (multiple of nsa-pytorch)", *(f"batch {batch}" for batch in batches)]]
-    for name in dict.fromkeys(name for name, _ in latest):
-        cells = []
-        for batch in batches:
-            row = latest.get((name, batch), {})
-            cell = row.get("failed", "").replace("|", "/")
-            if "tokens_per_s" in row:
-                cell = f"{row['tokens_per_s']:.0f}"
-                if name == "ours" and "over_published" in row:
-                    cell += f" ({number(row['over_published'])})"
-            cells.append(cell)
-        lines.append([name, *cells])
-    return f"{common.markdown(lines)}\n\n{where(rows)}"
-
-
 TABLES = {PAGE: {"decode": table, "decode_one_softmax": one_softmax}}
 
 
-def draw_page(rows: Sequence[Row], samples: Sequence[Row]) -> None:
+def draw_page(rows: Sequence[Row]) -> None:
     """Tables and plot."""
     common.draw_pages(TABLES, rows)
-    common.draw_pages({PAGE: {"sampling": sampling_table}}, samples)
     if rows and pictured(Steps(rows)):
         plot(Steps(rows))
 
@@ -713,7 +615,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--new", type=int, nargs="+", default=[1], metavar="T", help="new tokens of a step")
     add("--heads", nargs="+", default=["64/4"], metavar="H/K")
     add("--providers", nargs="+", choices=names, default=names)
-    add("--sampling", action="store_true", help="tokens a second of whole texts instead")
     return parser.parse_args(argv)
 
 
@@ -739,11 +640,9 @@ def main(argv: list[str] | None = None) -> list[Row]:
     device = torch.device(args.device)
     if args.table:
         rows = common.read_rows(args.out or RESULTS)
-        draw_page(rows, common.read_rows(SAMPLES))
+        draw_page(rows)
         return rows
-    out = common.out_of(args, SAMPLES if args.sampling else RESULTS)
-    if args.sampling:
-        return run_sampling(args.quick, out, device)
+    out = common.out_of(args, RESULTS)
     chosen = [provider for provider in PROVIDERS if provider.name in args.providers]
     seconds = min(args.seconds, 0.05) if args.quick else args.seconds
     rows = run(steps_of(args), chosen, out, seconds, device)

@@ -584,7 +584,9 @@ def plan_of(args: argparse.Namespace, out: Path | None) -> Plan:
     names = args.forms or [form.name for form in forms]
     chosen = tuple(form for form in forms if form.name in names)
     if len(chosen) < len(names):
-        raise ValueError(f"forms must be of {', '.join(form.name for form in forms)}, got {names}")
+        raise ValueError(
+            f"forms must be of {', '.join(form.name for form in forms)}, got {', '.join(names)}"
+        )
     usual = [n for n in names if n in (BASELINE, "defaults", f"max of {args.s[0]}")]
     static_contexts = args.static_contexts or [max(args.contexts)]
     return Plan(

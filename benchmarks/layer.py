@@ -1,7 +1,6 @@
 """Host time, wall time, GPU time and kernel launches of the layer, against a dense twin.
 
     python -m benchmarks.layer                append rows to results/host.jsonl, print the table
-    python -m benchmarks.layer --first-call   first calls of fresh processes, Triton's cache empty
     python -m benchmarks.layer --table        redraw docs/performance.md from the rows
     python -m benchmarks.layer --quick        tiny sizes, nothing recorded
 
@@ -20,17 +19,13 @@ No layer is timed before its outputs and gradients passed the check against its 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +62,6 @@ class Plan:
     dim: int = 4096
     lengths: tuple[int, ...] = (1024, 4096, 16384)
     cached: tuple[int, ...] = (4096, 16384)
-    first_lengths: tuple[int, int] = (2048, 16384)  # of the first call, and the new length
     check_length: int = CHECK_LENGTH
     repeats: int = 50
     warmup: int = 10
@@ -78,7 +72,7 @@ def tiny() -> Plan:
     setting = Setting(
         0, 4, 2, D=16, l=8, d=4, s=16, n=3, initial=1, local=2, w=31, dtype=torch.float32
     )
-    sizes: dict[str, Any] = dict(lengths=(96, 160), cached=(96,), first_lengths=(96, 160))
+    sizes: dict[str, Any] = dict(lengths=(96, 160), cached=(96,))
     return Plan(setting, 32, check_length=128, repeats=3, warmup=1, **sizes)
 
 
@@ -338,94 +332,20 @@ def run(plan: Plan, device: torch.device) -> list[Row]:
     return rows
 
 
-# first calls
-
-
-def compiled(folder: Path) -> int:
-    """Kernels that Triton has compiled into its cache."""
-    return sum(1 for _ in folder.rglob("*.cubin"))
-
-
-def first_calls(name: str, plan: Plan, device: torch.device) -> list[Row]:
-    """Forward and backward in this process, one form after another, the layer built before."""
-    first, other = plan.first_lengths
-    layer = layer_of(name, plan, device)
-    cuts = {"documents": (0, first // 3, first), "other documents": (0, first // 2 + 1, first)}
-    forms: dict[str, tuple[int, int, tuple[int, ...] | None]] = {
-        "first": (1, first, None),
-        "again": (1, first, None),
-        "length": (1, other, None),
-        "batch": (2, first, None),
-    }
-    if name == "sparse":
-        forms |= {form: (1, first, offsets) for form, offsets in cuts.items()}
-    folder = Path(os.environ["TRITON_CACHE_DIR"])
-    rows: list[Row] = []
-    for form, (batch, T, offsets) in forms.items():
-        x = draw(plan, T, device, batch).requires_grad_()
-        d_out, options = torch.ones_like(x), {}
-        if offsets is not None:
-            options["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device=device)
-        before, began = compiled(folder), common.synchronize(device)
-        layer(x, **options).backward(d_out)
-        seconds = round(common.synchronize(device) - began, 4)
-        count = compiled(folder) - before if device.type == "cuda" else None
-        row: Row = {"pass": "first call", "form": form, "batch": batch, "T": T}
-        rows.append({**row, "seconds": seconds, "compiled": count})
-        layer.zero_grad(set_to_none=True)
-    return rows
-
-
-def run_first_calls(plan: Plan, quick: bool, device: torch.device) -> list[Row]:
-    """A fresh process for each layer, with an empty Triton cache."""
-    known, rows = common.environment(device), []
-    for name in PROVIDERS:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.layer", "--child", name]
-            command += ["--device", str(device), *(["--quick"] if quick else [])]
-            done = subprocess.run(
-                command,
-                cwd=common.ROOT,
-                env={**os.environ, "TRITON_CACHE_DIR": folder},
-                capture_output=True,
-                text=True,
-            )
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            measured: list[Row] = [{"pass": "first call", "failed": lines[-1][:300]}]
-        else:
-            measured = json.loads(done.stdout.strip().splitlines()[-1])
-        for row in measured:
-            row = {**head(name, plan), **row, **known}
-            common.append_row(plan.out, row)
-            rows.append(row)
-    return rows
-
-
 # the tables
 
 PASSES = {"forward": "forward", "both": "both passes", "decode": "decode step"}
 FIELDS = {"wall_ms": "wall, ms", "host_ms": "host, ms", "busy_ms": "GPU, ms", "kernels": "kernels"}
-FORMS = {
-    "first": "first call",
-    "again": "the same again",
-    "length": "another length",
-    "batch": "another batch",
-    "documents": "packed documents",
-    "other documents": "others of them",
-}
-
-Cases = dict[tuple[str, int, str | None], dict[str, Row]]
+Cases = dict[tuple[str, int], dict[str, Row]]
 
 
-def latest(rows: Sequence[Row], passes: Collection[str]) -> Cases:
-    """Of the rows of these passes the last ones of the last row's GPU, of both layers, by case."""
-    rows = [row for row in rows if row.get("pass") in passes and "failed" not in row]
+def latest(rows: Sequence[Row]) -> Cases:
+    """The last rows of the last row's GPU, of both layers, by pass and length."""
+    rows = [row for row in rows if row.get("pass") in PASSES and "failed" not in row]
     cases: Cases = {}
     for row in rows:
         if row["gpu"] == rows[-1]["gpu"]:
-            case = (row["pass"], row["T"], row.get("form"))
-            cases.setdefault(case, {})[row["provider"]] = row
+            cases.setdefault((row["pass"], row["T"]), {})[row["provider"]] = row
     return {case: pair for case, pair in cases.items() if "sparse" in pair}
 
 
@@ -445,28 +365,15 @@ def cell(pair: dict[str, Row], field: str) -> str:
 
 
 def wall_table(rows: Sequence[Row]) -> str:
-    cases = latest(rows, PASSES)
+    cases = latest(rows)
     if not cases:
         return NO_ROWS
-    head = ["sparse (times dense)", *(f"{PASSES[name]}, {length(T)}" for name, T, _ in cases)]
+    head = ["sparse (times dense)", *(f"{PASSES[name]}, {length(T)}" for name, T in cases)]
     lines = [[text, *(cell(p, f) for p in cases.values())] for f, text in FIELDS.items()]
     return f"{common.markdown([head, *lines])}\n\n{where(cases)}"
 
 
-def first_call_table(rows: Sequence[Row]) -> str:
-    cases = latest(rows, ("first call",))
-    if not cases:
-        return NO_ROWS
-    lines = [["call", "sparse, s", "dense, s", "kernels compiled"]]
-    for (_, T, form), pair in cases.items():
-        seconds = (f"{pair[n]['seconds']:.3g}" if n in pair else "" for n in PROVIDERS[::-1])
-        count = pair["sparse"]["compiled"]
-        name = f"{FORMS[str(form)]}, {length(T)}"
-        lines.append([name, *seconds, "" if count is None else str(count)])
-    return f"{common.markdown(lines)}\n\n{where(cases)}"
-
-
-TABLES = {PAGE: {"wall": wall_table, "first_call": first_call_table}}
+TABLES = {PAGE: {"wall": wall_table}}
 
 
 # the command line
@@ -478,8 +385,6 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--lengths", type=int, nargs="+", metavar="T", help="of forward and backward")
     add("--cached", type=int, nargs="+", metavar="S", help="tokens in the cache of a decode step")
     add("--repeats", type=int, help="timed calls of each pass")
-    add("--first-call", action="store_true", help="first calls of fresh processes instead")
-    add("--child", choices=PROVIDERS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.table:
         rows = common.read_rows(args.out or RESULTS)
@@ -492,11 +397,8 @@ def main(argv: list[str] | None = None) -> list[Row]:
     if args.repeats:
         changes["repeats"] = args.repeats
     plan = dataclasses.replace(plan, out=common.out_of(args, RESULTS), **changes)
-    if args.child:
-        print(json.dumps(first_calls(args.child, plan, device)))
-        return []
-    rows = run_first_calls(plan, args.quick, device) if args.first_call else run(plan, device)
-    print(first_call_table(rows) if args.first_call else wall_table(rows), flush=True)
+    rows = run(plan, device)
+    print(wall_table(rows), flush=True)
     failed = [row for row in rows if "failed" in row]
     if failed:
         raise SystemExit(f"{failed[0]['provider']} not timed: {failed[0]['failed']}")

@@ -344,17 +344,6 @@ def over_dense(rows: Sequence[Row], row: Row) -> float | None:
     return None if dense is None else row["tokens_per_s"] / dense["tokens_per_s"]
 
 
-def speeds(rows: Sequence[Row], T: int) -> dict[str, float]:
-    """Tokens a second of a variant alone on the card that timed dense attention last: those of
-    another card are scaled by what dense attention has there."""
-    alone = timed(rows, T, compiled=False)
-    dense = alone.get(DENSE)
-    ratios = {name: over_dense(rows, row) for name, row in alone.items()}
-    if dense is None:
-        return {}
-    return {name: r * dense["tokens_per_s"] for name, r in ratios.items() if r is not None}
-
-
 def speed_cell(rows: Sequence[Row], T: int, name: str) -> str:
     """Thousands of tokens a second, eager / compiled; in brackets times those of dense
     attention."""
@@ -478,7 +467,7 @@ def table_of_sizes(rows: Sequence[Row]) -> str:
 def picture(rows: Sequence[Row]) -> str:
     if not lengths_of(one_experiment(rows)):
         return NO_ROWS
-    told = "Bits per byte against the position, and training loss against time"
+    told = "Bits per byte against the position"
     return f"![{told}]({PLOT.parent.name}/{PLOT.name})"
 
 
@@ -513,40 +502,21 @@ def points_by_position(runs: list[Row]) -> list[tuple[float, float]]:
     return found
 
 
-def points_by_time(runs: list[Row], tokens_per_s: float | None) -> list[tuple[float, float]]:
-    """(seconds, bits per byte of the training text): of the time alone on a GPU if it is known."""
-    found = []
-    for points in zip(*(run["curve"] for run in runs), strict=True):
-        seconds = [
-            point[1] if tokens_per_s is None else point[0] / tokens_per_s for point in points
-        ]
-        found.append((mean(seconds), mean([point[2] for point in points])))
-    return found
-
-
 def plot(rows: Sequence[Row]) -> None:
-    """A line of axes for each length: bits against position, training loss against time."""
-    figure, axes = common.subplots(len(lengths_of(rows)), 2, (12, 4.6 * len(lengths_of(rows))))
-    for (left, right), T in zip(axes, lengths_of(rows), strict=True):
-        variants, alone = drawn(by_variant(rows, T)), speeds(rows, T)
-        is_alone = all(name in alone for name in variants)
-        lows = []
+    """Bits per byte against the position, at each length."""
+    lengths = lengths_of(rows)
+    figure, axes = common.subplots(1, len(lengths), (6 * len(lengths), 4.6))
+    for axis, T in zip(axes[0], lengths, strict=True):
+        variants = drawn(by_variant(rows, T))
         for name, runs in variants.items():
-            style = "-" if name in DRAWN else "--"
-            left.plot(*zip(*points_by_position(runs), strict=True), style, marker="o", label=name)
-            points = points_by_time(runs, alone[name] if is_alone else None)
-            right.plot(*zip(*points, strict=True), style, label=name)
-            lows += [loss for _, loss in points[len(points) // 10 :]]
-        left.set_xscale("log", base=2)
+            style = "o-" if name in DRAWN else "o--"
+            axis.plot(*zip(*points_by_position(runs), strict=True), style, label=name)
         ends = [int(name.split("-")[1]) for name in runs[0]["bits"]["positions"]]
-        left.set_xticks(ends, list(map(length, ends)))
-        left.set(title=f"held-out text, T = {length(T)}", xlabel="position", ylabel="bits per byte")
-        label = "seconds alone on a GPU" if is_alone else "seconds, several runs on a GPU"
-        right.set(title="training text", xlabel=label, ylabel="bits per byte")
-        right.set_ylim(min(lows), max(lows))
-        for axis in (left, right):
-            axis.grid(alpha=0.3)
-        left.legend(fontsize=8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ends, list(map(length, ends)))
+        axis.set(title=f"held-out text, T = {length(T)}", xlabel="position", ylabel="bits per byte")
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
     common.save(figure, PLOT)
 
 

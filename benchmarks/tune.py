@@ -3,7 +3,7 @@
     python -m benchmarks.tune --kernels dq dkv --heads 64/4 32/8
     python -m benchmarks.tune --kernels query_major.dq --tiles 64,64,4,2 64,128,4,3
     python -m benchmarks.tune --kernels query_major.dq --stride 4 --operations whole
-    python -m benchmarks.tune --winners                    those of the rows that are there
+    python -m benchmarks.tune --table                      the winners of the rows there
 
 Every operation that launches a kernel is timed with each tile in place of the one in
 `tile_configs.py`, which is timed first and whose results the others must give. A row for each goes
@@ -18,7 +18,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.common.launch import TileConfig, TopkTileConfig, UnionRule
 
-from . import attention, common
+from . import attention, common, performance
 from .common import Row
 from .oracle import WrongResult
 from .problem import Setting, Tensors
@@ -206,7 +205,7 @@ def tune(args: argparse.Namespace) -> Iterator[Row]:
     device = torch.device(args.device)
     environment = common.environment(device)
     for setting in settings(args):
-        for name, direction in itertools.product(args.operations, attention.DIRECTIONS):
+        for name, direction in itertools.product(args.operations, performance.PASSES):
             provider = OPERATIONS[name]()
             if direction == "backward" and not provider.differentiable:
                 continue
@@ -259,8 +258,7 @@ def line(row: Row) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="benchmarks.tune", description=summary)
+    parser = common.parser_of("tune", __doc__, seconds=0.05)
     add = parser.add_argument
     add("--kernels", nargs="+", choices=KERNELS, default=KERNELS, metavar="NAME")
     add("--operations", nargs="+", choices=list(OPERATIONS), default=ALONE, metavar="NAME")
@@ -272,17 +270,14 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--tiles", nargs="*", default=[], metavar="M,N,..", help="fields of a tile; else a grid")
     add("--triton", action="store_true", help="kernels in Triton where those in Gluon would run")
-    add("--seconds", type=float, default=0.05, help="of timing for each tile")
-    add("--out", type=Path, default=common.RESULTS / "tune.jsonl")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--winners", action="store_true", help="time nothing, print the winners of the rows")
     args = parser.parse_args(argv)
-    if not args.winners:
+    out = args.out or common.RESULTS / "tune.jsonl"
+    if not args.table:
         with launch.using(dict.fromkeys(IN_GLUON, False) if args.triton else {}):
             for row in tune(args):
-                common.append_row(args.out, row)
+                common.append_row(out, row)
                 print(line(row), flush=True)
-    rows = common.read_rows(args.out)
+    rows = common.read_rows(out)
     print(*winners(rows), sep="\n")
     return rows
 

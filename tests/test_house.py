@@ -28,7 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("transformer", "precompile", "cost", "recipes"),
     ("sparse_kwargs",),
     ("attention",),
-    ("decoding", "generate", "runs"),
+    ("decoding", "generate"),
     ("compression", "ranking"),
     ("cache", "compress", "gate", "norm", "rotary"),
     ("ops", "dense"),

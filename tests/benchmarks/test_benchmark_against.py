@@ -8,13 +8,37 @@ from benchmarks import against, common
 
 @pytest.mark.slow
 def test_a_checkout_against_itself(capsys):
-    rows = against.main([str(common.ROOT), "--quick", "--seconds", "0.01"])
-    assert [row["case"].split(",")[0] for row in rows] == ["forward", "both", "decode"]
+    groups = ["operators", "decoding", "first_call"]
+    options = ["--quick", "--device", "cpu", "--seconds", "0.01", "--rounds", "1"]
+    rows = against.main([str(common.ROOT), *options, "--groups", *groups])
+    names = [row["case"].partition(", ")[0] for row in rows]
+    assert names == ["operator"] * 2 + ["decode"] * 4 + ["first call", "call after it"]
     for row in rows:
-        assert row["times_other"] == pytest.approx(row["ms"] / row["other_ms"], abs=1e-4)
+        assert row["times_other"] == pytest.approx(row["ms"] / row["other_ms"], abs=1e-3)
         assert min(row["ms"], row["other_ms"]) > 0 and row["other_commit"]
     out = capsys.readouterr().out
-    assert "| case | this, ms | other, ms | this / other |" in out and "| decode, B=1" in out
+    assert "| case | this, ms | other, ms | this / other |" in out
+    assert "| decode, layer, one-softmax, S=256 |" in out
+
+
+def test_table():
+    known = {"gpu": "GPU", "commit": "a", "other_commit": "b"}
+    rows = [
+        {"case": "slower", "ms": 2.0, "other_ms": 1.0, "times_other": 2.0, **known},
+        {"case": "as fast", "ms": 1.02, "other_ms": 1.0, "times_other": 1.02, **known},
+        {"case": "gone", "failed": "why", "other_ms": 1.0, **known},
+    ]
+    assert against.table(rows).splitlines()[2:] == [
+        "| slower | 2 | 1 | **2.000** |",
+        "| as fast | 1.02 | 1 | 1.020 |",
+        "| gone | failed | 1 |  |",
+        "",
+        "GPU; this a, other b.",
+        "* gone, this: why",
+    ]
+    assert against.table([]) == common.NO_ROWS
+    assert against.faster({"ms": 2.0}, {"ms": 1.0}) == {"ms": 1.0}
+    assert against.faster({"ms": 2.0}, {"failed": "why"}) == {"failed": "why"}
 
 
 def test_commit_of_an_export(tmp_path):
@@ -22,8 +46,7 @@ def test_commit_of_an_export(tmp_path):
     export = tmp_path / "e4529bf"
     export.mkdir()
     assert against.commit_of(export) == "e4529bf"
-    inside = common.ROOT / "tests"
-    assert against.commit_of(inside) == "tests"
+    assert against.commit_of(common.ROOT / "tests") == "tests"
 
 
 def test_a_folder_that_is_none(tmp_path):
@@ -33,9 +56,25 @@ def test_a_folder_that_is_none(tmp_path):
 
 @pytest.mark.slow
 def test_a_tree_that_fails(tmp_path):
-    """Also one whose package would not be the one that is timed."""
     package = tmp_path / "native_sparse_attention"
     package.mkdir()
     (package / "__init__.py").write_text("raise ValueError('why')")
-    with pytest.raises(RuntimeError, match="failed: ValueError: why"):
-        against.times_of(tmp_path, torch.device("cpu"), True, 0.01)
+    rows = against.times_of(tmp_path, "host", torch.device("cpu"), 0.01, True)
+    assert rows == {"all of host": {"failed": "ValueError: why"}}
+
+
+@pytest.mark.slow
+def test_a_case_that_fails_ends_its_group(monkeypatch):
+    from benchmarks import one_tree
+
+    def cases(at):
+        yield "first", 1.0
+        yield "second", lambda: 1 / 0
+
+    monkeypatch.setitem(one_tree.GROUPS, "host", cases)
+    at = one_tree.Sizes(True, torch.device("cpu"))
+    found = one_tree.measure(at, "host", 0.01)
+    assert found == {
+        "first": {"ms": 1.0},
+        "second": {"failed": "ZeroDivisionError: division by zero"},
+    }

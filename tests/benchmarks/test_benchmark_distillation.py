@@ -8,17 +8,17 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from benchmarks import common, distillation, distillation_report, pretrained_model
+
+from benchmarks import common, distillation
 from benchmarks.distillation import Plan
 from benchmarks.oracle import WrongResult
-from benchmarks.pretrained_blocks import Rule
 from benchmarks.pretrained_model import Corpus, Network
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
 CPU = torch.device("cpu")
 FORMS = ["dense", "dense, tuned", "index", "index, ranking", "index, all"]
-FORMS += ["heads", "heads, tuned", "max, tuned"]
+FORMS += ["max, tuned"]
 PLAN = Plan(
     (16,), (16, 32, 32), T=256, train_T=128, windows=2, needles=0, watched=0, steps=2,
     ranking_steps=2, queries=16,
@@ -45,7 +45,7 @@ def test_quick_form(tmp_path, capsys):
     assert [row["form"] for row in rows] == FORMS
     for row in rows:
         assert row["text"] == "C" and row["T"] == 256 and len(row["found"]) == 3
-        assert ("seconds" in row) == (row["form"] not in ("dense", "index", "heads"))
+        assert ("seconds" in row) == (row["form"] not in ("dense", "index"))
         assert ("above_tuned" in row) == (row["form"] != "dense")
         assert ("caught" in row) == ("s" in row) == (not row["form"].startswith("dense"))
         assert 0 < row.get("caught", 0.5) < 1 and row["loss"] > 0
@@ -53,17 +53,6 @@ def test_quick_form(tmp_path, capsys):
     assert rows[2]["keys"] == 80 and rows[2]["n"] == 2
     assert len({row["loss"] for row in rows}) == len(rows)
     assert "| converted, untrained | 16 | 1 + 2 + 2 |" in capsys.readouterr().out
-
-
-def test_networks_are_evaluated_as_models_are(model):
-    text = bytes_of(common.ROOT / "README.md", 96)
-    other = pretrained_model.tiny(CPU, torch.float32)
-    torch.testing.assert_close(model.losses(text), other.losses(text))
-    with (
-        pytest.raises(ValueError, match="rule must be"),
-        model.under(Rule("max", 16, 1, 2, 1, 1, 1)),
-    ):
-        pass
 
 
 def test_training_reads_what_no_evaluation_reads(tmp_path):
@@ -83,16 +72,6 @@ def test_training_reads_what_no_evaluation_reads(tmp_path):
         distillation.training_rows([Corpus("prose", tuple(paths[:1]))], coder, plan)
 
 
-def test_tuning_has_the_rows_of_distillation(model):
-    """Where the index selects all blocks, both trainings give the weights the same gradients."""
-    rows = bytes_of(common.ROOT / "README.md", 4 * 112).view(4, 112)
-    network = distillation.converted(model.network, 16, "index", PLAN, num_selected_blocks=4)
-    dense = copy.deepcopy(model.network)
-    expected = distillation.tune(dense, rows, PLAN, seed=3)
-    found = distillation.distilled(network, rows, PLAN, "all", seed=3)
-    assert found == pytest.approx(expected, rel=1e-4) and found[0] != found[1]
-
-
 def test_wrong_conversions_are_not_measured(model, monkeypatch):
     text = bytes_of(common.ROOT / "README.md", 256)
     assert distillation.check(model, 16, text, PLAN) < 1e-4
@@ -104,14 +83,6 @@ def test_wrong_conversions_are_not_measured(model, monkeypatch):
     monkeypatch.setattr(distillation, "converted", one_block_less)
     with pytest.raises(WrongResult, match="with every block of 16"):
         distillation.check(model, 16, text, PLAN)
-
-
-def test_no_training_begins_late(model, capsys):
-    corpus = Corpus("prose", tuple(sorted((common.ROOT / "docs").glob("*.md"))))
-    plan = Plan(**{name: getattr(PLAN, name) for name in vars(PLAN)} | dict(minutes=0.0))
-    rows = distillation.Run(model, [corpus], plan).all()
-    assert [row["form"] for row in rows] == ["dense"]
-    assert "stopped before dense, tuned" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -144,21 +115,10 @@ def test_table():
     ]
     rows[0] |= {"above_tuned": 0.1, "above_tuned_percent": 10.0}
     rows[2] |= {"above_tuned": 0.01, "above_tuned_percent": 0.4, "seed": 0, "seconds": 60.0}
-    drawn = distillation_report.table(rows).splitlines()
+    drawn = distillation.table(rows).splitlines()
     assert drawn[4] == "| dense |  | all | 1.0000 |  |  | 8 / 8 / 8 of 8 |  |"
     told = "| converted, untrained | 32 | 2 + 16 + 16 | 1.1000 | +10.00 % ± 1.00 | +10.00 % ± 2.00"
     assert drawn[5] == f"{told} | 8 / 8 / 8 of 8 | 0.75 |"
     assert drawn[6].startswith("| ranking trained, then all | 32 | 2 + 16 + 16 | 0.9900 | -1.00 %")
-    good = "above dense, tuned: ranking trained, then all (blocks of 32, seed 0; +0.40 %)."
-    assert drawn[8].endswith(good)
-    failed = distillation_report.table(
-        [rows[1], known | {"form": "index", "failed": "why"} | blocks]
-    )
+    failed = distillation.table([rows[1], known | {"form": "index", "failed": "why"} | blocks])
     assert failed.splitlines()[-1] == "* index: why"
-    assert distillation_report.table([]) == distillation_report.NO_ROWS
-
-
-def test_page_is_drawn_from_the_rows():
-    page = distillation_report.PAGE.read_text(encoding="utf-8")
-    assert distillation_report.render(page, common.read_rows(distillation.RESULTS)) == page
-    assert "<!-- begin: distillation -->" in page

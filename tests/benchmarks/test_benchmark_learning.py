@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import signal
 from argparse import Namespace
 from contextlib import contextmanager
@@ -10,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from benchmarks import common, learning, learning_report, runs_pool, variants
+from benchmarks import common, learning, runs_pool, variants
+from native_sparse_attention import recipes
 from native_sparse_attention.presets import preset
 
 QUICK = ["--quick", "--device", "cpu", "--jobs", "0"]
@@ -41,7 +41,7 @@ def kept_signals():
 def test_variants_share_initial_values():
     """Weights of equal name and shape, and the projections of branches with their own."""
     models = {name: variants.build(s, SHAPE, seed=1) for name, s in SMALL.items()}
-    begun_elsewhere = [models.pop(f"published, begun as the {form}") for form in ("mean", "sum")]
+    begun_elsewhere = [models.pop("published, begun as the sum")]
     gates = models.pop("paper, gates begun at a half")
     weights = {name: dict(model.named_parameters()) for name, model in models.items()}
     for model in begun_elsewhere:
@@ -80,24 +80,6 @@ def test_presets_are_what_is_trained(T):
     assert one.pop("dense_length") == 8192 and trained == one
 
 
-def test_dense_layers_and_recipes():
-    last = "1088 keys, blocks of 32, last layer dense"
-    model = variants.build(SMALL[last], SHAPE, seed=0)
-    assert [layer.dense for layer in variants.layers(model)] == [False, True]
-    variants.set_dense(model, SMALL[last], dense=True)
-    assert all(layer.dense for layer in variants.layers(model))
-    assert all(layer.dense for layer in variants.layers(variants.build(SMALL["dense"], SHAPE, 0)))
-
-    def dense_steps(recipe):
-        steps = range(1, 101)
-        return [variants.is_dense_step({"recipe": recipe}, 100, step, seed=3) for step in steps]
-
-    assert dense_steps({"dense_first": 0.3}) == [True] * 30 + [False] * 70
-    assert dense_steps({"mixed": 0.5}) == dense_steps({"mixed": 0.5})
-    assert 30 < sum(dense_steps({"mixed": 0.5})) < 70
-    assert not any(dense_steps({}))
-
-
 def test_local_layers_and_first_gates():
     model = variants.build(SMALL["1088 keys, blocks of 32"], SHAPE, seed=0)
     settings = dict(SMALL["1088 keys, blocks of 32"], local_layers=[1])
@@ -111,37 +93,16 @@ def test_local_layers_and_first_gates():
     assert all(not gate.weight.any() and not gate.bias.any() for gate in gates)
 
 
-def test_keys_of_a_ranking_are_convolved():
-    """By taps that begin as the token itself and look back only; the ranking loss trains them."""
-    settings = SMALL["1088 keys, blocks of 32, learned ranking by 4 taps"]
-    layer = variants.layers(variants.build(settings, SHAPE, seed=0))[0]
-    index, x = layer.to_index, torch.randn(2, 9, SHAPE["dim"])
-    queries = index.project.out_features - index.width
-    assert torch.allclose(index(x), index.project(x), atol=1e-6)
-    with torch.no_grad():
-        index.taps.copy_(torch.randn_like(index.taps))
-    plain, out = index.project(x)[..., queries:], index(x)
-    assert torch.equal(out[..., :queries], index.project(x)[..., :queries])
-    want = sum(
-        index.taps[:, 0, 3 - back] * torch.nn.functional.pad(plain, (0, 0, back, 0))[:, :9]
-        for back in range(4)
-    )
-    assert torch.allclose(out[..., queries:], want, atol=1e-5)
-    _, loss = layer(torch.randn(1, 200, SHAPE["dim"]), ranking_queries=16)
-    loss.backward()
-    assert index.taps.grad.abs().amax(dim=(0, 1)).gt(0).all()
-
-
 def test_dense_attention_is_that_of_the_same_weights():
     """Its layers spend nothing on compressed keys."""
     model = variants.build(SMALL["dense"], SHAPE, seed=0)
     assert all(layer.k_compress is None for layer in variants.layers(model))
     tokens = SMALL["one softmax, max of tokens"]
     sparse = variants.build(tokens, SHAPE, seed=0)
-    variants.set_dense(sparse, tokens, dense=True)
+    recipes.set_dense(sparse, True)
     ids = torch.randint(0, 256, (1, 200))
     assert torch.equal(model(ids), sparse(ids))
-    variants.set_dense(sparse, tokens, dense=False)
+    recipes.set_dense(sparse, False)
     assert not torch.allclose(model(ids), sparse(ids), atol=1e-4)
 
 
@@ -149,7 +110,6 @@ def test_keys_of_a_query():
     def keys(name):
         with torch.device("meta"):
             model = variants.make(variants.VARIANTS[name], learning.SHAPE)
-        variants.set_dense(model, variants.VARIANTS[name], dense=False)
         return variants.keys_per_query(variants.layers(model)[0], 8192)
 
     assert keys("dense") == {"dense": 8192} and keys("window") == {"window": 256}
@@ -165,11 +125,8 @@ def test_keys_of_a_query():
         ("name=[1]", "variant must be NAME=JSON"),
         ('x={"nothing": 1}', "variant x: sparse_attn_kwargs must hold"),
         ('x={"compress_mlp": "nothing"}', "compress_mlp of x must be one of mean"),
-        ('x={"recipe": {"nothing": 1}}', "recipe of x must have one of"),
-        ('x={"branches": ["selected"], "recipe": {"mixed": 2}}', "mixed of x must be from 0 to 1"),
         ('x={"branches": ["window"], "dense": true}', "variant x: model must have a Sparse"),
         ('x={"local_layers": [6]}', "local_layers must be .* below ., got 6"),
-        ('x={"ranking_taps": 4}', "ranking_taps goes with importance='index'"),
         ('x={"gate_start": [0.0]}', "variant x: strategy_combine_mlp must"),
     ],
 )
@@ -205,13 +162,8 @@ def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
 
     stops = []
     monkeypatch.setattr(runs_pool.Run, "stopping", property(lambda run: bool(stops and stops[-1])))
-
-    def told(done, steps):
-        return ""
-
-    monkeypatch.setattr(learning.fitting, "told", told)
-    say = runs_pool.Run.say
-    monkeypatch.setattr(runs_pool.Run, "say", lambda *a: (say(*a), stops.append(True)))
+    add_up = runs_pool.add_up
+    monkeypatch.setattr(runs_pool, "add_up", lambda *a: (stops.append(True), add_up(*a))[1])
     work, parts = tmp_path / "parts", []
     for _ in range(12):
         stops.clear()
@@ -247,12 +199,13 @@ def test_a_process_stops_at_a_checkpoint(tmp_path):
     (job,) = plan.jobs([])
     pool = runs_pool.Pool("benchmarks.learning", tmp_path, torch.device("cpu"))
     options = json.dumps({"data": str(learning.write_quick_text(tmp_path)), "runs_per_gpu": None})
-    given = {"module": pool.module, "folder": pool.prepare(job), "name": "a run", "device": "cpu"}
-    given |= {"options": options, "stop-at": 0.0, "parent": os.getppid()}
+    folder = pool.prepare(job)
+    given = {"module": pool.module, "folder": folder, "name": "a run", "device": "cpu"}
+    given |= {"options": options, "stop-at": 0.0}
     with kept_signals():
         status = runs_pool.child([f"--{name}={value}" for name, value in given.items()])
-    assert status == runs_pool.STOPPED and pool.row(job) is None
-    assert torch.load(pool.folder(job) / "checkpoint.pt")["done"]["step"] == 1
+    assert status == runs_pool.STOPPED and not (folder / "row.json").exists()
+    assert torch.load(folder / "checkpoint.pt")["done"]["step"] == 1
 
 
 def test_what_failed_is_told(tmp_path, monkeypatch, capsys):
@@ -275,11 +228,8 @@ def test_places_are_the_gpus_in_turn(monkeypatch):
 
 
 def test_a_run_stops_for_each_reason(tmp_path):
-    run = runs_pool.Run("run", tmp_path, torch.device("cpu"), parent=os.getppid())
+    run = runs_pool.Run("run", tmp_path, torch.device("cpu"))
     assert not run.stopping
-    run.parent += 1
-    assert run.stopping
-    run.parent = 0
     with kept_signals():
         run.catch_signals()
         signal.raise_signal(signal.SIGTERM)
@@ -334,7 +284,7 @@ def made_up(variant, seed, lr, bits, **others):
     return row | dict(commit="abc", tokens_per_s=1000) | others
 
 
-def test_table(tmp_path):
+def test_table():
     rows = [
         made_up("other text", 0, 1e-3, 9.0, steps=5),
         made_up("dense", 0, 1e-3, 1.0), made_up("dense", 0, 2e-3, 1.1),
@@ -347,7 +297,7 @@ def test_table(tmp_path):
         # of another card: nobody's baseline
         made_up("dense", 0, 1e-4, 0.0, kind="speed", compile=True, tokens_per_s=1, gpu="old"),
     ]  # fmt: skip
-    text = learning_report.table(rows)
+    text = learning.table_of_runs(rows)
     lines = text.splitlines()
     assert lines[0] == "T = 1024:" and lines[2].startswith(
         "| variant | M parameters | keys a query"
@@ -359,35 +309,6 @@ def test_table(tmp_path):
         "| 1.350 | 0.25 / 0.68 | 10 (2.00) / 12 |",
     ]
     assert "a GPU, old, torch 2, triton 3, commits abc." in lines[-1] and "other" not in text
-    assert learning_report.table_of_sizes(rows).splitlines()[2:] == [
+    assert learning.table_of_sizes(rows).splitlines()[2:] == [
         "| window |  |  |  |  | 256 | 512 + 64 | 0.250 ± 0.071 |"
     ]
-    page, image = tmp_path / "page.md", tmp_path / "plot.png"
-    page.write_text(
-        "a\n<!-- begin: learning -->\n<!-- end: learning -->\n"
-        "<!-- begin: learning_plot -->\n<!-- end: learning_plot -->\n"
-        "<!-- begin: learning_sizes -->\n<!-- end: learning_sizes -->\nb"
-    )
-    learning_report.draw(rows, [page], image)
-    drawn = page.read_text()
-    assert learning_report.table_of_sizes(rows) in drawn
-    assert text in drawn and "(images/learning.png)" in drawn and image.stat().st_size > 0
-    assert learning_report.table([]) == learning_report.picture([]) == learning_report.NO_ROWS
-    variants = learning_report.by_variant(learning_report.one_experiment(rows), 1024)
-    assert learning_report.points_by_time(variants["window"], 10_240)[1][0] == 2.0
-    rows = learning_report.one_experiment(rows)
-    assert learning_report.speeds(rows, 1024) == {"dense": 5000, "window": 10_000}
-    slow = [made_up(name, 0, 1e-4, 0.0, kind="speed", compile=False, gpu="slow", tokens_per_s=n)
-            for name, n in (("dense", 1000), ("paper", 3000))]  # fmt: skip
-    assert learning_report.speeds([*slow, *rows], 1024)["paper"] == 15_000
-
-
-def test_page_is_drawn_from_the_rows():
-    """Where this fails: `python -m benchmarks.learning --table`."""
-    training, sizes = (path.read_text(encoding="utf-8") for path in learning_report.PAGES)
-    assert "<!-- begin: learning -->" in training and "<!-- begin: learning_plot -->" in training
-    assert "<!-- begin: learning_sizes -->" in sizes
-    rows = common.read_rows(learning.RESULTS)
-    for page in (training, sizes):
-        assert learning_report.render(page, rows) == page
-    assert learning_report.picture(rows) == learning_report.NO_ROWS or learning_report.PLOT.exists()

@@ -167,25 +167,6 @@ def test_every_mask_of_the_catalogue_but_those_of_other_keys_is_timed():
             assert masks.facts(masks.Mask(name), 144, CPU)["pairs"] > 0
 
 
-def test_no_rows_no_numbers():
-    assert masks.table([]) == masks.NO_ROWS
-
-
-def test_page_is_drawn_from_the_rows(tmp_path, monkeypatch):
-    page = masks.PAGE.read_text(encoding="utf-8")
-    assert masks.render(page, common.read_rows(masks.RESULTS)) == page
-    copied = tmp_path / "masks.md"
-    copied.write_text(page, encoding="utf-8")
-    monkeypatch.setattr(masks, "PAGE", copied)
-    path = tmp_path / "rows.jsonl"
-    for row in made_up("sdpa", "natten", 20.0):
-        common.append_row(path, row)
-    masks.main(["--table", "--out", str(path)])
-    drawn = copied.read_text(encoding="utf-8")
-    assert "| `natten` | 12.5 | 75.0 | 20.0 / 40.0 | 5.00 / 2.50 |" in drawn
-    assert masks.render(drawn, common.read_rows(masks.RESULTS)) == page
-
-
 @pytest.mark.slow
 def test_pictures_can_be_drawn(tmp_path, monkeypatch):
     """As they are committed, one for each mask, and small."""

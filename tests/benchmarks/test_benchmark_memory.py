@@ -34,12 +34,6 @@ def test_table():
         "| `logits`; CPU, torch 2.13, commit abcdef0 | 80; 0.292 | 166; 0.292 |",
         "| `logits`; GPU, torch 2.11, commit abcdef0 | 79; 0.292 |  |",
     ]
-    assert memory.table([]) == memory.NO_ROWS
-
-
-def test_page_is_drawn_from_the_rows():
-    page = memory.PAGE.read_text(encoding="utf-8")
-    assert memory.render(page, common.read_rows(memory.RESULTS)) == page
 
 
 def test_committed_rows_are_linear():

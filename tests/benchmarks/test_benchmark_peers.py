@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
+from benchmarks.performance import Rows
 
 from benchmarks import attention, common, oracle, peers
-from benchmarks.cases import Rows
 from benchmarks.problem import Setting
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")

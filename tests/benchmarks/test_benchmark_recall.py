@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, needle, networks, recall, recall_report
-from native_sparse_attention import compress
+from benchmarks import common, learning, recall
 
 QUICK = ["--quick", "--device", "cpu"]
 
@@ -75,7 +74,7 @@ def test_accuracy():
 
 def test_quick_form(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    names = ["dense", "published, windows of 32", "one softmax, MLP ranks, diff top-k"]
+    names = ["dense", "published, windows of 32"]
     rows = recall.main([*QUICK, "--variants", *names, "--out", str(out)])
     assert common.read_rows(out) == json.loads(json.dumps(rows))
     assert [row["variant"] for row in rows] == names
@@ -117,8 +116,8 @@ class Copies(torch.nn.Module):
             question = text.rindex(b"/* The number of")
             before = text[question : text.index(b" is ", question) + 4]
             at = text.index(before) + len(before)
-            answers = row[at : at + needle.DIGITS] + self.shift
-            out[-needle.DIGITS :].scatter_(1, answers[:, None], 100.0)
+            answers = row[at : at + learning.DIGITS] + self.shift
+            out[-learning.DIGITS :].scatter_(1, answers[:, None], 100.0)
         return logits
 
 
@@ -126,15 +125,19 @@ def test_needle():
     text = np.frombuffer(b"int x = 0;\n" * 100, dtype=np.uint8)
     cfg = Namespace(device="cpu", precision="fp32", batch_size=2, seq_len=400)
     right = {"digits": 1.0, "numbers": 1.0, "bits": 0.0}
-    assert needle.evaluate(Copies(), text, 3, cfg) == {"0.1": right, "0.5": right, "0.9": right}
-    wrong = needle.evaluate(Copies(1), text, 3, cfg)
+    assert learning.digits_found(Copies(), text, 3, cfg) == {
+        "0.1": right,
+        "0.5": right,
+        "0.9": right,
+    }
+    wrong = learning.digits_found(Copies(1), text, 3, cfg)
     assert all(found["digits"] == found["numbers"] == 0 < found["bits"] for found in wrong.values())
-    for depth in needle.DEPTHS:
-        row = needle.context(text, 400, depth, np.random.default_rng(0))
+    for depth in learning.DEPTHS:
+        row = learning.context(text, 400, depth, np.random.default_rng(0))
         at = bytes(row.tolist()).index(b"/* The number")
         assert len(row) == 400 and abs(at - depth * 320) < 40
     with pytest.raises(ValueError, match="T must be from 136 to the bytes of text=1100, got 100"):
-        needle.evaluate(Copies(), text, 3, Namespace(seq_len=100))
+        learning.digits_found(Copies(), text, 3, Namespace(seq_len=100))
 
 
 # the page
@@ -154,7 +157,7 @@ def made_up(variant, seed, lr, accuracy, **others):
     return row | dict(by_distance={"2048": distances, "4096": distances}) | others
 
 
-def test_table(tmp_path):
+def test_table():
     rows = [
         made_up("dense", 0, 1e-3, 0.9, steps=5),
         made_up("dense", 0, 1e-3, 0.9, steps=7, batch=9), made_up("dense", 0, 1e-3, 0.2),
@@ -162,7 +165,7 @@ def test_table(tmp_path):
         made_up("published", 1, 1e-3, 0.9), made_up("published", 0, 3e-3, 0.6),
         {"variant": "dense", "failed": "why"},
     ]  # fmt: skip
-    text = recall_report.table(rows)
+    text = recall.table_of_runs(rows)
     short, _, longer = text.partition("commits abc.\n\n")
     told = "Trained at 512, 2k tokens with 3 pairs, {} steps of 4096 tokens; dim 64, 2 layers:"
     assert short.splitlines()[0] == told.format(5) and "| dense | 0.25 | 0.001 | 1 | 0.90" in short
@@ -174,50 +177,3 @@ def test_table(tmp_path):
         "| dense | 0.25 | 0.001 | 1 | 0.20 | 0.10 |",
     ]
     assert text.endswith("a GPU, torch 2, triton 3, commits abc.")
-    page, image = tmp_path / "page.md", tmp_path / "plot.png"
-    page.write_text(
-        "a\n<!-- begin: recall -->\n<!-- end: recall -->\n"
-        "<!-- begin: recall_plot -->\n<!-- end: recall_plot -->\nb"
-    )
-    recall_report.draw(rows, page, image)
-    assert text in page.read_text() and "(images/recall.png)" in page.read_text()
-    assert image.stat().st_size > 0
-    assert recall_report.table([]) == recall_report.picture([]) == recall_report.NO_ROWS
-
-
-def test_page_is_drawn_from_the_rows():
-    """Where this fails: `python -m benchmarks.recall --table`."""
-    page = recall_report.PAGE.read_text(encoding="utf-8")
-    assert "<!-- begin: recall -->" in page and "<!-- begin: recall_plot -->" in page
-    rows = common.read_rows(recall.RESULTS)
-    assert recall_report.render(page, rows) == page
-    assert recall_report.picture(rows) == recall_report.NO_ROWS or recall_report.PLOT.exists()
-
-
-# compression networks under trial
-
-
-def test_a_network_reads_a_token_and_those_before_it():
-    """By definition, for every way to pool; a residual network begins as the mean."""
-    torch.manual_seed(0)
-    kv = torch.randn(2, 3, 4, 5, 6)
-    for pool in networks.POOLS:
-        net = networks.ConvMLP(6, kernel=2, expand=2, pool=pool)
-        before = torch.cat((torch.zeros_like(kv[..., :1, :]), kv[..., :-1, :]), dim=-2)
-        hidden = net.to_hidden(torch.stack((before, kv), dim=-1).flatten(-2)).relu()
-        weights = torch.ones(5).softmax(0)[:, None]
-        if pool == "softmax":
-            weights = net.to_weights(hidden).softmax(-2)
-        weights = weights * 5 if pool == "sum" else weights
-        pooled = hidden.amax(-2) if pool == "max" else (weights * hidden).sum(-2)
-        torch.testing.assert_close(net(kv), net.to_out(pooled))
-    begun = networks.ConvMLP(6, residual=True, zero=True)
-    torch.testing.assert_close(begun(kv), kv.mean(-2))
-    begun = networks.MeanMLP(6, 5)
-    begun[3].weight.data[:, 12:] = begun[3].bias.data[:] = 0
-    torch.testing.assert_close(begun(kv), kv.mean(-2))
-    published = compress.default_compress_mlp(6, 5).state_dict()
-    begun.load_state_dict(published, strict=True)
-    assert networks.LowRankMLP(6, 5)(kv).shape == (2, 3, 4, 6)
-    with pytest.raises(ValueError, match="pool must be one of mean, sum, max, .* got 'median'"):
-        networks.ConvMLP(6, pool="median")

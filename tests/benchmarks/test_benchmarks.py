@@ -1,14 +1,13 @@
 """The benchmarks on a CPU: they run end to end, refuse what is wrong, count what is there, and draw
 the page that is committed."""
 
-import copy
 import importlib
 import json
 
 import pytest
 import torch
 
-from benchmarks import attention, cards_report, common, oracle, problem, report
+from benchmarks import attention, common, oracle, performance, problem
 from benchmarks.providers import (
     SHORT_WINDOWS,
     Dense,
@@ -238,41 +237,18 @@ def test_random_selections(alike):
 # rows, tables, plot
 
 
-def test_rows_are_appended_whole(tmp_path):
-    path = tmp_path / "new" / "rows.jsonl"
-    for n in range(3):
-        common.append_row(path, {"n": n})
-    assert common.read_rows(path) == [{"n": n} for n in range(3)]
-    assert [file.name for file in path.parent.iterdir()] == ["rows.jsonl"]
-    assert common.read_rows(tmp_path / "none.jsonl") == []
-
-
-def test_quantiles():
-    assert common.quantiles([float(n) for n in range(11)]) == dict(p20_ms=2, p50_ms=5, p80_ms=8)
-    assert common.quantiles([3.0]) == dict(p20_ms=3, p50_ms=3, p80_ms=3)
-
-
-def test_the_page_is_that_of_the_rows():
-    """Where this fails: `make docs`."""
-    page = report.PAGE.read_text(encoding="utf-8")
-    every = common.read_rows(common.RESULTS / "attention.jsonl")
-    rows = report.Rows(every)
-    assert report.render(page, rows, every) == page
-    assert (report.picture(rows) == report.NO_ROWS) or report.PLOT.exists()
-    assert all(f"<!-- begin: {name} -->" in page for name in report.DRAWN | report.DRAWN_APART)
-
-
 def made_up(provider, T, ms, speedup=None, **fields):
     row = dict(provider=provider, part="whole", T=T, H=64, K=4, selection_stride=1, gpu="G")
     row |= dict(driver="1", torch="2", triton="3", commit="c", date="2026-01-01T00:00:00Z")
     row |= dict(p50_ms=ms, peak_mib=100.0, **fields)
     row |= {} if speedup is None else {"speedup_over_cudnn": speedup}
-    return [{**row, "pass": name} for name in report.PASSES]
+    return [{**row, "pass": name} for name in performance.PASSES]
 
 
 def test_tables_of_a_run_of_their_own():
     """One softmax (each pair of heads apart) and peers: of the newest run, on whatever GPU; the
     latest row of each pass."""
+    one_softmax = performance.TABLES["one_softmax"]
     old = made_up("one-softmax", 8192, 9.0, 9.0, D=128)
     run = made_up("dense-cudnn", 8192, 3.0, 1.0, D=128) + made_up("ours", 8192, 1.0, 2.0, D=128)
     run += made_up("one-softmax", 8192, 2.0, 1.5, D=128)
@@ -282,27 +258,22 @@ def test_tables_of_a_run_of_their_own():
     del refused[0]["p50_ms"], refused[0]["pass"]
     refused[0] |= dict(part="selected", refused="takes other heads")
     run = [{**row, "gpu": "H", "commit": "d"} for row in run + refused]
-    text = cards_report.one_softmax(old + run)
+    text = one_softmax(old + run)
     assert "| 64/4 | one-softmax | 1.50 / 1.50; 1.00 |" in text and "9.00" not in text
     assert "| 64/4 | *target* | 1.9 / 2 |" in text and text.endswith("H, torch 2, triton 3; d.")
     narrow = [{**row, "H": 9, "K": 3, "D": 64, "commit": "e"} for row in run[2:] + run[:4]]
-    text = cards_report.one_softmax(old + run + narrow)
+    text = one_softmax(old + run + narrow)
     assert "| 64/4 | one-softmax | 1.50 / 1.50; 1.00 |" in text and text.endswith("3; d, e.")
     assert "| 9/3, D=64 | one-softmax | 1.50 / 1.50; 1.00 |" in text
-    broken = [dict(run[4], failed="why", selection_stride=4), dict(run[4], T=1024, failed="why")]
-    for row in broken:
-        del row["pass"], row["p50_ms"]
-    text = cards_report.one_softmax([*old, *run, *broken])
-    assert "| 64/4 | one-softmax | failed | 1.50 / 1.50; 1.00 |" in text
-    assert "| 64/4 | one-softmax, stride 4 |  | failed |" in text
-    again = [dict(broken[0], selection_stride=1, commit="later")]
-    text = cards_report.one_softmax([*run, *again])
-    assert "| 64/4 | one-softmax | failed |" in text and text.endswith("; later.")
-    text = cards_report.peers(old + run)
+    broken = dict(run[4], failed="why", selection_stride=4)
+    del broken["pass"], broken["p50_ms"]
+    text = one_softmax([*old, *run, broken])
+    assert "| 64/4 | one-softmax, stride 4 | failed |" in text
+    text = performance.peers(old + run)
     assert "| whole | flash_nsa | 4 (4.00) / 4 (4.00) |" in text
     assert "| selected | infllm_v2 | - |" in text
     assert "* infllm_v2, selected, 64/4: takes other heads" in text
-    assert cards_report.peers(old) == cards_report.one_softmax([]) == report.NO_ROWS
+    assert performance.peers(old) == common.NO_ROWS
 
 
 def test_short_windows_have_the_sizes_of_their_preset():
@@ -310,56 +281,34 @@ def test_short_windows_have_the_sizes_of_their_preset():
     c = provider.sized(problem.Setting(8192))
     assert (c.l, c.d, c.s, c.n, c.initial, c.local, c.w) == (8, 4, 64, 6, 1, 2, 255)
     assert provider.sized(SMALL) == SMALL
-    own = made_up(provider.name, 8192, 1.0, 1.25, D=128)
-    text = cards_report.short_windows([*own, *made_up("one-softmax", 8192, 9.0, 9.0, D=128)])
+    rows = made_up(provider.name, 8192, 1.0, 1.25, D=128)
+    rows += made_up("one-softmax", 8192, 9.0, 9.0, D=128)
+    text = performance.TABLES["short_windows"](rows)
     assert "| 64/4 | ours-short-windows | 1.25 / 1.25 |" in text and "9.00" not in text
 
 
-def test_tables(tmp_path):
+def test_tables():
     rows = made_up("dense-cudnn", 8192, 2.0, 1.0) + made_up("ours", 8192, 1.0, 1.3)
-    rows += made_up("ours-probs", 8192, 4.0, 0.5)
     other = [{**row, "gpu": "another", "p50_ms": 77.0} for row in rows]
-    drawn = report.Rows(other[:-1] + rows)
-    text = report.speedups(drawn)
+    drawn = {name: table(other[:-1] + rows) for name, table in performance.TABLES.items()}
+    text = drawn["speedups"]
     assert "| ours | 1.30 / 1.30 |" in text and "| *target* | 1.20 / 1.40 |" in text
-    assert "| *best published* | 0.79 / 0.97 |" in text and "77" not in report.wholes(drawn)
-    lost = report.losses(drawn)
-    assert "* ours, H=64, K=4, backward, under the target: 8k 1.30 of 1.40\n" in lost
-    assert "* ours-probs, H=64, K=4, forward, slower than dense: 8k 0.50\n" in lost
-    assert "K=4, times the forward pass of logits: 8k 4.00 of 1.25" in lost
-    close = made_up("ours", 8192, 1.0, 1.396) + made_up("ours", 4096, 1.0, 0.6)
-    lost = report.losses(report.Rows(close))
-    assert "backward, under the target: 4k 0.60 of 0.80, 8k 1.396 of 1.40" in lost
-    assert "| ours | 100 (1.00) |" in report.memory(drawn)
-    assert report.parts(drawn) == report.agreement(drawn) == report.NO_ROWS
-    assert report.failures(drawn) == "none"
+    assert "| *best published* | 0.79 / 0.97 |" in text and "77" not in drawn["wholes"]
+    assert "| ours | 100 (1.00) |" in drawn["memory"]
+    assert drawn["parts"] == drawn["agreement"] == common.NO_ROWS
     one, four = {"part": "selected", "alike": 1}, {"part": "selected", "alike": 4}
     alike = made_up("ours", 8192, 1.0, **one)
     alike += made_up("ours", 8192, 0.4, speedup_over_independent=2.5, **four)
-    text = report.agreement(report.Rows(alike))
+    text = performance.TABLES["agreement"](alike)
     assert "| selected, ours, 4 alike | 0.40 / 0.40 |" in text and text.count("speed-up") == 1
     assert "| selected, ours, 4 alike: speed-up | 2.50 / 2.50 |" in text
-    assert "alike" not in report.losses(report.Rows(alike))
-    alike += made_up("ours", 8192, 0.8, speedup_over_independent=1.25, **four)
-    lost = "selected, ours, 4 alike, H=64, K=4, forward, times independent: 8k 1.25 of 2.00"
-    assert lost in report.losses(report.Rows(alike))
-
-    failed = {**copy.copy(rows[2]), "failed": "out of memory"}
+    # the latest row counts, a failure too
+    failed = {**rows[2], "failed": "out of memory"}
     for name in ("pass", "p50_ms", "speedup_over_cudnn"):
         del failed[name]
-    later = report.Rows([*rows, failed])
-    assert "* ours, H=64, K=4: out of memory (T = 8k)" in report.failures(later)
-    assert "1.30" not in report.speedups(later)
-    assert "1.30 / 1.30" in report.speedups(report.Rows([*rows, failed, *rows]))
-
-    report.plot(drawn, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 0
-    with pytest.raises(ValueError, match="the page has a marker 'nothing'"):
-        report.render("<!-- begin: nothing -->\n<!-- end: nothing -->", drawn, [])
-
-
-def test_no_rows_no_numbers():
-    assert {draw(report.Rows([])) for draw in report.DRAWN.values()} == {report.NO_ROWS}
+    speedups = performance.TABLES["speedups"]
+    assert "1.30" not in speedups([*rows, failed])
+    assert "1.30 / 1.30" in speedups([*rows, failed, *rows])
 
 
 # tiles

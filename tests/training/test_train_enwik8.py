@@ -1,6 +1,5 @@
 """train_enwik8.py as its users meet it: in processes of its own, with small models."""
 
-import importlib.util
 import io
 import json
 import os
@@ -402,55 +401,6 @@ def test_tensorboard_that_is_missing(short_run, monkeypatch):
     assert "--tensorboard needs the package" in refused(in_process(short_run, *args))
 
 
-# the benchmark that is made of such runs
-
-
-def benchmark():
-    spec = importlib.util.spec_from_file_location("bench", ROOT / "benchmarks/enwik8.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_row_of_a_run(trained):
-    bench = benchmark()
-    row = bench.row(trained[0] / "runs/whole")
-    assert row["config"]["attention"] == "sparse" and list(row["val_bpb"]) == [0, 10, 20]
-    line = bench.table([json.loads(json.dumps(row))]).splitlines()[-1]
-    assert line.startswith("| sparse | logits | 1 | ") and line.endswith(f"{row['test_bpb']:.3f} |")
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--device", "cpu"), "selection_stride must divide selection_block_size=8"),
-        (("--nope",), "unrecognized arguments: --nope"),
-        (("--name", "x"), "--name does not go with this benchmark"),
-        (("--seq-len", "4"), "--seq-len 4 is shorter than --compress-block-size"),
-        (("--out-dir", "{there}"), "bench-sparse-logits-4 is there already"),
-    ],
-)
-def test_the_benchmark_says_first_what_its_runs_lack(options, message, tmp_path, monkeypatch):
-    bench = benchmark()
-    (tmp_path / "bench-sparse-logits-4").mkdir()
-    (tmp_path / "bench-sparse-logits-4/config.json").touch()
-    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results/rows.jsonl")
-    monkeypatch.setattr(bench, "train", lambda options: pytest.fail("it trains"))
-    options = [value.format(there=tmp_path) for value in options]
-    with pytest.raises(SystemExit, match=message) as left:
-        bench.main(options)
-    assert "\n" not in left.value.code and not bench.RESULTS.exists()
-
-
-def test_the_benchmark_ends_with_a_run(monkeypatch, tmp_path):
-    bench = benchmark()
-    monkeypatch.setattr(bench.subprocess, "run", lambda *args, **given: Namespace(returncode=2))
-    monkeypatch.setattr(bench, "check", lambda options: tmp_path)
-    monkeypatch.setattr(bench, "RESULTS", tmp_path / "rows.jsonl")
-    with pytest.raises(SystemExit, match="bench-sparse-logits-1 ended with status 2"):
-        bench.main([])
-
-
 # without what a program is used to
 
 
@@ -478,9 +428,3 @@ def test_closed_outputs(tmp_path, text):
     args = command("--data", text, "--name", "quiet", *TINY, "--steps", 2, "--sample-every", 2)
     done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *args], cwd=tmp_path)
     assert done.returncode == 0 and len(metrics(tmp_path / "runs/quiet")) == 3
-
-
-def test_documented_table_is_that_of_the_rows():
-    bench = benchmark()
-    rows = [json.loads(line) for line in bench.RESULTS.read_text().splitlines()]
-    assert bench.table(rows) in (ROOT / "docs/training.md").read_text()

@@ -1,0 +1,103 @@
+"""The benchmark of a layer's times on a CPU: it runs, refuses what is wrong, prints its table."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import common, layer
+from benchmarks.oracle import WrongResult
+
+pytestmark = pytest.mark.usefixtures("nothing_to_release")
+
+CPU = torch.device("cpu")
+GPU_FIELDS = ("gpu_ms", "busy_ms", "kernels", "copies")
+
+
+def test_quick_form(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    rows = layer.main(["--quick", "--device", "cpu", "--out", str(path)])
+    assert common.read_rows(path) == json.loads(json.dumps(rows))
+    cases = [("forward", 96), ("both", 96), ("forward", 160), ("both", 160), ("decode", 96)]
+    assert [(row["provider"], row["pass"], row["T"]) for row in rows] == [
+        (name, *case) for case in cases for name in ("dense", "sparse")
+    ]
+    for row in rows:
+        assert 0 < row["host_ms"] <= row["wall_ms"] and row["repeats"] == 3
+        assert all(row[field] is None for field in GPU_FIELDS)
+        assert 0 < row["error_share"] <= 1 and row["dim"] == 32 and row["gpu"].startswith("none")
+    printed = capsys.readouterr().out
+    assert printed.startswith("| sparse (times dense) | forward, 96 | both passes, 96 |")
+
+
+class Wrong(layer.DenseAttention):
+    def forward(self, x, cache=None):
+        out = super().forward(x, cache)
+        return out * 1.001 if self.backend == "auto" else out
+
+
+class WrongDecode(layer.DenseAttention):
+    def forward(self, x, cache=None):
+        out = super().forward(x, cache)
+        return out * 1.001 if cache is not None else out
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Wrong, "out errs"), (WrongDecode, "decode errs")])
+def test_a_wrong_layer_is_not_timed(kind, message, monkeypatch):
+    plan, build = layer.tiny(), layer.layer_of
+
+    def layer_of(name, plan, device):
+        return kind(plan.dim, 4, 2, 16) if name == "dense" else build(name, plan, device)
+
+    with pytest.raises(WrongResult, match=message):
+        layer.check(layer_of("dense", plan, CPU), "dense", plan, CPU)
+    monkeypatch.setattr(layer, "layer_of", layer_of)
+    rows = layer.run(plan, CPU)
+    assert rows[0]["failed"].startswith("wrong: ") and "host_ms" not in rows[0]
+    assert {row["provider"] for row in rows[1:]} == {"sparse"}
+
+
+def test_twin_has_the_projections_and_positions_of_the_layer():
+    plan = layer.tiny()
+    sparse, dense = (layer.layer_of(name, plan, CPU) for name in ("sparse", "dense"))
+    shapes = {name: p.shape for name, p in dense.named_parameters()}
+    assert set(shapes) == {"norm.weight", "to_qkv.weight", "combine_heads.weight"}
+    assert shapes.items() <= {name: p.shape for name, p in sparse.named_parameters()}.items()
+
+
+def test_twin_rotates_as_rotary_embedding_torch_does():
+    package = pytest.importorskip("rotary_embedding_torch")
+    dense, t = layer.layer_of("dense", layer.tiny(), CPU), torch.randn(2, 7, 3, 16)
+    expected = package.RotaryEmbedding(16).rotate_queries_or_keys(t.transpose(1, 2), offset=5)
+    torch.testing.assert_close(dense.rotate(t, 5), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_summary_of_a_trace():
+    """Kernels on two streams overlap; copies are counted apart; host events are left out."""
+    events = [
+        {"cat": "kernel", "ts": 0.0, "dur": 10.0},
+        {"cat": "kernel", "ts": 5.0, "dur": 10.0},
+        {"cat": "kernel", "ts": 6.0, "dur": 1.0},
+        {"cat": "gpu_memset", "ts": 20.0, "dur": 2.0},
+        {"cat": "cuda_runtime", "ts": 0.0, "dur": 50.0},
+        {"ph": "M"},
+    ]
+    expected = {"gpu_ms": 0.021, "busy_ms": 0.017, "kernels": 3, "copies": 1}
+    assert layer.summary(events) == expected
+
+
+def test_table():
+    """The latest rows of one GPU; what has no dense twin stands alone."""
+    known = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "abcdefghij"}
+    wall = {"pass": "both", "T": 2048, "host_ms": 1.0, "busy_ms": None, "kernels": 18, **known}
+    rows = [
+        {**wall, "provider": "sparse", "wall_ms": 9.0, "gpu": "another GPU"},
+        {**wall, "provider": "sparse", "wall_ms": 8.0},
+        {**wall, "provider": "dense", "wall_ms": 2.0},
+        {**wall, "provider": "sparse", "wall_ms": 3.0, "kernels": 27},
+        {"provider": "sparse", "failed": "wrong", **known},
+    ]
+    drawn = layer.wall_table(rows)
+    assert drawn.startswith("| sparse (times dense) | both passes, 2k |")
+    assert "| wall, ms | 3 (1.50) |" in drawn and "| kernels | 27 (1.50) |" in drawn
+    assert "| GPU, ms |  |" in drawn and drawn.endswith("a GPU, torch 2, triton 3; abcdefg.")
