@@ -1,4 +1,4 @@
-"""`python -m native_sparse_attention.view` and `train_enwik8.py --view`, on tiny runs."""
+"""`python -m training.view` and `train_enwik8.py --view`, on tiny runs."""
 
 import os
 import stat
@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from native_sparse_attention.view.__main__ import main
 from tests.helpers.tiny_runs import load_equal, make_runs
 from tests.training.test_train_enwik8 import ROOT, TINY, in_process
 from tests.view.test_page import content_of
+from training.view import main
 
 TEXT = "17 squared is 289\n" * 10
 
@@ -56,7 +56,7 @@ def test_more_tokens_than_memory_are_those_of_the_file(folder, tmp_path, capsys,
 
 
 def test_as_a_module(folder):
-    command = [sys.executable, "-W", "error", "-m", "native_sparse_attention.view"]
+    command = [sys.executable, "-W", "error", "-m", "training.view"]
     done = subprocess.run(
         [*command, "runs/whole", "--text", "text", "--layers", "0"], cwd=folder,
         capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=100,
@@ -91,7 +91,7 @@ def test_bad_input_is_told_in_one_line(args, message, folder, tmp_path, capsys, 
     assert call(folder, *args) == 2
     told = capsys.readouterr()
     (line,) = told.err.splitlines()
-    assert line.startswith("python -m native_sparse_attention.view: ") and message in line
+    assert line.startswith("python -m training.view: ") and message in line
     assert told.out == "" and not list(tmp_path.iterdir())
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_sparse_run(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = ["--text", str(folder / "text")]
     assert main(["nowhere", *text]) == 2
-    assert "MODEL must be a directory of a run of train_enwik8.py" in capsys.readouterr().err
+    assert "nowhere is not a run directory" in capsys.readouterr().err
     assert main([*text]) == 2
     assert "the following arguments are required: MODEL" in capsys.readouterr().err
     dense = ["--data", "data", "--name", "dense", "--attention", "dense", "--steps", 1]
@@ -175,7 +175,7 @@ def test_the_longest_name(folder, tmp_path, capsys):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
 def test_an_output_that_is_full(folder, tmp_path):
-    command = [sys.executable, "-m", "native_sparse_attention.view", "runs/whole"]
+    command = [sys.executable, "-m", "training.view", "runs/whole"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [*command, "--text", "text", "--out", tmp_path / "page.html"], cwd=folder,
