@@ -82,12 +82,12 @@ def compare(
     rows: list[Row] = []
     for case in dict.fromkeys([*best["this"], *best["other"]]):
         this, that = (best[name].get(case, {"failed": "not reached"}) for name in trees)
-        row: Row = {"case": case}
-        row |= {"ms": this["ms"]} if "ms" in this else {"failed": this["failed"]}
-        row |= {"other_ms": that["ms"]} if "ms" in that else {"other_failed": that["failed"]}
-        if "ms" in row and "other_ms" in row:
-            row["times_other"] = round(row["ms"] / row["other_ms"], 4)
-        rows.append(row)
+        both: Row = {"case": case}
+        both |= {"ms": this["ms"]} if "ms" in this else {"failed": this["failed"]}
+        both |= {"other_ms": that["ms"]} if "ms" in that else {"other_failed": that["failed"]}
+        if "ms" in both and "other_ms" in both:
+            both["times_other"] = round(both["ms"] / both["other_ms"], 4)
+        rows.append(both)
     return rows
 
 

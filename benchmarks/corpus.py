@@ -22,6 +22,7 @@ written to `OUT.json` and appended to results/corpus.jsonl.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import lzma
@@ -89,8 +90,8 @@ def files_of(source: Path) -> Files:
         with tarfile.open(source, "r|*") as archive:  # read from its begin to its end
             for member in archive:
                 if member.isfile() and (file := archive.extractfile(member)) is not None:
-                    path = os.path.normpath(member.name).replace(os.sep, "/")
-                    yield path, member.size, file.read
+                    name = os.path.normpath(member.name).replace(os.sep, "/")
+                    yield name, member.size, functools.partial(file.read, -1)
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError) as error:
         raise ValueError(f"source {source} is no tar archive, or a broken one: {error}") from None
 

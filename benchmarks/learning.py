@@ -136,7 +136,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         [int(step) * tokens, seconds, round(loss / math.log(2), 5)]
         for step, seconds, loss in done.curve
     ]
-    cuda, runs = run.device.type == "cuda", run.options["runs_per_gpu"]
+    cuda = run.device.type == "cuda"
     return {
         **row,
         "bits": evaluate(model, held_out, spec["held_out_bytes"], cfg),
@@ -145,8 +145,6 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         "train_bytes": spec["steps"] * tokens,
         "seconds": round(done.seconds, 2),
         "tokens_per_s": round(spec["steps"] * tokens / done.seconds),
-        "runs_per_gpu": runs,
-        "gpu_seconds": round(done.seconds / runs, 1) if runs else None,
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if cuda else None,
         "curve": curve,
     }
@@ -559,7 +557,7 @@ def write_quick_text(folder: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = runs_pool.parser_of("learning", __doc__, jobs=3 * torch.cuda.device_count() or 1)
+    parser = runs_pool.parser_of("learning", __doc__)
     add = parser.add_argument
     add("--data", type=Path, help="the text of benchmarks.corpus, or any file of bytes; .xz too")
     add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="all by default")
@@ -598,9 +596,9 @@ def run(args: Namespace, temporary: Path) -> list[Row]:
             variants, about, tuple(args.lengths), tuple(args.seeds or (0, 1, 2)),
             tuple(args.lrs or LR), args.bytes, compile=args.compile,
         )  # fmt: skip
-    if args.speed and torch.cuda.device_count():
-        args.jobs = torch.cuda.device_count()
-    pool = runs_pool.pool_of(args, "benchmarks.learning", work, RESULTS, data=str(path.resolve()))
+    options = dict(data=str(path.resolve()))
+    out, device = common.out_of(args, RESULTS), torch.device(args.device)
+    pool = runs_pool.Pool(execute, work, device, args.deadline, out, options)
     return runs_pool.report(pool, plan.speeds if args.speed else plan.jobs, table)
 
 

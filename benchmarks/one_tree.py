@@ -10,6 +10,7 @@ of the package only, and loads its neighbours by path: the other tree has module
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import statistics
@@ -181,7 +182,7 @@ def decoding(at: Sizes) -> Iterator[Case]:
         lengths = torch.full((B,), S - 1, device=at.device, dtype=torch.int32)
 
         def operator(inputs: Any = inputs, lengths: Any = lengths) -> None:
-            decode_attention(*inputs, lengths, **SIZES)
+            decode_attention(*inputs, lengths=lengths, **SIZES)
 
         yield f"decode, operator, B={B}, S={S}", operator
         del inputs
@@ -226,7 +227,7 @@ def generation(at: Sizes) -> Iterator[Case]:
 
     for B in (1,) if at.quick else (1, 16):
         ids = torch.randint(sizes["vocab_size"], (B, T), device=at.device)
-        yield f"llama, prefill, B={B}, T={T}", lambda ids=ids: model(ids, logits_to_keep=1)
+        yield f"llama, prefill, B={B}, T={T}", functools.partial(model, ids, logits_to_keep=1)
         for kind in ("dynamic", "static") if at.device.type == "cuda" else ("dynamic",):
             cache = {} if kind == "dynamic" else dict(cache_implementation="static")
             seconds(ids, new, **cache)

@@ -301,68 +301,6 @@ class Fsa(PeerSelected):
         return attend(q, k, v, x["blocks"], setting.s, x["cu_seqlens"], setting.D**-0.5)[None]
 
 
-class InfLlm(PeerSelected):
-    """CUDA kernels that read a bit mask of blocks; the extension must be built in the checkout."""
-
-    name, module, source = "infllm_v2", "infllm_v2", "OpenBMB/infllmv2_cuda_impl"
-
-    def unfit(self, setting: Setting) -> str | None:
-        if setting.s != 64:
-            return f"infllm_v2 takes blocks of 64 tokens, not {setting.s}"
-        if setting.G != 16:
-            return f"infllm_v2 takes groups of 16 heads, not {setting.G}"
-        return super().unfit(setting)
-
-    def call(self, x: Tensors, setting: Setting) -> Tensor:
-        q, k, v = (row(x[name]) for name in self.names)
-        offsets, T = x["cu_seqlens"], setting.T
-        attend = self.load().infllmv2_attn_varlen_func
-        options: dict[str, Any] = dict(softmax_scale=setting.D**-0.5, causal=True)
-        return attend(q, k, v, offsets, offsets, T, T, topk_idx=x["blocks"], **options)[None]
-
-
-def by_column(blocks: Tensor, num_blocks: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks [K T slots] as the queries of each block: where the queries of (query head, block)
-    begin [1 H num_blocks], how many there are, and all queries, ascending within a block."""
-    K, T, _ = blocks.shape
-    counts, queries = [], []
-    for head in blocks:
-        inside = head < num_blocks
-        query = torch.arange(T, device=blocks.device)[:, None].expand_as(head)[inside]
-        block = head[inside].long()
-        queries.append(query[block.argsort(stable=True)].repeat(group))
-        counts.append(block.bincount(minlength=num_blocks).expand(group, -1))
-    count = torch.cat(counts)
-    ends = count.flatten().cumsum(0)
-    starts = (ends - count.flatten()).view(1, K * group, num_blocks)
-    return starts, count[None].int().contiguous(), torch.cat(queries).int()
-
-
-class FlashMoba(PeerSelected):
-    """Key-major CUDA kernels, given the queries of each block; the extension must be built in the
-    checkout. Every query head has blocks of its own there: those of a group are repeated."""
-
-    name, module, source = "flash_moba", "flash_moba", "mit-han-lab/flash-moba"
-    padding = None
-
-    def prepare(self, x: Tensors, setting: Setting) -> None:
-        super().prepare(x, setting)
-        num_blocks = -(-setting.T // setting.s)
-        columns = by_column(x["blocks"], num_blocks, setting.G)
-        x |= dict(zip(("starts", "counts", "queries"), columns, strict=True))
-
-    def call(self, x: Tensors, setting: Setting) -> Tensor:
-        q, k, v = (row(x[name]) for name in self.names)
-        c, offsets = setting, x["cu_seqlens"]
-        slots = x["blocks"].shape[-1]
-        interface = self.load("flash_moba.flash_moba_interface")
-        rows = interface.decide_lg_block_m(slots, c.s, c.T, True)
-        columns = x["starts"], x["counts"], x["queries"]
-        attend = interface.flash_moba_attn_varlen_func
-        options: dict[str, Any] = dict(softmax_scale=c.D**-0.5, causal=True)
-        return attend(q, k, v, offsets, offsets, c.T, c.T, *columns, rows, c.s, **options)[None]
-
-
 class FlashMsa(PeerSelected):
     """CuTe kernels of MiniMax's sparse attention, for given blocks of 128 tokens, the query's own
     first; the reverse index is an extension that it builds at the first call."""
@@ -412,8 +350,6 @@ PEERS: dict[str, tuple[type[Peer], ...]] = {
         FlashNsaWindow,
     ),
     "fsa": (Fsa,),
-    "infllm_v2": (InfLlm,),
-    "flash_moba": (FlashMoba,),
     "flash_msa": (FlashMsa,),
 }
 

@@ -341,7 +341,7 @@ class FarMass:
         return {"caught": round(held / far, 4), "far": round(far / total, 4)} if far else {}
 
 
-def check(model: Network, s: int, texts: Tensor, of_dense: Tensor, plan: Plan) -> float:
+def check(model: Network, s: int, texts: Tensor, of_dense: Tensor, plan: Plan) -> Row:
     """Mean difference of a token's loss with every block of s keys selected from dense attention.
 
     Raises:
@@ -351,7 +351,7 @@ def check(model: Network, s: int, texts: Tensor, of_dense: Tensor, plan: Plan) -
     apart = (losses(model, rule, texts[:1], plan) - of_dense[:1]).abs().mean().item()
     if not apart <= MOST_APART:
         raise WrongResult(f"with every block of {s}, a token's loss is {apart:.1e} off")
-    return apart
+    return {"apart": round(apart, 8)}
 
 
 def measure(model: Network, corpus: Corpus, T: int, plan: Plan) -> list[Row]:
@@ -361,7 +361,7 @@ def measure(model: Network, corpus: Corpus, T: int, plan: Plan) -> list[Row]:
     apart: dict[int, Row] = {0: {}}
     for s in dict.fromkeys(rule.s for rule in plan.rules if rule.s):
         checked = functools.partial(check, model, s, texts, of_dense, plan)
-        apart[s] = common.attempt(lambda checked=checked: {"apart": checked()}, model.device)
+        apart[s] = common.attempt(checked, model.device)
     rules = [rule for rule in plan.rules if rule.n and "failed" not in apart[rule.s]]
     mass = FarMass(rules, plan.runs)
     with model.attending(None, mass), torch.no_grad():

@@ -410,7 +410,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
-    parser = runs_pool.parser_of("recall", __doc__, jobs=6 * torch.cuda.device_count() or 1)
+    parser = runs_pool.parser_of("recall", __doc__)
     add = parser.add_argument
     add("--small", action="store_true", help="T = 256, for a CPU")
     add("--variants", nargs="+", metavar="NAME", help="all by default")
@@ -427,7 +427,11 @@ def main(argv: list[str] | None = None) -> list[Row]:
         try:
             plan = plan_of(args)
             work = args.work or (Path(temporary) if args.quick else None)
-            pool = runs_pool.pool_of(args, "benchmarks.recall", work, RESULTS)
+            if work is None:
+                raise ValueError("work must be given to train, --work DIR")
+            device = torch.device(args.device)
+            out = common.out_of(args, RESULTS)
+            pool = runs_pool.Pool(execute, work, device, args.deadline, out)
             return runs_pool.report(pool, plan.jobs, table)
         except ValueError as error:
             sys.exit(f"benchmarks.recall: {error}")

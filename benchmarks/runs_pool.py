@@ -1,18 +1,19 @@
-"""Training runs of a benchmark: many at a time, over all GPUs, each resumable.
+"""Training runs of a benchmark, each resumable, shared by as many processes as are started.
+
+    for gpu in 0 1 2 3; do CUDA_VISIBLE_DEVICES=$gpu python -m benchmarks.recall --work DIR & done
 
 A benchmark gives a plan: from the rows that are complete, the jobs that it wants, best first. Each
-job runs in a process of its own, on one GPU, and in a directory of its own under `--work`:
+process takes the first job that no other one has, until none is left. A job has a directory of its
+own under `--work`:
 
     spec.json      everything that decides its row
     checkpoint.pt  where it continues: written every `SAVE_EVERY` seconds and when it stops
     weights.pt     the trained weights
     row.json       its result; the run is complete
     failed.json    why it has none
-    log.txt        what it printed
 
-A call ends when all jobs are complete, or after `--deadline` seconds: then all runs write a
-checkpoint and stop, as they do on SIGTERM and SIGINT. The next call continues them. Only the first
-process writes rows, one for each complete run.
+A process ends when all jobs are complete, or after `--deadline` seconds: then its run writes a
+checkpoint and stops, as it does on SIGTERM and SIGINT. The next call continues it.
 
 What a step of a run does is a function of the run's settings and the step's number. AdamW, linear
 warm-up, cosine down to a tenth of the learning rate, as train_enwik8.py.
@@ -22,15 +23,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import io
 import itertools
 import json
 import math
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -46,19 +44,17 @@ from torch import Tensor
 
 from native_sparse_attention import Transformer
 from train_enwik8 import build_optimizer, learning_rate
+from training.errors import UserError
 from training.runs import locked, write
 
 from . import common
 from .common import Row
 
-SPEC, CHECKPOINT, WEIGHTS, ROW, FAILED, LOG = (
-    "spec.json", "checkpoint.pt", "weights.pt", "row.json", "failed.json", "log.txt",
-)  # fmt: skip
+SPEC, CHECKPOINT, WEIGHTS = "spec.json", "checkpoint.pt", "weights.pt"
+ROW, FAILED = "row.json", "failed.json"
 SAVE_EVERY = 60.0
 # names whose runs of all seeds come before those of the next ones
 TIER = 4
-# exit status of a run that stopped at a checkpoint
-STOPPED = 75
 
 
 class Stopped(Exception):
@@ -88,21 +84,17 @@ Plan = Callable[[list[Row]], list[Job]]
 
 @dataclass
 class Run:
-    """A job as the process that runs it sees it."""
+    """A job as it runs."""
 
     name: str
     folder: Path
     device: torch.device
     stop_at: float = math.inf
     options: dict[str, Any] = field(default_factory=dict)
+    signals: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.saved = time.monotonic()
-        self.signals: list[int] = []
-
-    def catch_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: self.signals.append(number))
 
     @property
     def stopping(self) -> bool:
@@ -127,45 +119,6 @@ class Run:
         if not path.exists():
             return None
         return torch.load(path, map_location=self.device, weights_only=True)
-
-
-def perform(module: str, run: Run) -> None:
-    """Run a job to its end, and write its row or why it has none. Raises Stopped."""
-    spec = json.loads((run.folder / SPEC).read_text())
-    execute: Callable[[dict[str, Any], Run], Row] = importlib.import_module(module).execute
-    (run.folder / FAILED).unlink(missing_ok=True)
-    try:
-        with locked(run.folder):
-            row = execute(spec, run)
-    except Stopped:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        content = {"failed": common.why(error)} | common.environment(run.device)
-        write(run.folder / FAILED, json.dumps(content).encode())
-        return
-    row = {**row, **common.environment(run.device)}
-    write(run.folder / ROW, json.dumps(row).encode())
-    (run.folder / CHECKPOINT).unlink(missing_ok=True)
-
-
-def child(argv: list[str] | None = None) -> int:
-    """`python -m benchmarks.runs_pool`: the process of one job."""
-    parser = argparse.ArgumentParser(prog="benchmarks.runs_pool")
-    for name in ("module", "folder", "name", "device", "options"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--stop-at", type=float, required=True)
-    args = parser.parse_args(argv)
-    device, options = torch.device(args.device), json.loads(args.options)
-    run = Run(args.name, Path(args.folder), device, args.stop_at, options)
-    run.catch_signals()
-    torch.set_num_threads(1)
-    try:
-        perform(args.module, run)
-        return 0
-    except Stopped as stop:
-        print(stop, flush=True)
-        return STOPPED
 
 
 # its training
@@ -260,54 +213,48 @@ def on(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass
 class Pool:
-    """Where and how long runs run. `jobs`: how many at a time; 0: in this process, one after
-    another."""
+    """Where runs are, what executes them, and how long they run."""
 
-    module: str
+    execute: Callable[[dict[str, Any], Run], Row]
     work: Path
     device: torch.device
-    jobs: int = 1
     deadline: float = math.inf
     out: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.jobs < 0:
-            raise ValueError(f"jobs must be at least 0, got {self.jobs}")
         if not self.deadline > 0:
             raise ValueError(f"deadline must be positive, got {self.deadline}")
         self.stop_at = time.time() + self.deadline
         self.rows: dict[str, Row] = {}
-        recorded = common.read_rows(self.out) if self.out else []
-        self.recorded = {row.get("run") for row in recorded if "failed" not in row}
 
     def run(self, plan: Plan) -> list[Row]:
         """Run what the plan wants until it wants no more, or until the deadline.
 
-        Returns the rows of the plan's jobs that are complete or have failed, and appends those to
-        `out` that it does not have.
+        Returns the rows of the plan's jobs that are complete or have failed in this call.
         """
-        running: dict[str, tuple[Job, subprocess.Popen[bytes], str | None]] = {}
-        free, stopped = places(self.device, self.jobs), False
-        while True:
-            jobs = [job for job in self.wanted(plan) if job.key not in running]
-            while jobs and not stopped and time.time() < self.stop_at and (free or not self.jobs):
-                job = jobs.pop(0)
-                if self.jobs:
-                    place = free.pop(0)
-                    running[job.key] = (job, self.start(job, place), place)
+        self.work.mkdir(parents=True, exist_ok=True)
+        signals: list[int] = []
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        before = [signal.signal(n, lambda number, frame: signals.append(number)) for n in numbers]
+        try:
+            while (jobs := self.wanted(plan)) and not signals and time.time() < self.stop_at:
+                for job in jobs:
+                    try:
+                        with locked(self.prepare(job)):
+                            self.perform(job, signals)
+                        break
+                    except UserError:  # another process has it
+                        continue
                 else:
-                    stopped = self.perform(job)
-                    jobs = self.wanted(plan)
-            if not running:
-                return list(self.rows.values())
-            time.sleep(0.2)
-            for key, (job, process, place) in list(running.items()):
-                if (status := process.poll()) is not None:
-                    del running[key]
-                    free.append(place)
-                    stopped |= status == STOPPED
-                    self.finish(job, status)
+                    time.sleep(1)
+        except Stopped as stop:
+            print(stop, flush=True)
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+        self.wanted(plan)
+        return list(self.rows.values())
 
     def wanted(self, plan: Plan) -> list[Job]:
         """Collect what is complete, to the fixed point of the plan; the jobs that are left."""
@@ -316,64 +263,38 @@ class Pool:
             for job in jobs:
                 path = self.work / job.key / ROW
                 if job.key not in self.rows and path.exists():
-                    self.collect({"run": job.key, **json.loads(path.read_text())})
+                    self.rows[job.key] = {"run": job.key, **json.loads(path.read_text())}
             if len(self.rows) == before:
                 return [job for job in jobs if job.key not in self.rows]
 
-    def collect(self, row: Row) -> None:
-        self.rows[row["run"]] = row
-        if row["run"] not in self.recorded:
-            common.append_row(self.out, row)
-            self.recorded.add(row["run"])
-
     def prepare(self, job: Job) -> Path:
         folder = self.work / job.key
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         write(folder / SPEC, json.dumps(job.spec, sort_keys=True).encode())
         return folder
 
-    def finish(self, job: Job, status: int) -> None:
-        """What a run left: its failure is told once a call."""
+    def perform(self, job: Job, signals: list[int]) -> None:
+        """Run a job to its end: its row, or why it has none. Raises Stopped."""
         folder = self.work / job.key
-        if status == STOPPED or (folder / ROW).exists():
+        if (folder / ROW).exists():
             return
-        row: Row = {"run": job.key, **job.spec, "failed": f"its process ended with status {status}"}
-        if (folder / FAILED).exists():
-            row |= json.loads((folder / FAILED).read_text())
-        print(f"{job.name}: failed: {row['failed']}", flush=True)
-        self.collect(row)
-
-    def perform(self, job: Job) -> bool:
-        """A job in this process; whether it stopped."""
-        run = Run(job.name, self.prepare(job), self.device, self.stop_at, self.options)
+        run = Run(job.name, folder, self.device, self.stop_at, self.options, signals)
+        (folder / FAILED).unlink(missing_ok=True)
+        name = ROW
         try:
-            perform(self.module, run)
+            row = self.execute(json.loads(json.dumps(job.spec)), run)
         except Stopped:
-            return True
-        self.finish(job, 0)
-        return False
-
-    def start(self, job: Job, place: str | None) -> subprocess.Popen[bytes]:
-        folder = self.prepare(job)
-        values = {
-            "module": self.module, "folder": folder.resolve(), "name": job.name,
-            "device": self.device, "options": json.dumps(self.options), "stop-at": self.stop_at,
-        }  # fmt: skip
-        command = [sys.executable, "-u", "-m", "benchmarks.runs_pool"]
-        command += [f"--{name}={value}" for name, value in values.items()]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        env |= {} if place is None else {"CUDA_VISIBLE_DEVICES": place}
-        with (folder / LOG).open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, cwd=common.ROOT, env=env)
-
-
-def places(device: torch.device, jobs: int) -> list[str | None]:
-    """For each of the processes at a time, its CUDA_VISIBLE_DEVICES: the GPUs in turn."""
-    if device.type != "cuda":
-        return [None] * jobs
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    return [names[index % len(names)] for index in range(jobs)]
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            name, row = FAILED, {**job.spec, "failed": common.why(error)}
+        content = json.dumps({**row, **common.environment(run.device)})
+        write(folder / name, content.encode())
+        if name == ROW:
+            (folder / CHECKPOINT).unlink(missing_ok=True)
+        self.rows[job.key] = {"run": job.key, **json.loads(content)}
+        with locked(self.work):
+            common.append_row(self.out, self.rows[job.key])
 
 
 # what benchmarks of runs have in common
@@ -410,32 +331,13 @@ def sweep(
     return jobs
 
 
-def parser_of(name: str, about: str | None, jobs: int) -> argparse.ArgumentParser:
+def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
     """The options of every benchmark of runs."""
     parser = common.parser_of(name, about, seconds=None)
     add = parser.add_argument
     add("--work", type=Path, help="directory of the runs, on a local disk; a next call continues")
-    add("--jobs", type=int, help=f"runs at a time, over all GPUs ({jobs}); 0: in this process")
-    parser.set_defaults(usual_jobs=jobs)
-    add("--deadline", type=float, default=math.inf, help="seconds, after which all runs stop")
+    add("--deadline", type=float, default=math.inf, help="seconds, after which a run stops")
     return parser
-
-
-def pool_of(args: Namespace, module: str, work: Path | None, results: Path, **options: Any) -> Pool:
-    """The pool of a command's options; `options` are for its runs.
-
-    Raises:
-        ValueError: an option out of range, or no directory of runs.
-    """
-    if work is None:
-        raise ValueError("work must be given to train, --work DIR")
-    device, jobs = torch.device(args.device), args.jobs
-    if jobs is None:
-        jobs = 0 if args.quick else args.usual_jobs
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    options["runs_per_gpu"] = jobs / gpus if gpus else None
-    out = common.out_of(args, results)
-    return Pool(module, work, device, jobs, args.deadline, out, options)
 
 
 def report(pool: Pool, plan: Plan, table: Callable[[list[Row]], str]) -> list[Row]:
@@ -450,8 +352,3 @@ def report(pool: Pool, plan: Plan, table: Callable[[list[Row]], str]) -> list[Ro
     if failed:
         sys.exit(f"{len(failed)} runs failed: {failed[0]['failed']}")
     return rows
-
-
-if __name__ == "__main__":
-    # the module that benchmarks import, so that there is one class Stopped
-    sys.exit(importlib.import_module("benchmarks.runs_pool").child())

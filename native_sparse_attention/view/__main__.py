@@ -199,9 +199,9 @@ Load = Callable[[argparse.Namespace, BufferedReader], tuple[Text, nn.Module, dic
 
 
 def run(argv: list[str] | None, load: Load, program: str) -> None:
-    options = parser()
-    options.prog = program
-    args = options.parse_args(argv)
+    command = parser()
+    command.prog = program
+    args = command.parse_args(argv)
     out: Path = args.out
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"--out must be a file in a folder there is, got {out}")

@@ -4,16 +4,15 @@ import itertools
 import json
 import signal
 from argparse import Namespace
-from contextlib import contextmanager
 
 import pytest
 import torch
 
-from benchmarks import common, learning, runs_pool, variants
+from benchmarks import common, corpus, learning, runs_pool, variants
 from native_sparse_attention import recipes
 from native_sparse_attention.presets import preset
 
-QUICK = ["--quick", "--device", "cpu", "--jobs", "0"]
+QUICK = ["--quick", "--device", "cpu"]
 SHAPE = dict(learning.SHAPE, dim=32, depth=2, heads=4, dim_head=16)
 # the models here are of two layers
 SMALL = {n: variants.scaled(s, 8) for n, s in variants.VARIANTS.items() if "local_layers" not in s}
@@ -23,16 +22,6 @@ NOT_MEASURED = ("seconds", "tokens_per_s", "date", "curve")
 def without_times(row):
     curve = [[step, bits] for step, _, bits in row["curve"]]
     return {name: value for name, value in row.items() if name not in NOT_MEASURED} | {"c": curve}
-
-
-@contextmanager
-def kept_signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # variants
@@ -176,36 +165,37 @@ def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
     assert not list(work.rglob("checkpoint.pt")) and len(list(work.rglob("weights.pt"))) == 1
 
 
-@pytest.mark.slow
-def test_processes(tmp_path):
-    """Two at a time; a second call finds their rows, and appends none."""
+def test_processes_share_the_runs(tmp_path, capsys):
+    """A run that another process has is left to it; a second call finds the rows, and appends
+    none."""
     out, work = tmp_path / "rows.jsonl", tmp_path / "work"
-    call = ["--quick", "--device", "cpu", "--work", str(work), "--out", str(out)]
-    call += ["--variants", "dense", "window"]
-    assert learning.main([*call, "--jobs", "0", "--deadline", "1e-6"]) == []
-    rows = learning.main([*call, "--jobs", "2"])
-    assert {row["variant"] for row in rows} == {"dense", "window"}
-    again = learning.main([*call, "--jobs", "0"])
-    assert sorted(map(str, again)) == sorted(map(str, rows))
-    assert common.read_rows(out) == rows
-    logs = "".join(path.read_text() for path in work.rglob("log.txt"))
-    assert "Traceback" not in logs
-
-
-def test_a_process_stops_at_a_checkpoint(tmp_path):
+    call = [*QUICK, "--work", str(work), "--out", str(out), "--variants", "dense", "window"]
+    assert learning.main([*call, "--deadline", "1e-6"]) == []
     plan = learning.quick_plan(
-        Namespace(lrs=None, seeds=None, compile=False), {"window": variants.VARIANTS["window"]}, {}
-    )
+        Namespace(lrs=None, seeds=None, compile=False), {"window": variants.VARIANTS["window"]},
+        corpus.about(learning.write_quick_text(tmp_path)),
+    )  # fmt: skip
     (job,) = plan.jobs([])
-    pool = runs_pool.Pool("benchmarks.learning", tmp_path, torch.device("cpu"))
-    options = json.dumps({"data": str(learning.write_quick_text(tmp_path)), "runs_per_gpu": None})
-    folder = pool.prepare(job)
-    given = {"module": pool.module, "folder": folder, "name": "a run", "device": "cpu"}
-    given |= {"options": options, "stop-at": 0.0}
-    with kept_signals():
-        status = runs_pool.child([f"--{name}={value}" for name, value in given.items()])
-    assert status == runs_pool.STOPPED and not (folder / "row.json").exists()
-    assert torch.load(folder / "checkpoint.pt")["done"]["step"] == 1
+    (work / job.key).mkdir(parents=True)
+    with runs_pool.locked(work / job.key):
+        (row,) = learning.main([*call, "--deadline", "20"])
+    assert row["variant"] == "dense"
+    rows = learning.main(call)
+    assert {row["variant"] for row in rows} == {"dense", "window"}
+    assert sorted(map(str, learning.main(call))) == sorted(map(str, rows))
+    assert len(common.read_rows(out)) == 2
+
+
+def test_a_signal_stops_at_a_checkpoint(tmp_path, monkeypatch):
+    add_up = runs_pool.add_up
+    monkeypatch.setattr(
+        runs_pool, "add_up", lambda *a: (signal.raise_signal(signal.SIGTERM), add_up(*a))[1]
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    assert learning.main([*QUICK, "--variants", "window", "--work", str(tmp_path)]) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+    (path,) = tmp_path.rglob("checkpoint.pt")
+    assert torch.load(path)["done"]["step"] == 1
 
 
 def test_what_failed_is_told(tmp_path, monkeypatch, capsys):
@@ -219,22 +209,6 @@ def test_what_failed_is_told(tmp_path, monkeypatch, capsys):
     assert "| window | 160 | 0 | 0.001 | RuntimeError: no such thing" in capsys.readouterr().out
     monkeypatch.undo()
     assert "bits" in learning.main(call)[0]
-
-
-def test_places_are_the_gpus_in_turn(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert runs_pool.places(torch.device("cuda"), 5) == ["2", "5", "2", "5", "2"]
-    assert runs_pool.places(torch.device("cpu"), 2) == [None, None]
-
-
-def test_a_run_stops_for_each_reason(tmp_path):
-    run = runs_pool.Run("run", tmp_path, torch.device("cpu"))
-    assert not run.stopping
-    with kept_signals():
-        run.catch_signals()
-        signal.raise_signal(signal.SIGTERM)
-    assert run.stopping
-    assert runs_pool.Run("run", tmp_path, torch.device("cpu"), stop_at=1.0).stopping
 
 
 def test_order_of_the_jobs():

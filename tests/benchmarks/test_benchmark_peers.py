@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from benchmarks.performance import Rows
 
 from benchmarks import attention, common, oracle, peers
+from benchmarks.performance import Rows
 from benchmarks.problem import Setting
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
@@ -50,43 +50,6 @@ from .eager import selected
 def FSA_topk_sparse_attention(q, k, v, topk_idx, block_size, cu_seqlens, softmax_scale=None):
     assert cu_seqlens.tolist() == [0, len(q)] and topk_idx.max() < len(q) / block_size
     return selected(q, k, v, topk_idx, block_size, softmax_scale)
-"""
-
-INFLLM = """
-from .eager import selected
-
-
-def infllmv2_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-    softmax_scale=None, causal=False, topk_idx=None,
-):
-    assert causal and max_seqlen_q == max_seqlen_k == len(q)
-    return selected(q, k, v, topk_idx, 64, softmax_scale)
-"""
-
-MOBA = """
-import torch
-
-from .eager import attend, causal
-
-
-def decide_lg_block_m(top_k, chunk_size, seqlen, causal=False):
-    return 128
-
-
-def flash_moba_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    moba_col_offsets, moba_col_nnz, moba_row_indices, lg_block_m=64, lg_block_n=64,
-    dropout_p=0.0, softmax_scale=None, causal=False,
-):
-    T, H, _ = q.shape
-    chosen = torch.zeros(H, T, -(-T // lg_block_n), dtype=torch.bool)
-    for h in range(H):
-        for c in range(chosen.shape[-1]):
-            start, count = moba_col_offsets[0, h, c], moba_col_nnz[0, h, c]
-            chosen[h, moba_row_indices[start : start + count].long(), c] = True
-    mask = chosen[..., torch.arange(T) // lg_block_n] & torch.ones(T, T, dtype=torch.bool).tril()
-    return attend(q, k, v, mask, softmax_scale)
 """
 
 NSA = """
@@ -171,11 +134,6 @@ FILES = {
     "flash_msa/flash_msa.py": MSA_INNER,
     "fsa/ops/__init__.py": FSA,
     "fsa/ops/eager.py": EAGER,
-    "infllm_v2/__init__.py": INFLLM,
-    "infllm_v2/eager.py": EAGER,
-    "flash_moba/__init__.py": "",
-    "flash_moba/flash_moba_interface.py": MOBA,
-    "flash_moba/eager.py": EAGER,
     "flash_nsa/__init__.py": NSA,
     "flash_nsa/eager.py": EAGER,
     "flash_nsa/ops/__init__.py": "",
@@ -216,9 +174,6 @@ def verify(provider, setting, spot=False):
     [
         (peers.Fsa, SMALL),
         (peers.Fsa, dataclasses.replace(SMALL, T=70, K=4)),
-        (peers.InfLlm, Setting(300, 16, 1, s=64, **SIZES)),
-        (peers.FlashMoba, SMALL),
-        (peers.FlashMoba, dataclasses.replace(SMALL, T=201, s=16, initial=2, local=1)),
         (peers.FlashMsa, Setting(384, 2, 1, s=128, **{**SIZES, "n": 1, "D": 128})),
         *((kind, dataclasses.replace(SMALL, s=16)) for kind in peers.PEERS["flash_nsa"]),
     ],
@@ -272,10 +227,8 @@ def test_refusals(tmp_path, monkeypatch):
     cuda = torch.device("cuda")
     expected = {
         peers.Fsa: ({"s": 16}, "fsa takes blocks of 32, 64, 128 or 256 tokens, not 16"),
-        peers.InfLlm: ({"K": 8}, "infllm_v2 takes groups of 16 heads, not 8"),
         peers.FlashNsaSelected: ({"D": 96}, "flash_nsa takes powers of two for D, not 96"),
         peers.FlashMsa: ({}, "flash_msa takes blocks of 128 tokens, not 64"),
-        peers.FlashMoba: ({"dtype": torch.float32}, "flash_moba takes bf16 and fp16"),
     }
     for kind, (change, reason) in expected.items():
         assert kind(tmp_path).why_not(dataclasses.replace(whole, **change), cuda) == reason

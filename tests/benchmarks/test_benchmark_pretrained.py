@@ -173,7 +173,7 @@ def test_model_is_dense_with_every_block(model, texts):
     expected = F.cross_entropy(direct.transpose(1, 2), texts[:, S // 2 :], reduction="none")
     torch.testing.assert_close(of_dense, expected)
     plan = pretrained.Plan(RULES)
-    assert pretrained.check(model, BLOCK, texts, of_dense, plan) < 1e-5
+    assert pretrained.check(model, BLOCK, texts, of_dense, plan)["apart"] < 1e-5
     with pytest.raises(common.WrongResult, match="with every block of 8"):
         pretrained.check(model, BLOCK, texts, of_dense + 1, plan)
     window = pretrained.losses(model, RULES[1], texts, plan)

@@ -45,8 +45,8 @@ def test_wrong_settings():
         recall.main([*QUICK, "--variants", "nothing"])
     with pytest.raises(SystemExit, match="work must be given"):
         recall.main(["--variants", "dense", "--device", "cpu"])
-    with pytest.raises(SystemExit, match="jobs must be at least 0"):
-        recall.main(["--quick", "--jobs", "-1"])
+    with pytest.raises(SystemExit, match="deadline must be positive"):
+        recall.main([*QUICK, "--deadline", "-1"])
 
 
 class Perfect(torch.nn.Module):
