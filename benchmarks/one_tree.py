@@ -177,15 +177,16 @@ def decoding(at: Sizes) -> Iterator[Case]:
     H, K = (4, 2) if at.quick else (64, 4)
     for B in at.batches:
         S, D, W = at.decoded, at.width, at.decoded // 16
-        shapes = [(B, 1, H, D), (B, S, K, D), (B, S, K, D), (B, W, K, D), (B, W, K, D)]
-        inputs = [*(at.draw(*shape) for shape in shapes), at.draw(B, 1, H, 3).sigmoid()]
-        lengths = torch.full((B,), S - 1, device=at.device, dtype=torch.int32)
+        stored = dict.fromkeys(("k", "v"), (B, S, K, D)) | dict.fromkeys(("ck", "cv"), (B, W, K, D))
+        tensors = {name: at.draw(*shape) for name, shape in stored.items()}
+        tensors |= dict(q=at.draw(B, 1, H, D), branch_gates=at.draw(B, 1, H, 3).sigmoid())
+        tensors["lengths"] = torch.full((B,), S - 1, device=at.device, dtype=torch.int32)
 
-        def operator(inputs: Any = inputs, lengths: Any = lengths) -> None:
-            decode_attention(*inputs, lengths=lengths, **SIZES)
+        def operator(tensors: dict[str, Any] = tensors) -> None:
+            decode_attention(**tensors, **SIZES)
 
         yield f"decode, operator, B={B}, S={S}", operator
-        del inputs
+        del tensors
     for preset in PRESETS:
         layer, token = layer_of(at, preset, at.cached), at.draw(1, 1, at.dim)
         cache = KVCache(at.cached + at.repeats + 8)
