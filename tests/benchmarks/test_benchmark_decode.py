@@ -31,7 +31,7 @@ def check_rows(rows):
             assert row["provider"] == "dense-flash" and row["T"] > 1 and "mask" in row["failed"]
             continue
         assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"] and row["error_share"] <= 1
-        assert row["bytes"] > 0 and row["speedup_over_cudnn"] > 0
+        assert row["bytes"] > 0 and row["speedup_over_cudnn"] >= 0
         assert (row["provider"] != decode.BASELINE) or row["speedup_over_cudnn"] == 1
 
 

@@ -254,7 +254,7 @@ def test_tables_of_a_run_of_their_own():
     run += made_up("one-softmax", 8192, 2.0, 1.5, D=128)
     run += made_up("flash_nsa", 8192, 5.0, D=128, times_ours=5.0)
     run += made_up("flash_nsa", 8192, 4.0, D=128, times_ours=4.0)
-    refused = made_up("infllm_v2", 8192, 1.0, D=128)[:1]
+    refused = made_up("fsa", 8192, 1.0, D=128)[:1]
     del refused[0]["p50_ms"], refused[0]["pass"]
     refused[0] |= dict(part="selected", refused="takes other heads")
     run = [{**row, "gpu": "H", "commit": "d"} for row in run + refused]
@@ -271,8 +271,8 @@ def test_tables_of_a_run_of_their_own():
     assert "| 64/4 | one-softmax, stride 4 | failed |" in text
     text = performance.peers(old + run)
     assert "| whole | flash_nsa | 4 (4.00) / 4 (4.00) |" in text
-    assert "| selected | infllm_v2 | - |" in text
-    assert "* infllm_v2, selected, 64/4: takes other heads" in text
+    assert "| selected | fsa | - |" in text
+    assert "* fsa, selected, 64/4: takes other heads" in text
     assert performance.peers(old) == common.NO_ROWS
 
 
