@@ -273,6 +273,7 @@ def ratios(run: list[Row], neighbours: Sequence[Row], lengths: Sequence[int]) ->
 def peers(rows: Sequence[Row]) -> str:
     """Milliseconds of each part, and how many times ours of the same part."""
     known = {peer.name for some in PEERS.values() for peer in some}
+    known |= {"infllm_v2", "flash_moba"}  # without an adapter, but with rows
     order, most_letters = {"dense-cudnn": 0, "ours": 1}, 120
     run = run_of(rows, lambda row: row["provider"] in known)
     of_peers = [row for row in run if row["provider"] in known]
