@@ -63,21 +63,22 @@ def selected_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     )
     if not config.causal:
         return torch.full_like(i, min(T, (initial + n) * s))
-    own, local = i // s, config.num_local_blocks
-    first_local = (own - local + 1).clamp(min=0)
-    of_local = i + 1 - first_local * s if local else torch.zeros_like(i)
-    of_initial = (first_local * s if local else i + 1).clamp(max=initial * s)
-    leader = blocks.leader(i, config.selection_stride)
-    complete = blocks.num_complete_blocks(leader, config.d, s)
-    candidates = (complete.minimum(first_local if local else own) - initial).clamp(min=0)
-    return of_local + of_initial + candidates.clamp(max=n) * s
+    query_block, num_local = i // s, config.num_local_blocks
+    first_local = (query_block - num_local + 1).clamp(min=0)
+    num_tokens = i + 1
+    forced = (first_local * s if num_local else num_tokens).clamp(max=initial * s)
+    if num_local:
+        forced = forced + num_tokens - first_local * s
+    complete = blocks.num_complete_blocks(blocks.leader(i, config.selection_stride), config.d, s)
+    candidates = complete.minimum(first_local if num_local else query_block) - initial
+    return forced + candidates.clamp(min=0, max=n) * s
 
 
 def window_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     """Number of keys of the sliding window that queries i see."""
     w = config.sliding_window_size
-    behind = i.clamp(max=w) + 1
-    return behind if config.causal else behind + (T - 1 - i).clamp(max=w)
+    num_past = i.clamp(max=w) + 1
+    return num_past if config.causal else num_past + (T - 1 - i).clamp(max=w)
 
 
 def keys_read(i: Tensor, T: int, config: NSAConfig) -> Tensor:
@@ -132,67 +133,51 @@ def nsa_cost(
         raise ValueError(f"dtype must be a floating dtype, got {shown(dtype)}")
     with torch.device("meta"):
         layer = SparseAttention.from_config(config, compress_mlp=compress_mlp).to(dtype)
-    H, D = config.heads, config.dim_head
-    K, size = layer.kv_heads, dtype.itemsize
+    H, D, K = config.heads, config.dim_head, layer.kv_heads
+    d, l, size = config.d, config.compress_block_size, dtype.itemsize
     i = torch.arange(T)
-    sets = len(config.branches) if config.branch_kv == "independent" else 1
-
-    def projections(numbers: int) -> int:
-        return 2 * batch * T * numbers
-
-    def of_attention(pairs: int) -> int:
-        return 4 * D * H * batch * pairs
-
-    d, l = config.d, config.compress_block_size
-    windows = blocks.num_windows(T, d, causal=config.causal)
+    num_kv = len(config.branches) if config.branch_kv == "independent" else 1
+    networks = [net for net in (layer.k_compress, layer.v_compress) if net is not None]
+    networks = [] if layer.ranks_by_tokens() else networks
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        networks = [net for net in (layer.k_compress, layer.v_compress) if net is not None]
-        networks = [] if layer.ranks_by_tokens() else networks
+        windows = blocks.num_windows(T, d, causal=config.causal)
         for network in networks:
             network(torch.empty(batch, K, windows, l, D, dtype=dtype, device="meta"))
-    per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
-    leaders = i[:: config.selection_stride]
-    scored = int(visible_windows(leaders, T, config).sum())
-    attention = of_attention(int(keys_read(i, T, config).sum()))
-    # width of the queries and keys that rank, and numbers of a cached key
+
+    attention = 4 * D * H * batch * int(keys_read(i, T, config).sum())
+    # width of the queries and keys that rank, and bytes of a cached key
     width, ranking_entry = D, K * D * size
     if layer.to_index is not None:
         width, ranking_entry = layer.index_dim, layer.index_heads * layer.index_dim * size
     if config.ranks:
+        per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
+        scored = int(visible_windows(i[:: config.selection_stride], T, config).sum())
         attention += 2 * width * (H if per_head else K) * batch * scored
     gates = len(config.branches) * H if len(config.branches) > 1 else 0
-    weights = config.dim * ((2 * H + 2 * K * sets) * D + gates)
+    weights = config.dim * ((2 * H + 2 * K * num_kv) * D + gates)
     weights += 0 if layer.to_index is None else layer.to_index.weight.numel()
+    flops = 2 * batch * T * weights + counter.get_total_flops() + attention
     parameters = sum(p.numel() for p in layer.parameters())
-    cache, step = 0, 0
+    cache = step = 0
+    entry = 2 * K * D * size
     if config.causal:
-        entry = 2 * K * D * size
-        own_window = sets > 1 and config.branches[-1] == "window"
-        tokens = (2 if own_window else 1) * T * entry
-        of_windows = entry if len(networks) == 2 else ranking_entry * len(networks)
-        cache = batch * (tokens + (T // d) * of_windows)
-        read = int(keys_read(torch.tensor([T]), T + 1, config))
+        has_window_cache = num_kv > 1 and config.branches[-1] == "window"
+        window_entry = entry if len(networks) == 2 else ranking_entry * len(networks)
+        cache = batch * ((2 if has_window_cache else 1) * T * entry + T // d * window_entry)
+        num_read = int(keys_read(torch.tensor([T]), T + 1, config))
         if "compressed" in config.branches:
-            read -= config.num_compressed_mem_kv
-        step = parameters * size + batch * read * entry
+            num_read -= config.num_compressed_mem_kv
+        step = parameters * size + batch * num_read * entry
         if networks and "compressed" not in config.branches:
             step += batch * (T // d) * ranking_entry
-    sparse = Cost(
-        parameters,
-        projections(weights) + counter.get_total_flops() + attention,
-        attention,
-        cache,
-        step,
-    )
+    sparse = Cost(parameters, flops, attention, cache, step)
 
     weights = config.dim * (2 * H + 2 * K) * D
-    pairs = T * (T + 1) // 2 if config.causal else T * T
     parameters = weights + sum(p.numel() for p in layer.norm.parameters())
     parameters += (H + 2 * K) * D * config.qkv_bias + config.dim * config.out_bias
     parameters += 2 * D * config.qk_norm
-    cache = step = 0
-    if config.causal:
-        cache = batch * T * 2 * K * D * size
-        step = parameters * size + cache + batch * 2 * K * D * size
-    attention = of_attention(pairs)
-    return Costs(sparse, Cost(parameters, projections(weights) + attention, attention, cache, step))
+    attention = 4 * D * H * batch * (T * (T + 1) // 2 if config.causal else T * T)
+    flops = 2 * batch * T * weights + attention
+    cache = batch * T * entry if config.causal else 0
+    step = parameters * size + cache + batch * entry if config.causal else 0
+    return Costs(sparse, Cost(parameters, flops, attention, cache, step))

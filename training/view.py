@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import warnings
 from argparse import Namespace
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -50,24 +49,12 @@ def write_view(run: Path, model: Transformer, cfg: Namespace, data: np.ndarray, 
 # the command
 
 
-def read_bytes(file: BufferedReader, most: int, marker: bytes) -> viewer.Text:
-    """The first `most` bytes of a file, each a token. Of a run that packs documents, which begin
-    with a marker, as many of the first document that begins in them: the page shows no documents
-    side by side."""
-    data, part = viewer.read_up_to(file, most + max(1, len(marker))), "the first"
-    whole = len(data) <= most
-    if marker and (start := data.find(marker)) >= 0:
-        data += viewer.read_up_to(file, start)
-        document = first_document(data, marker)
-        part = "the first document" if len(document) <= most else "the start of the first document"
-        whole, data = whole and document == data, document
-    return viewer.Text(list(data[:most]), byte_texts(data[:most]), "" if whole else part)
-
-
 def load_run(
-    args: Namespace, file: BufferedReader
-) -> tuple[viewer.Text, Transformer, dict[str, Any]]:
-    """The text, and the model of a run."""
+    args: Namespace, data: bytes
+) -> tuple[Transformer, list[int], list[str], dict[str, Any]]:
+    """The model of a run, and the bytes of a text as its tokens. Of a run that packs documents,
+    which begin with a marker, the first document that begins in the bytes to show: the page shows
+    no documents side by side."""
     if args.settings is not None:
         raise ValueError("--settings goes with a model of transformers, got a run")
     with warnings.catch_warnings(record=True) as notes:
@@ -75,13 +62,15 @@ def load_run(
         model = load_model(args.model, args.device)
     for note in notes:
         print(note.message, file=sys.stderr)
-    marker = encoded(read_config(Path(args.model))["settings"].get("pack", ""))
-    return read_bytes(file, args.max_tokens, marker), model, {}
+    marker = encoded(read_config(args.model)["settings"].get("pack", ""))
+    if marker and marker in data[: args.max_tokens]:
+        data = first_document(data, marker)
+    return model, list(data), byte_texts(data), {}
 
 
-def main(argv: list[str] | None = None) -> int:
-    return viewer.main(argv, load_run, PROGRAM)
+def main(argv: list[str] | None = None) -> None:
+    viewer.main(argv, load_run, PROGRAM)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

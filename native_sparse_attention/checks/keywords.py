@@ -32,10 +32,10 @@ class UnexpectedKeyword(ValueError, TypeError):
     """An unknown keyword: a TypeError as in Python, and a ValueError as for other arguments."""
 
 
-def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(keywords: Iterable[str], known: Iterable[str]) -> None:
     """Raise `UnexpectedKeyword` for the first unknown keyword, with a suggestion."""
     names = list(known)
-    for name in given:
+    for name in keywords:
         if name in names:
             continue
         meant = ELSEWHERE.get(name)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from .tensors import FLOAT_DTYPES, shown
-
-# error messages of torch and einops for an input of the wrong width
-WIDTH = re.compile(
-    r"cannot be multiplied|reduction dim|einsum|subscript|broadcast|size of tensor|einops|einx|"
-    r"normalized_shape|invalid for input of size|expected input|to have .* channels|h \* d = dim",
-    re.IGNORECASE,
-)
 
 
 def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
@@ -50,33 +40,6 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model must be an nn.Module, got {shown(model)}")
 
 
-def check_network(name: str, network: Any, given: str, wanted: str, *shapes: list[int]) -> None:
-    """Check that a module maps `shapes[0]` to `shapes[1]`, with a copy on the meta device.
-
-    Raises:
-        ValueError: not a module, or a module of other widths.
-    """
-    if not isinstance(network, nn.Module):
-        hint = ""
-        if isinstance(network, type) and issubclass(network, nn.Module):
-            hint = ": give an instance of it"
-        raise ValueError(f"{name} must be a torch.nn.Module, got {shown(network)}{hint}")
-    told = f"{name} must map [{given}] to [{wanted}], here {shapes[0]} to {shapes[1]}"
-    try:
-        out = on_meta(network, shapes[0])
-    except Exception as error:
-        # a network may not run on meta tensors; then its first call reports errors
-        if WIDTH.search(f"{type(error).__module__} {error}"):
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"{told}, got {type(network).__name__}: {reason}") from None
-        return
-    if isinstance(out, Tensor) and list(out.shape) == shapes[1]:
-        return
-    if out is not None:
-        got = list(out.shape) if isinstance(out, Tensor) else shown(out)
-        raise ValueError(f"{told}, got {got} from {type(network).__name__}")
-
-
 def copied(network: Any) -> Any:
     """A deep copy. Copies of fake tensors keep their mode; deepcopy alone would copy the mode."""
     tensors = network.parameters() if isinstance(network, nn.Module) else ()
@@ -84,19 +47,33 @@ def copied(network: Any) -> Any:
     return deepcopy(network, modes)
 
 
-def on_meta(network: nn.Module, shape: list[int]) -> Any:
-    """The output of a copy of the network on meta tensors; None if it is not run."""
-    compiled = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
-    if any(isinstance(module, compiled) for module in network.modules()):
-        return None
-    parameters = list(network.parameters())
-    if any(map(is_lazy, parameters)):
-        return None
-    dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        copy = copied(network).to("meta").eval()
-        return copy(torch.empty(shape, dtype=dtype, device="meta"))
+def check_network(name: str, network: Any, in_axes: str, out_axes: str, *shapes: list[int]) -> None:
+    """Check that a module maps `shapes[0]` to `shapes[1]`, by a copy in eval mode on zeros.
+
+    Raises:
+        ValueError: not a module, or a module that does not map them.
+    """
+    if not isinstance(network, nn.Module):
+        hint = ""
+        if isinstance(network, type) and issubclass(network, nn.Module):
+            hint = ": give an instance of it"
+        raise ValueError(f"{name} must be a torch.nn.Module, got {shown(network)}{hint}")
+    # not the compiled form of torch.compile, which would compile it for this shape
+    network = getattr(network, "_orig_mod", network)
+    weight = next((p for p in network.parameters() if p.is_floating_point()), torch.empty(0))
+    expected = f"{name} must map [{in_axes}] to [{out_axes}], here {shapes[0]} to {shapes[1]}"
+    try:
+        with torch.no_grad():
+            zeros = torch.zeros(shapes[0], dtype=weight.dtype, device=weight.device)
+            out = copied(network).eval()(zeros)
+    except Exception as error:
+        if weight.is_meta:  # it may need values
+            return
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{expected}, got {type(network).__name__}: {reason}") from error
+    if not isinstance(out, Tensor) or list(out.shape) != shapes[1]:
+        got = list(out.shape) if isinstance(out, Tensor) else shown(out)
+        raise ValueError(f"{expected}, got {got} from {type(network).__name__}")
 
 
 def check_compress_mlp(

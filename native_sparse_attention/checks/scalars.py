@@ -133,12 +133,7 @@ def check_finite(name: str, value: Any) -> float:
 
 def check_scale(scale: Any) -> float | None:
     """Check a finite number, or None."""
-    if scale is None:
-        return None
-    number = as_float(scale)
-    if not abs(number) <= LARGEST:
-        raise ValueError(f"scale must be a finite number or None, got {shown(scale)}")
-    return number
+    return None if scale is None else check_finite("scale", scale)
 
 
 def check_probability(name: str, value: Any) -> float:
@@ -182,8 +177,8 @@ def check_callable(name: str, function: Any, signature: str, required: bool = Fa
 def check_elements(**sizes: int) -> None:
     """Check sizes whose product is the number of elements of a new tensor."""
     if math.prod(sizes.values()) >= TOO_MANY_ELEMENTS:
-        told = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"{' * '.join(sizes)} must be below 2**40, got {told}")
+        factors = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"{' * '.join(sizes)} must be below 2**40, got {factors}")
 
 
 def check_hidden(name: str, factor: Any, width: int) -> int:

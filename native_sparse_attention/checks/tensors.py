@@ -108,16 +108,14 @@ def check_devices(**tensors: Tensor) -> None:
 
 def check_same(**tensors: Tensor | None) -> None:
     """Check that tensors share a device and a floating dtype, with no sparse or nested layout."""
-    first_name, first = next((n, t) for n, t in tensors.items() if t is not None)
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first_name, first = next(iter(present.items()))
     if first.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"{first_name} must be float16, bfloat16, float32 or float64, got {first.dtype}"
         )
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.device != first.device:
-            raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}")
+    check_devices(**present)
+    for name, tensor in present.items():
         if tensor.dtype != first.dtype:
             raise ValueError(f"{name} is {tensor.dtype} but {first_name} is {first.dtype}")
         if tensor.layout != torch.strided:
@@ -186,50 +184,33 @@ def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) 
     )
 
 
-def check_selection(
-    *,
-    compress_block_size: Any,
-    compress_block_sliding_stride: Any,
-    selection_block_size: Any,
-    num_selected_blocks: Any,
-    importance: Any,
-    interpolated_importance_score: Any,
-    num_initial_blocks: Any,
-    num_local_blocks: Any,
-    selection_stride: Any,
-    query_heads_share_selected_kv: Any,
-) -> dict[str, Any]:
+def check_selection(**settings: Any) -> dict[str, Any]:
     """Check the settings of the selection, each alone and together. Returns plain values by
     name."""
-    l, d, s = check_ints(
-        1,
-        compress_block_size=compress_block_size,
-        compress_block_sliding_stride=compress_block_sliding_stride,
-        selection_block_size=selection_block_size,
-    )
+    sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
+    l, d, s = check_ints(1, **{name: settings[name] for name in sizes})
     check_blocks(l, d, s)
-    n = check_int("num_selected_blocks", num_selected_blocks, 0, TOO_MANY_BLOCKS)
-    initial, local = check_forced_blocks(s, num_initial_blocks, num_local_blocks)
-    check_choice("importance", importance, IMPORTANCE_RULES)
-    interpolated = check_bool("interpolated_importance_score", interpolated_importance_score)
-    if interpolated and importance != "logits":
+    n = check_int("num_selected_blocks", settings["num_selected_blocks"], 0, TOO_MANY_BLOCKS)
+    initial, local = check_forced_blocks(
+        s, settings["num_initial_blocks"], settings["num_local_blocks"]
+    )
+    check_choice("importance", settings["importance"], IMPORTANCE_RULES)
+    bools = ("interpolated_importance_score", "query_heads_share_selected_kv")
+    interpolated, shared = check_bools(**{name: settings[name] for name in bools})
+    if interpolated and settings["importance"] != "logits":
         raise ValueError(
             "interpolated_importance_score=True goes with importance='logits' only, "
-            f"got importance={importance!r}"
+            f"got importance={settings['importance']!r}"
         )
-    stride = check_int("selection_stride", selection_stride, 1)
+    stride = check_int("selection_stride", settings["selection_stride"], 1)
     if s % stride:
         raise ValueError(
             f"selection_stride must divide selection_block_size={s}, so that the tokens that share "
             f"a ranking share their own block, got {stride}"
         )
-    shared = check_bool("query_heads_share_selected_kv", query_heads_share_selected_kv)
-    return dict(
-        compress_block_size=l,
-        compress_block_sliding_stride=d,
-        selection_block_size=s,
+    return settings | dict(
+        zip(sizes, (l, d, s), strict=True),
         num_selected_blocks=n,
-        importance=importance,
         interpolated_importance_score=interpolated,
         num_initial_blocks=initial,
         num_local_blocks=local,
@@ -240,9 +221,9 @@ def check_selection(
 
 def check_branches(branches: Any) -> tuple[str, ...]:
     """The branches of a layer, in the order of `BRANCHES`."""
-    given = branches if isinstance(branches, (tuple, list)) else ()
-    names = tuple(name for name in BRANCHES if name in given)
-    if not given or len(names) != len(given):
+    requested = branches if isinstance(branches, (tuple, list)) else ()
+    names = tuple(name for name in BRANCHES if name in requested)
+    if not requested or len(names) != len(requested):
         raise ValueError(
             f"branches must be some of {', '.join(map(repr, BRANCHES))}, each once, "
             f"got {shown(branches)}"
@@ -266,12 +247,17 @@ def check_leaders(
 
 
 def check_exactly(
-    name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    name: str,
+    tensor: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> None:
     """Check the shape, dtype and device of a tensor."""
-    fits = isinstance(tensor, Tensor) and tensor.shape == shape
-    if not fits or tensor.dtype != dtype or tensor.device != device:
-        kind = str(dtype).removeprefix("torch.")
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    fits = isinstance(tensor, Tensor) and tensor.shape == shape and tensor.device == device
+    if not fits or tensor.dtype not in dtypes:
+        kind = "floating," if dtypes == FLOAT_DTYPES else str(dtype).removeprefix("torch.")
         raise ValueError(
             f"{name} must be {kind} of shape {list(shape)} on {device}, got {shown(tensor)}"
         )
@@ -357,13 +343,8 @@ def check_windows(
 
 
 def check_sinks(sinks: Any, shape: tuple[int, ...], device: torch.device) -> None:
-    if sinks is None:
-        return
-    fits = isinstance(sinks, Tensor) and sinks.shape == shape and sinks.dtype in FLOAT_DTYPES
-    if not fits or sinks.device != device:
-        raise ValueError(
-            f"sinks must be floating, of shape {list(shape)} on {device}, got {shown(sinks)}"
-        )
+    if sinks is not None:
+        check_exactly("sinks", sinks, shape, FLOAT_DTYPES, device)
 
 
 def check_documents(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import blocks
-from ..checks.tensors import check_choice, check_int, check_ints
+from ..checks.scalars import check_choice, check_int, check_ints
 from . import gallery, jagged, nsa
 from .tiles import MaskMod
 
@@ -26,108 +26,66 @@ class Option:
 
 @dataclass(frozen=True)
 class Entry:
-    """`build(length, device, **options)` returns a mod and its numbers of queries and keys."""
+    """`build(length, device, **options)` returns a mod, or a mod and its number of keys where they
+    are not the queries."""
 
-    build: Callable[..., tuple[MaskMod, int, int]]
     meaning: str
+    build: Callable[..., Any]
     options: dict[str, Option]
 
 
-def shares(length: int, parts: int, device: torch.device) -> Tensor:
+def fixed(value: int, meaning: str) -> Option:
+    return Option(lambda length: value, meaning)
+
+
+def fraction(divisor: int, meaning: str) -> Option:
+    return Option(lambda length: max(1, length // divisor), meaning)
+
+
+def squarest_width(length: int) -> int:
+    """The width of the canvas of `length` pixels that is closest to a square."""
+    height = next(n for n in range(math.isqrt(length), 0, -1) if length % n == 0)
+    return length // height
+
+
+def canvas_height(length: int, canvas_width: int) -> int:
+    check_ints(1, canvas_width=canvas_width)
+    if length % canvas_width:
+        raise ValueError(f"canvas_width must divide length={length}, got {canvas_width}")
+    return length // canvas_width
+
+
+def growing_offsets(length: int, documents: int, device: torch.device) -> Tensor:
     """Offsets of sequences with lengths in the ratio 1 : 2 : 3 : ... and a total of `length`."""
-    if parts > length:
-        raise ValueError(f"documents must be at most length={length}, got {parts}")
-    ends = [length * n * (n + 1) // (parts * (parts + 1)) for n in range(parts + 1)]
+    check_ints(1, documents=documents)
+    if documents > length:
+        raise ValueError(f"documents must be at most length={length}, got {documents}")
+    total = documents * (documents + 1)
+    ends = [length * n * (n + 1) // total for n in range(documents + 1)]
     return torch.tensor(ends, device=device)
 
 
-def canvas(length: int, width: int) -> int:
-    """The height of a canvas of `length` pixels."""
-    check_ints(1, canvas_width=width)
-    if length % width:
-        raise ValueError(f"canvas_width must divide length={length}, got {width}")
-    return length // width
-
-
-def squarest(length: int) -> int:
-    """The largest divisor up to the square root: the height of a canvas."""
-    return next(n for n in range(math.isqrt(length), 0, -1) if length % n == 0)
-
-
-# entries
-
-
-def square(mod: MaskMod, length: int) -> tuple[MaskMod, int, int]:
-    return mod, length, length
-
-
-def causal(length: int, device: torch.device) -> tuple[MaskMod, int, int]:
-    return square(gallery.causal, length)
-
-
-def sliding_window(length: int, device: torch.device, window: int) -> tuple[MaskMod, int, int]:
-    return square(gallery.sliding_window(window), length)
-
-
-def dilated_window(
-    length: int, device: torch.device, window: int, dilation: int
-) -> tuple[MaskMod, int, int]:
-    return square(gallery.dilated_window(window, dilation), length)
-
-
-def prefix_lm(length: int, device: torch.device, prefix_length: int) -> tuple[MaskMod, int, int]:
-    return square(gallery.prefix_lm(prefix_length), length)
-
-
-def document(length: int, device: torch.device, documents: int) -> tuple[MaskMod, int, int]:
-    check_ints(1, documents=documents)
-    return square(gallery.document(offsets=shares(length, documents, device)), length)
-
-
-def packed(
-    length: int, device: torch.device, documents: int, window: int
-) -> tuple[MaskMod, int, int]:
-    check_ints(1, documents=documents)
-    offsets = shares(length, documents, device)
-    return square(jagged.jagged_mask_mod(gallery.sliding_window(window), offsets), length)
-
-
-def sasa(
-    length: int, device: torch.device, canvas_width: int, kernel_height: int, kernel_width: int
-) -> tuple[MaskMod, int, int]:
-    height = canvas(length, canvas_width)
-    return square(gallery.sasa(height, canvas_width, kernel_height, kernel_width), length)
-
-
-def natten(
-    length: int, device: torch.device, canvas_width: int, kernel_height: int, kernel_width: int
-) -> tuple[MaskMod, int, int]:
-    height = canvas(length, canvas_width)
-    return square(gallery.natten(height, canvas_width, kernel_height, kernel_width), length)
-
-
-def flamingo(
+def build_flamingo(
     length: int, device: torch.device, images: int, image_token_length: int
-) -> tuple[MaskMod, int, int]:
+) -> tuple[MaskMod, int]:
     """Texts of equal length, one after each image; each text sees the image before it."""
     check_ints(1, images=images)
     ends = [length * n // images for n in range(images + 1)]
     intervals = torch.tensor([ends[:-1], ends[1:]], device=device).T
     mod = gallery.flamingo(intervals, image_token_length=image_token_length)
-    return mod, length, images * image_token_length
+    return mod, images * image_token_length
 
 
-def compress(length: int, device: torch.device, stride: int) -> tuple[MaskMod, int, int]:
+def build_compress(length: int, device: torch.device, stride: int) -> tuple[MaskMod, int]:
     check_ints(1, stride=stride)
-    windows = blocks.num_windows(length, stride)
-    if windows < 1:
+    if stride > length:
         raise ValueError(f"stride must be at most length={length}, got {stride}")
-    return nsa.compress_mask_mod(stride), length, windows
+    return nsa.compress_mask_mod(stride), blocks.num_windows(length, stride)
 
 
-def selected(
+def build_selected(
     length: int, device: torch.device, selection_block_size: int, num_selected_blocks: int
-) -> tuple[MaskMod, int, int]:
+) -> MaskMod:
     """Block indices at random with a fixed seed; all queries of a block share them."""
     check_ints(1, selection_block_size=selection_block_size)
     check_ints(0, num_selected_blocks=num_selected_blocks)
@@ -143,75 +101,81 @@ def selected(
         # all batch rows and heads use the membership of row 0 and head 0
         return mod(b * 0, h * 0, q_idx, kv_idx)
 
-    return square(broadcast, length)
+    return broadcast
 
 
-def fixed(value: int, meaning: str) -> Option:
-    return Option(lambda length: value, meaning)
+WINDOW = {"window": fraction(8, "keys before the query")}
+DOCUMENTS = {"documents": fixed(4, "sequences, of lengths as 1 : 2 : 3 : ...")}
+PIXELS = {
+    "canvas_width": Option(squarest_width, "pixels of a row; it divides the length"),
+    "kernel_height": fixed(7, "rows of pixels, odd"),
+    "kernel_width": fixed(7, "columns of pixels, odd"),
+}
 
-
-def part(of: int, meaning: str) -> Option:
-    return Option(lambda length: max(1, length // of), meaning)
-
-
-WINDOW = part(8, "keys before the query")
-DOCUMENTS = fixed(4, "sequences, of lengths as 1 : 2 : 3 : ...")
-WIDTH = Option(lambda length: length // squarest(length), "pixels of a row; it divides the length")
-
-CATALOG: dict[str, Entry] = {
-    "causal": Entry(causal, "keys up to the query", {}),
-    "sliding_window": Entry(sliding_window, "the nearest keys before it", {"window": WINDOW}),
+CATALOG = {
+    "causal": Entry("keys up to the query", lambda n, device: gallery.causal, {}),
+    "sliding_window": Entry(
+        "the nearest keys before it",
+        lambda n, device, window: gallery.sliding_window(window),
+        WINDOW,
+    ),
     "dilated_window": Entry(
-        dilated_window,
         "keys before it, some distance apart",
+        lambda n, device, window, dilation: gallery.dilated_window(window, dilation),
         {
-            "window": part(16, "keys before the query"),
+            "window": fraction(16, "keys before the query"),
             "dilation": fixed(4, "from one key to the next"),
         },
     ),
     "prefix_lm": Entry(
-        prefix_lm, "a prefix and the past", {"prefix_length": part(4, "keys that all see")}
+        "a prefix and the past",
+        lambda n, device, prefix_length: gallery.prefix_lm(prefix_length),
+        {"prefix_length": fraction(4, "keys that all see")},
     ),
-    "document": Entry(document, "the past of its own document", {"documents": DOCUMENTS}),
+    "document": Entry(
+        "the past of its own document",
+        lambda n, device, documents: gallery.document(
+            offsets=growing_offsets(n, documents, device)
+        ),
+        DOCUMENTS,
+    ),
     "jagged": Entry(
-        packed,
         "a window within packed sequences",
-        {"documents": DOCUMENTS, "window": WINDOW},
+        lambda n, device, documents, window: jagged.jagged_mask_mod(
+            gallery.sliding_window(window), growing_offsets(n, documents, device)
+        ),
+        DOCUMENTS | WINDOW,
     ),
     "sasa": Entry(
-        sasa,
         "pixels around it, cut at the border",
-        {
-            "canvas_width": WIDTH,
-            "kernel_height": fixed(7, "rows of pixels, odd"),
-            "kernel_width": fixed(7, "columns of pixels, odd"),
-        },
+        lambda n, device, canvas_width, **kernel: gallery.sasa(
+            canvas_height(n, canvas_width), canvas_width, **kernel
+        ),
+        PIXELS,
     ),
     "natten": Entry(
-        natten,
         "pixels around it, moved inside at the border",
-        {
-            "canvas_width": WIDTH,
-            "kernel_height": fixed(7, "rows of pixels, odd"),
-            "kernel_width": fixed(7, "columns of pixels, odd"),
-        },
+        lambda n, device, canvas_width, **kernel: gallery.natten(
+            canvas_height(n, canvas_width), canvas_width, **kernel
+        ),
+        PIXELS,
     ),
     "flamingo": Entry(
-        flamingo,
         "text on the image before it",
+        build_flamingo,
         {
             "images": fixed(4, "images, each before as much text"),
-            "image_token_length": part(4, "keys of an image"),
+            "image_token_length": fraction(4, "keys of an image"),
         },
     ),
     "compress": Entry(
-        compress,
         "native sparse attention: windows that ended before it",
+        build_compress,
         {"stride": fixed(16, "tokens from window to window")},
     ),
     "selected": Entry(
-        selected,
         "native sparse attention: selected blocks and its own",
+        build_selected,
         {
             "selection_block_size": fixed(64, "tokens of a block"),
             "num_selected_blocks": fixed(2, "blocks drawn at random"),
@@ -232,4 +196,6 @@ def make(name: str, length: int, device: torch.device, **options: Any) -> tuple[
     for option in options:
         check_choice("option", option, entry.options)
     settings = {key: options.get(key, o.default(length)) for key, o in entry.options.items()}
-    return entry.build(length, device, **settings)
+    built = entry.build(length, device, **settings)
+    mod, kv_len = built if isinstance(built, tuple) else (built, length)
+    return mod, length, kv_len

@@ -6,18 +6,17 @@
 
 Each mask is a mod, or a factory of a mod. A mod tells for one pair whether i may attend to j.
 torch's `and_masks` and `or_masks` combine mods.
-
-Integers are defaults of the mod's parameters; `constants.py` gives the reason.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
-from ..checks.tensors import check_bool, check_int, check_ints
-from .constants import constant_defaults
-from .tiles import MaskMod
+from ..checks.scalars import check_bool, check_int, check_ints
+from .tiles import MaskMod, constant
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -39,18 +38,10 @@ def sliding_window(window: int, causal: bool = True) -> MaskMod:
         ValueError: window below 0.
     """
     window, causal = check_int("window", window, 0), check_bool("causal", causal)
-    ahead = 0 if causal else window
+    max_past, max_future = constant(window), constant(0 if causal else window)
 
-    @constant_defaults
-    def sliding_window_mask(
-        b: Tensor,
-        h: Tensor,
-        q_idx: Tensor,
-        kv_idx: Tensor,
-        window: int = window,
-        ahead: int = ahead,
-    ) -> Tensor:
-        return (q_idx - kv_idx <= window) & (kv_idx - q_idx <= ahead)
+    def sliding_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx <= int(max_past)) & (kv_idx - q_idx <= int(max_future))
 
     return sliding_window_mask
 
@@ -64,22 +55,11 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
     Raises:
         ValueError: window below 0, dilation below 1.
     """
-    window, causal = check_int("window", window, 0), check_bool("causal", causal)
-    dilation = check_int("dilation", dilation, 1)
-    behind, ahead = window * dilation, 0 if causal else window * dilation
+    dilation, step = check_int("dilation", dilation, 1), constant(dilation)
+    window_mask = sliding_window(check_int("window", window, 0) * dilation, causal)
 
-    @constant_defaults
-    def dilated_window_mask(
-        b: Tensor,
-        h: Tensor,
-        q_idx: Tensor,
-        kv_idx: Tensor,
-        behind: int = behind,
-        ahead: int = ahead,
-        dilation: int = dilation,
-    ) -> Tensor:
-        distance = q_idx - kv_idx
-        return (distance <= behind) & (distance >= -ahead) & (distance % dilation == 0)
+    def dilated_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return window_mask(b, h, q_idx, kv_idx) & ((q_idx - kv_idx) % int(step) == 0)
 
     return dilated_window_mask
 
@@ -93,13 +73,10 @@ def prefix_lm(prefix_length: int) -> MaskMod:
     Raises:
         ValueError: prefix_length below 0.
     """
-    prefix_length = check_int("prefix_length", prefix_length, 0)
+    length = constant(check_int("prefix_length", prefix_length, 0))
 
-    @constant_defaults
-    def prefix_lm_mask(
-        b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, prefix_length: int = prefix_length
-    ) -> Tensor:
-        return (kv_idx < prefix_length) | (kv_idx <= q_idx)
+    def prefix_lm_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx < int(length)) | (kv_idx <= q_idx)
 
     return prefix_lm_mask
 
@@ -120,21 +97,17 @@ def document(
         ValueError: both or neither are given, or one is malformed.
     """
     causal = check_bool("causal", causal)
-    if (document_ids is None) == (offsets is None):
-        raise ValueError(
-            "document_ids or offsets must be given, and not both, got "
-            + ("neither" if offsets is None else "both")
-        )
+    check_one_of(document_ids=document_ids, offsets=offsets)
     if offsets is not None:
         check_cu_seqlens("offsets", offsets)
-        ids = sequence_of(offsets, int(offsets[-1]))
+        ids = sequence_ids(offsets)
     else:
-        ids = integers("document_ids", document_ids, (1, 2))
-    by_row = ids.ndim == 2
+        ids = check_integers("document_ids", document_ids, 1, 2)
+    is_batched = ids.ndim == 2
 
     def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        of_q, of_kv = (ids[b, t] if by_row else ids[t] for t in (q_idx, kv_idx))
-        same = (of_q == of_kv) & (of_q >= 0)
+        q_id, kv_id = (ids[b, t] if is_batched else ids[t] for t in (q_idx, kv_idx))
+        same = (q_id == kv_id) & (q_id >= 0)
         return same & (kv_idx <= q_idx) if causal else same
 
     return document_mask
@@ -155,28 +128,7 @@ def sasa(
     Raises:
         ValueError: a canvas below 1 x 1, an even kernel.
     """
-    kernel_width = kernel_height if kernel_width is None else kernel_width
-    canvas_height, canvas_width = check_ints(
-        1, canvas_height=canvas_height, canvas_width=canvas_width
-    )
-    kernel_height, kernel_width = check_odd(kernel_height=kernel_height, kernel_width=kernel_width)
-    reach_y, reach_x = kernel_height // 2, kernel_width // 2
-
-    @constant_defaults
-    def sasa_mask(
-        b: Tensor,
-        h: Tensor,
-        q_idx: Tensor,
-        kv_idx: Tensor,
-        width: int = canvas_width,
-        reach_y: int = reach_y,
-        reach_x: int = reach_x,
-    ) -> Tensor:
-        dy = q_idx // width - kv_idx // width
-        dx = q_idx % width - kv_idx % width
-        return (dy.abs() <= reach_y) & (dx.abs() <= reach_x)
-
-    return sasa_mask
+    return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, inside=False)
 
 
 def natten(
@@ -192,37 +144,38 @@ def natten(
     Raises:
         ValueError: a canvas below 1 x 1, a kernel that is even or larger than the canvas.
     """
+    return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, inside=True)
+
+
+def pixel_window(
+    canvas_height: int,
+    canvas_width: int,
+    kernel_height: int,
+    kernel_width: int | None,
+    inside: bool,
+) -> MaskMod:
+    """A window around each pixel, moved `inside` the canvas or not."""
     kernel_width = kernel_height if kernel_width is None else kernel_width
-    canvas_height, canvas_width = check_ints(
-        1, canvas_height=canvas_height, canvas_width=canvas_width
-    )
-    kernel_height, kernel_width = check_odd(kernel_height=kernel_height, kernel_width=kernel_width)
-    for axis, kernel, canvas in (
-        ("height", kernel_height, canvas_height),
-        ("width", kernel_width, canvas_width),
-    ):
-        if kernel > canvas:
+    height, width = check_ints(1, canvas_height=canvas_height, canvas_width=canvas_width)
+    kernels = check_ints(1, kernel_height=kernel_height, kernel_width=kernel_width)
+    for axis, kernel, canvas in zip(("height", "width"), kernels, (height, width), strict=True):
+        if kernel % 2 == 0:
+            raise ValueError(f"kernel_{axis} must be odd, so that it has a centre, got {kernel}")
+        if inside and kernel > canvas:
             raise ValueError(f"kernel_{axis} must be at most canvas_{axis}={canvas}, got {kernel}")
-    reach_y, reach_x = kernel_height // 2, kernel_width // 2
-    last_y, last_x = canvas_height - 1 - reach_y, canvas_width - 1 - reach_x
+    rows, columns = (kernel // 2 for kernel in kernels)
+    margin_y, margin_x = (rows, columns) if inside else (0, 0)
+    size, reach_y, reach_x = map(constant, (width, rows, columns))
+    top, left = constant(margin_y), constant(margin_x)
+    bottom, right = constant(height - 1 - margin_y), constant(width - 1 - margin_x)
 
-    @constant_defaults
-    def natten_mask(
-        b: Tensor,
-        h: Tensor,
-        q_idx: Tensor,
-        kv_idx: Tensor,
-        width: int = canvas_width,
-        reach_y: int = reach_y,
-        reach_x: int = reach_x,
-        last_y: int = last_y,
-        last_x: int = last_x,
-    ) -> Tensor:
-        dy = (q_idx // width).clamp(reach_y, last_y) - kv_idx // width
-        dx = (q_idx % width).clamp(reach_x, last_x) - kv_idx % width
-        return (dy.abs() <= reach_y) & (dx.abs() <= reach_x)
+    def pixel_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        y = (q_idx // int(size)).clamp(int(top), int(bottom))
+        x = (q_idx % int(size)).clamp(int(left), int(right))
+        dy, dx = y - kv_idx // int(size), x - kv_idx % int(size)
+        return (dy.abs() <= int(reach_y)) & (dx.abs() <= int(reach_x))
 
-    return natten_mask
+    return pixel_window_mask
 
 
 # text and images
@@ -244,102 +197,66 @@ def flamingo(
     Raises:
         ValueError: both or neither of the two are given, or an argument is malformed.
     """
-    integers("intervals", intervals, (2,))
-    check_values("intervals", intervals)
+    check_integers("intervals", intervals, 2)
     images = intervals.shape[0]
     if intervals.shape[1] != 2 or images == 0:
         raise ValueError(f"intervals must have shape [images, 2], got {list(intervals.shape)}")
     starts, ends = (t.contiguous() for t in intervals.unbind(1))
     if bool(((starts < 0) | (ends < starts)).any()):
-        raise ValueError(
-            "intervals must be pairs of 0 <= start <= end, got " + str(intervals.tolist())
-        )
-    if (image_ids is None) == (image_token_length is None):
-        raise ValueError(
-            "image_ids or image_token_length must be given, and not both, got "
-            + ("neither" if image_ids is None else "both")
-        )
-    if image_ids is not None:
-        ids = integers("image_ids", image_ids, (1,))
-        check_values("image_ids", ids)
-        if ids.device != intervals.device:
-            raise ValueError(f"image_ids is on {ids.device}, intervals on {intervals.device}")
-        if bool(((ids < 0) | (ids >= images)).any()):
+        raise ValueError(f"intervals must be pairs of 0 <= start <= end, got {intervals.tolist()}")
+    check_one_of(image_ids=image_ids, image_token_length=image_token_length)
+    length, last = "", constant(images - 1)
+    if image_ids is None:
+        length = constant(check_int("image_token_length", image_token_length, 1))
+    else:
+        check_integers("image_ids", image_ids, 1)
+        if bool(((image_ids < 0) | (image_ids >= images)).any()):
             raise ValueError(
                 f"image_ids must be of 0 .. {images - 1}, the images that have intervals, got "
-                f"{int(ids.min())} .. {int(ids.max())}"
+                f"{int(image_ids.min())} .. {int(image_ids.max())}"
             )
 
-        def by_id(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            image = ids[kv_idx]
-            return (q_idx >= starts[image]) & (q_idx < ends[image])
+    def flamingo_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        image = kv_idx // int(length) if image_ids is None else image_ids[kv_idx]
+        known = image.clamp(max=int(last))
+        return (image <= int(last)) & (q_idx >= starts[known]) & (q_idx < ends[known])
 
-        return by_id
-    length = check_int("image_token_length", image_token_length, 1)
-
-    @constant_defaults
-    def by_length(
-        b: Tensor,
-        h: Tensor,
-        q_idx: Tensor,
-        kv_idx: Tensor,
-        length: int = length,
-        last: int = images - 1,
-    ) -> Tensor:
-        image = kv_idx // length
-        inside = image.clamp(max=last)
-        return (image <= last) & (q_idx >= starts[inside]) & (q_idx < ends[inside])
-
-    return by_length
+    return flamingo_mask
 
 
 # checks
 
 
-def integers(name: str, value: Tensor | None, ndims: tuple[int, ...]) -> Tensor:
+def check_one_of(**values: object) -> None:
+    if sum(value is not None for value in values.values()) != 1:
+        got = "neither" if None in values.values() else "both"
+        raise ValueError(f"{' or '.join(values)} must be given, and not both, got {got}")
+
+
+def check_integers(name: str, value: Tensor | None, *ndims: int) -> Tensor:
     """Check that a tensor has integers and one of `ndims` axes."""
     if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be an integer tensor, got {got}")
-    if value.layout != torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
     if value.ndim not in ndims:
         axes = " or ".join(map(str, ndims))
         raise ValueError(f"{name} must have {axes} axes, got shape {list(value.shape)}")
     return value
 
 
-def check_values(name: str, value: Tensor) -> None:
-    """Check that a tensor holds values."""
-    if value.is_meta:
-        raise ValueError(f"{name} must hold numbers, got a tensor on meta")
-
-
-def check_odd(**kernels: int) -> tuple[int, ...]:
-    sizes = check_ints(1, **kernels)
-    for name, value in zip(kernels, sizes, strict=True):
-        if value % 2 == 0:
-            raise ValueError(f"{name} must be odd, so that it has a centre, got {value}")
-    return sizes
-
-
 def check_cu_seqlens(name: str, offsets: Tensor) -> None:
     """Check begins of sequences and the end of the last: they start at 0 and never decrease."""
-    integers(name, offsets, (1,))
-    check_values(name, offsets)
-    if len(offsets) < 2:
-        raise ValueError(f"{name} must hold two numbers at least, 0 and an end, got {len(offsets)}")
-    if int(offsets[0]) != 0:
-        raise ValueError(f"{name} must begin with 0, got {int(offsets[0])}")
-    steps = offsets.diff()
-    if bool((steps < 0).any()):
-        at = int((steps < 0).int().argmax())
-        raise ValueError(
-            f"{name} must not decrease, got {int(offsets[at])} before {int(offsets[at + 1])}"
-        )
+    numbers = check_integers(name, offsets, 1).tolist()
+    if len(numbers) < 2:
+        raise ValueError(f"{name} must hold two numbers at least, 0 and an end, got {len(numbers)}")
+    if numbers[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {numbers[0]}")
+    for start, end in itertools.pairwise(numbers):
+        if end < start:
+            raise ValueError(f"{name} must not decrease, got {start} before {end}")
 
 
-def sequence_of(offsets: Tensor, length: int) -> Tensor:
-    """The sequence of each of `length` packed tokens, int64 [length]."""
-    tokens = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets.contiguous(), tokens, right=True) - 1
+def sequence_ids(offsets: Tensor) -> Tensor:
+    """The number of the sequence of each packed token, int64 [tokens]."""
+    numbers = torch.arange(len(offsets) - 1, device=offsets.device)
+    return numbers.repeat_interleave(offsets.diff().long())

@@ -10,31 +10,21 @@ tq, tk  tiles of queries, of keys
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import blocks
-from ..checks.scalars import TOO_LARGE
-from ..checks.tensors import (
-    INDEX_DTYPES,
-    check_bool,
-    check_given,
-    check_indices,
-    check_int,
-    check_ints,
-    shown,
-)
-from .spans import before_mask_mod, full_before
+from ..checks.scalars import TOO_LARGE, check_bool, check_int, check_ints, shown
+from ..checks.tensors import INDEX_DTYPES, check_given, check_indices
 from .tiles import (
     TILE,
     MaskMod,
-    Number,
     cached,
     default_device,
-    from_intervals,
+    from_ranges,
     from_tiles,
     scalar,
     tile_bounds,
@@ -47,18 +37,16 @@ if TYPE_CHECKING:
 # tensors of one element: their values may change without a recompilation, and torch 2.11 cannot
 # lower an integer inside a mask mod that dynamo has made symbolic
 
+Number = Any  # an int, or a tensor of one element
 
-def check_number(name: str, value: Number, minimum: int) -> Number:
+
+def check_number(name: str, value: Number, minimum: int = -TOO_LARGE) -> Number:
     """Check an integer of at least `minimum`, or a tensor of one, whose value is not read."""
-    if isinstance(value, Tensor):
-        if value.numel() == 1 and value.dtype in INDEX_DTYPES:
-            return value
+    if not isinstance(value, Tensor):
+        return check_int(name, value, minimum)
+    if value.numel() != 1 or value.dtype not in INDEX_DTYPES:
         raise ValueError(f"{name} must be an integer or a tensor of one, got {shown(value)}")
-    return check_int(name, value, minimum)
-
-
-def check_offset(offset: Number) -> Number:
-    return check_number("offset", offset, -TOO_LARGE)
+    return value
 
 
 def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 0) -> MaskMod:
@@ -67,13 +55,13 @@ def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 
     Raises:
         ValueError: window_size below 0, offset not an integer.
     """
-    window_size, offset = check_number("window_size", window_size, 0), check_offset(offset)
-    causal = check_bool("causal", causal)
-    ahead = window_size * 0 if causal else window_size
+    window_size = check_number("window_size", window_size, 0)
+    causal, offset = check_bool("causal", causal), check_number("offset", offset)
+    max_ahead = window_size * 0 if causal else window_size
 
     def sliding_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = q_idx + offset - kv_idx
-        return (distance <= window_size) & (distance >= -ahead)
+        return (distance <= window_size) & (distance >= -max_ahead)
 
     return sliding_mask
 
@@ -84,7 +72,7 @@ def compress_mask_mod(stride: Number, mem_kv_len: Number = 0, offset: Number = 0
     Raises:
         ValueError: stride below 1, mem_kv_len below 0, offset not an integer.
     """
-    stride, offset = check_number("stride", stride, 1), check_offset(offset)
+    stride, offset = check_number("stride", stride, 1), check_number("offset", offset)
     mem_kv_len = check_number("mem_kv_len", mem_kv_len, 0)
 
     def compress_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -115,13 +103,11 @@ def selected_mask_mod(
         )
     block_size = check_number("block_size", block_size, 1)
     num_grouped_queries = check_number("num_grouped_queries", num_grouped_queries, 1)
-    causal, offset = check_bool("causal", causal), check_offset(offset)
+    causal, offset = check_bool("causal", causal), check_number("offset", offset)
 
     def selected_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         member = membership[b_idx, h_idx // num_grouped_queries, q_idx, kv_idx // block_size]
-        if not causal:
-            return member
-        return member & (kv_idx <= q_idx + offset)
+        return member & (kv_idx <= q_idx + offset) if causal else member
 
     return selected_mask
 
@@ -159,9 +145,9 @@ def block_membership(
         membership |= c < first + num_initial_blocks
     if causal:
         i = torch.arange(index.shape[2], device=index.device) + offset
-        own = (i // block_size)[:, None]
-        membership |= (c <= own) & (c > own - num_local_blocks)
-        membership &= c <= own
+        query_block = (i // block_size)[:, None]
+        membership |= (c <= query_block) & (c > query_block - num_local_blocks)
+        membership &= c <= query_block
     return membership if bounds is None else membership & (c >= first) & (c < end)
 
 
@@ -172,27 +158,35 @@ def sliding_block_mask(
     q_len: int, kv_len: int, window_size: int, causal: bool, offset: int, device: torch.device
 ) -> BlockMask:
     """Block mask of `sliding_mask_mod`: T queries from position `offset`, over S keys."""
-
-    def interval(i: Tensor) -> tuple[Tensor, Tensor]:
-        i = i + offset
-        return i - window_size, i if causal else i + window_size
-
+    i = torch.arange(q_len, device=device)[None] + offset
     mask_mod = sliding_mask_mod(scalar(window_size, device), causal, scalar(offset, device))
-    return from_intervals(interval, mask_mod, q_len, kv_len, device)
+    return from_ranges(i - window_size, i + 1 + (not causal) * window_size, mask_mod, kv_len)
 
 
 def compress_block_mask(
     q_len: int, kv_len: int, stride: int, mem_kv_len: int, offset: int, device: torch.device
 ) -> BlockMask:
     """Block mask of `compress_mask_mod`; `kv_len` counts windows and memory."""
+    i = torch.arange(q_len, device=device)[None] + offset
+    mask_mod = compress_mask_mod(*(scalar(n, device) for n in (stride, mem_kv_len, offset)))
+    num_visible = mem_kv_len + blocks.num_visible_windows(i, stride)
+    return from_ranges(torch.zeros_like(i), num_visible, mask_mod, kv_len)
 
-    def interval(i: Tensor) -> tuple[Tensor, Tensor]:
-        last = mem_kv_len + blocks.num_visible_windows(i + offset, stride) - 1
-        return torch.zeros_like(i), last
 
-    numbers = (scalar(n, device) for n in (stride, mem_kv_len, offset))
-    mask_mod = compress_mask_mod(*numbers)
-    return from_intervals(interval, mask_mod, q_len, kv_len, device)
+cached_sliding_block_mask = cached(sliding_block_mask)
+cached_compress_block_mask = cached(compress_block_mask)
+
+
+def range_block_mask(lo: Tensor, hi: Tensor, memory: int, kv_len: int) -> BlockMask:
+    """Block mask of packed documents: query i sees the `memory` keys and, after them, keys
+    `lo .. hi - 1`, [b i] each. `kv_len` counts memory too. `from_ranges` has the conditions."""
+    lo, hi, num_memory = lo.contiguous(), hi.contiguous(), scalar(memory, lo.device)
+
+    def range_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        key = kv_idx - num_memory
+        return ((key >= lo[b_idx, q_idx]) & (key < hi[b_idx, q_idx])) | (key < 0)
+
+    return from_ranges(lo, hi, range_mask, kv_len, memory)
 
 
 def selected_block_mask(
@@ -205,36 +199,38 @@ def selected_block_mask(
     ends: Tensor | None = None,
 ) -> BlockMask:
     """Block mask of `selected_mask_mod`, from `block_membership` [b r i c+1], in memory
-    O(T * S / s). With `ends` [b i], query i sees only keys before `ends[b, i]`."""
+    O(T * S / s). With `ends` [b i], which may not decrease, query i sees only keys before
+    `ends[b, i]`."""
     q_len, device = membership.shape[2], membership.device
     top, bottom, whole_q = (t[:, None] for t in tile_bounds(q_len, device))
     left, right, whole_kv = tile_bounds(kv_len, device)
 
     # whether some and all queries of each tile read each block [b r tq c]
-    padding = -q_len % TILE
-    rows = F.pad(membership, (0, 0, 0, padding)).unflatten(2, (-1, TILE))
-    some, every = rows.any(dim=3), rows.all(dim=3)
+    rows = F.pad(membership, (0, 0, 0, -q_len % TILE)).unflatten(2, (-1, TILE))
 
-    def count(of: Tensor) -> Tensor:
+    def count(marked: Tensor) -> Tensor:
         """Number of marked blocks that overlap each tile of keys, [b r tq tk]"""
-        sums = F.pad(of.cumsum(dim=-1, dtype=torch.int32), (1, 0))
+        sums = F.pad(marked.cumsum(dim=-1, dtype=torch.int32), (1, 0))
         return sums[..., right // block_size + 1] - sums[..., left // block_size]
 
-    touched = count(some) > 0
-    full = (count(every) == right // block_size - left // block_size + 1) & whole_q & whole_kv
+    touched = count(rows.any(dim=3)) > 0
+    num_overlapping = right // block_size - left // block_size + 1
+    full = (count(rows.all(dim=3)) == num_overlapping) & whole_q & whole_kv
     if causal:
         touched &= left <= bottom + offset
         full &= right <= top + offset
     touched, full = (t.repeat_interleave(num_grouped_queries, dim=1) for t in (touched, full))
-    size, groups, first = (scalar(n, device) for n in (block_size, num_grouped_queries, offset))
+    numbers = (scalar(n, device) for n in (block_size, num_grouped_queries, offset))
+    size, groups, first = numbers
     mask_mod = selected_mask_mod(membership, size, groups, causal, first)
-    if ends is not None:
-        full, mask_mod = full & full_before(ends, q_len, kv_len), before_mask_mod(mask_mod, ends)
-    return from_tiles(touched, full, mask_mod, q_len, kv_len)
+    if ends is None:
+        return from_tiles(touched, full, mask_mod, q_len, kv_len)
+    full = full & (right < ends[:, top])[:, None]
 
+    def mask_before_ends(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_mod(b_idx, h_idx, q_idx, kv_idx) & (kv_idx < ends[b_idx, q_idx])
 
-cached_sliding_block_mask = cached(sliding_block_mask)
-cached_compress_block_mask = cached(compress_block_mask)
+    return from_tiles(touched, full, mask_before_ends, q_len, kv_len)
 
 
 # names of the published package
@@ -280,10 +276,10 @@ def create_compress_mask(
         1, seq_len=seq_len, compress_block_sliding_stride=compress_block_sliding_stride
     )
     kv_seq_len, mem_kv_len = check_ints(0, kv_seq_len=kv_seq_len, mem_kv_len=mem_kv_len)
-    where = default_device(device)
+    device = default_device(device)
     if not check_bool("causal", causal):
         return None
-    return compress_block_mask(seq_len, mem_kv_len + kv_seq_len, stride, mem_kv_len, 0, where)
+    return compress_block_mask(seq_len, mem_kv_len + kv_seq_len, stride, mem_kv_len, 0, device)
 
 
 def create_fine_mask(
@@ -302,6 +298,7 @@ def create_fine_mask(
     """
     seq_len, fine_block_size = check_ints(1, seq_len=seq_len, fine_block_size=fine_block_size)
     causal = check_bool("causal", causal)
+    num_blocks = blocks.num_blocks(seq_len, fine_block_size)
 
     def inner(selected_block_indices: Tensor, num_grouped_queries: int = 1) -> BlockMask:
         check_given(selected_block_indices=selected_block_indices)
@@ -312,7 +309,6 @@ def create_fine_mask(
                 f"selected_block_indices must have shape [b, h, {seq_len}, sel], "
                 f"got {list(selected_block_indices.shape)}"
             )
-        num_blocks = blocks.num_blocks(seq_len, fine_block_size)
         membership = block_membership(
             selected_block_indices, num_blocks, fine_block_size, causal=causal
         )

@@ -10,6 +10,8 @@ since a mask can skip tiles and a score of -inf cannot.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +26,10 @@ from ..checks.scalars import (
     check_int,
     shown,
 )
-from . import tanh
-from .constants import constant_defaults
+from .tanh import register_lowering, tanh_approx
+from .tiles import constant
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-# linear biases
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
@@ -45,10 +44,9 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     num_heads = check_int("num_heads", num_heads, 1, TOO_MANY)
     device = None if device is None else check_device("device", device)
     power = 2 ** (num_heads.bit_length() - 1)
-    of_power = [2 ** (-8 * (h + 1) / power) for h in range(power)]
-    of_double = [2 ** (-4 * (h + 1) / power) for h in range(0, 2 * power, 2)]
-    slopes = (of_power + of_double)[:num_heads]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    slopes += [2 ** (-4 * (h + 1) / power) for h in range(0, 2 * power, 2)]
+    return torch.tensor(slopes[:num_heads], dtype=torch.float32, device=device)
 
 
 def alibi_bias(
@@ -74,24 +72,9 @@ def alibi(
     num_heads = check_int("num_heads", num_heads, 1, TOO_MANY)
     if slopes is None:
         slopes = alibi_slopes(num_heads, device)
-    elif (
-        not isinstance(slopes, Tensor)
-        or not slopes.is_floating_point()
-        or list(slopes.shape) != [num_heads]
-    ):
-        got = type(slopes).__name__
-        if isinstance(slopes, Tensor):
-            got = f"{slopes.dtype} of shape {list(slopes.shape)}"
-        raise ValueError(f"slopes must be floating, of shape [{num_heads}], got {got}")
-    held = slopes
-
-    def alibi_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return alibi_bias(score, b, h, q_idx, kv_idx, held)
-
-    return alibi_mod
-
-
-# relative positions
+    elif not is_floating(slopes) or list(slopes.shape) != [num_heads]:
+        raise ValueError(f"slopes must be floating, of shape [{num_heads}], got {shown(slopes)}")
+    return partial(alibi_bias, slopes=slopes)
 
 
 def relative_position(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -114,32 +97,23 @@ def relative_bias(table: Tensor) -> ScoreMod:
     Raises:
         ValueError: a table of another shape or dtype.
     """
-    if not isinstance(table, Tensor) or not table.is_floating_point():
-        got = table.dtype if isinstance(table, Tensor) else type(table).__name__
-        raise ValueError(f"table must be a floating tensor, got {got}")
+    if not is_floating(table):
+        raise ValueError(f"table must be a floating tensor, got {shown(table)}")
     if table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
         raise ValueError(
             "table must have shape [heads, 2 m + 1] or [2 m + 1], an entry for every distance of "
             f"-m .. m, got {list(table.shape)}"
         )
-    by_head = table.ndim == 2
+    has_heads, furthest = table.ndim == 2, constant(table.shape[-1] // 2)
 
-    @constant_defaults
     def relative_bias_mod(
-        score: Tensor,
-        b: Tensor,
-        h: Tensor,
-        q_idx: Tensor,
-        kv_idx: Tensor,
-        furthest: int = table.shape[-1] // 2,
+        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Tensor:
-        index = (q_idx - kv_idx).clamp(-furthest, furthest) + furthest
-        return score + (table[h, index] if by_head else table[index])
+        m = int(furthest)
+        index = (q_idx - kv_idx).clamp(-m, m) + m
+        return score + (table[h, index] if has_heads else table[index])
 
     return relative_bias_mod
-
-
-# bounds
 
 
 def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
@@ -156,26 +130,17 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
         raise ValueError(
             f"cap must be a positive finite number of at least {LEAST_NORMAL:.2g}, got {shown(cap)}"
         )
-    approximate = check_bool("approximate", approximate)
+    approximate, bound = check_bool("approximate", approximate), constant(number)
     # inside a graph the operator's fake implementation registers the lowering
     if approximate and not torch.compiler.is_compiling():
-        tanh.register_lowering()
+        register_lowering()
 
-    # exact as two integers: dynamo makes a float symbolic even as a default (torch 2.15)
-    numerator, denominator = number.as_integer_ratio()
-
-    @constant_defaults
-    def soft_cap_mod(
-        score: Tensor,
-        b: Tensor,
-        h: Tensor,
-        q_idx: Tensor,
-        kv_idx: Tensor,
-        numerator: int = numerator,
-        denominator: int = denominator,
-    ) -> Tensor:
-        cap = numerator / denominator
-        scaled = score / cap
-        return cap * (tanh.tanh_approx(scaled) if approximate else torch.tanh(scaled))
+    def soft_cap_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        scaled = score / float(bound)
+        return float(bound) * (tanh_approx(scaled) if approximate else torch.tanh(scaled))
 
     return soft_cap_mod
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..compat import transforms
+from torch.autograd import forward_ad
 
 # operands of inline assembly: $0 is the result, $1 the argument
 ASM, CONSTRAINTS = "tanh.approx.f32 $0, $1;", "=f,f"
@@ -19,7 +18,7 @@ ASM, CONSTRAINTS = "tanh.approx.f32 $0, $1;", "=f,f"
 
 @torch.library.custom_op("native_sparse_attention::tanh_approx", mutates_args=())
 def tanh_approx(x: Tensor) -> Tensor:
-    if transforms.forward_mode():  # torch would drop the tangent
+    if forward_ad._current_level >= 0:  # torch would drop the tangent
         raise NotImplementedError(
             "tanh_approx has no forward-mode derivative (torch.func.jvp): use torch.tanh, that is "
             "soft_cap(.., approximate=False)"
@@ -71,8 +70,8 @@ def register_lowering() -> None:
         )
 
     def lower(x: Any) -> Any:
-        nvidia = x.get_device().type == "cuda" and torch.version.hip is None
-        has_instruction = nvidia and x.get_dtype() != torch.float64
+        is_nvidia = x.get_device().type == "cuda" and torch.version.hip is None
+        has_instruction = is_nvidia and x.get_dtype() != torch.float64
         return make_pointwise(assembly if has_instruction else ops.tanh)(x)
 
     register_lowering(operator, type_promotion_kind=None)(lower)

@@ -5,14 +5,14 @@
     tq, tk  tiles of queries, of keys
 
 A *mask mod* decides about one pair (b, h, i, j). A *block mask* adds the tiles with some allowed
-pair and the tiles with only allowed pairs. This module finds the tiles from geometry, or evaluates
-every pair for one strip of queries at a time. It never forms a T x S array. Any length works.
+pair and the tiles with only allowed pairs. This module computes the tiles from KV ranges, or
+evaluates every pair for one strip of queries at a time. It never forms a T x S array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +27,18 @@ if TYPE_CHECKING:
 TILE = 128
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Number = Any  # an int, or a tensor of one element
 
 # pairs that one strip evaluates at once
 PAIRS_AT_ONCE = 2**24
+
+
+def constant(number: float) -> str:
+    """A number for the closure of a mod, which reads it back with `int` or `float`.
+
+    torch's compiler makes a number in a closure symbolic at its second value, and flex_attention
+    cannot compile symbolic numbers. A string stays a constant of the graph.
+    """
+    return repr(number)
 
 
 # functions of PyTorch, without loading flex_attention at import
@@ -64,55 +72,6 @@ def default_device(device: torch.device | str | None) -> torch.device:
     return check_device("device", device)
 
 
-def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of marked tiles in each row of [b h tq tk], and tile indices, marked ones
-    first."""
-    tiles = tiles.to(torch.int32)
-    order = tiles.argsort(dim=-1, descending=True, stable=True)
-    return tiles.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
-
-
-def from_tiles(
-    touched: Tensor, full: Tensor, mask_mod: MaskMod, q_len: int, kv_len: int
-) -> BlockMask:
-    """A block mask from the tiles [b h tq tk] with some allowed pair and those with all allowed."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    return BlockMask.from_kv_blocks(
-        *ordered(touched & ~full),
-        *ordered(full),
-        BLOCK_SIZE=TILE,
-        mask_mod=mask_mod,
-        seq_lengths=(q_len, kv_len),
-    )
-
-
-def tile_bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """First and last index of each tile of a sequence, and whether the tile is whole."""
-    first = torch.arange(0, length, TILE, device=device)
-    return first, (first + TILE - 1).clamp(max=length - 1), first + TILE <= length
-
-
-def from_intervals(
-    interval: Callable[[Tensor], tuple[Tensor, Tensor]],
-    mask_mod: MaskMod,
-    q_len: int,
-    kv_len: int,
-    device: torch.device,
-) -> BlockMask:
-    """A block mask for queries that see one KV range each, `interval(i) = (first, last)`.
-
-    Both ends must rise with i, and ranges of neighbours must overlap or adjoin. Then the first and
-    the last query of a tile determine the tile.
-    """
-    top, bottom, whole_q = (t[:, None] for t in tile_bounds(q_len, device))
-    left, right, whole_kv = tile_bounds(kv_len, device)
-    (first_top, last_top), (first_bottom, last_bottom) = interval(top), interval(bottom)
-    touched = (left <= last_bottom) & (right >= first_top)
-    full = (left >= first_bottom) & (right <= last_top) & whole_q & whole_kv
-    return from_tiles(touched[None, None], full[None, None], mask_mod, q_len, kv_len)
-
-
 def scalar(value: int, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
@@ -122,17 +81,66 @@ def cached(build: Callable[..., BlockMask]) -> Callable[..., BlockMask]:
     inference tensors, since the next user of a mask may train."""
 
     @lru_cache(maxsize=64)
-    def keep(*args: int | bool | torch.device) -> BlockMask:
+    def build_once(*args: Any) -> BlockMask:
         with torch.inference_mode(False):
             return build(*args)
 
-    def get(*args: int | bool | torch.device) -> BlockMask:
-        return build(*args) if torch.compiler.is_compiling() else keep(*args)
+    @wraps(build)
+    def get(*args: Any) -> BlockMask:
+        return (build if torch.compiler.is_compiling() else build_once)(*args)
 
     return get
 
 
-# masks without known geometry
+# tiles
+
+
+def tile_bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """First and last index of each tile of a sequence, and whether the tile is whole."""
+    first = torch.arange(0, length, TILE, device=device)
+    return first, (first + TILE - 1).clamp(max=length - 1), first + TILE <= length
+
+
+def from_tiles(
+    touched: Tensor, full: Tensor, mask_mod: MaskMod, q_len: int, kv_len: int
+) -> BlockMask:
+    """A block mask from the tiles [b h tq tk] with some allowed pair and those with all allowed."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def count_and_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
+        # marked tiles first
+        order = tiles.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
+        return tiles.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
+
+    return BlockMask.from_kv_blocks(
+        *count_and_order(touched & ~full),
+        *count_and_order(full),
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod,
+        seq_lengths=(q_len, kv_len),
+    )
+
+
+def from_ranges(
+    lo: Tensor, hi: Tensor, mask_mod: MaskMod, kv_len: int, memory: int = 0
+) -> BlockMask:
+    """A block mask for queries that see the first `memory` keys and one KV range after them, keys
+    `memory + lo .. memory + hi - 1`, [b i] each.
+
+    Neither bound may decrease along i, and ranges of neighbours must overlap or adjoin. Then the
+    first and the last query of a tile determine the tile.
+    """
+    q_len, device = lo.shape[1], lo.device
+    top, bottom, whole_q = tile_bounds(q_len, device)
+    left, right, whole_kv = tile_bounds(kv_len, device)
+    # [b tq 1], against [tk]
+    lo_top, lo_bottom, hi_top, hi_bottom = (
+        memory + bound[:, at, None] for bound in (lo, hi) for at in (top, bottom)
+    )
+    touched = ((left < hi_bottom) & (right >= lo_top)) | (left < memory)
+    full = ((left >= lo_bottom) & (right < hi_top)) | (right < memory)
+    full = full & whole_q[:, None] & whole_kv
+    return from_tiles(touched[:, None], full[:, None], mask_mod, q_len, kv_len)
 
 
 def tile_counts(
@@ -148,13 +156,13 @@ def tile_counts(
     rows = max(1, PAIRS_AT_ONCE // max(1, kv_len * tile)) * tile
     strips = []
     for first in range(0, q_len, rows):
-        here = min(rows, q_len - first)
+        size = min(rows, q_len - first)
 
         def strip(b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: int = first) -> Tensor:
             return mask_mod(b, h, i + first, j)
 
-        allowed = create_mask(strip, 1, 1, here, kv_len, device=str(device))[0, 0]
-        padded = F.pad(allowed, (0, -kv_len % tile, 0, -here % tile))
+        allowed = create_mask(strip, 1, 1, size, kv_len, device=str(device))[0, 0]
+        padded = F.pad(allowed, (0, -kv_len % tile, 0, -size % tile))
         strips.append(padded.unflatten(1, (-1, tile)).unflatten(0, (-1, tile)).sum((1, 3)))
     return torch.cat(strips)
 

@@ -22,10 +22,10 @@ from ..masks.nsa import (
     block_membership,
     cached_compress_block_mask,
     cached_sliding_block_mask,
+    range_block_mask,
     selected_block_mask,
 )
 from ..masks.scores import soft_cap as soft_cap_mod
-from ..masks.spans import span_block_mask
 from ..varlen import Documents
 from .reference import upcast
 
@@ -192,7 +192,7 @@ def compressed_attention(
         lo, hi = documents.windows(d, causal=causal)
         if causal:
             hi = hi.minimum(blocks.num_visible_windows(torch.arange(T, device=q.device), d))
-        block_mask = span_block_mask(lo, hi, num_mem, kv_len)
+        block_mask = range_block_mask(lo, hi, num_mem, kv_len)
     elif causal:
         block_mask = cached_compress_block_mask(
             T, kv_len, compress_block_sliding_stride, num_mem, q_offset, q.device
@@ -261,7 +261,7 @@ def sliding_window_attention(
             documents.first.maximum(i - w),
             documents.last.minimum(i + 1 + (0 if causal else w)),
         )
-        block_mask = span_block_mask(lo, hi, 0, S)
+        block_mask = range_block_mask(lo, hi, 0, S)
         return dispatch(q, k, v, block_mask, scale, return_lse, soft_cap, sinks)
     offset = S - T if q_offset is None else q_offset
     # drop keys that no query sees, so that every step of a long decode has one shape

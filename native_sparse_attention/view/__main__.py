@@ -12,16 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import secrets
-import stat
 import sys
-from codecs import getincrementaldecoder
 from collections.abc import Callable
-from contextlib import suppress
-from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,17 +25,12 @@ from .pages import page
 from .texts import token_texts
 
 PROGRAM = "python -m native_sparse_attention.view"
+# bytes that are read for each token of a text: no text has longer ones on average
+BYTES_PER_TOKEN = 64
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that raises instead of leaving the program."""
-
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
-
-
-def count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+def number(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 2**24:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
     return int(text)
 
@@ -53,212 +42,128 @@ def layer_list(text: str) -> list[str | int]:
 
 def json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
         raise argparse.ArgumentTypeError(
             f"must be a JSON object such as '{{\"dense_length\": 0}}', got {text!r}"
         )
-    return found
+    return settings
 
 
-def parser() -> Parser:
-    made = Parser(
-        prog=PROGRAM,
+def build_parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s MODEL --text FILE [options]",
         description="Writes one HTML page: point at a token and see what it reads.",
         allow_abbrev=False,
     )
-    made.add_argument(
+    parser.add_argument(
         "model",
         metavar="MODEL",
+        type=Path,
         help="folder of a model of transformers with its tokenizer, or .gguf file",
     )
-    made.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to read")
-    made.add_argument("--out", type=Path, default=Path("view.html"), help="page (view.html)")
-    made.add_argument(
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to read")
+    parser.add_argument("--out", type=Path, default=Path("view.html"), help="page (view.html)")
+    parser.add_argument(
         "--layers", type=layer_list, help="layers to record, such as 0,3 or their names (all)"
     )
-    made.add_argument("--queries", type=count, help="tokens to record, drawn at random (all)")
-    made.add_argument(
-        "--max-tokens", type=count, default=4096, help="tokens of the text, from its start (4096)"
+    parser.add_argument("--queries", type=number, help="tokens to record, drawn at random (all)")
+    parser.add_argument(
+        "--max-tokens", type=number, default=4096, help="tokens of the text, from its start (4096)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--settings",
         type=json_object,
         metavar="JSON",
         help="of use_sparse_attention, for a model of transformers with dense attention (those in "
         "its config.json, or the defaults)",
     )
-    made.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (cpu)")
-    return made
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (cpu)")
+    return parser
 
 
-def check_usable(device: str) -> None:
-    try:
-        torch.zeros(1, device=device).item()  # meta has no values
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise ValueError(f"--device {device!r} is not usable here: give --device cpu") from None
-
-
-def check_pretrained(name: str) -> None:
-    """Raises ValueError: no model of transformers."""
-    path = Path(name)
-    if path.suffix == ".gguf" and path.is_file():
-        return
-    config, keys = path / "config.json", set()
-    if config.is_file():
-        try:
-            content = json.loads(config.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{config} is broken: {error}") from None
-        keys = set(content) if isinstance(content, dict) else set()
-    if "model_type" not in keys:
-        hint = ": python -m training.view shows a run of train_enwik8.py" * ("settings" in keys)
-        raise ValueError(
-            "MODEL must be a folder of a model of transformers with config.json, or a .gguf file, "
-            f"got {name}{hint}"
-        )
-
-
-# bytes that are read at a time
-PART = 2**24
-
-
-def read_up_to(file: BufferedReader, most: int) -> bytes:
-    """The next `most` bytes of a file, or fewer at its end. It takes no memory for more."""
-    parts = []
-    while most > 0 and (part := file.read(min(most, PART))):
-        parts.append(part)
-        most -= len(part)
-    return b"".join(parts)
-
-
-class Text(NamedTuple):
-    """Ids of tokens, what each is in the text, and which part of the file they are ("": all)."""
-
-    ids: list[int]
-    pieces: list[str]
-    part: str
-
-
-def read_tokens(file: BufferedReader, most: int, tokenizer: Any) -> Text:
-    """The first `most` tokens of a file."""
-    decoder, text, size = getincrementaldecoder("utf-8")("replace"), "", 16 * most + 64
-    while True:
-        data = read_up_to(file, size)
-        is_whole = len(data) < size
-        text += decoder.decode(data, is_whole)
-        ids, pieces = token_texts(tokenizer, text)
-        # where a part of the file ends may change its last tokens
-        if is_whole or len(ids) >= 2 * most:
-            return Text(ids[:most], pieces[:most], "the first" if len(ids) > most else "")
-        size *= 4
-
-
-def check_ids(model: Any, ids: list[int], name: str) -> None:
-    rows = model.get_input_embeddings().num_embeddings
-    if ids and max(ids) >= rows:
-        raise ValueError(
-            f"{name} must have an embedding for each token of its tokenizer, got {rows} and the "
-            f"token {max(ids)}"
-        )
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a file at once, or leave what was there. A link stays one, and so do a pipe and a
-    device, which are written to; a file that is there keeps its mode."""
-    part = None
-    try:
-        try:
-            mode = os.stat(path).st_mode
-        except FileNotFoundError:
-            mode = None
-        if mode is not None and not stat.S_ISREG(mode):
-            path.write_text(content, encoding="utf-8", newline="\n")
-            return
-        target = Path(os.path.realpath(path))
-        # shorter than the longest name of a file
-        part = target.with_name(f".{secrets.token_hex(8)}.tmp")
-        with part.open("x", encoding="utf-8", newline="\n") as file:
-            if mode is not None:
-                os.chmod(part, stat.S_IMODE(mode))
-            file.write(content)
-        os.replace(part, target)
-    except BaseException as error:
-        if part is not None:
-            with suppress(OSError):
-                part.unlink()
-        if isinstance(error, OSError):
-            error.filename = str(path)
-        raise
-
-
-# what `load_pretrained` is
-Load = Callable[[argparse.Namespace, BufferedReader], tuple[Text, nn.Module, dict[str, Any]]]
-
-
-def run(argv: list[str] | None, load: Load, program: str) -> None:
-    command = parser()
-    command.prog = program
-    args = command.parse_args(argv)
-    out: Path = args.out
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"--out must be a file in a folder there is, got {out}")
-    check_usable(args.device)
-    with args.text.open("rb") as file:  # once: it may be a pipe
-        if not file.peek(1):
-            raise ValueError(f"{args.text} is empty")
-        text, model, given = load(args, file)
-    if not text.ids:
-        raise ValueError(f"{args.text} has no token")
-    title = f"What {args.model} reads in {args.text.name}"
-    options: dict[str, Any] = dict(layers=args.layers, queries=args.queries, model_kwargs=given)
-    content = page(model, text.ids, text.pieces, title=title, **options)
-    write_whole(out, content)
-    only = f", {text.part} of {args.text}" if text.part else ""
-    size = len(content) / 1e6
-    sys.stdout.write(f"{out}: {len(text.ids):,} tokens{only}; {size:.1f} MB\n")
-    least = min(one.config.dense_length for one in sparse_layers(model, args.layers).values())
-    if least >= len(text.ids):
-        other = """: --settings '{"dense_length": 0}' shows blocks""" if given else ""
-        sys.stdout.write(f"every token attends to all keys, as dense_length is {least}{other}\n")
+# of the options and the bytes of a text: the model, the ids of tokens and what each is in the text,
+# and what else the model is called with
+Load = Callable[[argparse.Namespace, bytes], tuple[nn.Module, list[int], list[str], dict[str, Any]]]
 
 
 def load_pretrained(
-    args: argparse.Namespace, file: BufferedReader
-) -> tuple[Text, nn.Module, dict[str, Any]]:
-    """The text, the model, and what else the model is called with."""
-    check_pretrained(args.model)
+    args: argparse.Namespace, data: bytes
+) -> tuple[nn.Module, list[int], list[str], dict[str, Any]]:
+    """A model of transformers, and the tokens of a text."""
+    path, config = args.model, {}
+    if not (path.suffix == ".gguf" and path.is_file()):
+        if (file := path / "config.json").is_file():
+            try:
+                config = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{file} is broken: {error}") from None
+        if "model_type" not in config:
+            hint = ": python -m training.view shows a run of train_enwik8.py"
+            raise ValueError(
+                "MODEL must be a folder of a model of transformers with config.json, or a .gguf "
+                f"file, got {path}{hint if 'settings' in config else ''}"
+            )
     from ..hf.viewing import load_viewed
 
-    model, tokenizer = load_viewed(args.model, args.settings, args.device)
-    text = read_tokens(file, args.max_tokens, tokenizer)
-    check_ids(model, text.ids, args.model)
-    return text, model, dict(use_cache=False, logits_to_keep=1)
+    model, tokenizer = load_viewed(path, args.settings, args.device)
+    ids, pieces = token_texts(tokenizer, data.decode("utf-8", "replace"))
+    rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if ids and max(ids) >= rows:
+        raise ValueError(
+            f"{path} must have an embedding for each token of its tokenizer, got {rows} and the "
+            f"token {max(ids)}"
+        )
+    return model, ids, pieces, dict(use_cache=False, logits_to_keep=1)
 
 
-def main(argv: list[str] | None = None, load: Load | None = None, program: str = PROGRAM) -> int:
-    """Exit status: 0, or 2 after bad input, told in one line. `load` stands in for
-    `load_pretrained`."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace", line_buffering=True)
+def run(args: argparse.Namespace, load: Load) -> None:
+    if args.out.is_dir() or not args.out.parent.is_dir():
+        raise ValueError(f"--out must be a file in a folder there is, got {args.out}")
     try:
-        run(argv, load or load_pretrained, program)
-        return 0
+        torch.zeros(1, device=args.device).item()  # meta has no values
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"--device {args.device!r} is not usable here: use --device cpu") from None
+    with args.text.open("rb") as file:
+        data = file.read(BYTES_PER_TOKEN * args.max_tokens)
+    model, ids, pieces, model_kwargs = load(args, data)
+    if not ids:
+        raise ValueError(f"{args.text} is empty")
+    part = f", the first of {args.text}" if len(ids) > args.max_tokens else ""
+    ids, pieces = ids[: args.max_tokens], pieces[: args.max_tokens]
+    title = f"What {args.model} reads in {args.text.name}"
+    options: dict[str, Any] = dict(layers=args.layers, queries=args.queries)
+    content = page(model, ids, pieces, title=title, model_kwargs=model_kwargs, **options)
+    args.out.write_text(content, encoding="utf-8", newline="\n")
+    size = len(content) / 1e6
+    sys.stdout.write(f"{args.out}: {len(ids):,} tokens{part}; {size:.1f} MB\n")
+    layers = sparse_layers(model, args.layers).values()
+    dense_length = min(layer.config.dense_length for layer in layers)
+    if dense_length >= len(ids):
+        hint = ": --settings '{\"dense_length\": 0}' shows blocks" if model_kwargs else ""
+        sys.stdout.write(
+            f"every token attends to all keys, as dense_length is {dense_length}{hint}\n"
+        )
+
+
+def main(
+    argv: list[str] | None = None, load: Load = load_pretrained, program: str = PROGRAM
+) -> None:
+    """Exit status: 0, or 2 after bad input."""
+    parser = build_parser(program)
+    args = parser.parse_args(argv)
+    try:
+        run(args, load)
     except OSError as error:
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        parser.error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (ValueError, ImportError, NotImplementedError) as error:
-        message = str(error)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        message = "out of memory: give a smaller --max-tokens"
-    except KeyboardInterrupt:
-        return 130
-    sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
-    return 2
+        parser.error(" ".join(str(error).split()))
+    except (MemoryError, torch.OutOfMemoryError):
+        parser.error("out of memory: use a smaller --max-tokens")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,9 +7,10 @@ n  ranked slots of a query            x  its slots: initial, ranked and local bl
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 from ..attention import SparseAttention
 from ..checks.networks import check_model
 from ..checks.scalars import as_int, check_int, shown
-from ..compat import transforms
+from ..checks.tensors import INDEX_DTYPES
 from ..config import AttentionConfig, NSAConfig
 from ..ops.call import Call
-from .measures import in_common, measure, queries_of
+from .measures import measure, queries_of, share_in_common
 
 # how many queries of a sequence `collect` samples, if not told
 QUERIES = 64
@@ -62,16 +63,16 @@ class Reading:
     config: NSAConfig
     length: int
     positions: Tensor
-    documents: Tensor | None
     dense: Tensor
-    blocks: Tensor | None
     kinds: tuple[str, ...]
-    scores: Tensor | None
-    block_mass: Tensor | None
-    mass: Tensor | None
-    window_mass: Tensor | None
-    gates: Tensor | None
-    agreement: Tensor | None
+    documents: Tensor | None = None
+    blocks: Tensor | None = None
+    scores: Tensor | None = None
+    block_mass: Tensor | None = None
+    mass: Tensor | None = None
+    window_mass: Tensor | None = None
+    gates: Tensor | None = None
+    agreement: Tensor | None = None
 
     def of_kind(self, kind: str) -> Tensor | None:
         """The slots of `blocks` of one kind: "initial", "ranked" or "local"."""
@@ -96,25 +97,13 @@ class Reading:
         return self.of_kind("local")
 
 
-class Collection(Mapping[str, list[Reading]]):
+class Collection(dict[str, list[Reading]]):
     """Readings by layer name, in the order of the model: one for each call of the layer."""
-
-    def __init__(self, names: Sequence[str]):
-        self.readings: dict[str, list[Reading]] = {name: [] for name in names}
-
-    def __getitem__(self, name: str) -> list[Reading]:
-        return self.readings[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.readings)
-
-    def __len__(self) -> int:
-        return len(self.readings)
 
     def clear(self) -> None:
         """Forget what was recorded."""
-        for held in self.readings.values():
-            held.clear()
+        for readings in self.values():
+            readings.clear()
 
     def forward(self, index: int = -1) -> list[Reading]:
         """The reading of each layer in its call `index`; the last call by default.
@@ -122,13 +111,13 @@ class Collection(Mapping[str, list[Reading]]):
         Raises:
             ValueError: a layer has no such call.
         """
-        for name, held in self.items():
-            if not -len(held) <= index < len(held):
+        for name, readings in self.items():
+            if not -len(readings) <= index < len(readings):
                 raise ValueError(
                     f"index must be a call that every layer has had: {name!r} has had "
-                    f"{len(held)}, got {index}"
+                    f"{len(readings)}, got {index}"
                 )
-        return [held[index] for held in self.values()]
+        return [readings[index] for readings in self.values()]
 
     def agreement(self, index: int = -1) -> Tensor:
         """Agreement between layers [layers, layers] in call `index`: the share of the blocks that
@@ -138,43 +127,39 @@ class Collection(Mapping[str, list[Reading]]):
         Raises:
             ValueError: a layer has no such call, or layers ran over different rows.
         """
-        found = self.forward(index)
-        first = found[0].positions
-        if any(not torch.equal(reading.positions, first) for reading in found):
+        readings = self.forward(index)
+        positions = readings[0].positions
+        if any(not torch.equal(reading.positions, positions) for reading in readings):
             raise ValueError("index must be a call in which all layers ran over the same rows")
-        out = torch.full((len(found), len(found)), float("nan"))
-        sets = [None if one.ranked is None else one.ranked.flatten(2) for one in found]
-        for i, these in enumerate(sets):
-            for j, others in enumerate(sets):
-                sizes = (found[at].config.selection_block_size for at in (i, j))
-                if these is not None and others is not None and len(set(sizes)) == 1:
-                    out[i, j] = in_common(without_repeats(these), others).nanmean()
-        return out
-
-
-def without_repeats(chosen: Tensor) -> Tensor:
-    """Blocks [.. n], each once: -1 in place of a repeat."""
-    ordered = chosen.sort(dim=-1).values
-    repeat = torch.zeros_like(ordered, dtype=torch.bool)
-    repeat[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-    return ordered.masked_fill(repeat, -1)
+        agreement = torch.full((len(readings), len(readings)), float("nan"))
+        for i, these in enumerate(readings):
+            for j, others in enumerate(readings):
+                sizes = {one.config.selection_block_size for one in (these, others)}
+                if these.ranked is None or others.ranked is None or len(sizes) > 1:
+                    continue
+                # each block once: -1 in place of a repeat
+                ordered = these.ranked.flatten(2).sort(dim=-1).values
+                ordered[..., 1:][ordered[..., 1:] == ordered[..., :-1]] = -1
+                shares = share_in_common(ordered, others.ranked.flatten(2))
+                agreement[i, j] = shares.nanmean()
+        return agreement
 
 
 def check_queries(queries: Any) -> int | Tensor | None:
     if queries is None:
         return None
-    if isinstance(queries, Tensor) and queries.ndim:
-        whole = queries.ndim == 1 and not (queries.is_floating_point() or queries.is_complex())
-        if not whole or queries.dtype == torch.bool or not queries.numel() or queries.min() < 0:
-            raise ValueError(
-                "queries must be a number, positions [m] of at least 0 or None for all, "
-                f"got {shown(queries)}"
-            )
-        return queries.detach().cpu().long()
-    return check_int("queries", queries, 1)
+    if not isinstance(queries, Tensor) or queries.ndim == 0:
+        return check_int("queries", queries, 1)
+    is_integer = queries.dtype in INDEX_DTYPES
+    if not is_integer or queries.ndim != 1 or not queries.numel() or queries.min() < 0:
+        raise ValueError(
+            "queries must be a number, positions [m] of at least 0 or None for all, "
+            f"got {shown(queries)}"
+        )
+    return queries.detach().cpu().long()
 
 
-def sampled(queries: int | Tensor | None, seed: int, length: int) -> Tensor:
+def sample(queries: int | Tensor | None, seed: int, length: int) -> Tensor:
     """Positions [m] of queries in rows of `length` tokens, in order: the same for equal lengths."""
     if queries is None:
         return torch.arange(length)
@@ -192,101 +177,65 @@ def sampled(queries: int | Tensor | None, seed: int, length: int) -> Tensor:
 def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
     """The sparse layers of a model by name: all, or those given by name or number."""
     check_model(model)
-    found = {n: m for n, m in model.named_modules() if isinstance(m, SparseAttention)}
-    if not found:
+    sparse = {n: m for n, m in model.named_modules() if isinstance(m, SparseAttention)}
+    if not sparse:
         raise ValueError(
             f"model must have SparseAttention layers, got {type(model).__name__} without one: a "
             "decoder of transformers gets them by convert(model), not by use_sparse_attention"
         )
     if layers is None:
-        return found
+        return sparse
     if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence) or not layers:
         raise ValueError(f"layers must be a list of names or numbers, got {shown(layers)}")
-    names, picked = list(found), {}
+    names = list(sparse)
+    picked = set()
     for layer in layers:
         number = as_int(layer)
-        if number is not None and 0 <= number < len(names):
-            layer = names[number]
-        if not isinstance(layer, str) or layer not in found:
+        name = names[number] if number is not None and 0 <= number < len(names) else layer
+        if name not in names:
             raise ValueError(
                 f"layers must name layers of the model ({', '.join(names[:4])} ...) or be numbers "
                 f"below {len(names)}, got {shown(layer)}"
             )
-        picked[layer] = found[layer]
-    return {name: picked[name] for name in names if name in picked}
+        picked.add(name)
+    return {name: layer for name, layer in sparse.items() if name in picked}
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread, where checkpointing calls layers once
-    more."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def on_host(t: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
-    return None if t is None else t.to("cpu", dtype, copy=True)
-
-
-@dataclass(frozen=True)
-class Observer:
-    """Records each call of a layer. A copy of the layer, or a file of it, has none."""
-
-    name: str
-    layer: SparseAttention
-    into: list[Reading]
-    queries: int | Tensor | None
-    seed: int
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-    @torch.no_grad()
-    def __call__(self, call: Call, config: AttentionConfig, indices: Tensor | None) -> None:
-        if in_backward():
-            return
-        if transforms.active():
-            raise NotImplementedError("collect cannot see calls under torch.func or forward AD")
-        b, length = call.q.shape[:2]
-        queries = queries_of(call, sampled(self.queries, self.seed, length))
-        at, exist = queries.at, queries.exist.expand(b, -1)
-        # an index has its own scale
-        scale = None if self.layer.to_index is not None else config.scale
-        found = measure(call, config, indices, queries, scale)
-        documents, chosen, gates = None, found.blocks, call.branch_gates
-        if call.documents is not None:
-            rows = torch.arange(length, device=at.device)
-            begins = (call.documents.first == rows) & (call.documents.last > rows)
-            documents = (begins.cumsum(dim=1) - 1)[:, at].masked_fill(~exist, -1)
-            if chosen is not None:
-                low = (queries.first // config.selection_block_size)[..., None, None]
-                chosen = torch.where(chosen < 0, chosen, chosen - low)
-        if gates is not None:
-            gates = gates[:, at].masked_fill(~exist[..., None, None], float("nan"))
-        positions = (at - queries.first).masked_fill(~exist, -1)
-        self.into.append(
-            Reading(
-                layer=self.name,
-                config=self.layer.config,
-                length=length,
-                positions=on_host(positions, torch.int64),
-                documents=on_host(documents, torch.int64),
-                dense=on_host(found.dense & exist, torch.bool),
-                blocks=on_host(chosen, torch.int32),
-                kinds=found.kinds,
-                scores=on_host(found.scores),
-                block_mass=on_host(found.block_mass),
-                mass=on_host(found.mass),
-                window_mass=on_host(found.window_mass),
-                gates=on_host(gates),
-                agreement=on_host(found.agreement),
-            )
-        )
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Run what torch.compile has compiled eagerly: a compiled graph calls no observer."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def record(
+    call: Call,
+    config: AttentionConfig,
+    indices: Tensor | None,
+    *,
+    name: str,
+    layer: SparseAttention,
+    readings: list[Reading],
+    queries: int | Tensor | None,
+    seed: int,
+) -> None:
+    """Record a call of a layer, which has block indices [b i r n]."""
+    if torch._C._current_graph_task_id() != -1:
+        return  # a backward pass, where checkpointing calls layers once more
+    b, length = call.q.shape[:2]
+    sampled = queries_of(call, sample(queries, seed, length))
+    exist = sampled.exist.expand(b, -1)
+    # an index has its own scale
+    rank_scale = None if layer.to_index is not None else config.scale
+    fields = measure(call, config, indices, sampled, rank_scale)
+    fields["positions"] = (sampled.at - sampled.first).masked_fill(~exist, -1)
+    if call.documents is not None:
+        rows = torch.arange(length, device=exist.device)
+        starts = (call.documents.first == rows) & (call.documents.last > rows)
+        documents = (starts.cumsum(dim=1) - 1)[:, sampled.at]
+        fields["documents"] = documents.masked_fill(~exist, -1)
+    if call.branch_gates is not None:
+        gates = call.branch_gates[:, sampled.at].float()
+        fields["gates"] = gates.masked_fill(~exist[..., None, None], float("nan"))
+    fields["dense"] = fields["dense"].expand(b, -1)
+    for field, value in fields.items():
+        if isinstance(value, Tensor):
+            fields[field] = value.to("cpu", copy=True).contiguous()
+    readings.append(Reading(layer=name, config=layer.config, length=length, **fields))
 
 
 @contextmanager
@@ -302,9 +251,9 @@ def collect(
     Each call of a `SparseAttention` in the model adds a `Reading` to `collection[name]`: blocks
     (initial, ranked, local), scores, gates, attention mass, and agreement with the query before.
     Outputs and gradients stay the same, bit by bit, in training and in eval mode. The cost is
-    O(m T) in each layer for m queries of T tokens, and the layer leaves its recorded launches. A
-    compiled model runs eagerly while the context is open, and rounds as an eager one does.
-    Activation checkpointing's second run of a layer is not recorded. Closed, it costs nothing.
+    O(m T) in each layer for m queries of T tokens. A compiled model runs eagerly while the context
+    is open, and rounds as an eager one does. Activation checkpointing's second run of a layer is
+    not recorded. Closed, it costs nothing.
 
     ```python
     with collect(model, queries=64) as seen:
@@ -325,19 +274,29 @@ def collect(
     Raises:
         ValueError: an argument out of range, a model without sparse layers, a layer that another
             open `collect` records, or a position that a row does not have.
-        NotImplementedError: while open, a call with a cache (decoding), or under torch.func.
+        NotImplementedError: while open, a call with a cache (decoding).
     """
     queries, seed = check_queries(queries), check_int("seed", seed, 0, 2**63)
-    found = sparse_layers(model, layers)
-    if taken := [name for name, layer in found.items() if layer.observer is not None]:
-        raise ValueError(f"model has a layer that another collect records: {taken[0]!r}")
-    collection = Collection(list(found))
+    layer_by_name = sparse_layers(model, layers)
+    for name, layer in layer_by_name.items():
+        if layer.observer is not None:
+            raise ValueError(f"model has a layer that another collect records: {name!r}")
+    collection = Collection({name: [] for name in layer_by_name})
+    # a compiled graph calls no observer
+    is_compiler_loaded = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiler_loaded else nullcontext()
     try:
-        for name, layer in found.items():
-            into = collection.readings[name]
-            layer.observer = Observer(name, layer, into, queries, seed)
-        with uncompiled():
+        for name, layer in layer_by_name.items():
+            layer.observer = partial(
+                record,
+                name=name,
+                layer=layer,
+                readings=collection[name],
+                queries=queries,
+                seed=seed,
+            )
+        with eager:
             yield collection
     finally:
-        for layer in found.values():
+        for layer in layer_by_name.values():
             layer.__dict__.pop("observer", None)

@@ -32,19 +32,18 @@ from .collector import Reading, collect
 EMPTY = 2**16 - 1
 
 
-def encoded(t: Tensor) -> str:
+def encode(t: Tensor) -> str:
     return base64.b64encode(t.contiguous().numpy().tobytes()).decode("ascii")
 
 
-def in_steps(t: Tensor | None, power: float = 1.0) -> str | None:
+def encode_shares(t: Tensor | None, power: float = 1.0) -> str | None:
     """Shares of 1, or a power of them, in steps of 1/255; NaN becomes 0."""
     if t is None:
         return None
-    t = t**power
-    return encoded((t[0].nan_to_num().clamp(0, 1) * 255).round().to(torch.uint8))
+    return encode(((t[0] ** power).nan_to_num().clamp(0, 1) * 255).round().to(torch.uint8))
 
 
-def indices(t: Tensor | None) -> str | None:
+def encode_blocks(t: Tensor | None) -> str | None:
     if t is None:
         return None
     if t.numel() and int(t.max()) >= EMPTY:
@@ -52,14 +51,13 @@ def indices(t: Tensor | None) -> str | None:
             f"tokens must lie in fewer than {EMPTY} blocks, got block {int(t.max())}: take fewer "
             "tokens"
         )
-    return encoded(torch.where(t[0] < 0, EMPTY, t[0]).to(torch.int32).to(torch.uint16))
+    return encode(torch.where(t[0] < 0, EMPTY, t[0]).to(torch.int32).to(torch.uint16))
 
 
 def layer_data(reading: Reading) -> dict[str, Any]:
     """What the page needs of a layer, for the first sequence of a batch."""
     config = reading.config
     has_window = "window" in config.branches
-    agreement = None if reading.scores is None else reading.agreement
     return {
         "name": reading.layer or "layer",
         "heads": config.heads,
@@ -69,23 +67,21 @@ def layer_data(reading: Reading) -> dict[str, Any]:
         "causal": config.causal,
         "branches": list(config.branches),
         "kinds": list(reading.kinds),
-        "dense": encoded(reading.dense[0].to(torch.uint8)),
-        "blocks": indices(reading.blocks),
-        "mass": in_steps(reading.block_mass, 0.5),
-        "caught": in_steps(reading.mass, 0.5),
-        "window_mass": in_steps(reading.window_mass, 0.5),
-        "gates": in_steps(reading.gates),
-        "agreement": in_steps(agreement),
+        "dense": encode(reading.dense[0].to(torch.uint8)),
+        "blocks": encode_blocks(reading.blocks),
+        "mass": encode_shares(reading.block_mass, 0.5),
+        "caught": encode_shares(reading.mass, 0.5),
+        "window_mass": encode_shares(reading.window_mass, 0.5),
+        "gates": encode_shares(reading.gates),
+        "agreement": encode_shares(None if reading.scores is None else reading.agreement),
     }
 
 
-def checked_tokens(tokens: Any, texts: Any) -> tuple[Tensor, list[str]]:
+def check_tokens(tokens: Any, texts: Any) -> tuple[Tensor, list[str]]:
     try:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"tokens must be ids [n], got {shown(tokens)}") from None
-    if ids.ndim == 2 and len(ids) == 1:
-        ids = ids[0]
+        ids = torch.empty(0)
     if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool or not len(ids):
         raise ValueError(f"tokens must be ids [n] of one text, got {shown(tokens)}")
     texts = list(texts)
@@ -123,31 +119,34 @@ def page(
     Raises:
         ValueError: arguments that do not match, or a model without sparse layers.
     """
-    ids, texts = checked_tokens(tokens, texts)
+    ids, texts = check_tokens(tokens, texts)
     if not isinstance(title, str):
         raise ValueError(f"title must be a string, got {shown(title)}")
     if not isinstance(model_kwargs, (Mapping, type(None))):
         raise ValueError(f"model_kwargs must be a dict of arguments, got {shown(model_kwargs)}")
-    with collect(model, queries, layers=layers, seed=seed) as seen:
+    with (
+        collect(model, queries, layers=layers, seed=seed) as seen,
+        evaluating(model),
+        torch.no_grad(),
+    ):
         weight = next(model.parameters(), None)
-        with evaluating(model), torch.no_grad():
-            rows = ids[None] if weight is None else ids[None].to(weight.device)
-            model(rows, **(model_kwargs or {}))
-    found = seen.forward(0)
-    if wrong := [one for one in found if one.length != len(ids) or one.documents is not None]:
-        raise ValueError(
-            f"model must run {wrong[0].layer!r} over the {len(ids)} tokens of one text, got "
-            f"{wrong[0].length}"
-        )
+        model(ids[None] if weight is None else ids[None].to(weight.device), **(model_kwargs or {}))
+    readings = seen.forward(0)
+    for reading in readings:
+        if reading.length != len(ids) or reading.documents is not None:
+            raise ValueError(
+                f"model must run {reading.layer!r} over the {len(ids)} tokens of one text, got "
+                f"{reading.length}"
+            )
     data = {
         "texts": texts,
         "empty": EMPTY,
-        "positions": found[0].positions[0].tolist(),
-        "layers": [layer_data(reading) for reading in found],
+        "positions": readings[0].positions[0].tolist(),
+        "layers": [layer_data(reading) for reading in readings],
     }
     # no "</script>" inside of the script
     content = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     heading = html.escape(title).encode(errors="replace").decode()
-    before, _, after = template.partition("{{data}}")
-    return before.replace("{{title}}", heading) + content + after
+    head, _, tail = template.partition("{{data}}")
+    return head.replace("{{title}}", heading) + content + tail

@@ -8,11 +8,9 @@ from torch.nn.attention import flex_attention as flex
 
 from native_sparse_attention import masks
 from native_sparse_attention.masks import and_masks, catalog, or_masks
-from tests.helpers.pictures import SMALL, dense, drawn
+from tests.helpers.pictures import SMALL, assert_torchs_tiles, dense, drawn
 
 CPU = torch.device("cpu")
-
-# by hand
 
 TWO_IMAGES = torch.tensor([[0, 3], [1, 4], [5, 6]])
 
@@ -159,13 +157,6 @@ def test_drawn(name):
     assert torch.equal(dense(mod, *expected.shape), expected)
 
 
-def test_the_prefix_is_one_shorter_than_written_with_at_most():
-    def at_most(b, h, q_idx, kv_idx):
-        return (kv_idx <= 3) | (q_idx >= kv_idx)
-
-    assert torch.equal(dense(at_most, 9), dense(masks.prefix_lm(4), 9))
-
-
 def test_documents_by_row():
     ids = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
     both = flex.create_mask(masks.document(ids), 2, 1, 4, 4, device="cpu")[:, 0]
@@ -173,11 +164,9 @@ def test_documents_by_row():
         assert torch.equal(row, dense(masks.document(of_row), 4))
 
 
-# by brute force
-
-
 @pytest.mark.parametrize(
-    ("height", "width", "rows", "columns"), [(5, 7, 3, 5), (7, 5, 7, 1), (1, 9, 1, 3), (4, 4, 3, 3)]
+    ("height", "width", "rows", "columns"),
+    [(5, 7, 3, 5), (7, 5, 7, 1), (1, 9, 1, 3), (4, 4, 3, 3), (3, 5, 3, 5), (3, 4, 9, 9)],
 )
 def test_canvases(height, width, rows, columns):
     """Pixel by pixel: what a kernel around it covers, cut at the border, or moved inside."""
@@ -192,14 +181,10 @@ def test_canvases(height, width, rows, columns):
                 for at_x in range(max(first_x, 0), min(first_x + columns, width)):
                     mask[i, at_y * width + at_x] = True
     assert torch.equal(dense(masks.sasa(height, width, rows, columns), height * width), cut)
-    found = dense(masks.natten(height, width, rows, columns), height * width)
-    assert torch.equal(found, moved)
-    assert (found.sum(1) == rows * columns).all()
-
-
-def test_a_kernel_wider_than_the_canvas_sees_it_all():
-    assert dense(masks.sasa(3, 4, 9), 12).all()
-    assert dense(masks.natten(3, 5, 3, 5), 15).all()
+    if rows <= height and columns <= width:
+        natten = dense(masks.natten(height, width, rows, columns), height * width)
+        assert torch.equal(natten, moved)
+        assert (natten.sum(1) == rows * columns).all()
 
 
 def test_windows_are_those_of_native_sparse_attention():
@@ -210,9 +195,6 @@ def test_windows_are_those_of_native_sparse_attention():
             assert torch.equal(ours, dense(masks.dilated_window(window, 1, causal), 33))
 
 
-# block masks
-
-
 @pytest.mark.parametrize("name", catalog.CATALOG)
 def test_block_masks_are_torchs(name, monkeypatch):
     """Tile for tile, strip by strip, at lengths that are no multiple of a tile."""
@@ -220,15 +202,8 @@ def test_block_masks_are_torchs(name, monkeypatch):
     options = {"canvas_width": 20} if "canvas_width" in catalog.CATALOG[name].options else {}
     mod, q_len, kv_len = catalog.make(name, 400, CPU, **options)
     ours = masks.block_mask_of(mod, q_len, kv_len, "cpu")
-    torchs = flex.create_block_mask(mod, 1, 1, q_len, kv_len, device="cpu")
-    assert ours.shape == torchs.shape == (1, 1, q_len, kv_len)
-    assert torch.equal(ours.to_dense(), torchs.to_dense())
-    for full in ("", "full_"):
-        count = getattr(torchs, f"{full}kv_num_blocks")
-        assert torch.equal(getattr(ours, f"{full}kv_num_blocks"), count)
-        listed = torch.arange(torchs.kv_indices.shape[-1]) < count[..., None]
-        index = (getattr(m, f"{full}kv_indices") for m in (ours, torchs))
-        assert torch.equal(*(torch.where(listed, t, -1) for t in index))
+    assert ours.shape == (1, 1, q_len, kv_len)
+    assert_torchs_tiles(ours)
 
 
 @pytest.mark.parametrize("name", catalog.CATALOG)
@@ -250,14 +225,12 @@ SPANS = torch.tensor([[0, 2]])
 
 BAD = [
     (lambda: masks.sliding_window(-1), "window must be an integer of at least 0, got -1"),
-    (lambda: masks.sliding_window(2.0), "window must be an integer"),
     (lambda: masks.dilated_window(-1, 2), "window must"),
     (lambda: masks.dilated_window(1, 0), "dilation must be an integer of at least 1, got 0"),
     (lambda: masks.prefix_lm(-1), "prefix_length must"),
     (lambda: masks.document(), "document_ids or offsets must be given, and not both, got neither"),
     (lambda: masks.document(IDS, offsets=IDS), "document_ids or offsets .* got both"),
     (lambda: masks.document(IDS.float()), "document_ids must be an integer tensor, got torch.floa"),
-    (lambda: masks.document([0, 1]), "document_ids must be an integer tensor, got list"),
     (lambda: masks.document(IDS > 0), "document_ids must be an integer tensor, got torch.bool"),
     (lambda: masks.document(IDS[None, None]), r"document_ids must have 1 or 2 axes, got shape \["),
     (lambda: masks.document(offsets=torch.tensor([0, 4, 3])), "offsets must not decrease, got 4 b"),
@@ -268,10 +241,8 @@ BAD = [
     (lambda: masks.sasa(4, 4, 4), "kernel_height must be odd, .* got 4"),
     (lambda: masks.sasa(4, 4, 3, 2), "kernel_width must be odd, .* got 2"),
     (lambda: masks.natten(4, 0, 3), "canvas_width must"),
-    (lambda: masks.natten(4, 4, 2), "kernel_height must be odd"),
     (lambda: masks.natten(4, 9, 5), "kernel_height must be at most canvas_height=4, got 5"),
     (lambda: masks.natten(9, 4, 5), "kernel_width must be at most canvas_width=4, got 5"),
-    (lambda: masks.natten(9, 9, -1), "kernel_height must be an integer of at least 1, got -1"),
     (lambda: masks.flamingo(SPANS), "image_ids or image_token_length .* got neither"),
     (lambda: masks.flamingo(SPANS, IDS, image_token_length=2), "image_ids or .* got both"),
     (lambda: masks.flamingo(SPANS, IDS), r"image_ids must be of 0 .. 0, .* got 0 .. 1"),
@@ -279,17 +250,15 @@ BAD = [
     (lambda: masks.flamingo(SPANS[0], IDS), "intervals must have 2 axes"),
     (lambda: masks.flamingo(SPANS.repeat(1, 2), IDS), r"intervals must have shape \[images, 2\]"),
     (lambda: masks.flamingo(SPANS.flip(1), IDS), "intervals must be pairs of 0 <= start <= end, g"),
-    (lambda: masks.flamingo(SPANS - 1, IDS), "intervals must be pairs"),
     (lambda: masks.block_mask_of(masks.causal, 0, 4), "q_len must"),
     (lambda: catalog.make("nothing", 4, CPU), "name must be one of 'causal', .* got 'nothing'"),
-    (lambda: catalog.make("causal", 4, CPU, window=1), "option must be one of"),
     (lambda: catalog.make("document", 4, CPU, documents=5), "documents must be at most length=4"),
     (lambda: catalog.make("sasa", 10, CPU, canvas_width=3), "canvas_width must divide length=10"),
     (lambda: catalog.make("compress", 10, CPU, stride=11), "stride must be at most length=10"),
 ]
 
 
-@pytest.mark.parametrize(("call", "told"), BAD, ids=[told for _, told in BAD])
+@pytest.mark.parametrize(("call", "told"), BAD)
 def test_bad_arguments_are_named(call, told):
     with pytest.raises(ValueError, match=f"^{told}"):
         call()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -15,6 +13,7 @@ from native_sparse_attention.masks import (
     create_sliding_mask,
 )
 from native_sparse_attention.masks.tiles import TILE
+from tests.helpers.pictures import assert_torchs_tiles, drawn
 
 CPU = torch.device("cpu")
 
@@ -25,97 +24,40 @@ def dense(block_mask: BlockMask) -> torch.Tensor:
     return create_mask(block_mask.mask_mod, b, h, q_len, kv_len, device="cpu")
 
 
-def tiles(block_mask: BlockMask, which: str) -> torch.Tensor:
-    """Tiles listed as partial ("") or full ("full_"), from the keys' lists: bool [b h tq tk]."""
-    count = getattr(block_mask, f"{which}kv_num_blocks")
-    index = getattr(block_mask, f"{which}kv_indices")
-    listed = torch.zeros(index.shape, dtype=torch.bool)
-    for row in itertools.product(*map(range, count.shape)):
-        listed[row][index[row][: count[row]].long()] = True
-    return listed
-
-
-def assert_same_block_mask(ours: BlockMask, superset: bool = False) -> None:
-    """Tile for tile what torch makes of the mask mod. With `superset`, partial tiles may also be
-    listed where no pair is allowed."""
-    b, h, q_len, kv_len = ours.shape
-    torchs = create_block_mask(ours.mask_mod, b, h, q_len, kv_len, device="cpu")
-    assert torch.equal(tiles(ours, "full_"), tiles(torchs, "full_"))
-    partial, expected = tiles(ours, ""), tiles(torchs, "")
-    assert (partial >= expected).all() if superset else torch.equal(partial, expected)
-
-
-def drawn(picture: str) -> torch.Tensor:
-    return torch.tensor([[mark == "x" for mark in row] for row in picture.split()])
-
-
 # by hand
 
 
-def test_sliding_mask_drawn():
-    expected = """
-        x....
-        xx...
-        xxx..
-        .xxx.
-        ..xxx
-    """
-    assert torch.equal(dense(create_sliding_mask(5, 2, device="cpu"))[0, 0], drawn(expected))
+INDICES = torch.tensor([[-1, -1], [-1, -1], [-1, -1], [2, -1], [0, -1]]).view(1, 1, 5, 2)
+INDICES_BOTH_WAYS = torch.tensor([[-1, -1], [1, 0], [2, 2], [-1, 1], [0, 2]]).view(1, 1, 5, 2)
+DRAWN = {
+    "sliding": (lambda: create_sliding_mask(5, 2, device="cpu"), "x.... xx... xxx.. .xxx. ..xxx"),
+    "sliding, both sides": (
+        lambda: create_sliding_mask(5, 1, causal=False, device="cpu"),
+        "xx... xxx.. .xxx. ..xxx ...xx",
+    ),
+    # stride 2, one memory key: window j ends at token 2 j + 1 and is seen from 2 j + 2 on
+    "compress": (
+        lambda: create_compress_mask(7, 2, 2, mem_kv_len=1, device="cpu"),
+        "x.. x.. xx. xx. xxx xxx xxx",
+    ),
+    # blocks of 2, the last of 1; query 4 chose block 0, query 3 the future, the others nothing
+    "fine": (lambda: create_fine_mask(5, 2)(INDICES), "x.... xx... ..x.. ..xx. xx..x"),
+    # blocks where chosen, and nothing else: query 0 chose nothing
+    "fine, both sides": (
+        lambda: create_fine_mask(5, 2, causal=False)(INDICES_BOTH_WAYS),
+        "..... xxxx. ....x ..xx. xx..x",
+    ),
+    "fine, no slot": (
+        lambda: create_fine_mask(5, 3)(INDICES[..., :0]),
+        "x.... xx... xxx.. ...x. ...xx",
+    ),
+}
 
 
-def test_sliding_mask_drawn_non_causal():
-    expected = """
-        xx...
-        xxx..
-        .xxx.
-        ..xxx
-        ...xx
-    """
-    mask = create_sliding_mask(5, 1, causal=False, device="cpu")
-    assert torch.equal(dense(mask)[0, 0], drawn(expected))
-
-
-def test_compress_mask_drawn():
-    """Stride 2, one memory key: window j ends at token 2 j + 1 and is seen from 2 j + 2 on."""
-    expected = """
-        x..
-        x..
-        xx.
-        xx.
-        xxx
-        xxx
-        xxx
-    """
-    mask = create_compress_mask(7, 2, 2, mem_kv_len=1, device="cpu")
-    assert torch.equal(dense(mask)[0, 0], drawn(expected))
-
-
-def test_fine_mask_drawn():
-    """Blocks of 2, the last of 1; query 4 chose block 0, query 3 the future, the others nothing."""
-    expected = """
-        x....
-        xx...
-        ..x..
-        ..xx.
-        xx..x
-    """
-    selected = torch.tensor([-1, -1, -1, 2, 0]).view(1, 1, 5, 1)
-    mask = create_fine_mask(5, 2)(selected)
-    assert torch.equal(dense(mask)[0, 0], drawn(expected))
-
-
-def test_fine_mask_drawn_non_causal():
-    """Blocks of 2 or 1 where chosen, and nothing else: query 0 chose nothing."""
-    expected = """
-        .....
-        xxxx.
-        ....x
-        ..xx.
-        xx..x
-    """
-    selected = torch.tensor([[-1, -1], [1, 0], [2, 2], [-1, 1], [0, 2]]).view(1, 1, 5, 2)
-    mask = create_fine_mask(5, 2, causal=False)(selected)
-    assert torch.equal(dense(mask)[0, 0], drawn(expected))
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn(name):
+    make, picture = DRAWN[name]
+    assert torch.equal(dense(make())[0, 0], drawn(picture))
 
 
 def test_published_masks_agree(published, monkeypatch):
@@ -155,7 +97,7 @@ def test_sliding_mask(length, causal):
         i, j = torch.arange(length)[:, None], torch.arange(length)
         expected = (j <= i) & (j >= i - window) if causal else (j - i).abs() <= window
         assert torch.equal(dense(mask)[0, 0], expected)
-        assert_same_block_mask(mask)
+        assert_torchs_tiles(mask)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -170,7 +112,7 @@ def test_compress_mask(length, mem):
         i, j = torch.arange(length)[:, None], torch.arange(windows)
         expected[:, mem:] = (j + 1) * stride - 1 < i
         assert torch.equal(dense(mask)[0, 0], expected)
-        assert_same_block_mask(mask)
+        assert_torchs_tiles(mask)
 
 
 def test_compress_mask_edges():
@@ -197,13 +139,7 @@ def test_fine_mask(length, block_size, causal):
     if causal:
         expected = (expected | (i // block_size == j // block_size)) & (j <= i)
     assert torch.equal(dense(mask), expected.repeat_interleave(groups, dim=1))
-    assert_same_block_mask(mask, superset=block_size > 1 and causal)
-
-
-def test_fine_mask_without_a_slot_is_block_diagonal():
-    mask = create_fine_mask(7, 3)(torch.zeros(1, 1, 7, 0, dtype=torch.int32))
-    i, j = torch.arange(7)[:, None], torch.arange(7)
-    assert torch.equal(dense(mask)[0, 0], (i // 3 == j // 3) & (j <= i))
+    assert_torchs_tiles(mask, superset=block_size > 1 and causal)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -215,12 +151,12 @@ def test_offset_is_a_slice(causal):
         whole = create_sliding_mask(S, 40, causal, device="cpu")
         mask = masks.nsa.sliding_block_mask(T, S, 40, causal, offset, CPU)
         assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
-        assert_same_block_mask(mask)
+        assert_torchs_tiles(mask)
 
         whole = create_compress_mask(S, 75, 4, 2, device="cpu")
         mask = masks.nsa.compress_block_mask(T, 77, 4, 2, offset, CPU)
         assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
-        assert_same_block_mask(mask)
+        assert_torchs_tiles(mask)
 
         indices = torch.randint(-1, 10, (1, 2, S, 2))
         kwargs = {"causal": causal, "num_initial_blocks": 1, "num_local_blocks": 2}
@@ -230,7 +166,7 @@ def test_offset_is_a_slice(causal):
         whole = masks.nsa.selected_block_mask(all_rows, S, 32, causal=causal)
         mask = masks.nsa.selected_block_mask(rows, S, 32, causal=causal, offset=offset)
         assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
-        assert_same_block_mask(mask, superset=True)
+        assert_torchs_tiles(mask, superset=True)
 
 
 def test_forced_blocks_by_hand():

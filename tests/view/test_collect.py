@@ -1,7 +1,6 @@
 """`collect` records what layers read, and changes nothing."""
 
-import copy
-import pickle
+import inspect
 
 import pytest
 import torch
@@ -9,20 +8,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import native_sparse_attention as nsa
-from native_sparse_attention import KVCache, Transformer, collect, ranking
-from native_sparse_attention.config import SELECTION
-from native_sparse_attention.rotary import rotator
+from native_sparse_attention import KVCache, Transformer, collect
 from native_sparse_attention.view import measures
 from tests.helpers.layers import DIM, SETTINGS, layer
 
 CASES = [(name, causal) for name in SETTINGS for causal in (True, False)]
-ids_of = [f"{name}, {'causal' if causal else 'both ways'}" for name, causal in CASES]
-case = pytest.mark.parametrize(("name", "causal"), CASES, ids=ids_of)
+case = pytest.mark.parametrize(
+    ("name", "causal"), CASES, ids=[f"{n}, {'causal' if c else 'both ways'}" for n, c in CASES]
+)
 
 
 def made(name, causal=True, **settings):
     torch.manual_seed(1)
-    return layer(torch.float32, **SETTINGS[name], **settings, causal=causal)
+    return layer(torch.float32, **SETTINGS[name] | settings, causal=causal)
 
 
 def tokens(n=61, b=2, seed=2):
@@ -37,124 +35,135 @@ def read(module, x, queries=None, **kwargs):
     return reading
 
 
-def parts(module, x):
-    """Queries, keys and what ranks, as the layer computes them: [b n h d] by name."""
-    normed = module.norm(x)
-    tensors, raw = module.rotated(module.projected(normed), None, "eager")
-    index, turn = ranking.index_of(module, normed), rotator(module.rotary_emb, 0, None, "eager")
-    index = ranking.turned(module, index, turn)
-    tensors, raw = ranking.with_index(module, index, tensors, raw)
-    tensors |= module.compress_whole(raw, None, "eager")
-    rows = {name: t.transpose(1, 2) for name, t in tensors.items()}
-    if module.ranks_by_tokens():
-        rows["ck"] = rows["k"]
-    if "ck" in rows:
-        rows["ck"] = rows["ck"].expand(-1, -1, module.kv_heads, -1)
-    return rows
+def call_of(module, x):
+    """The tensors [b n h d] that the layer computes, and its settings."""
+    calls = []
+    module.observer = lambda call, config, indices: calls.append((call, config))
+    module(x)
+    del module.observer
+    return calls[0]
 
 
 def selected_by_functions(module, x):
     """Block indices of `select_blocks`."""
-    rows, config = parts(module, x), module.config.for_functions
-    settings = {name: getattr(config, name) for name in SELECTION}
+    call, config = call_of(module, x)
+    cq = call.q if call.cq is None else call.cq
     if module.to_index is not None:  # the function has a query for each head
-        rows["cq"] = rows["cq"].repeat_interleave(module.heads // module.kv_heads, dim=2)
+        cq = cq.repeat_interleave(module.heads // module.kv_heads, dim=2)
+    names = inspect.signature(nsa.select_blocks).parameters
+    settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return nsa.select_blocks(
-        rows.get("cq", rows["q"]), rows["ck"], mem_k=module.memory(x.dtype)["mem_k"],
-        causal=module.causal, seq_len=x.shape[1], soft_cap=config.soft_cap, **settings,
-    )  # fmt: skip
+        cq, call.ck, mem_k=call.mem_k, seq_len=x.shape[1], **settings | {"scale": None}
+    )
 
 
 def full_attention(module, x, window=False):
-    """Probabilities [b h i j] of full attention, in float64."""
-    rows = parts(module, x)
-    q, k = rows["q"].double(), (rows["window_k"] if window else rows["k"]).double()
+    """Probabilities [b i h j] of full attention, in float64."""
+    call, _ = call_of(module, x)
+    q, k = call.q.double(), (call.window_keys()[0] if window else call.k).double()
     k = k.repeat_interleave(module.heads // module.kv_heads, dim=2)
     logits = torch.einsum("bihd,bjhd->bhij", q, k) * module.dim_head**-0.5
     if module.soft_cap is not None:
         logits = module.soft_cap * (logits / module.soft_cap).tanh()
     if module.causal:
         logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), float("-inf"))
-    return logits.softmax(dim=-1)
+    return logits.softmax(dim=-1).transpose(1, 2)
 
 
 def grads(module, out, x):
     return torch.autograd.grad(out.sum(), [x, *module.parameters()], allow_unused=True)
 
 
-@case
-def test_recording_changes_no_output_and_no_gradient(name, causal):
-    module, x = made(name, causal), tokens().requires_grad_()
-    out = module(x)
-    expected = grads(module, out, x)
-    random = torch.get_rng_state()
-    with collect(module, queries=7):
-        recorded = module(x)
-    assert torch.equal(random, torch.get_rng_state())
-    assert torch.equal(out, recorded)
-    for one, other in zip(expected, grads(module, recorded, x)):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
-    assert "observer" not in vars(module)
-
-
-@case
-def test_blocks_are_those_of_the_functions(name, causal):
-    module, x = made(name, causal), tokens()
-    reading = read(module, x)
-    if "selected" not in module.branches:
-        of_blocks = (reading.blocks, reading.scores, reading.block_mass, reading.mass)
-        assert of_blocks == (None,) * 4 and reading.agreement is None
-        return
+def assert_blocks(module, x, reading):
+    """Those of the functions, each once, with the forced ones."""
+    length = x.shape[1]
     n, i, l = module.num_selected_blocks, module.num_initial_blocks, module.num_local_blocks
-    l = l if causal else 0
-    assert reading.kinds == ("initial",) * i + ("ranked",) * n + ("local",) * l
     ranks = module.kv_heads if module.query_heads_share_selected_kv else module.heads
-    assert reading.blocks.shape == (2, 61, ranks, i + n + l)
-    if n:
-        expected = selected_by_functions(module, x)
-        expected = expected.masked_fill(reading.dense[..., None, None], -1)
-        assert torch.equal(reading.ranked, expected)
-    own = torch.arange(61) // module.selection_block_size
-    for t, forced in enumerate(reading.local[0, :, 0]):
-        real = [c for c in range(own[t] - l + 1, own[t] + 1) if c >= i] if causal else []
-        real = [] if reading.dense[0, t] else real
-        assert [c for c in forced.tolist() if c >= 0] == real
-    for t, forced in enumerate(reading.initial[0, :, 0]):
-        there = [c if not causal or c <= own[t] else -1 for c in range(i)]
-        assert forced.tolist() == there
+    assert reading.blocks.shape == (2, length, ranks, len(reading.kinds))
+    if reading.ranked.shape[-1] and length:
+        ranked = selected_by_functions(module, x)
+        ranked = ranked.masked_fill(reading.dense[..., None, None], -1)
+        assert torch.equal(reading.ranked, ranked)
+        assert torch.equal(reading.scores.isnan(), ranked < 0)
+    query_block = [t // module.selection_block_size for t in range(length)]
+    for t, c in enumerate(query_block):
+        first = c if module.causal else (length - 1) // module.selection_block_size
+        initial = set(range(min(i, first + 1)))
+        local = set(range(max(i, c - l + 1), c + 1)) if module.causal else set()
+        if reading.dense[0, t]:
+            initial = local = set()
+        assert set(reading.initial[0, t, 0].tolist()) - {-1} == initial
+        assert set(reading.local[0, t, 0].tolist()) - {-1} == local
     for chosen in reading.blocks.flatten(0, 2).tolist():
         chosen = [c for c in chosen if c >= 0]
-        assert len(set(chosen)) == len(chosen)
+        assert len(set(chosen)) == len(chosen) <= n + i + l
+
+
+def assert_agreement(module, reading):
+    """The share of common blocks, 1 among tokens that share a ranking."""
+    ranked, b = reading.ranked, 1
+    for r in range(ranked.shape[2]):
+        previous = set()
+        for t in range(ranked.shape[1]):
+            blocks = set(ranked[b, t, r].tolist()) - {-1}
+            share = reading.agreement[b, t, r]
+            if not blocks or not previous or reading.dense[b, t - 1]:
+                assert share.isnan()
+            else:
+                assert share == pytest.approx(len(blocks & previous) / len(blocks))
+                assert t % module.selection_stride == 0 or share == 1
+            previous = blocks
+
+
+def assert_mass(module, x, reading):
+    """That of full attention, with a soft cap and without sinks."""
+    at, s, close = torch.arange(x.shape[1]), module.selection_block_size, dict(atol=1e-5, rtol=1e-5)
+    if reading.blocks is not None:
+        probs = full_attention(module, x)
+        slots = reading.blocks.repeat_interleave(module.heads // reading.blocks.shape[2], 2)
+        for slot in range(slots.shape[-1]):
+            expected = (probs * (slots[..., slot, None] == at // s)).sum(dim=-1)
+            torch.testing.assert_close(reading.block_mass[..., slot].double(), expected, **close)
+        total = reading.block_mass.sum(dim=-1)
+        dense = reading.dense[..., None].expand_as(total)
+        torch.testing.assert_close(reading.mass, total.masked_fill(dense, 1.0))
+        assert (reading.mass < 1 + 1e-5).all()
+    if "window" in module.branches:
+        inside = (at - at[:, None]).abs() <= module.sliding_window_size
+        expected = (full_attention(module, x, window=True) * inside[:, None]).sum(dim=-1)
+        torch.testing.assert_close(reading.window_mass.double(), expected, **close)
 
 
 @case
-def test_mass_is_that_of_full_attention(name, causal):
-    module, x = made(name, causal), 3 * tokens()
-    reading = read(module, x)
-    at, s = torch.arange(61), module.selection_block_size
-    if reading.blocks is not None:
-        p = full_attention(module, x)
-        slots = reading.blocks.repeat_interleave(module.heads // reading.blocks.shape[2], 2)
-        block = at // s
-        for slot in range(slots.shape[-1]):
-            inside = slots[..., slot, None] == block
-            expected = (p.transpose(1, 2) * inside).sum(dim=-1)
-            torch.testing.assert_close(
-                reading.block_mass[..., slot].double(), expected, atol=1e-5, rtol=1e-5
-            )
-        total = reading.block_mass.sum(dim=-1)
-        dense = reading.dense[..., None].expand_as(total)
-        torch.testing.assert_close(reading.mass[~dense], total[~dense])
-        assert (reading.mass[dense] == 1).all()
-        assert reading.mass.max() < 1 + 1e-5
-    if "window" not in module.branches:
-        assert reading.window_mass is None
-        return
-    p = full_attention(module, x, window=module.branch_kv == "independent")
-    inside = (at - at[:, None]).abs() <= module.sliding_window_size
-    expected = (p * inside).sum(dim=-1).transpose(1, 2)
-    torch.testing.assert_close(reading.window_mass.double(), expected, atol=1e-5, rtol=1e-5)
+def test_reading(name, causal):
+    """It changes no output and no gradient, draws no number, and holds what the layer reads."""
+    module, x = made(name, causal), (3 * tokens()).requires_grad_()
+    out, random = module(x), torch.get_rng_state()
+    with collect(module, None) as seen:
+        recorded = module(x)
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(out, recorded) and "observer" not in vars(module)
+    for one, other in zip(grads(module, out, x), grads(module, recorded, x)):
+        assert one is other is None or torch.equal(one, other)
+    (reading,) = seen.forward()
+    assert (reading.window_mass is None) == ("window" not in module.branches)
+    if "selected" in module.branches:
+        n, i, l = module.num_selected_blocks, module.num_initial_blocks, module.num_local_blocks
+        kinds = ("initial",) * i + ("ranked",) * n + ("local",) * (l if causal else 0)
+        assert reading.kinds == kinds
+        assert_blocks(module, x.detach(), reading)
+        assert_agreement(module, reading)
+    else:
+        names = ("blocks", "scores", "block_mass", "mass", "agreement")
+        assert all(getattr(reading, name) is None for name in names)
+    assert_mass(module, x.detach(), reading)
+
+
+@pytest.mark.parametrize("settings", [dict(soft_cap=0.5), dict(attention_sinks=True)])
+@pytest.mark.parametrize("name", ["probs", "one softmax"])
+def test_mass_has_the_soft_cap_and_no_sinks(name, settings):
+    module, x = made(name, **settings), 3 * tokens()
+    assert_mass(module, x, read(module, x))
 
 
 @pytest.mark.slow(one_of=6)
@@ -163,33 +172,12 @@ def test_mass_is_that_of_full_attention(name, causal):
 def test_short_sequences(length, causal):
     for name in SETTINGS:
         module, x = made(name, causal), tokens(max(1, length))[:, :length]
-        expected = module(x)
-        with collect(module, None) as seen:
-            assert torch.equal(module(x), expected)
-        (reading,) = seen.forward()
+        reading = read(module, x)
         assert reading.positions.shape == (2, length)
-        if reading.blocks is None:
-            continue
-        assert reading.mass.shape == (2, length, module.heads)
-        if length and reading.ranked.shape[-1]:
-            ranked = selected_by_functions(module, x)
-            ranked = ranked.masked_fill(reading.dense[..., None, None], -1)
-            assert torch.equal(reading.ranked, ranked)
-            assert torch.equal(reading.scores.isnan(), ranked < 0)
-
-
-@pytest.mark.parametrize(
-    "settings", [dict(soft_cap=0.5), dict(attention_sinks=True)], ids=["soft cap", "sinks"]
-)
-@pytest.mark.parametrize("name", ["probs", "one softmax"])
-def test_mass_has_the_soft_cap_and_no_sinks(name, settings):
-    module, x = made(name, **settings), 3 * tokens()
-    reading = read(module, x)
-    p = full_attention(module, x).transpose(1, 2)
-    slots = reading.blocks.repeat_interleave(2, 2)
-    inside = (slots[..., None] == torch.arange(61) // 8).any(dim=-2)
-    expected = (p * inside).sum(dim=-1)
-    torch.testing.assert_close(reading.mass.double(), expected, atol=1e-5, rtol=1e-5)
+        if reading.blocks is not None:
+            assert_blocks(module, x, reading)
+        if length:
+            assert_mass(module, x, reading)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -224,68 +212,11 @@ def test_scores_decide_the_ranking(name, causal):
 
 @pytest.mark.parametrize("name", ["default", "no window branch", "no compressed branch"])
 def test_gates_are_the_layers(name):
+    assert read(made("one softmax"), tokens()).gates is None  # one branch has none
     module, x = made(name), tokens()
     reading = read(module, x)
     assert torch.equal(reading.gates, module.gates(module.norm(x)))
     assert reading.gates.shape[-1] == len(reading.config.branches)
-
-
-def test_one_branch_has_no_gates():
-    assert read(made("window alone"), tokens()).gates is None
-    assert read(made("one softmax"), tokens()).gates is None
-
-
-@case
-def test_agreement_is_the_share_of_common_blocks(name, causal):
-    module = made(name, causal)
-    reading = read(module, tokens())
-    if reading.ranked is None or reading.ranked.shape[-1] == 0:
-        return
-    ranked, stride = reading.ranked, module.selection_stride
-    for b in range(2):
-        for r in range(ranked.shape[2]):
-            before = set()
-            for t in range(61):
-                here = set(ranked[b, t, r].tolist()) - {-1}
-                found = reading.agreement[b, t, r]
-                if not here or not before or reading.dense[b, t - 1]:
-                    assert found.isnan()
-                else:
-                    assert found == pytest.approx(len(here & before) / len(here))
-                    assert t % stride == 0 or found == 1
-                before = here
-
-
-def test_agreement_of_layers():
-    torch.manual_seed(0)
-    model = Transformer(
-        11, 16, depth=3, dim_head=4, heads=4, kv_heads=2, use_sparse_attn=True,
-        sparse_attn_kwargs=SMALL,
-    )  # fmt: skip
-    with collect(model) as seen:
-        model(torch.randint(0, 11, (2, 40)))
-    found = seen.agreement()
-    assert found.shape == (3, 3) and (found.diagonal() == 1).all()
-    one, other = (reading.ranked.flatten(2) for reading in seen.forward()[1:])
-    shares = []
-    for these, those in zip(one.flatten(0, 1).tolist(), other.flatten(0, 1).tolist()):
-        these, those = set(these) - {-1}, set(those) - {-1}
-        if these and those:
-            shares.append(len(these & those) / len(these))
-    assert found[1, 2].item() == pytest.approx(sum(shares) / len(shares), abs=1e-6)
-
-
-def test_a_layer_that_ranks_nothing_agrees_with_none():
-    torch.manual_seed(0)
-    model = Transformer(
-        11, 16, depth=2, dim_head=4, heads=4, use_sparse_attn=True,
-        sparse_attn_kwargs=SETTINGS["one softmax"],
-    )  # fmt: skip
-    model.layers[1][0].dense = True
-    with collect(model) as seen:
-        model(torch.randint(0, 11, (1, 61)))
-    found = seen.agreement()
-    assert found[0, 0] == 1 and found.isnan().sum() == 3
 
 
 SMALL = dict(
@@ -296,14 +227,36 @@ SMALL = dict(
 
 def small_model(**kwargs):
     torch.manual_seed(0)
-    return Transformer(
-        11, 16, depth=2, dim_head=4, heads=2, use_sparse_attn=True, sparse_attn_kwargs=SMALL,
-        **kwargs,
-    )  # fmt: skip
+    settings = dict(depth=2, dim_head=4, heads=2, sparse_attn_kwargs=SMALL) | kwargs
+    return Transformer(11, 16, use_sparse_attn=True, **settings)
 
 
 IDS = torch.randint(0, 11, (2, 40), generator=torch.Generator().manual_seed(0))
 FIRST, SECOND = "layers.0.0", "layers.1.0"
+
+
+def test_agreement_of_layers():
+    model = small_model(depth=3)
+    with collect(model) as seen:
+        model(IDS)
+    agreement = seen.agreement()
+    assert agreement.shape == (3, 3) and (agreement.diagonal() == 1).all()
+    one, other = (reading.ranked.flatten(2) for reading in seen.forward()[1:])
+    shares = []
+    for these, those in zip(one.flatten(0, 1).tolist(), other.flatten(0, 1).tolist()):
+        these, those = set(these) - {-1}, set(those) - {-1}
+        if these and those:
+            shares.append(len(these & those) / len(these))
+    assert agreement[1, 2].item() == pytest.approx(sum(shares) / len(shares), abs=1e-6)
+
+
+def test_a_layer_that_ranks_nothing_agrees_with_none():
+    model = small_model(sparse_attn_kwargs=SMALL | SETTINGS["one softmax"])
+    model.layers[1][0].dense = True
+    with collect(model) as seen:
+        model(IDS)
+    agreement = seen.agreement()
+    assert agreement[0, 0] == 1 and agreement.isnan().sum() == 3
 
 
 def equal(one, other):
@@ -365,7 +318,7 @@ def test_sampled_queries_are_rows_of_all():
 def test_scores_are_formed_in_pieces(monkeypatch):
     module, x = made("paper"), tokens()
     whole = read(module, x)
-    monkeypatch.setitem(measures.MOST_SCORES, "cpu", 1500)  # three queries at a time
+    monkeypatch.setattr(measures, "MOST_SCORES", 1500)  # three queries at a time
     pieces = read(module, x)
     torch.testing.assert_close(pieces.mass, whole.mass)
     torch.testing.assert_close(pieces.scores, whole.scores, equal_nan=True)
@@ -473,13 +426,6 @@ def test_autocast_and_eval_mode():
     assert 0 < reading.mass.mean() < 1
 
 
-def test_a_copy_of_an_open_layer_has_no_collector():
-    module = made("default")
-    with collect(module):
-        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-    assert [copied.observer for copied in copies] == [None, None]
-
-
 def test_an_error_inside_closes_the_collector():
     module = made("default")
     with pytest.raises(KeyError), collect(module):
@@ -489,7 +435,7 @@ def test_an_error_inside_closes_the_collector():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["default", "probs", "one softmax"])
-def test_replayed_layers_are_seen_on_a_gpu(name):
+def test_layers_are_seen_on_a_gpu(name):
     settings = dict(dim=256, dim_head=64, heads=8, kv_heads=2, compress_block_size=32,
                     compress_block_sliding_stride=16, selection_block_size=64,
                     sliding_window_size=64, compress_mlp=None)  # fmt: skip
@@ -498,8 +444,6 @@ def test_replayed_layers_are_seen_on_a_gpu(name):
     module = layer(torch.bfloat16, **settings).cuda()
     x = torch.randn(2, 1000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     expected = grads(module, out := module(x), x)
-    for _ in range(3):
-        assert torch.equal(module(x), out)
     with collect(module, 32) as seen:
         recorded = module(x)
     assert torch.equal(recorded, out)
@@ -548,8 +492,6 @@ def test_refusals():
         assert not any(seen.values())
     module, x = made("default"), tokens()
     with collect(module) as seen:
-        with pytest.raises(NotImplementedError, match=r"torch\.func"):
-            torch.func.grad(lambda t: module(t).sum())(x)
         with pytest.raises(NotImplementedError, match="leave out the cache"):
             module(x, cache=KVCache())
         module(x)

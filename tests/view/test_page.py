@@ -97,7 +97,7 @@ def test_page_is_one_file_that_asks_for_nothing():
 def test_some_tokens_of_some_layers():
     module, texts = model(), byte_texts(DATA)
     data = content_of(page(module, TOKENS, texts, queries=5, layers=["layers.1.0"], seed=3))
-    again = content_of(page(module, torch.tensor([TOKENS]), texts, queries=5, layers=[1], seed=3))
+    again = content_of(page(module, torch.tensor(TOKENS), texts, queries=5, layers=[1], seed=3))
     assert data == again and len(data["positions"]) == 5 and len(data["layers"]) == 1
 
 
@@ -131,8 +131,9 @@ def test_four_thousand_tokens_take_less_than_five_megabytes():
         (([1, 2], ["a", 3]), {}, "texts must be strings, got 3"),
         (([], []), {}, r"tokens must be ids \[n\]"),
         (([0.5], ["a"]), {}, r"tokens must be ids \[n\]"),
-        (("bees", ["a"]), {}, r"tokens must be ids \[n\], got 'bees'"),
+        (("bees", ["a"]), {}, r"tokens must be ids \[n\] of one text, got 'bees'"),
         (([1, 2], ["a", "b"]), dict(title=3), "title must be a string, got 3"),
+        (([1, 2], ["a", "b"]), dict(model_kwargs=3), "model_kwargs must be a dict of arguments"),
         (([1, 2], ["a", "b"]), dict(queries=0), "queries must be an integer of at least 1"),
         (([1, 2], ["a", "b"]), dict(layers=[7]), "layers must name layers of the model"),
     ],
@@ -140,22 +141,6 @@ def test_four_thousand_tokens_take_less_than_five_megabytes():
 def test_bad_arguments(args, kwargs, message):
     with pytest.raises(ValueError, match=message):
         page(model(), *args, **kwargs)
-
-
-def test_texts_of_bytes():
-    assert byte_texts("a\u00e9\n\t\u6f22".encode()) == [
-        "a",
-        "\u00e9",
-        "·",
-        "\n",
-        "\t",
-        "\u6f22",
-        "·",
-        "·",
-    ]
-    assert byte_texts(b"\x00\x1b\x7f\xff\xe6") == ["\u2400", "\u241b", "\u2421", "\ufffd", "\ufffd"]
-    for data in (DATA, bytes(range(256)), b""):
-        assert len(byte_texts(data)) == len(data)
 
 
 # in a browser

@@ -2,75 +2,62 @@
 
 import pytest
 
-from native_sparse_attention.view import token_texts
-from native_sparse_attention.view.texts import byte_texts, visible
+from native_sparse_attention.view import byte_texts, token_texts
+from native_sparse_attention.view.texts import visible
 
 
 class Bytes:
     """A tokenizer of bytes, without offsets."""
 
-    all_special_ids = ()
-
     def __init__(self, errors):
-        self.errors = errors
+        self.errors, self.most = errors, 0
 
     def __call__(self, text, verbose):
         return {"input_ids": list(text.encode())}
 
     def decode(self, ids, **options):
+        self.most = max(self.most, len(ids))
         return bytes(ids).decode(errors=self.errors)
 
 
 UNSEEN = "\x80\x85\x9b\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202e\u2060\u2066\u2069\ufeff"
 
 
-@pytest.mark.parametrize("character", UNSEEN)
-def test_what_nobody_sees_has_a_code(character):
-    code = f"<U+{ord(character):04X}>"
-    assert visible(character) == code
-    assert byte_texts(character.encode()) == [code, *"·" * (len(character.encode()) - 1)]
+def test_visible_characters():
+    text = "a\n\t\0\x1b\x7fé🐝\u200d\ufffd\xa0\u3000"
+    assert "".join(map(visible, text)) == "a\n\t␀␛␡é🐝\u200d\ufffd\xa0\u3000"
+    assert [visible(character) for character in UNSEEN] == [f"<U+{ord(c):04X}>" for c in UNSEEN]
 
 
-def test_the_others():
-    assert "".join(map(visible, "a\n\t\0\x1b\x7fé🐝\u200d\ufffd")) == "a\n\t␀␛␡é🐝\u200d\ufffd"
-    assert byte_texts(b"\x7f\xc2\xa0\xff") == ["␡", "<U+00A0>", "·", "\ufffd"]
+@pytest.mark.parametrize(
+    ("data", "texts"),
+    [
+        ("aé\n\t漢".encode(), ["a", "é", "·", "\n", "\t", "漢", "·", "·"]),
+        (b"\x00\x1b\x7f\xff\xe6", ["␀", "␛", "␡", "\ufffd", "\ufffd"]),
+        ("\u202e".encode(), ["<U+202E>", "·", "·"]),
+        (b"", []),
+    ],
+)
+def test_texts_of_bytes(data, texts):
+    assert byte_texts(data) == texts
+
+
+def test_every_byte_has_a_text():
+    assert len(byte_texts(bytes(range(256)))) == 256
 
 
 @pytest.mark.parametrize("errors", ["replace", "ignore"])
-@pytest.mark.parametrize(
-    "text",
-    ["ab", "été 🐝", "🐝🐝é", "a\ufffdb", "\ufffd", "\ufffdé\ufffd🐝\ufffd\ufffd", "é\u202ea"],
-)
+@pytest.mark.parametrize("text", ["ab", "été 🐝", "🐝🐝é", "a\ufffdb", "é\u202ea", "é🐝" * 50])
 def test_decoded_pieces_are_the_text(text, errors):
-    """Those of a character that was lost in the text, too."""
-    ids, pieces = token_texts(Bytes(errors), text)
-    assert len(pieces) == len(ids)
+    """A few tokens are decoded at once."""
+    tokenizer = Bytes(errors)
+    ids, pieces = token_texts(tokenizer, text)
+    assert len(pieces) == len(ids) and tokenizer.most <= 9
     assert "".join(pieces).replace("·", "") == "".join(map(visible, text))
 
 
-@pytest.mark.parametrize("errors", ["replace", "ignore"])
-def test_lost_characters_take_no_longer(errors):
-    """The tokens that are decoded at once are few."""
-    tokenizer, most = Bytes(errors), 0
-    decode = tokenizer.decode
-
-    def counted(ids, **options):
-        nonlocal most
-        most = max(most, len(ids))
-        return decode(ids, **options)
-
-    tokenizer.decode = counted
-    _, pieces = token_texts(tokenizer, "\ufffd" * 500)
-    assert "".join(pieces).count("\ufffd") == 500 and most <= 12
-
-
-def test_tokens_without_a_text():
-    tokenizer, most = Bytes("ignore"), 0
-
-    def nothing(ids, **options):
-        nonlocal most
-        most = max(most, len(ids))
-        return ""
-
-    tokenizer.decode = nothing
-    assert token_texts(tokenizer, "a" * 100)[1] == ["·"] * 100 and most <= 12
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="tokenizer must be one of transformers, got 'bees'"):
+        token_texts("bees", "text")
+    with pytest.raises(ValueError, match="text must be a string, got 3"):
+        token_texts(Bytes("ignore"), 3)
