@@ -11,11 +11,11 @@ import re
 from importlib import metadata
 
 try:
-    found = metadata.version("transformers")
+    installed = metadata.version("transformers")
     # that of the extra hf
-    if [int(part) for part in re.findall(r"\d+", found)[:2]] < [5, 17]:
+    if [int(part) for part in re.findall(r"\d+", installed)[:2]] < [5, 17]:
         raise ImportError(
-            f"native_sparse_attention.hf needs transformers 5.17 or later, got {found}: "
+            f"native_sparse_attention.hf needs transformers 5.17 or later, got {installed}: "
             "pip install 'native-sparse-attention[hf]'"
         )
 except metadata.PackageNotFoundError as error:
@@ -23,13 +23,12 @@ except metadata.PackageNotFoundError as error:
         "native_sparse_attention.hf needs transformers: pip install 'native-sparse-attention[hf]'"
     ) from error
 
+from .attention import register, use_dense_attention, use_sparse_attention
 from .cache import SparseCache, StaticSparseCache
 from .configuration import NSAModelConfig
 from .convert import convert, load_converted
 from .distill import distill
-from .layer import ranking_losses
-from .model import register, use_dense_attention, use_sparse_attention
-from .modeling import NSAForCausalLM, NSAModel, NSAPreTrainedModel
+from .modeling import NSAForCausalLM, NSAModel, NSAPreTrainedModel, ranking_losses
 from .modeling import register as register_models
 
 register()

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls for each layer.
+"""`use_sparse_attention`: the attention function that transformers calls for each layer.
 
 B  batch            T  query tokens          S  key tokens, past ones included
 H  query heads      K  KV heads              D  head dimension
@@ -7,31 +7,42 @@ L  keys that are written, of S               l, d  tokens of a window, and from 
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
-from .. import varlen
-from ..checks.scalars import TOO_LARGE, shown
+from .. import blocks, varlen
+from ..attention import SparseAttention
+from ..checks.scalars import shown
 from ..compat.sdpa import sdpa
 from ..compress import windows_of
-from ..config import SELECTION, AttentionConfig
-from ..ops import branches, decode, dispatch
-from ..ops.call import Call
+from ..config import NSAConfig
+from ..ops import dispatch
+from ..ops.decode import decode_attention
 from ..ops.functional import sliding_window_attention
-from ..ops.nsa import choose_backend, native_sparse_attention
-from ..ops.triton.backend import why_not
-from . import masks
-from .cache import Kept, kept_with, means_with
-from .masks import CONVERTED, LAYOUTS, OVER, STARTS, remembered
-from .settings import settings_of
+from ..ops.nsa import native_sparse_attention
+from .cache import kept_means
+from .mask import NSAMask, nsa_mask, read_mask, read_positions
+from .settings import (
+    ANY_LENGTH,
+    DEFAULTS,
+    KEY,
+    NAME,
+    REPLACED,
+    check_supported,
+    drop_in_settings,
+    layer_types,
+    settings_of,
+)
+
+Model = TypeVar("Model")
 
 # most new tokens per sequence of the decode kernels
 MAX_NEW = 16
-# the greatest `dense_length`
-ANY_LENGTH = TOO_LARGE - 1
 
 
 def attention(
@@ -39,7 +50,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: NSAMask | Tensor | None = None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -55,7 +66,7 @@ def attention(
     Args:
         query: [B, H, T, D], with positions applied.
         key, value: [B, K, S, D] and [B, K, S, E], with positions applied.
-        attention_mask: of `sparse_mask`, or of the user, [B, 1, T, S].
+        attention_mask: of `nsa_mask`, or of the user, [B, 1, T, S].
         softcap, s_aux: the soft cap of logits; a sink [H] for each query head.
         sliding_window: tokens that a query of this layer sees, its own included.
 
@@ -66,91 +77,28 @@ def attention(
         ValueError: a mask of another form, dropout, weights asked for, or no causal attention.
     """
     check_call(module, dropout, is_causal, others)
+    q, k, v = cast_to_common_dtype(query, key, value)
+    (B, T), S = q.shape[:2], k.shape[1]
+    sinks = None if s_aux is None else s_aux.to(q.dtype)
+    options = dict(scale=scaling, soft_cap=softcap, sinks=sinks)
+    mask: Any = attention_mask
+    if sliding_window is None or isinstance(mask, NSAMask) or mask is None:
+        mask = read_mask(mask, B, T, S)
+        L: Any = S if mask is None else mask.length
+        plain = (mask is None or not mask.has_rows) and isinstance(L, int) and T > 1
+        if plain and (sliding_window is None or S == T):
+            past = None if S == T else L - T
+            mask = read_positions(others.get("position_ids"), B, T, past) or mask
     settings = settings_of(module.config)
-    query, keys, value = of_one_dtype(query, key, value)
-    extra: dict[str, Any] = dict(scale=scaling, soft_cap=softcap)
-    mask, (B, _, T, _), S = attention_mask, query.shape, keys.shape[2]
-    position_ids = others.get("position_ids")
-    is_own = mask is None or masks.is_own(mask, S)  # None: `packed` may find one
-    if mask is None and S == T:
-        mask = packed(position_ids, B, T)
-    elif sliding_window is None and (mask is None or len(mask) == 0):
-        check_one_document(position_ids, T, S if mask is None else mask.shape[-1])
-    elif mask is not None and is_own:
-        mask = masks.received(mask, S)
-    plain = mask is None and sliding_window is None and s_aux is None and softcap is None
-    if plain and dense_up_to(settings) >= S:
-        rows = (t.transpose(1, 2) for t in (query, keys))
-        backend = dispatch.choose(settings["backend"], "native_sparse_attention", *rows)
-        out = branches.attend_sdpa(query, keys, value, True, scaling, backend)
-        if out is not None:
-            return out.transpose(1, 2).contiguous(), None
-    q, k, v = (t.transpose(1, 2) for t in (query, keys, value))
-    if sliding_window is not None:
-        sinks = None if s_aux is None else s_aux.to(q.dtype)
-        call = q, k, v, mask, sliding_window, sinks
-        if mask is None or is_own:
-            return within_window(*call, settings["backend"], extra).contiguous(), None
-        return under_mask(q, k, v, mask, sinks, **extra).contiguous(), None
-    if s_aux is not None:
-        extra["sinks"] = s_aux.to(q.dtype)[None]
-    return sparsely(q, k, v, mask, is_own, key, settings, extra).contiguous(), None
-
-
-def sparsely(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_own: bool,
-    key: Tensor,
-    settings: dict[str, Any],
-    extra: dict[str, Any],
-) -> Tensor:
-    """`attention` in a layer without a window, by the kind of mask."""
-    if mask is not None and not is_own:
-        mask = remembered(CONVERTED, mask, masks.converted, (q.shape[0], q.shape[1], k.shape[1]))
-    if mask is not None and len(mask) == 0:  # a static cache is longer than its sequences
-        k, v, mask = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]], None
-    if mask is None:
-        return at_end(q, k, v, key, settings, extra)
-    if mask.dtype == torch.int64:
-        starts = (mask[:1].flatten() - q.shape[1]).expand(q.shape[0])
-        least = settings["dense_length"] if mask.shape[0] == 2 else 0
-        return over_storage(q, k, v, starts, least, None, settings, extra, key)
-    k, v = k[:, : mask.shape[-1]], v[:, : mask.shape[-1]]
-    if k.shape[1] == q.shape[1]:
-        return over_documents(q, k, v, mask, settings, extra)
-    return over_padded_storage(q, k, v, mask, settings, extra)
-
-
-def packed(position_ids: Any, B: int, T: int) -> Tensor | None:
-    """The mask of packed documents where transformers has not looked for them, as with a cache."""
-    if not are_readable(position_ids, T):
-        return None
-    return remembered(CONVERTED, position_ids, masks.of_positions, (B,))
-
-
-def are_readable(position_ids: Any, T: int) -> bool:
-    if torch.compiler.is_compiling() or not isinstance(position_ids, Tensor):
-        return False
-    return position_ids.ndim == 2 and position_ids.shape[1] == T
-
-
-def check_one_document(position_ids: Any, T: int, count: int) -> None:
-    """Check that no document begins among T queries, the last of `count` tokens of a cache."""
-    past = count - T
-    if T == 1 or not are_readable(position_ids, T):
-        return
-    if remembered(OVER, position_ids, masks.begin_again, (past > 0,)):
-        raise ValueError(
-            f"position_ids over a cache must not return to 0 after {past} tokens, got "
-            f"{shown(position_ids.tolist())}: a cache keeps no packed sequences, give "
-            "use_cache=False"
-        )
+    if sliding_window is None:
+        out = attend_blocks(q, k, v, mask, key, settings, options)
+    else:
+        out = attend_window(q, k, v, mask, sliding_window, settings["backend"], options)
+    return out.contiguous(), None
 
 
 def check_call(module: Any, dropout: float, is_causal: bool | None, others: dict[str, Any]) -> None:
+    """Check that a layer asks for what sparse attention has."""
     if dropout:
         raise ValueError(
             f"attention_dropout must be 0 with sparse attention, got {dropout}: set "
@@ -170,51 +118,60 @@ def check_call(module: Any, dropout: float, is_causal: bool | None, others: dict
         )
 
 
-def of_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Heads [B H T D] of one dtype: under autocast its own, else that of values."""
-    device = tensors[0].device.type
-    dtype = tensors[-1].dtype
+def cast_to_common_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Heads [B H T D] as [B T H D] of one dtype: under autocast its own, else that of values."""
+    device, dtype = tensors[0].device.type, tensors[-1].dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    return [t if t.dtype == dtype else t.to(dtype) for t in tensors]
+    return [t.to(dtype).transpose(1, 2) for t in tensors]
 
 
 # layers with a window of their own
 
 
-def within_window(
+def attend_window(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: NSAMask | Tensor | None,
     sliding_window: int,
-    sinks: Tensor | None,
     backend: str,
-    extra: dict[str, Any],
+    options: dict[str, Any],
 ) -> Tensor:
-    """Attention to the last `sliding_window` keys, with an own mask of tokens."""
-    if mask is not None and mask.shape[-1] != q.shape[1]:  # the model has left out queries
-        visible = masks.within_window(mask, q.shape[1], k.shape[1], sliding_window)
-        return under_mask(q, k, v, visible, sinks, **extra)
-    settings: dict[str, Any] = dict(
-        sliding_window_size=sliding_window - 1, sinks=sinks, backend=backend, **extra
-    )
+    """Attention [B T H E] to the last `sliding_window` keys, or to those of a mask [B, 1, T, S]."""
+    if isinstance(mask, NSAMask) and mask.length != q.shape[1]:  # the model left out queries
+        mask = visible_in_window(mask, q.shape[1], k.shape[1], sliding_window)
+    if isinstance(mask, Tensor):
+        return attend_under_mask(q, k, v, mask, **options)
+    settings = dict(options, sliding_window_size=sliding_window - 1, backend=backend)
     if mask is None:
         return sliding_window_attention(q, k, v, **settings)
-    layout = remembered(LAYOUTS, mask, layout_of, (1,))
+    layout = mask.layout(1)
     q, k, v = (layout.spread(t) for t in (q, k, v))
     return layout.collect(sliding_window_attention(q, k, v, documents=layout.documents, **settings))
 
 
-def under_mask(
+def visible_in_window(mask: NSAMask, T: int, S: int, sliding_window: int) -> Tensor:
+    """Which of S keys the last T queries of a mask see in a window: bool [B, 1, T, S]."""
+    key = torch.arange(S, device=(mask.tokens if mask.documents is None else mask.documents).device)
+    query = key[:T, None] + (mask.length - T)
+    visible = (key <= query) & (key > query - sliding_window)
+    if mask.tokens is not None:
+        visible = visible & mask.tokens[:, None]
+    if mask.documents is not None:
+        visible = visible & (mask.documents[:, None] == mask.documents[:, -T:, None])
+    return visible.expand(-1, T, S)[:, None]
+
+
+def attend_under_mask(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor,
-    sinks: Tensor | None,
     *,
     scale: float | None,
     soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention under a mask [B, 1, T, S]: the few keys of a window's cache, or the user's."""
     mask = mask.to(q.dtype) if mask.is_floating_point() else mask != 0
@@ -242,101 +199,163 @@ def under_mask(
 # layers that attend sparsely
 
 
-def selection_of(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that functions take."""
-    names = (*SELECTION, "dense_length", "backend")
-    return {name: settings[name] for name in names} | dict(
-        branches=("selected",), sliding_window_size=0
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: NSAMask | None,
+    key: Tensor,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention [B T H E] to blocks, with padding, packed documents, or keys that are not written.
+    `key` is the tensor that a cache returned."""
+    T, L = q.shape[1], k.shape[1] if mask is None else mask.length
+    if isinstance(L, int) and k.shape[1] > L:  # a static cache is longer than its sequences
+        k, v = k[:, :L], v[:, :L]
+    if mask is None or not mask.has_rows:
+        starts: int | Tensor = L - T
+        least = starts
+        if isinstance(starts, Tensor):
+            starts = starts.expand(q.shape[0])
+            least = settings["dense_length"] if mask is not None and mask.past_dense_length else 0
+        return attend(q, k, v, settings, options, starts, least, key=key)
+    if T != L and mask.tokens is not None:
+        return attend_padded(q, k, v, mask, settings, options)
+    layout = mask.layout(
+        max(settings["selection_block_size"], settings["compress_block_sliding_stride"])
     )
+    q, k, v = (layout.spread(t) for t in (q, k, v))
+    return layout.collect(attend(q, k, v, settings, options, documents=layout.documents, longest=L))
+
+
+def attend_padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: NSAMask,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of new tokens over a cache with padding. Keys move to the positions that they have
+    without it."""
+    if mask.documents is not None:
+        raise ValueError(f"attention_mask must be of {q.shape[1]} tokens with packed documents")
+    L, tokens = k.shape[1], mask.tokens
+    slots, new, starts = mask.queries(q.shape[1])
+    if dense_up_to(settings) >= L:
+        visible = tokens[:, None] & (torch.arange(L, device=q.device) <= slots[:, None])
+        out = attend_under_mask(q, k, v, visible[:, None], **options)
+        return out.masked_fill(~new[..., None, None], 0)
+    least = 0 if torch.compiler.is_compiling() else mask.once(least_start, q.shape[1])
+    order = varlen.real_first(new)
+    k, v = (varlen.pick(t, varlen.real_first(tokens)) for t in (k, v))
+    out = attend(varlen.pick(q, order), k, v, settings, options, starts, least, new.sum(1))
+    return varlen.pick(out, order.argsort(dim=1))
+
+
+def least_start(mask: NSAMask, T: int) -> int:
+    """The fewest tokens that a sequence has before its T queries."""
+    return int(mask.queries(T)[-1].min())
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    starts: int | Tensor = 0,
+    least: Any = 0,
+    counts: Tensor | None = None,
+    *,
+    documents: varlen.Documents | None = None,
+    longest: int | None = None,
+    key: Tensor | None = None,
+) -> Tensor:
+    """Attention [B T H E] of tokens at positions `starts` + 0, 1, .. over k, v [B S K D], of which
+    each sequence has written those up to its own.
+
+    Args:
+        starts: an int or [B]; none is less than `least`.
+        counts: how many [B] of the T queries are tokens; the output of others is 0.
+        documents: of rows that begin at blocks, of at most `longest` tokens.
+        key: the tensor that a cache returned, if it holds these keys.
+    """
+    S, is_known = k.shape[1], isinstance(starts, int)
+    is_first = is_known and not starts
+    call: Any = dict(options, backend=settings["backend"])
+    layout: Any = dict(q_offset=starts) if documents is None else dict(documents=documents)
+    is_dense = dense_up_to(settings) >= (S if longest is None else longest)
+    if is_dense and (documents is not None or not is_known):  # SDPA has no form of it
+        out = sliding_window_attention(q, k, v, sliding_window_size=S, **call, **layout)
+        return zero_padding(out, counts)
+    if settings["selection_stride"] > 1 and not (is_dense or is_first):
+        raise ValueError(
+            f"selection_stride must be 1 to decode, got {settings['selection_stride']}: caches of "
+            "transformers keep no ranking of earlier tokens"
+        )
+    call |= {name: settings[name] for name in DEFAULTS}
+    call |= dict(branches=("selected",), sliding_window_size=0)
+    if call["sinks"] is not None:
+        call["sinks"] = call["sinks"][None]
+    if is_dense:
+        call |= dict(num_selected_blocks=0, dense_length=ANY_LENGTH)
+        call |= dict(selection_stride=1, use_diff_topk=False)
+    elif least >= settings["dense_length"]:
+        call["dense_length"] = 0
+    ck = None if is_dense else compressed_keys(k, settings, documents, key)
+    if documents is None and not is_first and not is_dense and supports_decode(q, k, v, ck, call):
+        lengths = starts
+        if isinstance(starts, int):
+            lengths = torch.full((len(q),), starts, device=q.device, dtype=torch.int32)
+        del call["use_diff_topk"]
+        return decode_attention(q, k, v, ck, None, None, lengths, counts=counts, **call)
+    return zero_padding(native_sparse_attention(q, k, v, ck, **call, **layout), counts)
+
+
+def zero_padding(out: Tensor, counts: Tensor | None) -> Tensor:
+    """The output [B T H E], 0 after the first `counts` queries of each sequence."""
+    if counts is None:
+        return out
+    padding = torch.arange(out.shape[1], device=out.device) >= counts[:, None]
+    return out.masked_fill(padding[..., None, None], 0)
+
+
+def supports_decode(
+    q: Tensor, k: Tensor, v: Tensor, ck: Tensor | None, call: dict[str, Any]
+) -> bool:
+    """Whether few new tokens follow many, and the decode kernels support the call."""
+    if q.shape[1] > MAX_NEW:
+        return False
+    names = "num_selected_blocks", "selection_block_size", "importance", "branches", "dense_length"
+    per_block = blocks.windows_per_block(
+        call["compress_block_sliding_stride"], call["selection_block_size"]
+    )
+    return dispatch.takes_kernels(
+        call["backend"], "decode_attention", q, k, v=v, others=(ck,), block_windows=per_block,
+        **{name: call[name] for name in names},
+    )  # fmt: skip
 
 
 def compressed_keys(
-    k: Tensor, settings: dict[str, Any], documents: varlen.Documents | None = None
+    k: Tensor,
+    settings: dict[str, Any],
+    documents: varlen.Documents | None = None,
+    key: Tensor | None = None,
 ) -> Tensor | None:
-    """The keys [B W K D] that rank blocks: means of windows of k [B S K D], or k itself."""
+    """The keys [B W K D] that rank blocks: means of windows of k [B S K D], or k itself. A cache
+    may keep them with the tensor `key` that it returned."""
     l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
     if settings["num_selected_blocks"] == 0:
         return None
     if l == d == 1:
         return k
+    kept = None if key is None else kept_means(key, l, d)
+    if kept is not None:
+        return kept[:, :, : k.shape[1] // d].transpose(1, 2).to(k.dtype)
     windows = windows_of(k.transpose(1, 2), l, d, True, documents)
     return windows.mean(dim=-2).transpose(1, 2)
-
-
-def kept_means(key: Tensor | None, k: Tensor, settings: dict[str, Any]) -> Tensor | None:
-    """`compressed_keys` of a whole static cache, from a `StaticSparseCache` where it is one."""
-    l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
-    kept = None
-    if key is not None and settings["num_selected_blocks"]:
-        kept = means_with(key, l, d)
-    if kept is None:
-        return compressed_keys(k, settings)
-    return kept if kept.dtype == k.dtype else kept.to(k.dtype)
-
-
-def at_end(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor,
-    settings: dict[str, Any],
-    extra: dict[str, Any],
-) -> Tensor:
-    """Attention of the last T of S tokens. `key` is the tensor that a cache returned."""
-    S, offset = k.shape[1], k.shape[1] - q.shape[1]
-    selection = selection_of(settings)
-    if dense_up_to(settings) >= S:
-        # nothing to rank: SDPA, where it has the form
-        selection |= dict(num_selected_blocks=0, dense_length=ANY_LENGTH, selection_stride=1)
-        call = Call(q, k, v, sinks=extra.get("sinks"), q_offset=offset)
-        sinks = call.branch_sinks(selection["branches"]).get("selected")
-        config = config_with(selection, extra)
-        backend = choose_backend(call, config, selection["backend"])
-        return branches.attend_densely(call, config, backend, sinks)
-    if offset:
-        check_stride(settings)
-    l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
-    kept, ck = kept_with(key), None
-    if kept is not None and kept.windows == (l, d) and settings["num_selected_blocks"]:
-        ck = None if kept.compressed is None else kept.compressed.transpose(1, 2)
-    if ck is None or ck.shape[1] != S // d:
-        ck = compressed_keys(k, settings)
-        kept = kept if ck is None or ck is k else None
-    elif ck.dtype != k.dtype:  # autocast
-        ck, kept = ck.to(k.dtype), None
-    if 0 < offset >= settings["dense_length"]:
-        selection["dense_length"] = 0
-        if takes_decode_kernels(q, k, v, ck, selection):
-            starts = torch.full((q.shape[0],), offset, device=q.device, dtype=torch.int32)
-            k, v, ck, counters = with_room(kept, k, v, ck)
-            return by_decode_kernels(q, k, v, ck, starts, None, selection, extra, counters)
-    selection["use_diff_topk"] = settings["use_diff_topk"]
-    return native_sparse_attention(q, k, v, ck, **selection, **extra)
-
-
-def with_room(
-    kept: Kept | None, k: Tensor, v: Tensor, ck: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """k, v, ck, and counters for the decode kernels. Of a `SparseCache` it is the storage, whose
-    shapes stay from step to step: later steps repeat the launches of an earlier one."""
-    given = dict(keys=k, values=v)
-    if ck is not None and ck is not k:
-        given["compressed"] = ck
-    if kept is None or not kept.stores.keys() >= given.keys():
-        return k, v, ck, None
-    stores = {name: kept.stores[name].transpose(1, 2) for name in given}
-    if stores["keys"].dtype != k.dtype or stores["values"].dtype != v.dtype:  # autocast
-        return k, v, ck, None
-    k, v = stores["keys"], stores["values"]
-    return k, v, stores.get("compressed", None if ck is None else k), kept.counters
-
-
-def check_stride(settings: dict[str, Any]) -> None:
-    if settings["selection_stride"] > 1:
-        raise ValueError(
-            f"selection_stride must be 1 to decode, got {settings['selection_stride']}: caches of "
-            "transformers keep no ranking of earlier tokens"
-        )
 
 
 def dense_up_to(settings: dict[str, Any]) -> int:
@@ -350,165 +369,122 @@ def dense_up_to(settings: dict[str, Any]) -> int:
     return max(length, s * sum(settings[name] for name in names))
 
 
-def to_all_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    settings: dict[str, Any],
-    extra: dict[str, Any],
-    **where: Any,
-) -> Tensor:
-    """Attention to all past keys, as a window that covers them: SDPA has no form with documents,
-    nor with starts that the host does not know."""
-    sinks = extra.get("sinks")
-    where |= dict(sinks=None if sinks is None else sinks[0], backend=settings["backend"])
-    out: Tensor = sliding_window_attention(q, k, v, sliding_window_size=k.shape[1], **extra | where)
-    return out
+# switching a model
 
 
-def takes_decode_kernels(
-    q: Tensor, k: Tensor, v: Tensor, ck: Tensor | None, selection: dict[str, Any]
-) -> bool:
-    """Whether few new tokens follow many, and the decode kernels support the call."""
-    is_first = selection["backend"] == "triton" or (selection["backend"] == "auto" and q.is_cuda)
-    if q.shape[1] > MAX_NEW or not is_first:
-        return False
-    config = config_with(selection, dict(scale=None, soft_cap=None))
-    length = selection["dense_length"]
-    facts: dict[str, Any] = dict(config=config, others=(ck,), dense_length=length)
-    return not why_not("decode_attention", q, k, v=v, **facts)
+def register() -> None:
+    """Make "nsa" an attention implementation of transformers."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, nsa_mask)
 
 
-def by_decode_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ck: Tensor | None,
-    starts: Tensor,
-    counts: Tensor | None,
-    selection: dict[str, Any],
-    extra: dict[str, Any],
-    counters: Tensor | None = None,
-) -> Tensor:
-    """`decode_attention` of tensors that fit one another, without its checks."""
-    if counters is None:
-        counters = decode.workspace(q.shape[0], k.shape[2], q.device)
-    return decode.run_decode_kernels(
-        config_with(selection, extra), counters, None, q=q, k=k, v=v, ck=ck, lengths=starts,
-        counts=counts, sinks=extra.get("sinks"),
-    )  # fmt: skip
+def use_sparse_attention(
+    model: Model, config: NSAConfig | Mapping[str, Any] | None = None, **settings: Any
+) -> Model:
+    """Let the layers of full attention attend to the initial, local and ranked blocks alone.
+
+    `out_i = softmax_j(q_i . k_j * scale) v_j` over the tokens j <= i of these blocks. No weights
+    are added or changed. Layers with a sliding window keep it. Queries at positions below
+    `dense_length` attend to all keys.
+
+    Args:
+        model: a causal decoder of transformers, loaded.
+        config: an `NSAConfig` or a dict of its settings. Without config and settings, those that
+            `model.config.nsa_config` keeps, as after `save_pretrained` and `from_pretrained`.
+        settings: single settings, which replace those of `config` and the defaults:
+            selection_block_size (64), num_selected_blocks (16), num_initial_blocks (1),
+            num_local_blocks (8), dense_length (8192), importance ("max"), compress_block_size and
+            compress_block_sliding_stride (1, tokens themselves rank blocks),
+            interpolated_importance_score, selection_stride, query_heads_share_selected_kv,
+            use_diff_topk, backend ("auto").
+
+    Returns:
+        The model. It may be called again, with other settings.
+
+    Raises:
+        ValueError: a model without this form of attention, or a setting that is unknown, out of
+            range, or not of this form.
+    """
+    decoder = check_model(model)
+    kept = getattr(decoder.config, KEY, None) or {}
+    values = drop_in_settings(kept if config is None and not settings else config, settings)
+    replaced = decoder.config._attn_implementation
+    if replaced == NAME:
+        replaced = kept.get(REPLACED, "sdpa")
+    setattr(decoder.config, KEY, values | {REPLACED: replaced})
+    decoder.set_attn_implementation(NAME)
+    return model
 
 
-def config_with(selection: dict[str, Any], extra: dict[str, Any]) -> AttentionConfig:
-    """The settings of a call, checked when they are new: a step waits for the host."""
-    settings = (*selection.items(), ("scale", extra["scale"]), ("soft_cap", extra["soft_cap"]))
-    # the compiler would warn of the cache
-    make = config_of.__wrapped__ if torch.compiler.is_compiling() else config_of
-    return make(settings)
+def use_dense_attention(model: Model) -> Model:
+    """Give a model its own attention back: the implementation that `use_sparse_attention`
+    replaced. `model.config` then keeps no settings. Without sparse attention it changes nothing.
+
+    Raises:
+        ValueError: not a model of transformers, or one of SparseAttention layers.
+    """
+    decoder = base_of(model)
+    if decoder.config._attn_implementation == NAME:
+        kept = getattr(decoder.config, KEY, None)
+        decoder.set_attn_implementation((kept or {}).get(REPLACED, "sdpa"))
+        if kept is not None:
+            delattr(decoder.config, KEY)
+    return model
 
 
-@functools.lru_cache(maxsize=64)
-def config_of(settings: tuple[tuple[str, Any], ...]) -> AttentionConfig:
-    named = {name: value for name, value in settings if name != "backend"}
-    return AttentionConfig(**named, causal=True)
+def base_of(model: Any) -> PreTrainedModel:
+    """The model itself, without the wrapper of an adapter.
+
+    Raises:
+        ValueError: not a model of transformers, or one of SparseAttention layers.
+    """
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a PreTrainedModel of transformers, got {shown(model)}")
+    if any(isinstance(module, SparseAttention) for module in model.modules()):
+        raise ValueError(
+            "model must not be converted already or of SparseAttention layers, got such a "
+            f"{type(model).__name__}: load it anew, or set attributes of its SparseAttention "
+            "layers, as set_dense(model) does (save_pretrained keeps those of "
+            "model.config.nsa_converted)"
+        )
+    return model
 
 
-def over_storage(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    least: int,
-    counts: Tensor | None,
-    settings: dict[str, Any],
-    extra: dict[str, Any],
-    key: Tensor | None = None,
-) -> Tensor:
-    """Attention of tokens at positions `starts` [B] + 0, 1, .. over k, v [B S K D], of which each
-    sequence has written those up to its own. The starts are at least `least`. Of the T queries
-    `counts` [B] are tokens. `key`: the tensor that a cache returned, if k is all of it."""
-    T, S = q.shape[1], k.shape[1]
-    selection = selection_of(settings)
-    check_stride(settings)
-    if least >= settings["dense_length"]:
-        selection["dense_length"] = 0
-    if dense_up_to(settings) >= S:
-        out = to_all_keys(q, k, v, settings, extra, q_offset=starts)
-    else:
-        ck = kept_means(key, k, settings)
-        if takes_decode_kernels(q, k, v, ck, selection):
-            return by_decode_kernels(q, k, v, ck, starts, counts, selection, extra)
-        out = native_sparse_attention(q, k, v, ck, q_offset=starts, **selection, **extra)
-    if counts is None:
-        return out
-    padding = torch.arange(T, device=q.device) >= counts[:, None]
-    return out.masked_fill(padding[..., None, None], 0)
+def check_model(model: Any) -> PreTrainedModel:
+    """The decoder of a model that sparse attention fits.
 
-
-def over_padded_storage(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    settings: dict[str, Any],
-    extra: dict[str, Any],
-) -> Tensor:
-    """`over_storage` of sequences with padding, by a mask [B 1 1 L]. Keys move to the positions
-    that they have without padding."""
-    T, L = q.shape[1], mask.shape[-1]
-    real, slots, new, starts = storage_of(mask, T)
-    if dense_up_to(settings) >= L:
-        visible = real[:, None] & (torch.arange(L, device=q.device) <= slots[..., None])
-        sinks, rest = extra.get("sinks"), {name: extra[name] for name in ("scale", "soft_cap")}
-        out = under_mask(q, k, v, visible[:, None], None if sinks is None else sinks[0], **rest)
-        return out.masked_fill(~new[..., None, None], 0)
-    least = 0 if torch.compiler.is_compiling() else remembered(STARTS, mask, least_start, (T,))
-    k, v = (varlen.pick(t, varlen.real_first(real)) for t in (k, v))
-    order = varlen.real_first(new)
-    q = varlen.pick(q, order)
-    out = over_storage(q, k, v, starts, least, new.sum(1), settings, extra)
-    return varlen.pick(out, order.argsort(dim=1))
-
-
-def storage_of(mask: Tensor, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of a mask [B 1 1 L]: which keys [B L] are tokens; the slots of the T queries [B T], the last
-    ones that are written, and which of them are tokens; how many tokens [B] came before."""
-    written, real = mask[:, 0, 0] >= 0, mask[:, 0, 0] > 0
-    slots = written.sum(1, keepdim=True) - T + torch.arange(T, device=mask.device)
-    new = real.gather(1, slots)
-    return real, slots, new, real.sum(1) - new.sum(1)
-
-
-def least_start(mask: Tensor, T: int) -> int:
-    """The fewest tokens that a sequence had before its queries."""
-    return int(storage_of(mask, T)[-1].min())
-
-
-def over_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    settings: dict[str, Any],
-    extra: dict[str, Any],
-) -> Tensor:
-    """Attention of whole sequences with padding, or of packed documents, by a mask of tokens."""
-    step = max(settings["selection_block_size"], settings["compress_block_sliding_stride"])
-    layout = remembered(LAYOUTS, mask, layout_of, (step,))
-    q, k, v = (layout.spread(t) for t in (q, k, v))
-    documents = layout.documents
-    if dense_up_to(settings) >= mask.shape[-1]:
-        out = to_all_keys(q, k, v, settings, extra, documents=documents)
-    else:
-        selection = selection_of(settings) | dict(use_diff_topk=settings["use_diff_topk"])
-        ck = compressed_keys(k, settings, documents)
-        out = native_sparse_attention(q, k, v, ck, documents=documents, **selection, **extra)
-    return layout.collect(out)
-
-
-def layout_of(mask: Tensor, step: int) -> varlen.Layout:
-    """The rows in which every sequence or document of a mask [B 1 1|2 L] begins at a block."""
-    real = mask[:, 0, 0] > 0
-    ids = mask[:, 0, 1].cumsum(1) if mask.shape[2] == 2 else None
-    shape = (mask.shape[0], mask.shape[-1])
-    return varlen.layout(shape, mask.device, step, segment_ids=ids, mask=real)
+    Raises:
+        ValueError: it does not.
+    """
+    decoder = base_of(model)
+    config, name = decoder.config, type(decoder).__name__
+    full = "full_attention" in layer_types(config)
+    is_causal = getattr(config, "is_causal", True) and all(
+        getattr(module, "is_causal", True) for module in decoder.modules()
+    )
+    window = getattr(config, "sliding_window", None)
+    for is_right, expected, got in (
+        (not getattr(config, "is_encoder_decoder", False), "a decoder alone", "with an encoder"),
+        (
+            config.get_text_config(decoder=True) is config,
+            "a decoder of text: give model.get_decoder()",
+            "of several parts",
+        ),
+        (is_causal, "causal", "with is_causal=False"),
+        (
+            decoder._can_set_attn_implementation(),
+            "one that calls AttentionInterface of transformers",
+            "with attention of its own",
+        ),
+    ):
+        if not is_right:
+            raise ValueError(f"model must be {expected}, got {name} {got}")
+    check_supported(config, name)
+    if not full:
+        raise ValueError(
+            "model must be one with layers of full attention, as others have their window already, "
+            f"got {name} with sliding_window={window} in all layers"
+        )
+    return decoder

@@ -22,7 +22,7 @@ from ..checks.tensors import check_choice
 from ..config import NSAConfig
 from ..presets import preset
 from ..ranking import WEIGHTS
-from .attention import ANY_LENGTH
+from .settings import ANY_LENGTH, check_widths
 
 FORM = "one-softmax"
 # settings of a layer that the configuration has under names of its own, and tile sizes, which
@@ -212,7 +212,7 @@ class NSAModelConfig(PreTrainedConfig):
         if isinstance(nsa, str):
             nsa = dict(preset=nsa)
         if isinstance(nsa, NSAConfig):
-            check_widths(nsa, self.widths)
+            check_widths("nsa", nsa, self.widths)
             return kept(nsa)
         if not isinstance(nsa, Mapping):
             raise ValueError(
@@ -242,12 +242,3 @@ def kept(config: NSAConfig) -> dict[str, Any]:
     """The settings of a layer as values of JSON."""
     values = {name: getattr(config, name) for name in SETTINGS}
     return values | dict(branches=list(config.branches))
-
-
-def check_widths(config: NSAConfig, widths: Mapping[str, Any]) -> None:
-    """Check the settings of an `NSAConfig` that the model decides: equal, or left at a default."""
-    defaults = {field.name: field.default for field in fields(NSAConfig)}
-    for name, value in widths.items():
-        found = getattr(config, name)
-        if found != value and found != defaults[name]:
-            raise ValueError(f"nsa must have {name}={value!r}, as the model has, got {found!r}")

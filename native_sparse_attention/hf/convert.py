@@ -1,20 +1,21 @@
-"""`convert`: the attention of a trained model becomes `SparseAttention`, with its weights."""
+"""`convert`: the attention of a trained model becomes `SparseAttention`, with its weights.
+
+H  query heads      K  KV heads      D  head dimension
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import transformers
 from einops import reduce
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.utils import logging
 
 from ..attention import SparseAttention
 from ..checks.keywords import check_keywords
@@ -23,12 +24,25 @@ from ..compress import MeanPool
 from ..config import NSAConfig
 from ..gate import GateLinear
 from ..initialization import assign
-from .families import Parts, check_family, parts_of, rotary_of
-from .layer import LayerAttention
-from .model import NAME, check_model
+from .attention import check_model
+from .modeling import NSAAttention
 from .settings import CONVERTED_KEY as KEY
+from .settings import NAME, check_widths, named_settings, without_notes
 
 Model = TypeVar("Model")
+
+# what `convert` can read: projections of q, k and v, or one of all three
+SEPARATE = {
+    "LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "SmolLM3Attention",
+    "PhiAttention", "GraniteAttention", "GemmaAttention", "Gemma2Attention", "Gemma3Attention",
+    "MixtralAttention", "Qwen2MoeAttention", "Qwen3MoeAttention",
+}  # fmt: skip
+FUSED = {"Phi3Attention"}
+# norms of every head of queries and keys
+NORMED = {"Qwen3Attention", "Qwen3MoeAttention", "Gemma3Attention"}
+CAPPED = {"Gemma2Attention"}
+# frequencies of these change with the length of the sequence
+CHANGING = ("dynamic", "longrope")
 
 # the model decides these, and these have one form
 OF_MODEL = (
@@ -56,6 +70,7 @@ BRANCHES: dict[str, Any] = dict(
     importance="probs", num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2
 )
 # logits of open gates; sigmoid(12) = 1 - 6e-6
+NAMES = tuple(FREE)
 FREE["gate_bias"] = 12.0
 
 
@@ -70,7 +85,7 @@ def convert(
     the sequence, the outputs are those of the model.
 
     Args:
-        model: a loaded decoder of a family in `families`. It is changed in place.
+        model: a loaded decoder of a family in `SEPARATE` or `FUSED`. It is changed in place.
         config: an `NSAConfig` or a dict of its settings. Without config and settings, those that
             `model.config.nsa_converted` keeps.
         settings: single settings of `NSAConfig`, which replace those of `config`. The model decides
@@ -87,45 +102,39 @@ def convert(
     """
     decoder = check_model(model)
     kept = getattr(decoder.config, KEY, None) or {}
-    values = with_defaults((given(kept if config is None and not settings else config)) | settings)
+    user = named_settings(kept if config is None and not settings else config, NAMES)
+    values = with_defaults(user | settings)
     base = decoder.base_model
-    types = getattr(decoder.config, "layer_types", None)
-    full = [
-        (index, "full_attention" if types is None else types[index], layer)
+    kinds = getattr(decoder.config, "layer_types", None)
+    layers = [
+        (index, layer, "full_attention" if kinds is None else kinds[index])
         for index, layer in enumerate(getattr(base, "layers", []))
-        if types is None or types[index] == "full_attention"
+        if kinds is None or kinds[index] == "full_attention"
     ]
-    if not full:
+    if not layers:
         raise ValueError(f"model must have a list of layers, got none in {type(base).__name__}")
-    for _, _, layer in full:
+    for _, layer, _ in layers:
         check_family(getattr(layer, "self_attn", layer))
-    rotary = rotary_of(base)
+    rotary = getattr(base, "rotary_emb", None)
+    if rotary is None:
+        raise ValueError(
+            f"model must have a rotary embedding, rotary_emb, got none in {shown(type(base))}"
+        )
     replaced = []
-    for _, kind, layer in full:  # all of them, before the model changes
+    for _, layer, kind in layers:  # all of them, before the model changes
         parts = parts_of(layer.self_attn, rotary, kind)
         if isinstance(config, NSAConfig):
-            check_widths(config, parts)
+            check_widths("config", config, parts.settings)
         replaced.append(sparse_layer(parts, values))
-    for attention, (index, _, layer) in zip(replaced, full, strict=True):
-        module, is_first = layer.self_attn, index == full[0][0]
+    for attention, (index, layer, _) in zip(replaced, layers, strict=True):
+        module, is_first = layer.self_attn, index == layers[0][0]
         freeze(attention, module)
-        found = LayerAttention(attention, index, module.attention_dropout, is_first)
-        layer.self_attn = found.train(module.training)
+        layer.self_attn = NSAAttention(attention, index, module.attention_dropout, is_first)
+        layer.self_attn.train(module.training)
     checked = {name: getattr(replaced[0].config, name, values[name]) for name in FREE}
     setattr(decoder.config, KEY, checked | dict(branches=list(checked["branches"])))
     decoder.set_attn_implementation(NAME)
     return model
-
-
-def given(config: NSAConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings that `config` names."""
-    if config is None or isinstance(config, Mapping):
-        return dict(config or {})
-    if not isinstance(config, NSAConfig):
-        raise ValueError(
-            f"config must be an NSAConfig, a dict of settings or None, got {shown(config)}"
-        )
-    return {name: getattr(config, name) for name in FREE if name != "gate_bias"}
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
@@ -158,15 +167,6 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
             f"the model, got {shown(branches)}"
         )
     return values
-
-
-def check_widths(config: NSAConfig, parts: Parts) -> None:
-    """Check the settings of an `NSAConfig` that the model decides."""
-    defaults = {f.name: f.default for f in fields(NSAConfig)}
-    for name, value in parts.settings.items():
-        found = getattr(config, name)
-        if found != value and found != defaults[name]:
-            raise ValueError(f"config must have {name}={value!r}, as the model has, got {found!r}")
 
 
 def sparse_layer(parts: Parts, values: Mapping[str, Any]) -> SparseAttention:
@@ -239,6 +239,172 @@ def start_ranking(layer: SparseAttention, parts: Parts) -> None:
     assign(layer.to_index.weight, torch.cat((q * (parts.scale * parts.dim_head**0.5), k)))
 
 
+# what is read of a model's attention
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The weights and numbers of one attention module, with rotary features in pairs.
+
+    Attributes:
+        q, k, v: projections of H, K and K heads, each a weight [heads D, dim] and a bias or None.
+        out: the projection of the output.
+        q_norm, k_norm: weights [D] of the norms of heads, or None; `eps` is their epsilon.
+        inv_freq: rotary frequencies [pairs] of the first 2 pairs features; None without positions.
+    """
+
+    heads: int
+    kv_heads: int
+    dim_head: int
+    q: tuple[Tensor, Tensor | None]
+    k: tuple[Tensor, Tensor | None]
+    v: tuple[Tensor, Tensor | None]
+    out: nn.Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float | None
+    scale: float
+    soft_cap: float | None
+    inv_freq: Tensor | None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of an `NSAConfig` that the model decides."""
+        return dict(
+            dim=self.q[0].shape[1], dim_head=self.dim_head, heads=self.heads,
+            kv_heads=self.kv_heads, causal=True, norm=False, qkv_bias=self.q[1] is not None,
+            out_bias=self.out.bias is not None, qk_norm=self.q_norm is not None,
+            qk_norm_eps=1e-6 if self.eps is None else self.eps, scale=self.scale,
+            soft_cap=self.soft_cap, attention_sinks=False,
+        )  # fmt: skip
+
+
+def refuse(module: Any, expected: str, got: str) -> NoReturn:
+    raise ValueError(f"model must have {expected}, got {type(module).__name__} {got}")
+
+
+def check_family(module: Any) -> None:
+    """Check that a module is of a family that `convert` can read.
+
+    Raises:
+        ValueError: it is not; the message names the families.
+    """
+    name, known = type(module).__name__, sorted(SEPARATE | FUSED)
+    if name not in known:
+        raise ValueError(
+            f"model must have attention of {', '.join(known)}, got {name}: use_sparse_attention "
+            "takes more models, without weights of its own"
+        )
+    if getattr(module, "qk_layernorm", False):
+        refuse(module, "RMSNorm of queries and keys or none", "with LayerNorm (qk_layernorm)")
+
+
+def parts_of(module: Any, rotary: Any, layer_type: str) -> Parts:
+    """What `convert` reads of an attention module and of the model's rotary embedding.
+
+    Raises:
+        ValueError: a module without an equivalent in `SparseAttention`.
+    """
+    check_family(module)
+    config, name = module.config, type(module).__name__
+    H, K, D = config.num_attention_heads, config.num_key_value_heads, module.head_dim
+    scale = float(module.scaling)
+    inv_freq, order = None, torch.arange(D)
+    if getattr(module, "use_rope", True):
+        inv_freq, amplitude = frequencies(module, rotary, layer_type)
+        order = in_pairs(len(inv_freq), D)
+        if amplitude != 1.0 and 2 * len(inv_freq) < D:
+            refuse(
+                module,
+                "attention_scaling 1 where rotary embedding turns a part of a head",
+                f"with {amplitude}",
+            )
+        scale *= amplitude**2  # of queries and of keys
+    q, k, v = projections(module, H * D, K * D)
+    norms: list[Tensor | None] = [None, None]
+    eps = None
+    if name in NORMED:
+        own = module.q_norm, module.k_norm
+        eps = getattr(own[0], "variance_epsilon", getattr(own[0], "eps", None))
+        plus_one = name.startswith("Gemma")
+        norms = [(n.weight.detach() + plus_one)[order.to(n.weight.device)] for n in own]
+    return Parts(
+        heads=H, kv_heads=K, dim_head=D, q=reordered(q, order), k=reordered(k, order), v=v,
+        out=plain(module, "dense" if name == "PhiAttention" else "o_proj"),
+        q_norm=norms[0], k_norm=norms[1], eps=eps, scale=scale,
+        soft_cap=module.attn_logit_softcapping if name in CAPPED else None, inv_freq=inv_freq,
+    )  # fmt: skip
+
+
+def frequencies(module: Any, rotary: Any, layer_type: str) -> tuple[Tensor, float]:
+    """The rotary frequencies [pairs] of a layer, and what multiplies its cosines and sines."""
+    kind = getattr(rotary, "rope_type", "default")
+    if isinstance(kind, dict):
+        kind = kind[layer_type]
+    if kind in CHANGING:
+        refuse(
+            module,
+            "rotary frequencies that do not depend on the length of the sequence",
+            f"with rope_type={kind!r}",
+        )
+    prefix = f"{layer_type}_" if hasattr(rotary, f"{layer_type}_inv_freq") else ""
+    inv_freq: Tensor = getattr(rotary, f"{prefix}inv_freq")
+    return inv_freq.detach().float(), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
+
+
+def in_pairs(pairs: int, width: int) -> Tensor:
+    """The order [width] of features that makes pairs of neighbours, 2 i and 2 i + 1, of features
+    i and i + pairs, which transformers rotates together."""
+    rotated = torch.arange(2 * pairs).view(2, pairs).T.flatten()
+    return torch.cat((rotated, torch.arange(2 * pairs, width)))
+
+
+def plain(module: Any, name: str) -> nn.Linear:
+    """The projection of this name."""
+    found: nn.Linear = getattr(module, name)
+    if type(found) is not nn.Linear or not found.weight.is_floating_point():
+        refuse(
+            module,
+            "projections that are nn.Linear: merge adapters, and load without quantization",
+            f"with {name} of {type(found).__name__}",
+        )
+    if found.weight.is_meta:
+        refuse(module, "loaded weights", f"with {name} on the meta device")
+    if hasattr(found.weight, "device_mesh"):
+        refuse(
+            module,
+            "whole weights: convert it before fully_shard, and load it without tensor parallelism",
+            f"with {name} as a DTensor",
+        )
+    return found
+
+
+def projections(module: Any, q: int, kv: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Weights and biases of queries, keys and values, whose widths are q, kv and kv."""
+    if type(module).__name__ in FUSED:
+        fused = plain(module, "qkv_proj")
+        weights = fused.weight.detach().split([q, kv, kv])
+        biases = (None,) * 3 if fused.bias is None else fused.bias.detach().split([q, kv, kv])
+        return list(zip(weights, biases, strict=True))
+    found = [plain(module, f"{name}_proj") for name in "qkv"]
+    return [(p.weight.detach(), None if p.bias is None else p.bias.detach()) for p in found]
+
+
+def reordered(
+    projection: tuple[Tensor, Tensor | None], order: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """A projection with the features of each head in this order [D]."""
+
+    def each(t: Tensor) -> Tensor:
+        return t.unflatten(0, (-1, len(order)))[:, order.to(t.device)].flatten(0, 1)
+
+    weight, bias = projection
+    return each(weight), None if bias is None else each(bias)
+
+
+# saved models
+
+
 def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     """A converted model from the folder that its `save_pretrained` wrote, in inference mode.
 
@@ -267,12 +433,12 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         raise ValueError(f"path must have model.safetensors, got {shown(str(path))}")
     # all but attention as transformers loads it: its formats of experts, buffers in float32
     architecture = getattr(transformers, config.architectures[0])
-    with without_warnings():
+    with without_notes():  # of weights of attention that it does not find
         model, about = architecture.from_pretrained(
             folder, dtype=config.dtype or torch.float32, output_loading_info=True
         )
     convert(model if text is config else model.get_decoder(), dict(kept) | settings)
-    layers = [name for name, m in model.named_modules() if isinstance(m, LayerAttention)]
+    layers = [name for name, m in model.named_modules() if isinstance(m, NSAAttention)]
     # a model of several parts may have another prefix in the file
     ends = {name: name[name.rindex("layers.") :] for name in layers}
     state = {}
@@ -300,14 +466,3 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         )
     model.load_state_dict(state, strict=False)
     return model.eval()
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """transformers warns of weights that it does not find: here those of attention."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

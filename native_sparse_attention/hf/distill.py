@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checks.scalars import check_choice, check_factor, check_int, shown
 from ..ranking import WEIGHTS
 from ..recipes import ranking_alone, sparse_layers
-from .layer import Ranking, attention_modules, ranking_losses
+from .modeling import Ranking, attention_modules, ranking_losses
 
 STAGES = ("ranking", "all")
 

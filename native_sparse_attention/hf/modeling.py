@@ -1,11 +1,13 @@
-"""A decoder of transformers whose layers are `SparseAttention`.
+"""Attention modules that hold a `SparseAttention`, and a decoder of them: `NSAForCausalLM`.
 
-B  batch            T  new tokens         V  vocabulary
+B  batch            T  new tokens         S  tokens, past ones included         V  vocabulary
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,19 +28,268 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from .. import varlen
 from ..attention import SparseAttention
 from ..checks.scalars import shown
 from ..frequencies import reset_frequencies
 from ..ranking import sampled
 from ..rotary import Rotary
+from .attention import check_call
+from .cache import KVLayer, StaticKVLayer, layer_of
 from .configuration import NSAModelConfig
-from .kv_layer import layer_of
-from .layer import LayerAttention
-from .masks import passed, positions_uncompiled, sparse_mask
-from .model import NAME
+from .mask import HINT, NSAMask, nsa_mask, packed_uncompiled, read_mask, read_positions
+from .settings import NAME
 
 # the name of a cache in this release
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+
+
+@dataclass
+class Ranking:
+    """What `ranking_losses` asks of the layers, and their losses by layer."""
+
+    queries: Tensor
+    weights: str
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean over layers.
+
+        Raises:
+            ValueError: no forward yet.
+        """
+        if not self.losses:
+            raise ValueError("model must have been called within ranking_losses, got no forward")
+        return torch.stack([loss.float() for loss in self.losses.values()]).mean()
+
+
+class NSAAttention(nn.Module):
+    """A `SparseAttention` with the call of an attention module of transformers: the attention of
+    `NSAModel`, and of models that `convert` has changed.
+
+    Attributes:
+        attention: the layer.
+        layer_idx: the layer's index in the model and in a cache.
+        dropout: of the module that it replaces, which must be 0 in training.
+        is_first: whether the layers after it may rely on its checks of a forward's inputs.
+        ranking: set while `ranking_losses` is open.
+    """
+
+    ranking: Ranking | None = None
+
+    def __init__(
+        self,
+        attention: SparseAttention,
+        layer_idx: int,
+        dropout: float = 0.0,
+        is_first: bool = True,
+    ):
+        super().__init__()
+        self.is_causal = True  # of the instance: guards of graphs then follow its dict alone
+        self.attention = attention
+        self.layer_idx = layer_idx
+        self.dropout = dropout
+        self.is_first = is_first
+
+    def extra_repr(self) -> str:
+        return f"layer_idx={self.layer_idx}"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: NSAMask | Tensor | None = None,
+        past_key_values: Any = None,
+        cache: Any = None,
+        ranking_queries: Tensor | None = None,
+        ranking_weights: str = "output",
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of [B, T, dim] to these tokens and to those of the cache.
+
+        Args:
+            position_embeddings: not used: the layer has the frequencies of the model.
+            attention_mask: of `nsa_mask`, or of the user, [B, 1, T, S].
+            past_key_values, cache: a `DynamicCache` or a `StaticCache`, under its name in this
+                release.
+            ranking_queries: positions [m] of queries for the loss of a learned ranking, whose
+                blocks are worth what `ranking_weights` says. `ranking_losses` sets them too.
+
+        Returns:
+            [B, T, dim], and the loss of the ranking if one learns, else None.
+
+        Raises:
+            ValueError: a mask, positions or a cache of another form, dropout, or weights asked for.
+        """
+        if others.get("output_attentions"):
+            raise ValueError(
+                "output_attentions must be False with SparseAttention, which forms no weights, got "
+                "True: native_sparse_attention.view.collect(model) records what it reads"
+            )
+        check_call(self, self.dropout if self.training else 0.0, None, others)
+        past_key_values = past_key_values if cache is None else cache
+        held = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
+        if self.ranking is not None:
+            ranking_queries, ranking_weights = self.ranking.queries, self.ranking.weights
+        if isinstance(held, StaticKVLayer):
+            held.begin(hidden_states.device)
+        (B, T), position_ids = hidden_states.shape[:2], others.get("position_ids")
+        mask = read_mask(attention_mask, B, T, T if held is None else held.get_mask_sizes(T)[0])
+        checks = self.is_first and not torch.compiler.is_compiling()
+        if attention_mask is None and (held is None or not held.is_initialized):
+            mask = read_positions(position_ids, B, T)
+        length = None if mask is None else mask.length
+        if mask is not None and not mask.has_rows:
+            mask = None  # the cache knows how many keys there are
+        if checks and T > 1:
+            check_positions(position_ids, mask, T)
+        if held is None or (mask is not None and mask.documents is not None):
+            if held is not None:  # which keeps none of it
+                held.check_past(None)
+                held.packed = True
+                held.count(T, None)
+            return self.attend_whole(hidden_states, mask, ranking_queries, ranking_weights)
+        if ranking_queries is not None:
+            raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
+        if not isinstance(held, StaticKVLayer):
+            return self.attend_cache(hidden_states, mask, held), None
+        if checks:
+            held.check_new(T, length, None if mask is None else mask.tokens)
+        return self.attend_static_cache(hidden_states, mask, held), None
+
+    def attend_whole(
+        self, x: Tensor, mask: NSAMask | None, queries: Tensor | None, weights: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention within whole sequences [B, T, dim], with padding or packed documents, and the
+        loss of the ranking."""
+        call: dict[str, Any] = {}
+        layout = None if mask is None else mask.layout(self.attention.alignment)
+        if layout is not None:
+            x, call["documents"] = layout.spread(x), layout.documents
+        loss = None
+        if queries is None or self.attention.to_index is None:
+            out = self.attention(x, **call)
+        else:
+            if layout is not None:  # where the layout puts them, -1 for padding
+                to = layout.target
+                queries = to[:, sampled(queries, to.shape[1], None, to.device)]
+            call |= dict(ranking_queries=queries, ranking_weights=weights)
+            out, loss = self.attention(x, **call)
+            if self.ranking is not None:
+                self.ranking.losses[self.layer_idx] = loss
+        return (out if layout is None else layout.collect(out)), loss
+
+    def attend_cache(self, x: Tensor, mask: NSAMask | None, held: KVLayer) -> Tensor:
+        """Attention of new tokens [B, T, dim] to those of the cache too, which takes them."""
+        T, tokens, new = x.shape[1], None, None
+        if mask is not None:
+            tokens = mask.tokens
+            if tokens.shape[1] != held.slots + T:
+                raise ValueError(
+                    f"attention_mask must be of {held.slots + T} tokens, past ones included, got "
+                    f"{tokens.shape[1]}"
+                )
+            new = mask.once(new_tokens, T)
+        if self.is_first:
+            held.check_past(None if tokens is None else tokens[:, : held.slots])
+        out: Tensor = self.attention(x, cache=held.cache, mask=new)
+        held.count(T, tokens)
+        return out
+
+    def attend_static_cache(self, x: Tensor, mask: NSAMask | None, held: StaticKVLayer) -> Tensor:
+        """`attend_cache` where only the device knows how many slots are taken."""
+        T, call = x.shape[1], {}
+        if mask is not None:
+            slots = held.slots + torch.arange(T, device=x.device)
+            new = mask.tokens.index_select(1, slots.clamp(max=mask.tokens.shape[1] - 1))
+            if torch.compiler.is_compiling() or not bool(new.all()):
+                call = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
+        out: Tensor = self.attention(x, cache=held.cache, **call)
+        held.count(T, None)
+        return out
+
+
+def new_tokens(mask: NSAMask, T: int) -> Tensor | None:
+    """Which of the last T tokens [B, T] are no padding; None if all are."""
+    new = mask.tokens[:, -T:]
+    return None if bool(new.all()) else new
+
+
+def check_positions(position_ids: Any, mask: NSAMask | None, T: int) -> None:
+    """Check that the tokens of each document are at successive positions. Where they begin does not
+    matter: rotary embedding depends on distances alone.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if position_ids is None:
+        return
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+        raise ValueError(f"position_ids must be [B, T] integers, got {shown(position_ids)}")
+    positions, follows = position_ids, torch.ones_like(position_ids[:, 1:], dtype=torch.bool)
+    documents = None if mask is None else mask.documents
+    if mask is not None and mask.tokens is not None:
+        real = mask.tokens[:, -T:]
+        order = varlen.real_first(real)
+        positions = positions.expand(len(real), -1).gather(1, order)
+        follows = (torch.arange(1, T, device=real.device) < real.sum(1, keepdim=True)).bool()
+        documents = None if documents is None else documents.gather(1, order)
+    if documents is not None:
+        follows = follows & (documents[:, 1:] == documents[:, :-1])
+    if bool(((positions[:, 1:] - positions[:, :-1] != 1) & follows).any()):
+        raise ValueError(
+            "position_ids must count up by 1 within each sequence with SparseAttention, got "
+            f"others: {HINT}"
+        )
+
+
+def attention_modules(model: nn.Module) -> list[NSAAttention]:
+    """The attention modules of a model that hold a `SparseAttention`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    layers = [module for module in modules if isinstance(module, NSAAttention)]
+    if not layers:
+        raise ValueError(
+            "model must be one of convert(model), or an NSAModel or NSAForCausalLM, got "
+            f"{type(model).__name__}"
+        )
+    return layers
+
+
+@contextmanager
+def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -> Iterator[Ranking]:
+    """Within the context each forward without a cache also computes the losses of the learned
+    rankings, for queries at these positions [m]: `losses` by layer and `loss`, their mean. They are
+    those of the last forward: of several, take `loss` after each. Close it after the backward,
+    which may compute a forward again (activation checkpointing).
+
+    Raises:
+        ValueError: a model without such layers, or without `importance="index"`, or in such a
+            context already.
+    """
+    layers = attention_modules(model)
+    if all(layer.attention.to_index is None for layer in layers):
+        raise ValueError(
+            "model must have layers that rank by importance='index', got none in a "
+            f"{type(model).__name__}"
+        )
+    if any(layer.ranking is not None for layer in layers):
+        raise ValueError(
+            "model must be in one context of ranking_losses, or in one call of distill, at a time, "
+            "got a second one: close the first"
+        )
+    ranking = Ranking(queries, weights)
+    try:
+        for layer in layers:
+            layer.ranking = ranking
+        yield ranking
+    finally:
+        for layer in layers:
+            layer.ranking = None
 
 
 @dataclass
@@ -77,14 +328,14 @@ class NSADecoderLayer(GradientCheckpointingLayer):
         attention = SparseAttention.from_config(
             config.layer_config_of(index), rope_theta=config.rope_theta
         )
-        self.self_attn = LayerAttention(attention, index, is_first=index == 0)
+        self.self_attn = NSAAttention(attention, index, is_first=index == 0)
         self.mlp = NSAMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
         """[B, T, hidden_size], and the loss of the ranking if one learns. `given` are the arguments
-        of `LayerAttention`."""
+        of `NSAAttention`."""
         found, loss = self.self_attn(self.input_layernorm(hidden_states), **given)
         hidden_states = hidden_states + found
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), loss
@@ -213,16 +464,15 @@ class NSAModel(NSAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         mask, positions = attention_mask, position_ids
-        if mask is not None and mask.ndim == 2:
+        B, T = x.shape[:2]
+        if isinstance(mask, Tensor) and mask.ndim == 2:
             past = 0 if cache is None else cache.get_seq_length()
-            B, T = x.shape[:2]
-            S = T if cache is None else layer_of(cache, 0).width(T)
-            mask = sparse_mask(B, T, S, past, attention_mask=mask, device=x.device)
+            S = T if cache is None else layer_of(cache, 0).get_mask_sizes(T)[0]
+            mask = nsa_mask(B, T, S, past, attention_mask=mask, device=x.device)
             positions = None  # the mask says them
-        is_compiled = torch.compiler.is_compiling() and mask is None and cache is None
-        if is_compiled and positions is not None and positions.ndim == 2:
-            found = positions_uncompiled(positions, x.shape[0])
-            mask = None if found is None else passed(found, x.shape[1])
+        looks = torch.compiler.is_compiling() and mask is None and cache is None
+        if looks and positions is not None and positions.ndim == 2:
+            mask = packed_uncompiled(positions, B)
         given: dict[str, Any] = dict(
             kwargs, attention_mask=mask, position_ids=positions, **{CACHE: cache}
         )

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from ..checks.keywords import check_keywords
-from ..checks.scalars import shown
-from ..checks.tensors import BACKENDS, check_choice
-from ..config import SELECTION, AttentionConfig, NSAConfig
+from transformers.utils import logging
 
+from ..checks.keywords import check_keywords
+from ..checks.scalars import TOO_LARGE, shown
+from ..checks.tensors import IMPORTANCE_RULES, check_choice
+from ..config import NSAConfig
+
+# the name of the attention implementation
+NAME = "nsa"
 # the key of `model.config`, and within it the implementation that the sparse one replaces
 KEY, REPLACED = "nsa_config", "replaced_implementation"
 # the key of a converted model's settings
 CONVERTED_KEY = "nsa_converted"
-
 # kinds of layers that "nsa" computes
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+# the greatest `dense_length`
+ANY_LENGTH = TOO_LARGE - 1
 
 # One softmax over initial, local and ranked blocks. A block's score is its largest token's.
 DEFAULTS: dict[str, Any] = dict(
@@ -49,61 +55,58 @@ FIXED: dict[str, Any] = dict(
 )
 
 
-def given(config: NSAConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings that `config` names.
+def named_settings(
+    config: NSAConfig | Mapping[str, Any] | None, names: Iterable[str]
+) -> dict[str, Any]:
+    """The settings that `config` names; of an NSAConfig those of these names.
 
     Raises:
-        ValueError: neither an NSAConfig nor a mapping, or an NSAConfig of another form.
+        ValueError: neither an NSAConfig nor a mapping.
     """
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return {name: value for name, value in config.items() if name != REPLACED}
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
     if not isinstance(config, NSAConfig):
         raise ValueError(
             f"config must be an NSAConfig, a dict of settings or None, got {shown(config)}"
         )
-    for name, value in FIXED.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"config must have {name}={value!r} in a model of transformers, "
-                f"got {getattr(config, name)!r}"
-            )
-    names = {field.name for field in fields(config)} & set(DEFAULTS)
-    return {name: getattr(config, name) for name in names}
+    known = {field.name for field in fields(config)}
+    return {name: getattr(config, name) for name in names if name in known}
 
 
-def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings as plain values, those not given by default.
+def drop_in_settings(
+    config: NSAConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All settings of `use_sparse_attention` as plain values, those not named by default.
 
     Raises:
-        ValueError: an unknown setting, one out of range, or two incompatible ones.
+        ValueError: an unknown setting, one out of range, two incompatible ones, or an NSAConfig of
+            another form.
     """
+    user = named_settings(config, (*DEFAULTS, *FIXED)) | dict(settings)
+    user.pop(REPLACED, None)
+    source = "config must have {}={!r}" if isinstance(config, NSAConfig) else "{} must be {!r}"
     for name, value in FIXED.items():
-        if name in settings and settings[name] != value:
+        if (found := user.pop(name, value)) != value:
             raise ValueError(
-                f"{name} must be {value!r} in a model of transformers, got {shown(settings[name])}"
+                f"{source.format(name, value)} in a model of transformers, got {shown(found)}"
             )
-    own = {name: value for name, value in settings.items() if name not in FIXED}
-    check_keywords(own, DEFAULTS)
-    all_of_them = DEFAULTS | own
-    if own.get("compress_block_sliding_stride") is None:  # d is l by default
-        l = all_of_them["compress_block_size"]
-        all_of_them["compress_block_sliding_stride"] = l
-    backend = all_of_them.pop("backend")
-    check_choice("backend", backend, BACKENDS)
-    config = AttentionConfig(branches=("selected",), causal=True, **all_of_them)
-    names = (*SELECTION, "dense_length", "use_diff_topk")
-    return {name: getattr(config, name) for name in names} | dict(backend=backend)
+    check_keywords(user, DEFAULTS)
+    values = DEFAULTS | user
+    if user.get("compress_block_sliding_stride") is None:  # d is l by default
+        values["compress_block_sliding_stride"] = values["compress_block_size"]
+    check_choice("importance", values["importance"], IMPORTANCE_RULES)
+    sizes = dict(dim=1, dim_head=1, heads=1)  # any: the model decides them
+    layer = NSAConfig(**sizes, branches=("selected",), causal=True, rank_rotated=True, **values)
+    return {name: getattr(layer, name) for name in values}
 
 
 def layer_types(config: Any) -> list[str]:
     """The kind of each layer; of one layer where all are alike."""
-    found: list[str] | None = getattr(config, "layer_types", None)
-    if found is None:
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    if kinds is None:
         window = getattr(config, "sliding_window", None)
-        found = ["full_attention" if window is None else "sliding_attention"]
-    return found
+        kinds = ["full_attention" if window is None else "sliding_attention"]
+    return kinds
 
 
 def check_supported(config: Any, name: str) -> None:
@@ -126,5 +129,29 @@ def check_supported(config: Any, name: str) -> None:
 
 def settings_of(config: Any) -> dict[str, Any]:
     """The settings that the configuration of a model keeps; defaults where it keeps none."""
-    kept = getattr(config, KEY, None) or {}
-    return DEFAULTS | kept
+    return DEFAULTS | (getattr(config, KEY, None) or {})
+
+
+def check_widths(argument: str, config: NSAConfig, widths: Mapping[str, Any]) -> None:
+    """Check the settings of an `NSAConfig` that the model decides: equal, or left at a default."""
+    defaults = {field.name: field.default for field in fields(NSAConfig)}
+    for name, value in widths.items():
+        user = getattr(config, name)
+        if user not in (value, defaults[name]):
+            raise ValueError(
+                f"{argument} must have {name}={value!r}, as the model has, got {user!r}"
+            )
+
+
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Keep notes and progress bars of transformers from the terminal."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

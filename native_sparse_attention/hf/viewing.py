@@ -19,12 +19,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
 )
-from transformers.utils import logging
 
 from ..checks.scalars import shown
 from .configuration import NSAModelConfig
 from .convert import convert, load_converted
-from .settings import CONVERTED_KEY, KEY, checked, given
+from .settings import CONVERTED_KEY, KEY, drop_in_settings, without_notes
 
 # nothing is downloaded, and no code of a folder runs
 LOCAL: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
@@ -52,7 +51,7 @@ def load_viewed(
     """
     path = Path(path)
     source = source_of(path)
-    with quiet():
+    with without_notes():
         config = config_of(path, source)
         if settings is not None and isinstance(config, NSAModelConfig):
             raise ValueError(
@@ -62,7 +61,8 @@ def load_viewed(
         kept = getattr(config.get_text_config(decoder=True), CONVERTED_KEY, None)
         values = None
         if not kept and not isinstance(config, NSAModelConfig):
-            values = checked(given(getattr(config, KEY, None) if settings is None else settings))
+            user = getattr(config, KEY, None) if settings is None else settings
+            values = drop_in_settings(user, {})
         tokenizer = tokenizer_of(path, source)
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
         with errors_of(path):
@@ -148,17 +148,3 @@ def errors_of(path: Path) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} cannot be loaded: {reason}") from None
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep notes and progress bars of transformers from the terminal."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

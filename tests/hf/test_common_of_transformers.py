@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 
 import tests.helpers
 from native_sparse_attention.hf import NSAForCausalLM, NSAModel, NSAModelConfig
-from native_sparse_attention.hf.kv_layer import KVLayer
+from native_sparse_attention.hf.cache import KVLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # which classes have a loss, by name

@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from transformers.masking_utils import causal_mask_function
 
-from native_sparse_attention.hf import masks, use_sparse_attention
+from native_sparse_attention.hf import use_sparse_attention
+from native_sparse_attention.hf.mask import nsa_mask
 from tests.helpers.tiny_models import CACHE, SPARSE, padded, prompts, tiny, without_padding
 
 TOL = dict(atol=1e-4, rtol=1e-4)
@@ -156,7 +157,7 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             files = (frame.filename for frame in reversed(traceback.extract_stack()))
-            self.count += "hf" in next(Path(f) for f in files if "sparse_attention" in f).parts
+            self.count += next(Path(f) for f in files if "sparse_attention" in f).parent.name == "hf"
         return func(*args, **(kwargs or {}))
 
 
@@ -203,36 +204,37 @@ def test_other_masks_are_refused():
             model(text, attention_mask=mask)
 
 
-def test_masks_are_linear_in_the_keys():
-    """Of a forward without padding there is none; else one row of keys, or two."""
+def test_masks_say_what_they_are():
+    """Of a forward without padding there is none; else facts of keys, linear in their number."""
     given = dict(batch_size=2, q_length=5, mask_function=causal_mask_function)
-    mask = torch.ones(2, 9)
-    assert masks.sparse_mask(**given, kv_length=5) is None
-    assert masks.sparse_mask(**given, kv_length=9, q_offset=4, attention_mask=mask) is None
-    static = masks.sparse_mask(**given, kv_length=20, q_offset=4, attention_mask=mask)
-    assert static.shape == (0, 1, 1, 9)
-    mask[0, :3] = 0
+    tokens = torch.ones(2, 9)
+    assert nsa_mask(**given, kv_length=5) is None
+    assert nsa_mask(**given, kv_length=9, q_offset=4, attention_mask=tokens) is None
+    static = nsa_mask(**given, kv_length=20, q_offset=4, attention_mask=tokens)
+    assert static.length == 9 and not static.has_rows
+    assert nsa_mask(**given, kv_length=20, attention_mask=static) is static
+    tokens[0, :3] = 0
     for length in (9, 20):
-        found = masks.sparse_mask(**given, kv_length=length, q_offset=4, attention_mask=mask)
-        assert found.dtype == torch.int16
-        assert masks.is_own(found, length) and not masks.is_own(mask.short()[:, None, None], 9)
-        assert masks.received(found, length)[:, 0, 0].equal(mask.short())
+        mask = nsa_mask(**given, kv_length=length, q_offset=4, attention_mask=tokens)
+        assert mask.length == 9 and mask.tokens.equal(tokens.bool()) and mask.documents is None
     step = given | dict(q_length=1, kv_length=20, q_offset=torch.tensor(8))
-    assert masks.sparse_mask(**step).flatten().tolist() == [9]
+    assert nsa_mask(**step).length.tolist() == 9
     config = SimpleNamespace(nsa_config=dict(dense_length=8))
-    assert masks.sparse_mask(**step, config=config).flatten().tolist() == [9, 9]
-    found = masks.received(masks.sparse_mask(**step, attention_mask=mask), 20)[:, 0, 0]
-    assert found.shape == (2, 20)
-    assert found[:, :9].equal(mask.short()) and (found[:, 9:] == -1).all()
+    assert nsa_mask(**step, config=config).past_dense_length
+    mask = nsa_mask(**step, attention_mask=tokens)
+    assert mask.length.tolist() == 9 and mask.tokens.shape == (2, 20)
+    assert mask.tokens[:, :9].equal(tokens.bool()) and not mask.tokens[:, 9:].any()
+    moved = mask.to("meta")
+    assert moved.tokens.is_meta and moved.length.is_meta and mask.to("cpu") is mask
 
 
 def test_mask_functions_of_a_model_are_refused():
     given = dict(batch_size=1, q_length=5, kv_length=5)
     with pytest.raises(ValueError, match="got a mask function of the model's own"):
-        masks.sparse_mask(**given, mask_function=causal_mask_function, use_vmap=True)
+        nsa_mask(**given, mask_function=causal_mask_function, use_vmap=True)
 
     def image(b, h, q, k):
         return causal_mask_function(b, h, q, k) | (k < 3)
 
     with pytest.raises(ValueError, match="must be causal, got one that shows later tokens"):
-        masks.sparse_mask(**given, mask_function=image, allow_is_causal_skip=False)
+        nsa_mask(**given, mask_function=image, allow_is_causal_skip=False)

@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from native_sparse_attention.hf import convert, settings
-from native_sparse_attention.hf.kv_layer import StaticKVLayer
+from native_sparse_attention.hf.cache import StaticKVLayer
 from tests.helpers.tiny_models import (
     CACHE,
     FORMS,

@@ -1,0 +1,346 @@
+"""Which keys the queries of a forward may see, beside causality.
+
+transformers makes one mask for all layers of a forward and passes it to each, as it passes the
+`BlockMask` of flex_attention. For "nsa" it is None (all keys are tokens of one document, and the
+queries are the last of them), or an `NSAMask`. A mask [B, 1, T, S] of the user becomes one of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from .. import varlen
+from ..checks.scalars import shown
+from .settings import KEY, check_supported, settings_of
+
+HINT = (
+    "give attention_mask [B, S], 1 for tokens and 0 for padding, or position_ids that begin at 0 "
+    "in each packed document"
+)
+# a smaller number, added to a logit, hides the key
+HIDDEN = -1e4
+
+
+@dataclass(eq=False)
+class NSAMask:
+    """What a forward knows of its S keys. The T queries are the last of the first `length` keys and
+    see no later ones. All layers share it, and with it what one of them has computed from it.
+
+    Attributes:
+        length: keys that are written: an int, or in a step over a static cache a tensor [] that the
+            host does not read.
+        tokens: bool [B, L], True for tokens and False for padding and for keys that are not
+            written, of the first L keys; None without padding.
+        documents: integers [B, L], equal within a packed document; None for one document a row.
+        past_dense_length: whether the host knows that all queries are past `dense_length`.
+    """
+
+    length: int | Tensor
+    tokens: Tensor | None = None
+    documents: Tensor | None = None
+    past_dense_length: bool = False
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    # a mask of layers, as of four axes: transformers makes those from masks of two
+    ndim = 4
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows have padding or documents of their own."""
+        return self.tokens is not None or self.documents is not None
+
+    def __getitem__(self, index: Any) -> NSAMask:
+        """The mask of some of the last queries, as models write `mask[:, :, -n:, :]`."""
+        return self
+
+    def to(self, device: Any, *args: Any, **kwargs: Any) -> NSAMask:
+        """The mask on the device of a layer, as accelerate asks for it."""
+        values = dict(length=self.length, tokens=self.tokens, documents=self.documents)
+        tensors = {name: t for name, t in values.items() if isinstance(t, Tensor)}
+        if all(t.device == torch.device(device) for t in tensors.values()):
+            return self
+        return replace(self, **{n: t.to(device) for n, t in tensors.items()}, known={})
+
+    def once(self, compute: Callable[..., Any], *args: Any) -> Any:
+        """`compute(self, *args)`, for all layers that share the mask."""
+        if torch.compiler.is_compiling():
+            return compute(self, *args)
+        key = compute, args
+        if key not in self.known:
+            self.known[key] = compute(self, *args)
+        return self.known[key]
+
+    def layout(self, step: int) -> varlen.Layout:
+        """Rows in which each sequence or document begins at a multiple of `step`."""
+        layout: varlen.Layout = self.once(make_layout, step)
+        return layout
+
+    def queries(self, T: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a mask of tokens: the slots [T] of the queries among the keys; which of them are
+        tokens, [B, T]; and how many tokens [B] each sequence has before them."""
+        tokens: Any = self.tokens
+        slots = torch.arange(T, device=tokens.device) + (self.length - T)
+        new = tokens.index_select(1, slots)
+        return slots, new, tokens.sum(1) - new.sum(1)
+
+
+def make_layout(mask: NSAMask, step: int) -> varlen.Layout:
+    rows: Any = mask.documents if mask.tokens is None else mask.tokens
+    return varlen.layout(
+        tuple(rows.shape), rows.device, step, segment_ids=mask.documents, mask=mask.tokens
+    )
+
+
+def nsa_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | NSAMask | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **others: Any,
+) -> NSAMask | Tensor | None:
+    """The mask of a forward, as `AttentionMaskInterface` asks for it. Layers with a window get the
+    mask [B, 1, T, S] of SDPA over a cache, and where padding lies between tokens.
+
+    Raises:
+        ValueError: a mask that is not causal, or with a mask function of the model's own; a model
+            with other layers, which `use_sparse_attention` has not seen.
+    """
+    if isinstance(attention_mask, NSAMask):  # `generate` makes it before a compiled forward
+        return attention_mask
+    T, S, tracing = q_length, kv_length, torch.compiler.is_compiling()
+    if use_vmap or others.get("allow_is_bidirectional_skip") is not None:
+        raise ValueError(
+            "attention_mask must be causal, with padding or packed documents, got a mask function "
+            "of the model's own: use_dense_attention(model) computes it"
+        )
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor, got {shown(attention_mask)}")
+    if not tracing:
+        if config is not None:
+            check_supported(config, type(config).__name__)
+        if attention_mask is not None:
+            check_rows(attention_mask, batch_size, int(q_offset) + T)
+    documents = None
+    if not allow_is_causal_skip and T > 1:
+        find = documents_uncompiled if tracing else documents_of_function
+        documents = find(mask_function, batch_size, T, q_offset, device)
+    tokens = None
+    if attention_mask is not None:
+        tokens = attention_mask[:, kv_offset : kv_offset + S].to(device, torch.bool)
+        tokens = F.pad(tokens, (0, S - tokens.shape[1])).expand(batch_size, -1)
+    key = torch.arange(S, device=device)
+    if tokens is not None and not tracing:
+        is_full = bool((tokens | (key >= q_offset + T - kv_offset)).all())
+        tokens = None if is_full else tokens
+    sdpa: dict[str, Any] = dict(
+        batch_size=batch_size, q_length=T, kv_length=S, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, device=device,
+        allow_is_causal_skip=False,
+    )  # fmt: skip
+    if T == S and kv_offset == 0:
+        if tokens is None and documents is None:
+            return None
+        if tokens is not None and local_size is not None and not tracing and has_gaps(tokens):
+            return sdpa_mask(**sdpa)  # a window counts slots, padding too
+        return NSAMask(S, tokens, documents)
+    if local_size is not None:
+        is_last = not isinstance(q_offset, Tensor) and q_offset + T == kv_offset + S
+        return None if tokens is None and is_last else sdpa_mask(**sdpa)
+    if isinstance(q_offset, Tensor) and (tracing or T == 1):
+        # one graph of a step serves all lengths, or the two sides of `dense_length`
+        length = q_offset.to(device) + T
+        if tokens is not None:
+            return NSAMask(length, tokens & (key < length))
+        counts = not tracing and getattr(config, KEY, None) is not None
+        is_past = counts and int(q_offset) >= settings_of(config)["dense_length"]
+        return NSAMask(length, past_dense_length=is_past)
+    L = int(q_offset) + T
+    if tokens is None:
+        return None if L == S else NSAMask(L)
+    return NSAMask(L, tokens[:, :L])
+
+
+def check_rows(attention_mask: Tensor, batch_size: int, least: int) -> None:
+    if attention_mask.shape[0] not in (1, batch_size) or attention_mask.shape[1] < least:
+        raise ValueError(
+            f"attention_mask must have shape [{batch_size}, {least}], got "
+            f"{list(attention_mask.shape)}"
+        )
+
+
+def has_gaps(tokens: Tensor) -> bool:
+    """Whether padding lies between tokens of a row [B, S]."""
+    begins = tokens & ~F.pad(tokens, (1, 0))[:, :-1]
+    return bool((begins.sum(1) > 1).any())
+
+
+# packed documents
+
+
+def documents_of_function(
+    mask_function: Callable[..., Any],
+    B: int,
+    T: int,
+    q_offset: int | Tensor,
+    device: torch.device | str,
+) -> Tensor | None:
+    """The documents [B, T] of a mask function: a token that does not see the one before begins
+    another. None for one document a row.
+
+    Raises:
+        ValueError: tokens see later ones.
+    """
+    row = torch.arange(B, device=device)[:, None]
+    head = torch.zeros_like(row)
+    token = torch.arange(1, T, device=device)[None] + q_offset
+    sees = torch.as_tensor(mask_function(row, head, token, token - 1), device=device)
+    if bool(torch.as_tensor(mask_function(row, head, token - 1, token)).any()):
+        raise ValueError(
+            "attention_mask must be causal, got one that shows later tokens, as between those of "
+            f"an image: {HINT}"
+        )
+    return None if bool(sees.all()) else numbered(~sees.expand(B, -1))
+
+
+def packed_mask(position_ids: Tensor, B: int, past: int | None = None) -> NSAMask | None:
+    """The mask of B packed rows, by positions [1|B, T] that return to 0; None if they do not.
+
+    Args:
+        past: tokens before these of a cache, which has no packed documents; None without one.
+
+    Raises:
+        ValueError: packed documents over a cache.
+    """
+    begins = position_ids[:, 0 if past else 1 :] == 0
+    if not bool(begins.any()):
+        return None
+    if past is not None:
+        raise ValueError(
+            f"position_ids over a cache must not return to 0 after {past} tokens, got "
+            f"{shown(position_ids.tolist())}: a cache keeps no packed sequences, give "
+            "use_cache=False"
+        )
+    return NSAMask(position_ids.shape[1], documents=numbered(begins.expand(B, -1)))
+
+
+REASON = "packed sequences are looked for on the host: give attention_mask [B, S]"
+documents_uncompiled = torch.compiler.disable(documents_of_function, reason=REASON)
+packed_uncompiled = torch.compiler.disable(packed_mask, reason=REASON)
+
+
+def numbered(begins: Tensor) -> Tensor:
+    """The documents [B, T] of rows, by where tokens after the first begin one, [B, T - 1]."""
+    return F.pad(begins, (1, 0)).cumsum(1)
+
+
+# what the user gives: tensors that all layers of a forward share
+
+KNOWN: Any = WeakTensorKeyDictionary()
+
+
+def remembered(compute: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+    """`compute(tensor, *args)`, once for the layers of a forward. A tensor of inference mode counts
+    no writes, and is read anew."""
+    if torch.compiler.is_compiling() or tensor.is_inference():
+        return compute(tensor, *args)
+    state = compute, args, tensor._version
+    known = KNOWN.get(tensor)
+    if known is None or known[0] != state:
+        known = KNOWN[tensor] = state, compute(tensor, *args)
+    return known[1]
+
+
+def read_positions(position_ids: Any, B: int, T: int, past: int | None = None) -> NSAMask | None:
+    """`packed_mask` of T tokens, for all layers of a forward: transformers looks for packed
+    documents without a cache alone. In a graph, which cannot look, there are none."""
+    if torch.compiler.is_compiling() or not isinstance(position_ids, Tensor):
+        return None
+    if position_ids.ndim != 2 or position_ids.shape[1] != T:
+        return None
+    mask: NSAMask | None = remembered(packed_mask, position_ids, B, past)
+    return mask
+
+
+def read_mask(mask: Any, B: int, T: int, S: int) -> NSAMask | None:
+    """The mask of T queries and S keys that transformers passes, or that the user gave.
+
+    Raises:
+        ValueError: neither an `NSAMask` nor a tensor of padding or packed documents.
+    """
+    if mask is None or isinstance(mask, NSAMask):
+        return mask
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor [{B}, S], got {shown(mask)}")
+    found: NSAMask | None = remembered(mask_of_tensor, mask, B, T, S)
+    return found
+
+
+def mask_of_tensor(mask: Tensor, B: int, T: int, S: int) -> NSAMask | None:
+    """The mask that a tensor [B, 1, T, S] of the user says: bool or integers, not 0 to see, or
+    floats, 0 to see and a large negative number not to.
+
+    Raises:
+        ValueError: not such a mask, or one of neither padding nor packed documents.
+    """
+    if mask.ndim != 4 or mask.shape[0] not in (1, B) or mask.shape[2:] != (T, S):
+        raise ValueError(
+            f"attention_mask must have shape [{B}, S] or [{B}, 1, {T}, {S}], got {shown(mask)}"
+        )
+    visible = mask != 0
+    if mask.is_floating_point():
+        visible = mask > HIDDEN
+        if bool((visible & (mask != 0)).any()):
+            raise ValueError(
+                "attention_mask of floats must be 0 where a key is seen, and -inf where it is not, "
+                f"got other numbers, which bias logits: {HINT}"
+            )
+    if bool((visible != visible[:, :1]).any()):
+        raise ValueError(f"attention_mask must be the same for all heads: {HINT}")
+    visible, documents, lengths = visible[:, 0], None, [S]
+    tokens = visible.any(1)
+    if T == S:
+        tokens = visible.diagonal(dim1=1, dim2=2)
+        begins = ~visible[:, 1:, :-1].diagonal(dim1=1, dim2=2) & tokens[:, 1:] & tokens[:, :-1]
+        documents = numbered(begins) if bool(begins.any()) else None
+    else:  # last keys that no query sees are not written yet, in a static cache, or padding
+        seen = tokens.any(0).nonzero()
+        lengths = [max(T, int(seen[-1]) + 1 if len(seen) else 0), S]
+    for L in lengths:
+        if agrees(visible[..., :L], tokens[:, :L], documents):
+            break
+    else:
+        raise ValueError(
+            f"attention_mask [B, 1, T, S] must be causal, with padding or packed documents: {HINT}"
+        )
+    if documents is not None:
+        return NSAMask(L, tokens.expand(B, -1), documents.expand(B, -1))
+    if bool(tokens[:, :L].all()):
+        return None if L == S else NSAMask(L)
+    return NSAMask(L, tokens[:, :L].expand(B, -1))
+
+
+def agrees(visible: Tensor, tokens: Tensor, documents: Tensor | None) -> bool:
+    """Whether the last T of L tokens see, in `visible` [b, T, L], the `tokens` [b, L] of their
+    document up to their own. What padding sees has no effect."""
+    T, L = visible.shape[1:]
+    key = torch.arange(L, device=visible.device)
+    expected = tokens[:, None] & (key <= key[L - T :, None])
+    if documents is not None:
+        expected = expected & (documents[:, None] == documents[:, L - T :, None])
+    return not bool(((visible != expected) & tokens[:, L - T :, None]).any())
