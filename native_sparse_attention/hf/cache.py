@@ -60,38 +60,35 @@ class SparseLayer(DynamicLayer):
         self.values: Tensor
         self.windows = (l, d)
         self.stores: dict[str, Tensor] = {}
-        self.compressed: Tensor | None = None
+        self.means: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.copies() or not self.is_initialized:
+        # of keys that another call has moved or cropped they are computed anew
+        self.means = kept_means(self.keys, *self.windows) if self.is_initialized else None
+        # autograd saves what a call returned
+        copies = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if copies or not self.is_initialized:
             super().update(key_states, value_states, *args, **kwargs)
         else:
             self.keys = self.extended("keys", self.keys, key_states)
             self.values = self.extended("values", self.values, value_states)
-        if self.windows != (1, 1):
-            self.compress()
+        if self.windows != (1, 1) and not torch.compiler.is_compiling():
+            self.compress(copies)
         return self.keys, self.values
 
-    def copies(self) -> bool:
-        """Whether storage must stay as it is: autograd saves what a call returned."""
-        return torch.is_grad_enabled() or torch.compiler.is_compiling()
-
-    def compress(self) -> None:
+    def compress(self, copies: bool) -> None:
         """Add the windows that the newest tokens complete."""
         (l, d), S = self.windows, self.keys.shape[2]
-        done = 0 if self.compressed is None else self.compressed.shape[2]
-        if self.compressed is None or done * d < l:  # windows that begin before the first token
-            self.compressed = windows_of(self.keys, l, d, True).mean(dim=-2)
+        done = 0 if self.means is None else self.means.shape[2]
+        if self.means is None or done * d < l:  # windows that begin before the first token
+            self.means = windows_of(self.keys, l, d, True).mean(dim=-2)
         elif S // d > done:
-            means = unfold(self.keys[:, :, (done + 1) * d - l :], l, d).mean(dim=-2)
-            if self.copies():
-                self.compressed = torch.cat((self.compressed, means), dim=2)
-            else:
-                self.compressed = self.extended("compressed", self.compressed, means, d)
-        if not torch.compiler.is_compiling():
-            keep_means(self.keys, l, d, self.compressed)
+            new = unfold(self.keys[:, :, (done + 1) * d - l :], l, d).mean(dim=-2)
+            parts = self.means, new
+            self.means = torch.cat(parts, dim=2) if copies else self.extended("means", *parts, d)
+        keep_means(self.keys, l, d, self.means)
 
     def extended(self, name: str, held: Tensor, new: Tensor, every: int = 1) -> Tensor:
         """The held entries [B K n D] of `every` tokens each, and the new ones after them."""
@@ -109,40 +106,12 @@ class SparseLayer(DynamicLayer):
         return store[:, :, :most]
 
     def reset(self) -> None:
-        self.compressed = None
         self.stores.clear()
         super().reset()
 
     def offload(self) -> None:
         self.stores.clear()
         super().offload()
-        if self.compressed is not None:
-            self.compressed = self.compressed.to("cpu", non_blocking=True)
-
-    def prefetch(self) -> None:
-        super().prefetch()
-        if self.compressed is not None:
-            self.compressed = self.compressed.to(self.device, non_blocking=True)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        if self.compressed is not None:
-            self.compressed = self.compressed[:, :, : self.get_seq_length() // self.windows[1]]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self.compressed is not None:
-            self.compressed = self.compressed.index_select(0, beam_idx.to(self.compressed.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.compressed is not None:
-            self.compressed = self.compressed.repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self.compressed is not None:
-            self.compressed = self.compressed[indices, ...]
 
 
 def fits(one: Tensor, other: Tensor) -> bool:
@@ -202,30 +171,16 @@ class StaticSparseLayer(StaticLayer):
         self.means.index_copy_(2, torch.where(end <= S, window, N // d), means)
         return keys, values
 
-    def move(self, means: Tensor) -> None:
-        """Take other means, for keys that another call has moved."""
-        self.means = means
-        keep_means(self.keys, *self.windows, means)
-
-    def reset(self) -> None:
-        super().reset()
-        if self.is_initialized:
-            self.means.zero_()
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
         if self.is_initialized:
-            self.move(self.means.index_select(0, beam_idx.to(self.means.device)))
-
-    def offload(self) -> None:
-        super().offload()
-        if self.is_initialized:
-            self.move(self.means.to("cpu", non_blocking=True))
+            self.means = self.means.index_select(0, beam_idx.to(self.means.device))
+            keep_means(self.keys, *self.windows, self.means)
 
     def prefetch(self) -> None:
         super().prefetch()
         if self.is_initialized:
-            self.move(self.means.to(self.device, non_blocking=True))
+            keep_means(self.keys, *self.windows, self.means)
 
 
 class StaticSparseCache(StaticCache):

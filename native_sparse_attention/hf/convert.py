@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import transformers
@@ -171,12 +171,11 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
 def sparse_layer(parts: Parts, values: Mapping[str, Any]) -> SparseAttention:
     """A layer with the weights of an attention module."""
-    weight = parts.q[0]
-    own = dict(values)
-    bias = float(own.pop("gate_bias"))
-    if own["index_heads"] is None:
-        own["index_heads"] = parts.kv_heads
-    config = NSAConfig(**own, **parts.settings)
+    user = dict(values)
+    bias = float(user.pop("gate_bias"))
+    if user["index_heads"] is None:
+        user["index_heads"] = parts.settings["kv_heads"]
+    config = NSAConfig(**user, **parts.settings)
     networks: dict[str, Any] = {}
     if "compressed" in config.branches:
         networks["compress_mlp"] = MeanPool()
@@ -188,19 +187,18 @@ def sparse_layer(parts: Parts, values: Mapping[str, Any]) -> SparseAttention:
         networks["rotary_emb"] = False
     else:
         networks["inv_freq"] = parts.inv_freq.cpu()
+    weight = parts.out.weight
     layer = SparseAttention.from_config(config, **networks).to(weight.device, weight.dtype)
     kv_sets = 1 if config.branch_kv == "shared" else len(config.branches)
-    for name, i in (("weight", 0), ("bias", 1)):
-        projected = [parts.q[i], *(parts.k[i], parts.v[i]) * kv_sets]
-        there = [t for t in projected if t is not None]
-        if there:
-            assign(getattr(layer.to_qkv, name), torch.cat(there))
-        if getattr(parts.out, name) is not None:
-            assign(getattr(layer.combine_heads, name), getattr(parts.out, name).detach())
-    for norm, scales in ((layer.q_norm, parts.q_norm), (layer.k_norm, parts.k_norm)):
-        if norm is not None and scales is not None:
+    for name, (q, k, v) in parts.projections.items():
+        assign(getattr(layer.to_qkv, name), torch.cat([q, *(k, v) * kv_sets]))
+    for name, t in parts.out.named_parameters():
+        assign(getattr(layer.combine_heads, name), t.detach())
+    for norm, scales in zip((layer.q_norm, layer.k_norm), parts.norms, strict=True):
+        if norm is not None:
             assign(norm.weight, scales)
-    start_ranking(layer, parts)
+    if layer.to_index is not None and config.index_dim == config.dim_head:
+        assign(layer.to_index.weight, index_weight(parts, config))
     return layer
 
 
@@ -219,64 +217,42 @@ def freeze(layer: SparseAttention, module: nn.Module) -> None:
             copied.requires_grad_(False)
 
 
-def start_ranking(layer: SparseAttention, parts: Parts) -> None:
-    """Let index queries begin as the mean query of their group, and index keys as the mean key of
-    their KV heads, without biases and norms. With `index_heads=kv_heads` and neither in the model,
-    a block's score is then the largest (or mean) logit of the mean query. An index of another width
-    keeps random weights."""
-    if layer.to_index is None or layer.index_dim != layer.dim_head:
-        return
+def index_weight(parts: Parts, config: NSAConfig) -> Tensor:
+    """The first index queries, the mean query of each group, and index keys, the mean key of their
+    KV heads, without biases and norms. With `index_heads=kv_heads` and neither in the model, a
+    block's score is then the largest (or mean) logit of the mean query."""
+    D, (q, k, _), (q_norm, k_norm) = config.dim_head, parts.projections["weight"], parts.norms
 
-    def heads(weight: Tensor, norm: Tensor | None, count: int) -> Tensor:
-        weight = weight.unflatten(0, (-1, parts.dim_head))
+    def mean_heads(weight: Tensor, norm: Tensor | None, count: int) -> Tensor:
+        weight = weight.unflatten(0, (-1, D))
         if norm is not None:
             weight = weight * norm[:, None]
         return reduce(weight, "(h g) d i -> (h d) i", "mean", h=count)
 
-    q = heads(parts.q[0], parts.q_norm, parts.kv_heads)
-    k = heads(parts.k[0], parts.k_norm, layer.index_heads)
-    # scores have the index's own scale
-    assign(layer.to_index.weight, torch.cat((q * (parts.scale * parts.dim_head**0.5), k)))
+    scale = parts.settings["scale"] * D**0.5  # scores have the index's own scale
+    q = mean_heads(q, q_norm, parts.settings["kv_heads"]) * scale
+    return torch.cat((q, mean_heads(k, k_norm, config.index_heads)))
 
 
 # what is read of a model's attention
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The weights and numbers of one attention module, with rotary features in pairs.
+class Parts(NamedTuple):
+    """One attention module of a model, with rotary features in pairs.
 
     Attributes:
-        q, k, v: projections of H, K and K heads, each a weight [heads D, dim] and a bias or None.
+        settings: of an `NSAConfig`, those that the model decides.
+        projections: "weight" and perhaps "bias" of queries, keys and values [heads D, ...].
         out: the projection of the output.
-        q_norm, k_norm: weights [D] of the norms of heads, or None; `eps` is their epsilon.
+        norms: weights [D] of the norms of heads of queries and keys, or None.
         inv_freq: rotary frequencies [pairs] of the first 2 pairs features; None without positions.
     """
 
-    heads: int
-    kv_heads: int
-    dim_head: int
-    q: tuple[Tensor, Tensor | None]
-    k: tuple[Tensor, Tensor | None]
-    v: tuple[Tensor, Tensor | None]
+    settings: dict[str, Any]
+    projections: dict[str, list[Tensor]]
     out: nn.Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float | None
-    scale: float
-    soft_cap: float | None
+    norms: tuple[Any, Any]
     inv_freq: Tensor | None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of an `NSAConfig` that the model decides."""
-        return dict(
-            dim=self.q[0].shape[1], dim_head=self.dim_head, heads=self.heads,
-            kv_heads=self.kv_heads, causal=True, norm=False, qkv_bias=self.q[1] is not None,
-            out_bias=self.out.bias is not None, qk_norm=self.q_norm is not None,
-            qk_norm_eps=1e-6 if self.eps is None else self.eps, scale=self.scale,
-            soft_cap=self.soft_cap, attention_sinks=False,
-        )  # fmt: skip
 
 
 def refuse(module: Any, expected: str, got: str) -> NoReturn:
@@ -305,42 +281,54 @@ def parts_of(module: Any, rotary: Any, layer_type: str) -> Parts:
     Raises:
         ValueError: a module without an equivalent in `SparseAttention`.
     """
-    check_family(module)
-    config, name = module.config, type(module).__name__
-    H, K, D = config.num_attention_heads, config.num_key_value_heads, module.head_dim
-    scale = float(module.scaling)
-    inv_freq, order = None, torch.arange(D)
+    name, D = type(module).__name__, module.head_dim
+    H, K = module.config.num_attention_heads, module.config.num_key_value_heads
+    scale, inv_freq, order = float(module.scaling), None, torch.arange(D)
     if getattr(module, "use_rope", True):
         inv_freq, amplitude = frequencies(module, rotary, layer_type)
-        order = in_pairs(len(inv_freq), D)
-        if amplitude != 1.0 and 2 * len(inv_freq) < D:
+        pairs = len(inv_freq)
+        if amplitude != 1.0 and 2 * pairs < D:
             refuse(
                 module,
                 "attention_scaling 1 where rotary embedding turns a part of a head",
                 f"with {amplitude}",
             )
         scale *= amplitude**2  # of queries and of keys
-    q, k, v = projections(module, H * D, K * D)
-    norms: list[Tensor | None] = [None, None]
-    eps = None
+        # pairs of neighbours, of features i and i + pairs, which transformers rotates together
+        order = torch.cat((torch.arange(2 * pairs).view(2, pairs).T.flatten(), order[2 * pairs :]))
+
+    def in_pairs(t: Tensor) -> Tensor:
+        return t.unflatten(0, (-1, D))[:, order.to(t.device)].flatten(0, 1)
+
+    names = ["qkv_proj"] if name in FUSED else ["q_proj", "k_proj", "v_proj"]
+    linears, projections = [plain(module, linear) for linear in names], {}
+    for kind in ("weight", "bias"):
+        if getattr(linears[0], kind) is not None:
+            q, k, v = torch.cat([getattr(linear, kind).detach() for linear in linears]).split(
+                [H * D, K * D, K * D]
+            )
+            projections[kind] = [in_pairs(q), in_pairs(k), v]
+    norms: tuple[Any, Any] = (None, None)
+    eps = 1e-6
     if name in NORMED:
-        own = module.q_norm, module.k_norm
-        eps = getattr(own[0], "variance_epsilon", getattr(own[0], "eps", None))
-        plus_one = name.startswith("Gemma")
-        norms = [(n.weight.detach() + plus_one)[order.to(n.weight.device)] for n in own]
-    return Parts(
-        heads=H, kv_heads=K, dim_head=D, q=reordered(q, order), k=reordered(k, order), v=v,
-        out=plain(module, "dense" if name == "PhiAttention" else "o_proj"),
-        q_norm=norms[0], k_norm=norms[1], eps=eps, scale=scale,
-        soft_cap=module.attn_logit_softcapping if name in CAPPED else None, inv_freq=inv_freq,
+        norm, plus_one = module.q_norm, name.startswith("Gemma")
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", eps))
+        norms = (in_pairs(norm.weight.detach()), in_pairs(module.k_norm.weight.detach()))
+        norms = (norms[0] + plus_one, norms[1] + plus_one)
+    out = plain(module, "dense" if name == "PhiAttention" else "o_proj")
+    settings: dict[str, Any] = dict(
+        dim=out.weight.shape[0], dim_head=D, heads=H, kv_heads=K, causal=True, norm=False,
+        qkv_bias="bias" in projections, out_bias=out.bias is not None, qk_norm=name in NORMED,
+        qk_norm_eps=eps, scale=scale, attention_sinks=False,
+        soft_cap=module.attn_logit_softcapping if name in CAPPED else None,
     )  # fmt: skip
+    return Parts(settings, projections, out, norms, inv_freq)
 
 
 def frequencies(module: Any, rotary: Any, layer_type: str) -> tuple[Tensor, float]:
     """The rotary frequencies [pairs] of a layer, and what multiplies its cosines and sines."""
     kind = getattr(rotary, "rope_type", "default")
-    if isinstance(kind, dict):
-        kind = kind[layer_type]
+    kind = kind[layer_type] if isinstance(kind, dict) else kind
     if kind in CHANGING:
         refuse(
             module,
@@ -352,54 +340,24 @@ def frequencies(module: Any, rotary: Any, layer_type: str) -> tuple[Tensor, floa
     return inv_freq.detach().float(), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
 
 
-def in_pairs(pairs: int, width: int) -> Tensor:
-    """The order [width] of features that makes pairs of neighbours, 2 i and 2 i + 1, of features
-    i and i + pairs, which transformers rotates together."""
-    rotated = torch.arange(2 * pairs).view(2, pairs).T.flatten()
-    return torch.cat((rotated, torch.arange(2 * pairs, width)))
-
-
 def plain(module: Any, name: str) -> nn.Linear:
     """The projection of this name."""
-    found: nn.Linear = getattr(module, name)
-    if type(found) is not nn.Linear or not found.weight.is_floating_point():
+    linear: nn.Linear = getattr(module, name)
+    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
         refuse(
             module,
             "projections that are nn.Linear: merge adapters, and load without quantization",
-            f"with {name} of {type(found).__name__}",
+            f"with {name} of {type(linear).__name__}",
         )
-    if found.weight.is_meta:
+    if linear.weight.is_meta:
         refuse(module, "loaded weights", f"with {name} on the meta device")
-    if hasattr(found.weight, "device_mesh"):
+    if hasattr(linear.weight, "device_mesh"):
         refuse(
             module,
             "whole weights: convert it before fully_shard, and load it without tensor parallelism",
             f"with {name} as a DTensor",
         )
-    return found
-
-
-def projections(module: Any, q: int, kv: int) -> list[tuple[Tensor, Tensor | None]]:
-    """Weights and biases of queries, keys and values, whose widths are q, kv and kv."""
-    if type(module).__name__ in FUSED:
-        fused = plain(module, "qkv_proj")
-        weights = fused.weight.detach().split([q, kv, kv])
-        biases = (None,) * 3 if fused.bias is None else fused.bias.detach().split([q, kv, kv])
-        return list(zip(weights, biases, strict=True))
-    found = [plain(module, f"{name}_proj") for name in "qkv"]
-    return [(p.weight.detach(), None if p.bias is None else p.bias.detach()) for p in found]
-
-
-def reordered(
-    projection: tuple[Tensor, Tensor | None], order: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """A projection with the features of each head in this order [D]."""
-
-    def each(t: Tensor) -> Tensor:
-        return t.unflatten(0, (-1, len(order)))[:, order.to(t.device)].flatten(0, 1)
-
-    weight, bias = projection
-    return each(weight), None if bias is None else each(bias)
+    return linear
 
 
 # saved models
@@ -441,28 +399,26 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     layers = [name for name, m in model.named_modules() if isinstance(m, NSAAttention)]
     # a model of several parts may have another prefix in the file
     ends = {name: name[name.rindex("layers.") :] for name in layers}
-    state = {}
-    for file in names:
-        for key, t in load_file(folder / file).items():
-            for name, end in ends.items():
-                if f".{end}.attention." in f".{key}":
-                    state[name + key.partition(end)[2]] = t
-    own = tuple(f"{name}." for name in layers)
-    shapes = {key: t.shape for key, t in model.state_dict().items() if key.startswith(own)}
-    wanted = set(shapes)
-    others = {n: {key for key in about[n] if not key.startswith(own)} for n in about}
-    missing = sorted(wanted - state.keys() | others["missing_keys"])
-    unexpected = sorted(state.keys() - wanted | others["unexpected_keys"])
-    if missing or unexpected:
+    state = {
+        name + key.partition(end)[2]: t
+        for file in names
+        for key, t in load_file(folder / file).items()
+        for name, end in ends.items()
+        if f".{end}.attention." in f".{key}"
+    }
+    try:
+        loaded = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
         raise ValueError(
-            f"path must hold the weights of this conversion, got missing {missing} and unexpected "
-            f"{unexpected}"
-        )
-    if changed := [key for key, shape in shapes.items() if state[key].shape != shape]:
-        key = changed[0]
-        raise ValueError(
-            f"settings must keep the shapes of weights, got {sorted(settings)}, for which {key} "
-            f"has shape {list(shapes[key])} and not {list(state[key].shape)}"
-        )
-    model.load_state_dict(state, strict=False)
+            f"settings must keep the shapes of weights, got {sorted(settings)}, for which "
+            f"{' '.join(str(error).split())}"
+        ) from None
+    prefixes = tuple(f"{name}." for name in layers)
+    wrong = {
+        kind: {key for key in getattr(loaded, kind) if key.startswith(prefixes)}
+        | {key for key in about[kind] if not key.startswith(prefixes)}
+        for kind in ("missing_keys", "unexpected_keys")
+    }
+    if any(wrong.values()):
+        raise ValueError(f"path must hold the weights of this conversion, got {wrong}")
     return model.eval()

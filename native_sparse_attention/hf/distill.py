@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import isfinite
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks.scalars import check_choice, check_factor, check_int, shown
-from ..ranking import WEIGHTS
 from ..recipes import ranking_alone, sparse_layers
-from .modeling import Ranking, attention_modules, ranking_losses
+from .modeling import attention_modules, ranking_losses
 
 STAGES = ("ranking", "all")
 
@@ -61,46 +60,38 @@ def distill(
     Raises:
         ValueError: a model without learned rankings, an argument out of range, rows that are too
             short for a block to be ranked, gradients that are off, a converted model under
-            gradient checkpointing with `use_reentrant=True`, a teacher with layers of the model or
-            with another vocabulary, or gradients that are not finite. Weights are then those of
+            gradient checkpointing with `use_reentrant=True`, a teacher with layers of the model, or
+            gradients that are not finite. Weights are then those of
             the step before.
     """
-    steps, batch_size = check_int("steps", steps, 1), check_int("batch_size", batch_size, 1)
-    ranking_queries = check_int("ranking_queries", ranking_queries, 1)
-    rate = check_factor("lr", lr)
+    counts = dict(steps=steps, batch_size=batch_size, ranking_queries=ranking_queries)
+    for name, count in counts.items():
+        check_int(name, count, 1)
+    lr = check_factor("lr", lr)
     check_choice("stage", stage, STAGES)
-    check_choice("ranking_weights", ranking_weights, WEIGHTS)
-    if generator is not None and (
-        not isinstance(generator, torch.Generator) or generator.device.type != "cpu"
-    ):
-        raise ValueError(f"generator must be a torch.Generator on the CPU, got {shown(generator)}")
-    if stage == "ranking" and teacher is not None:
+    layers = [layer.attention for layer in attention_modules(model)]
+    if teacher is not None and stage == "ranking":
         raise ValueError("teacher must be None in stage 'ranking', which learns from the model")
-    attention_modules(model)
-    if not hasattr(model, "get_input_embeddings"):
+    if teacher is not None and {*layers} & {*teacher.modules()}:
         raise ValueError(
-            "model must be one of transformers: of a wrapper give what it wraps, as model.module, "
-            f"got {type(model).__name__}"
+            "teacher must have layers of its own, got those of model, which convert and adapters "
+            "change in place: copy.deepcopy(model) before"
         )
-    if stage == "all" and head_of(model) is None:
-        raise ValueError(
-            f"model must predict tokens in stage 'all', got {type(model).__name__} without a head"
-        )
-    if teacher is not None:
-        check_teacher(model, teacher)
     rows = rows_of(texts_or_ids, tokenizer, length)
-    check_rows(model, rows)
-    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    if rows.device.type == "cpu" and not 0 <= int(rows.min()) <= int(rows.max()) < vocabulary:
+    configs = [layer.config for layer in layers]
+    least = max(
+        c.selection_block_size * (2 + c.num_initial_blocks + max(1, c.num_local_blocks))
+        for c in configs
+    )
+    if rows.shape[1] < least:
         raise ValueError(
-            f"texts_or_ids must be token ids from 0 to {vocabulary - 1}, got {int(rows.min())} to "
-            f"{int(rows.max())}"
+            f"texts_or_ids must have rows of {least} tokens, in which two blocks can be ranked, "
+            f"got {rows.shape[1]}"
         )
-    device = next(model.parameters()).device
-    history = []
-    with ExitStack() as stack:
-        learned = stack.enter_context(trained(model, stage))
-        optimizer = torch.optim.AdamW(learned, lr=rate, weight_decay=0.0)
+    index = [p for layer in layers if layer.to_index for p in layer.to_index.parameters()]
+    device, history = next(model.parameters()).device, []
+    with trained_parameters(model, stage) as learned:
+        optimizer = torch.optim.AdamW(learned, lr=lr, weight_decay=0.0)
         for step in range(steps):
             drawn = torch.randint(len(rows), (batch_size,), generator=generator)
             ids = rows[drawn.to(rows.device)].to(device)
@@ -108,78 +99,28 @@ def distill(
             optimizer.zero_grad(set_to_none=True)
             with ranking_losses(model, queries, ranking_weights) as ranking:
                 loss = predictions_loss(model, ids, stage, teacher)
-                check_learns(model, ranking)
-                if loss is None:
-                    ranking.loss.backward()
-                else:
-                    (loss + ranking.loss).backward()
-            norm = torch.nn.utils.clip_grad_norm_(learned, 1.0)
-            found = numbers(loss, ranking)
-            if not isfinite(whole(norm).item()):
+                if any(p.requires_grad for p in index) and not ranking.loss.requires_grad:
+                    raise ValueError(
+                        "model must be called with gradients, and checkpointed without "
+                        "use_reentrant=True, under which its rankings learn nothing: give "
+                        "dict(use_reentrant=False) to gradient_checkpointing_enable"
+                    )
+                (ranking.loss if loss is None else loss + ranking.loss).backward()
+            norm: Any = torch.nn.utils.clip_grad_norm_(learned, 1.0)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of FSDP2
+            losses = {} if loss is None else {"loss": loss.item()}
+            losses["ranking"] = ranking.loss.item()
+            if not isfinite(norm.item()):
                 optimizer.zero_grad(set_to_none=True)
                 raise ValueError(
-                    f"model must have finite gradients, got losses of {found} in step {step}: give "
-                    "a smaller lr, or a dtype of more range than float16"
+                    f"model must have finite gradients, got losses of {losses} in step {step}: "
+                    "give a smaller lr, or a dtype of more range than float16"
                 )
             optimizer.step()
             torch.clear_autocast_cache()  # casts of the weights before the step
-            history.append(found)
+            history.append(losses)
         optimizer.zero_grad(set_to_none=True)
     return history
-
-
-def head_of(model: Any) -> nn.Module | None:
-    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-    return head
-
-
-def whole(t: Any) -> Tensor:
-    """A tensor that FSDP2 or tensor parallelism may have split."""
-    found: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return found
-
-
-def check_teacher(model: nn.Module, teacher: Any) -> None:
-    """Check that a teacher predicts the model's tokens, and not by the model's own layers.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if not isinstance(teacher, nn.Module):
-        raise ValueError(f"teacher must be a module or None, got {shown(teacher)}")
-    own = {id(layer) for layer in attention_modules(model)}
-    if any(id(module) in own for module in teacher.modules()):
-        raise ValueError(
-            "teacher must have layers of its own, got those of model, which convert and adapters "
-            "change in place: copy.deepcopy(model) before"
-        )
-    if not hasattr(teacher, "get_output_embeddings"):
-        return
-    heads = head_of(model), head_of(teacher)
-    if heads[1] is None:
-        raise ValueError(
-            f"teacher must predict tokens, got {type(teacher).__name__} without a head"
-        )
-    words = [getattr(head, "out_features", None) for head in heads]
-    if words[0] != words[1]:
-        raise ValueError(f"teacher must have the model's {words[0]} tokens, got {words[1]}")
-
-
-def check_learns(model: nn.Module, ranking: Ranking) -> None:
-    """Check that the loss of a forward has gradients for the rankings. Checkpointing of the older
-    kind runs the layers without, and keeps only what they return.
-
-    Raises:
-        ValueError: it has none.
-    """
-    indices = (layer.attention.to_index for layer in attention_modules(model))
-    learn = any(p.requires_grad for to in indices if to is not None for p in to.parameters())
-    if learn and not ranking.loss.requires_grad:
-        raise ValueError(
-            "model must be called with gradients, and checkpointed without use_reentrant=True, "
-            "under which its rankings learn nothing: give dict(use_reentrant=False) to "
-            "gradient_checkpointing_enable"
-        )
 
 
 def predictions_loss(
@@ -187,7 +128,8 @@ def predictions_loss(
 ) -> Tensor | None:
     """The forward of a step, and the loss of its predictions; none for the ranking alone."""
     if stage == "ranking":
-        if head_of(model) is None:  # of no head, or of one that wants to know padding
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is None:  # of no head, or of one that wants to know padding
             model.base_model(input_ids=ids, use_cache=False)
         else:  # FSDP2 gathers weights where the model itself is called
             model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -197,39 +139,25 @@ def predictions_loss(
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     with torch.no_grad():
         expected = teacher(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
-    given, expected = logits.log_softmax(dim=-1).flatten(0, 1), expected.flatten(0, 1)
-    return F.kl_div(given, expected, reduction="batchmean", log_target=True)
-
-
-def numbers(loss: Tensor | None, ranking: Ranking) -> dict[str, float]:
-    """The losses of a step as plain numbers."""
-    found = {} if loss is None else {"loss": loss.item()}
-    return found | {"ranking": ranking.loss.item()}
+    log_probs, expected = logits.log_softmax(dim=-1).flatten(0, 1), expected.flatten(0, 1)
+    return F.kl_div(log_probs, expected, reduction="batchmean", log_target=True)
 
 
 @contextmanager
-def trained(model: nn.Module, stage: str) -> Iterator[list[nn.Parameter]]:
-    """The parameters that a stage trains. In stage "ranking" the layers are dense; both end as they
-    were.
-
-    Raises:
-        ValueError: no parameters to train, or layers that cannot be dense.
-    """
+def trained_parameters(model: nn.Module, stage: str) -> Iterator[list[nn.Parameter]]:
+    """The parameters that a stage trains. In stage "ranking" the layers are dense; they end as they
+    were."""
     if stage == "all":
-        learned = [p for p in model.parameters() if p.requires_grad]
-        if not learned:
-            raise ValueError("model must have parameters that require gradients, got none")
-        yield learned
+        yield [p for p in model.parameters() if p.requires_grad]
         return
-    layers = sparse_layers(model)
-    before = [layer.dense for layer in layers]
+    before = {layer: layer.dense for layer in sparse_layers(model)}
     try:
-        for layer in layers:
+        for layer in before:
             layer.dense = True
         with ranking_alone(model) as learned:
             yield learned
     finally:
-        for layer, dense in zip(layers, before, strict=True):
+        for layer, dense in before.items():
             layer.dense = dense
 
 
@@ -239,40 +167,18 @@ def drawn_queries(n: int, count: int, generator: torch.Generator | None) -> Tens
 
 
 def rows_of(texts_or_ids: Any, tokenizer: Any, length: int) -> Tensor:
-    """Token ids [N, T]: those given, or of texts, one after the other, in rows of `length`.
-
-    Raises:
-        ValueError: neither, texts without a tokenizer, or fewer tokens than a row.
-    """
-    if isinstance(texts_or_ids, Tensor):
-        ids = texts_or_ids
-        if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.numel():
-            raise ValueError(f"texts_or_ids must be [N, T] integers or texts, got {shown(ids)}")
-        return ids.long()
-    texts = texts_or_ids if isinstance(texts_or_ids, (list, tuple)) else []
-    if not texts or not all(isinstance(text, str) for text in texts):
+    """Token ids [N, T] of rows; texts, one after the other, become rows of `length`."""
+    rows = texts_or_ids
+    if isinstance(rows, (list, tuple)) and rows and all(isinstance(text, str) for text in rows):
+        if tokenizer is None:
+            raise ValueError("tokenizer must be given with texts, got None")
+        tokens = [token for text in rows for token in tokenizer(text)["input_ids"]]
+        if len(tokens) < check_int("length", length, 2):
+            raise ValueError(f"texts_or_ids must have length={length} tokens, got {len(tokens)}")
+        rows = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
+    is_ids = isinstance(rows, Tensor) and rows.dtype in (torch.int32, torch.int64)
+    if not is_ids or rows.ndim != 2 or not rows.numel():
         raise ValueError(
-            f"texts_or_ids must be [N, T] integers or a list of texts, got {shown(texts_or_ids)}"
+            f"texts_or_ids must be [N, T] integers or a list of texts, got {shown(rows)}"
         )
-    if tokenizer is None:
-        raise ValueError("tokenizer must be given with texts, got None")
-    length = check_int("length", length, 2)
-    found = [token for text in texts for token in tokenizer(text)["input_ids"]]
-    if len(found) < length:
-        raise ValueError(f"texts_or_ids must have length={length} tokens, got {len(found)}")
-    rows = len(found) // length
-    return torch.tensor(found[: rows * length]).view(rows, length)
-
-
-def check_rows(model: nn.Module, rows: Tensor) -> None:
-    """Check that the last query of a row has two blocks to rank."""
-    layers = [layer.attention for layer in attention_modules(model)]
-    least = max(
-        (2 + a.num_initial_blocks + max(1, a.num_local_blocks)) * a.selection_block_size
-        for a in layers
-    )
-    if rows.shape[1] < least:
-        raise ValueError(
-            f"texts_or_ids must have rows of {least} tokens, in which two blocks can be ranked, "
-            f"got {rows.shape[1]}"
-        )
+    return rows.long()

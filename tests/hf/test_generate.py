@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from native_sparse_attention.hf import SparseCache, use_dense_attention, use_sparse_attention
+from native_sparse_attention.hf.cache import kept_means
 from tests.helpers.tiny_models import (
     CACHE,
     SPARSE,
@@ -95,7 +96,7 @@ def test_windows_over_caches(importance):
     alone = [model(text).logits for text in texts]
     for cache in (SparseCache(model.config), transformers.DynamicCache(config=model.config)):
         close(step_by_step(model, texts[1], 3, cache), alone[1], **TOL)
-    assert not any(hasattr(layer, "compressed") for layer in cache.layers)
+    assert not any(hasattr(layer, "means") for layer in cache.layers)
     batch = padded(texts, left=True)
     ids, mask = batch.pop("input_ids"), batch["attention_mask"]
     for cache in (
@@ -121,30 +122,28 @@ def test_sparse_cache_generates_what_a_dynamic_cache_does(settings, way):
 def test_sparse_cache_keeps_its_windows_as_it_changes():
     model, (text,) = use_sparse_attention(tiny(), **WINDOWS), prompts(30)
     cache = SparseCache(model.config)
+    changes = (
+        lambda: None,
+        lambda: cache.crop(-3),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([3, 0, 1])),
+        lambda: cache.reorder_cache(torch.tensor([2, 0, 1])),
+    )
     model(text.repeat(2, 1), **{CACHE: cache})
-    layer = cache.layers[0]
-
-    def check(batch, tokens):
-        means = layer.keys.unfold(2, 4, 2).mean(-1)
-        assert layer.keys.shape[::2] == (batch, tokens)
-        assert layer.compressed.shape[::2] == (batch, tokens // 2)
-        close(layer.compressed[:, :, 1:], means)
-
-    check(2, 30)
-    cache.crop(-3)
-    check(2, 27)
-    cache.batch_repeat_interleave(2)
-    check(4, 27)
-    cache.batch_select_indices(torch.tensor([3, 0, 1]))
-    check(3, 27)
-    cache.reorder_cache(torch.tensor([2, 0, 1]))
-    model(text[:, :5].repeat(3, 1), **{CACHE: cache})
-    check(3, 32)
+    layer, rows = cache.layers[0], (2, 2, 4, 3, 3)
+    for change, B in zip(changes, rows):
+        change()
+        for new in (5, 1):  # another tensor, and storage with room
+            model(text[:, :new].repeat(B, 1), **{CACHE: cache})
+            means = kept_means(layer.keys, 4, 2)
+            assert means.shape[::2] == (B, layer.keys.shape[2] // 2)
+            close(means[:, :, 1:], layer.keys.unfold(2, 4, 2).mean(-1))
     cache.reset()
-    assert layer.compressed is None
+    model(text, **{CACHE: cache})
+    assert kept_means(layer.keys, 4, 2).shape[2] == 15
     tokens = SparseCache(use_sparse_attention(model, **SPARSE).config)
     model(text, **{CACHE: tokens})
-    assert not any(layer.compressed is not None for layer in tokens.layers)
+    assert all(layer.means is None for layer in tokens.layers)
 
 
 @torch.no_grad()

@@ -157,7 +157,9 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             files = (frame.filename for frame in reversed(traceback.extract_stack()))
-            self.count += next(Path(f) for f in files if "sparse_attention" in f).parent.name == "hf"
+            self.count += (
+                next(Path(f) for f in files if "sparse_attention" in f).parent.name == "hf"
+            )
         return func(*args, **(kwargs or {}))
 
 
