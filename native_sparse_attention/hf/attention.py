@@ -220,7 +220,7 @@ def attend_blocks(
             starts = starts.expand(q.shape[0])
             least = settings["dense_length"] if mask is not None and mask.past_dense_length else 0
         return attend(q, k, v, settings, options, starts, least, key=key)
-    if T != L and mask.tokens is not None:
+    if mask.tokens is not None and (isinstance(L, Tensor) or T != L):
         return attend_padded(q, k, v, mask, settings, options)
     layout = mask.layout(
         max(settings["selection_block_size"], settings["compress_block_sliding_stride"])

@@ -139,3 +139,31 @@ def step_by_step(model, ids, first, cache, attention_mask=None, position_ids=Non
             given |= dict(position_ids=position_ids[:, start:stop])
         found.append(model(ids[:, start:stop], **given).logits)
     return torch.cat(found, dim=1)
+
+
+def packed(texts):
+    """Texts as documents of one row, by their positions."""
+    positions = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    return dict(input_ids=torch.cat(texts, 1), position_ids=positions)
+
+
+def dynamic(model):
+    return transformers.DynamicCache(config=model.config)
+
+
+def static(model, length=48):
+    return transformers.StaticCache(config=model.config, max_cache_len=length)
+
+
+def check_rows(out, batch, expected, **tolerance):
+    """Check that each row of a batch gives, without its padding, what is expected of it alone."""
+    assert out.isfinite().all()
+    mask = batch["attention_mask"]
+    for row, alone in zip(without_padding(out, mask), expected):
+        torch.testing.assert_close(row, alone, **dict(atol=1e-4, rtol=1e-4) | tolerance)
+
+
+def checkpoint(model, reentrant=False):
+    """Checkpoint a model's layers in training."""
+    enable = getattr(model, "activation_checkpointing_enable", None)  # since 5.24
+    (enable or model.gradient_checkpointing_enable)(dict(use_reentrant=reentrant))

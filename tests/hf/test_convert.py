@@ -20,7 +20,9 @@ from native_sparse_attention.view import collect
 from tests.helpers.tiny_models import (
     CACHE,
     SPARSE,
+    dynamic,
     of_parts,
+    packed,
     padded,
     prompts,
     step_by_step,
@@ -46,15 +48,6 @@ family = pytest.mark.parametrize("family", FAMILIES)
 form = pytest.mark.parametrize("form", FORMS)
 
 
-def packed(texts):
-    positions = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
-    return dict(input_ids=torch.cat(texts, 1), position_ids=positions)
-
-
-def dynamic(model):
-    return transformers.DynamicCache(config=model.config)
-
-
 @pytest.mark.slow(one_of=4)
 @form
 @family
@@ -73,22 +66,6 @@ def test_converted_model_gives_what_the_original_does(family, form):
             mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
             for one, other in zip(without_padding(out, mask), without_padding(dense, mask)):
                 close(one, other, **TOL)
-
-
-@pytest.mark.slow(one_of=3)
-@form
-@family
-@torch.no_grad()
-def test_steps_over_a_cache_are_one_forward_of_the_original(family, form):
-    model, texts = tiny(family), prompts(21, 28)
-    alone = [model(text).logits for text in texts]
-    convert(model, **FORMS[form])
-    close(step_by_step(model, texts[0], 17, dynamic(model)), alone[0], **TOL)
-    batch = padded(texts, left=True)
-    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
-    out = step_by_step(model, ids, 24, dynamic(model), **batch)
-    for one, expected in zip(without_padding(out, mask), alone):
-        close(one, expected, **TOL)
 
 
 @family
@@ -159,17 +136,6 @@ def test_generate_gives_what_the_original_does(form, way):
     assert found[0].equal(found[1])
 
 
-@pytest.mark.parametrize("settings", [SPARSE, BRANCHES | dict(sliding_window_size=4)])
-def test_assisted_decoding_generates_what_greedy_does(settings):
-    """The cache is cropped where a guess of the assistant is refused."""
-    original, (text,) = tiny(), prompts(30)
-    model = convert(copy.deepcopy(original), **settings)
-    torch.nn.init.normal_(original.lm_head.weight, std=0.3)
-    given = dict(input_ids=text, attention_mask=torch.ones_like(text))
-    given |= dict(do_sample=False, max_new_tokens=12)
-    assert model.generate(**given, assistant_model=original).equal(model.generate(**given))
-
-
 @form
 def test_gradients_are_those_of_the_original(form):
     model, (text,) = tiny("Qwen3").train(), prompts(24)
@@ -187,23 +153,6 @@ def test_gradients_are_those_of_the_original(form):
     assert {name.split(".")[-2] for name in without} == (
         {"to_index"} if form == "one_softmax" else set()
     )
-
-
-def test_gradient_checkpointing_and_caches_change_no_gradient():
-    model, texts = convert(tiny("Qwen2"), **SPARSE).train(), prompts(33, 40)
-    batch = padded(texts, left=True)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-
-    def gradients(use_cache=False):
-        model.zero_grad()
-        model(**batch, labels=labels, use_cache=use_cache).loss.backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients()
-    close(gradients(use_cache=True), expected, **TOL)
-    enable = getattr(model, "activation_checkpointing_enable", None)  # since 5.24
-    (enable or model.gradient_checkpointing_enable)()
-    close(gradients(), expected)
 
 
 @form

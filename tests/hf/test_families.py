@@ -7,9 +7,8 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from native_sparse_attention.hf import attention as hf_attention
-from native_sparse_attention.hf import use_dense_attention, use_sparse_attention
+from native_sparse_attention.hf import use_sparse_attention
 from tests.helpers.tiny_models import (
-    CACHE,
     FAMILIES,
     SPARSE,
     WHOLE,
@@ -46,26 +45,6 @@ def test_all_blocks_are_dense_attention(family):
                 close(one, other, **TOL)
 
 
-@family
-@torch.no_grad()
-def test_sparse_sequences_give_what_they_give_alone(family):
-    model, texts = use_sparse_attention(tiny(family), **SPARSE), prompts(33, 40)
-    alone = [model(text).logits for text in texts]
-    for left in (True, False):
-        batch = padded(texts, left)
-        out = model(**batch).logits
-        assert out.isfinite().all()
-        for one, expected in zip(without_padding(out, batch["attention_mask"]), alone):
-            close(one, expected, **TOL)
-    positions = torch.cat([torch.arange(t.shape[1]) for t in texts])[None]
-    for use_cache in (False, True):
-        out = model(torch.cat(texts, 1), position_ids=positions, use_cache=use_cache).logits
-        for one, expected in zip(out.split([33, 40], dim=1), alone):
-            close(one, expected, **TOL)
-    use_dense_attention(model)
-    assert (model(texts[1]).logits - alone[1]).abs().max() > 1e-2, "nothing was sparse"
-
-
 @pytest.mark.slow(one_of=3)
 @family
 @torch.no_grad()
@@ -83,46 +62,6 @@ def test_steps_over_a_cache_are_one_forward(family):
             close(one, expected, **TOL)
     cache = transformers.StaticCache(config=model.config, max_cache_len=48)
     close(step_by_step(model, texts[0], 25, cache), alone[0], **TOL)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GptOss"])
-@torch.no_grad()
-def test_short_sequences_are_dense_over_caches(family):
-    model, texts = tiny(family), prompts(29, 36)
-    alone = [model(text).logits for text in texts]
-    use_sparse_attention(model)
-    batch = padded(texts, left=True)
-    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
-    for cache in (
-        transformers.DynamicCache(config=model.config),
-        transformers.StaticCache(config=model.config, max_cache_len=48),
-    ):
-        out = step_by_step(model, ids, 30, cache, **batch)
-        for one, expected in zip(without_padding(out, mask), alone):
-            close(one, expected, **TOL)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("static", [False, True])
-def test_prefill_in_chunks_with_padding_anywhere(static):
-    """The new tokens of a sequence may have padding too, on either side."""
-    model, texts = use_sparse_attention(tiny("Qwen2"), **SPARSE), prompts(29, 40)
-    alone = [model(text).logits for text in texts]
-    for left in (True, False):
-        batch = padded(texts, left)
-        cache = transformers.DynamicCache(config=model.config)
-        if static:
-            cache = transformers.StaticCache(config=model.config, max_cache_len=48)
-        outs = []
-        for start, stop in ((0, 5), (5, 22), (22, 33), (33, 40)):
-            given = dict(attention_mask=batch["attention_mask"][:, :stop])
-            given["position_ids"] = batch["position_ids"][:, start:stop]
-            ids = batch["input_ids"][:, start:stop]
-            outs.append(model(ids, **given, **{CACHE: cache}).logits)
-        out = torch.cat(outs, dim=1)
-        assert out.isfinite().all()
-        for one, expected in zip(without_padding(out, batch["attention_mask"]), alone):
-            close(one, expected, **TOL)
 
 
 @torch.no_grad()
@@ -150,22 +89,6 @@ def test_gradients_are_those_of_dense_attention(family):
     assert found.keys() == expected.keys()
     for name, grad in found.items():
         close(grad, expected[name], atol=1e-3, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def test_gradient_checkpointing_changes_nothing():
-    model, texts = use_sparse_attention(tiny("Qwen3"), **SPARSE).train(), prompts(33, 40)
-    batch = padded(texts, left=True)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-
-    def gradients():
-        model.zero_grad()
-        model(**batch, labels=labels, use_cache=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    expected = gradients()
-    enable = getattr(model, "activation_checkpointing_enable", None)  # since 5.24
-    (enable or model.gradient_checkpointing_enable)()
-    close(gradients(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,17 +7,13 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from native_sparse_attention.hf import SparseCache, use_dense_attention, use_sparse_attention
+from native_sparse_attention.hf import SparseCache, use_sparse_attention
 from native_sparse_attention.hf.cache import kept_means
 from tests.helpers.tiny_models import (
     CACHE,
     SPARSE,
-    WHOLE,
-    padded,
     prompts,
-    step_by_step,
     tiny,
-    without_padding,
 )
 
 TOL = dict(atol=1e-4, rtol=1e-4)
@@ -32,90 +28,6 @@ WAYS = dict(
 )
 # windows of several tokens, whose compressed keys a cache keeps
 WINDOWS = SPARSE | dict(compress_block_size=4, compress_block_sliding_stride=2)
-
-
-def generated(model, batch, **settings):
-    """New tokens [B, n] of a batch, at a fixed seed."""
-    torch.manual_seed(1)
-    n = batch["input_ids"].shape[1]
-    batch = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-    return model.generate(**batch, max_new_tokens=NEW, **settings)[:, n:]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_all_blocks_generate_what_dense_attention_does(family, way):
-    model, texts = tiny(family), prompts(21, 30)
-    batch = dict(input_ids=texts[0]) if way == "lookup" else padded(texts, left=True)
-    expected = generated(model, batch, **WAYS[way])
-    use_sparse_attention(model, **WHOLE)
-    assert generated(model, batch, **WAYS[way]).equal(expected)
-
-
-@pytest.mark.parametrize("way", ["greedy", "static", "lookup"])
-@torch.no_grad()
-def test_sparse_greedy_decoding_is_one_forward_a_step(way):
-    model, (text,) = use_sparse_attention(tiny("Qwen2"), **SPARSE), prompts(30)
-    found = generated(model, dict(input_ids=text), **WAYS[way])
-    for _ in range(NEW):
-        token = model(text, use_cache=False).logits[:, -1:].argmax(-1)
-        text = torch.cat((text, token), dim=1)
-    assert found.equal(text[:, 30:])
-
-
-@pytest.mark.parametrize("way", ["greedy", "beams", "static"])
-def test_sparse_batch_generates_what_sequences_do_alone(way):
-    model, texts = use_sparse_attention(tiny("Gemma2"), **SPARSE), prompts(21, 30)
-    found = generated(model, padded(texts, left=True), **WAYS[way])
-    for text, row in zip(texts, found):
-        given = dict(input_ids=text, attention_mask=torch.ones_like(text))
-        assert generated(model, given, **WAYS[way])[0].equal(row)
-
-
-@pytest.mark.parametrize("settings", [SPARSE, WINDOWS], ids=["tokens", "windows"])
-def test_assisted_decoding_generates_what_greedy_does(settings):
-    """The cache is cropped where a guess of the assistant is refused."""
-    model, (text,) = use_sparse_attention(tiny(), **settings), prompts(30)
-    assistant = copy.deepcopy(use_dense_attention(copy.deepcopy(model)))
-    torch.nn.init.normal_(assistant.lm_head.weight, std=0.3)
-    given = dict(input_ids=text, attention_mask=torch.ones_like(text))
-    expected = generated(model, given, **WAYS["greedy"])
-    found = generated(model, given, **WAYS["greedy"], assistant_model=assistant)
-    assert found.equal(expected)
-    cache = {CACHE: SparseCache(model.config)}
-    found = generated(model, given, **WAYS["greedy"], assistant_model=assistant, **cache)
-    assert found.equal(expected)
-
-
-@pytest.mark.parametrize("importance", ["logits", "max", "probs"])
-@torch.no_grad()
-def test_windows_over_caches(importance):
-    """Compressed keys that a cache keeps are those of one forward."""
-    model = use_sparse_attention(tiny("Gemma3"), **WINDOWS, importance=importance)
-    texts = prompts(29, 36)
-    alone = [model(text).logits for text in texts]
-    for cache in (SparseCache(model.config), transformers.DynamicCache(config=model.config)):
-        close(step_by_step(model, texts[1], 3, cache), alone[1], **TOL)
-    assert not any(hasattr(layer, "means") for layer in cache.layers)
-    batch = padded(texts, left=True)
-    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
-    for cache in (
-        SparseCache(model.config),
-        transformers.StaticCache(config=model.config, max_cache_len=48),
-    ):
-        out = step_by_step(model, ids, 30, cache, **batch)
-        for one, expected in zip(without_padding(out, mask), alone):
-            close(one, expected, **TOL)
-
-
-@pytest.mark.parametrize("way", ["greedy", "beams"])
-@pytest.mark.parametrize("settings", [SPARSE, WINDOWS], ids=["tokens", "windows"])
-def test_sparse_cache_generates_what_a_dynamic_cache_does(settings, way):
-    model, (text,) = use_sparse_attention(tiny(), **settings), prompts(30)
-    given = dict(input_ids=text.repeat(2, 1), attention_mask=torch.ones(2, 30))
-    expected = generated(model, given, **WAYS[way])
-    found = generated(model, given, **WAYS[way], **{CACHE: SparseCache(model.config)})
-    assert found.equal(expected)
 
 
 @torch.no_grad()
@@ -186,29 +98,6 @@ def test_gradients_through_a_sparse_cache():
         sum(out.square().sum() for out in outs).backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     close(*grads)
-
-
-@pytest.mark.parametrize("static", [False, True])
-@torch.no_grad()
-def test_dense_length_over_a_cache(static):
-    """Queries before a position attend to all keys, also where a prefill or a step begins there."""
-    settings = SPARSE | dict(dense_length=25)
-    model, texts = use_sparse_attention(tiny(), **settings), prompts(33, 36)
-    alone = [model(text).logits for text in texts]
-    use_sparse_attention(model, **SPARSE)
-    assert (model(texts[1]).logits - alone[1]).abs().max() > 1e-2
-    use_sparse_attention(model, **settings)
-    batch = padded(texts, left=True)
-    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
-    for first in (20, 30):
-        cache = transformers.DynamicCache(config=model.config)
-        if static:
-            cache = transformers.StaticCache(config=model.config, max_cache_len=40)
-        again = copy.deepcopy(cache)
-        close(step_by_step(model, texts[1], first, cache), alone[1], **TOL)
-        out = step_by_step(model, ids, first, again, **batch)
-        for one, expected in zip(without_padding(out, mask), alone):
-            close(one, expected, **TOL)
 
 
 @torch.no_grad()

@@ -14,21 +14,16 @@ from tests.helpers.tiny_models import (
     CACHE,
     FORMS,
     SIZES,
+    dynamic,
     native,
-    padded,
     prompts,
     step_by_step,
     tiny,
-    without_padding,
 )
 
 TOL = dict(atol=1e-4, rtol=1e-4)
 close = torch.testing.assert_close
 form = pytest.mark.parametrize("form", FORMS)
-
-
-def dynamic(model):
-    return transformers.DynamicCache(config=model.config)
 
 
 @form
@@ -93,61 +88,6 @@ def test_local_layers_rank_nothing():
     whole.load_state_dict(model.state_dict())
     assert (model(text).logits - whole(text).logits).abs().max() > 1e-2
     close(step_by_step(model, text, 33, dynamic(model)), model(text).logits, **TOL)
-
-
-@form
-@torch.no_grad()
-def test_padding_on_either_side_and_packing_change_nothing(form):
-    model, texts = native(form, dense_layers=[1]), prompts(33, 40)
-    alone = [model(text).logits for text in texts]
-    for left in (True, False):
-        batch = padded(texts, left)
-        for use_cache in (False, True):
-            out = model(**batch, use_cache=use_cache).logits
-            for one, expected in zip(without_padding(out, batch["attention_mask"]), alone):
-                close(one, expected, **TOL)
-    positions = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
-    out = model(torch.cat(texts, dim=1), position_ids=positions, use_cache=False).logits
-    for one, expected in zip(out.split([33, 40], dim=1), alone):
-        close(one, expected, **TOL)
-
-
-@form
-@torch.no_grad()
-def test_steps_over_a_cache_are_one_forward(form):
-    model, texts = native(form, dense_layers=[0]), prompts(21, 28)
-    alone = [model(text).logits for text in texts]
-    close(step_by_step(model, texts[0], 17, dynamic(model)), alone[0], **TOL)
-    batch = padded(texts, left=True)
-    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
-    out = step_by_step(model, ids, 24, dynamic(model), **batch)
-    for one, expected in zip(without_padding(out, mask), alone):
-        close(one, expected, **TOL)
-
-
-@pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "assisted"])
-@form
-def test_generate_gives_with_a_cache_what_it_gives_without(form, way):
-    ways = dict(
-        sampling=dict(do_sample=True, temperature=0.7),
-        beams=dict(num_beams=3, num_return_sequences=2),
-    )
-    model, texts = native(form), prompts(21, 30)
-    batch = padded(texts, left=True)
-    del batch["position_ids"]
-    cached = {}
-    if way == "assisted":  # guesses that are refused crop the cache
-        batch = dict(input_ids=texts[1], attention_mask=torch.ones_like(texts[1]))
-        other = copy.deepcopy(model)
-        torch.nn.init.normal_(other.lm_head.weight, std=0.3)
-        cached = dict(assistant_model=other)
-    common = dict(do_sample=False, max_new_tokens=6) | ways.get(way, {})
-    found = []
-    for given in (dict(use_cache=False), cached):
-        torch.manual_seed(1)
-        found.append(model.generate(**batch, **common, **given))
-    assert found[0].equal(found[1])
 
 
 @torch.no_grad()

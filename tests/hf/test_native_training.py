@@ -36,21 +36,6 @@ def checkpointed(model, reentrant):
     (enable or model.gradient_checkpointing_enable)(dict(use_reentrant=reentrant))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@form
-def test_gradient_checkpointing_changes_no_gradient(form, reentrant):
-    queries = 8 if form == "index" else None
-    model, batch = native(form, ranking_queries=queries).train(), batch_of()
-    _, expected = gradients(model, batch)
-    assert any("to_index" in name for name in expected) == (form == "index")
-    checkpointed(model, reentrant)
-    assert all(layer.gradient_checkpointing for layer in model.model.layers)
-    close(gradients(model, batch)[1], expected, **TOL)
-    for layer in model.model.layers:
-        layer.gradient_checkpointing = False
-    close(gradients(model, batch, use_cache=form != "index")[1], expected, **TOL)
-
-
 def test_a_ranking_learns_beside_the_model():
     model, batch = native("index", ranking_queries=16, dense_layers=[0]).train(), batch_of()
     out, found = gradients(model, batch)

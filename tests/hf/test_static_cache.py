@@ -73,22 +73,6 @@ def test_a_compiled_step_reads_what_the_cache_keeps(reads_no_window_again):
     close(steps(model, compiled, ids, cache, 40), expected[:, 40:], **TOL)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-@pytest.mark.parametrize("beams", [1, 2])
-@torch.no_grad()
-def test_generates_what_a_dynamic_cache_does(beams, family):
-    model, ids = sparse(8, 4, family), torch.cat(prompts(40, 40))
-    given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=12, num_beams=beams,
-                 do_sample=False, pad_token_id=0, disable_compile=True)  # fmt: skip
-    cache = StaticSparseCache(model.config, max_cache_len=60)
-    if beams == 1:
-        expected = model.generate(ids, **given)
-        assert model.generate(ids, **given, **{CACHE: cache}).equal(expected)
-        cache.reset()  # the next prompt
-        ids, given["attention_mask"] = ids.flip(1), torch.ones_like(ids)
-    assert model.generate(ids, **given, **{CACHE: cache}).equal(model.generate(ids, **given))
-
-
 @pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this release takes no tokens back")
 @torch.no_grad()
 def test_tokens_that_are_taken_back_leave_nothing():

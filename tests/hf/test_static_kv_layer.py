@@ -8,7 +8,6 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from native_sparse_attention.hf import convert, settings
-from native_sparse_attention.hf.cache import StaticKVLayer
 from tests.helpers.tiny_models import (
     CACHE,
     FORMS,
@@ -16,9 +15,9 @@ from tests.helpers.tiny_models import (
     native,
     padded,
     prompts,
+    static,
     step_by_step,
     tiny,
-    without_padding,
 )
 
 TOL = dict(atol=1e-4, rtol=1e-4)
@@ -32,56 +31,9 @@ MODELS = dict(
 every = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
-def static(model, length=48):
-    return transformers.StaticCache(config=model.config, max_cache_len=length)
-
-
 def generate(model, batch, **given):
     batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
     return model.generate(**batch, max_new_tokens=9, do_sample=False, **given)
-
-
-@every
-@torch.no_grad()
-def test_steps_are_one_forward(make):
-    model, texts = make(), prompts(37, 40)
-    alone = [model(text, use_cache=False).logits for text in texts]
-    cache = static(model)
-    close(step_by_step(model, texts[1], 30, cache), alone[1], **TOL)
-    assert any(isinstance(layer, StaticKVLayer) for layer in cache.layers)
-    batch = padded(texts, left=True)
-    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
-    out = step_by_step(model, ids, 30, static(model), **batch)
-    for one, expected in zip(without_padding(out, mask), alone):
-        close(one, expected, **TOL)
-
-
-@pytest.mark.slow(one_of=4)
-@pytest.mark.parametrize("beams", [1, 3])
-@every
-@torch.no_grad()
-def test_generates_what_a_dynamic_cache_does(make, beams):
-    model, batch = make(), padded(prompts(33, 30), left=True)
-    expected = generate(model, batch, num_beams=beams)
-    found = generate(model, batch, num_beams=beams, cache_implementation="static")
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.slow(one_of=6)
-@every
-@torch.no_grad()
-def test_generate_compiles_one_graph(make):
-    """As on a GPU: without a graph break, and no graph for each length."""
-    model, batch = make(num_hidden_layers=2), padded(prompts(33, 30), left=True)
-    expected = generate(model, batch)
-    torch._dynamo.reset()
-    compiled = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
-    compiled._compile_all_devices = True
-    counted = torch._dynamo.utils.counters
-    counted.clear()
-    found = generate(model, batch, cache_implementation="static", compile_config=compiled)
-    assert torch.equal(found, expected)
-    assert 1 <= counted["stats"]["unique_graphs"] <= 2
 
 
 @torch.no_grad()

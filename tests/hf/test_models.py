@@ -1,0 +1,207 @@
+"""Laws of every kind of model: the drop-in, converted models and the native one. Padding, packing
+and caches change no number, `generate` gives the same over every cache."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+from native_sparse_attention.hf import (
+    SparseCache,
+    StaticSparseCache,
+    convert,
+    use_dense_attention,
+    use_sparse_attention,
+)
+from tests.helpers.tiny_models import (
+    CACHE,
+    FORMS,
+    SPARSE,
+    check_rows,
+    checkpoint,
+    dynamic,
+    native,
+    packed,
+    padded,
+    prompts,
+    static,
+    step_by_step,
+    tiny,
+)
+
+close = torch.testing.assert_close
+WINDOWS = SPARSE | dict(compress_block_size=4, compress_block_sliding_stride=2)
+BRANCHES = dict(
+    branches=("compressed", "selected", "window"), sliding_window_size=6, compress_block_size=8,
+    compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=1,
+)  # fmt: skip
+
+
+def drop_in(family, **settings):
+    return lambda **sizes: use_sparse_attention(tiny(family, **sizes), **settings)
+
+
+def converted(family, **settings):
+    return lambda **sizes: convert(tiny(family, **sizes), **settings)
+
+
+DROP_INS = {
+    "drop-in": drop_in("Qwen2", **SPARSE),
+    "drop-in, dense_length": drop_in("Gemma2", **SPARSE | dict(dense_length=25)),
+    "drop-in, short": drop_in("GptOss"),
+    "drop-in, windows": drop_in("Gemma3", **WINDOWS),
+    "drop-in, logits": drop_in("Llama", **WINDOWS, importance="logits"),
+    "drop-in, probs": drop_in("Llama", **WINDOWS, importance="probs"),
+}
+LAYERS = {
+    "converted": converted("Qwen3", **SPARSE, importance="max"),
+    "converted, ranked": converted("Llama", **SPARSE),
+    "converted, mixed": converted("Gemma3", **SPARSE | dict(dense_length=25)),
+    "converted, branches": converted("Phi", **BRANCHES),
+} | {
+    f"native, {form}": lambda form=form, **sizes: native(form, dense_layers=[0], **sizes)
+    for form in FORMS
+}
+MODELS = DROP_INS | LAYERS
+every = pytest.mark.parametrize("name", MODELS)
+
+
+def caches_of(name, model):
+    caches = [dynamic(model), static(model)]
+    if name in DROP_INS:
+        caches += [SparseCache(model.config), StaticSparseCache(model.config, max_cache_len=48)]
+    return caches
+
+
+def generate(model, batch, new=8, **settings):
+    """New tokens [B, n], at a fixed seed."""
+    torch.manual_seed(1)
+    batch = {name: t for name, t in batch.items() if name in ("input_ids", "attention_mask")}
+    settings = dict(do_sample=False, max_new_tokens=new) | settings
+    return model.generate(**batch, **settings)[:, batch["input_ids"].shape[1] :]
+
+
+@every
+@torch.no_grad()
+def test_padding_and_packing_change_nothing(name):
+    model, texts = MODELS[name](), prompts(33, 40)
+    alone = [model(text, use_cache=False).logits for text in texts]
+    for use_cache in (False, True):
+        for left in (True, False):
+            batch = padded(texts, left)
+            check_rows(model(**batch, use_cache=use_cache).logits, batch, alone)
+        batch = packed(texts)
+        out = model(**batch, use_cache=use_cache).logits
+        for document, expected in zip(out.split([33, 40], dim=1), alone):
+            close(document, expected, atol=1e-4, rtol=1e-4)
+
+
+@every
+@torch.no_grad()
+def test_steps_and_chunks_over_caches_are_one_forward(name):
+    model, texts = MODELS[name](), prompts(29, 36)
+    alone = [model(text, use_cache=False).logits for text in texts]
+    for index in range(len(caches_of(name, model))):
+        for first in (3, 30):  # also where `dense_length` lies between the steps
+            out = step_by_step(model, texts[1], first, caches_of(name, model)[index])
+            close(out, alone[1], atol=1e-4, rtol=1e-4)
+        batch = padded(texts, left=True)
+        ids = batch.pop("input_ids")
+        out = step_by_step(model, ids, 30, caches_of(name, model)[index], **batch)
+        check_rows(out, batch, alone)
+        for left in (True, False):  # padding among the new tokens of a chunk too
+            batch, outs = padded(texts, left), []
+            cache = caches_of(name, model)[index]
+            for start, stop in ((0, 5), (5, 22), (22, 31), (31, 36)):
+                part = {key: t[:, start:stop] for key, t in batch.items()}
+                part |= {"attention_mask": batch["attention_mask"][:, :stop], CACHE: cache}
+                outs.append(model(**part).logits)
+            check_rows(torch.cat(outs, dim=1), batch, alone)
+
+
+@pytest.mark.slow(one_of=4)
+@pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "static", "static beams", "own"])
+@every
+@torch.no_grad()
+def test_generate_gives_over_a_cache_what_it_gives_without(name, way):
+    ways = dict(
+        sampling=dict(do_sample=True, temperature=0.7), beams=dict(num_beams=3)
+    ) | {"static beams": dict(num_beams=3)}  # fmt: skip
+    model, batch = MODELS[name](), padded(prompts(21, 30), left=True)
+    settings = ways.get(way, {})
+    expected = generate(model, batch, use_cache=False, **settings)
+    if way.startswith("static"):
+        settings = dict(settings, cache_implementation="static")
+    if way == "own":
+        for cache in caches_of(name, model):
+            assert generate(model, batch, **{CACHE: cache}).equal(expected)
+    assert generate(model, batch, **settings).equal(expected)
+
+
+@pytest.mark.parametrize("guess", ["assistant", "lookup"])
+@pytest.mark.parametrize(
+    "name", ["drop-in", "drop-in, windows", "converted, ranked", "native, branches"]
+)
+@torch.no_grad()
+def test_guesses_that_are_refused_leave_nothing(name, guess):
+    """The cache is cropped there."""
+    model, (text,) = MODELS[name](), prompts(30)
+    batch = dict(input_ids=text, attention_mask=torch.ones_like(text))
+    settings = dict(prompt_lookup_num_tokens=3)
+    if guess == "assistant":
+        settings = dict(assistant_model=copy.deepcopy(model))
+        torch.nn.init.normal_(settings["assistant_model"].lm_head.weight, std=0.3)
+    expected = generate(model, batch, use_cache=False)
+    caches = [{}, {CACHE: SparseCache(model.config)}] if name in DROP_INS else [{}]
+    for cache in caches:
+        assert generate(model, batch, **settings, **cache).equal(expected)
+
+
+@pytest.mark.slow(one_of=6)
+@every
+@torch.no_grad()
+def test_generate_compiles_one_graph(name):
+    """As on a GPU: without a graph break, and no graph for each length."""
+    model, batch = MODELS[name](), padded(prompts(33, 30), left=True)
+    expected = generate(model, batch)
+    torch._dynamo.reset()
+    compiled = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compiled._compile_all_devices = True
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    found = generate(model, batch, cache_implementation="static", compile_config=compiled)
+    assert found.equal(expected)
+    assert 1 <= counted["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("name", ["drop-in", *LAYERS])
+def test_checkpointing_and_caches_change_no_gradient(name):
+    model, batch = MODELS[name]().train(), padded(prompts(33, 40), left=True)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    learns = getattr(model.config, "ranking_queries", False) is None and "index" in name
+    model.config.ranking_queries = 8 if learns else None
+
+    def gradients(use_cache=False):
+        model.zero_grad()
+        torch.manual_seed(3)  # of the queries of a ranking
+        model(**batch, labels=labels, use_cache=use_cache).loss.backward()
+        return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    assert any("to_index" in key for key in expected) == learns
+    if not learns:
+        close(gradients(use_cache=True), expected, atol=1e-4, rtol=1e-4)
+    for reentrant in (False, True) if name != "drop-in" else (False,):
+        checkpoint(model, reentrant)
+        close(gradients(), expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_what_was_sparse_is_dense_again():
+    model, (text,) = tiny(), prompts(40)
+    expected = model(text).logits
+    use_sparse_attention(model, **SPARSE)
+    assert (model(text).logits - expected).abs().max() > 1e-2
+    close(use_dense_attention(model)(text).logits, expected, atol=0, rtol=0)
