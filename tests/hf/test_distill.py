@@ -198,14 +198,10 @@ def test_bad_input_is_refused():
         (dict(lr=0.0), "lr must be"),
         (dict(stage="dense"), "stage must be one of 'ranking', 'all'"),
         (dict(batch_size=0), "batch_size must be"),
-        (dict(ranking_queries=0), "ranking_queries must be"),
         (dict(ranking_weights="sum"), "ranking_weights must be"),
+        (dict(ranking_queries=0), "ranking_queries must be"),
         (dict(teacher=tiny()), "teacher must be None"),
-        (dict(generator=0), "generator must be a torch.Generator"),
         (dict(stage="all", teacher=model), "teacher must have layers of its own"),
-        (dict(stage="all", teacher=tiny().model), "teacher must predict tokens"),
-        (dict(stage="all", teacher=tiny(vocab_size=65)), "teacher must have the model's 64 tokens"),
-        (dict(stage="all", teacher=0), "teacher must be a module"),
         (dict(texts_or_ids=["text"]), "tokenizer must be given"),
         (dict(texts_or_ids=[]), "texts_or_ids must be"),
         (dict(texts_or_ids=text.float()), "texts_or_ids must be"),
@@ -215,16 +211,11 @@ def test_bad_input_is_refused():
             distill(model, **(TRAIN | dict(texts_or_ids=text) | given))
     with pytest.raises(ValueError, match=r"one of convert\(model\)"):
         distill(tiny(), text, **TRAIN)
-    wrapped = torch.nn.Sequential(model)
-    with pytest.raises(ValueError, match="of a wrapper give what it wraps.*got Sequential"):
-        distill(wrapped, text, **TRAIN)
     with (
         ranking_losses(model, torch.arange(4)),
         pytest.raises(ValueError, match="got a second one"),
     ):
         distill(model, text, **TRAIN)
-    with pytest.raises(ValueError, match="got LlamaModel without a head"):
-        distill(convert(tiny().model, **INDEX), text, **TRAIN, stage="all")
     with pytest.raises(ValueError, match="importance='index'"):
         distill(convert(tiny(), **SPARSE, importance="max"), text, **TRAIN)
     cache = transformers.DynamicCache(config=model.config)
