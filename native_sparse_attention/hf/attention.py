@@ -306,7 +306,7 @@ def attend(
         call["dense_length"] = 0
     ck = None if is_dense else compressed_keys(k, settings, documents, key)
     if documents is None and not is_first and not is_dense and supports_decode(q, k, v, ck, call):
-        lengths = starts
+        lengths: Any = starts
         if isinstance(starts, int):
             lengths = torch.full((len(q),), starts, device=q.device, dtype=torch.int32)
         del call["use_diff_topk"]

@@ -401,7 +401,7 @@ def layer_of(cache: Any, index: int) -> KVLayer:
             model.
     """
     is_offloaded = getattr(cache, "offloading", False)
-    layer = None
+    layer: Any = None
     if isinstance(cache, Cache) and not is_offloaded:
         while cache.layer_class_to_replicate in (None, DynamicLayer) and len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())

@@ -43,9 +43,9 @@ class NSAMask:
         past_dense_length: whether the host knows that all queries are past `dense_length`.
     """
 
-    length: int | Tensor
-    tokens: Tensor | None = None
-    documents: Tensor | None = None
+    length: Any
+    tokens: Any = None
+    documents: Any = None
     past_dense_length: bool = False
     known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -67,7 +67,8 @@ class NSAMask:
         tensors = {name: t for name, t in values.items() if isinstance(t, Tensor)}
         if all(t.device == torch.device(device) for t in tensors.values()):
             return self
-        return replace(self, **{n: t.to(device) for n, t in tensors.items()}, known={})
+        moved: dict[str, Any] = {name: t.to(device) for name, t in tensors.items()}
+        return replace(self, **moved, known={})
 
     def once(self, compute: Callable[..., Any], *args: Any) -> Any:
         """`compute(self, *args)`, for all layers that share the mask."""
@@ -86,14 +87,13 @@ class NSAMask:
     def queries(self, T: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of a mask of tokens: the slots [T] of the queries among the keys; which of them are
         tokens, [B, T]; and how many tokens [B] each sequence has before them."""
-        tokens: Any = self.tokens
-        slots = torch.arange(T, device=tokens.device) + (self.length - T)
-        new = tokens.index_select(1, slots)
-        return slots, new, tokens.sum(1) - new.sum(1)
+        slots = torch.arange(T, device=self.tokens.device) + (self.length - T)
+        new = self.tokens.index_select(1, slots)
+        return slots, new, self.tokens.sum(1) - new.sum(1)
 
 
 def make_layout(mask: NSAMask, step: int) -> varlen.Layout:
-    rows: Any = mask.documents if mask.tokens is None else mask.tokens
+    rows = mask.documents if mask.tokens is None else mask.tokens
     return varlen.layout(
         tuple(rows.shape), rows.device, step, segment_ids=mask.documents, mask=mask.tokens
     )

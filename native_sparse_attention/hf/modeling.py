@@ -422,7 +422,7 @@ class NSAModel(NSAPreTrainedModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | NSAMask | None = None,
         position_ids: Tensor | None = None,
         cache: Any = None,
         inputs_embeds: Tensor | None = None,
@@ -463,7 +463,8 @@ class NSAModel(NSAPreTrainedModel):
             use_cache = self.config.use_cache and not self.training and ranking_queries is None
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        mask, positions = attention_mask, position_ids
+        mask: Any = attention_mask
+        positions = position_ids
         B, T = x.shape[:2]
         if isinstance(mask, Tensor) and mask.ndim == 2:
             past = 0 if cache is None else cache.get_seq_length()
@@ -518,7 +519,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | NSAMask | None = None,
         position_ids: Tensor | None = None,
         cache: Any = None,
         inputs_embeds: Tensor | None = None,

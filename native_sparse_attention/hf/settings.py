@@ -95,7 +95,7 @@ def drop_in_settings(
     if user.get("compress_block_sliding_stride") is None:  # d is l by default
         values["compress_block_sliding_stride"] = values["compress_block_size"]
     check_choice("importance", values["importance"], IMPORTANCE_RULES)
-    sizes = dict(dim=1, dim_head=1, heads=1)  # any: the model decides them
+    sizes: dict[str, Any] = dict(dim=1, dim_head=1, heads=1)  # any: the model decides them
     layer = NSAConfig(**sizes, branches=("selected",), causal=True, rank_rotated=True, **values)
     return {name: getattr(layer, name) for name in values}
 
