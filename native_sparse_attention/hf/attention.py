@@ -8,6 +8,7 @@ L  keys that are written, of S               l, d  tokens of a window, and from 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -15,16 +16,16 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from .. import blocks, varlen
+from .. import varlen
 from ..attention import SparseAttention
 from ..checks.scalars import shown
 from ..compat.sdpa import sdpa
 from ..compress import windows_of
-from ..config import NSAConfig
-from ..ops import dispatch
+from ..config import AttentionConfig, NSAConfig
 from ..ops.decode import decode_attention
 from ..ops.functional import sliding_window_attention
 from ..ops.nsa import native_sparse_attention
+from ..ops.triton.backend import why_not
 from .cache import kept_means
 from .mask import NSAMask, nsa_mask, read_mask, read_positions
 from .settings import (
@@ -326,16 +327,13 @@ def supports_decode(
     q: Tensor, k: Tensor, v: Tensor, ck: Tensor | None, call: dict[str, Any]
 ) -> bool:
     """Whether few new tokens follow many, and the decode kernels support the call."""
-    if q.shape[1] > MAX_NEW:
+    has_kernels = call["backend"] == "triton" or (call["backend"] == "auto" and q.is_cuda)
+    if q.shape[1] > MAX_NEW or not has_kernels:
         return False
-    names = "num_selected_blocks", "selection_block_size", "importance", "branches", "dense_length"
-    per_block = blocks.windows_per_block(
-        call["compress_block_sliding_stride"], call["selection_block_size"]
-    )
-    return dispatch.takes_kernels(
-        call["backend"], "decode_attention", q, k, v=v, others=(ck,), block_windows=per_block,
-        **{name: call[name] for name in names},
-    )  # fmt: skip
+    names = {field.name for field in fields(AttentionConfig)} & call.keys()
+    config = AttentionConfig(causal=True, **{name: call[name] for name in names})
+    facts: dict[str, Any] = dict(config=config, others=(ck,), dense_length=call["dense_length"])
+    return not why_not("decode_attention", q, k, v=v, **facts)
 
 
 def compressed_keys(
