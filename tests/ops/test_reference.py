@@ -59,17 +59,9 @@ def test_compressed(shape, d, m, causal):
     W = S // d if causal else -(-S // d)
     q, ck, cv = normal(2, T, H, D), normal(2, W, K, D), normal(2, W, K, E)
     mem_k, mem_v = (normal(K, m, D), normal(K, m, E)) if m else (None, None)
-    out, lse = compressed_attention(
-        q,
-        ck,
-        cv,
-        compress_block_sliding_stride=d,
-        mem_k=mem_k,
-        mem_v=mem_v,
-        causal=causal,
-        seq_len=S,
-        return_lse=True,
-    )
+    kwargs = dict(compress_block_sliding_stride=d, mem_k=mem_k, mem_v=mem_v)
+    kwargs |= dict(causal=causal, seq_len=S, return_lse=True)
+    out, lse = compressed_attention(q, ck, cv, **kwargs)
     expected, expected_lse = oracles.compressed(q, ck, cv, mem_k, mem_v, d, causal, S - T)
     close(out, expected)
     close(lse, expected_lse)
@@ -89,19 +81,10 @@ def test_selected(shape, initial, local, shared, causal):
     indices = torch.rand(2, T, R, C + 2).argsort(-1)[..., :n]  # distinct blocks
     indices = indices.masked_fill(indices >= C, -1).int()  # and empty slots
     gates = normal(2, T, R, n)
+    kwargs = dict(selection_block_size=s, causal=causal, return_lse=True)
+    kwargs |= dict(num_initial_blocks=initial, num_local_blocks=local)
     for gate in (None, gates):
-        out, lse = selected_attention(
-            q,
-            k,
-            v,
-            indices,
-            selection_block_size=s,
-            gates=gate,
-            num_initial_blocks=initial,
-            num_local_blocks=local,
-            causal=causal,
-            return_lse=True,
-        )
+        out, lse = selected_attention(q, k, v, indices, gates=gate, **kwargs)
         expected, expected_lse = oracles.selected(
             q, k, v, indices, s, causal, S - T, initial, local, gate
         )
@@ -109,20 +92,18 @@ def test_selected(shape, initial, local, shared, causal):
         close(lse, expected_lse)
 
 
+SIZES = dict(
+    compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=4,
+    num_selected_blocks=2, sliding_window_size=3,
+)  # fmt: skip
+
+
 def inputs(T=11, S=19, H=4, K=2, D=3, E=2, l=4, d=2, m=1):
     W = -(-S // d)
-    leaves = [
-        normal(1, T, H, D),
-        normal(1, S, K, D),
-        normal(1, S, K, E),
-        normal(1, W, K, D),
-        normal(1, W, K, E),
-        torch.rand(1, T, H, 3, dtype=torch.float64),
-        normal(1, T, H, D),
-        normal(K, m, D),
-        normal(K, m, E),
-    ]
-    return [t.requires_grad_() for t in leaves]
+    tokens = (T, H, D), (S, K, D), (S, K, E), (W, K, D), (W, K, E)
+    leaves = [normal(1, *shape) for shape in tokens]
+    leaves += [torch.rand(1, T, H, 3, dtype=torch.float64), normal(1, T, H, D)]
+    return [t.requires_grad_() for t in (*leaves, normal(K, m, D), normal(K, m, E))]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -133,24 +114,8 @@ def test_gradients(importance, use_diff_topk, causal):
     part is held by test_selection and here only the rest is."""
 
     def whole(q, k, v, ck, cv, gates, cq, mem_k, mem_v):
-        return native_sparse_attention(
-            q,
-            k,
-            v,
-            ck,
-            cv,
-            gates,
-            cq=cq,
-            mem_k=mem_k,
-            mem_v=mem_v,
-            compress_block_size=4,
-            compress_block_sliding_stride=2,
-            selection_block_size=4,
-            num_selected_blocks=2,
-            sliding_window_size=3,
-            importance=importance,
-            causal=causal,
-        )
+        call = dict(cq=cq, mem_k=mem_k, mem_v=mem_v, importance=importance, causal=causal)
+        return native_sparse_attention(q, k, v, ck, cv, gates, **call, **SIZES)
 
     if use_diff_topk:
         q, k, v = (t.detach() for t in inputs()[:3])
@@ -184,21 +149,9 @@ def test_empty_rows():
 
 @pytest.mark.parametrize("B, T, S", [(0, 5, 5), (2, 0, 7), (2, 0, 0), (0, 0, 0)])
 def test_empty_tensors(B, T, S):
-    W = S // 2
-    out, indices = native_sparse_attention(
-        normal(B, T, 4, 3),
-        normal(B, S, 2, 3),
-        normal(B, S, 2, 5),
-        normal(B, W, 2, 3),
-        normal(B, W, 2, 5),
-        normal(B, T, 4, 3),
-        compress_block_size=4,
-        compress_block_sliding_stride=2,
-        selection_block_size=4,
-        num_selected_blocks=2,
-        sliding_window_size=3,
-        return_indices=True,
-    )
+    shapes = (T, 4, 3), (S, 2, 3), (S, 2, 5), (S // 2, 2, 3), (S // 2, 2, 5), (T, 4, 3)
+    tensors = [normal(B, *shape) for shape in shapes]
+    out, indices = native_sparse_attention(*tensors, **SIZES, return_indices=True)
     assert out.shape == (B, T, 4, 5) and indices.shape == (B, T, 2, 2)
 
 
@@ -206,13 +159,7 @@ def test_empty_tensors(B, T, S):
 def test_dtypes(dtype):
     """Every dtype comes out as it went in, near the fp64 result (3 roundings of order eps)."""
     args = [t.detach().to(dtype) for t in inputs(T=19)]
-    kwargs = dict(
-        compress_block_size=4,
-        compress_block_sliding_stride=2,
-        selection_block_size=4,
-        num_selected_blocks=9,  # all blocks: no near-tie can matter
-        sliding_window_size=3,
-    )
+    kwargs = SIZES | dict(num_selected_blocks=9)  # all blocks: no near-tie can matter
     names = ("cq", "mem_k", "mem_v")
     out = native_sparse_attention(*args[:6], **dict(zip(names, args[6:], strict=True)), **kwargs)
     exact = [t.double() for t in args]
@@ -228,12 +175,8 @@ def test_windows_that_are_not_the_sequences():
     """Too few would hide tokens; too many tell that S is not what it seems, as in a decoding step
     without seq_len, whose query would stand at position 0 and see nothing."""
     q, ck = normal(1, 1, 4, 8), normal(1, 9, 2, 8)
-    sizes = dict(
-        compress_block_size=4,
-        compress_block_sliding_stride=4,
-        selection_block_size=4,
-        num_selected_blocks=2,
-    )
+    sizes = SIZES | dict(compress_block_sliding_stride=4)
+    w = sizes.pop("sliding_window_size")
     stride = dict(compress_block_sliding_stride=4)
     attend = lambda **kwargs: compressed_attention(q, ck, ck, **stride, **kwargs)  # noqa: E731
     with pytest.raises(ValueError, match="ck must hold the 0 windows.* S=1 tokens, got 9"):
@@ -244,7 +187,7 @@ def test_windows_that_are_not_the_sequences():
         select_blocks(q, ck, **sizes, seq_len=37, causal=False)
     with pytest.raises(ValueError, match="ck must hold the 10 windows.* S=40 tokens, got 9"):
         k, gates = normal(1, 40, 2, 8), normal(1, 1, 4, 3)
-        native_sparse_attention(q, k, k, ck, ck, gates, sliding_window_size=3, **sizes)
+        native_sparse_attention(q, k, k, ck, ck, gates, sliding_window_size=w, **sizes)
     expected = attend(seq_len=37)
     close(attend(q_offset=36), expected)
     close(attend(q_offset=torch.tensor([36])), expected)
@@ -259,15 +202,9 @@ def test_laws_of_the_branches():
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     ).transpose(1, 2)
     for importance in ("logits", "probs", "max"):
-        indices = select_blocks(
-            q,
-            normal(2, T // 2, K, D),
-            compress_block_size=4,
-            compress_block_sliding_stride=2,
-            selection_block_size=4,
-            num_selected_blocks=10,
-            importance=importance,
-        )
+        sizes = SIZES | dict(num_selected_blocks=10, importance=importance)
+        del sizes["sliding_window_size"]
+        indices = select_blocks(q, normal(2, T // 2, K, D), **sizes)
         close(selected_attention(q, k, v, indices, selection_block_size=4), dense)
     close(sliding_window_attention(q, k, v, sliding_window_size=T), dense)
     close(sliding_window_attention(q, k, v, sliding_window_size=T - 1), dense)

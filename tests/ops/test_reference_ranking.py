@@ -26,22 +26,12 @@ def test_selection(l, d, s, rule, interpolated, shared, causal):
     q, ck, mem_k = normal(1, T, H, D), normal(1, W, K, D), normal(K, 2, D)
     q.requires_grad_()
     indices, gates = select_blocks(
-        q,
-        ck,
-        mem_k=mem_k,
-        compress_block_size=l,
-        compress_block_sliding_stride=d,
-        selection_block_size=s,
-        num_selected_blocks=n,
-        importance=rule,
-        interpolated_importance_score=interpolated,
-        num_initial_blocks=initial,
-        num_local_blocks=local,
-        query_heads_share_selected_kv=shared,
-        causal=causal,
-        seq_len=S,
+        q, ck, mem_k=mem_k, compress_block_size=l, compress_block_sliding_stride=d,
+        selection_block_size=s, num_selected_blocks=n, importance=rule,
+        interpolated_importance_score=interpolated, num_initial_blocks=initial,
+        num_local_blocks=local, query_heads_share_selected_kv=shared, causal=causal, seq_len=S,
         return_gates=True,
-    )
+    )  # fmt: skip
     assert indices.dtype == torch.int32
     assert (gates == 1).all()
     weight = torch.randn_like(gates)
@@ -50,21 +40,9 @@ def test_selection(l, d, s, rule, interpolated, shared, causal):
         i = S - T + t
         heads = range(r * H // K, (r + 1) * H // K) if shared else [r]
         scores = oracles.block_scores(
-            q[0, t],
-            ck,
-            mem_k,
-            i=i,
-            b=0,
-            heads=list(heads),
-            kv=r if shared else r * K // H,
-            l=l,
-            d=d,
-            s=s,
-            S=S,
-            rule=rule,
-            interpolated=interpolated,
-            causal=causal,
-        )
+            q[0, t], ck, mem_k, i=i, b=0, heads=list(heads), kv=r if shared else r * K // H, l=l,
+            d=d, s=s, S=S, rule=rule, interpolated=interpolated, causal=causal,
+        )  # fmt: skip
         forced = oracles.forced_blocks(i, -(-S // s), s, causal, initial, local)
         scores = {c: score for c, score in scores.items() if c not in forced}
         best = sorted(scores, key=lambda c: -scores[c].item())[:n]

@@ -1,7 +1,7 @@
 """Ranking of blocks: scores are computed tile by tile and folded into a running top n on chip.
 
 A tile ranks the leaders of groups of STRIDE tokens (every token where STRIDE = 1). Every token of a
-group gets the block indices of its leader. `ops/reference/topk.py` is the specification.
+group gets the block indices of its leader. `ops/reference.py` is the specification.
 
 Kernels omit a positive factor of all scores of a query: it does not change the ranking.
 """

@@ -1,5 +1,5 @@
 """The selection in Triton against its specification: the blocks chosen are the best by the scores
-of `ops/reference/topk.py` in float64, except where two lie nearer than the kernel may err."""
+of `ops/reference.py` in float64, except where two lie nearer than the kernel may err."""
 
 import itertools
 
