@@ -150,7 +150,7 @@ def select_partials(
     initial ones, then the blocks up to the token's own. The codes are scattered through `scratch`,
     PARTIALS zeros of this program."""
     c, own_block = tl.arange(0, P.BLOCKS), position // S.s
-    UNRANKED: tl.constexpr = max(P.BLOCKS, S.TOPN)
+    UNRANKED: tl.constexpr = P.BLOCKS if P.BLOCKS > S.TOPN else S.TOPN
     rank = tl.full([P.BLOCKS], UNRANKED, tl.int32)
     if S.TOPN > 0:
         candidate_end = candidates_end(position, NEVER, R.LOCAL, S.d, S.s, True)

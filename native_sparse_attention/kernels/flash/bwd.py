@@ -35,10 +35,10 @@ from .fwd import (
     logits,
     prefix_arguments,
     prefix_end,
-    supports_sm90,
     tile_ranges,
     tiles_of_queries,
 )
+from .support import supports_sm90
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from ..common.gluon_sm90 import (
 )
 from ..common.launch import LOG2_E, KVRange
 from ..common.primitives import BEHIND, LARGEST_BOUND, LOCAL_BLOCKS
-from .fwd import prefix_rows, query_tiles
+from .support import prefix_rows, query_tiles
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer

@@ -201,7 +201,7 @@ def a_selection(change):
 ])  # fmt: skip
 def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
     """On a GPU of 6 multiprocessors that could."""
-    hopper = pytest.importorskip("native_sparse_attention.kernels.flash.fwd")
+    hopper = pytest.importorskip("native_sparse_attention.kernels.flash.support")
     monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
     monkeypatch.setattr(hopper.sm90, "multiprocessors", lambda device: 6)
     at = dict(T=100, S=100, H=16, D=128, E=128, dtype=torch.bfloat16, scale=0.1) | change
