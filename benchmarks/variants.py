@@ -242,15 +242,16 @@ def ranking_of(settings: Settings, seed: int, step: int, device: torch.device) -
 
 def keys_per_query(layer: SparseAttention, T: int) -> dict[str, int]:
     """Keys that the last query of T tokens reads, by branch."""
+    config = layer.config
     if layer.dense:
         return {"dense": T}
-    blocks = layer.num_selected_blocks + layer.num_initial_blocks + layer.num_local_blocks
-    found = {
-        "compressed": T // layer.compress_block_sliding_stride,
-        "selected": min(T, blocks * layer.selection_block_size),
-        "window": min(T, layer.sliding_window_size + 1),
+    blocks = config.num_selected_blocks + config.num_initial_blocks + config.num_local_blocks
+    keys = {
+        "compressed": T // config.compress_block_sliding_stride,
+        "selected": min(T, blocks * config.selection_block_size),
+        "window": min(T, config.sliding_window_size + 1),
     }
-    return {name: keys for name, keys in found.items() if name in layer.branches}
+    return {name: count for name, count in keys.items() if name in config.branches}
 
 
 def describe(model: Transformer, shape: dict[str, Any], T: int) -> Row:

@@ -33,7 +33,7 @@ def sparse_layers(model: nn.Module) -> list[SparseAttention]:
     layers = [
         module
         for module in model.modules()
-        if isinstance(module, SparseAttention) and module.branches == ("selected",)
+        if isinstance(module, SparseAttention) and module.config.branches == ("selected",)
     ]
     if not layers:
         raise ValueError(

@@ -94,7 +94,7 @@ def test_deadline(network, capsys):
     ("given", "told"),
     [
         (["--s", "48"], "s must divide 64, 512 and 512, got 48"),
-        (["--forms", "dense"], "forms must be of sdpa, .*, max of 64, .*, got dense"),
+        (["--forms", "dense"], "forms must be of sdpa, max of 64, .*, got dense"),
         (["--static-forms", "max of 32"], "static-forms must be of .*, got max of 32"),
         (["--new-tokens", "9"], "new_tokens must be at least 10, got 9"),
         (["--contexts", "1"], "contexts must be at least 2, got 1"),

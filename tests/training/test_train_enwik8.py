@@ -152,8 +152,9 @@ def test_one_softmax(tmp_path, text):
     assert all(settings[name] == expected[name] for name in settings.keys() & expected.keys())
     model = load_model(run)
     for layer, _ in model.layers:
-        assert layer.branches == ("selected",) and layer.rank_rotated
-        assert layer.selection_block_size == expected["selection_block_size"]
+        config = layer.config
+        assert config.branches == ("selected",) and config.rank_rotated
+        assert config.selection_block_size == expected["selection_block_size"]
     done = in_process(tmp_path, "--resume", run.relative_to(tmp_path), "--steps", 3)
     assert done.returncode == 0, done.stderr
 
@@ -161,8 +162,8 @@ def test_one_softmax(tmp_path, text):
     done = in_process(tmp_path, "--data", text, *tiny, *plan, *sizes, "--name", "small")
     assert done.returncode == 0, done.stderr
     (layer, _), *_ = load_model(tmp_path / "runs/small").layers
-    assert (layer.selection_block_size, layer.importance) == (4, "probs")
-    assert layer.compress_block_size == 1 and layer.num_selected_blocks == 16
+    assert (layer.config.selection_block_size, layer.config.importance) == (4, "probs")
+    assert layer.config.compress_block_size == 1 and layer.config.num_selected_blocks == 16
 
     local = ["--attention", "one-softmax", "--local-layers", "0", "--name", "local"]
     done = in_process(tmp_path, "--data", text, *tiny, *plan, *local)
