@@ -57,7 +57,7 @@ def test_forms_share_the_weights(network):
 
 
 def test_wrong_attention_is_not_timed(monkeypatch, network):
-    """A step of decoding that sees one key less; a forward that loses a little."""
+    """A step of decoding that misses one value; a forward that loses a little."""
     small = generation.checked_network(network)
     form = generation.forms_of((16,), 32, 32)[1]
     assert generation.check(form, small, static=True) < 1e-4
@@ -66,16 +66,15 @@ def test_wrong_attention_is_not_timed(monkeypatch, network):
     assert generation.check(forms["means of 16"], small, static=True) < 1e-4
     right = attention.native_sparse_attention
 
-    def one_key_less(q, k, v, ck=None, **others):
+    def one_value_less(q, k, v, *others, **settings):
         if q.shape[1] == 1:
-            k, v = (torch.cat((t[:, :1], t[:, 2:]), dim=1) for t in (k, v))
-            ck = k
-        return right(q, k, v, ck, **others)
+            v = v.index_fill(1, torch.tensor([1]), 0)
+        return right(q, k, v, *others, **settings)
 
     def scaled(q, k, v, ck=None, **others):
         return 0.9 * right(q, k, v, ck, **others)
 
-    for wrong in (one_key_less, scaled):
+    for wrong in (one_value_less, scaled):
         monkeypatch.setattr(attention, "native_sparse_attention", wrong)
         with pytest.raises(WrongResult, match="logits with all blocks are .* off SDPA's"):
             generation.check(form, small)
