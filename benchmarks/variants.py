@@ -242,7 +242,7 @@ def ranking_of(settings: Settings, seed: int, step: int, device: torch.device) -
 
 def keys_per_query(layer: SparseAttention, T: int) -> dict[str, int]:
     """Keys that the last query of T tokens reads, by branch."""
-    config = layer.config
+    config: Any = layer.config
     if layer.dense:
         return {"dense": T}
     blocks = config.num_selected_blocks + config.num_initial_blocks + config.num_local_blocks
