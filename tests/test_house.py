@@ -45,7 +45,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("blocks", "compat", "initialization"),
 )
 
-MAX_LINES = 600
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
 AROUND = sorted(
@@ -287,12 +286,6 @@ def test_pictures_can_be_drawn(tmp_path, monkeypatch):
     committed = sorted(path.name for path in (ROOT / "docs" / "images").glob("*.png"))
     drawn = sorted(path.name for path in tmp_path.iterdir())
     assert set(drawn) <= set(committed), "a new picture: run `make docs` and commit it"
-
-
-@pytest.mark.parametrize("path", [*SOURCES, *AROUND], ids=relative)
-def test_file_is_short_enough_to_read(path):
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{relative(path)} has {lines} lines: at most {MAX_LINES}, split it"
 
 
 def published_files() -> list[Path]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .common import launch
 from .common.launch import BackwardInputs, cdiv
+from .common.precompile import launcher
 from .common.primitives import finite_log2, load_rows, store_combined
 
 # rows of a program: forward, and backward, which reads more per row
@@ -99,7 +100,7 @@ def arguments(outs: list[Tensor], gates: Tensor, block: int) -> tuple[tuple[int]
 def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
     """Write `sum_b gate_b out_b` of contiguous outs [B T H E] and gates [B T H 3] to out."""
     grid, args = arguments(outs, gates, BLOCK_ROWS)
-    nsa_combine_fwd[grid](out=out, **args)
+    launcher(nsa_combine_fwd, grid)(out=out, **args)
 
 
 def backward(
@@ -111,7 +112,7 @@ def backward(
     delta, gated = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
     grid, args = arguments(outs, gates, BACKWARD_ROWS)
     args |= dict(zip(("lse_cmp", "lse_sel", "lse_win"), lses, strict=True))
-    nsa_combine_bwd[grid](d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args)
+    launcher(nsa_combine_bwd, grid)(d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args)
     return d_gates, gated, delta
 
 
@@ -129,7 +130,7 @@ def backward_inputs(
     """The backward inputs of a single branch; all tensors are contiguous."""
     E = out.shape[-1]
     log, delta = torch.empty_like(lse), torch.empty_like(lse)
-    nsa_bwd_preprocess[(cdiv(delta.numel(), BLOCK_ROWS),)](
+    launcher(nsa_bwd_preprocess, (cdiv(delta.numel(), BLOCK_ROWS),))(
         out, d_out, lse, d_lse, log, delta, delta.numel(),
         E=E, BLOCK_E=launch.padded(E), BLOCK_M=BLOCK_ROWS, D_LSE=d_lse is not None,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .common import launch
 from .common.launch import cdiv
+from .common.precompile import launcher
 from .common.primitives import load_rows, store_rows
 
 # elements of a tile; rows that are loaded at once
@@ -152,7 +153,7 @@ def forward(
     for name, t, p in (("k", k, k_positions), ("v", v, v_positions)):
         args |= launch.strides(name, t, "bht") | launch.strides(f"{name}p", p, "hi")
     if B * tiles:
-        nsa_compress_mean_fwd[(B * K * tiles, 2)](
+        launcher(nsa_compress_mean_fwd, (B * K * tiles, 2))(
             k, v, k_positions, v_positions, ck, cv, T=T, W=windows, tiles=tiles, L=l, STRIDE=d, K=K,
             D=D, BLOCK_W=rows, BLOCK_D=block_d, AHEAD=AHEAD, POSITIONS=True, **args,
         )  # fmt: skip
@@ -166,7 +167,7 @@ def of_keys(k: Tensor, l: int, d: int, windows: int) -> Tensor:
     rows, block_d = tile(D)
     tiles = cdiv(windows, rows)
     if B * tiles:
-        nsa_compress_mean_fwd[(B * K * tiles, 1)](
+        launcher(nsa_compress_mean_fwd, (B * K * tiles, 1))(
             k, k, k, k, ck, ck, T=T, W=windows, tiles=tiles, L=l, STRIDE=d, K=K, D=D,
             BLOCK_W=rows, BLOCK_D=block_d, AHEAD=AHEAD, POSITIONS=False,
             **launch.strides("k", k, "bht"), **launch.strides("v", k, "bht"),
@@ -186,11 +187,11 @@ def backward(
     tiles = cdiv(tokens, rows)
     strides = launch.strides("k", dck, "bhw") | launch.strides("v", dcv, "bhw")
     if B * tiles:
-        nsa_compress_mean_bwd[(B * K * tiles, 2)](
+        launcher(nsa_compress_mean_bwd, (B * K * tiles, 2))(
             dck, dcv, dk, dv, T=tokens, W=W, tiles=tiles, L=l, STRIDE=d, K=K, D=D, BLOCK_T=rows,
             BLOCK_D=block_d, **strides,
         )  # fmt: skip
-    nsa_compress_mean_dpositions[(K, cdiv(D, WIDTH), 2)](
+    launcher(nsa_compress_mean_dpositions, (K, cdiv(D, WIDTH), 2))(
         dck, dcv, dkp, dvp, B=B, W=W, L=l, D=D, WIDTH=WIDTH, WINDOWS=WINDOWS, **strides
     )
     return dk.transpose(1, 2), dv.transpose(1, 2), dkp, dvp

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .common import launch
 from .common.launch import cdiv
+from .common.precompile import launcher
 from .common.primitives import grid_position, load_rows, store_rows
 
 # elements of a tile, and tiles of a program, which share their angles
@@ -171,7 +172,7 @@ def launch_pair(tensors: list[Tensor], outs: list[Tensor], position_args: dict[s
     q_groups, k_groups = (cdiv(n, heads * tiles) for n in (H, K))
     groups = q_groups + k_groups * (len(tensors) - 1)
     grid, flipped = launch.grid(cdiv(T, tokens) * groups, B)
-    nsa_rotary[grid](
+    launcher(nsa_rotary, grid)(
         q=q, k=k, q_out=outs[0], k_out=outs[-1], T=T, H=H, K=K, **launch.strides("q", q, "bht"),
         **launch.strides("k", k, "bht"), TOKENS=tokens, HEADS=heads, TILES=tiles, GROUPS=groups,
         Q_GROUPS=q_groups, D=D, BLOCK_D=block_d, FLIPPED=flipped, **position_args, num_warps=4,
@@ -205,7 +206,7 @@ def backward(
     strides: dict[str, int] = {}
     for name, t in grads.items():
         strides |= launch.strides(name, t, "bht")
-    nsa_rotary_bwd[grid](
+    launcher(nsa_rotary_bwd, grid)(
         **grads, out=out, freqs=freqs.contiguous(),
         positions=freqs if positions is None else positions, start=start, factor=float(factor), T=T,
         H=H, K=K, **strides, **launch.strides("p", positions, "bt"), TOKENS=tokens, TILES=tiles,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import launch
 from .launch import cdiv, strides
+from .precompile import launcher
 from .primitives import grid_position, load_rows
 
 # keys of a program
@@ -61,7 +62,7 @@ def key_norms(q: Tensor, k: Tensor, ck: Tensor | None = None) -> tuple[Tensor | 
     tiles = cdiv(N, BLOCK_N)
     grid, flipped = launch.grid(tiles + cdiv(W, BLOCK_N), B * K)
     if B * K * (N + W):
-        nsa_key_norms[grid](
+        launcher(nsa_key_norms, grid)(
             k, k if ck is None else ck, norms.view(torch.int32), N, W, B * K, tiles, K,
             **strides("k", k, "bnh"), **strides("ck", ck, "bnh"), D=D, BLOCK_D=launch.padded(D),
             BLOCK_N=BLOCK_N, FLIPPED=flipped,

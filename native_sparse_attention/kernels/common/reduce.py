@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import cdiv
+from .precompile import launcher
 
 # dk [splits B n K D] and dv [splits B n K E] of the first n keys, float32 and contiguous
 Partials = tuple[Tensor, Tensor]
@@ -80,7 +81,7 @@ def reduce_partials(
         args |= {f"count_{i}": len(partial_dk), f"n_{i}": partial_dk.shape[2]}
     tiles = cdiv(n * K * max(D, E), BLOCK)
     if B * tiles:
-        nsa_reduce_partials[(B * tiles, 2)](
+        launcher(nsa_reduce_partials, (B * tiles, 2))(
             dk, dv, **args, B=B, N=N, n=n, tiles=tiles, width_k=K * D, width_v=K * E, BLOCK=BLOCK,
             AHEAD=AHEAD,
         )  # fmt: skip

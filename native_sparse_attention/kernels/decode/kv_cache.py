@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2, padded
+from ..common.precompile import launcher
 from ..common.primitives import Strided, grid_position, load_rows, store_rows
 from .call import cache_arguments
 
@@ -132,7 +133,7 @@ def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int)
     """The lengths [B] in int64, after an assertion that `counts` of `tokens` new ones fit."""
     out, B = lengths.new_empty(lengths.shape, dtype=torch.int64), len(lengths)
     if B:
-        nsa_kv_cache_starts[(cdiv(B, 128),)](
+        launcher(nsa_kv_cache_starts, (cdiv(B, 128),))(
             lengths, lengths if counts is None else counts.contiguous(), out, B, tokens,
             max_length, HAS_COUNTS=counts is not None, BLOCK_B=128, num_warps=1,
         )  # fmt: skip
@@ -165,7 +166,7 @@ def append(
     if tail:
         page_table = None
     grid, flipped = launch.grid(n, B * K)
-    nsa_kv_cache_append[grid](
+    launcher(nsa_kv_cache_append, grid)(
         k=strided(k), v=strided(v), k_cache=strided(k_cache), v_cache=strided(v_cache),
         cache=cache_arguments(lengths, counts, page_table), T=tokens, K=K, D=D, BLOCK_D=padded(D),
         E=E, BLOCK_E=padded(E), EVERY=every, TAIL_SIZE=k_cache.shape[2] if tail else 0,
@@ -183,7 +184,7 @@ def recent(
     max_windows = (tokens + d - 1) // d
     k_out, v_out = (t.new_empty(B, K, max_windows, l, t.shape[-1]) for t in tails)
     grid, flipped = launch.grid(max_windows, B * K)
-    nsa_kv_cache_recent[grid](
+    launcher(nsa_kv_cache_recent, grid)(
         k_tail=strided(k_tail), v_tail=strided(v_tail), lengths=lengths, k_out=k_out, v_out=v_out,
         T=tokens, K=K, D=D, BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), l=l,
         BLOCK_L=next_power_of_2(l), d=d, TAIL_SIZE=size, FLIPPED=flipped, num_warps=4,

@@ -31,6 +31,7 @@ from torch import Tensor
 from ...config import AttentionConfig
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
+from ..common.precompile import launcher
 from ..common.primitives import Strided
 from ..common.tile_configs import MAX_COLUMN_N, TileConfig, TopkTileConfig
 from ..topk.topn import NO_SCORE
@@ -451,7 +452,7 @@ def decode(call: Call, config: AttentionConfig) -> Tensor:
         partial_lse, call.counters,
     )  # fmt: skip
     window_k, window_v = call.window or (call.k, call.v)
-    nsa_decode_persistent[(at.programs,)](
+    launcher(nsa_decode_persistent, (at.programs,))(
         **call.arguments(config) | at.step._asdict(), work=work, out=out,
         window_k=Strided(window_k, *window_k.stride()[:3]),
         window_v=Strided(window_v, *window_v.stride()[:3]), heads=Heads(H, K, ranks),

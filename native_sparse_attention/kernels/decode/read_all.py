@@ -24,6 +24,7 @@ from torch import Tensor
 from ...config import AttentionConfig
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
+from ..common.precompile import launcher
 from ..common.primitives import candidates_end, load_rows, soft_capped
 from ..topk.topn import NO_KEY, NO_SCORE
 from .call import Call, Ranking, Settings, Shape, Workspace, compile_time, window_blocks
@@ -348,7 +349,7 @@ def decode(call: Call, at: Plan, config: AttentionConfig, out: Tensor) -> Tensor
     partial_out, partial_lse = call.allocate_partials(at.cmp + at.memory + 1 + at.blocks)
     scores = partial_out.new_empty(B, T, at.tiles.K, shape.windows)
     scratch = call.counters.new_empty(at.programs, at.tiles.PARTIALS)
-    nsa_decode_read_all[(at.programs,)](
+    launcher(nsa_decode_read_all, (at.programs,))(
         **call.arguments(config), out=out, W=shape.windows, N=shape.tokens, MEMORY=shape.memory,
         work=Workspace(scores, None, scratch, None, partial_out, partial_lse, call.counters),
         CMP_SPLITS=at.cmp, MEM_SPLITS=at.memory, NUM_BLOCKS=at.blocks, S=at.settings, P=at.tiles,

@@ -110,8 +110,8 @@ def compressed_split(
     )
 
     m = tl.full([P.BLOCK_M], NO_SCORE, tl.float32)
-    l = tl.zeros([P.BLOCK_M], tl.float32)
-    acc = tl.zeros([P.BLOCK_M, S.BLOCK_E], tl.float32)
+    l = tl.full([P.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([P.BLOCK_M, S.BLOCK_E], 0.0, tl.float32)
     if ATTEND and split == 0:
         for n0 in range(0, step.MEMORY, P.BLOCK_N):
             n = n0 + tl.arange(0, P.BLOCK_N)
@@ -264,8 +264,8 @@ def block_split(
             block_pages = load_page(clamped_block * S.s, b, cache, S.PAGE_SIZE)
 
         m = tl.full([P.BLOCK_G], NO_SCORE, tl.float32)
-        l_sum = tl.zeros([P.BLOCK_G], tl.float32)
-        acc = tl.zeros([P.BLOCK_G, S.BLOCK_E], tl.float32)
+        l_sum = tl.full([P.BLOCK_G], 0.0, tl.float32)
+        acc = tl.full([P.BLOCK_G, S.BLOCK_E], 0.0, tl.float32)
         num_blocks = tl.where(phase == 1, split_blocks, BLOCKS_PER_TILE)
         for i0 in tl.range(0, num_blocks, BLOCKS_PER_TILE, num_stages=P.BLOCK_STAGES):
             is_block = i[None] == (i0 + tile_block)[:, None]

@@ -289,7 +289,7 @@ def rank_blocks_split(
             while again > 0:
                 own_keys = block_sort_keys(token_scores, c, end, window_end, R)
                 again -= 1
-            better = tl.zeros([P.RANK_SPLIT_BLOCKS], tl.int32)
+            better = tl.full([P.RANK_SPLIT_BLOCKS], 0, tl.int32)
             for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
                 chunks = ()
                 for i in tl.static_range(CHUNKS):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.launch import UNLIMITED, Accumulator, BackwardInputs, KVRange, cdiv
+from ..common.precompile import launcher
 from ..common.primitives import (
     CAUSAL_WINDOW,
     EVERYTHING,
@@ -308,7 +309,7 @@ def backward_q(
     grid, args["FLIPPED"] = tiles_of_queries(q, k, args)
     args |= load_arguments(k, v, args["BLOCK_N"])
     args |= dq.arguments() | backward_arguments(bwd, inner_bwd)
-    nsa_flash_dq[grid](scale=scale, POSITIVE=scale > 0, **args)
+    launcher(nsa_flash_dq, grid)(scale=scale, POSITIVE=scale > 0, **args)
 
 
 def backward_kv(
@@ -340,7 +341,7 @@ def backward_kv(
     args["WIDE"] |= max(dk.numel(), dv.numel()) >= 1 << 31
     args |= backward_arguments(bwd, inner_bwd)
     grid, args["FLIPPED"] = launch.grid(blocks, B * K, splits)
-    nsa_flash_dkv[grid](dk=dk, dv=dv, scale=scale, POSITIVE=scale > 0, **args)
+    launcher(nsa_flash_dkv, grid)(dk=dk, dv=dv, scale=scale, POSITIVE=scale > 0, **args)
     return dk, dv
 
 

@@ -37,6 +37,7 @@ from ..common.gluon_sm90 import (
     thread_barrier,
 )
 from ..common.launch import Accumulator, BackwardInputs, KVRange, cdiv
+from ..common.precompile import launcher
 from ..common.primitives import BEHIND, LOCAL_BLOCKS
 from .fwd_sm90 import (
     ADDED,
@@ -549,7 +550,7 @@ def backward_q(
     within, of_inner = inner or (None, bwd)
     grid, args = query_tile_arguments(q, k, v, kv_range, within, prefix, "dq")
     shape, into = args["q"].block_shape, dq.arguments()
-    nsa_flash_dq_sm90[grid](
+    launcher(nsa_flash_dq_sm90, grid)(
         d_out=sm90.box(bwd.d_out, shape), dq=sm90.box(into["dq"], shape), ADD=into["ADD"],
         lse=bwd.lse, delta=bwd.delta, inner_lse=of_inner.lse,
         inner_delta=of_inner.delta, scale=scale, GATED=bwd.gated, **args,
@@ -577,7 +578,7 @@ def backward_kv(
         fill = launch.query_splits(blocks * B * K, tiles, False)
         splits = max(min(splits, tiles // MIN_SPLIT_TILES), fill)
     dk, dv = (t.new_empty(splits, B, N, K, D, dtype=torch.float32) for t in (k, v))
-    nsa_flash_dkv_sm90[(blocks * B * K, splits)](
+    launcher(nsa_flash_dkv_sm90, (blocks * B * K, splits))(
         d_out=sm90.box(bwd.d_out, args["q"].block_shape), lse=bwd.lse,
         delta=bwd.delta, inner_lse=of_inner.lse, inner_delta=of_inner.delta, dk=dk, dv=dv,
         B=B, blocks=blocks, scale=scale, GATED=bwd.gated, **args,

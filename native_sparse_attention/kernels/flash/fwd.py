@@ -17,6 +17,7 @@ from torch import Tensor
 from ..common import launch
 from ..common.key_norms import bounds, key_norms
 from ..common.launch import LOG2_E, KVRange, cdiv, strides
+from ..common.precompile import launcher
 from ..common.primitives import (
     LOCAL_BLOCKS,
     grid_position,
@@ -313,7 +314,7 @@ def forward(
     args = arguments(q, k, v, kv_range, "forward", inner) | prefix_arguments(prefix, kv_range)
     grid, flipped = tiles_of_queries(q, k, args)
     args |= bounds(norms) | load_arguments(k, v, args["BLOCK_N"])
-    nsa_flash_fwd[grid](
+    launcher(nsa_flash_fwd, grid)(
         out=outputs[0], lse=outputs[1], inner_out=inner_out, inner_lse=inner_lse, sinks=sinks,
         inner_sinks=inner_sinks, SINKS=sinks is not None, scale_log2=scale * LOG2_E,
         POSITIVE=scale > 0, FLIPPED=flipped, **args,

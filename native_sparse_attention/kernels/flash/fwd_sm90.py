@@ -36,6 +36,7 @@ from ..common.gluon_sm90 import (
     thread_barrier,
 )
 from ..common.launch import LOG2_E, KVRange
+from ..common.precompile import launcher
 from ..common.primitives import BEHIND, LARGEST_BOUND, LOCAL_BLOCKS
 from .support import prefix_rows, query_tiles
 
@@ -495,7 +496,7 @@ def forward(
     shape = args["q"].block_shape
     if inner is None:
         args |= FEWER
-    nsa_flash_fwd_sm90[grid](
+    launcher(nsa_flash_fwd_sm90, grid)(
         out=sm90.box(out, shape), lse=lse,
         inner_out=sm90.box(inner_out, shape), inner_lse=inner_lse,
         scale_log2=scale * LOG2_E, norms=norms, BOUNDED=norms is not None, **args,

@@ -25,6 +25,7 @@ from ..common.launch import (
     cdiv,
     next_power_of_2,
 )
+from ..common.precompile import launcher
 from ..common.primitives import EVERYTHING, LOCAL_BLOCKS
 from ..common.reduce import reduce_partials
 from ..flash import bwd as flash_bwd
@@ -126,7 +127,7 @@ def valid_block_indices(selection: Selection, S: int) -> Tensor:
     B, T, R, n = block_indices.shape
     valid = torch.empty_like(block_indices, dtype=torch.int32)
     if valid.numel():
-        nsa_selected_valid_indices[(cdiv(B * T * R, 64),)](
+        launcher(nsa_selected_valid_indices, (cdiv(B * T * R, 64),))(
             block_indices, valid, selection.starts, selection.start, ROWS=B * T * R, T=T, R=R, n=n,
             s=selection.s, C=cdiv(S, selection.s), num_initial=selection.num_initial,
             num_local=selection.num_local,

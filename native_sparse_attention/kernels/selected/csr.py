@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.launch import cdiv
+from ..common.precompile import launcher
 from .inputs import Inputs
 
 # pairs of a split, at least and per block; pairs counted at once; pairs scattered at once; blocks
@@ -243,20 +244,20 @@ class CSRPlan:
         (chunks, blocks), first = self.block_counts.shape, self.chunks[0]
         args = dict(T=T, C=C, length=first.length, heads=first.heads, tokens=self.tokens)
         args |= dict(splits=splits, B=B, R=R, K=self.num_heads, n=n)
-        nsa_csr_count[(lines, splits)](
+        launcher(nsa_csr_count, (lines, splits))(
             block_indices, self.ranks, self.split_counts, BLOCK=COUNT_PAIRS, num_warps=COUNT_WARPS,
             num_stages=1, **args,
         )  # fmt: skip
-        nsa_csr_scan[(lines, cdiv(C, SCAN_SHAPE[0]))](
+        launcher(nsa_csr_scan, (lines, cdiv(C, SCAN_SHAPE[0])))(
             self.split_counts, self.block_counts, C, splits, BLOCKS=SCAN_SHAPE[0],
             SPLITS=SCAN_SHAPE[1], num_stages=1,
         )  # fmt: skip
-        nsa_csr_work_tiles[(chunks,)](
+        launcher(nsa_csr_work_tiles, (chunks,))(
             self.block_counts, self.offsets, self.partial_offsets, self.owner, self.ordinals,
             blocks, first.tile_pairs, len(self.pairs) // chunks, self.owner.shape[1],
             BLOCKS=TILE_BLOCKS, CLASSES=CLASSES, LONGEST=self.longest, num_warps=8, num_stages=1,
         )  # fmt: skip
-        nsa_csr_scatter[(lines, splits)](
+        launcher(nsa_csr_scatter, (lines, splits))(
             block_indices, self.ranks, self.split_counts, self.offsets, self.pairs,
             BLOCK=SCATTER_PAIRS, **args,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from ..common.launch import (
     cdiv,
     next_power_of_2,
 )
+from ..common.precompile import launcher
 from ..common.primitives import (
     cap_slope,
     grid_position,
@@ -452,13 +453,13 @@ def forward(
         if gluon is not None:
             gluon.forward(inputs, block_csr, *partials)
         else:
-            nsa_selected_fwd_key_major[(len(block_csr.owner),)](
+            launcher(nsa_selected_fwd_key_major, (len(block_csr.owner),))(
                 partial_out=partials[0], partial_lse=partials[1], first=block_csr.first,
                 length=block_csr.length, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
                 BLOCK_S=launch.padded(selection.s), **arguments(inputs, block_csr, "forward"),
             )  # fmt: skip
         grid, flipped = launch.grid(cdiv(block_csr.length * H, REDUCE_ROWS), B)
-        nsa_selected_reduce_out[grid](
+        launcher(nsa_selected_reduce_out, grid)(
             *partials, selection.block_indices, out, lse, T=T, R=R, n=n, first=block_csr.first,
             length=block_csr.length, G=H // R, E=E, BLOCK_E=launch.padded(E), BLOCK_M=REDUCE_ROWS,
             SLOTS=next_power_of_2(n), ADD=partial is not None, FLIPPED=flipped,
@@ -497,7 +498,7 @@ def backward(
                 inputs, bwd, dk, dv, partials, partial_dq, overlapping, block_csr, pair_tokens
             )
         else:
-            nsa_selected_bwd_key_major[(len(block_csr.owner), key_tiles)](
+            launcher(nsa_selected_bwd_key_major, (len(block_csr.owner), key_tiles))(
                 partial_dq=partial_dq, dk=dk, dv=dv, partial_dk=partials[0],
                 partial_dv=partials[1], partial_offsets=block_csr.partial_offsets, scale=scale,
                 gates=selection.gates, GATES=selection.gates is not None, BLOCK_N=block_n,
@@ -507,7 +508,7 @@ def backward(
             )  # fmt: skip
         lines, blocks = B * block_csr.heads, cdiv(S, s)
         keys = DKV_KEYS if lines * blocks >= ENOUGH_PROGRAMS else DKV_KEYS // 4
-        nsa_selected_reduce_dkv[(lines * blocks, cdiv(s, keys), 2)](
+        launcher(nsa_selected_reduce_dkv, (lines * blocks, cdiv(s, keys), 2))(
             *partials, dk, dv, block_csr.partial_offsets, S, K, s, blocks, block_csr.head,
             block_csr.heads, D=D, E=E, BLOCK_D=launch.padded(D), BLOCK_E=launch.padded(E),
             BLOCK_N=keys, UNROLL=UNROLL,
@@ -516,7 +517,7 @@ def backward(
             streams.wait(q.device, after)
             tiles = cdiv(block_csr.length * num_groups * G, REDUCE_ROWS)
             grid, flipped = launch.grid(tiles, B)
-            nsa_selected_reduce_dq[grid](
+            launcher(nsa_selected_reduce_dq, grid)(
                 partial_dq, block_csr.pair_indices, skip_if=overlapping, T=T, R=R, n=n,
                 first=block_csr.first, length=block_csr.length,
                 first_group=block_csr.head * (R // K), GROUPS=num_groups, KEY_TILES=key_tiles,

@@ -45,6 +45,7 @@ from ..common.gluon_sm90 import (
 )
 from ..common.launch import LOG2_E, BackwardInputs, cdiv, next_power_of_2
 from ..common.overrides import requested_sizes
+from ..common.precompile import launcher
 from .csr import BlockCSR
 from .inputs import Inputs
 
@@ -525,7 +526,7 @@ def forward(inputs: Inputs, block_csr: BlockCSR, partial_out: Tensor, partial_ls
     T, (S, K, D) = q.shape[1], k.shape[1:]
     R, n = selection.block_indices.shape[2:]
     num_tiles, blocks, box = len(block_csr.owner), cdiv(S, KEYS.value), [1, KEYS.value, 1, D]
-    nsa_selected_fwd_key_major_sm90[(num_tiles,)](
+    launcher(nsa_selected_fwd_key_major_sm90, (num_tiles,))(
         q=q, k=sm90.box(k, box), v=sm90.box(v, box), partial_out=partial_out,
         partial_lse=partial_lse, **block_csr.arguments(), num_tiles=num_tiles, T=T, C=blocks,
         BLOCKS=q.shape[0] * K * blocks, first=block_csr.first, length=block_csr.length,
@@ -559,7 +560,7 @@ def backward(
         q_box, d_out = (sm90.box(t, [1, tokens, group, WIDTH.value]) for t in (q, d_out))
         if partial_dq is not None:
             partial_box = sm90.box(partial_dq, [1, group, WIDTH.value])
-    nsa_selected_bwd_key_major_sm90[(cdiv(num_tiles, 2),)](
+    launcher(nsa_selected_bwd_key_major_sm90, (cdiv(num_tiles, 2),))(
         q=q if by_row else q_box, k=sm90.box(k, box), v=sm90.box(v, box), d_out=d_out,
         **launch.strides("q", q, "bth"), lse=bwd.lse, delta=bwd.delta, partial_dq=partial_box,
         overlapping=overlapping, dk=dk, dv=dv, partial_dk=partials[0], partial_dv=partials[1],

@@ -26,6 +26,7 @@ from ..common.launch import (
     cdiv,
     next_power_of_2,
 )
+from ..common.precompile import launcher
 from ..common.primitives import (
     cap_slope,
     grid_position,
@@ -400,7 +401,7 @@ def forward(
         # small tiles wait for keys, not for the running maximum
         bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
         args |= bounds(norms if bounded else None)
-        nsa_selected_fwd_query_major[grid](
+        launcher(nsa_selected_fwd_query_major, grid)(
             out=out, lse=lse, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
             ADD=partial is not None,
             **launch.combine_arguments(combine_inputs), **args,
@@ -436,7 +437,7 @@ def backward_q(
     for is_union in (False,) if unions is None else (False, True):
         grid, args = arguments(inputs, "dq", unions, is_union, run_if is not None)
         args |= bwd.arguments() | dq_args
-        nsa_selected_dq_query_major[grid](
+        launcher(nsa_selected_dq_query_major, grid)(
             d_gates=d_gates, scale=inputs.scale, run_if=run_if, RUN_IF=run_if is not None, **args
         )
     return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..common import launch
 from ..common.launch import Selection, cdiv, next_power_of_2
+from ..common.precompile import launcher
 from ..common.primitives import grid_position
 
 # comparisons of block indices of a program at most, and block indices of a one-warp program
@@ -185,7 +186,7 @@ def write_unions(
     unions = unions or whole
     slots = next_power_of_2(n)
     grid, flipped = launch.grid(whole.groups, B * R)
-    nsa_selected_union[grid](
+    launcher(nsa_selected_union, grid)(
         selection.block_indices, unions.blocks, unions.counts, whole.blocks, whole.counts,
         selection.starts, selection.start, T, R, n, unions.limit, whole.limit, unions.groups,
         whole.members, float(cost or 0.0), MEMBERS=unions.members,
@@ -194,7 +195,7 @@ def write_unions(
         num_warps=1 if whole.members * slots <= (128 if chunk else WARP_INDICES) else 4,
     )  # fmt: skip
     if shared is not None and cost is not None:
-        nsa_selected_union_settle[(1,)](
+        launcher(nsa_selected_union_settle, (1,))(
             unions.counts, shared.counts, unions.counts.numel(), shared.counts.numel(),
             BLOCK=2048, num_warps=8,
         )  # fmt: skip
@@ -231,6 +232,6 @@ def nsa_selected_union_majority(counts, out, groups, BLOCK: tl.constexpr):
 
 def write_majority(unions: Unions, out: Tensor) -> None:
     """Writes to out, [] int32, whether most groups have a union."""
-    nsa_selected_union_majority[(1,)](
+    launcher(nsa_selected_union_majority, (1,))(
         unions.counts, out, unions.counts.numel(), BLOCK=4096, num_warps=8
     )

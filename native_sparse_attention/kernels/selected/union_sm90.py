@@ -35,6 +35,7 @@ from ..common.gluon_sm90 import (
 from ..common.key_norms import bounds
 from ..common.launch import LOG2_E, CombineInputs, cdiv
 from ..common.overrides import requested_sizes
+from ..common.precompile import launcher
 from ..common.primitives import LARGEST_BOUND
 from . import union
 from .inputs import Inputs
@@ -345,7 +346,7 @@ def forward(
     if not tiles:
         return
     # a program fills a multiprocessor
-    nsa_selected_fwd_union_sm90[(min(tiles, sm90.multiprocessors(q.device)),)](
+    launcher(nsa_selected_fwd_union_sm90, (min(tiles, sm90.multiprocessors(q.device)),))(
         q=sm90.box(q, [1, WARPS * stride, ROWS // stride, q.shape[-1]]), k=sm90.box(k, box),
         v=sm90.box(v, box), blocks=unions.blocks, counts=unions.counts, out=out, lse=lse,
         T=q.shape[1], K=k.shape[2], R=selection.block_indices.shape[2], limit=unions.limit,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..common import launch
 from ..common.launch import cdiv
+from ..common.precompile import launcher
 from ..common.primitives import grid_position, load_rows
 from .logits import first_window, mean_queries, two_halves
 from .topn import (
@@ -58,7 +59,7 @@ def window_keys(ck, scale):
     keys = ck.new_empty(B, K, W, halves, block_d, dtype=torch.float16)
     sizes = ck.new_empty(B, K, W, dtype=torch.float32)
     grid, flipped = launch.grid(cdiv(W, BLOCK_W), B * K)
-    nsa_topk_window_keys[grid](
+    launcher(nsa_topk_window_keys, grid)(
         ck, keys, sizes, W=W, K=K, sign=float((scale > 0) - (scale < 0)),
         **launch.strides("k", ck, "bwh"), D=D, BLOCK_D=block_d, BLOCK_W=BLOCK_W, HALVES=halves,
         FLIPPED=flipped,

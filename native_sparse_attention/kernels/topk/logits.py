@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
+from ..common.precompile import launcher
 from ..common.primitives import (
     candidates_end,
     candidates_in_document,
@@ -126,7 +127,7 @@ def block_keys(ck, C, config, documents):
     keys = ck.new_empty(sets, B, K, C, 2, block_d, dtype=torch.float16)
     sizes = ck.new_empty(sets, B, K, C, dtype=torch.float32)
     grid, flipped = launch.grid(cdiv(C, BLOCK_C), B * K, sets)
-    nsa_topk_block_keys[grid](
+    launcher(nsa_topk_block_keys, grid)(
         ck, keys, sizes, T=0 if documents is None else documents.first.shape[1], C=C, W=W, K=K,
         scale=config.scale_of(D), **launch.strides("k", ck, "bwh"), **launch.bounds(documents), D=D,
         BLOCK_D=block_d, BLOCK_C=BLOCK_C, BLOCK_S=next_power_of_2(s), d=config.d, s=s,

@@ -15,6 +15,7 @@ from ...varlen import Documents
 from ..common import launch, sm90
 from ..common import tile_configs as tiles
 from ..common.launch import next_power_of_2
+from ..common.precompile import launcher
 from .largest import nsa_topk_max, window_keys
 from .logits import block_keys, nsa_topk_logits
 from .softmax_mass import log_sum_exps, nsa_topk_softmax_mass
@@ -94,7 +95,7 @@ def select_blocks(
         )  # fmt: skip
 
     grid, flipped = topk_grid(args, tile.block_m // rows, B)
-    kernel[grid](
+    launcher(kernel, grid)(
         out=out, leader_indices=leaders, C=num_ranked, SLOTS=n,
         SLOTS_2=max(2, next_power_of_2(n)), s=s, INITIAL=config.num_initial_blocks, LOCAL=num_local,
         LEADERS=leaders is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..common import launch
+from ..common.precompile import launcher
 from ..common.primitives import (
     candidates_end,
     candidates_in_document,
@@ -125,7 +126,7 @@ def log_sum_exps(mem_k, sinks, args):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tile = launch.flash_tile("forward", True, args["D"], heads, q.dtype)
     grid, flipped = topk_grid(args, tile.block_m // heads, len(q))
-    nsa_topk_lse[grid](
+    launcher(nsa_topk_lse, grid)(
         mem_k=args["ck"] if mem_k is None else mem_k, lse=lse,
         MEMORY=0 if mem_k is None else mem_k.shape[1], **launch.strides("m", mem_k, "hm"),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import launch, sm90
 from ..common.gluon_sm90 import barriers, buffers, load_box, reinterpret, thread_barrier
 from ..common.launch import LOG2_E, cdiv
+from ..common.precompile import launcher
 
 KEYS = gl.constexpr(64)  # windows of a step
 WIDTH = gl.constexpr(64)  # of a box of queries
@@ -363,7 +364,7 @@ def rank(
     heads = 8 // min(4, size // groups)
     rows = q[:, ::stride].unflatten(2, (-1, heads)).transpose(1, 2)
     shape = [1, groups // heads, 8 // heads, heads, WIDTH.value]
-    nsa_topk_softmax_mass_sm90[(tiles * lines,)](
+    launcher(nsa_topk_softmax_mass_sm90, (tiles * lines,))(
         q=sm90.box(rows, shape), ck=sm90.box(ck, [1, KEYS.value, 1, D]), lse=lse, out=out,
         first_token=start, T=q.shape[1], C=num_ranked, W=ck.shape[1], RANKS=ranks, tiles=tiles,
         lines=lines, scale_log2=config.scale_of(D) * LOG2_E, G=groups,

@@ -189,9 +189,9 @@ def compile_first(t: Inputs, start: int, config: AttentionConfig, trains: bool) 
     kind = config, trains, t.q.dtype, t.q.device, t.q.shape[1].bit_length(), widths, missing
     if kind in compiled:
         return
-    from ...kernels.common import ahead
+    from ...kernels.common import precompile
 
-    if ahead.only_compiles.get() or torch.cuda.is_current_stream_capturing():
+    if precompile.only_compiles.get() or torch.cuda.is_current_stream_capturing():
         return
     compiled.add(kind)
 
@@ -204,10 +204,10 @@ def compile_first(t: Inputs, start: int, config: AttentionConfig, trains: bool) 
                 kept = [*kept[3:], *rows]
             backward([d_out, None], t, block_indices, kept or [out, lse], start, config)
 
-    if ahead.is_possible():
+    if precompile.is_possible():
         # out of memory: kernels compile at their launch instead
         with contextlib.suppress(torch.OutOfMemoryError):
-            ahead.compile_ahead(dry_run, ignore_errors=True)
+            precompile.compile_ahead(dry_run, ignore_errors=True)
 
 
 # launches
@@ -549,10 +549,10 @@ def backward_branches(
 
 
 def compile_ahead(dry_run: Callable[[], Any], done: Callable[[int, int], None] | None) -> int:
-    """`kernels.common.ahead.compile_ahead`; compiles 0 kernels if that is not possible."""
-    from ...kernels.common import ahead
+    """`kernels.common.precompile.compile_ahead`; compiles 0 kernels if that is not possible."""
+    from ...kernels.common import precompile
 
-    return ahead.compile_ahead(dry_run, done) if ahead.is_possible() else 0
+    return precompile.compile_ahead(dry_run, done) if precompile.is_possible() else 0
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
