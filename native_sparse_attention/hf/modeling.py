@@ -164,7 +164,9 @@ class NSAAttention(nn.Module):
         """Attention within whole sequences [B, T, dim], with padding or packed documents, and the
         loss of the ranking."""
         call: dict[str, Any] = {}
-        layout = None if mask is None else mask.layout(self.attention.alignment)
+        config = self.attention.config
+        step = max(config.selection_block_size, config.compress_block_sliding_stride)
+        layout = None if mask is None else mask.layout(step)
         if layout is not None:
             x, call["documents"] = layout.spread(x), layout.documents
         loss = None
