@@ -286,7 +286,8 @@ def attend(
     S, is_known = k.shape[1], isinstance(starts, int)
     is_first = is_known and not starts
     call: Any = dict(options, backend=settings["backend"])
-    layout: Any = dict(q_offset=starts) if documents is None else dict(documents=documents)
+    # queries are the last tokens, or begin where the host does not know
+    layout: Any = dict(documents=documents, q_offset=None if is_known else starts)
     is_dense = dense_up_to(settings) >= (S if longest is None else longest)
     if is_dense and (documents is not None or not is_known):  # SDPA has no form of it
         out = sliding_window_attention(q, k, v, sliding_window_size=S, **call, **layout)
