@@ -122,11 +122,13 @@ class NSAModelConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As `PreTrainedConfig.from_dict`, but keyword arguments are checked like others. A dict as
         `nsa` without a preset replaces single settings."""
-        own = {name: kwargs.pop(name) for name in OWN & kwargs.keys()}
-        nsa, saved = own.get("nsa"), config_dict.get("nsa") or FORM
+        user = {name: kwargs.pop(name) for name in NAMES & kwargs.keys()}
+        nsa, saved = user.get("nsa"), config_dict.get("nsa") or FORM
         if isinstance(nsa, Mapping) and "preset" not in nsa:
-            own["nsa"] = (dict(preset=saved) if isinstance(saved, str) else dict(saved)) | dict(nsa)
-        return super().from_dict({**config_dict, **own}, **kwargs)
+            user["nsa"] = (dict(preset=saved) if isinstance(saved, str) else dict(saved)) | dict(
+                nsa
+            )
+        return super().from_dict({**config_dict, **user}, **kwargs)
 
     def check(self) -> None:
         """Check all arguments, and complete them: attributes may be set later.
@@ -193,8 +195,8 @@ class NSAModelConfig(PreTrainedConfig):
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""
         layer = self.layer_config
         if index in self.local_layers:
-            own = dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
-            return NSAConfig(**self.widths, **self.nsa | own)
+            local = dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
+            return NSAConfig(**self.widths, **self.nsa | local)
         if index not in self.dense_layers:
             return layer
         names = (
@@ -219,23 +221,23 @@ class NSAModelConfig(PreTrainedConfig):
                 "nsa must be a dict of settings, the name of a preset, an NSAConfig or None, got "
                 f"{shown(nsa)}"
             )
-        own = dict(nsa)
-        form, length = own.pop("preset", None), own.pop("length", None)
+        user = dict(nsa)
+        form, length = user.pop("preset", None), user.pop("length", None)
         for name in OF_MODEL:
-            if name in own:
+            if name in user:
                 raise ValueError(
-                    f"nsa must be without {name}, which the model decides, got {shown(own[name])}"
+                    f"nsa must be without {name}, which the model decides, got {shown(user[name])}"
                 )
-        check_keywords(own, SETTINGS)
+        check_keywords(user, SETTINGS)
         if form is None and length is not None:
             raise ValueError(f"length in nsa goes with a preset, got {shown(length)} without")
         if form is None:
-            return own
+            return user
         length = self.max_position_embeddings if length is None else length
-        return preset(form, length, own)
+        return preset(form, length, user)
 
 
-OWN = frozenset(NSAModelConfig.__annotations__)
+NAMES = frozenset(NSAModelConfig.__annotations__)
 
 
 def kept(config: NSAConfig) -> dict[str, Any]:

@@ -287,8 +287,8 @@ def read_mask(mask: Any, B: int, T: int, S: int) -> NSAMask | None:
         return mask
     if not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor [{B}, S], got {shown(mask)}")
-    found: NSAMask | None = remembered(mask_of_tensor, mask, B, T, S)
-    return found
+    known: NSAMask | None = remembered(mask_of_tensor, mask, B, T, S)
+    return known
 
 
 def mask_of_tensor(mask: Tensor, B: int, T: int, S: int) -> NSAMask | None:

@@ -164,9 +164,7 @@ class NSAAttention(nn.Module):
         """Attention within whole sequences [B, T, dim], with padding or packed documents, and the
         loss of the ranking."""
         call: dict[str, Any] = {}
-        config = self.attention.config
-        step = max(config.selection_block_size, config.compress_block_sliding_stride)
-        layout = None if mask is None else mask.layout(step)
+        layout = None if mask is None else mask.layout(self.attention.config.alignment)
         if layout is not None:
             x, call["documents"] = layout.spread(x), layout.documents
         loss = None
@@ -335,11 +333,11 @@ class NSADecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
-        """[B, T, hidden_size], and the loss of the ranking if one learns. `given` are the arguments
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """[B, T, hidden_size], and the loss of the ranking if one learns. They are the arguments
         of `NSAAttention`."""
-        found, loss = self.self_attn(self.input_layernorm(hidden_states), **given)
-        hidden_states = hidden_states + found
+        out, loss = self.self_attn(self.input_layernorm(hidden_states), **arguments)
+        hidden_states = hidden_states + out
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), loss
 
 
@@ -476,16 +474,16 @@ class NSAModel(NSAPreTrainedModel):
         looks = torch.compiler.is_compiling() and mask is None and cache is None
         if looks and positions is not None and positions.ndim == 2:
             mask = packed_uncompiled(positions, B)
-        given: dict[str, Any] = dict(
+        arguments: dict[str, Any] = dict(
             kwargs, attention_mask=mask, position_ids=positions, **{CACHE: cache}
         )
         if ranking_queries is not None:
             self.check_ranking()
             queries = sampled(ranking_queries, x.shape[1], None, x.device)
-            given |= dict(ranking_queries=queries, ranking_weights=ranking_weights)
+            arguments |= dict(ranking_queries=queries, ranking_weights=ranking_weights)
         losses = []
         for layer in self.layers:
-            x, loss = layer(x, **given)
+            x, loss = layer(x, **arguments)
             losses += [] if loss is None else [loss.float()]
         mean = None
         if ranking_queries is not None:
@@ -578,10 +576,10 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         )  # fmt: skip
 
     @staticmethod
-    def part(ranking_loss: Tensor, labels: Tensor, given: dict[str, Any]) -> Tensor:
+    def part(ranking_loss: Tensor, labels: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The part of a ranking loss in an accumulated gradient: where `num_items_in_batch` labels
         of several calls divide the loss of predictions, that of this call's labels."""
-        count = given.get("num_items_in_batch")
+        count = arguments.get("num_items_in_batch")
         return ranking_loss if count is None else ranking_loss * ((labels != -100).sum() / count)
 
 

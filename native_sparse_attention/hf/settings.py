@@ -86,9 +86,9 @@ def drop_in_settings(
     user.pop(REPLACED, None)
     source = "config must have {}={!r}" if isinstance(config, NSAConfig) else "{} must be {!r}"
     for name, value in FIXED.items():
-        if (found := user.pop(name, value)) != value:
+        if (other := user.pop(name, value)) != value:
             raise ValueError(
-                f"{source.format(name, value)} in a model of transformers, got {shown(found)}"
+                f"{source.format(name, value)} in a model of transformers, got {shown(other)}"
             )
     check_keywords(user, DEFAULTS)
     values = DEFAULTS | user

@@ -102,16 +102,16 @@ def config_of(path: Path, source: Mapping[str, Any]) -> Any:
 
 
 def tokenizer_of(path: Path, source: Mapping[str, Any]) -> Any:
-    found, reason = None, "no file of one"
+    tokenizer, reason = None, "no file of one"
     try:
-        found = AutoTokenizer.from_pretrained(**source)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # each kind of tokenizer has errors of its own
         reason = " ".join(str(error).split())[:200]
-    if found is not None:
+    if tokenizer is not None:
         # without files some kinds begin with an empty vocabulary
-        names = {"tokenizer_config.json", "tokenizer.json", *found.vocab_files_names.values()}
+        names = {"tokenizer_config.json", "tokenizer.json", *tokenizer.vocab_files_names.values()}
         if "gguf_file" in source or any((path / name).is_file() for name in names):
-            return found
+            return tokenizer
     raise ValueError(
         f"{path} must hold a tokenizer, as tokenizer.save_pretrained writes it, got {reason}"
     )
@@ -124,10 +124,10 @@ def loaded(path: Path, source: Mapping[str, Any], dtype: Any) -> Any:
     if "gguf_file" in source and widened is not None:
         # some releases keep the weights packed on a GPU
         options["quantization_config"] = widened(dequantize=True)
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         **options, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    absent = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+    absent = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
     # what the head predicts is not seen
     if absent := sorted(name for name in absent if not name.startswith("lm_head.")):
         raise ValueError(
