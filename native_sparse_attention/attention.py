@@ -23,6 +23,7 @@ from .cache.kv_cache import KVCache
 from .checks.keywords import refuse
 from .checks.networks import check_gate, check_input
 from .checks.tensors import BRANCHES, check_bools, check_choice
+from .compat.transforms import refuse_transforms
 from .compression import CompressionLayer
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
 from .gate import default_gate
@@ -365,6 +366,7 @@ class SparseAttention(CompressionLayer):
             NotImplementedError: an explicit backend that cannot run the call.
         """
         config = self.config
+        refuse_transforms("SparseAttention")
         refuse(unknown, self.forward)
         disable_triton_kernel, return_cache = check_bools(
             disable_triton_kernel=disable_triton_kernel, return_cache=return_cache

@@ -34,7 +34,6 @@ from .checks.scalars import (
     check_probability,
 )
 from .checks.tensors import check_choice
-from .compat import transforms
 from .compat.autocast import no_autocast
 from .compat.graphs import free_size, is_exporting
 from .initialization import Started, assign
@@ -466,10 +465,6 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
     """Windows of l tokens, d apart: [b h n d] -> [b h w l d], views."""
     if t.shape[2] < l:
         return t.new_zeros(*t.shape[:2], 0, l, t.shape[3])
-    if transforms.active():  # torch has no batching rule for the backward of views
-        first = d * torch.arange((t.shape[2] - l) // d + 1, device=t.device)
-        at = first[:, None] + torch.arange(l, device=t.device)
-        return t.index_select(2, at.flatten()).unflatten(2, at.shape)
     return t.unfold(2, l, d).transpose(-2, -1)
 
 

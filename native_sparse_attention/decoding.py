@@ -19,7 +19,6 @@ from . import ranking
 from .cache import static
 from .cache.kv_cache import KVCache
 from .checks.scalars import shown
-from .compat import transforms
 from .compress import gather_windows, unfold
 from .ops import branches, decode
 from .ops.triton import backend as triton_backend
@@ -462,11 +461,6 @@ def check_cache(
         raise ValueError(
             "page_size must be a multiple of the layer's selection_block_size and "
             f"compress_block_sliding_stride, of {alignment}, got {cache.page_size}"
-        )
-    if cache is not None and transforms.active():
-        raise NotImplementedError(
-            "a cache is written in place, which torch.func.vmap and forward-mode AD cannot follow: "
-            "give the rows as a batch, or leave the cache out"
         )
     if lengths is not None and cache is None:
         raise ValueError("lengths goes with a cache or return_cache=True")

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from . import blocks
 from .checks.tensors import INDEX_DTYPES, mask_hint, shown
-from .compat import transforms
 
 
 class Documents(NamedTuple):
@@ -59,7 +58,7 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 
 
 def move(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
-    return pick(x, to) if transforms.active() else Move.apply(x, to, back)
+    return Move.apply(x, to, back)  # type: ignore[no-any-return]
 
 
 class Move(torch.autograd.Function):
@@ -147,11 +146,6 @@ def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) 
     gap = torch.where(begins, -(t - before) % step, 0)
     position = torch.where(there, t + gap.cumsum(1), -1)
     if length is None:
-        if transforms.is_batched(position):
-            raise NotImplementedError(
-                "segment_ids cannot be mapped over by vmap, as the length of the rows depends on "
-                "them: map over the input alone, or pack by cu_seqlens"
-            )
         length = int(position.max()) + 1 if position.numel() else 0
         length = blocks.ceil_div(length, step) * step
 
@@ -179,9 +173,8 @@ def moved(layout: Layout, device: torch.device) -> Layout:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether the host cannot read a tensor's values: in a compiled or captured graph, or under
-    `vmap`."""
-    if torch.compiler.is_compiling() or transforms.is_batched(tensor):
+    """Whether the host cannot read a tensor's values: in a compiled or captured graph."""
+    if torch.compiler.is_compiling():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -201,7 +194,7 @@ def check_cu_seqlens(cu_seqlens: Any, total: int, batch: int) -> None:
         )
     if is_traced(cu_seqlens) or cu_seqlens.is_meta:
         return
-    bounds = transforms.numbers(cu_seqlens)
+    bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
         raise ValueError(
             f"cu_seqlens must rise from 0 to the number of tokens, {total}, and never fall, "

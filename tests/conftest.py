@@ -96,9 +96,9 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture
 def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host code runs once a call, for who counts what it does: nothing is compiled ahead."""
-    ahead = pytest.importorskip("native_sparse_attention.kernels.common.ahead")
-    monkeypatch.setattr(ahead, "is_possible", lambda: False)
+    """Host code runs once a call, for who counts what it does: nothing is compiled precompile."""
+    precompile = pytest.importorskip("native_sparse_attention.kernels.common.precompile")
+    monkeypatch.setattr(precompile, "is_possible", lambda: False)
 
 
 @pytest.fixture

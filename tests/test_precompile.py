@@ -96,12 +96,12 @@ def test_a_first_call_compiles_everything_side_by_side(monkeypatch):
     import triton
     from triton.runtime.jit import JITFunction
 
-    from native_sparse_attention.kernels.common import ahead
+    from native_sparse_attention.kernels.common import precompile
 
-    if not ahead.is_possible():
+    if not precompile.is_possible():
         pytest.skip("this Triton does not compile in threads, or there is one core")
     compiled, before, threads = [], [], []
-    own, side_by_side = JITFunction._do_compile, ahead.compile_ahead
+    own, side_by_side = JITFunction._do_compile, precompile.compile_ahead
     kind = triton.runtime.driver.active.launcher_cls
     build = kind.__init__
     monkeypatch.setattr(
@@ -113,7 +113,7 @@ def test_a_first_call_compiles_everything_side_by_side(monkeypatch):
         JITFunction, "_do_compile", lambda *args, **kw: compiled.append(args) or own(*args, **kw)
     )
     monkeypatch.setattr(
-        ahead, "compile_ahead", lambda *args, **kw: before.append(side_by_side(*args, **kw))
+        precompile, "compile_ahead", lambda *args, **kw: before.append(side_by_side(*args, **kw))
     )
     config = dataclasses.replace(CONFIG, dim_head=40)
     layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).cuda()

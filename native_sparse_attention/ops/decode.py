@@ -25,6 +25,7 @@ from ..checks.tensors import (
     check_weights,
     shown,
 )
+from ..compat.transforms import refuse_transforms
 from ..config import AttentionConfig, config_of_key
 from . import branches, dispatch, nsa
 from .call import Call
@@ -112,6 +113,7 @@ def decode_attention(
         ValueError: shapes, dtypes, devices or settings do not match.
         NotImplementedError: an explicit backend that cannot run the call.
     """
+    refuse_transforms("decode_attention")
     rows = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
     if page_table is not None:
         rows = {name: axes.replace("B", "pages") for name, axes in rows.items()}

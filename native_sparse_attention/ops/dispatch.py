@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from ..checks.tensors import BACKENDS, check_choice, shown
-from ..compat.transforms import refuse_transforms
 from . import chunked, flex
 from .triton import backend as triton_backend
 
@@ -31,7 +30,6 @@ def choose(backend: Backend, op: str, q: Tensor, k: Tensor, **facts: Any) -> str
         ValueError: neither the name of a backend nor a tuple of at least one.
         NotImplementedError: no given backend supports the call; lists the reasons of each.
     """
-    refuse_transforms(op)
     if not isinstance(backend, (str, tuple)):
         raise ValueError(f"backend must be a name or a tuple of names, got {shown(backend)}")
     if backend == "auto":

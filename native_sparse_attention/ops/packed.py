@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import varlen as docs
 from ..checks.keywords import check_keywords
 from ..checks.tensors import HINT, check_bool, check_given, check_indices, check_ints
+from ..compat.transforms import refuse_transforms
 
 # arguments whose second axis counts tokens or windows
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "block_indices", "gates")
@@ -57,6 +58,7 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        refuse_transforms(op.__name__)
         if not known.issuperset(kwargs):
             check_keywords(kwargs, known | {"cu_seqlens", "segment_ids", "mask"})
         call = dict(zip(names[: len(args)], args, strict=True)) | kwargs

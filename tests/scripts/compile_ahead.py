@@ -8,7 +8,7 @@ import triton.language as tl
 from compile_kernels import Driver
 from triton.runtime import driver
 
-from native_sparse_attention.kernels.common import ahead
+from native_sparse_attention.kernels.common import precompile
 
 
 @triton.jit
@@ -29,20 +29,22 @@ def main() -> None:
 
     def run() -> None:
         for block in (16, 32, 16):
-            add[(4,)](x, x, 64, BLOCK=block)
+            precompile.launcher(add, (4,))(x, x, 64, BLOCK=block)
 
-    found = {"possible": ahead.is_possible()}
+    found = {"possible": precompile.is_possible()}
     if found["possible"]:
-        found["first"] = ahead.compile_ahead(run, lambda *step: steps.append(step))
+        found["first"] = precompile.compile_ahead(run, lambda *step: steps.append(step))
         found["steps"] = steps[:]
-        found["again"] = ahead.compile_ahead(run)
-        found["ignored"] = ahead.compile_ahead(lambda: wrong[(1,)](x, BLOCK=3), ignore_errors=True)
+        found["again"] = precompile.compile_ahead(run)
+        found["ignored"] = precompile.compile_ahead(
+            lambda: precompile.launcher(wrong, (1,))(x, BLOCK=3), ignore_errors=True
+        )
         try:
-            ahead.compile_ahead(lambda: wrong[(1,)](x, BLOCK=16))
+            precompile.compile_ahead(lambda: precompile.launcher(wrong, (1,))(x, BLOCK=16))
         except Exception as error:
             found["error"] = type(error).__name__
         found["values"] = x.sum().item()  # nothing was launched
-        found["mode"] = ahead.only_compiles.get()
+        found["mode"] = precompile.only_compiles.get()
     print(json.dumps(found))
 
 
