@@ -279,6 +279,16 @@ class SparseAttention(CompressionLayer):
         super().__setattr__(name, value)
 
     @property
+    def geometry(self) -> dict[str, Any]:
+        """The settings that the contents of a cache depend on."""
+        return self.config.geometry
+
+    @property
+    def alignment(self) -> int:
+        """Packed documents passed as `documents` begin at multiples of this number."""
+        return self.config.alignment
+
+    @property
     def dense(self) -> bool:
         """Whether queries attend to all keys that they may see: with `branches=("selected",)` it
         may be set at any time. The weights and a cache are the same."""

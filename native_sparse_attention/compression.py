@@ -28,7 +28,7 @@ from .compress import (
 )
 from .config import NSAConfig
 from .frequencies import RotaryLayer
-from .ops.triton.elementwise import CompressMean, compress_mean_keys
+from .ops.triton.elementwise import compress_mean_keys, compress_means
 from .varlen import Documents
 
 
@@ -122,7 +122,7 @@ class CompressionLayer(RotaryLayer):
             n = blocks.num_windows(k.shape[2], d, causal=config.causal)
             if v is not None:
                 positions = self.k_intrablock_positions, self.v_intrablock_positions
-                means = CompressMean.apply(k, v, *positions, l, d, n)
+                means = compress_means(k, v, *positions, l, d, n)
                 for name, mean, net in zip(("ck", "cv"), means, sliding, strict=True):
                     is_sum = isinstance(net, SumPool)
                     compressed[name] = mean * (l * net.gain).to(mean.dtype) if is_sum else mean

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from .block_sizes import BlockSizes, check_block_sizes
+from .block_sizes import NAMES, BlockSizes, check_block_sizes
 from .checks.scalars import check_elements, check_factor
 from .checks.tensors import (
     BACKENDS,
@@ -159,7 +159,9 @@ def key_of(config: AttentionConfig) -> str:
     values = {name: getattr(config, name) for name in DEFAULTS}
     sizes = values["block_sizes"]
     values["branches"] = " ".join(values["branches"])
-    values["block_sizes"] = None if sizes is None else str(astuple(sizes))
+    values["block_sizes"] = (
+        None if sizes is None else "".join([f"{getattr(sizes, name)!r}," for name in NAMES])
+    )
     return "".join([f"{value!r}," for value in values.values()])
 
 
@@ -169,7 +171,7 @@ def config_of_key(key: str) -> AttentionConfig:
     values = dict(zip(DEFAULTS, ast.literal_eval(f"({key})"), strict=True))
     values["branches"] = tuple(values["branches"].split())
     if values["block_sizes"] is not None:
-        sizes: Any = ast.literal_eval(values["block_sizes"])
+        sizes: Any = ast.literal_eval(f"({values['block_sizes']})")
         values["block_sizes"] = BlockSizes(*sizes)
     return AttentionConfig.unchecked(**values)
 

@@ -92,7 +92,7 @@ def dense_over_cache(
         x = cache.zero_padding(x, counts)
     start = cache.positions(x.device, counts, x.shape[1])
     q, k, v = layer.project(x, start)
-    cache.bind(layer.identity, layer.config.geometry, {"k": k, "v": v})
+    cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
     starts, saved = cache.starts(len(counts)), is_trained(layer, q)
     tokens = cache.append({"k": k, "v": v}, starts, counts, saved=saved)
     # new sequences need only the causal triangle; otherwise tokens also see cached tokens
@@ -168,7 +168,7 @@ def dense_over_fixed_cache(
     """`dense_over_cache` with shapes that do not depend on lengths."""
     at = static.new_tokens(cache, x, lengths)
     q, k, v = layer.project(static.zero_padding(x, at), 0 if at.first else at.starts)
-    cache.bind(layer.identity, layer.config.geometry, {"k": k, "v": v})
+    cache.bind(layer.identity, layer.geometry, {"k": k, "v": v})
     if at.first:
         static.write_tokens(cache, {"k": k, "v": v}, at)
         out = layer.attend(q, k, v, None)
@@ -493,4 +493,4 @@ def check_caches(
         raise ValueError("cache must hold a KVCache for each layer, got one of them twice")
     for cache, layer in zip(caches, layers, strict=True):
         if hasattr(layer, "identity"):
-            cache.check_layer(layer.identity, layer.config.geometry)
+            cache.check_layer(layer.identity, layer.geometry)

@@ -210,26 +210,6 @@ def test_settings_of_one_of_two_layers(compiled, monkeypatch):
 
 
 @torch.no_grad()
-def test_guards_on_settings():
-    """A step checks no property of a layer and no config, for which torch could not skip a layer
-    whose dict has not changed."""
-    torch.compiler.reset()
-    sizes = dict(dim=DIM, dim_head=8, heads=4, sliding_window_size=8, compress_block_size=4)
-    sizes |= dict(selection_block_size=4, num_selected_blocks=2, causal=True)
-    layer, cache = SparseAttention(**sizes, branches=("selected",)), KVCache(32, 1)
-
-    def step(x):
-        return layer(x, cache=cache)
-
-    x = torch.randn(1, 1, DIM)
-    step(x)
-    names = [guard.name for guard in torch._dynamo.explain(step)(x).out_guards]
-    of_layer = [name for name in names if "layer" in name]
-    assert len(of_layer) > 49
-    assert not any(".fget" in name or ".config" in name for name in of_layer)
-    torch.compiler.reset()
-
-
 @torch.no_grad()
 def test_first_tokens_of_caches_that_are_shared_or_exported(compiled, monkeypatch):
     """A copy counts on the device what the other one does not see, and an exported program has no

@@ -115,8 +115,9 @@ def test_a_layer_shows_its_settings():
     assert layers[0].config.geometry == first.geometry | dict(
         selection_stride=2, num_selected_blocks=2, query_heads_share_selected_kv=True
     )
-    with pytest.raises(AttributeError, match="no attribute 'alignment'"):
-        _ = layers[0].alignment
+    assert layers[0].alignment == 16
+    with pytest.raises(AttributeError, match="alignment"):
+        layers[0].alignment = 3
 
 
 def test_fewer_slots_for_a_call():

@@ -45,7 +45,7 @@ def test_aligned_documents(causal):
     """What lies between documents reaches nobody."""
     module = layer(causal=causal)
     x = torch.randn(1, sum(LENGTHS), DIM, dtype=torch.float64)
-    layout = docs.layout((1, x.shape[1]), x.device, module.alignment, cu_seqlens=bounds())
+    layout = docs.layout((1, x.shape[1]), x.device, module.config.alignment, cu_seqlens=bounds())
     rows = layout.spread(x)
     rows = torch.where((layout.source < 0)[..., None], torch.randn_like(rows) * 9, rows)
     out = layout.collect(module(rows, documents=layout.documents))

@@ -110,27 +110,6 @@ def test_blocks_whose_window_is_not_complete_are_no_candidates():
         torch.testing.assert_close(loss, (target * (target.log() - logs)).sum(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_tangents_reach_the_index_alone():
-    module, x = layer(**INDEX), normal(1, 33, DIM)
-    weights = {name: p.detach() for name, p in module.named_parameters()}
-
-    def loss(changed):
-        given = dict(ranking_queries=torch.arange(33))
-        return torch.func.functional_call(module, weights | changed, (x,), given)[1]
-
-    for name in ("to_qkv.weight", "norm.weight"):
-        one = {name: weights[name]}
-        _, tangent = torch.func.jvp(loss, (one,), ({name: torch.randn_like(weights[name])},))
-        assert tangent == 0
-    one = {"to_index.weight": weights["to_index.weight"]}
-    towards = {"to_index.weight": normal(*module.to_index.weight.shape)}
-    _, tangent = torch.func.jvp(loss, (one,), (towards,))
-    grad = torch.func.grad(loss)(one)["to_index.weight"]
-    right = (grad * towards["to_index.weight"]).sum()
-    torch.testing.assert_close(tangent.double(), right, atol=1e-6, rtol=1e-4)
-
-
 def test_the_loss_trains_the_index_alone():
     module, x = layer(**INDEX), normal(1, 40, DIM).requires_grad_()
     module(x, ranking_queries=8)[1].backward()

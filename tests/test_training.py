@@ -97,13 +97,13 @@ LOW = [torch.bfloat16, torch.float16]
 def test_autocast_casts_all_that_attends(monkeypatch, dtype, branch_kv):
     """Windows with their positions, summaries, memory and gates too; near what float32 gives."""
     given = {}
-    attend = attention.nsa.attend
+    attend = attention.branches.attend
 
     def spy(call, *settings):
         given.update(call._asdict())
         return attend(call, *settings)
 
-    monkeypatch.setattr(attention.nsa, "attend", spy)
+    monkeypatch.setattr(attention.branches, "attend", spy)
     torch.manual_seed(0)
     # as many blocks as there are: nothing hangs on a near-tie
     module = layer(torch.float32, branch_kv=branch_kv, num_selected_blocks=6)

@@ -21,7 +21,7 @@ from ... import blocks
 from ...block_sizes import flat
 from ...config import AttentionConfig, config_of_key
 from ...varlen import Documents
-from .operator import aligned, operator, refuse_higher_derivatives, unit_stride
+from .operator import aligned, needs_gradient, operator, refuse_higher_derivatives, unit_stride
 
 
 class Inputs(NamedTuple):
@@ -70,17 +70,18 @@ def attention(
     starts, start = (q_offset, 0) if isinstance(q_offset, Tensor) else (None, q_offset)
     first, last = (None, None) if documents is None else (documents.first, documents.last)
     inputs = Inputs(**tensors, starts=starts, doc_first=first, doc_last=last)  # type: ignore[arg-type]
-    leaves = inputs[: len(DIFFERENTIABLE)]
-    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
-    return Attention.apply(config.key, start, trains, *inputs)  # type: ignore[no-any-return]
+    if not needs_gradient(inputs[: len(DIFFERENTIABLE)]):
+        out, lse, block_indices, *_ = attend(inputs, start, config.key, False)
+        return out, lse, block_indices
+    return Attention.apply(config.key, start, *inputs)  # type: ignore[no-any-return]
 
 
 class Attention(torch.autograd.Function):
     """`attend` and its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, key: str, start: int, trains: bool, *inputs: Any) -> Any:
-        out, lse, block_indices, *kept = attend(inputs, start, key, trains)
+    def forward(ctx: Any, key: str, start: int, *inputs: Any) -> Any:
+        out, lse, block_indices, *kept = attend(inputs, start, key, True)
         ctx.key, ctx.start = key, start
         ctx.save_for_backward(*inputs, block_indices, *(kept or (out, lse)))
         ctx.mark_non_differentiable(*((block_indices, lse) if kept else (block_indices,)))
@@ -94,7 +95,7 @@ class Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: activation checkpointing gives them only once
         number = len(Inputs._fields)
         inputs, block_indices, kept = saved[:number], saved[number], list(saved[number + 1 :])
-        wanted = list(ctx.needs_input_grad[3 : 3 + len(DIFFERENTIABLE)])
+        wanted = list(ctx.needs_input_grad[2 : 2 + len(DIFFERENTIABLE)])
         grads = [None] * number
         if len(kept) == 6:  # outputs and log-sum-exps of three branches
             d_gates, *rows = backward_preprocess(d_out, kept, inputs[BRANCH_GATES])
@@ -106,7 +107,7 @@ class Attention(torch.autograd.Function):
         found = iter(attend_backward([d_out, d_lse], *call))
         for i, is_wanted in enumerate(wanted):
             grads[i] = next(found) if is_wanted else grads[i]
-        return None, None, None, *grads
+        return None, None, *grads
 
 
 # operators

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .operator import operator, refuse_higher_derivatives, unit_stride
+from .operator import needs_gradient, operator, refuse_higher_derivatives, unit_stride
 
 # rotary embedding: one launch rotates queries and keys
 
@@ -59,6 +59,8 @@ def rotate(
 ) -> list[Tensor]:
     """`rotate_pairs` from a position `start`, or from one for each sequence [b]."""
     starts, start = (start, 0) if isinstance(start, Tensor) else (None, start)
+    if not needs_gradient(tensors):
+        return list(rotate_pairs(tensors, freqs, starts, positions, start, factor))
     return list(Rotate.apply(freqs, starts, positions, start, factor, *tensors))
 
 
@@ -200,3 +202,13 @@ class CompressMean(torch.autograd.Function):
         refuse_higher_derivatives("means of windows")
         grads = compress_mean_backward(dck, dcv, *ctx.saved_tensors, *ctx.sizes)
         return *grads, None, None, None
+
+
+def compress_means(
+    k: Tensor, v: Tensor, k_positions: Tensor, v_positions: Tensor, l: int, d: int, windows: int
+) -> tuple[Tensor, Tensor]:
+    """`compress_mean`, with gradients where they are needed."""
+    tensors = k, v, k_positions, v_positions
+    run = CompressMean.apply if needs_gradient(tensors) else compress_mean
+    ck, cv = run(*tensors, l, d, windows)
+    return ck, cv

@@ -33,6 +33,11 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     return register
 
 
+def needs_gradient(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd records a call with these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def first_tensor(values: Sequence[Any]) -> Tensor:
     """The first tensor among values and lists of values."""
     flat = (t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)))
