@@ -159,10 +159,14 @@ def key_of(config: AttentionConfig) -> str:
     values = {name: getattr(config, name) for name in DEFAULTS}
     sizes = values["block_sizes"]
     values["branches"] = " ".join(values["branches"])
-    values["block_sizes"] = (
-        None if sizes is None else "".join([f"{getattr(sizes, name)!r}," for name in NAMES])
-    )
-    return "".join([f"{value!r}," for value in values.values()])
+    if sizes is not None:
+        values["block_sizes"] = "".join([f"{constant(getattr(sizes, n))!r}," for n in NAMES])
+    return "".join([f"{constant(value)!r}," for value in values.values()])
+
+
+def constant(value: Any) -> Any:
+    """The value; of a symbolic integer the one that a graph is compiled for."""
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 @functools.lru_cache(maxsize=4096)

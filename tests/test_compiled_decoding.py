@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, Transformer, decoding
+from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
 from native_sparse_attention.cache import static
 from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE

@@ -11,7 +11,7 @@ a forward and of a backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +73,18 @@ def attention(
     if not needs_gradient(inputs[: len(DIFFERENTIABLE)]):
         out, lse, block_indices, *_ = attend(inputs, start, config.key, False)
         return out, lse, block_indices
+    if torch.compiler.is_compiling():
+        inputs = Inputs(*distinct(inputs))
     return Attention.apply(config.key, start, *inputs)  # type: ignore[no-any-return]
+
+
+def distinct(tensors: Sequence[Any]) -> list[Any]:
+    """The tensors, with views of those that come again: dynamo passes none twice to a node."""
+    seen: list[Any] = []
+    for t in tensors:
+        is_again = t is not None and any(t is other for other in seen)
+        seen.append(t.view_as(t) if is_again else t)
+    return seen
 
 
 class Attention(torch.autograd.Function):
@@ -83,8 +94,9 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, key: str, start: int, *inputs: Any) -> Any:
         out, lse, block_indices, *kept = attend(inputs, start, key, True)
         ctx.key, ctx.start = key, start
-        ctx.save_for_backward(*inputs, block_indices, *(kept or (out, lse)))
-        ctx.mark_non_differentiable(*((block_indices, lse) if kept else (block_indices,)))
+        is_single = lse.ndim == 3
+        ctx.save_for_backward(*inputs, block_indices, *((out, lse) if is_single else kept))
+        ctx.mark_non_differentiable(*((block_indices,) if is_single else (block_indices, lse)))
         if not torch.compiler.is_compiling():  # dynamo has no such setting
             ctx.set_materialize_grads(False)
         return out, lse, block_indices
