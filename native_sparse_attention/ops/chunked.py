@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import blocks
 from ..compat import transforms
 from ..compat.autocast import in_autocast_dtype, no_autocast
-from . import reference
+from . import local, reference
 from .reference import RankedQueries, Ranking, Visibility, times, upcast
 
 # On the CPU, scores that the specification forms at once: 16 MiB of fp32; and those of a tile or
@@ -378,7 +378,9 @@ def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any
     plain = torch.compiler.is_compiling() or forms_few_scores(op, q, k, settings)
     if op == "select_blocks":  # casts to fp32 itself
         return (compute if plain else partial(compute, rank=rank, gate=gate))(q, k, **settings)
-    if not plain:
+    if op == "sliding_window_attention" and local.is_supported(q, k, settings):
+        compute = local.sliding_window_attention
+    elif not plain:
         compute = partial(compute, attend=attend)
     memory = {n: settings[n] for n in ("mem_k", "mem_v") if settings.get(n) is not None}
     floats = in_autocast_dtype(q, k, tensors[0], *memory.values())
