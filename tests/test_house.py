@@ -37,7 +37,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("config", "ops.call"),
     ("block_sizes", "presets"),
     ("ops.chunked",),
-    ("ops.reference", "kernels.selected"),
+    ("ops.reference", "ops.local", "kernels.selected"),
     ("kernels.flash", "kernels.topk", "kernels"),
     ("kernels.common",),
     ("frequencies", "varlen"),

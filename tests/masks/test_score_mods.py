@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as flex
 from native_sparse_attention import masks
 from native_sparse_attention.masks import tanh
 from tests.helpers.budget import CUDA
-from tests.masks.test_attention import draw
+from tests.masks.test_mask_attention import draw
 
 
 def grid(mod, scores: Tensor) -> Tensor:

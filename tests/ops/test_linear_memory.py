@@ -75,7 +75,9 @@ def assert_same(op, cut, scores, *tensors, **kwargs):
 
 @pytest.mark.parametrize("T, S", [(37, 37), (19, 50)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_compressed_and_window(cut, T, S, causal):
+def test_compressed_and_window(cut, T, S, causal, monkeypatch):
+    """The window's own form too, which local-attention spares most whole sequences."""
+    monkeypatch.setattr(chunked.local, "is_supported", lambda *_: False)
     q, k, v = normal(B, T, H, D), normal(B, S, K, D), normal(B, S, K, E)
     d = BLOCKS["compress_block_sliding_stride"]
     W = S // d if causal else -(-S // d)
