@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention                   everything; better a length or two at a time:
     python -m benchmarks.attention --lengths 8192 --heads 64/4 --strides 1 4 --parts --agreement 4
-    python -m benchmarks.attention --table           redraw docs/performance.md from the rows
+    python -m benchmarks.attention --table           redraw results/performance.md from the rows
     python -m benchmarks.attention --quick           few sizes; on a CPU tiny ones, in seconds
     python -m benchmarks.attention --peer fsa=PATH   a published kernel, from a checkout (peers.py)
 

@@ -1,7 +1,7 @@
 """A step of decoding: native sparse attention over a cache against dense attention over it.
 
     python -m benchmarks.decode                  time every size, append rows
-    python -m benchmarks.decode --table          redraw tables and plot of docs/performance.md
+    python -m benchmarks.decode --table          redraw results/performance.md and plots
     python -m benchmarks.decode --quick          small ones, nothing recorded
 
 B rows hold S tokens each, the keys of T new ones among them; random q, k, v. "ours" is all of
@@ -557,8 +557,6 @@ def table(rows: Sequence[Row]) -> str:
         return common.NO_ROWS
     steps = Steps(rows)
     parts = [times(steps, *panel) for panel in steps.panels]
-    if pictured(steps):
-        parts.append(f"![Time against S, log-log, for each B]({PLOT.parent.name}/{PLOT.name})")
     return "\n\n".join([*parts, where(steps.used)])
 
 

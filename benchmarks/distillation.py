@@ -1,7 +1,7 @@
 """A trained model converted to sparse attention: before and after its ranking and weights learn.
 
     python -m benchmarks.distillation --data DIR --model FILE.gguf    append rows
-    python -m benchmarks.distillation --table    redraw docs/training.md from the rows
+    python -m benchmarks.distillation --table    redraw results/training.md from the rows
     python -m benchmarks.distillation --quick    a tiny random model, nothing recorded
 
 The model is that of `pretrained.py`, its texts are evaluated in the same way, at one length T.
@@ -42,7 +42,7 @@ from .common import Row, WrongResult, length
 from .pretrained import DENSE, needle_cell
 from .pretrained_model import Corpus, Network, corpora, load, own_texts, tiny
 
-PAGE = common.ROOT / "docs" / "training.md"
+PAGE = common.RESULTS / "training.md"
 RESULTS = common.RESULTS / "distillation.jsonl"
 # characters of a training text for each token, more than there are
 CHARACTERS = 6

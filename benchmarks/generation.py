@@ -1,7 +1,7 @@
 """Prefill and decoding of a model of transformers: sparse attention against its own SDPA attention.
 
     python -m benchmarks.generation --model llama-8b --layers 8    append rows, print the table
-    python -m benchmarks.generation --table       redraw docs/huggingface.md from the rows
+    python -m benchmarks.generation --table       redraw results/generation.md from the rows
     python -m benchmarks.generation --quick       a tiny model, nothing recorded
 
 A model has random weights in the shape of a published one (`--layers` cuts its depth). Prompts are
@@ -44,7 +44,7 @@ from torch import Tensor
 from . import common
 from .common import Row, WrongResult, length
 
-PAGE = common.ROOT / "docs" / "huggingface.md"
+PAGE = common.RESULTS / "generation.md"
 RESULTS = common.RESULTS / "generation.jsonl"
 # a released model's widths
 SHAPES: dict[str, dict[str, Any]] = {

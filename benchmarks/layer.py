@@ -1,7 +1,7 @@
 """Host time, wall time, GPU time and kernel launches of the layer, against a dense twin.
 
     python -m benchmarks.layer                append rows to results/host.jsonl, print the table
-    python -m benchmarks.layer --table        redraw docs/performance.md from the rows
+    python -m benchmarks.layer --table        redraw results/performance.md from the rows
     python -m benchmarks.layer --quick        tiny sizes, nothing recorded
 
 The layer is `SparseAttention` with mean pooling; the twin has the same norm, projections and rotary
@@ -40,7 +40,7 @@ from .common import NO_ROWS, Row, WrongResult, length
 from .problem import Setting
 from .twin import DenseAttention, DenseCache
 
-PAGE = common.ROOT / "docs" / "performance.md"
+PAGE = common.RESULTS / "performance.md"
 RESULTS = common.RESULTS / "host.jsonl"
 PROVIDERS = ("dense", "sparse")
 CHECK_LENGTH = 2048

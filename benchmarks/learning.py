@@ -46,7 +46,6 @@ from .common import NO_ROWS, Row, length
 from .runs_pool import Job, Run, on, sweep
 from .variants import VARIANTS, Settings, build, check, describe, parsed, ranking_of, scaled
 
-PAGES = tuple(common.ROOT / "docs" / name for name in ("training.md", "sizes.md"))
 PLOT = common.ROOT / "docs" / "images" / "learning.png"
 RESULTS = common.RESULTS / "learning.jsonl"
 SHAPE = dict(num_tokens=256, dim=512, depth=6, heads=8, kv_heads=2, dim_head=64, causal=True)
@@ -462,25 +461,16 @@ def table_of_sizes(rows: Sequence[Row]) -> str:
     return common.markdown(lines)
 
 
-def picture(rows: Sequence[Row]) -> str:
-    if not lengths_of(one_experiment(rows)):
-        return NO_ROWS
-    told = "Bits per byte against the position"
-    return f"![{told}]({PLOT.parent.name}/{PLOT.name})"
-
-
 TABLES = {
-    path: {
-        "learning": table_of_runs, "learning_sizes": table_of_sizes, "learning_plot": picture,
-    }
-    for path in PAGES
-}  # fmt: skip
+    common.RESULTS / "training.md": {"learning": table_of_runs},
+    common.ROOT / "docs" / "sizes.md": {"learning_sizes": table_of_sizes},
+}
 
 
 def draw(rows: Sequence[Row]) -> None:
     """Pages and plot."""
     common.draw_pages(TABLES, rows)
-    if picture(rows) != NO_ROWS:
+    if lengths_of(one_experiment(rows)):
         plot(one_experiment(rows))
 
 

@@ -1,4 +1,4 @@
-"""Tables and plot of docs/performance.md, of the rows of `attention.py`.
+"""Tables and plot of results/performance.md, of the rows of `attention.py`.
 
 Of several rows of one case the latest counts; a failure takes the place of older times. Most tables
 are of the GPU of the most rows; one softmax, short windows and peers of their newest run, which has
@@ -16,7 +16,7 @@ from .common import NO_ROWS, Row, length, number
 from .peers import PEERS
 from .providers import SHORT_WINDOWS
 
-PAGE = common.ROOT / "docs" / "performance.md"
+PAGE = common.RESULTS / "performance.md"
 PLOT = common.ROOT / "docs" / "images" / "attention.png"
 PASSES = ("forward", "backward")
 # what is timed of this library as a whole
@@ -310,17 +310,9 @@ def peers(rows: Sequence[Row]) -> str:
 # the page
 
 
-def picture(rows: Sequence[Row]) -> str:
-    drawn = Rows(rows)
-    if not drawn.lengths(drawn.select(part="whole")):
-        return NO_ROWS
-    return f"![Time against T, log-log, forward and backward]({PLOT.parent.name}/{PLOT.name})"
-
-
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "machine": machine_of_all,
     "speedups": lambda rows: by_heads(rows, speedup_lines, ours=True, whole=True),
-    "plot": picture,
     "wholes": lambda rows: by_heads(rows, time_lines, whole=True),
     "parts": lambda rows: by_heads(rows, time_lines, whole=False, alike=False),
     "agreement": lambda rows: by_heads(rows, agreement_lines, whole=False, alike=True),
@@ -336,8 +328,9 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
 def draw(rows: Sequence[Row]) -> None:
     """Page and plot."""
     common.draw_pages({PAGE: TABLES}, rows)
-    if picture(rows) != NO_ROWS:
-        plot(Rows(rows))
+    drawn = Rows(rows)
+    if drawn.lengths(drawn.select(part="whole")):
+        plot(drawn)
 
 
 def plot(rows: Rows) -> None:

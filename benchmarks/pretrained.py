@@ -1,7 +1,7 @@
 """A trained model under one softmax over initial, local and ranked blocks, without any training.
 
     python -m benchmarks.pretrained --data DIR    append rows to results/pretrained.jsonl
-    python -m benchmarks.pretrained --table       redraw docs/training.md from the rows
+    python -m benchmarks.pretrained --table       redraw results/training.md from the rows
     python -m benchmarks.pretrained --quick       a tiny random model, nothing recorded
 
 SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads of 64) attends through the functions of
@@ -54,7 +54,7 @@ from .pretrained_model import (
     tiny,
 )
 
-PAGE = common.ROOT / "docs" / "training.md"
+PAGE = common.RESULTS / "training.md"
 RESULTS = common.RESULTS / "pretrained.jsonl"
 LENGTHS = (2048, 4096, 8192)
 DEPTHS = (0.1, 0.5, 0.8)

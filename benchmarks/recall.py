@@ -2,7 +2,7 @@
 
     python -m benchmarks.recall --work DIR            train, append rows to results/recall.jsonl
     python -m benchmarks.recall --small --work DIR    T = 256, ten minutes a run on a CPU
-    python -m benchmarks.recall --table               redraw docs/training.md from the rows
+    python -m benchmarks.recall --table               redraw results/training.md from the rows
     python -m benchmarks.recall --quick               tiny sizes, nothing recorded
 
 A sequence is noise with pairs of a key and a value in its first half. In its second half each key
@@ -38,7 +38,7 @@ from .learning import DRAWN, Variants, chosen, mean, spread
 from .runs_pool import Job, Run, on, sweep
 from .variants import VARIANTS, Settings, build, check, describe, parsed, ranking_of, scaled
 
-PAGE = common.ROOT / "docs" / "training.md"
+PAGE = common.RESULTS / "training.md"
 PLOT = common.ROOT / "docs" / "images" / "recall.png"
 RESULTS = common.RESULTS / "recall.jsonl"
 LR = (1e-3, 3e-3)
@@ -349,14 +349,7 @@ def table_of_runs(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def picture(rows: Sequence[Row]) -> str:
-    if not by_length(rows):
-        return NO_ROWS
-    told = "Accuracy against the length of a sequence, and against the distance of a question"
-    return f"![{told}]({PLOT.parent.name}/{PLOT.name})"
-
-
-TABLES = {PAGE: {"recall": table_of_runs, "recall_plot": picture}}
+TABLES = {PAGE: {"recall": table_of_runs}}
 
 
 def draw(rows: Sequence[Row]) -> None:

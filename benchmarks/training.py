@@ -1,7 +1,7 @@
 """Tokens a second of training the enwik8 model: forward, backward and optimizer, in bf16.
 
     python -m benchmarks.training              time every model at every length, append rows
-    python -m benchmarks.training --table      redraw the table of docs/training.md from the rows
+    python -m benchmarks.training --table      redraw the table of results/training.md from the rows
     python -m benchmarks.training --quick      a small model, nothing recorded
 
 Before it is timed, a model's logits and gradients in bf16 are held against its own weights in
@@ -24,7 +24,7 @@ from native_sparse_attention import Transformer
 from . import common
 from .common import Row, WrongResult
 
-PAGE = common.ROOT / "docs" / "training.md"
+PAGE = common.RESULTS / "training.md"
 RESULTS = common.RESULTS / "training.jsonl"
 
 MODEL = dict(num_tokens=256, dim=512, depth=6, heads=8, kv_heads=4, dim_head=64, causal=True)

@@ -3,7 +3,6 @@ GitHub follows them, and formulas as MathML, which browsers draw without a scrip
 
 from __future__ import annotations
 
-import functools
 import html
 import posixpath
 import re
@@ -12,23 +11,18 @@ from pathlib import Path
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
-from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# pages of files outside docs/; "README.md" is cut in two at its headings of second level
-README = {
-    "index.md": ("", "Which form", "How fast it is", "When not to use it"),
-    "model.md": (
-        "In your own model",
-        "Arguments of `SparseAttention`",
-        "What else is in the package",
-    ),
-}
+# pages of files outside docs/
 PAGES = {
+    "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "data.md": "data/README.md",
+    "results/performance.md": "benchmarks/results/performance.md",
+    "results/training.md": "benchmarks/results/training.md",
+    "results/generation.md": "benchmarks/results/generation.md",
 }
 # programs, shown as pages
 PROGRAMS = {f"examples/{path.stem}.md": path for path in (ROOT / "examples").glob("*.py")}
@@ -36,24 +30,9 @@ PROGRAMS = {f"examples/{path.stem}.md": path for path in (ROOT / "examples").glo
 ASSETS = ("LICENSE", "CITATION.cff")
 SITE_PATHS = {source: page for page, source in PAGES.items()}
 SITE_PATHS |= {path.relative_to(ROOT).as_posix(): page for page, path in PROGRAMS.items()}
-SOURCES = PAGES | dict.fromkeys(README, "README.md")
-anchor_of = functools.partial(slugify(case="lower"), sep="-")
-
-
-def sections(text: str, names: tuple[str, ...]) -> str:
-    """The named sections of a page, each with its heading; "" is the part before the first."""
-    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    by_name = {"": parts[0]}
-    by_name |= {part.splitlines()[0].removeprefix("## "): part for part in parts[1:]}
-    return "".join(by_name[name] for name in names)
 
 
 def on_files(files, config):
-    for page, names in README.items():
-        text = sections((ROOT / "README.md").read_text(encoding="utf-8"), names)
-        if "" not in names:  # the first section's name is the page's
-            text = text.removeprefix("#")
-        files.append(File.generated(config, page, content=text))
     for page, source in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     for page, path in PROGRAMS.items():
@@ -69,11 +48,8 @@ def moved(link: str, page: str) -> str:
     target, hash, anchor = link.partition("#")
     if not target or re.match(r"[a-z]+:", target):
         return link
-    source = SOURCES.get(page, f"docs/{page}")
+    source = PAGES.get(page, f"docs/{page}")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-    if path == "README.md":  # the half that has this heading
-        halves = [half for half, names in README.items() if anchor in map(anchor_of, names)]
-        path = halves[0] if anchor else "index.md"
     path = SITE_PATHS.get(path, path.removeprefix("docs/"))
     return posixpath.relpath(path, posixpath.dirname(page) or ".") + hash + anchor
 
