@@ -6,36 +6,51 @@ w  windows          l  tokens of a window                d  head dimension
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from einops.layers.torch import Rearrange
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
-from . import decoding, ranking
+from . import blocks, ranking
 from .block_sizes import BlockSizes
-from .cache.identity import Identity
-from .cache.kv_cache import KVCache
+from .cache.kv_cache import Identity, KVCache, check_cache
+from .cache.tokens import NewTokens
 from .checks.keywords import refuse
-from .checks.networks import check_gate, check_input
+from .checks.networks import check_compress_mlp, check_gate, check_input, copied
+from .checks.scalars import check_hidden
 from .checks.tensors import BRANCHES, check_bools, check_choice
 from .compat.transforms import refuse_transforms
-from .compression import CompressionLayer
+from .compress import (
+    MeanPool,
+    SumPool,
+    count_freely,
+    default_compress_mlp,
+    slide,
+    slides,
+    windowed,
+    windows_of,
+)
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
+from .frequencies import RotaryLayer
 from .gate import default_gate
 from .initialization import reset
 from .norm import HeadNorm, norm_heads
-from .ops import branches, dispatch, nsa
+from .ops import branches, decode, dispatch, nsa
 from .ops.call import Call
-from .rotary import Rotary, make_rotary, rotated_heads, rotator
+from .ops.triton import backend as triton_backend
+from .ops.triton.elementwise import compress_mean_keys, compress_means
+from .rotary import Rotary, make_rotary, rotate, rotated_heads
 from .varlen import Documents, layer_layout
 
 
-class SparseAttention(CompressionLayer):
+class SparseAttention(RotaryLayer):
     """Native Sparse Attention (arXiv 2502.11089): three branches over one input, combined by a
     gate.
 
@@ -102,6 +117,7 @@ class SparseAttention(CompressionLayer):
             widths.
     """
 
+    twins: tuple[str, ...] = ("k_compress", "v_compress")
     config: NSAConfig
     # of `view.collect`, while one is open: sees each call and its block indices
     observer: Callable[[Call, AttentionConfig, Tensor | None], None] | None = None
@@ -198,12 +214,8 @@ class SparseAttention(CompressionLayer):
             backend="triton" if use_triton_kernel else backend,
         )
         config = self.config
-        dim, dim_head, heads, kv_heads = (
-            config.dim,
-            config.dim_head,
-            config.heads,
-            config.kv_heads,
-        )
+        dim, dim_head = config.dim, config.dim_head
+        heads, kv_heads = config.heads, config.kv_heads
         self._dense = False
         rotary = make_rotary(dim_head, rotary_emb, rope_theta, inv_freq)
         self.identity = Identity()
@@ -253,6 +265,48 @@ class SparseAttention(CompressionLayer):
             )
 
         self.combine_heads = nn.Linear(heads * dim_head, dim, bias=config.out_bias)
+
+    def make_memory(self) -> nn.Parameter | None:
+        """The memory slots [2 k m d] of the compressed branch."""
+        config = self.config
+        m = config.num_compressed_mem_kv
+        if "compressed" not in config.branches:
+            return None
+        memory = torch.zeros(2, config.kv_heads, m, config.dim_head)
+        if m:
+            return nn.Parameter(memory)
+        # empty: a parameter would get no gradient; checkpoints have the name
+        self.register_buffer("compress_mem_kv", memory)
+        return self.compress_mem_kv
+
+    def make_compression(self, network: Module | None) -> None:
+        """The networks of windows and their positions. Compressed keys that only rank blocks have
+        no values, and without a network to train no positions."""
+        config = self.config
+        l, dim_head, kv_heads = config.compress_block_size, config.dim_head, config.kv_heads
+        has_branch = "compressed" in config.branches
+        if network is None and has_branch:
+            factor = config.compress_mlp_expand_factor
+            check_hidden("compress_mlp_expand_factor", factor, l * dim_head)
+            network = default_compress_mlp(dim_head, l, factor)
+        elif network is None:
+            network = MeanPool()
+        elif config.importance == "index":
+            raise ValueError("compress_mlp must be None with importance='index', whose keys learn")
+        else:
+            gets_gradient = has_branch or (config.ranks and config.use_diff_topk)
+            check_compress_mlp(network, kv_heads, l, dim_head, gets_gradient)
+        learns = has_branch or any(p.requires_grad for p in network.parameters())
+
+        def positions(exist: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.zeros(kv_heads, l, dim_head)) if exist else None
+
+        self.k_intrablock_positions = positions(learns)
+        self.v_intrablock_positions = positions(has_branch)
+        self.k_compress = copied(network) if config.compresses else None
+        self.v_compress = copied(network) if has_branch else None
+        if not has_branch:
+            self.twins = ()
 
     @classmethod
     def from_config(cls, config: NSAConfig, **networks: Any) -> SparseAttention:
@@ -386,97 +440,79 @@ class SparseAttention(CompressionLayer):
         masks = sliding_window_flex_mask, fine_selection_flex_mask
         nsa.check_flex_masks(*masks)
         check_input(inp, config.dim, self.to_qkv)
-        cache = decoding.check_cache(cache, return_cache, lengths, config.causal, config.alignment)
+        cache = check_cache(cache, return_cache, lengths, config.causal, config.alignment)
+        if ranking_queries is not None and cache is not None:
+            raise ValueError("ranking_queries must be None with a cache")
+        if ranking_queries is not None and self.to_index is None:
+            raise ValueError("ranking_queries goes with importance='index'")
+        if cache is not None and self.observer is not None:
+            raise NotImplementedError("collect sees whole sequences: leave out the cache")
+        if cache is not None and torch.compiler.is_compiling() and not cache.is_fixed:
+            from .compat.uncompiled import call_uncompiled
+
+            call = inp, cache, disable_triton_kernel, *masks, return_cache
+            return call_uncompiled(self.forward, *call, lengths=lengths, mask=mask)
         names = cu_seqlens, segment_ids, mask, documents
         layout, lengths = layer_layout(inp, config.alignment, cache is not None, lengths, *names)
         if layout is not None:
             inp = layout.spread(inp)
             documents = layout.documents if cache is None else None
-        backend = self.backend_without_triton(inp) if disable_triton_kernel else config.backend
-        if cache is not None and ranking_queries is not None:
-            raise ValueError("ranking_queries must be None with a cache")
-        if cache is not None and self.observer is not None:
-            raise NotImplementedError("collect sees whole sequences: leave out the cache")
-        if cache is not None:
-            out = decoding.over_cache(self, cache, inp, lengths, backend, masks)
-            out = out if layout is None else layout.collect(out)
-            return (out, cache) if return_cache else out
 
-        x = self.norm(inp)
-        qkv, gates = self.projected(x), self.gates(x)
-        if ranking_queries is not None and self.to_index is None:
-            raise ValueError("ranking_queries goes with importance='index'")
+        # queries, keys and values of these tokens, rotated to their positions
+        tokens = None if cache is None else cache.new_tokens(inp, lengths)
+        x = self.norm(inp if tokens is None else tokens.zero_padding(inp))
+        qkv, gates = self.project(x), self.gates(x)
         q, kv = self.split(qkv)
-        name = self.choose_backend(q, kv[0], kv[1], backend, 0)
+        start = 0 if tokens is None else tokens.start
+        if cache is not None:
+            cache.bind(self.identity, config.geometry, {"k": kv[0], "v": kv[1]})
+        backend = self.choose_backend(q, kv, start, disable_triton_kernel)
+        if tokens is not None and self.supports_decode(cache, q, kv, backend, masks):
+            tokens = cache.decoded(tokens, q.device)
+            start = tokens.start
         positions = None if documents is None else documents.positions()
-        tensors, raw = self.rotated(qkv, positions, name)
-        if self._dense and ranking_queries is None and not config.use_diff_topk:
-            tensors, raw = {name: tensors[name] for name in "qkv"}, {}
+        ranks = not self._dense or cache is not None or config.use_diff_topk
+        ranks = ranks or ranking_queries is not None
+        tensors, raw = self.rotate(x, qkv, start, positions, backend, ranks)
+
+        # what they see: the whole sequence, or what the cache holds
+        leaders = None
+        if cache is None:
+            tensors |= self.compress_whole(raw, documents, backend)
         else:
-            turn = rotator(self.rotary_emb, 0, positions, name)
-            index = ranking.turned(self, ranking.index_of(self, x), turn)
-            tensors, raw = ranking.with_index(self, index, tensors, raw)
-        tensors |= self.compress_whole(raw, documents, name)
-        where: dict[str, Any] = dict(q_offset=0, documents=documents, backend=name)
-        found, _ = self.attend(gates, tensors, masks, **where)
-        loss = None
+            tensors |= self.extend(cache, tokens, tensors, raw)
+            leaders = self.shared_rankings(cache, tokens, q)
+        if tokens is not None and tokens.decoded:
+            out, indices = self.decode(gates, tensors, cache, tokens, leaders), None
+        else:
+            dense = cache is not None and 0 < (cache.max_length or 0) <= config.dense_length
+            out, indices = self.attend(
+                gates, tensors, masks, backend, dense, q_offset=start, documents=documents,
+                leader_indices=leaders,
+            )  # fmt: skip
+        if cache is not None:
+            if indices is not None and self.shares_rankings:
+                rankings = rearrange(indices, "b n h s -> b h n s")
+                cache.keep_recent({"ranking": rankings}, tokens, 1)
+            cache.keep_recent(raw, tokens, config.compress_block_size - 1)
+            cache.finish(tokens, config.dense_length)
+
+        out = self.combine_heads(out if layout is None else layout.collect(out))
+        if layout is None and tokens is not None:
+            out = tokens.zero_padding(out)
+        elif layout is not None and config.out_bias:  # the output of padding is 0
+            out = out.masked_fill((layout.target < 0)[..., None], 0)
         if ranking_queries is not None:
             rows = None if layout is None else layout.target
-            loss = ranking.ranking_loss(
-                self, tensors, ranking_queries, documents, generator, ranking_weights, rows
-            )
-        out = self.combine_heads(found if layout is None else layout.collect(found))
-        if layout is not None and config.out_bias:  # the output of padding is 0
-            out = out.masked_fill((layout.target < 0)[..., None], 0)
-        return out if ranking_queries is None else (out, loss)
+            return out, ranking.ranking_loss(
+                config, self.sinks, tensors, ranking_queries, documents, generator,
+                ranking_weights, rows,
+            )  # fmt: skip
+        return (out, cache) if return_cache else out
 
-    def gates(self, x: Tensor) -> Tensor | None:
-        """Gates [b n h branches] of the normalized input; None for one branch."""
-        return None if self.to_strategy_combine is None else self.to_strategy_combine(x)
+    # projection
 
-    def rotated(
-        self, qkv: Tensor, positions: Tensor | None, backend: str
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Rotated queries, keys and values [b h n d] of a whole sequence; and the raw keys and
-        values for compression, whose windows have positions of their own."""
-        config = self.config
-        if config.branch_kv == "shared":
-            given = config.heads, config.dim_head, positions, backend
-            heads = rotated_heads(self.rotary_emb, qkv, *given)
-            if heads is not None:
-                tensors = {"q": heads.q, "k": heads.k, "v": heads.v}
-                raw = {"q": heads.cq, "k": heads.ck, "v": heads.cv}
-                return self.for_compression(tensors, raw)
-        q, kv = self.split(qkv)
-        return decoding.arranged(self, q, kv, [], rotator(self.rotary_emb, 0, positions, backend))
-
-    def for_compression(
-        self, tensors: dict[str, Tensor], raw: dict[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Of rotated and of raw tensors: those of the branches, with queries "cq" for compressed
-        keys, and those that are compressed."""
-        config = self.config
-        if not config.compresses:
-            return tensors, {}
-        if config.rank_rotated:
-            return tensors, {} if self.ranks_by_tokens() else {"k": tensors["k"]}
-        names = ("k", "v") if "compressed" in config.branches else ("k",)
-        return {**tensors, "cq": raw["q"]}, {name: raw[name] for name in names}
-
-    def own(self, kv: list[Tensor], branch: str) -> list[Tensor]:
-        """Of keys and values in turn, the pair of a branch, or of another if it is left out."""
-        config = self.config
-        at = 0
-        if config.branch_kv == "independent" and branch in config.branches:
-            at = config.branches.index(branch)
-        return kv[2 * at : 2 * at + 2]
-
-    def project(self, inp: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The normalized input, queries [b h n d], and keys and values in turn."""
-        x = self.norm(inp)
-        return x, *self.split(self.projected(x))
-
-    def projected(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         """Queries, and keys and values in turn, [b n (q k v ..)] of the normalized input."""
         qkv = self.to_qkv(x)
         if self.q_norm is None or self.k_norm is None:
@@ -485,10 +521,261 @@ class SparseAttention(CompressionLayer):
 
     def split(self, qkv: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Queries [b h n d], and keys and values in turn."""
-        config = self.config
-        heads = qkv.unflatten(-1, (-1, config.dim_head)).transpose(1, 2)
-        q, *kv = heads.split([width // config.dim_head for width in self.qkv_split], dim=1)
+        dim_head = self.config.dim_head
+        heads = qkv.unflatten(-1, (-1, dim_head)).transpose(1, 2)
+        q, *kv = heads.split([width // dim_head for width in self.qkv_split], dim=1)
         return q, kv
+
+    def gates(self, x: Tensor) -> Tensor | None:
+        """Gates [b n h branches] of the normalized input; None for one branch."""
+        return None if self.to_strategy_combine is None else self.to_strategy_combine(x)
+
+    def branch_pair(self, kv: list[Tensor], branch: str) -> list[Tensor]:
+        """Of keys and values in turn, the pair of a branch, or of another if it is left out."""
+        config = self.config
+        index = 0
+        if config.branch_kv == "independent" and branch in config.branches:
+            index = config.branches.index(branch)
+        return kv[2 * index : 2 * index + 2]
+
+    def rotate(
+        self,
+        x: Tensor,
+        qkv: Tensor,
+        start: int | Tensor,
+        positions: Tensor | None,
+        backend: str,
+        ranks: bool = True,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Tensors [b h n d] of the branches by name, with queries and keys rotated to `positions`
+        [b n] or to those from `start` on; and the keys and values that are compressed. Without
+        `ranks`, those of dense attention alone.
+
+        Windows have positions of their own: their keys and values, and the queries "cq" for them,
+        are not rotated, unless with `rank_rotated`. With index queries [b k n d] and index keys
+        [b 1|k n d] of x these take their place; keys of single tokens are "ck" as they are."""
+        config, rotary = self.config, self.rotary_emb
+        heads = None
+        if config.branch_kv == "shared" and isinstance(start, int) and start == 0:
+            shape = config.heads, config.dim_head
+            heads = rotated_heads(rotary, qkv, *shape, positions, backend)
+        if heads is None:
+            q, kv = self.split(qkv)
+            k, v = self.branch_pair(kv, "selected")
+            window_k, window_v = self.branch_pair(kv, "window")
+            has_window = "window" in config.branches and window_k is not k
+            keys = [k, window_k] if has_window else [k]
+            rotated_q, k, *others = rotate(rotary, [q, *keys], start, positions, backend)
+            tensors = {"q": rotated_q, "k": k, "v": v}
+            if has_window:
+                tensors |= {"window_k": others[0], "window_v": window_v}
+            raw = dict(zip("kv", self.branch_pair(kv, "compressed"), strict=True))
+        else:
+            q, tensors = heads.cq, {"q": heads.q, "k": heads.k, "v": heads.v}
+            raw = {"k": heads.ck, "v": heads.cv}
+        if not config.compresses or not ranks:
+            return tensors, {}
+        if self.to_index is not None and config.ranks:
+            # the gradient of the index stops here
+            index = self.to_index(x.detach()).unflatten(-1, (-1, config.index_dim)).transpose(1, 2)
+            pair = [index[:, : config.kv_heads], index[:, config.kv_heads :]]
+            if config.rank_rotated:
+                pair = rotate(rotary, pair, start, positions, backend)
+            tensors["cq"] = pair[0]
+            if config.compress_block_size == config.d == 1:
+                return {**tensors, "ck": pair[1]}, {}
+            return tensors, {"k": pair[1]}
+        if config.rank_rotated:
+            return tensors, {} if self.ranks_by_tokens() else {"k": tensors["k"]}
+        names = ("k", "v") if "compressed" in config.branches else ("k",)
+        return {**tensors, "cq": q}, {name: raw[name] for name in names}
+
+    # compression
+
+    def ranks_by_tokens(self) -> bool:
+        """Whether the keys that rank blocks are the rotated keys themselves."""
+        config = self.config
+        sizes = config.compress_block_size, config.d
+        plain = config.rank_rotated and sizes == (1, 1) and config.compresses
+        plain = plain and self.to_index is None
+        return plain and isinstance(self.k_compress, MeanPool) and slides(self.k_compress)
+
+    def compressor(self, name: str) -> tuple[Any, Tensor | None]:
+        """The network and the positions of keys "k" or values "v"."""
+        if name == "k":
+            return self.k_compress, self.k_intrablock_positions
+        return self.v_compress, self.v_intrablock_positions
+
+    def compress(self, windows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Summaries [b h w d] of windows [b h w l d], as "ck" and "cv"."""
+        compressed = {}
+        for name, t in windows.items():
+            network, positions = self.compressor(name)
+            if positions is not None:
+                t = t + rearrange(positions.to(t.dtype), "h l d -> h 1 l d")
+            b, h, w, _, d = t.shape
+            summary = compressed[f"c{name}"] = network(t).to(t.dtype)
+            if summary.shape != (b, h, w, d):
+                raise ValueError(
+                    "compress_mlp must map [b h w l d] to [b h w d], "
+                    f"got {list(t.shape)} to {list(summary.shape)}"
+                )
+        return compressed
+
+    def compress_whole(
+        self,
+        raw: dict[str, Tensor],
+        documents: Documents | None,
+        backend: str,
+    ) -> dict[str, Tensor]:
+        """Summaries of whole sequences "k" and "v" [b h n d]. Sliding networks read the sequence
+        without copying windows; a kernel computes means."""
+        config = self.config
+        if not raw:
+            return {}
+        compressed: dict[str, Tensor] = {}
+        l, d = config.compress_block_size, config.d
+        nets: list[Any] = [net for net, _ in map(self.compressor, raw)]
+        sliding: list[Any] = [net for net in nets if slides(net)]
+        count = count_freely(raw["k"].shape[2], d, config.causal)
+        if count is not None or documents is not None or l % d or len(sliding) < len(raw):
+            windows = {
+                n: windows_of(t, l, d, config.causal, documents, count) for n, t in raw.items()
+            }
+            return self.compress(windows)
+        k, v = raw["k"], raw.get("v")
+        if backend == "triton" and all(isinstance(net, (MeanPool, SumPool)) for net in sliding):
+            n = blocks.num_windows(k.shape[2], d, causal=config.causal)
+            if v is not None:
+                positions = self.k_intrablock_positions, self.v_intrablock_positions
+                means = compress_means(k, v, *positions, l, d, n)
+                for name, mean, net in zip(("ck", "cv"), means, sliding, strict=True):
+                    is_sum = isinstance(net, SumPool)
+                    compressed[name] = mean * (l * net.gain).to(mean.dtype) if is_sum else mean
+                return compressed
+            averaged = all(isinstance(net, MeanPool) for net in sliding)
+            averaged = averaged and not config.use_diff_topk
+            if averaged and (self.to_index is None or not torch.is_grad_enabled()):
+                return {"ck": compress_mean_keys(k.detach(), l, d, n)}
+        for (name, t), net in zip(raw.items(), sliding, strict=True):
+            _, p = self.compressor(name)
+            compressed[f"c{name}"] = slide(net, windowed(t, l, d, config.causal), p, l, d)
+        return compressed
+
+    def memory(self, dtype: torch.dtype) -> dict[str, Any]:
+        if self.compress_mem_kv is None or self.config.num_compressed_mem_kv == 0:
+            return {"mem_k": None, "mem_v": None}
+        mem_k, mem_v = self.compress_mem_kv.to(dtype)
+        return {"mem_k": mem_k, "mem_v": mem_v}
+
+    # the cache
+
+    @property
+    def shares_rankings(self) -> bool:
+        """Whether tokens share the rankings of earlier ones, which the cache keeps."""
+        return self.config.selection_stride > 1 and self.config.ranks
+
+    def extend(
+        self,
+        cache: KVCache,
+        tokens: NewTokens,
+        tensors: dict[str, Tensor],
+        raw: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Write new tokens and the windows that they complete to the cache. Returns what attention
+        reads of it."""
+        l, d, saved = self.config.compress_block_size, self.config.d, self.is_trained(tensors["k"])
+        names = ("k", "v", "window_k", "window_v", "ck")
+        new = {name: tensors[name] for name in names if name in tensors}
+        streams = cache.append(new, tokens, saved=saved)
+        if not raw:
+            return streams
+        if tokens.host is not None and tokens.width(d) == 0 and not saved:
+            summaries = {f"c{name}": t[:, :, :0] for name, t in raw.items()}
+        else:
+            summaries = self.compress(cache.windows(raw, tokens, l, d))
+        return streams | cache.append(summaries, tokens, d, saved)
+
+    def shared_rankings(self, cache: KVCache, tokens: NewTokens, q: Tensor) -> Tensor | None:
+        """Block indices of earlier tokens, which new ones may share: the ring buffer of the decode
+        kernels, or those of the last token [b h n]."""
+        config = self.config
+        if not self.shares_rankings:
+            return None
+        ranks = config.kv_heads if config.query_heads_share_selected_kv else config.heads
+        like = q.new_empty(len(q), ranks, 0, config.num_selected_blocks, dtype=torch.int32)
+        ring = cache.ring({"ranking": like}, 1)["ranking"]
+        if tokens.decoded:
+            return ring
+        if isinstance(tokens.start, int) and tokens.start == 0:
+            return None
+        return cache.recent("ranking", tokens, 1)[:, :, 0]
+
+    def is_trained(self, inp: Tensor) -> bool:
+        """Whether autograd may save the tensors that the layer reads."""
+        if not torch.is_grad_enabled():
+            return False
+        return inp.requires_grad or any(p.requires_grad for p in self.parameters())
+
+    def dense_below(self, cache: KVCache) -> int:
+        """The length below which some new token attends to all keys; 0 if there is none."""
+        if self._dense:
+            return sys.maxsize
+        length = self.config.dense_length
+        if torch.compiler.is_compiling():  # there the device alone knows the lengths
+            return 0 if length and cache.least_length >= length else length
+        return length if any(held < length for held in cache.lengths) else 0
+
+    def supports_decode(
+        self,
+        cache: KVCache,
+        q: Tensor,
+        kv: list[Tensor],
+        backend: str,
+        masks: tuple[Any, Any] = (None, None),
+    ) -> bool:
+        """Whether the decode kernels support this call: few tokens, none at a position where tokens
+        attend to all keys, no gradients, no flex masks."""
+        config = self.config
+        if cache.batch is None or q.shape[2] > cache.rollback or self.is_trained(q):
+            return False
+        if masks != (None, None) or backend != "triton":
+            return False
+        if self.to_index is not None and config.index_dim != config.dim_head:
+            return False
+        q, k, v = (t.transpose(1, 2) for t in (q, *kv[:2]))
+        length = self.dense_below(cache)
+        return not triton_backend.why_not(
+            "decode_attention", q, k, v, config=self.settings(), dense_length=length
+        )
+
+    # attention
+
+    def settings(self, dense: bool = False, ranks: bool = True) -> AttentionConfig:
+        """What the functions take."""
+        config = self.config
+        return (config.dense if ranks else config.dense_alone) if dense else config.for_functions
+
+    def choose_backend(
+        self, q: Tensor, kv: list[Tensor], start: int | Tensor, disable_triton: bool
+    ) -> str:
+        """The backend of a call with these heads [b h n d]."""
+        config = self.config
+        backend: str | tuple[str, ...] = config.backend
+        if disable_triton and backend in ("auto", "triton"):
+            backend = ("flex", "eager") if q.is_cuda else "eager"
+        q, k, v = (t.transpose(1, 2) for t in (q, *kv[:2]))
+        facts: dict[str, Any] = dict(v=v, q_offset=start, config=config.for_functions)
+        return dispatch.choose(backend, "native_sparse_attention", q, k, **facts)
+
+    def call_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Tensors [b h n d] as the functions take them, [b n h d], and the memory."""
+        rows: dict[str, Any] = {name: t.transpose(1, 2) for name, t in tensors.items()}
+        if self.ranks_by_tokens():
+            rows["ck"] = rows["k"]
+        if self.to_index is not None and "ck" in rows:  # index keys of one head rank for all
+            rows["ck"] = rows["ck"].expand(-1, -1, self.config.kv_heads, -1)
+        return rows | self.memory(tensors["q"].dtype)
 
     def attend(
         self,
@@ -497,66 +784,53 @@ class SparseAttention(CompressionLayer):
         masks: tuple[Any, Any],
         backend: str,
         dense: bool = False,
-        **where: Any,
+        **layout: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The branches of tensors [b h n d] by name, combined by gates: [b n (h d)], and the block
-        indices; or dense attention. `where` has the other fields of a `Call`: offset, leaders,
+        indices; or dense attention. `layout` has the other fields of a `Call`: offset, leaders,
         documents."""
-        rows: dict[str, Any] = {name: t.transpose(1, 2) for name, t in tensors.items()}
-        if self.ranks_by_tokens():
-            rows["ck"] = rows["k"]
-        if self.to_index is not None and "ck" in rows:  # index keys of one head rank for all
-            rows["ck"] = rows["ck"].expand(-1, -1, self.config.kv_heads, -1)
-        call = Call(
-            **rows,
-            **self.memory(tensors["q"].dtype),
-            branch_gates=gates,
-            sinks=self.sinks,
-            **where,
-        )
+        rows = self.call_tensors(tensors)
+        call = Call(**rows, branch_gates=gates, sinks=self.sinks, **layout)
         config = self.settings(self._dense or dense, ranks=call.ck is not None)
         if masks != (None, None) or call.documents is not None:
-            call = nsa.checked(
-                call, config, masks
-            )  # the layer and its cache made all other tensors
+            # the layer and its cache made all other tensors
+            call = nsa.checked(call, config, masks)
         keep_slots = self.config.selection_stride > 1
         out, indices = branches.attend(call, config, backend, masks, keep_slots)
         if self.observer is not None:
             self.observer(call, config, indices)
-        return self.tied(out.flatten(2), call), indices
+        return self.tie_unread(out.flatten(2), call), indices
 
-    def settings(self, dense: bool = False, ranks: bool = True) -> AttentionConfig:
-        """What the functions take."""
-        config = self.config
-        return (config.dense if ranks else config.dense_alone) if dense else config.for_functions
+    def decode(
+        self,
+        gates: Tensor | None,
+        tensors: dict[str, Tensor],
+        cache: KVCache,
+        tokens: NewTokens,
+        rankings: Tensor | None,
+    ) -> Tensor:
+        """`attend` of few new tokens by the decode kernels, over the storage of the cache. They
+        read lengths on the device: a CUDA graph can replay at any of them."""
+        config, rows = self.config, self.call_tensors(tensors)
+        if self.to_index is not None and "cq" in rows:  # the kernels have a query for each head
+            rows["cq"] = rows["cq"].repeat_interleave(config.heads // config.kv_heads, dim=2)
+        counters = cache.workspace(rows["q"].device, config.kv_heads, decode.COUNTERS)
+        out = decode.run_decode_kernels(
+            self.settings(), counters, rankings, **rows, branch_gates=gates, sinks=self.sinks,
+            lengths=tokens.start, counts=tokens.counts, page_table=cache.page_table,
+        )  # fmt: skip
+        return out.flatten(2)
 
-    def choose_backend(
-        self, q: Tensor, k: Tensor, v: Tensor, backend: str | tuple[str, ...], start: int | Tensor
-    ) -> str:
-        """The backend of a call with these heads [b h n d]."""
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        config = self.config.for_functions
-        return dispatch.choose(
-            backend, "native_sparse_attention", q, k, v=v, q_offset=start, config=config
-        )
-
-    def tied(self, out: Tensor, call: Call) -> Tensor:
+    def tie_unread(self, out: Tensor, call: Call) -> Tensor:
         """The output, tied to compressed keys or queries that this call may not read, as for a
         sequence of one block: their parameters get zeros, as data-parallel training expects."""
         config = self.config
+        unread = None
         if config.branches == ("compressed",):  # reads no rotated tensors
-            freqs = None if self.rotary_emb is None else self.rotary_emb.freqs
-            unread = None if freqs is None or not freqs.requires_grad else call.q
-        else:
-            unread = (
-                call.ck if config.use_diff_topk and "compressed" not in config.branches else None
-            )
+            if self.rotary_emb is not None and self.rotary_emb.freqs.requires_grad:
+                unread = call.q
+        elif config.use_diff_topk and "compressed" not in config.branches:
+            unread = call.ck
         if unread is None or not unread.requires_grad:
             return out
         return out + unread[..., :0].sum()
-
-    def backend_without_triton(self, inp: Tensor) -> str | tuple[str, ...]:
-        config = self.config
-        if config.backend not in ("auto", "triton"):
-            return config.backend
-        return ("flex", "eager") if inp.is_cuda else "eager"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .cache.kv_cache import KVCache
-from .cache.layout import integers
+from .cache.tokens import integers
 from .checks.scalars import LEAST_NORMAL, as_float, as_int, check_finite, check_int, shown
 
 
@@ -145,7 +145,7 @@ class GraphedDecoding:
 
     There are two graphs: one for steps that complete a compression window of some sequence, and one
     for all others. The first step of each kind runs uncaptured. A step is captured only on a GPU,
-    if the kernels update the sequence lengths on the device (`decoding.step`) in every layer.
+    if the decode kernels run in every layer, so that the device counts the sequence lengths.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class GraphedDecoding:
         self.caches[0].check(len(ids), new, None)
         for cache in self.caches:
             if cache.page_size is not None:
-                cache.room({}, counts)
+                cache.reserve({}, counts)
         if self.ids is None:
             self.ids = ids.clone()
         self.ids.copy_(ids)

@@ -20,42 +20,12 @@ from torch import Tensor
 from . import blocks
 from .checks.scalars import check_int, shown
 from .compat.autocast import no_autocast
+from .config import NSAConfig
 from .ops.reference import candidates, importance_scores, visible_windows
-from .rotary import Turn
 from .varlen import Documents
 
 # what a block is worth: the norm of what it adds to the output, or its attention mass
 WEIGHTS = ("output", "mass")
-
-
-def index_of(layer: Any, x: Tensor) -> list[Tensor]:
-    """Index queries [b k n d] and keys [b 1|k n d] of the normalized input x, where their gradient
-    stops; none without a learned ranking."""
-    config = layer.config
-    if layer.to_index is None or not config.ranks:
-        return []
-    index = layer.to_index(x.detach()).unflatten(-1, (-1, config.index_dim)).transpose(1, 2)
-    return [index[:, : config.kv_heads], index[:, config.kv_heads :]]
-
-
-def turned(layer: Any, index: list[Tensor], turn: Turn) -> list[Tensor]:
-    """Index queries and keys, rotated where `rank_rotated` asks for it."""
-    return turn(index) if index and layer.config.rank_rotated else index
-
-
-def with_index(
-    layer: Any, index: list[Tensor], tensors: dict[str, Tensor], raw: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of the branches and of compression, with index queries "cq" [b k n d] in place of
-    queries, and index keys [b 1|k n d] in place of keys; those of single tokens are "ck" as they
-    are. `index` is of `turned`."""
-    config = layer.config
-    if not index:
-        return tensors, raw
-    q, k = index
-    if config.compress_block_size == config.d == 1:
-        return {**tensors, "cq": q, "ck": k}, {}
-    return {**tensors, "cq": q}, {"k": k}
 
 
 def check_generator(generator: Any) -> None:
@@ -89,7 +59,7 @@ def block_targets(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor, config: Any, weigh: str
 ) -> Tensor:
     """What each block [b k m c] is worth to queries q [b k g m d] of keys and values [b k t d] that
-    they see, [b|1 m t], beside sinks [h]: its attention mass, or by "output" the norm of what it
+    they see, [b|1 m t], with sinks [h]: its attention mass, or by "output" the norm of what it
     adds to the output, `|| sum_(j in c) p_j (v_j - out) ||`; summed over the heads of a group."""
     s, scale = config.selection_block_size, config.scale_of(q.shape[-1])
     logits = einsum(q, k, "b k g m d, b k t d -> b k g m t") * scale
@@ -119,7 +89,8 @@ def of_rows(t: Tensor, position: Tensor) -> Tensor:
 
 
 def ranking_loss(
-    layer: Any,
+    config: NSAConfig,
+    sinks: Tensor | None,
     tensors: dict[str, Tensor],
     queries: int | Tensor,
     documents: Documents | None,
@@ -136,8 +107,7 @@ def ranking_loss(
     Raises:
         ValueError: queries that are neither a number nor positions.
     """
-    config = layer.settings()
-    s, K, n = config.selection_block_size, layer.config.kv_heads, tensors["q"].shape[2]
+    s, K, n = config.selection_block_size, config.kv_heads, tensors["q"].shape[2]
     device, count = tensors["q"].device, 1 if documents is None else tensors["q"].shape[0]
     if documents is not None and isinstance(queries, Tensor) and queries.ndim == 2:
         if queries.is_floating_point() or queries.dtype == torch.bool:
@@ -169,8 +139,8 @@ def ranking_loss(
             ck = F.pad(ck, (0, 0, 0, 1))
         with torch.no_grad():
             heads = rearrange(of_rows(q, position), "b (k g) m d -> b k g m d", k=K)
-            at = layer.config.branches.index("selected")
-            sinks = None if layer.sinks is None else layer.sinks[at].detach()
+            if sinks is not None:
+                sinks = sinks[config.branches.index("selected")].detach()
             # detached: without gradients there are tangents of forward mode still
             exact = heads.detach(), k.detach(), v.detach()
             target = block_targets(*exact, sinks, seen, config, weigh)
@@ -181,8 +151,8 @@ def ranking_loss(
         scores = importance_scores(
             of_rows(cq, position).transpose(1, 2), ck.expand(-1, K, -1, -1).transpose(1, 2), None,
             visible_windows(position, ck.shape[2], config.d, config.causal, documents), c,
-            rule=config.importance, interpolated=config.interpolated_importance_score, shared=True,
-            l=config.compress_block_size, d=config.d, s=s, scale=None,
+            rule=config.for_functions.importance, shared=True, l=config.compress_block_size,
+            interpolated=config.interpolated_importance_score, d=config.d, s=s, scale=None,
         )  # fmt: skip
         logs = scores.masked_fill(~candidate, float("-inf")).log_softmax(dim=-1)
         logs = logs.masked_fill(~candidate, 0.0)

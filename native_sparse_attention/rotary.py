@@ -89,24 +89,10 @@ def rotate(
         return tensors
     learned = rotary.freqs.requires_grad and torch.is_grad_enabled()
     if learned or backend != "triton":
-        turn = rotation(rotary, tensors[0], start, positions)
-        return [turn(t) for t in tensors]
+        rotate_one = rotation(rotary, tensors[0], start, positions)
+        return [rotate_one(t) for t in tensors]
     factor = float(rotary.interpolate_factor)
     return run_kernel(tensors, exact_frequencies(rotary), start, positions, factor)
-
-
-# rotates queries and then keys [b h n d]
-Turn = Callable[[list[Tensor]], list[Tensor]]
-
-
-def rotator(
-    rotary: RotaryEmbedding | Rotary | None,
-    start: int | Tensor,
-    positions: Tensor | None,
-    backend: str,
-) -> Turn:
-    """`rotate` to these positions."""
-    return lambda tensors: rotate(rotary, tensors, start, positions, backend)
 
 
 def rotated_heads(

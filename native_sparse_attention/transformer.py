@@ -17,15 +17,13 @@ from torch.nn import Module, ModuleList
 from torch.utils.checkpoint import checkpoint
 
 from .attention import SparseAttention
-from .cache.identity import Identity
-from .cache.kv_cache import KVCache
+from .cache.kv_cache import Identity, KVCache, check_cache, check_caches
 from .cache.paged import new_cache
 from .checks.ids import check_ids
 from .checks.keywords import refuse
 from .checks.networks import check_input, copied
 from .checks.scalars import check_choice, check_hidden, check_layers
 from .checks.tensors import check_bool, check_bools, check_groups, check_int, check_ints
-from .decoding import check_cache, check_caches, dense_over_cache
 from .frequencies import RotaryLayer
 from .generate import check_prompt, check_sampling, check_stop, generate
 from .initialization import Started
@@ -94,15 +92,33 @@ class Attention(RotaryLayer):
         )
         check_input(x, self.dim, self.to_q, "x")
         cache = check_cache(cache, return_cache, lengths, self.causal)
-        layer_layout(x, 1, cache is not None, lengths, None, None, None, documents)
-        if cache is not None:
-            out = dense_over_cache(self, cache, x, lengths)
-            return (out, cache) if return_cache else out
+        if cache is not None and torch.compiler.is_compiling() and not cache.is_fixed:
+            from .compat.uncompiled import call_uncompiled
 
-        positions = None if documents is None else documents.positions()
-        q, k, v = self.project(x, 0, positions)
-        mask = None if documents is None else same_document(documents, self.causal)
-        return self.attend(q, k, v, mask)
+            call = x, cache, disable_triton_kernel, return_cache
+            return call_uncompiled(self.forward, *call, lengths=lengths)
+        layer_layout(x, 1, cache is not None, lengths, None, None, None, documents)
+        if cache is None:
+            positions = None if documents is None else documents.positions()
+            q, k, v = self.project(x, 0, positions)
+            mask = None if documents is None else same_document(documents, self.causal)
+            return self.attend(q, k, v, mask)
+        tokens = cache.new_tokens(x, lengths)
+        q, k, v = self.project(tokens.zero_padding(x), tokens.start)
+        new = {"k": k, "v": v}
+        cache.bind(self.identity, self.geometry, new)
+        saved = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        streams = cache.append(new, tokens, saved=saved or q.requires_grad)
+        # new sequences need only the causal triangle; otherwise tokens also see cached tokens
+        mask = None
+        start = tokens.start
+        if isinstance(start, Tensor) or start > 0:
+            i = torch.arange(q.shape[2], device=q.device)[:, None]
+            i = i + (start[:, None, None, None] if isinstance(start, Tensor) else start)
+            mask = torch.arange(streams["k"].shape[2], device=q.device) <= i
+        out = tokens.zero_padding(self.attend(q, streams["k"], streams["v"], mask))
+        cache.finish(tokens)
+        return (out, cache) if return_cache else out
 
     def project(
         self, x: Tensor, start: int | Tensor, positions: Tensor | None = None

@@ -277,14 +277,14 @@ def nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The steps that layers took by the kernels."""
-    from native_sparse_attention import decoding
+    from native_sparse_attention import SparseAttention
 
     taken = []
 
-    def step(*args: Any) -> Any:
-        taken.append(args[2])
+    def decode(*args: Any) -> Any:
+        taken.append(args[4].host)
         return real(*args)
 
-    real = decoding.step
-    monkeypatch.setattr(decoding, "step", step)
+    real = SparseAttention.decode
+    monkeypatch.setattr(SparseAttention, "decode", decode)
     return taken

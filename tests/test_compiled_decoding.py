@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
-from native_sparse_attention.cache import static
+from native_sparse_attention import KVCache, PagedKVCache, Transformer
+from native_sparse_attention.cache import tokens
 from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import DIM, SETTINGS, layer
@@ -168,7 +168,7 @@ def test_prefill_and_steps_of_rows_that_take_fewer(compiled):
 def test_first_tokens_of_a_cache(setting, compiled, monkeypatch):
     """Of new sequences, or of those that start anew, the call has a graph of its own, in which no
     kernel takes offsets: it is the call without a cache. Others go on after it."""
-    monkeypatch.setattr(static, "FIRST_GRAPH", 20)
+    monkeypatch.setattr(tokens, "FIRST_GRAPH", 20)
     module, starts = layer(**SETTINGS[setting]), []
     run, counter = compiled(module)
     x, attend = normal(2, 40, DIM), module.attend
@@ -210,11 +210,10 @@ def test_settings_of_one_of_two_layers(compiled, monkeypatch):
 
 
 @torch.no_grad()
-@torch.no_grad()
 def test_first_tokens_of_caches_that_are_shared_or_exported(compiled, monkeypatch):
     """A copy counts on the device what the other one does not see, and an exported program has no
     guards: both attend at any lengths."""
-    monkeypatch.setattr(static, "FIRST_GRAPH", 8)
+    monkeypatch.setattr(tokens, "FIRST_GRAPH", 8)
     module = Attention(DIM, 8, 4, kv_heads=2).double()
     x = normal(2, 32, DIM)
     want, parts = module(x), [part.contiguous() for part in x.split(16, dim=1)]
@@ -305,7 +304,7 @@ def test_what_a_compiled_step_knows_of_lengths(monkeypatch):
     def least(cache):
         with monkeypatch.context() as patch:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            return decoding.attends_densely(module, cache)
+            return module.dense_below(cache)
 
     for steps in (1, 8):
         cache = KVCache(max_length=32)

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from native_sparse_attention import NSAConfig, SparseAttention, Transformer, nsa_cost
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.ranking import block_targets
-from native_sparse_attention.rotary import rotator
 from tests.helpers.layers import DIM, layer
 
 INDEX = dict(
@@ -26,7 +25,7 @@ def normal(*shape):
 def written_out(module, x, positions, weigh):
     """The loss, block by block."""
     s, K, G, D = 8, module.kv_heads, module.heads // module.kv_heads, module.dim_head
-    tensors, _ = module.rotated(module.to_qkv(module.norm(x)), None, "eager")
+    tensors, _ = module.rotate(module.norm(x), module.to_qkv(module.norm(x)), 0, None, "eager")
     q, k, v = (tensors[name] for name in "qkv")
     index = module.to_index(module.norm(x)).unflatten(-1, (-1, module.index_dim)).transpose(1, 2)
     from native_sparse_attention.rotary import rotation
@@ -93,7 +92,7 @@ def test_blocks_whose_window_is_not_complete_are_no_candidates():
     )  # fmt: skip
     x = torch.randn(1, 48, 16)
     assert module(x, ranking_queries=torch.tensor([4, 12, 15]))[1] == 0
-    tensors, _ = module.rotated(module.to_qkv(x), None, "eager")
+    tensors, _ = module.rotate(x, module.to_qkv(x), 0, None, "eager")
     q, k, v = (tensors[name][0] for name in "qkv")
     index = module.to_index(x)[0].unflatten(-1, (2, 8))
     for i, count in ((16, 4), (31, 4), (32, 8), (47, 8)):  # of two windows the second ends at 31
@@ -131,7 +130,7 @@ def test_it_learns_to_find_the_blocks():
     generator = torch.Generator().manual_seed(0)
 
     def found():
-        tensors, _ = module.rotated(module.to_qkv(module.norm(x)), None, "eager")
+        tensors, _ = module.rotate(module.norm(x), module.to_qkv(module.norm(x)), 0, None, "eager")
         q, k, v = (tensors[name] for name in "qkv")
         seen = torch.ones(128, 128, dtype=torch.bool).tril()[None]
         mass = block_targets(
@@ -153,13 +152,8 @@ def test_it_learns_to_find_the_blocks():
 
 def module_ranking(module, x):
     """The selected blocks [b k n slots]."""
-    from native_sparse_attention import ranking
-
     rows, backend = module.norm(x), "eager"
-    tensors, raw = module.rotated(module.to_qkv(rows), None, backend)
-    index, turn = ranking.index_of(module, rows), rotator(module.rotary_emb, 0, None, backend)
-    index = ranking.turned(module, index, turn)
-    tensors, raw = ranking.with_index(module, index, tensors, raw)
+    tensors, raw = module.rotate(rows, module.to_qkv(rows), 0, None, backend)
     tensors |= module.compress_whole(raw, None, backend)
     config = module.config.for_functions.but(num_selected_blocks=module.num_selected_blocks)
     from native_sparse_attention.ops import branches

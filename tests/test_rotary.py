@@ -9,9 +9,9 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
-from native_sparse_attention import KVCache, decoding
+from native_sparse_attention import KVCache
 from native_sparse_attention.ops.triton import elementwise as operator
-from native_sparse_attention.rotary import Rotary, rotate, rotated_heads, rotation, rotator
+from native_sparse_attention.rotary import Rotary, rotate, rotated_heads, rotation
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.layers import DIM, layer
 
@@ -277,7 +277,7 @@ def test_layer(launches, monkeypatch, branch_kv):
 
     expected = run()
     assert not launches
-    by_kernel = "native_sparse_attention.rotary.rotate"
+    by_kernel = "native_sparse_attention.attention.rotate"
     monkeypatch.setattr(by_kernel, lambda *args: rotate(*args[:-1], "triton"))
     for actual, e in zip(run(), expected):
         torch.testing.assert_close(actual, e, atol=1e-5, rtol=1e-4)
@@ -314,22 +314,22 @@ def test_only_where_the_kernels_run(launches):
 def test_a_graph_goes_on(waits_for_nothing):
     """Replayed where rows have come to meanwhile; nothing waits for the device."""
     module = layer(torch.float32, dim_head=16).cuda()
-    q, *kv = draw(n=1, heads=(4, 2, 2))
+    x = torch.randn(2, 1, DIM, device="cuda")
+    qkv = module.to_qkv(x)
+    q, (k, _) = module.split(qkv)
     held = torch.tensor([3, 70], dtype=torch.int32, device="cuda")
     with torch.no_grad():
-        decoding.arranged(module, q, kv, [], rotator(module.rotary_emb, held, None, "triton"))
+        module.rotate(x, qkv, held, None, "triton")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found, _ = decoding.arranged(
-                module, q, kv, [], rotator(module.rotary_emb, held, None, "triton")
-            )
+            found, _ = module.rotate(x, qkv, held, None, "triton")
         held += 40
         graph.replay()
         turn = rotation(module.rotary_emb, q, held)
-        for name, t in (("q", q), ("k", kv[0])):
+        for name, t in (("q", q), ("k", k)):
             torch.testing.assert_close(found[name], turn(t))
         with waits_for_nothing():
-            decoding.arranged(module, q, kv, [], rotator(module.rotary_emb, held, None, "triton"))
+            module.rotate(x, qkv, held, None, "triton")
 
 
 @pytest.mark.gpu

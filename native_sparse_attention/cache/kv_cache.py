@@ -6,10 +6,11 @@ A token stream (keys, values) has one entry per token, a window stream (compress
 one entry per compression window. A tail is a ring buffer of the last raw keys and values, from
 which the next compression window is formed.
 
-A kernel that appends by itself gets the storage from `room` and `ring` and the sequence lengths
-from `lengths_on`. It writes the token at position p to slot p of a token stream and to slot
-`p mod size` of a tail, writes window w to slot w of a window stream, and adds the tokens to the
-lengths.
+A layer walks the same lines for prefill, decoding and compiled steps: `new_tokens`, `append` and
+`windows`, attention over what they return, `keep_recent`, `finish`. A kernel that appends by itself
+gets the storage from `reserve` and `ring` and the sequence lengths from `lengths_on`. It writes the
+token at position p to slot p of a token stream and to slot `p mod size` of a tail, writes window w
+to slot w of a window stream, and adds the tokens to the lengths.
 """
 
 from __future__ import annotations
@@ -21,35 +22,47 @@ from operator import add
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks.scalars import TOO_MANY, as_int, check_device, check_int, check_ints
-from .identity import Identity
-from .layout import (
+from ..checks.scalars import TOO_MANY, as_int, check_device, check_int, check_ints, shown
+from ..compat.graphs import is_exporting
+from ..compress import unfold
+from . import tokens as new_entries
+from .tokens import (
+    NewTokens,
     allocate_zeros,
-    append_differentiably,
     check_capacity,
     check_entries,
+    column,
     first_device,
     integers,
     new_token_counts,
     select_sequences,
     sequence_indices,
-    slot_mapping,
-    write_entries,
-    write_slots,
-    zero_past_end,
+    take,
 )
-from .sequences import Sequences
 
 
-def with_room(entries: int) -> int:
+class Identity:
+    """The identity of one attention layer, by which a cache knows it.
+
+    A deepcopied or unpickled layer gets a new identity, because its weights may change
+    independently. A module that wraps a layer shares the layer's identity.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
+        return Identity()
+
+    def __reduce__(self) -> Any:
+        return Identity, ()
+
+
+def capacity_of(entries: int) -> int:
     """Entries of a storage that grows: few copies, and little memory that nothing uses."""
     return entries + entries // 8 if entries > 1024 else 1 << max(0, entries - 1).bit_length()
 
 
-class KVCache(Sequences):
+class KVCache:
     """Keys and values of one attention layer, for a batch of sequences of different lengths.
 
     Storage is allocated when the layer first appends, and grows with the sequences: to a power of
@@ -70,32 +83,50 @@ class KVCache(Sequences):
             raw keys and values for this (`rollback=max_length` allows any length). Truncation to 0
             tokens is always possible.
 
+    Attributes:
+        batch: number of sequences; None before the first call, if it was not given.
+        counts_itself: whether kernels appended the last tokens and updated the lengths on the
+            device themselves.
+        is_new: whether the host knows that all sequences are empty, also in a compiled graph.
+        least_length: each sequence holds at least so many tokens: the layer's `dense_length`, or 0.
+            Compiled steps, which do not know the lengths, only add tokens.
+
     Raises:
         ValueError: a size that is not an integer of at least 1 (rollback: 0).
     """
 
     page_size: int | None = None
-    # each sequence holds at least so many tokens: the layer's `dense_length`, or 0. Compiled steps,
-    # which do not know the lengths, only add tokens
     least_length = 0
+    is_new = False  # of caches that were pickled before there was one
     # of a deepcopy: the copy of the layer, while there is one
     _copied: weakref.ref[Identity] | None = None
 
+    # These names are in users' pickles of caches: they must not change.
     def __init__(self, max_length: int | None = None, batch: int | None = None, rollback: int = 64):
         if max_length is not None:
             max_length = check_int("max_length", max_length, 1)
         if batch is not None:
             batch = check_int("batch", batch, 1, TOO_MANY)
         self.max_length = max_length
-        super().__init__(batch)
+        self.batch = batch
         self.rollback = check_int("rollback", rollback, 0)
+        self._lengths: list[int] = [] if batch is None else [0] * batch
+        self._reached = list(self._lengths)  # the maximal length of each sequence so far
+        self._is_behind = False  # whether the device has counted tokens that the host has not
+        self.counts_itself = False
+        self.is_new = True
         self._streams: dict[str, Tensor] = {}
         self._tail: dict[str, Tensor] = {}
+        self._known: dict[str, Tensor] = {}  # on the device: "lengths", "page_table", "workspace"
         self._layer: weakref.ref[Identity] | None = None
         self._geometry: dict[str, Any] = {}
 
     def __bool__(self) -> bool:
         return True  # an empty cache is a cache
+
+    def __len__(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths, default=0)
 
     def __repr__(self) -> str:
         limit = "" if self.max_length is None else f", max_length={self.max_length}"
@@ -107,33 +138,192 @@ class KVCache(Sequences):
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by name: each stream, each tail ("tail k"), the sequence lengths on the
-        device ("lengths", after `lengths_on`), the "page_table" of a paged cache, and the
-        "workspace" of kernels."""
-        tensors = self.tensors()
-        if not self._is_asked:
-            tensors.pop("lengths", None)  # b numbers, which a fixed cache allocates early
-        return {name: t.nbytes for name, t in tensors.items()}
+        device ("lengths"), the "page_table" of a paged cache, and the "workspace" of kernels."""
+        return {name: t.nbytes for name, t in self.tensors().items()}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence; [] while the batch size is unknown. In a compiled step only the
+        device counts: the host reads its lengths here."""
+        if self._is_behind:
+            self._is_behind = False
+            self._lengths = self._known["lengths"].tolist()
+            self._reached = list(map(max, self._reached or self._lengths, self._lengths))
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._is_behind = False
+        self._lengths = lengths
+        self.is_new = not any(lengths)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all sequences have the same length."""
+        return len(set(self.lengths)) <= 1
 
     @property
     def is_fixed(self) -> bool:
+        """Whether a compiled step may use the cache, and count on the device only."""
         return self.max_length is not None and self.page_size is None
 
     @property
     def device(self) -> torch.device | None:
         return first_device(self._streams, self._tail, self._known)
 
-    # appending: a layer writes to its streams, then calls `advance` to count the tokens
+    @property
+    def page_table(self) -> Tensor | None:
+        """Page indices of each sequence, int32 [b, pages]; None for a cache without pages."""
+        return self._known.get("page_table")
+
+    # counting
 
     def check(self, batch: int, new: int, lengths: Sequence[int] | Tensor | None) -> list[int]:
         """How many of `new` tokens each sequence takes; raises before anything is written."""
         if not self.lengths:
             # drop the storage of a first call that raised
             self._streams, self._tail = {}, {}
-        if self.batch is not None and self.batch != batch:
-            raise ValueError(f"cache holds {self.batch} rows but the input has {batch}")
+        self._check_batch(batch)
         counts = new_token_counts(batch, new, lengths)
         check_capacity(self.max_length, self.starts(batch), counts)
         return counts
+
+    def new_tokens(self, inp: Tensor, lengths: Sequence[int] | Tensor | None) -> NewTokens:
+        """The positions of the tokens [b n ..] that the sequences take, all or `lengths` of each.
+
+        Raises:
+            ValueError: another batch size, lengths that are not integers [b], or a full cache (in a
+                compiled graph on a GPU a device-side assertion instead).
+        """
+        (b, n), device = inp.shape[:2], inp.device
+        if not torch.compiler.is_compiling():
+            counts = self.check(b, n, lengths)
+            # queries are the last tokens, so that one sequence must take all
+            is_even = self.is_uniform and bool(counts) and max(counts) == n
+            starts = self.starts(b)
+            start: int | Tensor = len(self)
+            if not is_even:
+                start = torch.tensor(starts, dtype=torch.long, device=device)
+            real = None
+            if any(count != n for count in counts):
+                real = torch.tensor(counts, dtype=torch.int32).to(device, non_blocking=True)
+            return NewTokens(start, real, n, (starts, counts))
+        self._check_batch(b)
+        real = new_entries.device_counts(lengths, b, device)
+        if "lengths" not in self._known:
+            with torch.inference_mode(False):
+                self._known["lengths"] = torch.zeros(b, dtype=torch.int32, device=device)
+        # the first tokens of all sequences have a graph of their own, if they are many: at
+        # positions that the device alone knows, the fastest kernels do not run. An exported program
+        # is for any lengths
+        capacity = self.max_length or 0
+        first = self.is_new and new_entries.FIRST_GRAPH <= n <= capacity and not is_exporting()
+        if first and real is None:  # which fit
+            return NewTokens(0, None, n)
+        held = new_entries.checked_starts(self._known["lengths"], real, n, capacity)
+        return NewTokens(0 if first else held, real, n)
+
+    def decoded(self, tokens: NewTokens, device: torch.device) -> NewTokens:
+        """The tokens as the decode kernels take them, with positions on the device."""
+        start = tokens.start if tokens.host is None else self.lengths_on(device)
+        return NewTokens(start, tokens.counts, tokens.new, tokens.host, True)
+
+    def finish(self, tokens: NewTokens, least_length: int = 0) -> None:
+        """Count new tokens, after all is written. `least_length`: see there."""
+        added = tokens.new if tokens.counts is None else tokens.counts
+        if tokens.host is None:
+            held = self._known["lengths"]
+            held.add_(added)
+            self.batch, self._is_behind, self.counts_itself = len(held), True, False
+            self.is_new = False
+            return
+        counts = tokens.host[1]
+        if tokens.decoded:  # in a CUDA graph
+            self.lengths_on(self.device or "cpu").add_(added)
+            self.count(counts)
+        else:
+            self.advance(counts)
+        self.least_length = least_length if min(self.lengths, default=0) >= least_length else 0
+
+    def lengths_on(self, device: torch.device | str) -> Tensor:
+        """Lengths of the sequences on a device, int32 [b].
+
+        The tensor stays the same while the batch size does not change. Every method but `count`
+        keeps it up to date with `lengths`.
+
+        Raises:
+            ValueError: the cache is on another device, or its batch size is unknown.
+        """
+        if self.batch is None:
+            raise ValueError("cache has no rows yet, and no lengths: construct it with batch=...")
+        wanted = check_device("device", device)
+        held = self.device or wanted
+        if wanted.type != held.type or wanted.index not in (None, held.index):
+            raise ValueError(f"cache is on {held}, got {wanted} for its lengths")
+        if "lengths" not in self._known:
+            with torch.inference_mode(False):
+                lengths = torch.tensor(self.lengths, dtype=torch.int32)
+                self._known["lengths"] = lengths.to(held)
+        return self._known["lengths"]
+
+    def workspace(self, device: torch.device | str, *size: int) -> Tensor:
+        """int32 zeros [b, *size] on a device, for kernels that reset what they write to zero.
+
+        Outside of compiled graphs the tensor stays the same while the batch size does not change.
+        """
+        lengths = self.lengths_on(device)
+        if torch.compiler.is_compiling():
+            return lengths.new_zeros(len(lengths), *size)
+        held = self._known.get("workspace")
+        if held is None or held.shape != (len(lengths), *size):
+            with torch.inference_mode(False):
+                held = self._known["workspace"] = lengths.new_zeros(len(lengths), *size)
+        return held
+
+    def starts(self, batch: int) -> list[int]:
+        """Tokens of each of `batch` sequences; zeros before the first call."""
+        return self.lengths or [0] * batch
+
+    def count(self, counts: list[int]) -> None:
+        """Count appended tokens on the host only.
+
+        The caller adds `counts` to the tensor of `lengths_on`.
+        """
+        self._check_counts(counts)
+        self.counts_itself = True
+        self.lengths = list(map(add, self.starts(len(counts)), counts))
+        self.batch = len(counts)
+        self._reached = list(map(max, self._reached or counts, self.lengths))
+
+    def advance(self, counts: list[int]) -> None:
+        """Count appended tokens on the host and on the device."""
+        self.count(counts)
+        self.counts_itself = False
+        self._update_device_lengths()
+
+    def _update_device_lengths(self) -> None:
+        """Copy `lengths` to the device's tensor, if there is one or a compiled step may need it."""
+        held = self._known.get("lengths")
+        if held is None and self.is_fixed and self.device is not None:
+            held = self.lengths_on(self.device)
+        if held is None:
+            return
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        if len(held) == len(lengths):
+            held.copy_(lengths, non_blocking=True)
+        else:
+            self._known["lengths"] = lengths.to(held.device)
+
+    def _check_batch(self, batch: int) -> None:
+        if self.batch is not None and self.batch != batch:
+            raise ValueError(f"cache holds {self.batch} rows but the input has {batch}")
+
+    def _check_counts(self, counts: list[int]) -> None:
+        batch = len(counts) if self.batch is None else self.batch
+        if len(counts) != batch or min(counts, default=0) < 0:
+            raise ValueError(f"counts must be {batch} integers of at least 0, got {counts}")
+
+    # the layer
 
     def bind(self, layer: Identity, geometry: dict[str, Any], new: dict[str, Tensor]) -> None:
         """Bind the cache to the layer that is about to append entries like `new`.
@@ -192,36 +382,90 @@ class KVCache(Sequences):
                 "layer needs a cache of its own, or one that was reset"
             )
 
+    # entries
+
     def append(
-        self,
-        new: dict[str, Tensor],
-        starts: list[int],
-        counts: list[int],
-        every: int = 1,
-        saved: bool = False,
+        self, new: dict[str, Tensor], tokens: NewTokens, every: int = 1, saved: bool = False
     ) -> dict[str, Tensor]:
-        """Write entries [b h n d], each of `every` tokens, to their streams.
+        """Write the entries [b h n d] that new tokens complete, each of `every` tokens, to their
+        streams, and return what attention reads.
 
-        Sequence b writes its first `counts[b]` entries, from entry `starts[b]` of the stream on.
-        Returns each stream up to its last entry, with zeros past the end of each sequence. The
-        result is a view of the storage if all sequences have the same length and no gradients flow
-        to the new entries. `saved`: always return a copy, because autograd saves the result for the
-        backward and later calls overwrite the storage.
+        That is each stream [b h n d] up to its last entry, with zeros past the end of each
+        sequence: a view of the storage if all sequences have the same length. For gradients of the
+        new entries they are written to a copy of it, too. `saved`: always return a copy, because
+        autograd saves the result for the backward and later calls overwrite the storage. The decode
+        kernels read the storage itself.
         """
-        check_capacity(self.max_length, starts, counts, every)
-        ends = [a + n for a, n in zip(starts, counts, strict=True)]
-        stores = self._allocate(new, ends, every)
-        streams = {}
+        stores = self._allocate(new, tokens.ends(every), every)
+        if tokens.decoded and tokens.host is not None:
+            new_entries.write_by_kernels(
+                new, stores, tokens, page_table=self.page_table, page_size=self.page_size,
+                every=every,
+            )  # fmt: skip
+            return stores
         for name, entries in new.items():
-            self._write(stores[name], entries.detach(), starts, counts)
+            tokens.write(stores[name], entries.detach(), every, self.page_table)
+            if tokens.decoded:
+                continue
+            stream = tokens.hide_past_end(self._read(stores[name], tokens.end(every)), every)
             needs_grad = torch.is_grad_enabled() and entries.requires_grad
-            stream = self._read(stores[name], ends, saved and not needs_grad)
+            if needs_grad or saved:
+                stream = stream.clone()
             if needs_grad:
-                stream = append_differentiably(stream, entries, starts, counts)
-            streams[name] = stream
-        return streams
+                tokens.write(stream, entries, every)
+            stores[name] = stream
+        return stores
 
-    def room(self, new: dict[str, Tensor], counts: list[int], every: int = 1) -> dict[str, Tensor]:
+    def windows(
+        self, new: dict[str, Tensor], tokens: NewTokens, l: int, d: int
+    ) -> dict[str, Tensor]:
+        """The windows [b h w l d] of raw entries that the new ones [b h n d] complete, with those
+        of the tails. A sequence that completes fewer has any windows behind its own."""
+        tails, width = self.ring(new, l - 1), tokens.width(d)
+        if width == 0:
+            return {name: t.new_empty(*t.shape[:2], 0, l, t.shape[3]) for name, t in new.items()}
+        if tokens.decoded and tokens.host is not None:
+            return new_entries.windows_by_kernels(new, tails, tokens, l, d)
+        seen = {
+            name: torch.cat((self.recent(name, tokens, l - 1), t), dim=2) for name, t in new.items()
+        }
+        # the next window begins d - 1 - start % d into the last l - 1 tokens and the new ones
+        if isinstance(tokens.start, int):
+            first = d - 1 - tokens.start % d
+            return {name: unfold(t[:, :, first:], l, d) for name, t in seen.items()}
+        if tokens.host is None:
+            width = min(width, (self.max_length or 0) // d)
+        device = tokens.start.device
+        begins = (d - 1 - tokens.start % d)[:, None] + d * torch.arange(width, device=device)
+        index = (begins[..., None] + torch.arange(l, device=device)).clamp(max=l - 2 + tokens.new)
+        return {
+            name: take(t, index.flatten(1)).unflatten(2, (width, l)) for name, t in seen.items()
+        }
+
+    def recent(self, name: str, tokens: NewTokens, length: int) -> Tensor:
+        """The last `length` entries of a tail before the new tokens, [b h length d]; zeros before
+        the first token."""
+        tail = self._tail[name]
+        position = column(tokens.start) - length + torch.arange(length, device=tail.device)
+        position = position.expand(len(tail), -1)
+        entries = take(tail, position % max(1, tail.shape[2]))
+        return entries.masked_fill((position < 0)[:, None, :, None], 0)
+
+    def keep_recent(self, new: dict[str, Tensor], tokens: NewTokens, length: int) -> None:
+        """Write the last `length + rollback` entries [b h n d] of each sequence to the tails.
+
+        The token at position p goes to slot `p mod size`.
+        """
+        tails = self.ring(new, length)
+        if tokens.decoded and tokens.host is not None:
+            new_entries.write_by_kernels(new, tails, tokens, ring=True)
+            return
+        for name, entries in new.items():
+            tokens.write_recent(tails[name], entries.detach())
+
+    def reserve(
+        self, new: dict[str, Tensor], counts: list[int], every: int = 1
+    ) -> dict[str, Tensor]:
         """Allocate storage for `counts[b]` more tokens of each sequence, without writing to it.
 
         Returns the storage [b h capacity d] of the streams named in `new`, for entries of `every`
@@ -234,8 +478,7 @@ class KVCache(Sequences):
         check_ints(1, every=every)
         starts = self.starts(len(counts))
         check_capacity(self.max_length, starts, counts)
-        ends = [n // every for n in map(add, starts, counts)]
-        return self._allocate(new, ends, every)
+        return self._allocate(new, [n // every for n in map(add, starts, counts)], every)
 
     def ring(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
         """Allocate tails for the last `length + rollback` entries, without writing to them.
@@ -255,45 +498,6 @@ class KVCache(Sequences):
             if name not in self._tail:
                 self._tail[name] = allocate_zeros(entries, len(entries), size)
         return {name: self._tail[name] for name in new}
-
-    def recent(self, name: str, length: int) -> Tensor:
-        """The last `length` entries of a tail, [b h length d]; zeros before the first token."""
-        tail = self._tail[name]
-        position = torch.tensor(self.lengths)[:, None] - length + torch.arange(length)
-        slots = (position % max(1, tail.shape[2])).to(tail.device)[:, None, :, None]
-        entries = tail.gather(2, slots.expand(-1, tail.shape[1], -1, tail.shape[3]))
-        return entries.masked_fill((position < 0).to(tail.device)[:, None, :, None], 0)
-
-    def with_recent(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-        """The last `length` entries of the tails, followed by the new entries [b h n d]."""
-        return {
-            name: torch.cat((self.recent(name, length), t), dim=2)
-            if name in self._tail
-            else F.pad(t, (0, 0, length, 0))
-            for name, t in new.items()
-        }
-
-    def keep_recent(self, new: dict[str, Tensor], counts: list[int], length: int) -> None:
-        """Write the last `length + rollback` entries [b h n d] of each sequence to the tails.
-
-        The token at position p goes to slot `p mod size`.
-        """
-        tails = self.ring(new, length)
-        size = length + self.rollback
-        starts = self.starts(len(counts))
-        first = [max(0, n - size) for n in counts]
-        sequence, position, source = slot_mapping(starts, counts, first)
-        slot = position % max(1, size)
-        for name, entries in new.items():
-            write_slots(tails[name], sequence, slot, entries.detach(), source)
-
-    @staticmethod
-    def zero_padding(out: Tensor, counts: list[int]) -> Tensor:
-        """Zero the output [b n d] of padding, the tokens beyond `counts` of each sequence."""
-        if all(n == out.shape[1] for n in counts):
-            return out
-        padding = torch.arange(out.shape[1]) >= torch.tensor(counts)[:, None]
-        return out.masked_fill(padding.to(out.device)[..., None], 0.0)
 
     # managing sequences
 
@@ -384,13 +588,9 @@ class KVCache(Sequences):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "_layer": None,
-            "_copied": None,
-            "_lengths": self.lengths,
-            "_is_behind": False,
-        }
+        # the property reads lengths that only the device has counted
+        fixed = {"_layer": None, "_copied": None, "_lengths": self.lengths, "_is_behind": False}
+        return vars(self) | fixed
 
     # storage
 
@@ -406,8 +606,10 @@ class KVCache(Sequences):
             self._known = {name: fn(t) for name, t in self._known.items()}
 
     def _allocate(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
-        """Storage of the streams in `new`, grown to hold `ends[b]` entries of each sequence."""
-        check_entries(self._streams, new, len(ends), self.device)
+        """Storage of the streams in `new`, grown to hold `ends[b]` entries of each sequence; []:
+        of as many as there is room for."""
+        rows = len(ends) or len(next(iter(new.values()), ()))
+        check_entries(self._streams, new, rows, self.device)
         for name, entries in new.items():
             self._streams[name] = self._allocate_stream(name, entries, max(ends, default=0), every)
         return {name: self._streams[name] for name in new}
@@ -417,23 +619,69 @@ class KVCache(Sequences):
         store = self._streams.get(name)
         if store is not None and end <= store.shape[2]:
             return store
-        size = with_room(end) if self.max_length is None else self.max_length // every
+        size = capacity_of(end) if self.max_length is None else self.max_length // every
         grown = allocate_zeros(like, len(like), size)
         if store is not None:
             grown[:, :, : store.shape[2]] = store
         return grown
 
-    def _write(self, store: Tensor, new: Tensor, starts: list[int], counts: list[int]) -> None:
-        """Write the first `counts[b]` entries [b h n d] from slot `starts[b]` on."""
-        write_entries(store, new, starts, counts)
-
-    def _read(self, store: Tensor, ends: list[int], copied: bool) -> Tensor:
-        """A stream up to its last entry, [b h max(ends) d], with zeros past the end of a sequence.
-
-        The result is a view of the storage if possible, and a copy if `copied`.
-        """
-        entries = store[:, :, : max(ends, default=0)]
-        return zero_past_end(entries.clone() if copied else entries, ends)
+    def _read(self, store: Tensor, end: int | None) -> Tensor:
+        """The first `end` entries of a stream, [b h end d]; None: all that there is room for."""
+        return store[:, :, :end]
 
     def _reorder_streams(self, index: list[int]) -> None:
         self._streams = {name: select_sequences(t, index) for name, t in self._streams.items()}
+
+
+def check_cache(
+    cache: KVCache | None,
+    return_cache: bool,
+    lengths: Sequence[int] | Tensor | None,
+    causal: bool,
+    alignment: int = 1,
+) -> KVCache | None:
+    """Check the cache of a layer's call; `return_cache` without a cache makes a new one. Pages must
+    hold a multiple of `alignment` tokens, that is whole blocks and windows."""
+    if cache is not None and not isinstance(cache, KVCache):
+        raise ValueError(f"cache must be a KVCache, got {type(cache).__name__}")
+    if (return_cache or cache is not None) and not causal:
+        raise ValueError("cache and return_cache need causal=True, this layer has causal=False")
+    if cache is None and return_cache:
+        cache = KVCache()
+    if cache is not None and (cache.page_size or 0) % alignment:
+        raise ValueError(
+            "page_size must be a multiple of the layer's selection_block_size and "
+            f"compress_block_sliding_stride, of {alignment}, got {cache.page_size}"
+        )
+    if lengths is not None and cache is None:
+        raise ValueError("lengths goes with a cache or return_cache=True")
+    return cache
+
+
+def check_caches(
+    caches: Any, layers: Sequence[Any], return_loss: bool = False, lengths: Any = None
+) -> None:
+    """Check before any write that there is one cache per layer, each bound to its layer, or None.
+    A loss excludes caches."""
+    for name, value in (("cache", caches), ("lengths", lengths)):
+        if return_loss and value is not None:
+            raise ValueError(f"{name} must be None with return_loss=True, got {shown(value)}")
+    if caches is None:
+        return
+    if not isinstance(caches, (list, tuple)):
+        raise ValueError(
+            f"cache must be a list of one KVCache for each of {len(layers)} layers, as new_cache "
+            f"makes it, got {shown(caches)}"
+        )
+    if len(caches) != len(layers):
+        raise ValueError(
+            f"cache must hold one KVCache for each of {len(layers)} layers, got {len(caches)}"
+        )
+    for index, cache in enumerate(caches):
+        if not isinstance(cache, KVCache):
+            raise ValueError(f"cache[{index}] must be a KVCache, got {shown(cache)}")
+    if len(set(map(id, caches))) != len(caches):
+        raise ValueError("cache must hold a KVCache for each layer, got one of them twice")
+    for cache, layer in zip(caches, layers, strict=True):
+        if hasattr(layer, "identity"):
+            cache.check_layer(layer.identity, layer.geometry)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..blocks import ceil_div
 from ..checks.scalars import TOO_MANY, check_int, check_ints
 from .kv_cache import KVCache
-from .layout import allocate_zeros, slot_mapping, zero_past_end
+from .tokens import allocate_zeros
 
 
 class PagedKVCache(KVCache):
@@ -159,23 +159,13 @@ class PagedKVCache(KVCache):
             )
         return store
 
-    def _write(self, store: Tensor, new: Tensor, starts: list[int], counts: list[int]) -> None:
-        sequence, position, source = (
-            t.to(store.device, non_blocking=True) for t in slot_mapping(starts, counts)
-        )
-        slots = store.shape[2]
-        pages = self._known["page_table"][sequence, position // slots]
-        store[pages, :, position % slots] = new[sequence, :, source]
-
-    def _read(self, store: Tensor, ends: list[int], copied: bool) -> Tensor:
-        """A gathered copy of a stream up to its last entry, [b h max(ends) d].
-
-        Past the end of a sequence it is zero: the pages may hold entries of an earlier owner.
-        """
-        end = max(ends, default=0)
+    def _read(self, store: Tensor, end: int | None) -> Tensor:
+        """A gathered copy of the first entries. Past the end of a sequence pages may hold entries
+        of an earlier owner."""
+        end = end or 0  # the host always knows it
         pages = self._known["page_table"][:, : ceil_div(end, store.shape[2])]
         # [b p h slots d] -> [b h n d]
-        return zero_past_end(store[pages].transpose(1, 2).flatten(2, 3)[:, :, :end], ends)
+        return store[pages].transpose(1, 2).flatten(2, 3)[:, :, :end]
 
     def _reorder_streams(self, index: list[int]) -> None:
         used = [held[:n] for held, n in zip(self._pages, self._pages_used(), strict=True)]

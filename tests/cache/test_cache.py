@@ -320,5 +320,5 @@ def test_reordering_as_many_rows_moves_no_storage():
 
 @pytest.mark.parametrize("length", [1, 3, 700, 1024, 1025, 5000])
 def test_storage_has_little_room_that_nothing_uses(length):
-    store = KVCache(batch=1).room({"k": torch.empty(1, 1, 0, 4)}, [length])["k"]
+    store = KVCache(batch=1).reserve({"k": torch.empty(1, 1, 0, 4)}, [length])["k"]
     assert length <= store.shape[2] <= (2 * length - 1 if length <= 1024 else 1.125 * length)

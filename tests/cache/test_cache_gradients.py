@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from native_sparse_attention import KVCache, PagedKVCache, Transformer, decoding
+from native_sparse_attention import KVCache, PagedKVCache, Transformer
 from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import DIM, SETTINGS, layer
@@ -138,10 +138,10 @@ def test_kernels_leave_to_others_what_is_trained(steps):
         got = gradients(outs, params)
         torch.testing.assert_close(got, gradients([module(x)], params), atol=1e-4, rtol=1e-4)
     q = torch.randn(1, 2, 1, 8, device=DEVICE)
-    call = (module, KVCache(40, 1), q, [q[:, :1]] * 2, "triton", (None, None))
-    assert not decoding.is_step(*call) and not steps
+    call = KVCache(40, 1), q, [q[:, :1]] * 2, "triton"
+    assert not module.supports_decode(*call) and not steps
     with torch.no_grad():
-        assert decoding.is_step(*call)
+        assert module.supports_decode(*call)
 
 
 def test_after_a_prefill_under_inference_mode():

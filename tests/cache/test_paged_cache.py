@@ -240,9 +240,9 @@ def test_out_of_pages_raises_before_anything_is_written():
         for call, message in [
             (lambda: module(x[:, 11:17], cache=cache), "2 pages needed, 1 of num_pages=5 free"),
             (lambda: module(x, cache=cache, lengths=[6, 30]), "5 pages needed, 1 of"),
-            (lambda: cache.room(entries, [6, 6]), "2 pages needed, 1 of"),
-            (lambda: cache.room(entries, [0, 54]), "row 1 holds 11 of max_length=64 tokens, 54"),
-            (lambda: cache.append(entries, [16, 16], [1, 1]), "2 pages needed, 1 of"),
+            (lambda: cache.reserve(entries, [6, 6]), "2 pages needed, 1 of"),
+            (lambda: cache.reserve(entries, [0, 54]), "row 1 holds 11 of max_length=64 tokens, 54"),
+            (lambda: cache.new_tokens(x[:, :6], None), "2 pages needed, 1 of"),
             (lambda: cache.reorder([0, 0, 0]), "4 pages needed, 3 of"),
         ]:
             with pytest.raises(ValueError, match=re.escape(f"cache is full: {message}")):
@@ -308,10 +308,10 @@ def test_pages_hold_whole_blocks_and_windows():
         layer(**SETTINGS["window of windows"])(x, cache=paged(page_size=4))
     cache = paged(page_size=12)
     with pytest.raises(ValueError, match="page_size must be a multiple of every=8, got 12"):
-        cache.room({"ck": normal(2, 2, 0, 8)}, [1, 1], every=8)
-    cache.room({"ck": normal(2, 2, 0, 8)}, [1, 1], every=4)
+        cache.reserve({"ck": normal(2, 2, 0, 8)}, [1, 1], every=8)
+    cache.reserve({"ck": normal(2, 2, 0, 8)}, [1, 1], every=4)
     with pytest.raises(ValueError, match="cache holds 3 entries of ck a page, not 6"):
-        cache.room({"ck": normal(2, 2, 0, 8)}, [1, 1], every=2)
+        cache.reserve({"ck": normal(2, 2, 0, 8)}, [1, 1], every=2)
 
 
 @pytest.mark.parametrize("name", ["page_size", "num_pages", "batch", "max_length"])
@@ -365,13 +365,13 @@ def test_a_step_of_a_graph_waits_for_nothing(waits_for_nothing, make):
         step()
     with waits_for_nothing():
         for _ in range(20):
-            cache.room(new, [1, 1])
-            cache.room({"ck": new["k"]}, [1, 1], every=4)
+            cache.reserve(new, [1, 1])
+            cache.reserve({"ck": new["k"]}, [1, 1], every=4)
             cache.ring(new, 7)
             graph.replay()
             cache.count([1, 1])
         cache.reset([1])
-        cache.room(new, [1, 9])
+        cache.reserve(new, [1, 9])
         cache.advance([1, 9])
         cache.reorder([1, 0])
         cache.truncate([8, 31])

@@ -94,30 +94,34 @@ def nsa_kv_cache_append(
 
 
 @triton.jit(do_not_specialize=["T"])
-def nsa_kv_cache_recent(
-    k_tail, v_tail, lengths, k_out, v_out, T, K,
+def nsa_kv_cache_windows(
+    k, v, k_tail, v_tail, lengths, k_out, v_out, T, K,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     l: tl.constexpr, BLOCK_L: tl.constexpr, d: tl.constexpr, TAIL_SIZE: tl.constexpr,
     FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """Gather the compression windows that T new tokens may complete from the tails.
+    """Gather the compression windows that T new tokens may complete.
 
     One program owns the i-th such window of one sequence and KV head. It reads the raw keys and
-    values of the window's l tokens from `k_tail` and `v_tail` and writes them to `k_out` and
-    `v_out` [B K windows l D]. Tokens before the first and after the last one are zeros.
+    values of the window's l tokens, new ones from `k` and `v` [B K T D] and earlier ones from
+    `k_tail` and `v_tail`, and writes them to `k_out` and `v_out` [B K windows l D]. Tokens before
+    the first and after the last one are zeros.
     """
     i, line, windows, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length = tl.load(lengths + b)
     u = tl.arange(0, BLOCK_L)
     token = (length // d + i + 1) * d - l + u
-    mask = (u < l) & (token >= 0) & (token < length + T)
-    slot = (tl.maximum(token, 0) % TAIL_SIZE).to(tl.int64)
+    is_new = (token >= length) & (token < length + T) & (u < l)
+    is_old = (token >= 0) & (token < length) & (u < l)
+    n, slot = (token - length).to(tl.int64), (tl.maximum(token, 0) % TAIL_SIZE).to(tl.int64)
     row = ((line * windows + i) * l + u).to(tl.int64)
-    tile = load_rows(k_tail.ptr, b * k_tail.b + h * k_tail.h + slot * k_tail.n, D, BLOCK_D, mask)
-    store_rows(k_out, row * D, tile, D, BLOCK_D, u < l)
-    tile = load_rows(v_tail.ptr, b * v_tail.b + h * v_tail.h + slot * v_tail.n, E, BLOCK_E, mask)
-    store_rows(v_out, row * E, tile, E, BLOCK_E, u < l)
+    tile = load_rows(k_tail.ptr, b * k_tail.b + h * k_tail.h + slot * k_tail.n, D, BLOCK_D, is_old)
+    new_tile = load_rows(k.ptr, b * k.b + h * k.h + n * k.n, D, BLOCK_D, is_new)
+    store_rows(k_out, row * D, tl.where(is_new[:, None], new_tile, tile), D, BLOCK_D, u < l)
+    tile = load_rows(v_tail.ptr, b * v_tail.b + h * v_tail.h + slot * v_tail.n, E, BLOCK_E, is_old)
+    new_tile = load_rows(v.ptr, b * v.b + h * v.h + n * v.n, E, BLOCK_E, is_new)
+    store_rows(v_out, row * E, tl.where(is_new[:, None], new_tile, tile), E, BLOCK_E, u < l)
 
 
 # launches
@@ -175,18 +179,20 @@ def append(
     )  # fmt: skip
 
 
-def recent(
-    tails: tuple[Tensor, Tensor], lengths: Tensor, tokens: int, l: int, d: int
+def windows(
+    new: tuple[Tensor, Tensor], tails: tuple[Tensor, Tensor], lengths: Tensor, l: int, d: int
 ) -> tuple[Tensor, Tensor]:
-    """The windows [b h w l d] that `tokens` new tokens may complete, from tails [b h size d]."""
-    k_tail, v_tail = tails
-    (B, K, size, D), E = k_tail.shape, v_tail.shape[-1]
-    max_windows = (tokens + d - 1) // d
+    """The windows [b h w l d] that new raw keys and values [b h n d] may complete, with those of
+    the tails [b h size d]."""
+    (k, v), (k_tail, v_tail) = new, tails
+    (B, K, T, D), E = k.shape, v.shape[-1]
+    max_windows = cdiv(T, d)
     k_out, v_out = (t.new_empty(B, K, max_windows, l, t.shape[-1]) for t in tails)
     grid, flipped = launch.grid(max_windows, B * K)
-    launcher(nsa_kv_cache_recent, grid)(
-        k_tail=strided(k_tail), v_tail=strided(v_tail), lengths=lengths, k_out=k_out, v_out=v_out,
-        T=tokens, K=K, D=D, BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), l=l,
-        BLOCK_L=next_power_of_2(l), d=d, TAIL_SIZE=size, FLIPPED=flipped, num_warps=4,
+    launcher(nsa_kv_cache_windows, grid)(
+        k=strided(k), v=strided(v), k_tail=strided(k_tail), v_tail=strided(v_tail),
+        lengths=lengths, k_out=k_out, v_out=v_out, T=T, K=K, D=D, BLOCK_D=padded(D), E=E,
+        BLOCK_E=padded(E), l=l, BLOCK_L=next_power_of_2(l), d=d, TAIL_SIZE=k_tail.shape[2],
+        FLIPPED=flipped, num_warps=4,
     )  # fmt: skip
     return k_out, v_out

@@ -41,14 +41,12 @@ def append(
         )  # fmt: skip
 
 
-def recent(
-    tails: tuple[Tensor, Tensor], lengths: Tensor, tokens: int, l: int, d: int
+def windows(
+    new: tuple[Tensor, Tensor], tails: tuple[Tensor, Tensor], lengths: Tensor, l: int, d: int
 ) -> tuple[Tensor, Tensor]:
-    """The windows [b h w l d] of raw keys and values that `tokens` new tokens may complete.
-
-    The tails [b h size d] hold the new tokens already. Tokens before the first are zeros.
-    """
+    """The windows [b h w l d] that new raw keys and values [b h n d] may complete, with those of
+    the tails [b h size d]. Tokens before the first are zeros."""
     from ...kernels.decode import kv_cache
 
     with torch.cuda.device_of(lengths):
-        return kv_cache.recent(tails, lengths, tokens, l, d)
+        return kv_cache.windows(new, tails, lengths, l, d)

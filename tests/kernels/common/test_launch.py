@@ -138,7 +138,8 @@ def written(B, K):
     lengths = torch.arange(B, device=DEVICE, dtype=torch.int32) % 5
     kv_cache.append(tuple(new), tuple(store), lengths, 3)
     rotated = rotary.rotate(new, torch.ones(8, device=DEVICE), lengths, None, 0, 1.0)
-    return [*store, *rotated, *kv_cache.recent(tuple(rings), lengths, 3, 8, 4)]
+    windows = kv_cache.windows(tuple(new), tuple(rings), lengths, 8, 4)
+    return [*store, *rotated, *windows]
 
 
 @pytest.mark.slow(one_of=3)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from native_sparse_attention import KVCache, PagedKVCache, decoding
+from native_sparse_attention import KVCache, PagedKVCache
 from native_sparse_attention.ops import decode
 from native_sparse_attention.ops.decode import decode_attention, workspace
 from tests.helpers.budget import CUDA, DEVICE, products_in
@@ -412,9 +412,9 @@ def test_steps_that_are_none(steps):
         module(x[:, :1], cache=KVCache(64, 1, rollback=0))
         assert not steps
         q = torch.randn(1, 4, 1, 16, device=DEVICE)
-        call = (module, cache, q, [q[:, :2]] * 2, "triton")
-        assert decoding.is_step(*call, (None, None))
-        assert not decoding.is_step(*call, (object(), None))
+        call = cache, q, [q[:, :2]] * 2, "triton"
+        assert module.supports_decode(*call)
+        assert not module.supports_decode(*call, (object(), None))
 
 
 def test_bad_input():
