@@ -43,11 +43,13 @@ from .gate import default_gate
 from .initialization import reset
 from .norm import HeadNorm, norm_heads
 from .ops import branches, decode, dispatch, nsa
-from .ops.call import Call
+from .ops.call import Call, DecodeInputs
 from .ops.triton import backend as triton_backend
 from .ops.triton.elementwise import compress_mean_keys, compress_means
 from .rotary import Rotary, make_rotary, rotate, rotated_heads
 from .varlen import Documents, layer_layout
+
+FIELDS = frozenset(field.name for field in fields(NSAConfig))
 
 
 class SparseAttention(RotaryLayer):
@@ -59,58 +61,18 @@ class SparseAttention(RotaryLayer):
     the query's own block; (3) a sliding window. `docs/semantics.md` has the formulas.
 
     Args:
-        dim, dim_head, heads: width of the input and output; D, head dimension; H, query heads.
-        sliding_window_size: w; branch 3 attends to keys `i - w .. i`.
-        compress_block_size, selection_block_size: l and s, tokens of a window and of a block.
-        num_selected_blocks: n, ranked blocks of a query; 0 leaves the forced blocks.
-        branches: some of "compressed", "selected" and "window", all by default. One alone has no
-            gate, and settings of the others have no effect. `("selected",)` is one softmax over the
-            initial, local and ranked blocks, with the parameters of dense attention: compressed
-            keys only rank, and are means of windows unless `compress_mlp` is given.
-        dense_length: queries at positions below it attend to all keys, with `("selected",)`; not
-            causal: sequences of at most this length. See `dense`.
-        rank_rotated: rank by keys and queries with rotary embedding (not with "compressed").
-        kv_heads: K, key and value heads; `heads` by default. Query head h uses KV head
-            `h // (H / K)`.
-        num_compressed_mem_kv: m, learned memory slots of branch 1, seen by every query.
-        causal, norm: whether a query sees no later tokens; RMSNorm of the input.
-        use_diff_topk: let gradients reach the selection scores (straight-through gates).
-        use_triton_kernel: the published package's spelling of `backend="triton"`.
-        interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
-        query_heads_share_selected_kv: False lets every query head select for itself.
         compress_mlp: network `[b h w l d] -> [b h w d]`; keys and values each get a copy. By
-            default `native_sparse_attention.compress.default_compress_mlp`, begun as a sum.
-        compress_mlp_expand_factor: hidden width of the default network over its input width.
+            default `native_sparse_attention.compress.default_compress_mlp`, begun as a sum; means
+            of windows where compressed keys only rank.
         strategy_combine_mlp: network `[.. dim] -> [.. branches heads]` for the gate, before its
             sigmoid.
-        compress_block_sliding_stride: d, tokens from window to window; l by default. s and d divide
-            one another, and l >= d.
-        importance: the score of a block: "logits" (mean logit of its windows), "max" (largest
-            logit), "probs" (the paper's softmax mass), or "index": by queries and keys of its own,
-            `to_index`, that learn from `ranking_queries` of the forward (not with "compressed").
-        index_dim, index_heads, index_pool: D_i, width of index queries (one for each KV head) and
-            keys, `dim_head` by default; heads of index keys, 1 or `kv_heads`; "max" or "mean" of a
-            block's windows.
-        num_initial_blocks: first blocks that every query attends to, not ranked.
-        num_local_blocks: blocks ending with the query's own that it attends to, not ranked
-            (causal).
-        selection_stride: R; R neighbouring tokens share the ranking of the first of them.
-            R divides s.
-        branch_kv: "shared", or "independent" for keys and values of their own for each branch (the
-            paper's section 3.3.3).
         rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package, which layers may share,
             in place of the layer's own; False for no positions.
         rope_theta: the layer's own frequencies are `rope_theta^(-2 i / D)`; 10,000 by default.
         inv_freq: the layer's own frequencies, [pairs]; fewer than D / 2 rotate the first features.
-        soft_cap: c, logits x of all branches become `c tanh(x / c)`.
-        qkv_bias, out_bias: biases of `to_qkv` and of `combine_heads`.
-        qk_norm, qk_norm_eps: RMSNorm of every head of queries and keys, with learned weights
-            (`q_norm`, `k_norm` [D]), before the rotary embedding and compression; its epsilon.
-        attention_sinks: learn, for each branch and query head, the logit of one more key of value
-            0, by which a query may attend to nothing (`sinks` [branches, heads], initially 0).
-        block_sizes: tile sizes of the Triton kernels; other backends ignore them.
-        recompute: the backward recomputes the branch outputs instead of storing them (Triton only).
-        backend: "auto", "triton", "flex" or "eager"; `auto` takes the fastest that can run a call.
+        use_triton_kernel: the published package's spelling of `backend="triton"`.
+
+    The other arguments are the settings of `NSAConfig`, which describes them.
 
     Raises:
         ValueError: an argument out of range, two incompatible arguments, or a network of the wrong
@@ -168,6 +130,7 @@ class SparseAttention(RotaryLayer):
         recompute: bool = False,
         backend: str = "auto",
     ):
+        settings = {name: value for name, value in locals().items() if name in FIELDS}
         (use_triton_kernel,) = check_bools(use_triton_kernel=use_triton_kernel)
         if use_triton_kernel and backend not in ("auto", "triton"):
             raise ValueError(
@@ -175,44 +138,7 @@ class SparseAttention(RotaryLayer):
                 f"but backend={backend!r} was given"
             )
         super().__init__()
-        self.config = NSAConfig(
-            dim=dim,
-            dim_head=dim_head,
-            heads=heads,
-            kv_heads=kv_heads,  # type: ignore[arg-type]
-            sliding_window_size=sliding_window_size,
-            compress_block_size=compress_block_size,
-            compress_block_sliding_stride=compress_block_sliding_stride,
-            selection_block_size=selection_block_size,
-            num_selected_blocks=num_selected_blocks,
-            num_compressed_mem_kv=num_compressed_mem_kv,
-            causal=causal,
-            norm=norm,
-            use_diff_topk=use_diff_topk,
-            interpolated_importance_score=interpolated_importance_score,
-            query_heads_share_selected_kv=query_heads_share_selected_kv,
-            compress_mlp_expand_factor=compress_mlp_expand_factor,
-            importance=importance,
-            num_initial_blocks=num_initial_blocks,
-            num_local_blocks=num_local_blocks,
-            selection_stride=selection_stride,
-            branches=branches,  # type: ignore[arg-type]
-            dense_length=dense_length,
-            rank_rotated=rank_rotated,
-            index_dim=index_dim,  # type: ignore[arg-type]
-            index_heads=index_heads,
-            index_pool=index_pool,
-            branch_kv=branch_kv,
-            qkv_bias=qkv_bias,
-            out_bias=out_bias,
-            qk_norm=qk_norm,
-            qk_norm_eps=qk_norm_eps,
-            soft_cap=soft_cap,
-            attention_sinks=attention_sinks,
-            block_sizes=block_sizes,
-            recompute=recompute,
-            backend="triton" if use_triton_kernel else backend,
-        )
+        self.config = NSAConfig(**settings | ({"backend": "triton"} if use_triton_kernel else {}))
         config = self.config
         dim, dim_head = config.dim, config.dim_head
         heads, kv_heads = config.heads, config.kv_heads
@@ -815,11 +741,11 @@ class SparseAttention(RotaryLayer):
         if self.to_index is not None and "cq" in rows:  # the kernels have a query for each head
             rows["cq"] = rows["cq"].repeat_interleave(config.heads // config.kv_heads, dim=2)
         counters = cache.workspace(rows["q"].device, config.kv_heads, decode.COUNTERS)
-        out = decode.run_decode_kernels(
-            self.settings(), counters, rankings, **rows, branch_gates=gates, sinks=self.sinks,
-            lengths=tokens.start, counts=tokens.counts, page_table=cache.page_table,
+        call = DecodeInputs(
+            **rows, branch_gates=gates, sinks=self.sinks, lengths=tokens.start,
+            counts=tokens.counts, page_table=cache.page_table, counters=counters, ranking=rankings,
         )  # fmt: skip
-        return out.flatten(2)
+        return decode.run_decode_kernels(self.settings(), call).flatten(2)
 
     def tie_unread(self, out: Tensor, call: Call) -> Tensor:
         """The output, tied to compressed keys or queries that this call may not read, as for a

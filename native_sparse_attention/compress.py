@@ -61,17 +61,17 @@ class SumUnits(nn.Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()  # draws the same random numbers as nn.Linear
         d, device = self.dim_head, self.weight.device
-        sums = torch.eye(d, device=device)[: begun_as_sums(d, self.out_features)]
+        sums = torch.eye(d, device=device)[: num_sums(d, self.out_features)]
         sums = sums.repeat(1, self.in_features // d)
-        begun = len(sums) * 2
-        rest = self.out_features - begun
-        is_begun = torch.arange(self.out_features, device=device) < begun
-        rows = torch.cat((sums, -sums, sums.new_zeros(rest, self.in_features)))
+        first = len(sums) * 2
+        others = self.out_features - first
+        is_begun = torch.arange(self.out_features, device=device) < first
+        rows = torch.cat((sums, -sums, sums.new_zeros(others, self.in_features)))
         assign(self.weight, rows, is_begun[:, None].expand(rows.shape))
         assign(self.bias, rows.new_zeros(self.out_features), is_begun)
 
 
-class OfSumUnits(nn.Linear):
+class SumOutput(nn.Linear):
     """The linear map after `SumUnits` and a ReLU, [units] to [d]: it begins with the sums of their
     first 2 k units, as `relu(s) - relu(-s) = s`, plus what nn.Linear begins with for the others."""
 
@@ -80,14 +80,14 @@ class OfSumUnits(nn.Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()  # draws the same random numbers as nn.Linear
         d, units, device = self.out_features, self.in_features, self.weight.device
-        k = begun_as_sums(d, units)
+        k = num_sums(d, units)
         one = torch.eye(d, device=device)[:, :k]
         columns = torch.cat((one, -one, one.new_zeros(d, units - 2 * k)), dim=1)
         is_begun = torch.arange(units, device=device) < 2 * k
         assign(self.weight, columns, is_begun.expand(columns.shape))
 
 
-def begun_as_sums(dim_head: int, units: int) -> int:
+def num_sums(dim_head: int, units: int) -> int:
     """k, how many features of a window so many hidden units sum."""
     return min(dim_head, units // 2)
 
@@ -121,7 +121,7 @@ def default_compress_mlp(
         if sums
         else nn.Linear(dim, dim_hidden),
         nn.ReLU(),
-        OfSumUnits(dim_hidden, dim_head) if sums else nn.Linear(dim_hidden, dim_head),
+        SumOutput(dim_hidden, dim_head) if sums else nn.Linear(dim_hidden, dim_head),
     )
 
 
@@ -152,7 +152,7 @@ class MeanPool(Started):
 
 class SumPool(Started):
     """The sum of a window's tokens, times a learned gain for each feature: `y = g * sum_l x_l`, g
-    [d] begun at `gain`.
+    [d] initially `gain`.
 
     Where one token of a window matters, its part of the mean is 1 / l, and logits of compressed
     keys are small. With sums a layer learns associative recall sooner (docs/training.md).
@@ -509,12 +509,3 @@ def windows_of(
     first, last = (bound[:, : w * d : d, None] for bound in documents)
     inside = (token >= first) & (token < last)
     return windows.masked_fill(~inside[:, None, :, :, None], 0)
-
-
-def gather_windows(t: Tensor, skip: list[int], num_windows: int, l: int, d: int) -> Tensor:
-    """Windows of sequences that begin at different tokens, [b h n d] -> [b h w l d]. Sequences with
-    fewer than `num_windows` windows repeat their last tokens."""
-    first = torch.tensor(skip)[:, None] + d * torch.arange(num_windows)
-    at = (first[..., None] + torch.arange(l)).clamp(max=t.shape[2] - 1).to(t.device)
-    index = rearrange(at, "b w l -> b 1 (w l) 1").expand(-1, t.shape[1], -1, t.shape[3])
-    return rearrange(t.gather(2, index), "b h (w l) d -> b h w l d", l=l)

@@ -193,22 +193,17 @@ class GraphedDecoding:
 
     def capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture one step. The host counts its tokens now, the device at the first replay."""
+        casts, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        if casts:
+            self.weights = self.weights or cast_weights(self.model, dtype)
         with torch.cuda.device_of(ids):
-            return self.captured(ids)
-
-    def captured(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # torch's default capture stream is on the GPU that captured first, whichever that is
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        if not torch.is_autocast_enabled("cuda"):
-            with torch.cuda.graph(graph, stream=stream):
-                return graph, self.forward(ids)
-        dtype = torch.get_autocast_dtype("cuda")
-        self.weights = self.weights or cast_weights(self.model, dtype)
-        with (
-            torch.cuda.graph(graph, stream=stream),
-            torch.autocast("cuda", dtype, cache_enabled=False),
-        ):
-            return graph, self.forward(ids, weights=self.weights)
+            # torch's default capture stream is on the GPU that captured first, whichever that is
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with (
+                torch.cuda.graph(graph, stream=stream),
+                torch.autocast("cuda", dtype, enabled=casts, cache_enabled=False),
+            ):
+                return graph, self.forward(ids, weights=self.weights)
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -50,8 +50,8 @@ def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device)
             )
         return queries.to(device, torch.long)
     m = min(check_int("ranking_queries", queries, 1), n)
-    where = "cpu" if generator is None else generator.device
-    drawn = torch.randperm(n, generator=generator, device=where)[:m]
+    source = "cpu" if generator is None else generator.device
+    drawn = torch.randperm(n, generator=generator, device=source)[:m]
     return drawn.sort().values.to(device)
 
 
@@ -81,7 +81,7 @@ def block_targets(
     return (added - mass[..., None] * out).norm(dim=-1).sum(dim=2)
 
 
-def of_rows(t: Tensor, position: Tensor) -> Tensor:
+def select_queries(t: Tensor, position: Tensor) -> Tensor:
     """Rows [b|1 m] of t [b h n d]: [b h m d]."""
     if len(position) == 1:
         return t[:, :, position[0]]
@@ -138,7 +138,7 @@ def ranking_loss(
         if ck.shape[2] == 0:  # no window is complete: no block is a candidate
             ck = F.pad(ck, (0, 0, 0, 1))
         with torch.no_grad():
-            heads = rearrange(of_rows(q, position), "b (k g) m d -> b k g m d", k=K)
+            heads = rearrange(select_queries(q, position), "b (k g) m d -> b k g m d", k=K)
             if sinks is not None:
                 sinks = sinks[config.branches.index("selected")].detach()
             # detached: without gradients there are tangents of forward mode still
@@ -149,7 +149,8 @@ def ranking_loss(
             target = target / total.clamp(min=torch.finfo(total.dtype).tiny)
             counts = (candidate.sum(dim=-1) > 1) & (total[..., 0] > 0)
         scores = importance_scores(
-            of_rows(cq, position).transpose(1, 2), ck.expand(-1, K, -1, -1).transpose(1, 2), None,
+            select_queries(cq, position).transpose(1, 2),
+            ck.expand(-1, K, -1, -1).transpose(1, 2), None,
             visible_windows(position, ck.shape[2], config.d, config.causal, documents), c,
             rule=config.for_functions.importance, shared=True, l=config.compress_block_size,
             interpolated=config.interpolated_importance_score, d=config.d, s=s, scale=None,

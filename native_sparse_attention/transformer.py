@@ -5,7 +5,9 @@ b  batch    n  tokens    h  heads    d  head dimension
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,28 +20,35 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import SparseAttention
 from .cache.kv_cache import Identity, KVCache, check_cache, check_caches
-from .cache.paged import new_cache
+from .cache.paged import PagedKVCache
 from .checks.ids import check_ids
-from .checks.keywords import refuse
+from .checks.keywords import nearest, refuse
 from .checks.networks import check_input, copied
-from .checks.scalars import check_choice, check_hidden, check_layers
-from .checks.tensors import check_bool, check_bools, check_groups, check_int, check_ints
+from .checks.scalars import check_choice, check_elements, check_hidden, check_layers, shown
+from .checks.tensors import BRANCHES, check_bool, check_bools, check_groups, check_int, check_ints
 from .frequencies import RotaryLayer
 from .generate import check_prompt, check_sampling, check_stop, generate
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
 from .ranking import WEIGHTS, check_generator, sampled
 from .rotary import Rotary, make_rotary, rotation
-from .sparse_kwargs import (
-    DEFAULT_SPARSE_ATTN,
-    check_flags,
-    check_sizes,
-    merged,
-    without_ranking,
-)
 from .varlen import Documents, Layout, layer_layout
 
 __all__ = ["DEFAULT_SPARSE_ATTN", "Attention", "Transformer"]
+
+DEFAULT_SPARSE_ATTN = dict(
+    sliding_window_size=32,
+    compress_block_size=8,
+    compress_block_sliding_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=4,
+)
+
+# arguments of SparseAttention that a Transformer sets: SparseAttention's name -> Transformer's
+SET_BY_MODEL = {name: name for name in ("dim", "dim_head", "heads", "kv_heads", "causal")} | {
+    "use_triton_kernel": "use_triton_fine_selection"
+}
+KNOWN = [name for name in inspect.signature(SparseAttention).parameters if name not in SET_BY_MODEL]
 
 # the label that cross_entropy ignores
 NO_LABEL = -100
@@ -206,13 +215,24 @@ class Transformer(Started):
         rope_theta: float | None = None,
         inv_freq: Tensor | None = None,
     ):
-        given = locals()
         super().__init__()
-        num_tokens, dim, depth = check_sizes(given)
+        num_tokens, dim, depth = check_ints(1, num_tokens=num_tokens, dim=dim, depth=depth)
+        check_elements(num_tokens=num_tokens, dim=dim)
         (
             use_sparse_attn, causal, use_flex_sliding_window, use_flex_fine_selection,
             use_triton_fine_selection, activation_checkpointing,
-        ) = check_flags(given)  # fmt: skip
+        ) = check_bools(
+            use_sparse_attn=use_sparse_attn, causal=causal,
+            use_flex_sliding_window=use_flex_sliding_window,
+            use_flex_fine_selection=use_flex_fine_selection,
+            use_triton_fine_selection=use_triton_fine_selection,
+            activation_checkpointing=activation_checkpointing,
+        )  # fmt: skip
+        if use_flex_fine_selection and use_triton_fine_selection:
+            raise ValueError(
+                "use_flex_fine_selection and use_triton_fine_selection are two ways to compute one "
+                "branch: set at most one of them"
+            )
         self.causal = causal
         self.use_flex_sliding_window = use_sparse_attn and use_flex_sliding_window
         self.use_flex_fine_selection = use_sparse_attn and use_flex_fine_selection
@@ -220,7 +240,7 @@ class Transformer(Started):
         shape: dict[str, Any] = dict(
             dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal
         )
-        sparse = merged(sparse_attn_kwargs, shape, use_sparse_attn)
+        sparse = merge_defaults(sparse_attn_kwargs, shape, use_sparse_attn)
         local = check_layers("local_layers", local_layers, depth)
         if local and not use_sparse_attn:
             raise ValueError(f"local_layers must be empty with use_sparse_attn=False, got {local}")
@@ -237,9 +257,13 @@ class Transformer(Started):
             if use_sparse_attn:
                 # each layer copies the gate; SparseAttention itself copies compress_mlp
                 gate = copied(sparse.get("strategy_combine_mlp"))
-                own = {**sparse, **rotary, "strategy_combine_mlp": gate}
-                own |= without_ranking(own) if index in local else {}
-                attn = SparseAttention(**shape, use_triton_kernel=use_triton_fine_selection, **own)
+                settings = {**sparse, **rotary, "strategy_combine_mlp": gate}
+                if index in local:  # compressed keys that only rank are not needed
+                    settings |= dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
+                    if "compressed" not in settings.get("branches", BRANCHES):
+                        settings["compress_mlp"] = None
+                settings["use_triton_kernel"] = use_triton_fine_selection
+                attn = SparseAttention(**shape, **settings)
             else:
                 attn = Attention(**shape, **rotary)
             self.layers.append(ModuleList([attn, FeedForward(dim, ff_expansion_factor)]))
@@ -251,7 +275,11 @@ class Transformer(Started):
         page_size: int | None = None, num_pages: int | None = None,
     ) -> list[KVCache]:  # fmt: skip
         """An empty cache for each layer: a KVCache or, with `page_size`, a PagedKVCache."""
-        return [new_cache(max_length, rollback, batch, page_size, num_pages) for _ in self.layers]
+        sizes: dict[str, Any] = dict(max_length=max_length, batch=batch, rollback=rollback)
+        if page_size is None and num_pages is None:
+            return [KVCache(**sizes) for _ in self.layers]
+        sizes |= dict(page_size=page_size, num_pages=num_pages)
+        return [PagedKVCache(**sizes) for _ in self.layers]
 
     def forward(
         self,
@@ -336,13 +364,13 @@ class Transformer(Started):
             if queries:
                 kwargs["ranking_queries"] = queries[index]
             if checkpointed:
-                found = checkpoint(attn, x, use_reentrant=False, **kwargs)
+                out = checkpoint(attn, x, use_reentrant=False, **kwargs)
             else:
-                found = attn(x, cache=None if cache is None else cache[index], **kwargs)
+                out = attn(x, cache=None if cache is None else cache[index], **kwargs)
             if queries and queries[index] is not None:
-                found, loss = found
+                out, loss = out
                 losses.append(loss)
-            x = x + found
+            x = x + out
             x = x + (checkpoint(ff, x, use_reentrant=False) if checkpointed else ff(x))
         x = x if layout is None else layout.collect(x)
         out = self.to_logits(self.norm(x))
@@ -476,10 +504,49 @@ class Transformer(Started):
         return torch.stack(tokens, dim=1) if tokens else prompt[:, :0].long()
 
 
+def merge_defaults(settings: Any, shape: dict[str, Any], used: bool) -> dict[str, Any]:
+    """These arguments of SparseAttention, and `DEFAULT_SPARSE_ATTN` for the others. The stride
+    of a chosen compress_block_size is by default the block size.
+
+    A dense Transformer does not use the arguments: it checks them and warns.
+
+    Raises:
+        ValueError: not a dict, an unknown name, a name that the Transformer sets, or arguments that
+            SparseAttention refuses.
+    """
+    if settings is None:
+        return dict(DEFAULT_SPARSE_ATTN)
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"sparse_attn_kwargs must be a dict or None, got {shown(settings)}")
+    for name in settings:
+        if name in SET_BY_MODEL:
+            raise ValueError(
+                f"sparse_attn_kwargs must not hold {name!r}, which Transformer gives: "
+                f"set Transformer({SET_BY_MODEL[name]}=...)"
+            )
+        if name not in KNOWN:
+            raise ValueError(
+                f"sparse_attn_kwargs must hold arguments of SparseAttention, got {shown(name)}"
+                + nearest(name, KNOWN)
+            )
+    defaults = dict(DEFAULT_SPARSE_ATTN)
+    if "compress_block_size" in settings:
+        del defaults["compress_block_sliding_stride"]
+    settings = defaults | dict(settings)
+    if not used:
+        with torch.device("meta"):
+            SparseAttention(**shape, **settings)
+        warnings.warn(
+            "sparse_attn_kwargs are not used by a Transformer with use_sparse_attn=False",
+            stacklevel=3,
+        )
+    return settings
+
+
 def next_ids(ids: Tensor, layout: Layout) -> Tensor:
     """The next token of each token [b t] in its document, from ids [b p] of aligned rows; NO_LABEL
     for the last token of a document."""
     p = torch.arange(ids.shape[1], device=ids.device)
-    there = p + 1 < layout.documents.last
-    following = torch.where(there, ids.roll(-1, dims=1), NO_LABEL)
+    has_next = p + 1 < layout.documents.last
+    following = torch.where(has_next, ids.roll(-1, dims=1), NO_LABEL)
     return layout.collect(following).masked_fill(layout.target < 0, NO_LABEL)

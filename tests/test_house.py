@@ -26,7 +26,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("",),  # the package itself: public names only
     ("view",),
     ("transformer", "precompile", "cost", "recipes"),
-    ("sparse_kwargs",),
     ("attention",),
     ("generate",),
     ("cache", "ranking"),

@@ -238,8 +238,8 @@ class KVCache:
             self.is_new = False
             return
         counts = tokens.host[1]
-        if tokens.decoded:  # in a CUDA graph
-            self.lengths_on(self.device or "cpu").add_(added)
+        if tokens.decoded and isinstance(tokens.start, Tensor):  # the lengths, in a CUDA graph
+            tokens.start.add_(added)
             self.count(counts)
         else:
             self.advance(counts)

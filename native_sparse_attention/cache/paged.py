@@ -180,11 +180,11 @@ class PagedKVCache(KVCache):
         copied: list[tuple[int, int]] = []
         pages: list[list[int]] = []
         for row, source in enumerate(index):
-            own = used[source]
+            owned = used[source]
             if owners[source] != row:
-                own = [free.pop() for _ in own]
-                copied += zip(own, used[source], strict=True)
-            pages.append(own)
+                owned = [free.pop() for _ in owned]
+                copied += zip(owned, used[source], strict=True)
+            pages.append(owned)
         self._free = free
         self._copy_pages(copied)
         if len(index) != len(self._pages):
@@ -200,19 +200,3 @@ class PagedKVCache(KVCache):
         for store in self._streams.values():
             target, source = torch.tensor(pairs).T.to(store.device, non_blocking=True)
             store[target] = store[source]
-
-
-def new_cache(
-    max_length: int | None,
-    rollback: int,
-    batch: int | None,
-    page_size: int | None,
-    num_pages: int | None,
-) -> KVCache:
-    """A PagedKVCache if `page_size` or `num_pages` is given, else a KVCache."""
-    if page_size is None and num_pages is None:
-        return KVCache(max_length, batch, rollback)
-    sizes: dict[str, Any] = dict(
-        page_size=page_size, num_pages=num_pages, batch=batch, max_length=max_length
-    )
-    return PagedKVCache(**sizes, rollback=rollback)

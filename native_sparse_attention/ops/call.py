@@ -52,3 +52,25 @@ class Call(NamedTuple):
 
 
 FIELDS = Call._fields  # dynamo of torch 2.8 traces neither `self._fields` nor `_replace`
+
+
+class DecodeInputs(NamedTuple):
+    """The tensors of a decode step, with the names of `decode_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    ck: Tensor | None = None
+    cv: Tensor | None = None
+    branch_gates: Tensor | None = None
+    counts: Tensor | None = None
+    page_table: Tensor | None = None
+    sinks: Tensor | None = None
+    cq: Tensor | None = None
+    mem_k: Tensor | None = None
+    mem_v: Tensor | None = None
+    window_k: Tensor | None = None
+    window_v: Tensor | None = None
+    counters: Any = None
+    ranking: Tensor | None = None

@@ -7,7 +7,7 @@ stay on the device.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ..checks.tensors import (
 from ..compat.transforms import refuse_transforms
 from ..config import AttentionConfig, config_of_key
 from . import branches, dispatch, nsa
-from .call import Call
+from .call import Call, DecodeInputs
 from .triton.operator import operator
 
 __all__ = ["decode_attention", "workspace"]
@@ -114,10 +114,9 @@ def decode_attention(
         NotImplementedError: an explicit backend that cannot run the call.
     """
     refuse_transforms("decode_attention")
-    rows = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
+    storage = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
     if page_table is not None:
-        rows = {name: axes.replace("B", "pages") for name, axes in rows.items()}
-    named: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
+        storage = {name: axes.replace("B", "pages") for name, axes in storage.items()}
     check_given(q=q, k=k, v=v, lengths=lengths)
     config = AttentionConfig(
         compress_block_size=compress_block_size,
@@ -137,14 +136,15 @@ def decode_attention(
         scale=scale,
         soft_cap=soft_cap,
     )
+    streams = dict(k=k, v=v, ck=ck, cv=cv)
     others = dict(cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v)
     nsa.check_branch_tensors(dict(ck=ck, cv=cv, branch_gates=branch_gates, **others), config)
     dims = check_shapes(
         q=(q, "B T H D"),
         cq=(cq, "B T H D"),
-        **{name: (t, rows[name]) for name, t in named.items()},
-        window_k=(window_k, rows["k"]),
-        window_v=(window_v, rows["v"]),
+        **{name: (t, storage[name]) for name, t in streams.items()},
+        window_k=(window_k, storage["k"]),
+        window_v=(window_v, storage["v"]),
         mem_k=(mem_k, "K m D"),
         mem_v=(mem_v, "K m E"),
         branch_gates=(branch_gates, f"B T H {len(config.branches)}"),
@@ -152,18 +152,20 @@ def decode_attention(
         counts=(counts, "B"),
         page_table=(page_table, "B most"),
     )
-    check_same(q=q, **named, **others)
+    check_same(q=q, **streams, **others)
     check_weights("branch_gates", branch_gates, q.device)
     check_groups(dims["H"], dims["K"])
     check_memory(mem_k, mem_v)
-    d, s, n = config.d, config.selection_block_size, config.num_selected_blocks
     for name, t in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
         check_indices(name, t, q.device)
-    check_pages(page_table, dims, d, s)
+    if page_table is not None:
+        check_pages(dims, config.d, config.selection_block_size)
     check_sinks(sinks, (len(config.branches), dims["H"]), q.device)
-    ranks = dims["K" if config.query_heads_share_selected_kv else "H"]
-    check_ranking(ranking, dims, ranks, n if config.ranks else 0, config.selection_stride, q.device)
-    check_counters(counters, dims, q.device)
+    check_ranking(ranking, dims, config, q.device)
+    if counters is not None:
+        shape = dims["B"], dims["K"], COUNTERS
+        check_exactly("counters", counters, shape, torch.int32, q.device)
+        check_contiguous("counters", counters)
     if (window_k is None) != (window_v is None):
         raise ValueError("window_k and window_v go together: give both or none")
 
@@ -172,39 +174,13 @@ def decode_attention(
         "decode_attention", q, k, v=v, config=config,
         dense_length=config.dense_length, others=(ck, cv, branch_gates, sinks, *others.values()),
     )  # fmt: skip
-    tensors: dict[str, Any] = dict(
-        q=q, k=k, v=v, ck=ck, cv=cv, branch_gates=branch_gates, lengths=lengths, counts=counts,
-        page_table=page_table, ranking=ranking, sinks=sinks, **others,
+    if name == "triton" and counters is None:
+        counters = workspace(q.shape[0], k.shape[2], q.device)
+    call = DecodeInputs(
+        q=q, branch_gates=branch_gates, lengths=lengths, counts=counts, page_table=page_table,
+        sinks=sinks, counters=counters, ranking=ranking, **streams, **others,
     )  # fmt: skip
-    if name == "triton":
-        if counters is None:
-            counters = workspace(q.shape[0], k.shape[2], q.device)
-        return run_decode_kernels(config, counters, **tensors)
-    return decode_eagerly(config, others, **{n: t for n, t in tensors.items() if n not in others})
-
-
-class DecodeInputs(NamedTuple):
-    """The tensors that a step reads, by the names of `decode_attention`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lengths: Tensor
-    ck: Tensor | None = None
-    cv: Tensor | None = None
-    branch_gates: Tensor | None = None
-    counts: Tensor | None = None
-    page_table: Tensor | None = None
-    sinks: Tensor | None = None
-    cq: Tensor | None = None
-    mem_k: Tensor | None = None
-    mem_v: Tensor | None = None
-    window_k: Tensor | None = None
-    window_v: Tensor | None = None
-
-
-# tensors whose rows the kernels read from consecutive addresses
-READ_BY_ROWS = ("q", "k", "v", "ck", "cv", "cq", "mem_k", "mem_v", "window_k", "window_v")
+    return (run_decode_kernels if name == "triton" else decode_eagerly)(config, call)
 
 
 def decode_fake(inputs, counters, ranking, key):
@@ -220,106 +196,64 @@ def decode_fake(inputs, counters, ranking, key):
 def decode(inputs, counters, ranking, key):
     """A step [B T H E] by the kernels."""
     from ..kernels.decode import persistent
-    from ..kernels.decode.call import Call
 
-    at, config = DecodeInputs(*inputs), config_of_key(key)
-    rows = {name: t for name in READ_BY_ROWS if (t := getattr(at, name)) is not None}
-    at = at._replace(**{n: t.contiguous() for n, t in rows.items() if t.stride(-1) != 1})
-    memory = None if at.mem_k is None or at.mem_v is None else (at.mem_k, at.mem_v)
-    window = None if at.window_k is None or at.window_v is None else (at.window_k, at.window_v)
-    # the kernels read them by address: one that is expanded has fewer elements
-    lengths, counts, page_table = (
-        t if t is None else t.contiguous() for t in (at.lengths, at.counts, at.page_table)
-    )
-    ck = at.k[:, :0] if at.ck is None else at.ck
-    sinks = at.sinks
-    if at.branch_gates is None and sinks is not None:
-        sinks = sinks.expand(3, -1)
-    call = Call(
-        at.q, at.k, at.v, ck, ck if at.cv is None else at.cv, at.branch_gates, at.cq, memory,
-        window, ranking, sinks, counters, lengths, counts, page_table,
-    )  # fmt: skip
-    return persistent.decode(call, config)
+    call = DecodeInputs(*inputs, counters=counters, ranking=ranking)
+    return persistent.decode(call, config_of_key(key))
 
 
-def run_decode_kernels(
-    config: AttentionConfig, counters: Tensor, ranking: Tensor | None, **tensors: Any
-) -> Tensor:
+def run_decode_kernels(config: AttentionConfig, call: DecodeInputs) -> Tensor:
     """`decode` of tensors by their names."""
-    out: Tensor = decode(list(DecodeInputs(**tensors)), counters, ranking, config.key)
+    out: Tensor = decode(list(call[:-2]), call.counters, call.ranking, config.key)
     return out
 
 
-def decode_eagerly(
-    config: AttentionConfig,
-    others: dict[str, Any],
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ck: Tensor | None,
-    cv: Tensor | None,
-    branch_gates: Tensor | None,
-    lengths: Tensor,
-    counts: Tensor | None,
-    page_table: Tensor | None,
-    ranking: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def decode_eagerly(config: AttentionConfig, call: DecodeInputs) -> Tensor:
     """Decode in eager PyTorch, over the whole storage of each sequence."""
-    stored: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
-    stored |= {name: others[name] for name in ("window_k", "window_v")}
-    stored = {name: t for name, t in stored.items() if t is not None}
-    if page_table is not None:
-        stored = {name: gathered(t, page_table) for name, t in stored.items()}
-    d, S = config.d, stored["k"].shape[1]
-    if ck is not None:
-        S = min(S, (stored["ck"].shape[1] + 1) * d - 1)
-    starts = lengths.long()
-    ends = starts + (q.shape[1] if counts is None else counts)
-    for name, t in stored.items():
+    names = ("k", "v", "ck", "cv", "window_k", "window_v")
+    streams = {name: t for name in names if (t := getattr(call, name)) is not None}
+    if call.page_table is not None:  # [pages, N, K, D] -> [B, tokens, K, D]
+        pages = call.page_table.long()
+        streams = {name: t[pages].flatten(1, 2) for name, t in streams.items()}
+    q, d, S, ranking = call.q, config.d, streams["k"].shape[1], call.ranking
+    if "ck" in streams:
+        S = min(S, (streams["ck"].shape[1] + 1) * d - 1)
+    starts, T = call.lengths.long(), q.shape[1]
+    ends = starts + (T if call.counts is None else call.counts)
+    for name, t in streams.items():
         every = d if name in ("ck", "cv") else 1
-        stored[name] = hide_behind(t[:, : S // every], ends // every)
-    leader, keeps_ranking = None, ranking is not None and config.selection_stride > 1
-    if ranking is not None and keeps_ranking:
-        at = ((starts - 1) % ranking.shape[2])[:, None, None, None]
-        leader = ranking.gather(2, at.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
-    call = Call(
-        q, **others | stored, branch_gates=branch_gates, sinks=sinks, q_offset=starts,
-        leader_indices=leader,
+        streams[name] = hide_past_end(t[:, : S // every], ends // every)
+    leader = None
+    keeps_ranking = ranking is not None and config.selection_stride > 1
+    if keeps_ranking:
+        last = ((starts - 1) % ranking.shape[2])[:, None, None, None]
+        leader = ranking.gather(2, last.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
+    others = {name: getattr(call, name) for name in ("cq", "mem_k", "mem_v", "sinks")}
+    whole = Call(
+        q, branch_gates=call.branch_gates, q_offset=starts, leader_indices=leader, **streams,
+        **others,
     )  # fmt: skip
-    out, block_indices = branches.attend(call, config, "eager", keep_slots=keeps_ranking)
-    T = q.shape[1]
+    out, block_indices = branches.attend(whole, config, "eager", keep_slots=keeps_ranking)
     new = torch.arange(T, device=q.device)
-    if ranking is not None and block_indices is not None and keeps_ranking:
-        real = torch.full_like(starts, T) if counts is None else counts
-        keep = (new < real[:, None])[:, None, :, None]
-        at = ((starts[:, None] + new) % ranking.shape[2])[:, None, :, None]
-        at = at.expand(-1, ranking.shape[1], -1, ranking.shape[3])
-        ranking.scatter_(
-            2, at, torch.where(keep, block_indices.transpose(1, 2), ranking.gather(2, at))
-        )
-    if counts is None:
+    if keeps_ranking and block_indices is not None:
+        keep = (new < (ends - starts)[:, None])[:, None, :, None]
+        slots = ((starts[:, None] + new) % ranking.shape[2])[:, None, :, None]
+        slots = slots.expand(-1, ranking.shape[1], -1, ranking.shape[3])
+        kept = torch.where(keep, block_indices.transpose(1, 2), ranking.gather(2, slots))
+        ranking.scatter_(2, slots, kept)
+    if call.counts is None:
         return out
-    return out.masked_fill((new >= counts[:, None])[..., None, None], 0.0)
+    return out.masked_fill((new >= call.counts[:, None])[..., None, None], 0.0)
 
 
-def hide_behind(t: Tensor, ends: Tensor) -> Tensor:
+def hide_past_end(t: Tensor, ends: Tensor) -> Tensor:
     """Zero sequences [B, N, K, D] past the end [B] of each. A weight of 0 does not mask non-finite
     values."""
-    behind = torch.arange(t.shape[1], device=t.device) >= ends[:, None]
-    return t.masked_fill(behind[..., None, None], 0)
+    past_end = torch.arange(t.shape[1], device=t.device) >= ends[:, None]
+    return t.masked_fill(past_end[..., None, None], 0)
 
 
-def gathered(t: Tensor, page_table: Tensor) -> Tensor:
-    """Gather pages [pages, N, K, D] to sequences [B, tokens, K, D]."""
-    return t[page_table.long()].flatten(1, 2)
-
-
-def check_pages(page_table: Tensor | None, dims: dict[str, int], d: int, s: int) -> None:
+def check_pages(dims: dict[str, int], d: int, s: int) -> None:
     """Check that pages hold whole selection blocks and windows."""
-    if page_table is None:
-        return
     N, W = dims["N"], dims.get("W")
     if N % s or N % d:
         raise ValueError(f"a page must hold a multiple of s={s} and of d={d} tokens, got {N}")
@@ -328,34 +262,25 @@ def check_pages(page_table: Tensor | None, dims: dict[str, int], d: int, s: int)
 
 
 def check_ranking(
-    ranking: Tensor | None,
-    dims: dict[str, int],
-    ranks: int,
-    n: int,
-    stride: int,
-    device: torch.device,
+    ranking: Any, dims: dict[str, int], config: AttentionConfig, device: torch.device
 ) -> None:
-    if stride == 1 or n == 0:
+    if config.selection_stride == 1 or not config.ranks:
         return
     if ranking is None:
         raise ValueError("ranking must be given where selection_stride is above 1")
-    B, T = dims["B"], dims["T"]
+    ranks = dims["K" if config.query_heads_share_selected_kv else "H"]
+    B, least, n = dims["B"], dims["T"] + 1, config.num_selected_blocks
     size = ranking.shape[2] if isinstance(ranking, Tensor) and ranking.ndim == 4 else 0
-    shape = (B, ranks, max(size, T + 1), n)
+    shape = (B, ranks, max(size, least), n)
     if not isinstance(ranking, Tensor) or ranking.shape != shape or ranking.dtype != torch.int32:
         raise ValueError(
-            f"ranking must be int32 of shape {list(shape)}, of at least T + 1 = {T + 1} tokens, "
+            f"ranking must be int32 of shape {list(shape)}, of at least T + 1 = {least} tokens, "
             f"got {shown(ranking)}"
         )
     check_exactly("ranking", ranking, shape, torch.int32, device)
-    if not ranking.is_contiguous():
-        raise ValueError("ranking must be contiguous, got strides " + str(ranking.stride()))
+    check_contiguous("ranking", ranking)
 
 
-def check_counters(counters: Tensor | None, dims: dict[str, int], device: torch.device) -> None:
-    if counters is None:
-        return
-    shape = (dims["B"], dims["K"], COUNTERS)
-    check_exactly("counters", counters, shape, torch.int32, device)
-    if not counters.is_contiguous():
-        raise ValueError("counters must be contiguous, got strides " + str(counters.stride()))
+def check_contiguous(name: str, t: Tensor) -> None:
+    if not t.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")

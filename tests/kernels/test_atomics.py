@@ -18,8 +18,7 @@ PERMITTED = {
     ("decode/split_kv.py", "tl.atomic_add(counter, 1, sem='acq_rel')"): ARRIVALS,
     ("decode/split_kv.py", "tl.atomic_add(counter, 0, sem='relaxed')"): "reads such a count",
     ("decode/split_kv.py", "tl.atomic_add(counter, 0, sem='acquire')"): "reads such a count",
-    ("decode/persistent.py", "tl.atomic_add(reduce_started, 1, sem='relaxed')"): ARRIVALS,
-    ("decode/read_all.py", "tl.atomic_add(reduce_started, 1, sem='relaxed')"): ARRIVALS,
+    ("decode/split_kv.py", "tl.atomic_add(reduce_started, 1, sem='relaxed')"): ARRIVALS,
 }  # fmt: skip
 
 

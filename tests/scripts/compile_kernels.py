@@ -24,8 +24,8 @@ from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import compress_mean, rotary
 from native_sparse_attention.kernels.common import launch, sm90
 from native_sparse_attention.kernels.decode import persistent, read_all
-from native_sparse_attention.kernels.decode.call import Call
 from native_sparse_attention.ops.call import Call as LayerCall
+from native_sparse_attention.ops.call import DecodeInputs
 from native_sparse_attention.ops.triton import backend as triton_backend
 from native_sparse_attention.varlen import Documents
 
@@ -199,9 +199,10 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, **se
     counters = torch.zeros(B, K, 8, dtype=torch.int32)
     lengths = torch.zeros(B, dtype=torch.int64 if counted else torch.int32)
     table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
-    call = Call(
-        *tensors, gates, None, None, None, ring, None, counters, lengths,
-        lengths if counted else None, table,
+    q, k, v, ck, cv = tensors
+    call = DecodeInputs(
+        q, k, v, lengths, ck, cv, gates, lengths if counted else None, table, counters=counters,
+        ranking=ring,
     )  # fmt: skip
     blocks = read_all.MAX_BLOCKS
     for read_all.MAX_BLOCKS in (0, blocks):

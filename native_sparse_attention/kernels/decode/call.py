@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...config import AttentionConfig
+from ...ops.call import DecodeInputs
 from ..common import launch
 from ..common.primitives import Strided
 
@@ -30,6 +31,13 @@ Workspace = namedtuple(
 )
 # numbers of query, KV and ranking heads
 Heads = namedtuple("Heads", "H K RANKS")
+# all of a call that does not depend on the kernel: `Strided` tensors, the memory with strides of
+# slots and heads, and the groups above. Kernels make it of their arguments: within an argument,
+# Triton 3.6 loses numbers of an inner tuple
+Tensors = namedtuple(
+    "Tensors",
+    "cq q k v window_k window_v ck cv mem_k mem_v gates sinks cache work out heads scale_log2 cap",
+)
 
 # compile-time settings of both kernels; PAGE_SIZE is 0 without a page table
 Settings = namedtuple(
@@ -90,62 +98,82 @@ def compile_time(
     return settings, ranking
 
 
-class Call(NamedTuple):
-    """The tensors of a decode step, as `ops.decode` names them; `ck` has no window where there are
-    no compressed keys, and `gates` are None for one softmax.
+class Plan(NamedTuple):
+    """A launch, as plain data: heads and columns of `scores` and of `importances`, the shape of
+    `block_indices`, and the arguments besides `Tensors`."""
 
-    `ranking_tail` keeps the block indices of the last tokens of each sequence, for a selection
-    stride above 1."""
+    kernel: Any
+    programs: int
+    partials: int  # partial results of a row
+    scores: tuple[int, int]
+    importances: tuple[int, int] | None
+    block_indices: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    ck: Tensor
-    cv: Tensor
-    gates: Tensor | None
-    cq: Tensor | None
-    memory: tuple[Tensor, Tensor] | None
-    window: tuple[Tensor, Tensor] | None
-    ranking_tail: Tensor | None
-    sinks: Tensor | None
-    counters: Tensor
-    lengths: Tensor
-    counts: Tensor | None
-    page_table: Tensor | None
 
-    def shape(self) -> Shape:
-        B, T, H, D = self.q.shape
-        pages = 1 if self.page_table is None else self.page_table.shape[1]
-        tail = self.ranking_tail
-        return Shape(
-            B, T, H, self.k.shape[2], D, self.v.shape[-1], self.k.shape[1] * pages,
-            self.ck.shape[1] * pages, 0 if self.memory is None else self.memory[0].shape[1], pages,
-            0 if self.page_table is None else self.k.shape[1], 0 if tail is None else tail.shape[2],
-            self.q.dtype, self.counts is not None, self.sinks is not None, self.window is not None,
-            self.gates is None,
-        )  # fmt: skip
+def shape_of(call: DecodeInputs) -> Shape:
+    B, T, H, D = call.q.shape
+    pages = 1 if call.page_table is None else call.page_table.shape[1]
+    windows = 0 if call.ck is None else call.ck.shape[1] * pages
+    return Shape(
+        B, T, H, call.k.shape[2], D, call.v.shape[-1], call.k.shape[1] * pages, windows,
+        0 if call.mem_k is None else call.mem_k.shape[1], pages,
+        0 if call.page_table is None else call.k.shape[1],
+        0 if call.ranking is None else call.ranking.shape[2], call.q.dtype,
+        call.counts is not None, call.sinks is not None, call.window_k is not None,
+        call.branch_gates is None,
+    )  # fmt: skip
 
-    def arguments(self, config: AttentionConfig) -> dict[str, Any]:
-        """Arguments of both decode kernels."""
-        named = dict(cq=self.q if self.cq is None else self.cq, q=self.q, k=self.k, v=self.v,
-                     ck=self.ck, cv=self.cv)  # fmt: skip
-        args: dict[str, Any] = {name: Strided(t, *t.stride()[:3]) for name, t in named.items()}
-        for name, t, i in (("mem_k", self.ck, 0), ("mem_v", self.cv, 1)):
-            strides = (0, 0)
-            if self.memory is not None:
-                t = self.memory[i]
-                strides = t.stride(1), t.stride(0)
-            args[name] = Strided(t, 0, *strides)
-        gates = (self.q, 0, 0, 0, 0) if self.gates is None else (self.gates, *self.gates.stride())
-        return args | dict(
-            gates=Gates(*gates), scale_log2=config.scale_of(self.q.shape[-1]) * launch.LOG2_E,
-            cap=launch.cap(config.soft_cap)["cap"], B=self.q.shape[0],
-            sinks=self.counters if self.sinks is None else self.sinks.float().contiguous(),
-            cache=cache_arguments(self.lengths, self.counts, self.page_table),
-        )  # fmt: skip
 
-    def allocate_partials(self, splits: int) -> tuple[Tensor, Tensor]:
-        """Partial results of `splits` splits: outputs [splits B T H E] and their lse [.. H]."""
-        B, T, H, _ = self.q.shape
-        partial_out = self.q.new_empty(splits, B, T, H, self.v.shape[-1], dtype=torch.float32)
-        return partial_out, partial_out.new_empty(splits, B, T, H)
+def has_wide_offsets(call: DecodeInputs) -> bool:
+    """Whether offsets within a sequence need 64 bits."""
+    pages = 1 if call.page_table is None else call.page_table.shape[1]
+    streams = (t for t in (call.k, call.v, call.ck, call.cv) if t is not None)
+    return any(t.shape[1] * pages * t.stride(1) >= 1 << 31 for t in streams)
+
+
+def readable(call: DecodeInputs) -> DecodeInputs:
+    """The call with tensors as the kernels read them: rows at consecutive addresses, and integers,
+    which they read by address, contiguous (one that is expanded has fewer elements)."""
+    rows = ("q", "k", "v", "ck", "cv", "cq", "mem_k", "mem_v", "window_k", "window_v")
+    named = {name: getattr(call, name) for name in (*rows, "lengths", "counts", "page_table")}
+    return call._replace(**{
+        name: t.contiguous()
+        for name, t in named.items()
+        if t is not None and (name not in rows or t.stride(-1) != 1)
+    })  # fmt: skip
+
+
+def tensors_of(call: DecodeInputs, plan: Plan, config: AttentionConfig, out: Tensor) -> Tensors:
+    """The arguments of both kernels, with what their programs exchange."""
+    (B, T, H, D), (K, E) = call.q.shape, call.v.shape[2:]
+    partial_out = call.q.new_empty(plan.partials, B, T, H, E, dtype=torch.float32)
+    scores = partial_out.new_empty(B, T, *plan.scores)
+    block_indices = call.counters.new_empty(plan.block_indices)
+    work = Workspace(
+        scores, partial_out.new_empty(B, T, *plan.importances) if plan.importances else scores,
+        block_indices,
+        block_indices if call.ranking is None else call.ranking, partial_out,
+        partial_out.new_empty(plan.partials, B, T, H), call.counters,
+    )  # fmt: skip
+    ck = call.k[:, :0] if call.ck is None else call.ck
+    cv = ck if call.cv is None else call.cv
+    streams = (
+        call.q if call.cq is None else call.cq, call.q, call.k, call.v,
+        call.k if call.window_k is None else call.window_k,
+        call.v if call.window_v is None else call.window_v, ck, cv,
+    )  # fmt: skip
+    memory = (Strided(ck, 0, 0, 0), Strided(cv, 0, 0, 0))
+    if call.mem_k is not None and call.mem_v is not None:
+        memory = tuple(Strided(t, 0, t.stride(1), t.stride(0)) for t in (call.mem_k, call.mem_v))
+    gates = Gates(call.q, 0, 0, 0, 0)
+    if call.branch_gates is not None:
+        gates = Gates(call.branch_gates, *call.branch_gates.stride())
+    sinks = call.counters if call.sinks is None else call.sinks.float().expand(3, -1).contiguous()
+    ranks = K if config.query_heads_share_selected_kv else H
+    return Tensors(
+        *(Strided(t, *t.stride()[:3]) for t in streams), *memory, gates, sinks,
+        cache_arguments(call.lengths, call.counts, call.page_table), work, out, Heads(H, K, ranks),
+        config.scale_of(D) * launch.LOG2_E, launch.cap(config.soft_cap)["cap"],
+    )  # fmt: skip

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,14 +28,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import AttentionConfig
+from ...ops.call import DecodeInputs
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
 from ..common.precompile import launcher
-from ..common.primitives import Strided
 from ..common.tile_configs import MAX_COLUMN_N, TileConfig, TopkTileConfig
-from ..topk.topn import NO_SCORE
 from . import read_all
-from .call import Call, Heads, Ranking, Settings, Shape, Workspace, compile_time, window_blocks
+from .call import (
+    Plan,
+    Shape,
+    Tensors,
+    compile_time,
+    has_wide_offsets,
+    readable,
+    shape_of,
+    tensors_of,
+    window_blocks,
+)
 from .split_kv import (
     SCORES_NONE,
     SCORES_PER_HEAD,
@@ -45,7 +53,8 @@ from .split_kv import (
     block_split,
     compressed_split,
     first_phase,
-    partial_weights,
+    load_gates,
+    reduce_partials,
     wait,
 )
 from .topn import rank_blocks, rank_blocks_split, window_probabilities
@@ -93,8 +102,8 @@ def token_index(token, T, RANKS):
 
 @triton.jit
 def reduce_and_combine(
-    work, sinks, gates, cache, out, ready, producers, compressed_done, compressed_programs,
-    reduce_started, reduce_tile, b, h, step, heads, S: tl.constexpr, P: tl.constexpr,
+    call, ready, producers, compressed_done, compressed_programs, reduce_started, reduce_tile, b, h,
+    step, S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`, or `out = sel` with
     ONE_SOFTMAX.
@@ -110,18 +119,10 @@ def reduce_and_combine(
     e = tl.arange(0, P.REDUCE_COLUMNS)
     e += reduce_tile % COLUMN_TILES * P.REDUCE_COLUMNS
     valid, t, head = i < step.T * S.G, tl.minimum(i // S.G, step.T - 1), h * S.G + i % S.G
-    row, split = (b * step.T + t) * heads.H + head, tl.arange(0, P.PADDED_SPLITS)
+    row, split = (b * step.T + t) * call.heads.H + head, tl.arange(0, P.PADDED_SPLITS)
     first_selected = step.CMP_PARTIALS + step.WINDOW_SPLITS
-    partial_row = split.to(tl.int64)[None] * step.B * step.T * heads.H + row
-    if P.ONE_SOFTMAX:
-        g_sel = tl.full([P.REDUCE_ROWS, 1], 1.0, tl.float32)
-        g_cmp = g_sel * 0.0
-        g_win = g_cmp
-    else:
-        gate = gates.ptr + b * gates.b + t * gates.t + head * gates.h
-        g_cmp = tl.load(gate, mask=valid).to(tl.float32)
-        g_sel = tl.load(gate + gates.branch, mask=valid).to(tl.float32)
-        g_win = tl.load(gate + 2 * gates.branch, mask=valid).to(tl.float32)
+    partial_row = split.to(tl.int64)[None] * step.B * step.T * call.heads.H + row
+    branch_gates = load_gates(call, b, t, head, valid, P.ONE_SOFTMAX)
     is_cmp = split < step.CMP_PARTIALS
     is_sel = split >= (first_selected - 1 if P.FUSE_LOCAL else first_selected)
     is_win, started_before = (split >= step.CMP_PARTIALS) & (split < first_selected), 0
@@ -130,32 +131,20 @@ def reduce_and_combine(
             wait(ready, producers)
             if P.SIGNAL_EARLY:
                 wait(compressed_done, compressed_programs)
-        # a partial result with an lse of -inf is uninitialized: its weight is 0
         mask = valid & (split < first_selected + step.SELECTED_SPLITS)[None] & (phase == 1)
-        lse = tl.load(work.partial_lse + partial_row, mask=mask, other=NO_SCORE)
-        partial_mask = mask[:, :, None] & (e < S.E)[None, None]
-        partial_ptr = work.partial_out + partial_row[:, :, None] * S.E + e[None, None]
-        partial = tl.load(partial_ptr, mask=partial_mask, other=0.0)
-        if phase == 1:
-            started_before = tl.atomic_add(reduce_started, 1, sem="relaxed")
-        weight = partial_weights(
-            lse, is_cmp[None], is_sel[None], is_win[None], g_cmp, g_sel, g_win, sinks, head,
-            heads.H, S.SINKS,
-        )[:, :, None]  # fmt: skip
-        acc = tl.sum(tl.where(weight != 0.0, partial * weight, 0.0), 1)
-        if S.HAS_COUNTS:
-            acc = tl.where(t < tl.load(cache.counts + b), acc, 0.0)
-        out_mask = valid & (e < S.E)[None] & (phase == 1)
-        tl.store(out + row * S.E + e[None], acc.to(out.dtype.element_ty), mask=out_mask)
+        started_before = reduce_partials(
+            call, partial_row, mask, is_cmp, is_sel, is_win, branch_gates, row, b, t, head,
+            call.heads.H, e, valid, reduce_started, phase, S,
+        )  # fmt: skip
     return started_before
 
 
 @triton.jit(do_not_specialize=list(Step._fields))
 def nsa_decode_persistent(
     cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out, heads,
-    B, T, W, MEMORY, PAGES, TILES, CMP_SPLITS, CMP_PARTIALS, PROB_SPLITS, WINDOW_SPLITS,
-    WINDOW_SPLIT_BLOCKS, SELECTED_SPLITS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS, RANK_PROGRAMS,
-    SCORE_COLUMNS, scale_log2, cap, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    scale_log2, cap, B, T, W, MEMORY, PAGES, TILES, CMP_SPLITS, CMP_PARTIALS, PROB_SPLITS,
+    WINDOW_SPLITS, WINDOW_SPLIT_BLOCKS, SELECTED_SPLITS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS,
+    RANK_PROGRAMS, SCORE_COLUMNS, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """One decode step: T new tokens of B sequences attend over a KV cache.
 
@@ -163,6 +152,10 @@ def nsa_decode_persistent(
     head; the stages' functions say what it reads and writes. Stages are in the order of program
     ids, so a program waits only for programs with smaller ids. The last reduce program resets the
     counters to zero."""
+    call = Tensors(
+        cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out,
+        heads, scale_log2, cap,
+    )  # fmt: skip
     # numbers of a tuple are compiled in where they are 1: these are flat arguments
     step = Step(
         B, T, W, MEMORY, PAGES, TILES, CMP_SPLITS, CMP_PARTIALS, PROB_SPLITS, WINDOW_SPLITS,
@@ -170,7 +163,7 @@ def nsa_decode_persistent(
         RANK_PROGRAMS, SCORE_COLUMNS,
     )  # fmt: skip
     RANKS_PER_KV: tl.constexpr = S.RANKS_PER_KV
-    K, RANKS, counters = heads.K, heads.RANKS, work.counters
+    K, RANKS, counters = call.heads.K, call.heads.RANKS, call.work.counters
     program = tl.program_id(0)
     compressed_end = B * K * TILES * CMP_SPLITS
     probabilities_end = compressed_end + B * RANKS * T * PROB_SPLITS
@@ -180,21 +173,19 @@ def nsa_decode_persistent(
     if program < compressed_end:
         kv_index, tile = program // (TILES * CMP_SPLITS), program // CMP_SPLITS % TILES
         b, h = (kv_index // K).to(tl.int64), (kv_index % K).to(tl.int64)
+        own_counters = counters + kv_index * S.COUNTERS
         compressed_split(
-            cq, ck, cv, mem_k, mem_v, cache, work, counters + kv_index * S.COUNTERS + SCORES_DONE,
-            program % CMP_SPLITS, tile, b, h, step, heads, scale_log2, cap, S, P,
-        )  # fmt: skip
-        done = COMPRESSED_DONE if P.SIGNAL_EARLY else SCORES_DONE
-        arrive(counters + kv_index * S.COUNTERS + done)
+            call, own_counters + SCORES_DONE, program % CMP_SPLITS, tile, b, h, step, S, P
+        )
+        arrive(own_counters + (COMPRESSED_DONE if P.SIGNAL_EARLY else SCORES_DONE))
     elif program < probabilities_end:
         if S.PROBS:
             split, token = split_of(program - compressed_end, PROB_SPLITS)
             b, r, t = token_index(token, T, RANKS)
             own_counters = counters + (b * K + r // RANKS_PER_KV) * S.COUNTERS
             window_probabilities(
-                work, sinks, cache, own_counters + SCORES_DONE, TILES * CMP_SPLITS, split, b, r, t,
-                step, heads, B * T * heads.H, S, P,
-            )  # fmt: skip
+                call, own_counters + SCORES_DONE, TILES * CMP_SPLITS, split, b, r, t, step, S, P
+            )
             arrive(own_counters + PROBS_DONE)
     elif program < selected_splits_end:
         is_early = program < window_splits_end
@@ -207,27 +198,21 @@ def nsa_decode_persistent(
         own_counters = counters + (b * K + r // RANKS_PER_KV) * S.COUNTERS
         if S.TOPN > 0:  # noqa: SIM102
             if split < 0:
-                scores_in, ready = work.scores, own_counters + SCORES_DONE
+                scores, ready = call.work.scores, own_counters + SCORES_DONE
                 producers = TILES * CMP_SPLITS
                 if S.PROBS:
-                    scores_in, ready = work.importances, own_counters + PROBS_DONE
+                    scores, ready = call.work.importances, own_counters + PROBS_DONE
                     producers = PROB_SPLITS * T * RANKS_PER_KV
                 if P.RANK_SPLIT_BLOCKS > 0:
                     rank_blocks_split(
-                        scores_in, cache, work, ready, producers, stage_split, b, r, t, step, heads,
-                        S, P, R,
-                    )  # fmt: skip
-                else:
-                    rank_blocks(
-                        scores_in, cache, work, ready, producers, b, r, t, step, heads, S, P, R
+                        scores, call, ready, producers, stage_split, b, r, t, step, S, P, R
                     )
+                else:
+                    rank_blocks(scores, call, ready, producers, b, r, t, step, S, P, R)
                 arrive(own_counters + RANKING_DONE)
         if split >= 0:
-            block_split(
-                q, k, v, window_k, window_v, cache, work, own_counters + RANKING_DONE,
-                RANK_PROGRAMS * T * RANKS_PER_KV, split, b, r, t, step, heads, scale_log2, cap, S,
-                P,
-            )  # fmt: skip
+            producers = RANK_PROGRAMS * T * RANKS_PER_KV
+            block_split(call, own_counters + RANKING_DONE, producers, split, b, r, t, step, S, P)
             arrive(own_counters + BLOCKS_DONE)
     else:
         reduce_tile, kv_index = split_of(program - selected_splits_end, REDUCE_PROGRAMS)
@@ -236,9 +221,9 @@ def nsa_decode_persistent(
         if S.TOPN == 0:
             wait(own_counters + SCORES_DONE, TILES * CMP_SPLITS)
         started_before = reduce_and_combine(
-            work, sinks, gates, cache, out, own_counters + BLOCKS_DONE,
-            (WINDOW_SPLITS + SELECTED_SPLITS) * T * RANKS_PER_KV, own_counters + COMPRESSED_DONE,
-            TILES * CMP_SPLITS, own_counters + REDUCE_STARTED, reduce_tile, b, h, step, heads, S, P,
+            call, own_counters + BLOCKS_DONE, (WINDOW_SPLITS + SELECTED_SPLITS) * T * RANKS_PER_KV,
+            own_counters + COMPRESSED_DONE, TILES * CMP_SPLITS, own_counters + REDUCE_STARTED,
+            reduce_tile, b, h, step, S, P,
         )  # fmt: skip
         if started_before == REDUCE_PROGRAMS - 1:  # no program waits any more: reset the counters
             tl.store(own_counters + tl.arange(0, S.COUNTERS), 0)
@@ -294,18 +279,6 @@ def block_splits(
     split_blocks = cdiv(blocks, num_splits(programs, TARGET_PROGRAMS["blocks"], blocks))
     split_blocks = cdiv(max(1, split_blocks, least), blocks_per_tile) * blocks_per_tile
     return split_blocks, cdiv(blocks, split_blocks)
-
-
-class Plan(NamedTuple):
-    """A launch of the kernel, as plain data."""
-
-    programs: int
-    splits: int  # partial results of a row
-    step: Step
-    settings: Settings
-    tiles: Tiles
-    ranking: Ranking
-    num_warps: int
 
 
 def plan_ranking(blocks: int, tokens: int, free: int, config: AttentionConfig) -> tuple[int, int]:
@@ -421,41 +394,27 @@ def plan(
         SIGNAL_EARLY=warmup and is_paged and can_signal and is_one_tile,
         PRELOADED_PAGES=preloaded_pages, ONE_SOFTMAX=one_softmax,
     )  # fmt: skip
-    return Plan(programs, partials, step, settings, constants, ranking, window_tile.num_warps)
+    score_heads = {SCORES_NONE.value: 0, SCORES_SUM.value: K, SCORES_PER_HEAD.value: H}
+    return Plan(
+        nsa_decode_persistent, programs, partials,
+        (score_heads[score_mode.value], step.SCORE_COLUMNS),
+        (ranks, W) if settings.PROBS else None, (B, T, ranks, n),
+        step._asdict() | dict(S=settings, P=constants, R=ranking),
+        dict(num_warps=window_tile.num_warps),
+    )  # fmt: skip
 
 
-def decode(call: Call, config: AttentionConfig) -> Tensor:
-    """Run a decode step: `read_all` for a short cache, else the persistent kernel. [B T H E].
-
-    See `ops.decode` for the arguments."""
-    shape = call.shape()
-    B, T, H, K, D, E = shape[:6]
-    out = call.q.new_empty(B, T, H, E)
+def decode(call: DecodeInputs, config: AttentionConfig) -> Tensor:
+    """Run a decode step: `read_all` for a short cache, else the persistent kernel. [B T H E]."""
+    shape, call = shape_of(call), readable(call)
+    out = call.q.new_empty(*call.q.shape[:3], shape.E)
     if out.numel() == 0:
         return out
-    read_all_plan = read_all.plan(shape, config, read_all.has_wide_offsets(call))
-    if read_all_plan is not None:
-        return read_all.decode(call, read_all_plan, config, out)
-    window_tile, block_tile = (
-        decode_tile(kernel, max(D, E), call.q.dtype) for kernel in ("windows", "blocks")
-    )
-    at = plan(shape, config, window_tile, block_tile)
-
-    ranks, probs = K * at.settings.RANKS_PER_KV, at.settings.PROBS
-    score_heads = {SCORES_NONE.value: 0, SCORES_SUM.value: K, SCORES_PER_HEAD.value: H}
-    partial_out, partial_lse = call.allocate_partials(at.splits)
-    scores = partial_out.new_empty(B, T, score_heads[at.tiles.SCORE_MODE], at.step.SCORE_COLUMNS)
-    block_indices = call.counters.new_empty(B, T, ranks, at.settings.TOPN)
-    work = Workspace(
-        scores, partial_out.new_empty(B, T, ranks, shape.windows) if probs else scores,
-        block_indices, call.ranking_tail if at.tiles.TAIL_SIZE else block_indices, partial_out,
-        partial_lse, call.counters,
-    )  # fmt: skip
-    window_k, window_v = call.window or (call.k, call.v)
-    launcher(nsa_decode_persistent, (at.programs,))(
-        **call.arguments(config) | at.step._asdict(), work=work, out=out,
-        window_k=Strided(window_k, *window_k.stride()[:3]),
-        window_v=Strided(window_v, *window_v.stride()[:3]), heads=Heads(H, K, ranks),
-        S=at.settings, P=at.tiles, R=at.ranking, num_warps=at.num_warps, num_stages=1,
-    )  # fmt: skip
+    step_plan = read_all.plan(shape, config, has_wide_offsets(call))
+    if step_plan is None:
+        tiles = (decode_tile(name, max(shape.D, shape.E), shape.dtype) for name in TILES)
+        step_plan = plan(shape, config, *tiles)
+    tensors = tensors_of(call, step_plan, config, out)
+    arguments = tensors._asdict() | step_plan.arguments | step_plan.options
+    launcher(step_plan.kernel, (step_plan.programs,))(**arguments, num_stages=1)
     return out

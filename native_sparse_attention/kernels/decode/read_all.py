@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...config import AttentionConfig
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
-from ..common.precompile import launcher
 from ..common.primitives import candidates_end, load_rows, soft_capped
 from ..topk.topn import NO_KEY, NO_SCORE
-from .call import Call, Ranking, Settings, Shape, Workspace, compile_time, window_blocks
-from .split_kv import arrive, partial_weights, store_partial, wait
+from .call import Plan, Shape, Tensors, compile_time, window_blocks
+from .split_kv import arrive, load_gates, reduce_partials, store_partial, wait
 from .topn import NEVER, block_sort_keys
 
 # counters of a sequence and KV head: programs that have written window scores, programs that have
@@ -43,16 +40,16 @@ Tiles = namedtuple(
 
 
 @triton.jit
-def token_position(cache, b, t, HAS_COUNTS: tl.constexpr):
+def token_position(call, b, t, HAS_COUNTS: tl.constexpr):
     """The position of new token t; of the last real token if t is past `counts`."""
-    token = tl.minimum(t, tl.load(cache.counts + b) - 1) if HAS_COUNTS else t
-    return (tl.load(cache.lengths + b) + token).to(tl.int32)
+    token = tl.minimum(t, tl.load(call.cache.counts + b) - 1) if HAS_COUNTS else t
+    return (tl.load(call.cache.lengths + b) + token).to(tl.int32)
 
 
 @triton.jit
 def write_partials(
-    cq, q, k, v, ck, cv, mem_k, mem_v, cache, work, scores_ready, program, t, b, h, B, W, N,
-    MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS, scale_log2, cap, S: tl.constexpr, P: tl.constexpr,
+    call, scores_ready, program, t, b, h, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS,
+    S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Attention of one token over one split of the keys, as partial results.
 
@@ -62,23 +59,24 @@ def write_partials(
     are ranked, it writes the window scores [B T K W], summed over the heads, and arrives at
     `scores_ready`. It computes its addresses without the sequence length, except for pages and for
     the boundary block."""
-    position = token_position(cache, b, t, S.HAS_COUNTS)
+    position = token_position(call, b, t, S.HAS_COUNTS)
     has_scores, block = program < CMP_SPLITS, program - CMP_SPLITS - MEM_SPLITS - 1
     is_cmp, is_boundary = block < -1, block == -1
     is_memory = is_cmp & (program >= CMP_SPLITS)
     i_key, head = tl.arange(0, S.BLOCK_S), tl.arange(0, P.BLOCK_G)
     valid = head < S.G
-    q_stride = tl.where(is_cmp, cq.h, q.h)
-    q_ptr = tl.where(is_cmp, cq.ptr, q.ptr) + t * tl.where(is_cmp, cq.n, q.n) + h * S.G * q_stride
-    q_ptr += b * tl.where(is_cmp, cq.b, q.b)
-    k_ptr = tl.where(is_memory, mem_k.ptr, tl.where(is_cmp, ck.ptr, k.ptr))
-    v_ptr = tl.where(is_memory, mem_v.ptr, tl.where(is_cmp, cv.ptr, v.ptr))
-    k_ptr += h * tl.where(is_memory, mem_k.h, tl.where(is_cmp, ck.h, k.h))
-    v_ptr += h * tl.where(is_memory, mem_v.h, tl.where(is_cmp, cv.h, v.h))
-    k_stride_seq = tl.where(is_memory, 0, tl.where(is_cmp, ck.b, k.b))
-    v_stride_seq = tl.where(is_memory, 0, tl.where(is_cmp, cv.b, v.b))
-    k_stride = tl.where(is_memory, mem_k.n, tl.where(is_cmp, ck.n, k.n))
-    v_stride = tl.where(is_memory, mem_v.n, tl.where(is_cmp, cv.n, v.n))
+    q_stride = tl.where(is_cmp, call.cq.h, call.q.h)
+    q_ptr = tl.where(is_cmp, call.cq.ptr, call.q.ptr)
+    q_ptr += t * tl.where(is_cmp, call.cq.n, call.q.n) + h * S.G * q_stride
+    q_ptr += b * tl.where(is_cmp, call.cq.b, call.q.b)
+    k_ptr = tl.where(is_memory, call.mem_k.ptr, tl.where(is_cmp, call.ck.ptr, call.k.ptr))
+    v_ptr = tl.where(is_memory, call.mem_v.ptr, tl.where(is_cmp, call.cv.ptr, call.v.ptr))
+    k_ptr += h * tl.where(is_memory, call.mem_k.h, tl.where(is_cmp, call.ck.h, call.k.h))
+    v_ptr += h * tl.where(is_memory, call.mem_v.h, tl.where(is_cmp, call.cv.h, call.v.h))
+    k_stride_seq = tl.where(is_memory, 0, tl.where(is_cmp, call.ck.b, call.k.b))
+    v_stride_seq = tl.where(is_memory, 0, tl.where(is_cmp, call.cv.b, call.v.b))
+    k_stride = tl.where(is_memory, call.mem_k.n, tl.where(is_cmp, call.ck.n, call.k.n))
+    v_stride = tl.where(is_memory, call.mem_v.n, tl.where(is_cmp, call.cv.n, call.v.n))
     if S.PAGE_SIZE == 0:
         k_ptr, v_ptr = k_ptr + b * k_stride_seq, v_ptr + b * v_stride_seq
     first_key = tl.where(is_memory, program - CMP_SPLITS, program) * S.BLOCK_S
@@ -93,7 +91,7 @@ def write_partials(
     partial = program + tl.maximum(block, 0) * (P.BLOCKS_PER_PROGRAM - 1)
     if S.PAGE_SIZE > 0:
         page_size = tl.where(is_cmp, S.WINDOWS_PER_PAGE, S.PAGE_SIZE)
-        page_row = cache.page_table + b * cache.t_b
+        page_row = call.cache.page_table + b * call.cache.t_b
         in_storage = first_key + i_key < tl.where(is_memory, 0, tl.where(is_cmp, W, N))
         page = tl.load(page_row + (first_key + i_key) // page_size, mask=in_storage, other=0)
     for i in range(num_blocks):
@@ -123,21 +121,21 @@ def write_partials(
         # a tensor, because some versions of the interpreter cannot broadcast a scalar mask
         boundary = i_key * 0 + tl.where(is_boundary, 1, 0)
         visible &= (n >= position - S.w) | (boundary == 0)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
         if S.TOPN > 0:  # noqa: SIM102
             if has_scores:
-                score_ptr = work.scores + ((b * P.T + t) * P.K + h) * W + n
+                score_ptr = call.work.scores + ((b * P.T + t) * P.K + h) * W + n
                 tl.store(score_ptr, tl.sum(x, 0), mask=in_range)
                 arrive(scores_ready)
         if S.CAP:
-            x = soft_capped(x, cap)
+            x = soft_capped(x, call.cap)
         x = tl.where(visible[None], x, NO_SCORE)
         m = tl.max(x, 1)
         p = tl.exp2(x - tl.where(m == NO_SCORE, 0.0, m)[:, None])
         # unwritten values may be non-finite, which a probability of 0 does not mask
         v_tile = tl.where(visible[:, None], v_tile, 0.0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        store_partial(work, out_row, acc, m, tl.sum(p, 1), valid, S)
+        store_partial(call, out_row, acc, m, tl.sum(p, 1), valid, S)
 
 
 @triton.jit
@@ -179,9 +177,8 @@ def select_partials(
 
 @triton.jit
 def reduce_and_combine(
-    work, sinks, gates, cache, out, scores_ready, score_programs, partials_ready, partial_programs,
-    reduce_started, reduce_tile, b, t, h, B, W, FIRST_BLOCK, S: tl.constexpr, P: tl.constexpr,
-    R: tl.constexpr,
+    call, scores_ready, score_programs, partials_ready, partial_programs, reduce_started,
+    reduce_tile, b, t, h, B, W, FIRST_BLOCK, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`.
 
@@ -195,15 +192,12 @@ def reduce_and_combine(
     e = tl.arange(0, P.REDUCE_COLUMNS)
     e += reduce_tile % COLUMN_TILES * P.REDUCE_COLUMNS
     valid, head = i_head < S.G, h * S.G + tl.minimum(i_head, S.G - 1)
-    position = token_position(cache, b, t, S.HAS_COUNTS)
+    position = token_position(call, b, t, S.HAS_COUNTS)
     row = (b * P.T + t) * (P.K * S.G) + head
-    gate = gates.ptr + b * gates.b + t * gates.t + head * gates.h
-    g_cmp = tl.load(gate, mask=valid, other=0.0).to(tl.float32)
-    g_sel = tl.load(gate + gates.branch, mask=valid, other=0.0).to(tl.float32)
-    g_win = tl.load(gate + 2 * gates.branch, mask=valid, other=0.0).to(tl.float32)
-    token_scores = work.scores + ((b * P.T + t) * P.K + h) * W
+    branch_gates = load_gates(call, b, t, head, valid, False)
+    token_scores = call.work.scores + ((b * P.T + t) * P.K + h) * W
     slot = tl.arange(0, P.PARTIALS)
-    scratch = work.block_indices + tl.program_id(0).to(tl.int64) * P.PARTIALS
+    scratch = call.work.block_indices + tl.program_id(0).to(tl.int64) * P.PARTIALS
     tl.store(scratch + slot, 0)
     tl.debug_barrier()
     is_cmp, is_boundary = slot < FIRST_BLOCK - 1, slot == FIRST_BLOCK - 1
@@ -222,35 +216,27 @@ def reduce_and_combine(
         partial_row = (partial * (B * P.T * P.K * S.G))[None] + row
         if phase == 1:
             wait(partials_ready, partial_programs)
-        # a partial result with an lse of -inf is uninitialized: its weight is 0
-        lse = tl.load(work.partial_lse + partial_row, mask=mask, other=NO_SCORE)
-        values = tl.load(
-            work.partial_out + partial_row[:, :, None] * S.E + e[None, None],
-            mask=mask[:, :, None] & (e < S.E)[None, None], other=0.0,
+        started_before = reduce_partials(
+            call, partial_row, mask, is_cmp, is_sel, is_win, branch_gates, row, b, t, head,
+            P.K * S.G, e, valid, reduce_started, phase, S,
         )  # fmt: skip
-        if phase == 1:
-            started_before = tl.atomic_add(reduce_started, 1, sem="relaxed")
-        weight = partial_weights(
-            lse, is_cmp[None], is_sel[None], is_win[None], g_cmp, g_sel, g_win, sinks, head,
-            P.K * S.G, S.SINKS,
-        )[:, :, None]  # fmt: skip
-        acc = tl.sum(tl.where(weight != 0.0, values * weight, 0.0), 1)
-        if S.HAS_COUNTS:
-            acc = tl.where(t < tl.load(cache.counts + b), acc, 0.0)
-        out_mask = valid & (e < S.E)[None] & (phase == 1)
-        tl.store(out + row * S.E + e[None], acc.to(out.dtype.element_ty), mask=out_mask)
     return started_before
 
 
 @triton.jit(do_not_specialize=["B", "W", "N", "MEMORY", "CMP_SPLITS", "MEM_SPLITS", "NUM_BLOCKS"])
 def nsa_decode_read_all(
-    cq, q, k, v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out, B, W, N, MEMORY, CMP_SPLITS,
-    MEM_SPLITS, NUM_BLOCKS, scale_log2, cap, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out, heads,
+    scale_log2, cap, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS, S: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """One decode step over a short KV cache: T new tokens of B sequences.
 
     A program owns one token and KV head, and one split of its keys (`write_partials`) or a tile of
     its output (`reduce_and_combine`). The last reduce program resets the counters to zero."""
+    call = Tensors(
+        cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out,
+        heads, scale_log2, cap,
+    )  # fmt: skip
     # windows come first, because the ranking waits for their scores
     T: tl.constexpr = P.T
     K: tl.constexpr = P.K
@@ -258,21 +244,21 @@ def nsa_decode_read_all(
     program, token = index // tokens, index % tokens
     b, h = (token // K // T).to(tl.int64), (token % K).to(tl.int64)
     t = (token // K % T).to(tl.int64)
-    own_counters = work.counters + (b * K + h) * S.COUNTERS
+    own_counters = call.work.counters + (b * K + h) * S.COUNTERS
     partial_programs = FIRST_BLOCK + tl.cdiv(NUM_BLOCKS, P.BLOCKS_PER_PROGRAM)
     if program < partial_programs:
         write_partials(
-            cq, q, k, v, ck, cv, mem_k, mem_v, cache, work, own_counters + SCORES_DONE, program, t,
-            b, h, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS, scale_log2, cap, S, P,
+            call, own_counters + SCORES_DONE, program, t, b, h, B, W, N, MEMORY, CMP_SPLITS,
+            MEM_SPLITS, NUM_BLOCKS, S, P,
         )  # fmt: skip
         arrive(own_counters + PARTIALS_DONE)
     else:
         ROW_TILES: tl.constexpr = (S.G + P.REDUCE_ROWS - 1) // P.REDUCE_ROWS
         COLUMN_TILES: tl.constexpr = (S.E + P.REDUCE_COLUMNS - 1) // P.REDUCE_COLUMNS
         started_before = reduce_and_combine(
-            work, sinks, gates, cache, out, own_counters + SCORES_DONE, T * CMP_SPLITS,
-            own_counters + PARTIALS_DONE, T * partial_programs, own_counters + REDUCE_STARTED,
-            program - partial_programs, b, t, h, B, W, FIRST_BLOCK, S, P, R,
+            call, own_counters + SCORES_DONE, T * CMP_SPLITS, own_counters + PARTIALS_DONE,
+            T * partial_programs, own_counters + REDUCE_STARTED, program - partial_programs, b, t,
+            h, B, W, FIRST_BLOCK, S, P, R,
         )  # fmt: skip
         if started_before == T * ROW_TILES * COLUMN_TILES - 1:  # no program waits any more
             tl.store(own_counters + tl.arange(0, S.COUNTERS), 0)
@@ -288,27 +274,6 @@ MAX_BLOCKS, MAX_BLOCK_BYTES, MAX_PARTIALS = 128, 16384, 64
 BLOCK_PROGRAMS, REDUCE_ROWS, REDUCE_COLUMNS = 256, 4, 32
 # registers of a thread, so that three programs fit on a multiprocessor
 MAX_REGISTERS = 168
-
-
-class Plan(NamedTuple):
-    """A launch of the kernel, as plain data. Each token and KV head has `cmp` partial results of
-    windows, `memory` of the memory, one of the boundary block, and `blocks` of KV blocks."""
-
-    programs: int
-    cmp: int
-    memory: int
-    blocks: int
-    settings: Settings
-    tiles: Tiles
-    ranking: Ranking
-
-
-def has_wide_offsets(call: Call) -> bool:
-    """Whether offsets within a sequence need 64 bits."""
-    pages = 1 if call.page_table is None else call.page_table.shape[1]
-    return any(
-        t.shape[1] * pages * t.stride(1) >= 1 << 31 for t in (call.k, call.v, call.ck, call.cv)
-    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -339,20 +304,13 @@ def plan(shape: Shape, config: AttentionConfig, has_wide_offsets: bool) -> Plan 
         T, K, launch.padded(shape.H // shape.K), REDUCE_ROWS, columns,
         max(32, next_power_of_2(blocks)), partials, per_program,
     )  # fmt: skip
-    return Plan(B * T * K * programs, cmp, memory, blocks, settings, tiles, ranking)
-
-
-def decode(call: Call, at: Plan, config: AttentionConfig, out: Tensor) -> Tensor:
-    """Run a decode step, [B T H E]."""
-    B, T, _, _ = out.shape
-    shape = call.shape()
-    partial_out, partial_lse = call.allocate_partials(at.cmp + at.memory + 1 + at.blocks)
-    scores = partial_out.new_empty(B, T, at.tiles.K, shape.windows)
-    scratch = call.counters.new_empty(at.programs, at.tiles.PARTIALS)
-    launcher(nsa_decode_read_all, (at.programs,))(
-        **call.arguments(config), out=out, W=shape.windows, N=shape.tokens, MEMORY=shape.memory,
-        work=Workspace(scores, None, scratch, None, partial_out, partial_lse, call.counters),
-        CMP_SPLITS=at.cmp, MEM_SPLITS=at.memory, NUM_BLOCKS=at.blocks, S=at.settings, P=at.tiles,
-        R=at.ranking, num_warps=4, num_stages=1, maxnreg=MAX_REGISTERS,
+    programs *= B * T * K
+    numbers = dict(
+        B=B, W=shape.windows, N=shape.tokens, MEMORY=shape.memory, CMP_SPLITS=cmp,
+        MEM_SPLITS=memory, NUM_BLOCKS=blocks,
     )  # fmt: skip
-    return out
+    return Plan(
+        nsa_decode_read_all, programs, cmp + memory + 1 + blocks, (K, shape.windows), None,
+        (programs, partials), numbers | dict(S=settings, P=tiles, R=ranking),
+        dict(num_warps=4, maxnreg=MAX_REGISTERS),
+    )  # fmt: skip

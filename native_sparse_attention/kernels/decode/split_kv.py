@@ -8,9 +8,8 @@ At a grid barrier a program waits until other programs of the launch have writte
 waits only for programs with smaller ids. A GPU starts programs in the order of their ids, so the
 programs that it waits for are running or finished, and every wait ends.
 
-Arguments that stages share: `cache` (`call.Cache`), `work` (`call.Workspace`), `heads`
-(`call.Heads`), `step` (`persistent.Step`); and constexpr S (`call.Settings`) and P
-(`persistent.Tiles`).
+Arguments that stages share: `call` (`call.Tensors`), `step` (`persistent.Step`); and constexpr S
+(`call.Settings`) and P (`persistent.Tiles`).
 """
 
 import triton
@@ -54,14 +53,14 @@ def wait(counter, programs):
 
 
 @triton.jit
-def store_partial(work, row, acc, m, l, valid, S: tl.constexpr):
+def store_partial(call, row, acc, m, l, valid, S: tl.constexpr):
     """Write the partial result of a split: the outputs of rows that see at least one key, and the
     lse of all rows in units of log2; -inf for a row that sees no key."""
     denominator = tl.where(l == 0.0, 1.0, l)
     offsets = row * S.E
     out = acc * (1.0 / denominator)[:, None]
-    store_rows(work.partial_out, offsets, out, S.E, S.BLOCK_E, valid & (l > 0.0))
-    lse_ptr = work.partial_lse + row
+    store_rows(call.work.partial_out, offsets, out, S.E, S.BLOCK_E, valid & (l > 0.0))
+    lse_ptr = call.work.partial_lse + row
     tl.store(lse_ptr, tl.where(l == 0.0, NO_SCORE, m + tl.log2(denominator)), mask=valid)
 
 
@@ -86,10 +85,7 @@ def store_scores(scores, row, x, n0, n, num_windows, valid, BLOCK_WINDOWS: tl.co
 
 
 @triton.jit
-def compressed_split(
-    cq, ck, cv, mem_k, mem_v, cache, work, scores_ready, split, tile, b, h, step, heads,
-    scale_log2, cap, S: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
+def compressed_split(call, scores_ready, split, tile, b, h, step, S: tl.constexpr, P: tl.constexpr):
     """Attention of the compressed branch over one split of the windows.
 
     A program owns one split for one sequence, KV head and tile of BLOCK_M (token, query head)
@@ -98,16 +94,15 @@ def compressed_split(
     windows [B T heads SCORE_COLUMNS]; with BLOCK_WINDOWS the largest score of so many windows of a
     block. With ONE_SOFTMAX it only writes scores. With SIGNAL_EARLY a split has at most one tile of
     windows, and the program arrives at `scores_ready` as soon as the scores are written."""
-    length = tl.load(cache.lengths + b).to(tl.int32)
+    length = tl.load(call.cache.lengths + b).to(tl.int32)
     TOKENS: tl.constexpr = P.BLOCK_M // P.PADDED_G
     ATTEND: tl.constexpr = not P.ONE_SOFTMAX
     row = tl.arange(0, P.BLOCK_M)
     t, g = tile * TOKENS + row // P.PADDED_G, row % P.PADDED_G
     valid = (t < step.T) & (g < S.G)
     window_end = (length + t) // S.d
-    q_tile = load_rows(
-        cq.ptr, b * cq.b + t.to(tl.int64) * cq.n + (h * S.G + g) * cq.h, S.D, S.BLOCK_D, valid
-    )
+    q_offsets = b * call.cq.b + t.to(tl.int64) * call.cq.n + (h * S.G + g) * call.cq.h
+    q_tile = load_rows(call.cq.ptr, q_offsets, S.D, S.BLOCK_D, valid)
 
     m = tl.full([P.BLOCK_M], NO_SCORE, tl.float32)
     l = tl.full([P.BLOCK_M], 0.0, tl.float32)
@@ -115,49 +110,51 @@ def compressed_split(
     if ATTEND and split == 0:
         for n0 in range(0, step.MEMORY, P.BLOCK_N):
             n = n0 + tl.arange(0, P.BLOCK_N)
-            k_tile = load_rows(
-                mem_k.ptr, h * mem_k.h + n.to(tl.int64) * mem_k.n, S.D, S.BLOCK_D, n < step.MEMORY
-            )
-            v_tile = load_rows(
-                mem_v.ptr, h * mem_v.h + n.to(tl.int64) * mem_v.n, S.E, S.BLOCK_E, n < step.MEMORY
-            )
-            x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+            k_offsets = h * call.mem_k.h + n.to(tl.int64) * call.mem_k.n
+            v_offsets = h * call.mem_v.h + n.to(tl.int64) * call.mem_v.n
+            k_tile = load_rows(call.mem_k.ptr, k_offsets, S.D, S.BLOCK_D, n < step.MEMORY)
+            v_tile = load_rows(call.mem_v.ptr, v_offsets, S.E, S.BLOCK_E, n < step.MEMORY)
+            x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
             if S.CAP:
-                x = soft_capped(x, cap)
+                x = soft_capped(x, call.cap)
             x = tl.where((n < step.MEMORY)[None], x, NO_SCORE)
             acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
 
     # windows past it may be unwritten
-    count = tl.load(cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
+    count = tl.load(call.cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
     num_windows = tl.minimum((length + count - 1) // S.d, step.W)
     split_size = tl.cdiv(tl.cdiv(num_windows, P.BLOCK_N), step.CMP_SPLITS) * P.BLOCK_N
     end = tl.minimum((split + 1) * split_size, num_windows)
     for n0 in tl.range(split * split_size, end, P.BLOCK_N, num_stages=P.STAGES):
         n = n0 + tl.arange(0, P.BLOCK_N)
         clamped = tl.minimum(n, num_windows - 1)
-        k_ptr = ck.ptr + h * ck.h
-        k_offsets = cache_offsets(clamped, b, ck.b, ck.n, cache, S.WINDOWS_PER_PAGE)
+        k_ptr = call.ck.ptr + h * call.ck.h
+        k_offsets = cache_offsets(clamped, b, call.ck.b, call.ck.n, call.cache, S.WINDOWS_PER_PAGE)
         k_tile = load_rows(k_ptr, k_offsets, S.D, S.BLOCK_D, n < num_windows)
         if ATTEND:
-            v_ptr = cv.ptr + h * cv.h
-            v_offsets = cache_offsets(clamped, b, cv.b, cv.n, cache, S.WINDOWS_PER_PAGE)
+            v_ptr = call.cv.ptr + h * call.cv.h
+            v_offsets = cache_offsets(
+                clamped, b, call.cv.b, call.cv.n, call.cache, S.WINDOWS_PER_PAGE
+            )
             v_tile = load_rows(v_ptr, v_offsets, S.E, S.BLOCK_E, n < num_windows)
-        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
         x = logits
         if S.CAP:
-            x = soft_capped(x, cap)
+            x = soft_capped(x, call.cap)
         if P.SCORE_MODE == SCORES_SUM:
             head_sum = tl.sum(tl.reshape(logits, [TOKENS, P.PADDED_G, P.BLOCK_N]), 1)
             token = tile * TOKENS + tl.arange(0, TOKENS)
-            score_row = ((b * step.T + token) * heads.K + h) * step.SCORE_COLUMNS
+            score_row = ((b * step.T + token) * call.heads.K + h) * step.SCORE_COLUMNS
             store_scores(
-                work.scores, score_row, head_sum, n0, n, num_windows, token < step.T,
+                call.work.scores, score_row, head_sum, n0, n, num_windows, token < step.T,
                 P.BLOCK_WINDOWS,
             )  # fmt: skip
         elif P.SCORE_MODE == SCORES_PER_HEAD:
-            score_row = ((b * step.T + t) * (heads.K * S.G) + h * S.G + g) * step.SCORE_COLUMNS
+            score_row = ((b * step.T + t) * (call.heads.K * S.G) + h * S.G + g) * step.SCORE_COLUMNS
             score = x if S.PROBS else logits
-            store_scores(work.scores, score_row, score, n0, n, num_windows, valid, P.BLOCK_WINDOWS)
+            store_scores(
+                call.work.scores, score_row, score, n0, n, num_windows, valid, P.BLOCK_WINDOWS
+            )
         if P.SIGNAL_EARLY:
             arrive(scores_ready)
         if ATTEND:
@@ -168,18 +165,15 @@ def compressed_split(
             arrive(scores_ready)
 
     if ATTEND:
-        out_row = ((split * step.B + b) * step.T + t) * (heads.K * S.G) + h * S.G + g
-        store_partial(work, out_row, acc, m, l, valid, S)
+        out_row = ((split * step.B + b) * step.T + t) * (call.heads.K * S.G) + h * S.G + g
+        store_partial(call, out_row, acc, m, l, valid, S)
 
 
 # the selected branch and the sliding window
 
 
 @triton.jit
-def block_split(
-    q, k, v, window_k, window_v, cache, work, ready, producers, split, b, r, t, step, heads,
-    scale_log2, cap, S: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
+def block_split(call, ready, producers, split, b, r, t, step, S: tl.constexpr, P: tl.constexpr):
     """Attention of the selected branch or of the sliding window over one split of the KV blocks.
 
     A program owns one split for one token t and ranking head r, with the GROUP query heads that
@@ -200,8 +194,8 @@ def block_split(
     split_blocks = tl.where(is_window, step.WINDOW_SPLIT_BLOCKS, step.SELECTED_SPLIT_BLOCKS)
     first_index = tl.where(is_window, split, split - step.WINDOW_SPLITS) * split_blocks
     # tokens past `counts` have no keys: use the position of the last real token
-    last = tl.minimum(t, tl.load(cache.counts + b) - 1) if S.HAS_COUNTS else t
-    last = (last + tl.load(cache.lengths + b)).to(tl.int32)
+    last = tl.minimum(t, tl.load(call.cache.counts + b) - 1) if S.HAS_COUNTS else t
+    last = (last + tl.load(call.cache.lengths + b)).to(tl.int32)
     own_block, window_start = last // S.s, tl.maximum(last - S.w, 0)
     first_window_block, window_block_end = window_start // S.s + first_index, own_block + 1
     first_token = tl.where(is_window, window_start, 0)
@@ -212,10 +206,12 @@ def block_split(
         window_block_end = tl.where(is_local, own_block + 1, own_block - S.LOCAL + 1)
     row = tl.arange(0, P.BLOCK_G)
     head, valid = r * GROUP + row, row < GROUP
-    q_tile = load_rows(q.ptr, b * q.b + t.to(tl.int64) * q.n + head * q.h, S.D, S.BLOCK_D, valid)
+    q_offsets = b * call.q.b + t.to(tl.int64) * call.q.n + head * call.q.h
+    q_tile = load_rows(call.q.ptr, q_offsets, S.D, S.BLOCK_D, valid)
+    k, v = call.k, call.v
     if P.SEPARATE_WINDOW:  # noqa: SIM102
         if is_window:
-            k, v = window_k, window_v
+            k, v = call.window_k, call.window_v
     i = tl.arange(0, P.PADDED_SPLIT_BLOCKS)
     # index among the selected blocks: TOPN ranked ones, INITIAL, LOCAL
     index = first_index + i
@@ -226,13 +222,12 @@ def block_split(
     tile_block = tl.arange(0, P.BLOCK_KEYS) // S.BLOCK_S
     in_block = tl.arange(0, P.BLOCK_KEYS) % S.BLOCK_S
     out_row = (((step.CMP_PARTIALS + split) * step.B + b) * step.T + t) * (
-        heads.RANKS * GROUP
+        call.heads.RANKS * GROUP
     ) + head
     if P.PRELOADED_PAGES > 0:  # the whole page table row: no lookup after the wait
         page_slot = tl.arange(0, P.PRELOADED_PAGES)
-        preloaded = tl.load(
-            cache.page_table + b * cache.t_b + page_slot, mask=page_slot < step.PAGES, other=0
-        )
+        page_ptr = call.cache.page_table + b * call.cache.t_b + page_slot
+        preloaded = tl.load(page_ptr, mask=page_slot < step.PAGES, other=0)
     start = 1
     if S.TOPN > 0:  # noqa: SIM102
         if not is_window:
@@ -244,9 +239,8 @@ def block_split(
             if not is_window:
                 if phase == 1:
                     wait(ready, producers)
-                index_ptr = (
-                    work.block_indices + ((b * step.T + t) * heads.RANKS + r) * S.TOPN + index
-                )
+                index_row = (b * step.T + t) * call.heads.RANKS + r
+                index_ptr = call.work.block_indices + index_row * S.TOPN + index
                 is_ranked = (i < split_blocks) & (index < S.TOPN) & (phase == 1)
                 block = tl.load(index_ptr, mask=is_ranked, other=-1)
         block = tl.where(is_initial, forced, block)
@@ -261,7 +255,7 @@ def block_split(
             page_index = (clamped_block * S.s // S.PAGE_SIZE).to(tl.int32)
             block_pages = tl.gather(preloaded, page_index, 0).to(tl.int64)
         else:
-            block_pages = load_page(clamped_block * S.s, b, cache, S.PAGE_SIZE)
+            block_pages = load_page(clamped_block * S.s, b, call.cache, S.PAGE_SIZE)
 
         m = tl.full([P.BLOCK_G], NO_SCORE, tl.float32)
         l_sum = tl.full([P.BLOCK_G], 0.0, tl.float32)
@@ -280,13 +274,13 @@ def block_split(
             v_offsets = slot_offsets(clamped, page, v.b, v.n, S.PAGE_SIZE)
             k_tile = load_rows(k.ptr + h * k.h, k_offsets, S.D, S.BLOCK_D, visible)
             v_tile = load_rows(v.ptr + h * v.h, v_offsets, S.E, S.BLOCK_E, visible)
-            x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+            x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
             if S.CAP:
-                x = soft_capped(x, cap)
+                x = soft_capped(x, call.cap)
             x = tl.where(visible[None], x, NO_SCORE)
             acc, m, l_sum = softmax_step(x, v_tile, acc, m, l_sum, "ieee")
         out_mask = valid & (phase == 1)
-        store_partial(work, out_row, acc, m, l_sum, out_mask, S)
+        store_partial(call, out_row, acc, m, l_sum, out_mask, S)
 
 
 # weights of the partial results
@@ -342,3 +336,51 @@ def partial_weights(
         l_win += masked_exp2(s_win, m_win)
     weight = cmp * divide_nonzero(g_cmp, l_cmp) + sel * divide_nonzero(g_sel, l_sel)
     return weight + win * divide_nonzero(g_win, l_win)
+
+
+@triton.jit
+def load_gates(call, b, t, head, valid, ONE_SOFTMAX: tl.constexpr):
+    """Gates [M, 1] of the three branches; of one softmax 1 for the selected branch alone."""
+    if ONE_SOFTMAX:
+        g_sel = tl.full([head.shape[0], 1], 1.0, tl.float32)
+        g_cmp = g_sel * 0.0
+        g_win = g_cmp
+    else:
+        gate = call.gates.ptr + b * call.gates.b + t * call.gates.t + head * call.gates.h
+        g_cmp = tl.load(gate, mask=valid, other=0.0).to(tl.float32)
+        g_sel = tl.load(gate + call.gates.branch, mask=valid, other=0.0).to(tl.float32)
+        g_win = tl.load(gate + 2 * call.gates.branch, mask=valid, other=0.0).to(tl.float32)
+    return g_cmp, g_sel, g_win
+
+
+@triton.jit
+def reduce_partials(
+    call, partial_row, mask, is_cmp, is_sel, is_win, branch_gates, row, b, t, head, H, e, valid,
+    reduce_started, phase, S: tl.constexpr,
+):  # fmt: skip
+    """Reduce partial results to the output, `g_cmp cmp + g_sel sel + g_win win`.
+
+    Reads N partial results of M rows, `partial_row` [M, N], where `mask` [M, N], with the branches
+    that they belong to, [N]. Writes features e of rows `row` [M, 1] of `out`, zeros for tokens past
+    `counts`; nothing in phase 0. Returns how many programs had passed their waits before."""
+    g_cmp, g_sel, g_win = branch_gates
+    started_before = 0
+    # a partial result with an lse of -inf is uninitialized: its weight is 0
+    lse = tl.load(call.work.partial_lse + partial_row, mask=mask, other=NO_SCORE)
+    values = tl.load(
+        call.work.partial_out + partial_row[:, :, None] * S.E + e[None, None],
+        mask=mask[:, :, None] & (e < S.E)[None, None], other=0.0,
+    )  # fmt: skip
+    if phase == 1:
+        started_before = tl.atomic_add(reduce_started, 1, sem="relaxed")
+    weight = partial_weights(
+        lse, is_cmp[None], is_sel[None], is_win[None], g_cmp, g_sel, g_win, call.sinks, head, H,
+        S.SINKS,
+    )[:, :, None]  # fmt: skip
+    acc = tl.sum(tl.where(weight != 0.0, values * weight, 0.0), 1)
+    if S.HAS_COUNTS:
+        acc = tl.where(t < tl.load(call.cache.counts + b), acc, 0.0)
+    out_mask = valid & (e < S.E)[None] & (phase == 1)
+    out_ptr = call.out + row * S.E + e[None]
+    tl.store(out_ptr, acc.to(call.out.dtype.element_ty), mask=out_mask)
+    return started_before

@@ -25,9 +25,8 @@ NEVER = tl.constexpr(1 << 30)
 
 @triton.jit
 def window_probabilities(
-    work, sinks, cache, ready, producers, split, b, r, t, step, heads, split_stride,
-    S: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
+    call, ready, producers, split, b, r, t, step, S: tl.constexpr, P: tl.constexpr
+):
     """Softmax probabilities of the windows, with importance="probs".
 
     A program owns one split of the windows for one token t and ranking head r. It waits until the
@@ -36,20 +35,21 @@ def window_probabilities(
     writes to `importances` the probabilities summed over these heads. It writes nothing for a token
     past `counts`."""
     GROUP: tl.constexpr = S.G // S.RANKS_PER_KV
-    window_end = tl.minimum((tl.load(cache.lengths + b).to(tl.int32) + t) // S.d, step.W)
+    window_end = tl.minimum((tl.load(call.cache.lengths + b).to(tl.int32) + t) // S.d, step.W)
     if S.HAS_COUNTS:
-        window_end = tl.where(t < tl.load(cache.counts + b), window_end, 0)
-    token = (b * step.T + t) * heads.RANKS + r
+        window_end = tl.where(t < tl.load(call.cache.counts + b), window_end, 0)
+    token = (b * step.T + t) * call.heads.RANKS + r
     g = tl.arange(0, P.PADDED_G // S.RANKS_PER_KV)
     row, valid = token * GROUP + g, g < GROUP
     cmp_split = tl.arange(0, P.PADDED_CMP_SPLITS)
     wait(ready, producers)
     mask = (cmp_split < step.CMP_SPLITS)[:, None] & valid[None]
-    lse_ptr = work.partial_lse + cmp_split[:, None] * split_stride + row[None]
+    split_stride = step.B * step.T * call.heads.H
+    lse_ptr = call.work.partial_lse + cmp_split[:, None] * split_stride + row[None]
     split_lse = tl.load(lse_ptr, mask=mask, other=NO_SCORE)
     m = tl.max(split_lse, 0)
     if S.SINKS:
-        sink = tl.load(sinks + r * GROUP + g, mask=valid, other=0.0) * 1.4426950408889634
+        sink = tl.load(call.sinks + r * GROUP + g, mask=valid, other=0.0) * 1.4426950408889634
         m = tl.maximum(m, sink)
     m = tl.where(m == NO_SCORE, 0.0, m)
     denominator = tl.sum(tl.exp2(split_lse - m[None]), 0)
@@ -62,10 +62,10 @@ def window_probabilities(
         n = n0 + tl.arange(0, P.BLOCK_W)
         visible = valid[:, None] & (n < window_end)[None]
         logits = tl.load(
-            work.scores + row[:, None] * step.W + n[None], mask=visible, other=NO_SCORE
+            call.work.scores + row[:, None] * step.W + n[None], mask=visible, other=NO_SCORE
         )
         p = tl.where(visible, tl.exp2(logits - lse[:, None]), 0.0)
-        tl.store(work.importances + token * step.W + n, tl.sum(p, 0), mask=n < window_end)
+        tl.store(call.work.importances + token * step.W + n, tl.sum(p, 0), mask=n < window_end)
 
 
 @triton.jit
@@ -197,19 +197,19 @@ def best_blocks(
 
 @triton.jit
 def write_block_indices(
-    ranking, work, row, tail_slot, tail_topn, TOPN: tl.constexpr, TAIL_SIZE: tl.constexpr
-):  # fmt: skip
+    ranking, call, row, tail_slot, tail_topn, TOPN: tl.constexpr, TAIL_SIZE: tl.constexpr
+):
     """Write a ranking [PADDED_TOPN] to `block_indices`, and `tail_topn` blocks of it to a tail."""
     slot = tl.arange(0, ranking.shape[0])
-    tl.store(work.block_indices + row * TOPN + slot, ranking, mask=slot < TOPN)
+    tl.store(call.work.block_indices + row * TOPN + slot, ranking, mask=slot < TOPN)
     if TAIL_SIZE > 0:
-        tl.store(work.ranking_tail + tail_slot * TOPN + slot, ranking, mask=slot < tail_topn)
+        tl.store(call.work.ranking_tail + tail_slot * TOPN + slot, ranking, mask=slot < tail_topn)
 
 
 @triton.jit
 def rank_blocks(
-    scores, cache, work, ready, producers, b, r, t, step, heads, S: tl.constexpr,
-    P: tl.constexpr, R: tl.constexpr,
+    scores, call, ready, producers, b, r, t, step, S: tl.constexpr, P: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """Rank the blocks of one token.
 
@@ -218,11 +218,11 @@ def rank_blocks(
     writes the top-n blocks for all tokens of the group to `block_indices` and the ranking tail. If
     the leader precedes the new tokens, the program copies the leader's ranking from the tail."""
     MODULO: tl.constexpr = P.TAIL_SIZE if P.TAIL_SIZE > 0 else 1
-    length = tl.load(cache.lengths + b).to(tl.int32)
-    count = tl.load(cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
+    length = tl.load(call.cache.lengths + b).to(tl.int32)
+    count = tl.load(call.cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
     position = length + t
-    tail_row = (b * heads.RANKS + r) * P.TAIL_SIZE
-    row = (b * step.T + t) * heads.RANKS + r
+    tail_row = (b * call.heads.RANKS + r) * P.TAIL_SIZE
+    row = (b * step.T + t) * call.heads.RANKS + r
     leader = position // S.STRIDE * S.STRIDE
     if (leader == position) & (t < count):
         window_end = tl.minimum(position // R.d, step.SCORE_COLUMNS)
@@ -244,23 +244,24 @@ def rank_blocks(
             ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [P.PADDED_TOPN])
             for j in range(S.STRIDE):
                 if (t + j < step.T) & (phase == 1):
-                    out_row, tail_slot = row + j * heads.RANKS, tail_row + (position + j) % MODULO
+                    out_row = row + j * call.heads.RANKS
+                    tail_slot = tail_row + (position + j) % MODULO
                     tail_topn = tl.where(t + j < count, S.TOPN, 0)
                     write_block_indices(
-                        ranking, work, out_row, tail_slot, tail_topn, S.TOPN, P.TAIL_SIZE
+                        ranking, call, out_row, tail_slot, tail_topn, S.TOPN, P.TAIL_SIZE
                     )
     elif (leader < length) & (t < count):
         slot = tl.arange(0, P.PADDED_TOPN)
-        leader_ptr = work.ranking_tail + (tail_row + (length - 1) % MODULO) * S.TOPN + slot
+        leader_ptr = call.work.ranking_tail + (tail_row + (length - 1) % MODULO) * S.TOPN + slot
         ranking = tl.load(leader_ptr, mask=slot < S.TOPN, other=-1)
         tail_slot = tail_row + position % MODULO
-        write_block_indices(ranking, work, row, tail_slot, S.TOPN, S.TOPN, P.TAIL_SIZE)
+        write_block_indices(ranking, call, row, tail_slot, S.TOPN, S.TOPN, P.TAIL_SIZE)
 
 
 @triton.jit
 def rank_blocks_split(
-    scores, cache, work, ready, producers, split, b, r, t, step, heads, S: tl.constexpr,
-    P: tl.constexpr, R: tl.constexpr,
+    scores, call, ready, producers, split, b, r, t, step, S: tl.constexpr, P: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """Rank RANK_SPLIT_BLOCKS blocks of one token against all blocks.
 
@@ -270,9 +271,9 @@ def rank_blocks_split(
     program writes its blocks with a position below n to `block_indices`."""
     CHUNKS: tl.constexpr = P.RANK_SPLIT_CHUNKS
     COMPARED: tl.constexpr = P.RANK_COMPARED
-    length = tl.load(cache.lengths + b).to(tl.int32)
-    count = tl.load(cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
-    row, position = (b * step.T + t) * heads.RANKS + r, length + t
+    length = tl.load(call.cache.lengths + b).to(tl.int32)
+    count = tl.load(call.cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
+    row, position = (b * step.T + t) * call.heads.RANKS + r, length + t
     if t < count:
         window_end = tl.minimum(position // R.d, step.SCORE_COLUMNS)
         token_scores = scores + row * step.SCORE_COLUMNS
@@ -298,7 +299,7 @@ def rank_blocks_split(
                 for i in tl.static_range(CHUNKS):
                     better += tl.sum((chunks[i][:, None] > own_keys[None]).to(tl.int32), 0)
             is_best = (c >= R.INITIAL) & (c < end) & (better < S.TOPN)
-            tl.store(work.block_indices + row * S.TOPN + better, c, mask=is_best)
+            tl.store(call.work.block_indices + row * S.TOPN + better, c, mask=is_best)
             if split == 0:
                 is_empty = (slot >= end - R.INITIAL) & (slot < S.TOPN) & (phase == 1)
-                tl.store(work.block_indices + row * S.TOPN + slot, -1, mask=is_empty)
+                tl.store(call.work.block_indices + row * S.TOPN + slot, -1, mask=is_empty)

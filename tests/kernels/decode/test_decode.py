@@ -278,8 +278,8 @@ def test_operator(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(
             decode, "run_decode_kernels",
-            lambda config, counters, ranking, **tensors: calls.append(
-                (list(decode.DecodeInputs(**tensors)), counters, ranking, config.key)
+            lambda config, call: calls.append(
+                (list(call[:-2]), call.counters, call.ranking, config.key)
             ),
         )  # fmt: skip
         decode_attention(
