@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..checks.scalars import as_int, shown
-from ..ops.triton import cache as kernels
 
 
 class NewTokens(NamedTuple):
@@ -179,8 +178,10 @@ def write_by_kernels(
 ) -> None:
     """`NewTokens.write` and `NewTokens.write_recent` in Triton, which reads the lengths on the
     device. A kernel writes a pair of streams; a stream without a partner is its own."""
+    from ..kernels.decode import kv_cache
+
     for names in pairs(new):
-        kernels.append(
+        kv_cache.append(
             pick(new, names), pick(stores, names), tokens.start, tokens.new, counts=tokens.counts,
             page_table=page_table, page_size=page_size, every=every, tail=ring,
         )  # fmt: skip
@@ -190,8 +191,10 @@ def windows_by_kernels(
     new: dict[str, Tensor], tails: dict[str, Tensor], tokens: NewTokens, l: int, d: int
 ) -> dict[str, Tensor]:
     """`KVCache.windows` of raw keys and values in Triton."""
+    from ..kernels.decode import kv_cache
+
     (names,) = pairs(new)
-    windows = kernels.windows(pick(new, names), pick(tails, names), tokens.start, l, d)
+    windows = kv_cache.windows(pick(new, names), pick(tails, names), tokens.start, l, d)
     return dict(zip(names, windows, strict=True))
 
 
@@ -218,7 +221,10 @@ def checked_starts(lengths: Tensor, counts: Tensor | None, new: int, max_length:
     A GPU checks with a device-side assertion, for which the host does not wait.
     """
     if lengths.is_cuda:
-        return kernels.starts(lengths, counts, new, max_length)
+        from ..kernels.decode import kv_cache
+
+        with torch.cuda.device_of(lengths):
+            return kv_cache.starts(lengths, counts, new, max_length)
     if lengths.device.type == "cpu":
         numbers = new_token_counts(len(lengths), new, counts)
         check_capacity(max_length, lengths.tolist(), numbers)

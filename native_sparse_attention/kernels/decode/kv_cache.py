@@ -134,7 +134,8 @@ def strided(t: Tensor) -> Strided:
 
 
 def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int) -> Tensor:
-    """The lengths [B] in int64, after an assertion that `counts` of `tokens` new ones fit."""
+    """The lengths [B] in int64, after a device-side assertion that `counts` of `tokens` new ones
+    fit."""
     out, B = lengths.new_empty(lengths.shape, dtype=torch.int64), len(lengths)
     if B:
         launcher(nsa_kv_cache_starts, (cdiv(B, 128),))(
@@ -152,7 +153,7 @@ def append(
     *,
     counts: Tensor | None = None,
     page_table: Tensor | None = None,
-    page_size: int = 0,
+    page_size: int | None = None,
     every: int = 1,
     tail: bool = False,
 ) -> None:
@@ -167,32 +168,34 @@ def append(
     if k.numel() + v.numel() == 0:
         return
     (B, K, n, D), E = k.shape, v.shape[-1]
-    if tail:
-        page_table = None
+    page_table = None if tail else page_table
     grid, flipped = launch.grid(n, B * K)
-    launcher(nsa_kv_cache_append, grid)(
-        k=strided(k), v=strided(v), k_cache=strided(k_cache), v_cache=strided(v_cache),
-        cache=cache_arguments(lengths, counts, page_table), T=tokens, K=K, D=D, BLOCK_D=padded(D),
-        E=E, BLOCK_E=padded(E), EVERY=every, TAIL_SIZE=k_cache.shape[2] if tail else 0,
-        PAGE_SIZE=0 if page_table is None else page_size // every, HAS_COUNTS=counts is not None,
-        FLIPPED=flipped, num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(lengths):
+        launcher(nsa_kv_cache_append, grid)(
+            k=strided(k), v=strided(v), k_cache=strided(k_cache), v_cache=strided(v_cache),
+            cache=cache_arguments(lengths, counts, page_table), T=tokens, K=K, D=D,
+            BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), EVERY=every,
+            TAIL_SIZE=k_cache.shape[2] if tail else 0,
+            PAGE_SIZE=0 if page_table is None or page_size is None else page_size // every,
+            HAS_COUNTS=counts is not None, FLIPPED=flipped, num_warps=1,
+        )  # fmt: skip
 
 
 def windows(
     new: tuple[Tensor, Tensor], tails: tuple[Tensor, Tensor], lengths: Tensor, l: int, d: int
 ) -> tuple[Tensor, Tensor]:
     """The windows [b h w l d] that new raw keys and values [b h n d] may complete, with those of
-    the tails [b h size d]."""
+    the tails [b h size d]. Tokens before the first are zeros."""
     (k, v), (k_tail, v_tail) = new, tails
     (B, K, T, D), E = k.shape, v.shape[-1]
     max_windows = cdiv(T, d)
     k_out, v_out = (t.new_empty(B, K, max_windows, l, t.shape[-1]) for t in tails)
     grid, flipped = launch.grid(max_windows, B * K)
-    launcher(nsa_kv_cache_windows, grid)(
-        k=strided(k), v=strided(v), k_tail=strided(k_tail), v_tail=strided(v_tail),
-        lengths=lengths, k_out=k_out, v_out=v_out, T=T, K=K, D=D, BLOCK_D=padded(D), E=E,
-        BLOCK_E=padded(E), l=l, BLOCK_L=next_power_of_2(l), d=d, TAIL_SIZE=k_tail.shape[2],
-        FLIPPED=flipped, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(lengths):
+        launcher(nsa_kv_cache_windows, grid)(
+            k=strided(k), v=strided(v), k_tail=strided(k_tail), v_tail=strided(v_tail),
+            lengths=lengths, k_out=k_out, v_out=v_out, T=T, K=K, D=D, BLOCK_D=padded(D), E=E,
+            BLOCK_E=padded(E), l=l, BLOCK_L=next_power_of_2(l), d=d, TAIL_SIZE=k_tail.shape[2],
+            FLIPPED=flipped, num_warps=4,
+        )  # fmt: skip
     return k_out, v_out
