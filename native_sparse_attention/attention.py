@@ -81,6 +81,11 @@ class SparseAttention(RotaryLayer):
 
     twins: tuple[str, ...] = ("k_compress", "v_compress")
     config: NSAConfig
+    to_index: Any
+    k_compress: Any
+    v_compress: Any
+    k_intrablock_positions: Any
+    v_intrablock_positions: Any
     # of `view.collect`, while one is open: sees each call and its block indices
     observer: Callable[[Call, AttentionConfig, Tensor | None], None] | None = None
 
@@ -376,8 +381,11 @@ class SparseAttention(RotaryLayer):
         if cache is not None and torch.compiler.is_compiling() and not cache.is_fixed:
             from .compat.uncompiled import call_uncompiled
 
-            call = inp, cache, disable_triton_kernel, *masks, return_cache
-            return call_uncompiled(self.forward, *call, lengths=lengths, mask=mask)
+            return call_uncompiled(
+                self.forward, inp, cache, disable_triton_kernel, *masks, return_cache,
+                lengths=lengths, cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask,
+                documents=documents,
+            )  # fmt: skip
         names = cu_seqlens, segment_ids, mask, documents
         layout, lengths = layer_layout(inp, config.alignment, cache is not None, lengths, *names)
         if layout is not None:
@@ -385,7 +393,7 @@ class SparseAttention(RotaryLayer):
             documents = layout.documents if cache is None else None
 
         # queries, keys and values of these tokens, rotated to their positions
-        tokens = None if cache is None else cache.new_tokens(inp, lengths)
+        tokens: Any = None if cache is None else cache.new_tokens(inp, lengths)
         x = self.norm(inp if tokens is None else tokens.zero_padding(inp))
         qkv, gates = self.project(x), self.gates(x)
         q, kv = self.split(qkv)
@@ -393,7 +401,7 @@ class SparseAttention(RotaryLayer):
         if cache is not None:
             cache.bind(self.identity, config.geometry, {"k": kv[0], "v": kv[1]})
         backend = self.choose_backend(q, kv, start, disable_triton_kernel)
-        if tokens is not None and self.supports_decode(cache, q, kv, backend, masks):
+        if cache is not None and self.supports_decode(cache, q, kv, backend, masks):
             tokens = cache.decoded(tokens, q.device)
             start = tokens.start
         positions = None if documents is None else documents.positions()
@@ -408,7 +416,7 @@ class SparseAttention(RotaryLayer):
         else:
             tensors |= self.extend(cache, tokens, tensors, raw)
             leaders = self.shared_rankings(cache, tokens, q)
-        if tokens is not None and tokens.decoded:
+        if cache is not None and tokens.decoded:
             out, indices = self.decode(gates, tensors, cache, tokens, leaders), None
         else:
             dense = cache is not None and 0 < (cache.max_length or 0) <= config.dense_length
@@ -732,7 +740,7 @@ class SparseAttention(RotaryLayer):
         gates: Tensor | None,
         tensors: dict[str, Tensor],
         cache: KVCache,
-        tokens: NewTokens,
+        tokens: Any,
         rankings: Tensor | None,
     ) -> Tensor:
         """`attend` of few new tokens by the decode kernels, over the storage of the cache. They

@@ -105,7 +105,7 @@ class Attention(RotaryLayer):
             from .compat.uncompiled import call_uncompiled
 
             call = x, cache, disable_triton_kernel, return_cache
-            return call_uncompiled(self.forward, *call, lengths=lengths)
+            return call_uncompiled(self.forward, *call, lengths=lengths, documents=documents)
         layer_layout(x, 1, cache is not None, lengths, None, None, None, documents)
         if cache is None:
             positions = None if documents is None else documents.positions()

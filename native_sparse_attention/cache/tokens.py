@@ -64,11 +64,11 @@ class NewTokens(NamedTuple):
             map(operator.sub, self.ends(every), [a // every for a in self.host[0]]), default=0
         )
 
-    def slots(self, every: int, width: int) -> tuple[Tensor, Tensor | None]:
+    def slots(self, every: int, width: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Positions [n] or [b n] of `width` new entries, and a mask of those that are complete;
-        None: all are."""
+        None: all are. On the device, or on the host if it knows that sequences differ."""
         first, end = self.bounds(every)
-        slots = column(first) + torch.arange(width, device=device_of(first, end))
+        slots = column(first) + torch.arange(width, device=device_of(device, first, end))
         if self.counts is None and (every == 1 or isinstance(first, int)):
             return slots, None
         return slots, slots < column(end)
@@ -102,7 +102,8 @@ class NewTokens(NamedTuple):
         if self.host is None:  # entries beyond the capacity can only be padding
             width = min(width, store.shape[2])
         if width:
-            write(store, new[:, :, :width], *self.slots(every, width), page_table)
+            slots = self.slots(every, width, store.device)
+            write(store, new[:, :, :width], *slots, page_table)
 
     def write_recent(self, ring: Tensor, new: Tensor) -> None:
         """Write the last real tokens of each sequence, as many as fit, to a ring buffer."""
@@ -111,7 +112,7 @@ class NewTokens(NamedTuple):
         if width == 0:
             return
         first, end = self.bounds(1)
-        last = torch.arange(width, device=device_of(first, end)) - width
+        last = torch.arange(width, device=device_of(ring.device, first, end)) - width
         # negative for sequences that take fewer
         index = column(end - first) + last
         mask = None if self.counts is None else index >= 0
@@ -124,9 +125,8 @@ def column(bound: Any) -> Any:
     return bound[:, None] if isinstance(bound, Tensor) else bound
 
 
-def device_of(*bounds: Any) -> torch.device:
-    tensors = [bound for bound in bounds if isinstance(bound, Tensor)]
-    return tensors[0].device if tensors else torch.device("cpu")
+def device_of(default: torch.device, *bounds: Any) -> torch.device:
+    return next((bound.device for bound in bounds if isinstance(bound, Tensor)), default)
 
 
 def take(t: Tensor, index: Tensor) -> Tensor:
@@ -154,9 +154,9 @@ def write(
     rows = torch.arange(len(new), device=slots.device)[:, None].expand_as(slots)
     if mask is not None and not torch.compiler.is_compiling():
         mask = mask.expand_as(slots)
-        entries = torch.arange(slots.shape[1]).expand_as(slots)[mask].to(device, non_blocking=True)
+        entries = torch.arange(slots.shape[1], device=slots.device).expand_as(slots)[mask]
         rows, slots, mask = rows[mask], slots[mask], None
-        new = new[rows.to(device, non_blocking=True), entries]
+        new = new[rows.to(device, non_blocking=True), entries.to(device, non_blocking=True)]
     rows, slots = (t.to(device, non_blocking=True) for t in (rows, slots))
     if page_table is not None:
         rows = page_table[rows, slots // size]
@@ -180,9 +180,10 @@ def write_by_kernels(
     device. A kernel writes a pair of streams; a stream without a partner is its own."""
     from ..kernels.decode import kv_cache
 
+    lengths: Any = tokens.start
     for names in pairs(new):
         kv_cache.append(
-            pick(new, names), pick(stores, names), tokens.start, tokens.new, counts=tokens.counts,
+            pick(new, names), pick(stores, names), lengths, tokens.new, counts=tokens.counts,
             page_table=page_table, page_size=page_size, every=every, tail=ring,
         )  # fmt: skip
 
@@ -193,8 +194,9 @@ def windows_by_kernels(
     """`KVCache.windows` of raw keys and values in Triton."""
     from ..kernels.decode import kv_cache
 
+    lengths: Any = tokens.start
     (names,) = pairs(new)
-    windows = kv_cache.windows(pick(new, names), pick(tails, names), tokens.start, l, d)
+    windows = kv_cache.windows(pick(new, names), pick(tails, names), lengths, l, d)
     return dict(zip(names, windows, strict=True))
 
 

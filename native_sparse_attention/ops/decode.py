@@ -136,8 +136,10 @@ def decode_attention(
         scale=scale,
         soft_cap=soft_cap,
     )
-    streams = dict(k=k, v=v, ck=ck, cv=cv)
-    others = dict(cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v)
+    streams: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
+    others: dict[str, Any] = dict(
+        cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v
+    )
     nsa.check_branch_tensors(dict(ck=ck, cv=cv, branch_gates=branch_gates, **others), config)
     dims = check_shapes(
         q=(q, "B T H D"),
@@ -214,7 +216,8 @@ def decode_eagerly(config: AttentionConfig, call: DecodeInputs) -> Tensor:
     if call.page_table is not None:  # [pages, N, K, D] -> [B, tokens, K, D]
         pages = call.page_table.long()
         streams = {name: t[pages].flatten(1, 2) for name, t in streams.items()}
-    q, d, S, ranking = call.q, config.d, streams["k"].shape[1], call.ranking
+    q, d, S = call.q, config.d, streams["k"].shape[1]
+    ranking: Any = call.ranking
     if "ck" in streams:
         S = min(S, (streams["ck"].shape[1] + 1) * d - 1)
     starts, T = call.lengths.long(), q.shape[1]

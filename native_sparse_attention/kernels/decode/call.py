@@ -172,8 +172,10 @@ def tensors_of(call: DecodeInputs, plan: Plan, config: AttentionConfig, out: Ten
         gates = Gates(call.branch_gates, *call.branch_gates.stride())
     sinks = call.counters if call.sinks is None else call.sinks.float().expand(3, -1).contiguous()
     ranks = K if config.query_heads_share_selected_kv else H
-    return Tensors(
-        *(Strided(t, *t.stride()[:3]) for t in streams), *memory, gates, sinks,
-        cache_arguments(call.lengths, call.counts, call.page_table), work, out, Heads(H, K, ranks),
-        config.scale_of(D) * launch.LOG2_E, launch.cap(config.soft_cap)["cap"],
-    )  # fmt: skip
+    groups: list[Any] = [Strided(t, *t.stride()[:3]) for t in streams]
+    groups += [
+        *memory, gates, sinks, cache_arguments(call.lengths, call.counts, call.page_table), work,
+        out, Heads(H, K, ranks), config.scale_of(D) * launch.LOG2_E,
+        launch.cap(config.soft_cap)["cap"],
+    ]  # fmt: skip
+    return Tensors(*groups)
