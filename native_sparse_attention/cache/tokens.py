@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checks.scalars import as_int, shown
+from ..ops.triton.cache import kernels
 
 
 class NewTokens(NamedTuple):
@@ -178,11 +179,9 @@ def write_by_kernels(
 ) -> None:
     """`NewTokens.write` and `NewTokens.write_recent` in Triton, which reads the lengths on the
     device. A kernel writes a pair of streams; a stream without a partner is its own."""
-    from ..kernels.decode import kv_cache
-
     lengths: Any = tokens.start
     for names in pairs(new):
-        kv_cache.append(
+        kernels().append(
             pick(new, names), pick(stores, names), lengths, tokens.new, counts=tokens.counts,
             page_table=page_table, page_size=page_size, every=every, tail=ring,
         )  # fmt: skip
@@ -192,11 +191,9 @@ def windows_by_kernels(
     new: dict[str, Tensor], tails: dict[str, Tensor], tokens: NewTokens, l: int, d: int
 ) -> dict[str, Tensor]:
     """`KVCache.windows` of raw keys and values in Triton."""
-    from ..kernels.decode import kv_cache
-
     lengths: Any = tokens.start
     (names,) = pairs(new)
-    windows = kv_cache.windows(pick(new, names), pick(tails, names), lengths, l, d)
+    windows = kernels().windows(pick(new, names), pick(tails, names), lengths, l, d)
     return dict(zip(names, windows, strict=True))
 
 
@@ -223,10 +220,8 @@ def checked_starts(lengths: Tensor, counts: Tensor | None, new: int, max_length:
     A GPU checks with a device-side assertion, for which the host does not wait.
     """
     if lengths.is_cuda:
-        from ..kernels.decode import kv_cache
-
         with torch.cuda.device_of(lengths):
-            return kv_cache.starts(lengths, counts, new, max_length)
+            return kernels().starts(lengths, counts, new, max_length)
     if lengths.device.type == "cpu":
         numbers = new_token_counts(len(lengths), new, counts)
         check_capacity(max_length, lengths.tolist(), numbers)
