@@ -11,8 +11,6 @@ the weights of a model, `against` another checkout: they are started by hand, an
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 from . import (
     attention,
@@ -23,23 +21,23 @@ from . import (
     learning,
     masks,
     memory,
+    model,
     pretrained,
     recall,
-    training,
 )
+from .common import Benchmark
 
-EVERY = ["--parts", "--agreement", "4"]
-CALLS: list[tuple[Callable[[list[str]], Any], list[str]]] = [
-    (attention.main, EVERY),
-    (training.main, []),
-    (masks.main, []),
-    (memory.main, []),
-    (decode.main, []),
-    (layer.main, []),
-    (generation.main, []),
-    (generation.main, ["--model", "llama-8b", "--layers", "8"]),
+CALLS: list[tuple[Benchmark, list[str]]] = [
+    (attention.BENCHMARK, ["--parts", "--agreement", "4"]),
+    (masks.BENCHMARK, []),
+    (memory.BENCHMARK, []),
+    (decode.BENCHMARK, []),
+    (layer.BENCHMARK, []),
+    (model.BENCHMARK, []),
+    (generation.BENCHMARK, []),
+    (generation.BENCHMARK, ["--model", "llama-8b", "--layers", "8"]),
 ]
-BY_HAND = (distillation.main, learning.main, pretrained.main, recall.main)
+BY_HAND = tuple(module.BENCHMARK for module in (distillation, learning, pretrained, recall))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,17 +45,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="the quick forms, nothing recorded")
     parser.add_argument("--table", action="store_true", help="redraw pages and plots, run nothing")
     args = parser.parse_args(argv)
-    every = [*dict.fromkeys(call for call, _ in CALLS), *BY_HAND]
     if args.quick:
-        for call, options in [*CALLS[:7], *((call, []) for call in BY_HAND[:2])]:
-            call([*options, "--quick"])
+        for benchmark, options in [*CALLS[:7], *((call, []) for call in BY_HAND[:2])]:
+            benchmark.main([*options, "--quick"])
         return
     try:
-        for call, options in CALLS if not args.table else []:
-            call(options)
+        for benchmark, options in CALLS if not args.table else []:
+            benchmark.main(options)
     finally:
-        for call in every:
-            call(["--table"])
+        for benchmark in {call.name: call for call in (*(c for c, _ in CALLS), *BY_HAND)}.values():
+            benchmark.main(["--table"])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ compared, the tests do that. A case that fails leaves a row that says why.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -29,7 +30,6 @@ from . import common
 from .common import Row
 from .one_tree import GROUPS
 
-RESULTS = common.RESULTS / "against.jsonl"
 CHILD = Path(__file__).with_name("one_tree.py")
 # slower than the other tree, by more than a run's noise
 MARKED = 1.03
@@ -70,14 +70,13 @@ def faster(row: Row, other: Row) -> Row:
     return failed or min(row, other, key=lambda r: float(r["ms"]))
 
 
-def compare(
-    group: str, other: Path, device: torch.device, seconds: float, rounds: int, quick: bool
-) -> list[Row]:
+def compare(group: str, args: argparse.Namespace) -> list[Row]:
     best: dict[str, dict[str, Row]] = {"this": {}, "other": {}}
-    trees = {"this": common.ROOT, "other": other.resolve()}
-    for _ in range(1 if group in FIRST else rounds):
+    trees = {"this": common.ROOT, "other": args.path.resolve()}
+    for _ in range(1 if group in FIRST else args.rounds):
         for name, tree in trees.items():
-            for case, row in times_of(tree, group, device, seconds, quick).items():
+            rows_of_tree = times_of(tree, group, args.device, args.seconds, args.quick)
+            for case, row in rows_of_tree.items():
                 best[name][case] = faster(row, best[name].get(case, row))
     rows: list[Row] = []
     for case in dict.fromkeys([*best["this"], *best["other"]]):
@@ -113,29 +112,29 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([common.markdown(lines), "", where, *failed])
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser = common.parser_of("against", __doc__, seconds=0.5)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="the other checkout")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=2, help="processes of each tree and group")
-    args = parser.parse_args(argv)
-    if args.table:
-        print(table(common.read_rows(args.out or RESULTS)))
-        return []
-    if not (args.path / "native_sparse_attention").is_dir():
-        sys.exit(f"benchmarks.against: path must be a checkout of this library, got {args.path}")
-    device, out = torch.device(args.device), common.out_of(args, RESULTS)
-    known = {"other_commit": commit_of(args.path), **common.environment(device)}
-    rows: list[Row] = []
-    for group in args.groups:
-        timed = compare(group, args.path, device, args.seconds, args.rounds, args.quick)
-        for row in timed:
-            rows.append({**row, **known})
-            common.append_row(out, rows[-1])
-        # a run may be cut short: what is known is shown at once
-        print(table(rows[-len(timed) :]), flush=True)
-    return rows
 
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    if not (args.path / "native_sparse_attention").is_dir():
+        raise ValueError(f"path must be a checkout of this library, got {args.path}")
+    known = {"other_commit": commit_of(args.path)}
+    for group in args.groups:
+        timed = compare(group, args)
+        for row in timed:
+            recorder.add({**row, **known})
+        # a run may be cut short: what is known is shown at once
+        print(table(recorder.rows[-len(timed) :]), flush=True)
+
+
+BENCHMARK = common.Benchmark(
+    "against", __doc__, options, run, ("case",), plot=lambda rows: print(table(rows)),
+    required=lambda row: False, seconds=0.5,
+)  # fmt: skip
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,29 +33,18 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor
 
-from . import common, oracle, performance, problem
-from .common import Row
-from .peers import PEERS, Peer, checkout
-from .performance import PASSES
+from . import common, oracle, problem
+from .common import PASSES, Row, both
+from .peers import PEERS, checkout
 from .problem import Setting, Tensors
 from .providers import OursSelected, Provider, providers
 
-RESULTS = common.RESULTS / "attention.jsonl"
+PAGE = common.RESULTS / "performance.md"
+PLOT = common.ROOT / "docs" / "images" / "attention.png"
+PLOTTED = ("dense-cudnn", "ours", "one-softmax", "fla")
 CHECK_LENGTH = 2048
 SPOT_ROWS = 64
 BASELINE = "dense-cudnn"
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is timed, and how long."""
-
-    settings: tuple[Setting, ...]
-    providers: tuple[Provider, ...]
-    strides: tuple[int, ...]
-    check_length: int = CHECK_LENGTH
-    seconds: float = 0.3
-    out: Path | None = None
 
 
 # one provider
@@ -81,11 +71,10 @@ def verify(provider: Provider, x: Tensors, setting: Setting, rows: Tensor | None
         oracle.WrongResult
     """
     every = torch.arange(setting.T, device=x["q"].device)
+    picked = every if rows is None else rows
     indices = provider.indices(x, setting)
     if provider.importance is not None and indices is not None:
-        oracle.check_ranking(
-            setting, provider.importance, x, indices, every if rows is None else rows
-        )
+        oracle.check_ranking(setting, provider.importance, x, indices, picked)
     if not provider.differentiable:
         return None
     inputs = {name: x[name].detach() for name in (*provider.names, "d_out")}
@@ -96,7 +85,6 @@ def verify(provider: Provider, x: Tensors, setting: Setting, rows: Tensor | None
     if rows is not None:
         names = tuple(name for name in names if name in oracle.OF_QUERIES)
         oracle.check_laws(branches, inputs, {f"d{name}": grad for name, grad in grads.items()})
-    picked = every if rows is None else rows
     actual = {"out": out.detach()[0, picked]}
     for name in names:
         grad = grads[name][0]
@@ -164,109 +152,113 @@ def measure(
         }
 
 
-# all of them
+class Timer:
+    """Checks and times providers, each checked once at a small length."""
 
+    def __init__(self, check_length: int, seconds: float, device: torch.device) -> None:
+        self.check_length, self.seconds, self.device = check_length, seconds, device
+        self.passed = set[tuple[Provider, Setting]]()
 
-class Run:
-    """Providers one after another: checks done, times of the baseline, rows written."""
+    def rows(self, provider: Provider, setting: Setting) -> list[Row]:
+        """Rows of the forward and the backward pass, or the one that says why there are none."""
+        if (reason := provider.why_not(setting, self.device)) is not None:
+            return [{"refused": reason}]
+        rows: list[Row] = []
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
-        self.environment = common.environment(device)
-        self.checked: dict[Any, str | None] = {}
-        self.baseline: dict[Any, float] = {}
-        self.independent: dict[Any, float] = {}
-        self.ours: dict[Any, float] = {}
-        self.rows: list[Row] = []
-
-    def check(self, provider: Provider, setting: Setting) -> str | None:
-        """Why the provider's results are wrong at the small length; None where they are right."""
-        small = dataclasses.replace(setting, T=min(setting.T, self.plan.check_length))
-        key = (id(provider), small)
-        if key not in self.checked:
-            try:
+        def check_and_measure() -> Row:
+            small = dataclasses.replace(setting, T=min(setting.T, self.check_length))
+            if (provider, small) not in self.passed:
                 verify(provider, prepared(provider, small, self.device), small, None)
-                self.checked[key] = None
-            except oracle.WrongResult as error:
-                self.checked[key] = f"wrong at T={small.T}: {error}"
-        return self.checked[key]
+                self.passed.add((provider, small))
+            rows.extend(measure(provider, setting, self.seconds, self.device))
+            return {}
 
-    def write(self, provider: Provider, setting: Setting, row: Row) -> None:
-        case = setting.row()
-        key = (setting.T, setting.H, setting.K, row.get("pass"))
-        if provider.name == BASELINE and "p50_ms" in row:
-            self.baseline[key] = row["p50_ms"]
-        if provider.part == "whole" and key in self.baseline and "p50_ms" in row:
-            row["speedup_over_cudnn"] = round(self.baseline[key] / row["p50_ms"], 3)
-        if provider.name == "ours" and setting.stride == 1 and "p50_ms" in row:
-            self.ours.setdefault((*key, provider.part), row["p50_ms"])
-        if isinstance(provider, Peer) and "p50_ms" in row:
-            ours = self.ours.get((*key, provider.part))
-            if ours is not None:
-                row["times_ours"] = round(row["p50_ms"] / ours, 3)
-        head: Row = {"provider": provider.name, "part": provider.part}
-        if isinstance(provider, OursSelected) and provider.alike is not None:
-            head["alike"] = provider.alike
-            if provider.alike == 1 and "p50_ms" in row:
-                self.independent[key] = row["p50_ms"]
-            elif key in self.independent and "p50_ms" in row:
-                row["speedup_over_independent"] = round(self.independent[key] / row["p50_ms"], 3)
-        if provider.note:
-            row["note"] = provider.note
-        row = {**head, **case, **row, **self.environment}
-        common.append_row(self.plan.out, row)
-        self.rows.append(row)
-        print(line(row), flush=True)
-
-    def one(self, provider: Provider, setting: Setting) -> None:
-        reason, field = provider.why_not(setting, self.device), "failed"
-        if reason is not None:
-            field = provider.refusal
-        try:
-            reason = reason or self.check(provider, setting)
-            if reason is None:
-                for row in measure(provider, setting, self.plan.seconds, self.device):
-                    self.write(provider, setting, row)
-        except oracle.WrongResult as error:
-            reason = f"wrong at T={setting.T}: {error}"
-        except Exception as error:
-            reason = common.why(error)
-        if reason is not None:
-            self.write(provider, setting, {field: reason})
+        failed = common.attempt(check_and_measure, self.device)
         common.release()
-        if not common.still_alive(self.device):
-            raise SystemExit("the GPU takes no more work after this error: nothing else was timed")
-
-    def all(self) -> list[Row]:
-        for setting in self.plan.settings:
-            for provider in self.plan.providers:
-                for stride in self.plan.strides if provider.strided else (1,):
-                    if setting.s % stride == 0:
-                        own = provider.sized(setting)
-                        self.one(provider, dataclasses.replace(own, stride=stride))
-        return self.rows
+        return [failed] if failed else rows
 
 
-def line(row: Row) -> str:
-    """A row as a person reads it."""
-    head = f"{row['provider']:12} {row['part']:10} T={row['T']:<7} {row['H']}/{row['K']:<3}"
-    head += f" stride {row['selection_stride']:<2}"
-    if "alike" in row:
-        head += f" {row['alike']} alike"
-    if "failed" in row or "refused" in row:
-        return f"{head} {row.get('failed') or row['refused']}"
-    text = f"{head} {row['pass']:8} {row['p50_ms']:10.3f} ms {row['tflops']:7.1f} TFLOP/s"
-    if row["peak_mib"] is not None:
-        text += f" {row['peak_mib']:9.0f} MiB"
-    for speedup in ("speedup_over_cudnn", "speedup_over_independent"):
-        if speedup in row:
-            text += f" {row[speedup]:6.2f} x"
-    if "times_ours" in row:
-        text += f" {row['times_ours']:6.2f} times ours"
-    return text
+def ratios(row: Row, times: dict[Any, float]) -> Row:
+    """How a row compares with those before it, whose times in ms are added to `times`."""
+    if "p50_ms" not in row:
+        return {}
+    at, ms = tuple(row[name] for name in ("T", "H", "K", "pass")), row["p50_ms"]
+    times.setdefault((*at, row["provider"], row["part"], row.get("alike")), ms)
+
+    def base(provider: str, part: str, alike: int | None = None) -> float | None:
+        return times.get((*at, provider, part, alike))
+
+    found: Row = {}
+    if row["part"] == "whole" and (dense := base(BASELINE, "whole")):
+        found["speedup_over_cudnn"] = round(dense / ms, 3)
+    if row.get("alike", 1) > 1 and (independent := base("ours", "selected", 1)):
+        found["speedup_over_independent"] = round(independent / ms, 3)
+    if not is_ours(row) and (ours := base("ours", row["part"])):
+        found["times_ours"] = round(ms / ours, 3)
+    return found
 
 
-# the command line
+def is_ours(row: Row) -> bool:
+    return row["provider"].startswith(("ours", "one-softmax"))
+
+
+# tables and plot
+
+
+def title(row: Row) -> str:
+    heads = f"H={row['H']}, K={row['K']}" + (f", D={row['D']}" if row.get("D", 128) != 128 else "")
+    return f"{row['gpu']}, {heads}"
+
+
+def label(row: Row) -> str:
+    name = row["provider"] if row["part"] == "whole" else f"{row['part']}, {row['provider']}"
+    name += f", stride {row['selection_stride']}" if row["selection_stride"] > 1 else ""
+    return f"{name}, {row['alike']} alike" if "alike" in row else name
+
+
+def grid(rows: Sequence[Row], head: str, cell: Any) -> str:
+    timed = [row for row in rows if "refused" not in row]
+    return common.grid(timed, head, label, lambda row: row["T"], cell, title)
+
+
+def table_of_speedups(rows: Sequence[Row]) -> str:
+    whole = [row for row in rows if row["part"] == "whole"]
+    head = "forward / backward, times as fast as dense cuDNN"
+    return grid(whole, head, lambda passes: both(passes, "speedup_over_cudnn"))
+
+
+def table_of_times(rows: Sequence[Row]) -> str:
+    return grid(rows, "forward / backward, ms", lambda passes: both(passes, "p50_ms"))
+
+
+def table_of_memory(rows: Sequence[Row]) -> str:
+    whole = [row for row in rows if row["part"] == "whole"]
+
+    def cell(passes: dict[str, Row]) -> str:
+        return common.number(passes.get("forward", {}).get("peak_mib"))
+
+    return grid(whole, "MiB of both passes", cell)
+
+
+TABLES = {PAGE: {"speedups": table_of_speedups, "times": table_of_times, "memory": table_of_memory}}
+
+
+def plot(rows: Sequence[Row]) -> None:
+    """ms against T: a panel for each (H, K) and pass, on the GPU of the most rows."""
+    ((gpu, _),) = Counter(row["gpu"] for row in rows).most_common(1)
+    panels: dict[str, dict[str, dict[float, float]]] = {}
+    for (H, K), name in itertools.product(((64, 4), (32, 8)), PASSES):
+        curves = panels.setdefault(f"{name}, H={H}, K={K}", {provider: {} for provider in PLOTTED})
+        for row in rows:
+            case = (gpu, H, K, "whole", 1, name)
+            fields = ("gpu", "H", "K", "part", "selection_stride", "pass")
+            if row["provider"] in curves and tuple(map(row.get, fields)) == case:
+                curves[row["provider"]][row["T"]] = row["p50_ms"]
+    drawn = {t: {n: points for n, points in c.items() if points} for t, c in panels.items()}
+    common.chart(drawn, PLOT, "tokens", "ms")
+
+
+# the program
 
 
 def tiny(T: int, H: int, K: int) -> Setting:
@@ -275,8 +267,7 @@ def tiny(T: int, H: int, K: int) -> Setting:
     return Setting(T, H, K, dtype=torch.float32, **sizes)
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.parser_of("attention", __doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = [name for name in providers() if name != "parts"]
     add("--lengths", type=int, nargs="+", metavar="T", help="1k to 128k; 8k and 64k with --peer")
@@ -290,69 +281,64 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--peer", type=checkout, nargs="+", default=[], metavar="NAME=PATH", help=known)
     add("--block-size", type=int, default=64, metavar="S", help="tokens of a selected block")
     add("--check-length", type=int, default=CHECK_LENGTH, help="where all results are checked")
-    args = parser.parse_args(argv)
-    if args.block_size != 64 and args.out is None:
-        parser.error("--block-size needs --out: the page is drawn from rows of blocks of 64")
-    return args
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    known, cuda = providers(), torch.device(args.device).type == "cuda"
-    names = args.providers
+def providers_of(args: argparse.Namespace) -> list[Provider]:
+    """The baseline first: others are compared with it."""
+    known, cuda, names = providers(), args.device.type == "cuda", args.providers
     peers = [peer for some in args.peer for peer in some]
-    if names is None and peers:
-        names = ["dense-cudnn", "ours"]
     if names is None:
-        names = [name for name in known if name not in ("parts", "dense-sdpa" if cuda else "")]
-    # the baseline first: others are compared with it
-    names = [name for name in known if name in names] + (["parts"] if args.parts else [])
-    chosen = [provider for name in names for provider in known[name]]
-    if peers and not args.parts:
-        parts = {peer.part for peer in peers}
-        chosen += [p for p in known["parts"] if p.name == "ours" and p.part in parts]
+        every = [name for name in known if name not in ("parts", "dense-sdpa" if cuda else "")]
+        names = [BASELINE, "ours"] if peers else every
+    chosen = [provider for name in known if name in names for provider in known[name]]
+    parts = {peer.part for peer in peers}
+    chosen += [p for p in known["parts"] if args.parts or (p.name == "ours" and p.part in parts)]
     chosen += peers
     if args.agreement:
         chosen += [OursSelected(alike) for alike in (1, args.agreement)]
-    options: dict[str, Any] = dict(
-        providers=tuple(chosen),
-        seconds=args.seconds,
-        check_length=args.check_length,
-        out=common.out_of(args, RESULTS),
-    )
+    return chosen
+
+
+def settings_of(args: argparse.Namespace) -> list[Setting]:
+    cuda = args.device.type == "cuda"
     if args.quick:
-        options["seconds"] = min(args.seconds, 0.05)
-        if cuda:
-            return Plan((Setting(2048), Setting(8192)), strides=(1, 4), **options)
-        options["check_length"] = 96
-        return Plan((tiny(192, 4, 2),), strides=(1, 4), **options)
-    settings, lengths = [], args.lengths
-    if lengths is None:
-        lengths = [8192, 65536] if peers else [2**e for e in range(10, 18)]
-    for heads in args.heads:
-        H, K = (int(number) for number in heads.split("/"))
-        settings += [
-            Setting(T, H, K, args.head_dim, s=args.block_size) if cuda else tiny(T, H, K)
-            for T in lengths
-        ]
-    return Plan(tuple(settings), strides=tuple(args.strides), **options)
+        return [Setting(2048), Setting(8192)] if cuda else [tiny(192, 4, 2)]
+    lengths = args.lengths or ([8192, 65536] if args.peer else [2**e for e in range(10, 18)])
+    heads = [map(int, heads.split("/")) for heads in args.heads]
+    return [
+        Setting(T, H, K, args.head_dim, s=args.block_size) if cuda else tiny(T, H, K)
+        for H, K in heads
+        for T in lengths
+    ]
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    args = arguments(argv)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        performance.draw(rows)
-        return rows
-    device = torch.device(args.device)
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    if args.block_size != 64 and args.out is None:
+        raise ValueError("--block-size needs --out: the page is drawn from rows of blocks of 64")
+    if args.quick:
+        args.seconds, args.strides = min(args.seconds, 0.05), [1, 4]
+        args.check_length = args.check_length if args.device.type == "cuda" else 96
     # a kept graph runs backward again and again
     torch._functorch.config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64
-    rows = Run(plan_of(args), device).all()
-    ours = [row for row in rows if "failed" in row and row["provider"].startswith("ours")]
-    if ours:
-        raise SystemExit(f"ours not timed in {len(ours)} cases, the first: {line(ours[0])}")
-    return rows
+    timer, times = Timer(args.check_length, args.seconds, args.device), dict[Any, float]()
+    chosen = providers_of(args)
+    for setting in settings_of(args):
+        for provider in chosen:
+            for stride in args.strides if provider.strided else (1,):
+                if setting.s % stride:
+                    continue
+                sized = dataclasses.replace(provider.sized(setting), stride=stride)
+                for row in timer.rows(provider, sized):
+                    row = {**provider.head(), **sized.row(), **row}
+                    recorder.add({**row, **ratios(row, times)})
 
+
+BENCHMARK = common.Benchmark(
+    "attention", __doc__, options, run, ("provider", "part", "T", "H", "K", "selection_stride",
+    "alike", "pass"), TABLES, plot, required=is_ours, seconds=0.3,
+)  # fmt: skip
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,9 @@
-"""What every benchmark needs: times, where it ran, rows on disk, tables, and its command line."""
+"""What every benchmark needs: times, where it ran, rows on disk, tables, and its program."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import gc
 import importlib.metadata
@@ -12,6 +13,7 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 Row = dict[str, Any]
+PASSES = ("forward", "backward")
 
 
 class WrongResult(Exception):
@@ -106,14 +109,75 @@ def append_row(path: Path | None, row: Row) -> None:
 # tables and pages
 
 NO_ROWS = "no rows yet"
+Key = Callable[[Row], Any]
 Tables = Mapping[Path, Mapping[str, Callable[[Sequence[Row]], str]]]
 
 
 def markdown(lines: list[list[str]]) -> str:
     """A table: its head, and the lines beneath."""
-    head, *rest = lines
-    drawn = [head, ["---"] * len(head), *rest]
+    head, *body = lines
+    drawn = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in drawn)
+
+
+def grid(
+    rows: Iterable[Row],
+    head: str,
+    line: Key,
+    column: Key,
+    cell: Callable[[dict[str, Row]], str],
+    title: Key = lambda row: None,
+    is_signed: bool = True,
+) -> str:
+    """A table for each title, its lines and named columns in the order of their first rows, other
+    columns sorted. A cell is drawn from the latest row of each pass; a failure takes the place of
+    older rows. Beneath, unless it is not `is_signed`, where these rows were taken."""
+    latest: dict[Any, dict[Any, dict[Any, dict[str, Row]]]] = {}
+    for row in rows:
+        cells = latest.setdefault(title(row), {}).setdefault(line(row), {})
+        passes = cells.setdefault(column(row), {})
+        if "failed" in row or "failed" in passes:
+            passes.clear()
+        passes["failed" if "failed" in row else row.get("pass", "")] = row
+    tables = []
+    for name, lines in latest.items():
+        columns = list(dict.fromkeys(key for cells in lines.values() for key in cells))
+        if not any(isinstance(key, str) for key in columns):
+            columns.sort()
+        drawn = [[head, *map(label_of, columns)]]
+        for label, cells in lines.items():
+            of_line = [cells.get(key, {}) for key in columns]
+            texts = [("failed" if "failed" in p else cell(p)) if p else "" for p in of_line]
+            drawn += [[str(label), *texts]] if any(texts) else []
+        if len(drawn) > 1:
+            tables.append(markdown(drawn) if name is None else f"{name}:\n\n{markdown(drawn)}")
+    if tables and is_signed:
+        by_line = [cells for lines in latest.values() for cells in lines.values()]
+        used = [row for cells in by_line for passes in cells.values() for row in passes.values()]
+        tables.append(machine(used))
+    return "\n\n".join(tables) or NO_ROWS
+
+
+def label_of(key: Any) -> str:
+    """Of a column: lengths in k, several values one after another."""
+    if isinstance(key, tuple):
+        return ", ".join(map(label_of, key))
+    return length(key) if isinstance(key, int) else str(key)
+
+
+def machine(rows: Sequence[Row]) -> str:
+    """Where and at what commits rows were taken."""
+    fields = ("gpu", "torch", "triton", "commit")
+    gpu, torch_version, triton, commit = (
+        ", ".join(dict.fromkeys(str(row[field]) for row in rows if row.get(field)))
+        for field in fields
+    )
+    return f"{gpu}, torch {torch_version}, triton {triton}; {commit}."
+
+
+def failures(rows: Iterable[Row], name: Key) -> str:
+    """Why rows have no result, a line each."""
+    return "\n".join(dict.fromkeys(f"* {name(r)}: {r['failed']}" for r in rows if "failed" in r))
 
 
 def redraw(page: str, name: str, text: str) -> str:
@@ -129,15 +193,8 @@ def render(page: str, tables: Mapping[str, Callable[[Sequence[Row]], str]], rows
     return page
 
 
-def draw_pages(tables: Tables, rows: Sequence[Row]) -> None:
-    """Redraw the tables of every page in place."""
-    for path, of_page in tables.items():
-        page = path.read_text(encoding="utf-8")
-        path.write_text(render(page, of_page, rows), encoding="utf-8")
-
-
 def length(T: int) -> str:
-    return f"{T // 1024}k" if T % 1024 == 0 else str(T)
+    return f"{T // 1024}k" if T and T % 1024 == 0 else str(T)
 
 
 def number(value: float | None) -> str:
@@ -146,60 +203,155 @@ def number(value: float | None) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def seen(rows: Iterable[Row], field: str) -> str:
-    """The values of a field, each once."""
-    return ", ".join(dict.fromkeys(str(row[field]) for row in rows))
+def both(passes: Mapping[str, Row], field: str) -> str:
+    """A field of the forward and of the backward pass."""
+    cells = [number(passes.get(name, {}).get(field)) for name in PASSES]
+    return " / ".join(cell or "-" for cell in cells) if any(cells) else ""
 
 
-def commits(rows: Iterable[Row]) -> str:
-    return ", ".join(sorted({str(row["commit"])[:7] for row in rows}))
+Curves = Mapping[str, Mapping[float, float]]
 
 
-def subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    """A figure without a window, and its axes [rows columns]."""
+def chart(
+    panels: Mapping[str, Curves], path: Path, x: str, y: str, columns: int = 2, is_log: bool = True
+) -> None:
+    """A panel for each title, a line for each label of all panels in a color of its own, and one
+    legend; x is logarithmic, and y unless it is not `is_log`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, constrained_layout=True)
-
-
-def log_log(axis: Any, lengths: Sequence[int], x: str, y: str) -> None:
-    """Axes of time against length."""
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(lengths, list(map(length, lengths)))
-    axis.set(xlabel=x, ylabel=y)
-    axis.grid(alpha=0.3)
-
-
-def save(figure: Any, path: Path) -> None:
+    lines = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(4.6 * columns, 3.4 * lines), squeeze=False,
+        constrained_layout=True,
+    )  # fmt: skip
+    colors = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(
+        label for curves in panels.values() for label in curves))}  # fmt: skip
+    handles = {}
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+        for label, points in curves.items():
+            (handles[label],) = axis.plot(
+                *zip(*sorted(points.items()), strict=True), "o-", ms=4, color=colors[label]
+            )
+        ticks = sorted({round(at) for points in curves.values() for at in points})
+        axis.set_xscale("log", base=2)
+        if is_log:
+            axis.set_yscale("log")
+        axis.set_xticks(ticks, list(map(length, ticks)))
+        axis.set(title=title, xlabel=x, ylabel=y)
+        axis.grid(alpha=0.3)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    figure.clear()
+    pyplot.close(figure)
 
 
-# the command line
+# the program
 
 
-def parser_of(name: str, about: str | None, seconds: float | None = 0.3) -> argparse.ArgumentParser:
-    """The options that benchmarks share; rows go to results/NAME.jsonl."""
-    parser = argparse.ArgumentParser(
-        prog=f"benchmarks.{name}", description=(about or "").partition("\n")[0]
-    )
-    add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    if seconds is not None:
-        add("--seconds", type=float, default=seconds, help="of timing for each row")
-    add("--out", type=Path, help=f"JSONL; results/{name}.jsonl, none with --quick")
-    add("--table", action="store_true", help="redraw the tables from the rows there")
-    add("--quick", action="store_true", help="tiny sizes, nothing recorded")
-    return parser
+class Recorder:
+    """Rows of a run: each gets what it ran on, is appended to a file and printed as it comes."""
+
+    def __init__(self, out: Path | None, device: torch.device, fields: Sequence[str]) -> None:
+        self.out, self.device, self.fields = out, device, fields
+        self.environment, self.rows = environment(device), list[Row]()
+
+    def add(self, row: Row) -> None:
+        row = {**row, **self.environment}
+        append_row(self.out, row)
+        self.rows.append(row)
+        print(text_of(row, self.fields), flush=True)
 
 
-def out_of(args: argparse.Namespace, results: Path) -> Path | None:
-    return args.out or (None if args.quick else results)
+# what is measured, and its unit
+UNITS = {
+    "p50_ms": "ms", "tflops": "TFLOP/s", "p50_us": "us", "gbps": "GB/s", "wall_ms": "ms",
+    "host_ms": "ms host", "peak_mib": "MiB", "mib": "MiB", "seconds": "s", "loss": "nats",
+    "tokens_per_s": "tokens/s", "speedup_over_cudnn": "x cuDNN", "times_ours": "times ours",
+    "over_default": "of the default", "prefill_ms": "ms prefill", "dynamic_ms": "ms a step",
+    "static_ms": "ms a static step",
+}  # fmt: skip
+
+
+def text_of(row: Row, fields: Sequence[str]) -> str:
+    """A row as a person reads it: some fields, then what was measured or why nothing was."""
+    head = " ".join(f"{row[field]!s:<8}" for field in fields if row.get(field) is not None)
+    values = (f"{row[name]:g} {unit}" for name, unit in UNITS.items() if row.get(name) is not None)
+    return f"{head} {row.get('failed') or row.get('refused') or ', '.join(values)}"
+
+
+def check_least(plan: Any, least: Mapping[str, int]) -> None:
+    """Raises ValueError for a setting, or one of several, that is less than it may be."""
+    for name, at_least in least.items():
+        value = getattr(plan, name)
+        value = min(value) if isinstance(value, tuple) else value
+        if value < at_least:
+            raise ValueError(f"{name} must be at least {at_least}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A program that appends rows to results/NAME.jsonl and draws pages from them.
+
+    options:   adds its options to a parser
+    run:       measures; `args.device` is a torch.device
+    fields:    of a row, which tell a person what was measured
+    required:  whether a row that failed makes the program fail
+    """
+
+    name: str
+    about: str | None
+    options: Callable[[argparse.ArgumentParser], Any]
+    run: Callable[[argparse.Namespace, Recorder], Any]
+    fields: tuple[str, ...]
+    tables: Tables = dataclasses.field(default_factory=dict)
+    plot: Callable[[Sequence[Row]], Any] | None = None
+    required: Callable[[Row], bool] = lambda row: True
+    seconds: float | None = None
+
+    @property
+    def results(self) -> Path:
+        return RESULTS / f"{self.name}.jsonl"
+
+    def main(self, argv: list[str] | None = None) -> list[Row]:
+        args = self.arguments(argv)
+        if args.table:
+            rows = read_rows(args.out or self.results)
+            self.draw(rows)
+            return rows
+        out = args.out or (None if args.quick else self.results)
+        recorder = Recorder(out, args.device, self.fields)
+        try:
+            self.run(args, recorder)
+        except ValueError as error:
+            sys.exit(f"benchmarks.{self.name}: {error}")
+        failed = [row for row in recorder.rows if "failed" in row and self.required(row)]
+        if failed:
+            sys.exit(f"{len(failed)} cases failed, the first: {text_of(failed[0], self.fields)}")
+        return recorder.rows
+
+    def arguments(self, argv: list[str] | None) -> argparse.Namespace:
+        about = (self.about or "").partition("\n")[0]
+        parser = argparse.ArgumentParser(prog=f"benchmarks.{self.name}", description=about)
+        add = parser.add_argument
+        add("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+        if self.seconds is not None:
+            add("--seconds", type=float, default=self.seconds, help="of timing for each row")
+        add("--out", type=Path, help=f"JSONL; results/{self.name}.jsonl, none with --quick")
+        add("--table", action="store_true", help="redraw the tables from the rows there")
+        add("--quick", action="store_true", help="tiny sizes, nothing recorded")
+        self.options(parser)
+        return parser.parse_args(argv)
+
+    def draw(self, rows: Sequence[Row]) -> None:
+        """Redraw the tables of every page in place, and the plot."""
+        for path, tables in self.tables.items():
+            page = path.read_text(encoding="utf-8")
+            path.write_text(render(page, tables, rows), encoding="utf-8")
+        if self.plot is not None and rows:
+            self.plot(rows)
 
 
 # time and memory

@@ -1,7 +1,7 @@
 """A step of decoding: native sparse attention over a cache against dense attention over it.
 
     python -m benchmarks.decode                  time every size, append rows
-    python -m benchmarks.decode --table          redraw results/performance.md and plots
+    python -m benchmarks.decode --table          redraw results/performance.md from the rows
     python -m benchmarks.decode --quick          small ones, nothing recorded
 
 B rows hold S tokens each, the keys of T new ones among them; random q, k, v. "ours" is all of
@@ -20,10 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,18 +30,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from native_sparse_attention import decode_attention
 
-from . import attention, common, oracle, performance, problem
-from .common import Row, WrongResult, length, number
+from . import attention, common, oracle, problem
+from .attention import BASELINE, CHECK_LENGTH, PAGE
+from .attention import PLOT as PLOT_OF_ATTENTION
+from .common import Row, WrongResult, number
 from .oracle import Branch
-from .performance import PAGE
 from .problem import Setting, Tensors
 from .providers import ONE_SOFTMAX, Form, our_branches
 
-RESULTS = common.RESULTS / "decode.jsonl"
-PLOT = performance.PLOT.with_name("decode.png")
-BASELINE = "dense-cudnn"
 STORED = ("k", "v", "ck", "cv")
-CHECK_LENGTH = 2048
 CHECK_ROWS = 3
 
 
@@ -93,20 +87,10 @@ def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
 def windows_of(tokens: Tensor, step: Step) -> Tensor:
     """The mean pooled windows [B W K D] of tokens [B S K D], as a view of storage [B K ...]."""
     c = step.setting
-    found = tokens.new_empty(step.B, tokens.shape[2], step.S // c.d, c.D).transpose(1, 2)
-    for row, own in zip(found, tokens, strict=True):  # padding copies: a row at a time
-        row.copy_(problem.pooled(own[None], c.l, c.d)[0])
-    return found
-
-
-def memory(step: Step) -> int:
-    """Bytes that a size takes at most: k, v and the values of `selected`, the windows, all of it in
-    pages too, keys and values of one row in fp64, the cache's flush, and 2 GiB."""
-    c = step.setting
-    tokens = step.S * c.K * c.D * c.dtype.itemsize
-    return (
-        int(step.B * tokens * 2 * (3 + 2 / c.d)) + 4 * step.S * c.D * 8 + common.FLUSH_BYTES + 2**31
-    )
+    windows = tokens.new_empty(step.B, tokens.shape[2], step.S // c.d, c.D).transpose(1, 2)
+    for row, sequence in zip(windows, tokens, strict=True):  # padding copies: a row at a time
+        row.copy_(problem.pooled(sequence[None], c.l, c.d)[0])
+    return windows
 
 
 # bytes
@@ -143,26 +127,19 @@ class Ours:
         """The step with the provider's own sizes."""
         return step
 
-    def why_not(self, step: Step, device: torch.device) -> str | None:
-        return None
-
     def prepare(self, x: Tensors, step: Step) -> None:
         """Put what a call needs besides its inputs into x. Not timed."""
 
-    def stored(self, x: Tensors, step: Step) -> Tensors:
-        """Keys and values as a cache has them."""
-        return {name: x[name] for name in STORED}
+    def arguments(self, x: Tensors, step: Step) -> dict[str, Any]:
+        """Keys and values as a cache has them, and what says how they are read."""
+        stored = {name: x[name] for name in STORED}
+        return {**stored, "branch_gates": x["branch_gates"], "sliding_window_size": step.setting.w}
 
     def call(self, x: Tensors, step: Step) -> Tensor:
-        tensors: Any = {name: x[name] for name in ("q", "branch_gates", "lengths")}
-        return decode_attention(
-            **tensors | self.stored(x, step),
-            sliding_window_size=step.setting.w,
-            importance=self.importance,
-            # by name: `auto` might time what it fell back to
-            backend="triton" if x["q"].is_cuda else "eager",
-            **step.setting.ranking,
-        )
+        # by name: `auto` might time what it fell back to
+        backend = "triton" if x["q"].is_cuda else "eager"
+        given = self.arguments(x, step) | dict(importance=self.importance, backend=backend)
+        return decode_attention(x["q"], lengths=x["lengths"], **given, **step.setting.ranking)
 
     def branches(self, step: Step) -> list[Branch]:
         return our_branches(step.setting)
@@ -190,14 +167,10 @@ class OneSoftmax(Ours):
         keys = keys if c.l == 1 else windows_of(keys, step)
         x["ck"] = keys.expand(-1, -1, c.K, -1)
 
-    def call(self, x: Tensors, step: Step) -> Tensor:
-        tensors: Any = {name: x[name] for name in ("q", "k", "v", "ck", "lengths")}
-        return decode_attention(
-            **tensors, cq=x.get("cq"), cv=None, branch_gates=None, branches=("selected",),
-            sliding_window_size=0,
-            importance=self.importance, backend="triton" if x["q"].is_cuda else "eager",
-            **step.setting.ranking,
-        )  # fmt: skip
+    def arguments(self, x: Tensors, step: Step) -> dict[str, Any]:
+        stored = {name: x.get(name) for name in ("k", "v", "ck", "cq")}
+        absent = dict(cv=None, branch_gates=None, sliding_window_size=0)
+        return {**stored, **absent, "branches": ("selected",)}
 
     def branches(self, step: Step) -> list[Branch]:
         c = step.setting
@@ -214,25 +187,19 @@ class Paged(Ours):
     """Of pages that lie anywhere."""
 
     def prepare(self, x: Tensors, step: Step) -> None:
-        device, B = x["q"].device, step.B
-        pages = B * (step.S // self.page_size(step))
+        size = next(size for size in (4 * step.setting.s, step.setting.s) if step.S % size == 0)
+        device, pages = x["q"].device, step.B * (step.S // size)
         generator = torch.Generator(device).manual_seed(0)
         order = torch.randperm(pages, generator=generator, device=device, dtype=torch.int32)
-        x["page_table"] = order.view(B, -1)
+        x["page_table"] = order.view(step.B, -1)
         x |= {f"pages of {name}": self.paged(x[name], x["page_table"]) for name in STORED}
         x["v in pages"] = x["v"]
 
-    def stored(self, x: Tensors, step: Step) -> Tensors:
+    def arguments(self, x: Tensors, step: Step) -> dict[str, Any]:
         pages = {name: x[f"pages of {name}"] for name in STORED}
         if x["v"] is not x["v in pages"]:
             pages["v"] = self.paged(x["v"], x["page_table"])
-        return {**pages, "page_table": x["page_table"]}
-
-    @staticmethod
-    def page_size(step: Step) -> int:
-        """Tokens."""
-        s = step.setting.s
-        return next(size for size in (4 * s, s) if step.S % size == 0)
+        return super().arguments(x, step) | pages | {"page_table": x["page_table"]}
 
     @staticmethod
     def paged(t: Tensor, table: Tensor) -> Tensor:
@@ -243,45 +210,35 @@ class Paged(Ours):
         return pages.transpose(1, 2)
 
 
-class Dense:
+class Dense(Ours):
     """Attention to everything, by one backend of `scaled_dot_product_attention`, with heads
     that share keys as such (cuDNN is faster so on an H200), or as rows of queries."""
 
-    importance, factor = None, 4.0
+    importance, factor = "", 4.0
 
     def __init__(self, name: str, kernels: SDPBackend, as_rows: bool) -> None:
         self.name, self.kernels, self.as_rows = name, kernels, as_rows
-
-    def sized(self, step: Step) -> Step:
-        return step
-
-    def why_not(self, step: Step, device: torch.device) -> str | None:
-        if self.kernels == SDPBackend.FLASH_ATTENTION and step.T > 1:
-            return "takes no mask, which several new tokens need"
-        return None
 
     def prepare(self, x: Tensors, step: Step) -> None:
         """Queries [B H T D] or [B K (G T) D], and for several tokens the mask, as it is added."""
         c = step.setting
         x["rows"] = x["q"].transpose(1, 2)
-        if self.as_rows:
-            x["rows"] = x["rows"].unflatten(1, (c.K, c.G)).flatten(2, 3)
         i = torch.tensor(step.positions, device=x["q"].device)
         hidden = torch.arange(step.S, device=i.device) > i[:, None]
         x["mask"] = hidden.new_zeros(hidden.shape, dtype=c.dtype).masked_fill(hidden, -torch.inf)
         if self.as_rows:
+            x["rows"] = x["rows"].unflatten(1, (c.K, c.G)).flatten(2, 3)
             x["mask"] = x["mask"].repeat(c.G, 1)
 
     def call(self, x: Tensors, step: Step) -> Tensor:
-        c, cuda = step.setting, x["q"].is_cuda
         keys, values = (x[name].transpose(1, 2) for name in ("k", "v"))
         mask = x["mask"] if step.T > 1 else None
-        with sdpa_kernel(self.kernels if cuda else SDPBackend.MATH):
+        with sdpa_kernel(self.kernels if x["q"].is_cuda else SDPBackend.MATH):
             out = F.scaled_dot_product_attention(
                 x["rows"], keys, values, attn_mask=mask, enable_gqa=not self.as_rows
             )
         if self.as_rows:
-            out = out.unflatten(2, (c.G, step.T)).flatten(1, 2)
+            out = out.unflatten(2, (step.setting.G, step.T)).flatten(1, 2)
         return out.transpose(1, 2)
 
     def branches(self, step: Step) -> list[Branch]:
@@ -291,9 +248,8 @@ class Dense:
         return bytes_of(step, step.S)
 
 
-Provider = Ours | Dense
 # the baseline first: others are compared with it
-PROVIDERS: tuple[Provider, ...] = (
+PROVIDERS: tuple[Ours, ...] = (
     Dense(BASELINE, SDPBackend.CUDNN_ATTENTION, as_rows=False),
     Dense("dense-flash", SDPBackend.FLASH_ATTENTION, as_rows=True),
     Ours("ours", "logits"),
@@ -306,7 +262,7 @@ PROVIDERS: tuple[Provider, ...] = (
 # checks
 
 
-def selected(provider: Provider, x: Tensors, step: Step) -> Tensor:
+def selected(provider: Ours, x: Tensors, step: Step) -> Tensor:
     """Which blocks each query attends that are not forced, [B T H c]. Values that are 1 in the
     dimension of their block make the selected branch's output each block's share of its softmax."""
     c, values, shares = step.setting, torch.zeros_like(x["v"]), []
@@ -324,7 +280,7 @@ def selected(provider: Provider, x: Tensors, step: Step) -> Tensor:
     return torch.cat(shares, -1) & ~forced[:, None]
 
 
-def lists(chosen: Tensor, step: Step) -> Tensor:
+def block_indices(chosen: Tensor, step: Step) -> Tensor:
     """Of [B T H c] the blocks of each group of heads, -1 behind them: [B T K n]."""
     chosen = chosen.unflatten(2, (step.setting.K, -1))
     if not (chosen == chosen[:, :, :, :1]).all():
@@ -350,13 +306,13 @@ def by_definition(
     for h in range(x["k"].shape[2]):
         share = {n: x[n] for n in ("q", "branch_gates", *sorted(names))}
         share = {n: t.to(dtype) for n, t in oracle.of_head(share, h, i).items()}
-        own = None if blocks is None else blocks[h][None]
-        heads.append(oracle.definition(branches, share, i, own))
+        chosen = None if blocks is None else blocks[h][None]
+        heads.append(oracle.definition(branches, share, i, chosen))
     return torch.cat(heads, 1)
 
 
 def verify(
-    provider: Provider, x: Tensors, step: Step, out: Tensor, queries: list[tuple[int, int]]
+    provider: Ours, x: Tensors, step: Step, out: Tensor, queries: list[tuple[int, int]]
 ) -> float:
     """Hold queries (row, new token) to the definition; the largest error as a share of its budget.
 
@@ -364,16 +320,17 @@ def verify(
         WrongResult
     """
     c, branches = step.setting, provider.branches(step)
-    blocks = lists(selected(provider, x, step), step) if provider.importance else None
+    ranks = bool(provider.importance)
+    blocks = block_indices(selected(provider, x, step), step) if ranks else None
     exact, low = [], []
     for b, t in queries:
         one, i = as_prompt(x, b, t, step), torch.tensor([step.positions[t]], device=out.device)
-        own = None if blocks is None else blocks[b, t]
-        if provider.importance is not None and own is not None:
-            everywhere = own.expand(1, step.S, -1, -1)
+        chosen = None if blocks is None else blocks[b, t]
+        if chosen is not None:
+            everywhere = chosen.expand(1, step.S, -1, -1)
             oracle.check_ranking(c, provider.importance, one, everywhere, i)
-        exact.append(by_definition(branches, one, i, own, torch.float64))
-        low.append(by_definition(branches, one, i, own, c.dtype))
+        exact.append(by_definition(branches, one, i, chosen, torch.float64))
+        low.append(by_definition(branches, one, i, chosen, c.dtype))
     got = torch.stack([out[b, t] for b, t in queries])
     sizes = {"v": got, "d_out": got}  # of gradients, which there are none of here
     exact_out, low_out = ({"out": torch.cat(part)} for part in (exact, low))
@@ -408,7 +365,7 @@ def small(step: Step) -> Step:
     return Step(setting, min(step.B, CHECK_ROWS), step.T)
 
 
-def check(provider: Provider, step: Step, device: torch.device) -> None:
+def check(provider: Ours, step: Step, device: torch.device) -> None:
     """All queries of a small step.
 
     Raises:
@@ -420,9 +377,7 @@ def check(provider: Provider, step: Step, device: torch.device) -> None:
     verify(provider, x, step, out, [(b, t) for b in range(step.B) for t in range(step.T)])
 
 
-def measure(
-    provider: Provider, x: Tensors, step: Step, seconds: float, device: torch.device
-) -> Row:
+def measure(provider: Ours, x: Tensors, step: Step, seconds: float, device: torch.device) -> Row:
     provider.prepare(x, step)
     replay, out = captured(lambda: provider.call(x, step), device)
     queries = sorted({(b, t) for b in (0, step.B - 1) for t in (0, step.T - 1)})
@@ -435,177 +390,46 @@ def measure(
     return {**us, **counts, "error_share": round(share, 3)}
 
 
-def one(
-    provider: Provider, x: Tensors, step: Step, passed: set[Any], seconds: float,
-    device: torch.device,
-) -> Row:  # fmt: skip
-    """A provider's times; `passed` are the small checks behind it."""
-    reason = provider.why_not(step, device)
-    if reason is not None:
-        return {"failed": reason}
-    if (provider.name, small(step)) not in passed:
-        check(provider, small(step), device)
-        passed.add((provider.name, small(step)))
-    return measure(provider, x, step, seconds, device)
+# tables
 
 
-def no_room(step: Step, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    free, need = torch.cuda.mem_get_info(device)[0], memory(step)
-    return None if need <= free else f"needs {need / 2**30:.0f} GiB, {free / 2**30:.0f} are free"
+def title(row: Row) -> str:
+    return "{gpu}, B={B}, H={H}, K={K}, T={T}".format(**row)
 
 
-@torch.no_grad()
-def run(
-    steps: list[Step],
-    providers: list[Provider],
-    out: Path | None,
-    seconds: float,
-    device: torch.device,
-) -> list[Row]:
-    known, rows, passed = common.environment(device), [], set[Any]()
-    for step in steps:
-        common.release()
-        if reason := no_room(step, device):
-            print(f"B={step.B} S={step.S}: left out, {reason}", flush=True)
-            continue
-        x, baseline = draw(step, device), None
-        for provider in providers:
-            own = provider.sized(step)
-            timed = functools.partial(one, provider, dict(x), own, passed, seconds, device)
-            row = common.attempt(timed, device)
-            common.release()
-            p50 = row.get("p50_us")
-            baseline = p50 if provider.name == BASELINE else baseline
-            if baseline and p50:
-                row["speedup_over_cudnn"] = round(baseline / p50, 3)
-            row = {"provider": provider.name, **own.row(), **row, **known}
-            common.append_row(out, row)
-            rows.append(row)
-            print(line(row), flush=True)
-        del x
-    return rows
-
-
-def line(row: Row) -> str:
-    """A row as a person reads it."""
-    head = f"{row['provider']:12} B={row['B']:<3} S={row['S']:<7} T={row['T']:<2}"
-    head += f" {row['H']}/{row['K']}"
-    if "failed" in row:
-        return f"{head} {row['failed']}"
-    text = f"{head} {row['p50_us']:10.1f} us {row['gbps']:7.0f} GB/s"
-    return text + (f" {row['speedup_over_cudnn']:6.2f} x" if "speedup_over_cudnn" in row else "")
-
-
-# tables and plot
-
-Shape = tuple[int, int, int]  # H, K, T
-
-
-class Steps:
-    """The latest row of each (H, K, T), B, provider and S."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        gpu = Counter(row["gpu"] for row in rows).most_common(1)[0][0]
-        self.used = [row for row in rows if row["gpu"] == gpu]
-        self.cases: dict[tuple[Shape, int, str, int], Row] = {}
-        for row in self.used:
-            self.cases[(row["H"], row["K"], row["T"]), row["B"], row["provider"], row["S"]] = row
-        self.panels = sorted({case[:2] for case in self.cases})
-
-    def providers(self, shape: Shape, B: int) -> list[str]:
-        """As they were first timed."""
-        return list(dict.fromkeys(case[2] for case in self.cases if case[:2] == (shape, B)))
-
-    def lengths(self, shape: Shape, B: int) -> list[int]:
-        return sorted({case[3] for case in self.cases if case[:2] == (shape, B)})
-
-    def of(self, shape: Shape, B: int, provider: str, field: str) -> dict[int, Any]:
-        """A field by S, of the rows that have it."""
-        rows = {S: self.cases.get((shape, B, provider, S), {}) for S in self.lengths(shape, B)}
-        return {S: row[field] for S, row in rows.items() if field in row}
-
-
-def times(steps: Steps, shape: Shape, B: int) -> str:
-    """Microseconds, the speed-up over dense cuDNN, and the bandwidth reached."""
-    lengths = steps.lengths(shape, B)
-    lines = [["µs (times as fast as dense cuDNN); GB/s", *map(length, lengths)]]
-    for name in steps.providers(shape, B):
-        us, gbps, speedup = (
-            steps.of(shape, B, name, field) for field in ("p50_us", "gbps", "speedup_over_cudnn")
-        )
-        cells = []
-        for S in lengths:
-            cell = "" if S not in us else number(us[S])
-            if S in speedup and name != BASELINE:
-                cell += f" ({number(speedup[S])})"
-            cells.append(cell and f"{cell}; {gbps[S]:.0f}")
-        if any(cells):
-            lines.append([name, *cells])
-    return "B={}, H={}, K={}, T={}:\n\n".format(B, *shape) + common.markdown(lines)
-
-
-def where(rows: Sequence[Row]) -> str:
-    return "{gpu}, driver {driver}, torch {torch}, triton {triton}, commit {commit}.".format(
-        **rows[-1]
-    )
+def cell(passes: dict[str, Row]) -> str:
+    (row,) = passes.values()
+    speedup = number(row.get("speedup_over_cudnn"))
+    return f"{number(row.get('p50_us'))} ({speedup}); {row.get('gbps', 0):.0f}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    if not rows:
-        return common.NO_ROWS
-    steps = Steps(rows)
-    parts = [times(steps, *panel) for panel in steps.panels]
-    return "\n\n".join([*parts, where(steps.used)])
+    """Microseconds, the speed-up over dense cuDNN, and the bandwidth reached."""
+    timed = [row for row in rows if "p50_us" in row or "failed" in row]
+    head = "µs (times as fast as dense cuDNN); GB/s"
+    return common.grid(timed, head, lambda row: row["provider"], lambda row: row["S"], cell, title)
 
 
-def one_softmax(rows: Sequence[Row]) -> str:
-    """The newest run of it, with what was timed beside it."""
-    run = performance.run_of(rows, performance.is_one_softmax)
-    if not run:
-        return common.NO_ROWS
-    steps = Steps(run)
-    return "\n\n".join([*(times(steps, *panel) for panel in steps.panels), where(steps.used)])
+TABLES = {PAGE: {"decode": table}}
+PLOT = PLOT_OF_ATTENTION.with_name("decode.png")
+PLOTTED = (BASELINE, "ours", "ours-paged", "one-softmax-max")
 
 
-TABLES = {PAGE: {"decode": table, "decode_one_softmax": one_softmax}}
+def plot(rows: Sequence[Row]) -> None:
+    """Microseconds against the length of the cache, a panel for each B."""
+    panels: dict[str, dict[str, dict[float, float]]] = {}
+    for row in rows:
+        if (row["H"], row["K"], row["T"]) == (64, 4, 1) and row["provider"] in PLOTTED:
+            curves = panels.setdefault(f"B={row['B']}", {})
+            if "p50_us" in row:
+                curves.setdefault(row["provider"], {})[row["S"]] = row["p50_us"]
+    common.chart(dict(sorted(panels.items())), PLOT, "tokens in the cache", "µs", columns=3)
 
 
-def draw_page(rows: Sequence[Row]) -> None:
-    """Tables and plot."""
-    common.draw_pages(TABLES, rows)
-    if rows and pictured(Steps(rows)):
-        plot(Steps(rows))
+# the program
 
 
-def pictured(steps: Steps) -> list[tuple[Shape, int]]:
-    """The panels of the first shape that was timed."""
-    timed = [case[:2] for case, row in steps.cases.items() if "p50_us" in row]
-    return sorted({panel for panel in timed if panel[0] == timed[0][0]})
-
-
-def plot(steps: Steps) -> None:
-    """p50 against S, log-log, one panel for each B."""
-    panels = pictured(steps)
-    figure, axes = common.subplots(1, len(panels), (4.6 * len(panels), 4.2))
-    for axis, (shape, B) in zip(axes[0], panels, strict=True):
-        for name in steps.providers(shape, B):
-            points = steps.of(shape, B, name, "p50_us")
-            style = "o-" if name.startswith("ours") else "s--"
-            if points:
-                axis.plot(list(points), list(points.values()), style, ms=4, label=name)
-        common.log_log(axis, steps.lengths(shape, B), "S", "µs")
-        axis.set(title="B={}, H={}, K={}, T={}".format(B, *shape))
-    axes[0][0].legend(fontsize=7)
-    common.save(figure, PLOT)
-
-
-# the command line
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = common.parser_of("decode", __doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = [provider.name for provider in PROVIDERS]
     add("--lengths", type=int, nargs="+", default=[2**e for e in range(12, 19)], metavar="S")
@@ -613,42 +437,61 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--new", type=int, nargs="+", default=[1], metavar="T", help="new tokens of a step")
     add("--heads", nargs="+", default=["64/4"], metavar="H/K")
     add("--providers", nargs="+", choices=names, default=names)
-    return parser.parse_args(argv)
 
 
 def steps_of(args: argparse.Namespace) -> list[Step]:
-    cuda = torch.device(args.device).type == "cuda"
+    cuda = args.device.type == "cuda"
     lengths, batches, shapes = args.lengths, args.batches, args.heads
     if args.quick:
         lengths, batches = ([4096, 16384], [1, 16]) if cuda else ([320], [1, 3])
         shapes = shapes if cuda else ["4/2"]
     steps = []
     for heads in shapes:
-        H, K = (int(number) for number in heads.split("/"))
+        H, K = map(int, heads.split("/"))
         for S in lengths:
             setting = Setting(S, H, K) if cuda else attention.tiny(S, H, K)
             if S % setting.s:
-                raise SystemExit(f"--lengths must be multiples of {setting.s}, got {S}")
+                raise ValueError(f"lengths must be multiples of {setting.s}, got {S}")
             steps += [Step(setting, B, T) for B in batches for T in args.new]
     return steps
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    args = arguments(argv)
-    device = torch.device(args.device)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        draw_page(rows)
-        return rows
-    out = common.out_of(args, RESULTS)
-    chosen = [provider for provider in PROVIDERS if provider.name in args.providers]
+@torch.no_grad()
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    device, passed = args.device, set[Any]()
     seconds = min(args.seconds, 0.05) if args.quick else args.seconds
-    rows = run(steps_of(args), chosen, out, seconds, device)
-    ours = [row for row in rows if "failed" in row and row["provider"].startswith("ours")]
-    if ours:
-        raise SystemExit(f"ours not timed in {len(ours)} cases, the first: {line(ours[0])}")
-    return rows
+    for step in steps_of(args):
+        baseline = None
+        for provider in PROVIDERS:
+            if provider.name not in args.providers:
+                continue
+            sized = provider.sized(step)
+            key = (provider.name, small(sized))
 
+            def timed(provider: Ours = provider, sized: Step = sized, key: Any = key) -> Row:
+                if key not in passed:
+                    check(provider, small(sized), device)
+                    passed.add(key)
+                return measure(provider, draw(sized, device), sized, seconds, device)
+
+            row: Row
+            if provider.name == "dense-flash" and step.T > 1:
+                row = {"refused": "takes no mask, which several new tokens need"}
+            else:
+                row = common.attempt(timed, device)
+            common.release()
+            p50 = row.get("p50_us")
+            baseline = p50 if provider.name == BASELINE else baseline
+            if baseline and p50:
+                row["speedup_over_cudnn"] = round(baseline / p50, 3)
+            recorder.add({"provider": provider.name, **sized.row(), **row})
+
+
+BENCHMARK = common.Benchmark(
+    "decode", __doc__, options, run, ("provider", "B", "S", "T", "H", "K"), TABLES, plot,
+    required=attention.is_ours, seconds=0.3,
+)  # fmt: skip
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

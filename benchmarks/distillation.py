@@ -24,6 +24,7 @@ every block selected, has the losses of dense attention.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import functools
@@ -38,12 +39,11 @@ from torch import Tensor
 from native_sparse_attention import collect
 
 from . import common, pretrained
-from .common import Row, WrongResult, length
-from .pretrained import DENSE, needle_cell
+from .common import Row, WrongResult
+from .pretrained import DENSE, percent
 from .pretrained_model import Corpus, Network, corpora, load, own_texts, tiny
 
 PAGE = common.RESULTS / "training.md"
-RESULTS = common.RESULTS / "distillation.jsonl"
 # characters of a training text for each token, more than there are
 CHARACTERS = 6
 # tokens of the text of the check, at most
@@ -68,7 +68,6 @@ class Plan:
     ranking_lr: float = 1e-3
     queries: int = 64  # of a step, which rankings learn from
     seed: int = 0
-    out: Path | None = None
 
     def __post_init__(self) -> None:
         for s in self.sizes:
@@ -77,10 +76,7 @@ class Plan:
         keys = sum(self.tokens)
         least = dict(T=2 * keys, train_T=keys + 2 * max(self.sizes))
         least |= dict(windows=1, needles=0, watched=0, batch=1, steps=1, ranking_steps=1, queries=1)
-        for name, at_least in least.items():
-            if (value := getattr(self, name)) < at_least:
-                told = name.replace("_", "-")
-                raise ValueError(f"{told} must be at least {at_least}, got {value}")
+        common.check_least(self, least)
 
     @property
     def evaluation(self) -> pretrained.Plan:
@@ -223,17 +219,19 @@ def timed(train: Callable[[], list[float]]) -> Row:
 class Run:
     """All forms of a model, one after another, and their rows."""
 
-    def __init__(self, model: Network, texts: Sequence[Corpus], plan: Plan) -> None:
-        self.model, self.plan, self.rows = model, plan, list[Row]()
+    def __init__(
+        self, model: Network, texts: Sequence[Corpus], plan: Plan, recorder: common.Recorder
+    ) -> None:
+        self.model, self.plan, self.recorder = model, plan, recorder
         self.training = training_rows(texts, model, plan)
         self.texts = {c.name: c.windows(model, plan.T, plan.windows) for c in texts}
         names = ("T", "train_T", "batch", "steps", "ranking_steps", "lr", "ranking_lr")
         self.known = {name: getattr(plan, name) for name in names}
-        self.known |= {"train_rows": len(self.training), **common.environment(model.device)}
+        self.known |= {"train_rows": len(self.training)}
         # the losses of "dense" and "dense, tuned", by text
         self.base: dict[str, dict[str, Tensor]] = {}
 
-    def all(self) -> list[Row]:
+    def all(self) -> None:
         network, plan, rows = self.model.network, self.plan, self.training
         self.measure({"form": "dense"}, network)
         tuned = copy.deepcopy(network)
@@ -256,7 +254,6 @@ class Run:
             greatest = converted(network, s, "max", plan)
             trained = timed(functools.partial(tune, greatest, rows, plan))
             self.measure({"form": "max, tuned", **known, **trained}, greatest)
-        return self.rows
 
     def measure(self, row: Row, network: Any) -> None:
         """Add the rows of a model, one of each text."""
@@ -282,97 +279,44 @@ class Run:
             counts = (tokens // row["s"] for tokens in self.plan.tokens)
             row |= dict(zip(("initial", "local", "n"), counts, strict=True))
             row["keys"] = sum(self.plan.tokens)
-        row = {**row, **self.known}
-        common.append_row(self.plan.out, row)
-        self.rows.append(row)
-        print(*(f"{k}={row[k]}" for k in ("form", "s", "text", "loss") if k in row), flush=True)
+        self.recorder.add({**row, **self.known})
 
 
 # the table
 
-LABELS = {
-    "dense": "dense",
-    "dense, tuned": "dense, tuned",
-    "index": "converted, untrained",
-    "index, ranking": "ranking trained",
-    "index, all": "ranking trained, then all",
-    "heads": "a ranking for each head, untrained",
-    "heads, tuned": "a ranking for each head, all trained",
-    "max, tuned": "all trained, no learned ranking",
-}
-# form, block size, seed (None for what is not trained), then text
-Cases = dict[tuple[str, int, int | None], dict[str, Row]]
 
-
-def latest(rows: Sequence[Row]) -> Cases:
-    """The last row of each form and text, of the last row's length: forms in the order of `LABELS`,
-    by block size."""
-    cases: Cases = {}
-    for row in rows:
-        if row["T"] == rows[-1]["T"]:
-            seed = row.get("seed") if "seconds" in row else None
-            cases.setdefault((row["form"], row.get("s", 0), seed), {})[row.get("text", "")] = row
-    forms = list(LABELS)
-    order = sorted(cases, key=lambda key: (key[1], forms.index(key[0]), key[2] or 0))
-    return {key: cases[key] for key in order}
-
-
-def above(row: Row, field: str) -> str:
-    """Percent beyond another model, with the standard error over texts."""
-    if f"{field}_percent" not in row:
-        return ""
-    percent, error = f"{row[f'{field}_percent']:+.2f} %", row[f"{field}_stderr"]
-    base = row["loss"] - row[field]
-    return percent if error is None or not base else f"{percent} ± {100 * error / base:.2f}"
-
-
-def line(name: str, row: Row, s: int) -> list[str]:
-    blocks = "all" if "s" not in row else f"{row['initial']} + {row['local']} + {row['n']}"
-    if "failed" in row:
-        return [name, str(s), blocks, "failed", "", "", "", ""]
-    over = "" if row["form"] == "dense" else above(row, "above")
-    over_tuned = "" if row["form"].startswith("dense") else above(row, "above_tuned")
-    caught = f"{row['caught']:.2f}" if "caught" in row else ""
-    loss = f"{row['loss']:.4f}"
-    return [name, str(s or ""), blocks, loss, over, over_tuned, needle_cell(row), caught]
-
-
-def text_table(cases: Cases, text: str) -> str:
-    seeds = {seed for *_, seed in cases if seed is not None}
-    head = ["", "block size", "initial + local + ranked", "loss", "above dense"]
-    lines = [[*head, "above dense, tuned", "needles at 10 / 50 / 80 %", "far mass caught"]]
-    for (form, s, seed), by_text in cases.items():
-        row = by_text.get(text) or by_text.get("")
-        if row is not None:
-            name = LABELS[form] + (f", seed {seed}" if seed is not None and len(seeds) > 1 else "")
-            lines.append(line(name, row, s))
-    return f"{text}:\n\n{common.markdown(lines)}"
+def line(row: Row) -> str:
+    seed = f", seed {row['seed']}" if "seconds" in row else ""
+    return row["form"] + (f", blocks of {row['s']}" if "s" in row else "") + seed
 
 
 def table(rows: Sequence[Row]) -> str:
-    if not rows:
-        return common.NO_ROWS
-    cases = latest(rows)
-    used = [row for by_text in cases.values() for row in by_text.values()]
-    texts = sorted({row["text"] for row in used if "text" in row})
-    last = used[-1]
-    trained = (
-        f"{length(last['T'])} tokens, {last.get('windows', '?')} texts of each kind. Trained on "
-        f"{last['train_rows']} rows of {length(last['train_T'])}: {last['steps']} steps of "
-        f"{last['batch']} with learning rate {last['lr']:g}, of the ranking alone "
-        f"{last['ranking_steps']} with {last['ranking_lr']:g}."
-    )
-    versions = f"torch {last['torch']}, triton {last['triton']}"
-    where = f"{common.seen(used, 'gpu')}, {versions}; {common.commits(used)}."
-    failed = dict.fromkeys(f"* {r['form']}: {r['failed']}" for r in used if "failed" in r)
-    tables = [text_table(cases, text) for text in texts]
-    return "\n\n".join([*tables, "\n".join([f"{trained} {where}", *failed])])
+    """Loss, above dense and above dense that was tuned; needles at each depth; far mass."""
+
+    def cell(passes: dict[str, Row]) -> str:
+        (row,) = passes.values()
+        values = {
+            "loss": f"{row['loss']:.4f}",
+            "above dense": percent(row, "above"),
+            "above dense, tuned": percent(row, "above_tuned"),
+            "needles": " / ".join(map(str, row.get("found", ()))),
+            "far mass caught": f"{row['caught']:.2f}" if "caught" in row else "",
+        }
+        return values[row["what"]]
+
+    names = ("loss", "above dense", "above dense, tuned", "needles", "far mass caught")
+    cells = [{**row, "what": name} for row in rows if "text" in row for name in names]
+    drawn = common.grid(
+        cells, "form", line, lambda row: row["what"], cell,
+        lambda row: f"{row['text']}, T={row['T']}, {row['steps']} and {row['ranking_steps']} steps",
+    )  # fmt: skip
+    return "\n\n".join(filter(None, (drawn, common.failures(rows, line))))
 
 
 TABLES = {PAGE: {"distillation": table}}
 
 
-# the command line
+# the program
 
 
 def network_of(path: Path | None, device: torch.device, is_quick: bool) -> Network:
@@ -381,40 +325,37 @@ def network_of(path: Path | None, device: torch.device, is_quick: bool) -> Netwo
     return model
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser, plan = common.parser_of("distillation", __doc__, seconds=None), Plan()
-    add = parser.add_argument
+# of Plan, and what they mean
+OPTIONS = {
+    "T": "tokens of a text", "train_T": "of a row that is trained on", "windows": "texts a kind",
+    "needles": "of each depth", "batch": "rows of a step", "watched": "texts of far mass",
+    "steps": "of all weights", "ranking_steps": "of the ranking alone", "lr": "of all weights",
+    "ranking_lr": "of the ranking alone", "seed": "of the rows' order",
+}  # fmt: skip
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    plan = Plan()
     pretrained.add_texts(parser)
-    add("--s", type=int, nargs="+", default=plan.sizes, dest="sizes", help="block sizes")
-    add("--length", type=int, dest="T", default=plan.T, metavar="T", help="of the evaluation")
-    add("--train-length", type=int, default=plan.train_T, dest="train_T", help="of a row")
-    options = {
-        "windows": "texts of each kind", "needles": "of each depth", "batch": "rows of a step",
-        "watched": "texts whose far mass is measured", "steps": "of all weights", "seed": "",
-        "ranking_steps": "of the ranking alone", "lr": "of all weights", "ranking_lr": "",
-    }  # fmt: skip
-    for name, text in options.items():
+    parser.add_argument("--s", type=int, nargs="+", default=plan.sizes, help="block sizes")
+    for name, text in OPTIONS.items():
         value = getattr(plan, name)
-        add(f"--{name.replace('_', '-')}", type=type(value), default=value, help=text)
-    args = parser.parse_args(argv)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        common.draw_pages(TABLES, rows)
-        return rows
-    device, out = torch.device(args.device), common.out_of(args, RESULTS)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(value), default=value, help=text, dest=name)
+
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
     if args.quick:
         sizes: dict[str, Any] = dict(tokens=(16, 32, 32), T=256, train_T=128, windows=2, needles=1)
-        plan = Plan((16,), **sizes, watched=1, steps=2, ranking_steps=2, queries=16, out=out)
+        plan = Plan((16,), **sizes, watched=1, steps=2, ranking_steps=2, queries=16)
     else:
-        chosen = {name: getattr(args, name) for name in (*options, "T", "train_T")}
-        plan = Plan(tuple(args.sizes), **chosen, out=out)
+        plan = Plan(tuple(args.s), **{name: getattr(args, name) for name in OPTIONS})
     texts = corpora(args.data or own_texts())
-    rows = Run(network_of(args.model, device, args.quick), texts, plan).all()
-    print(table(rows), flush=True)
-    if failed := [row["failed"] for row in rows if "failed" in row]:
-        raise SystemExit(failed[0])
-    return rows
+    Run(network_of(args.model, args.device, args.quick), texts, plan, recorder).all()
 
+
+BENCHMARK = common.Benchmark("distillation", __doc__, options, run, ("form", "s", "text"), TABLES)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

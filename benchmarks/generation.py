@@ -1,6 +1,6 @@
 """Prefill and decoding of a model of transformers: sparse attention against its own SDPA attention.
 
-    python -m benchmarks.generation --model llama-8b --layers 8    append rows, print the table
+    python -m benchmarks.generation --model llama-8b --layers 8    append rows
     python -m benchmarks.generation --table       redraw results/generation.md from the rows
     python -m benchmarks.generation --quick       a tiny model, nothing recorded
 
@@ -35,17 +35,15 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import common
-from .common import Row, WrongResult, length
+from .common import Row, WrongResult
 
 PAGE = common.RESULTS / "generation.md"
-RESULTS = common.RESULTS / "generation.jsonl"
 # a released model's widths
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": dict(
@@ -105,18 +103,10 @@ class Plan:
     repeats: int = 3
     dtype: torch.dtype = torch.bfloat16
     deadline: float | None = None  # seconds
-    out: Path | None = None
 
     def __post_init__(self) -> None:
-        known = [form.name for form in self.forms]
-        if unknown := [name for name in self.static_forms if name not in known]:
-            raise ValueError(f"static-forms must be of {', '.join(known)}, got {unknown[0]}")
         least = dict(contexts=2, batches=1, new_tokens=FIRST + 2, repeats=1)
-        for name, at_least in least.items():
-            value = getattr(self, name)
-            value = min(value) if isinstance(value, tuple) else value
-            if value < at_least:
-                raise ValueError(f"{name} must be at least {at_least}, got {value}")
+        common.check_least(self, least)
 
 
 def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> tuple[Form, ...]:
@@ -268,9 +258,9 @@ def check(form: Form, network: Any, static: bool = False) -> float:
 
     kept = new_static_cache() or StaticCache(config=model.config, max_cache_len=max_length)
     for cache in (new_cache(form, model), kept):
-        given: Any = {cache_argument(): cache}
-        model(ids[:, :start], **given)
-        steps = [model(ids[:, i : i + 1], **given).logits for i in range(start, ids.shape[1])]
+        cached: Any = {cache_argument(): cache}
+        model(ids[:, :start], **cached)
+        steps = [model(ids[:, i : i + 1], **cached).logits for i in range(start, ids.shape[1])]
         errors.append(error_of(torch.cat(steps, dim=1), exact[:, start:]))
     if static:
         kept, prompt = new_static_cache(), ids[:, :start]
@@ -344,9 +334,9 @@ class Timed:
 
     @torch.no_grad()
     def prefill(self) -> float:
-        given: Any = {cache_argument(): new_cache(self.form, self.model)}
+        cached: Any = {cache_argument(): new_cache(self.form, self.model)}
         began = common.synchronize(self.ids.device)
-        self.model(self.ids, attention_mask=self.mask, logits_to_keep=1, **given)
+        self.model(self.ids, attention_mask=self.mask, logits_to_keep=1, **cached)
         return 1e3 * (common.synchronize(self.ids.device) - began)
 
     def decode(self, cache: str) -> float:
@@ -400,6 +390,11 @@ def measure_case(
     measure(timed, "dynamic", few)
     if context in plan.static_contexts:
         measure([t for t in timed if t.form.name in plan.static_forms], "static", few)
+    for t in timed:
+        for what in MEASURES:
+            base, ms = (x.row.get(f"{what}_ms") for x in (timed[0], t))
+            if base and ms and timed[0].form.settings is None:
+                t.row[f"{what}_over_sdpa"] = round(base / ms, 3)
     return [
         {
             "B": B, "T": context, "form": t.form.name, "settings": t.form.settings_of(t.model),
@@ -409,12 +404,8 @@ def measure_case(
     ]  # fmt: skip
 
 
-def run(network: Any, plan: Plan) -> list[Row]:
-    """Append the rows of all cases.
-
-    Raises:
-        WrongResult: a form whose logits are off; the others have their rows.
-    """
+def measure_all(network: Any, plan: Plan, recorder: common.Recorder) -> None:
+    """The rows of all cases; a form whose logits are off has one that says so."""
     began, config = time.perf_counter(), network.config
     known = {
         "model": plan.name,
@@ -425,49 +416,23 @@ def run(network: Any, plan: Plan) -> list[Row]:
         "new_tokens": plan.new_tokens,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "transformers": common.version("transformers"),
-        **common.environment(network.device),
     }
-    rows: list[Row] = []
-    forms, wrong = checked(network, plan)
+    forms, small = [], checked_network(network)
+    for form in plan.forms:
+        try:
+            check(form, small, bool(plan.static_contexts) and form.name in plan.static_forms)
+            forms.append(form)
+        except WrongResult as error:
+            recorder.add({"form": form.name, **known, "failed": f"wrong: {error}"})
+    common.release()
     for context in sorted(plan.contexts, reverse=True):
         for B in sorted(plan.batches, reverse=True):
             if plan.deadline is not None and time.perf_counter() - began > plan.deadline:
                 print(f"stopped before B={B}, T={context}: deadline", flush=True)
-                return rows
+                return
             for row in measure_case(network, forms, B, context, plan):
-                rows.append({**row, **known})
-                common.append_row(plan.out, rows[-1])
-                print(line(rows[-1]), flush=True)
+                recorder.add({**row, **known})
             common.release()
-    if wrong:
-        raise WrongResult(wrong)
-    return rows
-
-
-def checked(network: Any, plan: Plan) -> tuple[list[Form], str | None]:
-    """The forms that agree with SDPA, and what is wrong with the first other one."""
-    small, right, wrong = checked_network(network), [], None
-    for form in plan.forms:
-        try:
-            check(form, small, bool(plan.static_contexts) and form.name in plan.static_forms)
-            right.append(form)
-        except WrongResult as error:
-            wrong = wrong or f"{form.name}: {error}"
-            print(f"{form.name} is not timed: {error}", flush=True)
-    common.release()
-    return right, wrong
-
-
-def line(row: Row) -> str:
-    """A row as a person reads it."""
-    cells = [f"{row['model']} {row['form']:12} B={row['B']:<3} T={row['T']:<6}"]
-    for what in MEASURES:
-        if f"{what}_failed" in row:
-            cells.append(f"{what} failed: {row[f'{what}_failed']}")
-        elif f"{what}_ms" in row:
-            first = f" (first {row[f'{what}_first_s']} s)" if f"{what}_first_s" in row else ""
-            cells.append(f"{what} {row[f'{what}_ms']:.2f} ms{first}")
-    return "  ".join(cells)
 
 
 # the table
@@ -477,127 +442,44 @@ MEASURES = {
     "dynamic": "decoding, tokens/s",
     "static": "decoding over a static cache, tokens/s",
 }
-# after a ratio that is not to the row of SDPA in its table
-EARLIER = "\\*"
-
-# by batch and context the latest row of each form
-Cases = dict[tuple[int, int], dict[str, Row]]
-
-
-def latest(rows: Sequence[Row]) -> dict[tuple[str, int, str], Cases]:
-    """The latest rows of each model, depth and GPU. Each has SDPA's row of its own run."""
-
-    def run_of(row: Row) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("model", "layers", "gpu", "commit", "B", "T"))
-
-    base = {run_of(row): row for row in rows if row["form"] == BASELINE}
-    models: dict[tuple[str, int, str], Cases] = {}
-    for row in rows:
-        cases = models.setdefault((row["model"], row["layers"], row["gpu"]), {})
-        forms = cases.setdefault((row["B"], row["T"]), {})
-        forms[row["form"]] = {**row, BASELINE: base.get(run_of(row), {})}
-    return models
-
-
-def cell(rows: dict[str, Row], form: str, what: str) -> str:
-    """Tokens a second, and times as fast as SDPA in the same run."""
-    row = rows.get(form, {})
-    if f"{what}_failed" in row:
-        return "failed"
-    speed = row.get(f"{what}_tokens_per_s")
-    if speed is None:
-        return ""
-    text = f"{speed / 1e3:.1f}" if what == "prefill" else f"{speed:.0f}"
-    base = row[BASELINE].get(f"{what}_tokens_per_s")
-    if not base or form == BASELINE:
-        return text
-    is_shown = row[BASELINE].get("commit") == rows[BASELINE].get("commit")
-    return f"{text} ({speed / base:.2f}){'' if is_shown else EARLIER}"
-
-
-def peaks(rows: dict[str, Row], form: str) -> str:
-    mib = [rows.get(form, {}).get(f"{what}_peak_mib") for what in MEASURES]
-    return " / ".join("-" if peak is None else f"{peak / 1024:.1f}" for peak in mib)
-
-
-def model_table(name: str, cases: Cases) -> str:
-    order = sorted(cases)
-    rows = [row for of_case in cases.values() for row in of_case.values()]
-    forms = list(dict.fromkeys(row["form"] for row in rows))
-    forms.sort(key=lambda form: form != BASELINE)
-    first = rows[0]
-    depth = f"{first['layers']} layers"
-    if first["layers"] != first["all_layers"]:
-        depth += f" of {first['all_layers']}"
-    heads = f"{first['H']} query and {first['K']} KV heads, {first['dtype']}"
-    parts = [f"{name} ({depth}, {heads}), {first['gpu']}:"]
-    for what, label in MEASURES.items():
-        shown = [c for c in order if any(cell(cases[c], form, what) for form in forms)]
-        if shown:
-            head = [f"{label} (times SDPA)", *(f"B={B}, {length(T)}" for B, T in shown)]
-            lines = [[form, *(cell(cases[c], form, what) for c in shown)] for form in forms]
-            parts.append(common.markdown([head, *(line for line in lines if any(line[1:]))]))
-    if any(row.get("prefill_peak_mib") for row in rows):
-        head = ["peak GiB: prefill / decoding / static", *(f"B={B}, {length(T)}" for B, T in order)]
-        lines = [[form, *(peaks(cases[c], form) for c in order)] for form in forms]
-        parts.append(common.markdown([head, *lines]))
-    if any(EARLIER in part for part in parts):
-        parts.append(f"{EARLIER} times SDPA of its own run; the row of sdpa is of a later one.")
-    return "\n\n".join(parts)
 
 
 def table(rows: Sequence[Row]) -> str:
-    if not rows:
-        return common.NO_ROWS
-    models = latest(rows)
-    used = [
-        row for cases in models.values() for of_case in cases.values() for row in of_case.values()
-    ]
-    parts = [model_table(name, cases) for (name, *_), cases in models.items()]
-    failed = dict.fromkeys(
-        f"* {row['model']}, {row['form']}, B={row['B']}, {length(row['T'])}, {what}: {reason}"
-        for row in used
+    """Tokens a second, in brackets times as fast as SDPA in the same run; GiB."""
+    cells = [
+        row | {"what": what}
         for what in MEASURES
-        if (reason := row.get(f"{what}_failed"))
+        for row in rows
+        if f"{what}_ms" in row or f"{what}_failed" in row
+    ]
+
+    def cell(passes: dict[str, Row]) -> str:
+        (row,) = passes.values()
+        speed = row.get(f"{row['what']}_tokens_per_s")
+        if speed is None:
+            return "failed"
+        text = f"{speed / 1e3:.1f}" if row["what"] == "prefill" else f"{speed:.0f}"
+        over, peak = (row.get(f"{row['what']}_{name}") for name in ("over_sdpa", "peak_mib"))
+        text += f" ({over:.2f})" if over is not None else ""
+        return text if peak is None else f"{text}; {peak / 1024:.1f}"
+
+    def title(row: Row) -> str:
+        heads = f"{row['H']} query and {row['K']} KV heads, {row['dtype']}"
+        model = f"{row['model']} ({row['layers']} of {row['all_layers']} layers, {heads})"
+        return f"{model}, {row['gpu']}, {MEASURES[row['what']]} (times SDPA); peak GiB"
+
+    return common.grid(
+        cells, "", lambda row: row["form"], lambda row: (f"B={row['B']}", row["T"]), cell, title
     )
-    last, gpus = rows[-1], ", ".join(dict.fromkeys(gpu for *_, gpu in models))
-    where = f"{gpus}, torch {last['torch']}, triton {last['triton']}, "
-    where += f"transformers {last['transformers']}; {common.commits(used)}."
-    parts += ["\n".join(failed)] if failed else []
-    return "\n\n".join([*parts, where])
 
 
 TABLES = {PAGE: {"generation": table}}
 
 
-# the command line
+# the program
 
 
-def plan_of(args: argparse.Namespace, out: Path | None) -> Plan:
-    if args.quick:
-        forms = forms_of((16,), local=32, ranked=32)
-        static = (BASELINE, "max of 16", "converted, 16")
-        return Plan(
-            "tiny", forms, (256,), (2,), FIRST + 2, (256,), static, 1, torch.float32, out=out
-        )
-    forms = forms_of(args.s)
-    names = args.forms or [form.name for form in forms]
-    chosen = tuple(form for form in forms if form.name in names)
-    if len(chosen) < len(names):
-        raise ValueError(
-            f"forms must be of {', '.join(form.name for form in forms)}, got {', '.join(names)}"
-        )
-    usual = [n for n in names if n in (BASELINE, "defaults", f"max of {args.s[0]}")]
-    static_contexts = args.static_contexts or [max(args.contexts)]
-    return Plan(
-        args.model, chosen, tuple(args.contexts), tuple(args.batches), args.new_tokens,
-        tuple(static_contexts), tuple(args.static_forms or usual), args.repeats,
-        deadline=args.deadline, out=out,
-    )  # fmt: skip
-
-
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser = common.parser_of("generation", __doc__, seconds=None)
+def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", choices=SHAPES, default="smollm2-135m", help="a shape, with random weights")
     add("--layers", type=int, help="of the shape, all by default")
@@ -610,16 +492,37 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--static-forms", nargs="+", metavar="NAME", help="sdpa, max and defaults by default")
     add("--repeats", type=int, default=3, help="of a forward; generate has fewer")
     add("--deadline", type=float, help="seconds after which no case begins")
-    args = parser.parse_args(argv)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        common.draw_pages(TABLES, rows)
-        return rows
-    device, plan = torch.device(args.device), plan_of(args, common.out_of(args, RESULTS))
-    rows = run(network_of(plan.name, args.layers, device, plan.dtype), plan)
-    print(table(rows), flush=True)
-    return rows
 
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    if args.quick:
+        forms = forms_of((16,), local=32, ranked=32)
+        static = (BASELINE, "max of 16", "converted, 16")
+        return Plan("tiny", forms, (256,), (2,), FIRST + 2, (256,), static, 1, torch.float32)
+    forms = forms_of(args.s)
+    known = [form.name for form in forms]
+    for name in (*(args.forms or ()), *(args.static_forms or ())):
+        if name not in known:
+            raise ValueError(f"forms must be of {', '.join(known)}, got {name}")
+    names = args.forms or known
+    usual = [n for n in names if n in (BASELINE, "defaults", f"max of {args.s[0]}")]
+    static_contexts = args.static_contexts or [max(args.contexts)]
+    return Plan(
+        args.model, tuple(form for form in forms if form.name in names), tuple(args.contexts),
+        tuple(args.batches), args.new_tokens, tuple(static_contexts),
+        tuple(args.static_forms or usual), args.repeats, deadline=args.deadline,
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    plan = plan_of(args)
+    measure_all(network_of(plan.name, args.layers, args.device, plan.dtype), plan, recorder)
+
+
+BENCHMARK = common.Benchmark(
+    "generation", __doc__, options, run, ("model", "form", "B", "T"), TABLES
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """Host time, wall time, GPU time and kernel launches of the layer, against a dense twin.
 
-    python -m benchmarks.layer                append rows to results/host.jsonl, print the table
+    python -m benchmarks.layer                append rows to results/layer.jsonl
     python -m benchmarks.layer --table        redraw results/performance.md from the rows
     python -m benchmarks.layer --quick        tiny sizes, nothing recorded
 
@@ -19,6 +19,7 @@ No layer is timed before its outputs and gradients passed the check against its 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import json
@@ -36,16 +37,14 @@ from native_sparse_attention import KVCache, SparseAttention
 from native_sparse_attention.compress import MeanPool
 
 from . import common
-from .common import NO_ROWS, Row, WrongResult, length
+from .attention import PAGE
+from .common import Row, WrongResult
+from .oracle import share_of_budget
 from .problem import Setting
 from .twin import DenseAttention, DenseCache
 
-PAGE = common.RESULTS / "performance.md"
-RESULTS = common.RESULTS / "host.jsonl"
 PROVIDERS = ("dense", "sparse")
 CHECK_LENGTH = 2048
-# of the error of eager PyTorch in the same dtype
-FACTOR = 2.0
 # a softmax does not see what all its keys have in common, and there are no memory slots: the exact
 # gradient is 0, and what is found is rounding
 ZERO = "dk_intrablock_positions"
@@ -65,7 +64,6 @@ class Plan:
     check_length: int = CHECK_LENGTH
     repeats: int = 50
     warmup: int = 10
-    out: Path | None = None
 
 
 def tiny() -> Plan:
@@ -130,28 +128,6 @@ def decoded(layer: nn.Module, name: str, x: Tensor) -> Tensor:
         return torch.cat([layer(t, cache=cache) for t in x[:, before:].split(1, 1)], 1)
 
 
-def share_of_budget(
-    name: str, got: Tensor, exact: Tensor, low: Tensor, of_median_token: bool = False
-) -> float:
-    """The error (root mean square) as a share of its budget: `FACTOR` times that of eager PyTorch
-    in the same dtype, and one unit in the last place. Or the error of the median token: near-ties
-    of the ranking go one way or the other, and the few tokens that have one err by a whole block.
-
-    Raises:
-        WrongResult: an error above its budget.
-    """
-
-    def size(t: Tensor) -> float:
-        return (t.norm(dim=-1).median() if of_median_token else t.norm()).item()
-
-    error, lowp = (size(t.double() - exact) for t in (got, low))
-    # gradients of weights are sums over all tokens, formed in fp32
-    budget = FACTOR * lowp + torch.finfo(got.dtype).eps * size(exact)
-    if not error <= budget:
-        raise WrongResult(f"{name} errs by {error:.2e}, above {budget:.2e}")
-    return error / budget if budget else 0.0
-
-
 def check(layer: nn.Module, name: str, plan: Plan, device: torch.device) -> float:
     """Hold the layer to its weights in fp32 (eager): output and gradients, then decode steps, at a
     length at which every block is selected; then the output of `check_length` tokens, which select
@@ -176,7 +152,7 @@ def check(layer: nn.Module, name: str, plan: Plan, device: torch.device) -> floa
     x = draw(plan, plan.check_length, device)
     with torch.no_grad():
         outs = layer(x), exact(x.to(wide)).double(), low(x)
-    return max(*shares, share_of_budget("a median token", *outs, of_median_token=True))
+    return max(*shares, share_of_budget("a median token", *outs, median=True))
 
 
 # times
@@ -305,15 +281,45 @@ def measure(layers: dict[str, nn.Module], plan: Plan, device: torch.device) -> l
     return rows
 
 
-def head(name: str, plan: Plan) -> Row:
-    fields = dataclasses.replace(plan.setting, T=0).row()
-    del fields["T"]
-    return {"provider": name, "dim": plan.dim, **fields}
+# the table
 
 
-def run(plan: Plan, device: torch.device) -> list[Row]:
+def wall_table(rows: Sequence[Row]) -> str:
+    """Of each measure what the sparse and the dense layer take."""
+    cells = [
+        row | {"line": f"{text}, {row['provider']}", "value": row[field]}
+        for field, text in FIELDS.items()
+        for row in rows
+        if row.get("pass") in PASSES and row.get(field) is not None
+    ]
+    return common.grid(
+        cells, "", lambda row: row["line"], lambda row: (row["pass"], row["T"]),
+        lambda passes: " ".join(f"{row['value']:.3g}" for row in passes.values()),
+        lambda row: row["gpu"],
+    )  # fmt: skip
+
+
+PASSES = ("forward", "both", "decode")
+FIELDS = {"wall_ms": "wall, ms", "host_ms": "host, ms", "busy_ms": "GPU, ms", "kernels": "kernels"}
+TABLES = {PAGE: {"wall": wall_table}}
+
+
+# the program
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", metavar="T", help="of forward and backward")
+    add("--cached", type=int, nargs="+", metavar="S", help="tokens in the cache of a decode step")
+    add("--repeats", type=int, help="timed calls of each pass")
+
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
     """Rows of both layers; one whose results are wrong leaves a row that says so."""
-    known, rows = common.environment(device), []
+    device, plan = args.device, tiny() if args.quick else Plan()
+    changes = {n: v for n in ("lengths", "cached", "repeats") if (v := getattr(args, n))}
+    plan = dataclasses.replace(plan, **changes)
+    head = {"dim": plan.dim, **plan.setting.row()}
     layers: dict[str, nn.Module] = {}
     shares: dict[str, float] = {}
     for name in PROVIDERS:
@@ -322,88 +328,14 @@ def run(plan: Plan, device: torch.device) -> list[Row]:
             shares[name] = round(check(layer, name, plan, device), 3)
             layers[name] = layer
         except WrongResult as error:
-            rows.append({**head(name, plan), "failed": f"wrong: {error}", **known})
+            recorder.add({"provider": name, **head, "failed": f"wrong: {error}"})
         common.release()
     for row in measure(layers, plan, device):
-        name = row["provider"]
-        rows.append({**head(name, plan), **row, "error_share": shares[name], **known})
-    for row in rows:
-        common.append_row(plan.out, row)
-    return rows
+        recorder.add({**head, **row, "error_share": shares[row["provider"]]})
 
 
-# the tables
-
-PASSES = {"forward": "forward", "both": "both passes", "decode": "decode step"}
-FIELDS = {"wall_ms": "wall, ms", "host_ms": "host, ms", "busy_ms": "GPU, ms", "kernels": "kernels"}
-Cases = dict[tuple[str, int], dict[str, Row]]
-
-
-def latest(rows: Sequence[Row]) -> Cases:
-    """The last rows of the last row's GPU, of both layers, by pass and length."""
-    rows = [row for row in rows if row.get("pass") in PASSES and "failed" not in row]
-    cases: Cases = {}
-    for row in rows:
-        if row["gpu"] == rows[-1]["gpu"]:
-            cases.setdefault((row["pass"], row["T"]), {})[row["provider"]] = row
-    return {case: pair for case, pair in cases.items() if "sparse" in pair}
-
-
-def where(cases: Cases) -> str:
-    rows = [row for pair in cases.values() for row in pair.values()]
-    versions = f"torch {rows[0]['torch']}, triton {rows[0]['triton']}"
-    return f"{rows[0]['gpu']}, {versions}; {common.commits(rows)}."
-
-
-def cell(pair: dict[str, Row], field: str) -> str:
-    """Ours, and how many times that of the dense twin it is."""
-    ours, dense = (pair.get(name, {}).get(field) for name in ("sparse", "dense"))
-    if ours is None:
-        return ""
-    text = f"{ours:.3g}" if isinstance(ours, float) else str(ours)
-    return f"{text} ({ours / dense:.2f})" if dense else text
-
-
-def wall_table(rows: Sequence[Row]) -> str:
-    cases = latest(rows)
-    if not cases:
-        return NO_ROWS
-    head = ["sparse (times dense)", *(f"{PASSES[name]}, {length(T)}" for name, T in cases)]
-    lines = [[text, *(cell(p, f) for p in cases.values())] for f, text in FIELDS.items()]
-    return f"{common.markdown([head, *lines])}\n\n{where(cases)}"
-
-
-TABLES = {PAGE: {"wall": wall_table}}
-
-
-# the command line
-
-
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser = common.parser_of("layer", __doc__, seconds=None)
-    add = parser.add_argument
-    add("--lengths", type=int, nargs="+", metavar="T", help="of forward and backward")
-    add("--cached", type=int, nargs="+", metavar="S", help="tokens in the cache of a decode step")
-    add("--repeats", type=int, help="timed calls of each pass")
-    args = parser.parse_args(argv)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        common.draw_pages(TABLES, rows)
-        return rows
-    device, plan = torch.device(args.device), tiny() if args.quick else Plan()
-    changes: dict[str, Any] = {
-        name: tuple(value) for name in ("lengths", "cached") if (value := getattr(args, name))
-    }
-    if args.repeats:
-        changes["repeats"] = args.repeats
-    plan = dataclasses.replace(plan, out=common.out_of(args, RESULTS), **changes)
-    rows = run(plan, device)
-    print(wall_table(rows), flush=True)
-    failed = [row for row in rows if "failed" in row]
-    if failed:
-        raise SystemExit(f"{failed[0]['provider']} not timed: {failed[0]['failed']}")
-    return rows
-
+BENCHMARK = common.Benchmark("layer", __doc__, options, run, ("provider", "pass", "T"), TABLES)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

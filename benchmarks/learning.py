@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning --data linux.txt.xz --work DIR     train, append rows
     python -m benchmarks.learning --data linux.txt.xz --speed        steps/s, nothing beside them
-    python -m benchmarks.learning --table                            redraw training.md and sizes.md
+    python -m benchmarks.learning --table                            redraw pages and plot
     python -m benchmarks.learning --quick                            tiny sizes, nothing recorded
 
 A byte-level Transformer for each variant of `variants.py`, on the text of `corpus.py`: dim 512,
@@ -20,16 +20,15 @@ before.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import math
-import statistics
-import sys
-import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -41,13 +40,12 @@ from train_enwik8 import build_optimizer
 from training.data import batches, windows
 from training.forward import autocast, compiled, loss_of
 
-from . import common, corpus, runs_pool, training
+from . import common, corpus, runs_pool
 from .common import NO_ROWS, Row, length
-from .runs_pool import Job, Run, on, sweep
-from .variants import VARIANTS, Settings, build, check, describe, parsed, ranking_of, scaled
+from .runs_pool import Job, Run, Variants, by_variant, on, spread, sweep
+from .variants import VARIANTS, Settings, build, check, describe, ranking_of, scaled
 
 PLOT = common.ROOT / "docs" / "images" / "learning.png"
-RESULTS = common.RESULTS / "learning.jsonl"
 SHAPE = dict(num_tokens=256, dim=512, depth=6, heads=8, kv_heads=2, dim_head=64, causal=True)
 LR = (1e-3, 5e-4, 2e-3)
 
@@ -82,20 +80,17 @@ class Plan:
             check(name, settings, self.shape)
 
     def spec(self, kind: str, name: str, T: int, **others: Any) -> dict[str, Any]:
-        found = dict(kind=kind, variant=name, settings=self.variants[name], T=T, shape=self.shape)
+        spec = dict(kind=kind, variant=name, settings=self.variants[name], T=T, shape=self.shape)
         names = ("warmup", "points", "held_out_bytes", "needles", "precision", "compile", "data")
-        found |= {name: getattr(self, name) for name in names}
-        found |= dict(batch=self.step_tokens // T, weight_decay=0.1, clip=1.0)
-        return found | dict(steps=math.ceil(self.train_bytes / self.step_tokens)) | others
+        spec |= {name: getattr(self, name) for name in names}
+        spec |= dict(batch=self.step_tokens // T, weight_decay=0.1, clip=1.0)
+        return spec | dict(steps=math.ceil(self.train_bytes / self.step_tokens)) | others
 
     def training(self, name: str, T: int, seed: int, lr: float) -> Job:
         spec = self.spec("train", name, T, seed=seed, lr=lr)
         return Job(f"{name}, T={T}, seed {seed}, lr {lr:g}", spec)
 
     def jobs(self, rows: list[Row]) -> list[Job]:
-        def bits(row: Row) -> float:
-            return row["bits"]["all"]
-
         names = list(self.variants)
         return sweep(names, self.lengths, self.seeds, self.lrs, self.training, bits, rows)
 
@@ -162,10 +157,25 @@ def speed(
         optimizer.step()
         optimizer.zero_grad()
 
-    times = training.step_times(step, device)
+    times = step_times(step, device)
     row = common.quantiles(times)
     per_s = round(cfg.batch_size * cfg.seq_len / row["p50_ms"] * 1e3)
     return {**row, "tokens_per_s": per_s, "repeats": len(times)}
+
+
+def step_times(step: Callable[[], None], device: torch.device) -> list[float]:
+    """ms from the end of one step to the end of the next, as training runs them: launching counts
+    where it is what takes longest."""
+    if device.type != "cuda":
+        return common.time_cpu(step, 1.0)
+    for _ in range(11):
+        step()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(31)]
+    for end in ends:
+        step()
+        end.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
 
 
 def ranges(T: int) -> list[tuple[int, int]]:
@@ -269,10 +279,8 @@ def digits_found(model: Transformer, text: np.ndarray, contexts: int, cfg: Names
 # tables and plot
 
 DENSE = "dense"
-# the runs of a variant, one for each seed
-Variants = dict[str, list[Row]]
-# drawn in any case, and this many of the others
-DRAWN, OTHERS = ("dense", "window", "paper", "published"), 3
+# at most four lines a panel
+DRAWN = ("dense", "paper", "1088 keys, blocks of 32", "MLP over windows of 8")
 # of different sizes
 SIZED = (
     *("MLP over windows of 8", "MLP over windows of 8, 8 apart", "paper"),
@@ -281,86 +289,36 @@ SIZED = (
 )
 
 
-def one_experiment(rows: Sequence[Row]) -> list[Row]:
-    """Complete rows with the data, the bytes and the model of the last one."""
-    rows = [row for row in rows if "failed" not in row]
-    if not rows:
-        return []
-
-    def experiment(row: Row) -> tuple[str, int, str]:
-        return row["data"]["sha256"], row["steps"] * row["batch"] * row["T"], str(row["shape"])
-
-    return [row for row in rows if experiment(row) == experiment(rows[-1])]
-
-
 def bits(row: Row) -> float:
     return row["bits"]["all"]
 
 
-def settings_of(row: Row) -> dict[str, Any]:
-    """The settings of a run. Those of "published" did not name its network while that was the
-    library's default, which began with random weights then."""
-    random = {"compress_mlp": {"name": "mlp", "start": "random"}}
-    return (random if row["variant"] == "published" else {}) | row["settings"]
+def by_length(rows: Sequence[Row]) -> dict[int, Variants]:
+    """Of the complete runs with the data, the bytes and the model of the last one: at each length
+    those of every variant, by bits per byte."""
 
+    def experiment(row: Row) -> tuple[str, int, str]:
+        return row["data"]["sha256"], row["steps"] * row["batch"] * row["T"], str(row["shape"])
 
-def chosen(rows: Sequence[Row], loss: Callable[[Row], float] = bits) -> list[Row]:
-    """Of one variant's runs, the latest one of each seed with the chosen learning rate: that of the
-    most seeds, of several that of the least loss. The settings are those of the last row."""
-    by_lr: dict[float, dict[int, Row]] = {}
-    for row in rows:
-        if settings_of(row) == settings_of(rows[-1]):
-            by_lr.setdefault(row["lr"], {})[row["seed"]] = row
-
-    def rank(lr: float) -> tuple[int, float]:
-        return -len(by_lr[lr]), mean(map(loss, by_lr[lr].values()))
-
-    found = by_lr[min(by_lr, key=rank)]
-    return [found[seed] for seed in sorted(found)]
-
-
-def by_variant(rows: Sequence[Row], T: int) -> Variants:
-    """Of the runs at a length, those of every variant, by bits per byte."""
-    trained = [row for row in rows if row["kind"] == "train" and row["T"] == T]
-    names = dict.fromkeys(row["variant"] for row in trained)
-    found = {name: chosen([row for row in trained if row["variant"] == name]) for name in names}
-    return dict(sorted(found.items(), key=lambda item: mean(map(bits, item[1]))))
-
-
-def timed(rows: Sequence[Row], T: int, compiled: bool) -> dict[str, Row]:
-    """Of each variant the latest row of a speed, with nothing beside it."""
-    of_speed = (row for row in rows if row["kind"] == "speed" and row["T"] == T)
-    return {row["variant"]: row for row in of_speed if row["compile"] == compiled}
-
-
-def over_dense(rows: Sequence[Row], row: Row) -> float | None:
-    """Tokens a second over those of dense attention on the same card and at the same commit."""
-    where = row["gpu"], row["commit"]
-    beside = [other for other in rows if (other["gpu"], other["commit"]) == where]
-    dense = timed(beside, row["T"], row["compile"]).get(DENSE)
-    return None if dense is None else row["tokens_per_s"] / dense["tokens_per_s"]
+    runs = [row for row in rows if row.get("kind") == "train" and "failed" not in row]
+    runs = [row for row in runs if experiment(row) == experiment(runs[-1])]
+    lengths = sorted({row["T"] for row in runs})
+    return {T: by_variant([row for row in runs if row["T"] == T], bits) for T in lengths}
 
 
 def speed_cell(rows: Sequence[Row], T: int, name: str) -> str:
-    """Thousands of tokens a second, eager / compiled; in brackets times those of dense
-    attention."""
+    """Thousands of tokens a second, eager / compiled; in brackets times those of dense attention on
+    the same card and at the same commit."""
+    speeds = [row for row in rows if row.get("kind") == "speed" and row["T"] == T]
     cells = []
-    for row in (timed(rows, T, is_compiled).get(name) for is_compiled in (False, True)):
-        if row is not None:
-            ratio = None if name == DENSE else over_dense(rows, row)
-            cell = f"{row['tokens_per_s'] / 1e3:.0f}"
-            cells.append(cell if ratio is None else f"{cell} ({ratio:.2f})")
+    for is_compiled in (False, True):
+        of_mode = [row for row in speeds if row["compile"] == is_compiled]
+        for row in [row for row in of_mode if row["variant"] == name][-1:]:
+            run = [r for r in of_mode if (r["gpu"], r["commit"]) == (row["gpu"], row["commit"])]
+            dense = [r["tokens_per_s"] for r in run if r["variant"] == DENSE and name != DENSE][-1:]
+            ratio = f" ({row['tokens_per_s'] / dense[0]:.2f})" if dense else ""
+            cells.append(f"{row['tokens_per_s'] / 1e3:.0f}{ratio}")
     return " / ".join(cells)
-
-
-def mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and standard deviation."""
-    told = f"{mean(values):.{digits}f}"
-    return told if len(values) < 2 else f"{told} ± {statistics.stdev(values):.{digits}f}"
 
 
 def keys(row: Row) -> str:
@@ -374,65 +332,49 @@ def minus_dense(runs: list[Row], dense: list[Row]) -> str:
     return spread(pairs) if pairs else ""
 
 
-def digits(runs: list[Row]) -> list[str]:
-    """Of the needle, the share of right digits at each depth."""
-    depths = runs[0]["needle"]
-    return [f"{mean(run['needle'][d]['digits'] for run in runs):.2f}" for d in depths]
-
-
-def table_of(rows: Sequence[Row], T: int) -> str:
-    variants = by_variant(rows, T)
-    positions = next(iter(variants.values()))[0]["bits"]["positions"]
-    shown = [name for name in positions if int(name.partition("-")[0]) >= T // 32]
-    head = ["variant", "M parameters", "keys a query", "learning rate", "seeds"]
-    head += [
-        "bits per byte",
-        "minus dense",
-        "last half",
-        *shown,
-        "digits found",
-        "thousand tokens/s (times dense), eager / compiled",
-    ]
-    lines = [head]
-    for name, runs in variants.items():
-        row = runs[0]
-        cells = [name, f"{row['parameters'] / 1e6:.1f}", keys(row), f"{row['lr']:g}"]
-        cells.append(str(len(runs)))
-        cells.append(spread(list(map(bits, runs))))
-        cells.append("" if name == DENSE else minus_dense(runs, variants.get(DENSE, [])))
-        cells.append(spread([run["bits"]["last_half"] for run in runs]))
-        cells += [f"{mean([run['bits']['positions'][p] for run in runs]):.3f}" for p in shown]
-        cells.append(" / ".join(digits(runs)))
-        cells.append(speed_cell(rows, T, name))
-        lines.append(cells)
-    return common.markdown(lines)
-
-
-def lengths_of(rows: Sequence[Row]) -> list[int]:
-    return sorted({row["T"] for row in rows if row["kind"] == "train"})
+def cells_of(runs: list[Row], dense: list[Row], speed: str) -> dict[str, str]:
+    """A line of the table: what each column has."""
+    row = runs[0]
+    found = {
+        "M parameters": f"{row['parameters'] / 1e6:.1f}",
+        "keys a query": keys(row),
+        "learning rate": f"{row['lr']:g}",
+        "seeds": str(len(runs)),
+        "bits per byte": spread(list(map(bits, runs))),
+        "minus dense": "" if row["variant"] == DENSE else minus_dense(runs, dense),
+        "last half": spread([run["bits"]["last_half"] for run in runs]),
+    }
+    for name in row["bits"]["positions"]:
+        if int(name.partition("-")[0]) >= row["T"] // 32:
+            found[name] = f"{fmean(run['bits']['positions'][name] for run in runs):.3f}"
+    digits = (fmean(r["needle"][depth]["digits"] for r in runs) for depth in row["needle"])
+    found["digits found"] = " / ".join(f"{share:.2f}" for share in digits)
+    return found | {"thousand tokens/s (times dense), eager / compiled": speed}
 
 
 def table_of_runs(rows: Sequence[Row]) -> str:
     """For each length, the variants by their bits per byte."""
-    rows = one_experiment(rows)
-    if not lengths_of(rows):
+    parts, used = [], list[Row]()
+    for T, variants in by_length(rows).items():
+        lines = list[list[str]]()
+        for name, runs in variants.items():
+            cells = cells_of(runs, variants.get(DENSE, []), speed_cell(rows, T, name))
+            lines += [] if lines else [["variant", *cells]]
+            lines.append([name, *cells.values()])
+            used += runs
+        parts.append(f"T = {T}:\n\n{common.markdown(lines)}")
+    if not used:
         return NO_ROWS
-    parts = [f"T = {T}:\n\n{table_of(rows, T)}" for T in lengths_of(rows)]
-    last = [row for row in rows if row["kind"] == "train"][-1]
-
+    last = used[-1]
     where = f"{last['train_bytes'] / 1e6:.0f} MB of training text a run, {last['schedule']}; "
     where += f"text with SHA-256 {last['data']['sha256'][:12]}, {last['data']['bytes']} bytes. "
-    where += f"{common.seen(rows, 'gpu')}, torch {common.seen(rows, 'torch')}, "
-    where += f"triton {common.seen(rows, 'triton')}, commits {common.seen(rows, 'commit')}."
-    return "\n\n".join([*parts, where])
+    return "\n\n".join([*parts, where + common.machine(used)])
 
 
 def sizes(row: Row) -> list[str]:
     """l, d, s, blocks and w + 1 of the branches that a model has."""
-    settings, branches = (
-        row["settings"],
-        row["settings"].get("branches", ["compressed", "selected", "window"]),
-    )
+    settings = row["settings"]
+    branches = settings.get("branches", ["compressed", "selected", "window"])
     counts = (settings[f"num_{kind}_blocks"] for kind in ("initial", "local", "selected"))
     cells = [str(settings["compress_block_size"]), str(settings["compress_block_sliding_stride"])]
     cells += [str(settings["selection_block_size"]), " + ".join(map(str, counts))]
@@ -443,21 +385,19 @@ def sizes(row: Row) -> list[str]:
 
 def table_of_sizes(rows: Sequence[Row]) -> str:
     """What models of different sizes learn at each length, minus what dense attention does."""
-    rows = one_experiment(rows)
-    by_length = {T: by_variant(rows, T) for T in lengths_of(rows)}
-    if not by_length:
+    lengths = by_length(rows)
+    if not lengths:
         return NO_ROWS
-    keys_at = f"keys a query, T = {min(by_length)}"
+    keys_at = f"keys a query, T = {min(lengths)}"
     head = ["variant", "l", "d", "s", "initial + local + n", "w + 1", keys_at]
-    lines = [[*head, *(f"minus dense, T = {T}" for T in by_length)]]
+    lines = [[*head, *(f"minus dense, T = {T}" for T in lengths)]]
     for name in SIZED:
-        runs = next((variants[name] for variants in by_length.values() if name in variants), None)
-        if runs is None:
-            continue
-        cells = [name, *sizes(runs[0]), keys(runs[0])]
-        for variants in by_length.values():
-            cells.append(minus_dense(variants.get(name, []), variants.get(DENSE, [])))
-        lines.append(cells)
+        found = [variants[name] for variants in lengths.values() if name in variants]
+        if found:
+            cells = [name, *sizes(found[0][0]), keys(found[0][0])]
+            for variants in lengths.values():
+                cells.append(minus_dense(variants.get(name, []), variants.get(DENSE, [])))
+            lines.append(cells)
     return common.markdown(lines)
 
 
@@ -467,64 +407,19 @@ TABLES = {
 }
 
 
-def draw(rows: Sequence[Row]) -> None:
-    """Pages and plot."""
-    common.draw_pages(TABLES, rows)
-    if lengths_of(one_experiment(rows)):
-        plot(one_experiment(rows))
-
-
-def drawn(variants: Variants) -> Variants:
-    """Those that are drawn in any case, and the best of the others."""
-    others = [name for name in variants if name not in DRAWN][:OTHERS]
-    return {name: runs for name, runs in variants.items() if name in (*DRAWN, *others)}
-
-
-def points_by_position(runs: list[Row]) -> list[tuple[float, float]]:
-    """(geometric mean of a range, bits per byte)"""
-    found = []
-    for name in runs[0]["bits"]["positions"]:
-        begin, end = map(int, name.split("-"))
-        value = mean([run["bits"]["positions"][name] for run in runs])
-        found.append(((max(begin, end // 4) * end) ** 0.5, value))
-    return found
-
-
 def plot(rows: Sequence[Row]) -> None:
     """Bits per byte against the position, at each length."""
-    lengths = lengths_of(rows)
-    figure, axes = common.subplots(1, len(lengths), (6 * len(lengths), 4.6))
-    for axis, T in zip(axes[0], lengths, strict=True):
-        variants = drawn(by_variant(rows, T))
-        for name, runs in variants.items():
-            style = "o-" if name in DRAWN else "o--"
-            axis.plot(*zip(*points_by_position(runs), strict=True), style, label=name)
-        ends = [int(name.split("-")[1]) for name in runs[0]["bits"]["positions"]]
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ends, list(map(length, ends)))
-        axis.set(title=f"held-out text, T = {length(T)}", xlabel="position", ylabel="bits per byte")
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
-    common.save(figure, PLOT)
+    panels: dict[str, dict[str, dict[float, float]]] = {}
+    for T, variants in by_length(rows).items():
+        curves = panels.setdefault(f"held-out text, T = {length(T)}", {})
+        for name in DRAWN:
+            for position in variants[name][0]["bits"]["positions"] if name in variants else ():
+                values = [run["bits"]["positions"][position] for run in variants[name]]
+                curves.setdefault(name, {})[int(position.partition("-")[2])] = fmean(values)
+    common.chart(panels, PLOT, "position", "bits per byte", is_log=False)
 
 
-# the command line
-
-
-def table(rows: Sequence[Row]) -> str:
-    """A line for each run."""
-    lines = [["variant", "T", "seed", "lr", "bits per byte", "last half", "tokens/s", "seconds"]]
-    for row in rows:
-        cells = [row["variant"], str(row["T"])]
-        if "failed" in row:
-            lines.append([*cells, str(row["seed"]), f"{row['lr']:g}", row["failed"], "", "", ""])
-        elif row["kind"] == "speed":
-            lines.append([*cells, "", "", "", "", str(row["tokens_per_s"]), ""])
-        else:
-            bits = (f"{row['bits'][name]:.4f}" for name in ("all", "last_half"))
-            measured = str(row["tokens_per_s"]), f"{row['seconds']:.0f}"
-            lines.append([*cells, str(row["seed"]), f"{row['lr']:g}", *bits, *measured])
-    return common.markdown(lines)
+# the program
 
 
 def quick_plan(args: Namespace, variants: dict[str, Settings], data: dict[str, Any]) -> Plan:
@@ -546,51 +441,40 @@ def write_quick_text(folder: Path) -> Path:
     return path
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser = runs_pool.parser_of("learning", __doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    runs_pool.options(parser)
     add = parser.add_argument
     add("--data", type=Path, help="the text of benchmarks.corpus, or any file of bytes; .xz too")
-    add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="all by default")
-    add("--variant", action="append", default=[], metavar="NAME=JSON", help="one more, of settings")
     add("--lengths", type=int, nargs="+", default=[8192], metavar="T")
-    add("--seeds", type=int, nargs="+", help="0 1 2 by default")
-    add("--lrs", type=float, nargs="+", help="1e-3 5e-4 2e-3 by default")
     add("--bytes", type=int, default=150_000_000, help="to train on, each run")
     add("--compile", action="store_true", help="torch.compile with CUDA graphs")
     add("--speed", action="store_true", help="time steps instead, one run a GPU")
-    args = parser.parse_args(argv)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        draw(rows)
-        return rows
-    with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
-        try:
-            return run(args, Path(temporary))
-        except ValueError as error:
-            sys.exit(f"benchmarks.learning: {error}")
 
 
-def run(args: Namespace, temporary: Path) -> list[Row]:
-    given = dict(map(parsed, args.variant))
-    names = args.variants or ([] if given else list(VARIANTS))
-    variants = {name: VARIANTS[name] for name in names} | given
-    work = args.work or (temporary if args.quick else None)
-    if work is None or not (args.quick or args.data):
-        raise ValueError("work and data must be given to train, --work DIR --data FILE")
-    path = corpus.unpacked(args.data or write_quick_text(temporary), work)
-    about = corpus.about(path)
-    if args.quick:
-        plan = quick_plan(args, variants, about)
-    else:
-        plan = Plan(
-            variants, about, tuple(args.lengths), tuple(args.seeds or (0, 1, 2)),
-            tuple(args.lrs or LR), args.bytes, compile=args.compile,
-        )  # fmt: skip
-    options = dict(data=str(path.resolve()))
-    out, device = common.out_of(args, RESULTS), torch.device(args.device)
-    pool = runs_pool.Pool(execute, work, device, args.deadline, out, options)
-    return runs_pool.report(pool, plan.speeds if args.speed else plan.jobs, table)
+def run(args: Namespace, recorder: common.Recorder) -> None:
+    variants = runs_pool.variants_of(args, VARIANTS)
+    if not (args.quick or args.data):
+        raise ValueError("data must be given to train, --data FILE")
+    with runs_pool.work_of(args) as work:
+        work.mkdir(parents=True, exist_ok=True)
+        path = corpus.unpacked(args.data or write_quick_text(work), work)
+        about = corpus.about(path)
+        if args.quick:
+            plan = quick_plan(args, variants, about)
+        else:
+            plan = Plan(
+                variants, about, tuple(args.lengths), tuple(args.seeds or (0, 1, 2)),
+                tuple(args.lrs or LR), args.bytes, compile=args.compile,
+            )  # fmt: skip
+        given = dict(data=str(path.resolve()))
+        pool = runs_pool.Pool(execute, work, recorder, args.deadline, given)
+        runs_pool.run_all(pool, plan.speeds if args.speed else plan.jobs)
 
+
+BENCHMARK = common.Benchmark(
+    "learning", __doc__, options, run, ("variant", "T", "seed", "lr"), TABLES, plot
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -23,32 +23,29 @@ laws of all gradients.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_mask
 
 from native_sparse_attention import masks
 from native_sparse_attention.masks import catalog
 
-from . import attention, common, oracle
-from .common import Row
+from . import attention, common
+from .common import Row, both
 from .oracle import Branch
-from .performance import PASSES, both
 from .problem import Setting, Tensors
-from .providers import Provider
+from .providers import Dense, Provider, compiled
 
 PAGE = common.ROOT / "docs" / "masks.md"
-RESULTS = common.RESULTS / "masks.jsonl"
 NO_MASK = "(all of the past)"
 
 # of masks whose keys are not the tokens: they are not timed as self-attention is
@@ -135,22 +132,6 @@ class UnderMask(Provider):
         return [Branch("k", "v", keys, count, score=score)]
 
 
-class Flash(Provider):
-    """Causal attention by FlashAttention, or on the CPU by what SDPA has there."""
-
-    name = "flash"
-
-    def call(self, x: Tensors, setting: Setting) -> Tensor:
-        q, k, v = (x[name].transpose(1, 2) for name in self.names)
-        kernels = SDPBackend.FLASH_ATTENTION if q.is_cuda else SDPBackend.MATH
-        with sdpa_kernel(kernels):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.transpose(1, 2)
-
-    def branches(self, setting: Setting) -> list[Branch]:
-        return [oracle.window(None)]
-
-
 class Sdpa(UnderMask):
     """SDPA with the mask spelled out."""
 
@@ -166,21 +147,14 @@ class Sdpa(UnderMask):
         return out.transpose(1, 2)
 
 
-def compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention.flex_attention, dynamic=False)
-
-
 class Flex(UnderMask):
     """flex_attention under the block mask, compiled for this mask alone."""
 
-    name = "flex"
+    name, devices = "flex", ("cuda",)  # without it flex_attention has no gradients
 
     def __init__(self, mask: Mask) -> None:
         super().__init__(mask)
         self.attend = compiled()
-
-    def why_not(self, setting: Setting, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "flex_attention has no gradients without cuda"
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
         device = x["q"].device
@@ -210,110 +184,46 @@ def facts(mask: Mask, T: int, device: torch.device) -> Row:
     }
 
 
-def one(
-    provider: Provider, about: Row, setting: Setting, check_length: int, seconds: float, device: Any
-) -> list[Row]:
-    """Rows of the forward and the backward pass, or the one that says why there are none."""
-    rows: list[Row] = []
-
-    def measure() -> Row:
-        small = dataclasses.replace(setting, T=min(setting.T, check_length))
-        x = attention.prepared(provider, small, device)
-        attention.verify(provider, x, small, None)
-        rows.extend(attention.measure(provider, setting, seconds, device))
-        return {}
-
-    reason = provider.why_not(setting, device)
-    failed = {"failed": reason} if reason else common.attempt(measure, device)
-    head = {**about, "provider": provider.name}
-    return [{**head, **row} for row in ([failed] if failed else rows)]
-
-
-def run(
-    names: list[str],
-    scores: list[str],
-    settings: list[Setting],
-    out: Path | None,
-    check_length: int,
-    seconds: float,
-    device: torch.device,
-) -> list[Row]:
-    known, rows = common.environment(device), []
-    for setting in settings:
-        fields = setting.row()
-        size = {name: fields[name] for name in ("T", "H", "D", "dtype")}
-        cases: list[tuple[Row, list[Provider]]] = [({"mask": NO_MASK}, [Flash()])]
-        for mask in map(Mask, names):
-            cases.append((facts(mask, setting.T, device), [Sdpa(mask), Flex(mask)]))
-        for score in scores:
-            mask = Mask("causal", score)
-            cases.append((facts(mask, setting.T, device), [Flex(mask)]))
-        for about, providers in cases:
-            torch._dynamo.reset()
-            for provider in providers:
-                about = {**about, **size}
-                for row in one(provider, about, setting, check_length, seconds, device):
-                    row = {**row, **known}
-                    common.append_row(out, row)
-                    rows.append(row)
-                    print(line(row), flush=True)
-                common.release()
-    return rows
-
-
-def line(row: Row) -> str:
-    """A row as a person reads it."""
-    head = f"{row['mask']:30} T={row['T']:<6} {row['provider']:6}"
-    if "failed" in row:
-        return f"{head} {row['failed']}"
-    return f"{head} {row['pass']:8} {row['p50_ms']:9.3f} ms {row['tflops']:7.1f} TFLOP/s"
-
-
 # the table
 
 
 def table(rows: Sequence[Row]) -> str:
     """Time and TFLOP/s, forward / backward; the latest row of each case."""
-    latest: dict[tuple[int, str], dict[tuple[str, str], Row]] = {}
+    latest: dict[int, dict[str, dict[str, dict[str, Row]]]] = {}
     for row in rows:
-        case = latest.setdefault((row["T"], row["mask"]), {})
-        if "failed" in row:
-            for name in PASSES:
-                case.pop((row["provider"], name), None)
-        case[row["provider"], row.get("pass", "failed")] = row
-        if "pass" in row:
-            case.pop((row["provider"], "failed"), None)
+        passes = latest.setdefault(row["T"], {}).setdefault(row["mask"], {})
+        passes = passes.setdefault(row["provider"], {})
+        if "failed" in row or "failed" in passes:
+            passes.clear()
+        passes[row.get("pass", "failed")] = row
     if not latest:
         return common.NO_ROWS
 
-    def cells(case: dict[tuple[str, str], Row], provider: str) -> list[str]:
-        passes = [case.get((provider, name), {}) for name in PASSES]
-        if (provider, "failed") in case:
-            return [case[provider, "failed"]["failed"].replace("|", "/"), ""]
-        return [both(row.get(field) for row in passes) for field in ("p50_ms", "tflops")]
-
-    def percent(case: dict[tuple[str, str], Row], field: str) -> str:
-        share = next(iter(case.values())).get(field)
-        return "" if share is None else f"{100 * share:.1f}"
+    def cells(passes: dict[str, Row]) -> list[str]:
+        if "failed" in passes:
+            return [passes["failed"]["failed"].replace("|", "/"), ""]
+        return [both(passes, field) for field in ("p50_ms", "tflops")]
 
     head = ["forward / backward", "pairs allowed, %", "tiles skipped, %"]
     for provider in ("sdpa, mask", "flex"):
         head += [f"{provider}: ms", "TFLOP/s"]
-    parts = []
-    for T in sorted({T for T, _ in latest}):
+    parts, used = [], []
+    for T, masks_of_T in sorted(latest.items()):
         lines = [head]
-        dense = latest.get((T, NO_MASK))
-        if dense is not None:
-            lines.append(["*causal, flash*", "", "", *cells(dense, "flash"), "", ""])
-        for (length, name), case in latest.items():
-            if length == T and name != NO_MASK:
-                shares = [percent(case, field) for field in ("allowed", "skipped")]
-                label = " + ".join(f"`{part}`" for part in name.split(" + "))
-                lines.append([label, *shares, *cells(case, "sdpa"), *cells(case, "flex")])
+        for name, providers in masks_of_T.items():
+            here = [row for passes in providers.values() for row in passes.values()]
+            used += here
+            if name == NO_MASK:
+                lines.append(["*causal, flash*", "", "", *cells(providers["flash"]), "", ""])
+                continue
+            shares = [f"{100 * here[0][field]:.1f}" for field in ("allowed", "skipped")]
+            label = " + ".join(f"`{part}`" for part in name.split(" + "))
+            for provider in ("sdpa", "flex"):
+                shares += cells(providers.get(provider, {}))
+            lines.append([label, *shares])
         last = next(row for row in reversed(rows) if row["T"] == T)
-        parts.append("T = {T}, H = {H}, D = {D}, {dtype}:".format(**last))
-        parts.append(common.markdown(lines))
-    commits = dict.fromkeys(row["commit"] for case in latest.values() for row in case.values())
+        parts += ["T = {T}, H = {H}, D = {D}, {dtype}:".format(**last), common.markdown(lines)]
+    commits = dict.fromkeys(row["commit"] for row in used)
     where = "{gpu}, torch {torch}, triton {triton}, ".format(**rows[-1])
     where += f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}."
     return "\n\n".join([*parts, where])
@@ -322,35 +232,50 @@ def table(rows: Sequence[Row]) -> str:
 TABLES = {PAGE: {"masks": table}}
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
+# the program
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     known = [name for name in catalog.CATALOG if name not in ASYMMETRIC]
-    parser = common.parser_of("masks", __doc__)
-    parser.add_argument("--masks", nargs="*", choices=known, default=known)
-    parser.add_argument("--scores", nargs="*", choices=list(SCORES), default=list(SCORES))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--width", type=int, default=64, help="of a head")
-    args = parser.parse_args(argv)
-    device, out = torch.device(args.device), common.out_of(args, RESULTS)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        common.draw_pages(TABLES, rows)
-        return rows
+    add = parser.add_argument
+    add("--masks", nargs="*", choices=known, default=known)
+    add("--scores", nargs="*", choices=list(SCORES), default=list(SCORES))
+    add("--lengths", type=int, nargs="+", default=[8192, 16384])
+    add("--heads", type=int, default=16)
+    add("--width", type=int, default=64, help="of a head")
+
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    device, cuda = args.device, args.device.type == "cuda"
     # a kept graph runs backward again and again
     torch._functorch.config.donated_buffer = False
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if cuda else torch.float32
     sizes = [(T, args.heads, args.width) for T in args.lengths]
-    seconds, check_length = args.seconds, CHECK_LENGTH
+    timer = attention.Timer(CHECK_LENGTH, args.seconds, device)
     if args.quick:
-        seconds = min(seconds, 0.05)
-        sizes = [(2048, 4, 64)] if device.type == "cuda" else [(144, 2, 16)]
-        check_length = 96
-    settings = [Setting(T, H, H, D, dtype=dtype) for T, H, D in sizes]
-    rows = run(args.masks, args.scores, settings, out, check_length, seconds, device)
-    if device.type == "cuda" and any("failed" in row for row in rows):
-        sys.exit("not all were timed: " + line(next(row for row in rows if "failed" in row)))
-    return rows
+        sizes = [(2048, 4, 64)] if cuda else [(144, 2, 16)]
+        timer = attention.Timer(96, min(args.seconds, 0.05), device)
+    flash = Dense("flash", SDPBackend.FLASH_ATTENTION if cuda else None)
+    for T, H, D in sizes:
+        setting = Setting(T, H, H, D, dtype=dtype)
+        size = {name: setting.row()[name] for name in ("T", "H", "D", "dtype")}
+        cases: list[tuple[Row, list[Provider]]] = [({"mask": NO_MASK}, [flash])]
+        for mask in map(Mask, args.masks):
+            cases.append((facts(mask, T, device), [Sdpa(mask), Flex(mask)]))
+        for score in args.scores:
+            mask = Mask("causal", score)
+            cases.append((facts(mask, T, device), [Flex(mask)]))
+        for about, providers in cases:
+            torch._dynamo.reset()
+            for provider in providers:
+                for row in timer.rows(provider, setting):
+                    recorder.add({**about, **size, "provider": provider.name, **row})
 
+
+BENCHMARK = common.Benchmark(
+    "masks", __doc__, options, run, ("mask", "T", "provider", "pass"), TABLES, seconds=0.3
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

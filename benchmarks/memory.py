@@ -28,7 +28,6 @@ from . import common
 from .common import Row
 
 PAGE = common.ROOT / "docs" / "attention.md"
-RESULTS = common.RESULTS / "memory.jsonl"
 SIZE: dict[str, Any] = dict(
     heads=1, dim_head=16, compress_block_size=32, compress_block_sliding_stride=16,
     selection_block_size=32, num_selected_blocks=8, sliding_window_size=64,
@@ -78,52 +77,43 @@ def measure(T: int, importance: str, device: torch.device) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """MiB and seconds; the latest row of each case."""
-    latest = {(row["gpu"], row["importance"], row["T"]): row for row in rows}
-    if not latest:
-        return common.NO_ROWS
-    lengths = sorted({T for _, _, T in latest})
-    lines = [["MiB; seconds", *map(common.length, lengths)]]
-    for gpu, importance in dict.fromkeys((gpu, importance) for gpu, importance, _ in latest):
-        cells = []
-        for T in lengths:
-            row = latest.get((gpu, importance, T))
-            cells.append("" if row is None else f"{row['mib']:.0f}; {row['seconds']:.3g}")
-        last = next(row for row in reversed(rows) if row["gpu"] == gpu)
-        where = "CPU" if gpu.startswith("none") else gpu
-        where += f", torch {last['torch']}, commit {last['commit'][:7]}"
-        lines.append([f"`{importance}`; {where}", *cells])
-    return common.markdown(lines)
+
+    def line(row: Row) -> str:
+        where = "CPU" if row["gpu"].startswith("none") else row["gpu"]
+        where += f", torch {row['torch']}, commit {row['commit'][:7]}"
+        return f"`{row['importance']}`; {where}"
+
+    def cell(passes: dict[str, Row]) -> str:
+        (row,) = passes.values()
+        return f"{row['mib']:.0f}; {row['seconds']:.3g}"
+
+    return common.grid(rows, "MiB; seconds", line, lambda row: row["T"], cell, is_signed=False)
 
 
 TABLES = {PAGE: {"memory": table}}
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser, both = common.parser_of("memory", __doc__, seconds=None), ["logits", "probs"]
-    lengths = [2**e for e in range(12, 18)]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, metavar="T")
-    parser.add_argument("--importances", nargs="+", choices=both, default=both)
-    parser.add_argument("--one", type=int, metavar="T", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    device, out = torch.device(args.device), common.out_of(args, RESULTS)
+def options(parser: argparse.ArgumentParser) -> None:
+    importances, lengths = ["logits", "probs"], [2**e for e in range(12, 18)]
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", default=lengths, metavar="T")
+    add("--importances", nargs="+", choices=importances, default=importances)
+    add("--one", type=int, metavar="T", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
     if args.one is not None:
-        print(json.dumps(step(args.one, args.importances[0], device)))
-        return []
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        common.draw_pages(TABLES, rows)
-        return rows
+        print(json.dumps(step(args.one, args.importances[0], args.device)))
+        return
     if args.quick:
         args.lengths, args.importances = [512, 1024], ["logits"]
-    known, rows = common.environment(device), []
     for importance in args.importances:
         for T in args.lengths:
-            row = {**measure(T, importance, device), **known}
-            print(f"{importance:7} T={T:<7} {row['mib']:9.1f} MiB {row['seconds']:8.2f} s")
-            common.append_row(out, row)
-            rows.append(row)
-    return rows
+            recorder.add(measure(T, importance, args.device))
 
+
+BENCHMARK = common.Benchmark("memory", __doc__, options, run, ("importance", "T"), TABLES)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,9 @@ bf16.
 
 from __future__ import annotations
 
+import argparse
 import copy
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,10 +27,9 @@ from native_sparse_attention import Transformer
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.presets import preset
 
-from . import common
-from .common import NO_ROWS, Row, WrongResult, length
+from . import common, oracle
+from .common import NO_ROWS, Row
 
-RESULTS = common.RESULTS / "model.jsonl"
 PAGE = common.ROOT / "docs" / "performance.md"
 PLOT = common.ROOT / "docs" / "images" / "model.png"
 
@@ -60,17 +61,15 @@ FORMS: dict[str, Callable[[dict[str, Any], int], Transformer]] = {
 }
 
 
-def check(net: Transformer, ids: Tensor) -> None:
+@torch.no_grad()
+def check(net: Any, ids: Tensor) -> None:
     """Raises WrongResult where logits in bf16 err more than twice as much as on eager PyTorch."""
     twin = copy.deepcopy(net)
-    for attention, _ in twin.layers:
+    for index, (attention, _) in enumerate(twin.layers):
         attention.backend = "eager"
-        attention.dense_length = net.layers[0][0].dense_length = 0
-    low = twin(ids).float()
-    exact = twin.float()(ids)
-    errors = [(logits.float() - exact).norm() / exact.norm() for logits in (net(ids), low)]
-    if not errors[0] <= 2 * errors[1]:
-        raise WrongResult(f"logits err by {errors[0]:.1e}, eager bf16 by {errors[1]:.1e}")
+        attention.dense_length = net.layers[index][0].dense_length = 0
+    low = twin(ids)
+    oracle.share_of_budget("logits", net(ids), twin.float()(ids).double(), low)
 
 
 def measure(form: str, T: int, model: dict[str, Any], device: torch.device) -> Row:
@@ -100,82 +99,58 @@ def measure(form: str, T: int, model: dict[str, Any], device: torch.device) -> R
     return row
 
 
-def latest(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
-    """The rows of the last run, by form and length."""
-    return {(row["form"], row["T"]): row for row in rows if row["run"] == rows[-1]["run"]}
-
-
 def table(rows: Sequence[Row]) -> str:
-    """Milliseconds; brackets: times as fast as dense attention."""
-    if not rows:
-        return NO_ROWS
-    found = latest(rows)
-    lengths = sorted({T for _, T in found})
-    lines = [["ms (times as fast as dense)", *(length(T) for T in lengths)]]
-    for name in PASSES:
-        for form in dict.fromkeys(form for form, _ in found):
-            cells = []
-            for T in lengths:
-                row, dense = found[form, T], found["dense", T]
-                ratio = f" ({dense[name] / row[name]:.2f})" if form != "dense" else ""
-                cells.append(f"{common.number(row[name])}{ratio}" if name in row else "failed")
-            lines.append([f"{name}, {form}", *cells])
-    where = "{gpu}, torch {torch}, triton {triton}, commit {commit}.".format(**rows[-1])
-    return f"{common.markdown(lines)}\n\n{where}"
+    """Milliseconds; brackets: times as fast as dense attention. Of the last run."""
+    run = [row for row in rows if row["run"] == rows[-1]["run"]]
+    dense = {row["T"]: row for row in run if row["form"] == "dense"}
+    cells = [row | {"what": name} for name in PASSES for row in run]
+
+    def cell(passes: dict[str, Row]) -> str:
+        (row,) = passes.values()
+        ms, base = row[row["what"]], dense.get(row["T"], {}).get(row["what"])
+        ratio = f" ({base / ms:.2f})" if base and row["form"] != "dense" else ""
+        return common.number(ms) + ratio
+
+    return common.grid(
+        cells, "ms (times as fast as dense)", lambda row: f"{row['what']}, {row['form']}",
+        lambda row: row["T"], cell,
+    ) if rows else NO_ROWS  # fmt: skip
 
 
 TABLES = {PAGE: {"model": table}}
 
 
 def plot(rows: Sequence[Row]) -> None:
-    """Seconds against length, log-log: a panel for each pass, a line for each form."""
-    found = latest(rows)
-    lengths = sorted({T for _, T in found})
-    figure, axes = common.subplots(1, len(PASSES), (9, 3.4))
-    for axis, name in zip(axes[0], PASSES, strict=True):
-        for form in dict.fromkeys(form for form, _ in found):
-            axis.plot(lengths, [found[form, T][name] for T in lengths], marker="o", label=form)
-        common.log_log(axis, lengths, "tokens of the sequence", "ms")
-        axis.set_title(name)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False)
-    common.save(figure, PLOT)
+    """ms against length, a panel for each pass, a line for each form."""
+    run = [row for row in rows if row["run"] == rows[-1]["run"]]
+    panels: dict[str, dict[str, dict[float, float]]] = {name: {} for name in PASSES}
+    for row in run:
+        for name in PASSES:
+            if name in row:
+                panels[name].setdefault(row["form"], {})[row["T"]] = row[name]
+    common.chart(panels, PLOT, "tokens of the sequence", "ms")
 
 
-def draw(rows: Sequence[Row]) -> None:
-    common.draw_pages(TABLES, rows)
-    if rows:
-        plot(rows)
-
-
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser = common.parser_of("model", __doc__, seconds=None)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    args = parser.parse_args(argv)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        draw(rows)
-        return rows
-    device, out = torch.device(args.device), common.out_of(args, RESULTS)
-    model, lengths, checked = MODEL, args.lengths, CHECKED
-    if args.quick:
-        model, lengths, checked = QUICK, [256], 256
-    known = {"run": time.strftime("%Y%m%dT%H%M%S"), **common.environment(device)}
-    rows = []
+
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    device, known = args.device, {"run": time.strftime("%Y%m%dT%H%M%S")}
+    model, lengths = (QUICK, [256]) if args.quick else (MODEL, args.lengths)
     for form, make in FORMS.items():
-        net = make(model, checked).to(device, torch.bfloat16)
+        net = make(model, CHECKED).to(device, torch.bfloat16)
         if form != "dense":
-            with torch.no_grad():
-                check(net, torch.randint(0, model["num_tokens"], (1, checked), device=device))
+            check(net, torch.randint(0, model["num_tokens"], (1, CHECKED), device=device))
         del net
         for T in lengths:
             common.release()
-            row = common.attempt(lambda f=form, n=T: measure(f, n, model, device), device)
-            rows.append({"form": form, "T": T, **row, **known})
-            print(form, T, row, flush=True)
-            common.append_row(out, rows[-1])
-    return rows
+            row = common.attempt(functools.partial(measure, form, T, model, device), device)
+            recorder.add({"form": form, "T": T, **row, **known})
 
+
+BENCHMARK = common.Benchmark("model", __doc__, options, run, ("form", "T"), TABLES, plot)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

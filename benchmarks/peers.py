@@ -11,11 +11,8 @@ changed since leaves a row with the error.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,33 +28,6 @@ from .providers import OursSelected, Provider
 HALF = (torch.bfloat16, torch.float16)
 
 
-# a checkout
-
-
-@contextlib.contextmanager
-def first_on_path(path: Path) -> Iterator[None]:
-    sys.path.insert(0, str(path))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(path))
-
-
-def load(path: Path, module: str) -> Any:
-    """A module of the checkout.
-
-    Raises:
-        ImportError: there is none, or another of its name was imported in its place.
-    """
-    with first_on_path(path), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = importlib.import_module(module)
-    origin = Path(loaded.__file__ or "").resolve()
-    if not origin.is_relative_to(path.resolve()):
-        raise ImportError(f"{module} was imported from elsewhere, not from the checkout")
-    return loaded
-
-
 class Peer(Provider):
     """A provider whose code lies in a checkout.
 
@@ -66,9 +36,8 @@ class Peer(Provider):
     computes:   in words, for the rows
     """
 
-    module = source = computes = ""
-    devices: tuple[str, ...] = ("cuda",)
-    refusal = "refused"
+    source = computes = ""
+    devices = ("cuda",)
     factor = 4.0
 
     def __init__(self, path: Path) -> None:
@@ -76,26 +45,26 @@ class Peer(Provider):
         revision = common.output_of("git", "-C", str(path), "rev-parse", "--short=10", "HEAD")
         self.note = f"{self.computes}; {self.source}, revision {revision or 'unknown'}"
 
-    def why_not(self, setting: Setting, device: torch.device) -> str | None:
-        if device.type not in self.devices:
-            return f"{self.name} needs cuda"
-        reason = self.unfit(setting)
-        if reason is not None:
-            return reason
-        try:
-            self.load()
-        except Exception as error:
-            told = common.why(error)
-            for path in (self.path.resolve(), self.path):
-                told = told.replace(str(path), "PATH")
-            return f"{self.module} cannot be imported from the checkout: {told}"
-        return None
+    def missing(self) -> str | None:
+        reason = super().missing()
+        for path in (self.path.resolve(), self.path):
+            reason = reason and reason.replace(str(path), "PATH")
+        return reason
 
     def unfit(self, setting: Setting) -> str | None:
         return None if setting.dtype in HALF else f"{self.name} takes bf16 and fp16"
 
     def load(self, module: str | None = None) -> Any:
-        return load(self.path, module or self.module)
+        """Its module, or another one of the checkout.
+
+        Raises:
+            ImportError: there is none, or another of its name was imported in its place.
+        """
+        with mock.patch.object(sys, "path", [str(self.path), *sys.path]):
+            loaded = importlib.import_module(module or self.module)
+        if not Path(loaded.__file__ or "").resolve().is_relative_to(self.path.resolve()):
+            raise ImportError(f"{loaded.__name__} was imported from elsewhere, not from PATH")
+        return loaded
 
 
 def row(t: Tensor) -> Tensor:
@@ -116,13 +85,11 @@ def every_block(indices: Tensor, setting: Setting) -> Tensor:
     own = torch.arange(c.T, device=device)[:, None] // c.s
     initial = torch.arange(c.initial, device=device).expand(c.T, -1)
     local = own - torch.arange(c.local, device=device)
-    forced = torch.cat(
-        (
-            initial.masked_fill(initial > own, none),
-            local.masked_fill(local < c.initial, none),
-        ),
-        1,
+    initial, local = (
+        initial.masked_fill(initial > own, none),
+        local.masked_fill(local < c.initial, none),
     )
+    forced = torch.cat((initial, local), 1)
     ranked = indices[0].masked_fill(indices[0] < 0, none).int()
     forced = forced[:, None].expand(-1, c.K, -1).int()
     return torch.cat((ranked, forced), -1).sort(-1).values.transpose(0, 1).contiguous()
@@ -149,13 +116,8 @@ class PeerSelected(Peer, OursSelected):
 
 def ended(l: int, d: int, gate: int | None = None) -> Branch:
     """Windows `[j d, j d + l)` of which the query sees the last token."""
-    return Branch(
-        "ck",
-        "cv",
-        lambda i, j, _: j * d + l - 1 <= i,
-        lambda i: ((i + 1 - l) // d + 1).clamp(min=0),
-        gate,
-    )
+    count = lambda i: ((i + 1 - l) // d + 1).clamp(min=0)  # noqa: E731
+    return Branch("ck", "cv", lambda i, j, _: j * d + l - 1 <= i, count, gate)
 
 
 class FlashNsa(Peer):

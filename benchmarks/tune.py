@@ -17,7 +17,7 @@ import argparse
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +26,11 @@ from torch import Tensor
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.common.launch import TileConfig, TopkTileConfig, UnionRule
 
-from . import attention, common, performance
-from .common import Row
+from . import attention, common
+from .common import PASSES, Row
 from .oracle import WrongResult
 from .problem import Setting, Tensors
-from .providers import (
-    Ours,
-    OursCompressed,
-    OursProbs,
-    OursSelect,
-    OursSelected,
-    OursSelectProbs,
-    OursWindow,
-    Provider,
-)
+from .providers import Ours, OursCompressed, OursSelect, OursSelected, OursWindow, Provider
 
 KERNELS: tuple[str, ...] = ("forward", "dq", "dkv", "window.forward", "window.dq", "window.dkv")
 KERNELS += ("query_major.forward", "query_major.dq", "union.forward", "union.dq")
@@ -56,9 +47,9 @@ OPERATIONS: dict[str, Callable[[], Provider]] = {
     "selected-4": lambda: OursSelected(4),
     "window": OursWindow,
     "select": OursSelect,
-    "select-probs": OursSelectProbs,
+    "select-probs": lambda: OursSelect("ours-probs", "probs"),
     "whole": Ours,
-    "whole-probs": OursProbs,
+    "whole-probs": lambda: Ours("ours-probs", "probs"),
 }
 ALONE = ["compressed", "selected", "window", "select", "select-probs"]
 
@@ -109,11 +100,10 @@ def kind(kernel: str) -> type:
 
 
 def parsed(kernel: str, text: str) -> Any:
-    number = float if kernel == "union" else int
-    numbers = [number(field) for field in text.split(",")]
+    fields = text.split(",")
     if kernel == "union":  # lists,cost[,least]
-        return UnionRule(int(numbers[0]), numbers[1], *map(int, numbers[2:]))
-    return kind(kernel)(*numbers)
+        return UnionRule(int(fields[0]), float(fields[1]), *map(int, fields[2:]))
+    return kind(kernel)(*map(int, fields))
 
 
 # one operation
@@ -195,37 +185,35 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
     for heads, T in itertools.product(args.heads, args.lengths):
         H, K = (int(number) for number in heads.split("/"))
         dtype = getattr(torch, args.dtype)
-        if torch.device(args.device).type == "cuda":
+        if args.device.type == "cuda":
             yield Setting(T, H, K, args.width, s=args.block, dtype=dtype, stride=args.stride)
         else:
             yield dataclasses.replace(attention.tiny(T, H, K), stride=args.stride)
 
 
-def tune(args: argparse.Namespace) -> Iterator[Row]:
-    device = torch.device(args.device)
-    environment = common.environment(device)
-    for setting in settings(args):
-        for name, direction in itertools.product(args.operations, performance.PASSES):
-            provider = OPERATIONS[name]()
-            if direction == "backward" and not provider.differentiable:
-                continue
-            operation = Operation(provider, direction, setting, device)
-            case = {"part": name, "pass": direction, **setting.row()}
-            for kernel in args.kernels:
-                if not operation.asks_for(kernel):
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    with launch.using(dict.fromkeys(IN_GLUON, False) if args.triton else {}):
+        for setting in settings(args):
+            for name, direction in itertools.product(args.operations, PASSES):
+                provider = OPERATIONS[name]()
+                if direction == "backward" and not provider.differentiable:
                     continue
-                tiles = [parsed(kernel, text) for text in args.tiles]
-                tiles = tiles or list(candidates(kernel, args.width))
-                for row in tried(operation, kernel, tiles, args.seconds):
-                    yield {"kernel": kernel, **case, **row, **environment}
-            del operation
-            common.release()
+                operation = Operation(provider, direction, setting, args.device)
+                case = {"part": name, "pass": direction, **setting.row()}
+                for kernel in filter(operation.asks_for, args.kernels):
+                    tiles = [parsed(kernel, text) for text in args.tiles]
+                    tiles = tiles or list(candidates(kernel, args.width))
+                    for row in tried(operation, kernel, tiles, args.seconds):
+                        recorder.add({"kernel": kernel, **case, **row})
+                del operation
+                common.release()
+    print(*winners(recorder.rows), sep="\n")
 
 
 GROUP = ("gpu", "kernel", "D", "G", "s", "selection_stride", "dtype")
 
 
-def winners(rows: list[Row]) -> list[str]:
+def winners(rows: Sequence[Row]) -> list[str]:
     """For each kernel, width, group and dtype on each GPU, the best tile, as `tile_configs.py` has
     them."""
     groups: dict[tuple[Any, ...], dict[tuple[int, ...], dict[Any, float]]] = {}
@@ -251,14 +239,7 @@ def winners(rows: list[Row]) -> list[str]:
     return lines
 
 
-def line(row: Row) -> str:
-    head = f"{row['kernel']:15} {row['part']:10} {row['pass']:8} T={row['T']:<7} G={row['G']:<3}"
-    told = row.get("failed") or f"{row['p50_ms']:10.4f} ms {row['over_default']:7.3f}"
-    return f"{head} {row['tile']!s:24} {told}"
-
-
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser = common.parser_of("tune", __doc__, seconds=0.05)
+def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kernels", nargs="+", choices=KERNELS, default=KERNELS, metavar="NAME")
     add("--operations", nargs="+", choices=list(OPERATIONS), default=ALONE, metavar="NAME")
@@ -270,17 +251,13 @@ def main(argv: list[str] | None = None) -> list[Row]:
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--tiles", nargs="*", default=[], metavar="M,N,..", help="fields of a tile; else a grid")
     add("--triton", action="store_true", help="kernels in Triton where those in Gluon would run")
-    args = parser.parse_args(argv)
-    out = args.out or common.RESULTS / "tune.jsonl"
-    if not args.table:
-        with launch.using(dict.fromkeys(IN_GLUON, False) if args.triton else {}):
-            for row in tune(args):
-                common.append_row(out, row)
-                print(line(row), flush=True)
-    rows = common.read_rows(out)
-    print(*winners(rows), sep="\n")
-    return rows
 
+
+BENCHMARK = common.Benchmark(
+    "tune", __doc__, options, run, ("kernel", "part", "pass", "T", "G", "tile"),
+    plot=lambda rows: print(*winners(rows), sep="\n"), required=lambda row: False, seconds=0.05,
+)  # fmt: skip
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,6 @@ A variant is a dict of JSON values: arguments of SparseAttention, and of these k
 
     dense          True: the layer is dense attention with the same weights
     local_layers   of Transformer: indices of the layers that rank nothing
-    gate_start     the first bias of the gate, a number for each branch
     compress_mlp   the network of compressed keys, a name of NETWORKS or a name with arguments,
                    {"name": "mlp", "start": "random"}; by default the layer's own
     ranking_queries  m: the ranking loss of m queries a sequence and layer is added to the loss
@@ -24,13 +23,10 @@ from torch import nn
 from native_sparse_attention import SparseAttention, Transformer, recipes
 from native_sparse_attention.compress import (
     AttentionPool,
-    ConvLinearCompress,
-    GroupedMLP,
     MeanPool,
     SumPool,
     default_compress_mlp,
 )
-from native_sparse_attention.gate import GateLinear
 from native_sparse_attention.initialization import reset
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 
@@ -38,15 +34,13 @@ from .common import Row
 
 Settings = dict[str, Any]
 
-KEYS = ("dense", "local_layers", "gate_start", "compress_mlp", "ranking_queries")
+KEYS = ("dense", "local_layers", "compress_mlp", "ranking_queries")
 # name: of (head dimension, l, KV heads) and arguments
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mean": lambda dim_head, l, kv_heads: MeanPool(),
     "sum": lambda dim_head, l, kv_heads, **given: SumPool(dim_head, **given),
     "attention": lambda dim_head, l, kv_heads: AttentionPool(dim_head, l),
     "mlp": lambda dim_head, l, kv_heads, **given: default_compress_mlp(dim_head, l, **given),
-    "grouped": GroupedMLP,
-    "linear": lambda dim_head, l, kv_heads: ConvLinearCompress(kv_heads, dim_head, l),
 }
 
 # 1 initial, 2 local and 6 ranked blocks of 64 tokens and a window of 256 keys: 832 keys a query,
@@ -80,38 +74,25 @@ SMALL: Settings = dict(
     num_local_blocks=16,
 )
 INDEX: Settings = dict(importance="index", ranking_queries=64)
-PAPER: Settings = dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent")
 
 # the most valuable first: this is the order in which they are trained
 VARIANTS: dict[str, Settings] = {
     # nothing to rank: no time is spent on compressed keys
     "dense": dict(ONE, dense=True, num_selected_blocks=0),
     "window": dict(THREE, branches=["window"]),
-    "paper": PAPER,
+    "paper": dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent"),
     "one softmax, max of tokens, rotated": ROTATED,
     "published": dict(PUBLISHED, compress_mlp={"name": "mlp", "start": "random"}),
-    "one softmax, max of tokens": TOKENS,
     "mean pooling": dict(THREE, compress_mlp="mean"),
-    "one softmax, probs": dict(ONE, importance="probs"),
     "1088 keys": WIDE,
     "1088 keys, blocks of 32": SMALL,
     "1088 keys, blocks of 32, learned ranking": dict(SMALL, **INDEX),
     "1088 keys, blocks of 32, layers 2 and 4 local": dict(SMALL, local_layers=[1, 3]),
     "1088 keys, blocks of 32, every head ranks": dict(SMALL, query_heads_share_selected_kv=False),
-    "one softmax, learned ranking": dict(ROTATED, **INDEX),
     "one softmax, max of 4, rotated": dict(MEANS, rank_rotated=True),
-    "one softmax, probs, rotated": dict(ONE, importance="probs", rank_rotated=True),
     "one softmax, logits": ONE,
     "MLP over windows of 8": SHORT,
     "MLP over windows of 8, 8 apart": dict(SHORT, compress_block_sliding_stride=8),
-    "sum pooling": dict(THREE, compress_mlp="sum"),
-    "paper, sum pooling": dict(PAPER, compress_mlp="sum"),
-    "paper, gates begun at a half": dict(PAPER, gate_start=[0.0, 0.0, 0.0]),
-    "published, begun as the sum": PUBLISHED,
-    "published, mean pooling": dict(PUBLISHED, compress_mlp="mean"),
-    "published, sum pooling": dict(PUBLISHED, compress_mlp="sum"),
-    "attention pooling over windows of 32": dict(THREE, compress_mlp="attention"),
-    "sum pooling over windows of 8": dict(SHORT, compress_mlp="sum"),
 }
 
 
@@ -178,9 +159,6 @@ def layer_settings(settings: Settings, shape: dict[str, Any]) -> dict[str, Any]:
         given = {key: value for key, value in network.items() if key != "name"}
         make = NETWORKS[network["name"]]
         found["compress_mlp"] = make(shape["dim_head"], l, shape["kv_heads"], **given)
-    if "gate_start" in settings:
-        start = tuple(settings["gate_start"])
-        found["strategy_combine_mlp"] = GateLinear(shape["dim"], shape["heads"], start)
     return found
 
 

@@ -1,7 +1,6 @@
 """Training of many models: equal beginnings, runs that continue exactly, rows, table, plot."""
 
 import itertools
-import json
 import signal
 from argparse import Namespace
 
@@ -30,16 +29,7 @@ def without_times(row):
 def test_variants_share_initial_values():
     """Weights of equal name and shape, and the projections of branches with their own."""
     models = {name: variants.build(s, SHAPE, seed=1) for name, s in SMALL.items()}
-    begun_elsewhere = [models.pop("published, begun as the sum")]
-    gates = models.pop("paper, gates begun at a half")
     weights = {name: dict(model.named_parameters()) for name, model in models.items()}
-    for model in begun_elsewhere:
-        for name, value in model.named_parameters():
-            same = torch.equal(value, weights["published"][name])
-            assert same or "_compress." in name
-    for name, value in gates.named_parameters():
-        same = torch.equal(value, weights["paper"][name])
-        assert same != name.endswith("to_strategy_combine.0.bias")
     dense = weights["dense"]
     for (_, a), (_, b) in itertools.combinations(weights.items(), 2):
         same = [name for name in a.keys() & b.keys() if a[name].shape == b[name].shape]
@@ -69,7 +59,7 @@ def test_presets_are_what_is_trained(T):
     assert one.pop("dense_length") == 8192 and trained == one
 
 
-def test_local_layers_and_first_gates():
+def test_local_layers():
     model = variants.build(SMALL["1088 keys, blocks of 32"], SHAPE, seed=0)
     settings = dict(SMALL["1088 keys, blocks of 32"], local_layers=[1])
     local = variants.build(settings, SHAPE, seed=0)
@@ -77,16 +67,13 @@ def test_local_layers_and_first_gates():
     local.load_state_dict(model.state_dict())
     ids = torch.randint(0, 256, (1, 200))
     assert not torch.allclose(model(ids), local(ids), atol=1e-4)
-    gates = [layer.to_strategy_combine[0] for layer in variants.layers(variants.build(
-        SMALL["paper, gates begun at a half"], SHAPE, seed=0))]  # fmt: skip
-    assert all(not gate.weight.any() and not gate.bias.any() for gate in gates)
 
 
 def test_dense_attention_is_that_of_the_same_weights():
     """Its layers spend nothing on compressed keys."""
     model = variants.build(SMALL["dense"], SHAPE, seed=0)
     assert all(layer.k_compress is None for layer in variants.layers(model))
-    tokens = SMALL["one softmax, max of tokens"]
+    tokens = SMALL["one softmax, max of tokens, rotated"]
     sparse = variants.build(tokens, SHAPE, seed=0)
     recipes.set_dense(sparse, True)
     ids = torch.randint(0, 256, (1, 200))
@@ -107,31 +94,12 @@ def test_keys_of_a_query():
     assert all(keys(name) == {"selected": 768} for name in ones)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("name", "variant must be NAME=JSON"),
-        ("name=[1]", "variant must be NAME=JSON"),
-        ('x={"nothing": 1}', "variant x: sparse_attn_kwargs must hold"),
-        ('x={"compress_mlp": "nothing"}', "compress_mlp of x must be one of mean"),
-        ('x={"branches": ["window"], "dense": true}', "variant x: model must have a Sparse"),
-        ('x={"local_layers": [6]}', "local_layers must be .* below ., got 6"),
-        ('x={"gate_start": [0.0]}', "variant x: strategy_combine_mlp must"),
-    ],
-)
-def test_wrong_variants(text, message):
-    with pytest.raises(SystemExit, match=message):
-        learning.main([*QUICK, "--variant", text])
-
-
 # runs
 
 
 @pytest.mark.slow
-def test_quick_form_of_every_variant(tmp_path, capsys):
-    out = tmp_path / "rows.jsonl"
-    rows = learning.main([*QUICK, "--out", str(out)])
-    assert common.read_rows(out) == json.loads(json.dumps(rows))
+def test_quick_form_of_every_variant():
+    rows = learning.main(QUICK)
     assert [row["variant"] for row in rows] == list(variants.VARIANTS)
     for row in rows:
         ranges = ["0-16", "16-32", "32-64", "64-128", "128-160"]
@@ -139,8 +107,6 @@ def test_quick_form_of_every_variant(tmp_path, capsys):
         assert 7 < row["bits"]["all"] < 9 and 7 < row["bits"]["last_half"] < 9
         assert [point[0] for point in row["curve"]] == [640, 1280] and row["train_bytes"] == 1280
         assert all(7 < found["bits"] < 9 for found in row["needle"].values())
-        assert row["config"]["dim"] == 32 and row["tokens_per_s"] > 0
-    assert "| dense | 160 | 0 | 0.001 | " in capsys.readouterr().out
 
 
 def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
@@ -165,7 +131,7 @@ def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
     assert not list(work.rglob("checkpoint.pt")) and len(list(work.rglob("weights.pt"))) == 1
 
 
-def test_processes_share_the_runs(tmp_path, capsys):
+def test_processes_share_the_runs(tmp_path):
     """A run that another process has is left to it; a second call finds the rows, and appends
     none."""
     out, work = tmp_path / "rows.jsonl", tmp_path / "work"
@@ -178,7 +144,7 @@ def test_processes_share_the_runs(tmp_path, capsys):
     (job,) = plan.jobs([])
     (work / job.key).mkdir(parents=True)
     with runs_pool.locked(work / job.key):
-        (row,) = learning.main([*call, "--deadline", "20"])
+        (row,) = learning.main([*call, "--deadline", "5"])
     assert row["variant"] == "dense"
     rows = learning.main(call)
     assert {row["variant"] for row in rows} == {"dense", "window"}
@@ -198,15 +164,14 @@ def test_a_signal_stops_at_a_checkpoint(tmp_path, monkeypatch):
     assert torch.load(path)["done"]["step"] == 1
 
 
-def test_what_failed_is_told(tmp_path, monkeypatch, capsys):
+def test_what_failed_is_told(tmp_path, monkeypatch):
     def fail(*args):
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(learning, "evaluate", fail)
     call = [*QUICK, "--variants", "window", "--work", str(tmp_path)]
-    with pytest.raises(SystemExit, match="1 runs failed: RuntimeError: no such thing"):
+    with pytest.raises(SystemExit, match="1 cases failed, the first: window .*no such thing"):
         learning.main(call)
-    assert "| window | 160 | 0 | 0.001 | RuntimeError: no such thing" in capsys.readouterr().out
     monkeypatch.undo()
     assert "bits" in learning.main(call)[0]
 
@@ -238,7 +203,7 @@ def test_order_of_the_jobs():
         learning.Plan(chosen, {}, lengths=(1000,))
 
 
-def test_speed(capsys):
+def test_speed():
     (row,) = learning.main([*QUICK, "--variants", "window", "--speed"])
     assert row["kind"] == "speed" and row["tokens_per_s"] > 0 and "bits" not in row
 
@@ -263,7 +228,7 @@ def test_table():
         made_up("other text", 0, 1e-3, 9.0, steps=5),
         made_up("dense", 0, 1e-3, 1.0), made_up("dense", 0, 2e-3, 1.1),
         made_up("dense", 1, 1e-3, 1.2), made_up("window", 0, 1e-3, 1.35),
-        {"variant": "window", "failed": "why"},
+        {"variant": "window", "kind": "train", "failed": "why"},
         made_up("window", 0, 2e-3, 1.3), made_up("window", 1, 2e-3, 1.4),
         made_up("dense", 0, 1e-4, 0.0, kind="speed", compile=False, tokens_per_s=5000),
         made_up("window", 0, 1e-4, 0.0, kind="speed", compile=False, tokens_per_s=10_000),
@@ -282,7 +247,7 @@ def test_table():
         "| window | 1.5 | 512 + 64 | 0.002 | 2 | 1.350 ± 0.071 | 0.250 ± 0.071 | 1.350 ± 0.071 "
         "| 1.350 | 0.25 / 0.68 | 10 (2.00) / 12 |",
     ]
-    assert "a GPU, old, torch 2, triton 3, commits abc." in lines[-1] and "other" not in text
+    assert lines[-1].endswith("a GPU, torch 2, triton 3; abc.") and "other" not in text
     assert learning.table_of_sizes(rows).splitlines()[2:] == [
         "| window |  |  |  |  | 256 | 512 + 64 | 0.250 ± 0.071 |"
     ]

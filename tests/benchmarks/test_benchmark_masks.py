@@ -4,14 +4,13 @@ allows, and draws the page that is committed."""
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import common, masks
+from benchmarks import masks
 from benchmarks.problem import Setting
 from native_sparse_attention.masks import catalog
 
@@ -23,27 +22,10 @@ SMALL = Setting(144, 2, 2, 16, dtype=torch.float32)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_quick_form(tmp_path, capsys):
-    path = tmp_path / "results" / "rows.jsonl"
-    names = {"sliding_window", "jagged"}
-    rows = masks.main([*QUICK, "--masks", *names, "--scores", "--out", str(path)])
-    assert common.read_rows(path) == json.loads(json.dumps(rows))
-    assert len(capsys.readouterr().out.splitlines()) == len(rows)
-    timed = {(row["mask"], row["provider"], row["pass"]) for row in rows if "failed" not in row}
-    expected = {(name, "sdpa", way) for name in names for way in ("forward", "backward")}
-    assert timed == expected | {(masks.NO_MASK, "flash", w) for w in ("forward", "backward")}
-    for row in rows:
-        assert row["T"] == 144 and row["gpu"] and row["torch"] and row["date"]
-        if "failed" in row:
-            assert row["provider"] == "flex" and "without cuda" in row["failed"]
-        else:
-            assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"] and row["error_share"] <= 1
-
-
 @pytest.fixture
 def flex_on_cpu(flex_gradients, monkeypatch):
     """flex_attention as torch computes it where gradients are let pass."""
-    monkeypatch.setattr(masks.Flex, "why_not", lambda self, setting, device: None)
+    monkeypatch.setattr(masks.Flex, "devices", ("cpu",))
     monkeypatch.setattr(masks, "compiled", lambda: flex_gradients)
 
 
@@ -90,9 +72,10 @@ def test_what_is_wrong_is_not_timed(provider, monkeypatch):
     what = ["--masks", "sliding_window", "--scores"]
     if provider is Uncapped:
         what = ["--masks", "--scores", "alibi"]
-    rows = masks.main([*QUICK, *what])
-    (row,) = (row for row in rows if row["provider"] == provider.name)
-    assert row["failed"].startswith("wrong: out errs by") and "p50_ms" not in row
+    with pytest.raises(
+        SystemExit, match=rf"1 cases failed, .* {provider.name} .*wrong: out errs by"
+    ):
+        masks.main([*QUICK, *what])
 
 
 @pytest.mark.parametrize("name", ["causal", "natten", "document"])
@@ -108,21 +91,7 @@ def test_operations_are_those_of_the_allowed_pairs(name):
     if name == "natten":
         assert exact.sum() == 144 * 49
     if name == "causal":
-        assert masks.Flash().flops(SMALL) == 4 * 16 * 2 * math.comb(145, 2)
-
-
-def test_a_backward_pass_is_two_and_a_half_forward_passes(monkeypatch):
-    monkeypatch.setattr(
-        masks.common,
-        "time_call",
-        lambda call, seconds, device: {"p20_ms": 1.0, "p50_ms": 1.0, "p80_ms": 1.0, "repeats": 1},
-    )
-    provider = masks.Sdpa(masks.Mask("causal"))
-    monkeypatch.setattr(provider, "flops", lambda setting: masks.Flash().flops(setting))
-    forward, backward = masks.one(provider, {}, SMALL, 96, 1.0, CPU)
-    pairs = math.comb(145, 2)
-    assert forward["tflops"] == float(f"{4 * 16 * 2 * pairs / 1e9:.3g}")
-    assert backward["tflops"] == float(f"{2.5 * 4 * 16 * 2 * pairs / 1e9:.3g}")
+        assert exact.sum() == math.comb(145, 2)
 
 
 # the page

@@ -1,13 +1,13 @@
 """The benchmark of a model that is not trained further: its rules, its measures, its page."""
 
-import json
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import common, pretrained, pretrained_model
+from benchmarks import common, distillation, pretrained, pretrained_model
 from benchmarks.pretrained import DENSE, Rule
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
@@ -152,17 +152,6 @@ def test_bad_rules_and_grids():
         pretrained.grid((32,), ((1024, 1024),))
 
 
-def test_grid_reads_few_keys():
-    rules = pretrained.grid()
-    assert len(set(rules)) == len(rules)
-    assert {rule.keys for rule in rules} == {None, 1088, 1152}
-    small = pretrained.grid((32,), pretrained.SPLITS[:1], small=True)
-    assert [rule.row()["rule"] for rule in small] == [
-        "dense", "window", "oracle", "logits", "probs", "max", "probs", "max",
-    ]  # fmt: skip
-    assert {(r.initial, r.local, r.n) for r in small[2:]} == {(2, 16, 16)}
-
-
 # the model
 
 
@@ -207,13 +196,6 @@ def test_needle(coder):
         pretrained_model.needle(coder, text[:80], 0.5, seed=3)
 
 
-def test_bad_settings_of_a_run(tmp_path):
-    bad = {"--windows": "0", "--needles": "-1", "--lengths": "200"}
-    for name, value in bad.items():
-        with pytest.raises(ValueError, match=f"{name[2:]} must be at least .*, got {value}"):
-            pretrained.main([name, value, "--device", "cpu"])
-
-
 def test_load_needs_a_file(tmp_path):
     with pytest.raises(ValueError, match="model must be a GGUF file, got"):
         pretrained_model.load(tmp_path / "none.gguf", CPU)
@@ -241,24 +223,7 @@ def test_corpora(tmp_path, coder):
     assert pretrained_model.own_texts()
 
 
-# rows and the page
-
-
-def test_quick_form(tmp_path, capsys, model):
-    path = tmp_path / "rows.jsonl"
-    rows = pretrained.main(["--quick", "--device", "cpu", "--out", str(path)])
-    assert common.read_rows(path) == json.loads(json.dumps(rows))
-    assert {row["text"] for row in rows} == {"Python"} and not any("failed" in r for r in rows)
-    assert rows[0]["rule"] == "dense" and rows[0]["above"] == 0
-    for row in rows:
-        assert row["T"] == 256 and row["loss"] > 0 and row["windows"] == 2
-        assert len(row["found"]) == len(row["right"]) == 3
-        assert ("caught" in row) == (row["n"] > 0)
-    of_rules = [row for row in rows if "caught" in row and not row["per_head"]]
-    for row in of_rules:
-        most = next(r for r in of_rules if r["rule"] == "oracle" and r["s"] == row["s"])
-        assert 0 < row["caught"] <= most["caught"] <= 1 and 0 < row["far"] < 1
-    assert "| dense | all |" in capsys.readouterr().out
+# rows
 
 
 def test_what_is_wrong_is_not_measured(monkeypatch, model):
@@ -275,54 +240,41 @@ def test_what_is_wrong_is_not_measured(monkeypatch, model):
     assert all(row["failed"].startswith("wrong: with every") for row in others)
 
 
-def test_table():
-    known = {"gpu": "a GPU", "dtype": "bf16", "torch": "2", "triton": "3", "commit": "abcdefghij"}
-    known |= {"text": "C", "T": 2048, "windows": 8}
-    rule = Rule("probs", 32, 2, 16, 16, 16, 8, True)
-    loss = {"loss": 1.1, "above": 0.1, "above_stderr": 0.01, "above_percent": 10.0}
-    rows = [
-        {**DENSE.row(), **loss, **known, "loss": 1.0, "found": [8, 8, 8], "needles": 8},
-        {**rule.row(), **loss, **known, "gpu": "another GPU", "loss": 2.0},
-        {**rule.row(), **loss, **known},
-        {**rule.row(), **loss, **known, "T": 8192, "found": [8, 7, 8], "needles": 8, "caught": 0.5},
-        {**Rule("window", 32, 2, 32).row(), **known, "failed": "why"},
-    ]
-    drawn = pretrained.table(rows).splitlines()
-    assert drawn[0] == "C:" and drawn[4] == "| dense | all | 1.0000 |  |  |  |"
-    told = "| probs, means of 16 every 8, per head | 2 + 16 + 16 of 32 | +10.00 % ± 1.00 |"
-    assert drawn[5] == f"{told} +10.00 % ± 1.00 | 8 / 7 / 8 of 8 | 0.50 |"
-    assert drawn[6] == "| window | 2 + 32 + 0 of 32 | failed |  |  |  |"
-    assert drawn[-1] == "* window: why"
-    assert "a GPU, bf16" in drawn[-2]
+# conversion
+
+PLAN = distillation.Plan(
+    (16,), (16, 32, 32), T=256, train_T=128, windows=2, needles=0, watched=0, steps=2,
+    ranking_steps=2, queries=16,
+)  # fmt: skip
 
 
-def test_table_has_the_best_of_other_splits():
-    known = {"gpu": "a GPU", "dtype": "bf16", "torch": "2", "triton": "3", "commit": "abcdefghij"}
-    known |= {"text": "C", "T": 8192, "windows": 8, "needles": 2, "above_stderr": 0.001}
-    of = {
-        DENSE: (0.0, [1, 2, 2]),
-        Rule("oracle", 32, 2, 16, 16): (0.5, [2, 2, 2]),
-        Rule("max", 32, 2, 16, 16, 1, 1): (1.5, [2, 2, 2]),
-        Rule("max", 32, 2, 8, 24, 1, 1): (1.2, [1, 2, 2]),
-        Rule("probs", 32, 2, 8, 24, 16, 8): (1.1, [2, 1, 2]),
-        Rule("logits", 32, 2, 8, 24, 32, 32): (2.5, [2, 2, 2]),
-    }
-    rows = [
-        {
-            **rule.row(),
-            **known,
-            "above_percent": p,
-            "above": p / 100,
-            "loss": 1 + p / 100,
-            "found": f,
-        }
-        for rule, (p, f) in of.items()
-    ]
-    drawn = pretrained.table(rows)
-    lines = [line.split(" | ")[:2] for line in drawn.splitlines() if line.startswith("| ")][2:]
-    assert lines == [
-        ["| dense", "all"],
-        ["| oracle", "2 + 16 + 16 of 32"],
-        ["| max, tokens", "2 + 16 + 16 of 32"],
-        ["| probs, means of 16 every 8", "2 + 8 + 24 of 32"],
-    ]
+def test_training_reads_what_no_evaluation_reads(tmp_path, coder):
+    """Windows of 8 tokens read at most 64 characters of each file that they begin with."""
+    paths = [tmp_path / f"{name}.txt" for name in "abcd"]
+    for path in paths:
+        path.write_text(path.stem * 64)
+    corpus = pretrained_model.Corpus("prose", tuple(paths))
+    assert [path.stem for path in corpus.without(8, 2).files] == ["b", "d"]
+    plan = copy.copy(PLAN)
+    for name, value in dict(T=8, train_T=16, steps=3).items():
+        object.__setattr__(plan, name, value)
+    rows = distillation.training_rows([corpus], coder, plan)
+    assert rows.shape == (3, 16) and set(rows.flatten().tolist()) == {ord("b")}
+    with pytest.raises(ValueError, match="data must hold 16 tokens of prose beside"):
+        distillation.training_rows(
+            [pretrained_model.Corpus("prose", tuple(paths[:1]))], coder, plan
+        )
+
+
+def test_wrong_conversions_are_not_measured(monkeypatch):
+    model = distillation.network_of(None, CPU, is_quick=True)
+    text = torch.tensor([list((common.ROOT / "README.md").read_bytes()[:256])])
+    assert distillation.check(model, 16, text, PLAN) < 1e-4
+    right = distillation.converted
+
+    def one_block_less(*args, **settings):
+        return right(*args, **settings | dict(num_selected_blocks=2))
+
+    monkeypatch.setattr(distillation, "converted", one_block_less)
+    with pytest.raises(common.WrongResult, match="with every block of 16"):
+        distillation.check(model, 16, text, PLAN)

@@ -1,15 +1,12 @@
 """Associative recall and the needle: the task is what it says, runs, table, plot."""
 
-import json
 from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, learning, recall
-
-QUICK = ["--quick", "--device", "cpu"]
+from benchmarks import learning, recall
 
 
 def test_sequences():
@@ -38,15 +35,9 @@ def test_wrong_length(T):
         task.draw(1, T, np.random.default_rng(0))
 
 
-def test_wrong_settings():
+def test_more_pairs_than_keys():
     with pytest.raises(ValueError, match="pairs must be from 1 to keys=8, got 9"):
         recall.Task(pairs=9, keys=8)
-    with pytest.raises(SystemExit, match="variants must be some of dense, .* got 'nothing'"):
-        recall.main([*QUICK, "--variants", "nothing"])
-    with pytest.raises(SystemExit, match="work must be given"):
-        recall.main(["--variants", "dense", "--device", "cpu"])
-    with pytest.raises(SystemExit, match="deadline must be positive"):
-        recall.main([*QUICK, "--deadline", "-1"])
 
 
 class Perfect(torch.nn.Module):
@@ -70,18 +61,6 @@ def test_accuracy():
     assert found["by_distance"].keys() <= {"16-32", "32-64", "64-128", "128-256"}
     blind = torch.nn.Sequential(torch.nn.Embedding(task.tokens, task.tokens))
     assert recall.evaluate(blind, task, 192, 4 * 192, cfg)["all"] < 1
-
-
-def test_quick_form(tmp_path, capsys):
-    out = tmp_path / "rows.jsonl"
-    names = ["dense", "published, windows of 32"]
-    rows = recall.main([*QUICK, "--variants", *names, "--out", str(out)])
-    assert common.read_rows(out) == json.loads(json.dumps(rows))
-    assert [row["variant"] for row in rows] == names
-    for row in rows:
-        assert row["accuracy"].keys() == row["by_distance"].keys() == {"96", "192"}
-        assert 0 <= row["accuracy"]["192"] <= 1 and len(row["curve"]) == 3
-    assert "| variant | seed | lr | T = 96 | T = 192 | seconds |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sizes", [recall.LARGE, recall.SMALL], ids=["large", "small"])
@@ -165,8 +144,8 @@ def test_table():
         made_up("published", 1, 1e-3, 0.9), made_up("published", 0, 3e-3, 0.6),
         {"variant": "dense", "failed": "why"},
     ]  # fmt: skip
-    text = recall.table_of_runs(rows)
-    short, _, longer = text.partition("commits abc.\n\n")
+    text = recall.table(rows)
+    short, _, longer = text.partition("; abc.\n\n")
     told = "Trained at 512, 2k tokens with 3 pairs, {} steps of 4096 tokens; dim 64, 2 layers:"
     assert short.splitlines()[0] == told.format(5) and "| dense | 0.25 | 0.001 | 1 | 0.90" in short
     assert longer.splitlines()[0] == told.format(10)
@@ -176,4 +155,4 @@ def test_table():
         "| published | 0.25 | 0.001 | 2 | 0.70 ± 0.28 | 0.35 ± 0.14 |",
         "| dense | 0.25 | 0.001 | 1 | 0.20 | 0.10 |",
     ]
-    assert text.endswith("a GPU, torch 2, triton 3, commits abc.")
+    assert text.endswith("a GPU, torch 2, triton 3; abc.")

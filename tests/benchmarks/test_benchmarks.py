@@ -1,23 +1,12 @@
-"""The benchmarks on a CPU: they run end to end, refuse what is wrong, count what is there, and draw
-the page that is committed."""
+"""What is timed of attention: the oracle refuses what is wrong, and counts are right."""
 
 import importlib
-import json
 
 import pytest
 import torch
 
-from benchmarks import attention, common, oracle, performance, problem
-from benchmarks.providers import (
-    SHORT_WINDOWS,
-    Dense,
-    Ours,
-    OursLarge,
-    OursProbs,
-    OursSelect,
-    OursSelected,
-    OursWindow,
-)
+from benchmarks import attention, oracle, problem
+from benchmarks.providers import SHORT_WINDOWS, Dense, Ours, OursSelect, OursSelected, OursWindow
 from benchmarks.providers import providers as known_providers
 from native_sparse_attention import blocks
 from tests.helpers import oracles
@@ -34,55 +23,32 @@ def verify(provider, setting=SMALL, spot=False):
     return attention.verify(provider, x, setting, rows)
 
 
-# end to end
-
-
-def test_quick_form(tmp_path, capsys):
-    path = tmp_path / "results" / "rows.jsonl"
-    options = ["--quick", "--parts", "--agreement", "4", "--device", "cpu", "--seconds", "1e-4"]
-    rows = attention.main([*options, "--out", str(path)])
-    assert common.read_rows(path) == json.loads(json.dumps(rows))
-    assert len(capsys.readouterr().out.splitlines()) == len(rows)
-    timed = {(row["provider"], row["part"], row["pass"]) for row in rows if "failed" not in row}
-    for part in ("whole", "compressed", "selected", "window"):
-        assert {("ours", part, "forward"), ("ours", part, "backward")} <= timed
-    assert {("ours-probs", "whole", "backward"), ("ours-probs", "select", "forward")} <= timed
-    assert ("dense-sdpa", "whole", "forward") in timed
-    assert {row["alike"] for row in rows if "alike" in row} == {1, 4}
-    assert all(("speedup_over_independent" in row) == (row.get("alike") == 4) for row in rows)
-    assert {row["selection_stride"] for row in rows if row["provider"] == "ours"} == {1, 4}
-    for row in rows:
-        assert row["T"] and row["gpu"] and row["torch"] and row["date"]
-        if "failed" in row:
-            assert "cuda" in row["failed"] and not row["provider"].startswith("ours")
-        else:
-            assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
-            assert row["part"] == "select" or row["error_share"] <= 1
-
-
-def test_a_wrong_provider_is_not_timed(tmp_path, monkeypatch):
+def test_a_wrong_provider_is_not_timed(monkeypatch, capsys):
     class Wrong(OursWindow):
         def call(self, x, setting):
             return super().call(x, setting) * 1.001
 
     wrong = {**known_providers(), "ours": [Wrong()]}
     monkeypatch.setattr(attention, "providers", lambda: wrong)
-    path = tmp_path / "rows.jsonl"
-    with pytest.raises(SystemExit, match="ours not timed in 1 cases"):
-        attention.main(["--quick", "--providers", "ours", "--device", "cpu", "--out", str(path)])
-    (row,) = common.read_rows(path)
-    assert row["failed"].startswith("wrong at T=96: out errs by") and "p50_ms" not in row
+    with pytest.raises(SystemExit, match="1 cases failed, the first: ours .*wrong: out errs by"):
+        attention.main(["--quick", "--providers", "ours", "--device", "cpu"])
 
 
-def test_speedup_is_over_the_baseline_of_the_run(monkeypatch):
-    plan = attention.Plan((), (), ())
-    run = attention.Run(plan, CPU)
-    dense = Dense("dense-cudnn", None)
-    time = {"pass": "forward", "tflops": 1.0, "peak_mib": None}
-    run.write(dense, SMALL, {**time, "p50_ms": 6.0})
-    run.write(Ours(), SMALL, {**time, "p50_ms": 4.0})
-    run.write(OursWindow(), SMALL, {**time, "p50_ms": 1.0})
-    assert [row.get("speedup_over_cudnn") for row in run.rows] == [1.0, 1.5, None]
+def test_ratios():
+    """Over dense cuDNN, over ours of the same part, over independent neighbours, of the run."""
+    times = {}
+    case = {"T": 8, "H": 4, "K": 2, "pass": "forward", "part": "whole"}
+
+    def ratios(provider, ms, **fields):
+        return attention.ratios({**case, "provider": provider, "p50_ms": ms, **fields}, times)
+
+    assert ratios("dense-cudnn", 6.0) == {"speedup_over_cudnn": 1.0}
+    assert ratios("ours", 4.0) == {"speedup_over_cudnn": 1.5}
+    assert ratios("fla", 8.0) == {"speedup_over_cudnn": 0.75, "times_ours": 2.0}
+    assert ratios("ours", 1.0, part="window") == {}
+    assert ratios("ours", 4.0, part="selected", alike=1) == {}
+    assert ratios("ours", 2.0, part="selected", alike=4) == {"speedup_over_independent": 2.0}
+    assert attention.ratios({"failed": "why"}, times) == {}
 
 
 # the oracle
@@ -94,7 +60,7 @@ def test_speedup_is_over_the_baseline_of_the_run(monkeypatch):
 def test_oracle_accepts_what_is_right(T, stride):
     setting = attention.tiny(T, 6, 2)
     setting = type(setting)(**{**vars(setting), "stride": stride})
-    ours = Ours(), OursProbs(), OursLarge(), OursSelected(), OursSelected(4)
+    ours = Ours(), Ours(importance="probs"), Ours(scale=4.0), OursSelected(), OursSelected(4)
     for provider in (*ours, Dense("sdpa", None)):
         for spot in (False, True):
             assert verify(provider, setting, spot) <= 1
@@ -114,7 +80,8 @@ class DroppedBlock(OursSelected):
 
 class OtherRule(OursSelect):
     def indices(self, x, setting):
-        return OursProbs().indices({**x, **problem.draw(setting, Ours.names, CPU)}, setting)
+        inputs = {**x, **problem.draw(setting, Ours.names, CPU)}
+        return Ours(importance="probs").indices(inputs, setting)
 
 
 class Twice(OursSelect):
@@ -234,81 +201,11 @@ def test_random_selections(alike):
         problem.random_indices(c, 3, CPU)
 
 
-# rows, tables, plot
-
-
-def made_up(provider, T, ms, speedup=None, **fields):
-    row = dict(provider=provider, part="whole", T=T, H=64, K=4, selection_stride=1, gpu="G")
-    row |= dict(driver="1", torch="2", triton="3", commit="c", date="2026-01-01T00:00:00Z")
-    row |= dict(p50_ms=ms, peak_mib=100.0, **fields)
-    row |= {} if speedup is None else {"speedup_over_cudnn": speedup}
-    return [{**row, "pass": name} for name in performance.PASSES]
-
-
-def test_tables_of_a_run_of_their_own():
-    """One softmax (each pair of heads apart) and peers: of the newest run, on whatever GPU; the
-    latest row of each pass."""
-    one_softmax = performance.TABLES["one_softmax"]
-    old = made_up("one-softmax", 8192, 9.0, 9.0, D=128)
-    run = made_up("dense-cudnn", 8192, 3.0, 1.0, D=128) + made_up("ours", 8192, 1.0, 2.0, D=128)
-    run += made_up("one-softmax", 8192, 2.0, 1.5, D=128)
-    run += made_up("flash_nsa", 8192, 5.0, D=128, times_ours=5.0)
-    run += made_up("flash_nsa", 8192, 4.0, D=128, times_ours=4.0)
-    refused = made_up("fsa", 8192, 1.0, D=128)[:1]
-    del refused[0]["p50_ms"], refused[0]["pass"]
-    refused[0] |= dict(part="selected", refused="takes other heads")
-    run = [{**row, "gpu": "H", "commit": "d"} for row in run + refused]
-    text = one_softmax(old + run)
-    assert "| 64/4 | one-softmax | 1.50 / 1.50; 1.00 |" in text and "9.00" not in text
-    assert "| 64/4 | *target* | 1.9 / 2 |" in text and text.endswith("H, torch 2, triton 3; d.")
-    narrow = [{**row, "H": 9, "K": 3, "D": 64, "commit": "e"} for row in run[2:] + run[:4]]
-    text = one_softmax(old + run + narrow)
-    assert "| 64/4 | one-softmax | 1.50 / 1.50; 1.00 |" in text and text.endswith("3; d, e.")
-    assert "| 9/3, D=64 | one-softmax | 1.50 / 1.50; 1.00 |" in text
-    broken = dict(run[4], failed="why", selection_stride=4)
-    del broken["pass"], broken["p50_ms"]
-    text = one_softmax([*old, *run, broken])
-    assert "| 64/4 | one-softmax, stride 4 | failed |" in text
-    text = performance.peers(old + run)
-    assert "| whole | flash_nsa | 4 (4.00) / 4 (4.00) |" in text
-    assert "| selected | fsa | - |" in text
-    assert "* fsa, selected, 64/4: takes other heads" in text
-    assert performance.peers(old) == common.NO_ROWS
-
-
 def test_short_windows_have_the_sizes_of_their_preset():
     (provider,) = known_providers()[SHORT_WINDOWS]
     c = provider.sized(problem.Setting(8192))
     assert (c.l, c.d, c.s, c.n, c.initial, c.local, c.w) == (8, 4, 64, 6, 1, 2, 255)
     assert provider.sized(SMALL) == SMALL
-    rows = made_up(provider.name, 8192, 1.0, 1.25, D=128)
-    rows += made_up("one-softmax", 8192, 9.0, 9.0, D=128)
-    text = performance.TABLES["short_windows"](rows)
-    assert "| 64/4 | ours-short-windows | 1.25 / 1.25 |" in text and "9.00" not in text
-
-
-def test_tables():
-    rows = made_up("dense-cudnn", 8192, 2.0, 1.0) + made_up("ours", 8192, 1.0, 1.3)
-    other = [{**row, "gpu": "another", "p50_ms": 77.0} for row in rows]
-    drawn = {name: table(other[:-1] + rows) for name, table in performance.TABLES.items()}
-    text = drawn["speedups"]
-    assert "| ours | 1.30 / 1.30 |" in text and "| *target* | 1.20 / 1.40 |" in text
-    assert "| *best published* | 0.79 / 0.97 |" in text and "77" not in drawn["wholes"]
-    assert "| ours | 100 (1.00) |" in drawn["memory"]
-    assert drawn["parts"] == drawn["agreement"] == common.NO_ROWS
-    one, four = {"part": "selected", "alike": 1}, {"part": "selected", "alike": 4}
-    alike = made_up("ours", 8192, 1.0, **one)
-    alike += made_up("ours", 8192, 0.4, speedup_over_independent=2.5, **four)
-    text = performance.TABLES["agreement"](alike)
-    assert "| selected, ours, 4 alike | 0.40 / 0.40 |" in text and text.count("speed-up") == 1
-    assert "| selected, ours, 4 alike: speed-up | 2.50 / 2.50 |" in text
-    # the latest row counts, a failure too
-    failed = {**rows[2], "failed": "out of memory"}
-    for name in ("pass", "p50_ms", "speedup_over_cudnn"):
-        del failed[name]
-    speedups = performance.TABLES["speedups"]
-    assert "1.30" not in speedups([*rows, failed])
-    assert "1.30 / 1.30" in speedups([*rows, failed, *rows])
 
 
 # tiles

@@ -1,4 +1,6 @@
-"""The pages of the documentation have the tables of the rows that are there; plots are drawn."""
+"""Every benchmark runs in its quick form; pages have the tables of the rows that are there."""
+
+import json
 
 import pytest
 
@@ -14,45 +16,102 @@ from benchmarks import (
     learning,
     masks,
     memory,
-    performance,
     pretrained,
     recall,
-    training,
 )
 
-MODULES = (decode, distillation, generation, layer, learning, masks, memory, pretrained, recall)
-CASES = [(module.RESULTS, module.TABLES) for module in (*MODULES, training)]
-CASES.append((attention.RESULTS, {performance.PAGE: performance.TABLES}))
+pytestmark = pytest.mark.usefixtures("nothing_to_release")
+
+MODULES = (attention, decode, distillation, generation, layer, learning, masks, memory)
+MODULES += (pretrained, recall)
+FAST = ["--seconds", "1e-4"]
+# module, options, fields of every row that was measured, how many rows were
+QUICK = [
+    (attention, [*FAST, "--parts", "--agreement", "4"], ["p50_ms", "tflops"], 58),
+    (decode, [*FAST, "--new", "1", "2"], ["p50_us", "gbps", "error_share"], 38),
+    (distillation, [], ["loss", "above", "found"], 6),
+    (layer, [], ["host_ms", "wall_ms", "error_share"], 10),
+    (learning, ["--variants", "dense", "paper"], ["bits", "needle", "curve", "config"], 2),
+    (masks, [*FAST, "--masks", "natten", "--scores"], ["p50_ms", "error_share"], 4),
+    (pretrained, [], ["loss", "above", "found", "right"], 12),
+    (recall, ["--variants", "dense", "published, windows of 32"], ["accuracy", "curve"], 2),
+]
 
 
-@pytest.mark.parametrize(("results", "tables"), CASES, ids=lambda v: getattr(v, "stem", ""))
-def test_pages_are_drawn_from_the_rows(results, tables):
+@pytest.mark.parametrize(
+    ("module", "options", "fields", "count"), QUICK, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_quick_form(module, options, fields, count, tmp_path, capsys):
+    out = tmp_path / "results" / "rows.jsonl"
+    if module is distillation:
+        for i in range(4):
+            (tmp_path / f"{i}.c").write_text(f"int a{i} = {i};\n" * 200)
+        options = ["--data", str(tmp_path)]
+    rows = module.main(["--quick", "--device", "cpu", "--out", str(out), *options])
+    assert common.read_rows(out) == json.loads(json.dumps(rows))
+    assert len(capsys.readouterr().out.splitlines()) >= len(rows)
+    measured = [row for row in rows if "refused" not in row]
+    assert len(measured) == count
+    for row in rows:
+        assert row["gpu"].startswith("none") and row["torch"] and row["date"]
+        assert "failed" not in row and row.get("error_share", 0) in (None, pytest.approx(0.5, 1))
+    assert all(field in row for row in measured for field in fields)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_pages_are_drawn_from_the_rows(module):
     """Where this fails: `make docs`."""
-    rows, found = common.read_rows(results), set()
+    rows, drawn = common.read_rows(module.BENCHMARK.results), set()
     assert rows
-    for path, of_page in tables.items():
+    for path, of_page in module.TABLES.items():
         page = path.read_text(encoding="utf-8")
         assert common.render(page, of_page, rows) == page
-        found |= {name for name in of_page if f"<!-- begin: {name} -->" in page}
+        drawn |= {name for name in of_page if f"<!-- begin: {name} -->" in page}
         assert {table([]) for table in of_page.values()} == {common.NO_ROWS}
-    assert found == set().union(*tables.values())
+    assert drawn == set().union(*module.TABLES.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [attention, decode, learning, recall])
+@pytest.mark.parametrize("module", [attention, learning])
 def test_table_option_redraws_pages_and_plots(module, tmp_path, monkeypatch):
-    owner = performance if module is attention else module
-    tables = {performance.PAGE: performance.TABLES} if module is attention else module.TABLES
-    pages = {tmp_path / path.name: of_page for path, of_page in tables.items()}
+    pages = {tmp_path / path.name: of_page for path, of_page in module.TABLES.items()}
     for page, of_page in pages.items():
         text = "".join(f"<!-- begin: {name} --><!-- end: {name} -->\n" for name in of_page)
         page.write_text(text, encoding="utf-8")
-    draw_pages = common.draw_pages
-    monkeypatch.setattr(common, "draw_pages", lambda _, rows: draw_pages(pages, rows))
-    monkeypatch.setattr(owner, "PLOT", tmp_path / "plot.png")
+    monkeypatch.setitem(vars(module.BENCHMARK), "tables", pages)
+    monkeypatch.setattr(module, "PLOT", tmp_path / "plot.png")
     module.main(["--table"])
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert all("| " in page.read_text(encoding="utf-8") for page in pages)
+
+
+def test_grid():
+    """Of each cell the latest row of each pass; a failure takes the place of older rows."""
+
+    def row(line, T, ms, name="forward", **fields):
+        known = {"gpu": "G", "torch": "2", "triton": "3", "commit": "c", "line": line, "T": T}
+        return known | {"pass": name, "p50_ms": ms} | fields
+
+    rows = [row("a", 2048, 9.0), row("a", 2048, 1.0), row("a", 2048, 20.0, "backward")]
+    rows += [row("b", 1024, 100.0), row("a", 1000, 2.0, commit="d"), row("a", 1, 1.0, gpu="H")]
+
+    def draw(rows):
+        keys = (lambda row: row["line"], lambda row: row["T"])
+        cell = lambda passes: common.both(passes, "p50_ms")  # noqa: E731
+        return common.grid(rows, "ms", *keys, cell, lambda row: row["gpu"]).splitlines()
+
+    drawn = draw(rows)
+    assert drawn[:6] == [
+        "G:", "", "| ms | 1000 | 1k | 2k |", "| --- | --- | --- | --- |",
+        "| a | 2.00 / - |  | 1.00 / 20.0 |", "| b |  | 100 / - |  |",
+    ]  # fmt: skip
+    assert drawn[7] == "H:" and drawn[-1] == "G, H, torch 2, triton 3; c, d."
+    failed = {name: value for name, value in rows[1].items() if name not in ("pass", "p50_ms")}
+    failed["failed"] = "out of memory"
+    assert "| a | 2.00 / - |  | failed |" in draw([*rows, failed])
+    assert draw([*rows, failed, *rows])[:6] == drawn[:6]
+    assert common.failures([failed, failed], lambda row: row["line"]) == "* a: out of memory"
+    assert draw([]) == [common.NO_ROWS]
 
 
 def test_rows_are_appended_whole(tmp_path):
@@ -67,3 +126,51 @@ def test_rows_are_appended_whole(tmp_path):
 def test_quantiles():
     assert common.quantiles([float(n) for n in range(11)]) == dict(p20_ms=2, p50_ms=5, p80_ms=8)
     assert common.quantiles([3.0]) == dict(p20_ms=3, p50_ms=3, p80_ms=3)
+
+
+@pytest.mark.slow
+def test_memory_of_a_step():
+    (row,) = memory.main(["--quick", "--device", "cpu"])[:1]
+    assert row["T"] == 512 and row["mib"] >= 0 and row["seconds"] > 0
+
+
+def test_committed_rows_of_memory_are_linear():
+    """Sixteen times the tokens, less than sixteen times the memory."""
+    mib: dict = {}
+    for row in common.read_rows(memory.BENCHMARK.results):
+        mib.setdefault((row["gpu"], row["importance"]), {})[row["T"]] = row["mib"]
+    for by_length in mib.values():
+        assert by_length[65536] < 16 * by_length[4096]
+        assert by_length[131072] < 8 * by_length[16384]
+
+
+BAD = [
+    (decode, ["--lengths", "100"], "lengths must be multiples of 16, got 100"),
+    (attention, ["--block-size", "128"], "--block-size needs --out"),
+    (distillation, ["--s", "48"], "s must divide"),
+    (distillation, ["--T", "1024"], "T must be at least 2176, got 1024"),
+    (distillation, ["--train-T", "1024"], "train_T must be at least 1216, got 1024"),
+    (distillation, ["--steps", "0"], "steps must be at least 1, got 0"),
+    (generation, ["--s", "48"], "s must divide 64, 512 and 512, got 48"),
+    (generation, ["--forms", "dense"], "forms must be of sdpa, max of 64, .*, got dense"),
+    (generation, ["--static-forms", "max of 32"], "forms must be of .*, got max of 32"),
+    (generation, ["--new-tokens", "9"], "new_tokens must be at least 10, got 9"),
+    (generation, ["--contexts", "1"], "contexts must be at least 2, got 1"),
+    (learning, ["--quick", "--variant", "name"], "variant must be NAME=JSON"),
+    (learning, ["--quick", "--variant", "name=[1]"], "variant must be NAME=JSON"),
+    (learning, ["--quick", "--variant", 'x={"nothing": 1}'], "variant x: sparse_attn_kwargs must"),
+    (learning, ["--quick", "--variant", 'x={"compress_mlp": "no"}'], "compress_mlp of x must be"),
+    (learning, ["--quick", "--variant", 'x={"local_layers": [6]}'], "local_layers must be"),
+    (learning, ["--work", "w"], "data must be given to train"),
+    (pretrained, ["--windows", "0"], "windows must be at least 1, got 0"),
+    (pretrained, ["--lengths", "200"], "lengths must be at least 256, got 200"),
+    (recall, ["--quick", "--variants", "nothing"], "variants must be some of dense, .* 'nothing'"),
+    (recall, ["--variants", "dense"], "work must be given"),
+    (recall, ["--quick", "--deadline", "-1"], "deadline must be positive"),
+]
+
+
+@pytest.mark.parametrize(("module", "options", "message"), BAD)
+def test_bad_arguments(module, options, message):
+    with pytest.raises(SystemExit, match=message):
+        module.main([*options, "--device", "cpu"])
