@@ -192,7 +192,7 @@ def train(given: Namespace, held: ExitStack) -> int:
 
     # where to begin: the newest whole checkpoint, or step 0 with a first validation
     signals = catch_signals()
-    state = resume(given.resume, config, cfg, model, optimizer) if "resume" in given else None
+    state = resume(given.resume, config, model, optimizer) if "resume" in given else None
     if from_scratch := state is None:
         valid = evaluate(forward, valid_data, cfg, cfg.eval_bytes)
         record: dict[str, Any] = {"step": 0, "val_bpb": valid}

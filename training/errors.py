@@ -11,9 +11,5 @@ class RunError(UserError):
     """A file of a run differs from the written file; the message names it."""
 
 
-class TornError(RunError):
-    """A file of a run is missing or ends early: an older checkpoint may be usable."""
-
-
 def reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,16 +1,15 @@
 """The directory of a training run: made, locked, written, verified before it is read.
 
     config.json                  every setting, the data's SHA-256, a checksum of both
-    step-00000100.safetensors    weights, with the step and checksums of the tensors, of the
-                                 optimizer file and of the configuration
-    step-00000100.optimizer      optimizer state, also safetensors, with step and other checksums
+    step-00000100.safetensors    weights
+    step-00000100.optimizer      optimizer state, also safetensors
     step-00000100.json           the index: size and SHA-256 of both files, step, best validation,
                                  checksum of the configuration
-    best.safetensors             the weights that validated best
+    best.safetensors             the weights that validated best, with step and checksums
 
 The checksum of the configuration leaves out CHANGEABLE: a resumed run may change those settings.
-A missing or truncated file is torn, as after an interrupted copy or on a full disk; the
-readers then use an older checkpoint. Any other difference raises an error that names the file.
+The index of a checkpoint is written last: files without one, which a kill leaves, do not count. A
+file that is not what was written raises an error that names it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import math
 import os
 import shutil
 import socket
-import warnings
+import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,12 +32,17 @@ from shlex import quote
 from types import ModuleType
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # not on this system
+    fcntl = None  # type: ignore[assignment]
+
 import torch
 from torch import Tensor, nn
 
 from native_sparse_attention import Transformer
 
-from .errors import RunError, TornError, UserError, reason
+from .errors import RunError, UserError, reason
 
 FORMAT = 2
 # fixed length of a record, so that a shorter file is a torn file
@@ -107,20 +111,11 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def pack(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> bytes:
-    """A safetensors file that carries a sealed record."""
+def pack(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """A safetensors file."""
     # clones, because safetensors refuses tensors that share memory
     copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    return library().save(copies, {"checkpoint": seal(record)})
-
-
-def record_of(content: bytes) -> dict[str, Any] | None:
-    """The record in a safetensors file, possibly torn or damaged; None if unreadable."""
-    try:
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return unseal(header["__metadata__"]["checkpoint"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+    return library().save(copies, metadata)
 
 
 # configuration
@@ -194,28 +189,12 @@ def checkpoint_path(run: Path, step: int, kind: str) -> Path:
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """The steps with at least one file, in ascending order."""
-    stems = {path.stem.removeprefix("step-") for path in run.glob("step-*") if is_part(path)}
-    return sorted(int(stem) for stem in stems)
+    """The steps with an index, in ascending order."""
+    return sorted(int(path.stem.removeprefix("step-")) for path in run.glob(f"step-*{INDEX}"))
 
 
-def is_part(path: Path) -> bool:
-    digits = path.stem.removeprefix("step-")
-    number = len(digits) >= 8 and digits.isascii() and digits.isdigit()
-    return number and path.suffix in (WEIGHTS, OPTIMIZER, INDEX)
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise TornError(f"{path} is missing") from None
-
-
-def check_record(path: Path, record: Mapping[str, Any], step: int | None, config: str) -> None:
-    if step is not None and record.get("step") != step:
-        raise RunError(f"{path} is of step {record.get('step')}, not of step {step}")
-    if record.get("config") != config:
+def check_run(path: Path, record: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    if record.get("config") != identity(config):
         raise RunError(f"{path} is of another run: its configuration is not that of {CONFIG}")
 
 
@@ -223,117 +202,83 @@ def read_checkpoint(run: Path, step: int, config: Mapping[str, Any]) -> Checkpoi
     """The checkpoint of a step, every byte of it verified.
 
     Raises:
-        TornError: a file of the checkpoint is missing or ends early.
-        RunError: a file is damaged, or belongs to another step or run.
+        FileNotFoundError: a file of the checkpoint is missing.
+        RunError: a file is not what was written, or belongs to another step or run.
     """
-    mine = identity(config)
-    index_path = checkpoint_path(run, step, INDEX)
-    content = read(index_path)
-    if len(content) < RECORD:
-        raise TornError(f"{index_path} is torn: {len(content):,} of {RECORD:,} bytes")
+    path = checkpoint_path(run, step, INDEX)
     try:
-        index = unseal(content.decode())
+        index = unseal(path.read_bytes().decode())
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise RunError(f"{index_path} is damaged: its checksum is wrong") from None
-    check_record(index_path, index, step, mine)
-
+        raise RunError(f"{path} is damaged: its checksum is wrong") from None
+    check_run(path, index, config)
+    if index["step"] != step:
+        raise RunError(f"{path} is of step {index['step']}, not of step {step}")
     tensors = {}
     for kind in (WEIGHTS, OPTIMIZER):
-        path = checkpoint_path(run, step, kind)
-        content, expected = read(path), index["files"][kind]
-        if hashlib.sha256(content).hexdigest() != expected["sha256"]:
-            if record := record_of(content):
-                check_record(path, record, step, mine)
-            if len(content) < expected["bytes"]:
-                raise TornError(f"{path} is torn: {len(content):,} of {expected['bytes']:,} bytes")
-            raise RunError(f"{path} is damaged: its SHA-256 is not that in {index_path.name}")
-        if (record := record_of(content)) is None:
-            raise RunError(f"{path} is broken: it carries no record")
-        check_record(path, record, step, mine)
+        content = (file := checkpoint_path(run, step, kind)).read_bytes()
+        if hashlib.sha256(content).hexdigest() != index["files"][kind]["sha256"]:
+            raise RunError(f"{file} is damaged: its SHA-256 is not that in {path.name}")
         tensors[kind] = library().load(content)
     return Checkpoint(step, index["best"], tensors[WEIGHTS], tensors[OPTIMIZER])
 
 
-def newest_checkpoint(run: Path, config: Mapping[str, Any]) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint, and the errors of torn newer ones. None if there is no file, or
-    only a torn one of step 0: its writer was killed before it had trained.
+def newest_checkpoint(run: Path, config: Mapping[str, Any]) -> Checkpoint | None:
+    """The newest checkpoint; None if there is none.
 
     Raises:
-        RunError: a checkpoint is wrong rather than torn, or all checkpoints are torn.
+        RunError: it is not what was written.
     """
-    while True:
-        torn: list[str] = []
-        steps = checkpoint_steps(run)
-        for step in reversed(steps):
-            try:
-                return read_checkpoint(run, step, config), torn
-            except TornError as error:
-                torn.append(str(error))
-            except RunError as error:
-                raise RunError(f"{error}; remove step {step} to use the one before") from None
-        if steps == checkpoint_steps(run):  # otherwise the writer replaced the files meanwhile
-            break
-    if torn and steps != [0]:
-        raise RunError(f"{run} has no whole checkpoint: {torn[0]}")
-    return None, torn
+    while steps := checkpoint_steps(run):
+        index = checkpoint_path(run, steps[-1], INDEX)
+        try:
+            return read_checkpoint(run, steps[-1], config)
+        except FileNotFoundError as error:
+            if steps == checkpoint_steps(run):  # else the writer replaced the files meanwhile
+                raise RunError(f"{error.filename} is missing") from None
+        except RunError as error:
+            raise RunError(f"{error}; without {index.name} the run goes on before it") from None
+    return None
 
 
 def load_weights(path: Path, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RunError(f"{path} is of another model: {reason}") from None
+        raise RunError(f"{path} is of another model: {reason(error)}") from None
 
 
 def load_best(run: Path, config: Mapping[str, Any], model: nn.Module) -> bool:
     """Load the weights that validated best, verified; False if there are none yet.
 
     Raises:
-        TornError: the file ends early.
-        RunError: the file is damaged, or belongs to another run.
+        RunError: the file is not what was written, or belongs to another run.
     """
     path = run / BEST
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return False
+    content = path.read_bytes()
     try:
-        if (record := record_of(content)) is None:
-            raise ValueError("it carries no record")
-        check_record(path, record, None, identity(config))
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        record = unseal(header["__metadata__"]["checkpoint"])
+        check_run(path, record, config)
         tensors = library().load(content)
         if fingerprint(tensors) != record["weights"]:
             raise ValueError("its checksum is wrong")
-    except RunError:
+    except (RunError, ImportError):
         raise
     except Exception as error:  # safetensors raises its own error types
-        # all weight files of a model have one length, because records have
-        size = len(pack(model.state_dict(), {"step": 0, "config": "0" * 64, "weights": "0" * 64}))
-        if len(content) < size:
-            raise TornError(f"{path} is torn: {len(content):,} of {size:,} bytes") from None
-        raise RunError(f"{path} is damaged: {error}") from None
+        raise RunError(f"{path} is damaged: {reason(error)}") from None
     load_weights(path, model, tensors)
     return True
 
 
-def load_run(run: Path, config: Mapping[str, Any], model: nn.Module, which: str) -> list[str]:
-    """Load the "best" or the "last" weights of a run; returns notes on torn files.
-
-    The last weights are loaded if there are no best ones yet or their file is torn.
-    """
-    torn = []
-    if which == "best":
-        try:
-            if load_best(run, config, model):
-                return []
-        except TornError as error:
-            torn.append(str(error))
-    newest, passed = newest_checkpoint(run, config)
-    if newest is None:
+def load_run(run: Path, config: Mapping[str, Any], model: nn.Module, which: str) -> None:
+    """Load the "best" or the "last" weights of a run; the last if there are no best ones yet."""
+    if which == "best" and load_best(run, config, model):
+        return
+    if (newest := newest_checkpoint(run, config)) is None:
         raise RunError(f"{run} has no checkpoint yet")
     load_weights(checkpoint_path(run, newest.step, WEIGHTS), model, newest.weights)
-    return [f"{text}; taking step {newest.step}" for text in torn + passed]
 
 
 def load_model(
@@ -347,9 +292,8 @@ def load_model(
     Args:
         path: directory of the run.
         device: device of the weights.
-        which: "best", the weights that validated best, or "last", the newest checkpoint. The newest
-            whole checkpoint is loaded if a file is missing or truncated, with a warning, or if
-            there are no best weights yet.
+        which: "best", the weights that validated best, or "last", the newest checkpoint, which is
+            also loaded if there are no best weights yet.
 
     Raises:
         FileNotFoundError: `path` is no directory of a run.
@@ -364,9 +308,7 @@ def load_model(
     # the loaded weights replace the random ones, whatever the defaults are
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model = Transformer(**model_arguments({**config["settings"], "backend": "auto"})).float()
-        notes = load_run(run, config, model, which)
-    for note in notes:
-        warnings.warn(note, stacklevel=2)
+        load_run(run, config, model, which)
     return model.to(device).eval()
 
 
@@ -403,11 +345,9 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def named(error: OSError, path: Path) -> Exception:
+def named(error: OSError, path: Path) -> OSError:
     """The same error, of a file that the user knows: those of a write do not say which."""
-    if error.errno is None:
-        return UserError(f"{path}: {reason(error)}")
-    return OSError(error.errno, error.strerror or os.strerror(error.errno), str(path))
+    return OSError(error.errno, error.strerror or reason(error), str(path))
 
 
 def append(path: Path, line: str) -> None:
@@ -484,25 +424,15 @@ def locked(run: Path) -> Iterator[Path]:
     path = run / LOCK
     with path.open("a+") as file:
         try:
-            take(file)
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = " ".join(path.read_text(errors="replace").split())[:80]
+            by = f" by {owner}" if owner else ""
+            raise UserError(f"{run} is being written{by}: one process at a time") from None
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-                owner = " ".join(path.read_text(errors="replace").split())[:80]
-                by = f" by {owner}" if owner else ""
-                raise UserError(f"{run} is being written{by}: one process at a time") from None
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-                raise named(error, path) from None
             print(f"{run} cannot be locked ({error.strerror}): let no other process write to it")
         yield path
-
-
-def take(file: Any) -> None:
-    """Lock an open file for this process, at once or not at all."""
-    try:
-        import fcntl
-    except ImportError:
-        raise OSError(errno.ENOSYS, "not on this system") from None
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def claim(run: Path) -> None:
@@ -538,7 +468,7 @@ def optimizer_tensors(model: Transformer, optimizer: torch.optim.Optimizer) -> d
 def save_best(run: Path, model: Transformer, step: int, config: dict[str, Any]) -> None:
     weights = model.state_dict()
     record = {"step": step, "config": identity(config), "weights": fingerprint(weights)}
-    write(run / BEST, pack(weights, record))
+    write(run / BEST, pack(weights, {"checkpoint": seal(record)}))
 
 
 def save_checkpoint(
@@ -551,19 +481,13 @@ def save_checkpoint(
     config: dict[str, Any],
 ) -> None:
     """The index goes last: with it the checkpoint is whole. Only then do old ones go."""
-    weights = model.state_dict()
-    common = {"step": step, "config": identity(config)}
-    record = common | {"weights": fingerprint(weights)}
     files: dict[str, Any] = {}
-    for kind, tensors in (
-        (OPTIMIZER, optimizer_tensors(model, optimizer)),
-        (WEIGHTS, weights),
-    ):
-        content = pack(tensors, record)
+    state = {OPTIMIZER: optimizer_tensors(model, optimizer), WEIGHTS: model.state_dict()}
+    for kind, tensors in state.items():
+        content = pack(tensors)
         write(checkpoint_path(run, step, kind), content)
         files[kind] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        record = record | {"optimizer": files[kind]["sha256"]}
-    index = seal(common | {"best": best, "files": files})
+    index = seal({"step": step, "config": identity(config), "best": best, "files": files})
     write(checkpoint_path(run, step, INDEX), index.encode())
 
     for old in checkpoint_steps(run)[:-keep]:
@@ -579,27 +503,11 @@ def restore(
     run: Path, checkpoint: Checkpoint, model: Transformer, optimizer: torch.optim.Optimizer
 ) -> None:
     load_weights(checkpoint_path(run, checkpoint.step, WEIGHTS), model, checkpoint.weights)
-    path, parameters = (
-        checkpoint_path(run, checkpoint.step, OPTIMIZER),
-        dict(model.named_parameters()),
-    )
-    keys = ("exp_avg", "exp_avg_sq", "step")
-    shapes = {
-        f"{name}.{key}": torch.Size() if key == "step" else parameter.shape
-        for name, parameter in parameters.items()
-        for key in keys
-    }
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[str, Tensor]] = {}
     for full, tensor in checkpoint.optimizer.items():
-        # a wrong shape would be read past its end by the fused update
-        if shapes.get(full) != tensor.shape or tensor.dtype != torch.float32:
-            what = f"{full} is {tensor.dtype} {list(tensor.shape)}"
-            raise RunError(f"{path} is of another model: {what}")
         name, _, key = full.rpartition(".")
         state.setdefault(name, {})[key] = tensor
-    if any(len(of_parameter) != len(keys) for of_parameter in state.values()):
-        raise RunError(f"{path} is of another model: a parameter lacks a part of its state")
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     by_index = {i: state[name] for i, name in enumerate(order) if name in state}
     groups = optimizer.state_dict()["param_groups"]
@@ -609,47 +517,19 @@ def restore(
 # metrics
 
 
-def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[bytes], list[str]]:
-    """The records of all steps, their lines, and what is wrong with them."""
-    path, notes = run / METRICS, []
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return [], [], [f"{path} is missing: it begins anew"]
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-        notes.append(f"{path} ends in a torn line, which is dropped")
-    records: list[dict[str, Any]] = []
+def read_metrics(run: Path, step: int) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """The records up to a step and their lines. What a killed run wrote after it goes, and a line
+    that a kill cut."""
+    path = run / METRICS
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    records = []
     try:
         for line in lines:
-            record = json.loads(line)
-            check_metrics(record, records[-1]["step"] if records else -1)
-            records.append(record)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise UserError(f"{path} is broken: {reason(error)}") from None
-    return records, lines, notes
-
-
-def missing_lines(
-    run: Path, records: list[dict[str, Any]], step: int, log_every: int, eval_every: int
-) -> list[str]:
-    got = {record["step"] for record in records}
-    due = (s for s in range(step + 1) if s % log_every == 0 or s % eval_every == 0)
-    if not (gone := [s for s in due if s not in got]):
-        return []
-    some = ", ".join(map(str, gone[:5])) + (", ..." if len(gone) > 5 else "")
-    return [f"{run / METRICS} lacks {len(gone):,} lines up to step {step:,}: of step {some}"]
-
-
-def check_metrics(record: Any, before: int) -> None:
-    if type(record["step"]) is not int or record["step"] <= before:
-        raise ValueError(f"step {record['step']!r} follows step {before}")
-    for name in ("bpb", "val_bpb"):
-        if type(record.get(name, 0.0)) not in (int, float):
-            raise ValueError(f"{name} of step {record['step']} is {record[name]!r}")
-        float(record.get(name, 0.0))  # an OverflowError
-    if record["step"] == 0 and "val_bpb" not in record:
-        raise ValueError("step 0 has no val_bpb")
+            if line.endswith(b"\n") and (record := json.loads(line))["step"] <= step:
+                records.append(record)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{path} is broken: {reason(error)}") from None
+    return records, lines[: len(records)]
 
 
 # going on
@@ -658,43 +538,24 @@ def check_metrics(record: Any, before: int) -> None:
 def resume(
     run: Path,
     config: dict[str, Any],
-    cfg: Namespace,
     model: Transformer,
     optimizer: torch.optim.Optimizer,
 ) -> tuple[int, float, list[Any], list[bytes]] | None:
-    """Restore the newest whole checkpoint of a run, and say what the run lacks.
-
-    Its step, the best validation, the metrics up to it and their lines; None where there never was
-    a checkpoint.
-    """
-    checkpoint, torn = newest_checkpoint(run, config)
-    records, lines, notes = read_metrics(run)
+    """Restore the newest checkpoint of a run: its step, the best validation, the metrics up to it
+    and their lines; None where there never was a checkpoint."""
+    checkpoint = newest_checkpoint(run, config)
     if checkpoint is None:
-        if records and (reached := records[-1]["step"]):
-            raise UserError(f"{run} has no checkpoint to go on from, but metrics to step {reached}")
-        for text in torn:
-            print(f"{text}; beginning at step 0")
+        if any(record["step"] for record in read_metrics(run, sys.maxsize)[0]):
+            raise RunError(f"{run} has no checkpoint to go on from")
+        print(f"{run} has no checkpoint yet; beginning at step 0")
         return None
-    # what a killed run wrote after its checkpoint goes
-    records = [record for record in records if record["step"] <= checkpoint.step]
-    notes += missing_lines(run, records, checkpoint.step, cfg.log_every, cfg.eval_every)
-
-    # what the next best has to beat; without the file of the last, any will do
-    best, lost = checkpoint.best, ""
-    first = records[0].get("val_bpb", math.nan) if records else math.nan
-    try:
-        known = not math.isnan(first) or checkpoint.step == 0
-        if not load_best(run, config, model) and (best < first or not known):
-            lost = f"{run / BEST} is missing"
-    except TornError as error:
-        lost = str(error)
-    if lost:
-        best = math.inf
-        notes.append(f"{lost}; the next validation writes it")
+    records, lines = read_metrics(run, checkpoint.step)
+    # what the next best has to beat: where the file of an improvement is lost, any will do
+    first = records[0].get("val_bpb", math.inf) if records else math.inf
+    is_kept = load_best(run, config, model) or checkpoint.best >= first
     restore(run, checkpoint, model, optimizer)
-    for step in checkpoint_steps(run):
-        if step > checkpoint.step:  # torn ones, which would count as kept
-            remove_checkpoint(run, step)
-    for note in [*(f"{text}; going on from step {checkpoint.step}" for text in torn), *notes]:
-        print(note)
-    return checkpoint.step, best, records, lines[: len(records)]
+    for path in run.glob("step-*"):  # what a kill left of a later one
+        is_part = path.suffix in (WEIGHTS, OPTIMIZER)
+        if is_part and int(path.stem.removeprefix("step-")) > checkpoint.step:
+            path.unlink()
+    return checkpoint.step, checkpoint.best if is_kept else math.inf, records, lines

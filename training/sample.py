@@ -28,8 +28,7 @@ def sample(given: Namespace, table: Table, build: Callable[[Namespace], Transfor
     cfg.device = find_device(getattr(given, "device", None))
     torch.set_num_threads(cfg.threads)
     model = build(cfg)
-    for note in load_run(run, config, model, "best"):
-        print(note, file=sys.stderr)
+    load_run(run, config, model, "best")
     prompt = encoded(getattr(given, "prompt", "") or "\n")
     keys = "temperature", "filter_thres", "top_k", "top_p"
     how = {key: value for key, value in vars(given).items() if key in keys}

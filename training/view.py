@@ -6,8 +6,6 @@ python -m training.view runs/NAME --text FILE --out PAGE   of any text, whose to
 
 from __future__ import annotations
 
-import sys
-import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -57,11 +55,7 @@ def load_run(
     no documents side by side."""
     if args.settings is not None:
         raise ValueError("--settings goes with a model of transformers, got a run")
-    with warnings.catch_warnings(record=True) as notes:
-        warnings.simplefilter("always", UserWarning)
-        model = load_model(args.model, args.device)
-    for note in notes:
-        print(note.message, file=sys.stderr)
+    model = load_model(args.model, args.device)
     marker = encoded(read_config(args.model)["settings"].get("pack", ""))
     if marker and marker in data[: args.max_tokens]:
         data = first_document(data, marker)

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from tests.helpers.tiny_runs import (
     KINDS,
     NEWEST,
     PLAN,
-    config_of,
     contents,
     make_runs,
     resume,
@@ -46,37 +44,32 @@ def run(folder, tmp_path):
 
 
 def test_killed_before_its_first_checkpoint(folder, run):
-    """What was written by then: the configuration, perhaps the first validation, and perhaps all of
-    step 0 but its index."""
+    """What was written by then: the configuration, and perhaps all of step 0 but its index."""
     expected = metrics(run)
-    for lines in (1, 0, None):
-        for path in [*run.glob("step-*"), run / "best.safetensors", run / "loss.png"]:
-            path.unlink(missing_ok=True)
-        (run / "step-00000000.optimizer.tmp").write_bytes(b"half")
-        if lines:
-            for kind in KINDS[:2]:
-                (run / f"step-00000000{kind}").write_bytes(b"whole")
-        text = (run / "metrics.jsonl").read_text().splitlines(keepends=True) if lines else []
-        (run / "metrics.jsonl").write_text("".join(text[:1]))
-        if lines is None:
-            (run / "metrics.jsonl").unlink()
-        done = in_process(run.parent, "--resume", run)
-        assert done.returncode == 0, done.stderr
-        assert ("; beginning at step 0" in done.stdout) == bool(lines)
-        assert "step 0 of 8" in done.stdout
-        assert metrics(run) == expected
-        assert not list(run.glob("*.tmp"))
+    for path in [*run.glob("step-*"), run / "best.safetensors", run / "loss.png"]:
+        path.unlink()
+    (run / "step-00000000.optimizer.tmp").write_bytes(b"half")
+    (run / "step-00000000.safetensors").write_bytes(b"whole")
+    text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(text[0])
+    done = in_process(run.parent, "--resume", run)
+    assert done.returncode == 0, done.stderr
+    assert "beginning at step 0" in done.stdout and "step 0 of 8" in done.stdout
+    assert metrics(run) == expected
+    assert not list(run.glob("*.tmp"))
     whole = folder / "runs/whole" / NEWEST
     for kind in KINDS[:2]:
         assert (run / (NEWEST + kind)).read_bytes() == whole.with_suffix(kind).read_bytes()
 
 
-def test_one_writer_at_a_time_and_readers_beside_it(folder, tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow(one_of=2)
+def test_one_writer_at_a_time_and_readers_beside_it(folder, tmp_path, signum):
+    """A signal saves, and says how to go on."""
     run, pipe = tmp_path / "out/busy", subprocess.PIPE
     args = ["--data", folder / "data", "--out-dir", "out", "--name", "busy", *PLAN]
-    with subprocess.Popen(
-        command(*args, "--steps", 100000), cwd=tmp_path, stdout=pipe, stderr=pipe
-    ) as process:
+    start = command(*args, "--steps", 100000, "--save-every", 1000)
+    with subprocess.Popen(start, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
         wait_for(lambda: len(read(run / "metrics.jsonl").splitlines()) > 6, process)
         link = tmp_path / "link"
         link.symlink_to(run)
@@ -87,56 +80,37 @@ def test_one_writer_at_a_time_and_readers_beside_it(folder, tmp_path):
         sample = ["--sample", run, "--device", "cpu", "--max-new-tokens", 3]
         assert in_process(tmp_path, *sample).returncode == 0
         assert not load_model(run).training
-        assert process.poll() is None
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    step = runs.checkpoint_steps(run)[-1]
+        process.send_signal(signum)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    step, last = runs.checkpoint_steps(run)[-1], out.splitlines()[-1]
+    hint = "go on with: python train_enwik8.py --resume out/busy"
+    assert last == f"stopped at step {step}; {hint}"
     done = in_process(tmp_path, "--resume", run, "--steps", step + 1)
     assert done.returncode == 0, done.stderr
 
 
 def test_killed_and_resumed_equals_undisturbed(folder, tmp_path):
-    """Killed as soon as there is a configuration, and among checkpoints after every step."""
-    args = ["--data", folder / "data", "--out-dir", ".", *PLAN, "--save-every", 1, "--steps", 20]
+    """Killed among checkpoints after every step."""
+    args = ["--data", folder / "data", "--out-dir", ".", *PLAN, "--save-every", 1, "--steps", 12]
     assert in_process(tmp_path, *args, "--name", "undisturbed").returncode == 0
     run = tmp_path / "killed"
     start = command(*args, "--name", "killed")
-    for begun in ("config.json", "step-0000000[3-9].optimizer"):
-        with subprocess.Popen(start, cwd=tmp_path, stdout=-3, stderr=-3) as process:
-            while not any(run.glob(begun)) and process.poll() is None:
-                time.sleep(0.002)
-            process.kill()
-        start = command("--resume", "killed")
+    with subprocess.Popen(start, cwd=tmp_path, stdout=-3, stderr=-3) as process:
+        while not any(run.glob("step-0000000[3-9].optimizer")) and process.poll() is None:
+            time.sleep(0.002)
+        process.kill()
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 19, "lo')  # what a kill in the middle of a line leaves
+        file.write('{"step": 11, "lo')  # what a kill in the middle of a line leaves
     done = in_process(tmp_path, "--resume", "killed")
     assert done.returncode == 0, done.stderr
     assert metrics(run) == metrics(tmp_path / "undisturbed")
     for kind in KINDS[:2]:
-        name = "step-00000020" + kind
+        name = "step-00000012" + kind
         assert (run / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
 
 
-# metrics
-
-
-def test_missing_lines_of_metrics_are_told(run):
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:3] + lines[5:]) + '{"step": 9, "lo')
-    said = resume(run).stdout
-    assert f"{path} lacks 2 lines up to step 8: of step 3, 4" in said
-    assert f"{path} ends in a torn line, which is dropped" in said
-    assert [r["step"] for r in metrics(run)] == [0, 1, 2, *range(5, 13)]
-    path.unlink()
-    said = in_process(run, "--resume", run, "--steps", 13).stdout
-    assert f"{path} is missing" in said and "lacks 13 lines up to step 12" in said
-    assert [r["step"] for r in metrics(run)] == [13]
-
-
-@pytest.mark.parametrize(
-    "line", ["no json", "[]", "{}", '{"step": "1"}', '{"step": 2}', '{"step": 9, "bpb": "low"}']
-)
+@pytest.mark.parametrize("line", ["no json", "[]", "{}", '{"step": "1"}'])
 def test_metrics_that_are_none(run, line):
     path = run / "metrics.jsonl"
     path.write_text(path.read_text() + line + "\n")
@@ -148,7 +122,7 @@ def test_metrics_that_are_none(run, line):
 # a full disk
 
 
-@pytest.mark.slow(one_of=3)
+@pytest.mark.slow(one_of=5)
 @pytest.mark.parametrize("call", range(1, 12))
 def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     """Whichever write it is: no half of a file is left, and what was whole stays so."""
@@ -169,8 +143,7 @@ def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     monkeypatch.undo()
     config = runs.read_config(run)
     runs.verify_config(run, config)
-    found, _ = runs.newest_checkpoint(run, config)
-    assert found.step >= 8
+    assert runs.newest_checkpoint(run, config).step >= 8
     assert resume(run).returncode == 0
 
 
@@ -178,18 +151,6 @@ def refused_at_the_end(done):
     """The last line of an exit with status 2, after a progress bar."""
     assert done.returncode == 2, done.stderr
     return done.stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_limit_on_the_size_of_files(folder, run):
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-
-    args = command("--resume", run, "--steps", 12)
-    done = subprocess.run(args, preexec_fn=limit, capture_output=True, text=True, timeout=100)
-    assert refused_at_the_end(done).endswith(": File too large")
-    assert runs.newest_checkpoint(run, config_of(run))[0].step == 8
-    assert not list(run.glob("*.tmp"))
 
 
 def test_metrics_that_cannot_be_written(run, monkeypatch):
@@ -232,8 +193,8 @@ def test_a_first_validation_that_is_not_finite(folder, tmp_path, monkeypatch, fi
     done = in_process(tmp_path, "--data", folder / "data", *PLAN, *plan)
     assert done.returncode == 0, done.stderr
     best = tmp_path / "runs/a/best.safetensors"
-    assert runs.record_of(best.read_bytes())["step"] == 2
+    assert b'\\"step\\": 2' in best.read_bytes()
     values = iter([float("nan"), 4.0, 4.5])
     done = in_process(tmp_path, "--resume", "runs/a", "--steps", 8)
     assert done.returncode == 0, done.stderr
-    assert runs.record_of(best.read_bytes())["step"] == 8
+    assert b'\\"step\\": 8' in best.read_bytes()

@@ -1,8 +1,9 @@
-"""train_enwik8.py as its users meet it: in processes of its own, with small models."""
+"""train_enwik8.py as its users meet it, with small models."""
 
 import io
 import json
 import os
+import runpy
 import shlex
 import signal
 import subprocess
@@ -40,10 +41,6 @@ def text(tmp_path_factory):
 
 def command(*args):
     return [sys.executable, "-W", "error", str(ROOT / "train_enwik8.py"), *map(str, args)]
-
-
-def call(cwd, *args):
-    return subprocess.run(command(*args), cwd=cwd, capture_output=True, text=True, timeout=100)
 
 
 def refused(done):
@@ -88,26 +85,6 @@ def test_run_leaves_what_it_promises(trained):
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert done.stdout.count("--- step") == 2
     assert "bits/byte" in done.stderr and "tokens/s" in done.stderr
-
-
-@pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_saves_and_says_how_to_go_on(trained, text, signum):
-    cwd, plan, _ = trained
-    run = cwd / f"runs/stopped-{signum.name}"
-    args = command("--data", text, "--name", run.name, *plan, *TINY, "--save-every", 1000)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(args, cwd=cwd, stdout=pipe, stderr=pipe, text=True) as process:
-        wait_for(lambda: len(read(run / "metrics.jsonl").splitlines()) > 3, process)
-        process.send_signal(signum)
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signum
-    last = out.splitlines()[-1]
-    resume = f"go on with: python train_enwik8.py --resume runs/{run.name}"
-    assert last.startswith("stopped at step ") and last.endswith(resume)
-    done = in_process(cwd, "--resume", f"runs/{run.name}")
-    assert done.returncode == 0, done.stderr
-    assert metrics(run) == metrics(cwd / "runs/whole")
 
 
 def test_commands_to_copy_quote_the_name_of_a_run(tmp_path, text):
@@ -218,7 +195,7 @@ def test_finished_run_says_so(trained):
 
 def test_sample_streams_text_that_repeats(trained):
     args = ["--sample", "runs/whole", "--prompt", "12", "--length", 20, "--device", "cpu"]
-    done = call(trained[0], *args)
+    done = in_process(trained[0], *args)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("12") and len(done.stdout) >= 10
     again, other = (in_process(trained[0], *args, "--seed", seed) for seed in (0, 1))
@@ -292,7 +269,7 @@ def test_bad_input_of_a_new_run(trained, text, args, said):
 
 
 def in_process(cwd, *args):
-    """As `call`, without a process of its own: a start of torch for each bad option is long."""
+    """Without a process of its own: a start of torch for each bad option is long."""
     out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
     threads = script.torch.get_num_threads()
     # training lets fp32 products be TF32: on a GPU, every later test of the process would err
@@ -313,41 +290,17 @@ def in_process(cwd, *args):
     return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def damage(name, change):
-    def apply(run):
-        change(run / name)
-
-    return apply
-
-
 @pytest.mark.parametrize(
-    "harm, args, said",
+    "args, said",
     [
-        (damage("config.json", cut), [], "config.json is broken"),
-        (damage("config.json", Path.unlink), [], "is not a run directory"),
-        (
-            damage("metrics.jsonl", lambda p: p.write_text("no json\n")),
-            [],
-            "metrics.jsonl is broken",
-        ),
-        (lambda run: [p.unlink() for p in run.glob("step-*")], [], "has no checkpoint"),
-        (lambda run: None, ["--dim", "32"], "--dim 32 was 16 in"),
-        (lambda run: None, ["--name", "other"], "--name does not go with --resume"),
+        (["--dim", "32"], "--dim 32 was 16 in"),
+        (["--name", "other"], "--name does not go with --resume"),
     ],
 )
-def test_bad_input_of_a_resume(short_run, tmp_path, harm, args, said):
-    run = tmp_path / "run"
-    run.mkdir()
-    for path in short_run.iterdir():
-        (run / path.name).write_bytes(path.read_bytes())
-    harm(run)
-    before = {path: path.read_bytes() for path in run.iterdir()}
-    assert said in refused(in_process(tmp_path, "--resume", run, "--steps", 8, *args))
-    assert {path: path.read_bytes() for path in run.iterdir()} == before
+def test_bad_input_of_a_resume(short_run, args, said):
+    before = {path: path.read_bytes() for path in short_run.iterdir()}
+    assert said in refused(in_process(short_run, "--resume", short_run, "--steps", 8, *args))
+    assert {path: path.read_bytes() for path in short_run.iterdir()} == before
 
 
 @pytest.fixture(scope="module")
@@ -357,17 +310,6 @@ def short_run(tmp_path_factory, text):
     done = in_process(cwd, "--data", text, "--name", "short", *plan, *TINY)
     assert done.returncode == 0, done.stderr
     return cwd / "runs/short"
-
-
-def test_changed_data_is_refused(tmp_path, text):
-    data = tmp_path / "data.txt"
-    data.write_bytes(text.read_bytes())
-    plan = ["--steps", 2, "--sample-every", 0]
-    assert in_process(tmp_path, "--data", data, "--name", "a", *plan, *TINY).returncode == 0
-    data.write_bytes(text.read_bytes()[1:])
-    assert "data.txt is not what it was" in refused(
-        in_process(tmp_path, "--resume", "runs/a", "--steps", 3)
-    )
 
 
 def test_no_place_to_write(tmp_path, text):
@@ -385,7 +327,7 @@ def test_sample_of_no_run(tmp_path):
     "args",
     [
         *(["--top-p", "2"], ["--filter-thres", "1.5"], ["--dim", "16"], ["--top-k", "0"]),
-        *(["--temperature", value] for value in ("nan", "inf", "-1", "1e-310", "hot")),
+        *(["--temperature", value] for value in ("nan", "inf", "-1", "hot")),
         *(["--seed", "-1"], ["--seed", str(2**63)], ["--max-new-tokens", "0"]),
         *(["--out-dir", "there"], ["--name", "new"], ["--prompt", "\ud800"]),
     ],
@@ -405,15 +347,14 @@ def test_tensorboard_that_is_missing(short_run, monkeypatch):
 # without what a program is used to
 
 
-@pytest.mark.slow(one_of=4)
-@pytest.mark.parametrize("program", ["train_enwik8", "benchmarks.recall"])
-@pytest.mark.parametrize("name", ["tqdm", "matplotlib"])
-def test_the_extra_is_named(name, program):
-    code = f"import runpy, sys; sys.modules[{name!r}] = None; runpy.run_module({program!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.endswith(f"needs {name}: pip install 'native-sparse-attention[train]'")
+@pytest.mark.parametrize("name", ["tqdm", "matplotlib.figure"])
+def test_the_extra_is_named(name, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "training.plot", raising=False)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / "train_enwik8.py"))
+    told = f"needs {name.partition('.')[0]}: pip install 'native-sparse-attention[train]'"
+    assert left.value.code == 2 and told in capsys.readouterr().err
 
 
 def test_no_docstrings(monkeypatch, capsys):
@@ -422,10 +363,3 @@ def test_no_docstrings(monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         script.main(["--help"])
     assert left.value.code == 0 and "--seq-len" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-def test_closed_outputs(tmp_path, text):
-    args = command("--data", text, "--name", "quiet", *TINY, "--steps", 2, "--sample-every", 2)
-    done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *args], cwd=tmp_path)
-    assert done.returncode == 0 and len(metrics(tmp_path / "runs/quiet")) == 3
