@@ -1,7 +1,6 @@
 """One text of a tree of sources, with held-out text at its end: what `learning.py` trains on.
 
-    python -m benchmarks.corpus SOURCE --out linux.txt     SOURCE: a directory, or a tar (.xz, .gz)
-    xz -9 -T2 -k linux.txt                                 290 MB become about 47 MB
+    python -m benchmarks.corpus SOURCE --text linux.txt    SOURCE: a directory, or a tar (.xz, .gz)
 
 The record's text is C and documentation of the Linux kernel, Debian's package linux-source-6.12:
 
@@ -16,7 +15,7 @@ The record's text is C and documentation of the Linux kernel, Debian's package l
   to train on, as long as they fit into the size asked for. Two bytes 0 separate the two parts.
 
 The text depends on the names and contents of the files only. Its SHA-256 and sizes are printed,
-written to `OUT.json` and appended to results/corpus.jsonl.
+written to `TEXT.json` and appended to results/corpus.jsonl.
 """
 
 from __future__ import annotations
@@ -27,22 +26,20 @@ import hashlib
 import json
 import lzma
 import os
-import shutil
-import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
+
+from training.runs import write
 
 from . import common
 from .common import Row
 
-RESULTS = common.RESULTS / "corpus.jsonl"
 PACKAGE = "linux-source-6.12"
 SOURCE = Path("/usr/src") / f"{PACKAGE}.tar.xz"
 KINDS = (".c", ".h", ".S", ".rst", ".txt")
@@ -51,6 +48,7 @@ DEPTH = 4
 FILE, HELD_OUT = b"\0", b"\0\0"
 # of a text without held-out text
 HELD_OUT_SHARE = 0.05
+KEYS = ("train", "held_out")
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,7 @@ class Sizes:
     file: int = 256 * 1024
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.held_out >= self.whole:
-            raise ValueError(f"held_out must be less than whole={self.whole}, got {self.held_out}")
+        common.check_least(self, dict(whole=self.held_out + 1, held_out=1, file=1))
 
 
 # files of a source: path, size, and what reads it
@@ -143,18 +137,6 @@ def common_root(paths: Iterable[str]) -> str:
 # the text
 
 
-@contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that gets its name at the end of the block, and none if that fails."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def build(source: Path, out: Path, sizes: Sizes) -> Row:
     """Write the text of a source to `out`, and what is in it to `out`.json.
 
@@ -163,9 +145,8 @@ def build(source: Path, out: Path, sizes: Sizes) -> Row:
     """
     listed = {path: size for path, size, _ in files_of(source) if is_wanted(path, size, sizes)}
     root = "" if source.is_dir() else common_root(listed)
-    training, held_out = chosen(
-        {path.removeprefix(root): size for path, size in listed.items()}, sizes
-    )
+    by_name = {path.removeprefix(root): size for path, size in listed.items()}
+    training, held_out = chosen(by_name, sizes)
     if not training or not held_out:
         raise ValueError(
             f"source {source} has {len(listed)} files of {', '.join(KINDS)} in directories that "
@@ -176,67 +157,32 @@ def build(source: Path, out: Path, sizes: Sizes) -> Row:
         name = path.removeprefix(root)
         if is_wanted(path, size, sizes) and (group_of(name) in training | held_out):
             contents[name] = read()
-
-    digest, counts, seen = hashlib.sha256(), {"train": 0, "held_out": 0}, set()
-    files = {"train": 0, "held_out": 0}
-    with whole_file(out) as file:
-        for part, groups in (("train", training), ("held_out", held_out)):
-            ours = (name for name in contents if group_of(name) in groups)
-            for name in sorted(ours, key=lambda name: [encoded(t) for t in os.path.split(name)]):
-                text = contents[name]
-                if b"\0" in text or (same := hashlib.sha256(text).digest()) in seen:
-                    continue
+    parts, seen = [], set[bytes]()
+    for groups in (training, held_out):
+        names = [name for name in contents if group_of(name) in groups]
+        names.sort(key=lambda name: [encoded(part) for part in os.path.split(name)])
+        entries = []
+        for name in names:
+            same = hashlib.sha256(contents[name]).digest()
+            if b"\0" not in contents[name] and same not in seen:
+                entries.append(FILE + encoded(name) + b"\n" + contents[name])
                 seen.add(same)
-                entry = FILE + encoded(name) + b"\n" + text
-                if part == "held_out" and not files[part]:
-                    digest.update(HELD_OUT)
-                    file.write(HELD_OUT)
-                digest.update(entry)
-                file.write(entry)
-                counts[part] += len(entry)
-                files[part] += 1
+        parts.append(entries)
+    write(out, HELD_OUT.join(b"".join(entries) for entries in parts))
     row = {
         "source": source.name,
         "source_sha256": about(source)["sha256"] if source.is_file() else None,
-        "bytes": out.stat().st_size,
-        "sha256": digest.hexdigest(),
-        **{f"{part}_bytes": count for part, count in counts.items()},
-        **{f"{part}_files": count for part, count in files.items()},
+        **about(out),
+        **{f"{k}_bytes": sum(map(len, part)) for k, part in zip(KEYS, parts, strict=True)},
+        **{f"{k}_files": len(part) for k, part in zip(KEYS, parts, strict=True)},
         "sizes": asdict(sizes),
         "held_out_groups": sorted(held_out),
     }
-    with whole_file(out.with_name(out.name + ".json")) as file:
-        file.write(json.dumps(row, indent=2).encode() + b"\n")
+    write(out.with_name(out.name + ".json"), json.dumps(row, indent=2).encode() + b"\n")
     return row
 
 
 # what others read
-
-
-def unpacked(path: Path, folder: Path) -> Path:
-    """A file of bytes, or what `NAME.xz` holds as `folder`/NAME, written if it is not there. The
-    SHA-256 of the .xz file is kept beside it.
-
-    Raises:
-        ValueError: `data` is not there, or no whole .xz file.
-    """
-    if not path.is_file():
-        raise ValueError(f"data must be a file of bytes, {path} is not there")
-    if path.suffix.lower() != ".xz":
-        return path
-    found, digest = folder / path.stem, about(path)["sha256"].encode()
-    kept = found.with_name(found.name + ".from")
-    if found.exists() and kept.exists() and kept.read_bytes() == digest:
-        return found
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with lzma.open(path) as packed, whole_file(found) as file:
-            shutil.copyfileobj(packed, file, 2**20)
-    except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"data {path} is broken: {error}") from None
-    with whole_file(kept) as file:
-        file.write(digest)
-    return found
 
 
 def mapped(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -268,28 +214,23 @@ def about(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def main(argv: list[str] | None = None) -> Row:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.corpus", description=(__doc__ or "").split("\n")[0]
-    )
+def options(parser: argparse.ArgumentParser) -> None:
     add, sizes = parser.add_argument, Sizes()
     add("source", type=Path, nargs="?", default=SOURCE, help="a directory or a tar archive")
-    add("--out", type=Path, required=True, help="the text; OUT.json says what is in it")
+    add("--text", type=Path, required=True, help="the text; TEXT.json says what is in it")
     add("--bytes", type=int, default=sizes.whole, help="of the text, at most")
     add("--held-out-bytes", type=int, default=sizes.held_out, help="of these, at most")
     add("--file-bytes", type=int, default=sizes.file, help="of a file, at most")
-    add("--record", action="store_true", help="append a row to results/corpus.jsonl")
-    args = parser.parse_args(argv)
-    try:
-        row = build(args.source, args.out, Sizes(args.bytes, args.held_out_bytes, args.file_bytes))
-    except (ValueError, OSError) as error:
-        sys.exit(f"benchmarks.corpus: {error}")
-    shown = {name: value for name, value in row.items() if name != "held_out_groups"}
-    print(json.dumps(shown))
-    if args.record:
-        common.append_row(RESULTS, shown)
-    return row
 
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    sizes = Sizes(args.bytes, args.held_out_bytes, args.file_bytes)
+    row = build(args.source, args.text, sizes)
+    recorder.add({name: value for name, value in row.items() if name != "held_out_groups"})
+
+
+BENCHMARK = common.Benchmark("corpus", __doc__, options, run, ("source", "bytes", "sha256"))
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
 """How good models with this layer become: bits per byte of text, against dense attention.
 
-    python -m benchmarks.learning --data linux.txt.xz --work DIR     train, append rows
-    python -m benchmarks.learning --data linux.txt.xz --speed        steps/s, nothing beside them
+    python -m benchmarks.learning --data linux.txt --work DIR        train, append rows
+    python -m benchmarks.learning --data linux.txt --speed           steps/s, nothing beside them
     python -m benchmarks.learning --table                            redraw pages and plot
     python -m benchmarks.learning --quick                            tiny sizes, nothing recorded
 
@@ -444,7 +444,7 @@ def write_quick_text(folder: Path) -> Path:
 def options(parser: argparse.ArgumentParser) -> None:
     runs_pool.options(parser)
     add = parser.add_argument
-    add("--data", type=Path, help="the text of benchmarks.corpus, or any file of bytes; .xz too")
+    add("--data", type=Path, help="the text of benchmarks.corpus, or any file of bytes")
     add("--lengths", type=int, nargs="+", default=[8192], metavar="T")
     add("--bytes", type=int, default=150_000_000, help="to train on, each run")
     add("--compile", action="store_true", help="torch.compile with CUDA graphs")
@@ -457,7 +457,7 @@ def run(args: Namespace, recorder: common.Recorder) -> None:
         raise ValueError("data must be given to train, --data FILE")
     with runs_pool.work_of(args) as work:
         work.mkdir(parents=True, exist_ok=True)
-        path = corpus.unpacked(args.data or write_quick_text(work), work)
+        path = args.data or write_quick_text(work)
         about = corpus.about(path)
         if args.quick:
             plan = quick_plan(args, variants, about)

@@ -84,31 +84,11 @@ def test_what_cannot_be_read(tree, tmp_path):
         corpus.build(broken, out, SIZES)
     with pytest.raises(ValueError, match="make no training text"):
         corpus.build(tree / "drivers/kind1/maker1", out, SIZES)
-    with pytest.raises(ValueError, match="held_out must be less than whole"):
+    with pytest.raises(ValueError, match="whole must be at least 6, got 5"):
         corpus.Sizes(whole=5, held_out=5)
     with pytest.raises(SystemExit, match="is not there"):
-        corpus.main([str(tmp_path / "nothing"), "--out", str(out)])
+        corpus.main([str(tmp_path / "nothing"), "--text", str(out)])
     assert not out.exists()
-
-
-def test_packed_text_is_unpacked_once(tmp_path):
-    packed = tmp_path / "text.txt.xz"
-    packed.write_bytes(lzma.compress(b"abc" * 100))
-    path = corpus.unpacked(packed, tmp_path / "work")
-    assert path.read_bytes() == b"abc" * 100
-    before = path.stat().st_mtime_ns
-    assert corpus.unpacked(packed, tmp_path / "work").stat().st_mtime_ns == before
-    packed.write_bytes(lzma.compress(b"abd" * 100))
-    assert corpus.unpacked(packed, tmp_path / "work").read_bytes() == b"abd" * 100
-    assert corpus.unpacked(path, tmp_path) == path
-    broken = tmp_path / "broken.xz"
-    broken.write_bytes(packed.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="data .* is broken"):
-        corpus.unpacked(broken, tmp_path / "work")
-    with pytest.raises(ValueError, match="data must be a file"):
-        corpus.unpacked(tmp_path / "nothing", tmp_path)
-    names = {path.name for path in (tmp_path / "work").iterdir()}
-    assert names == {"text.txt", "text.txt.from"}
 
 
 def test_any_file_has_held_out_text(tmp_path):
@@ -120,13 +100,12 @@ def test_any_file_has_held_out_text(tmp_path):
     assert [corpus.mark(data, chunk) for chunk in (3, 4, 5, 6)] == [4] * 4
 
 
-def test_command(tree, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(corpus, "RESULTS", tmp_path / "rows.jsonl")
-    out = tmp_path / "text"
+def test_command(tree, tmp_path, capsys):
+    text, out = tmp_path / "text", tmp_path / "rows.jsonl"
     sizes = ["--bytes", "30000", "--held-out-bytes", "9000", "--file-bytes", "2000"]
-    row = corpus.main([str(tree), "--out", str(out), *sizes, "--record"])
+    (row,) = corpus.main([str(tree), "--text", str(text), *sizes, "--out", str(out)])
     assert row["sha256"] in capsys.readouterr().out
-    assert common.read_rows(tmp_path / "rows.jsonl")[0]["sha256"] == row["sha256"]
+    assert common.read_rows(out)[0]["sha256"] == row["sha256"]
     assert {path.name for path in tmp_path.iterdir()} == {
         "linux-1", "text", "text.json", "rows.jsonl",
     }  # fmt: skip

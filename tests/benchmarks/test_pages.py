@@ -30,7 +30,7 @@ QUICK = [
     (attention, [*FAST, "--parts", "--agreement", "4"], ["p50_ms", "tflops"], 58),
     (decode, [*FAST, "--new", "1", "2"], ["p50_us", "gbps", "error_share"], 38),
     (distillation, [], ["loss", "above", "found"], 6),
-    (layer, [], ["host_ms", "wall_ms", "error_share"], 10),
+    (layer, [], ["host_ms", "wall_ms", "error_share"], 12),
     (learning, ["--variants", "dense", "paper"], ["bits", "needle", "curve", "config"], 2),
     (masks, [*FAST, "--masks", "natten", "--scores"], ["p50_ms", "error_share"], 4),
     (pretrained, [], ["loss", "above", "found", "right"], 12),
