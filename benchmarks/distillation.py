@@ -55,7 +55,7 @@ WATCHED = 64
 @dataclasses.dataclass(frozen=True)
 class Plan:
     sizes: tuple[int, ...] = (32, 64)
-    tokens: tuple[int, int, int] = (64, 512, 512)  # of the initial, local and ranked blocks
+    tokens: tuple[int, int, int] = pretrained.TOKENS
     T: int = 8192
     windows: int = 8  # texts of each kind
     needles: int = 8  # of each depth
@@ -77,10 +77,6 @@ class Plan:
         least = dict(T=2 * keys, train_T=keys + 2 * max(self.sizes))
         least |= dict(windows=1, needles=0, watched=0, batch=1, steps=1, ranking_steps=1, queries=1)
         common.check_least(self, least)
-
-    @property
-    def evaluation(self) -> pretrained.Plan:
-        return pretrained.Plan((DENSE,), (self.T,), self.windows, self.needles)
 
     def blocks(self, s: int) -> dict[str, int]:
         initial, local, ranked = (tokens // s for tokens in self.tokens)
@@ -259,7 +255,7 @@ class Run:
         """Add the rows of a model, one of each text."""
         model, plan = Network(network, self.model.encode), self.plan
         for name, texts in self.texts.items():
-            losses = pretrained.losses(model, DENSE, texts, plan.evaluation)
+            losses = pretrained.losses(model, DENSE, texts)
             base = self.base.setdefault(name, {})
             if row["form"].startswith("dense"):
                 base[row["form"]] = losses
@@ -268,7 +264,7 @@ class Run:
                 above = pretrained.loss_row(losses, base["dense, tuned"])
                 fields = [field for field in above if field.startswith("above")]
                 new |= {field.replace("above", "above_tuned"): above[field] for field in fields}
-            new |= pretrained.needle_row(model, DENSE, texts, plan.evaluation)
+            new |= pretrained.needle_row(model, DENSE, texts, plan.needles)
             if "s" in row and plan.watched:
                 new |= caught_row(model, texts[: plan.watched])
             self.add({**row, **new})

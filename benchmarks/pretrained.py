@@ -53,19 +53,18 @@ from .pretrained_model import (
     own_texts,
     tiny,
 )
+from .problem import pooled
 
 PAGE = common.RESULTS / "training.md"
 LENGTHS = (2048, 4096, 8192)
 DEPTHS = (0.1, 0.5, 0.8)
-# tokens: initial, and (local, ranked)
-INITIAL = 64
-SPLITS = ((512, 512), (256, 768), (128, 960))
 SIZES = (16, 32, 64)
-MOST_KEYS = 1152
+TOKENS = (64, 512, 512)  # of the initial, local and ranked blocks
 # mean difference of a token's loss from dense attention with every block selected
 MOST_APART = 1e-3
 # neighbouring queries of which the far mass is measured at one time
 QUERIES = 64
+TOKENS_AT_ONCE = 8192
 RANKED = ("logits", "probs", "max")
 NAMES = ("dense", "window", "oracle", *RANKED)
 
@@ -87,14 +86,6 @@ class Rule:
     d: int = 0
     per_head: bool = False
 
-    def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise ValueError(f"name must be one of {', '.join(NAMES)}, got {self.name!r}")
-        if self.name != "dense" and (self.s < 1 or self.local < 1):
-            raise ValueError(f"s and local must be at least 1, got s={self.s}, local={self.local}")
-        if self.name in RANKED and not 1 <= self.d <= self.l:
-            raise ValueError(f"d must be 1 to l={self.l}, got {self.d}")
-
     @property
     def keys(self) -> int | None:
         """Keys that a query reads at most; None for all."""
@@ -113,49 +104,25 @@ class Rule:
 DENSE = Rule("dense")
 
 
-def ranked(s: int, initial: int, local: int, n: int, small: bool) -> list[Rule]:
-    """The ranking rules with these blocks."""
-    forced = (s, initial, local, n)
-    forms = [("logits", s, s), ("probs", s // 2, s // 4), ("max", 1, 1)]
-    if not small:
-        forms += [("logits", s // 2, s // 4), ("probs", 1, 1)]
-        forms += [("max", l, l) for l in (4, 8) if l < s]
-    rules = [Rule(name, *forced, l, d) for name, l, d in forms]
-    return rules + [Rule(name, *forced, l, d, True) for name, l, d in forms[1:3]]
-
-
-def grid(
-    sizes: Sequence[int] = SIZES,
-    splits: Sequence[tuple[int, int]] = SPLITS,
-    initial: int = INITIAL,
-    small: bool = False,
-) -> tuple[Rule, ...]:
-    """Dense, the window and the oracle at the first split of the keys, and every ranking at every
-    block size and split.
+def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) -> tuple[Rule, ...]:
+    """Dense; at every block size the window, the oracle and every ranking.
 
     Raises:
-        ValueError: a size that splits no such number of tokens, or more keys than MOST_KEYS.
+        ValueError: a size that does not divide the tokens of the blocks.
     """
     rules = [DENSE]
     for s in sizes:
-        if s < 4 or any(tokens % s for pair in splits for tokens in (initial, *pair)):
-            raise ValueError(f"s must divide {initial} and the tokens of {splits}, got {s}")
-        counts, first = [(local // s, n // s) for local, n in splits], initial // s
-        rules += [Rule("window", s, first, sum(counts[0])), Rule("oracle", s, first, *counts[0])]
-        for local, n in counts:
-            rules += ranked(s, first, local, n, small)
-    most = max(rule.keys or 0 for rule in rules)
-    if most > MOST_KEYS:
-        raise ValueError(f"splits must read at most {MOST_KEYS} keys, got {most}")
+        if s < 4 or any(count % s for count in tokens):
+            raise ValueError(f"s must divide {tokens}, got {s}")
+        initial, local, n = (count // s for count in tokens)
+        blocks = (s, initial, local, n)
+        rules += [Rule("window", s, initial, local + n), Rule("oracle", *blocks)]
+        forms = [("logits", s, s), ("probs", s // 2, s // 4), ("max", 1, 1)]
+        forms += [("logits", s // 2, s // 4), ("probs", 1, 1)]
+        forms += [("max", l, l) for l in (4, 8) if l < s]
+        rules += [Rule(name, *blocks, l, d) for name, l, d in forms]
+        rules += [Rule(name, *blocks, l, d, True) for name, l, d in forms[1:3]]
     return tuple(rules)
-
-
-def pooled(k: Tensor, l: int, d: int) -> Tensor:
-    """Means of the windows of l keys that end every d tokens, zeros before the first: [B W K D]."""
-    if l == d == 1:
-        return k
-    k = F.pad(k[:, : k.shape[1] // d * d], (0, 0, 0, 0, l - d, 0))
-    return k.unfold(1, l, d).mean(dim=-1)
 
 
 def candidates(rule: Rule, T: int, S: int, offset: int, device: torch.device) -> Tensor:
@@ -216,14 +183,14 @@ def choose(rule: Rule, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
     """Block indices [B T K|H n] of the queries from position `offset` on."""
     if rule.name == "oracle":
         return oracle_blocks(rule, q, k, offset)
-    ck = pooled(k, rule.l, rule.d)
+    ck = k if rule.l == 1 else pooled(k, rule.l, rule.d)
     return nsa.select_blocks(q, ck, q_offset=offset, seq_len=k.shape[1], **settings_of(rule))
 
 
 def attend(rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention [B T H D] of all tokens of a sequence under a rule other than `dense`."""
     if rule.name in RANKED:
-        ck = pooled(k, rule.l, rule.d)
+        ck = k if rule.l == 1 else pooled(k, rule.l, rule.d)
         return nsa.native_sparse_attention(
             q, k, v, ck, branches=("selected",), sliding_window_size=0, **settings_of(rule)
         )
@@ -258,14 +225,13 @@ class Plan:
     needles: int = 8  # of each depth
     watched: int = 2  # texts whose far mass is measured
     runs: int = 4  # of QUERIES neighbouring queries in each of these
-    tokens: int = 8192  # of one pass
 
     def __post_init__(self) -> None:
         common.check_least(self, dict(windows=1, needles=0, watched=0, lengths=256))
 
 
-def in_passes(texts: Tensor, plan: Plan) -> tuple[Tensor, ...]:
-    return texts.split(max(1, plan.tokens // texts.shape[1]))
+def in_passes(texts: Tensor) -> tuple[Tensor, ...]:
+    return texts.split(max(1, TOKENS_AT_ONCE // texts.shape[1]))
 
 
 def of_rule(rule: Rule) -> Attend | None:
@@ -273,10 +239,10 @@ def of_rule(rule: Rule) -> Attend | None:
     return None if rule == DENSE else functools.partial(attend, rule)
 
 
-def losses(model: Network, rule: Rule, texts: Tensor, plan: Plan) -> Tensor:
+def losses(model: Network, rule: Rule, texts: Tensor) -> Tensor:
     """Of each text's tokens of the second half."""
     with model.attending(of_rule(rule)):
-        return torch.cat([model.losses(some) for some in in_passes(texts, plan)]).cpu()
+        return torch.cat([model.losses(some) for some in in_passes(texts)]).cpu()
 
 
 def loss_row(of_rule: Tensor, of_dense: Tensor) -> Row:
@@ -293,21 +259,21 @@ def loss_row(of_rule: Tensor, of_dense: Tensor) -> Row:
     }
 
 
-def needle_row(model: Network, rule: Rule, texts: Tensor, plan: Plan) -> Row:
+def needle_row(model: Network, rule: Rule, texts: Tensor, needles: int) -> Row:
     """Needles found at each depth; needle i lies in text i, again from the first."""
     found, right = [], []
-    if not plan.needles:
+    if not needles:
         return {}
     for depth in DEPTHS:
         prompts = torch.stack(
-            [needle(model, texts[i % len(texts)], depth, seed=i) for i in range(plan.needles)]
+            [needle(model, texts[i % len(texts)], depth, seed=i) for i in range(needles)]
         )
         with model.attending(of_rule(rule)):
-            passes = in_passes(prompts, plan)
+            passes = in_passes(prompts)
             counts = torch.cat([model.completed(some, ANSWER) for some in passes])
         found.append(int((counts == ANSWER).sum()))
         right.append(round(counts.double().mean().item(), 3))
-    return {"found": found, "right": right, "needles": plan.needles}
+    return {"found": found, "right": right, "needles": needles}
 
 
 class FarMass:
@@ -334,14 +300,14 @@ class FarMass:
         return {"caught": round(held / far, 4), "far": round(far / total, 4)} if far else {}
 
 
-def check(model: Network, s: int, texts: Tensor, of_dense: Tensor, plan: Plan) -> Row:
+def check(model: Network, s: int, texts: Tensor, of_dense: Tensor) -> Row:
     """Mean difference of a token's loss with every block of s keys selected from dense attention.
 
     Raises:
         WrongResult: more than rounding explains.
     """
     rule = Rule("window", s, 1, 2).whole(texts.shape[1])
-    apart = (losses(model, rule, texts[:1], plan) - of_dense[:1]).abs().mean().item()
+    apart = (losses(model, rule, texts[:1]) - of_dense[:1]).abs().mean().item()
     if not apart <= MOST_APART:
         raise WrongResult(f"with every block of {s}, a token's loss is {apart:.1e} off")
     return {"apart": round(apart, 8)}
@@ -350,10 +316,10 @@ def check(model: Network, s: int, texts: Tensor, of_dense: Tensor, plan: Plan) -
 def measure(model: Network, corpus: Corpus, T: int, plan: Plan) -> list[Row]:
     """The rows of all rules on a text."""
     texts = corpus.windows(model, T, plan.windows)
-    of_dense = losses(model, DENSE, texts, plan)
+    of_dense = losses(model, DENSE, texts)
     apart: dict[int, Row] = {0: {}}
     for s in dict.fromkeys(rule.s for rule in plan.rules if rule.s):
-        checked = functools.partial(check, model, s, texts, of_dense, plan)
+        checked = functools.partial(check, model, s, texts, of_dense)
         apart[s] = common.attempt(checked, model.device)
     rules = [rule for rule in plan.rules if rule.n and "failed" not in apart[rule.s]]
     mass = FarMass(rules, plan.runs)
@@ -362,8 +328,8 @@ def measure(model: Network, corpus: Corpus, T: int, plan: Plan) -> list[Row]:
             model.hidden(text)
 
     def of(rule: Rule) -> Row:
-        of_this = of_dense if rule == DENSE else losses(model, rule, texts, plan)
-        row = loss_row(of_this, of_dense) | needle_row(model, rule, texts, plan)
+        of_this = of_dense if rule == DENSE else losses(model, rule, texts)
+        row = loss_row(of_this, of_dense) | needle_row(model, rule, texts, plan.needles)
         return row | mass.row(rule)
 
     rows = []
@@ -431,7 +397,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--watched", type=int, default=2, help="texts whose far mass is measured")
     add("--s", type=int, nargs="+", default=SIZES, help="block sizes")
     add("--rules", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="beside dense")
-    add("--small", action="store_true", help="few ranking rules, local and ranked blocks equal")
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:
@@ -442,11 +407,10 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
     if args.quick:
-        rules = grid((16,), ((32, 32),), initial=16)
+        rules = grid((16,), (16, 32, 32))
         plan = Plan(rules, (256,), windows=2, needles=1, watched=1, runs=1)
     else:
-        rules = grid(args.s, SPLITS[:1] if args.small else SPLITS, small=args.small)
-        rules = tuple(rule for rule in rules if rule.name in ("dense", *args.rules))
+        rules = tuple(rule for rule in grid(args.s) if rule.name in ("dense", *args.rules))
         plan = Plan(rules, tuple(args.lengths), args.windows, args.needles, args.watched)
     model = tiny(args.device) if args.quick else load(args.model, args.device)
     texts = corpora(args.data or own_texts())

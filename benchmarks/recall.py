@@ -1,7 +1,6 @@
 """Associative recall: which models find the value of a key that they read long ago.
 
     python -m benchmarks.recall --work DIR            train, append rows to results/recall.jsonl
-    python -m benchmarks.recall --small --work DIR    T = 256, ten minutes a run on a CPU
     python -m benchmarks.recall --table               redraw results/training.md from the rows
     python -m benchmarks.recall --quick               tiny sizes, nothing recorded
 
@@ -91,16 +90,12 @@ class Sizes:
 
     task: Task
     shape: dict[str, Any]
-    # tokens of windows and blocks over those of `VARIANTS`
-    factor: int
-    # sequences of the longest training length in a step; shorter ones are more
     T: int
     train_lengths: tuple[int, ...]
     lengths: tuple[int, ...]
-    batch: int
+    batch: int  # sequences of T in a step; shorter ones are more
     steps: int
     test_tokens: int
-    changes: Settings
     warmup: int = 100
     precision: str = "bf16"
 
@@ -110,69 +105,34 @@ def shape(dim: int, dim_head: int, task: Task) -> dict[str, Any]:
     return {"num_tokens": task.tokens, **model}
 
 
-TASK, SMALL_TASK = Task(), Task(12, 32, 32, 32, least_distance=48)
+TASK, QUICK_TASK = Task(), Task(3, 8, 8, 8, least_distance=24)
+LENGTHS = tuple(2**i for i in range(9, 17))
 LARGE = Sizes(
-    TASK,
-    shape(128, 32, TASK),
-    factor=4,
-    T=2048,
-    train_lengths=(512, 1024, 2048),
-    lengths=tuple(2**i for i in range(9, 17)),
-    batch=16,
-    steps=10_000,
+    TASK, shape(128, 32, TASK), 2048, (512, 1024, 2048), LENGTHS, batch=16, steps=10_000,
     test_tokens=2**19,
-    changes={},
-)
-# the setting of one CPU: windows of 8 tokens, 4 ranked blocks of 8
-SMALL = Sizes(
-    SMALL_TASK,
-    shape(64, 16, SMALL_TASK),
-    factor=8,
-    T=256,
-    train_lengths=(256,),
-    lengths=(256, 512, 1024),
-    batch=16,
-    steps=1500,
-    test_tokens=2**15,
-    changes={"num_selected_blocks": 4, "sliding_window_size": 16},
-    precision="fp32",
-)
-QUICK_TASK = Task(3, 8, 8, 8, least_distance=24)
+)  # fmt: skip
 QUICK = Sizes(
-    QUICK_TASK,
-    shape(32, 16, QUICK_TASK),
-    factor=8,
-    T=96,
-    train_lengths=(96,),
-    lengths=(96, 192),
-    batch=2,
-    steps=3,
-    test_tokens=192,
-    changes=SMALL.changes,
-    warmup=1,
-    precision="fp32",
-)
+    QUICK_TASK, shape(32, 16, QUICK_TASK), 96, (96,), (96, 192), batch=2, steps=3, test_tokens=192,
+    warmup=1, precision="fp32",
+)  # fmt: skip
+# tokens of windows and blocks, over those of `VARIANTS`
+FACTOR = 4
 
 
-def variants(sizes: Sizes) -> dict[str, Settings]:
+def variants() -> dict[str, Settings]:
     """Those of `learning.py` with shorter windows and blocks; windows of 32 tokens become windows
     of 8, and one variant has a network over 32. Those of 8 are left out, and those whose question
     is not this task."""
-    chosen = {
-        name: settings
-        for name, settings in VARIANTS.items()
-        if not (name.startswith("1088 keys") or "windows of 8" in name)
-    }
     found: dict[str, Settings] = {}
-    for name, settings in chosen.items():
-        changes = {key: value for key, value in sizes.changes.items() if settings[key]}
-        found[name] = scaled(settings, sizes.factor) | changes
+    for name, settings in VARIANTS.items():
+        if name.startswith("1088 keys") or "windows of 8" in name:
+            continue
+        found[name] = scaled(settings, FACTOR)
         if settings["compress_block_size"] == 32:
             found[name] |= dict(compress_block_size=8, compress_block_sliding_stride=4)
     s = found["published"]["selection_block_size"]
     wide = dict(compress_block_size=32, compress_block_sliding_stride=s)
-    found["published, windows of 32"] = found["published"] | wide
-    return found
+    return found | {"published, windows of 32": found["published"] | wide}
 
 
 # a run
@@ -256,7 +216,6 @@ class Plan:
 
     def training(self, name: str, T: int, seed: int, lr: float) -> Job:
         spec = asdict(self.sizes) | dict(points=50, weight_decay=0.1, clip=1.0)
-        del spec["factor"], spec["changes"]
         which = dict(kind="recall", variant=name, settings=self.variants[name])
         spec |= which | dict(T=T, seed=seed, lr=lr)
         return Job(f"recall, {name}, T={T}, seed {seed}, lr {lr:g}", spec)
@@ -307,18 +266,17 @@ TABLES = {common.RESULTS / "training.md": {"recall": table}}
 
 def options(parser: argparse.ArgumentParser) -> None:
     runs_pool.options(parser)
-    parser.add_argument("--small", action="store_true", help="T = 256, for a CPU")
     parser.add_argument("--steps", type=int, help="of training")
 
 
 def run(args: Namespace, recorder: common.Recorder) -> None:
-    sizes = QUICK if args.quick else SMALL if args.small else LARGE
+    sizes = QUICK if args.quick else LARGE
     if args.steps is not None:
         sizes = replace(sizes, steps=args.steps)
     seeds, lrs = args.seeds or (0, 1, 2), args.lrs or LR
     if args.quick:
         seeds, lrs = seeds[:1], lrs[:1]
-    plan = Plan(runs_pool.variants_of(args, variants(sizes)), sizes, tuple(seeds), tuple(lrs))
+    plan = Plan(runs_pool.variants_of(args, variants()), sizes, tuple(seeds), tuple(lrs))
     with runs_pool.work_of(args) as work:
         pool = runs_pool.Pool(execute, work, recorder, args.deadline)
         runs_pool.run_all(pool, plan.jobs)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
 CPU = torch.device("cpu")
 S, BLOCK = 96, 8
-RULES = pretrained.grid((BLOCK,), ((16, 16),), initial=8)
+RULES = pretrained.grid((BLOCK,), (8, 16, 16))
 CHOOSING = [rule for rule in RULES if rule.n]
 
 
@@ -129,29 +129,6 @@ def test_far_mass_by_hand():
     assert held.tolist() == [0.0]
 
 
-@pytest.mark.parametrize(("l", "d"), [(1, 1), (4, 4), (8, 4), (8, 2)])
-def test_pooled_keys_are_means_of_windows(l, d):
-    _, k, _ = draw(29)
-    found = pretrained.pooled(k, l, d)
-    assert found.shape[1] == 29 // d
-    for j in range(29 // d):
-        window = k[:, max(0, (j + 1) * d - l) : (j + 1) * d]
-        torch.testing.assert_close(found[:, j], window.sum(dim=1) / l)
-
-
-def test_bad_rules_and_grids():
-    with pytest.raises(ValueError, match="name must be one of dense, window"):
-        Rule("best")
-    with pytest.raises(ValueError, match="s and local must be at least 1"):
-        Rule("max", 16, 1, 0, 1, 1, 1)
-    with pytest.raises(ValueError, match="d must be 1 to l=2, got 4"):
-        Rule("probs", 16, 1, 2, 1, 2, 4)
-    with pytest.raises(ValueError, match="s must divide 64"):
-        pretrained.grid((24,))
-    with pytest.raises(ValueError, match="at most 1152 keys, got 2112"):
-        pretrained.grid((32,), ((1024, 1024),))
-
-
 # the model
 
 
@@ -161,11 +138,10 @@ def test_model_is_dense_with_every_block(model, texts):
     direct = model.network(input_ids=texts).logits[:, S // 2 - 1 : -1]
     expected = F.cross_entropy(direct.transpose(1, 2), texts[:, S // 2 :], reduction="none")
     torch.testing.assert_close(of_dense, expected)
-    plan = pretrained.Plan(RULES)
-    assert pretrained.check(model, BLOCK, texts, of_dense, plan)["apart"] < 1e-5
+    assert pretrained.check(model, BLOCK, texts, of_dense)["apart"] < 1e-5
     with pytest.raises(common.WrongResult, match="with every block of 8"):
-        pretrained.check(model, BLOCK, texts, of_dense + 1, plan)
-    window = pretrained.losses(model, RULES[1], texts, plan)
+        pretrained.check(model, BLOCK, texts, of_dense + 1)
+    window = pretrained.losses(model, RULES[1], texts)
     assert (window - of_dense).abs().mean() > 0.01 and model.attend is None
 
 
