@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 
 from native_sparse_attention import Transformer
-from training.data import batches, check_data, check_pack, load_data, split
+from training.data import batches, check_data, load_data, split
 from training.errors import UserError
 from training.forward import compiled, evaluate, loss_of
 from training.options import (
@@ -178,7 +178,6 @@ def train(given: Namespace, held: ExitStack) -> int:
 
     # data
     cfg.data, corpus = load_data(cfg.data)
-    check_pack(cfg, corpus)
     train_data, valid_data, test_data = split(corpus, cfg.seq_len)
     about = check_data(cfg, corpus, config, getattr(given, "resume", None))
 

@@ -78,8 +78,6 @@ def read_bytes(path: Path) -> bytes:
             files = [info for info in archive.infolist() if not info.is_dir()]
             if len(files) != 1:
                 raise UserError(f"{path} holds {len(files)} files, expected one: unpack it")
-            if files[0].flag_bits & 1:
-                raise UserError(f"{path} is encrypted: unpack it, and give the file to --data")
             return archive.read(files[0])
     except (UserError, MemoryError):
         raise
@@ -189,15 +187,12 @@ def split(corpus: bytes, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return train, valid, test
 
 
-def check_pack(cfg: Namespace, corpus: bytes) -> None:
-    if encoded(cfg.pack) not in corpus:
-        raise UserError(f"--pack {cfg.pack} begins no document: {cfg.data} does not hold it")
-
-
 def check_data(
     cfg: Namespace, corpus: bytes, config: dict[str, Any], run: Path | None
 ) -> dict[str, Any]:
     """Size and SHA-256 of the corpus, which must be those in the `config.json` of a resumed run."""
+    if encoded(cfg.pack) not in corpus:
+        raise UserError(f"--pack {cfg.pack} begins no document: {cfg.data} does not hold it")
     about = {"bytes": len(corpus), "sha256": hashlib.sha256(corpus).hexdigest()}
     if config.get("data", about) != about:
         raise UserError(f"{cfg.data} is not what it was when {run} began (other size or SHA-256)")

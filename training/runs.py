@@ -76,9 +76,8 @@ def library() -> ModuleType:
     try:
         import safetensors.torch
     except ImportError:
-        raise ImportError(
-            "the files of a run need safetensors: pip install 'native-sparse-attention[train]'"
-        ) from None
+        needed = "the files of a run need safetensors: pip install 'native-sparse-attention[train]'"
+        raise ImportError(needed) from None
     return safetensors.torch
 
 
@@ -351,11 +350,9 @@ def named(error: OSError, path: Path) -> OSError:
 
 
 def append(path: Path, line: str) -> None:
-    content = line.encode() + b"\n"
     try:
         with path.open("ab", buffering=0) as file:
-            while content:
-                content = content[file.write(content) :]
+            file.write(line.encode() + b"\n")
     except OSError as error:
         raise named(error, path) from None
 
@@ -364,16 +361,13 @@ def append(path: Path, line: str) -> None:
 
 
 def check_name(folder: Path, name: str) -> None:
-    plain = name not in ("", ".", "..") and Path(name).name == name and name.isprintable()
-    if not plain:
+    if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise UserError(f"--name {name!r} is not a plain directory name")
     run = folder / name
-    if run.is_dir() and not (run / CONFIG).exists():
-        raise UserError(f"{run} is there already, and is no run: it has no {CONFIG}. Remove it")
-    if run.is_dir():
+    if (run / CONFIG).exists():
         raise UserError(f"{run} is there already; --resume {quote(str(run))} goes on")
     if os.path.lexists(run):
-        raise UserError(f"{run} is there already, and is no directory")
+        raise UserError(f"{run} is there already, and is no run: it has no {CONFIG}. Remove it")
 
 
 def one_line(name: str) -> str:
@@ -381,41 +375,32 @@ def one_line(name: str) -> str:
     return "".join(c if c.isprintable() else "_" for c in name)
 
 
-def new_run(folder: Path, name: str | None, stem: str) -> Path:
-    """Make the directory of a new run: `name`, or `stem` with the first free number."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = one_line(stem)
-    for number in itertools.count(1):
-        run = folder / (name or f"{stem}-{number}")
-        try:
-            run.mkdir()
-            break
-        except FileExistsError:
-            if name:
-                check_name(folder, name)
-                raise
-    return run
-
-
 def open_folder(
     args: Namespace, stem: str, config: dict[str, Any], held: ExitStack
 ) -> tuple[Path, dict[str, Any]]:
-    """The directory of a run, new or that of `--resume`, and the `config.json` written to it.
+    """The directory of a run, and the `config.json` written to it: that of `--resume`, or a new one
+    named `--name`, or `stem` with the first free number.
 
     `held` keeps the lock of a new directory; `resume_settings` took that of an old one.
     """
-    resumed = "resume" in args
-    run: Path = args.resume if resumed else new_run(args.out_dir, args.name, stem)
+    if "resume" in args:
+        claim(args.resume)
+        return args.resume, write_config(args.resume, config)
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    numbered = (f"{one_line(stem)}-{number}" for number in itertools.count(1))
+    run: Path = next(
+        path
+        for name in ([args.name] if args.name else numbered)
+        if not os.path.lexists(path := args.out_dir / name)
+    )
+    run.mkdir()
     try:
-        if not resumed:
-            held.enter_context(locked(run))
+        held.enter_context(locked(run))
         claim(run)
-        config = write_config(run, config)
-    except OSError:
-        if not resumed:  # without its config.json it could not go on
-            shutil.rmtree(run, ignore_errors=True)
+        return run, write_config(run, config)
+    except OSError:  # without its config.json it could not go on
+        shutil.rmtree(run, ignore_errors=True)
         raise
-    return run, config
 
 
 @contextmanager
@@ -437,11 +422,7 @@ def locked(run: Path) -> Iterator[Path]:
 
 def claim(run: Path) -> None:
     """What a locked run begins to be written with: who writes, and no halves of files."""
-    path = run / LOCK
-    try:
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-    except OSError as error:
-        raise named(error, path) from None
+    (run / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     for part in run.glob("*.tmp"):
         part.unlink()
 
@@ -491,12 +472,8 @@ def save_checkpoint(
     write(checkpoint_path(run, step, INDEX), index.encode())
 
     for old in checkpoint_steps(run)[:-keep]:
-        remove_checkpoint(run, old)
-
-
-def remove_checkpoint(run: Path, step: int) -> None:
-    for kind in (INDEX, WEIGHTS, OPTIMIZER):
-        checkpoint_path(run, step, kind).unlink(missing_ok=True)
+        for kind in (INDEX, WEIGHTS, OPTIMIZER):
+            checkpoint_path(run, old, kind).unlink(missing_ok=True)
 
 
 def restore(
