@@ -15,8 +15,8 @@ ranking, or with its defaults.
   last token. p50 of several after a first one.
 * decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and with
   `cache_implementation="static"` (forms with windows a `StaticSparseCache`), whose step
-  transformers compiles on a GPU. Tokens/s of all sequences from new token 9 to the last: the first
-  ones compile, and record CUDA graphs. first_s is the time of the first call of `generate`.
+  transformers compiles on a GPU. Tokens/s of all sequences: the time of a call of `generate` less
+  that of one of 8 new tokens.
 * peak_mib: greatest memory of tensors during the timed call, weights included.
 
 Nothing is timed of a form before its logits with all blocks selected agree with those of SDPA, in
@@ -31,9 +31,7 @@ import argparse
 import copy
 import dataclasses
 import functools
-import inspect
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,11 +58,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 BASELINE = "sdpa"
+CACHE = "cache"
 # tokens of the blocks
 INITIAL, LOCAL, RANKED = 64, 512, 512
 # of `use_sparse_attention`
 DEFAULT_SIZES = dict(selection_block_size=64, num_initial_blocks=1, num_local_blocks=8)
-# new tokens of a call that are not timed
+# new tokens of a call whose time is taken off
 FIRST = 8
 # of the check
 CHECK_LAYERS, CHECK_STEPS = 2, 3
@@ -82,13 +81,6 @@ class Form:
     name: str
     settings: dict[str, Any] | None = None
     converted: bool = False
-
-    def settings_of(self, model: Any) -> dict[str, Any] | None:
-        """Settings of a model of this form; None for SDPA."""
-        if self.settings is None:
-            return None
-        config = model.config
-        return DEFAULT_SIZES | (config.nsa_converted if self.converted else config.nsa_config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,15 +175,6 @@ def under(form: Form, network: Any) -> Any:
     return (convert if form.converted else use_sparse_attention)(model, form.settings)
 
 
-@functools.cache
-def cache_argument() -> str:
-    """The name of a cache, which newer releases change."""
-    from transformers import LlamaForCausalLM
-
-    known = inspect.signature(LlamaForCausalLM.forward).parameters
-    return "cache" if "cache" in known else "past_key_values"
-
-
 def new_cache(form: Form, model: Any) -> Any:
     from transformers import DynamicCache
 
@@ -234,7 +217,7 @@ def check(form: Form, network: Any, static: bool = False) -> float:
 
     if form.settings is None:
         return 0.0
-    sizes = form.settings_of(under(form, network)) or {}
+    sizes = DEFAULT_SIZES | form.settings
     s, settings = sizes["selection_block_size"], dict(form.settings, dense_length=0)
     # All blocks but that of the last queries are selected: with one more, SDPA would compute it.
     whole = (sizes["num_initial_blocks"] + sizes["num_local_blocks"] + 4) * s
@@ -258,13 +241,13 @@ def check(form: Form, network: Any, static: bool = False) -> float:
 
     kept = new_static_cache() or StaticCache(config=model.config, max_cache_len=max_length)
     for cache in (new_cache(form, model), kept):
-        cached: Any = {cache_argument(): cache}
+        cached: Any = {CACHE: cache}
         model(ids[:, :start], **cached)
         steps = [model(ids[:, i : i + 1], **cached).logits for i in range(start, ids.shape[1])]
         errors.append(error_of(torch.cat(steps, dim=1), exact[:, start:]))
     if static:
         kept, prompt = new_static_cache(), ids[:, :start]
-        given = {cache_argument(): kept} if kept else dict(cache_implementation="static")
+        given = {CACHE: kept} if kept else dict(cache_implementation="static")
         made = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
             max_new_tokens=CHECK_STEPS, output_logits=True, return_dict_in_generate=True, **given,
@@ -284,96 +267,65 @@ def error_of(logits: Tensor, exact: Tensor) -> float:
 # times
 
 
-class Clock:
-    """A criterion that never stops `generate`, and notes when tokens are there."""
-
-    def __init__(self, tokens: Sequence[int], batch: int, device: torch.device) -> None:
-        self.tokens, self.device = tokens, device
-        self.times: list[float] = []
-        self.count = 0
-        self.never = torch.zeros(batch, dtype=torch.bool, device=device)
-
-    def __call__(self, ids: Tensor, scores: Any, **others: Any) -> Tensor:
-        self.count += 1
-        if self.count in self.tokens:
-            self.times.append(common.synchronize(self.device))
-        return self.never
-
-
-class Timed:
-    """One form of a case, and its row."""
-
-    def __init__(self, form: Form, network: Any, ids: Tensor, plan: Plan) -> None:
-        self.form, self.ids, self.plan = form, ids, plan
-        self.model, self.mask = under(form, network), torch.ones_like(ids)
-        # of all calls: a graph has its addresses
-        self.static = static_cache(form, self.model, ids.shape[1] + plan.new_tokens)
-        self.row: Row = {}
-
-    def attempt(self, what: str) -> float | None:
-        """Milliseconds of a forward, or of a new token; None where it fails, whose reason the row
-        keeps. The row also keeps the memory of the last call."""
-        if f"{what}_failed" in self.row:
-            return None
-        device = self.ids.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ms = self.prefill() if what == "prefill" else self.decode(what)
-        except Exception as error:
-            self.row[f"{what}_failed"] = common.why(error)
-            if not common.still_alive(device):
-                raise
-            common.release()
-            return None
-        peak = round(torch.cuda.max_memory_allocated(device) / 2**20) if self.ids.is_cuda else None
-        self.row[f"{what}_peak_mib"] = peak
-        return ms
+def calls_of(form: Form, network: Any, ids: Tensor, plan: Plan) -> dict[str, Callable[[], Row]]:
+    """By measure: ms of a prefill, or of a new token over a cache."""
+    model, device, new = under(form, network), ids.device, plan.new_tokens
+    # of all calls: a graph has its addresses
+    static = static_cache(form, model, ids.shape[1] + new)
+    mask = torch.ones_like(ids)
 
     @torch.no_grad()
-    def prefill(self) -> float:
-        cached: Any = {cache_argument(): new_cache(self.form, self.model)}
-        began = common.synchronize(self.ids.device)
-        self.model(self.ids, attention_mask=self.mask, logits_to_keep=1, **cached)
-        return 1e3 * (common.synchronize(self.ids.device) - began)
-
-    def decode(self, cache: str) -> float:
-        """A call of `generate`: of its tokens after the first ones."""
-        from transformers import StoppingCriteriaList
-
-        new, device = self.plan.new_tokens, self.ids.device
-        clock: Any = Clock((FIRST, new), len(self.ids), device)
-        given: dict[str, Any] = dict(cache_implementation="static")
-        if cache == "dynamic":
-            given = {cache_argument(): new_cache(self.form, self.model)}
-        elif self.static is not None:
-            self.static.reset()
-            given = {cache_argument(): self.static}
+    def prefill() -> Row:
+        cached: Any = {CACHE: new_cache(form, model)}
         began = common.synchronize(device)
-        self.model.generate(
-            self.ids, attention_mask=self.mask, do_sample=False, pad_token_id=0,
-            max_new_tokens=new, min_new_tokens=new,
-            stopping_criteria=StoppingCriteriaList([clock]), **given,
+        model(ids, attention_mask=mask, logits_to_keep=1, **cached)
+        return {"ms": 1e3 * (common.synchronize(device) - began)}
+
+    def generate(count: int, kind: str) -> float:
+        cached: dict[str, Any] = dict(cache_implementation="static")
+        if kind == "dynamic":
+            cached = {CACHE: new_cache(form, model)}
+        elif static is not None:
+            static.reset()
+            cached = {CACHE: static}
+        began = common.synchronize(device)
+        model.generate(
+            ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=count,
+            min_new_tokens=count, **cached,
         )  # fmt: skip
-        self.row.setdefault(f"{cache}_first_s", round(common.synchronize(device) - began, 3))
-        return 1e3 * (clock.times[1] - clock.times[0]) / (new - FIRST)
+        return common.synchronize(device) - began
+
+    def step(kind: str) -> Row:
+        seconds = generate(new, kind) - generate(FIRST, kind)
+        return {"ms": max(1e3 * seconds / (new - FIRST), 1e-3)}
+
+    steps = {kind: functools.partial(step, kind) for kind in ("dynamic", "static")}
+    return {"prefill": prefill, **steps}
 
 
-def measure(timed: Sequence[Timed], what: str, repeats: int) -> None:
-    """The median of repeated calls after a first one, all forms in turn."""
-    times: list[list[float]] = [[] for _ in timed]
+def measure(
+    calls: dict[str, Callable[[], Row]], repeats: int, device: torch.device
+) -> dict[str, Row]:
+    """By form: the median of repeated calls after a first one, all forms in turn, and memory."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    found: dict[str, Row] = {name: {} for name in calls}
     for index in range(1 + repeats):
-        for t, of_form in zip(timed, times, strict=True):
-            ms = t.attempt(what)
-            if index and ms is not None:
-                of_form.append(ms)
-    for t, of_form in zip(timed, times, strict=True):
-        if of_form:
-            ms = common.quantiles(of_form)["p50_ms"]
-            tokens = t.ids.numel() if what == "prefill" else len(t.ids)
-            t.row |= {f"{what}_ms": ms, f"{what}_tokens_per_s": round(tokens / ms * 1e3, 2)}
+        for name, call in calls.items():
+            if "failed" in found[name]:
+                continue
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            row = common.attempt(call, device)
+            if "failed" in row:
+                found[name] = row
+            elif index:
+                times[name].append(row["ms"])
+            if device.type == "cuda" and "failed" not in row:
+                found[name] = {"peak_mib": round(torch.cuda.max_memory_allocated(device) / 2**20)}
+    for name, row in found.items():
+        if "failed" not in row:
+            row["ms"] = common.quantiles(times[name])["p50_ms"]
+    return found
 
 
 def measure_case(
@@ -383,25 +335,27 @@ def measure_case(
     torch._dynamo.reset()  # graphs of other shapes
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     ids = draw(network, B, context)
-    timed = [Timed(form, network, ids, plan) for form in forms]
+    calls = {form.name: calls_of(form, network, ids, plan) for form in forms}
+    rows = {
+        form.name: {"B": B, "T": context, "form": form.name, "settings": form.settings}
+        for form in forms
+    }
     # large cases vary little
     few = min(1 if B * context > 2**15 else 2, plan.repeats)
-    measure(timed, "prefill", plan.repeats)
-    measure(timed, "dynamic", few)
-    if context in plan.static_contexts:
-        measure([t for t in timed if t.form.name in plan.static_forms], "static", few)
-    for t in timed:
-        for what in MEASURES:
-            base, ms = (x.row.get(f"{what}_ms") for x in (timed[0], t))
-            if base and ms and timed[0].form.settings is None:
-                t.row[f"{what}_over_sdpa"] = round(base / ms, 3)
-    return [
-        {
-            "B": B, "T": context, "form": t.form.name, "settings": t.form.settings_of(t.model),
-            "sparse_cache": t.form.settings is not None and not t.form.converted, **t.row,
-        }
-        for t in timed
-    ]  # fmt: skip
+    for what in MEASURES:
+        names = plan.static_forms if what == "static" else tuple(calls)
+        if what == "static" and context not in plan.static_contexts:
+            continue
+        chosen = {name: calls[name][what] for name in names if name in calls}
+        measured = measure(chosen, plan.repeats if what == "prefill" else few, ids.device)
+        for name, found in measured.items():
+            rows[name] |= {f"{what}_{field}": value for field, value in found.items()}
+            if "ms" in found:
+                tokens = ids.numel() if what == "prefill" else len(ids)
+                rows[name][f"{what}_tokens_per_s"] = round(tokens / found["ms"] * 1e3, 2)
+                if base := measured.get(BASELINE, {}).get("ms"):
+                    rows[name][f"{what}_over_sdpa"] = round(base / found["ms"], 3)
+    return list(rows.values())
 
 
 def measure_all(network: Any, plan: Plan, recorder: common.Recorder) -> None:

@@ -27,19 +27,15 @@ def test_quick_form(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = generation.main(["--quick", "--device", "cpu", "--out", str(path)])
     assert common.read_rows(path) == json.loads(json.dumps(rows))
-    sparse = ["max of 16", "means of 16", "max of 16 by each head", "defaults"]
-    forms = ["sdpa", *sparse[:3], "converted, 16", "defaults", "converted, defaults"]
+    forms = ["sdpa", "max of 16", "means of 16", "max of 16 by each head", "converted, 16"]
+    forms += ["defaults", "converted, defaults"]
     assert [row["form"] for row in rows] == forms
     for row in rows:
         assert row["B"] == 2 and row["T"] == 256 and row["all_layers"] == row["layers"] == 2
-        assert row["prefill_ms"] > 0 and row["dynamic_first_s"] > 0
-        assert row["dynamic_tokens_per_s"] == pytest.approx(2000 / row["dynamic_ms"], rel=1e-2)
+        assert row["prefill_ms"] > 0 and row["dynamic_tokens_per_s"] > 0
         is_static = row["form"] in ("sdpa", "max of 16", "converted, 16")
         assert ("static_ms" in row) == is_static
-        assert row["sparse_cache"] == (row["form"] in sparse)
     assert rows[0]["settings"] is None and rows[1]["settings"]["num_local_blocks"] == 2
-    assert not rows[3]["settings"]["query_heads_share_selected_kv"]
-    assert rows[4]["settings"]["importance"] == "index"
     assert rows[0]["dynamic_over_sdpa"] == 1 and rows[1]["prefill_over_sdpa"] > 0
 
 
