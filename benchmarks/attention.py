@@ -4,7 +4,6 @@
     python -m benchmarks.attention --lengths 8192 --heads 64/4 --strides 1 4 --parts --agreement 4
     python -m benchmarks.attention --table           redraw results/performance.md from the rows
     python -m benchmarks.attention --quick           few sizes; on a CPU tiny ones, in seconds
-    python -m benchmarks.attention --peer fsa=PATH   a published kernel, from a checkout (peers.py)
 
 One row of tokens, causal, random q, k, v. "ours" is all of `native_sparse_attention` after
 compression; ck, cv are the mean pooled windows of k, v, made outside the timing. The forward pass
@@ -15,8 +14,7 @@ with inputs and gradients, over what was allocated before the inputs. TFLOP/s co
 of the definition (`problem.py`), GB/s each tensor of the call once.
 
 No provider is timed before it passed `oracle.py` in this process: at a small length whole, at the
-timed length by some queries. One that fails, or cannot run, leaves a row that says why. With --peer
-the lengths are 8k and 64k by default, and ours is timed whole and by the parts that peers have.
+timed length by some queries. One that fails, or cannot run, leaves a row that says why.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from torch import Tensor
 
 from . import common, oracle, problem
 from .common import PASSES, Row, both
-from .peers import PEERS, checkout
 from .problem import Setting, Tensors
 from .providers import OursSelected, Provider, providers
 
@@ -270,30 +267,26 @@ def tiny(T: int, H: int, K: int) -> Setting:
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = [name for name in providers() if name != "parts"]
-    add("--lengths", type=int, nargs="+", metavar="T", help="1k to 128k; 8k and 64k with --peer")
+    lengths = [2**e for e in range(10, 18)]
+    add("--lengths", type=int, nargs="+", default=lengths, metavar="T", help="1k to 128k")
     add("--heads", nargs="+", default=["64/4", "32/8", "32/32"], metavar="H/K")
     add("--head-dim", type=int, default=128, metavar="D")
     add("--strides", type=int, nargs="+", default=[1, 4, 16], help="selection_stride of ours")
     add("--providers", nargs="*", choices=names, help="all by default")
     add("--parts", action="store_true", help="the branches and the selection, each alone")
     add("--agreement", type=int, metavar="R", help="random selections, independent and R alike")
-    known = f"published kernels from a checkout; NAME: {', '.join(PEERS)}"
-    add("--peer", type=checkout, nargs="+", default=[], metavar="NAME=PATH", help=known)
     add("--block-size", type=int, default=64, metavar="S", help="tokens of a selected block")
     add("--check-length", type=int, default=CHECK_LENGTH, help="where all results are checked")
 
 
 def providers_of(args: argparse.Namespace) -> list[Provider]:
     """The baseline first: others are compared with it."""
-    known, cuda, names = providers(), args.device.type == "cuda", args.providers
-    peers = [peer for some in args.peer for peer in some]
+    known, names = providers(), args.providers
     if names is None:
-        every = [name for name in known if name not in ("parts", "dense-sdpa" if cuda else "")]
-        names = [BASELINE, "ours"] if peers else every
+        left_out = ("parts", "dense-sdpa") if args.device.type == "cuda" else ("parts",)
+        names = [name for name in known if name not in left_out]
+    names = [*names, "parts"] if args.parts else names
     chosen = [provider for name in known if name in names for provider in known[name]]
-    parts = {peer.part for peer in peers}
-    chosen += [p for p in known["parts"] if args.parts or (p.name == "ours" and p.part in parts)]
-    chosen += peers
     if args.agreement:
         chosen += [OursSelected(alike) for alike in (1, args.agreement)]
     return chosen
@@ -303,12 +296,11 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     cuda = args.device.type == "cuda"
     if args.quick:
         return [Setting(2048), Setting(8192)] if cuda else [tiny(192, 4, 2)]
-    lengths = args.lengths or ([8192, 65536] if args.peer else [2**e for e in range(10, 18)])
     heads = [map(int, heads.split("/")) for heads in args.heads]
     return [
         Setting(T, H, K, args.head_dim, s=args.block_size) if cuda else tiny(T, H, K)
         for H, K in heads
-        for T in lengths
+        for T in args.lengths
     ]
 
 

@@ -255,7 +255,7 @@ PROVIDERS: tuple[Ours, ...] = (
     Ours("ours", "logits"),
     Ours("ours-probs", "probs"),
     Paged("ours-paged", "logits"),
-    *(OneSoftmax(name, form) for name, form in ONE_SOFTMAX.items() if not form.dense),
+    *(OneSoftmax(name, form) for name, form in ONE_SOFTMAX.items()),
 )
 
 

@@ -30,7 +30,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -287,25 +286,17 @@ def line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Loss, above dense and above dense that was tuned; needles at each depth; far mass."""
+    """Loss, above dense, above dense that was tuned; needles at each depth; far mass."""
 
     def cell(passes: dict[str, Row]) -> str:
         (row,) = passes.values()
-        values = {
-            "loss": f"{row['loss']:.4f}",
-            "above dense": percent(row, "above"),
-            "above dense, tuned": percent(row, "above_tuned"),
-            "needles": " / ".join(map(str, row.get("found", ()))),
-            "far mass caught": f"{row['caught']:.2f}" if "caught" in row else "",
-        }
-        return values[row["what"]]
+        over = f"{row['loss']:.4f}", percent(row, "above"), percent(row, "above_tuned")
+        found = " / ".join(map(str, row.get("found", ())))
+        return "; ".join([*over, found, f"{row['caught']:.2f}" if "caught" in row else ""])
 
-    names = ("loss", "above dense", "above dense, tuned", "needles", "far mass caught")
-    cells = [{**row, "what": name} for row in rows if "text" in row for name in names]
-    drawn = common.grid(
-        cells, "form", line, lambda row: row["what"], cell,
-        lambda row: f"{row['text']}, T={row['T']}, {row['steps']} and {row['ranking_steps']} steps",
-    )  # fmt: skip
+    head = "form (loss; above dense; above dense, tuned; needles; far mass caught)"
+    measured = [row for row in rows if "text" in row]
+    drawn = common.grid(measured, head, line, lambda row: (row["text"], row["T"]), cell)
     return "\n\n".join(filter(None, (drawn, common.failures(rows, line))))
 
 
@@ -313,12 +304,6 @@ TABLES = {PAGE: {"distillation": table}}
 
 
 # the program
-
-
-def network_of(path: Path | None, device: torch.device, is_quick: bool) -> Network:
-    model = tiny(device) if is_quick else load(path, device)
-    model.network.set_attn_implementation("sdpa")
-    return model
 
 
 # of Plan, and what they mean
@@ -346,8 +331,9 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
         plan = Plan((16,), **sizes, watched=1, steps=2, ranking_steps=2, queries=16)
     else:
         plan = Plan(tuple(args.s), **{name: getattr(args, name) for name in OPTIONS})
-    texts = corpora(args.data or own_texts())
-    Run(network_of(args.model, args.device, args.quick), texts, plan, recorder).all()
+    model = tiny(args.device) if args.quick else load(args.model, args.device)
+    model.network.set_attn_implementation("sdpa")
+    Run(model, corpora(args.data or own_texts()), plan, recorder).all()
 
 
 BENCHMARK = common.Benchmark("distillation", __doc__, options, run, ("form", "s", "text"), TABLES)

@@ -119,7 +119,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         given = ranking_of(settings, spec["seed"], step, run.device)
         return loss_of(functools.partial(forward, **given), on(ids, run.device), cfg)
 
-    row = {**spec, **describe(model, spec["shape"], spec["T"])}
+    row = {**spec, **describe(model, spec["T"])}
     if spec["kind"] == "speed":
         return {**row, **speed(model, loss_at, cfg, run.device)}
     if run.device.type == "cuda":

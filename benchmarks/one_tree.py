@@ -110,6 +110,18 @@ def passes(layer: Any, x: Tensor) -> Iterator[tuple[str, Call]]:
     yield "both", both
 
 
+def median_ms(at: Sizes, call: Call, is_host: bool) -> float:
+    """Of repeated calls, the device idle at the start: until Python has control again, or until the
+    device is done."""
+    times = []
+    for _ in range(at.repeats + 5):
+        began = common.synchronize(at.device)
+        call()
+        ended = time.perf_counter() if is_host else common.synchronize(at.device)
+        times.append((ended - began) * 1e3)
+    return statistics.median(times[5:])
+
+
 def operators(at: Sizes) -> Iterator[Case]:
     """The ranking, the three branches and the gate."""
     from native_sparse_attention import native_sparse_attention
@@ -150,13 +162,7 @@ def host(at: Sizes) -> Iterator[Case]:
     for preset in ("dense", *PRESETS):
         layer, x = layer_of(at, preset, at.short), at.draw(1, at.short, at.dim).requires_grad_()
         for name, call in passes(layer, x):
-            times = []
-            for index in range(at.repeats + 5):
-                began = common.synchronize(at.device)
-                call()
-                if index >= 5:
-                    times.append((time.perf_counter() - began) * 1e3)
-            yield f"host, {preset}, {name}, T={at.short}", statistics.median(times)
+            yield f"host, {preset}, {name}, T={at.short}", median_ms(at, call, is_host=True)
 
 
 def graphs(at: Sizes) -> Iterator[Case]:
@@ -191,12 +197,8 @@ def decoding(at: Sizes) -> Iterator[Case]:
         layer, token = layer_of(at, preset, at.cached), at.draw(1, 1, at.dim)
         cache = KVCache(at.cached + at.repeats + 8)
         layer(at.draw(1, at.cached, at.dim), cache=cache)
-        times = []
-        for _ in range(at.repeats + 5):
-            began = common.synchronize(at.device)
-            layer(token, cache=cache)
-            times.append((common.synchronize(at.device) - began) * 1e3)
-        yield f"decode, layer, {preset}, S={at.cached}", statistics.median(times[5:])
+        step = functools.partial(layer, token, cache=cache)
+        yield f"decode, layer, {preset}, S={at.cached}", median_ms(at, step, is_host=False)
 
 
 def generation(at: Sizes) -> Iterator[Case]:

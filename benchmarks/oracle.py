@@ -57,14 +57,10 @@ def window(w: int | None, keys: str = "k", values: str = "v", gate: int | None =
     """Keys `i - w .. i`; all of the past where w is None."""
     if w is None:
         return Branch(keys, values, lambda i, j, _: j <= i, lambda i: i + 1, gate)
-    reach = w
     return Branch(
-        keys,
-        values,
-        lambda i, j, _: (j <= i) & (i - j <= reach),
-        lambda i: (i + 1).clamp(max=reach + 1),
+        keys, values, lambda i, j, _: (j <= i) & (i - j <= w), lambda i: (i + 1).clamp(max=w + 1),
         gate,
-    )
+    )  # fmt: skip
 
 
 def behind(d: int, gate: int | None = None) -> Branch:
@@ -72,11 +68,8 @@ def behind(d: int, gate: int | None = None) -> Branch:
     return Branch("ck", "cv", lambda i, j, _: (j + 1) * d - 1 < i, lambda i: i // d, gate)
 
 
-def chosen(
-    s: int, n: int, initial: int = 0, local: int = 0, gate: int | None = None, dense: int = 0
-) -> Branch:
-    """Tokens, up to the query, of the blocks in the indices, the initial and the local ones; all of
-    them for queries at positions below `dense`."""
+def chosen(s: int, n: int, initial: int = 0, local: int = 0, gate: int | None = None) -> Branch:
+    """Tokens, up to the query, of the blocks in the indices, the initial and the local ones."""
 
     def seen(i: Tensor, j: Tensor, indices: Tensor | None) -> Tensor:
         if indices is None:
@@ -85,14 +78,11 @@ def chosen(
         blocks.scatter_(1, torch.where(indices >= 0, indices, blocks.shape[1] - 1).long(), True)
         c = torch.arange(blocks.shape[1], device=i.device)
         blocks |= (c < initial) | ((c > i // s - local) & (c <= i // s))
-        return (blocks[:, j // s] | (i < dense)) & (j <= i)
+        return blocks[:, j // s] & (j <= i)
 
     full = n + initial + max(local - 1, 0)
 
-    def count(i: Tensor) -> Tensor:
-        return torch.where(i < dense, i + 1, i % s + 1 + s * (i // s).clamp(max=full))
-
-    return Branch("k", "v", seen, count, gate)
+    return Branch("k", "v", seen, lambda i: i % s + 1 + s * (i // s).clamp(max=full), gate)
 
 
 # the definition

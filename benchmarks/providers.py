@@ -68,13 +68,11 @@ class Provider:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self.load()
+                if self.module:
+                    importlib.import_module(self.module)
         except Exception as error:
             return f"{self.module} cannot be imported: {common.why(error)}"
         return None
-
-    def load(self) -> Any:
-        return importlib.import_module(self.module) if self.module else None
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
         """Put what a call needs besides its inputs into x, or replace inputs. Not timed."""
@@ -171,14 +169,12 @@ class Form:
     windows:  l and d; windows are means of keys
     index:    ranked by queries of its own, one for each KV head, and by keys of one head
     preset:   the blocks of `NSAConfig.preset` for the length
-    dense:    queries at positions below it see all of the past
     """
 
     importance: str
     windows: tuple[int, int]
     index: bool = False
     preset: bool = False
-    dense: int = 0
 
     def sized(self, setting: Setting) -> Setting:
         (l, d), n = self.windows, min(8, setting.n)
@@ -187,10 +183,6 @@ class Form:
             blocks = preset("one-softmax", setting.T)
             sizes = {short: blocks[name] for short, name in BLOCKS.items()}
         return dataclasses.replace(setting, l=l, d=d, w=0, **sizes)
-
-    def dense_length(self, setting: Setting) -> int:
-        """`dense`, or half of a sequence at the sizes of a CPU."""
-        return min(self.dense, setting.T // 2) if setting.n < 8 else self.dense
 
 
 class OneSoftmax(Ours):
@@ -217,12 +209,10 @@ class OneSoftmax(Ours):
 
     def run(self, x: Tensors, setting: Setting, **options: Any) -> Any:
         options |= dict(ck=x["ck"], cq=x.get("cq"), branches=("selected",))
-        options["dense_length"] = self.form.dense_length(setting)
         return super().run(x, setting, **options)
 
     def branches(self, setting: Setting) -> list[Branch]:
-        c, dense = setting, self.form.dense_length(setting)
-        return [oracle.chosen(c.s, c.n, c.initial, c.local, dense=dense)]
+        return [oracle.chosen(setting.s, setting.n, setting.initial, setting.local)]
 
 
 ONE_SOFTMAX: dict[str, Form] = {
@@ -231,7 +221,6 @@ ONE_SOFTMAX: dict[str, Form] = {
     "one-softmax-max": Form("max", (1, 1)),
     "one-softmax-index": Form("max", (32, 16), index=True),
     "one-softmax-preset": Form("max", (1, 1), preset=True),
-    "one-softmax-preset, dense to 8k": Form("max", (1, 1), preset=True, dense=8192),
 }
 
 

@@ -153,7 +153,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         loss = F.cross_entropy(logits, answers)
         return (loss, *others) if others else loss
 
-    row = {**spec, **describe(model, spec["shape"], spec["T"])}
+    row = {**spec, **describe(model, spec["T"])}
     done = runs_pool.fit(model, loss_at, cfg, run)
     tests = {str(T): evaluate(model, task, T, spec["test_tokens"], cfg) for T in spec["lengths"]}
     return {

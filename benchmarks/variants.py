@@ -4,8 +4,7 @@ A variant is a dict of JSON values: arguments of SparseAttention, and of these k
 
     dense          True: the layer is dense attention with the same weights
     local_layers   of Transformer: indices of the layers that rank nothing
-    compress_mlp   the network of compressed keys, a name of NETWORKS or a name with arguments,
-                   {"name": "mlp", "start": "random"}; by default the layer's own
+    compress_mlp   the network of compressed keys, a name of NETWORKS; the layer's own by default
     ranking_queries  m: the ranking loss of m queries a sequence and layer is added to the loss
 """
 
@@ -28,32 +27,26 @@ from native_sparse_attention.compress import (
     default_compress_mlp,
 )
 from native_sparse_attention.initialization import reset
-from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 
 from .common import Row
 
 Settings = dict[str, Any]
 
 KEYS = ("dense", "local_layers", "compress_mlp", "ranking_queries")
-# name: of (head dimension, l, KV heads) and arguments
-NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "mean": lambda dim_head, l, kv_heads: MeanPool(),
-    "sum": lambda dim_head, l, kv_heads, **given: SumPool(dim_head, **given),
-    "attention": lambda dim_head, l, kv_heads: AttentionPool(dim_head, l),
-    "mlp": lambda dim_head, l, kv_heads, **given: default_compress_mlp(dim_head, l, **given),
+# by name, of the head dimension and l
+NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {
+    "mean": lambda dim_head, l: MeanPool(),
+    "sum": lambda dim_head, l: SumPool(dim_head),
+    "attention": AttentionPool,
+    "random mlp": lambda dim_head, l: default_compress_mlp(dim_head, l, start="random"),
 }
 
 # 1 initial, 2 local and 6 ranked blocks of 64 tokens and a window of 256 keys: 832 keys a query,
 # and T / 16 compressed ones
 THREE: Settings = dict(
-    sliding_window_size=255,
-    compress_block_size=32,
-    compress_block_sliding_stride=16,
-    selection_block_size=64,
-    num_selected_blocks=6,
-    num_initial_blocks=1,
-    num_local_blocks=2,
-)
+    sliding_window_size=255, compress_block_size=32, compress_block_sliding_stride=16,
+    selection_block_size=64, num_selected_blocks=6, num_initial_blocks=1, num_local_blocks=2,
+)  # fmt: skip
 # the preset "short-windows": T / 4 compressed keys
 SHORT: Settings = dict(THREE, compress_block_size=8, compress_block_sliding_stride=4)
 # the published package's defaults at the same sizes; its network begins with random weights
@@ -67,12 +60,9 @@ ROTATED: Settings = dict(TOKENS, rank_rotated=True)
 # 1 initial, 8 local and 8 ranked blocks of 64 tokens, or as many tokens in blocks of 32: 1088 keys
 WIDE: Settings = dict(ROTATED, num_selected_blocks=8, num_local_blocks=8)
 SMALL: Settings = dict(
-    ROTATED,
-    selection_block_size=32,
-    num_selected_blocks=16,
-    num_initial_blocks=2,
+    ROTATED, selection_block_size=32, num_selected_blocks=16, num_initial_blocks=2,
     num_local_blocks=16,
-)
+)  # fmt: skip
 INDEX: Settings = dict(importance="index", ranking_queries=64)
 
 # the most valuable first: this is the order in which they are trained
@@ -82,7 +72,7 @@ VARIANTS: dict[str, Settings] = {
     "window": dict(THREE, branches=["window"]),
     "paper": dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent"),
     "one softmax, max of tokens, rotated": ROTATED,
-    "published": dict(PUBLISHED, compress_mlp={"name": "mlp", "start": "random"}),
+    "published": dict(PUBLISHED, compress_mlp="random mlp"),
     "mean pooling": dict(THREE, compress_mlp="mean"),
     "1088 keys": WIDE,
     "1088 keys, blocks of 32": SMALL,
@@ -128,12 +118,10 @@ def parsed(text: str) -> tuple[str, Settings]:
 
 def check(name: str, settings: Settings, shape: dict[str, Any]) -> None:
     """Raises ValueError for settings that make no model of this shape."""
-    network = network_of(settings)
-    if network is not None and network.get("name") not in NETWORKS:
-        given = network.get("name")
-        raise ValueError(
-            f"compress_mlp of {name} must be one of {', '.join(NETWORKS)}, got {given!r}"
-        )
+    network = settings.get("compress_mlp")
+    if network is not None and network not in NETWORKS:
+        known = ", ".join(NETWORKS)
+        raise ValueError(f"compress_mlp of {name} must be one of {known}, got {network!r}")
     try:
         with torch.device("meta"):
             make(settings, shape)
@@ -144,28 +132,13 @@ def check(name: str, settings: Settings, shape: dict[str, Any]) -> None:
 # the model
 
 
-def network_of(settings: Settings) -> Settings | None:
-    """Name and arguments of the compression network."""
-    network = settings.get("compress_mlp")
-    return {"name": network} if isinstance(network, str) else network
-
-
-def layer_settings(settings: Settings, shape: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of SparseAttention."""
-    found = {key: value for key, value in settings.items() if key not in KEYS}
-    network = network_of(settings)
-    if network is not None:
-        l = found.get("compress_block_size", DEFAULT_SPARSE_ATTN["compress_block_size"])
-        given = {key: value for key, value in network.items() if key != "name"}
-        make = NETWORKS[network["name"]]
-        found["compress_mlp"] = make(shape["dim_head"], l, shape["kv_heads"], **given)
-    return found
-
-
 def make(settings: Settings, shape: dict[str, Any]) -> Transformer:
-    given = layer_settings(settings, shape)
+    layer = {key: value for key, value in settings.items() if key not in KEYS}
+    if "compress_mlp" in settings:
+        network = NETWORKS[settings["compress_mlp"]]
+        layer["compress_mlp"] = network(shape["dim_head"], layer["compress_block_size"])
     local = settings.get("local_layers", ())
-    model = Transformer(**shape, use_sparse_attn=True, sparse_attn_kwargs=given, local_layers=local)
+    model = Transformer(**shape, use_sparse_attn=True, sparse_attn_kwargs=layer, local_layers=local)
     if settings.get("dense"):
         recipes.set_dense(model, True)
     return model
@@ -232,16 +205,12 @@ def keys_per_query(layer: SparseAttention, T: int) -> dict[str, int]:
     return {name: count for name, count in keys.items() if name in config.branches}
 
 
-def describe(model: Transformer, shape: dict[str, Any], T: int) -> Row:
+def describe(model: Transformer, T: int) -> Row:
     """Fields of a row: the size of the model, keys of a query, every setting of a layer."""
-    with torch.device("meta"):
-        dense = make({"branches": ["selected"]}, shape)
-    count, of_dense = (sum(p.numel() for p in net.parameters()) for net in (model, dense))
     layer = layers(model)[0]
     names = [field.name for field in fields(layer.config) if field.name != "block_sizes"]
     return {
-        "parameters": count,
-        "parameters_over_dense": round(count / of_dense, 3),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "keys_per_query": keys_per_query(layer, T),
         "config": {name: getattr(layer.config, name) for name in names},
     }

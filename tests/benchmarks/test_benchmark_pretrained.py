@@ -243,7 +243,8 @@ def test_training_reads_what_no_evaluation_reads(tmp_path, coder):
 
 
 def test_wrong_conversions_are_not_measured(monkeypatch):
-    model = distillation.network_of(None, CPU, is_quick=True)
+    model = pretrained_model.tiny(CPU)
+    model.network.set_attn_implementation("sdpa")
     text = torch.tensor([list((common.ROOT / "README.md").read_bytes()[:256])])
     assert distillation.check(model, 16, text, PLAN) < 1e-4
     right = distillation.converted

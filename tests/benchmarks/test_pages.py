@@ -27,7 +27,7 @@ MODULES += (pretrained, recall)
 FAST = ["--seconds", "1e-4"]
 # module, options, fields of every row that was measured, how many rows were
 QUICK = [
-    (attention, [*FAST, "--parts", "--agreement", "4"], ["p50_ms", "tflops"], 58),
+    (attention, [*FAST, "--parts", "--agreement", "4"], ["p50_ms", "tflops"], 54),
     (decode, [*FAST, "--new", "1", "2"], ["p50_us", "gbps", "error_share"], 38),
     (distillation, [], ["loss", "above", "found"], 6),
     (layer, [], ["host_ms", "wall_ms", "error_share"], 12),
