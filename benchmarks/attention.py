@@ -105,15 +105,6 @@ def spot_rows(T: int, device: torch.device) -> Tensor:
     return rows.unique().to(device)
 
 
-def peak_memory(provider: Provider, x: Tensors, setting: Setting, before: int) -> float:
-    torch.cuda.reset_peak_memory_stats()
-    out = provider.call(x, setting)
-    if provider.differentiable:
-        torch.autograd.grad(out, [x[name] for name in provider.names], x["d_out"])
-    torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
-
-
 def measure(
     provider: Provider, setting: Setting, seconds: float, device: torch.device
 ) -> Iterator[Row]:
@@ -124,7 +115,14 @@ def measure(
     x = prepared(provider, setting, device)
     share = verify(provider, x, setting, spot_rows(setting.T, device))
     common.release()
-    peak = peak_memory(provider, x, setting, before) if cuda else None
+    peak = None
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        out = provider.call(x, setting)
+        if provider.differentiable:
+            torch.autograd.grad(out, [x[name] for name in provider.names], x["d_out"])
+        peak = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+        del out
 
     times = [common.time_call(lambda: provider.call(x, setting), seconds, device)]
     flops = [float(provider.flops(setting))]
@@ -275,8 +273,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--providers", nargs="*", choices=names, help="all by default")
     add("--parts", action="store_true", help="the branches and the selection, each alone")
     add("--agreement", type=int, metavar="R", help="random selections, independent and R alike")
-    add("--block-size", type=int, default=64, metavar="S", help="tokens of a selected block")
-    add("--check-length", type=int, default=CHECK_LENGTH, help="where all results are checked")
 
 
 def providers_of(args: argparse.Namespace) -> list[Provider]:
@@ -298,22 +294,21 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         return [Setting(2048), Setting(8192)] if cuda else [tiny(192, 4, 2)]
     heads = [map(int, heads.split("/")) for heads in args.heads]
     return [
-        Setting(T, H, K, args.head_dim, s=args.block_size) if cuda else tiny(T, H, K)
+        Setting(T, H, K, args.head_dim) if cuda else tiny(T, H, K)
         for H, K in heads
         for T in args.lengths
     ]
 
 
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
-    if args.block_size != 64 and args.out is None:
-        raise ValueError("--block-size needs --out: the page is drawn from rows of blocks of 64")
+    check_length = CHECK_LENGTH
     if args.quick:
         args.seconds, args.strides = min(args.seconds, 0.05), [1, 4]
-        args.check_length = args.check_length if args.device.type == "cuda" else 96
+        check_length = CHECK_LENGTH if args.device.type == "cuda" else 96
     # a kept graph runs backward again and again
     torch._functorch.config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64
-    timer, times = Timer(args.check_length, args.seconds, args.device), dict[Any, float]()
+    timer, times = Timer(check_length, args.seconds, args.device), dict[Any, float]()
     chosen = providers_of(args)
     for setting in settings_of(args):
         for provider in chosen:

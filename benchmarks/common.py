@@ -265,20 +265,10 @@ class Recorder:
         print(text_of(row, self.fields), flush=True)
 
 
-# what is measured, and its unit
-UNITS = {
-    "p50_ms": "ms", "tflops": "TFLOP/s", "p50_us": "us", "gbps": "GB/s", "wall_ms": "ms",
-    "host_ms": "ms host", "peak_mib": "MiB", "mib": "MiB", "seconds": "s", "loss": "nats",
-    "tokens_per_s": "tokens/s", "speedup_over_cudnn": "x cuDNN", "times_ours": "times ours",
-    "over_default": "of the default", "prefill_ms": "ms prefill", "dynamic_ms": "ms a step",
-    "static_ms": "ms a static step",
-}  # fmt: skip
-
-
 def text_of(row: Row, fields: Sequence[str]) -> str:
     """A row as a person reads it: some fields, then what was measured or why nothing was."""
     head = " ".join(f"{row[field]!s:<8}" for field in fields if row.get(field) is not None)
-    values = (f"{row[name]:g} {unit}" for name, unit in UNITS.items() if row.get(name) is not None)
+    values = (f"{name} {value:g}" for name, value in row.items() if isinstance(value, float))
     return f"{head} {row.get('failed') or row.get('refused') or ', '.join(values)}"
 
 

@@ -75,19 +75,17 @@ def files_of(source: Path) -> Files:
             if path.is_file() and not path.is_symlink():
                 yield path.relative_to(source).as_posix(), path.stat().st_size, path.read_bytes
         return
-    if not source.exists():
-        raise ValueError(
-            f"source must be a directory or a tar archive, {source} is not there: Debian's package "
-            f"{PACKAGE} has {SOURCE}"
-        )
     try:
         with tarfile.open(source, "r|*") as archive:  # read from its begin to its end
             for member in archive:
                 if member.isfile() and (file := archive.extractfile(member)) is not None:
                     name = os.path.normpath(member.name).replace(os.sep, "/")
                     yield name, member.size, functools.partial(file.read, -1)
-    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError) as error:
-        raise ValueError(f"source {source} is no tar archive, or a broken one: {error}") from None
+    except (OSError, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise ValueError(
+            f"source must be a directory or a tar archive, such as {SOURCE} of Debian's package "
+            f"{PACKAGE}, got {source}: {error}"
+        ) from None
 
 
 def is_wanted(path: str, size: int, sizes: Sizes) -> bool:

@@ -5,10 +5,9 @@
     python -m benchmarks.decode --quick          small ones, nothing recorded
 
 B rows hold S tokens each, the keys of T new ones among them; random q, k, v. "ours" is all of
-`decode_attention`: ranking, three branches, gate. "dense" is `scaled_dot_product_attention` as one
-decodes with it at its best: the query heads of a KV head are rows of queries over [B K S D],
-contiguous. The step is one CUDA graph; its replays are timed by CUDA events, the L2 cache
-overwritten before each, outside graph and times.
+`decode_attention`: ranking, three branches, gate. "dense" is `scaled_dot_product_attention` by
+cuDNN over [B K S D], contiguous. The step is one CUDA graph; its replays are timed by CUDA events,
+the L2 cache overwritten before each, outside graph and times.
 
 No provider is timed before what its graph gave passed `oracle.py` in this process: whole at a small
 length, some queries at the timed one. Which blocks ours selects is read off values that say which
@@ -211,34 +210,25 @@ class Paged(Ours):
 
 
 class Dense(Ours):
-    """Attention to everything, by one backend of `scaled_dot_product_attention`, with heads
-    that share keys as such (cuDNN is faster so on an H200), or as rows of queries."""
+    """Attention to everything, by cuDNN, with heads that share keys as such."""
 
     importance, factor = "", 4.0
 
-    def __init__(self, name: str, kernels: SDPBackend, as_rows: bool) -> None:
-        self.name, self.kernels, self.as_rows = name, kernels, as_rows
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def prepare(self, x: Tensors, step: Step) -> None:
-        """Queries [B H T D] or [B K (G T) D], and for several tokens the mask, as it is added."""
-        c = step.setting
-        x["rows"] = x["q"].transpose(1, 2)
+        """For several tokens the mask, as it is added."""
         i = torch.tensor(step.positions, device=x["q"].device)
         hidden = torch.arange(step.S, device=i.device) > i[:, None]
-        x["mask"] = hidden.new_zeros(hidden.shape, dtype=c.dtype).masked_fill(hidden, -torch.inf)
-        if self.as_rows:
-            x["rows"] = x["rows"].unflatten(1, (c.K, c.G)).flatten(2, 3)
-            x["mask"] = x["mask"].repeat(c.G, 1)
+        mask = hidden.new_zeros(hidden.shape, dtype=step.setting.dtype)
+        x["mask"] = mask.masked_fill(hidden, -torch.inf)
 
     def call(self, x: Tensors, step: Step) -> Tensor:
-        keys, values = (x[name].transpose(1, 2) for name in ("k", "v"))
+        q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
         mask = x["mask"] if step.T > 1 else None
-        with sdpa_kernel(self.kernels if x["q"].is_cuda else SDPBackend.MATH):
-            out = F.scaled_dot_product_attention(
-                x["rows"], keys, values, attn_mask=mask, enable_gqa=not self.as_rows
-            )
-        if self.as_rows:
-            out = out.unflatten(2, (step.setting.G, step.T)).flatten(1, 2)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return out.transpose(1, 2)
 
     def branches(self, step: Step) -> list[Branch]:
@@ -250,8 +240,7 @@ class Dense(Ours):
 
 # the baseline first: others are compared with it
 PROVIDERS: tuple[Ours, ...] = (
-    Dense(BASELINE, SDPBackend.CUDNN_ATTENTION, as_rows=False),
-    Dense("dense-flash", SDPBackend.FLASH_ATTENTION, as_rows=True),
+    Dense(BASELINE),
     Ours("ours", "logits"),
     Ours("ours-probs", "probs"),
     Paged("ours-paged", "logits"),
@@ -474,11 +463,7 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
                     passed.add(key)
                 return measure(provider, draw(sized, device), sized, seconds, device)
 
-            row: Row
-            if provider.name == "dense-flash" and step.T > 1:
-                row = {"refused": "takes no mask, which several new tokens need"}
-            else:
-                row = common.attempt(timed, device)
+            row = common.attempt(timed, device)
             common.release()
             p50 = row.get("p50_us")
             baseline = p50 if provider.name == BASELINE else baseline

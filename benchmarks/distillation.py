@@ -202,13 +202,11 @@ def caught_row(model: Network, texts: Tensor) -> Row:
 
 
 def timed(train: Callable[[], list[float]]) -> Row:
-    """What a training took, and the mean losses of its first and last tenth."""
-    began = time.perf_counter()
-    losses = train()
-    some = max(1, len(losses) // 10)
-    first, last = (round(sum(part) / some, 5) for part in (losses[:some], losses[-some:]))
+    """What a training took, and the mean loss of its last tenth."""
+    began, losses = time.perf_counter(), train()
+    last = losses[-max(1, len(losses) // 10) :]
     seconds = round(time.perf_counter() - began, 1)
-    return {"seconds": seconds, "first_losses": first, "last_losses": last}
+    return {"seconds": seconds, "last_losses": round(sum(last) / len(last), 5)}
 
 
 class Run:
@@ -306,23 +304,18 @@ TABLES = {PAGE: {"distillation": table}}
 # the program
 
 
-# of Plan, and what they mean
-OPTIONS = {
-    "T": "tokens of a text", "train_T": "of a row that is trained on", "windows": "texts a kind",
-    "needles": "of each depth", "batch": "rows of a step", "watched": "texts of far mass",
-    "steps": "of all weights", "ranking_steps": "of the ranking alone", "lr": "of all weights",
-    "ranking_lr": "of the ranking alone", "seed": "of the rows' order",
-}  # fmt: skip
+SETTINGS = [
+    field.name for field in dataclasses.fields(Plan) if field.name not in ("sizes", "tokens")
+]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     plan = Plan()
     pretrained.add_texts(parser)
     parser.add_argument("--s", type=int, nargs="+", default=plan.sizes, help="block sizes")
-    for name, text in OPTIONS.items():
-        value = getattr(plan, name)
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=type(value), default=value, help=text, dest=name)
+    for name in SETTINGS:
+        value, option = getattr(plan, name), f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(value), default=value, dest=name)
 
 
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
@@ -330,7 +323,7 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
         sizes: dict[str, Any] = dict(tokens=(16, 32, 32), T=256, train_T=128, windows=2, needles=1)
         plan = Plan((16,), **sizes, watched=1, steps=2, ranking_steps=2, queries=16)
     else:
-        plan = Plan(tuple(args.s), **{name: getattr(args, name) for name in OPTIONS})
+        plan = Plan(tuple(args.s), **{name: getattr(args, name) for name in SETTINGS})
     model = tiny(args.device) if args.quick else load(args.model, args.device)
     model.network.set_attn_implementation("sdpa")
     Run(model, corpora(args.data or own_texts()), plan, recorder).all()

@@ -76,11 +76,13 @@ MOST_GRAPHS = 64
 @dataclasses.dataclass(frozen=True)
 class Form:
     """A way to attend. Without settings it is SDPA; `converted`: `convert` replaces the layers,
-    otherwise `use_sparse_attention` changes how they attend."""
+    otherwise `use_sparse_attention` changes how they attend; `static`: a static cache is timed,
+    which takes a compilation."""
 
     name: str
     settings: dict[str, Any] | None = None
     converted: bool = False
+    static: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +92,12 @@ class Plan:
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
     new_tokens: int = 64
-    static_contexts: tuple[int, ...] = ()
-    static_forms: tuple[str, ...] = ()  # names; a compilation each
     repeats: int = 3
     dtype: torch.dtype = torch.bfloat16
     deadline: float | None = None  # seconds
 
     def __post_init__(self) -> None:
-        least = dict(contexts=2, batches=1, new_tokens=FIRST + 2, repeats=1)
+        least = dict(contexts=2, batches=1, new_tokens=FIRST + 2)
         common.check_least(self, least)
 
 
@@ -107,7 +107,7 @@ def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> 
     Raises:
         ValueError: a size that does not divide the tokens of the blocks.
     """
-    forms = [Form(BASELINE)]
+    forms = [Form(BASELINE, static=True)]
     for s in sizes:
         if s < 4 or any(tokens % s for tokens in (INITIAL, local, ranked)):
             raise ValueError(f"s must divide {INITIAL}, {local} and {ranked}, got {s}")
@@ -117,37 +117,34 @@ def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> 
         )  # fmt: skip
         windows = dict(compress_block_size=s, compress_block_sliding_stride=s)
         by_head = dict(importance="max", query_heads_share_selected_kv=False)
-        forms.append(Form(f"max of {s}", blocks | dict(importance="max")))
+        forms.append(Form(f"max of {s}", blocks | dict(importance="max"), static=True))
         forms.append(Form(f"means of {s}", blocks | windows | dict(importance="logits")))
         forms.append(Form(f"max of {s} by each head", blocks | by_head))
         forms.append(Form(f"converted, {s}", blocks | dict(importance="index"), converted=True))
-    return (*forms, Form("defaults", {}), Form("converted, defaults", {}, converted=True))
+    defaults = Form("defaults", {}, static=True), Form("converted, defaults", {}, converted=True)
+    return (*forms, *defaults)
 
 
 # models and caches
 
 
-def build(make: Callable[[Any], Any], config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def build(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A model whose random weights are drawn on the device."""
-    before = torch.get_default_dtype()
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
-    try:
-        torch.set_default_dtype(dtype)
-        with device:
-            return make(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def network_of(shape: str, layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
     """A Llama of random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
     sizes = SHAPES[shape] | dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
     if layers is not None:
         sizes |= dict(num_hidden_layers=layers)
-    config = LlamaConfig(**sizes, max_position_embeddings=2**17)
-    return build(LlamaForCausalLM, config, device, dtype)
+    return build(LlamaConfig(**sizes, max_position_embeddings=2**17), device, dtype)
 
 
 def checked_network(network: Any) -> Any:
@@ -158,7 +155,7 @@ def checked_network(network: Any) -> Any:
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     # queries and keys of such a size that attention is not uniform
     config.initializer_range = 1.5 * config.hidden_size**-0.5
-    return build(type(network), config, network.device, torch.float32)
+    return build(config, network.device, torch.float32)
 
 
 def under(form: Form, network: Any) -> Any:
@@ -206,15 +203,13 @@ def draw(model: Any, batch: int, context: int) -> Tensor:
 
 
 @torch.no_grad()
-def check(form: Form, network: Any, static: bool = False) -> float:
+def check(form: Form, network: Any) -> float:
     """Error of logits with all blocks selected against SDPA, of a forward and of steps of decoding;
-    with `static` also of `generate` over a static cache, whose steps are compiled on a GPU.
+    where it is timed also of `generate` over a static cache, whose steps are compiled on a GPU.
 
     Raises:
         WrongResult: more than rounding explains.
     """
-    from transformers import StaticCache
-
     if form.settings is None:
         return 0.0
     sizes = DEFAULT_SIZES | form.settings
@@ -234,20 +229,13 @@ def check(form: Form, network: Any, static: bool = False) -> float:
     # decoding have the same kernels
     changes = dict(num_selected_blocks=5, use_diff_topk=True)
     model = variant(**changes, **(dict(importance="max") if form.converted else {}))
-    start, max_length = ids.shape[1] - CHECK_STEPS, ids.shape[1] + 5
-
-    def new_static_cache() -> Any:
-        return static_cache(form, model, max_length)
-
-    kept = new_static_cache() or StaticCache(config=model.config, max_cache_len=max_length)
-    for cache in (new_cache(form, model), kept):
-        cached: Any = {CACHE: cache}
-        model(ids[:, :start], **cached)
-        steps = [model(ids[:, i : i + 1], **cached).logits for i in range(start, ids.shape[1])]
-        errors.append(error_of(torch.cat(steps, dim=1), exact[:, start:]))
-    if static:
-        kept, prompt = new_static_cache(), ids[:, :start]
-        given = {CACHE: kept} if kept else dict(cache_implementation="static")
+    start, cached = ids.shape[1] - CHECK_STEPS, {CACHE: new_cache(form, model)}
+    model(ids[:, :start], **cached)
+    steps = [model(ids[:, i : i + 1], **cached).logits for i in range(start, ids.shape[1])]
+    errors.append(error_of(torch.cat(steps, dim=1), exact[:, start:]))
+    if form.static:
+        kept, prompt = static_cache(form, model, ids.shape[1] + 5), ids[:, :start]
+        given: Any = {CACHE: kept} if kept else dict(cache_implementation="static")
         made = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
             max_new_tokens=CHECK_STEPS, output_logits=True, return_dict_in_generate=True, **given,
@@ -343,10 +331,10 @@ def measure_case(
     # large cases vary little
     few = min(1 if B * context > 2**15 else 2, plan.repeats)
     for what in MEASURES:
-        names = plan.static_forms if what == "static" else tuple(calls)
-        if what == "static" and context not in plan.static_contexts:
+        if what == "static" and context < max(plan.contexts):
             continue
-        chosen = {name: calls[name][what] for name in names if name in calls}
+        timed = [form.name for form in forms if form.static or what != "static"]
+        chosen = {name: calls[name][what] for name in timed}
         measured = measure(chosen, plan.repeats if what == "prefill" else few, ids.device)
         for name, found in measured.items():
             rows[name] |= {f"{what}_{field}": value for field, value in found.items()}
@@ -374,7 +362,7 @@ def measure_all(network: Any, plan: Plan, recorder: common.Recorder) -> None:
     forms, small = [], checked_network(network)
     for form in plan.forms:
         try:
-            check(form, small, bool(plan.static_contexts) and form.name in plan.static_forms)
+            check(form, small)
             forms.append(form)
         except WrongResult as error:
             recorder.add({"form": form.name, **known, "failed": f"wrong: {error}"})
@@ -442,30 +430,20 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=int, default=64)
     add("--s", type=int, nargs="+", default=(64,), help="block sizes")
     add("--forms", nargs="+", metavar="NAME", help="all by default")
-    add("--static-contexts", type=int, nargs="*", metavar="T", help="the longest by default")
-    add("--static-forms", nargs="+", metavar="NAME", help="sdpa, max and defaults by default")
-    add("--repeats", type=int, default=3, help="of a forward; generate has fewer")
     add("--deadline", type=float, help="seconds after which no case begins")
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
     if args.quick:
         forms = forms_of((16,), local=32, ranked=32)
-        static = (BASELINE, "max of 16", "converted, 16")
-        return Plan("tiny", forms, (256,), (2,), FIRST + 2, (256,), static, 1, torch.float32)
+        return Plan("tiny", forms, (256,), (2,), FIRST + 2, 1, torch.float32)
     forms = forms_of(args.s)
     known = [form.name for form in forms]
-    for name in (*(args.forms or ()), *(args.static_forms or ())):
-        if name not in known:
-            raise ValueError(f"forms must be of {', '.join(known)}, got {name}")
-    names = args.forms or known
-    usual = [n for n in names if n in (BASELINE, "defaults", f"max of {args.s[0]}")]
-    static_contexts = args.static_contexts or [max(args.contexts)]
-    return Plan(
-        args.model, tuple(form for form in forms if form.name in names), tuple(args.contexts),
-        tuple(args.batches), args.new_tokens, tuple(static_contexts),
-        tuple(args.static_forms or usual), args.repeats, deadline=args.deadline,
-    )  # fmt: skip
+    if unknown := [name for name in args.forms or () if name not in known]:
+        raise ValueError(f"forms must be of {', '.join(known)}, got {unknown[0]}")
+    chosen = tuple(form for form in forms if form.name in (args.forms or known))
+    contexts, batches = tuple(args.contexts), tuple(args.batches)
+    return Plan(args.model, chosen, contexts, batches, args.new_tokens, deadline=args.deadline)
 
 
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:

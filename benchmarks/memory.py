@@ -13,9 +13,8 @@ Time is that of one step, the first.
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import resource
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -64,17 +63,6 @@ def step(T: int, importance: str, device: torch.device) -> Row:
     return {"mib": round((after - before) / 2**20, 1), "seconds": round(seconds, 3)}
 
 
-def measure(T: int, importance: str, device: torch.device) -> Row:
-    """A step in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.memory", "--device", str(device)]
-    command += ["--one", str(T), "--importances", importance]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=common.ROOT)
-    if done.returncode:
-        raise SystemExit(f"T={T}, {importance}: {done.stderr.strip()}")
-    row: Row = json.loads(done.stdout.splitlines()[-1])
-    return {"importance": importance, "T": T, **SIZE, "threads": torch.get_num_threads(), **row}
-
-
 def table(rows: Sequence[Row]) -> str:
     """MiB and seconds; the latest row of each case."""
 
@@ -98,18 +86,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", default=lengths, metavar="T")
     add("--importances", nargs="+", choices=importances, default=importances)
-    add("--one", type=int, metavar="T", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
-    if args.one is not None:
-        print(json.dumps(step(args.one, args.importances[0], args.device)))
-        return
     if args.quick:
         args.lengths, args.importances = [512, 1024], ["logits"]
     for importance in args.importances:
         for T in args.lengths:
-            recorder.add(measure(T, importance, args.device))
+            # a process of its own for each, which has not been larger before
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                row = pool.apply(step, (T, importance, args.device))
+            recorder.add({"importance": importance, "T": T, **SIZE, **row})
 
 
 BENCHMARK = common.Benchmark("memory", __doc__, options, run, ("importance", "T"), TABLES)

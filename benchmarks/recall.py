@@ -10,7 +10,7 @@ the window and the local blocks reach. Models of two layers train at lengths up 
 drawn for each step, and are tested at longer ones, with as many pairs. Variants, seeds and learning
 rates as in `learning.py`: the first seed tries every rate, the best accuracy at T decides.
 
-Rows: accuracy by length, and by distance from question to pair. `runs_pool.py` runs them.
+Rows: accuracy by length. `runs_pool.py` runs them.
 """
 
 from __future__ import annotations
@@ -47,10 +47,6 @@ class Task:
     values: int = 64
     # tokens from a pair to its question, at least
     least_distance: int = 128
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.pairs <= self.keys:
-            raise ValueError(f"pairs must be from 1 to keys={self.keys}, got {self.pairs}")
 
     @property
     def tokens(self) -> int:
@@ -149,7 +145,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         T = int(draw.choice(spec["train_lengths"]))
         drawn = task.draw(spec["batch"] * spec["T"] // T, T, draw)
         given = ranking_of(spec["settings"], spec["seed"], step, run.device)
-        logits, answers, _, *others = asked(model, drawn, cfg, **given)
+        logits, answers, *others = asked(model, drawn, cfg, **given)
         loss = F.cross_entropy(logits, answers)
         return (loss, *others) if others else loss
 
@@ -158,8 +154,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
     tests = {str(T): evaluate(model, task, T, spec["test_tokens"], cfg) for T in spec["lengths"]}
     return {
         **row,
-        "accuracy": {T: test["all"] for T, test in tests.items()},
-        "by_distance": {T: test["by_distance"] for T, test in tests.items()},
+        "accuracy": tests,
         "seconds": round(done.seconds, 2),
         "curve": [[int(step), seconds, round(loss, 5)] for step, seconds, loss in done.curve],
     }
@@ -168,61 +163,44 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
 def asked(
     model: Transformer, drawn: tuple[Tensor, ...], cfg: Namespace, **given: Any
 ) -> tuple[Tensor, ...]:
-    """Logits [questions, tokens], the right values, and the distances; the ranking loss, if
-    `given` asks for it."""
-    ids, at, distance = (on(t, torch.device(cfg.device)) for t in drawn)
+    """Logits [questions, tokens] and the right values; the ranking loss, if `given` asks for it."""
+    ids, at, _ = (on(t, torch.device(cfg.device)) for t in drawn)
     with autocast(cfg):
         found = model(ids, **given)
     logits, *others = found if given else (found,)
     rows = torch.arange(len(ids), device=ids.device)[:, None]
-    answers, distances = ids[rows, at + 1].flatten(), distance.flatten()
-    return logits[rows, at].float().flatten(0, 1), answers, distances, *others
+    return logits[rows, at].float().flatten(0, 1), ids[rows, at + 1].flatten(), *others
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, task: Task, T: int, tokens: int, cfg: Namespace) -> Row:
-    """Accuracy at a length, over all questions and by distance (bounded by powers of two). The
-    sequences are the same for all models."""
+def evaluate(model: Transformer, task: Task, T: int, tokens: int, cfg: Namespace) -> float:
+    """Accuracy at a length. The sequences are the same for all models."""
     draw, sequences = np.random.default_rng([2**32, T]), max(1, tokens // T)
     at_once = max(1, cfg.batch_size * cfg.seq_len // T)
-    hits, distances = [], []
+    hits = []
     for first in range(0, sequences, at_once):
         drawn = task.draw(min(at_once, sequences - first), T, draw)
-        logits, answers, distance = asked(model, drawn, cfg)[:3]
+        logits, answers = asked(model, drawn, cfg)[:2]
         hits.append((logits.argmax(-1) == answers).double().cpu())
-        distances.append(distance.cpu())
-    hit, power = torch.cat(hits), torch.cat(distances).double().log2().floor().long()
-    found = {}
-    for p in power.unique().tolist():
-        found[f"{2**p}-{2 ** (p + 1)}"] = round(hit[power == p].mean().item(), 4)
-    return {"all": round(hit.mean().item(), 4), "by_distance": found}
+    return round(torch.cat(hits).mean().item(), 4)
 
 
 # all of them
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to train."""
+def plan_of(
+    found: dict[str, Settings], sizes: Sizes, seeds: Sequence[int], lrs: Sequence[float]
+) -> runs_pool.Plan:
+    """Raises ValueError for settings that make no model."""
+    for name, settings in found.items():
+        check(name, settings, sizes.shape)
 
-    variants: dict[str, Settings]
-    sizes: Sizes
-    seeds: tuple[int, ...] = (0, 1, 2)
-    lrs: tuple[float, ...] = LR
-
-    def __post_init__(self) -> None:
-        for name, settings in self.variants.items():
-            check(name, settings, self.sizes.shape)
-
-    def training(self, name: str, T: int, seed: int, lr: float) -> Job:
-        spec = asdict(self.sizes) | dict(points=50, weight_decay=0.1, clip=1.0)
-        which = dict(kind="recall", variant=name, settings=self.variants[name])
-        spec |= which | dict(T=T, seed=seed, lr=lr)
+    def training(name: str, T: int, seed: int, lr: float) -> Job:
+        spec = asdict(sizes) | dict(points=50, weight_decay=0.1, clip=1.0, seed=seed, lr=lr)
+        spec |= dict(kind="recall", variant=name, settings=found[name])
         return Job(f"recall, {name}, T={T}, seed {seed}, lr {lr:g}", spec)
 
-    def jobs(self, rows: list[Row]) -> list[Job]:
-        names = list(self.variants)
-        return sweep(names, (self.sizes.T,), self.seeds, self.lrs, self.training, errors, rows)
+    return lambda rows: sweep(list(found), (sizes.T,), seeds, lrs, training, errors, rows)
 
 
 # the table
@@ -276,10 +254,10 @@ def run(args: Namespace, recorder: common.Recorder) -> None:
     seeds, lrs = args.seeds or (0, 1, 2), args.lrs or LR
     if args.quick:
         seeds, lrs = seeds[:1], lrs[:1]
-    plan = Plan(runs_pool.variants_of(args, variants()), sizes, tuple(seeds), tuple(lrs))
+    plan = plan_of(runs_pool.variants_of(args, variants()), sizes, seeds, lrs)
     with runs_pool.work_of(args) as work:
         pool = runs_pool.Pool(execute, work, recorder, args.deadline)
-        runs_pool.run_all(pool, plan.jobs)
+        runs_pool.run_all(pool, plan)
 
 
 BENCHMARK = common.Benchmark(

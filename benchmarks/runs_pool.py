@@ -10,7 +10,6 @@ own under `--work`:
     checkpoint.pt  where it continues: written every `SAVE_EVERY` seconds and when it stops
     weights.pt     the trained weights
     row.json       its result; the run is complete
-    failed.json    why it has none
 
 A process ends when all jobs are complete, or after `--deadline` seconds: then its run writes a
 checkpoint and stops, as it does on SIGTERM and SIGINT. The next call continues it.
@@ -54,7 +53,7 @@ from .common import Row
 from .variants import Settings, parsed
 
 SPEC, CHECKPOINT, WEIGHTS = "spec.json", "checkpoint.pt", "weights.pt"
-ROW, FAILED = "row.json", "failed.json"
+ROW = "row.json"
 SAVE_EVERY = 60.0
 # names whose runs of all seeds come before those of the next ones
 TIER = 4
@@ -129,10 +128,6 @@ class Run:
 Losses = Tensor | tuple[Tensor, ...]
 
 
-class Diverged(Exception):
-    """The loss of a run is not finite."""
-
-
 @dataclass
 class Fitted:
     """What training measured: at each point of the curve (step, seconds, mean training loss since
@@ -151,7 +146,7 @@ def fit(model: Transformer, loss_at: Callable[[int], Losses], cfg: Namespace, ru
 
     Raises:
         Stopped: the run has to stop; its checkpoint is written.
-        Diverged: a loss that is not finite.
+        ArithmeticError: a loss that is not finite.
     """
     optimizer, done = build_optimizer(model, cfg), Fitted()
     total = torch.zeros((), dtype=torch.float64, device=cfg.device)
@@ -176,7 +171,7 @@ def fit(model: Transformer, loss_at: Callable[[int], Losses], cfg: Namespace, ru
             done.seconds = before + common.synchronize(run.device) - since
             mean = total.item() / (step - (int(done.curve[-1][0]) if done.curve else 0))
             if not math.isfinite(mean):
-                raise Diverged(f"loss is {mean} in the steps up to {step}")
+                raise ArithmeticError(f"loss is {mean} in the steps up to {step}")
             done.curve.append([step, round(done.seconds, 3), mean])
             total.zero_()
             print(f"{run.name}: step {step} of {cfg.steps}, loss {mean:.4f}", flush=True)
@@ -281,18 +276,16 @@ class Pool:
         if (folder / ROW).exists():
             return
         run = Run(job.name, folder, self.recorder.device, self.stop_at, self.options, signals)
-        (folder / FAILED).unlink(missing_ok=True)
-        name = ROW
         try:
             row = self.execute(json.loads(json.dumps(job.spec)), run)
         except Stopped:
             raise
         except Exception as error:
             traceback.print_exc()
-            name, row = FAILED, {**job.spec, "failed": common.why(error)}
+            row = {**job.spec, "failed": common.why(error)}
         content = json.dumps({**row, **self.recorder.environment})
-        write(folder / name, content.encode())
-        if name == ROW:
+        if "failed" not in row:
+            write(folder / ROW, content.encode())
             (folder / CHECKPOINT).unlink(missing_ok=True)
         self.rows[job.key] = {"run": job.key, **json.loads(content)}
         with locked(self.work):

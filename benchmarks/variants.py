@@ -20,12 +20,7 @@ import torch
 from torch import nn
 
 from native_sparse_attention import SparseAttention, Transformer, recipes
-from native_sparse_attention.compress import (
-    AttentionPool,
-    MeanPool,
-    SumPool,
-    default_compress_mlp,
-)
+from native_sparse_attention.compress import AttentionPool, MeanPool, SumPool, default_compress_mlp
 from native_sparse_attention.initialization import reset
 
 from .common import Row

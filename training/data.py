@@ -7,10 +7,7 @@ import hashlib
 import http.client
 import io
 import os
-import queue
 import sysconfig
-import threading
-import time
 import urllib.request
 import zipfile
 from argparse import Namespace
@@ -90,70 +87,29 @@ class DownloadError(Exception):
 
 
 def download(url: str, path: Path, size: int, sha256: str, timeout: float = 5.0) -> None:
-    """Fetch `url` to `path`: resumed from `path.part`, verified, renamed; one attempt.
+    """Fetch `url` to `path`: to `path.part`, verified, renamed; one attempt."""
+    from tqdm import tqdm  # of the extra train, which not all that import this module need
 
-    What came before a connection broke stays in `path.part`; what is complete but wrong is removed.
-    """
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(exist_ok=True)
-        have = part.stat().st_size if part.exists() else 0
-        if have < size:
-            fetch(url, part, have, size, timeout)
-        have, digest = part.stat().st_size, hashlib.sha256(part.read_bytes()).hexdigest()
-        if have < size:
-            raise DownloadError(f"{url} broke off at {have:,} of {size:,} bytes")
-        if have > size or digest != sha256:
-            part.unlink()
+        request = urllib.request.Request(url, headers={"User-Agent": "train_enwik8"})
+        style: dict[str, Any] = {"unit": "B", "unit_scale": True, "desc": path.name}
+        with (
+            urllib.request.urlopen(request, timeout=timeout) as response,
+            part.open("wb") as file,
+            tqdm(total=size, **style) as bar,
+        ):
+            while chunk := response.read1(2**16):
+                file.write(chunk)
+                bar.update(len(chunk))
+        if hashlib.sha256(part.read_bytes()).hexdigest() != sha256:
             raise DownloadError(f"{url} sent other bytes than expected (wrong size or SHA-256)")
         os.replace(part, path)
     except (OSError, http.client.HTTPException) as error:
         raise DownloadError(f"cannot download {url} to {path} ({error})") from None
-
-
-def fetch(url: str, part: Path, have: int, size: int, timeout: float, pace: int = 2**14) -> None:
-    """Append to `part` from byte `have` on; a source slower than `pace` bytes/s is given up."""
-    from tqdm import tqdm  # of the extra train, which not all that import this module need
-
-    headers = {"User-Agent": "train_enwik8"} | ({"Range": f"bytes={have}-"} if have else {})
-    with connect(urllib.request.Request(url, headers=headers), timeout) as response:
-        if response.status != 206:  # the server sends the whole file, not the range
-            have = 0
-        style: dict[str, Any] = {"unit": "B", "unit_scale": True, "desc": part.stem}
-        with (
-            part.open("ab" if have else "wb") as file,
-            tqdm(total=size, initial=have, **style) as bar,
-        ):
-            start, got = time.monotonic(), 0
-            while chunk := response.read1(2**16):
-                file.write(chunk)
-                bar.update(len(chunk))
-                got += len(chunk)
-                waited = time.monotonic() - start
-                if waited > 2 * timeout and got < pace * waited:
-                    raise TimeoutError("too slow")
-                if have + got > size:
-                    break
-
-
-def connect(request: urllib.request.Request, timeout: float) -> Any:
-    """urlopen within `timeout`, the name lookup included, which a socket's own timeout is not."""
-    answer: queue.Queue[Any] = queue.Queue()
-
-    def attempt() -> None:
-        try:
-            answer.put(urllib.request.urlopen(request, timeout=timeout))
-        except Exception as error:
-            answer.put(error)
-
-    threading.Thread(target=attempt, daemon=True).start()
-    try:
-        result = answer.get(timeout=timeout)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {timeout:g} s") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def stdlib_corpus() -> bytes:

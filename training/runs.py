@@ -29,7 +29,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from types import ModuleType
 from typing import Any
 
 try:
@@ -37,6 +36,7 @@ try:
 except ImportError:  # not on this system
     fcntl = None  # type: ignore[assignment]
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -72,15 +72,6 @@ class Checkpoint:
     optimizer: dict[str, Tensor]
 
 
-def library() -> ModuleType:
-    try:
-        import safetensors.torch
-    except ImportError:
-        needed = "the files of a run need safetensors: pip install 'native-sparse-attention[train]'"
-        raise ImportError(needed) from None
-    return safetensors.torch
-
-
 def checksum(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
@@ -114,7 +105,7 @@ def pack(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) 
     """A safetensors file."""
     # clones, because safetensors refuses tensors that share memory
     copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    return library().save(copies, metadata)
+    return safetensors.torch.save(copies, metadata)
 
 
 # configuration
@@ -217,7 +208,7 @@ def read_checkpoint(run: Path, step: int, config: Mapping[str, Any]) -> Checkpoi
         content = (file := checkpoint_path(run, step, kind)).read_bytes()
         if hashlib.sha256(content).hexdigest() != index["files"][kind]["sha256"]:
             raise RunError(f"{file} is damaged: its SHA-256 is not that in {path.name}")
-        tensors[kind] = library().load(content)
+        tensors[kind] = safetensors.torch.load(content)
     return Checkpoint(step, index["best"], tensors[WEIGHTS], tensors[OPTIMIZER])
 
 
@@ -260,10 +251,10 @@ def load_best(run: Path, config: Mapping[str, Any], model: nn.Module) -> bool:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         record = unseal(header["__metadata__"]["checkpoint"])
         check_run(path, record, config)
-        tensors = library().load(content)
+        tensors = safetensors.torch.load(content)
         if fingerprint(tensors) != record["weights"]:
             raise ValueError("its checksum is wrong")
-    except (RunError, ImportError):
+    except RunError:
         raise
     except Exception as error:  # safetensors raises its own error types
         raise RunError(f"{path} is damaged: {reason(error)}") from None
@@ -297,7 +288,6 @@ def load_model(
     Raises:
         FileNotFoundError: `path` is no directory of a run.
         ValueError: a file is damaged or of another run; the message names it.
-        ImportError: safetensors is not installed.
     """
     if which not in ("best", "last"):
         raise ValueError(f"which must be 'best' or 'last', got {which!r}")
@@ -513,10 +503,7 @@ def read_metrics(run: Path, step: int) -> tuple[list[dict[str, Any]], list[bytes
 
 
 def resume(
-    run: Path,
-    config: dict[str, Any],
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
+    run: Path, config: dict[str, Any], model: Transformer, optimizer: torch.optim.Optimizer
 ) -> tuple[int, float, list[Any], list[bytes]] | None:
     """Restore the newest checkpoint of a run: its step, the best validation, the metrics up to it
     and their lines; None where there never was a checkpoint."""

@@ -80,13 +80,13 @@ def test_what_cannot_be_read(tree, tmp_path):
         corpus.build(tmp_path / "nothing", out, SIZES)
     broken = tmp_path / "broken.tar.xz"
     broken.write_bytes(lzma.compress(b"x" * 2000)[:-20])
-    with pytest.raises(ValueError, match="source .* is no tar archive"):
+    with pytest.raises(ValueError, match="source must be a directory or a tar"):
         corpus.build(broken, out, SIZES)
     with pytest.raises(ValueError, match="make no training text"):
         corpus.build(tree / "drivers/kind1/maker1", out, SIZES)
     with pytest.raises(ValueError, match="whole must be at least 6, got 5"):
         corpus.Sizes(whole=5, held_out=5)
-    with pytest.raises(SystemExit, match="is not there"):
+    with pytest.raises(SystemExit, match="No such file"):
         corpus.main([str(tmp_path / "nothing"), "--text", str(out)])
     assert not out.exists()
 

@@ -56,10 +56,9 @@ def test_wrong_dense_attention_is_not_timed():
             super().prepare(x, step)
             x["mask"] = torch.zeros_like(x["mask"])
 
-    dense, kernels = decode.PROVIDERS[0], decode.PROVIDERS[0].kernels
-    decode.check(dense, SMALL, CPU)
+    decode.check(decode.PROVIDERS[0], SMALL, CPU)
     with pytest.raises(WrongResult, match="out errs by"):
-        decode.check(Unmasked("wrong", kernels, as_rows=False), SMALL, CPU)
+        decode.check(Unmasked("wrong"), SMALL, CPU)
 
 
 def test_selected_blocks_are_read_off_the_output():
@@ -101,11 +100,11 @@ def test_bytes_by_hand():
     assert decode.tokens_read(two) == 33 + 6 * 16 + 16
     # query and output of 4 heads; 79 windows end before the query
     assert Ours("", "logits").bytes(one) == 4 * 16 * (2 * 4 + 2 * 2 * (96 + 79))
-    assert Dense("", None, as_rows=True).bytes(two) == 5 * 4 * 16 * (2 * 2 * 4 + 2 * 2 * 320)
+    assert Dense("").bytes(two) == 5 * 4 * 16 * (2 * 2 * 4 + 2 * 2 * 320)
     # few tokens: the local blocks are all there is
     assert decode.tokens_read(Step(dataclasses.replace(setting, T=32), 1)) == 32
     # what the project decodes
     project = Step(Setting(65536), 16)
     assert decode.tokens_read(project) == 512 + 13 * 64 + 64
-    dense, ours = (p.bytes(project) for p in (decode.PROVIDERS[0], decode.PROVIDERS[2]))
+    dense, ours = (p.bytes(project) for p in (decode.PROVIDERS[0], decode.PROVIDERS[1]))
     assert 11 < dense / ours < 12

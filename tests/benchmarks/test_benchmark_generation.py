@@ -33,7 +33,7 @@ def test_quick_form(tmp_path):
     for row in rows:
         assert row["B"] == 2 and row["T"] == 256 and row["all_layers"] == row["layers"] == 2
         assert row["prefill_ms"] > 0 and row["dynamic_tokens_per_s"] > 0
-        is_static = row["form"] in ("sdpa", "max of 16", "converted, 16")
+        is_static = row["form"] in ("sdpa", "max of 16", "defaults")
         assert ("static_ms" in row) == is_static
     assert rows[0]["settings"] is None and rows[1]["settings"]["num_local_blocks"] == 2
     assert rows[0]["dynamic_over_sdpa"] == 1 and rows[1]["prefill_over_sdpa"] > 0
@@ -52,10 +52,10 @@ def test_wrong_attention_is_not_timed(monkeypatch, network):
     """A step of decoding that misses one value; a forward that loses a little."""
     small = generation.checked_network(network)
     form = generation.forms_of((16,), 32, 32)[1]
-    assert generation.check(form, small, static=True) < 1e-4
+    assert generation.check(form, small) < 1e-4
     forms = {form.name: form for form in generation.forms_of((16,), 32, 32)}
     assert generation.check(forms["converted, 16"], small) < 1e-4
-    assert generation.check(forms["means of 16"], small, static=True) < 1e-4
+    assert generation.check(forms["means of 16"], small) < 1e-4
     right = attention.native_sparse_attention
 
     def one_value_less(q, k, v, *others, **settings):

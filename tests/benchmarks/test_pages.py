@@ -28,7 +28,7 @@ FAST = ["--seconds", "1e-4"]
 # module, options, fields of every row that was measured, how many rows were
 QUICK = [
     (attention, [*FAST, "--parts", "--agreement", "4"], ["p50_ms", "tflops"], 54),
-    (decode, [*FAST, "--new", "1", "2"], ["p50_us", "gbps", "error_share"], 38),
+    (decode, [*FAST, "--new", "1", "2"], ["p50_us", "gbps", "error_share"], 36),
     (distillation, [], ["loss", "above", "found"], 6),
     (layer, [], ["host_ms", "wall_ms", "error_share"], 12),
     (learning, ["--variants", "dense", "paper"], ["bits", "needle", "curve", "config"], 2),
@@ -146,14 +146,12 @@ def test_committed_rows_of_memory_are_linear():
 
 BAD = [
     (decode, ["--lengths", "100"], "lengths must be multiples of 16, got 100"),
-    (attention, ["--block-size", "128"], "--block-size needs --out"),
     (distillation, ["--s", "48"], "s must divide"),
     (distillation, ["--T", "1024"], "T must be at least 2176, got 1024"),
     (distillation, ["--train-T", "1024"], "train_T must be at least 1216, got 1024"),
     (distillation, ["--steps", "0"], "steps must be at least 1, got 0"),
     (generation, ["--s", "48"], "s must divide 64, 512 and 512, got 48"),
     (generation, ["--forms", "dense"], "forms must be of sdpa, max of 64, .*, got dense"),
-    (generation, ["--static-forms", "max of 32"], "forms must be of .*, got max of 32"),
     (generation, ["--new-tokens", "9"], "new_tokens must be at least 10, got 9"),
     (generation, ["--contexts", "1"], "contexts must be at least 2, got 1"),
     (learning, ["--quick", "--variant", "name"], "variant must be NAME=JSON"),

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -222,9 +221,3 @@ def test_from_run_of_a_dense_model_and_bad_arguments(folder, tmp_path):
     assert not hasattr(load_model(tmp_path / "runs/dense").layers[0][0], "backend")
     with pytest.raises(ValueError, match="which must be 'best' or 'last', got 'first'"):
         load_model(tmp_path / "runs/dense", which="first")
-
-
-def test_from_run_without_safetensors(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match=r"native-sparse-attention\[train\]"):
-        load_model(run)

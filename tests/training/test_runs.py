@@ -9,14 +9,7 @@ import time
 
 import pytest
 
-from tests.helpers.tiny_runs import (
-    KINDS,
-    NEWEST,
-    PLAN,
-    contents,
-    make_runs,
-    resume,
-)
+from tests.helpers.tiny_runs import KINDS, NEWEST, PLAN, contents, make_runs, resume
 from tests.training.test_train_enwik8 import (
     command,
     in_process,
