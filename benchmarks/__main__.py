@@ -25,19 +25,10 @@ from . import (
     pretrained,
     recall,
 )
-from .common import Benchmark
 
-CALLS: list[tuple[Benchmark, list[str]]] = [
-    (attention.BENCHMARK, ["--parts", "--agreement", "4"]),
-    (masks.BENCHMARK, []),
-    (memory.BENCHMARK, []),
-    (decode.BENCHMARK, []),
-    (layer.BENCHMARK, []),
-    (model.BENCHMARK, []),
-    (generation.BENCHMARK, []),
-    (generation.BENCHMARK, ["--model", "llama-8b", "--layers", "8"]),
-]
-BY_HAND = tuple(module.BENCHMARK for module in (distillation, learning, pretrained, recall))
+DIRECT = (attention, masks, memory, decode, layer, model, generation)
+BY_HAND = (distillation, learning, pretrained, recall)
+OPTIONS = {attention: ["--parts", "--agreement", "4"]}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,15 +37,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="redraw pages and plots, run nothing")
     args = parser.parse_args(argv)
     if args.quick:
-        for benchmark, options in [*CALLS[:7], *((call, []) for call in BY_HAND[:2])]:
-            benchmark.main([*options, "--quick"])
+        for module in (*DIRECT, distillation, learning):
+            module.main([*OPTIONS.get(module, []), "--quick"])
         return
     try:
-        for benchmark, options in CALLS if not args.table else []:
-            benchmark.main(options)
+        for module in DIRECT if not args.table else ():
+            module.main(OPTIONS.get(module, []))
+        if not args.table:
+            generation.main(["--model", "llama-8b", "--layers", "8"])
     finally:
-        for benchmark in {call.name: call for call in (*(c for c, _ in CALLS), *BY_HAND)}.values():
-            benchmark.main(["--table"])
+        for module in (*DIRECT, *BY_HAND):
+            module.main(["--table"])
 
 
 if __name__ == "__main__":

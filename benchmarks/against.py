@@ -57,19 +57,6 @@ def times_of(
     return rows
 
 
-def commit_of(tree: Path) -> str:
-    """Its commit; the name of a folder that is no checkout, such as an export inside of one."""
-    command = ["git", "rev-parse", "--show-prefix", "--short=10", "HEAD"]
-    lines = subprocess.run(command, capture_output=True, text=True, cwd=tree).stdout.splitlines()
-    return lines[-1] if lines and not lines[0] else tree.name
-
-
-def faster(row: Row, other: Row) -> Row:
-    """The lower of two times; a failure is told in any case."""
-    failed = next((r for r in (row, other) if "failed" in r), None)
-    return failed or min(row, other, key=lambda r: float(r["ms"]))
-
-
 def compare(group: str, args: argparse.Namespace) -> list[Row]:
     best: dict[str, dict[str, Row]] = {"this": {}, "other": {}}
     trees = {"this": common.ROOT, "other": args.path.resolve()}
@@ -77,7 +64,9 @@ def compare(group: str, args: argparse.Namespace) -> list[Row]:
         for name, tree in trees.items():
             rows_of_tree = times_of(tree, group, args.device, args.seconds, args.quick)
             for case, row in rows_of_tree.items():
-                best[name][case] = faster(row, best[name].get(case, row))
+                known = best[name].setdefault(case, row)
+                if "failed" in row or ("ms" in known and row["ms"] < known["ms"]):
+                    best[name][case] = row  # a failure is told in any case
     rows: list[Row] = []
     for case in dict.fromkeys([*best["this"], *best["other"]]):
         this, that = (best[name].get(case, {"failed": "not reached"}) for name in trees)
@@ -121,7 +110,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
     if not (args.path / "native_sparse_attention").is_dir():
         raise ValueError(f"path must be a checkout of this library, got {args.path}")
-    known = {"other_commit": commit_of(args.path)}
+    head = common.output_of("git", "-C", str(args.path), "rev-parse", "--short=10", "HEAD")
+    known = {"other_commit": head or args.path.name}
     for group in args.groups:
         timed = compare(group, args)
         for row in timed:

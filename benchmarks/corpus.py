@@ -25,6 +25,7 @@ import functools
 import hashlib
 import json
 import lzma
+import mmap
 import os
 import tarfile
 import zlib
@@ -187,20 +188,12 @@ def mapped(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """The training bytes and the held-out bytes of a text, memory-mapped. Without a mark of
     held-out text it is the last 5 %."""
     data = np.memmap(path, dtype=np.uint8, mode="r")
-    at = mark(data)
-    if at is None:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        at = content.find(HELD_OUT)
+    if at < 0:
         at = round(len(data) * (1 - HELD_OUT_SHARE))
         return data[:at], data[at:]
     return data[:at], data[at + len(HELD_OUT) :]
-
-
-def mark(data: np.ndarray, chunk: int = 2**24) -> int | None:
-    """Where two bytes 0 follow one another first."""
-    for begin in range(0, len(data), chunk):
-        found = data[begin : begin + chunk + 1].tobytes().find(HELD_OUT)
-        if found >= 0:
-            return begin + found
-    return None
 
 
 def about(path: Path) -> dict[str, Any]:

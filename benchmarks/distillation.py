@@ -77,13 +77,6 @@ class Plan:
         least |= dict(windows=1, needles=0, watched=0, batch=1, steps=1, ranking_steps=1, queries=1)
         common.check_least(self, least)
 
-    def blocks(self, s: int) -> dict[str, int]:
-        initial, local, ranked = (tokens // s for tokens in self.tokens)
-        return dict(
-            selection_block_size=s, num_initial_blocks=initial, num_local_blocks=local,
-            num_selected_blocks=ranked, dense_length=0,
-        )  # fmt: skip
-
 
 # training
 
@@ -153,8 +146,10 @@ def distilled(network: Any, rows: Tensor, plan: Plan, stage: str) -> list[float]
 def converted(network: Any, s: int, importance: str, plan: Plan, **settings: Any) -> Any:
     from native_sparse_attention.hf import convert
 
-    blocks = plan.blocks(s) | settings
-    return convert(copy.deepcopy(network), importance=importance, **blocks).eval()
+    names = ("num_initial_blocks", "num_local_blocks", "num_selected_blocks")
+    blocks: dict[str, Any] = dict(zip(names, (t // s for t in plan.tokens), strict=True))
+    blocks |= dict(selection_block_size=s, dense_length=0, importance=importance) | settings
+    return convert(copy.deepcopy(network), **blocks).eval()
 
 
 # measures

@@ -48,6 +48,7 @@ from .variants import VARIANTS, Settings, build, check, describe, ranking_of, sc
 PLOT = common.ROOT / "docs" / "images" / "learning.png"
 SHAPE = dict(num_tokens=256, dim=512, depth=6, heads=8, kv_heads=2, dim_head=64, causal=True)
 LR = (1e-3, 5e-4, 2e-3)
+QUICK_TEXT = common.ROOT / "README.md"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
 
     row = {**spec, **describe(model, spec["T"])}
     if spec["kind"] == "speed":
-        return {**row, **speed(model, loss_at, cfg, run.device)}
+        return {**row, **speed(model, loss_at, cfg)}
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     done = runs_pool.fit(model, loss_at, cfg, run)
@@ -144,11 +145,9 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
     }
 
 
-def speed(
-    model: Transformer, loss_at: Callable[[int], runs_pool.Losses], cfg: Namespace,
-    device: torch.device,
-) -> Row:  # fmt: skip
-    """Time of a step with nothing beside it."""
+def speed(model: Transformer, loss_at: Callable[[int], runs_pool.Losses], cfg: Namespace) -> Row:
+    """Time from the end of one step to the end of the next, as training runs them: launching counts
+    where it is what takes longest."""
     optimizer = build_optimizer(model, cfg)
 
     def step() -> None:
@@ -157,48 +156,34 @@ def speed(
         optimizer.step()
         optimizer.zero_grad()
 
-    times = step_times(step, device)
+    if torch.device(cfg.device).type == "cuda":
+        for _ in range(11):
+            step()
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(31)]
+        for end in ends:
+            step()
+            end.record()
+        torch.cuda.synchronize()
+        times = [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
+    else:
+        times = common.time_cpu(step, 1.0)
     row = common.quantiles(times)
     per_s = round(cfg.batch_size * cfg.seq_len / row["p50_ms"] * 1e3)
     return {**row, "tokens_per_s": per_s, "repeats": len(times)}
 
 
-def step_times(step: Callable[[], None], device: torch.device) -> list[float]:
-    """ms from the end of one step to the end of the next, as training runs them: launching counts
-    where it is what takes longest."""
-    if device.type != "cuda":
-        return common.time_cpu(step, 1.0)
-    for _ in range(11):
-        step()
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(31)]
-    for end in ends:
-        step()
-        end.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
-
-
 def ranges(T: int) -> list[tuple[int, int]]:
     """Positions from 0 to T, bounded by powers of two."""
-    edge = 256 if T >= 1024 else 16
-    edges = [0]
-    while edge < T:
-        edges.append(edge)
-        edge *= 2
-    return list(itertools.pairwise([*edges, T]))
+    first = 256 if T >= 1024 else 16
+    edges = [first * 2**i for i in range(T.bit_length()) if first * 2**i < T]
+    return list(itertools.pairwise([0, *edges, T]))
 
 
 @torch.no_grad()
 def evaluate(model: Transformer, data: np.ndarray, size: int, cfg: Namespace) -> Row:
     """Bits per byte of held-out text, in sequences of T spread evenly over about `size` bytes.
-    Position i predicts a byte from the i + 1 bytes before it.
-
-    Raises:
-        ValueError: the held-out text is shorter than a sequence.
-    """
+    Position i predicts a byte from the i + 1 bytes before it."""
     T = cfg.seq_len
-    if len(data) <= T:
-        raise ValueError(f"data has {len(data)} bytes of held-out text, T={T} needs more")
     count = max(1, min(size, len(data)) // T)
     starts = np.linspace(0, len(data) - T - 1, count).astype(np.int64)
     total = torch.zeros(T, dtype=torch.float64, device=cfg.device)
@@ -425,20 +410,11 @@ def plot(rows: Sequence[Row]) -> None:
 def quick_plan(args: Namespace, variants: dict[str, Settings], data: dict[str, Any]) -> Plan:
     shape = dict(SHAPE, dim=32, depth=4, heads=4, dim_head=16, ff_expansion_factor=2.0)
     small = {name: scaled(settings, 8) for name, settings in variants.items()}
-    sizes: dict[str, Any] = dict(train_bytes=1280, step_tokens=320, held_out_bytes=320, needles=2)
-    how: dict[str, Any] = dict(
-        precision="fp32", points=2, warmup=1, shape=shape, compile=args.compile
-    )
-    lrs, seeds = args.lrs or (1e-3,), args.seeds or (0,)
-    return Plan(small, data, (160,), tuple(seeds), tuple(lrs), **sizes, **how)
-
-
-def write_quick_text(folder: Path) -> Path:
-    words = np.random.default_rng(0).integers(97, 123, size=(64, 5)).astype(np.uint8)
-    text = words[np.random.default_rng(1).integers(64, size=1000)]
-    path = folder / "words.txt"
-    path.write_bytes(np.pad(text, ((0, 0), (0, 1)), constant_values=32).tobytes())
-    return path
+    return Plan(
+        small, data, (160,), tuple(args.seeds or (0,)), tuple(args.lrs or (1e-3,)),
+        train_bytes=1280, step_tokens=320, held_out_bytes=320, needles=2, warmup=1, points=2,
+        precision="fp32", compile=args.compile, shape=shape,
+    )  # fmt: skip
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -456,8 +432,7 @@ def run(args: Namespace, recorder: common.Recorder) -> None:
     if not (args.quick or args.data):
         raise ValueError("data must be given to train, --data FILE")
     with runs_pool.work_of(args) as work:
-        work.mkdir(parents=True, exist_ok=True)
-        path = args.data or write_quick_text(work)
+        path = args.data or QUICK_TEXT
         about = corpus.about(path)
         if args.quick:
             plan = quick_plan(args, variants, about)

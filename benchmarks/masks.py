@@ -14,7 +14,6 @@ TFLOP/s counts what the mask asks for: two products of 2 D operations for every 
 head, so 4 D H pairs, and five products backward where the forward pass has two, 2.5 times as many:
 scores are formed again, and then there are dV, dP, dQ and dK. Pairs that a tile computes and throws
 away are no work done; a kernel that skips nothing therefore shows few TFLOP/s under a sparse mask.
-(Counted by tiles that are not empty, as often, partial tiles would flatter.)
 
 No provider is timed before it passed `oracle.py` in this process: outputs and all gradients at a
 small length whole, against fp64 and within a budget; at the timed length some queries, and two
@@ -87,10 +86,7 @@ class Mask:
         return None if self.score is None else SCORES[self.score](setting.H, device)
 
     def mod(self, T: int, device: torch.device) -> masks.MaskMod:
-        mod, q_len, kv_len = catalog.make(self.name, T, device)
-        if q_len != kv_len:
-            raise ValueError(f"{self.name} has {kv_len} keys for {q_len} queries")
-        return mod
+        return catalog.make(self.name, T, device)[0]
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,6 +13,7 @@ Time is that of one step, the first.
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import resource
 import sys
@@ -33,12 +34,6 @@ SIZE: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def resident() -> int:
-    """Bytes that this process has had in memory at most."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def step(T: int, importance: str, device: torch.device) -> Row:
     """A step at length T, in this process."""
     torch.manual_seed(0)
@@ -57,9 +52,11 @@ def step(T: int, importance: str, device: torch.device) -> Row:
     run(256)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else resident()
+    kib = 1 if sys.platform == "darwin" else 1024
+    usage = functools.partial(resource.getrusage, resource.RUSAGE_SELF)
+    before = torch.cuda.memory_allocated() if cuda else usage().ru_maxrss * kib
     seconds = run(T)
-    after = torch.cuda.max_memory_allocated() if cuda else resident()
+    after = torch.cuda.max_memory_allocated() if cuda else usage().ru_maxrss * kib
     return {"mib": round((after - before) / 2**20, 1), "seconds": round(seconds, 3)}
 
 

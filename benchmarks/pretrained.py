@@ -62,8 +62,8 @@ SIZES = (16, 32, 64)
 TOKENS = (64, 512, 512)  # of the initial, local and ranked blocks
 # mean difference of a token's loss from dense attention with every block selected
 MOST_APART = 1e-3
-# neighbouring queries of which the far mass is measured at one time
-QUERIES = 64
+# neighbouring queries of which the far mass is measured at one time, and how often in a text
+QUERIES, RUNS = 64, 4
 TOKENS_AT_ONCE = 8192
 RANKED = ("logits", "probs", "max")
 NAMES = ("dense", "window", "oracle", *RANKED)
@@ -224,7 +224,6 @@ class Plan:
     windows: int = 8  # texts of each length
     needles: int = 8  # of each depth
     watched: int = 2  # texts whose far mass is measured
-    runs: int = 4  # of QUERIES neighbouring queries in each of these
 
     def __post_init__(self) -> None:
         common.check_least(self, dict(windows=1, needles=0, watched=0, lengths=256))
@@ -279,16 +278,15 @@ def needle_row(model: Network, rule: Rule, texts: Tensor, needles: int) -> Row:
 class FarMass:
     """Far mass of rules, and what they catch of it, on the dense activations of some texts."""
 
-    def __init__(self, rules: Sequence[Rule], runs: int) -> None:
-        self.runs = runs
+    def __init__(self, rules: Sequence[Rule]) -> None:
         # far, caught, and all mass
         self.sums = {rule: torch.zeros(3, dtype=torch.float64) for rule in rules}
 
     def __call__(self, q: Tensor, k: Tensor) -> None:
         """Add the queries and keys of a layer."""
         T = q.shape[1]
-        for run in range(self.runs):
-            at = T // 2 + (T - T // 2 - QUERIES) * run // max(1, self.runs - 1)
+        for run in range(RUNS):
+            at = T // 2 + (T - T // 2 - QUERIES) * run // (RUNS - 1)
             some = q[:, at : at + QUERIES].contiguous()
             mass = attention_mass(some, k, at)
             for rule, sums in self.sums.items():
@@ -322,7 +320,7 @@ def measure(model: Network, corpus: Corpus, T: int, plan: Plan) -> list[Row]:
         checked = functools.partial(check, model, s, texts, of_dense)
         apart[s] = common.attempt(checked, model.device)
     rules = [rule for rule in plan.rules if rule.n and "failed" not in apart[rule.s]]
-    mass = FarMass(rules, plan.runs)
+    mass = FarMass(rules)
     with model.attending(None, mass), torch.no_grad():
         for text in texts[: plan.watched].split(1):
             model.hidden(text)
@@ -408,7 +406,7 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
     if args.quick:
         rules = grid((16,), (16, 32, 32))
-        plan = Plan(rules, (256,), windows=2, needles=1, watched=1, runs=1)
+        plan = Plan(rules, (256,), windows=2, needles=1, watched=1)
     else:
         rules = tuple(rule for rule in grid(args.s) if rule.name in ("dense", *args.rules))
         plan = Plan(rules, tuple(args.lengths), args.windows, args.needles, args.watched)

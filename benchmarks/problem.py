@@ -110,14 +110,10 @@ def random_indices(setting: Setting, alike: int, device: torch.device, seed: int
 # what is counted
 
 
-def positions(T: int) -> Tensor:
-    return torch.arange(T, dtype=torch.int64)
-
-
 def attention_flops(setting: Setting, seen: list[Callable[[Tensor], Tensor]]) -> int:
     """Forward: two products, of 2 D operations each, for every head and every key that a query
     sees; `seen` says how many query i sees in each branch."""
-    i = positions(setting.T)
+    i = torch.arange(setting.T)
     pairs = sum(int(count(i).sum()) for count in seen)
     return 4 * setting.D * setting.H * pairs
 
@@ -125,7 +121,7 @@ def attention_flops(setting: Setting, seen: list[Callable[[Tensor], Tensor]]) ->
 def scoring_flops(setting: Setting, importance: str) -> int:
     """One product of a ranking query with each window that it sees: for `logits` the mean query of
     a group, as for `max`; for `probs` every head (whose softmax also needs every window)."""
-    leaders = positions(setting.T)[:: setting.stride]
+    leaders = torch.arange(0, setting.T, setting.stride)
     pairs = int((leaders // setting.d).sum())
     return 2 * setting.D * (setting.H if importance == "probs" else setting.K) * pairs
 

@@ -228,11 +228,8 @@ class OursCompressed(Provider):
     name, part, names, factor = "ours", "compressed", ("q", "ck", "cv"), 2.0
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
-        inputs = [x[name] for name in self.names]
-        options: dict[str, Any] = dict(
-            compress_block_sliding_stride=setting.d, backend=self.backend
-        )
-        return nsa.compressed_attention(*inputs, **options)
+        options: Any = dict(compress_block_sliding_stride=setting.d, backend=self.backend)
+        return nsa.compressed_attention(*(x[name] for name in self.names), **options)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.behind(setting.d)]
@@ -290,9 +287,8 @@ class OursWindow(Provider):
     name, part, factor = "ours", "window", 2.0
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
-        inputs = [x[name] for name in self.names]
-        options: dict[str, Any] = dict(sliding_window_size=setting.w, backend=self.backend)
-        return nsa.sliding_window_attention(*inputs, **options)
+        options: Any = dict(sliding_window_size=setting.w, backend=self.backend)
+        return nsa.sliding_window_attention(*(x[name] for name in self.names), **options)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.window(setting.w)]

@@ -53,9 +53,6 @@ ALONE = ["compressed", "selected", "window", "select", "select-probs"]
 
 ALWAYS, NEVER = 1e-3, 1e6
 
-# what turns them off
-IN_GLUON = ("flash_sm90", "union_sm90")
-
 
 def candidates(kernel: str, width: int) -> Iterator[Any]:
     """A grid of tiles. Those of `query_major` have as many rows as share block indices, whatever
@@ -155,21 +152,20 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
 
 
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
-    with launch.using(dict.fromkeys(IN_GLUON, False) if args.triton else {}):
-        for setting in settings(args):
-            for name, direction in itertools.product(args.operations, PASSES):
-                provider = OPERATIONS[name]()
-                if direction == "backward" and not provider.differentiable:
-                    continue
-                operation = Operation(provider, direction, setting, args.device)
-                case = {"part": name, "pass": direction, **setting.row()}
-                for kernel in filter(operation.asks_for, args.kernels):
-                    tiles = [parsed(kernel, text) for text in args.tiles]
-                    tiles = tiles or list(candidates(kernel, args.width))
-                    for row in tried(operation, kernel, tiles, args.seconds):
-                        recorder.add({"kernel": kernel, **case, **row})
-                del operation
-                common.release()
+    for setting in settings(args):
+        for name, direction in itertools.product(args.operations, PASSES):
+            provider = OPERATIONS[name]()
+            if direction == "backward" and not provider.differentiable:
+                continue
+            operation = Operation(provider, direction, setting, args.device)
+            case = {"part": name, "pass": direction, **setting.row()}
+            for kernel in filter(operation.asks_for, args.kernels):
+                tiles = [parsed(kernel, text) for text in args.tiles]
+                tiles = tiles or list(candidates(kernel, args.width))
+                for row in tried(operation, kernel, tiles, args.seconds):
+                    recorder.add({"kernel": kernel, **case, **row})
+            del operation
+            common.release()
     print(*winners(recorder.rows), sep="\n")
 
 
@@ -213,7 +209,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--block", type=int, default=64, help="selection_block_size")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--tiles", nargs="*", default=[], metavar="M,N,..", help="fields of a tile; else a grid")
-    add("--triton", action="store_true", help="kernels in Triton where those in Gluon would run")
 
 
 BENCHMARK = common.Benchmark(

@@ -86,7 +86,9 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
     if usual["local_layers"] == "auto":
         usual["local_layers"] = "none"
         if attention == "one-softmax" and length >= LOCAL_FROM:
-            usual["local_layers"] = third_of(usual["depth"])
+            # every second one from the second on: "1,3" of 6
+            third = range(1, usual["depth"] - 1, 2)[: usual["depth"] // 3]
+            usual["local_layers"] = ",".join(map(str, third)) or "none"
     cfg = Namespace(**{name: usual[name] for name in table})
     # half the cores: threads wait for each other, and all of them for one whose core is taken
     cfg.device, cfg.threads = device, cfg.threads or max(1, torch.get_num_threads() // 2)
@@ -94,11 +96,6 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
         if cfg.attention != "dense" and cfg.seq_len < (size := getattr(cfg, name)):
             raise UserError(f"--seq-len {cfg.seq_len} is shorter than {option(name)} {size}")
     return cfg
-
-
-def third_of(depth: int) -> str:
-    """A third of the layers, every second one from the second on: "1,3" of 6."""
-    return ",".join(map(str, range(1, depth - 1, 2)[: depth // 3])) or "none"
 
 
 def find_device(name: str | None) -> str:

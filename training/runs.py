@@ -14,7 +14,6 @@ file that is not what was written raises an error that names it.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import json
@@ -322,16 +321,12 @@ def write(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # cannot open a directory
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot
-            raise
-    finally:
-        os.close(handle)
+    if os.name != "nt":  # cannot open a directory
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def named(error: OSError, path: Path) -> OSError:

@@ -37,16 +37,6 @@ def test_table():
         "* gone, this: why",
     ]
     assert against.table([]) == common.NO_ROWS
-    assert against.faster({"ms": 2.0}, {"ms": 1.0}) == {"ms": 1.0}
-    assert against.faster({"ms": 2.0}, {"failed": "why"}) == {"failed": "why"}
-
-
-def test_commit_of_an_export(tmp_path):
-    """Inside of a checkout, whose commit is not its own."""
-    export = tmp_path / "e4529bf"
-    export.mkdir()
-    assert against.commit_of(export) == "e4529bf"
-    assert against.commit_of(common.ROOT / "tests") == "tests"
 
 
 def test_a_folder_that_is_none(tmp_path):

@@ -3,7 +3,6 @@
 import lzma
 import tarfile
 
-import numpy as np
 import pytest
 
 from benchmarks import common, corpus
@@ -96,8 +95,6 @@ def test_any_file_has_held_out_text(tmp_path):
     path.write_bytes(bytes(range(1, 101)))
     train, held_out = corpus.mapped(path)
     assert len(train) == 95 and held_out.tobytes() == bytes(range(96, 101))
-    data = np.frombuffer(b"abcd\0\0ef", dtype=np.uint8)
-    assert [corpus.mark(data, chunk) for chunk in (3, 4, 5, 6)] == [4] * 4
 
 
 def test_command(tree, tmp_path, capsys):

@@ -139,7 +139,7 @@ def test_processes_share_the_runs(tmp_path):
     assert learning.main([*call, "--deadline", "1e-6"]) == []
     plan = learning.quick_plan(
         Namespace(lrs=None, seeds=None, compile=False), {"window": variants.VARIANTS["window"]},
-        corpus.about(learning.write_quick_text(tmp_path)),
+        corpus.about(learning.QUICK_TEXT),
     )  # fmt: skip
     (job,) = plan.jobs([])
     (work / job.key).mkdir(parents=True)

@@ -128,12 +128,8 @@ def test_table():
 
 
 def test_every_mask_of_the_catalogue_but_those_of_other_keys_is_timed():
-    for name in catalog.CATALOG:
-        if name in masks.ASYMMETRIC:
-            with pytest.raises(ValueError, match=f"{name} has 9 keys for 144 queries"):
-                masks.Mask(name).mod(144, CPU)
-        else:
-            assert masks.facts(masks.Mask(name), 144, CPU)["pairs"] > 0
+    for name in catalog.CATALOG.keys() - masks.ASYMMETRIC:
+        assert masks.facts(masks.Mask(name), 144, CPU)["pairs"] > 0
 
 
 @pytest.mark.slow
