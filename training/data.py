@@ -23,7 +23,6 @@ from .errors import UserError, reason
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 URL = "http://mattmahoney.net/dc/enwik8.zip"
-ZIP_SIZE = 36_445_475
 ZIP_SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
 ENWIK8_SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
 
@@ -44,16 +43,12 @@ def load_data(which: str) -> tuple[str, bytes]:
 
 
 def enwik8(
-    folder: Path = DATA,
-    url: str = URL,
-    zip_size: int = ZIP_SIZE,
-    zip_sha256: str = ZIP_SHA256,
-    sha256: str = ENWIK8_SHA256,
+    folder: Path = DATA, url: str = URL, zip_sha256: str = ZIP_SHA256, sha256: str = ENWIK8_SHA256
 ) -> bytes:
     """enwik8 from `folder`, downloaded into it first where it is not there."""
     there = [path for name in ("enwik8.gz", "enwik8.zip") if (path := folder / name).exists()]
     if not there:
-        download(url, folder / "enwik8.zip", zip_size, zip_sha256)
+        download(url, folder / "enwik8.zip", zip_sha256)
     path = there[0] if there else folder / "enwik8.zip"
     content = read_bytes(path)
     if hashlib.sha256(content).hexdigest() != sha256:
@@ -86,7 +81,7 @@ class DownloadError(Exception):
     """The network or the far end failed; the embedded corpus may stand in."""
 
 
-def download(url: str, path: Path, size: int, sha256: str, timeout: float = 5.0) -> None:
+def download(url: str, path: Path, sha256: str, timeout: float = 5.0) -> None:
     """Fetch `url` to `path`: to `path.part`, verified, renamed; one attempt."""
     from tqdm import tqdm  # of the extra train, which not all that import this module need
 
@@ -98,7 +93,7 @@ def download(url: str, path: Path, size: int, sha256: str, timeout: float = 5.0)
         with (
             urllib.request.urlopen(request, timeout=timeout) as response,
             part.open("wb") as file,
-            tqdm(total=size, **style) as bar,
+            tqdm(total=response.length, **style) as bar,
         ):
             while chunk := response.read1(2**16):
                 file.write(chunk)

@@ -97,18 +97,6 @@ def test_keys_of_a_query():
 # runs
 
 
-@pytest.mark.slow
-def test_quick_form_of_every_variant():
-    rows = learning.main(QUICK)
-    assert [row["variant"] for row in rows] == list(variants.VARIANTS)
-    for row in rows:
-        ranges = ["0-16", "16-32", "32-64", "64-128", "128-160"]
-        assert list(row["bits"]["positions"]) == ranges
-        assert 7 < row["bits"]["all"] < 9 and 7 < row["bits"]["last_half"] < 9
-        assert [point[0] for point in row["curve"]] == [640, 1280] and row["train_bytes"] == 1280
-        assert all(7 < found["bits"] < 9 for found in row["needle"].values())
-
-
 def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
     """Stopped after every step and started again: the row of a run that was not."""
     names = ["--variants", "paper"]
@@ -201,11 +189,6 @@ def test_order_of_the_jobs():
     assert ("dense", 8192, 1, 3.0) in told(plan.jobs(rows))
     with pytest.raises(ValueError, match="lengths must divide 32768 tokens, got 1000"):
         learning.Plan(chosen, {}, lengths=(1000,))
-
-
-def test_speed():
-    (row,) = learning.main([*QUICK, "--variants", "window", "--speed"])
-    assert row["kind"] == "speed" and row["tokens_per_s"] > 0 and "bits" not in row
 
 
 # the page

@@ -83,17 +83,6 @@ def test_rules_attend_to_what_they_choose(rule):
     torch.testing.assert_close(pretrained.attend(rule, q, k, v), dense(q, k, v, mask))
 
 
-def test_window_reads_no_ranked_block():
-    q, k, v = draw()
-    rule = Rule("window", BLOCK, 1, 2)
-    one = Rule("max", BLOCK, 1, 2, 1, 1, 1)
-    early = 3 * BLOCK  # queries without a candidate
-    out, ranked = (pretrained.attend(r, q, k, v) for r in (rule, one))
-    torch.testing.assert_close(out[:, :early], ranked[:, :early])
-    assert (out[:, early:] - ranked[:, early:]).abs().amin(dim=(0, 2, 3)).max() > 0
-    assert not torch.allclose(out[:, early:], ranked[:, early:], atol=1e-3)
-
-
 @pytest.mark.parametrize("rule", CHOOSING, ids=label)
 def test_some_queries_choose_what_all_of_them_choose(rule):
     q, k, _ = draw()
@@ -170,11 +159,6 @@ def test_needle(coder):
         assert after.count(f" is #{digits}") == 2 and f" is #{digits}.\n\nx" in after
     with pytest.raises(ValueError, match="lengths must leave room for a needle, got 80"):
         pretrained_model.needle(coder, text[:80], 0.5, seed=3)
-
-
-def test_load_needs_a_file(tmp_path):
-    with pytest.raises(ValueError, match="model must be a GGUF file"):
-        pretrained_model.load(tmp_path / "none.gguf", CPU)
 
 
 # texts

@@ -8,8 +8,6 @@ import torch
 from benchmarks import attention, oracle, problem
 from benchmarks.providers import SHORT_WINDOWS, Dense, Ours, OursSelect, OursSelected, OursWindow
 from benchmarks.providers import providers as known_providers
-from native_sparse_attention import blocks
-from tests.helpers import oracles
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
@@ -129,26 +127,6 @@ def test_laws_notice_a_key_that_gets_no_gradient(broken):
         oracle.check_laws(provider.branches(setting), inputs, named)
 
 
-def test_definition_is_that_of_the_tests():
-    """Written twice, sharing nothing."""
-    c = attention.tiny(40, 4, 2)
-    x = problem.draw(c, ("q", "k", "v", "ck", "cv", "d_out"), CPU)
-    x = {name: t.double() for name, t in x.items()}
-    indices = problem.random_indices(c, 1, CPU)
-    every = torch.arange(c.T)
-
-    def ours(branch):
-        return oracle.compute([branch], x, ("q",), every, indices, torch.float64)["out"][None]
-
-    q, k, v = x["q"], x["k"], x["v"]
-    expected = oracles.compressed(q, x["ck"], x["cv"], None, None, c.d, True, 0)[0]
-    torch.testing.assert_close(ours(oracle.behind(c.d)), expected)
-    expected = oracles.window(q, k, v, c.w, True, 0)[0]
-    torch.testing.assert_close(ours(oracle.window(c.w)), expected)
-    expected = oracles.selected(q, k, v, indices, c.s, True, 0, c.initial, c.local)[0]
-    torch.testing.assert_close(ours(oracle.chosen(c.s, c.n, c.initial, c.local)), expected)
-
-
 # the problem
 
 
@@ -173,15 +151,6 @@ def test_operations_of_dense_attention():
     pairs = sum(i // c.d for i in range(64))
     assert problem.scoring_flops(c, "logits") == 2 * 16 * 2 * pairs
     assert problem.scoring_flops(c, "probs") == 2 * 16 * 4 * pairs
-
-
-def test_pooled_windows():
-    x = torch.randn(1, 23, 2, 3)
-    means = problem.pooled(x, 8, 4)
-    assert means.shape == (1, 5, 2, 3)
-    for j in range(5):
-        start, end = max(0, blocks.window_start(j, 8, 4)), blocks.window_end(j, 4)
-        torch.testing.assert_close(means[:, j], x[:, start:end].sum(1) / 8)
 
 
 @pytest.mark.parametrize("alike", [1, 4])

@@ -14,7 +14,6 @@ from tests.helpers.tiny_runs import (
     NEWEST,
     OLDER,
     OPTIONS,
-    PLAN,
     config_of,
     contents,
     load_equal,
@@ -73,16 +72,6 @@ def test_a_file_of_another_checkpoint_is_refused(folder, run, kind, other):
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("name", ["seed", "wide"])
-def test_a_checkpoint_of_another_run_is_refused(folder, run, name):
-    for kind in KINDS:
-        shutil.copy(folder / "runs" / name / (NEWEST + kind), run)
-    assert f"{run / NEWEST}.json is of another run" in refused(resume(run))
-    shutil.copy(folder / "runs" / name / "best.safetensors", run)
-    sampled = in_process(run, "--sample", run, "--device", "cpu")
-    assert "best.safetensors is of another run" in refused(sampled)
-
-
 # missing files
 
 
@@ -108,19 +97,6 @@ def test_a_missing_file_is_named(run, kind):
     before = contents(run)
     assert f"{path} is missing" in refused(resume(run))
     assert contents(run) == before
-
-
-def test_a_name_that_a_title_might_read_as_a_formula(run):
-    done = in_process(run.parent, "--data", config_of(run)["settings"]["data"], *PLAN[:2],
-                      "--name", "a$$b_$_", *PLAN[2:])  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert (run.parent / "runs/a$$b_$_/loss.png").exists()
-
-
-def test_a_directory_that_a_killed_run_left(run):
-    (run.parent / "runs/half").mkdir(parents=True)
-    given = ["--data", config_of(run)["settings"]["data"], *PLAN, "--name", "half"]
-    assert "is no run: it has no config.json" in refused(in_process(run.parent, *given))
 
 
 def test_all_checkpoints_gone(run):

@@ -146,30 +146,11 @@ def refused_at_the_end(done):
     return done.stderr.splitlines()[-1]
 
 
-def test_metrics_that_cannot_be_written(run, monkeypatch):
-    monkeypatch.setattr(script, "METRICS", "full")
-    monkeypatch.setattr(script, "write", lambda *_: None)
-    (run / "full").symlink_to("/dev/full")
-    said = refused_at_the_end(resume(run))
-    assert said == f"train_enwik8.py: {run}/full: No space left on device"
-
-
 # the script
 
 
-def test_top_k(run):
-    """Of one byte there is no choice; of many, all of them, but for `--filter-thres`."""
-    args = ["--sample", run, "--device", "cpu", "--max-new-tokens", 40, "--prompt", "1"]
-    greedy, one, few = (
-        in_process(run, *args, *more).stdout
-        for more in (["--temperature", 0], ["--top-k", 1], ["--top-k", 200])
-    )
-    both = in_process(run, *args, "--top-k", 200, "--filter-thres", 0.999).stdout
-    assert greedy == one == both != few
-
-
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
-def test_several_processes_are_refused(folder, tmp_path, monkeypatch, name):
+def test_several_processes_are_refused(folder, tmp_path, monkeypatch):
+    name = "WORLD_SIZE"
     args = ["--data", folder / "data", *PLAN, "--steps", 1]
     monkeypatch.setenv(name, "2")
     assert f"{name} is 2: training in several processes" in refused(in_process(tmp_path, *args))
@@ -178,9 +159,8 @@ def test_several_processes_are_refused(folder, tmp_path, monkeypatch, name):
     assert in_process(tmp_path, *args).returncode == 0
 
 
-@pytest.mark.parametrize("first", [float("nan"), float("inf")])
-def test_a_first_validation_that_is_not_finite(folder, tmp_path, monkeypatch, first):
-    values = iter([first, 5.0, 6.0, 5.5])
+def test_a_first_validation_that_is_not_finite(folder, tmp_path, monkeypatch):
+    values = iter([float("nan"), 5.0, 6.0, 5.5])
     monkeypatch.setattr(script, "evaluate", lambda *_: next(values))
     plan = ["--name", "a", "--steps", 4, "--eval-every", 2]
     done = in_process(tmp_path, "--data", folder / "data", *PLAN, *plan)

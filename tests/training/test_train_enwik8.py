@@ -107,14 +107,6 @@ def wait_for(condition, process, seconds=60):
         time.sleep(0.002)
 
 
-def test_dense_twin_and_default_names(tmp_path, text):
-    for number in (1, 2):
-        plan = ["--steps", 2, "--attention", "dense", "--sample-every", 0]
-        done = in_process(tmp_path, "--data", text, *plan, *TINY)
-        assert done.returncode == 0, done.stderr
-        assert (tmp_path / f"runs/squares-dense-{number}/config.json").exists()
-
-
 def test_one_softmax(tmp_path, text):
     """From 2048 tokens on it is what a new run trains, with sizes of its own; and whenever it is
     asked for."""
@@ -134,13 +126,6 @@ def test_one_softmax(tmp_path, text):
         assert config.selection_block_size == expected["selection_block_size"]
     done = in_process(tmp_path, "--resume", run.relative_to(tmp_path), "--steps", 3)
     assert done.returncode == 0, done.stderr
-
-    sizes = ["--attention", "one-softmax", "--selection-block-size", 4, "--importance", "probs"]
-    done = in_process(tmp_path, "--data", text, *tiny, *plan, *sizes, "--name", "small")
-    assert done.returncode == 0, done.stderr
-    (layer, _), *_ = load_model(tmp_path / "runs/small").layers
-    assert (layer.config.selection_block_size, layer.config.importance) == (4, "probs")
-    assert layer.config.compress_block_size == 1 and layer.config.num_selected_blocks == 16
 
     local = ["--attention", "one-softmax", "--local-layers", "0", "--name", "local"]
     done = in_process(tmp_path, "--data", text, *tiny, *plan, *local)
@@ -176,16 +161,6 @@ def test_attention_and_layers_that_rank_nothing(given, attention, local):
     if attention == "sparse" and given["seq_len"] < 8192:
         sizes = {name: row[1] for name, row in script.SETTINGS.items() if name in sizes}
     assert all(vars(cfg)[name] == sizes[name] for name in vars(cfg).keys() & sizes.keys())
-
-
-def test_options_replace_sizes_of_a_preset():
-    given = dict(device="cpu", seq_len=8192, selection_block_size=16)
-    cfg = new_settings(Namespace(**given), script.SETTINGS)
-    assert (cfg.selection_block_size, cfg.compress_block_size, cfg.num_selected_blocks) == (
-        16,
-        8,
-        6,
-    )
 
 
 def test_finished_run_says_so(trained):
@@ -312,17 +287,6 @@ def short_run(tmp_path_factory, text):
     return cwd / "runs/short"
 
 
-def test_no_place_to_write(tmp_path, text):
-    (tmp_path / "runs").write_text("a file")
-    said = refused(in_process(tmp_path, "--data", text, *TINY))
-    assert said == "train_enwik8.py: runs: File exists"
-    assert (tmp_path / "runs").read_text() == "a file"
-
-
-def test_sample_of_no_run(tmp_path):
-    assert "is not a run directory" in refused(in_process(tmp_path, "--sample", tmp_path))
-
-
 @pytest.mark.parametrize(
     "args",
     [
@@ -336,12 +300,6 @@ def test_bad_sampling_options(short_run, args):
     name = "ud800" if "\ud800" in args else args[0].strip("-").replace("-", "_")
     done = in_process(short_run, "--sample", short_run, "--device", "cpu", *args)
     assert name in refused(done).replace("-", "_") and not done.stdout
-
-
-def test_tensorboard_that_is_missing(short_run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    args = ["--resume", short_run, "--steps", 8, "--tensorboard"]
-    assert "--tensorboard needs the package" in refused(in_process(short_run, *args))
 
 
 # without what a program is used to
