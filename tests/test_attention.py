@@ -1,63 +1,76 @@
-"""SparseAttention as a module: its laws, and everything a user does to a module."""
+"""SparseAttention: the laws, for every setting, and what a user does to a module."""
 
 import copy
 import io
 import itertools
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
-from native_sparse_attention import KVCache, SparseAttention
-from native_sparse_attention.compress import MeanPool
+from native_sparse_attention import KVCache, SparseAttention, sliding_window_attention, varlen
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
 from native_sparse_attention.rotary import rotation
-from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.helpers.budget import DEVICE
+from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, normal
 from tests.helpers.memory import poisoned
 
+every = pytest.mark.parametrize("setting", SETTINGS)
+both = pytest.mark.parametrize("causal", [True, False])
+DOCUMENTS = [13, 0, 1, 32, 5]
 
-def normal(*shape, dtype=torch.float64):
-    return torch.randn(*shape, dtype=dtype)
+
+def bounds(lengths=DOCUMENTS):
+    return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def close(actual, expected, tol=1e-12):
-    torch.testing.assert_close(actual, expected, atol=tol, rtol=tol)
+def trained(module):
+    """The parameters but the index of a learned ranking, which has a loss of its own."""
+    return {
+        name: p
+        for name, p in module.named_parameters()
+        if p.requires_grad and not name.startswith("to_index")
+    }
+
+
+def assert_gradients(module, out):
+    """Every parameter has one, finite: data-parallel training needs no setting."""
+    module.zero_grad()
+    out.sum().backward()
+    for name, p in trained(module).items():
+        assert p.grad is not None and p.grad.isfinite().all(), name
+
+
+# the laws
 
 
 @pytest.mark.slow(one_of=4)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("setting", SETTINGS)
+@both
+@every
 def test_any_length(setting, causal):
     module = layer(**SETTINGS[setting], causal=causal)
     for length in (0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31):
         x = normal(2, length, DIM).requires_grad_()
         out = module(x)
         assert out.shape == x.shape and out.isfinite().all()
-        grads = torch.autograd.grad(out.sum(), [x, *module.parameters()], materialize_grads=True)
-        assert all(g.isfinite().all() for g in grads)
-    assert module(normal(0, 9, DIM)).shape == (0, 9, DIM)
+        assert_gradients(module, out)
+        assert x.grad.isfinite().all()
+    assert_gradients(module, module(normal(0, 9, DIM)))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_the_future_cannot_move_the_past(setting):
-    module = layer(**SETTINGS[setting])
-    x = normal(2, 41, DIM)
+@every
+def test_causality(setting):
+    module, x = layer(**SETTINGS[setting]), normal(2, 41, DIM)
     out = module(x)
     for end in (1, 8, 16, 23, 40):
         other = torch.cat((x[:, :end], normal(2, 41 - end, DIM)), dim=1)
         close(module(other)[:, :end], out[:, :end])
         close(module(x[:, :end]), out[:, :end])
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_row_alone_is_the_row_in_a_batch(setting, causal):
-    module = layer(**SETTINGS[setting], causal=causal)
-    x = normal(3, 29, DIM)
-    close(module(x[1:2]), module(x)[1:2])
 
 
 def test_two_sided_sees_everything():
@@ -69,19 +82,88 @@ def test_two_sided_sees_everything():
         assert (grad[0].abs().sum(-1) > 0).all()
 
 
+@pytest.mark.slow(one_of=3)
+@both
+@every
+def test_rows_padding_and_documents(setting, causal):
+    """A row alone is the row in a batch, between padding on either side, or packed with others:
+    outputs and gradients."""
+    module = layer(**SETTINGS[setting] | dict(out_bias=True), causal=causal)
+    nn.init.normal_(module.combine_heads.bias)
+    x = normal(4, 29, DIM)
+    mask = torch.ones(4, 29, dtype=torch.bool)
+    mask[0, :9] = mask[1, 17:] = mask[2, :3] = mask[2, 20:] = mask[3] = False
+    out, padded = module(x), module(torch.where(mask[..., None], x, torch.nan), mask=mask)
+    assert (padded[~mask] == 0).all()
+    for row in range(3):
+        close(module(x[row : row + 1]), out[row : row + 1])
+        close(padded[row, mask[row]], module(x[row : row + 1, mask[row]])[0])
+
+    x = normal(1, sum(DOCUMENTS), DIM).requires_grad_()
+    weight, results = torch.randn_like(x), []
+    alone = torch.cat([module(t) for t in x.split(DOCUMENTS, 1)], 1)
+    ids = torch.repeat_interleave(torch.arange(5), torch.tensor(DOCUMENTS))[None]
+    for out in (alone, module(x, cu_seqlens=bounds())):
+        wanted = [x, *trained(module).values()]
+        grads = torch.autograd.grad((out * weight).sum(), wanted, materialize_grads=True)
+        results.append([out, *grads])
+    close(*results, 1e-11)
+    assert torch.equal(module(x, segment_ids=ids), out)
+
+
+@both
+def test_aligned_documents(causal):
+    """What lies between documents reaches nobody."""
+    module, x = layer(causal=causal), normal(1, sum(DOCUMENTS), DIM)
+    layout = varlen.layout((1, x.shape[1]), x.device, module.config.alignment, cu_seqlens=bounds())
+    rows = layout.spread(x)
+    rows = torch.where((layout.source < 0)[..., None], torch.randn_like(rows) * 9, rows)
+    out = layout.collect(module(rows, documents=layout.documents))
+    close(out, module(x, cu_seqlens=bounds()))
+
+
+def test_documents_that_do_not_go_together():
+    module, x = layer(), normal(1, 8, DIM)
+    cu, mask = torch.tensor([0, 8]), torch.ones(1, 8, dtype=torch.bool)
+    documents = varlen.layout((1, 8), x.device, 8, cu_seqlens=cu).documents
+    for kwargs, message in [
+        (dict(cu_seqlens=cu, cache=KVCache()), "cu_seqlens must be None with a cache"),
+        (dict(cu_seqlens=cu, documents=documents), "documents and cu_seqlens are two ways"),
+        (dict(mask=mask, lengths=[8], cache=KVCache()), "mask and lengths are two ways"),
+        (dict(mask=mask[:, :7]), r"mask must be bool of shape \[1, 8\]"),
+        (dict(documents=[1]), "documents must be varlen.Documents, got list"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            module(x, **kwargs)
+    # there is nothing to run, whichever backend is asked for
+    q = torch.zeros(0, 2, 16, requires_grad=True)
+    call = dict(sliding_window_size=2, cu_seqlens=torch.zeros(3, dtype=torch.int32))
+    for backend in ("eager", "flex"):
+        assert sliding_window_attention(q, q, q, backend=backend, **call).shape == q.shape
+
+
 def test_diff_topk_reaches_the_scores():
     """The gates change gradients, never values."""
     torch.manual_seed(1)
-    gated = layer(use_diff_topk=True)
-    plain = layer(use_diff_topk=False)
+    gated, plain = layer(use_diff_topk=True), layer(use_diff_topk=False)
     plain.load_state_dict(gated.state_dict())
-    x = normal(2, 40, DIM)
-    grads = []
+    x, grads = normal(2, 40, DIM), []
     for module in (gated, plain):
         out = module(x)
         grads.append(torch.autograd.grad(out.square().sum(), module.k_intrablock_positions)[0])
     close(gated(x), plain(x))
     assert (grads[0] - grads[1]).abs().max() > 1e-6
+
+
+def test_deterministic():
+    module = layer(**SETTINGS["paper"], dtype=torch.float32)
+    x, grads = normal(2, 50, DIM, dtype=torch.float32), []
+    with poisoned():
+        for _ in range(2):
+            module.zero_grad()
+            module(x).square().sum().backward()
+            grads.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    assert torch.equal(*grads) and grads[0].isfinite().all()
 
 
 def test_seed_example():
@@ -117,70 +199,43 @@ def test_seed_example():
     assert len(cache_updates_next) == 129
 
 
-# masks handed in
+# flex_attention
 
 
 @pytest.mark.slow(one_of=8)
 @pytest.mark.parametrize("length", [1, 13, 40, 150])
-@pytest.mark.parametrize("causal", [True, False])
+@both
 @pytest.mark.parametrize("setting", ["default", "own rankings", "paper", "independent"])
-def test_flex_masks(setting, causal, length):
+@torch.no_grad()
+def test_masks_of_the_caller(setting, causal, length, untraced_flex):
+    """Ours, and one made from block indices of 0 and more alone, as published ones are."""
     module = layer(**SETTINGS[setting], causal=causal, dtype=torch.float32)
     x = normal(2, length, DIM, dtype=torch.float32)
-    with torch.no_grad():
-        expected = module(x)
-        out = module(
-            x,
-            sliding_window_flex_mask=create_sliding_mask(length, 5, causal, "cpu"),
-            fine_selection_flex_mask=create_fine_mask(length, 8, causal=causal),
-        )
-        close(out, expected, 1e-5)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("setting", ["default", "own rankings", "paper"])
-def test_fine_mask_of_others(setting, causal):
-    """Made from block indices of 0 and more alone, as published ones are."""
-    module = layer(**SETTINGS[setting], causal=causal, dtype=torch.float32)
-    x = normal(2, 40, DIM, dtype=torch.float32)
+    blocks = -(-length // 8)
 
     def fine_mask(indices, num_grouped_queries=1):
         assert indices.min() >= 0
         b, h = indices.shape[:2]
-        chosen = torch.zeros(b, h, 40, 5, dtype=torch.bool).scatter_(-1, indices, True)
+        chosen = torch.zeros(b, h, length, blocks, dtype=torch.bool).scatter_(-1, indices, True)
 
-        def sees(b, h, i, j):
-            there = chosen[b, h // num_grouped_queries, i, j // 8]
-            return (i >= j) & (there | (i // 8 == j // 8)) if causal else there
+        def is_seen(b, h, i, j):
+            is_chosen = chosen[b, h // num_grouped_queries, i, j // 8]
+            return (i >= j) & (is_chosen | (i // 8 == j // 8)) if causal else is_chosen
 
-        return create_block_mask(sees, b, h * num_grouped_queries, 40, 40, device="cpu")
+        return create_block_mask(is_seen, b, h * num_grouped_queries, length, length, device="cpu")
 
-    with torch.no_grad():
+    window = create_sliding_mask(length, 5, causal, "cpu")
+    fine = create_fine_mask(length, 8, causal=causal)
+    out = module(x, sliding_window_flex_mask=window, fine_selection_flex_mask=fine)
+    close(out, module(x), 1e-5)
+    if length == 40 and setting != "independent":
         close(module(x, fine_selection_flex_mask=fine_mask), module(x), 1e-5)
 
 
-def test_flex_backend():
-    module = layer(dtype=torch.float32)
-    x = normal(2, 70, DIM, dtype=torch.float32)
-    expected = module(x)
-    module.backend = "flex"
-    with torch.no_grad():
-        close(module(x), expected, 1e-5)
-    with pytest.raises(NotImplementedError, match="backend 'flex' cannot run this call.*gradients"):
-        module(x)
-
-
 FLEX_SETTINGS = [
-    "default",
-    "stride = window",
-    "window of windows",
-    "paper",
-    "shared rankings",
-    "own rankings",
-    "independent",
-    "no memory",
-    "no selection",
-]
+    "default", "stride = window", "window of windows", "paper", "shared rankings", "own rankings",
+    "independent", "no memory", "no selection",
+]  # fmt: skip
 
 
 @pytest.mark.slow(one_of=3)
@@ -188,55 +243,24 @@ FLEX_SETTINGS = [
 @torch.no_grad()
 def test_laws_in_flex(setting, untraced_flex):
     """Over two tiles of 128: one forward is the eager one, chunks are one forward, the future
-    cannot move the past, a row alone is the row in a batch."""
+    cannot move the past."""
     module = layer(**SETTINGS[setting], backend="flex")
-    x = normal(2, 139, DIM)
+    x, cache = normal(2, 139, DIM), KVCache()
     out = module(x)
-    cache = KVCache()
     chunks = [module(part, cache=cache) for part in x.split([6, 1, 121, 1, 1, 9], dim=1)]
     close(torch.cat(chunks, dim=1), out)
-    for end in (1, 23, 128):
-        other = torch.cat((x[:, :end], normal(2, 139 - end, DIM)), dim=1)
-        close(module(other)[:, :end], out[:, :end])
-        close(module(x[:, :end]), out[:, :end])
-    close(module(x[1:2]), out[1:2])
+    close(module(x[1:2, :128]), out[1:2, :128])
     module.backend = "eager"
     close(module(x), out)
 
 
-# what a user does to a module
+def test_flex_has_no_gradients_here():
+    module = layer(backend="flex")
+    with pytest.raises(NotImplementedError, match="backend 'flex' cannot run this call.*gradients"):
+        module(normal(2, 9, DIM))
 
 
-def test_state_dict_and_deepcopy():
-    module = layer()
-    x = normal(2, 20, DIM)
-    other = layer()
-    buffer = io.BytesIO()
-    torch.save(module.state_dict(), buffer)
-    buffer.seek(0)
-    other.load_state_dict(torch.load(buffer, weights_only=True))
-    close(other(x), module(x))
-    close(copy.deepcopy(module)(x), module(x))
-    assert set(module.state_dict()) == {
-        "norm.weight",
-        "rotary_emb.freqs",
-        "to_qkv.weight",
-        "compress_mem_kv",
-        "k_intrablock_positions",
-        "v_intrablock_positions",
-        *(f"{c}_compress.{i}.{w}" for c in "kv" for i in (1, 3) for w in ("weight", "bias")),
-        "to_strategy_combine.0.weight",
-        "to_strategy_combine.0.bias",
-        "combine_heads.weight",
-    }
-
-
-def test_initial_gate():
-    module = SparseAttention(24, 8, 3, 4, 4, 4, 2)
-    x = torch.randn(1, 5, 24)
-    gate = module.to_strategy_combine(x)
-    expected = torch.tensor([-2.0, -2.0, 2.0]).sigmoid().expand(1, 5, 3, 3)
-    torch.testing.assert_close(gate, expected)
+# dtypes and tensors without data
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -248,14 +272,13 @@ def test_dtypes(dtype):
     assert cast.rotary_emb.freqs.dtype == (torch.float32 if dtype.itemsize == 2 else dtype)
     exact.load_state_dict(cast.state_dict())
     x = normal(1, 600, DIM).to(dtype)
-    out = cast(x)
-    expected = exact(x.double())
+    out, expected = cast(x), exact(x.double())
     assert out.dtype == dtype
     error = (out.double() - expected).norm() / expected.norm()
     assert error < 16 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@every
 def test_autocast(setting):
     module = layer(**SETTINGS[setting], dtype=torch.float32)
     x = normal(2, 33, DIM, dtype=torch.float32).requires_grad_()
@@ -267,98 +290,129 @@ def test_autocast(setting):
     assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
 
 
-def test_train_and_eval_are_one():
-    module = layer()
-    x = normal(1, 20, DIM)
+@pytest.mark.slow(one_of=10)
+# torch says so of its own deepcopy
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    "mode", [lambda: torch.device("meta"), FakeTensorMode], ids=["meta", "fake"]
+)
+@both
+@every
+def test_tensors_without_data(setting, causal, mode):
+    """Shapes of a forward, a backward and a cache."""
+    with mode():
+        module = SparseAttention(**SIZES | dict(causal=causal) | SETTINGS[setting])
+        mask = torch.ones(2, 20, dtype=torch.bool)
+        calls = [(20, {}), (20, dict(mask=mask)), (5000, {})]
+        # how much padding there is, is data of a fake tensor
+        for n, call in calls[: (3 if setting == "default" else 2) if mask.is_meta else 1]:
+            x = torch.randn(2, n, DIM, requires_grad=True)
+            out = module(x, **call)
+            assert out.device == x.device and out.shape == x.shape and out.dtype == x.dtype
+            out.sum().backward()
+            assert x.grad.shape == x.shape
+        if causal and x.is_meta:
+            with torch.no_grad():
+                _, cache = module(x[:, :20], return_cache=True)
+                assert module(x[:, :1], cache=cache).shape == (2, 1, DIM)
+    assert all(p.grad.shape == p.shape for p in trained(module).values())
+
+
+# what a user does to a module
+
+
+@every
+def test_a_layer_travels(setting):
+    """By a file, a copy, a pickle, and into a layer made on the meta device."""
+    module, x = layer(torch.float32, **SETTINGS[setting]), torch.randn(2, 20, DIM)
+    expected, file = module(x), io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    given = SIZES | dict(num_compressed_mem_kv=2, causal=True) | SETTINGS[setting]
+    with torch.device("meta"):
+        empty, assigned = (SparseAttention(**given) for _ in range(2))
+    empty.to_empty(device="cpu").load_state_dict(saved)
+    assigned.load_state_dict(saved, assign=True)
+    other = layer(torch.float32, **SETTINGS[setting])
+    other.load_state_dict(saved)
+    copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    for moved in (empty, assigned, other, *copies):
+        assert moved.config == module.config and torch.equal(moved(x), expected)
     close(module.eval()(x), module.train()(x))
 
 
-# a quarter of a minute each
-COMPILED = ["shared rankings, probs", "diff top-k"][: 1 + torch.cuda.is_available()]
+def test_names_of_the_state_dict():
+    assert set(layer().state_dict()) == {
+        "norm.weight",
+        "rotary_emb.freqs",
+        "to_qkv.weight",
+        "compress_mem_kv",
+        "k_intrablock_positions",
+        "v_intrablock_positions",
+        *(f"{c}_compress.{i}.{w}" for c in "kv" for i in (1, 3) for w in ("weight", "bias")),
+        "to_strategy_combine.0.weight",
+        "to_strategy_combine.0.bias",
+        "combine_heads.weight",
+    }
+    # no parameter, but the name in checkpoints, as the published package has it
+    module = layer(num_compressed_mem_kv=0)
+    assert "compress_mem_kv" not in dict(module.named_parameters())
+    saved = {name: torch.zeros_like(t) for name, t in module.state_dict().items()}
+    assert saved["compress_mem_kv"].shape == (2, 2, 0, 8)
+    module.load_state_dict(saved, strict=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", COMPILED)
-def test_compiles_in_one_graph(setting):
-    """Forward and backward, and another length without a graph for each."""
-    module = layer(**SETTINGS[setting], dtype=torch.float32)
-    torch.compiler.reset()
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="eager")
-    for length in (40, 57):
-        x = normal(2, length, DIM, dtype=torch.float32).requires_grad_()
-        y = x.detach().clone().requires_grad_()
-        # in this order: the first call ever changes what einops knows, for which it compiles anew
-        expected = module(y)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            out = compiled(x)
-        close(out, expected, 1e-5)
-        out.sum().backward()
-        expected.sum().backward()
-        close(x.grad, y.grad, 1e-4)
-
-
-def test_activation_checkpointing():
-    module = layer()
-    x = normal(2, 30, DIM).requires_grad_()
+def test_checkpointing_and_strides():
+    module, x = layer(), normal(30, 2, DIM).transpose(0, 1).requires_grad_()
     out = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+    close(out, module(x.contiguous()))
     (grad,) = torch.autograd.grad(out.square().sum(), x)
     (expected,) = torch.autograd.grad(module(x).square().sum(), x)
     close(grad, expected)
 
 
-def test_deterministic():
-    module = layer(**SETTINGS["paper"], dtype=torch.float32)
-    x = normal(2, 50, DIM, dtype=torch.float32)
-    grads = []
-    with poisoned():
-        for _ in range(2):
-            module.zero_grad()
-            module(x).square().sum().backward()
-            grads.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
-    assert torch.equal(*grads) and grads[0].isfinite().all()
+# parts that a user gives
 
 
-def test_non_contiguous_input():
-    module = layer()
-    x = normal(30, 2, DIM).transpose(0, 1)
-    close(module(x), module(x.contiguous()))
+@pytest.mark.slow(one_of=3)
+@both
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_have_gradients(part, causal):
+    """At any length, of padding alone, packed and without rows."""
+    for settings in ({}, dict(use_diff_topk=True), dict(attention_sinks=True)):
+        module = SparseAttention(**SIZES, **PARTS[part](), **settings, causal=causal)
+        for n in (0, 1, 21):
+            mask = torch.arange(n).expand(2, -1) >= torch.tensor([[0], [n // 2]])
+            for rows, call in (
+                (2, {}), (2, dict(mask=mask)), (2, dict(mask=mask & False)), (0, {}),
+                (1, dict(cu_seqlens=torch.tensor([0, n // 3, n]))),
+            ):  # fmt: skip
+                assert_gradients(module, module(torch.randn(rows, n, DIM), **call))
 
 
-def test_meta_and_to_empty():
-    with torch.device("meta"):
-        module = SparseAttention(24, 8, 4, 4, 8, 8, 2, causal=True)
-    source = SparseAttention(24, 8, 4, 4, 8, 8, 2, causal=True)
-    module = module.to_empty(device="cpu")
-    module.load_state_dict(source.state_dict())
-    x = torch.randn(1, 20, 24)
-    torch.testing.assert_close(module(x), source(x))
+@pytest.mark.kernels
+def test_gradients_of_kernels():
+    rotary = PARTS["learned frequencies"]()
+    module = SparseAttention(**SIZES, **rotary, causal=True, backend="triton").to(DEVICE)
+    for n in (1, 21):
+        assert_gradients(module, module(torch.randn(1, n, DIM, device=DEVICE)))
 
 
-# parts handed in
-
-
-def test_custom_networks():
+def test_parts_are_used():
     rotary = RotaryEmbedding(8)
-    module = layer(
-        compress_mlp=MeanPool(),
-        strategy_combine_mlp=nn.Sequential(nn.Linear(DIM, 6), nn.SiLU(), nn.Linear(6, 12)),
-        rotary_emb=rotary,
-    )
+    module, x = layer(**PARTS["mean"](), **PARTS["gate"](), rotary_emb=rotary), normal(1, 30, DIM)
     assert module.rotary_emb is rotary and module.k_compress is not module.v_compress
-    plain = layer()
-    assert module(normal(2, 20, DIM)).shape == (2, 20, DIM)
-    with torch.no_grad():
-        module = layer(rotary_emb=RotaryEmbedding(8))
-        module.load_state_dict(plain.state_dict())
-    x = normal(1, 30, DIM)
+    assert module(x).shape == x.shape
+    plain, module = layer(), layer(rotary_emb=RotaryEmbedding(8))
+    module.load_state_dict(plain.state_dict())
     close(module(x), plain(x))
 
 
 def test_a_cast_rotary_embedding_tells_positions_apart():
     """In bf16 its frequencies are rounded, its positions are not."""
     q = torch.ones(1, 1, 600, 8, dtype=torch.bfloat16)
-    rotary = RotaryEmbedding(8).bfloat16()
-    exact = RotaryEmbedding(8)
+    rotary, exact = RotaryEmbedding(8).bfloat16(), RotaryEmbedding(8)
     exact.load_state_dict(rotary.state_dict())
     out = rotation(rotary, q, 0)(q)
     torch.testing.assert_close(out, rotation(exact, q, 0)(q))
@@ -370,11 +424,10 @@ def test_a_cast_rotary_embedding_tells_positions_apart():
 def test_biases_and_norms_of_heads(branch_kv):
     """Those of a plain layer on a projection that has them."""
     settings = dict(branch_kv=branch_kv, qkv_bias=True, out_bias=True, qk_norm=True)
-    module = layer(**settings, qk_norm_eps=1e-3)
-    plain = layer(branch_kv=branch_kv)
-    given = module.state_dict()
-    plain.load_state_dict({name: given[name] for name in plain.state_dict()})
-    x = torch.randn(2, 37, DIM, dtype=torch.float64)
+    module, plain = layer(**settings, qk_norm_eps=1e-3), layer(branch_kv=branch_kv)
+    saved = module.state_dict()
+    plain.load_state_dict({name: saved[name] for name in plain.state_dict()})
+    x = normal(2, 37, DIM)
 
     class Projection(nn.Module):
         def forward(self, x):
@@ -387,11 +440,6 @@ def test_biases_and_norms_of_heads(branch_kv):
             pairs = itertools.chain(*zip(ks, kv[1::2], strict=True))
             return torch.cat((q, *pairs), dim=-1)
 
-    projection = Projection()
-    projection.weight = module.to_qkv.weight
-    plain.to_qkv = projection
-    expected = plain(x) + module.combine_heads.bias
-    torch.testing.assert_close(module(x), expected)
-    cache = KVCache(64, 2)
-    steps = [module(x[:, i : i + 1], cache=cache) for i in range(37)]
-    torch.testing.assert_close(torch.cat(steps, 1), expected)
+    plain.to_qkv = Projection()
+    plain.to_qkv.weight = module.to_qkv.weight
+    close(module(x), plain(x) + module.combine_heads.bias)

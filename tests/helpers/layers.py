@@ -1,10 +1,25 @@
-"""Layers with random weights, and the settings that every law is held for."""
+"""Layers with random weights, and the settings and networks that every law is held for."""
 
 import torch
+from rotary_embedding_torch import RotaryEmbedding
+from torch import nn
 
 from native_sparse_attention import SparseAttention
+from native_sparse_attention.compress import (
+    AttentionPool,
+    CompressTransformer,
+    ConvLinearCompress,
+    GroupedMLP,
+    MeanPool,
+    SingleProjection,
+    SumPool,
+)
 
 DIM = 24
+SIZES = dict(
+    dim=DIM, dim_head=8, heads=4, kv_heads=2, sliding_window_size=5, compress_block_size=8,
+    compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
+)  # fmt: skip
 
 SETTINGS = {
     "default": {},
@@ -58,25 +73,30 @@ SETTINGS = {
 }
 
 
+# networks that a user gives, for layers of `SIZES`
+NETWORKS = {
+    "default": lambda: None,
+    "grouped": lambda: GroupedMLP(8, 8, 2),
+    "convolution": lambda: ConvLinearCompress(2, 8, 8),
+    "attention pool": lambda: AttentionPool(8, 8),
+    "projection": lambda: SingleProjection(8, 8),
+    "projection per head": lambda: SingleProjection(8, 8, 2),
+    "transformer": lambda: CompressTransformer(2, 16, 2),
+    "mean": MeanPool,
+    "sum": lambda: SumPool(8),
+}
+PARTS = {name: lambda make=make: dict(compress_mlp=make()) for name, make in NETWORKS.items()} | {
+    "gate": lambda: dict(
+        strategy_combine_mlp=nn.Sequential(nn.Linear(DIM, 6), nn.Tanh(), nn.Linear(6, 12))
+    ),
+    "learned frequencies": lambda: dict(rotary_emb=RotaryEmbedding(8, learned_freq=True)),
+}
+
+
 def layer(dtype=torch.float64, **settings):
     """A causal layer whose every weight, memory, position and gate is random and non-zero."""
-    kwargs = dict(
-        dim=DIM,
-        dim_head=8,
-        heads=4,
-        kv_heads=2,
-        sliding_window_size=5,
-        compress_block_size=8,
-        compress_block_sliding_stride=4,
-        selection_block_size=8,
-        num_selected_blocks=2,
-        num_compressed_mem_kv=2,
-        causal=True,
-    )
-    kwargs.update(settings)
-    module = SparseAttention(**kwargs)
-    randomize(module)
-    return module.to(dtype)
+    kwargs = SIZES | dict(num_compressed_mem_kv=2, causal=True) | settings
+    return randomize(SparseAttention(**kwargs)).to(dtype)
 
 
 def randomize(module):
@@ -85,3 +105,11 @@ def randomize(module):
             if p.requires_grad:
                 p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.numel() else p)
     return module
+
+
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype)
+
+
+def close(actual, expected, tol=1e-12):
+    torch.testing.assert_close(actual, expected, atol=tol, rtol=tol)
