@@ -17,7 +17,7 @@ class Decoder:
     Tokens that a call leaves out are NaN."""
 
     def __init__(self, module, x, cache, run=None, rows=None, tol=1e-12):
-        self.run, self.x, self.cache, self.tol = run or module, x, cache, tol
+        self.run, self.x, self.cache, self.tol = module if run is None else run, x, cache, tol
         # row of x, and its next token
         self.place = [(row, 0) for row in range(len(x) if rows is None else rows)]
         with torch.no_grad():

@@ -191,7 +191,7 @@ def test_every_operator_is_checked():
     checked = {name for names, _ in CASES.values() for name in names}
     names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
     ours = {name for space, name in names if space == "native_sparse_attention"}
-    # test_decode.py, test_compiled_decoding.py, masks/test_score_mods.py
+    # test_decode.py, test_compile.py, masks/test_score_mods.py
     elsewhere = {"decode_attention", "places", "tanh_approx"}
     assert ours == checked | elsewhere
 
