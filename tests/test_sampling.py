@@ -1,112 +1,297 @@
-"""Sampling with a cache: prompts of different lengths, tokens that end a text, steps as CUDA
-graphs."""
+"""Sampling and streaming: with a cache or without, prompts of different lengths, tokens that end a
+text, what is drawn; every module is left in the mode that it was in."""
+
+import itertools
+import re
 
 import pytest
 import torch
 
 from native_sparse_attention import Transformer
+from native_sparse_attention.compress import CompressTransformer
+from native_sparse_attention.generate import sample_token
 from tests.helpers.budget import DEVICE
 
+both = pytest.mark.parametrize("use_sparse_attn", [True, False])
+with_cache = pytest.mark.parametrize("use_cache_kv", [True, False])
+SIZES = dict(
+    sliding_window_size=9, compress_block_size=8, compress_block_sliding_stride=4,
+    selection_block_size=8, num_selected_blocks=2, num_compressed_mem_kv=1,
+)  # fmt: skip
 
-def model(**kwargs):
+
+def model(use_sparse_attn=True, causal=True, **changed):
     torch.manual_seed(0)
-    sparse = dict(
-        sliding_window_size=9, compress_block_size=8, compress_block_sliding_stride=4,
-        selection_block_size=8, num_selected_blocks=2, num_compressed_mem_kv=1, **kwargs,
-    )  # fmt: skip
+    sparse = dict(use_sparse_attn=True, sparse_attn_kwargs=SIZES | changed)
     net = Transformer(
-        40, 32, 2, dim_head=16, heads=4, kv_heads=2, use_sparse_attn=True, sparse_attn_kwargs=sparse
-    )
+        40, 32, 2, dim_head=16, heads=4, kv_heads=2, causal=causal,
+        **sparse if use_sparse_attn else {},
+    )  # fmt: skip
     return net.to(DEVICE).eval()
 
 
-@pytest.mark.parametrize("use_sparse_attn", [True, False])
-def test_prompts_of_different_lengths(use_sparse_attn):
-    """Each goes on as it would alone, with the cache or without."""
-    net = model() if use_sparse_attn else Transformer(40, 32, 1, dim_head=16, heads=2).to(DEVICE)
-    prompt, lengths = torch.randint(0, 40, (3, 11), device=DEVICE), [11, 4, 7]
+def prompts(*shape):
+    return torch.randint(0, 40, shape, device=DEVICE)
+
+
+@both
+def test_greedy(use_sparse_attn):
+    """Each prompt goes on as it would alone, with the cache or without, streamed or not."""
+    net, prompt, lengths = model(use_sparse_attn), prompts(3, 11), [11, 1, 7]
     call = dict(temperature=0.0, prompt_lengths=lengths)
-    cached = net.sample(prompt, 40, **call)
-    assert cached.shape == (3, 29)
+    cached = net.sample(prompt, 30, **call)
+    assert cached.shape == (3, 19)
     for row, n in enumerate(lengths):
-        alone = net.sample(prompt[row : row + 1, :n], n + 29, temperature=0.0)
+        alone = net.sample(prompt[row : row + 1, :n], n + 19, temperature=0.0)
         assert torch.equal(cached[row : row + 1], alone)
-    assert torch.equal(net.sample(prompt, 40, use_cache_kv=False, **call), cached)
+    assert torch.equal(net.sample(prompt, 30, use_cache_kv=False, **call), cached)
+    streamed = list(net.stream(prompt, 30, **call))
+    assert torch.equal(torch.stack(streamed, dim=1), cached)
+    assert not streamed[0].requires_grad and net.sample(prompt, 11).shape == (3, 0)
+    # logits over the lowest temperature pass every float; the probabilities stay what they are
+    lowest = dict(call, temperature=torch.finfo(torch.float32).tiny)
+    assert torch.equal(net.sample(prompt, 30, **lowest), cached)
+    assert torch.equal(net.sample(prompt, 30, prompt_lengths=lengths, top_k=1), cached)
 
 
-@pytest.mark.parametrize("use_cache_kv", [True, False])
+@with_cache
 def test_stop_tokens(use_cache_kv):
     """A text repeats the token that ended it; where all have ended, none follows."""
-    net = model()
-    prompt = torch.randint(0, 40, (2, 5), device=DEVICE)
+    net, prompt = model(), prompts(2, 5)
     call = dict(temperature=0.0, use_cache_kv=use_cache_kv)
-    free = net.sample(prompt, 30, **call)
+    free = net.sample(prompt, 20, **call)
     stop = free[0, 3].item()
-    out = net.sample(prompt, 30, stop_tokens=stop, **call)
-    for row, text in zip(out, free):
+    for row, text in zip(net.sample(prompt, 20, stop_tokens=stop, **call), free):
         end = (text == stop).nonzero()[0].item() if (text == stop).any() else len(text)
         assert torch.equal(row[: end + 1], text[: len(row)][: end + 1])
         assert (row[end:] == stop).all()
-    everything = net.sample(prompt, 30, stop_tokens=range(40), **call)
+    everything = net.sample(prompt, 20, stop_tokens=range(40), **call)
     assert torch.equal(everything, free[:, :1])
 
 
-def test_top_k():
-    """Of one token there is no choice; of more than there are, the vocabulary is left."""
-    net = model()
-    prompt = torch.randint(0, 40, (2, 5), device=DEVICE)
-    greedy = net.sample(prompt, 30, temperature=0.0)
-    assert torch.equal(net.sample(prompt, 30, filter_thres=0.0, top_k=1), greedy)
+@both
+def test_draws_repeat_with_their_generator(use_sparse_attn):
+    net, prompt = model(use_sparse_attn), prompts(2, 5)
 
-    def drawn(**how):
-        generator = torch.Generator(DEVICE).manual_seed(0)
-        return net.sample(prompt, 30, filter_thres=0.0, generator=generator, **how)
+    def drawn(seed=1, **how):
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        return net.sample(prompt, 16, generator=generator, **dict(top_p=0.9) | how)
 
-    assert torch.equal(drawn(top_k=1000), drawn())
-    few = torch.stack([drawn(top_k=3)[:, 0] for _ in range(3)])
+    state, text = torch.get_rng_state(), drawn()
+    assert torch.equal(drawn(), text) and not torch.equal(drawn(2), text)
+    assert torch.equal(drawn(use_cache_kv=False), text)
+    assert torch.equal(torch.get_rng_state(), state)
+    every = dict(filter_thres=0.0, top_p=None)
+    assert torch.equal(drawn(**every, top_k=1000), drawn(**every))
     likely = net(prompt)[:, -1].topk(3).indices
-    assert (few[..., None] == likely).any(-1).all()
+    assert (drawn(**every, top_k=3)[:, :1] == likely).any(-1).all()
 
 
-def test_low_temperature():
-    """Logits over it pass every float; the probabilities stay what they are."""
-    net = model()
-    prompt = torch.randint(0, 40, (2, 5), device=DEVICE)
-    greedy = net.sample(prompt, 30, temperature=0.0)
-    lowest = torch.finfo(torch.float32).tiny
-    assert torch.equal(net.sample(prompt, 30, temperature=lowest), greedy)
+def test_sample_token():
+    """What each threshold leaves to choose from."""
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(4000, -1)
+
+    def draw(temperature=1.0, filter_thres=0.0, top_p=None, logits=logits):
+        generator = torch.Generator().manual_seed(0)
+        drawn = sample_token(logits, temperature, filter_thres, top_p, generator)
+        return drawn.bincount(minlength=4) / len(logits)
+
+    torch.testing.assert_close(draw(), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03, rtol=0)
+    assert (draw(filter_thres=0.5) > 0).tolist() == [True, True, False, False]
+    assert (draw(top_p=0.6) > 0).tolist() == [True, True, False, False]
+    assert (draw(top_p=0.5) > 0).tolist() == [True, False, False, False]
+    assert (draw(filter_thres=0.99) > 0).tolist() == [True, False, False, False]
+    assert draw(temperature=0.0)[0] == 1
+    cold = torch.tensor([0.5, 0.3, 0.15, 0.05]) ** 2
+    torch.testing.assert_close(draw(temperature=0.5), cold / cold.sum(), atol=0.03, rtol=0)
+    # (1 - 0.7) * 10 is a little more than 3
+    for count, threshold, kept in ((10, 0.7, 3), (10, 0.9, 1), (100, 0.71, 29), (10, 0.65, 4)):
+        flat = torch.zeros(2000, count)
+        assert (draw(filter_thres=threshold, logits=flat) > 0).sum() == kept
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+@torch.no_grad()
+def test_ids_of_any_integral_dtype(use_sparse_attn, dtype):
+    net, ids = model(use_sparse_attn), prompts(2, 24)
+    segments = torch.arange(24, device=DEVICE).expand(2, -1) // 9
+    lengths, bounds = torch.tensor([9, 2]), torch.tensor([0, 5, 24], device=DEVICE)
+    greedy = dict(temperature=0.0, prompt_lengths=lengths.to(dtype))
+
+    def call(ids):
+        return [
+            net(ids),
+            net(ids, True, segment_ids=segments.to(torch.int32)),
+            net(ids[:1], True, cu_seqlens=bounds.int()),
+            net(ids[:, :9], cache=net.new_cache(max_length=32), lengths=lengths.to(dtype)),
+            net.sample(ids[:, :9], 12, stop_tokens=[3, 39], **greedy),
+            net.sample(ids[:, :9], 12, use_cache_kv=False, **greedy),
+        ]
+
+    torch.testing.assert_close(call(ids.to(dtype)), call(ids), atol=0.0, rtol=0.0)
+    with torch.enable_grad():
+        grads = [
+            torch.autograd.grad(net(t, return_loss=True), net.token_emb.weight)
+            for t in (ids, ids.to(dtype))
+        ]
+    torch.testing.assert_close(*grads, atol=0.0, rtol=0.0)
+
+
+@with_cache
+def test_the_caller_may_write_to_what_it_gave_and_got(use_cache_kv):
+    net, prompt = model(), prompts(2, 5)
+    call = dict(temperature=0.0, use_cache_kv=use_cache_kv)
+    expected, tokens = net.sample(prompt, 14, **call), []
+    for token in net.stream(prompt, 14, **call):
+        tokens.append(token.clone())
+        token.fill_(0)
+        prompt.fill_(0)
+    assert torch.equal(torch.stack(tokens, dim=1), expected)
 
 
 @pytest.mark.parametrize(
-    "wrong, message",
+    "call, message",
     [
         (dict(prompt_lengths=[5]), "prompt_lengths must be 2 integers between 1 and 5"),
         (dict(prompt_lengths=[0, 5]), "prompt_lengths must be"),
         (dict(prompt_lengths=[1.0, 5]), "prompt_lengths must be integers"),
         (dict(stop_tokens=[1.5]), "stop_tokens must be token ids, got 1.5"),
+        (dict(stop_tokens=-1), "stop_tokens must be token ids, got -1"),
         (dict(top_k=0), "top_k must be"),
         (dict(top_k=True), "top_k must be"),
         (dict(top_k=2.0), "top_k must be"),
-        (dict(stop_tokens=-1), "stop_tokens must be token ids, got -1"),
+        (dict(filter_thres=1.0), "filter_thres must be in"),
+        (dict(top_p=0.0), "top_p must be in (0, 1], got 0.0"),
+        (dict(prompt=torch.zeros(1, 5)), "prompt must be a tensor of integers of shape [b, n]"),
+        (dict(prompt=torch.ones(1, 5).bool()), "prompt must be a tensor of integers of shape"),
+        (dict(prompt=[[1, 2]]), "prompt must be a tensor of integers of shape [b, n], got"),
+        (dict(prompt=torch.zeros(2, 0).long()), "prompt must have shape [b, n] with at least"),
+        (dict(prompt=torch.zeros(5).long()), "prompt must have shape [b, n]"),
+        (dict(causal=False), "sampling needs causal=True"),
     ],
 )
-def test_bad_prompts(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        model().sample(torch.zeros(2, 5, dtype=torch.long, device=DEVICE), 9, **wrong)
+def test_bad_calls(call, message):
+    given = dict(prompt=torch.zeros(2, 5, dtype=torch.long, device=DEVICE)) | call
+    net = model(causal=given.pop("causal", True))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        net.sample(given.pop("prompt"), 9, **given)
+
+
+# modes
+
+
+def model_with_dropout():
+    network = CompressTransformer(1, 32, 2, dropout=0.5)
+    return model(compress_mlp=network).train()
+
+
+def modes(net):
+    return {name: module.training for name, module in net.named_modules()}
+
+
+def freeze_part(net):
+    net.layers[0].eval()
+    net.layers[0][1].train()
+
+
+def freeze_some(net):
+    for module in itertools.islice(net.modules(), 3, None, 2):
+        module.training = False
+
+
+def train_dropout_alone(net):
+    net.eval()
+    net.layers[1].train()
+
+
+def tie_modules(net):
+    net.layers[1][1] = net.layers[0][1]
+    net.layers[0].eval()
+
+
+@pytest.mark.parametrize("change", [freeze_part, freeze_some, train_dropout_alone, tie_modules])
+def test_modes_are_as_before(change):
+    """After a text, between its tokens, and of a stream that nobody reads to its end."""
+    net, ids = model_with_dropout(), prompts(1, 10)
+    change(net)
+    before = modes(net)
+    for call in (dict(use_cache_kv=True), dict(use_cache_kv=False)):
+        first, second = net.stream(ids, 22, **call), net.stream(ids, 30, **call)
+        for _ in range(3):
+            next(first), next(second)
+            assert modes(net) == before
+        first.close()
+        del second
+        net.sample(ids, 13, **call)
+        assert modes(net) == before
+
+
+@with_cache
+def test_modes_after_an_error(use_cache_kv):
+    """At the prompt, and at a later token."""
+    net, ids = model_with_dropout(), prompts(1, 10)
+    freeze_part(net)
+    before, calls = modes(net), []
+
+    def fail(module, args):
+        assert not module.training
+        calls.append(module)
+        if len(calls) in (1, 4):
+            raise KeyboardInterrupt
+
+    with net.norm.register_forward_pre_hook(fail):
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                net.sample(ids, 22, use_cache_kv=use_cache_kv)
+            assert modes(net) == before
+    assert len(calls) == 4
+
+
+def test_a_module_with_a_mode_of_its_own():
+    """As one that folds weights for eval mode: it is told, by `train`, of each change."""
+
+    class Folds(torch.nn.Linear):
+        folded = False
+
+        def train(self, mode=True):
+            self.folded = not mode
+            return super().train(mode)
+
+        def forward(self, x):
+            assert self.folded != self.training
+            return super().forward(x)
+
+    net = model_with_dropout()
+    net.to_logits = Folds(32, 40, device=DEVICE)
+    net.sample(prompts(1, 10), 14)
+    assert net.to_logits.training and not net.to_logits.folded
+
+
+# CUDA graphs
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "changed", [{}, dict(selection_stride=4), dict(importance="probs")], ids=str
-)
-def test_graphs_sample_what_eager_pytorch_does(changed, steps):
-    """Greedy, in fp32: the same tokens; and the graphs are replayed, not passed by."""
-    net = model(**changed)
-    prompt = torch.randint(0, 40, (3, 21), device=DEVICE)
+    "changed",
+    [
+        {}, dict(selection_stride=4), dict(importance="probs"),
+        # dense steps before this length are of no graph: they read more keys each time
+        *(
+            dict(
+                branches=("selected",), compress_block_size=1, compress_block_sliding_stride=1,
+                importance=importance, rank_rotated=True, dense_length=48, num_initial_blocks=1,
+            )
+            for importance in ("max", "index")
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_graphs_sample_what_eager_pytorch_does(changed):
+    """Greedy, in fp32: the same tokens."""
+    net, prompt = model(**changed), prompts(3, 21)
     call = dict(temperature=0.0, prompt_lengths=[21, 6, 13])
     graphed = net.sample(prompt, 90, **call)
-    # a step as it is and a captured one, of each kind and layer
-    assert len(steps) <= 8
     for block in net.layers:
         block[0].backend = "eager"
     assert torch.equal(net.sample(prompt, 90, use_cache_kv=False, **call), graphed)
@@ -114,29 +299,9 @@ def test_graphs_sample_what_eager_pytorch_does(changed, steps):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("importance", ["max", "index"])
-def test_graphs_begin_past_the_dense_length(importance):
-    """Dense steps before it are of no graph: they read more keys each time."""
-    torch.manual_seed(0)
-    sparse = dict(
-        sliding_window_size=9, compress_block_size=1, compress_block_sliding_stride=1,
-        selection_block_size=8, num_selected_blocks=2, num_initial_blocks=1, branches=("selected",),
-        importance=importance, rank_rotated=True, dense_length=48,
-    )  # fmt: skip
-    shape = dict(dim_head=16, heads=4, kv_heads=2, use_sparse_attn=True, sparse_attn_kwargs=sparse)
-    net = Transformer(40, 32, 2, **shape).to(DEVICE).eval()
-    prompt = torch.randint(0, 40, (3, 21), device=DEVICE)
-    graphed = net.sample(prompt, 90, temperature=0.0)
-    for block in net.layers:
-        block[0].backend = "eager"
-    assert torch.equal(net.sample(prompt, 90, temperature=0.0), graphed)
-
-
-@pytest.mark.gpu
 def test_graphs_outlast_an_autocast():
     """Tokens asked for under one autocast after the other, and much memory used between them."""
-    net = model()
-    prompt = torch.randint(0, 40, (2, 21), device=DEVICE)
+    net, prompt = model(), prompts(2, 21)
     with torch.autocast("cuda", torch.bfloat16):
         expected = net.sample(prompt, 80, temperature=0.0)
     tokens, texts = [], net.stream(prompt, 80, temperature=0.0)
