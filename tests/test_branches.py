@@ -9,23 +9,16 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import native_sparse_attention as nsa
-from native_sparse_attention import KVCache, NSAConfig, SparseAttention, Transformer
+from native_sparse_attention import KVCache, NSAConfig, SparseAttention
 from native_sparse_attention.compress import AttentionPool, MeanPool
 from native_sparse_attention.rotary import Rotary, rotation
 from native_sparse_attention.transformer import Attention
-from tests.helpers.layers import DIM, layer
+from tests.helpers.decoder import Decoder
+from tests.helpers.layers import DIM, close, layer, normal
 
 BRANCHES = ("compressed", "selected", "window")
 SUBSETS = [some for r in (1, 2, 3) for some in itertools.combinations(BRANCHES, r)]
 ONE = dict(branches=("selected",))
-
-
-def normal(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def close(actual, expected, tol=1e-12):
-    torch.testing.assert_close(actual, expected, atol=tol, rtol=tol)
 
 
 def tensors(T=41, H=4, K=2, D=8, d=4):
@@ -80,8 +73,10 @@ def test_one_softmax_has_the_parameters_of_dense_attention():
 @pytest.mark.parametrize("branches", SUBSETS, ids=" ".join)
 def test_every_parameter_has_a_gradient(branches):
     module = layer(branches=branches, attention_sinks=True)
-    module(normal(1, 33, DIM)).square().sum().backward()
-    assert all(p.grad is not None for p in module.parameters())
+    for n in (0, 1, 8, 33):
+        module.zero_grad()
+        module(normal(1, n, DIM)).square().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 
 def test_networks_that_only_rank():
@@ -130,13 +125,6 @@ def test_covered_queries_are_dense(length, causal, backend):
         close(module(x), as_dense(module, x), 1e-5)
 
 
-@pytest.mark.slow
-def test_second_derivatives_of_dense_attention():
-    module = layer(**ONE)
-    x = normal(1, 12, DIM).requires_grad_()
-    assert torch.autograd.gradgradcheck(module, x)
-
-
 class Seen(TorchFunctionMode):
     """The functions of torch that run."""
 
@@ -164,11 +152,11 @@ def test_dense_attention_runs_through_sdpa(settings, length, is_sdpa):
     module, seen = layer(torch.float32, **ONE | settings), Seen()
     x = torch.randn(1, length, DIM)
     with torch.no_grad(), seen:
-        want = module(x)
+        expected = module(x)
     assert (F.scaled_dot_product_attention in seen.functions) == is_sdpa
     cached = Seen()
     with torch.no_grad(), cached:
-        torch.testing.assert_close(module(x, cache=KVCache()), want)
+        torch.testing.assert_close(module(x, cache=KVCache()), expected)
     assert (F.scaled_dot_product_attention in cached.functions) == is_sdpa
 
 
@@ -195,18 +183,11 @@ def test_dense_length(settings):
         close(out[0, :30], module(row[None, :30])[0])
         close(out[0, 30:], module(row[None, 30:])[0])
 
-    with torch.no_grad():
-        for chunks in ([53], [7, 20, 26], [1] * 53, [19, 1, 1, 32]):
-            cache, outs = None, []
-            for part in x.split(chunks, dim=1):
-                out, cache = module(part, cache, return_cache=True)
-                outs.append(out)
-            close(torch.cat(outs, dim=1), expected)
-        _, cache = module(x[:, :25], lengths=[12, 25], return_cache=True)
-        ragged = torch.stack((x[0, 12:32], x[1, 25:45]))
-        rest = module(ragged, cache)
-    close(rest[0], expected[0, 12:32])
-    close(rest[1], expected[1, 25:45])
+    for schedule in ([(53,)], [(7,), (20,), (26,)], [(19,), (1,), (1,), (32,)],
+                     [(12, 25), (20, 20), (21, 8)]):  # fmt: skip
+        decoder = Decoder(module, x, KVCache())
+        for counts in schedule:
+            decoder.step(*counts)
 
 
 def test_dense_length_of_sequences_without_an_order():
@@ -234,25 +215,6 @@ def test_dense_at_run_time():
         other.dense = True
     with pytest.raises(ValueError, match="dense must be True or False"):
         module.dense = 2
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_importance_max(shared):
-    """The largest mean logit of a block's windows, written out."""
-    T, s, d, n = 45, 8, 2, 2
-    tokens, _ = tensors(T)
-    q, ck = tokens["q"], normal(2, T // d, 2, 8)
-    sizes = dict(
-        compress_block_size=4, compress_block_sliding_stride=d, selection_block_size=s,
-        num_selected_blocks=n, importance="max", query_heads_share_selected_kv=shared,
-    )  # fmt: skip
-    found = nsa.select_blocks(q, ck, **sizes)
-    for b, i, r in itertools.product(range(2), range(T), range(2 if shared else 4)):
-        query = q[b, i, 2 * r : 2 * r + 2].mean(0) if shared else q[b, i, r]
-        keys = ck[b, :, r if shared else r // 2]
-        blocks = {c: (keys[4 * c : 4 * c + 4] @ query).max() for c in range(i // s)}
-        best = sorted(blocks, key=lambda c: -blocks[c])[:n]
-        assert found[b, i, r].tolist() == best + [-1] * (n - len(best))
 
 
 def test_ranking_on_rotated_keys():
@@ -287,7 +249,8 @@ def test_a_cache_holds_what_is_read(settings, streams):
     module, x = layer(**ONE | settings), normal(1, 30, DIM)
     with torch.no_grad():
         _, cache = module(x, return_cache=True)
-    assert sorted(cache._streams) == streams
+    held = {name: n for name, n in cache.memory().items() if not name.startswith("tail")}
+    assert sorted(held) == streams
     config = NSAConfig(
         dim=DIM, dim_head=8, heads=4, kv_heads=2, causal=True,
         **ONE | dict(compress_block_size=8, compress_block_sliding_stride=4) | settings,
@@ -358,18 +321,13 @@ def test_gates_begin_at_the_window():
     [
         (ONE, "branches", ("selected", "window")),
         (ONE, "importance", "index"),
-        (dict(ONE, importance="index"), "importance", "max"),
         (dict(ONE, importance="index"), "index_heads", 2),
         (dict(ONE, num_selected_blocks=0), "num_selected_blocks", 2),
         ({}, "dim", 2 * DIM),
-        ({}, "dim_head", 4),
-        ({}, "heads", 2),
         ({}, "kv_heads", 1),
         ({}, "branch_kv", "independent"),
         ({}, "attention_sinks", True),
-        (dict(attention_sinks=True), "attention_sinks", False),
         ({}, "num_compressed_mem_kv", 5),
-        (dict(num_compressed_mem_kv=2), "num_compressed_mem_kv", 0),
         ({}, "compress_mlp_expand_factor", 0.5),
         ({}, "compress_block_size", 4),
         (dict(ONE, importance="index"), "rank_rotated", True),
@@ -392,20 +350,6 @@ def test_config_keeps_the_order_of_branches():
     module = SparseAttention.from_config(config)
     assert module.config == config and module.branches == config.branches
     assert config.dense.dense_length == sys.maxsize
-
-
-@pytest.mark.parametrize("settings", [ONE, dict(ONE, rank_rotated=True, importance="max")], ids=str)
-def test_transformer_samples_with_its_cache(settings):
-    torch.manual_seed(0)
-    model = Transformer(
-        num_tokens=16, dim=DIM, depth=2, dim_head=8, heads=4, kv_heads=2, use_sparse_attn=True,
-        sparse_attn_kwargs=dict(SIZES, **settings),
-    )  # fmt: skip
-    prompt = torch.randint(16, (2, 21))
-    with torch.no_grad():
-        with_cache = model.sample(prompt, 50, temperature=0.0, use_cache_kv=True)
-        without = model.sample(prompt, 50, temperature=0.0, use_cache_kv=False)
-    assert torch.equal(with_cache, without)
 
 
 @pytest.mark.parametrize("length", [6, 200])

@@ -34,10 +34,11 @@ def prompts(*shape):
     return torch.randint(0, 40, shape, device=DEVICE)
 
 
-@both
-def test_greedy(use_sparse_attn):
+@pytest.mark.parametrize("kind", ["three branches", "one softmax", "dense"])
+def test_greedy(kind):
     """Each prompt goes on as it would alone, with the cache or without, streamed or not."""
-    net, prompt, lengths = model(use_sparse_attn), prompts(3, 11), [11, 1, 7]
+    one = dict(branches=("selected",), rank_rotated=True) if kind == "one softmax" else {}
+    net, prompt, lengths = model(kind != "dense", **one), prompts(3, 11), [11, 1, 7]
     call = dict(temperature=0.0, prompt_lengths=lengths)
     cached = net.sample(prompt, 30, **call)
     assert cached.shape == (3, 19)
