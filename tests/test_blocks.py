@@ -42,38 +42,25 @@ def test_windows(l, d, s):
 
 
 @pytest.mark.parametrize("l, d, s", GEOMETRIES)
-def test_visibility(l, d, s):
-    for i in LENGTHS:
-        visible = {w for w in range(30) if max(window_tokens(w, l, d)) < i}
-        assert visible == set(range(blocks.num_visible_windows(i, d)))
-
-
-@pytest.mark.parametrize("l, d, s", GEOMETRIES)
-def test_windows_of_a_block(l, d, s):
-    for c in range(7):
-        # segments inside the block or, for d > s, the one around it
-        mine = [
-            w
-            for w in range(60)
-            if (seg := set(range(w * d, (w + 1) * d))) <= block_tokens(c, s)
-            or seg >= block_tokens(c, s)
-        ]
+def test_blocks(l, d, s):
+    """Windows of a block: segments inside it or, for d > s, the one around it. Complete: windows
+    all visible, before the query's own block."""
+    windows = {}
+    for c in range(30):
+        block = block_tokens(c, s)
+        segments = {
+            w: set(range(w * d, (w + 1) * d)) for w in range(c * s // d, (c + 1) * s // d + 1)
+        }
+        windows[c] = [w for w, tokens in segments.items() if tokens <= block or tokens >= block]
         first = blocks.first_window_of_block(c, d, s)
-        assert mine == list(range(first, first + blocks.windows_per_block(d, s)))
-
-
-@pytest.mark.parametrize("l, d, s", GEOMETRIES)
-def test_complete_blocks(l, d, s):
+        assert windows[c] == list(range(first, first + blocks.windows_per_block(d, s)))
     for i in LENGTHS:
         visible = {w for w in range(60) if max(window_tokens(w, l, d)) < i}
+        assert visible == set(range(blocks.num_visible_windows(i, d)))
         complete = [
             c
-            for c in range(30)
-            if max(block_tokens(c, s)) < i // s * s
-            and all(
-                blocks.first_window_of_block(c, d, s) + r in visible
-                for r in range(blocks.windows_per_block(d, s))
-            )
+            for c in windows
+            if max(block_tokens(c, s)) < i // s * s and visible.issuperset(windows[c])
         ]
         assert complete == list(range(blocks.num_complete_blocks(i, d, s)))
         # no candidate holds a token that the query may not see

@@ -1,4 +1,4 @@
-"""The settings as one object: checked once, the layer's attributes, the operators' schemas."""
+"""The settings as one object: checked once, the layer's attributes; and presets."""
 
 import copy
 import dataclasses
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from native_sparse_attention import BlockSizes, NSAConfig, SparseAttention
-from native_sparse_attention.config import AttentionConfig
+from native_sparse_attention.presets import PRESETS, preset
 
 SIZES = dict(
     dim=16, dim_head=8, heads=4, kv_heads=2, sliding_window_size=4, compress_block_size=8,
@@ -24,45 +24,36 @@ OTHERS = dict(
 )  # fmt: skip
 
 
-def test_layer_keeps_what_it_was_given():
-    layer = SparseAttention(**SIZES, **OTHERS)
-    assert layer.config == NSAConfig(**SIZES, **OTHERS)
-    for name, value in (SIZES | OTHERS).items():
-        assert getattr(layer.config, name) == value
-        if name != "norm":
-            assert getattr(layer, name) == value
-
-
-def test_defaults_are_those_of_the_layer():
-    """But the sizes, which a layer has none for: those of the config are the paper's."""
-    layer = SparseAttention(**SIZES)
-    assert layer.config == NSAConfig(**SIZES)
-    config = NSAConfig(dim=16, dim_head=8, heads=4)
-    assert (config.kv_heads, config.compress_block_sliding_stride) == (4, 32)
-    paper = dict(l=32, s=64, n=16, w=512)
-    names = ("compress_block_size", "selection_block_size", "num_selected_blocks",
-             "sliding_window_size")  # fmt: skip
-    assert [getattr(config, name) for name in names] == list(paper.values())
-
-
-def test_from_config():
+def test_a_layer_keeps_what_it_is_given():
+    """From keyword arguments or from a config; the defaults are one."""
     torch.manual_seed(0)
     config = NSAConfig(**SIZES, **OTHERS)
     layer = SparseAttention.from_config(config, rope_theta=500.0)
     torch.manual_seed(0)
     twin = SparseAttention(**SIZES, **OTHERS, rope_theta=500.0)
-    assert layer.config == twin.config
+    assert layer.config == twin.config == config
+    for name, value in (SIZES | OTHERS).items():
+        assert getattr(layer.config, name) == value
+        if name != "norm":
+            assert getattr(layer, name) == value
     x = torch.randn(2, 24, 16)
     assert torch.equal(layer(x), twin(x))
     with pytest.raises(ValueError, match="config must be an NSAConfig, got dict"):
         SparseAttention.from_config(SIZES)
+    assert SparseAttention(**SIZES).config == NSAConfig(**SIZES)
+    # but for sizes: those of the config are the paper's
+    config = NSAConfig(dim=16, dim_head=8, heads=4)
+    assert (config.kv_heads, config.compress_block_sliding_stride) == (4, 32)
+    assert (config.compress_block_size, config.selection_block_size) == (32, 64)
+    assert (config.num_selected_blocks, config.sliding_window_size) == (16, 512)
 
 
 def test_a_scale_of_its_own():
     torch.manual_seed(0)
-    plain = SparseAttention.from_config(NSAConfig(**SIZES, causal=True))
-    scaled = SparseAttention.from_config(NSAConfig(**SIZES, causal=True, scale=8**-0.5))
-    other = SparseAttention.from_config(NSAConfig(**SIZES, causal=True, scale=0.1))
+    plain, scaled, other = (
+        SparseAttention.from_config(NSAConfig(**SIZES, causal=True, scale=scale))
+        for scale in (None, 8**-0.5, 0.1)
+    )
     for layer in (scaled, other):
         layer.load_state_dict(plain.state_dict())
     x = torch.randn(1, 24, 16)
@@ -71,17 +62,28 @@ def test_a_scale_of_its_own():
 
 
 def test_attributes_make_another_config_and_are_checked():
-    layer = SparseAttention(**SIZES, causal=True)
-    before, x = layer.config, torch.randn(1, 24, 16)
-    out = layer(x)
-    layer.backend, layer.num_selected_blocks = "eager", np.int64(1)
-    assert layer.config == dataclasses.replace(before, backend="eager", num_selected_blocks=1)
-    assert type(layer.num_selected_blocks) is int
-    assert not torch.allclose(layer(x), out)
-    for name, value in (("backend", "cuda"), ("num_selected_blocks", -1), ("causal", 2)):
-        with pytest.raises(ValueError, match=name):
-            setattr(layer, name, value)
-    assert layer.backend == "eager"
+    """Of a layer and of its copies, each for itself."""
+    first = SparseAttention(**SIZES, causal=True)
+    before, x = first.config, torch.randn(1, 24, 16)
+    out = first(x)
+    copies = copy.deepcopy(first), pickle.loads(pickle.dumps(first)), copy.copy(first)
+    for layer in (*copies, first):
+        layer.backend, layer.num_selected_blocks = "eager", np.int64(1)
+        assert layer.config == dataclasses.replace(before, backend="eager", num_selected_blocks=1)
+        assert type(layer.num_selected_blocks) is int
+        assert not torch.allclose(layer(x), out)
+        assert first.config is before or layer is first
+        for name, value in (("backend", "cuda"), ("num_selected_blocks", -1), ("causal", 2)):
+            with pytest.raises(ValueError, match=name):
+                setattr(layer, name, value)
+        assert layer.backend == "eager"
+    # more slots than there are blocks
+    first.num_selected_blocks = 80
+    wide = first(x)
+    first.num_selected_blocks = 3
+    torch.testing.assert_close(first(x), wide)
+    first.selection_block_size = 16
+    assert first.config.alignment == first.alignment == 16
 
 
 def test_is_frozen_hashable_and_copied():
@@ -93,51 +95,8 @@ def test_is_frozen_hashable_and_copied():
     assert dataclasses.replace(config, heads=2) != config
 
 
-def test_a_layer_shows_its_settings():
-    """Those of its config, which a new value of one replaces; of copies too."""
-    layers = [SparseAttention(**SIZES)]
-    first = layers[0].config
-    layers += [
-        copy.deepcopy(layers[0]),
-        pickle.loads(pickle.dumps(layers[0])),
-        copy.copy(layers[0]),
-    ]
-    for layer in layers[1:]:
-        layer.num_selected_blocks = 1
-        assert layer.num_selected_blocks == layer.config.num_selected_blocks == 1
-        assert layer.settings().num_selected_blocks == 1 and "num_selected_blocks" not in vars(
-            layer
-        )
-    assert layers[0].config is first and first.num_selected_blocks == 2
-    layers[0].selection_block_size = 16
-    assert layers[0].config.alignment == 16 and layers[0].config.geometry == first.geometry
-    layers[0].selection_stride = 2
-    assert layers[0].config.geometry == first.geometry | dict(
-        selection_stride=2, num_selected_blocks=2, query_heads_share_selected_kv=True
-    )
-    assert layers[0].alignment == 16
-    with pytest.raises(AttributeError, match="alignment"):
-        layers[0].alignment = 3
-
-
-def test_fewer_slots_for_a_call():
-    """A layer with more slots than there are blocks; what travels then is whole."""
-    torch.manual_seed(0)
-    config = NSAConfig(**SIZES | dict(num_selected_blocks=80), causal=True)
-    fewer = config.with_selected(3)
-    assert fewer == AttentionConfig.unchecked(
-        **{field.name: getattr(config, field.name) for field in dataclasses.fields(AttentionConfig)}
-        | {"num_selected_blocks": 3}
-    )
-    assert "num_selected_blocks=3" in repr(fewer) and hash(fewer)
-    layer, x = SparseAttention.from_config(config), torch.randn(1, 40, 16)
-    expected = layer(x)
-    layer.num_selected_blocks = 5
-    torch.testing.assert_close(layer(x), expected)
-
-
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         (dict(dim=0), "dim must be"), (dict(kv_heads=3), "heads"),
         (dict(scale=float("nan")), "scale"),
@@ -150,19 +109,68 @@ def test_fewer_slots_for_a_call():
         (dict(compress_mlp_expand_factor=0), "compress_mlp_expand_factor"),
     ],
 )  # fmt: skip
-def test_bad_settings_are_named(change, told):
-    with pytest.raises(ValueError, match=told):
+def test_bad_settings_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
         NSAConfig(**SIZES | change)
 
 
-def test_a_key_holds_every_setting():
-    """By which the torch operators take them."""
-    from native_sparse_attention.config import config_of_key
+# presets
 
-    config = AttentionConfig(
-        sliding_window_size=7, soft_cap=2.0, causal=True, block_sizes=BlockSizes(*[32] * 6),
-        branches=("compressed", "window"), scale=0.1,
-    )  # fmt: skip
-    assert config_of_key(config.key) == config
-    changed = config.but(soft_cap=None, block_sizes=None)
-    assert config_of_key(changed.key) == changed != config
+SHAPE = dict(dim=32, dim_head=16, heads=4, kv_heads=2, causal=True)
+
+
+@pytest.mark.parametrize("length", [1, 1024, 1025, 8192, 32768, None])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_makes_a_layer(name, length):
+    config = NSAConfig.preset(name, length, **SHAPE)
+    with torch.device("meta"):
+        assert SparseAttention.from_config(config).config == config
+    for setting, value in preset(name, length).items():
+        assert getattr(config, setting) == value
+    assert (config.branches == ("selected",)) == (name == "one-softmax")
+    assert NSAConfig.preset(name, length, **SHAPE, num_selected_blocks=3).num_selected_blocks == 3
+
+
+def test_sizes_of_presets():
+    sizes = dict(sliding_window_size=511, compress_block_sliding_stride=16)
+    assert NSAConfig.preset("published", **SHAPE) == NSAConfig(**SHAPE, **sizes)
+    paper = NSAConfig.preset("paper", **SHAPE)
+    counts = paper.num_selected_blocks, paper.num_initial_blocks, paper.num_local_blocks
+    assert sum(counts) == 16 and paper.importance == "probs" and paper.branch_kv == "independent"
+    assert paper.sliding_window_size + 1 == 512
+    for length, keys in ((4096, 1088), (16384, 1088), (16385, 1600), (None, 1600)):
+        one = NSAConfig.preset("one-softmax", length, **SHAPE)
+        counts = one.num_selected_blocks, one.num_initial_blocks, one.num_local_blocks
+        assert one.selection_block_size * sum(counts) == keys
+
+
+def test_one_softmax_is_dense_attention_up_to_its_dense_length():
+    small = dict(selection_block_size=8, num_initial_blocks=1, num_local_blocks=1)
+    small |= dict(num_selected_blocks=1, norm=False)
+    config = NSAConfig.preset("one-softmax", 8192, **SHAPE, **small)
+    layer, x = SparseAttention.from_config(config), torch.randn(1, 100, 32)
+    out = layer(x)
+    layer.dense = True
+    assert config.dense_length == 8192 and torch.equal(layer(x), out)
+    sparse = SparseAttention.from_config(dataclasses.replace(config, dense_length=0))
+    sparse.load_state_dict(layer.state_dict())
+    assert not torch.allclose(sparse(x), out, atol=1e-3)
+    # settings that exclude a dense length replace it
+    two = dict(branches=("selected", "window"))
+    for settings in (two, dict(selection_block_size=48, selection_stride=3)):
+        assert NSAConfig.preset("one-softmax", 8192, **SHAPE, **settings).dense_length == 0
+        with pytest.raises(ValueError, match="dense_length"):
+            NSAConfig.preset("one-softmax", 8192, **SHAPE, **settings, dense_length=64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("dense",), "name must be one of"),
+        (("paper", 0), "length must be an integer of at least 1"),
+        (("paper", 2.5), "length must be an integer"),
+    ],
+)
+def test_bad_presets(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        NSAConfig.preset(*arguments, **SHAPE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import native_sparse_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "native_sparse_attention"
@@ -124,22 +127,21 @@ def imports_of(module: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.args[0].value
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module or PACKAGE)
-def test_imports_point_downward(module):
-    wrong = []
-    for line, name in imports_of(module):
-        root, _, target = name.partition(".")
-        where = f"{relative(MODULES[module])}:{line}: {module or PACKAGE} imports"
-        if root == "triton" and not module.startswith("kernels."):
-            wrong.append(f"{where} triton; only kernels/ may")
-        if root != PACKAGE:
-            continue
-        this, other = unit_of(module), unit_of(target)
-        if this != other and level_of(other) <= level_of(this):
-            wrong.append(f"{where} {target or PACKAGE}, which is not below it")
-        callers = ("block_sizes", "kernels", "ops.")
-        if target.startswith("kernels") and not module.startswith(callers):
-            wrong.append(f"{where} {target}; only {callers} call kernels")
+def test_imports_point_downward():
+    wrong, callers = [], ("block_sizes", "kernels", "ops.")
+    for module in MODULES:
+        for line, name in imports_of(module):
+            root, _, target = name.partition(".")
+            place = f"{relative(MODULES[module])}:{line}: {module or PACKAGE} imports"
+            if root == "triton" and not module.startswith("kernels."):
+                wrong.append(f"{place} triton; only kernels/ may")
+            if root != PACKAGE:
+                continue
+            unit, other = unit_of(module), unit_of(target)
+            if unit != other and level_of(other) <= level_of(unit):
+                wrong.append(f"{place} {target or PACKAGE}, which is not below it")
+            if target.startswith("kernels") and not module.startswith(callers):
+                wrong.append(f"{place} {target}; only {callers} call kernels")
     assert not wrong, "\n".join(wrong)
 
 
@@ -152,15 +154,14 @@ def test_no_module_imports_itself_by_way_of_others():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module or PACKAGE)
-def test_package_raises_and_warns_but_never_asserts_or_prints(module):
-    path = MODULES[module]
+def test_package_raises_and_warns_but_never_asserts_or_prints():
     wrong = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Assert):
-            wrong.append(f"{relative(path)}:{node.lineno}: assert; raise ValueError instead")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
-            wrong.append(f"{relative(path)}:{node.lineno}: print; return, raise or warn instead")
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assert):
+                wrong.append(f"{relative(path)}:{node.lineno}: assert; raise ValueError instead")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+                wrong.append(f"{relative(path)}:{node.lineno}: print; return, raise or warn")
     assert not wrong, "\n".join(wrong)
 
 
@@ -192,25 +193,49 @@ def test_kernels_call_no_builtin_that_older_versions_of_triton_lack():
 
 
 def test_import_needs_no_triton_and_no_gpu():
+    """And sources on the path that are not installed have a version too."""
     run_python(
         """
 import sys
+from importlib import metadata
+
+def missing(name):
+    raise metadata.PackageNotFoundError(name)
+
+metadata.version = missing
 sys.modules["triton"] = None  # from here `import triton` raises ImportError
 
 import native_sparse_attention, torch
 
 assert not torch.cuda.is_initialized(), "the import initialised CUDA"
+assert native_sparse_attention.__version__ == "0+unknown"
 """,
         CUDA_VISIBLE_DEVICES="",
     )
 
 
-def test_import_loads_no_kernel_asks_nothing_of_cuda_and_warns_of_nothing():
-    """With triton and a GPU at hand too: workers fork after the import. Warnings that dependencies
-    give at their own import are theirs."""
+def test_version_is_that_of_the_distribution():
+    try:
+        expected = importlib.metadata.version("native-sparse-attention")
+    except importlib.metadata.PackageNotFoundError:
+        expected = "0+unknown"
+    assert native_sparse_attention.__version__ == expected
+
+
+def test_import_is_light():
+    """With triton and a GPU at hand it loads no kernel and asks nothing of CUDA, for workers fork
+    after the import; no compiler, which takes seconds to load; and it warns of nothing. Warnings
+    that dependencies give at their own import are theirs."""
     run_python(
         """
-import sys, torch, einops, einx, rotary_embedding_torch, warnings
+import sys, torch
+
+heavy = (
+    "torch._dynamo", "torch._inductor", "torch.nn.attention.flex_attention", "sympy", "triton",
+    "einx", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "transformers",
+)
+by_torch = {name for name in heavy if name in sys.modules}
+import einops, rotary_embedding_torch, warnings
 
 def asked(*args, **kwargs):
     raise RuntimeError("CUDA was asked for at import")
@@ -223,27 +248,7 @@ warnings.simplefilter("error")
 import native_sparse_attention, native_sparse_attention.masks, native_sparse_attention.compress
 
 loaded = [name for name in sys.modules if name.startswith("native_sparse_attention.kernels.")]
-assert not loaded, f"the import loaded {loaded}"
-"""
-    )
-
-
-def test_import_loads_no_compiler():
-    """Compilers and symbolic shapes take seconds to load; the code that needs them imports them."""
-    run_python(
-        """
-import sys, torch
-
-heavy = (
-    "torch._dynamo", "torch._inductor", "torch.nn.attention.flex_attention", "sympy", "triton",
-    "einx", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "transformers",
-)
-by_torch = {name for name in heavy if name in sys.modules}
-
-import native_sparse_attention
-import native_sparse_attention.masks
-
-loaded = [name for name in heavy if name in sys.modules and name not in by_torch]
+loaded += [name for name in heavy if name in sys.modules and name not in by_torch]
 assert not loaded, f"the import loaded {loaded}"
 """
     )
@@ -302,15 +307,15 @@ def published_files() -> list[Path]:
     )
 
 
-@pytest.mark.parametrize("what", FORBIDDEN)
-def test_nothing_private_is_published(what):
+def test_nothing_private_is_published():
     found = [
-        f"{relative(path)}:{number}: {line.strip()}"
+        f"{what}: {relative(path)}:{number}: {line.strip()}"
         for path in published_files()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if FORBIDDEN[what].search(line)
+        for what, pattern in FORBIDDEN.items()
+        if pattern.search(line)
     ]
-    assert not found, f"{what}:\n" + "\n".join(found)
+    assert not found, "\n".join(found)
 
 
 def test_programs_run_without_docstrings():

@@ -10,70 +10,65 @@ import pytest
 import torch
 
 from native_sparse_attention import SparseAttention, Transformer
+from tests.helpers.layers import randomize
 
-
-def randomize(module):
-    """Random, non-zero weights, memory, positions and gates included."""
-    with torch.no_grad():
-        for p in module.parameters():
-            if p.requires_grad:
-                p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
-    return module
-
-
-SHAPE = dict(dim=48, dim_head=16, heads=4)
+DIM = 48
 
 # arguments both packages take; the published one drops blocks whose softmax falls to 1e-10, which
 # weights of this size stay away from
+SIZES = dict(l=8, d=4, s=8, n=3, w=9)
 WITH_STRIDE = {
-    "overlap": dict(l=8, d=4, s=8, n=3, w=9, kv_heads=2),
-    "no overlap": dict(l=8, d=8, s=8, n=2, w=4, kv_heads=2),
-    "paper": dict(l=8, d=4, s=16, n=2, w=16, kv_heads=1),
+    "overlap": {},
+    "no overlap": dict(d=8, n=2, w=4),
+    "paper": dict(s=16, n=2, w=16, kv_heads=1),
     "mha": dict(l=6, d=2, s=4, n=4, w=3, kv_heads=4),
-    "unshared": dict(l=8, d=4, s=8, n=3, w=9, kv_heads=2, query_heads_share_selected_kv=False),
-    "memory": dict(l=4, d=4, s=4, n=3, w=5, kv_heads=2, num_compressed_mem_kv=3),
-    "diff top-k": dict(l=8, d=4, s=8, n=3, w=9, kv_heads=2, use_diff_topk=True),
-    "no selection": dict(l=8, d=4, s=8, n=0, w=9, kv_heads=2),
-    "no norm": dict(l=8, d=4, s=8, n=2, w=9, kv_heads=2, norm=False),
+    "unshared": dict(query_heads_share_selected_kv=False),
+    "memory": dict(l=4, s=4, w=5, num_compressed_mem_kv=3),
+    "diff top-k": dict(use_diff_topk=True),
+    "no selection": dict(n=0),
+    "no norm": dict(n=2, norm=False),
 }
-
 WITHOUT_STRIDE = {
-    "equal": dict(l=8, s=8, n=2, w=9, kv_heads=2),
-    "mha": dict(l=4, s=4, n=3, w=5, kv_heads=4, num_compressed_mem_kv=2),
-    "fine blocks larger": dict(l=4, s=8, n=2, w=9, kv_heads=2),
-    "diff top-k": dict(l=8, s=8, n=2, w=9, kv_heads=2, use_diff_topk=True),
+    "equal": dict(d=None, n=2),
+    "mha, 0.1.12": dict(l=4, d=None, s=4, w=5, kv_heads=4, num_compressed_mem_kv=2),
+    "fine blocks larger": dict(l=4, d=None, n=2),
+    "diff top-k, 0.1.12": dict(d=None, n=2, use_diff_topk=True),
 }
-
 # not causal, the published layer is sane where d = s and everything divides the length
 TWO_SIDED = {
-    "shared": dict(l=8, d=8, s=8, n=2, w=8, kv_heads=2),
-    "unshared": dict(l=8, d=8, s=8, n=3, w=16, kv_heads=2, query_heads_share_selected_kv=False),
-    "diff top-k": dict(l=8, d=8, s=8, n=2, w=8, kv_heads=2, use_diff_topk=True),
+    "two-sided": dict(d=8, n=2, w=8, causal=False),
+    "unshared, two-sided": dict(d=8, w=16, causal=False, query_heads_share_selected_kv=False),
+    "diff top-k, two-sided": dict(d=8, n=2, w=8, causal=False, use_diff_topk=True),
 }
+CASES = [(case, "0.2.3", n) for case in WITH_STRIDE for n in (8, 16, 31, 64, 77)]
+CASES += [(case, "0.1.12", n) for case in WITHOUT_STRIDE for n in (16, 32, 61, 64)]
+CASES += [(case, "0.2.3", n) for case in TWO_SIDED for n in (32, 64)]
 
 
-def arguments(l, s, n, w, d=None, causal=True, **rest):
+def layers(published, case, version):
+    """Theirs and ours, weights loaded both ways."""
+    changed = (WITH_STRIDE | WITHOUT_STRIDE | TWO_SIDED)[case]
+    sizes = SIZES | {name: value for name, value in changed.items() if name in SIZES}
     kwargs = dict(
-        SHAPE,
-        compress_block_size=l,
-        selection_block_size=s,
-        num_selected_blocks=n,
-        sliding_window_size=w,
-        causal=causal,
-        **rest,
-    )
-    if d is not None:
-        kwargs["compress_block_sliding_stride"] = d
-    return kwargs
-
-
-def assert_same(theirs, ours, length):
-    """Outputs and every gradient, both ways of loading included."""
+        dim=DIM, dim_head=16, heads=4, kv_heads=2, causal=True, compress_block_size=sizes["l"],
+        selection_block_size=sizes["s"], num_selected_blocks=sizes["n"],
+        sliding_window_size=sizes["w"],
+    ) | {name: value for name, value in changed.items() if name not in SIZES}  # fmt: skip
+    if sizes["d"] is not None:
+        kwargs["compress_block_sliding_stride"] = sizes["d"]
+    theirs = randomize(published(version).SparseAttention(**kwargs))
+    ours = SparseAttention(**kwargs)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     theirs.load_state_dict(ours.state_dict(), strict=True)
-    x = torch.randn(2, length, SHAPE["dim"])
-    results = []
-    for layer in (theirs, ours):
+    return theirs, ours
+
+
+@pytest.mark.slow(one_of=3)
+@pytest.mark.parametrize("case, version, length", CASES)
+def test_layer(published, case, version, length):
+    """Outputs and every gradient."""
+    x, results = torch.randn(2, length, DIM), []
+    for layer in layers(published, case, version):
         inp = x.clone().requires_grad_()
         out = layer(inp)
         out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
@@ -88,39 +83,11 @@ def assert_same(theirs, ours, length):
 
 
 @pytest.mark.slow(one_of=3)
-@pytest.mark.parametrize("length", [8, 16, 31, 64, 77])
-@pytest.mark.parametrize("case", WITH_STRIDE)
-def test_layer_0_2_3(published, case, length):
-    kwargs = arguments(**WITH_STRIDE[case])
-    theirs = randomize(published("0.2.3").SparseAttention(**kwargs))
-    assert_same(theirs, SparseAttention(**kwargs), length)
-
-
-@pytest.mark.parametrize("length", [16, 32, 61, 64])
-@pytest.mark.parametrize("case", WITHOUT_STRIDE)
-def test_layer_0_1_12(published, case, length):
-    kwargs = arguments(**WITHOUT_STRIDE[case])
-    theirs = randomize(published("0.1.12").SparseAttention(**kwargs))
-    assert_same(theirs, SparseAttention(**kwargs), length)
-
-
-@pytest.mark.parametrize("length", [32, 64])
-@pytest.mark.parametrize("case", TWO_SIDED)
-def test_two_sided_layer(published, case, length):
-    kwargs = arguments(**TWO_SIDED[case], causal=False)
-    theirs = randomize(published("0.2.3").SparseAttention(**kwargs))
-    assert_same(theirs, SparseAttention(**kwargs), length)
-
-
-@pytest.mark.slow(one_of=3)
 @pytest.mark.parametrize("case", ["overlap", "no overlap", "paper", "mha", "memory"])
 def test_decoding(published, case):
     """A prompt, then token by token; the published cache is sane once it holds a window."""
-    kwargs = arguments(**WITH_STRIDE[case])
-    theirs = randomize(published("0.2.3").SparseAttention(**kwargs))
-    ours = SparseAttention(**kwargs)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(2, 45, SHAPE["dim"])
+    theirs, ours = layers(published, case, "0.2.3")
+    x = torch.randn(2, 45, DIM)
     caches = [None, None]
     with torch.no_grad():
         for start, end in [(0, 17), *((t, t + 1) for t in range(17, 45))]:
@@ -136,12 +103,9 @@ def test_transformer(published):
     theirs_module = published("0.2.3").transformer
     kwargs = dict(num_tokens=64, dim=32, depth=2, dim_head=16, heads=2)
     sparse = dict(
-        sliding_window_size=8,
-        compress_block_size=8,
-        compress_block_sliding_stride=4,
-        selection_block_size=8,
-        num_selected_blocks=2,
-    )
+        sliding_window_size=8, compress_block_size=8, compress_block_sliding_stride=4,
+        selection_block_size=8, num_selected_blocks=2,
+    )  # fmt: skip
     ids = torch.randint(0, 64, (2, 41))
     for use_sparse_attn in (True, False):
         both = dict(kwargs, use_sparse_attn=use_sparse_attn, sparse_attn_kwargs=sparse)
