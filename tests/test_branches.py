@@ -34,7 +34,7 @@ SIZES = dict(
 
 @pytest.mark.parametrize("backend", ["eager", "flex"])
 @pytest.mark.parametrize("branches", SUBSETS, ids=" ".join)
-def test_branches_left_out_are_branches_of_gate_0(branches, backend):
+def test_branches_left_out_are_branches_of_gate_0(branches, backend, untraced_flex):
     tokens, compressed = tensors()
     if backend == "flex":  # which has no float64 on a GPU
         tokens, compressed = (
@@ -114,7 +114,7 @@ def as_dense(module, x):
 @pytest.mark.parametrize("backend", ["eager", "flex"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [1, 8, 23, 32])
-def test_covered_queries_are_dense(length, causal, backend):
+def test_covered_queries_are_dense(length, causal, backend, untraced_flex):
     local = 2 if causal else 1
     module = layer(
         torch.float32, **ONE, num_initial_blocks=1, num_local_blocks=local, causal=causal,

@@ -4,6 +4,7 @@ the documentation runs."""
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib.metadata
 import importlib.util
@@ -78,6 +79,11 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in SOURCES}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def unit_of(module: str) -> str:
     """The folder of a module, or the module itself where it has a row or is in no folder."""
     is_folder = MODULES[module].name == "__init__.py"
@@ -106,7 +112,7 @@ def absolute(module: str, node: ast.ImportFrom) -> str:
 def imports_of(module: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each import in a module, those inside functions and under
     TYPE_CHECKING included. A submodule is named in full, a name of a module by its module."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -157,7 +163,7 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_package_raises_and_warns_but_never_asserts_or_prints():
     wrong = []
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Assert):
                 wrong.append(f"{relative(path)}:{node.lineno}: assert; raise ValueError instead")
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
@@ -181,7 +187,7 @@ def test_kernels_call_no_builtin_that_older_versions_of_triton_lack():
     tensors. Neither the interpreter nor a later Triton minds."""
     found = []
     for path in (ROOT / PACKAGE / "kernels").rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
+        for function in ast.walk(tree_of(path)):
             if not isinstance(function, ast.FunctionDef):
                 continue
             if not any("triton.jit" in ast.unparse(name) for name in function.decorator_list):

@@ -42,38 +42,32 @@ def test_the_ranking_learns_alone(dense):
     set_dense(net, dense)
     losses = []
     with ranking_alone(net) as learned:
-        optimizer = torch.optim.Adam(learned, lr=1e-2)
-        for _ in range(30):
+        optimizer = torch.optim.Adam(learned, lr=3e-2)
+        for _ in range(15):
             loss, ranking = net(ids, return_loss=True, ranking_queries=48)
             assert not loss.requires_grad
             optimizer.zero_grad()
             ranking.backward()
             optimizer.step()
             losses.append(ranking.item())
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     changed = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if "to_index" in name}
-    assert not frozen.requires_grad
-    assert all(p.requires_grad for p in net.parameters() if p is not frozen)
-
-
-def test_parameters_train_again_after_an_error():
-    net = model()
     with pytest.raises(RuntimeError, match="stop"), ranking_alone(net):
         raise RuntimeError("stop")
-    assert all(p.requires_grad for p in net.parameters())
+    assert not frozen.requires_grad
+    assert all(p.requires_grad for p in net.parameters() if p is not frozen)
 
 
 def test_refusals():
     three = model(branches=("compressed", "selected", "window"), importance="logits",
                   rank_rotated=False, sliding_window_size=4)  # fmt: skip
-    with pytest.raises(ValueError, match=r"branches=\('selected',\), got none in a Transformer"):
-        set_dense(three, True)
-    with pytest.raises(ValueError, match="importance='index', got none in a Transformer"):
-        ranking_alone(three).__enter__()
-    with pytest.raises(ValueError, match="model must be an nn.Module, got 'model'"):
-        set_dense("model", True)
-    with pytest.raises(ValueError, match="model must be an nn.Module, got None"):
-        ranking_alone(None).__enter__()
-    with pytest.raises(ValueError, match="dense must be"):
-        set_dense(model(), "False")
+    for call, message in (
+        (lambda: set_dense(three, True), r"branches=\('selected',\), got none in a Transformer"),
+        (lambda: ranking_alone(three).__enter__(), "importance='index', got none in a Transformer"),
+        (lambda: set_dense("model", True), "model must be an nn.Module, got 'model'"),
+        (lambda: ranking_alone(None).__enter__(), "model must be an nn.Module, got None"),
+        (lambda: set_dense(model(), "False"), "dense must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
