@@ -177,14 +177,6 @@ def test_dtypes(name, dtype):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=tolerance)
 
 
-@pytest.mark.slow(one_of=10)
-@pytest.mark.parametrize("name", OURS)
-def test_compiles_without_a_break(name):
-    net, kv = build(name), torch.randn(1, H, 3, L, D)
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(kv), net(kv))
-
-
 def test_what_order_is_immaterial():
     """Of heads that share weights; of tokens, and to the transformer of those before the last."""
     kv = torch.randn(2, H, 3, L, D)

@@ -24,22 +24,34 @@ VARIED = {
     "large stride": dict(compress_block_sliding_stride=16, compress_block_size=16),
     "probs": dict(importance="probs", kv_heads=None),
 }
+ONE = dict(branches=("selected",), rank_rotated=True)
+TOKENS = dict(compress_block_size=1, compress_block_sliding_stride=1)
+HELD = {
+    "one softmax": (ONE, "ck k v"),
+    "tokens": (ONE | TOKENS, "k v"),
+    "no ranks": (ONE | dict(num_selected_blocks=0), "k v"),
+    "learned": (ONE | TOKENS | dict(importance="index", index_dim=20), "ck k v"),
+    **{name: (settings, None) for name, settings in VARIED.items()},
+}
 
 
-@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("name", HELD)
 def test_parameters_and_cache(name):
-    config = dataclasses.replace(CONFIG, **VARIED[name])
+    """One softmax has no compressed values, and no keys twice where single rotated keys rank."""
+    settings, streams = HELD[name]
+    config = dataclasses.replace(CONFIG, **settings)
     for network in (None, MeanPool(), AttentionPool(16, 8)):
-        if network is not None and config.compress_block_size != 8:
+        if network is not None and (streams or config.compress_block_size != 8):
             continue
         layer = SparseAttention.from_config(config, compress_mlp=network)
-        found = nsa_cost(config, 29, batch=2, dtype=torch.float32, compress_mlp=network).sparse
-        assert found.parameters == sum(p.numel() for p in layer.parameters())
+        cost = nsa_cost(config, 29, batch=2, dtype=torch.float32, compress_mlp=network).sparse
+        assert cost.parameters == sum(p.numel() for p in layer.parameters())
         cache = KVCache(max_length=29)
         with torch.no_grad():
             layer(torch.randn(2, 29, 48), cache=cache)
         held = {n: size for n, size in cache.memory().items() if not n.startswith("tail")}
-        assert found.cache_bytes == sum(held.values()), held
+        assert cost.cache_bytes == sum(held.values()), held
+        assert streams in (None, " ".join(sorted(held)))
 
 
 @pytest.mark.parametrize("causal", [True, False])

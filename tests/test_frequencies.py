@@ -59,7 +59,7 @@ def test_casts(kind):
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float64], ids=str)
 def test_checkpoints(kind, dtype, assign):
-    """The embedding's own frequencies stand where the given ones are these, rounded."""
+    """The embedding's own frequencies stand where these come rounded; others load."""
     saved = {name: t.to(dtype) for name, t in make(kind).state_dict().items()}
     module = make(kind)
     module.load_state_dict(saved, assign=assign)
@@ -67,29 +67,21 @@ def test_checkpoints(kind, dtype, assign):
     assert (P * freqs - P * expected()).abs().max() < 0.02
     assert isinstance(module.rotary_emb.freqs, nn.Parameter) == (kind != "own")
     assert saved["rotary_emb.freqs"].dtype == dtype  # the caller's own
-
-    upcast = {name: t.float() for name, t in saved.items()}
-    if dtype != torch.float8_e4m3fn:
-        module = make(kind)
-        module.load_state_dict(upcast, assign=assign)
-        assert_exact(module.rotary_emb)
-
-
-@KINDS
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_other_frequencies_load(kind, dtype, assign):
-    """Those of another theta, and a narrow file of them into a layer that has it."""
-    given = expected(500_000.0).to(dtype)
+    if dtype == torch.float8_e4m3fn:
+        return
     module = make(kind)
-    module.load_state_dict({**module.state_dict(), "rotary_emb.freqs": given}, assign=assign)
-    assert torch.equal(module.rotary_emb.freqs.detach(), given.float())
-    module.bfloat16()
-    assert torch.equal(module.rotary_emb.freqs.detach(), given.float())
+    module.load_state_dict({name: t.float() for name, t in saved.items()}, assign=assign)
+    assert_exact(module.rotary_emb)
 
-    module = make(rope_theta=500_000.0)
-    module.load_state_dict({**module.state_dict(), "rotary_emb.freqs": given}, assign=assign)
-    assert_exact(module.rotary_emb, 500_000.0)
+    # those of another theta, and a narrow file of them into a layer that has it
+    if dtype != torch.float64:
+        saved["rotary_emb.freqs"] = freqs = expected(500_000.0).to(dtype)
+        module.load_state_dict(saved, assign=assign)
+        module.bfloat16()
+        assert torch.equal(module.rotary_emb.freqs.detach(), freqs.float())
+        module = make(rope_theta=500_000.0)
+        module.load_state_dict(saved, assign=assign)
+        assert_exact(module.rotary_emb, 500_000.0)
 
 
 def test_a_shared_embedding():
@@ -130,60 +122,56 @@ def test_far_positions():
 # arguments
 
 
-@pytest.mark.parametrize("kind", [SparseAttention, Attention, Transformer, "sparse model"])
-def test_theta_and_inv_freq(kind):
-    def freqs(**kwargs):
-        if kind is SparseAttention:
-            return layer(torch.float32, dim_head=8, **kwargs).rotary_emb
-        if kind is Attention:
-            return Attention(16, 8, 2, **kwargs).rotary_embed
-        sparse = kind == "sparse model"
-        model = Transformer(32, 16, 1, 8, 2, use_sparse_attn=sparse, **kwargs)
-        attn = model.layers[0][0]
-        return attn.rotary_emb if sparse else attn.rotary_embed
+EMBEDDINGS = [
+    lambda **kwargs: layer(torch.float32, dim_head=8, **kwargs).rotary_emb,
+    lambda **kwargs: Attention(16, 8, 2, **kwargs).rotary_embed,
+    lambda **kwargs: Transformer(32, 16, 1, 8, 2, **kwargs).layers[0][0].rotary_embed,
+    lambda **kwargs: (
+        Transformer(32, 16, 1, 8, 2, use_sparse_attn=True, **kwargs).layers[0][0].rotary_emb
+    ),
+]
 
-    torch.testing.assert_close(freqs(rope_theta=5e5).freqs, expected(5e5, 8).float())
+
+@pytest.mark.parametrize("make", EMBEDDINGS)
+def test_theta_and_inv_freq(make):
+    torch.testing.assert_close(make(rope_theta=5e5).freqs, expected(5e5, 8).float())
     given = torch.tensor([0.5, 0.125], dtype=torch.float64)
-    assert torch.equal(freqs(inv_freq=given).freqs, given.float())
-    assert freqs(rotary_emb=False) is None
-    if kind == "sparse model":
+    assert torch.equal(make(inv_freq=given).freqs, given.float())
+    assert make(rotary_emb=False) is None
+    if make is EMBEDDINGS[-1]:
         with pytest.raises(ValueError, match="rope_theta must not be in sparse_attn_kwargs too"):
-            freqs(rope_theta=5.0, sparse_attn_kwargs=dict(rope_theta=7.0))
+            make(rope_theta=5.0, sparse_attn_kwargs=dict(rope_theta=7.0))
 
 
-@pytest.mark.parametrize(
-    "kwargs, message",
-    [
-        (dict(rope_theta=0), "rope_theta must be a positive finite number, got 0"),
-        (dict(rope_theta=float("nan")), "rope_theta must be a positive finite number, got nan"),
-        (dict(rope_theta=True), "rope_theta must be a positive finite number, got True"),
-        (dict(rope_theta="1e4"), "rope_theta must be a positive finite number, got '1e4'"),
-        (dict(inv_freq=torch.ones(5)), "to dim_head / 2 = 4 finite numbers, got shape \\[5\\]"),
-        (dict(inv_freq=torch.ones(0)), "finite numbers, got shape \\[0\\]"),
-        (dict(inv_freq=torch.ones(1, 4)), "finite numbers, got shape \\[1, 4\\]"),
-        (dict(inv_freq=torch.ones(4, dtype=torch.int32)), "floating dtype, got torch.int32"),
-        (dict(inv_freq=torch.tensor([1.0, float("inf")])), "finite numbers, got \\(1.0, inf\\)"),
-        (dict(inv_freq=torch.ones(4, device="meta")), "got a meta tensor"),
-        (dict(inv_freq=nn.Parameter(torch.ones(4))), "inv_freq must not require a gradient"),
-        (dict(inv_freq=[1.0, 0.5]), "a tensor, got list"),
-        (
-            dict(rope_theta=5.0, rotary_emb=False),
-            "at most one of .*, got rotary_emb and rope_theta",
-        ),
-        (dict(rope_theta=5.0, inv_freq=torch.ones(4)), "got rope_theta and inv_freq"),
-        (dict(rotary_emb=True), "or False for no positions, got True"),
-        (dict(rotary_emb="none"), "or False for no positions, got 'none'"),
-        (dict(rotary_emb=0), "or False for no positions, got 0"),
-        (
-            dict(rotary_emb=RotaryEmbedding(8, custom_freqs=torch.ones(4, dtype=torch.int64))),
-            "rotary_emb must have a vector of floating-point frequencies, got .* torch.int64",
-        ),
-    ],
-)
-@pytest.mark.parametrize("kind", [layer, lambda **kwargs: Attention(16, **kwargs)])
-def test_refused(kind, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        kind(dim_head=8, **kwargs)
+THETA = "rope_theta must be a positive finite number, got"
+BAD = [
+    (dict(rope_theta=0), f"{THETA} 0"),
+    (dict(rope_theta=float("nan")), f"{THETA} nan"),
+    (dict(rope_theta=True), f"{THETA} True"),
+    (dict(rope_theta="1e4"), f"{THETA} '1e4'"),
+    (dict(inv_freq=torch.ones(5)), "to dim_head / 2 = 4 finite numbers, got shape \\[5\\]"),
+    (dict(inv_freq=torch.ones(1, 4)), "finite numbers, got shape \\[1, 4\\]"),
+    (dict(inv_freq=torch.ones(4, dtype=torch.int32)), "floating dtype, got torch.int32"),
+    (dict(inv_freq=torch.tensor([1.0, float("inf")])), "finite numbers, got \\(1.0, inf\\)"),
+    (dict(inv_freq=torch.ones(4, device="meta")), "got a meta tensor"),
+    (dict(inv_freq=nn.Parameter(torch.ones(4))), "inv_freq must not require a gradient"),
+    (dict(inv_freq=[1.0, 0.5]), "a tensor, got list"),
+    (dict(rope_theta=5.0, rotary_emb=False), "at most one of .*, got rotary_emb and rope_theta"),
+    (dict(rope_theta=5.0, inv_freq=torch.ones(4)), "got rope_theta and inv_freq"),
+    (dict(rotary_emb=True), "or False for no positions, got True"),
+    (dict(rotary_emb="none"), "or False for no positions, got 'none'"),
+    (
+        dict(rotary_emb=RotaryEmbedding(8, custom_freqs=torch.ones(4, dtype=torch.int64))),
+        "rotary_emb must have a vector of floating-point frequencies, got .* torch.int64",
+    ),
+]
+
+
+@pytest.mark.parametrize("kwargs, message", BAD)
+def test_refused(kwargs, message):
+    for make in (layer, lambda **kwargs: Attention(16, **kwargs)):
+        with pytest.raises(ValueError, match=message):
+            make(dim_head=8, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
-AROUND = sorted(
-    path
-    for folder in ("benchmarks", "examples", "tests", "training")
-    for path in (ROOT / folder).rglob("*.py")
-    if ".published" not in path.parts
-)
 
 # Written as patterns, which do not match themselves.
 FORBIDDEN = {
@@ -322,10 +316,3 @@ def test_nothing_private_is_published():
         if pattern.search(line)
     ]
     assert not found, "\n".join(found)
-
-
-def test_programs_run_without_docstrings():
-    """`python -OO` takes them away."""
-    wrong = re.compile(r"=__doc__\.|\(__doc__ or \"\"\)\.splitlines")
-    for path in (*AROUND, ROOT / "train_enwik8.py"):
-        assert not wrong.search(path.read_text(encoding="utf-8")), relative(path)

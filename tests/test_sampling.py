@@ -249,26 +249,6 @@ def test_modes_after_an_error(use_cache_kv):
     assert len(calls) == 4
 
 
-def test_a_module_with_a_mode_of_its_own():
-    """As one that folds weights for eval mode: it is told, by `train`, of each change."""
-
-    class Folds(torch.nn.Linear):
-        folded = False
-
-        def train(self, mode=True):
-            self.folded = not mode
-            return super().train(mode)
-
-        def forward(self, x):
-            assert self.folded != self.training
-            return super().forward(x)
-
-    net = model_with_dropout()
-    net.to_logits = Folds(32, 40, device=DEVICE)
-    net.sample(prompts(1, 10), 14)
-    assert net.to_logits.training and not net.to_logits.folded
-
-
 # CUDA graphs
 
 
