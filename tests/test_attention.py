@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from native_sparse_attention import KVCache, SparseAttention, sliding_window_attention, varlen
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
-from native_sparse_attention.rotary import rotation
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, normal
 from tests.helpers.memory import poisoned
@@ -254,12 +253,6 @@ def test_laws_in_flex(setting, untraced_flex):
     close(module(x), out)
 
 
-def test_flex_has_no_gradients_here():
-    module = layer(backend="flex")
-    with pytest.raises(NotImplementedError, match="backend 'flex' cannot run this call.*gradients"):
-        module(normal(2, 9, DIM))
-
-
 # dtypes and tensors without data
 
 
@@ -407,17 +400,6 @@ def test_parts_are_used():
     plain, module = layer(), layer(rotary_emb=RotaryEmbedding(8))
     module.load_state_dict(plain.state_dict())
     close(module(x), plain(x))
-
-
-def test_a_cast_rotary_embedding_tells_positions_apart():
-    """In bf16 its frequencies are rounded, its positions are not."""
-    q = torch.ones(1, 1, 600, 8, dtype=torch.bfloat16)
-    rotary, exact = RotaryEmbedding(8).bfloat16(), RotaryEmbedding(8)
-    exact.load_state_dict(rotary.state_dict())
-    out = rotation(rotary, q, 0)(q)
-    torch.testing.assert_close(out, rotation(exact, q, 0)(q))
-    expected = exact.rotate_queries_or_keys(q.float())
-    torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("branch_kv", ["shared", "independent"])

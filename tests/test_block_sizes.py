@@ -17,6 +17,7 @@ from native_sparse_attention import (
 )
 from native_sparse_attention.block_sizes import BACKWARD, FORWARD, NAMES
 from tests.helpers.budget import DEVICE, draw
+from tests.helpers.layers import DIM, layer
 
 kernels = pytest.mark.kernels
 
@@ -51,22 +52,16 @@ def test_what_are_no_block_sizes():
 
 def test_without_kernels_nothing_reads_them():
     """Of the other backends; and they travel with a layer."""
-    layer, x = small(block_sizes=FEW, backend="eager"), torch.randn(1, 20, 32, device=DEVICE)
-    moved = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
-    assert moved.block_sizes == FEW and torch.equal(moved(x), layer(x))
-    assert torch.equal(small(backend="eager")(x), layer(x))
+    module, x = small(block_sizes=FEW, backend="eager"), torch.randn(1, 20, DIM, device=DEVICE)
+    moved = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    assert moved.block_sizes == FEW and torch.equal(moved(x), module(x))
+    assert torch.equal(small(backend="eager")(x), module(x))
 
 
 def small(**settings):
     torch.manual_seed(0)
-    layer = SparseAttention(
-        32, 16, 4, 9, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
-        num_initial_blocks=1, **settings,
-    ).to(DEVICE)  # fmt: skip
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
-    return layer
+    sizes = dict(dim_head=16, sliding_window_size=9, num_initial_blocks=1)
+    return layer(torch.float32, **sizes, **settings).to(DEVICE)
 
 
 def results(call, leaves):
@@ -121,17 +116,17 @@ def test_layers_of_different_sizes(launched):
     With `recompute` a backward forms the forward again, in the forward's sizes."""
     forward = BlockSizes(*(getattr(MANY, name) for name in FORWARD))
     kinds = [{"block_sizes": FEW}, {"block_sizes": forward, "recompute": True}]
-    x = torch.randn(1, 13, 32, device=DEVICE, requires_grad=True)
+    x = torch.randn(1, 13, DIM, device=DEVICE, requires_grad=True)
     eager = small(backend="eager")
     expected = results(lambda: eager(x), [x, *eager.parameters()])
     layers = [small(backend="triton", **kind) for kind in kinds]
     outs, used = [], []
-    for layer in layers:
-        outs.append(layer(x))
+    for module in layers:
+        outs.append(module(x))
         used.append(launched.copy())
         launched.clear()
-    for layer, out in zip(layers, outs):
-        close([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])], expected)
+    for module, out in zip(layers, outs):
+        close([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])], expected)
         used.append(launched.copy())
         launched.clear()
     parts = ("forward", "window.forward", "key_major.forward")

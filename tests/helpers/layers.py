@@ -42,6 +42,7 @@ SETTINGS = {
     "three groups": dict(heads=6, kv_heads=2),
     "no norm": dict(norm=False),
     "biases and norms": dict(qkv_bias=True, out_bias=True, qk_norm=True, qk_norm_eps=1e-5),
+    "caps and sinks": dict(soft_cap=2.0, attention_sinks=True),
     "one softmax": dict(branches=("selected",), num_initial_blocks=1, num_local_blocks=2),
     "one softmax, tokens": dict(
         branches=("selected",),
