@@ -133,9 +133,10 @@ def test_layers_of_different_sizes(launched):
     assert used[:2] == [tiles(FEW, *parts), tiles(MANY, *parts)]
     parts = ("dq", "window.dq", "dkv", "window.dkv", "key_major.backward")
     assert used[2] == tiles(FEW, *parts)
-    # what it was not given is the kernels' own
-    assert {tile for tile in used[3] if "forward" in tile[0]} == used[1]
-    assert len(used[3]) == 3 + 5 and not used[3] & tiles(FEW, *parts)
+    # a plan of the forward may be there already; what it was not given is the kernels' own
+    again = {tile for tile in used[3] if "forward" in tile[0]}
+    assert again <= used[1]
+    assert len(used[3] - again) == 5 and not used[3] & tiles(FEW, *parts)
 
 
 @kernels
