@@ -20,10 +20,11 @@ from transformers.cache_utils import (
 from ..cache.kv_cache import KVCache
 from ..checks.scalars import check_int, shown
 from ..compress import unfold, windows_of
-from .settings import settings_of
+from .mask import NSAMask
+from .settings import drop_in_config
 
-# tokens that storage has room for beyond those that are there, at least; else an eighth of them
-LEAST_ROOM = 64
+# least spare capacity of storage in tokens; else an eighth of those that are there
+LEAST_SPARE = 64
 
 
 def keep_means(key: Tensor, l: int, d: int, means: Tensor) -> None:
@@ -39,16 +40,16 @@ def kept_means(key: Tensor, l: int, d: int) -> Tensor | None:
     return means
 
 
-def windows_by(config: Any) -> tuple[int, int]:
+def window_sizes(config: Any) -> tuple[int, int]:
     """Tokens of a window of the compressed keys, and from window to window, by `model.config`."""
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(f"config must be model.config, got {shown(config)}")
-    settings = settings_of(config.get_text_config(decoder=True))
-    return settings["compress_block_size"], settings["compress_block_sliding_stride"]
+    settings, _ = drop_in_config(config.get_text_config(decoder=True))
+    return settings.compress_block_size, settings.d
 
 
 class SparseLayer(DynamicLayer):
-    """Keys and values [B K S D] of a layer in storage with room for more, and the mean keys
+    """Keys and values [B K S D] of a layer in storage with spare capacity, and the mean keys
     [B K W D] of its windows: a step writes its own tokens, where a `DynamicLayer` copies all.
 
     What an update returned stays as it was until tokens are taken back (`crop`) and others written.
@@ -56,54 +57,47 @@ class SparseLayer(DynamicLayer):
 
     def __init__(self, l: int = 1, d: int = 1, **unknown: Any) -> None:
         super().__init__()
-        self.keys: Tensor
-        self.values: Tensor
         self.windows = (l, d)
         self.stores: dict[str, Tensor] = {}
-        self.means: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        # of keys that another call has moved or cropped they are computed anew
-        self.means = kept_means(self.keys, *self.windows) if self.is_initialized else None
+        (l, d), is_traced = self.windows, torch.compiler.is_compiling()
         # autograd saves what a call returned
-        copies = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if copies or not self.is_initialized:
-            super().update(key_states, value_states, *args, **kwargs)
+        in_place = self.is_initialized and not (torch.is_grad_enabled() or is_traced)
+        # of keys that another call has moved or cropped they are computed anew
+        means = kept_means(self.keys, l, d) if self.is_initialized else None
+        if in_place:
+            self.keys = self.extend("keys", self.keys, key_states)
+            self.values = self.extend("values", self.values, value_states)
         else:
-            self.keys = self.extended("keys", self.keys, key_states)
-            self.values = self.extended("values", self.values, value_states)
-        if self.windows != (1, 1) and not torch.compiler.is_compiling():
-            self.compress(copies)
+            super().update(key_states, value_states, *args, **kwargs)
+        if l == d == 1 or is_traced:
+            return self.keys, self.values
+        done = 0 if means is None else means.shape[2]
+        if means is None or done * d < l:  # windows that begin before the first token
+            means = windows_of(self.keys, l, d, True).mean(dim=-2)
+        elif self.keys.shape[2] // d > done:  # the newest tokens complete some
+            new = unfold(self.keys[:, :, (done + 1) * d - l :], l, d).mean(dim=-2)
+            means = self.extend("means", means, new) if in_place else torch.cat((means, new), 2)
+        keep_means(self.keys, l, d, means)
         return self.keys, self.values
 
-    def compress(self, copies: bool) -> None:
-        """Add the windows that the newest tokens complete."""
-        (l, d), S = self.windows, self.keys.shape[2]
-        done = 0 if self.means is None else self.means.shape[2]
-        if self.means is None or done * d < l:  # windows that begin before the first token
-            self.means = windows_of(self.keys, l, d, True).mean(dim=-2)
-        elif S // d > done:
-            new = unfold(self.keys[:, :, (done + 1) * d - l :], l, d).mean(dim=-2)
-            parts = self.means, new
-            self.means = torch.cat(parts, dim=2) if copies else self.extended("means", *parts, d)
-        keep_means(self.keys, l, d, self.means)
-
-    def extended(self, name: str, held: Tensor, new: Tensor, every: int = 1) -> Tensor:
-        """The held entries [B K n D] of `every` tokens each, and the new ones after them."""
+    def extend(self, name: str, held: Tensor, new: Tensor) -> Tensor:
+        """The held entries [B K n D], and the new ones after them in storage."""
         if held.ndim != 4 or not fits(held, new):
             return torch.cat((held, new), dim=-2)
-        S, most = held.shape[2], held.shape[2] + new.shape[2]
+        S, total = held.shape[2], held.shape[2] + new.shape[2]
         store = self.stores.get(name)
         # crops leave the begin of the storage, other calls another tensor
-        begins = store is not None and store.data_ptr() == held.data_ptr() and fits(store, new)
-        if store is None or not begins or store.shape[2] < most:
-            room = most + max(LEAST_ROOM // every, most // 8)
-            store = self.stores[name] = held.new_empty(*held.shape[:2], room, held.shape[3])
+        is_held = store is not None and store.data_ptr() == held.data_ptr() and fits(store, new)
+        if store is None or not is_held or store.shape[2] < total:
+            capacity = total + max(LEAST_SPARE, total // 8)
+            store = self.stores[name] = held.new_empty(*held.shape[:2], capacity, held.shape[3])
             store[:, :, :S] = held
-        store[:, :, S:most] = new
-        return store[:, :, :most]
+        store[:, :, S:total] = new
+        return store[:, :, :total]
 
     def reset(self) -> None:
         self.stores.clear()
@@ -115,7 +109,7 @@ class SparseLayer(DynamicLayer):
 
 
 def fits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ in their length alone."""
+    """Whether two tensors [B K n D] differ in n alone, if at all."""
     kinds = ((t.dtype, t.device, t.shape[:2], t.shape[3:], t.is_inference()) for t in (one, other))
     return len(set(kinds)) == 1
 
@@ -134,7 +128,7 @@ class SparseCache(DynamicCache):
     """
 
     def __init__(self, config: Any) -> None:
-        sizes = windows_by(config)
+        sizes = window_sizes(config)
         super().__init__(config=config)
         self.layers: list[Any] = [
             SparseLayer(*sizes) if type(layer) is DynamicLayer else layer for layer in self.layers
@@ -198,7 +192,7 @@ class StaticSparseCache(StaticCache):
     """
 
     def __init__(self, config: Any, max_cache_len: int, **others: Any) -> None:
-        sizes = windows_by(config)
+        sizes = window_sizes(config)
         max_cache_len = check_int("max_cache_len", max_cache_len, 1)
         super().__init__(config=config, max_cache_len=max_cache_len, **others)
         if sizes != (1, 1):
@@ -216,7 +210,7 @@ class KVLayer(CacheLayerMixin):
         cache: the tokens themselves.
         slots: tokens of each sequence with padding.
         real: [B, slots], whether a slot holds a token; None if all do.
-        packed: whether the only forward so far had packed documents, which are not kept.
+        is_packed: whether the only forward so far had packed documents, which are not kept.
     """
 
     is_sliding = False
@@ -227,7 +221,7 @@ class KVLayer(CacheLayerMixin):
         self.cache = KVCache()
         self.slots: Any = 0
         self.real: Tensor | None = None
-        self.packed = False
+        self.is_packed = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -239,27 +233,44 @@ class KVLayer(CacheLayerMixin):
             "past_key_values holds the tokens of a SparseAttention, which another model cannot use"
         )
 
-    def count(self, tokens: int, real: Tensor | None) -> None:
-        """Count the slots of a forward. `real` [B, slots] is of all slots so far."""
-        self.is_initialized = True
-        self.slots += tokens
-        self.real = real
+    def arguments(self, T: int, mask: NSAMask | None, has_checks: bool) -> dict[str, Any]:
+        """The arguments of a `SparseAttention` for T new tokens.
 
-    def check_past(self, real: Tensor | None) -> None:
-        """Check that a mask [B, past slots] hides the padding that earlier masks hid, no more.
+        Raises:
+            ValueError: the mask is not of all tokens so far.
+        """
+        tokens = None if mask is None else mask.tokens
+        if tokens is not None and tokens.shape[1] != self.slots + T:
+            raise ValueError(
+                f"attention_mask must be of {self.slots + T} tokens, past ones included, got "
+                f"{tokens.shape[1]}"
+            )
+        if has_checks:
+            self.check_past(tokens, self.slots)
+        new = None if mask is None or tokens is None else mask.once(NSAMask.new_tokens, T)
+        return dict(cache=self.cache, mask=new)
+
+    def count(self, T: int, mask: NSAMask | None) -> None:
+        """Count the slots of a forward, as `arguments` was called for it."""
+        self.is_initialized = True
+        self.slots += T
+        self.real = None if mask is None else mask.tokens
+
+    def check_past(self, tokens: Tensor | None, past: int) -> None:
+        """Check that a mask [B, S] hides the padding that earlier masks hid, no more.
 
         Raises:
             ValueError: it does not, or the cache has seen packed documents.
         """
-        if self.packed:
+        if self.is_packed:
             raise ValueError(
                 "past_key_values has seen packed documents, of which it keeps nothing: call the "
                 "model with use_cache=False, or give each document a row"
             )
-        if torch.compiler.is_compiling() or not self.slots:  # there the host does not know
+        if torch.compiler.is_compiling() or not past:  # there the host does not know
             return
         held = self.cache.lengths
-        expected = [int(self.slots)] * len(held) if real is None else real.sum(1).tolist()
+        expected = [past] * len(held) if tokens is None else tokens[:, :past].sum(1).tolist()
         if held != expected:
             raise ValueError(
                 f"attention_mask must show the {held} tokens that past_key_values holds of each "
@@ -280,7 +291,7 @@ class KVLayer(CacheLayerMixin):
         return self.get_max_length()
 
     def reset(self) -> None:
-        self.cache, self.slots, self.real, self.packed = KVCache(), 0, None, False
+        self.cache, self.slots, self.real, self.is_packed = KVCache(), 0, None, False
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -292,8 +303,7 @@ class KVLayer(CacheLayerMixin):
         if self.real is not None:
             removed = self.real[:, self.slots - n :].sum(1).tolist()
             self.real = self.real[:, : self.slots - n]
-        kept = [held - m for held, m in zip(self.cache.lengths, removed, strict=True)]
-        self.cache.truncate(kept)
+        self.cache.truncate([a - b for a, b in zip(self.cache.lengths, removed, strict=True)])
         self.slots -= n
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -326,19 +336,45 @@ class StaticKVLayer(KVLayer):
         self.max_cache_len = max_cache_len
         self.cache = KVCache(max_cache_len)
 
-    def begin(self, device: torch.device) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Count slots on a device from the first call on: compiled steps count in place."""
         if isinstance(self.slots, int):
             with torch.inference_mode(False):  # else no other mode could count
-                self.slots = torch.zeros((), dtype=torch.long, device=device)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.begin(key_states.device)
+                self.slots = torch.zeros((), dtype=torch.long, device=key_states.device)
         self.is_initialized = True
 
-    def count(self, tokens: int, real: Tensor | None) -> None:
-        self.is_initialized = True
-        self.slots.add_(tokens)
+    def arguments(self, T: int, mask: NSAMask | None, has_checks: bool) -> dict[str, Any]:
+        """As of a `KVLayer`.
+
+        Raises:
+            ValueError: too few slots are left, or the mask shows other keys than those up to the
+                last new token.
+        """
+        tokens = None if mask is None else mask.tokens
+        if has_checks:
+            past = int(self.slots)
+            if past + T > self.max_cache_len:
+                raise ValueError(
+                    f"past_key_values is full: it holds {past} of {self.max_cache_len} tokens, got "
+                    f"{T} more"
+                )
+            if mask is not None and int(mask.length) != past + T:
+                raise ValueError(
+                    f"attention_mask must show the {past + T} keys up to the last new token, got "
+                    f"{int(mask.length)}"
+                )
+            self.check_past(tokens, past)
+        if tokens is None:
+            return dict(cache=self.cache)
+        slots = self.slots + torch.arange(T, device=tokens.device)
+        new = tokens.index_select(1, slots.clamp(max=tokens.shape[1] - 1))
+        if not torch.compiler.is_compiling() and bool(new.all()):
+            return dict(cache=self.cache)
+        padding: dict[str, Any] = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
+        return dict(cache=self.cache, **padding)
+
+    def count(self, T: int, mask: NSAMask | None) -> None:
+        self.slots.add_(T)
         if not torch.compiler.is_compiling():
             self.mark()
 
@@ -348,26 +384,6 @@ class StaticKVLayer(KVLayer):
         for t in (self.slots, *self.cache.tensors().values()):
             torch._dynamo.mark_static_address(t)
 
-    def check_new(self, new: int, length: Any, tokens: Tensor | None) -> None:
-        """Check that `new` slots are left, and a mask of `length` keys, [B, slots] with padding.
-
-        Raises:
-            ValueError: fewer slots, keys other than those up to the last token, or padding that
-                earlier masks did not hide.
-        """
-        past = int(self.slots)
-        if past + new > self.max_cache_len:
-            raise ValueError(
-                f"past_key_values is full: it holds {past} of {self.max_cache_len} tokens, got "
-                f"{new} more"
-            )
-        if length is not None and int(length) != past + new:
-            raise ValueError(
-                f"attention_mask must show the {past + new} keys up to the last new token, got "
-                f"{int(length)}"
-            )
-        self.check_past(None if tokens is None else tokens[:, :past])
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.max_cache_len, 0
 
@@ -376,7 +392,7 @@ class StaticKVLayer(KVLayer):
 
     def reset(self) -> None:
         self.cache.reset()
-        self.packed = False
+        self.is_packed = False
         if self.is_initialized:
             self.slots.zero_()
 
@@ -407,8 +423,8 @@ def layer_of(cache: Any, index: int) -> KVLayer:
             cache.layers.append(DynamicLayer())
         layer = cache.layers[index] if index < len(cache.layers) else None
     if type(layer) in (DynamicLayer, StaticLayer):
-        tracing = torch.compiler.is_compiling()  # there the host does not know
-        if not tracing and (held := int(layer.get_seq_length())) > 0:
+        is_traced = torch.compiler.is_compiling()  # there the host does not know
+        if not is_traced and (held := int(layer.get_seq_length())) > 0:
             raise ValueError(
                 f"past_key_values must be empty or of this model, got the {held} tokens of another"
             )
@@ -416,10 +432,10 @@ def layer_of(cache: Any, index: int) -> KVLayer:
         layer = cache.layers[index] = StaticKVLayer(layer.max_cache_len) if is_static else KVLayer()
     if isinstance(layer, KVLayer):
         return layer
-    name = f"an offloaded {type(cache).__name__}" if is_offloaded else type(cache).__name__
+    kind = f"{'an offloaded ' if is_offloaded else ''}{type(cache).__name__}"
     raise ValueError(
         "past_key_values must be a DynamicCache or a StaticCache on the device with "
-        f"SparseAttention, whose layers keep a KVCache, got {name} of "
+        f"SparseAttention, whose layers keep a KVCache, got {kind} of "
         f"{sorted({type(layer).__name__ for layer in getattr(cache, 'layers', [])})}: leave out "
         'cache_implementation, or give "static"'
     )

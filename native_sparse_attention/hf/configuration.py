@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -22,21 +21,15 @@ from ..checks.tensors import check_choice
 from ..config import NSAConfig
 from ..presets import preset
 from ..ranking import WEIGHTS
-from .settings import ANY_LENGTH, check_widths
+from .settings import ANY_LENGTH, free_settings, kept_settings, layer_config
 
 FORM = "one-softmax"
 # settings of a layer that the configuration has under names of its own, and tile sizes, which
 # belong to a machine
-OF_MODEL = (
-    "dim", "dim_head", "heads", "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm",
-    "qk_norm_eps", "block_sizes",
+DECIDED = (
+    "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm", "qk_norm_eps", "block_sizes",
 )  # fmt: skip
-SETTINGS = {
-    field.name: field.default
-    for field in fields(NSAConfig)
-    if field.name not in OF_MODEL and field.default is not MISSING
-}
-
+SETTINGS = free_settings(DECIDED)
 
 # what configurations of other decoders name, and what this one is
 ABSENT: dict[str, Any] = dict(
@@ -82,6 +75,8 @@ class NSAModelConfig(PreTrainedConfig):
     model_type = "nsa"
     # a list: Trainer adds another one
     keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
+    # what the MLP of a Llama reads
+    hidden_act, mlp_bias = "silu", False
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -165,9 +160,8 @@ class NSAModelConfig(PreTrainedConfig):
             setattr(self, name, check_layers(name, getattr(self, name), self.num_hidden_layers))
         if both := sorted({*self.dense_layers} & {*self.local_layers}):
             raise ValueError(f"local_layers must not be dense_layers too, got {both} in both")
-        self.nsa = self.settings_of(self.nsa)
-        layer = self.layer_config
-        self.nsa = kept(layer)
+        layer = self.read_settings(self.nsa)
+        self.nsa = kept_settings(layer, SETTINGS)
         if self.ranking_queries is not None:
             self.ranking_queries = check_int("ranking_queries", self.ranking_queries, 1)
             if not layer.is_indexed:
@@ -184,6 +178,7 @@ class NSAModelConfig(PreTrainedConfig):
             dim=self.hidden_size, dim_head=self.head_dim, heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads, causal=True, norm=False, qkv_bias=self.qkv_bias,
             out_bias=self.out_bias, qk_norm=self.qk_norm, qk_norm_eps=self.rms_norm_eps,
+            block_sizes=None,
         )  # fmt: skip
 
     @property
@@ -193,54 +188,32 @@ class NSAModelConfig(PreTrainedConfig):
 
     def layer_config_of(self, index: int) -> NSAConfig:
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""
-        layer = self.layer_config
+        nsa = dict(self.nsa)
         if index in self.local_layers:
-            local = dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
-            return NSAConfig(**self.widths, **self.nsa | local)
-        if index not in self.dense_layers:
-            return layer
-        names = (
-            "compress_block_size", "compress_block_sliding_stride", "selection_block_size", "scale",
-            "soft_cap", "attention_sinks", "recompute", "backend",
-        )  # fmt: skip
-        same = {name: getattr(layer, name) for name in names}
-        dense: dict[str, Any] = dict(num_selected_blocks=0, dense_length=ANY_LENGTH)
-        return NSAConfig(**self.widths, **same, branches=("selected",), **dense)
+            nsa |= dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
+        elif index in self.dense_layers:
+            names = (
+                "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
+                "scale", "soft_cap", "attention_sinks", "recompute", "backend",
+            )  # fmt: skip
+            nsa = {name: nsa[name] for name in names} | dict(branches=["selected"])
+            nsa |= dict(num_selected_blocks=0, dense_length=ANY_LENGTH)
+        return NSAConfig(**self.widths, **nsa)
 
-    def settings_of(self, nsa: Any) -> dict[str, Any]:
-        """The settings that the argument `nsa` names, with those of its preset."""
-        if nsa is None:
-            nsa = FORM
-        if isinstance(nsa, str):
-            nsa = dict(preset=nsa)
-        if isinstance(nsa, NSAConfig):
-            check_widths("nsa", nsa, self.widths)
-            return kept(nsa)
-        if not isinstance(nsa, Mapping):
-            raise ValueError(
-                "nsa must be a dict of settings, the name of a preset, an NSAConfig or None, got "
-                f"{shown(nsa)}"
-            )
-        user = dict(nsa)
-        form, length = user.pop("preset", None), user.pop("length", None)
-        for name in OF_MODEL:
-            if name in user:
-                raise ValueError(
-                    f"nsa must be without {name}, which the model decides, got {shown(user[name])}"
-                )
-        check_keywords(user, SETTINGS)
-        if form is None and length is not None:
-            raise ValueError(f"length in nsa goes with a preset, got {shown(length)} without")
-        if form is None:
-            return user
-        length = self.max_position_embeddings if length is None else length
-        return preset(form, length, user)
+    def read_settings(self, nsa: Any) -> NSAConfig:
+        """The settings of a layer that the argument `nsa` names, with those of its preset."""
+        nsa = FORM if nsa is None else nsa
+        nsa = dict(preset=nsa) if isinstance(nsa, str) else nsa
+        if isinstance(nsa, Mapping):
+            nsa = dict(nsa)
+            form, length = nsa.pop("preset", None), nsa.pop("length", None)
+            check_keywords(nsa, (*SETTINGS, *self.widths))
+            if form is None and length is not None:
+                raise ValueError(f"length in nsa goes with a preset, got {shown(length)} without")
+            if form is not None:
+                length = self.max_position_embeddings if length is None else length
+                nsa = preset(form, length, nsa)
+        return layer_config(nsa, {}, SETTINGS, self.widths, "nsa")
 
 
 NAMES = frozenset(NSAModelConfig.__annotations__)
-
-
-def kept(config: NSAConfig) -> dict[str, Any]:
-    """The settings of a layer as values of JSON."""
-    values = {name: getattr(config, name) for name in SETTINGS}
-    return values | dict(branches=list(config.branches))

@@ -5,11 +5,9 @@ H  query heads      K  KV heads      D  head dimension
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ..attention import SparseAttention
-from ..checks.keywords import check_keywords
 from ..checks.scalars import check_factor, shown
 from ..compress import MeanPool
 from ..config import NSAConfig
@@ -27,7 +24,7 @@ from ..initialization import assign
 from .attention import check_model
 from .modeling import NSAAttention
 from .settings import CONVERTED_KEY as KEY
-from .settings import NAME, check_widths, named_settings, without_notes
+from .settings import NAME, free_settings, kept_settings, layer_config, without_notes
 
 Model = TypeVar("Model")
 
@@ -41,17 +38,14 @@ FUSED = {"Phi3Attention"}
 # norms of every head of queries and keys
 NORMED = {"Qwen3Attention", "Qwen3MoeAttention", "Gemma3Attention"}
 CAPPED = {"Gemma2Attention"}
-# frequencies of these change with the length of the sequence
-CHANGING = ("dynamic", "longrope")
 
-# the model decides these, and these have one form
-OF_MODEL = (
-    "dim", "dim_head", "heads", "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm",
-    "qk_norm_eps", "scale", "soft_cap", "attention_sinks",
+# all settings but those that the model decides, or that have one form
+SETTINGS = free_settings(
+    (
+        "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm", "qk_norm_eps", "scale",
+        "soft_cap", "attention_sinks", "compress_mlp_expand_factor", "block_sizes",
+    )
 )  # fmt: skip
-OF_NETWORKS = ("compress_mlp_expand_factor", "block_sizes")
-FREE = {f.name: f.default for f in fields(NSAConfig) if f.name not in (*OF_MODEL, *OF_NETWORKS)}
-
 # one softmax over initial, local and ranked blocks: tokens rank by learned queries and keys
 ONE_SOFTMAX: dict[str, Any] = dict(
     branches=("selected",),
@@ -67,11 +61,9 @@ ONE_SOFTMAX: dict[str, Any] = dict(
 )
 # the paper's numbers
 BRANCHES: dict[str, Any] = dict(
-    importance="probs", num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2
-)
-# logits of open gates; sigmoid(12) = 1 - 6e-6
-NAMES = tuple(FREE)
-FREE["gate_bias"] = 12.0
+    importance="probs", compress_block_sliding_stride=16, num_selected_blocks=13,
+    num_initial_blocks=1, num_local_blocks=2,
+)  # fmt: skip
 
 
 def convert(
@@ -101,87 +93,57 @@ def convert(
             out of range or decided by the model, or branches that cannot begin as full attention.
     """
     decoder = check_model(model)
-    kept = getattr(decoder.config, KEY, None) or {}
-    user = named_settings(kept if config is None and not settings else config, NAMES)
-    values = with_defaults(user | settings)
-    base = decoder.base_model
-    kinds = getattr(decoder.config, "layer_types", None)
+    if config is None and not settings:
+        config = getattr(decoder.config, KEY, None)
+    if isinstance(config, Mapping):
+        config, settings = None, {**config, **settings}
+    # logits of open gates; sigmoid(12) = 1 - 6e-6
+    bias = check_factor("gate_bias", settings.pop("gate_bias", 12.0))
+    base, kinds = decoder.base_model, getattr(decoder.config, "layer_types", None)
     layers = [
-        (index, layer, "full_attention" if kinds is None else kinds[index])
+        (index, layer)
         for index, layer in enumerate(getattr(base, "layers", []))
         if kinds is None or kinds[index] == "full_attention"
     ]
-    if not layers:
-        raise ValueError(f"model must have a list of layers, got none in {type(base).__name__}")
-    for _, layer, _ in layers:
-        check_family(getattr(layer, "self_attn", layer))
     rotary = getattr(base, "rotary_emb", None)
-    if rotary is None:
-        raise ValueError(
-            f"model must have a rotary embedding, rotary_emb, got none in {shown(type(base))}"
-        )
-    replaced = []
-    for _, layer, kind in layers:  # all of them, before the model changes
-        parts = parts_of(layer.self_attn, rotary, kind)
-        if isinstance(config, NSAConfig):
-            check_widths("config", config, parts.settings)
-        replaced.append(sparse_layer(parts, values))
-    for attention, (index, layer, _) in zip(replaced, layers, strict=True):
-        module, is_first = layer.self_attn, index == layers[0][0]
+    for name, part in (("layers", layers), ("rotary_emb", rotary)):
+        if not part:
+            raise ValueError(f"model must have {name}, got none in a {type(base).__name__}")
+    # all of them, before the model changes
+    modules = [getattr(layer, "self_attn", layer) for _, layer in layers]
+    replaced = [sparse_layer(read_module(m, rotary), config, settings, bias) for m in modules]
+    for attention, (index, layer) in zip(replaced, layers, strict=True):
+        module = layer.self_attn
         freeze(attention, module)
+        is_first = index == layers[0][0]
         layer.self_attn = NSAAttention(attention, index, module.attention_dropout, is_first)
         layer.self_attn.train(module.training)
-    checked = {name: getattr(replaced[0].config, name, values[name]) for name in FREE}
-    setattr(decoder.config, KEY, checked | dict(branches=list(checked["branches"])))
+    kept = kept_settings(replaced[0].config, SETTINGS) | dict(gate_bias=bias)
+    setattr(decoder.config, KEY, kept)
     decoder.set_attn_implementation(NAME)
     return model
 
 
-def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """All settings that the model does not decide.
-
-    Raises:
-        ValueError: an unknown setting, one that the model decides, or branches that cannot begin
-            as full attention.
-    """
-    for name in (*OF_MODEL, *OF_NETWORKS):
-        if name in settings:
-            raise ValueError(
-                f"{name} must be left out: the model decides it, got {shown(settings[name])}"
-            )
-    check_keywords(settings, FREE)
-    check_factor("gate_bias", settings.get("gate_bias", FREE["gate_bias"]))
-    branches = settings.get("branches", ONE_SOFTMAX["branches"])
-    branches = tuple(branches) if isinstance(branches, (list, tuple)) else branches
-    alone = branches == ("selected",)
-    values = FREE | (ONE_SOFTMAX if alone else BRANCHES) | settings | dict(branches=branches)
-    if "compress_block_size" in settings and "compress_block_sliding_stride" not in settings:
-        values["compress_block_sliding_stride"] = settings["compress_block_size"]
-    elif not alone and values["compress_block_sliding_stride"] is None:
-        values["compress_block_sliding_stride"] = values["compress_block_size"] // 2
-    if "index_heads" not in settings:
-        values["index_heads"] = None
-    if isinstance(branches, tuple) and not {"selected", "window"} & set(branches):
+def sparse_layer(
+    parts: Parts, user: NSAConfig | None, settings: Mapping[str, Any], gate_bias: float
+) -> SparseAttention:
+    """A layer with the weights of an attention module."""
+    branches = settings.get("branches", ONE_SOFTMAX["branches"] if user is None else user.branches)
+    is_alone = isinstance(branches, (list, tuple)) and [*branches] == ["selected"]
+    defaults = SETTINGS | (ONE_SOFTMAX if is_alone else BRANCHES)
+    defaults |= dict(index_heads=parts.settings["kv_heads"])
+    config = layer_config(user, settings, defaults, parts.settings)
+    first = "window" if "window" in config.branches else "selected"
+    if first not in config.branches:
         raise ValueError(
             "branches must hold 'selected' or 'window', one of which begins as the attention of "
-            f"the model, got {shown(branches)}"
+            f"the model, got {shown(config.branches)}"
         )
-    return values
-
-
-def sparse_layer(parts: Parts, values: Mapping[str, Any]) -> SparseAttention:
-    """A layer with the weights of an attention module."""
-    user = dict(values)
-    bias = float(user.pop("gate_bias"))
-    if user["index_heads"] is None:
-        user["index_heads"] = parts.settings["kv_heads"]
-    config = NSAConfig(**user, **parts.settings)
     networks: dict[str, Any] = {}
     if "compressed" in config.branches:
         networks["compress_mlp"] = MeanPool()
     if len(config.branches) > 1:
-        first = "window" if "window" in config.branches else "selected"
-        start = tuple(bias if name == first else -bias for name in config.branches)
+        start = tuple(gate_bias if name == first else -gate_bias for name in config.branches)
         networks["strategy_combine_mlp"] = GateLinear(config.dim, config.heads, start)
     if parts.inv_freq is None:
         networks["rotary_emb"] = False
@@ -255,109 +217,95 @@ class Parts(NamedTuple):
     inv_freq: Tensor | None
 
 
-def refuse(module: Any, expected: str, got: str) -> NoReturn:
-    raise ValueError(f"model must have {expected}, got {type(module).__name__} {got}")
-
-
-def check_family(module: Any) -> None:
-    """Check that a module is of a family that `convert` can read.
-
-    Raises:
-        ValueError: it is not; the message names the families.
-    """
-    name, known = type(module).__name__, sorted(SEPARATE | FUSED)
-    if name not in known:
-        raise ValueError(
-            f"model must have attention of {', '.join(known)}, got {name}: use_sparse_attention "
-            "takes more models, without weights of its own"
-        )
-    if getattr(module, "qk_layernorm", False):
-        refuse(module, "RMSNorm of queries and keys or none", "with LayerNorm (qk_layernorm)")
-
-
-def parts_of(module: Any, rotary: Any, layer_type: str) -> Parts:
+def read_module(module: Any, rotary: Any) -> Parts:
     """What `convert` reads of an attention module and of the model's rotary embedding.
 
     Raises:
         ValueError: a module without an equivalent in `SparseAttention`.
     """
-    name, D = type(module).__name__, module.head_dim
+    name, families = type(module).__name__, sorted(SEPARATE | FUSED)
+    if name not in families:
+        raise ValueError(
+            f"model must have attention of {', '.join(families)}, got {name}: use_sparse_attention "
+            "takes more models, without weights of its own"
+        )
+    D = module.head_dim
     H, K = module.config.num_attention_heads, module.config.num_key_value_heads
-    scale, inv_freq, order = float(module.scaling), None, torch.arange(D)
+    out_name = "dense" if name == "PhiAttention" else "o_proj"
+    names = ["qkv_proj"] if name in FUSED else ["q_proj", "k_proj", "v_proj"]
+    linears = {n: getattr(module, n) for n in (*names, out_name)}
+    inv_freq, amplitude, pairs, kind = None, 1.0, 0, "default"
     if getattr(module, "use_rope", True):
-        inv_freq, amplitude = frequencies(module, rotary, layer_type)
+        kind = getattr(rotary, "rope_type", "default")
+        kind = kind["full_attention"] if isinstance(kind, dict) else kind
+        prefix = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""
+        inv_freq = getattr(rotary, f"{prefix}inv_freq").detach().float()
+        amplitude = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
         pairs = len(inv_freq)
-        if amplitude != 1.0 and 2 * pairs < D:
-            refuse(
-                module,
-                "attention_scaling 1 where rotary embedding turns a part of a head",
-                f"with {amplitude}",
-            )
-        scale *= amplitude**2  # of queries and of keys
-        # pairs of neighbours, of features i and i + pairs, which transformers rotates together
-        order = torch.cat((torch.arange(2 * pairs).view(2, pairs).T.flatten(), order[2 * pairs :]))
+    refusals = [
+        (
+            getattr(module, "qk_layernorm", False),
+            "RMSNorm of queries and keys or none, got {} with LayerNorm (qk_layernorm)",
+        ),
+        (
+            kind in ("dynamic", "longrope"),
+            "rotary frequencies that do not depend on the length of the sequence, got {} with "
+            f"rope_type={kind!r}",
+        ),
+        (
+            amplitude != 1.0 and 2 * pairs < D,
+            "attention_scaling 1 where rotary embedding turns a part of a head, got {} with "
+            f"{amplitude}",
+        ),
+    ]
+    for n, linear in linears.items():
+        weight = getattr(linear, "weight", torch.empty(0))
+        refusals += [
+            (
+                type(linear) is not nn.Linear or not weight.is_floating_point(),
+                "projections that are nn.Linear: merge adapters, and load without quantization, "
+                f"got {{}} with {n} of {type(linear).__name__}",
+            ),
+            (weight.is_meta, f"loaded weights, got {{}} with {n} on the meta device"),
+            (
+                hasattr(weight, "device_mesh"),
+                "whole weights: convert it before fully_shard, and load it without tensor "
+                f"parallelism, got {{}} with {n} as a DTensor",
+            ),
+        ]
+    for is_wrong, told in refusals:
+        if is_wrong:
+            raise ValueError(f"model must have {told.format(name)}")
+
+    # pairs of neighbours, of features i and i + pairs, which transformers rotates together
+    order = torch.arange(D)
+    order = torch.cat((order[: 2 * pairs].view(2, pairs).T.flatten(), order[2 * pairs :]))
 
     def in_pairs(t: Tensor) -> Tensor:
         return t.unflatten(0, (-1, D))[:, order.to(t.device)].flatten(0, 1)
 
-    names = ["qkv_proj"] if name in FUSED else ["q_proj", "k_proj", "v_proj"]
-    linears, projections = [plain(module, linear) for linear in names], {}
-    for kind in ("weight", "bias"):
-        if getattr(linears[0], kind) is not None:
-            q, k, v = torch.cat([getattr(linear, kind).detach() for linear in linears]).split(
-                [H * D, K * D, K * D]
-            )
-            projections[kind] = [in_pairs(q), in_pairs(k), v]
+    projections = {}
+    for part in ("weight", "bias"):
+        if getattr(linears[names[0]], part) is not None:
+            qkv = torch.cat([getattr(linears[n], part).detach() for n in names])
+            q, k, v = qkv.split([H * D, K * D, K * D])
+            projections[part] = [in_pairs(q), in_pairs(k), v]
     norms: tuple[Any, Any] = (None, None)
     eps = 1e-6
     if name in NORMED:
-        norm, plus_one = module.q_norm, name.startswith("Gemma")
-        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", eps))
-        norms = (in_pairs(norm.weight.detach()), in_pairs(module.k_norm.weight.detach()))
-        norms = (norms[0] + plus_one, norms[1] + plus_one)
-    out = plain(module, "dense" if name == "PhiAttention" else "o_proj")
+        eps = getattr(module.q_norm, "variance_epsilon", getattr(module.q_norm, "eps", eps))
+        plus = name.startswith("Gemma")
+        q, k = (in_pairs(norm.weight.detach()) + plus for norm in (module.q_norm, module.k_norm))
+        norms = (q, k)
+    out = linears[out_name]
     settings: dict[str, Any] = dict(
         dim=out.weight.shape[0], dim_head=D, heads=H, kv_heads=K, causal=True, norm=False,
         qkv_bias="bias" in projections, out_bias=out.bias is not None, qk_norm=name in NORMED,
-        qk_norm_eps=eps, scale=scale, attention_sinks=False,
+        qk_norm_eps=eps, attention_sinks=False, compress_mlp_expand_factor=1.0, block_sizes=None,
+        scale=float(module.scaling) * amplitude**2,  # of queries and of keys
         soft_cap=module.attn_logit_softcapping if name in CAPPED else None,
     )  # fmt: skip
     return Parts(settings, projections, out, norms, inv_freq)
-
-
-def frequencies(module: Any, rotary: Any, layer_type: str) -> tuple[Tensor, float]:
-    """The rotary frequencies [pairs] of a layer, and what multiplies its cosines and sines."""
-    kind = getattr(rotary, "rope_type", "default")
-    kind = kind[layer_type] if isinstance(kind, dict) else kind
-    if kind in CHANGING:
-        refuse(
-            module,
-            "rotary frequencies that do not depend on the length of the sequence",
-            f"with rope_type={kind!r}",
-        )
-    prefix = f"{layer_type}_" if hasattr(rotary, f"{layer_type}_inv_freq") else ""
-    inv_freq: Tensor = getattr(rotary, f"{prefix}inv_freq")
-    return inv_freq.detach().float(), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
-
-
-def plain(module: Any, name: str) -> nn.Linear:
-    """The projection of this name."""
-    linear: nn.Linear = getattr(module, name)
-    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
-        refuse(
-            module,
-            "projections that are nn.Linear: merge adapters, and load without quantization",
-            f"with {name} of {type(linear).__name__}",
-        )
-    if linear.weight.is_meta:
-        refuse(module, "loaded weights", f"with {name} on the meta device")
-    if hasattr(linear.weight, "device_mesh"):
-        refuse(
-            module,
-            "whole weights: convert it before fully_shard, and load it without tensor parallelism",
-            f"with {name} as a DTensor",
-        )
-    return linear
 
 
 # saved models
@@ -383,11 +331,8 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     kept = getattr(text, KEY, None)
     if not kept:
         raise ValueError(f"path must be a folder of a converted model, got {shown(str(path))}")
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    if not (folder / names[0]).exists():
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
         raise ValueError(f"path must have model.safetensors, got {shown(str(path))}")
     # all but attention as transformers loads it: its formats of experts, buffers in float32
     architecture = getattr(transformers, config.architectures[0])
@@ -401,8 +346,8 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     ends = {name: name[name.rindex("layers.") :] for name in layers}
     state = {
         name + key.partition(end)[2]: t
-        for file in names
-        for key, t in load_file(folder / file).items()
+        for file in files
+        for key, t in load_file(file).items()
         for name, end in ends.items()
         if f".{end}.attention." in f".{key}"
     }

@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from .. import varlen
 from ..checks.scalars import shown
-from .settings import KEY, check_supported, settings_of
+from .settings import KEY, drop_in_config
 
 HINT = (
     "give attention_mask [B, S], 1 for tokens and 0 for padding, or position_ids that begin at 0 "
@@ -27,6 +27,8 @@ HINT = (
 )
 # a smaller number, added to a logit, hides the key
 HIDDEN = -1e4
+# kinds of layers that "nsa" computes
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(eq=False)
@@ -41,16 +43,22 @@ class NSAMask:
             written, of the first L keys; None without padding.
         documents: integers [B, L], equal within a packed document; None for one document a row.
         past_dense_length: whether the host knows that all queries are past `dense_length`.
+        has_positions: whether positions are known to be those of the tokens of one document.
     """
 
     length: Any
     tokens: Any = None
     documents: Any = None
     past_dense_length: bool = False
+    has_positions: bool = False
     known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # a mask of layers, as of four axes: transformers makes those from masks of two
     ndim = 4
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return 1, 1, self.length, self.length
 
     @property
     def has_rows(self) -> bool:
@@ -58,13 +66,13 @@ class NSAMask:
         return self.tokens is not None or self.documents is not None
 
     def __getitem__(self, index: Any) -> NSAMask:
-        """The mask of some of the last queries, as models write `mask[:, :, -n:, :]`."""
+        """The mask of the last queries, as models write `mask[:, :, -n:, :]`."""
         return self
 
     def to(self, device: Any, *args: Any, **kwargs: Any) -> NSAMask:
         """The mask on the device of a layer, as accelerate asks for it."""
-        values = dict(length=self.length, tokens=self.tokens, documents=self.documents)
-        tensors = {name: t for name, t in values.items() if isinstance(t, Tensor)}
+        names = ("length", "tokens", "documents")
+        tensors = {n: t for n in names if isinstance(t := getattr(self, n), Tensor)}
         if all(t.device == torch.device(device) for t in tensors.values()):
             return self
         moved: dict[str, Any] = {name: t.to(device) for name, t in tensors.items()}
@@ -81,8 +89,10 @@ class NSAMask:
 
     def layout(self, step: int) -> varlen.Layout:
         """Rows in which each sequence or document begins at a multiple of `step`."""
-        layout: varlen.Layout = self.once(make_layout, step)
-        return layout
+        rows = self.documents if self.tokens is None else self.tokens
+        return varlen.layout(
+            tuple(rows.shape), rows.device, step, segment_ids=self.documents, mask=self.tokens
+        )
 
     def queries(self, T: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of a mask of tokens: the slots [T] of the queries among the keys; which of them are
@@ -91,12 +101,53 @@ class NSAMask:
         new = self.tokens.index_select(1, slots)
         return slots, new, self.tokens.sum(1) - new.sum(1)
 
+    def visible(self, T: int, S: int, sliding_window: int | None = None) -> Tensor:
+        """Which of S keys the last T queries see, bool [B, 1, T, S] if rows differ."""
+        rows = self.documents if self.tokens is None else self.tokens
+        key = torch.arange(S, device=None if rows is None else rows.device)
+        query = key[:T, None] + (self.length - T)
+        visible = (key <= query)[None]
+        if sliding_window is not None:
+            visible = visible & (key > query - sliding_window)
+        if self.tokens is not None:
+            visible = visible & self.tokens[:, None]
+        if self.documents is not None:
+            visible = visible & (self.documents[:, None] == self.documents[:, -T:, None])
+        return visible[:, None]
 
-def make_layout(mask: NSAMask, step: int) -> varlen.Layout:
-    rows = mask.documents if mask.tokens is None else mask.tokens
-    return varlen.layout(
-        tuple(rows.shape), rows.device, step, segment_ids=mask.documents, mask=mask.tokens
-    )
+    def least_start(self, T: int) -> int:
+        """The fewest tokens that a sequence has before its T queries."""
+        return int(self.queries(T)[-1].min())
+
+    def new_tokens(self, T: int) -> Tensor | None:
+        """Which of the last T tokens [B, T] are no padding; None if all are."""
+        new = self.tokens[:, -T:]
+        return None if bool(new.all()) else new
+
+
+def layer_types(config: Any) -> list[str]:
+    """The kind of each layer; of one layer where all are alike."""
+    is_full = getattr(config, "sliding_window", None) is None
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    return kinds or ["full_attention" if is_full else "sliding_attention"]
+
+
+def check_layers(config: Any, name: str) -> None:
+    """Check that "nsa" computes every layer of a model of this configuration.
+
+    Raises:
+        ValueError: it has layers of other kinds, or cross-attention.
+    """
+    if others := sorted(set(layer_types(config)) - LAYER_TYPES):
+        raise ValueError(
+            f"model must be one with layers of {' and '.join(sorted(LAYER_TYPES))}, got {name} "
+            f"with {others}"
+        )
+    if crossed := getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            f"model must be one without cross-attention, got {name} with "
+            f"cross_attention_layers={list(crossed)}"
+        )
 
 
 def nsa_mask(
@@ -129,13 +180,13 @@ def nsa_mask(
             "attention_mask must be causal, with padding or packed documents, got a mask function "
             "of the model's own: use_dense_attention(model) computes it"
         )
-    if attention_mask is not None and not isinstance(attention_mask, Tensor):
-        raise ValueError(f"attention_mask must be a tensor, got {shown(attention_mask)}")
-    if not tracing:
-        if config is not None:
-            check_supported(config, type(config).__name__)
-        if attention_mask is not None:
-            check_rows(attention_mask, batch_size, int(q_offset) + T)
+    if not tracing and config is not None:
+        check_layers(config, type(config).__name__)
+    if not tracing and attention_mask is not None:
+        shape = (batch_size, int(q_offset) + T)
+        rows, width = attention_mask.shape
+        if rows not in (1, batch_size) or width < shape[1]:
+            raise ValueError(f"attention_mask must have shape {[*shape]}, got {[rows, width]}")
     documents = None
     if not allow_is_causal_skip and T > 1:
         find = documents_uncompiled if tracing else documents_of_function
@@ -148,40 +199,32 @@ def nsa_mask(
     if tokens is not None and not tracing:
         is_full = bool((tokens | (key >= q_offset + T - kv_offset)).all())
         tokens = None if is_full else tokens
-    sdpa: dict[str, Any] = dict(
-        batch_size=batch_size, q_length=T, kv_length=S, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, device=device,
-        allow_is_causal_skip=False,
-    )  # fmt: skip
-    if T == S and kv_offset == 0:
-        if tokens is None and documents is None:
+    is_whole, is_known = T == S and kv_offset == 0, not isinstance(q_offset, Tensor)
+    if local_size is not None:  # a window counts slots, padding too
+        is_last = is_whole or (is_known and q_offset + T == kv_offset + S)
+        if tokens is None and documents is None and is_last:
             return None
-        if tokens is not None and local_size is not None and not tracing and has_gaps(tokens):
-            return sdpa_mask(**sdpa)  # a window counts slots, padding too
-        return NSAMask(S, tokens, documents)
-    if local_size is not None:
-        is_last = not isinstance(q_offset, Tensor) and q_offset + T == kv_offset + S
-        return None if tokens is None and is_last else sdpa_mask(**sdpa)
-    if isinstance(q_offset, Tensor) and (tracing or T == 1):
+        if not is_whole or (tokens is not None and not tracing and has_gaps(tokens)):
+            return sdpa_mask(
+                batch_size=batch_size, q_length=T, kv_length=S, q_offset=q_offset,
+                kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+                device=device, allow_is_causal_skip=False,
+            )  # fmt: skip
+    if is_whole:
+        is_plain = tokens is None and documents is None
+        return None if is_plain else NSAMask(S, tokens, documents)
+    if not is_known and (tracing or T == 1):
         # one graph of a step serves all lengths, or the two sides of `dense_length`
         length = q_offset.to(device) + T
         if tokens is not None:
             return NSAMask(length, tokens & (key < length))
         counts = not tracing and getattr(config, KEY, None) is not None
-        is_past = counts and int(q_offset) >= settings_of(config)["dense_length"]
+        is_past = counts and int(q_offset) >= drop_in_config(config)[0].dense_length
         return NSAMask(length, past_dense_length=is_past)
     L = int(q_offset) + T
     if tokens is None:
         return None if L == S else NSAMask(L)
     return NSAMask(L, tokens[:, :L])
-
-
-def check_rows(attention_mask: Tensor, batch_size: int, least: int) -> None:
-    if attention_mask.shape[0] not in (1, batch_size) or attention_mask.shape[1] < least:
-        raise ValueError(
-            f"attention_mask must have shape [{batch_size}, {least}], got "
-            f"{list(attention_mask.shape)}"
-        )
 
 
 def has_gaps(tokens: Tensor) -> bool:
@@ -239,9 +282,10 @@ def packed_mask(position_ids: Tensor, B: int, past: int | None = None) -> NSAMas
     return NSAMask(position_ids.shape[1], documents=numbered(begins.expand(B, -1)))
 
 
-REASON = "packed sequences are looked for on the host: give attention_mask [B, S]"
-documents_uncompiled = torch.compiler.disable(documents_of_function, reason=REASON)
-packed_uncompiled = torch.compiler.disable(packed_mask, reason=REASON)
+documents_uncompiled = torch.compiler.disable(
+    documents_of_function,
+    reason="packed sequences are looked for on the host: give attention_mask [B, S]",
+)
 
 
 def numbered(begins: Tensor) -> Tensor:
@@ -266,29 +310,30 @@ def remembered(compute: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
     return known[1]
 
 
-def read_positions(position_ids: Any, B: int, T: int, past: int | None = None) -> NSAMask | None:
-    """`packed_mask` of T tokens, for all layers of a forward: transformers looks for packed
-    documents without a cache alone. In a graph, which cannot look, there are none."""
-    if torch.compiler.is_compiling() or not isinstance(position_ids, Tensor):
-        return None
-    if position_ids.ndim != 2 or position_ids.shape[1] != T:
-        return None
-    mask: NSAMask | None = remembered(packed_mask, position_ids, B, past)
-    return mask
+def read_mask(
+    mask: Any, position_ids: Any, B: int, T: int, S: int, has_past: bool = False
+) -> NSAMask | None:
+    """The mask of T queries and S keys that transformers passes or the user gives; without either,
+    that of packed documents which positions tell. transformers looks for these without a cache
+    alone; a graph cannot look.
 
-
-def read_mask(mask: Any, B: int, T: int, S: int) -> NSAMask | None:
-    """The mask of T queries and S keys that transformers passes, or that the user gave.
+    Args:
+        has_past: whether keys of a cache precede these, which has no packed documents.
 
     Raises:
         ValueError: neither an `NSAMask` nor a tensor of padding or packed documents.
     """
-    if mask is None or isinstance(mask, NSAMask):
+    if mask is not None and not isinstance(mask, NSAMask):
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"attention_mask must be a tensor [{B}, S], got {shown(mask)}")
+        mask = remembered(mask_of_tensor, mask, B, T, S)
+    is_told = mask is not None and (mask.has_rows or isinstance(mask.length, Tensor))
+    if is_told or torch.compiler.is_compiling() or not isinstance(position_ids, Tensor) or T == 1:
         return mask
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"attention_mask must be a tensor [{B}, S], got {shown(mask)}")
-    known: NSAMask | None = remembered(mask_of_tensor, mask, B, T, S)
-    return known
+    if position_ids.ndim != 2 or position_ids.shape[1] != T:
+        return mask
+    past = None if not has_past else (S if mask is None else mask.length) - T
+    return remembered(packed_mask, position_ids, B, past) or mask
 
 
 def mask_of_tensor(mask: Tensor, B: int, T: int, S: int) -> NSAMask | None:
@@ -322,7 +367,9 @@ def mask_of_tensor(mask: Tensor, B: int, T: int, S: int) -> NSAMask | None:
         seen = tokens.any(0).nonzero()
         lengths = [max(T, int(seen[-1]) + 1 if len(seen) else 0), S]
     for L in lengths:
-        if agrees(visible[..., :L], tokens[:, :L], documents):
+        told = NSAMask(L, tokens[:, :L], documents)
+        is_wrong = visible[..., :L] != told.visible(T, L)[:, 0]
+        if not bool((is_wrong & tokens[:, L - T : L, None]).any()):
             break
     else:
         raise ValueError(
@@ -333,14 +380,3 @@ def mask_of_tensor(mask: Tensor, B: int, T: int, S: int) -> NSAMask | None:
     if bool(tokens[:, :L].all()):
         return None if L == S else NSAMask(L)
     return NSAMask(L, tokens[:, :L].expand(B, -1))
-
-
-def agrees(visible: Tensor, tokens: Tensor, documents: Tensor | None) -> bool:
-    """Whether the last T of L tokens see, in `visible` [b, T, L], the `tokens` [b, L] of their
-    document up to their own. What padding sees has no effect."""
-    T, L = visible.shape[1:]
-    key = torch.arange(L, device=visible.device)
-    expected = tokens[:, None] & (key <= key[L - T :, None])
-    if documents is not None:
-        expected = expected & (documents[:, None] == documents[:, L - T :, None])
-    return not bool(((visible != expected) & tokens[:, L - T :, None]).any())

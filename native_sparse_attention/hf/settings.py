@@ -1,4 +1,5 @@
-"""The settings of a model's sparse attention, and the dict that keeps them in `model.config`."""
+"""Settings of sparse attention in models of transformers: an `NSAConfig`, and the dict of its
+settings that `model.config` keeps."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from transformers.utils import logging
 
 from ..checks.keywords import check_keywords
 from ..checks.scalars import TOO_LARGE, shown
-from ..checks.tensors import IMPORTANCE_RULES, check_choice
-from ..config import NSAConfig
+from ..config import AttentionConfig, NSAConfig
 
 # the name of the attention implementation
 NAME = "nsa"
@@ -20,12 +20,13 @@ NAME = "nsa"
 KEY, REPLACED = "nsa_config", "replaced_implementation"
 # the key of a converted model's settings
 CONVERTED_KEY = "nsa_converted"
-# kinds of layers that "nsa" computes
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 # the greatest `dense_length`
 ANY_LENGTH = TOO_LARGE - 1
+# sizes of a layer that no model has
+NO_SIZES: dict[str, Any] = dict(dim=1, dim_head=1, heads=1)
 
-# One softmax over initial, local and ranked blocks. A block's score is its largest token's.
+# of the drop-in: one softmax over initial, local and ranked blocks, whose largest token is the
+# score of a block
 DEFAULTS: dict[str, Any] = dict(
     compress_block_size=1,
     compress_block_sliding_stride=1,
@@ -41,106 +42,75 @@ DEFAULTS: dict[str, Any] = dict(
     use_diff_topk=False,
     backend="auto",
 )
-
-# what an NSAConfig must say of the other settings: the model decides, or there is one form
 FIXED: dict[str, Any] = dict(
-    branches=("selected",),
-    causal=True,
-    rank_rotated=True,
-    scale=None,
-    soft_cap=None,
-    attention_sinks=False,
-    recompute=False,
-    block_sizes=None,
-)
+    branches=("selected",), causal=True, rank_rotated=True, scale=None, soft_cap=None,
+    attention_sinks=False, recompute=False, block_sizes=None,
+)  # fmt: skip
 
 
-def named_settings(
-    config: NSAConfig | Mapping[str, Any] | None, names: Iterable[str]
-) -> dict[str, Any]:
-    """The settings that `config` names; of an NSAConfig those of these names.
-
-    Raises:
-        ValueError: neither an NSAConfig nor a mapping.
-    """
-    if config is None or isinstance(config, Mapping):
-        return dict(config or {})
-    if not isinstance(config, NSAConfig):
-        raise ValueError(
-            f"config must be an NSAConfig, a dict of settings or None, got {shown(config)}"
-        )
-    known = {field.name for field in fields(config)}
-    return {name: getattr(config, name) for name in names if name in known}
+def free_settings(decided: Iterable[str]) -> dict[str, Any]:
+    """The settings of an `NSAConfig` by name, with their defaults, but for those `decided`."""
+    return {f.name: f.default for f in fields(NSAConfig) if f.name not in {*NO_SIZES, *decided}}
 
 
-def drop_in_settings(
-    config: NSAConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """All settings of `use_sparse_attention` as plain values, those not named by default.
+def layer_config(
+    user: Any,
+    settings: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    argument: str = "config",
+) -> NSAConfig:
+    """The settings of a layer.
+
+    Args:
+        user: an `NSAConfig`, a dict of its settings or None.
+        settings: single settings, which replace those of `user`.
+        defaults: of the settings that are free. The stride of windows is their size where only
+            that is named.
+        fixed: what the model decides. A dict may repeat it; an `NSAConfig` may have it or, but for
+            branches, a default instead.
 
     Raises:
-        ValueError: an unknown setting, one out of range, two incompatible ones, or an NSAConfig of
-            another form.
+        ValueError: another kind of argument; a setting that is unknown, out of range or decided by
+            the model; two incompatible ones.
     """
-    user = named_settings(config, (*DEFAULTS, *FIXED)) | dict(settings)
-    user.pop(REPLACED, None)
-    source = "config must have {}={!r}" if isinstance(config, NSAConfig) else "{} must be {!r}"
-    for name, value in FIXED.items():
-        if (other := user.pop(name, value)) != value:
-            raise ValueError(
-                f"{source.format(name, value)} in a model of transformers, got {shown(other)}"
-            )
-    check_keywords(user, DEFAULTS)
-    values = DEFAULTS | user
-    if user.get("compress_block_sliding_stride") is None:  # d is l by default
-        values["compress_block_sliding_stride"] = values["compress_block_size"]
-    check_choice("importance", values["importance"], IMPORTANCE_RULES)
-    sizes: dict[str, Any] = dict(dim=1, dim_head=1, heads=1)  # any: the model decides them
-    layer = NSAConfig(**sizes, branches=("selected",), causal=True, rank_rotated=True, **values)
-    return {name: getattr(layer, name) for name in values}
-
-
-def layer_types(config: Any) -> list[str]:
-    """The kind of each layer; of one layer where all are alike."""
-    kinds: list[str] | None = getattr(config, "layer_types", None)
-    if kinds is None:
-        window = getattr(config, "sliding_window", None)
-        kinds = ["full_attention" if window is None else "sliding_attention"]
-    return kinds
-
-
-def check_supported(config: Any, name: str) -> None:
-    """Check that "nsa" computes every layer of a model of this configuration.
-
-    Raises:
-        ValueError: it has layers of other kinds, or cross-attention.
-    """
-    if others := sorted(set(layer_types(config)) - LAYER_TYPES):
+    if not isinstance(user, (NSAConfig, Mapping, type(None))):
         raise ValueError(
-            f"model must be one with layers of {' and '.join(sorted(LAYER_TYPES))}, got {name} "
-            f"with {others}"
+            f"{argument} must be an NSAConfig, a dict of settings or None, got {shown(user)}"
         )
-    if crossed := getattr(config, "cross_attention_layers", None):
-        raise ValueError(
-            f"model must be one without cross-attention, got {name} with "
-            f"cross_attention_layers={list(crossed)}"
-        )
+    usual = {f.name: f.default for f in fields(NSAConfig)}
+    if isinstance(user, NSAConfig):
+        values = {n: getattr(user, n) for n in usual if n in defaults or n in fixed}
+        for name in fixed.keys() - {"branches"}:
+            if values[name] == usual[name]:
+                del values[name]
+    else:
+        values = dict(user or {})
+    values |= settings
+    for name, value in fixed.items():
+        if (got := values.pop(name, value)) != value:
+            raise ValueError(f"{name} must be {value!r}, which the model decides, got {shown(got)}")
+    check_keywords(values, defaults)
+    if "compress_block_size" in values:
+        values.setdefault("compress_block_sliding_stride", None)
+    return NSAConfig(**NO_SIZES | {**defaults, **values, **fixed})
 
 
-def settings_of(config: Any) -> dict[str, Any]:
-    """The settings that the configuration of a model keeps; defaults where it keeps none."""
-    return DEFAULTS | (getattr(config, KEY, None) or {})
+def kept_settings(config: NSAConfig, names: Iterable[str]) -> dict[str, Any]:
+    """Settings of a layer as values of JSON, by which `layer_config` makes it again."""
+    values = {name: getattr(config, name) for name in names}
+    return {n: [*value] if n == "branches" else value for n, value in values.items()}
 
 
-def check_widths(argument: str, config: NSAConfig, widths: Mapping[str, Any]) -> None:
-    """Check the settings of an `NSAConfig` that the model decides: equal, or left at a default."""
-    defaults = {field.name: field.default for field in fields(NSAConfig)}
-    for name, value in widths.items():
-        user = getattr(config, name)
-        if user not in (value, defaults[name]):
-            raise ValueError(
-                f"{argument} must have {name}={value!r}, as the model has, got {user!r}"
-            )
+def drop_in_config(config: Any, **values: Any) -> tuple[AttentionConfig, str]:
+    """The settings of a layer under "nsa" that a model's configuration keeps, `values` in their
+    place; and the backend."""
+    kept = getattr(config, KEY, None) or {}
+    settings = {name: kept.get(name, value) for name, value in DEFAULTS.items()}
+    backend = settings.pop("backend")
+    return AttentionConfig.unchecked(
+        branches=("selected",), causal=True, **settings | values
+    ), backend
 
 
 @contextmanager

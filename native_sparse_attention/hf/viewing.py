@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,10 +20,7 @@ from transformers import (
 from ..checks.scalars import shown
 from .configuration import NSAModelConfig
 from .convert import convert, load_converted
-from .settings import CONVERTED_KEY, KEY, drop_in_settings, without_notes
-
-# nothing is downloaded, and no code of a folder runs
-LOCAL: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
+from .settings import CONVERTED_KEY, DEFAULTS, FIXED, KEY, REPLACED, layer_config, without_notes
 
 
 def load_viewed(
@@ -49,64 +43,75 @@ def load_viewed(
         ValueError: a model that cannot be loaded or converted, or has no tokenizer.
         ImportError: a package that a file needs is not installed.
     """
-    path = Path(path)
-    source = source_of(path)
-    with without_notes():
-        config = config_of(path, source)
-        if settings is not None and isinstance(config, NSAModelConfig):
-            raise ValueError(
-                f"settings must be None for a model of type 'nsa', whose config.json has its own, "
-                f"got {shown(dict(settings))}"
-            )
-        kept = getattr(config.get_text_config(decoder=True), CONVERTED_KEY, None)
-        values = None
-        if not kept and not isinstance(config, NSAModelConfig):
-            user = getattr(config, KEY, None) if settings is None else settings
-            values = drop_in_settings(user, {})
-        tokenizer = tokenizer_of(path, source)
-        dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-        with errors_of(path):
-            if kept:
-                model: Any = load_converted(path, **(settings or {}))
-                model = model.float() if dtype == torch.float32 else model
-            else:
-                model = loaded(path, source, dtype)
-        if values is not None:
-            convert(model, values)
+    path, is_gguf = Path(path), Path(path).suffix == ".gguf"
+    # nothing is downloaded, and no code of a folder runs
+    source: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
+    source["pretrained_model_name_or_path"] = str(path.parent if is_gguf else path)
+    options: dict[str, Any] = {}
+    if is_gguf:
+        if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+            names = " and ".join(missing)
+            raise ImportError(f"{path} needs {names}: pip install {' '.join(missing)}")
+        source["gguf_file"] = path.name
+        if unpack := getattr(transformers, "GgufConfig", None):
+            # some releases keep the weights packed on a GPU
+            options["quantization_config"] = unpack(dequantize=True)
+    try:
+        with without_notes():
+            model, tokenizer = load(path, source, options, settings, device)
+    except (ValueError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # of the libraries that read a file
+        if isinstance(error, RuntimeError) and "memory" in str(error):
+            raise
+        raise ValueError(f"{path} cannot be loaded: {in_one_line(error)}") from None
     return model.to(device).eval(), tokenizer
 
 
-def source_of(path: Path) -> dict[str, Any]:
-    """Where `from_pretrained` finds the files."""
-    if path.suffix != ".gguf":
-        return dict(pretrained_model_name_or_path=str(path), **LOCAL)
-    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
-        raise ImportError(f"{path} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    return dict(pretrained_model_name_or_path=str(path.parent), gguf_file=path.name, **LOCAL)
+def in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
-def config_of(path: Path, source: Mapping[str, Any]) -> Any:
-    """The configuration of a decoder that this release of transformers knows."""
-    if "gguf_file" not in source:
-        name = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
-        if name not in CONFIG_MAPPING:
-            raise ValueError(
-                f"{path} must hold a model that transformers {transformers.__version__} knows, got "
-                f"model_type={name!r}"
-            )
-    with errors_of(path):
-        config = AutoConfig.from_pretrained(**source)
+def load(path: Path, source: Any, options: Any, settings: Any, device: Any) -> tuple[Any, Any]:
+    """`load_viewed`, with errors of the libraries."""
+    config = AutoConfig.from_pretrained(**source)
+    kept = getattr(config.get_text_config(decoder=True), CONVERTED_KEY, None)
+    is_native, values = isinstance(config, NSAModelConfig), None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{path} must hold a decoder, got model_type={config.model_type!r}")
-    return config
+    if settings is not None and is_native:
+        raise ValueError(
+            "settings must be None for a model of type 'nsa', whose config.json has its own, got "
+            f"{shown(dict(settings))}"
+        )
+    if not kept and not is_native:
+        user = dict((getattr(config, KEY, None) or {}) if settings is None else settings)
+        user.pop(REPLACED, None)
+        checked = layer_config(user, {}, DEFAULTS, FIXED)
+        values = {name: getattr(checked, name) for name in DEFAULTS}
+    tokenizer = load_tokenizer(path, source)
+    dtype: Any = torch.float32 if torch.device(device).type == "cpu" else "auto"
+    if kept:
+        model = load_converted(path, **(settings or {}))
+        return model.float() if dtype == torch.float32 else model, tokenizer
+    model, report = AutoModelForCausalLM.from_pretrained(
+        **source, **options, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    absent = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    # what the head predicts is not seen
+    if absent := {name for name in absent if not name.startswith("lm_head.")}:
+        raise ValueError(
+            f"{path} must hold all weights of the model, got none of the size of {min(absent)}"
+        )
+    return model if values is None else convert(model, values), tokenizer
 
 
-def tokenizer_of(path: Path, source: Mapping[str, Any]) -> Any:
+def load_tokenizer(path: Path, source: Mapping[str, Any]) -> Any:
     tokenizer, reason = None, "no file of one"
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # each kind of tokenizer has errors of its own
-        reason = " ".join(str(error).split())[:200]
+        reason = in_one_line(error)
     if tokenizer is not None:
         # without files some kinds begin with an empty vocabulary
         names = {"tokenizer_config.json", "tokenizer.json", *tokenizer.vocab_files_names.values()}
@@ -115,36 +120,3 @@ def tokenizer_of(path: Path, source: Mapping[str, Any]) -> Any:
     raise ValueError(
         f"{path} must hold a tokenizer, as tokenizer.save_pretrained writes it, got {reason}"
     )
-
-
-def loaded(path: Path, source: Mapping[str, Any], dtype: Any) -> Any:
-    """The model with its dense attention, every weight of it from the file."""
-    options = dict(source, dtype=dtype)
-    widened = getattr(transformers, "GgufConfig", None)
-    if "gguf_file" in source and widened is not None:
-        # some releases keep the weights packed on a GPU
-        options["quantization_config"] = widened(dequantize=True)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        **options, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    absent = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
-    # what the head predicts is not seen
-    if absent := sorted(name for name in absent if not name.startswith("lm_head.")):
-        raise ValueError(
-            f"{path} must hold all weights of the model, got none of the size of {absent[0]}"
-        )
-    return model
-
-
-@contextmanager
-def errors_of(path: Path) -> Iterator[None]:
-    """Let errors of the libraries that read a file name it, as a ValueError."""
-    try:
-        yield
-    except (ValueError, ImportError, MemoryError):
-        raise
-    except Exception as error:
-        if isinstance(error, RuntimeError) and "memory" in str(error):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} cannot be loaded: {reason}") from None

@@ -288,7 +288,7 @@ def test_an_nsa_config_names_the_settings():
     convert(model, config, selection_block_size=16)
     layer = next(m for m in model.modules() if isinstance(m, SparseAttention))
     assert layer.num_selected_blocks == 3 and layer.selection_block_size == 16
-    with pytest.raises(ValueError, match="config must have dim_head=8"):
+    with pytest.raises(ValueError, match="dim_head must be 8, which the model decides, got 16"):
         convert(tiny(), NSAConfig(**sizes | dict(dim_head=16)))
 
 
@@ -308,7 +308,7 @@ def test_what_has_no_equivalent_is_refused():
     with pytest.raises(ValueError, match="layers of full attention"):
         convert(tiny("Mistral", sliding_window=8, rope_parameters=None))
     for settings, message in (
-        (dict(heads=2), "heads must be left out"),
+        (dict(heads=2), "heads must be 4, which the model decides, got 2"),
         (dict(branches=("compressed",)), "branches must hold"),
         (dict(num_blocks=2), "num_blocks"),
         (dict(selection_block_size=0), "selection_block_size"),

@@ -153,11 +153,6 @@ def test_reentrant_checkpointing_is_refused(stage):
     assert not any(layer.dense for layer in layers_of(model))
 
 
-def test_gradients_that_are_off_are_refused():
-    with torch.no_grad(), pytest.raises(ValueError, match="called with gradients"):
-        distill(convert(tiny(), **INDEX), rows(), **TRAIN)
-
-
 def test_a_classifier_ranks_too():
     """Without a token for padding, of which its head would ask."""
     torch.manual_seed(0)
@@ -178,19 +173,6 @@ def test_gradients_that_are_not_finite_change_nothing():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_texts_become_rows():
-    def tokenizer(text):
-        return {"input_ids": [1 + ord(c) % 63 for c in text]}
-
-    model, texts = convert(tiny(), **INDEX), ["a text of some letters, " * 4, "and another one" * 3]
-    joined = [token for text in texts for token in tokenizer(text)["input_ids"]]
-    ids = torch.tensor(joined[:128]).view(2, 64)
-    twin = copy.deepcopy(model)
-    settings = TRAIN | dict(steps=2)
-    found = distill(model, texts, **settings, tokenizer=tokenizer, length=64, generator=seeded())
-    assert found == distill(twin, ids, **settings, generator=seeded())
-
-
 def test_bad_input_is_refused():
     model, (text,) = convert(tiny(), **INDEX), prompts(64)
     for given, message in (
@@ -202,13 +184,12 @@ def test_bad_input_is_refused():
         (dict(ranking_queries=0), "ranking_queries must be"),
         (dict(teacher=tiny()), "teacher must be None"),
         (dict(stage="all", teacher=model), "teacher must have layers of its own"),
-        (dict(texts_or_ids=["text"]), "tokenizer must be given"),
-        (dict(texts_or_ids=[]), "texts_or_ids must be"),
-        (dict(texts_or_ids=text.float()), "texts_or_ids must be"),
-        (dict(texts_or_ids=text[:, :15]), "rows of 16 tokens"),
+        (dict(ids=["text"]), "ids must be .N, T. integers"),
+        (dict(ids=text.float()), "ids must be .N, T. integers"),
+        (dict(ids=text[:, :15]), "rows of 16 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
-            distill(model, **(TRAIN | dict(texts_or_ids=text) | given))
+            distill(model, **(TRAIN | dict(ids=text) | given))
     with pytest.raises(ValueError, match=r"one of convert\(model\)"):
         distill(tiny(), text, **TRAIN)
     with (

@@ -122,13 +122,13 @@ def test_kernels_give_what_eager_gives(monkeypatch):
     use_sparse_attention(model, **settings)
     alone = [model(text).logits for text in texts]
     use_sparse_attention(model, **settings, backend="triton")
-    steps, own = [], hf_attention.decode_attention
+    steps, own = [], hf_attention.decode.run_decode_kernels
 
     def decode(*args, **kwargs):
-        steps.append(args[0].shape[1])
+        steps.append(kwargs["q"].shape[1])
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(hf_attention, "decode_attention", decode)
+    monkeypatch.setattr(hf_attention.decode, "run_decode_kernels", decode)
     cache = transformers.DynamicCache(config=model.config)
     close(step_by_step(model, texts[1], 39, cache), alone[1], **TOL)
     cache = transformers.StaticCache(config=model.config, max_cache_len=48)

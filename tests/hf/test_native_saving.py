@@ -182,7 +182,7 @@ def test_settings_given_at_load_are_those_of_a_configuration(tmp_path):
         (dict(dense_layers=[9]), "dense_layers"),
         (dict(nsa="papers"), "papers"),
         (dict(nsa=dict(nonsense=3)), "unexpected keyword argument 'nonsense'"),
-        (dict(nsa=3), "nsa must be a dict of settings"),
+        (dict(nsa=3), "nsa must be an NSAConfig, a dict of settings"),
     ):
         with pytest.raises(ValueError, match=told):
             AutoConfig.from_pretrained(tmp_path, **given)

@@ -21,9 +21,9 @@ MESSAGES = [
     (dict(selection_block=4), "unexpected keyword argument 'selection_block': did you mean"),
     (dict(selection_block_size=0), "selection_block_size must be an integer of at least 1, got 0"),
     (dict(importance="index"), "importance must be one of 'logits', 'probs', 'max', got 'index'"),
-    (dict(branches=("window",)), r"branches must be \('selected',\) in a model of transformers"),
-    (dict(causal=False), "causal must be True in a model of transformers, got False"),
-    (dict(soft_cap=3.0), "soft_cap must be None in a model of transformers, got 3.0"),
+    (dict(branches=("window",)), r"branches must be \('selected',\), which the model decides"),
+    (dict(causal=False), "causal must be True, which the model decides, got False"),
+    (dict(soft_cap=3.0), "soft_cap must be None, which the model decides, got 3.0"),
     (dict(compress_block_size=3), "must divide one another, got 64 and 3"),
     (dict(dense_length=5, selection_stride=2), "dense_length must be a multiple of"),
     (dict(backend="cuda"), "backend must be one of"),
@@ -51,8 +51,8 @@ def test_a_config_gives_settings():
     assert model.config.nsa_config["num_selected_blocks"] == 3
     assert model.config.nsa_config["importance"] == "max"
     assert model.config.nsa_config["num_local_blocks"] == 1
-    with pytest.raises(ValueError, match="config must have rank_rotated=True in a model"):
-        use_sparse_attention(model, NSAConfig(**form))
+    with pytest.raises(ValueError, match="branches must be .*, which the model decides"):
+        use_sparse_attention(model, NSAConfig(**form | dict(branches=("selected", "window"))))
     with pytest.raises(ValueError, match="config must be an NSAConfig, a dict of settings or None"):
         use_sparse_attention(model, 64)
 

@@ -193,7 +193,7 @@ def test_dense_attention_by_default_is_told(folder, tmp_path, capsys):
         ("nowhere.gguf", (), "or a .gguf file, got"),
         (".", (), "MODEL must be a folder of a model"),
         ("other", (), "MODEL must be a folder of a model"),
-        ("unknown", (), "knows, got model_type='bees'"),
+        ("unknown", (), "model type `bees` but Transformers does not recognize"),
         ("encoder", (), "must hold a decoder, got model_type='t5'"),
         ("without", (), "must hold a tokenizer"),
         ("refused", (), "model must have attention of Gemma2Attention"),
@@ -206,7 +206,11 @@ def test_dense_attention_by_default_is_told(folder, tmp_path, capsys):
         ("dense", ("--settings", '{"dense_length": -1}'), "dense_length must be"),
         ("dense", ("--settings", "bees"), "argument --settings: must be a JSON object"),
         ("native", ("--settings", "{}"), "settings must be None for a model of type 'nsa'"),
-        ("converted", ("--settings", '{"heads": 3}'), "heads must be left out"),
+        (
+            "converted",
+            ("--settings", '{"heads": 3}'),
+            "heads must be 4, which the model decides, got 3",
+        ),
         ("converted", ("--layers", "2"), "layers must name layers of the model"),
     ],
 )
